@@ -1,0 +1,57 @@
+# Everything runs in .venv, made here and filled from constraints.txt. The stamps say what is installed already, so a
+# second call installs nothing; `make run` installs the runtime only.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+# --no-compile: Python compiles what it imports by itself; torch alone has thousands of files that nobody imports.
+# for that it must be free to write, which container images like to forbid.
+export PYTHONDONTWRITEBYTECODE :=
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
+INPUTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lint bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' Makefile
+	@echo '  ARGS="..." is passed on, as in: make test ARGS="-k layers"'
+
+run: $(VENV)/.stamp-run ## serve the example trace on the best backend of this machine
+	$(BIN)/dsv4attn run $(ARGS)
+
+# one thread a worker: two workers with a thread pool each only fight over two cores.
+test: $(VENV)/.stamp-test ## run the tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(VENV)/.stamp-dev ## ruff, codespell, mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(BIN)/mypy
+
+bench: $(VENV)/.stamp-run ## measure the backends of this machine
+	$(BIN)/dsv4attn bench $(ARGS)
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find dsv4attn tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.stamp-venv:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "dsv4attn needs Python 3.10 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# a wider install covers the narrower ones, so it leaves their stamps too.
+$(VENV)/.stamp-run: $(VENV)/.stamp-venv $(INPUTS)
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.stamp-test: $(VENV)/.stamp-venv $(INPUTS)
+	$(PIP) -e '.[test]'
+	@touch $(VENV)/.stamp-run $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-venv $(INPUTS)
+	$(PIP) -e '.[dev]'
+	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@

@@ -1,0 +1,103 @@
+"""Every exception of the package.
+
+Each one says which argument or line is wrong, what was expected, what came, and what to do about it.
+All derive from `Dsv4AttnError`; those caused by a bad value are also `ValueError`, so that a caller who
+knows nothing of this package still catches them by their usual name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "ArgumentError",
+    "CanaryError",
+    "Dsv4AttnError",
+    "GeometryError",
+    "LayoutMismatchError",
+    "NoForwardContextError",
+    "OutOfPagesError",
+    "TraceError",
+    "UnknownNameError",
+    "UnsupportedError",
+    "WorkspaceError",
+    "did_you_mean",
+]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the nearest known name, or an empty string."""
+    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+class Dsv4AttnError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ArgumentError(Dsv4AttnError, ValueError):
+    """An argument does not satisfy its declaration.
+
+    Raised before any launch and before any write.
+    """
+
+    def __init__(self, argument: str, *, expected: str, actual: object, hint: str = "") -> None:
+        """Build the message from its four parts: which argument, what was expected, what came, what to do."""
+        self.argument, self.expected, self.actual, self.hint = argument, expected, actual, hint
+        cure = f" -> {hint}" if hint else ""
+        super().__init__(f"{argument}: expected {expected}, got {actual}{cure}")
+
+
+class LayoutMismatchError(ArgumentError):
+    """A writer and a reader disagree about the bytes of a KV cache (promise G2)."""
+
+
+class UnsupportedError(ArgumentError):
+    """The chosen backend cannot serve this problem."""
+
+
+class GeometryError(Dsv4AttnError, ValueError):
+    """A model configuration is missing a field or contradicts itself."""
+
+
+class UnknownNameError(Dsv4AttnError, ValueError):
+    """A backend, model or layer type of this name does not exist."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        """Name the kind of thing asked for, the name given, and the names that exist."""
+        self.kind, self.name, self.known = kind, name, sorted(known)
+        super().__init__(f"unknown {kind} {name!r}{did_you_mean(name, self.known)} (known: {', '.join(self.known)})")
+
+
+class WorkspaceError(Dsv4AttnError, RuntimeError):
+    """A locked workspace is too small for a request."""
+
+    def __init__(self, *, needed: int, has: int, caller: str, lane: str) -> None:
+        """Say how many bytes were needed, how many there are, and who asked."""
+        self.needed, self.has, self.caller, self.lane = needed, has, caller, lane
+        super().__init__(
+            f"workspace: {caller} needs {needed} bytes in lane {lane!r}, which is locked at {has} bytes "
+            f"-> reserve a plan for larger limits before lock(), or call unlock() first"
+        )
+
+
+class CanaryError(Dsv4AttnError, RuntimeError):
+    """Someone wrote past the end of a workspace view (debug mode only)."""
+
+
+class NoForwardContextError(Dsv4AttnError, RuntimeError):
+    """A bound layer was called outside `set_forward_context`, or its metadata is missing from it."""
+
+
+class OutOfPagesError(Dsv4AttnError, RuntimeError):
+    """The block allocator has no free block left."""
+
+
+class TraceError(Dsv4AttnError, ValueError):
+    """A request trace cannot be read; nothing of it has been run."""
+
+    def __init__(self, path: str, line: int, problem: str) -> None:
+        """Name the file, the 1-based line, and what is wrong with it."""
+        self.path, self.line, self.problem = path, line, problem
+        super().__init__(f"{path}:{line}: {problem}")

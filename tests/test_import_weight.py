@@ -1,0 +1,158 @@
+"""What importing the package costs and touches (promise G6), each time in a fresh interpreter."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dsv4attn
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "dsv4attn"
+VENDORS = [
+    "aiter",
+    "cutlass",
+    "deep_gemm",
+    "flash_mla",
+    "flashinfer",
+    "intel_extension_for_pytorch",
+    "sglang",
+    "tilelang",
+    "vllm",
+]
+HEAVY = ["torch", "triton", "numpy", *VENDORS]
+CORE = sorted(f"dsv4attn.core.{p.stem}" for p in (PACKAGE / "core").glob("*.py") if p.stem != "__init__")
+SECONDS = 0.3
+
+
+def fresh(code: str, *names: str, first_on_path: Path | None = None) -> Any:
+    """Run a piece of code in a new interpreter, with `names` in its argv, and return the JSON it prints."""
+    path = [str(p) for p in (first_on_path, ROOT) if p]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+    )
+
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# loads what argv names, one by one, and prints for each which packages it brought in.
+LOAD = """
+import importlib, json, sys
+brought = {}
+for name in sys.argv[1:]:
+    before = {*sys.modules}
+    importlib.import_module(name)
+    brought[name] = sorted({m.partition(".")[0] for m in {*sys.modules} - before})
+print(json.dumps(brought))
+"""
+
+
+def brought_in(*modules: str, of: list[str], first_on_path: Path | None = None) -> dict[str, list[str]]:
+    """Import modules in a new interpreter, and return which packages of a list each of them loaded, if any."""
+    brought = fresh(LOAD, *modules, first_on_path=first_on_path)
+
+    assert sorted(brought) == sorted(modules)
+    return {module: hit for module, names in brought.items() if (hit := [n for n in names if n in of])}
+
+
+@pytest.fixture(params=["ImportError", "AttributeError"])
+def broken_vendors(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder in which every vendor package is installed and raises as soon as it is imported."""
+    for name in VENDORS:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"raise {request.param}('stub of {name}')\n", encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize("module", ["dsv4attn", "dsv4attn.errors"])
+def test_g6_importing_the_package_loads_nothing_heavy(module: str) -> None:
+    assert brought_in(module, of=HEAVY) == {}
+
+
+def test_the_measure_sees_a_heavy_import() -> None:
+    assert brought_in("torch", of=HEAVY)["torch"][-1] == "torch"
+
+
+def test_importing_the_package_is_fast() -> None:
+    timed = "import time; t = time.perf_counter(); import dsv4attn; print(time.perf_counter() - t)"
+    seconds = [float(fresh(timed)) for _ in range(5)]
+
+    assert min(seconds) < SECONDS, f"best of {seconds}"
+
+
+def test_g6_a_core_module_loads_neither_triton_nor_a_vendor() -> None:
+    # torch first, so that what torch may load by itself is not laid at our door.
+    found = brought_in("torch", *CORE, of=["triton", *VENDORS])
+    found.pop("torch", None)
+
+    assert found == {}
+
+
+def test_there_are_core_modules() -> None:
+    assert "dsv4attn.core.geometry" in CORE
+
+
+def test_g6_broken_vendor_packages_do_not_hinder_the_import(broken_vendors: Path) -> None:
+    assert brought_in("dsv4attn", "dsv4attn.errors", *CORE, of=VENDORS, first_on_path=broken_vendors) == {}
+
+
+def test_the_stubs_do_break_whoever_imports_them(broken_vendors: Path) -> None:
+    code = (
+        "import json\ntry:\n    import vllm\nexcept (ImportError, AttributeError) as e:\n    print(json.dumps(str(e)))"
+    )
+
+    assert fresh(code, first_on_path=broken_vendors) == "stub of vllm"
+
+
+def test_g6_importing_core_initialises_no_device() -> None:
+    code = """
+import importlib, json, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+import torch
+print(json.dumps([torch.cuda.is_initialized(), torch.xpu.is_initialized()]))
+"""
+
+    assert fresh(code, *CORE) == [False, False]
+
+
+@pytest.mark.parametrize("name", dsv4attn.__all__)
+def test_every_public_name_resolves(name: str) -> None:
+    value = getattr(dsv4attn, name)
+
+    assert isinstance(value, str) or value.__module__.startswith("dsv4attn.")
+    assert name in dir(dsv4attn)
+
+
+def test_the_public_names_are_told_alike_to_everybody() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    told = {
+        alias.name: str(node.module).removeprefix("dsv4attn.")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+    assert told == dsv4attn._MODULE_OF
+    assert {*dsv4attn.__all__} == {*told, "__version__"}
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    name = "forward_mha"
+
+    with pytest.raises(AttributeError, match="has no attribute 'forward_mha'"):
+        getattr(dsv4attn, name)

@@ -1,0 +1,284 @@
+"""Who may import whom, read from the syntax trees; nothing is imported.
+
+An import inside a function, under TYPE_CHECKING, or as a literal given to `import_module` counts like any other:
+what a module knows of is what matters, not when it is loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "dsv4attn"
+
+# a layer is a top-level module or package of dsv4attn, except that each room under backends/ is a layer of its own,
+# and so is the oracle. "root" is dsv4attn/__init__: a public name reached as `dsv4attn.load_backend`.
+TOP = {
+    "__main__",
+    "backends",
+    "cli",
+    "config",
+    "core",
+    "errors",
+    "hookspecs",
+    "plugins",
+    "replay",
+    "selection",
+    "testing",
+}
+ROOM = "backends/<room>"
+STEPS = "backends/_triton"
+ORACLE = "testing/oracle"
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "core": {"errors"},
+    "config": {"errors", "core"},
+    "hookspecs": {"errors", "core"},
+    "plugins": {"errors", "core", "config", "hookspecs"},
+    "selection": {"errors", "core", "config", "hookspecs", "plugins"},
+    "root": {"errors", "core", "selection"},
+    "backends": set(),
+    STEPS: {"errors", "core"},
+    ROOM: {"errors", "core", "hookspecs", STEPS},
+    # the oracle is an independent witness: it shares no line with what it judges.
+    ORACLE: set(),
+    "testing": {"errors", "core", "selection", "root", ORACLE},
+    "replay": {"errors", "core", "selection", "root", "testing", ORACLE},
+    "cli": {"errors", "core", "config", "hookspecs", "plugins", "selection", "root", "testing", ORACLE, "replay"},
+    "__main__": {"cli"},
+}
+# the registry reaches a room by a string, so that naming a room is not importing it.
+MAY_NAME_ROOMS = {"plugins", "selection"}
+
+
+def layer_of(module: str) -> str:
+    """Return the layer of a dotted module name that begins with `dsv4attn`."""
+    parts = module.split(".")
+    if len(parts) == 1 or parts[1] not in TOP:
+        return "root"
+    if parts[1] == "backends" and len(parts) > 2:
+        return f"backends/{parts[2]}"
+    if parts[1:3] == ["testing", "oracle"]:
+        return ORACLE
+    return parts[1]
+
+
+def rule_of(layer: str) -> set[str]:
+    """Return the layers that this one may import besides itself."""
+    return MAY_IMPORT.get(layer, MAY_IMPORT[ROOM] if layer.startswith("backends/") else set())
+
+
+def text_start(node: ast.expr) -> str:
+    """Return a string literal, or what is certain of an f-string: the text before its first hole."""
+    if isinstance(node, ast.JoinedStr) and node.values:
+        node = node.values[0]
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def imports(tree: ast.AST, module: str, *, is_package: bool) -> Iterator[tuple[int, str, bool]]:
+    """Yield (line, absolute name, given as a string) of everything a module imports, ours or not.
+
+    `from m import a` yields `m.a`: whether `a` is a module or a name, its prefix places it.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, False) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = module.split(".")[: -node.level + is_package or None]
+                base = ".".join([*above, *filter(None, [base])])
+            yield from ((node.lineno, f"{base}.{alias.name}", False) for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args:
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in {"import_module", "__import__"} and (name := text_start(node.args[0])):
+                yield node.lineno, name, True
+
+
+def torch_parts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, part) for every `torch.<part>` a module names, however it came by it."""
+    torches = {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            torches |= {a.asname for a in node.names if a.name == "torch" and a.asname}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in torches:
+            yield node.lineno, node.attr
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "id", "") == "getattr"
+            and len(node.args) > 1
+            and getattr(node.args[0], "id", "") in torches
+        ):
+            yield node.lineno, text_start(node.args[1])
+    for line, name, _ in imports(tree, "none", is_package=False):
+        if name.startswith("torch."):
+            yield line, name.split(".")[1]
+
+
+def forbidden_torch(module: str) -> set[str]:
+    """Return the parts of torch that a module may not name, because they belong to one vendor."""
+    layer = layer_of(module)
+    if layer == "core" and module != "dsv4attn.core.device":
+        return {"cuda", "xpu"}
+    return {"cuda"} if layer.startswith("backends/") else set()
+
+
+def forbidden_outside(module: str) -> set[str]:
+    """Return the packages that a module may not import: triton is for rooms, and a room answers before it loads."""
+    layer = layer_of(module)
+    if not layer.startswith("backends/"):
+        return set() if layer == "cli" else {"triton"}
+    is_door = module.count(".") == 2
+    return {"torch", "triton"} if layer != STEPS and (is_door or module.endswith(".support")) else set()
+
+
+def violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
+    """Return every rule a source text breaks, one sentence each."""
+    tree = ast.parse(source)
+    layer, found = layer_of(module), []
+    for line, name, as_text in imports(tree, module, is_package=is_package):
+        if name.split(".")[0] in forbidden_outside(module):
+            found.append(f"{module}:{line}: may not import {name.split('.')[0]}")
+        if name.split(".")[0] != "dsv4attn":
+            continue
+        target = layer_of(name)
+        named_room = as_text and target.startswith("backends") and layer in MAY_NAME_ROOMS
+        if not (target == layer or target in rule_of(layer) or named_room):
+            found.append(f"{module}:{line}: {layer} may not import {target} ({name})")
+    banned = forbidden_torch(module)
+    found += [f"{module}:{line}: may not name torch.{part}" for line, part in torch_parts(tree) if part in banned]
+    return found
+
+
+def module_name(path: Path) -> str:
+    """Return the dotted name of a file of the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_a_file_imports_only_what_its_layer_may(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+
+    assert violations(source, module_name(path), is_package=path.name == "__init__.py") == []
+
+
+def test_the_rules_saw_the_package() -> None:
+    layers = {layer_of(module_name(path)) for path in FILES}
+
+    assert {"root", "errors", "core"} <= layers
+    assert {layer for layer in layers if layer.startswith("backends/")} - {STEPS}, "no room was seen"
+    assert {layer.partition("/")[0] for layer in layers} <= {"root", *TOP}
+    assert len([path for path in FILES if layer_of(module_name(path)) == "core"]) > 1
+
+
+def test_a_new_top_level_module_needs_a_rule() -> None:
+    present = {path.stem if path.suffix else path.name for path in PACKAGE.iterdir() if path.suffix in {"", ".py"}}
+
+    assert present - TOP - {"__init__", "__pycache__"} == set()
+
+
+def test_the_table_is_closed_and_has_no_cycle() -> None:
+    done: set[str] = set()
+    while ready := {layer for layer, may in MAY_IMPORT.items() if layer not in done and may <= done}:
+        done |= ready
+
+    assert done == set(MAY_IMPORT)
+
+
+def test_no_file_outgrows_its_budget() -> None:
+    sizes = {
+        p: len(p.read_text(encoding="utf-8").splitlines()) for p in [*FILES, *sorted((ROOT / "tests").rglob("*.py"))]
+    }
+    too_long = {
+        str(p.relative_to(ROOT)): n for p, n in sizes.items() if n > (600 if p.stem.startswith("kernels") else 400)
+    }
+
+    assert too_long == {}
+
+
+PLANTED = [
+    ("dsv4attn.errors", "from dsv4attn.core import layout", "errors may not import core"),
+    ("dsv4attn.core.layout", "import dsv4attn.selection", "core may not import selection"),
+    ("dsv4attn.core.layout", "from dsv4attn import load_backend", "core may not import root"),
+    ("dsv4attn.core.layout", "from .. import plugins", "core may not import plugins"),
+    ("dsv4attn.core.layout", "from ..backends.xpu import launch", "core may not import backends/xpu"),
+    ("dsv4attn.core.layout", "def f():\n    import dsv4attn.cli", "core may not import cli"),
+    ("dsv4attn.core.layout", "import torch\nx = torch.cuda.Event()", "may not name torch.cuda"),
+    ("dsv4attn.core.layout", "import torch as t\nx = t.xpu.synchronize()", "may not name torch.xpu"),
+    ("dsv4attn.core.layout", "from torch import cuda", "may not name torch.cuda"),
+    ("dsv4attn.core.layout", "from torch.xpu import Stream", "may not name torch.xpu"),
+    ("dsv4attn.core.layout", "import torch\nx = getattr(torch, 'cuda')", "may not name torch.cuda"),
+    ("dsv4attn.core.layout", "import triton.language as tl", "may not import triton"),
+    ("dsv4attn.backends.xpu.launch", "import torch\nx = torch.cuda.current_stream()", "may not name torch.cuda"),
+    ("dsv4attn.backends._triton.insert", "import torch\nx = torch.cuda.Event", "may not name torch.cuda"),
+    ("dsv4attn.backends._triton.insert", "from dsv4attn import hookspecs", "may not import hookspecs"),
+    ("dsv4attn.backends.rocm.launch", "from dsv4attn.backends.sm90 import tuning", "may not import backends/sm90"),
+    ("dsv4attn.backends.rocm.launch", "from dsv4attn.backends import sm90", "may not import backends/sm90"),
+    ("dsv4attn.backends.rocm.launch", "from ..sm90.kernels import decode_kernel", "may not import backends/sm90"),
+    ("dsv4attn.backends.rocm.launch", "from dsv4attn import testing", "may not import testing"),
+    ("dsv4attn.backends.rocm.launch", "from dsv4attn.testing.oracle import attend", "may not import testing/oracle"),
+    ("dsv4attn.backends.rocm.support", "import torch", "may not import torch"),
+    ("dsv4attn.backends.rocm.support", "def f():\n    import triton", "may not import triton"),
+    ("dsv4attn.selection", "from dsv4attn.backends.reference import launch", "may not import backends/reference"),
+    ("dsv4attn.selection", "import dsv4attn.testing", "selection may not import testing"),
+    ("dsv4attn.plugins", "from dsv4attn.selection import decide", "plugins may not import selection"),
+    (
+        "dsv4attn.core.forward",
+        "from importlib import import_module\nx = import_module('dsv4attn.backends.xpu.launch')",
+        "core may not import backends/xpu",
+    ),
+    (
+        "dsv4attn.cli.run",
+        "import importlib\nx = importlib.import_module(f'dsv4attn.backends.{n}')",
+        "cli may not import",
+    ),
+    ("dsv4attn.testing.cases", "from dsv4attn.backends.reference.launch import Reference", "testing may not import"),
+    ("dsv4attn.testing.cases", "from dsv4attn.replay import trace", "testing may not import replay"),
+    ("dsv4attn.testing.oracle", "from dsv4attn.core.geometry import ModelGeometry", "may not import core"),
+    ("dsv4attn.testing.oracle", "from dsv4attn import errors", "may not import errors"),
+    ("dsv4attn.testing.oracle", "from .cases import Case", "may not import testing"),
+    ("dsv4attn.replay.engine", "import dsv4attn.cli.run", "replay may not import cli"),
+    ("dsv4attn.replay.engine", "from dsv4attn import plugins", "replay may not import plugins"),
+    (
+        "dsv4attn.core.layout",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dsv4attn.hookspecs import x",
+        "core may not import hookspecs",
+    ),
+]
+
+
+@pytest.mark.parametrize(("module", "source", "said"), PLANTED)
+def test_a_planted_violation_is_caught(module: str, source: str, said: str) -> None:
+    found = violations(source, module)
+
+    assert len(found) >= 1
+    assert said in " ".join(found)
+
+
+ALLOWED = [
+    ("dsv4attn.core.layout", "from dsv4attn.core.geometry import ModelGeometry\nfrom dsv4attn import errors", False),
+    ("dsv4attn.core", "from .layout import KVCacheLayout", True),
+    ("dsv4attn.core.device", "import torch\nx = torch.cuda.is_available(), torch.xpu.is_available()", False),
+    ("dsv4attn.backends.xpu.launch", "from . import kernels\nfrom .._triton.insert import insert", False),
+    ("dsv4attn.backends.xpu.launch", "import torch\nx = torch.xpu.current_stream()", False),
+    ("dsv4attn.backends.xpu", "from dsv4attn.hookspecs import hookimpl\nfrom .support import support", True),
+    ("dsv4attn.plugins", "import importlib\nx = importlib.import_module('dsv4attn.backends.xpu')", False),
+    ("dsv4attn.testing.cases", "from dsv4attn import load_backend\nfrom dsv4attn.selection import decide", False),
+    ("dsv4attn.replay.engine", "import dsv4attn\nfrom dsv4attn.testing.oracle import attend", False),
+    ("dsv4attn", "from dsv4attn.selection import load_backend", True),
+]
+
+
+@pytest.mark.parametrize(("module", "source", "is_package"), ALLOWED)
+def test_what_the_design_allows_is_allowed(module: str, source: str, is_package: bool) -> None:
+    assert violations(source, module, is_package=is_package) == []
