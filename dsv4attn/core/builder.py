@@ -1,0 +1,304 @@
+"""From a batch to its metadata, in buffers whose addresses never change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core import indices
+from dsv4attn.core.chunking import round_up
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["MetadataBuilder", "split_decodes_and_prefills"]
+
+_C128A_COLUMNS = 128
+"""Widths of the C128A table are multiples of this, as FlashMLA's kernels ask."""
+
+
+def split_decodes_and_prefills(
+    query_lens: Sequence[int], threshold: int, *, short_prefills: bool = False
+) -> tuple[int, int, int, int]:
+    """(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens) of a batch.
+
+    Requests with at most `threshold` query tokens are decodes, a fresh one-token prompt too, and come first. The
+    first longer one begins the prefill part. A short request behind it is an error, unless `short_prefills` says to
+    run it as a prefill, as vLLM does. Requests without tokens (padding) may stand anywhere.
+    """
+    num_decodes = next((i for i, n in enumerate(query_lens) if n > threshold), len(query_lens))
+    for i in range(num_decodes, len(query_lens)):
+        if 0 < query_lens[i] <= threshold and not short_prefills:
+            raise ArgumentError(
+                "query_start_loc",
+                expected=f"decode requests (at most {threshold} query tokens) before prefill requests",
+                actual=f"request {i} with {query_lens[i]} after request {num_decodes} with {query_lens[num_decodes]}",
+                hint="order the batch by phase, or build with short_prefills=True to run it as a prefill",
+            )
+    decode_tokens = sum(query_lens[:num_decodes])
+    return num_decodes, len(query_lens) - num_decodes, decode_tokens, sum(query_lens) - decode_tokens
+
+
+class MetadataBuilder:
+    """Builds the metadata of one step at a time; the next `build` overwrites the tensors of the last.
+
+    geometry, limits: what batches can be. swa_block_size: records per block of the window cache.
+    compressed_block_tokens: tokens a block of a compressed cache stands for. num_swa_blocks, num_compressed_blocks:
+    sizes of the caches, if out-of-range blocks and slots shall be found. validate: check tensor values; by default
+    only where that costs no synchronisation, on the CPU. short_prefills: see `split_decodes_and_prefills`.
+    """
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        limits: Limits,
+        *,
+        swa_block_size: int = 64,
+        compressed_block_tokens: int = 256,
+        device: torch.device | str = "cpu",
+        num_swa_blocks: int | None = None,
+        num_compressed_blocks: int | None = None,
+        validate: bool | None = None,
+        short_prefills: bool = False,
+    ) -> None:
+        """Allocate every persistent buffer."""
+        self.geometry, self.limits, self.device = geometry, limits, torch.device(device)
+        self.swa_block_size, self.compressed_block_tokens = swa_block_size, compressed_block_tokens
+        self.num_swa_blocks, self.num_compressed_blocks = num_swa_blocks, num_compressed_blocks
+        self.validate = self.device.type == "cpu" if validate is None else validate
+        self.short_prefills = short_prefills
+        for _, ratio in geometry.layers:
+            if compressed_block_tokens % ratio:
+                raise ArgumentError(
+                    "compressed_block_tokens", expected=f"a multiple of ratio {ratio}", actual=compressed_block_tokens
+                )
+        tokens, requests, window = limits.max_num_batched_tokens, limits.max_num_reqs, geometry.window
+        self._token_to_req = self._buffer(tokens)
+        self._is_valid = self._buffer(tokens, dtype=torch.bool)
+        self._decode_swa = self._buffer(limits.max_decode_tokens, 1, window), self._buffer(limits.max_decode_tokens)
+        self._prefill_swa = self._buffer(tokens, 1, window), self._buffer(tokens)
+        self._gather_lens = self._buffer(requests)
+        self._slots = {kind: self._buffer(tokens, dtype=torch.int64) for kind in geometry.kinds}
+        self._entries = {kind: self._buffer(tokens) for kind in geometry.kinds}
+        self._c128a: tuple[Tensor, Tensor] | None = None
+        if LayerKind.C128A in geometry.kinds:
+            self._c128a_max = round_up(
+                -(-limits.max_model_len // geometry.layer_of_kind(LayerKind.C128A).compress_ratio), _C128A_COLUMNS
+            )
+            self._c128a = (
+                self._buffer(limits.max_decode_tokens, 1, self._c128a_max),
+                self._buffer(limits.max_decode_tokens),
+            )
+            self._entry_numbers = torch.arange(self._c128a_max, dtype=torch.int32, device=self.device)
+
+    def _buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def build(self, batch: Batch) -> DeepseekSparseSWAMetadata:
+        """Window metadata of a batch. Raises ArgumentError before it writes anything."""
+        query_lens, seq_lens = self._host_lens(batch)
+        split = split_decodes_and_prefills(query_lens, self.limits.decode_threshold, short_prefills=self.short_prefills)
+        num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split
+        tokens, window = num_decode_tokens + num_prefill_tokens, self.geometry.window
+        self._check_table("block_table", batch.block_table, query_lens, seq_lens, self.swa_block_size)
+
+        request = indices.token_to_req_indices(batch.query_start_loc, tokens)
+        position = indices.positions_of(batch.query_start_loc, batch.seq_lens, request)
+        valid = torch.zeros(tokens, dtype=torch.bool, device=self.device)
+        known = min(tokens, batch.slot_mapping.shape[0])
+        valid[:known] = batch.slot_mapping[:known] >= 0
+        slots, lens = indices.window_indices(position, valid, request, batch.block_table, self.swa_block_size, window)
+        if self.validate:
+            self._check_slots(batch, slots, lens, request)
+
+        self._token_to_req[:tokens].copy_(request)
+        self._is_valid[:tokens].copy_(valid)
+        for (rows, counts), part in (
+            (self._decode_swa, slice(0, num_decode_tokens)),
+            (self._prefill_swa, slice(num_decode_tokens, tokens)),
+        ):
+            n = part.stop - part.start
+            rows[:n, 0].copy_(slots[part])
+            counts[:n].copy_(lens[part])
+            counts[n:].zero_()
+        prefill_seq_lens = batch.seq_lens[num_decodes:]
+        prefill_query_lens = batch.query_start_loc[num_decodes:].diff()
+        seen = (prefill_seq_lens - prefill_query_lens).clamp(max=window - 1) + prefill_query_lens
+        self._gather_lens[:num_prefills].copy_(seen.masked_fill_(prefill_query_lens == 0, 0))
+        return DeepseekSparseSWAMetadata(
+            num_decodes=num_decodes,
+            num_prefills=num_prefills,
+            num_decode_tokens=num_decode_tokens,
+            num_prefill_tokens=num_prefill_tokens,
+            block_size=self.swa_block_size,
+            window_size=window,
+            max_query_len=max(query_lens, default=0),
+            max_seq_len=max(seq_lens, default=0),
+            block_table=batch.block_table,
+            slot_mapping=batch.slot_mapping,
+            seq_lens=batch.seq_lens,
+            query_start_loc=batch.query_start_loc,
+            query_start_loc_cpu=batch.query_start_loc_cpu,
+            is_valid_token=self._is_valid[:tokens],
+            token_to_req_indices=self._token_to_req[:tokens],
+            decode_swa_indices=self._decode_swa[0][:num_decode_tokens],
+            decode_swa_lens=self._decode_swa[1][:num_decode_tokens],
+            prefill_swa_indices=self._prefill_swa[0][:num_prefill_tokens],
+            prefill_swa_lens=self._prefill_swa[1][:num_prefill_tokens],
+            prefill_seq_lens=prefill_seq_lens,
+            prefill_gather_lens=self._gather_lens[:num_prefills],
+            prefill_seq_lens_cpu=batch.seq_lens_cpu[num_decodes:],
+            prefill_query_lens_cpu=batch.query_start_loc_cpu[num_decodes:].diff(),
+        )
+
+    def build_compressed(
+        self, batch: Batch, swa: DeepseekSparseSWAMetadata, kind: LayerKind, *, full_width: bool = False
+    ) -> FlashMLASparseMetadata:
+        """Compressed metadata of a batch for all layers of a kind; `swa` is what `build` made of the same batch.
+
+        full_width: give the C128A table the width of `max_model_len` whatever the batch, as a captured graph needs.
+        """
+        layer, table = self.geometry.layer_of_kind(kind), batch.compressed_block_table
+        ratio, tokens, decodes = layer.compress_ratio, swa.num_actual_tokens, swa.num_decode_tokens
+        if ratio == 1:
+            raise ArgumentError("kind", expected="a layer kind with a compressed cache", actual=kind.value)
+        if table is None:
+            raise ArgumentError(
+                "Batch.compressed_block_table", expected=f"a table for {kind.value} layers", actual=None
+            )
+        records = self.compressed_block_tokens // ratio
+        query_lens, seq_lens = self._host_lens(batch)
+        entries = [n // ratio for n in seq_lens]
+        self._check_table("compressed_block_table", table, query_lens, entries, records)
+        if self.validate:
+            self._check_blocks(table, query_lens, entries, records)
+
+        request = swa.token_to_req_indices.long()
+        position = indices.positions_of(batch.query_start_loc, batch.seq_lens, request)
+        slots, lens = self._slots[kind], self._entries[kind]
+        slots.fill_(-1)
+        slots[:tokens] = indices.get_compressed_slot_mapping(
+            position, swa.is_valid_token, request, table, records, ratio
+        )
+        lens[:tokens] = torch.div(position + 1, ratio, rounding_mode="floor").masked_fill_(~swa.is_valid_token, 0)
+        lens[tokens:].zero_()
+        width = self._c128a_width(max(entries, default=0), full_width=full_width) if kind is LayerKind.C128A else 0
+        decode_table, decode_lens = self._c128a_decode(table, lens[:decodes], request, width, records)
+        return FlashMLASparseMetadata(
+            kind=kind,
+            compress_ratio=ratio,
+            num_reqs=batch.num_reqs,
+            num_actual_tokens=tokens,
+            max_query_len=swa.max_query_len,
+            max_seq_len=swa.max_seq_len,
+            block_size=self.compressed_block_tokens,
+            topk_tokens=layer.topk,
+            query_start_loc=batch.query_start_loc,
+            slot_mapping=slots[: max(tokens, batch.slot_mapping.shape[0])],
+            block_table=table,
+            req_id_per_token=swa.token_to_req_indices,
+            compressed_lens=lens[:tokens],
+            c128a_global_decode_topk_indices=decode_table,
+            c128a_decode_topk_lens=decode_lens,
+            c128a_prefill_topk_indices=self._entry_numbers[:width].expand(tokens - decodes, width) if width else None,
+        )
+
+    def build_for(self, batch: Batch, kinds: Sequence[LayerKind]) -> dict[LayerKind, AttentionMetadata]:
+        """Metadata of a batch for several kinds of layers that share its block tables."""
+        swa = self.build(batch)
+        compressed = {k: None if k is LayerKind.SWA else self.build_compressed(batch, swa, k) for k in kinds}
+        return {kind: AttentionMetadata(swa, compressed[kind]) for kind in kinds}
+
+    def _c128a_width(self, entries: int, *, full_width: bool) -> int:
+        """Columns of this step's table: a power of two, so that few widths ever occur."""
+        if full_width:
+            return self._c128a_max
+        return min(max(1 << max(entries - 1, 0).bit_length(), _C128A_COLUMNS), self._c128a_max)
+
+    def _c128a_decode(
+        self, table: Tensor, visible: Tensor, request: Tensor, width: int, records: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if not width or self._c128a is None:
+            return None, None
+        n = visible.shape[0]
+        rows, lens = self._c128a[0][:n, :, :width], self._c128a[1]
+        numbers = self._entry_numbers[:width].expand(n, width)
+        indices.compute_global_topk_indices_and_lens(
+            numbers, visible, request[:n], table, records, out=(rows[:, 0], lens[:n])
+        )
+        lens[n:].zero_()
+        return rows, lens[:n]
+
+    def _host_lens(self, batch: Batch) -> tuple[list[int], list[int]]:
+        """Query and sequence lengths on the host, checked against each other and the limits."""
+        starts, seq_lens = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
+        query_lens = [b - a for a, b in pairwise(starts)]
+        if starts[0] != 0 or min(query_lens, default=0) < 0:
+            raise ArgumentError("query_start_loc", expected="ascending values that begin with 0", actual=starts)
+        for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            if seq_len < query_len:
+                raise ArgumentError(
+                    f"seq_lens[{i}]",
+                    expected=f"at least the {query_len} query tokens of this step",
+                    actual=seq_len,
+                    hint="seq_lens counts tokens after this step: prefix plus query",
+                )
+            if seq_len > self.limits.max_model_len:
+                raise ArgumentError(f"seq_lens[{i}]", expected=f"at most {self.limits.max_model_len}", actual=seq_len)
+        for name, value, bound in (
+            ("requests", batch.num_reqs, self.limits.max_num_reqs),
+            ("tokens", starts[-1], self.limits.max_num_batched_tokens),
+        ):
+            if value > bound:
+                raise ArgumentError(f"batch {name}", expected=f"at most {bound}", actual=value, hint="raise Limits")
+        return query_lens, seq_lens
+
+    @staticmethod
+    def _check_table(name: str, table: Tensor, query_lens: list[int], records: list[int], per_block: int) -> None:
+        for i, (query_len, count) in enumerate(zip(query_lens, records, strict=True)):
+            if query_len and count > table.shape[1] * per_block:
+                raise ArgumentError(
+                    name,
+                    expected=f"at least {-(-count // per_block)} columns for the {count} records of request {i}",
+                    actual=f"{table.shape[1]} columns of {per_block} records",
+                    hint="widen the block table",
+                )
+
+    def _check_slots(self, batch: Batch, slots: Tensor, lens: Tensor, request: Tensor) -> None:
+        """Find dead blocks under a window and slots outside the cache."""
+        capacity = None if self.num_swa_blocks is None else self.num_swa_blocks * self.swa_block_size
+        columns = torch.arange(slots.shape[1], device=slots.device)
+        wrong = (slots < 0) if capacity is None else (slots < 0) | (slots >= capacity)
+        wrong = (wrong & (columns < lens[:, None])).any(1)
+        if bool(wrong.any()):
+            i = int(request[wrong.nonzero()[0]])
+            raise ArgumentError(
+                f"block_table[{i}]",
+                expected=f"blocks in [0, {self.num_swa_blocks or 'num_blocks'}) under the window of request {i}",
+                actual=batch.block_table[i].tolist(),
+            )
+        if capacity is not None and bool((batch.slot_mapping >= capacity).any()):
+            t = int((batch.slot_mapping >= capacity).nonzero()[0])
+            raise ArgumentError(
+                f"slot_mapping[{t}]",
+                expected=f"below the {capacity} slots of the window cache, or negative for padding",
+                actual=int(batch.slot_mapping[t]),
+            )
+
+    def _check_blocks(self, table: Tensor, query_lens: list[int], entries: list[int], records: int) -> None:
+        """Find blocks outside a compressed cache among those that hold visible entries."""
+        for i, (query_len, count) in enumerate(zip(query_lens, entries, strict=True)):
+            used = table[i, : -(-count // records)] if query_len else table[i, :0]
+            wrong = (
+                used < 0 if self.num_compressed_blocks is None else (used < 0) | (used >= self.num_compressed_blocks)
+            )
+            if bool(wrong.any()):
+                raise ArgumentError(
+                    f"compressed_block_table[{i}]",
+                    expected=f"blocks in [0, {self.num_compressed_blocks or 'num_blocks'}) for {count} entries",
+                    actual=used.tolist(),
+                )

@@ -1,0 +1,156 @@
+"""Argument checks of `forward_mqa`: host values only, no tensor is read, and all before the first write."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import AttentionMetadata, FlashMLASparseMetadata
+from dsv4attn.core.tensorspec import check_tensor
+from dsv4attn.errors import ArgumentError, LayoutMismatchError
+
+__all__ = ["check_cache", "check_call", "check_compressed", "check_insert", "check_same_device"]
+
+_Q_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def check_call(
+    q: Tensor,
+    caches: LayerCaches,
+    metadata: AttentionMetadata | None,
+    out: Tensor,
+    layer: LayerGeometry,
+    limits: Limits,
+    attn_sink: Tensor | None,
+    topk_indices: Tensor | None,
+    lse: Tensor | None,
+) -> None:
+    """Raise ArgumentError or LayoutMismatchError unless the arguments of `forward_mqa` fit each other."""
+    letters = {"H": layer.num_heads, "D": layer.head_dim}
+    check_tensor("q", q, "T H D", _Q_DTYPES, letters)
+    check_tensor("out", out, "T H D", q.dtype, letters)
+    if attn_sink is not None:
+        check_tensor("attn_sink", attn_sink, "H", torch.float32, letters)
+    if lse is not None:
+        check_tensor("lse", lse, "T H", torch.float32, letters)
+    check_cache("caches.swa", caches.swa, layer)
+    if layer.kind is not LayerKind.SWA:
+        check_compressed(caches, layer)
+    compressed = None if caches.compressed is None else caches.compressed.tensor
+    check_same_device(q, out=out, attn_sink=attn_sink, lse=lse, topk_indices=topk_indices)
+    check_same_device(q, **{"caches.swa": caches.swa.tensor, "caches.compressed": compressed})
+    if metadata is None:
+        return
+    check_metadata(metadata, caches, layer, limits, q.shape[0])
+    if layer.kind is LayerKind.C4A:
+        check_tensor("topk_indices", topk_indices, "_ K", torch.int32, {})
+        assert topk_indices is not None
+        rows, columns = topk_indices.shape
+        if rows < metadata.swa.num_actual_tokens or columns > layer.topk:
+            raise ArgumentError(
+                "topk_indices",
+                expected=f"a row for each of {metadata.swa.num_actual_tokens} tokens, at most {layer.topk} columns",
+                actual=[rows, columns],
+            )
+
+
+def check_cache(argument: str, cache: PagedKVCache, layer: LayerGeometry) -> None:
+    """Check that a cache holds keys of this layer's dims."""
+    layout = cache.layout
+    if (layout.nope_dim, layout.rope_dim) != (layer.nope_dim, layer.rope_dim):
+        raise LayoutMismatchError(
+            argument,
+            expected=f"a layout of {layer.nope_dim} + {layer.rope_dim} dims, as the model has",
+            actual=layout.fingerprint,
+            hint="make the layout from the model's geometry",
+        )
+
+
+def check_compressed(caches: LayerCaches, layer: LayerGeometry) -> None:
+    """Check the compressed cache of a layer that has one."""
+    cache = caches.compressed
+    if cache is None:
+        raise ArgumentError(
+            "caches.compressed", expected=f"the compressed cache of a {layer.kind.value} layer", actual=None
+        )
+    check_cache("caches.compressed", cache, layer)
+    if cache.layout.row_dtype != caches.swa.layout.row_dtype:
+        raise LayoutMismatchError(
+            "caches.compressed",
+            expected=f"rows that read as {caches.swa.layout.row_dtype}, like the window cache",
+            actual=cache.layout.fingerprint,
+        )
+
+
+def check_same_device(q: Tensor, **others: Tensor | None) -> None:
+    """Check that all tensors live where q does."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != q.device:
+            raise ArgumentError(name, expected=f"a tensor on {q.device}, like q", actual=f"one on {tensor.device}")
+
+
+def check_metadata(
+    metadata: AttentionMetadata, caches: LayerCaches, layer: LayerGeometry, limits: Limits, rows: int
+) -> None:
+    """Check that metadata was built for this layer, these caches and these limits."""
+    swa, compressed = metadata.swa, metadata.compressed
+    facts = [
+        ("metadata.swa.block_size", caches.swa.block_size, swa.block_size, "records per block of the window cache"),
+        ("metadata.swa.window_size", layer.window, swa.window_size, "the model's window"),
+    ]
+    if layer.kind is not LayerKind.SWA:
+        if not isinstance(compressed, FlashMLASparseMetadata):
+            raise ArgumentError(
+                "metadata.compressed", expected=f"metadata of {layer.kind.value} layers", actual=compressed
+            )
+        assert caches.compressed is not None
+        facts += [
+            (
+                "metadata.compressed.compress_ratio",
+                layer.compress_ratio,
+                compressed.compress_ratio,
+                "the layer's ratio",
+            ),
+            (
+                "metadata.compressed.block_size // compress_ratio",
+                caches.compressed.block_size,
+                compressed.records_per_block,
+                "records per block of the compressed cache",
+            ),
+            ("metadata.compressed.num_actual_tokens", swa.num_actual_tokens, compressed.num_actual_tokens, "the batch"),
+        ]
+    for name, expected, actual, what in facts:
+        if expected != actual:
+            raise ArgumentError(name, expected=f"{expected} ({what})", actual=actual)
+    for name, actual, bound in (
+        ("decode tokens", swa.num_decode_tokens, limits.max_decode_tokens),
+        ("tokens", swa.num_actual_tokens, limits.max_num_batched_tokens),
+        ("tokens", swa.num_actual_tokens, rows),
+        ("requests", swa.num_decodes + swa.num_prefills, limits.max_num_reqs),
+        ("max_seq_len", swa.max_seq_len, limits.max_model_len),
+    ):
+        if actual > bound:
+            where = "the rows of q" if bound == rows else "limits"
+            raise ArgumentError(f"metadata: {name}", expected=f"at most {bound} ({where})", actual=actual)
+
+
+def check_insert(
+    q: Tensor, kv: Tensor, positions: Tensor, slot_mapping: Tensor, cache: PagedKVCache, layer: LayerGeometry
+) -> None:
+    """Raise ArgumentError unless the arguments of the q-norm + RoPE + KV insert step fit each other."""
+    letters = {"H": layer.num_heads, "D": layer.head_dim}
+    check_tensor("q", q, "T H D", _Q_DTYPES, letters)
+    check_tensor("kv", kv, "T D", _Q_DTYPES, letters)
+    check_tensor("positions", positions, "T", torch.int64, letters)
+    check_tensor("slot_mapping", slot_mapping, "_", torch.int64, letters)
+    check_cache("cache", cache, layer)
+    check_same_device(q, kv=kv, positions=positions, slot_mapping=slot_mapping, cache=cache.tensor)
+    # a host value on the CPU costs nothing; elsewhere reading it would synchronise, and such slots are skipped
+    largest = int(slot_mapping.max()) if slot_mapping.device.type == "cpu" and slot_mapping.numel() else -1
+    if largest >= cache.capacity:
+        expected = f"slots below the cache's {cache.capacity}, negative for padding"
+        raise ArgumentError("slot_mapping", expected=expected, actual=largest)

@@ -1,0 +1,178 @@
+"""Integer planning of prefill chunks. No tensors.
+
+A chunk is a run of whole requests, or a run of one request's query tokens when that request alone is too large. Two
+areas are bounded: rows gathered (requests x the longest one's rows) and elements of the index matrix (tokens x
+columns). Bounding areas instead of counting requests lets many short prompts share one launch, and keeps one long
+prompt from claiming memory for four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from attrs import frozen
+
+from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.workspace import ALIGNMENT
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["ChunkBounds", "PrefillChunk", "plan_prefill_chunks", "round_up"]
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Smallest multiple that is at least n."""
+    return -(-n // multiple) * multiple
+
+
+@frozen
+class ChunkBounds:
+    """What a chunk of one layer may cost at most, and how its index columns are rounded."""
+
+    rows: int
+    """Gathered rows; 0 for backends that read pages and gather nothing."""
+    index_elements: int
+    alignment: int
+
+    @classmethod
+    def of(
+        cls,
+        layer: LayerGeometry,
+        limits: Limits,
+        *,
+        gathered: bool,
+        alignment: int,
+        row_bytes: int,
+        index_copies: int = 1,
+    ) -> ChunkBounds:
+        """Bounds under some limits.
+
+        Rows default to one worst-case request; `limits.max_workspace_bytes` lowers them, down to what a single
+        query token at full context needs.
+        """
+        widest = round_up(widest_topk(layer, limits) + layer.window, alignment)
+        elements = max(limits.max_index_elements, widest)
+        if not gathered:
+            return cls(0, elements, alignment)
+        entries = 0 if layer.compress_ratio == 1 else limits.max_model_len // layer.compress_ratio
+        rows = entries + layer.window - 1 + limits.max_num_batched_tokens
+        least = entries + layer.window
+        cap = limits.max_workspace_bytes
+        if cap is None:
+            return cls(rows, elements, alignment)
+        # half of what the cap leaves after one worst-case token goes to the index matrix, the rest to rows
+        small = small_bytes(limits)
+        element = 4 * index_copies
+        floor = least * row_bytes + widest * element + small
+        if cap < floor:
+            raise ArgumentError(
+                "max_workspace_bytes",
+                expected=f"at least {floor}, the cost of one query token at max_model_len={limits.max_model_len}",
+                actual=cap,
+                hint="raise the cap, lower max_model_len, or use a backend that reads pages in prefill",
+            )
+        elements = min(elements, widest + (cap - floor) // (2 * element))
+        rows = min(rows, (cap - small - element * elements) // row_bytes)
+        return cls(rows, elements, alignment)
+
+
+def small_bytes(limits: Limits) -> int:
+    """What a chunk needs beside rows and index columns: lengths, offsets, per-request vectors, alignment."""
+    return 8 * (limits.max_num_batched_tokens + 1) + 16 * (limits.max_num_reqs + 1) + 8 * ALIGNMENT
+
+
+def widest_topk(layer: LayerGeometry, limits: Limits) -> int:
+    """Most compressed entries a query can select."""
+    if layer.compress_ratio == 1:
+        return 0
+    entries = limits.max_model_len // layer.compress_ratio
+    return layer.topk or entries
+
+
+@frozen
+class PrefillChunk:
+    """Requests [request_start, request_end) and tokens [token_start, token_end) of the prefill part."""
+
+    request_start: int
+    request_end: int
+    token_start: int
+    token_end: int
+    tail: int
+    """Query tokens of the (single) request behind this chunk: its sequence is cut that much shorter here."""
+    entries: int
+    """N: compressed rows set aside for each request; the most any of them has."""
+    gather: int
+    """Window rows set aside for each request; entries + gather is the row count M of a request."""
+    topk: int
+    """Compressed columns of the index matrix: the most entries a query of the chunk can select."""
+    is_slice: bool = False
+    """Whether this is a part of one request's query tokens."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in the chunk."""
+        return self.request_end - self.request_start
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens in the chunk."""
+        return self.token_end - self.token_start
+
+
+def plan_prefill_chunks(
+    seq_lens: Sequence[int], query_lens: Sequence[int], layer: LayerGeometry, bounds: ChunkBounds
+) -> Iterator[PrefillChunk]:
+    """Cut the prefill part into chunks that respect `bounds`; every token is in exactly one.
+
+    seq_lens, query_lens: host values of the prefill requests, seq_len counting this step's tokens.
+    """
+    request, token = 0, 0
+    while request < len(seq_lens):
+        end, tokens = request, 0
+        entries = gather = topk = 0
+        while end < len(seq_lens):
+            cost = _cost(seq_lens[end], query_lens[end], layer, bounds)
+            grown = (max(entries, cost[0]), max(gather, cost[1]), max(topk, cost[2]))
+            if not _fits(end + 1 - request, tokens + query_lens[end], *grown, layer, bounds):
+                break
+            end, tokens, (entries, gather, topk) = end + 1, tokens + query_lens[end], grown
+        if end > request:
+            yield PrefillChunk(request, end, token, token + tokens, 0, entries, gather, topk)
+        else:
+            yield from _slices(request, token, seq_lens[request], query_lens[request], layer, bounds)
+            end, tokens = request + 1, query_lens[request]
+        request, token = end, token + tokens
+
+
+def _cost(seq_len: int, query_len: int, layer: LayerGeometry, bounds: ChunkBounds) -> tuple[int, int, int]:
+    """(compressed entries, window rows, index columns for entries) of a request."""
+    entries = 0 if layer.compress_ratio == 1 else seq_len // layer.compress_ratio
+    gather = query_len + min(seq_len - query_len, layer.window - 1) if query_len else 0
+    # combining moves visible entries together, so a short context needs few columns; translating keeps all columns
+    selected = (min(entries, layer.topk) if bounds.rows else layer.topk) if layer.topk else entries
+    return entries, gather, selected
+
+
+def _fits(
+    requests: int, tokens: int, entries: int, gather: int, topk: int, layer: LayerGeometry, bounds: ChunkBounds
+) -> bool:
+    width = round_up(topk + layer.window, bounds.alignment)
+    rows_fit = bounds.rows == 0 or requests * (entries + gather) <= bounds.rows
+    return rows_fit and tokens * width <= bounds.index_elements
+
+
+def _slices(
+    request: int, token: int, seq_len: int, query_len: int, layer: LayerGeometry, bounds: ChunkBounds
+) -> Iterator[PrefillChunk]:
+    """Cut one request along its query tokens."""
+    prefix, done = seq_len - query_len, 0
+    while done < query_len:
+        low, high = 1, query_len - done
+        while low < high:  # most tokens that fit: the cost only grows with them
+            middle = (low + high + 1) // 2
+            cost = _cost(prefix + done + middle, middle, layer, bounds)
+            low, high = (middle, high) if _fits(1, middle, *cost, layer, bounds) else (low, middle - 1)
+        cost = _cost(prefix + done + low, low, layer, bounds)
+        tail = query_len - done - low
+        yield PrefillChunk(request, request + 1, token + done, token + done + low, tail, *cost, is_slice=True)
+        done += low

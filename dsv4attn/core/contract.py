@@ -1,0 +1,243 @@
+"""What crosses the door between core and a backend: types, and nothing that runs.
+
+A backend says as data which form of indices and keys it wants; core prepares exactly that and calls `decode` and
+`prefill` with one `AttentionCall`. Semantics that every backend keeps, in both phases:
+
+1. An index that is -1, outside the cache, or in a column at or past its length is absent, wherever it stands.
+2. A row without keys gives exactly 0, and lse -inf.
+3. The sink is one more logit with value zero, not scaled, applied once; -inf is no sink, +inf gives zeros.
+4. `lse` is fp32, natural log, without the sink.
+5. Bytes of a cache that no index names never reach an output, whatever they hold.
+6. Addresses are computed in 64 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+from attrs import field, frozen
+from torch import Tensor
+
+from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.workspace import BufferSpec
+
+__all__ = [
+    "AttentionCall",
+    "Backend",
+    "BackendInfo",
+    "DenseIndices",
+    "Forms",
+    "GatheredKeys",
+    "IndexForm",
+    "IndexSteps",
+    "KeyForm",
+    "PagedKeys",
+    "Phase",
+    "RaggedIndices",
+]
+
+
+class Phase(str, Enum):
+    """Which of the two calls of a backend."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+
+
+class IndexForm(str, Enum):
+    """How a backend takes the keys selected for each token."""
+
+    DENSE = "dense"
+    RAGGED = "ragged"
+
+
+class KeyForm(str, Enum):
+    """Where a backend reads keys in prefill. In decode it always reads pages."""
+
+    PAGED = "paged"
+    GATHERED = "gathered"
+
+
+@frozen
+class Forms:
+    """The choices in which backends differ."""
+
+    decode_indices: IndexForm = IndexForm.DENSE
+    prefill_indices: IndexForm = IndexForm.DENSE
+    prefill_keys: KeyForm = KeyForm.GATHERED
+    index_alignment: int = 1
+    """Columns of a combined index matrix are rounded up to this."""
+
+
+@frozen
+class DenseIndices:
+    """indices: [T, K] int32, any row stride. lens: [T] int32 - leading columns that may be looked at."""
+
+    indices: Tensor
+    lens: Tensor
+
+
+@frozen
+class RaggedIndices:
+    """Row i is indices[indptr[i] : indptr[i + 1]].
+
+    indices: [capacity] int32, undefined from indptr[-1] on. indptr: [T + 1] int32. width: most entries of a row.
+    """
+
+    indices: Tensor
+    indptr: Tensor
+    width: int
+
+
+@frozen
+class PagedKeys:
+    """A segment of keys in pages: indices are global slots, block * block_size + offset, of this cache."""
+
+    cache: PagedKVCache
+    rows: DenseIndices | RaggedIndices
+
+
+@frozen
+class GatheredKeys:
+    """Keys in contiguous rows. kv: [S, D] in the layout's row dtype; rows nobody indexes are uninitialised."""
+
+    kv: Tensor
+    rows: DenseIndices | RaggedIndices
+
+
+@frozen
+class AttentionCall:
+    """One attention over selected keys, all segments in one softmax.
+
+    q: [T, H, D] bf16 or fp32, normalised and rotated. keys: paged segments (window, then compressed if the layer has
+    it), or gathered rows. attn_sink: [H] fp32 or None. out: [T, H, D] like q, written in full. lse: [T, H] fp32 or
+    None. scratch: the views this backend asked for.
+    """
+
+    layer: LayerGeometry
+    q: Tensor
+    keys: Sequence[PagedKeys] | GatheredKeys
+    attn_sink: Tensor | None
+    out: Tensor
+    lse: Tensor | None
+    scratch: Sequence[Tensor] = ()
+
+
+class IndexSteps(Protocol):
+    """Index arithmetic that runs once a layer; `dsv4attn.core.indices` is the definition and the default."""
+
+    def compute_global_topk_indices_and_lens(
+        self,
+        topk_indices: Tensor,
+        visible_lens: Tensor,
+        token_to_req: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        out: tuple[Tensor, Tensor],
+    ) -> None:
+        """Local entry numbers to global slots."""
+
+    def combine_topk_swa_indices(
+        self,
+        topk_indices: Tensor | None,
+        visible_lens: Tensor | None,
+        is_valid: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        gather_lens: Tensor,
+        window: int,
+        topk: int,
+        rows: int,
+        offset: int,
+        out: tuple[Tensor, Tensor],
+    ) -> None:
+        """Selected entries and windows to rows of a gathered chunk."""
+
+    def build_ragged_indices_from_dense(
+        self, indices: Tensor, lens: Tensor, num_slots: int, out: tuple[Tensor, Tensor]
+    ) -> None:
+        """Dense rows to CSR."""
+
+    def transient_bytes(self, max_elements: int, max_tokens: int) -> int:
+        """Upper bound on temporaries of any step over an index matrix of so many elements; 0 for kernels."""
+
+
+class Backend(Protocol):
+    """What a device brings. Methods validate little: core has checked every argument before it calls."""
+
+    name: str
+    forms: Forms
+    steps: IndexSteps
+
+    def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
+        """Workspace views this backend needs to attend `tokens` rows of at most `width` keys."""
+
+    def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
+        """Upper bound in bytes of `scratch` over all smaller calls; need not be tight, must be true."""
+
+    def transient_bytes(self, layer: LayerGeometry, max_tokens: int, max_width: int, max_rows: int) -> int:
+        """Upper bound on temporaries of the framework's allocator in any one method; 0 for kernels.
+
+        max_rows: most cache records that one gather or insert touches.
+        """
+
+    def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
+        """Write k [T, D] to the slots; k is already rotated. Slots that are negative or do not exist are skipped."""
+
+    def qnorm_rope_kv_insert(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        cache: PagedKVCache,
+        slot_mapping: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        eps: float,
+    ) -> None:
+        """Normalise and rotate q [T, H, D] in place; rotate a copy of kv [T, D] and insert it.
+
+        Rows at or past len(slot_mapping) have their q processed and nothing inserted.
+        """
+
+    def dequantize_and_gather_k_cache(
+        self,
+        out: Tensor,
+        cache: PagedKVCache,
+        seq_lens: Tensor,
+        gather_lens: Tensor | None,
+        block_table: Tensor,
+        offset: int,
+    ) -> None:
+        """out[i, offset + j] = record seq_lens[i] - gather_lens[i] + j of request i; all records if lens is None.
+
+        out: [n, M, D]; rows that receive no record keep what they hold.
+        """
+
+    def decode(self, call: AttentionCall) -> None:
+        """Attend over pages, few rows of any length."""
+
+    def prefill(self, call: AttentionCall) -> None:
+        """Attend over the keys this backend's `forms` ask for, many rows."""
+
+    def inv_rope_o_proj(
+        self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, num_groups: int
+    ) -> Tensor:
+        """Undo the rotation of o [T, H, D] at the query's position, then project each group of heads.
+
+        wo_a: [G * rank, H / G * D]. Returns [T, G, rank] in the dtype of o.
+        """
+
+
+@frozen
+class BackendInfo:
+    """Descriptor of a backend, importable anywhere: neither torch kernels nor vendor packages are touched."""
+
+    name: str
+    factory: str
+    """`package.module:callable`; called with the options once the backend has won."""
+    summary: str
+    options: Mapping[str, Any] = field(factory=dict)
+    """Options the factory takes, with their defaults."""

@@ -1,0 +1,342 @@
+"""What a DeepSeek-V4 model is, as far as attention cares: heads, dims, window, the schedule of layers.
+
+Letters used in every shape of this package:
+
+    T  tokens in a batch          H  query heads           D  head dim (nope + rope, rope is the trailing part)
+    R  requests in a batch        K  selected keys         W  sliding window
+    B  blocks (pages) of a cache  P  records per block     r  compress ratio of a layer (1, or e.g. 4 and 128)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, field, frozen, validators
+
+from dsv4attn.errors import ArgumentError, GeometryError, UnknownNameError
+
+__all__ = ["PRESETS", "LayerGeometry", "LayerKind", "ModelGeometry", "Rope", "Yarn"]
+
+
+class LayerKind(str, Enum):
+    """The three attention layers of DeepSeek-V4."""
+
+    SWA = "swa"
+    """Sliding window only."""
+    C4A = "c4a"
+    """Window plus the entries an indexer selects from a lightly compressed cache (ratio 4)."""
+    C128A = "c128a"
+    """Window plus every entry of a heavily compressed cache (ratio 128)."""
+
+
+_KIND_OF_RATIO = {0: LayerKind.SWA, 1: LayerKind.SWA, 4: LayerKind.C4A, 128: LayerKind.C128A}
+_KIND_OF_TYPE = {
+    "sliding_attention": LayerKind.SWA,
+    "compressed_sparse_attention": LayerKind.C4A,
+    "heavily_compressed_attention": LayerKind.C128A,
+}
+_TYPE_OF_KIND = {kind: name for name, kind in _KIND_OF_TYPE.items()}
+_positive = validators.ge(1)
+
+
+@frozen
+class Yarn:
+    """YaRN frequency scaling. Cos and sin are never multiplied by an attention factor: DeepSeek-V4 fixes it at 1."""
+
+    factor: float = field(validator=validators.gt(0))
+    original_max_position: int = field(validator=_positive)
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@frozen
+class Rope:
+    """Rotary embedding of one layer: interleaved pairs (2i, 2i+1) over the trailing `dim` elements of a head."""
+
+    dim: int = field(validator=_positive)
+    theta: float = field(validator=validators.gt(0))
+    yarn: Yarn | None = None
+
+
+@frozen
+class LayerGeometry:
+    """One attention layer, which is all that `forward_mqa` and a backend need to know of the model."""
+
+    kind: LayerKind
+    compress_ratio: int = field(validator=_positive)
+    num_heads: int = field(validator=_positive)
+    head_dim: int = field(validator=_positive)
+    rope: Rope
+    window: int = field(validator=_positive)
+    topk: int
+    """Entries the indexer keeps for a query of a C4A layer; 0 for the other kinds."""
+    eps: float = 1e-6
+    """Epsilon of the weightless RMSNorm of q."""
+
+    def __attrs_post_init__(self) -> None:
+        """Check that the parts fit each other."""
+        if (self.kind is LayerKind.SWA) != (self.compress_ratio == 1):
+            raise ArgumentError(
+                "compress_ratio",
+                expected="1 for window-only layers and more than 1 for all others",
+                actual=f"{self.compress_ratio} on a {self.kind.value} layer",
+            )
+        if (self.kind is LayerKind.C4A) != (self.topk > 0):
+            raise ArgumentError(
+                "topk", expected="> 0 exactly on c4a layers", actual=f"{self.topk} on {self.kind.value}"
+            )
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a head that carry RoPE: the trailing ones."""
+        return self.rope.dim
+
+    @property
+    def nope_dim(self) -> int:
+        """Elements of a head that carry no position: the leading ones."""
+        return self.head_dim - self.rope.dim
+
+    @property
+    def scale(self) -> float:
+        """Softmax scale, head_dim ** -0.5. No YaRN correction on any layer."""
+        return float(self.head_dim**-0.5)
+
+
+@frozen
+class ModelGeometry:
+    """Attention geometry of a whole model. Build it with `from_config` or `preset`."""
+
+    num_heads: int = field(validator=_positive)
+    head_dim: int = field(validator=_positive)
+    rope_dim: int = field(validator=_positive)
+    window: int = field(validator=_positive)
+    index_topk: int = field(validator=_positive)
+    layers: tuple[tuple[LayerKind, int], ...]
+    """(kind, compress ratio) of each layer, MTP layers excluded: those are window-only."""
+    max_position: int = field(validator=_positive)
+    hidden_size: int = field(validator=_positive)
+    o_groups: int = field(validator=_positive)
+    o_lora_rank: int = field(validator=_positive)
+    main_theta: float = 10000.0
+    compress_theta: float = 160000.0
+    compress_yarn: Yarn | None = None
+    eps: float = 1e-6
+    name: str = "custom"
+
+    def __attrs_post_init__(self) -> None:
+        """Check that the parts fit each other."""
+        if not 0 < self.rope_dim < self.head_dim or self.rope_dim % 2:
+            raise GeometryError(
+                f"qk_rope_head_dim: expected an even number below head_dim={self.head_dim}, got {self.rope_dim}"
+            )
+        if self.num_heads % self.o_groups:
+            raise GeometryError(f"o_groups: expected a divisor of {self.num_heads} heads, got {self.o_groups}")
+        if not self.layers:
+            raise GeometryError("layers: expected at least one layer, got none")
+
+    @property
+    def num_layers(self) -> int:
+        """Layers without the MTP ones."""
+        return len(self.layers)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds this model has, in the order swa, c4a, c128a."""
+        present = {kind for kind, _ in self.layers}
+        return tuple(kind for kind in LayerKind if kind in present)
+
+    def count(self, kind: LayerKind) -> int:
+        """Return how many layers are of this kind."""
+        return sum(k is kind for k, _ in self.layers)
+
+    def layer(self, index: int) -> LayerGeometry:
+        """Geometry of layer `index`; an index at or past the last layer is an MTP layer, which is window-only."""
+        if index < 0:
+            raise ArgumentError("layer index", expected=">= 0", actual=index)
+        kind, ratio = self.layers[index] if index < self.num_layers else (LayerKind.SWA, 1)
+        return self._layer(kind, ratio)
+
+    def layer_of_kind(self, kind: LayerKind | str) -> LayerGeometry:
+        """Geometry shared by all layers of a kind."""
+        try:
+            kind = LayerKind(kind)
+        except ValueError:
+            raise UnknownNameError("layer kind", str(kind), [k.value for k in LayerKind]) from None
+        for k, ratio in self.layers:
+            if k is kind:
+                return self._layer(kind, ratio)
+        if kind is LayerKind.SWA:
+            return self._layer(kind, 1)
+        raise UnknownNameError(f"layer kind of {self.name}", kind.value, [k.value for k in self.kinds])
+
+    def _layer(self, kind: LayerKind, ratio: int) -> LayerGeometry:
+        rope = (
+            Rope(self.rope_dim, self.main_theta)
+            if kind is LayerKind.SWA
+            else Rope(self.rope_dim, self.compress_theta, self.compress_yarn)
+        )
+        topk = self.index_topk if kind is LayerKind.C4A else 0
+        return LayerGeometry(kind, ratio, self.num_heads, self.head_dim, rope, self.window, topk, self.eps)
+
+    def tensor_parallel(self, size: int) -> ModelGeometry:
+        """Geometry of one rank: heads and output groups are divided, everything else is replicated."""
+        if size < 1 or self.num_heads % size or self.o_groups % size:
+            raise ArgumentError(
+                "tensor parallel size",
+                expected=f"a common divisor of {self.num_heads} heads and {self.o_groups} output groups",
+                actual=size,
+            )
+        return evolve(self, num_heads=self.num_heads // size, o_groups=self.o_groups // size)
+
+    @classmethod
+    def preset(cls, name: str) -> ModelGeometry:
+        """Geometry of a released model: `deepseek-v4-flash` (or `flash`) and `deepseek-v4-pro` (or `pro`)."""
+        key = name.lower()
+        key = key if key.startswith("deepseek-v4-") else f"deepseek-v4-{key}"
+        if key not in PRESETS:
+            raise UnknownNameError("model", name, [*PRESETS, *(n.rsplit("-", 1)[1] for n in PRESETS)])
+        return PRESETS[key]
+
+    @classmethod
+    def from_config(cls, config: str | Path | Mapping[str, Any] | object, *, name: str = "") -> ModelGeometry:
+        """Read a Hugging Face configuration.
+
+        config: a path to `config.json` or to the folder that holds it, a dict, or a config object.
+        Layers come from `layer_types`, else from `compress_ratios`; entries past `num_hidden_layers` belong to MTP
+        layers and are dropped. Without either the schedule is an error: the default of transformers is not the
+        schedule of any released model.
+        """
+        if isinstance(config, (str, Path)):
+            path = Path(config)
+            path = path / "config.json" if path.is_dir() else path
+            name = name or str(path)
+            config = _read_json(path)
+        to_dict = getattr(config, "to_dict", None)
+        fields = config if isinstance(config, Mapping) else to_dict() if to_dict else vars(config)
+        # transformers keeps this one as an attribute only
+        rope_dim = fields.get("qk_rope_head_dim") or getattr(config, "qk_rope_head_dim", None)
+        return _from_fields(dict(fields), rope_dim, name or "config")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        presets = ", ".join(PRESETS)
+        raise GeometryError(f"{path}: no such file -> give a config.json, its folder, or one of {presets}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise GeometryError(f"{path}: not a readable JSON file: {error}") from error
+    if not isinstance(fields, dict):
+        raise GeometryError(f"{path}: expected a JSON object, got {type(fields).__name__}")
+    return fields
+
+
+def _from_fields(fields: dict[str, Any], rope_dim: int | None, name: str) -> ModelGeometry:
+    def need(key: str) -> int:
+        value = fields.get(key)
+        if value is None:
+            raise GeometryError(
+                f"{name}: field {key!r} is missing -> this is not the config.json of a DeepSeek-V4 model"
+            )
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise GeometryError(f"{name}: field {key!r}: expected a positive integer, got {value!r}")
+        return value
+
+    head_dim = need("head_dim")
+    if rope_dim is None and fields.get("partial_rotary_factor") is not None:
+        rope_dim = int(head_dim * fields["partial_rotary_factor"])
+    if rope_dim is None:
+        raise GeometryError(f"{name}: field 'qk_rope_head_dim' is missing, and 'partial_rotary_factor' too")
+    main_theta, compress_theta, yarn = _rope_of(fields, name)
+    return ModelGeometry(
+        num_heads=need("num_attention_heads"),
+        head_dim=head_dim,
+        rope_dim=rope_dim,
+        window=need("sliding_window"),
+        index_topk=need("index_topk"),
+        layers=_layers_of(fields, need("num_hidden_layers"), name),
+        max_position=need("max_position_embeddings"),
+        hidden_size=need("hidden_size"),
+        o_groups=need("o_groups"),
+        o_lora_rank=need("o_lora_rank"),
+        main_theta=main_theta,
+        compress_theta=compress_theta,
+        compress_yarn=yarn,
+        eps=float(fields.get("rms_norm_eps", 1e-6)),
+        name=name,
+    )
+
+
+def _layers_of(fields: dict[str, Any], num_layers: int, name: str) -> tuple[tuple[LayerKind, int], ...]:
+    types, ratios = fields.get("layer_types"), fields.get("compress_ratios")
+    given = types if types is not None else ratios
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise GeometryError(f"{name}: expected a list in 'layer_types' or 'compress_ratios', got {given!r}")
+    if len(given) < num_layers:
+        raise GeometryError(f"{name}: {len(given)} layers are described, but num_hidden_layers is {num_layers}")
+    if types is None:
+        for i, ratio in enumerate(given[:num_layers]):
+            if ratio not in _KIND_OF_RATIO:
+                raise GeometryError(f"{name}: compress_ratios[{i}]: expected 0, 1, 4 or 128, got {ratio!r}")
+        return tuple((_KIND_OF_RATIO[ratio], max(ratio, 1)) for ratio in given[:num_layers])
+    rates = {
+        _TYPE_OF_KIND[LayerKind.C4A]: 4,
+        _TYPE_OF_KIND[LayerKind.C128A]: 128,
+        **(fields.get("compress_rates") or {}),
+    }
+    for i, layer_type in enumerate(given[:num_layers]):
+        if layer_type not in _KIND_OF_TYPE:
+            known = ", ".join(_KIND_OF_TYPE)
+            raise GeometryError(f"{name}: layer_types[{i}]: expected one of {known}, got {layer_type!r}")
+    return tuple((_KIND_OF_TYPE[t], int(rates.get(t, 1))) for t in given[:num_layers])
+
+
+def _rope_of(fields: dict[str, Any], name: str) -> tuple[float, float, Yarn | None]:
+    """(main theta, compress theta, YaRN of the compress table) from either spelling of a config."""
+    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    main = given["main"] if isinstance(given.get("main"), Mapping) else {}
+    compress = given["compress"] if isinstance(given.get("compress"), Mapping) else given
+    main_theta = float(main.get("rope_theta", fields.get("rope_theta") or 10000.0))
+    compress_theta = float(fields.get("compress_rope_theta") or 160000.0)
+    if compress is not given:
+        compress_theta = float(compress.get("rope_theta", compress_theta))
+    if compress.get("rope_type", compress.get("type", "default")) != "yarn":
+        return main_theta, compress_theta, None
+    for key in ("factor", "original_max_position_embeddings"):
+        if compress.get(key) is None:
+            raise GeometryError(f"{name}: YaRN parameter {key!r} is missing from the rope parameters")
+    yarn = Yarn(
+        float(compress["factor"]),
+        int(compress["original_max_position_embeddings"]),
+        float(compress.get("beta_fast") or 32.0),
+        float(compress.get("beta_slow") or 1.0),
+    )
+    return main_theta, compress_theta, yarn
+
+
+def _released(name: str, heads: int, hidden: int, topk: int, groups: int, ratios: list[int]) -> ModelGeometry:
+    return ModelGeometry(
+        num_heads=heads,
+        head_dim=512,
+        rope_dim=64,
+        window=128,
+        index_topk=topk,
+        layers=tuple((_KIND_OF_RATIO[ratio], max(ratio, 1)) for ratio in ratios),
+        max_position=1_048_576,
+        hidden_size=hidden,
+        o_groups=groups,
+        o_lora_rank=1024,
+        compress_yarn=Yarn(16.0, 65536),
+        name=name,
+    )
+
+
+PRESETS: Mapping[str, ModelGeometry] = {
+    "deepseek-v4-flash": _released("deepseek-v4-flash", 64, 4096, 512, 8, [0, 0, *[4, 128] * 20, 4]),
+    "deepseek-v4-pro": _released("deepseek-v4-pro", 128, 7168, 1024, 16, [128, 128, *[4, 128] * 29, 4]),
+}
+"""The released models, from their public config.json files."""

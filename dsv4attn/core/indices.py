@@ -1,0 +1,180 @@
+"""Index arithmetic in plain torch, under the field's names: the default steps of every backend, and their definition.
+
+A backend whose device wants kernels for these brings an object with the same functions (see `contract.IndexSteps`).
+Functions that run once a layer write into `out`, so that addresses stay fixed; none of them reads a tensor value on
+the host, loops over tokens, or trusts an index: whatever does not name a visible entry becomes -1 in its own column,
+never somebody else's row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "build_ragged_indices_from_dense",
+    "combine_topk_swa_indices",
+    "compute_global_topk_indices_and_lens",
+    "get_compressed_slot_mapping",
+    "token_to_req_indices",
+    "transient_bytes",
+    "window_indices",
+]
+
+_LARGEST_SLOT = torch.iinfo(torch.int32).max
+"""Slots are handed on as int32."""
+
+
+def token_to_req_indices(query_start_loc: Tensor, num_tokens: int) -> Tensor:
+    """[T] int64 request of each token.
+
+    query_start_loc: [R+1] int32. Requests without tokens are skipped; tokens behind the last request (graph
+    padding) get request 0.
+    """
+    tokens = torch.arange(num_tokens, device=query_start_loc.device, dtype=torch.int32)
+    request = torch.searchsorted(query_start_loc, tokens, right=True) - 1
+    return request.masked_fill_(tokens >= query_start_loc[-1], 0)
+
+
+def positions_of(query_start_loc: Tensor, seq_lens: Tensor, token_to_req: Tensor) -> Tensor:
+    """[T] int64 absolute position of each token: seq_len - query_len + its index in the request."""
+    tokens = torch.arange(token_to_req.shape[0], device=seq_lens.device)
+    # position minus token number is the same for all tokens of a request: seq_len - query_end
+    return tokens + (seq_lens - query_start_loc[1:]).long()[token_to_req]
+
+
+def _translate(local: Tensor, visible: Tensor, table: Tensor, request: Tensor, block_size: int) -> Tensor:
+    """Slots of record numbers `local` [T, K] of each token's request; -1 where not visible or the block is gone."""
+    column = torch.div(local, block_size, rounding_mode="floor")
+    visible = visible & (column < table.shape[1])
+    if not table.shape[1]:
+        return torch.full_like(local, -1)
+    # in 64 bits: a garbage block times the block size may wrap around to a slot that exists
+    block = table[request[:, None], column.clamp(0, table.shape[1] - 1)].long()
+    slots = block * block_size + local % block_size
+    return slots.masked_fill_(~visible | (block < 0) | (slots > _LARGEST_SLOT), -1)
+
+
+def _compact(values: Tensor, keep: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Move the kept values of each row to its front, in order: ([T, width], how many [T]). The rest is undefined."""
+    place = keep.cumsum(1) - 1
+    # whatever is not kept lands in a column of its own behind all others
+    packed = values.new_empty(values.shape[0], width + 1)
+    packed.scatter_(1, place.masked_fill_(~keep, width).clamp_(max=width), values)
+    return packed[:, :width], keep.sum(1).clamp_(max=width)
+
+
+def window_indices(
+    positions: Tensor, is_valid: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int, window: int
+) -> tuple[Tensor, Tensor]:
+    """Slots of each token's window: positions max(pos - window + 1, 0) .. pos, ascending, then -1.
+
+    positions, token_to_req: [T] int64. is_valid: [T] bool - other rows are empty. block_table: [R, N] int32.
+    Returns ([T, window] int64, lens [T] int64).
+    """
+    start = (positions - (window - 1)).clamp_(min=0)
+    lens = (positions + 1 - start).masked_fill_(~is_valid, 0)
+    columns = torch.arange(window, device=positions.device)
+    visible = columns < lens[:, None]
+    return _translate(start[:, None] + columns, visible, block_table, token_to_req, block_size), lens
+
+
+def compute_global_topk_indices_and_lens(
+    topk_indices: Tensor,
+    visible_lens: Tensor,
+    token_to_req: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """Turn request-local entry numbers into slots of the compressed cache.
+
+    topk_indices: [T, K] int32, any row stride. visible_lens: [T] int32 - entries each token may see, 0 for padding;
+    numbers at or past it count as absent. token_to_req: [T] int32. block_table: [R, N] int32.
+    out: ([T, K] int32 slots in the same columns, [T] int32 lens). A length reaches behind the last visible entry, so
+    absent ones between visible ones lose nobody.
+    """
+    indices, lens = out
+    visible = (topk_indices >= 0) & (topk_indices < visible_lens[:, None])
+    slots = _translate(topk_indices, visible, block_table, token_to_req.long(), block_size)
+    indices.copy_(slots)
+    ends = torch.arange(1, topk_indices.shape[1] + 1, device=slots.device, dtype=torch.int32)
+    if slots.shape[1]:
+        lens.copy_(torch.where(visible, ends, 0).amax(1))
+    else:
+        lens.zero_()
+
+
+def combine_topk_swa_indices(
+    topk_indices: Tensor | None,
+    visible_lens: Tensor | None,
+    is_valid: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    gather_lens: Tensor,
+    window: int,
+    topk: int,
+    rows: int,
+    offset: int,
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """One index list per query into the gathered rows of a chunk: selected entries, then its window, then -1.
+
+    topk_indices: [T, >=1] int32 entry numbers, or None on window-only layers. visible_lens, is_valid: [T].
+    query_start_loc: [n+1] int32 of the chunk's requests, any base. seq_lens, gather_lens: [n] int32.
+    topk: columns set aside for entries. rows: M, rows of each request. offset: N, its first window row.
+    out: ([T, >=topk+window] int32, [T] int32). Entry numbers that are negative or not visible are left out, and the
+    visible ones move together, so that the window follows them directly. Entry numbers of a row are distinct, as an
+    indexer makes them; of repeated ones at most `topk` are kept.
+    """
+    indices, lens = out
+    start = query_start_loc - query_start_loc[0]
+    request = token_to_req_indices(start, indices.shape[0])
+    position = positions_of(start, seq_lens, request)
+    first = (position - (window - 1)).clamp_(min=0)
+    count = (position + 1 - first).masked_fill_(~is_valid, 0)
+    base = request * rows
+    columns = torch.arange(indices.shape[1], device=indices.device)
+    if topk_indices is None or visible_lens is None or not topk:
+        taken = torch.zeros_like(count)
+    else:
+        visible = (topk_indices >= 0) & (topk_indices < visible_lens[:, None]) & is_valid[:, None]
+        entries, taken = _compact(topk_indices, visible, topk)
+    in_window = (columns >= taken[:, None]) & (columns < (taken + count)[:, None])
+    window_row = (base + offset + first - (seq_lens - gather_lens)[request] - taken)[:, None] + columns
+    indices.copy_(window_row.masked_fill_(~in_window, -1))
+    if topk_indices is not None and topk:
+        is_entry = columns[:topk] < taken[:, None]
+        indices[:, :topk] = torch.where(is_entry, (entries + base[:, None]).int(), indices[:, :topk])
+    lens.copy_(taken + count)
+
+
+def build_ragged_indices_from_dense(indices: Tensor, lens: Tensor, num_slots: int, out: tuple[Tensor, Tensor]) -> None:
+    """Pack dense rows into CSR form, keeping only entries in [0, num_slots) within the first `lens` columns.
+
+    indices: [T, K] int32. lens: [T] int32. out: (flat [>= T*K] int32, indptr [T+1] int32). Entries of `flat` at or
+    behind indptr[-1] are undefined. The capacity comes from the shapes, so nothing is read back.
+    """
+    flat, indptr = out
+    columns = torch.arange(indices.shape[1], device=indices.device)
+    kept = (columns < lens[:, None]) & (indices >= 0) & (indices < num_slots)
+    packed, _ = _compact(indices.reshape(1, -1), kept.reshape(1, -1), indices.numel())
+    flat[: indices.numel()].copy_(packed[0])
+    indptr[:1].zero_()
+    indptr[1:].copy_(kept.sum(1).cumsum(0))
+
+
+def get_compressed_slot_mapping(
+    positions: Tensor, is_valid: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int, ratio: int
+) -> Tensor:
+    """[T] int64 slot of the entry that a token completes, -1 for tokens that complete none and for padding.
+
+    A token completes entry pos // ratio when (pos + 1) is a multiple of ratio. block_size: records per block.
+    """
+    completes = is_valid & ((positions + 1) % ratio == 0)
+    return _translate((positions // ratio)[:, None], completes[:, None], block_table, token_to_req, block_size)[:, 0]
+
+
+def transient_bytes(max_elements: int, max_tokens: int) -> int:
+    """Bound on the temporaries of the steps above: int64 columns that live at the same time, with room to spare."""
+    return 64 * max_elements + 256 * (max_tokens + 1)

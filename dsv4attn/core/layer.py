@@ -1,0 +1,168 @@
+"""The attention layer an engine binds once and calls every step.
+
+Its two entry points are torch custom ops (`torch.ops.dsv4attn.*`), opaque to the compiler: a module around them
+compiles with `fullgraph=True`, and the metadata of the step is looked up when the op runs, never when it is traced.
+"""
+
+from __future__ import annotations
+
+import itertools
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.checks import check_cache, check_compressed, check_insert
+from dsv4attn.core.context import get_forward_context
+from dsv4attn.core.contract import Backend
+from dsv4attn.core.forward import forward_mqa
+from dsv4attn.core.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache, check_layout
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.workspace import WorkspaceManager, current_workspace_manager
+from dsv4attn.errors import Dsv4AttnError
+
+__all__ = ["DeepseekV4MLAAttention"]
+
+_layers: WeakValueDictionary[str, DeepseekV4MLAAttention] = WeakValueDictionary()
+"""Layers by the handle a compiled graph holds. Handles are unique, so two models with equal prefixes never meet."""
+
+_count = itertools.count()
+
+
+class DeepseekV4MLAAttention:
+    """One layer's attention: what stays the same from step to step.
+
+    prefix: name of the layer in the model; its compressed metadata is found under it. swa_prefix: the same for the
+    window metadata, by default `prefix + ".swa_cache"`. attn_sink: [H] fp32, or None for none. cos_sin_cache:
+    [positions, rope_dim] fp32 of this layer's own table (`core.rope.cos_sin_cache`). topk_indices_buffer:
+    [max tokens, K] int32, filled by the indexer before each call; c4a layers only. swa_layout, compressed_layout:
+    what the caches bound later must be; default: what is bound first. workspace: default: the context's manager.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        geometry: LayerGeometry,
+        limits: Limits,
+        backend: Backend,
+        *,
+        attn_sink: Tensor | None,
+        cos_sin_cache: Tensor,
+        topk_indices_buffer: Tensor | None = None,
+        swa_prefix: str | None = None,
+        swa_layout: KVCacheLayout | None = None,
+        compressed_layout: KVCacheLayout | None = None,
+        workspace: WorkspaceManager | None = None,
+    ) -> None:
+        """Hold everything, run nothing."""
+        self.prefix, self.swa_prefix = prefix, swa_prefix or f"{prefix}.swa_cache"
+        self.geometry, self.limits, self.backend = geometry, limits, backend
+        self.attn_sink, self.cos_sin_cache = attn_sink, cos_sin_cache
+        self.topk_indices_buffer = topk_indices_buffer
+        self.swa_layout, self.compressed_layout = swa_layout, compressed_layout
+        self.workspace = workspace
+        self.caches: LayerCaches | None = None
+        self.handle = f"{prefix}#{next(_count)}"
+        _layers[self.handle] = self
+
+    @property
+    def compress_ratio(self) -> int:
+        """Tokens per compressed entry, 1 on window-only layers."""
+        return self.geometry.compress_ratio
+
+    @property
+    def scale(self) -> float:
+        """Softmax scale."""
+        return self.geometry.scale
+
+    def bind_kv_cache(self, swa: PagedKVCache, compressed: PagedKVCache | None = None) -> None:
+        """Give the layer its caches. Raises LayoutMismatchError unless they are what the layer was declared with."""
+        check_cache("swa cache", swa, self.geometry)
+        check_layout(swa.layout, self.swa_layout or swa.layout, f"swa cache of {self.prefix}")
+        caches = LayerCaches(swa, compressed)
+        if self.geometry.kind is not LayerKind.SWA:
+            check_compressed(caches, self.geometry)
+        if compressed is not None:
+            wanted = self.compressed_layout or compressed.layout
+            check_layout(compressed.layout, wanted, f"compressed cache of {self.prefix}")
+        self.caches = caches
+
+    def fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor) -> None:
+        """Normalise and rotate q [T', H, D] in place; rotate a copy of kv [T', D] and write it to the window cache.
+
+        positions: [T'] int64, in range for padding rows too. Call it for all tokens before `forward_mqa`. In a
+        warm-up it does nothing.
+        """
+        torch.ops.dsv4attn.qnorm_rope_kv_insert(q, kv, positions, self.handle)
+
+    def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
+        """Attention of the current step into `output`.
+
+        q: [T', H, D], as `fused_qnorm_rope_kv_insert` left it. output: like q. kv, positions: what engines pass here;
+        keys are read from the caches and positions follow from the metadata, so neither is looked at. The metadata
+        comes from `set_forward_context`.
+        """
+        torch.ops.dsv4attn.forward_mqa(q, kv, positions, output, self.handle)
+
+    def o_proj(self, o: Tensor, positions: Tensor, wo_a: Tensor, num_groups: int) -> Tensor:
+        """Undo the rotation of o [T', H, D] and project each group: wo_a [G * rank, H / G * D] -> [T', G, rank]."""
+        return self.backend.inv_rope_o_proj(o, positions, self.cos_sin_cache, wo_a, num_groups)
+
+    def _step(self) -> tuple[LayerCaches, AttentionMetadata | None]:
+        if self.caches is None:
+            raise Dsv4AttnError(f"layer {self.prefix} has no caches -> call bind_kv_cache first")
+        compressed = self.geometry.kind is not LayerKind.SWA
+        return self.caches, get_forward_context().for_layer(self.prefix, self.swa_prefix, compressed=compressed)
+
+    def _insert(self, q: Tensor, kv: Tensor, positions: Tensor) -> None:
+        caches, metadata = self._step()
+        if metadata is None:
+            return
+        slots = metadata.swa.slot_mapping
+        check_insert(q, kv, positions, slots, caches.swa, self.geometry)
+        self.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, self.cos_sin_cache, self.geometry.eps)
+
+    def _forward(self, q: Tensor, output: Tensor) -> None:
+        caches, metadata = self._step()
+        forward_mqa(
+            q,
+            caches,
+            metadata,
+            self.backend,
+            self.workspace or current_workspace_manager(),
+            output,
+            layer=self.geometry,
+            limits=self.limits,
+            attn_sink=self.attn_sink,
+            topk_indices=self.topk_indices_buffer,
+        )
+
+
+def _layer(handle: str) -> DeepseekV4MLAAttention:
+    layer = _layers.get(handle)
+    if layer is None:
+        raise Dsv4AttnError(f"layer {handle} no longer exists -> keep the layer alive as long as graphs that call it")
+    return layer
+
+
+@torch.library.custom_op("dsv4attn::qnorm_rope_kv_insert", mutates_args=("q",))
+def _qnorm_rope_kv_insert(q: Tensor, kv: Tensor, positions: Tensor, layer: str) -> None:
+    _layer(layer)._insert(q, kv, positions)  # noqa: SLF001 - the op is the method, seen by the compiler
+
+
+@_qnorm_rope_kv_insert.register_fake
+def _(q: Tensor, kv: Tensor, positions: Tensor, layer: str) -> None:
+    return None
+
+
+@torch.library.custom_op("dsv4attn::forward_mqa", mutates_args=("output",))
+def _forward_mqa(q: Tensor, kv: Tensor, positions: Tensor, output: Tensor, layer: str) -> None:
+    _layer(layer)._forward(q, output)  # noqa: SLF001 - the op is the method, seen by the compiler
+
+
+@_forward_mqa.register_fake
+def _(q: Tensor, kv: Tensor, positions: Tensor, output: Tensor, layer: str) -> None:
+    return None

@@ -1,0 +1,313 @@
+"""What the bytes of a KV cache mean (`KVCacheLayout`) and a cache that knows it (`PagedKVCache`).
+
+A layout is a value, never guessed from a size: several different records have equal byte counts. Writer and reader
+compare fingerprints, and a difference raises before any launch.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from attrs import asdict, evolve, field, frozen, validators
+from torch import Tensor
+
+from dsv4attn.errors import ArgumentError, LayoutMismatchError
+
+__all__ = ["Arrangement", "Fp8Format", "KVCacheLayout", "PagedKVCache", "Region", "check_layout"]
+
+
+class Fp8Format(str, Enum):
+    """The two e4m3 dialects. A finite code means exactly twice as much in OCP as in FNUZ."""
+
+    OCP = "e4m3fn"
+    """Bias 7, largest 448, NaN 0x7F and 0xFF."""
+    FNUZ = "e4m3fnuz"
+    """Bias 8, largest 240, NaN 0x80, no negative zero (gfx942)."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch type that reads these codes."""
+        return torch.float8_e4m3fn if self is Fp8Format.OCP else torch.float8_e4m3fnuz
+
+    @property
+    def max(self) -> float:
+        """Largest finite value."""
+        return 448.0 if self is Fp8Format.OCP else 240.0
+
+
+class Arrangement(str, Enum):
+    """Where the scales of a quantised record stand."""
+
+    SPLIT = "split"
+    """All token data of the page first, then all scales."""
+    INTERLEAVED = "interleaved"
+    """Each token's scales directly behind its data."""
+
+
+@frozen
+class Region:
+    """One field of a record: `count` elements of `dtype`; token i of a page has them at `offset + i * stride` bytes."""
+
+    name: str
+    dtype: torch.dtype
+    count: int
+    offset: int
+    stride: int
+
+
+@frozen
+class KVCacheLayout:
+    """Bytes of one record and their place in a page. Build it with `fp8_ds_mla` or `rows`.
+
+    `fp8_ds_mla` (448 + 64 dims): 448 fp8 codes and 64 little-endian bf16 RoPE values, 576 bytes of data, then 8 scale
+    bytes: one power-of-two exponent (biased by 127) per group of 64 codes and a pad byte. `rows`: plain bf16 or fp32.
+    """
+
+    name: str
+    nope_dim: int = field(validator=validators.ge(1))
+    rope_dim: int = field(validator=validators.ge(0))
+    dtype: torch.dtype
+    """Element type of the cache tensor: uint8 for quantised records."""
+    fp8_format: Fp8Format | None = None
+    fp8_max: float = 0.0
+    """Largest magnitude the writer emits: 448 (OCP), 240 (FNUZ), or the 224 that vLLM writes on gfx942.
+    Readers do not depend on it, so it is not part of the fingerprint."""
+    group_size: int = 0
+    arrangement: Arrangement = Arrangement.SPLIT
+    page_alignment: int = 1
+    """Bytes to which `page_stride` rounds up when a page is allocated. Readers follow the tensor's own stride."""
+
+    def __attrs_post_init__(self) -> None:
+        """Check that a writer stays within its dialect: 448 written as FNUZ is NaN."""
+        allowed = {Fp8Format.OCP: (448.0,), Fp8Format.FNUZ: (240.0, 224.0), None: (0.0,)}[self.fp8_format]
+        if self.fp8_max not in allowed:
+            dialect = self.fp8_format.value if self.fp8_format else "rows"
+            raise ArgumentError("fp8_max", expected=f"one of {allowed} for {dialect}", actual=self.fp8_max)
+
+    @classmethod
+    def fp8_ds_mla(
+        cls,
+        nope_dim: int = 448,
+        rope_dim: int = 64,
+        *,
+        fp8_format: Fp8Format = Fp8Format.OCP,
+        fp8_max: float | None = None,
+        group_size: int = 64,
+        arrangement: Arrangement = Arrangement.SPLIT,
+    ) -> KVCacheLayout:
+        """Layout of the 584-byte record (FlashMLA's MODEL1), for any dims; pages are aligned to the data size."""
+        fp8_max = fp8_format.max if fp8_max is None else fp8_max
+        if group_size < 1:
+            raise ArgumentError("group_size", expected="at least 1", actual=group_size)
+        if (nope_dim | (nope_dim + 2 * rope_dim)) % 2:
+            raise ArgumentError(
+                "nope_dim", expected="an even number, so that the bf16 part is aligned", actual=nope_dim
+            )
+        alignment = nope_dim + 2 * rope_dim
+        return cls(
+            "fp8_ds_mla", nope_dim, rope_dim, torch.uint8, fp8_format, fp8_max, group_size, arrangement, alignment
+        )
+
+    @classmethod
+    def rows(cls, nope_dim: int = 448, rope_dim: int = 64, *, dtype: torch.dtype = torch.bfloat16) -> KVCacheLayout:
+        """Layout of unquantised rows."""
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise ArgumentError("dtype", expected="torch.bfloat16 or torch.float32", actual=dtype)
+        return cls("rows", nope_dim, rope_dim, dtype)
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a key once read."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether records hold fp8 codes and scales."""
+        return self.fp8_format is not None
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Smallest type that holds every dequantised key exactly: 4 significand bits times a power of two fit bf16."""
+        return torch.bfloat16 if self.is_quantised else self.dtype
+
+    @property
+    def num_groups(self) -> int:
+        """Scales per record; the last group may be short."""
+        return -(-self.nope_dim // self.group_size) if self.is_quantised else 0
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of codes and RoPE values of one record."""
+        if self.is_quantised:
+            return self.nope_dim + 2 * self.rope_dim
+        return self.head_dim * self.dtype.itemsize
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of scales of one record, padded to 8."""
+        return -(-self.num_groups // 8) * 8
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one record."""
+        return self.data_bytes + self.scale_bytes
+
+    def page_bytes(self, block_size: int) -> int:
+        """Bytes of a page of `block_size` records, without padding."""
+        return block_size * self.record_bytes
+
+    def page_stride(self, block_size: int) -> int:
+        """Bytes from one page to the next in a cache of our own."""
+        return -(-self.page_bytes(block_size) // self.page_alignment) * self.page_alignment
+
+    def regions(self, block_size: int) -> tuple[Region, ...]:
+        """The fields of a record and where they stand in a page of `block_size` records."""
+        if not self.is_quantised:
+            return (Region("row", self.dtype, self.head_dim, 0, self.data_bytes),)
+        split = self.arrangement is Arrangement.SPLIT
+        stride = self.data_bytes if split else self.record_bytes
+        scales = block_size * self.data_bytes if split else self.data_bytes
+        return (
+            Region("nope", torch.uint8, self.nope_dim, 0, stride),
+            Region("rope", torch.bfloat16, self.rope_dim, self.nope_dim, stride),
+            Region("scale", torch.uint8, self.scale_bytes, scales, self.scale_bytes if split else stride),
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Stable string that is equal exactly when a reader of one layout understands the other's bytes.
+
+        The same in every process, on every device and in every release; engines may store it or send it.
+        """
+        if not self.is_quantised:
+            return f"rows/1:{str(self.dtype).removeprefix('torch.')}:nope{self.nope_dim}:rope{self.rope_dim}"
+        assert self.fp8_format is not None
+        return (
+            f"{self.name}/1:{self.fp8_format.value}:nope{self.nope_dim}:rope{self.rope_dim}:bf16"
+            f":ue8m0x{self.group_size}:scales{self.scale_bytes}:{self.arrangement.value}"
+        )
+
+
+def check_layout(actual: KVCacheLayout, expected: KVCacheLayout, argument: str) -> None:
+    """Raise `LayoutMismatchError` naming every differing field unless both mean the same bytes."""
+    if actual.fingerprint == expected.fingerprint:
+        return
+    mine, theirs = asdict(expected), asdict(actual)
+    ignored = {"fp8_max", "page_alignment"}
+    fields = ", ".join(f"{k}={theirs[k]!r} not {mine[k]!r}" for k in mine if mine[k] != theirs[k] and k not in ignored)
+    same = " (the records are equally long, but mean different things)"
+    raise LayoutMismatchError(
+        argument,
+        expected=f"layout {expected.fingerprint}",
+        actual=f"{actual.fingerprint}{same if actual.record_bytes == expected.record_bytes else ''}: {fields}",
+        hint="allocate and write the cache with the layout its reader expects",
+    )
+
+
+class PagedKVCache:
+    """A paged cache: a tensor, and the layout of its bytes. Any page stride is respected; nothing is copied.
+
+    tensor: quantised records: uint8 [B, P, record_bytes] or [B, 1, P, record_bytes]; only stride(0), in bytes, says
+            where a page begins (token i of a page does not live at i * record_bytes). Or [B, bytes], block_size given.
+            Rows: bf16 or fp32 [B, P, D] or [B, 1, P, D] with unit stride on the last dimension.
+    layout: what the bytes mean.
+    Raises ArgumentError if the tensor cannot be such a cache.
+    """
+
+    __slots__ = ("_regions", "block_size", "layout", "num_blocks", "tensor")
+
+    def __init__(self, tensor: Tensor, layout: KVCacheLayout, *, block_size: int | None = None) -> None:
+        """Bind a tensor to a layout and build one strided view per region."""
+        if tensor.dtype != layout.dtype:
+            raise ArgumentError("cache tensor", expected=f"dtype {layout.dtype} for {layout.name}", actual=tensor.dtype)
+        last = layout.record_bytes if layout.is_quantised else layout.head_dim
+        if tensor.ndim == 4 and tensor.shape[1] == 1:
+            tensor = tensor.squeeze(1)
+        if tensor.ndim == 3 and tensor.shape[2] == last and (block_size or tensor.shape[1]) == tensor.shape[1]:
+            block_size = tensor.shape[1]
+        elif not (tensor.ndim == 2 and layout.is_quantised and block_size):
+            raise ArgumentError(
+                "cache tensor",
+                expected=f"shape [blocks, block_size, {last}] for layout {layout.fingerprint}",
+                actual=f"{list(tensor.shape)}",
+                hint="pass block_size with a 2-D byte tensor",
+            )
+        self.tensor, self.layout = tensor, layout
+        self.num_blocks, self.block_size = tensor.shape[0], block_size
+        self._regions = self._views()
+
+    @classmethod
+    def allocate(
+        cls, layout: KVCacheLayout, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
+    ) -> PagedKVCache:
+        """A zeroed cache of our own, with the layout's page stride."""
+        stride, element = layout.page_stride(block_size), layout.dtype.itemsize
+        last = layout.record_bytes // element
+        flat = torch.zeros(num_blocks * stride // element, dtype=layout.dtype, device=device)
+        return cls(flat.as_strided((num_blocks, block_size, last), (stride // element, last, 1)), layout)
+
+    def _views(self) -> dict[str, Tensor]:
+        tensor, layout = self.tensor, self.layout
+        if not layout.is_quantised:
+            if tensor.numel() and tensor.stride(2) != 1:
+                raise ArgumentError("cache tensor", expected="unit stride on the last dim", actual=tensor.stride())
+            return {"row": tensor}
+        page = layout.page_bytes(self.block_size)
+        packed = (layout.record_bytes, 1)[-(tensor.ndim - 1) :]
+        if tensor.numel() and any(
+            n > 1 and s != want for n, s, want in zip(tensor.shape[1:], tensor.stride()[1:], packed, strict=True)
+        ):
+            raise ArgumentError(
+                "cache tensor",
+                expected=f"packed pages: strides (any, {', '.join(map(str, packed))})",
+                actual=tensor.stride(),
+            )
+        if tensor.ndim == 2 and self.num_blocks and tensor.shape[1] < page:
+            raise ArgumentError("cache tensor", expected=f"at least {page} bytes in a page", actual=tensor.shape[1])
+        stride = tensor.stride(0) if self.num_blocks > 1 else max(tensor.stride(0), page)
+        stride += stride % 2 if self.num_blocks <= 1 else 0
+        if self.num_blocks and stride < page:
+            raise ArgumentError("cache tensor", expected=f"a page stride of at least {page} bytes", actual=stride)
+        end = tensor.storage_offset() + max(self.num_blocks - 1, 0) * stride + page
+        if self.num_blocks and end > tensor.untyped_storage().nbytes():
+            raise ArgumentError(
+                "cache tensor", expected=f"storage of {end} bytes", actual=f"{tensor.untyped_storage().nbytes()} bytes"
+            )
+        if tensor.storage_offset() % 2 or stride % 2:
+            raise ArgumentError(
+                "cache tensor",
+                expected="pages that begin at even bytes, so that the bf16 part is aligned",
+                actual=f"first page at byte {tensor.storage_offset()}, page stride {stride}",
+            )
+        views = {}
+        for region in layout.regions(self.block_size):
+            size = (self.num_blocks, self.block_size, region.count * region.dtype.itemsize)
+            raw = tensor.as_strided(size, (stride, region.stride, 1), tensor.storage_offset() + region.offset)
+            views[region.name] = raw.view(region.dtype)
+        return views
+
+    def region(self, name: str) -> Tensor:
+        """[B, P, count] strided, typed view of one field of every record: "nope", "rope", "scale", or "row"."""
+        return self._regions[name]
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the cache: global slot ids 0 .. capacity - 1 exist, all others are absent."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensor."""
+        return self.tensor.device
+
+    def with_layout(self, **changes: object) -> PagedKVCache:
+        """The same bytes read another way, e.g. `fp8_format=Fp8Format.FNUZ`; an explicit act, never inferred."""
+        dialect = changes.get("fp8_format")
+        if isinstance(dialect, Fp8Format):
+            changes.setdefault("fp8_max", dialect.max)
+        return PagedKVCache(self.tensor, evolve(self.layout, **changes), block_size=self.block_size)  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        """Say what the cache is, not what it holds."""
+        return f"PagedKVCache({self.layout.fingerprint}, blocks={self.num_blocks}, block_size={self.block_size})"

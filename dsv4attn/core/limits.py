@@ -1,0 +1,45 @@
+"""The bounds an engine promises to keep; everything planned ahead follows from them."""
+
+from __future__ import annotations
+
+from attrs import field, frozen, validators
+
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["Limits"]
+
+_positive = validators.ge(1)
+
+
+@frozen
+class Limits:
+    """Bounds of every batch that will ever be run."""
+
+    max_num_reqs: int = field(validator=_positive)
+    max_num_batched_tokens: int = field(validator=_positive)
+    max_model_len: int = field(validator=_positive)
+    num_speculative_tokens: int = field(default=0, validator=validators.ge(0))
+    """Draft tokens verified per decode request; a request with at most one more query token is a decode."""
+    max_workspace_bytes: int | None = None
+    """Cap on the prefill lane of the workspace. A smaller cap means more and smaller chunks, never another result."""
+    max_index_elements: int = field(default=2**21, validator=_positive)
+    """Cap on tokens x columns of the index matrix of one prefill chunk."""
+
+    def __attrs_post_init__(self) -> None:
+        """Check that the bounds fit each other."""
+        if self.max_num_batched_tokens < self.decode_threshold:
+            raise ArgumentError(
+                "max_num_batched_tokens",
+                expected=f"at least the {self.decode_threshold} tokens of one decode request",
+                actual=self.max_num_batched_tokens,
+            )
+
+    @property
+    def decode_threshold(self) -> int:
+        """Most query tokens a decode request may have."""
+        return 1 + self.num_speculative_tokens
+
+    @property
+    def max_decode_tokens(self) -> int:
+        """Most query tokens all decode requests together may have."""
+        return min(self.max_num_reqs * self.decode_threshold, self.max_num_batched_tokens)

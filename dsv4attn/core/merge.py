@@ -1,0 +1,34 @@
+"""Merging attention over disjoint sets of keys: context parallelism, split keys, prefixes computed elsewhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["apply_sink", "merge_lse"]
+
+
+def merge_lse(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of shards, from attention over each.
+
+    outs: [S, T, H, D] any float dtype, computed without a sink. lses: [S, T, H] fp32, natural log, -inf where a shard
+    had no key. Returns ([T, H, D] fp32, [T, H] fp32), without the sink: it belongs to the whole, so apply it once,
+    after the last merge. The shards may come from different backends.
+    """
+    top = lses.amax(0)
+    # where no shard had a key the difference would be inf - inf
+    weights = torch.exp(lses - top.masked_fill(top == -torch.inf, 0))
+    total = weights.sum(0)
+    # a weight of zero must silence its shard whatever it holds
+    terms = (outs.float() * weights[..., None]).masked_fill((weights == 0)[..., None], 0)
+    out = (terms.sum(0) / total[..., None]).masked_fill((total == 0)[..., None], 0)
+    return out, top + total.log()
+
+
+def apply_sink(out: Tensor, lse: Tensor, attn_sink: Tensor) -> Tensor:
+    """Attention with the sink, from attention without: one more logit whose value is zero.
+
+    out: [T, H, D]. lse: [T, H] fp32, natural log, without the sink. attn_sink: [H] fp32. Returns [T, H, D] fp32.
+    """
+    weight = torch.sigmoid(lse - attn_sink).masked_fill(lse == -torch.inf, 0)
+    return out.float() * weight[..., None]

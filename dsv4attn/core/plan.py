@@ -1,0 +1,81 @@
+"""How much memory a layer can need under given limits: a pure function of shapes."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4attn.core.chunking import ChunkBounds, round_up, small_bytes, widest_topk
+from dsv4attn.core.contract import Backend, IndexForm, KeyForm, Phase
+from dsv4attn.core.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.workspace import ALIGNMENT, BufferSpec, WorkspacePlan, simultaneous_bytes
+
+__all__ = ["plan_workspace", "prefill_bounds", "ragged_specs"]
+
+_INT = torch.int32
+
+
+def ragged_specs(tokens: int, width: int) -> list[BufferSpec]:
+    """Views of a ragged index list: capacity from shapes, never from contents."""
+    return [((tokens * width,), _INT), ((tokens + 1,), _INT)]
+
+
+def prefill_bounds(layer: LayerGeometry, limits: Limits, backend: Backend, layout: KVCacheLayout) -> ChunkBounds:
+    """What a prefill chunk of this layer may cost on this backend."""
+    forms = backend.forms
+    return ChunkBounds.of(
+        layer,
+        limits,
+        gathered=forms.prefill_keys is KeyForm.GATHERED,
+        alignment=forms.index_alignment,
+        row_bytes=layer.head_dim * layout.row_dtype.itemsize,
+        index_copies=2 if forms.prefill_indices is IndexForm.RAGGED else 1,
+    )
+
+
+def plan_workspace(layer: LayerGeometry, limits: Limits, backend: Backend, layout: KVCacheLayout) -> WorkspacePlan:
+    """Upper bound over every batch within `limits`, for layers like this one.
+
+    layout: of the window cache; the compressed cache has the same row dtype. Take the `union` over a model's layers.
+    """
+    bounds = prefill_bounds(layer, limits, backend, layout)
+    lanes = {
+        Phase.DECODE.value: _decode_bytes(layer, limits, backend),
+        Phase.PREFILL.value: _prefill_bytes(layer, limits, backend, layout, bounds),
+    }
+    tokens, width = limits.max_num_batched_tokens, decode_columns(layer, limits) + layer.window
+    transient = max(
+        backend.transient_bytes(layer, tokens, width, max(bounds.rows, tokens)),
+        backend.steps.transient_bytes(max(bounds.index_elements, limits.max_decode_tokens * width), tokens),
+    )
+    return WorkspacePlan(lanes, transient)
+
+
+def decode_columns(layer: LayerGeometry, limits: Limits) -> int:
+    """Most columns of a decode row's compressed segment."""
+    # tables of c128a layers are a multiple of 128 wide and rounded up from a ceiling (see the builder)
+    entries = -(-limits.max_model_len // layer.compress_ratio)
+    return round_up(entries, 128) if layer.kind is LayerKind.C128A else widest_topk(layer, limits)
+
+
+def _decode_bytes(layer: LayerGeometry, limits: Limits, backend: Backend) -> int:
+    tokens, columns = limits.max_decode_tokens, decode_columns(layer, limits)
+    specs: list[BufferSpec] = []
+    if layer.kind is LayerKind.C4A:
+        specs += [((tokens, columns), _INT), ((tokens,), _INT)]
+    if backend.forms.decode_indices is IndexForm.RAGGED:
+        specs += ragged_specs(tokens, layer.window) + (ragged_specs(tokens, columns) if columns else [])
+    width = columns + layer.window
+    return simultaneous_bytes(specs) + backend.scratch_bound(Phase.DECODE, layer, tokens, width)
+
+
+def _prefill_bytes(
+    layer: LayerGeometry, limits: Limits, backend: Backend, layout: KVCacheLayout, bounds: ChunkBounds
+) -> int:
+    ragged = backend.forms.prefill_indices is IndexForm.RAGGED
+    index_bytes = 4 * bounds.index_elements * (2 if ragged else 1)
+    row_bytes = bounds.rows * layer.head_dim * layout.row_dtype.itemsize
+    width = round_up(widest_topk(layer, limits) + layer.window, bounds.alignment)
+    scratch = backend.scratch_bound(Phase.PREFILL, layer, limits.max_num_batched_tokens, width)
+    return round_up(row_bytes + index_bytes + small_bytes(limits), ALIGNMENT) + scratch

@@ -1,0 +1,55 @@
+"""Tables of cosines and sines, and the rotation itself."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core.geometry import Rope
+
+__all__ = ["apply_rope", "cos_sin_cache"]
+
+
+def inverse_frequencies(rope: Rope, device: torch.device | str = "cpu") -> Tensor:
+    """[dim / 2] fp32: theta ** (-2i / dim), blended with its `factor`-th part over the YaRN ramp."""
+    half = rope.dim // 2
+    inv = 1.0 / rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32, device=device) / rope.dim)
+    if rope.yarn is None:
+        return inv
+    yarn = rope.yarn
+
+    def pair_of(rotations: float) -> float:
+        """Pair index that turns `rotations` times over the original context."""
+        turns = yarn.original_max_position / (2 * math.pi * rotations)
+        return rope.dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(pair_of(yarn.beta_fast)), 0)
+    high = min(math.ceil(pair_of(yarn.beta_slow)), rope.dim - 1)
+    ramp = (torch.arange(half, dtype=torch.float32, device=device) - low) / max(high - low, 1e-3)
+    ramp = ramp.clamp(0, 1)
+    return inv / yarn.factor * ramp + inv * (1 - ramp)
+
+
+def cos_sin_cache(rope: Rope, max_position: int, device: torch.device | str = "cpu") -> Tensor:
+    """[max_position, dim] fp32: cosines of the dim/2 pairs, then their sines; row = position.
+
+    Angles are the fp32 product of position and frequency: near position 1M an fp64 angle differs visibly
+    from what every engine computes.
+    """
+    positions = torch.arange(max_position, dtype=torch.float32, device=device)
+    angles = positions[:, None] * inverse_frequencies(rope, device)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def apply_rope(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> Tensor:
+    """Rotate interleaved pairs.
+
+    x: [..., dim] any float dtype - only the rotated part of a head. cos_sin: [..., dim] fp32, broadcastable rows
+    of a `cos_sin_cache`. Returns [..., dim] fp32.
+    """
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    sin = -sin if inverse else sin
+    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)

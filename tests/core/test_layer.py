@@ -1,0 +1,280 @@
+"""The bound layer: forward context, warm-up, custom ops, `torch.compile`, two layers and two threads."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from attrs import define
+from torch import Tensor, nn
+
+from dsv4attn.core.builder import MetadataBuilder
+from dsv4attn.core.context import get_forward_context, set_forward_context
+from dsv4attn.core.forward import forward_mqa
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.layer import DeepseekV4MLAAttention
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.core.workspace import WorkspaceManager, use_workspace
+from dsv4attn.errors import ArgumentError, Dsv4AttnError, LayoutMismatchError, NoForwardContextError
+from dsv4attn.selection import load_backend
+
+GEOMETRY = ModelGeometry(
+    num_heads=4,
+    head_dim=32,
+    rope_dim=8,
+    window=8,
+    index_topk=3,
+    layers=((LayerKind.SWA, 1), (LayerKind.C4A, 4), (LayerKind.C128A, 16)),
+    max_position=512,
+    hidden_size=64,
+    o_groups=2,
+    o_lora_rank=16,
+)
+LIMITS = Limits(4, 64, 256)
+LAYOUT = KVCacheLayout.fp8_ds_mla(24, 8, group_size=8)
+TOKENS = 21
+METADATA = dict[str, DeepseekSparseSWAMetadata | FlashMLASparseMetadata | None]
+
+
+@define
+class Bound:
+    """A layer, one fresh prompt of 21 tokens for it, and its metadata."""
+
+    layer: DeepseekV4MLAAttention
+    metadata: METADATA
+    q: Tensor
+    kv: Tensor
+    positions: Tensor
+
+    def run(self) -> Tensor:
+        """Insert and attend, as an engine does."""
+        q, out = self.q.clone(), torch.empty_like(self.q)
+        with set_forward_context(self.metadata):
+            self.layer.fused_qnorm_rope_kv_insert(q, self.kv, self.positions)
+            self.layer.forward_mqa(q, self.kv, self.positions, out)
+        return out
+
+
+def bound(kind: LayerKind, prefix: str = "model.layers.0.attn", seed: int = 0) -> Bound:
+    """A layer of this kind with caches and one prompt."""
+    torch.manual_seed(seed)
+    geometry = GEOMETRY.layer_of_kind(kind)
+    builder = MetadataBuilder(GEOMETRY, LIMITS, swa_block_size=4, compressed_block_tokens=16)
+    starts, lens = torch.tensor([0, TOKENS], dtype=torch.int32), torch.tensor([TOKENS], dtype=torch.int32)
+    blocks = torch.randperm(8).int()[None]
+    positions = torch.arange(TOKENS)
+    slots = blocks[0].long()[positions // 4] * 4 + positions % 4
+    batch = Batch(
+        num_reqs=1,
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lens,
+        seq_lens_cpu=lens,
+        slot_mapping=slots,
+        block_table=blocks,
+        compressed_block_table=torch.tensor([[2, 0]], dtype=torch.int32),
+    )
+    both = builder.build_for(batch, [kind])[kind]
+    layer = DeepseekV4MLAAttention(
+        prefix,
+        geometry,
+        LIMITS,
+        load_backend("reference"),
+        attn_sink=torch.randn(4),
+        cos_sin_cache=cos_sin_cache(geometry.rope, 512),
+        topk_indices_buffer=torch.tensor([[0, -1, 2]] * 64, dtype=torch.int32),
+        workspace=WorkspaceManager(),
+    )
+    compressed = None if kind is LayerKind.SWA else PagedKVCache.allocate(LAYOUT, 3, 16 // geometry.compress_ratio)
+    if compressed is not None:
+        layer.backend.quantize_and_insert_k_cache(torch.randn(12, 32), compressed, torch.arange(compressed.capacity))
+    layer.bind_kv_cache(PagedKVCache.allocate(LAYOUT, 8, 4), compressed)
+    metadata: METADATA = {layer.swa_prefix: both.swa, layer.prefix: both.compressed}
+    q, kv = torch.randn(TOKENS, 4, 32).bfloat16(), torch.randn(TOKENS, 32).bfloat16()
+    return Bound(layer, metadata, q, kv, positions)
+
+
+@pytest.mark.parametrize("kind", LayerKind)
+def test_the_bound_layer_computes_what_the_plain_function_computes(kind: LayerKind) -> None:
+    case = bound(kind)
+    out = case.run()
+    layer, q, expected = case.layer, case.q.clone(), torch.empty_like(case.q)
+    swa = case.metadata[layer.swa_prefix]
+    assert isinstance(swa, DeepseekSparseSWAMetadata)
+    assert layer.caches is not None
+    layer.backend.qnorm_rope_kv_insert(
+        q, case.kv, layer.caches.swa, swa.slot_mapping, case.positions, layer.cos_sin_cache, 1e-6
+    )
+    with set_forward_context(case.metadata) as context:
+        metadata = context.for_layer(layer.prefix, layer.swa_prefix, compressed=kind is not LayerKind.SWA)
+    forward_mqa(
+        q,
+        layer.caches,
+        metadata,
+        layer.backend,
+        WorkspaceManager(),
+        expected,
+        layer=layer.geometry,
+        limits=LIMITS,
+        attn_sink=layer.attn_sink,
+        topk_indices=layer.topk_indices_buffer,
+    )
+    assert torch.equal(expected, out)
+    assert out.float().abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", LayerKind)
+def test_a_module_around_the_layer_compiles_with_fullgraph(kind: LayerKind) -> None:
+    case = bound(kind)
+
+    class Block(nn.Module):
+        def __init__(self, layer: DeepseekV4MLAAttention) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, q: Tensor, kv: Tensor, positions: Tensor) -> Tensor:
+            q = q * 1.0
+            out = torch.empty_like(q)
+            self.layer.fused_qnorm_rope_kv_insert(q, kv, positions)
+            self.layer.forward_mqa(q, kv, positions, out)
+            return out + 1
+
+    expected = case.run() + 1
+    compiled = torch.compile(Block(case.layer), fullgraph=True, backend="aot_eager")
+    with set_forward_context(case.metadata):
+        assert torch.equal(expected, compiled(case.q, case.kv, case.positions))
+    # the metadata is looked up when the op runs, not when it was traced
+    with set_forward_context(None):
+        assert torch.equal(torch.ones_like(expected), compiled(case.q, case.kv, case.positions))
+
+
+def test_the_custom_ops_pass_torchs_own_checks() -> None:
+    case = bound(LayerKind.C4A)
+    with set_forward_context(case.metadata):
+        for op, args in (
+            (torch.ops.dsv4attn.forward_mqa, (case.q, case.kv, case.positions, torch.empty_like(case.q))),
+            (torch.ops.dsv4attn.qnorm_rope_kv_insert, (case.q.clone(), case.kv, case.positions)),
+        ):
+            torch.library.opcheck(op, (*args, case.layer.handle))
+
+
+def test_a_warm_up_reserves_the_plan_zeroes_the_output_and_touches_no_cache() -> None:
+    case = bound(LayerKind.C4A)
+    layer = case.layer
+    empty = PagedKVCache(torch.empty(0, 4, 48, dtype=torch.uint8), KVCacheLayout.fp8_ds_mla(24, 8, group_size=8))
+    layer.bind_kv_cache(empty, PagedKVCache.allocate(LAYOUT, 0, 4))
+    out = torch.full_like(case.q, torch.nan)
+    q = case.q.clone()
+    with set_forward_context(None):
+        layer.fused_qnorm_rope_kv_insert(q, case.kv, case.positions)
+        layer.forward_mqa(q, case.kv, case.positions, out)
+    assert torch.equal(case.q, q)
+    assert not out.any()
+    assert layer.workspace is not None
+    assert layer.workspace.size("prefill") > 0
+    layer.workspace.lock()
+    case.layer.bind_kv_cache(PagedKVCache.allocate(LAYOUT, 8, 4), PagedKVCache.allocate(LAYOUT, 3, 4))
+    case.run()
+
+
+def test_outside_a_context_and_without_its_metadata_a_layer_says_what_is_missing() -> None:
+    case = bound(LayerKind.C4A)
+    out = torch.empty_like(case.q)
+    with pytest.raises(NoForwardContextError, match="set_forward_context"):
+        case.layer.forward_mqa(case.q, case.kv, case.positions, out)
+    swa_only = {case.layer.swa_prefix: case.metadata[case.layer.swa_prefix]}
+    with (
+        set_forward_context(swa_only),
+        pytest.raises(NoForwardContextError, match=r"attn_metadata\['model.layers.0.attn'\]"),
+    ):
+        case.layer.forward_mqa(case.q, case.kv, case.positions, out)
+    with set_forward_context({}), pytest.raises(NoForwardContextError, match=r"swa_cache.*keys: none"):
+        case.layer.forward_mqa(case.q, case.kv, case.positions, out)
+    with pytest.raises(NoForwardContextError):
+        get_forward_context()
+
+
+def test_a_window_only_layer_ignores_synthetic_compressed_metadata() -> None:
+    case, other = bound(LayerKind.SWA), bound(LayerKind.C4A)
+    expected = case.run()
+    case.metadata[case.layer.prefix] = other.metadata[other.layer.prefix]
+    assert torch.equal(expected, case.run())
+
+
+def test_g2_binding_a_cache_of_another_layout_raises() -> None:
+    case = bound(LayerKind.SWA)
+    layer = case.layer
+    layer.swa_layout = LAYOUT
+    rows = KVCacheLayout.rows(24, 8)
+    with pytest.raises(LayoutMismatchError, match=r"swa cache of model\.layers\.0\.attn"):
+        layer.bind_kv_cache(PagedKVCache.allocate(rows, 8, 4))
+    with pytest.raises(LayoutMismatchError, match="24 \\+ 8 dims"):
+        layer.bind_kv_cache(PagedKVCache.allocate(KVCacheLayout.rows(16, 16), 8, 4))
+    with pytest.raises(ArgumentError, match="compressed"):
+        bound(LayerKind.C4A).layer.bind_kv_cache(PagedKVCache.allocate(LAYOUT, 8, 4))
+
+
+def test_a_slot_outside_the_cache_is_an_error_before_any_write() -> None:
+    case = bound(LayerKind.SWA)
+    swa = case.metadata[case.layer.swa_prefix]
+    assert isinstance(swa, DeepseekSparseSWAMetadata)
+    swa.slot_mapping[3] = 32
+    q = case.q.clone()
+    assert case.layer.caches is not None
+    before = case.layer.caches.swa.tensor.clone()
+    with set_forward_context(case.metadata), pytest.raises(ArgumentError, match="slot_mapping"):
+        case.layer.fused_qnorm_rope_kv_insert(q, case.kv, case.positions)
+    assert torch.equal(case.q, q)
+    assert torch.equal(before, case.layer.caches.swa.tensor)
+
+
+def test_layers_with_equal_prefixes_and_threads_do_not_mix() -> None:
+    cases = [bound(LayerKind.C128A, seed=seed) for seed in range(4)]
+    expected = [case.run() for case in cases]
+    for case in cases:
+        case.layer.workspace = None
+    outs: list[Tensor | None] = [None] * len(cases)
+    start = threading.Barrier(len(cases))
+
+    def work(i: int) -> None:
+        with use_workspace(WorkspaceManager()):
+            start.wait()
+            for _ in range(5):
+                outs[i] = cases[i].run()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for want, got in zip(expected, outs, strict=True):
+        assert got is not None
+        assert torch.equal(want, got)
+
+
+def test_a_layer_without_caches_or_workspace_or_owner_says_so() -> None:
+    case = bound(LayerKind.SWA)
+    case.layer.caches = None
+    with pytest.raises(Dsv4AttnError, match="bind_kv_cache"):
+        case.run()
+    case = bound(LayerKind.SWA)
+    case.layer.workspace = None
+    with pytest.raises(Dsv4AttnError, match="use_workspace"):
+        case.run()
+    q, kv, positions, handle = case.q, case.kv, case.positions, case.layer.handle
+    del case
+    gc.collect()
+    with pytest.raises(Dsv4AttnError, match="no longer exists"):
+        torch.ops.dsv4attn.forward_mqa(q, kv, positions, torch.empty_like(q), handle)
+
+
+def test_o_proj_is_the_backends_projection_with_the_layers_table() -> None:
+    case = bound(LayerKind.C4A)
+    out, weight = case.run(), torch.randn(2 * 16, 64)
+    expected = case.layer.backend.inv_rope_o_proj(out, case.positions, case.layer.cos_sin_cache, weight, 2)
+    assert torch.equal(expected, case.layer.o_proj(out, case.positions, weight, 2))
