@@ -1,0 +1,240 @@
+"""DeepSeek-V4 attention, step by step, in vectorised torch. Read it top to bottom: this is what every room computes.
+
+Records -> insert and gather -> q-norm and RoPE -> attention over selected keys -> output projection.
+Letters are those of `core.geometry`. All arithmetic is fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core.contract import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.rope import apply_rope
+
+AMAX_FLOOR = 1e-4
+"""Smallest group maximum the writer assumes, so that a group of zeros has a scale. vLLM's rule; FlashMLA's tests clamp
+the scale instead, which gives other bytes below 0.027 and reads the same."""
+
+LARGEST_EXPONENT = 254
+"""Byte 255 is NaN in the E8M0 format."""
+
+TILE_BYTES = 64 * 2**20
+"""Temporaries a tile may take; large enough that matrix products dominate."""
+
+
+# records
+
+
+def power_of_two(byte: Tensor) -> Tensor:
+    """2^(byte - 127) as fp32, made of bits: byte is the exponent field. 0 is the subnormal 2^-127, 255 reads as NaN."""
+    bits = (byte << 23).masked_fill(byte == 0, 0x00400000).masked_fill(byte == 255, 0x7FC00000)
+    return bits.int().view(torch.float32)
+
+
+def quantize(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
+    """NoPE parts [n, nope] to codes [n, nope] uint8 and scale bytes [n, scale_bytes] uint8, pad bytes 0.
+
+    Each group of `group_size` bf16-rounded values shares a scale 2^e, the smallest power of two with
+    amax / 2^e <= fp8_max. The exponent is read off the bits of amax / fp8_max: biased exponent, plus one unless the
+    mantissa is zero. No logarithm, so no device rounds it differently.
+    """
+    assert layout.fp8_format is not None
+    rounded = values.bfloat16().float()
+    padded = torch.nn.functional.pad(rounded, (0, layout.num_groups * layout.group_size - layout.nope_dim))
+    groups = padded.unflatten(-1, (layout.num_groups, layout.group_size))
+    amax = groups.abs().amax(-1).clamp(min=AMAX_FLOOR)
+    bits = (amax / layout.fp8_max).view(torch.int32)
+    exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, LARGEST_EXPONENT)
+    scaled = (groups * power_of_two(254 - exponent)[..., None]).clamp(-layout.fp8_max, layout.fp8_max)
+    codes = scaled.flatten(-2)[..., : layout.nope_dim].to(layout.fp8_format.dtype).view(torch.uint8)
+    scales = torch.nn.functional.pad(exponent.to(torch.uint8), (0, layout.scale_bytes - layout.num_groups))
+    return codes, scales
+
+
+def dequantize(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor:
+    """[n, nope] fp32: each code times 2^(byte - 127) of its group; byte 255 reads as NaN."""
+    assert layout.fp8_format is not None
+    scale = power_of_two(scales[:, : layout.num_groups].int())
+    wide = scale.repeat_interleave(layout.group_size, dim=-1)[:, : layout.nope_dim]
+    return codes.view(layout.fp8_format.dtype).float().mul_(wide)
+
+
+def read_records(cache: PagedKVCache, slots: Tensor) -> Tensor:
+    """[n, D] fp32 keys in `slots` [n]; every slot must exist."""
+    block, offset = slots // cache.block_size, slots % cache.block_size
+    if not cache.layout.is_quantised:
+        return cache.region("row")[block, offset].float()
+    codes, rope, scales = (cache.region(name)[block, offset] for name in ("nope", "rope", "scale"))
+    return torch.cat([dequantize(codes, scales, cache.layout), rope.float()], dim=-1)
+
+
+# insert and gather
+
+
+def insert(k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
+    """Write rotated keys k [n, D] to their slots [<= n]; slots that do not exist are skipped."""
+    n = min(k.shape[0], slot_mapping.shape[0])
+    slots = slot_mapping[:n]
+    live = (slots >= 0) & (slots < cache.capacity)
+    slots, k = slots[live], k[:n][live]
+    place = slots // cache.block_size, slots % cache.block_size
+    if not cache.layout.is_quantised:
+        cache.region("row")[place] = k.to(cache.layout.dtype)
+        return
+    nope = cache.layout.nope_dim
+    cache.region("nope")[place], cache.region("scale")[place] = quantize(k[:, :nope].float(), cache.layout)
+    cache.region("rope")[place] = k[:, nope:].bfloat16()
+
+
+def gather(
+    out: Tensor, cache: PagedKVCache, seq_lens: Tensor, gather_lens: Tensor | None, block_table: Tensor, offset: int
+) -> None:
+    """out[i, offset + j] = the record at position seq_lens[i] - gather_lens[i] + j; rows without a record stay."""
+    lens = seq_lens if gather_lens is None else gather_lens
+    columns = torch.arange(out.shape[1] - offset, device=out.device)
+    request, row = (columns < lens[:, None]).nonzero(as_tuple=True)
+    for part in tiles(request.shape[0], record_bytes(cache.layout)):
+        i, j = request[part], row[part]
+        position = (seq_lens - lens)[i] + j
+        block = block_table[i, position // cache.block_size].long()
+        exists = (block >= 0) & (block < cache.num_blocks)
+        slots = block * cache.block_size + position % cache.block_size
+        out[i[exists], offset + j[exists]] = read_records(cache, slots[exists]).to(out.dtype)
+
+
+# q-norm and rope
+
+
+def qnorm_rope(q: Tensor, positions: Tensor, cos_sin_cache: Tensor, eps: float) -> None:
+    """Q [T, H, D] in place: q * rsqrt(mean(q^2) + eps) per head, then RoPE on the trailing part; rounded once."""
+    rope = cos_sin_cache.shape[-1]
+    for part in tiles(q.shape[0], 16 * q[:1].numel()):
+        x = q[part].float()
+        x *= torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        x[..., -rope:] = apply_rope(x[..., -rope:], cos_sin_cache[positions[part], None])
+        q[part] = x.to(q.dtype)
+
+
+def rotated(k: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False) -> Tensor:
+    """A copy of k [T, ..., D] with RoPE, or its inverse, on the trailing part, in the dtype of k."""
+    rope = cos_sin_cache.shape[-1]
+    table = cos_sin_cache[positions].view(k.shape[0], *(1,) * (k.ndim - 2), rope)
+    return torch.cat([k[..., :-rope], apply_rope(k[..., -rope:], table, inverse=inverse).to(k.dtype)], dim=-1)
+
+
+# attention
+
+
+def attend(
+    q: Tensor,
+    keys: Sequence[PagedKeys] | GatheredKeys,
+    scale: float,
+    attn_sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Attention of every row of q [T, H, D] over its own keys; keys are values.
+
+    z_j = scale * q . k_j, lse = ln(sum_j exp z_j), out = sum_j exp(z_j - lse) k_j * sigmoid(lse - sink).
+    The last factor is what one more logit, the sink, with value zero does to a softmax.
+    """
+    for part in tiles(q.shape[0], attend_bytes(q.shape[1], q.shape[2], width_of(keys))):
+        k, present = read_gathered(keys, part) if isinstance(keys, GatheredKeys) else read_paged(keys, part)
+        if not k.shape[1]:
+            out[part] = 0
+            if lse is not None:
+                lse[part] = -torch.inf
+            continue
+        z = torch.bmm(q[part].float(), k.mT).mul_(scale).masked_fill_(~present[:, None], -torch.inf)
+        top = z.amax(-1, keepdim=True).nan_to_num_(neginf=0.0, nan=torch.nan, posinf=torch.inf)
+        p = z.sub_(top).exp_()
+        total = p.sum(-1, keepdim=True)
+        row_lse = top + total.log()
+        o = torch.bmm(p, k).div_(total)
+        if attn_sink is not None:
+            o *= torch.sigmoid(row_lse - attn_sink[:, None])
+        # a row without keys divided by zero above; it is defined to be zero
+        out[part] = o.masked_fill_(total == 0, 0).to(out.dtype)
+        if lse is not None:
+            lse[part] = row_lse.squeeze(-1)
+
+
+def read_gathered(keys: GatheredKeys, part: slice) -> tuple[Tensor, Tensor]:
+    """Keys [t, K, D] fp32 of a tile of rows, zero where absent, and which are present [t, K]."""
+    rows, present = listed(keys.rows, part, keys.kv.shape[0])
+    picked = keys.kv.index_select(0, rows.flatten()).float().unflatten(0, rows.shape)
+    return picked.masked_fill_(~present[..., None], 0), present
+
+
+def read_paged(segments: Sequence[PagedKeys], part: slice) -> tuple[Tensor, Tensor]:
+    """The same, dequantised straight from the pages of every segment."""
+    found = []
+    for segment in segments:
+        slots, present = listed(segment.rows, part, segment.cache.capacity)
+        picked = read_records(segment.cache, slots.flatten()).unflatten(0, slots.shape)
+        # zero the key, not only its weight: what stands in an absent slot may be NaN
+        found.append((picked.masked_fill_(~present[..., None], 0), present))
+    if len(found) == 1:
+        return found[0]
+    return torch.cat([k for k, _ in found], dim=1), torch.cat([present for _, present in found], dim=1)
+
+
+def listed(rows: DenseIndices | RaggedIndices, part: slice, capacity: int) -> tuple[Tensor, Tensor]:
+    """Indices [t, K] int64 of a tile of rows, 0 where absent, and which are present: in length and in range.
+
+    K is the tile's longest row: columns behind it cannot count, and a short context should cost little.
+    """
+    if isinstance(rows, DenseIndices):
+        lens, width = rows.lens[part], rows.indices.shape[1]
+    else:
+        start = rows.indptr[part]
+        lens, width = rows.indptr[1:][part] - start, min(rows.width, rows.indices.shape[0])
+    columns = torch.arange(min(int(lens.max()), width) if capacity else 0, device=lens.device)
+    if isinstance(rows, DenseIndices):
+        indices = rows.indices[part, : columns.shape[0]]
+    else:
+        indices = rows.indices[(start[:, None] + columns).clamp_(max=rows.indices.shape[0] - 1)]
+    present = (columns < lens[:, None]) & (indices >= 0) & (indices < capacity)
+    return indices.long().masked_fill_(~present, 0), present
+
+
+# output projection
+
+
+def inv_rope_o_proj(o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, num_groups: int) -> Tensor:
+    """Undo the keys' rotation at the query's position, then project each group of heads by its own matrix.
+
+    o: [T, H, D]. wo_a: [G * rank, H / G * D]. Returns [T, G, rank].
+    """
+    grouped = rotated(o, positions, cos_sin_cache, inverse=True).flatten(1).unflatten(1, (num_groups, -1))
+    weight = wo_a.unflatten(0, (num_groups, -1))
+    return torch.einsum("tgi,gri->tgr", grouped.float(), weight.float()).to(o.dtype)
+
+
+# tiles
+
+
+def tiles(n: int, row_bytes: int) -> Iterator[slice]:
+    """Cut n rows so that a tile's temporaries stay within TILE_BYTES."""
+    step = max(TILE_BYTES // max(row_bytes, 1), 1)
+    return (slice(start, min(start + step, n)) for start in range(0, n, step))
+
+
+def width_of(keys: Sequence[PagedKeys] | GatheredKeys) -> int:
+    """Columns of all index lists together."""
+    rows = [keys.rows] if isinstance(keys, GatheredKeys) else [segment.rows for segment in keys]
+    return sum(r.indices.shape[1] if isinstance(r, DenseIndices) else r.width for r in rows)
+
+
+def record_bytes(layout: KVCacheLayout) -> int:
+    """Temporaries of one record being read or written."""
+    return 24 * layout.head_dim + 256
+
+
+def attend_bytes(heads: int, dim: int, width: int) -> int:
+    """Temporaries of one row being attended."""
+    return width * (16 * dim + 12 * heads + 64) + 16 * heads * dim + 256

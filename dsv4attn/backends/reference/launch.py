@@ -1,0 +1,92 @@
+"""The Backend of the reference room: forms as options, bounds on its temporaries, and calls into `kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from dsv4attn.backends.reference import kernels
+from dsv4attn.core import indices
+from dsv4attn.core.contract import AttentionCall, Forms, IndexForm, IndexSteps, KeyForm, Phase
+from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.workspace import BufferSpec
+
+__all__ = ["ReferenceBackend"]
+
+
+class ReferenceBackend:
+    """Plain torch. Takes every form of keys and indices, so that core can be proven in all of them."""
+
+    name = "reference"
+    steps: IndexSteps = indices
+
+    def __init__(
+        self,
+        *,
+        decode_indices: IndexForm | str = IndexForm.DENSE,
+        prefill_indices: IndexForm | str = IndexForm.DENSE,
+        prefill_keys: KeyForm | str = KeyForm.GATHERED,
+    ) -> None:
+        """Choose the forms core prepares."""
+        self.forms = Forms(IndexForm(decode_indices), IndexForm(prefill_indices), KeyForm(prefill_keys))
+
+    def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
+        """None: temporaries come from torch, bounded by `transient_bytes`."""
+        return ()
+
+    def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
+        """Nothing to bound."""
+        return 0
+
+    def transient_bytes(self, layer: LayerGeometry, max_tokens: int, max_width: int, max_rows: int) -> int:
+        """One tile, or one row if a row is larger; and the index vectors of a gather."""
+        row = kernels.attend_bytes(layer.num_heads, layer.head_dim, max_width)
+        return max(kernels.TILE_BYTES, row) + 64 * (max_rows + max_tokens)
+
+    def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
+        """See `contract.Backend`."""
+        for part in kernels.tiles(min(k.shape[0], slot_mapping.shape[0]), kernels.record_bytes(cache.layout)):
+            kernels.insert(k[part], cache, slot_mapping[part])
+
+    def qnorm_rope_kv_insert(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        cache: PagedKVCache,
+        slot_mapping: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        eps: float,
+    ) -> None:
+        """See `contract.Backend`."""
+        kernels.qnorm_rope(q, positions, cos_sin_cache, eps)
+        for part in kernels.tiles(min(kv.shape[0], slot_mapping.shape[0]), kernels.record_bytes(cache.layout)):
+            kernels.insert(kernels.rotated(kv[part], positions[part], cos_sin_cache), cache, slot_mapping[part])
+
+    def dequantize_and_gather_k_cache(
+        self,
+        out: Tensor,
+        cache: PagedKVCache,
+        seq_lens: Tensor,
+        gather_lens: Tensor | None,
+        block_table: Tensor,
+        offset: int,
+    ) -> None:
+        """See `contract.Backend`."""
+        kernels.gather(out, cache, seq_lens, gather_lens, block_table, offset)
+
+    def decode(self, call: AttentionCall) -> None:
+        """See `contract.Backend`."""
+        kernels.attend(call.q, call.keys, call.layer.scale, call.attn_sink, call.out, call.lse)
+
+    def prefill(self, call: AttentionCall) -> None:
+        """See `contract.Backend`. The reference has one attention for both phases."""
+        self.decode(call)
+
+    def inv_rope_o_proj(
+        self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, num_groups: int
+    ) -> Tensor:
+        """See `contract.Backend`."""
+        return kernels.inv_rope_o_proj(o, positions, cos_sin_cache, wo_a, num_groups)
