@@ -1,0 +1,292 @@
+"""DeepSeek-V4 attention, written a second time: float64, one row at a time, in numpy.
+
+This file is what the rest of the package is judged against, so it shares no code with it. Nothing here is
+fast; every loop is there because the loop is the rule. Letters: H heads, D head dim, K keys, G output groups,
+R output rank. A row is always ordered NoPE first, RoPE last; every size is a parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+U8 = NDArray[np.uint8]
+
+MIN_AMAX = 1e-4  # the floor vLLM puts under a group's largest magnitude, so that empty groups have a scale
+E8M0_BIAS = 127  # OCP MX: a scale byte b means 2 ** (b - 127)
+E8M0_NAN = 255  # OCP MX: this byte is no scale at all
+BF16_BITS = 8  # significand bits, the hidden one included
+BF16_MIN_EXPONENT = -133  # the smallest subnormal is 2 ** -133
+BF16_OVERFLOW = 2.0**128
+
+
+@functools.cache
+def _e4m3_table(fnuz: bool) -> F64:  # noqa: FBT001
+    """All 256 values: sign, 4 exponent bits, 3 mantissa bits; exponent field 0 is subnormal (OCP OFP8, FNUZ)."""
+    bias = 8 if fnuz else 7
+    table = np.empty(256)
+    for code in range(256):
+        sign, exponent, mantissa = code >> 7, (code >> 3) & 15, code & 7
+        magnitude = math.ldexp(mantissa, -2 - bias) if exponent == 0 else math.ldexp(8 + mantissa, exponent - bias - 3)
+        table[code] = -magnitude if sign else magnitude
+    table[[0x80] if fnuz else [0x7F, 0xFF]] = math.nan
+    table.flags.writeable = False
+    return table
+
+
+def decode_e4m3(codes: U8, fnuz: bool) -> F64:  # noqa: FBT001
+    """Return the value of every code. OCP: bias 7, NaN 0x7F and 0xFF. FNUZ: bias 8, NaN 0x80 only, no -0."""
+    return _e4m3_table(fnuz)[codes]
+
+
+def encode_e4m3(x: F64, fnuz: bool) -> U8:  # noqa: FBT001
+    """Return the nearest code, ties to the even one, beyond the largest value that value; NaN stays NaN.
+
+    OCP keeps the sign of a zero, also of one that a tiny value was rounded to. FNUZ has only one zero.
+    """
+    magnitudes = _e4m3_table(fnuz)[: 0x80 if fnuz else 0x7F]  # codes of one sign are in order of size
+    values = np.asarray(x, dtype=np.float64)
+    sizes = np.where(np.isnan(values), 0.0, np.minimum(np.abs(values), magnitudes[-1]))
+    above = np.searchsorted(magnitudes, sizes)
+    below = np.maximum(above - 1, 0)
+    middle = (magnitudes[below] + magnitudes[above]) / 2
+    codes = np.where((sizes > middle) | ((sizes == middle) & (above % 2 == 0)), above, below)
+    signs = np.where(np.signbit(values) & ~(fnuz & (codes == 0)), 0x80, 0)
+    return np.where(np.isnan(values), 0x80 if fnuz else 0x7F, codes | signs).astype(np.uint8)
+
+
+def round_bf16(x: ArrayLike) -> F64:
+    """Round float64 to the nearest bf16, ties to even, in one step (through float32 it would be two).
+
+    Scaled so that one unit is the last bf16 place, the value is rounded to an integer; both scalings are exact.
+    """
+    values = np.asarray(x, dtype=np.float64)
+    exponents = np.maximum(np.frexp(values)[1] - BF16_BITS, BF16_MIN_EXPONENT)
+    with np.errstate(over="ignore"):
+        rounded = np.ldexp(np.rint(np.ldexp(values, -exponents)), exponents)
+    return np.where(np.abs(rounded) >= BF16_OVERFLOW, np.copysign(np.inf, values), rounded)
+
+
+def scale_exponent(amax: float, fp8_max: float) -> int:
+    """Return the smallest e with max(amax, 1e-4) <= fp8_max * 2**e, kept within [-127, 127] (vLLM rule).
+
+    That is ceil(log2(amax / fp8_max)), found by comparing mantissas instead of by a rounded division and log.
+    """
+    if math.isinf(amax):
+        return E8M0_NAN - 1 - E8M0_BIAS
+    amax_mantissa, amax_exponent = math.frexp(max(amax, MIN_AMAX))
+    max_mantissa, max_exponent = math.frexp(fp8_max)
+    exponent = amax_exponent - max_exponent + (amax_mantissa > max_mantissa)
+    return min(max(exponent, -E8M0_BIAS), E8M0_NAN - 1 - E8M0_BIAS)
+
+
+def quantize_record(row: F64, *, nope_dim: int, rope_dim: int, group_size: int, fnuz: bool, scale_bytes: int) -> U8:
+    """Turn one row into the bytes of one cache record: NoPE codes, RoPE as bf16, scale bytes (vLLM rule).
+
+    Everything is rounded to bf16 first. Each group of NoPE values (the last may be short) is divided by its own
+    power of two, rounded to e4m3 and clamped; RoPE is stored little endian; scale bytes without a group are 0.
+    """
+    groups = -(-nope_dim // group_size)
+    if row.shape != (nope_dim + rope_dim,) or groups > scale_bytes:
+        msg = f"row {row.shape} needs {nope_dim} + {rope_dim} values and {groups} scales in {scale_bytes} bytes"
+        raise ValueError(msg)
+    values = round_bf16(row)
+    if np.isnan(values[:nope_dim]).any():
+        msg = "the rule gives no scale to a group that holds NaN"
+        raise ValueError(msg)
+    fp8_max = float(np.nanmax(_e4m3_table(fnuz)))
+    codes = np.zeros(nope_dim, dtype=np.uint8)
+    scales = np.zeros(scale_bytes, dtype=np.uint8)
+    for g in range(groups):
+        part = slice(g * group_size, min((g + 1) * group_size, nope_dim))
+        exponent = scale_exponent(float(np.abs(values[part]).max()), fp8_max)
+        codes[part] = encode_e4m3(np.ldexp(values[part], -exponent), fnuz)
+        scales[g] = exponent + E8M0_BIAS
+    bits = values[nope_dim:].astype(np.float32).view(np.uint32) >> 16  # a bf16 is the upper half of its float32
+    return np.concatenate([codes, bits.astype("<u2").view(np.uint8), scales])
+
+
+def dequantize_record(
+    record: U8, *, nope_dim: int, rope_dim: int, group_size: int, fnuz: bool, scale_bytes: int
+) -> F64:
+    """Read one record back: code * 2**(byte - 127) rounded to bf16, RoPE as it is; byte 255 gives NaN (OCP MX)."""
+    rope_end = nope_dim + 2 * rope_dim
+    if record.shape != (rope_end + scale_bytes,):
+        msg = f"record {record.shape} is not {rope_end + scale_bytes} bytes"
+        raise ValueError(msg)
+    byte_of_value = np.repeat(record[rope_end:].astype(np.int64), group_size)[:nope_dim]
+    scales = np.where(byte_of_value == E8M0_NAN, np.nan, np.ldexp(1.0, byte_of_value - E8M0_BIAS))
+    nope = round_bf16(decode_e4m3(record[:nope_dim], fnuz) * scales)
+    bits = np.ascontiguousarray(record[nope_dim:rope_end]).view("<u2").astype(np.uint32) << 16
+    return np.concatenate([nope, bits.view(np.float32).astype(np.float64)])
+
+
+def read_record(
+    page: U8,
+    token: int,
+    *,
+    block_size: int,
+    nope_dim: int,
+    rope_dim: int,
+    group_size: int,
+    fnuz: bool,
+    scale_bytes: int,
+    split: bool,
+) -> F64:
+    """Read one token of one raw page.
+
+    Split (vLLM, FlashMLA): the data of all tokens comes first, then the scales of all tokens. Otherwise a token's
+    scales follow its own data. Whatever lies between the last scale and the end of the page is padding.
+    """
+    if not 0 <= token < block_size:
+        msg = f"token {token} is outside a page of {block_size}"
+        raise ValueError(msg)
+    data_bytes = nope_dim + 2 * rope_dim
+    if split:
+        data, scales = token * data_bytes, block_size * data_bytes + token * scale_bytes
+    else:
+        data = token * (data_bytes + scale_bytes)
+        scales = data + data_bytes
+    record = np.concatenate([page[data : data + data_bytes], page[scales : scales + scale_bytes]])
+    return dequantize_record(
+        record, nope_dim=nope_dim, rope_dim=rope_dim, group_size=group_size, fnuz=fnuz, scale_bytes=scale_bytes
+    )
+
+
+@attrs.frozen
+class Yarn:
+    """How the frequencies of a compressed layer are stretched for long contexts (YaRN, no magnitude scaling)."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+def yarn_bounds(rope_dim: int, theta: float, yarn: Yarn) -> tuple[int, int]:
+    """Return the pair numbers between which YaRN blends: a pair turns beta times over the original length."""
+
+    def pair_number(turns: float) -> float:
+        ratio = yarn.original_max_position / (2 * math.pi * turns)
+        return rope_dim * math.log(ratio) / (2 * math.log(theta))
+
+    low, high = math.floor(pair_number(yarn.beta_fast)), math.ceil(pair_number(yarn.beta_slow))
+    return max(low, 0), min(high, rope_dim - 1)
+
+
+def rope_inv_freq(rope_dim: int, theta: float, yarn: Yarn | None) -> F32:
+    """Return theta**(-2i/rope_dim) for every pair i, in float32 steps as vLLM and HF take them (power, inverse).
+
+    With YaRN fast pairs are kept, slow ones divided by the factor, and those between the bounds blended linearly.
+    """
+    powers = np.power(theta, np.arange(0, rope_dim, 2) / rope_dim).astype(np.float32)
+    kept: F32 = np.float32(1) / powers
+    if yarn is None:
+        return kept
+    low, high = yarn_bounds(rope_dim, theta, yarn)
+    width = np.float32(high - low if high != low else 0.001)
+    ramp = np.clip((np.arange(rope_dim // 2, dtype=np.float32) - np.float32(low)) / width, 0, 1)
+    stretched = np.float32(1) / (np.float32(yarn.factor) * powers)
+    return np.asarray(kept * (np.float32(1) - ramp) + stretched * ramp, dtype=np.float32)
+
+
+def rope_cos_sin(position: int, inv_freq: F32) -> tuple[F64, F64]:
+    """Return cos and sin of position * inv_freq. The angle is one float32 product (vLLM, HF), only then float64."""
+    angles = (np.float32(position) * inv_freq.astype(np.float32)).astype(np.float64)
+    return np.cos(angles), np.sin(angles)
+
+
+def apply_rope(row: F64, cos: F64, sin: F64, rope_dim: int, inverse: bool = False) -> F64:  # noqa: FBT001, FBT002
+    """Rotate neighbouring pairs (2i, 2i+1) of the TRAILING rope_dim values (GPT-J style); inverse turns back."""
+    out = np.array(row, dtype=np.float64)
+    start = out.shape[-1] - rope_dim
+    even, odd = out[..., start::2].copy(), out[..., start + 1 :: 2].copy()
+    turn = -sin if inverse else sin
+    out[..., start::2] = even * cos - odd * turn
+    out[..., start + 1 :: 2] = odd * cos + even * turn
+    return out
+
+
+def q_norm_rope(q: F64, cos: F64, sin: F64, rope_dim: int, eps: float) -> F64:
+    """Divide each head of q [H, D] by its root mean square (no weight), then rotate it (vLLM; not yet rounded)."""
+    heads = np.asarray(q, dtype=np.float64)
+    normed = np.stack([head / math.sqrt(np.mean(head**2) + eps) for head in heads])
+    return apply_rope(normed, cos, sin, rope_dim)
+
+
+def visible_keys(
+    position: int, window: int, compress_ratio: int, selected: Sequence[int] | None
+) -> tuple[list[int], list[int]]:
+    """Return the window positions and the compressed entries which the query at `position` may see.
+
+    The window ends at the query itself. Entry e stands once its last token, (e + 1) * ratio - 1, is there; the
+    query may sit on that token. `selected` (an indexer's choice) narrows the entries and keeps its order.
+    """
+    positions = list(range(max(position - window + 1, 0), position + 1))
+    complete = (position + 1) // compress_ratio if compress_ratio > 1 else 0
+    entries = range(complete) if selected is None else selected
+    return positions, [e for e in entries if 0 <= e < complete]
+
+
+def apply_sink(out: F64, lse: F64, sink: F64 | None) -> F64:
+    """Multiply each head of out [H, D] by sigmoid(lse - sink): one more logit whose value is zero (DeepSeek-V4).
+
+    The sink is not scaled and not rotated. -inf changes nothing, +inf leaves zeros, a row without keys stays zero.
+    """
+    result = np.array(out, dtype=np.float64)
+    for h, head_lse in enumerate(lse):
+        if head_lse == -math.inf or (sink is not None and sink[h] == math.inf):
+            result[h] = 0.0
+        elif sink is not None:
+            margin = float(head_lse - sink[h])
+            decay = math.exp(-abs(margin))
+            result[h] *= (1.0 if margin >= 0 else decay) / (1.0 + decay)
+    return result
+
+
+def attend_row(q: F64, keys: F64, sink: F64 | None, scale: float) -> tuple[F64, F64]:
+    """Attend q [H, D] to keys [K, D], which are the values too; return out [H, D] and the natural lse [H].
+
+    The lse leaves the sink out and is -inf when there is no key; out is then exactly 0 (FlashMLA's outputs).
+    """
+    queries, rows = np.asarray(q, dtype=np.float64), np.asarray(keys, dtype=np.float64)
+    out, lse = np.zeros(queries.shape), np.full(len(queries), -math.inf)
+    for h in range(len(queries) if len(rows) else 0):
+        logits = scale * (rows @ queries[h])
+        largest = logits.max()
+        weights = np.exp(logits - largest)
+        lse[h] = largest + math.log(weights.sum())
+        out[h] = (weights / weights.sum()) @ rows
+    return apply_sink(out, lse, sink), lse
+
+
+def merge_lse(outs: Sequence[F64], lses: Sequence[F64]) -> tuple[F64, F64]:
+    """Merge attention over disjoint sets of keys, each without sink, by weights exp(lse); empty shards are skipped."""
+    out, lse = np.zeros(np.shape(outs[0])), np.full(len(lses[0]), -math.inf)
+    for h in range(len(lse)):
+        shards = [(o[h], float(part[h])) for o, part in zip(outs, lses, strict=True) if part[h] != -math.inf]
+        if shards:
+            largest = max(part for _, part in shards)
+            total = sum(math.exp(part - largest) for _, part in shards)
+            lse[h] = largest + math.log(total)
+            out[h] = sum(math.exp(part - largest) / total * np.asarray(o, dtype=np.float64) for o, part in shards)
+    return out, lse
+
+
+def inverse_rope_project(o: F64, cos: F64, sin: F64, rope_dim: int, wo_a: F64, wo_b: F64 | None) -> F64:
+    """Turn o [H, D] back at the query's position, then apply the grouped output projection (vLLM, HF).
+
+    wo_a [G, R, H / G * D] takes the neighbouring heads of its group end to end and gives z [G, R], returned when
+    wo_b is None; otherwise wo_b [hidden, G * R] takes the groups of z end to end.
+    """
+    turned = apply_rope(o, cos, sin, rope_dim, inverse=True)
+    heads = len(turned) // len(wo_a)
+    z = np.stack([weight @ turned[g * heads : (g + 1) * heads].reshape(-1) for g, weight in enumerate(wo_a)])
+    return z if wo_b is None else np.asarray(wo_b @ z.reshape(-1))
