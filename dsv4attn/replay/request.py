@@ -1,0 +1,66 @@
+"""One request of a trace: how many tokens come in, how many go out, and which prompt blocks it shares."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from attrs import Attribute, field, frozen
+
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["HASH_BLOCK_TOKENS", "Request", "check_count", "hash_blocks"]
+
+HASH_BLOCK_TOKENS = 512
+"""Prompt tokens that one entry of `Request.hash_ids` stands for."""
+
+
+def hash_blocks(tokens: int) -> int:
+    """Return how many hash blocks a prompt touches; the last one may be partly filled."""
+    return -(-tokens // HASH_BLOCK_TOKENS)
+
+
+def check_count(argument: str, value: int, minimum: int) -> None:
+    """Raise `ArgumentError` unless `value` is an integer (no bool) of at least `minimum`."""
+    if type(value) is not int or value < minimum:
+        raise ArgumentError(argument, expected=f"an integer of at least {minimum}", actual=reprlib.repr(value))
+
+
+def _at_least(minimum: int) -> Callable[[Any, Attribute[int], int], None]:
+    return lambda _, attribute, value: check_count(f"Request.{attribute.name}", value, minimum)
+
+
+def _as_tuple(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _finite(_: object, attribute: Attribute[float], value: float) -> None:
+    if not math.isfinite(value):
+        raise ArgumentError(f"Request.{attribute.name}", expected="a finite number of seconds", actual=value)
+
+
+@frozen
+class Request:
+    """One request of a trace."""
+
+    index: int = field(validator=_at_least(0))
+    """Place in arrival order, counted from 0; identifies the request within its trace."""
+
+    arrival_s: float = field(converter=float, validator=_finite)
+    """Arrival in seconds on the trace's own clock (Azure: since its earliest request)."""
+
+    input_length: int = field(validator=_at_least(1))
+    """Prompt tokens."""
+
+    output_length: int = field(validator=_at_least(1))
+    """Tokens to generate; the first one comes out of the step that finishes the prompt."""
+
+    hash_ids: tuple[int, ...] = field(default=(), converter=_as_tuple)
+    """Ids of the prompt's 512-token blocks, equal ids meaning equal tokens; empty when the trace has none."""
+
+    @property
+    def attention_tokens(self) -> int:
+        """Tokens that pass through attention: the last output token is never fed back."""
+        return self.input_length + self.output_length - 1
