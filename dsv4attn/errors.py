@@ -11,11 +11,15 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "AmbiguousBackendError",
     "ArgumentError",
+    "BrokenBackendError",
     "CanaryError",
+    "ConfigError",
     "Dsv4AttnError",
     "GeometryError",
     "LayoutMismatchError",
+    "NoBackendError",
     "NoForwardContextError",
     "OutOfPagesError",
     "TraceError",
@@ -27,13 +31,23 @@ __all__ = [
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the nearest known name, or an empty string."""
-    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """Return ``"; did you mean 'x'?"`` for the names this one begins, or the nearest one, or an empty string."""
+    names = {candidate.lower(): candidate for candidate in sorted(known)}
+    begun = [candidate for lower, candidate in names.items() if name and lower.startswith(name.lower())]
+    close = begun or [names[hit] for hit in difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)]
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 class Dsv4AttnError(Exception):
     """Base of every error this package raises on purpose."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Survive a trip between processes, although `__init__` of most errors does not take the message."""
+        return _unpickled, (type(self), self.args), self.__dict__
+
+
+def _unpickled(kind: type[Dsv4AttnError], args: tuple[object, ...]) -> Dsv4AttnError:
+    return kind.__new__(kind, *args)
 
 
 class ArgumentError(Dsv4AttnError, ValueError):
@@ -88,6 +102,27 @@ class CanaryError(Dsv4AttnError, RuntimeError):
 
 class NoForwardContextError(Dsv4AttnError, RuntimeError):
     """A bound layer was called outside `set_forward_context`, or its metadata is missing from it."""
+
+
+class ConfigError(Dsv4AttnError, ValueError):
+    """An environment variable or a configuration file says something that cannot be meant."""
+
+    def __init__(self, where: str, problem: str) -> None:
+        """Name the variable or the file, and what is wrong."""
+        self.where, self.problem = where, problem
+        super().__init__(f"{where}: {problem}")
+
+
+class NoBackendError(Dsv4AttnError, RuntimeError):
+    """No backend can run a call. The message shows the call, the device, the request and every candidate's reasons."""
+
+
+class AmbiguousBackendError(NoBackendError):
+    """Two backends of equal rank could be chosen automatically; registration order never decides."""
+
+
+class BrokenBackendError(NoBackendError):
+    """A backend raised where it should have answered, or cannot be imported although it claims to be available."""
 
 
 class OutOfPagesError(Dsv4AttnError, RuntimeError):

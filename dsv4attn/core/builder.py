@@ -162,20 +162,10 @@ class MetadataBuilder:
 
         full_width: give the C128A table the width of `max_model_len` whatever the batch, as a captured graph needs.
         """
-        layer, table = self.geometry.layer_of_kind(kind), batch.compressed_block_table
+        layer = self.geometry.layer_of_kind(kind)
         ratio, tokens, decodes = layer.compress_ratio, swa.num_actual_tokens, swa.num_decode_tokens
-        if ratio == 1:
-            raise ArgumentError("kind", expected="a layer kind with a compressed cache", actual=kind.value)
-        if table is None:
-            raise ArgumentError(
-                "Batch.compressed_block_table", expected=f"a table for {kind.value} layers", actual=None
-            )
+        table, entries = self._checked_entries(batch, kind, ratio)
         records = self.compressed_block_tokens // ratio
-        query_lens, seq_lens = self._host_lens(batch)
-        entries = [n // ratio for n in seq_lens]
-        self._check_table("compressed_block_table", table, query_lens, entries, records)
-        if self.validate:
-            self._check_blocks(table, query_lens, entries, records)
 
         request = swa.token_to_req_indices.long()
         position = indices.positions_of(batch.query_start_loc, batch.seq_lens, request)
@@ -209,9 +199,29 @@ class MetadataBuilder:
 
     def build_for(self, batch: Batch, kinds: Sequence[LayerKind]) -> dict[LayerKind, AttentionMetadata]:
         """Metadata of a batch for several kinds of layers that share its block tables."""
+        for kind in kinds:
+            if kind is not LayerKind.SWA:
+                # all checks before the first write
+                self._checked_entries(batch, kind, self.geometry.layer_of_kind(kind).compress_ratio)
         swa = self.build(batch)
         compressed = {k: None if k is LayerKind.SWA else self.build_compressed(batch, swa, k) for k in kinds}
         return {kind: AttentionMetadata(swa, compressed[kind]) for kind in kinds}
+
+    def _checked_entries(self, batch: Batch, kind: LayerKind, ratio: int) -> tuple[Tensor, list[int]]:
+        """Block table of a compressed cache, and how many entries each request has."""
+        table, records = batch.compressed_block_table, self.compressed_block_tokens // ratio
+        if ratio == 1:
+            raise ArgumentError("kind", expected="a layer kind with a compressed cache", actual=kind.value)
+        if table is None:
+            raise ArgumentError(
+                "Batch.compressed_block_table", expected=f"a table for {kind.value} layers", actual=None
+            )
+        query_lens, seq_lens = self._host_lens(batch)
+        entries = [n // ratio for n in seq_lens]
+        self._check_table("compressed_block_table", table, query_lens, entries, records)
+        if self.validate:
+            self._check_blocks(table, query_lens, entries, records)
+        return table, entries
 
     def _c128a_width(self, entries: int, *, full_width: bool) -> int:
         """Columns of this step's table: a power of two, so that few widths ever occur."""

@@ -45,6 +45,8 @@ def check_call(
     check_same_device(q, **{"caches.swa": caches.swa.tensor, "caches.compressed": compressed})
     if metadata is None:
         return
+    part = None if metadata.compressed is None else metadata.compressed.block_table
+    check_same_device(q, **{"metadata.swa": metadata.swa.block_table, "metadata.compressed": part})
     check_metadata(metadata, caches, layer, limits, q.shape[0])
     if layer.kind is LayerKind.C4A:
         check_tensor("topk_indices", topk_indices, "_ K", torch.int32, {})
@@ -126,15 +128,14 @@ def check_metadata(
     for name, expected, actual, what in facts:
         if expected != actual:
             raise ArgumentError(name, expected=f"{expected} ({what})", actual=actual)
-    for name, actual, bound in (
-        ("decode tokens", swa.num_decode_tokens, limits.max_decode_tokens),
-        ("tokens", swa.num_actual_tokens, limits.max_num_batched_tokens),
-        ("tokens", swa.num_actual_tokens, rows),
-        ("requests", swa.num_decodes + swa.num_prefills, limits.max_num_reqs),
-        ("max_seq_len", swa.max_seq_len, limits.max_model_len),
+    for name, actual, bound, where in (
+        ("tokens", swa.num_actual_tokens, rows, "the rows of q"),
+        ("tokens", swa.num_actual_tokens, limits.max_num_batched_tokens, "limits"),
+        ("decode tokens", swa.num_decode_tokens, limits.max_decode_tokens, "limits"),
+        ("requests", swa.num_decodes + swa.num_prefills, limits.max_num_reqs, "limits"),
+        ("max_seq_len", swa.max_seq_len, limits.max_model_len, "limits"),
     ):
         if actual > bound:
-            where = "the rows of q" if bound == rows else "limits"
             raise ArgumentError(f"metadata: {name}", expected=f"at most {bound} ({where})", actual=actual)
 
 

@@ -44,34 +44,34 @@ class ChunkBounds:
         alignment: int,
         row_bytes: int,
         index_copies: int = 1,
+        scratch_bytes: int = 0,
     ) -> ChunkBounds:
         """Bounds under some limits.
 
         Rows default to one worst-case request; `limits.max_workspace_bytes` lowers them, down to what a single
-        query token at full context needs.
+        query token at full context needs. scratch_bytes: what the backend takes of the same lane.
         """
-        widest = round_up(widest_topk(layer, limits) + layer.window, alignment)
-        elements = max(limits.max_index_elements, widest)
-        if not gathered:
-            return cls(0, elements, alignment)
+        widest = widest_columns(layer, limits, alignment)
+        elements = max(min(limits.max_index_elements, limits.max_num_batched_tokens * widest), widest)
         entries = 0 if layer.compress_ratio == 1 else limits.max_model_len // layer.compress_ratio
-        rows = entries + layer.window - 1 + limits.max_num_batched_tokens
-        least = entries + layer.window
-        cap = limits.max_workspace_bytes
-        if cap is None:
+        rows = entries + layer.window - 1 + limits.max_num_batched_tokens if gathered else 0
+        least = entries + layer.window if gathered else 0
+        if limits.max_workspace_bytes is None:
             return cls(rows, elements, alignment)
         # half of what the cap leaves after one worst-case token goes to the index matrix, the rest to rows
-        small = small_bytes(limits)
-        element = 4 * index_copies
+        small, element = small_bytes(limits), 4 * index_copies
+        cap = (limits.max_workspace_bytes - scratch_bytes) // ALIGNMENT * ALIGNMENT
         floor = least * row_bytes + widest * element + small
         if cap < floor:
             raise ArgumentError(
                 "max_workspace_bytes",
-                expected=f"at least {floor}, the cost of one query token at max_model_len={limits.max_model_len}",
-                actual=cap,
+                expected=f"at least {round_up(floor, ALIGNMENT) + scratch_bytes}, the cost of one query token at "
+                f"max_model_len={limits.max_model_len}",
+                actual=limits.max_workspace_bytes,
                 hint="raise the cap, lower max_model_len, or use a backend that reads pages in prefill",
             )
-        elements = min(elements, widest + (cap - floor) // (2 * element))
+        share = 2 if gathered else 1
+        elements = min(elements, widest + (cap - floor) // (share * element))
         rows = min(rows, (cap - small - element * elements) // row_bytes)
         return cls(rows, elements, alignment)
 
@@ -82,11 +82,15 @@ def small_bytes(limits: Limits) -> int:
 
 
 def widest_topk(layer: LayerGeometry, limits: Limits) -> int:
-    """Most compressed entries a query can select."""
+    """Most compressed columns of a query: a layer with a compressed cache has at least one, if only to say none."""
     if layer.compress_ratio == 1:
         return 0
-    entries = limits.max_model_len // layer.compress_ratio
-    return layer.topk or entries
+    return layer.topk or max(limits.max_model_len // layer.compress_ratio, 1)
+
+
+def widest_columns(layer: LayerGeometry, limits: Limits, alignment: int) -> int:
+    """Most columns of an index matrix."""
+    return round_up(widest_topk(layer, limits) + layer.window, alignment)
 
 
 @frozen
@@ -149,8 +153,8 @@ def _cost(seq_len: int, query_len: int, layer: LayerGeometry, bounds: ChunkBound
     entries = 0 if layer.compress_ratio == 1 else seq_len // layer.compress_ratio
     gather = query_len + min(seq_len - query_len, layer.window - 1) if query_len else 0
     # combining moves visible entries together, so a short context needs few columns; translating keeps all columns
-    selected = (min(entries, layer.topk) if bounds.rows else layer.topk) if layer.topk else entries
-    return entries, gather, selected
+    selected = (min(entries, layer.topk) if bounds.rows else layer.topk) if layer.topk else max(entries, 1)
+    return entries, gather, 0 if layer.compress_ratio == 1 else selected
 
 
 def _fits(

@@ -13,18 +13,27 @@ A backend says as data which form of indices and keys it wants; core prepares ex
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from enum import Enum
-from typing import Any, Protocol
+import re
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, IntEnum
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from attrs import field, frozen
-from torch import Tensor
 
+from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.layout import PagedKVCache
-from dsv4attn.core.workspace import BufferSpec
+from dsv4attn.core.problem import Problem, Reason
+from dsv4attn.errors import ArgumentError
+
+if TYPE_CHECKING:
+    # descriptors must load where torch is not wanted yet
+    from torch import Tensor
+
+    from dsv4attn.core.layout import PagedKVCache
+    from dsv4attn.core.workspace import BufferSpec
 
 __all__ = [
+    "API_VERSION",
     "AttentionCall",
     "Backend",
     "BackendInfo",
@@ -34,9 +43,11 @@ __all__ = [
     "IndexForm",
     "IndexSteps",
     "KeyForm",
+    "PageTable",
     "PagedKeys",
     "Phase",
     "RaggedIndices",
+    "Rank",
 ]
 
 
@@ -90,6 +101,15 @@ class RaggedIndices:
     indices: Tensor
     indptr: Tensor
     width: int
+
+
+@frozen
+class PageTable:
+    """Where the records of some requests stand. block_table: [n, N] int32; blocks outside [0, num_blocks) are gone."""
+
+    block_table: Tensor
+    block_size: int
+    num_blocks: int
 
 
 @frozen
@@ -153,6 +173,9 @@ class IndexSteps(Protocol):
         rows: int,
         offset: int,
         out: tuple[Tensor, Tensor],
+        *,
+        swa: PageTable | None = None,
+        compressed: PageTable | None = None,
     ) -> None:
         """Selected entries and windows to rows of a gathered chunk."""
 
@@ -231,13 +254,58 @@ class Backend(Protocol):
         """
 
 
-@frozen
+class Rank(IntEnum):
+    """Who goes first when several backends are native to a device."""
+
+    REFERENCE = 0
+    GENERIC = 1
+    VENDOR = 2
+
+
+API_VERSION = "1.0"
+"""Version of this contract. A minor step only adds; a backend of another major version is refused."""
+
+
+@frozen(kw_only=True)
 class BackendInfo:
-    """Descriptor of a backend, importable anywhere: neither torch kernels nor vendor packages are touched."""
+    """Descriptor of a backend, importable anywhere: neither torch nor triton nor a vendor's package is touched."""
 
     name: str
+    """What users write; unique among all backends."""
     factory: str
-    """`package.module:callable`; called with the options once the backend has won."""
+    """`package.module:callable`, imported and called with the options once the backend has won."""
+    support: Callable[[DeviceFacts, Problem], Sequence[Reason]]
+    """Every reason why not, for a whole problem; empty means yes, and a yes never fails at launch."""
     summary: str
+    native: tuple[str, ...]
+    """Kinds or archs, as shell patterns, on which it may be chosen automatically: ("sm_12*",)."""
+    runs_on: tuple[str, ...] = ("*",)
+    """Where it can run when asked for by name; whatever is native, at least."""
+    rank: Rank = Rank.VENDOR
+    packages: tuple[str, ...] = ()
+    """Distributions the implementation imports; missing ones make it unavailable."""
     options: Mapping[str, Any] = field(factory=dict)
     """Options the factory takes, with their defaults."""
+    api: str
+    """Version of the contract it was written for, written out: "1.0". A default would follow ours and say nothing."""
+
+    def __attrs_post_init__(self) -> None:
+        """Check the types, as a descriptor comes from a stranger and is trusted from here on."""
+        for name in ("name", "factory", "summary", "api"):
+            if not isinstance(getattr(self, name), str):
+                self._wrong(name, "a string")
+        for name in ("native", "runs_on", "packages"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
+                self._wrong(name, "a tuple of strings")
+        if not re.fullmatch(r"[\w.]+:\w+", self.factory):
+            self._wrong("factory", "'package.module:callable'")
+        if not callable(self.support):
+            self._wrong("support", "a function")
+        if not isinstance(self.rank, Rank):
+            self._wrong("rank", "a Rank")
+        if not isinstance(self.options, Mapping):
+            self._wrong("options", "a dict")
+
+    def _wrong(self, name: str, expected: str) -> NoReturn:
+        raise ArgumentError(f"BackendInfo.{name}", expected=expected, actual=repr(getattr(self, name)))

@@ -40,8 +40,8 @@ def forward_mqa(
     metadata: None is the warm-up run: reserve the plan for `limits`, zero `out`, launch nothing, touch no cache.
     attn_sink: [H] fp32; None says there is none. topk_indices: [>= T, K] int32, read on c4a layers only: entry
        numbers of each token, distinct, in any order, -1 for none.
-    Raises ArgumentError or LayoutMismatchError before any launch or write, WorkspaceError when `workspace` is locked
-    and too small.
+    Raises, before any launch or write, ArgumentError or LayoutMismatchError, and WorkspaceError when `workspace` is
+    locked and too small.
     """
     check_call(q, caches, metadata, out, layer, limits, attn_sink, topk_indices, lse)
     if metadata is None:
@@ -49,6 +49,7 @@ def forward_mqa(
         out.zero_()
         return
     step = Step(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
+    step.require()
     with record_function(f"dsv4attn::prefill[{layer.kind.value}]"):
         step.prefill()
     with record_function(f"dsv4attn::decode[{layer.kind.value}]"):

@@ -76,6 +76,8 @@ class LayerGeometry:
     """Entries the indexer keeps for a query of a C4A layer; 0 for the other kinds."""
     eps: float = 1e-6
     """Epsilon of the weightless RMSNorm of q."""
+    softmax_scale: float | None = None
+    """Instead of head_dim ** -0.5, for callers that bring their own."""
 
     def __attrs_post_init__(self) -> None:
         """Check that the parts fit each other."""
@@ -102,8 +104,8 @@ class LayerGeometry:
 
     @property
     def scale(self) -> float:
-        """Softmax scale, head_dim ** -0.5. No YaRN correction on any layer."""
-        return float(self.head_dim**-0.5)
+        """Softmax scale, head_dim ** -0.5 unless given. No YaRN correction on any layer."""
+        return float(self.head_dim**-0.5) if self.softmax_scale is None else self.softmax_scale
 
 
 @frozen
@@ -216,10 +218,12 @@ class ModelGeometry:
             name = name or str(path)
             config = _read_json(path)
         to_dict = getattr(config, "to_dict", None)
-        fields = config if isinstance(config, Mapping) else to_dict() if to_dict else vars(config)
+        fields = config if isinstance(config, Mapping) else to_dict() if to_dict else getattr(config, "__dict__", None)
+        if fields is None:
+            raise GeometryError(f"config: expected a path, a dict or a config object, got {type(config).__name__}")
         # transformers keeps this one as an attribute only
-        rope_dim = fields.get("qk_rope_head_dim") or getattr(config, "qk_rope_head_dim", None)
-        return _from_fields(dict(fields), rope_dim, name or "config")
+        rope_dim = fields.get("qk_rope_head_dim", getattr(config, "qk_rope_head_dim", None))
+        return _from_fields({**fields, "qk_rope_head_dim": rope_dim}, name or "config")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -235,7 +239,17 @@ def _read_json(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _from_fields(fields: dict[str, Any], rope_dim: int | None, name: str) -> ModelGeometry:
+def _number(fields: Mapping[str, Any], key: str, name: str, default: float | None = None) -> float:
+    value = fields.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise GeometryError(f"{name}: field {key!r} is missing")
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise GeometryError(f"{name}: field {key!r}: expected a positive number, got {value!r}")
+    return float(value)
+
+
+def _from_fields(fields: dict[str, Any], name: str) -> ModelGeometry:
     def need(key: str) -> int:
         value = fields.get(key)
         if value is None:
@@ -247,9 +261,11 @@ def _from_fields(fields: dict[str, Any], rope_dim: int | None, name: str) -> Mod
         return value
 
     head_dim = need("head_dim")
-    if rope_dim is None and fields.get("partial_rotary_factor") is not None:
-        rope_dim = int(head_dim * fields["partial_rotary_factor"])
-    if rope_dim is None:
+    if fields.get("qk_rope_head_dim") is not None:
+        rope_dim = need("qk_rope_head_dim")
+    elif fields.get("partial_rotary_factor") is not None:
+        rope_dim = int(head_dim * _number(fields, "partial_rotary_factor", name))
+    else:
         raise GeometryError(f"{name}: field 'qk_rope_head_dim' is missing, and 'partial_rotary_factor' too")
     main_theta, compress_theta, yarn = _rope_of(fields, name)
     return ModelGeometry(
@@ -266,7 +282,7 @@ def _from_fields(fields: dict[str, Any], rope_dim: int | None, name: str) -> Mod
         main_theta=main_theta,
         compress_theta=compress_theta,
         compress_yarn=yarn,
-        eps=float(fields.get("rms_norm_eps", 1e-6)),
+        eps=_number(fields, "rms_norm_eps", name, 1e-6),
         name=name,
     )
 
@@ -280,40 +296,52 @@ def _layers_of(fields: dict[str, Any], num_layers: int, name: str) -> tuple[tupl
         raise GeometryError(f"{name}: {len(given)} layers are described, but num_hidden_layers is {num_layers}")
     if types is None:
         for i, ratio in enumerate(given[:num_layers]):
-            if ratio not in _KIND_OF_RATIO:
+            if not isinstance(ratio, int) or isinstance(ratio, bool) or ratio not in _KIND_OF_RATIO:
                 raise GeometryError(f"{name}: compress_ratios[{i}]: expected 0, 1, 4 or 128, got {ratio!r}")
         return tuple((_KIND_OF_RATIO[ratio], max(ratio, 1)) for ratio in given[:num_layers])
-    rates = {
-        _TYPE_OF_KIND[LayerKind.C4A]: 4,
-        _TYPE_OF_KIND[LayerKind.C128A]: 128,
-        **(fields.get("compress_rates") or {}),
-    }
+    rates = _mapping(fields, "compress_rates", name)
+    defaults = {LayerKind.C4A: 4, LayerKind.C128A: 128}
+    ratio_of = {kind: rates.get(_TYPE_OF_KIND[kind], ratio) for kind, ratio in defaults.items()}
+    for kind, ratio in ratio_of.items():
+        if not isinstance(ratio, int) or isinstance(ratio, bool) or ratio < 2:
+            raise GeometryError(
+                f"{name}: compress_rates[{_TYPE_OF_KIND[kind]!r}]: expected an integer above 1, got {ratio!r}"
+            )
     for i, layer_type in enumerate(given[:num_layers]):
-        if layer_type not in _KIND_OF_TYPE:
+        if not isinstance(layer_type, str) or layer_type not in _KIND_OF_TYPE:
             known = ", ".join(_KIND_OF_TYPE)
             raise GeometryError(f"{name}: layer_types[{i}]: expected one of {known}, got {layer_type!r}")
-    return tuple((_KIND_OF_TYPE[t], int(rates.get(t, 1))) for t in given[:num_layers])
+    kinds = [_KIND_OF_TYPE[layer_type] for layer_type in given[:num_layers]]
+    return tuple((kind, ratio_of.get(kind, 1)) for kind in kinds)
+
+
+def _mapping(fields: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
+    value = fields.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise GeometryError(f"{name}: field {key!r}: expected an object, got {value!r}")
+    return value
 
 
 def _rope_of(fields: dict[str, Any], name: str) -> tuple[float, float, Yarn | None]:
     """(main theta, compress theta, YaRN of the compress table) from either spelling of a config."""
-    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    given = _mapping(fields, "rope_parameters", name) or _mapping(fields, "rope_scaling", name)
     main = given["main"] if isinstance(given.get("main"), Mapping) else {}
     compress = given["compress"] if isinstance(given.get("compress"), Mapping) else given
-    main_theta = float(main.get("rope_theta", fields.get("rope_theta") or 10000.0))
-    compress_theta = float(fields.get("compress_rope_theta") or 160000.0)
+    main_theta = _number(main, "rope_theta", name, _number(fields, "rope_theta", name, 10000.0))
+    compress_theta = _number(fields, "compress_rope_theta", name, 160000.0)
     if compress is not given:
-        compress_theta = float(compress.get("rope_theta", compress_theta))
-    if compress.get("rope_type", compress.get("type", "default")) != "yarn":
+        compress_theta = _number(compress, "rope_theta", name, compress_theta)
+    scaling = compress.get("rope_type", compress.get("type", "default"))
+    if scaling == "default":
         return main_theta, compress_theta, None
-    for key in ("factor", "original_max_position_embeddings"):
-        if compress.get(key) is None:
-            raise GeometryError(f"{name}: YaRN parameter {key!r} is missing from the rope parameters")
+    if scaling != "yarn":
+        raise GeometryError(f"{name}: rope_type: expected 'default' or 'yarn', got {scaling!r}")
+    what = f"{name}: YaRN parameters"
     yarn = Yarn(
-        float(compress["factor"]),
-        int(compress["original_max_position_embeddings"]),
-        float(compress.get("beta_fast") or 32.0),
-        float(compress.get("beta_slow") or 1.0),
+        _number(compress, "factor", what),
+        int(_number(compress, "original_max_position_embeddings", what)),
+        _number(compress, "beta_fast", what, 32.0),
+        _number(compress, "beta_slow", what, 1.0),
     )
     return main_theta, compress_theta, yarn
 

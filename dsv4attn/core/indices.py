@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4attn.core.contract import PageTable
+
 __all__ = [
     "build_ragged_indices_from_dense",
     "combine_topk_swa_indices",
@@ -53,6 +55,12 @@ def _translate(local: Tensor, visible: Tensor, table: Tensor, request: Tensor, b
     block = table[request[:, None], column.clamp(0, table.shape[1] - 1)].long()
     slots = block * block_size + local % block_size
     return slots.masked_fill_(~visible | (block < 0) | (slots > _LARGEST_SLOT), -1)
+
+
+def _exists(records: Tensor, visible: Tensor, pages: PageTable, request: Tensor) -> Tensor:
+    """Which visible records [T, K] stand in a block that is there."""
+    slots = _translate(records, visible, pages.block_table, request, pages.block_size)
+    return (slots >= 0) & (slots < pages.num_blocks * pages.block_size)
 
 
 def _compact(values: Tensor, keep: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -117,6 +125,9 @@ def combine_topk_swa_indices(
     rows: int,
     offset: int,
     out: tuple[Tensor, Tensor],
+    *,
+    swa: PageTable | None = None,
+    compressed: PageTable | None = None,
 ) -> None:
     """One index list per query into the gathered rows of a chunk: selected entries, then its window, then -1.
 
@@ -126,6 +137,8 @@ def combine_topk_swa_indices(
     out: ([T, >=topk+window] int32, [T] int32). Entry numbers that are negative or not visible are left out, and the
     visible ones move together, so that the window follows them directly. Entry numbers of a row are distinct, as an
     indexer makes them; of repeated ones at most `topk` are kept.
+    swa, compressed: where the rows were gathered from. A record whose block is gone was not gathered, so it is absent
+    here too; without a table every block is taken to be there.
     """
     indices, lens = out
     start = query_start_loc - query_start_loc[0]
@@ -139,10 +152,15 @@ def combine_topk_swa_indices(
         taken = torch.zeros_like(count)
     else:
         visible = (topk_indices >= 0) & (topk_indices < visible_lens[:, None]) & is_valid[:, None]
+        if compressed is not None:
+            visible &= _exists(topk_indices, visible, compressed, request)
         entries, taken = _compact(topk_indices, visible, topk)
     in_window = (columns >= taken[:, None]) & (columns < (taken + count)[:, None])
-    window_row = (base + offset + first - (seq_lens - gather_lens)[request] - taken)[:, None] + columns
-    indices.copy_(window_row.masked_fill_(~in_window, -1))
+    position = (first - taken)[:, None] + columns
+    row = position + (base + offset - (seq_lens - gather_lens)[request])[:, None]
+    if swa is not None:
+        in_window &= _exists(position, in_window, swa, request)
+    indices.copy_(row.masked_fill_(~in_window, -1))
     if topk_indices is not None and topk:
         is_entry = columns[:topk] < taken[:, None]
         indices[:, :topk] = torch.where(is_entry, (entries + base[:, None]).int(), indices[:, :topk])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4attn.core.chunking import ChunkBounds, round_up, small_bytes, widest_topk
+from dsv4attn.core.chunking import ChunkBounds, round_up, small_bytes, widest_columns, widest_topk
 from dsv4attn.core.contract import Backend, IndexForm, KeyForm, Phase
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import KVCacheLayout
@@ -31,6 +31,7 @@ def prefill_bounds(layer: LayerGeometry, limits: Limits, backend: Backend, layou
         alignment=forms.index_alignment,
         row_bytes=layer.head_dim * layout.row_dtype.itemsize,
         index_copies=2 if forms.prefill_indices is IndexForm.RAGGED else 1,
+        scratch_bytes=_prefill_scratch(layer, limits, backend),
     )
 
 
@@ -44,7 +45,9 @@ def plan_workspace(layer: LayerGeometry, limits: Limits, backend: Backend, layou
         Phase.DECODE.value: _decode_bytes(layer, limits, backend),
         Phase.PREFILL.value: _prefill_bytes(layer, limits, backend, layout, bounds),
     }
-    tokens, width = limits.max_num_batched_tokens, decode_columns(layer, limits) + layer.window
+    tokens = limits.max_num_batched_tokens
+    width = decode_columns(layer, limits) + layer.window
+    width = max(width, widest_columns(layer, limits, bounds.alignment))
     transient = max(
         backend.transient_bytes(layer, tokens, width, max(bounds.rows, tokens)),
         backend.steps.transient_bytes(max(bounds.index_elements, limits.max_decode_tokens * width), tokens),
@@ -76,6 +79,10 @@ def _prefill_bytes(
     ragged = backend.forms.prefill_indices is IndexForm.RAGGED
     index_bytes = 4 * bounds.index_elements * (2 if ragged else 1)
     row_bytes = bounds.rows * layer.head_dim * layout.row_dtype.itemsize
-    width = round_up(widest_topk(layer, limits) + layer.window, bounds.alignment)
-    scratch = backend.scratch_bound(Phase.PREFILL, layer, limits.max_num_batched_tokens, width)
-    return round_up(row_bytes + index_bytes + small_bytes(limits), ALIGNMENT) + scratch
+    chunk = round_up(row_bytes + index_bytes + small_bytes(limits), ALIGNMENT)
+    return chunk + _prefill_scratch(layer, limits, backend)
+
+
+def _prefill_scratch(layer: LayerGeometry, limits: Limits, backend: Backend) -> int:
+    width = widest_columns(layer, limits, backend.forms.index_alignment)
+    return backend.scratch_bound(Phase.PREFILL, layer, limits.max_num_batched_tokens, width)

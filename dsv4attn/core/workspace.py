@@ -103,6 +103,17 @@ class WorkspaceManager:
             # canaries are extra: a plan that fits in production must fit in debug too
             self._ensure(size + (64 * ALIGNMENT if self.debug else 0), lane, caller)
 
+    def require(self, *specs: BufferSpec, lane: str = "default", caller: str = "require") -> None:
+        """Make sure that a later `get_simultaneous` of these views succeeds, and hand out nothing.
+
+        Views of the lane become garbage. Raises WorkspaceError when the lane is locked and too small.
+        """
+        for shape, _ in specs:
+            if any(n < 0 for n in shape):
+                raise ArgumentError("workspace shape", expected="no negative size", actual=list(shape))
+        self.check_canaries(lane)
+        self._ensure(simultaneous_bytes(specs) + (ALIGNMENT * len(specs) if self.debug else 0), lane, caller)
+
     def get_simultaneous(
         self, *specs: BufferSpec, lane: str = "default", caller: str = "get_simultaneous"
     ) -> list[Tensor]:
@@ -111,12 +122,8 @@ class WorkspaceManager:
         Earlier views of the lane become garbage. Fetch everything needed at the same time in one call.
         Raises WorkspaceError, with the caller's name, when a locked lane is too small.
         """
-        for shape, _ in specs:
-            if any(n < 0 for n in shape):
-                raise ArgumentError("workspace shape", expected="no negative size", actual=list(shape))
         guard = ALIGNMENT if self.debug else 0
-        self.check_canaries(lane)
-        self._ensure(simultaneous_bytes(specs) + guard * len(specs), lane, caller)
+        self.require(*specs, lane=lane, caller=caller)
         buffer = self._buffers.get(lane)
         views, offset = [], 0
         canaries = self._canaries[lane] = []

@@ -7,11 +7,25 @@ it is there to be right and to be read.
 
 from __future__ import annotations
 
-from dsv4attn.core.contract import BackendInfo
+from collections.abc import Sequence
+
+from dsv4attn.backends.reference.support import support
+from dsv4attn.core.contract import API_VERSION, BackendInfo, Rank
+from dsv4attn.hookspecs import hookimpl
 
 INFO = BackendInfo(
     name="reference",
+    api=API_VERSION,
     factory="dsv4attn.backends.reference.launch:ReferenceBackend",
+    support=support,
     summary="plain torch, any device; the definition of every step",
+    native=("cpu",),
+    rank=Rank.REFERENCE,
     options={"decode_indices": "dense", "prefill_indices": "dense", "prefill_keys": "gathered"},
 )
+
+
+@hookimpl
+def dsv4attn_backends() -> Sequence[BackendInfo]:
+    """This room's one backend."""
+    return [INFO]

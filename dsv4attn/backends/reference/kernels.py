@@ -154,11 +154,9 @@ def attend(
         p = z.sub_(top).exp_()
         total = p.sum(-1, keepdim=True)
         row_lse = top + total.log()
-        o = torch.bmm(p, k).div_(total)
-        if attn_sink is not None:
-            o *= torch.sigmoid(row_lse - attn_sink[:, None])
-        # a row without keys divided by zero above; it is defined to be zero
-        out[part] = o.masked_fill_(total == 0, 0).to(out.dtype)
+        weight = 1 if attn_sink is None else torch.sigmoid(row_lse - attn_sink[:, None])
+        # a row without keys has total 0; it is defined to be zero
+        out[part] = torch.bmm(p, k).mul_((weight / total).masked_fill_(total == 0, 0))
         if lse is not None:
             lse[part] = row_lse.squeeze(-1)
 

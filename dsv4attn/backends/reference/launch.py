@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -12,8 +13,20 @@ from dsv4attn.core.contract import AttentionCall, Forms, IndexForm, IndexSteps, 
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.workspace import BufferSpec
+from dsv4attn.errors import UnknownNameError
 
 __all__ = ["ReferenceBackend"]
+
+
+FormT = TypeVar("FormT", IndexForm, KeyForm)
+
+
+def _form(kind: type[FormT], option: str, value: FormT | str) -> FormT:
+    try:
+        return kind(value)
+    except ValueError:
+        names = [form.value for form in kind]
+        raise UnknownNameError(f"{option} form", str(value), names) from None
 
 
 class ReferenceBackend:
@@ -30,7 +43,11 @@ class ReferenceBackend:
         prefill_keys: KeyForm | str = KeyForm.GATHERED,
     ) -> None:
         """Choose the forms core prepares."""
-        self.forms = Forms(IndexForm(decode_indices), IndexForm(prefill_indices), KeyForm(prefill_keys))
+        self.forms = Forms(
+            _form(IndexForm, "decode_indices", decode_indices),
+            _form(IndexForm, "prefill_indices", prefill_indices),
+            _form(KeyForm, "prefill_keys", prefill_keys),
+        )
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
         """None: temporaries come from torch, bounded by `transient_bytes`."""

@@ -1,0 +1,180 @@
+"""What a device is, as plain facts: the input of selection and of every support question.
+
+Facts can be read off this machine (`DeviceFacts.here`) or made up by name (`DeviceFacts.named("sm_120")`), so that
+every decision about every device can be asked, and tested, anywhere. The only file of core that names a vendor's
+part of torch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import sys
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from dsv4attn.errors import ArgumentError, UnknownNameError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DeviceFacts", "may_have_accelerator", "version_of"]
+
+_DEV = Path("/dev")
+_KNOWN = {
+    "cpu": ("cpu", "a CPU"),
+    "xpu": ("xpu", "Intel GPU"),
+    "npu": ("npu", "Ascend NPU"),
+    "sm_80": ("cuda", "NVIDIA A100"),
+    "sm_86": ("cuda", "NVIDIA RTX 30"),
+    "sm_89": ("cuda", "NVIDIA L40"),
+    "sm_90": ("cuda", "NVIDIA H100 or H200"),
+    "sm_100": ("cuda", "NVIDIA B200"),
+    "sm_103": ("cuda", "NVIDIA B300"),
+    "sm_120": ("cuda", "NVIDIA RTX 50 or RTX PRO 6000"),
+    "sm_121": ("cuda", "NVIDIA GB10"),
+    "gfx90a": ("hip", "AMD MI250"),
+    "gfx942": ("hip", "AMD MI300"),
+    "gfx950": ("hip", "AMD MI350"),
+    "gfx1201": ("hip", "AMD RX 9070"),
+}
+_NODES = ("nvidia*", "kfd", "dri/renderD*", "dxg", "accel/*", "davinci*", "hl*")
+"""What accelerators are called under /dev: NVIDIA, AMD, Intel and others, WSL, compute accelerators, Ascend, Gaudi."""
+_YES = ("1", "true", "on", "yes", "y")
+"""What Triton takes for yes."""
+
+
+def version_of(distribution: str) -> str | None:
+    """Version of an installed distribution, without importing it; None if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return None
+
+
+@cache
+def _triton_version() -> str | None:
+    """Version of whatever provides `triton`: builds of torch for ROCm and XPU bring their own under other names."""
+    names = ("triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-rocm", "triton-xpu", "pytorch-triton")
+    return next((version for name in names if (version := version_of(name))), None)
+
+
+@frozen
+class DeviceFacts:
+    """kind: "cuda", "hip", "xpu", "cpu", or a third party's torch device type. arch: "sm_90", "gfx942", "xpu", ..."""
+
+    kind: str
+    arch: str
+    name: str
+    torch_version: str | None = None
+    triton_version: str | None = None
+    interpreted: bool = False
+    """Triton kernels run in its interpreter on the CPU (TRITON_INTERPRET=1)."""
+    present: bool = True
+    """False for facts made up by name."""
+
+    @classmethod
+    def here(cls, device: torch.device | str | None = None) -> DeviceFacts:
+        """Facts of a device of this machine; by default its first accelerator, or the CPU.
+
+        torch is imported only if an accelerator may be there: the question must be cheap on a machine without one.
+        Reading the facts of an accelerator starts its runtime, which a process can do only once: fork before, or spawn.
+        """
+        if device is None and not may_have_accelerator():
+            return cls._of("cpu", "cpu", "CPU")
+        import torch
+
+        try:
+            device = _first_device() if device is None else torch.device(device)
+            return cls._of(*_identity(device))
+        except (AssertionError, RuntimeError, TypeError) as error:
+            actual = f"{device} ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
+            raise ArgumentError("device", expected="a device of this machine", actual=actual) from error
+
+    @classmethod
+    def all_here(cls) -> list[DeviceFacts]:
+        """Facts of every device of this machine: accelerators, then the CPU."""
+        found = []
+        if may_have_accelerator():
+            import torch
+
+            kind = _first_device().type
+            count = torch.accelerator.device_count() if kind != "cpu" else 0
+            found = [cls.here(torch.device(kind, index)) for index in range(count)]
+        return [*found, cls._of("cpu", "cpu", "CPU")]
+
+    @classmethod
+    def _of(cls, kind: str, arch: str, name: str) -> DeviceFacts:
+        interpreted = os.environ.get("TRITON_INTERPRET", "").strip().lower() in _YES
+        return cls(kind, arch, name, version_of("torch"), _triton_version(), interpreted)
+
+    @classmethod
+    def named(cls, name: str) -> DeviceFacts:
+        """Facts of a device that need not be here: "cpu", "xpu", "sm120" or "sm_120", "gfx942".
+
+        Any sm_* and gfx* is accepted; the others must be known. On an accelerator Triton is taken to be installed, as
+        it is wherever such a device is used.
+        """
+        arch = re.sub(r"^sm_?(?=\d)", "sm_", name.strip().lower().partition(":")[0])
+        kind, known = _KNOWN.get(arch, ("", arch))
+        if not kind:
+            kind = "cuda" if re.fullmatch(r"sm_\d+", arch) else "hip" if re.fullmatch(r"gfx[0-9a-f]+", arch) else ""
+        if not kind:
+            raise UnknownNameError("device", name, _KNOWN)
+        triton = _triton_version() or (None if kind == "cpu" else "any")
+        return cls(kind, arch, known, version_of("torch"), triton, present=False)
+
+    def matches(self, patterns: tuple[str, ...]) -> bool:
+        """Whether kind or arch fits one of some shell patterns, such as "sm_12*" or "cpu"."""
+        return any(fnmatchcase(self.arch, p) or fnmatchcase(self.kind, p) for p in patterns)
+
+    @property
+    def has_triton(self) -> bool:
+        """Whether Triton kernels can run: on an accelerator it drives, or interpreted on the CPU."""
+        return self.triton_version is not None and (self.kind in ("cuda", "hip", "xpu") or self.interpreted)
+
+    def __str__(self) -> str:
+        """One line for error messages."""
+        versions = f"torch {self.torch_version or 'missing'}  triton {self.triton_version or 'missing'}"
+        notes = f"{'  interpreted' if self.interpreted else ''}{'' if self.present else '  described, not here'}"
+        return f'{self.arch} "{self.name}"  {versions}{notes}'
+
+
+def may_have_accelerator() -> bool:
+    """Whether this machine shows anything that torch could know as an accelerator. A no is certain, a yes is not."""
+    if not sys.platform.startswith("linux"):
+        # elsewhere nothing can be seen without asking torch, except that macOS has nothing but its own GPU
+        return sys.platform != "darwin"
+    try:
+        others = bool(importlib.metadata.entry_points(group="torch.backends"))
+    except Exception:  # noqa: BLE001 - somebody's metadata cannot be read
+        others = True
+    return others or any(next(_DEV.glob(pattern), None) is not None for pattern in _NODES)
+
+
+def _first_device() -> torch.device:
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
+
+
+def _identity(device: torch.device) -> tuple[str, str, str]:
+    """(kind, arch, name) of a device; asking an accelerator starts its runtime."""
+    import torch
+
+    if device.type == "cpu":
+        return "cpu", "cpu", "CPU"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        if torch.version.hip:
+            return "hip", properties.gcnArchName.partition(":")[0], properties.name
+        return "cuda", f"sm_{properties.major}{properties.minor}", properties.name
+    if device.type == "xpu":
+        return "xpu", "xpu", torch.xpu.get_device_name(device)
+    return device.type, device.type, device.type

@@ -1,0 +1,177 @@
+"""A support question and its answer, without tensors: what would be run, and every reason why not.
+
+Nothing here imports torch, so that any backend can be asked about any problem on any machine in no time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve, field, frozen, validators
+
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.errors import ArgumentError, UnknownNameError
+
+if TYPE_CHECKING:
+    from dsv4attn.core.layout import KVCacheLayout
+
+__all__ = ["CacheFacts", "Problem", "Reason"]
+
+_positive = validators.ge(1)
+_PHASES = ("decode", "prefill")
+_TABLE_COLUMNS = 128
+"""Tables of c128a layers are a multiple of this wide."""
+
+
+@frozen
+class Reason:
+    """Why a backend cannot serve a problem.
+
+    code: stable, upper case, for programs: DEVICE, HEADS, TOPK, PAGE_SIZE, LAYOUT, DTYPE, PACKAGE, ... actual: what
+    the problem has. allowed: what the backend takes. cure: what the user can do.
+    """
+
+    code: str
+    actual: str = field(converter=str)
+    allowed: str = field(converter=str)
+    cure: str = ""
+
+    @property
+    def text(self) -> str:
+        """All but the code, on one line."""
+        parts = f"{self.actual}, needs {self.allowed}{f' -> {self.cure}' if self.cure else ''}"
+        return " ".join(parts.split())
+
+    def __str__(self) -> str:
+        """One line for error messages."""
+        return f"{self.code}  {self.text}"
+
+
+@frozen
+class CacheFacts:
+    """A paged cache, described. layout: "fp8_ds_mla" or "rows". dtype: "e4m3fn", "e4m3fnuz", "bfloat16", "float32"."""
+
+    layout: str = "fp8_ds_mla"
+    dtype: str = "e4m3fn"
+    page_size: int = field(default=64, validator=_positive)
+    """Records per page. Pages may lie any distance apart: a kernel follows the tensor's stride."""
+    arrangement: str = "split"
+    group_size: int = 64
+    """Codes that share a scale; means nothing for rows."""
+
+    @classmethod
+    def of(cls, layout: KVCacheLayout, page_size: int) -> CacheFacts:
+        """Facts of a cache of this layout."""
+        if layout.fp8_format is None:
+            return cls(layout.name, str(layout.dtype).removeprefix("torch."), page_size)
+        arrangement, group = layout.arrangement.value, layout.group_size
+        return cls(layout.name, layout.fp8_format.value, page_size, arrangement, group)
+
+    @classmethod
+    def named(cls, dtype: str, page_size: int) -> CacheFacts:
+        """Facts of a built-in layout, by the type of its elements."""
+        return cls("rows" if dtype in ("bfloat16", "float32") else "fp8_ds_mla", dtype, page_size)
+
+
+def _phase(value: Any) -> str:  # noqa: ANN401 - whatever a caller gives
+    value = getattr(value, "value", value)
+    if value not in _PHASES:
+        raise UnknownNameError("phase", str(value), _PHASES)
+    return str(value)
+
+
+@frozen
+class Problem:
+    """Everything a backend may want to know before it says yes. One phase of one kind of layer."""
+
+    phase: str = field(converter=_phase)
+    """"decode" or "prefill"; `contract.Phase` is taken too."""
+    layer: LayerGeometry
+    swa: CacheFacts = CacheFacts()
+    compressed: CacheFacts | None = None
+    """None exactly on window-only layers."""
+    topk: int = field(default=0, validator=validators.ge(0))
+    """Selected entries per query; the table's width on c128a layers; 0 on window-only layers."""
+    q_dtype: str = "bfloat16"
+    sink: bool = True
+    lse: bool = False
+    query_len: int = field(default=1, validator=_positive)
+    """Most query tokens a decode request brings (more than one when drafts are verified)."""
+    capture: bool = False
+    """Whether the call will be captured in a graph."""
+    deterministic: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        """Check that the parts fit each other."""
+        windowed = self.layer.kind is LayerKind.SWA
+        if windowed and self.topk:
+            raise ArgumentError("topk", expected="0 on a window-only layer", actual=self.topk)
+        if windowed is not (self.compressed is None):
+            expected = "none on a window-only layer" if windowed else f"a cache on a {self.layer.kind.value} layer"
+            raise ArgumentError("compressed", expected=expected, actual=self.compressed)
+
+    @classmethod
+    def of(
+        cls,
+        geometry: ModelGeometry | LayerGeometry,
+        kind: LayerKind | str = LayerKind.C4A,
+        phase: str = "decode",
+        *,
+        heads: int | None = None,
+        topk: int | None = None,
+        swa_page_size: int = 64,
+        compressed_page_size: int | None = None,
+        dtype: str = "e4m3fn",
+        max_model_len: int = 1_048_576,
+        q_dtype: str = "bfloat16",
+        sink: bool = True,
+        lse: bool = False,
+        query_len: int = 1,
+        capture: bool = False,
+        deterministic: bool = False,
+    ) -> Problem:
+        """A problem as a model poses it, with what is different from the model said by name.
+
+        kind: which layers of a model; means nothing for a LayerGeometry. topk: default: what the indexer keeps, or on
+        c128a layers the width of the table for `max_model_len`. compressed_page_size: default: 256 tokens' entries.
+        dtype: of both caches: "e4m3fn" and "e4m3fnuz" are quantised records, "bfloat16" and "float32" plain rows.
+        """
+        layer = geometry.layer_of_kind(kind) if isinstance(geometry, ModelGeometry) else geometry
+        layer = layer if heads is None else evolve(layer, num_heads=heads)
+        swa, compressed, columns = CacheFacts.named(dtype, swa_page_size), None, topk or 0
+        if layer.kind is not LayerKind.SWA:
+            page = max(256 // layer.compress_ratio, 1) if compressed_page_size is None else compressed_page_size
+            compressed = CacheFacts.named(dtype, page)
+            entries = -(-max_model_len // layer.compress_ratio)
+            columns = layer.topk or -(-entries // _TABLE_COLUMNS) * _TABLE_COLUMNS
+            columns = columns if topk is None else topk
+            if layer.kind is LayerKind.C4A and columns:
+                layer = evolve(layer, topk=columns)
+        elif compressed_page_size is not None:
+            actual = f"a page size of {compressed_page_size}"
+            raise ArgumentError("compressed", expected="none on a window-only layer", actual=actual)
+        return cls(phase, layer, swa, compressed, columns, q_dtype, sink, lse, query_len, capture, deterministic)
+
+    def __str__(self) -> str:
+        """One line for error messages."""
+        layer, fp8 = self.layer, self.swa.layout == "fp8_ds_mla"
+        dims = f"{layer.nope_dim} fp8 + {layer.rope_dim} bf16" if fp8 else f"{layer.nope_dim} + {layer.rope_dim}"
+        pages = f"{self.swa.page_size}" + (f"+{self.compressed.page_size}" if self.compressed else "")
+        parts = [
+            self.phase,
+            layer.kind.value,
+            f"heads={layer.num_heads}",
+            f"head_dim={layer.head_dim} ({dims})",
+            f"window={layer.window}",
+            f"compress_ratio={layer.compress_ratio}",
+            f"topk={self.topk}",
+            f"pages={pages}",
+            f"kv={self.swa.dtype}",
+            f"q={self.q_dtype}",
+        ]
+        if self.compressed and self.compressed.dtype != self.swa.dtype:
+            parts[-2] += f"+{self.compressed.dtype}"
+        if self.query_len > 1:
+            parts.append(f"query_len={self.query_len}")
+        parts += [flag for flag in ("lse", "capture", "deterministic") if getattr(self, flag)]
+        return "  ".join(parts + ([] if self.sink else ["no sink"]))

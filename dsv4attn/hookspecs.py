@@ -1,0 +1,70 @@
+"""The plugin contract.
+
+A plugin is a Python module that an entry point of the group `dsv4attn` names:
+
+    [project.entry-points.dsv4attn]
+    acme = "dsv4attn_acme"
+
+It implements hooks by their names, marked with `hookimpl`:
+
+    from dsv4attn.core.contract import BackendInfo
+    from dsv4attn.hookspecs import hookimpl
+
+    @hookimpl
+    def dsv4attn_backends():
+        return [BackendInfo(name="acme", api="1.0", ...)]
+
+**What the module may do.** It is imported in every process that selects a backend, also in those that never run one of
+its own: it must import neither torch nor triton nor a vendor's package, touch no device, read no file and start no
+thread. What it returns are descriptors; the implementation that a descriptor names is imported after it has won.
+Hooks must be functions in the module itself: names that a module would only make up when asked for are not looked at.
+
+**What happens when it fails.** Each plugin is loaded and called alone. Whatever goes wrong in one (an import error, a
+raising hook, a misspelt hook name, a value of the wrong type, a name somebody else has) is recorded with its traceback
+under the name of its distribution, shown by `dsv4attn backends` and `dsv4attn doctor` and in every selection error,
+and changes nothing for anybody else. Users can leave a plugin out: `plugins.deny`, or `DSV4ATTN_PLUGINS_DENY`.
+
+**Order.** The order of plugins, of distributions and of descriptors means nothing, here or anywhere later.
+
+**Workers.** Plugins are loaded again in every spawned process, and are there already in a forked one. Both see what
+their parent saw, provided that a plugin always returns the same.
+
+**Versions.** The contract is versioned (`contract.API_VERSION`). Minor versions only add: hooks may gain arguments,
+which an implementation is free not to declare, and classes may gain fields with defaults. A backend states the version
+it was written for in `BackendInfo.api`; another major version is refused, naming both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from dsv4attn.core.contract import BackendInfo
+
+__all__ = ["GROUP", "PROJECT", "hookimpl", "hookspec"]
+
+PROJECT = "dsv4attn"
+GROUP = "dsv4attn"
+"""Entry-point group."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def dsv4attn_backends() -> Sequence[BackendInfo]:  # type: ignore[empty-body]
+    """Return the descriptors of the backends this plugin brings.
+
+    Called once in every process, when a backend is first selected or listed. Return the same value every time: workers
+    rely on seeing what their parent saw. Do not look at the hardware here and leave descriptors out: `native`,
+    `runs_on` and `support` say where a backend serves, and a backend that is not listed cannot be explained to the user
+    who asks why it was not chosen.
+
+    :return: a list or tuple of `contract.BackendInfo`. Names are lower-case letters, digits, `.`, `_` and `-`, unique
+        among all backends (take the name of your distribution or your device) and not `auto`. When two distributions
+        bring the same name, neither gets it; a name of a built-in backend stays with the built-in one. A descriptor
+        that is refused does not take the others of its plugin with it.
+    """

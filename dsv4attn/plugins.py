@@ -1,0 +1,303 @@
+"""Finding backends: built-in rooms and entry points, each loaded and called alone."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from types import BuiltinFunctionType, FunctionType, ModuleType
+
+import pluggy
+from attrs import field, frozen
+
+from dsv4attn import hookspecs
+from dsv4attn.config import AUTO
+from dsv4attn.core.contract import API_VERSION, BackendInfo
+from dsv4attn.errors import did_you_mean
+
+__all__ = ["BUILT_IN", "STRANGE", "PluginFailure", "PluginRegistry", "Registered", "first_line"]
+
+BUILT_IN = ("reference",)
+"""Rooms under `dsv4attn.backends`, as strings: they are plugins like any other."""
+
+STRANGE = (Exception, SystemExit)
+"""What a stranger's code may raise without taking us with it. KeyboardInterrupt is the user's."""
+
+_HOME = "dsv4attn"
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+_STAGES = {
+    "load": "failed to load",
+    "hooks": "is no plugin of this contract",
+    "call": "failed to name its backends",
+    "descriptor": "describes a backend wrongly",
+    "version": "is incompatible",
+    "name": "cannot have its name",
+    "denied": "not loaded",
+    "absent": "matches nothing",
+}
+
+
+@frozen
+class Registered:
+    """A backend that can be chosen, and the distribution it comes from."""
+
+    info: BackendInfo
+    distribution: str
+    version: str = ""
+
+    @property
+    def owner(self) -> str:
+        """Distribution and version."""
+        return f"{self.distribution} {self.version}".strip()
+
+
+@frozen
+class PluginFailure:
+    """A plugin, or a backend of it, that cannot be used; or an entry of a list of names that nothing answers to."""
+
+    distribution: str
+    plugin: str
+    """Name of the entry point, of the backend refused, or of the entry in the list."""
+    stage: str
+    """load, hooks, call, descriptor, version, name; denied (as configured) and absent (the list says too much)."""
+    error: str
+    traceback: str = ""
+    version: str = ""
+
+    @property
+    def owner(self) -> str:
+        """Distribution and version."""
+        return f"{self.distribution} {self.version}".strip()
+
+    @property
+    def is_problem(self) -> bool:
+        """Whether something is wrong; a denied plugin is as the user wants it."""
+        return self.stage != "denied"
+
+    @property
+    def summary(self) -> str:
+        """One line for traces, without the name."""
+        owner = f" ({self.owner})" if self.owner else ""
+        hint = " -> see `dsv4attn doctor`" if self.traceback else ""
+        return f"{_STAGES[self.stage]}: {self.error}{owner}{hint}"
+
+    def __str__(self) -> str:
+        """One line for error messages."""
+        return f"{self.plugin} {self.summary}"
+
+
+@frozen
+class _Source:
+    plugin: str
+    distribution: str
+    version: str
+    load: Callable[[], object]
+    built_in: bool = False
+
+    def failed(self, stage: str, error: str, trace: str = "") -> PluginFailure:
+        return PluginFailure(self.distribution, self.plugin, stage, error, trace, self.version)
+
+    def answers_to(self, pattern: str) -> bool:
+        names = (self.plugin, _normal(self.plugin), _normal(self.distribution))
+        return any(fnmatchcase(name, p) for name in names for p in (pattern, _normal(pattern)))
+
+
+class _UnfitError(Exception):
+    """A plugin that raised nothing and yet is none: its text says all."""
+
+
+@frozen
+class PluginRegistry:
+    """All backends of this process. Building it twice, or in a spawned worker, gives the same content.
+
+    backends: by name, in order of names. failures: what could not be used, in an order that means nothing.
+    """
+
+    backends: Mapping[str, Registered] = field(factory=dict)
+    failures: tuple[PluginFailure, ...] = ()
+
+    @classmethod
+    def load(
+        cls,
+        *,
+        allow: Sequence[str] | None = None,
+        deny: Sequence[str] = (),
+        allow_source: str = "plugins.allow",
+        deny_source: str = "plugins.deny",
+        entry_points: Iterable[importlib.metadata.EntryPoint] | None = None,
+    ) -> PluginRegistry:
+        """Load built-ins and entry points. Never raises because of a plugin.
+
+        allow, deny: names of entry points or distributions, or shell patterns; with `allow`, only those are loaded,
+        and `deny` wins. Built-in rooms are subject to neither. *_source: where the lists come from, for messages.
+        """
+        rooms = [_Source(room, _HOME, "", _room(room), built_in=True) for room in BUILT_IN]
+        strangers = [_source_of(point) for point in (_discovered() if entry_points is None else entry_points)]
+        strangers.sort(key=lambda source: (source.distribution, source.plugin, source.version))
+        failures = [
+            failure
+            for names, where in ((allow or (), allow_source), (deny, deny_source))
+            for failure in _absent(names, where, strangers)
+        ]
+        offers: dict[str, list[tuple[_Source, BackendInfo]]] = defaultdict(list)
+        for source in rooms + strangers:
+            refusal = None if source.built_in else _refusal(source, allow, deny, allow_source, deny_source)
+            if refusal:
+                failures.append(source.failed("denied", refusal))
+                continue
+            for info in _offers(source, failures):
+                offers[info.name].append((source, info))
+        backends = {}
+        for name in sorted(offers):
+            winner = _settle(name, offers[name], failures)
+            if winner is not None:
+                backends[name] = winner
+        return cls(backends, tuple(sorted(failures, key=lambda f: (f.distribution, f.plugin, f.stage, f.error))))
+
+
+def first_line(error: BaseException) -> str:
+    """Type and message of an exception on one line, whatever a stranger put into it."""
+    try:
+        text = str(error)
+    except STRANGE:
+        text = "<a message that cannot be printed>"
+    return f"{type(error).__name__}: {(text.strip().splitlines() or ['(no message)'])[0]}"
+
+
+def _offers(source: _Source, failures: list[PluginFailure]) -> list[BackendInfo]:
+    """What one plugin offers; everything else is recorded."""
+    stage = "load"
+    try:
+        module = source.load()
+        stage = "hooks"
+        hooks = _hooks_of(module, f"{source.distribution}:{source.plugin}")
+        stage = "call"
+        results = hooks.dsv4attn_backends() or [None]
+        stage = "descriptor"
+        return [info for offered in results for info in _checked(source, offered, failures)]
+    except _UnfitError as error:
+        failures.append(source.failed(stage, str(error)))
+    except STRANGE as error:
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        failures.append(source.failed(stage, first_line(error), trace))
+    return []
+
+
+def _hooks_of(module: object, name: str) -> pluggy.HookRelay:
+    """The hooks of one plugin, with a manager of its own: nothing of it touches another."""
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    manager.register(_functions_of(module), name=name)
+    manager.check_pending()
+    if not manager.hook.dsv4attn_backends.get_hookimpls():
+        raise _UnfitError("it implements no hook -> mark dsv4attn_backends with dsv4attn.hookspecs.hookimpl")
+    return manager.hook
+
+
+def _functions_of(module: object) -> ModuleType:
+    """A module with nothing but the functions of a plugin.
+
+    pluggy asks a plugin for all its attributes. An arbitrary object may do anything then, `isinstance` included, and a
+    module with lazy names would import what they stand for.
+    """
+    if not issubclass(type(module), ModuleType):
+        kind = "the class" if issubclass(type(module), type) else "an object of type"
+        name = type.__getattribute__(module if isinstance(module, type) else type(module), "__name__")
+        raise _UnfitError(f"expected a module, got {kind} {name} -> let the entry point name the module itself")
+    members = ModuleType.__getattribute__(module, "__dict__")  # type: ignore[arg-type]
+    bare = ModuleType(members.get("__name__", "plugin"))
+    functions = (FunctionType, BuiltinFunctionType)
+    vars(bare).update({name: value for name, value in members.items() if issubclass(type(value), functions)})
+    return bare
+
+
+def _checked(source: _Source, offered: object, failures: list[PluginFailure]) -> list[BackendInfo]:
+    """The descriptors of a hook's result that can be used; the others are recorded one by one."""
+    if not issubclass(type(offered), (list, tuple)):
+        raise _UnfitError(f"dsv4attn_backends: expected a list of BackendInfo, got {type(offered).__name__}")
+    accepted = []
+    for info in list(offered):
+        if not issubclass(type(info), BackendInfo):
+            text = f"dsv4attn_backends: expected BackendInfo in its list, got {type(info).__name__}"
+            failures.append(source.failed("descriptor", text))
+        elif info.api.partition(".")[0] != API_VERSION.partition(".")[0]:
+            text = f"backend {info.name!r} is written for contract {info.api}, this is {API_VERSION}"
+            cure = f"install a release of {source.distribution} for contract {API_VERSION.partition('.')[0]}"
+            failures.append(source.failed("version", f"{text} -> {cure}"))
+        elif not _NAME.fullmatch(info.name) or info.name == AUTO:
+            text = f"{info.name!r} is no name for a backend -> use a-z 0-9 . _ - and not {AUTO!r}"
+            failures.append(source.failed("name", text))
+        else:
+            accepted.append(info)
+    return accepted
+
+
+def _settle(name: str, offers: list[tuple[_Source, BackendInfo]], failures: list[PluginFailure]) -> Registered | None:
+    """One name, one backend: ours keeps its name, two strangers both lose it."""
+    ours = next((offer for offer in offers if offer[0].built_in), None)
+    winner = offers[0] if len(offers) == 1 else ours
+    owners = sorted({f"plugin {source.plugin} of {source.distribution}" for source, _ in offers})
+    text = f"{name!r} is claimed by {' and by '.join(owners)} -> uninstall one, or deny its plugin"
+    if ours is not None:
+        text = f"{name!r} is the name of a built-in backend"
+    elif len(owners) == 1:
+        text = f"{name!r} is given to two backends"
+    for offer in offers:
+        if offer is not winner:
+            source = offer[0]
+            failures.append(PluginFailure(source.distribution, name, "name", text, version=source.version))
+    return None if winner is None else Registered(winner[1], winner[0].distribution, winner[0].version)
+
+
+def _refusal(
+    source: _Source, allow: Sequence[str] | None, deny: Sequence[str], allow_source: str, deny_source: str
+) -> str:
+    if any(source.answers_to(pattern) for pattern in deny):
+        return f"denied by {deny_source}"
+    if allow is not None and not any(source.answers_to(pattern) for pattern in allow):
+        return f"not allowed by {allow_source}"
+    return ""
+
+
+def _absent(names: Sequence[str], where: str, strangers: Sequence[_Source]) -> list[PluginFailure]:
+    """Entries of a list that nothing installed answers to: a misspelt one would otherwise do nothing, silently."""
+    known = {name for source in strangers for name in (source.plugin, source.distribution)}
+    idle = [n for n in names if n not in ("*", *BUILT_IN) and not any(source.answers_to(n) for source in strangers)]
+    return [PluginFailure("", name, "absent", f"named by {where}{did_you_mean(name, known)}") for name in idle]
+
+
+def _discovered() -> list[importlib.metadata.EntryPoint]:
+    """Entry points of our group, past distributions whose own metadata cannot be read."""
+    try:
+        return list(importlib.metadata.entry_points(group=hookspecs.GROUP))
+    except Exception:  # noqa: BLE001 - one malformed entry_points.txt on the path makes this fail for everybody
+        found: dict[str, list[importlib.metadata.EntryPoint]] = {}
+        for distribution in importlib.metadata.distributions():
+            try:
+                points = [point for point in distribution.entry_points if point.group == hookspecs.GROUP]
+                # the first on the path hides others of its name, as it does for imports
+                found.setdefault(_normal(distribution.metadata["Name"]), points)
+            except Exception:  # noqa: BLE001, S112 - it is somebody else's, and was broken before we came
+                continue
+        return [point for points in found.values() for point in points]
+
+
+def _source_of(point: importlib.metadata.EntryPoint) -> _Source:
+    try:
+        distribution, version = str(point.dist.name), str(point.dist.version)  # type: ignore[union-attr]
+    except Exception:  # noqa: BLE001 - metadata without a name, or none at all
+        distribution, version = "unknown", ""
+    return _Source(point.name, distribution, version, point.load)
+
+
+def _room(name: str) -> Callable[[], object]:
+    return lambda: importlib.import_module(f"dsv4attn.backends.{name}")
+
+
+def _normal(name: str) -> str:
+    """The name of a distribution as packaging tools compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,362 @@
+"""What the reference writes into a cache and reads back, byte for byte, judged by the oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.backends.reference import kernels
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.contract import AttentionCall, DenseIndices, PagedKeys
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
+from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.testing import oracle
+
+I32 = torch.int32
+OCP, FNUZ = Fp8Format.OCP, Fp8Format.FNUZ
+FLASH = KVCacheLayout.fp8_ds_mla()
+LAYOUTS = [
+    FLASH,
+    KVCacheLayout.fp8_ds_mla(fp8_format=FNUZ),
+    KVCacheLayout.fp8_ds_mla(arrangement=Arrangement.INTERLEAVED),
+    KVCacheLayout.fp8_ds_mla(24, 8, group_size=8),
+    KVCacheLayout.fp8_ds_mla(32, 16, group_size=16, fp8_format=FNUZ),
+    KVCacheLayout.fp8_ds_mla(100, 6, group_size=64),
+    KVCacheLayout.fp8_ds_mla(22, 6, group_size=8, arrangement=Arrangement.INTERLEAVED),
+    KVCacheLayout.fp8_ds_mla(90, 10, group_size=8),
+]
+each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.fingerprint)
+each_dialect = pytest.mark.parametrize("dialect", [OCP, FNUZ], ids=lambda dialect: dialect.value)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    """Return a generator that gives the same numbers in every run."""
+    return torch.Generator().manual_seed(seed)
+
+
+def judged(row: Tensor, layout: KVCacheLayout) -> oracle.U8:
+    """Return the record the oracle makes of a row."""
+    return oracle.quantize_record(
+        row.double().numpy(),
+        nope_dim=layout.nope_dim,
+        rope_dim=layout.rope_dim,
+        group_size=layout.group_size,
+        fnuz=layout.fp8_format is FNUZ,
+        scale_bytes=layout.scale_bytes,
+    )
+
+
+def record_at(cache: PagedKVCache, slot: int) -> oracle.U8:
+    """Return the bytes of one record: codes, RoPE, scales."""
+    place = slot // cache.block_size, slot % cache.block_size
+    parts = [cache.region(name)[place].contiguous().view(torch.uint8) for name in ("nope", "rope", "scale")]
+    return torch.cat(parts).numpy()
+
+
+def write(rows: Tensor, layout: KVCacheLayout, block_size: int = 4) -> PagedKVCache:
+    """Insert rows into slots 0, 1, 2, ... of a cache of their own whose bytes were 0xFF."""
+    cache = PagedKVCache.allocate(layout, -(-rows.shape[0] // block_size), block_size)
+    cache.tensor.fill_(0xFF)
+    ReferenceBackend().quantize_and_insert_k_cache(rows, cache, torch.arange(rows.shape[0]))
+    return cache
+
+
+def gather(
+    cache: PagedKVCache, table: list[list[int]], seq: list[int], lens: list[int] | None, out: Tensor, at: int
+) -> Tensor:
+    """Call the gather step with plain lists, and return `out`."""
+    ReferenceBackend().dequantize_and_gather_k_cache(
+        out,
+        cache,
+        torch.tensor(seq, dtype=I32),
+        None if lens is None else torch.tensor(lens, dtype=I32),
+        torch.tensor(table, dtype=I32).view(len(seq), len(table[0]) if table else 1),
+        at,
+    )
+    return out
+
+
+MAGNITUDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "random": lambda x: x,
+    "tiny": lambda x: x * 1e-6,
+    "below the floor": lambda x: x * 1e-30,
+    "subnormal": lambda x: x * 1e-39,
+    "huge": lambda x: x * 1e30,
+    "largest": lambda x: x.sign() * 3.3e38,
+    "spread over 60 octaves": lambda x: x * torch.exp2(torch.linspace(-30, 30, x.shape[-1])),
+    "zero": torch.zeros_like,
+    "negative zero": lambda x: -torch.zeros_like(x),
+    "mostly zero": lambda x: x * (x > 2),
+    "infinite": lambda x: torch.where(x > 2, torch.inf, x),
+    "negative infinite": lambda x: torch.where(x > 2, -torch.inf, x * 1e30),
+}
+
+
+@each_layout
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_record_is_the_oracle_s_record_byte_for_byte(
+    layout: KVCacheLayout, magnitude: str, dtype: torch.dtype
+) -> None:
+    rows = MAGNITUDES[magnitude](torch.randn(12, layout.head_dim, generator=seeded())).to(dtype)
+    cache = write(rows, layout)
+
+    for slot, row in enumerate(rows):
+        np.testing.assert_array_equal(record_at(cache, slot), judged(row, layout), err_msg=f"row {slot}")
+
+
+@each_layout
+def test_the_largest_of_a_group_may_be_exactly_the_limit_or_just_above(layout: KVCacheLayout) -> None:
+    limit = layout.fp8_max
+    tops = [limit * 2.0**k for k in (-21, -3, 0, 5)]
+    tops += [top * (1 + 2**-7) for top in tops] + [top * (1 - 2**-8) for top in tops]
+    rows = torch.rand(len(tops), layout.head_dim, generator=seeded()) - 0.5
+    rows = rows * torch.tensor(tops)[:, None]
+    rows[:, :: layout.group_size] = -torch.tensor(tops)[:, None]
+    cache = write(rows.bfloat16(), layout)
+
+    for slot, row in enumerate(rows.bfloat16()):
+        np.testing.assert_array_equal(record_at(cache, slot), judged(row, layout), err_msg=f"amax {tops[slot]}")
+    scales = cache.region("scale").flatten(0, 1)[:12, 0].tolist()
+    assert scales == [106, 124, 127, 132, 107, 125, 128, 133, 106, 124, 127, 132]
+
+
+def test_a_scale_byte_is_at_least_105_and_at_most_254() -> None:
+    rows = torch.zeros(3, 512)
+    rows[1] = 1e-30
+    rows[2] = torch.inf
+    scales = write(rows, FLASH).region("scale").flatten(0, 1)[:3]
+
+    assert scales.tolist() == [[105] * 7 + [0], [105] * 7 + [0], [254] * 7 + [0]]
+    assert not write(rows[:2], FLASH).region("nope").flatten(0, 1)[:2].any()
+
+
+def all_amax() -> Tensor:
+    """Return every positive finite bf16 from 1e-4 on."""
+    values = torch.arange(0x7F80, dtype=torch.int32).bitwise_left_shift(16).view(torch.float32)
+    return values[values >= 1e-4]
+
+
+@pytest.mark.parametrize(("dialect", "limit"), [(OCP, 448), (FNUZ, 240), (FNUZ, 224)])
+def test_the_exponent_of_every_bf16_maximum_is_exact(dialect: Fp8Format, limit: int) -> None:
+    amax = all_amax()
+    layout = KVCacheLayout.fp8_ds_mla(4, 2, group_size=4, fp8_format=dialect, fp8_max=limit)
+    codes, scales = kernels.quantize(amax[:, None] * torch.tensor([[1.0, 0, 0, -0.5]]), layout)
+
+    assert len(amax) == 18_094
+    for value, byte in zip(amax.tolist(), scales[:, 0].tolist(), strict=True):
+        # the smallest e with amax <= limit * 2^e, that is ceil(log2(amax / limit)), in exact arithmetic
+        scale = Fraction(2) ** (byte - 127)
+        assert Fraction(value) <= limit * scale, value
+        assert Fraction(value) > limit * scale / 2, value
+    largest = oracle.decode_e4m3(codes[:, 0].numpy(), dialect is FNUZ)
+    assert largest.min() >= limit / 2
+    assert largest.max() == limit
+
+
+def test_fnuz_writes_up_to_240_or_to_the_224_of_vllm() -> None:
+    rows = torch.linspace(-480, 480, 64).expand(2, 64).bfloat16()
+    for limit in (240.0, 224.0):
+        layout = KVCacheLayout.fp8_ds_mla(48, 16, group_size=16, fp8_format=FNUZ, fp8_max=limit)
+        codes, scales = kernels.quantize(rows[:, :48].float(), layout)
+        for g in range(3):
+            group = rows[0, 16 * g : 16 * g + 16].double().numpy()
+            exponent = oracle.scale_exponent(float(np.abs(group).max()), limit)
+            wanted = oracle.encode_e4m3(np.clip(np.ldexp(group, -exponent), -limit, limit), fnuz=True)
+            assert scales[0, g] == exponent + 127
+            np.testing.assert_array_equal(codes[0, 16 * g : 16 * g + 16].numpy(), wanted)
+        assert np.nanmax(np.abs(oracle.decode_e4m3(codes.numpy(), fnuz=True))) <= limit
+
+
+def test_fnuz_has_no_negative_zero_to_write() -> None:
+    layout = KVCacheLayout.fp8_ds_mla(64, 2, fp8_format=FNUZ)
+    rows = torch.full((1, 66), -1e-9)
+    rows[:, ::2] = -0.0
+    rows[:, 1] = 1.0
+    codes = write(rows, layout).region("nope")[0, 0]
+
+    assert not (codes == 0x80).any(), "0x80 is NaN in FNUZ"
+
+
+@each_dialect
+def test_g5_every_code_at_every_scale_reads_as_the_oracle_says(dialect: Fp8Format) -> None:
+    """256 records, one per scale byte, each holding all 256 codes."""
+    layout = KVCacheLayout.fp8_ds_mla(256, 2, group_size=256, fp8_format=dialect)
+    cache = PagedKVCache.allocate(layout, 16, 16)
+    cache.region("nope").copy_(torch.arange(256, dtype=torch.uint8))
+    cache.region("scale")[..., 0] = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    cache.region("scale")[..., 1:] = 0xFF
+    fnuz, nan_codes = dialect is FNUZ, [0x80] if dialect is FNUZ else [0x7F, 0xFF]
+    wanted = np.stack(
+        [
+            oracle.dequantize_record(
+                record_at(cache, slot), nope_dim=256, rope_dim=2, group_size=256, fnuz=fnuz, scale_bytes=8
+            )
+            for slot in range(256)
+        ]
+    )
+    got = gather(cache, [list(range(16))], [256], None, torch.zeros(1, 256, 258).bfloat16(), 0)[0]
+    exact = kernels.read_records(cache, torch.arange(256))
+
+    assert np.isnan(wanted[:, nan_codes]).all()
+    assert np.isnan(wanted[255, :256]).all()
+    assert np.isnan(wanted).sum() == 255 * len(nan_codes) + 256
+    # NaN counts as equal to NaN here, and 0 as equal to -0, hence the signs
+    values = got.double().numpy()
+    np.testing.assert_array_equal(values, wanted)
+    np.testing.assert_array_equal(np.signbit(values) & ~np.isnan(values), np.signbit(wanted) & ~np.isnan(wanted))
+    np.testing.assert_array_equal(oracle.round_bf16(exact.double().numpy()), wanted)
+
+
+def test_g5_a_finite_code_means_twice_as_much_in_ocp() -> None:
+    caches = []
+    for dialect in (OCP, FNUZ):
+        layout = KVCacheLayout.fp8_ds_mla(256, 2, group_size=256, fp8_format=dialect)
+        caches.append(PagedKVCache.allocate(layout, 1, 1))
+        caches[-1].region("nope").copy_(torch.arange(256, dtype=torch.uint8))
+        caches[-1].region("scale").fill_(127)
+    ocp, fnuz = (kernels.read_records(cache, torch.tensor([0]))[0, :256] for cache in caches)
+    finite = ocp.isfinite() & fnuz.isfinite()
+
+    assert int(finite.sum()) == 253
+    assert torch.equal(ocp[finite], 2 * fnuz[finite])
+
+
+@pytest.mark.parametrize(("window", "compressed"), [(FNUZ, OCP), (OCP, FNUZ)])
+def test_g5_caches_of_two_dialects_are_read_in_one_call(window: Fp8Format, compressed: Fp8Format) -> None:
+    layouts = [KVCacheLayout.fp8_ds_mla(24, 8, group_size=8, fp8_format=d) for d in (window, compressed)]
+    rows = torch.randn(2, 12, 32, generator=seeded()).bfloat16()
+    caches = [write(part, layout, block_size) for part, layout, block_size in zip(rows, layouts, (4, 2), strict=True)]
+    slots = torch.tensor([[3, 0, 11, -1], [7, 8, 1, 2]], dtype=I32)
+    lens = torch.tensor([4, 3], dtype=I32)
+    q, sink, out = torch.randn(2, 4, 32, generator=seeded(1)), torch.randn(4), torch.empty(2, 4, 32)
+    layer = LayerGeometry(LayerKind.C128A, 128, 4, 32, Rope(8, 1e4), 8, 0)
+    keys = [PagedKeys(cache, DenseIndices(slots, lens)) for cache in caches]
+
+    ReferenceBackend().decode(AttentionCall(layer, q, keys, sink, out, None))
+
+    for t in range(2):
+        seen = [s for s in slots[t, : int(lens[t])].tolist() if s >= 0]
+        read = [
+            oracle.dequantize_record(
+                record_at(cache, s),
+                nope_dim=24,
+                rope_dim=8,
+                group_size=8,
+                fnuz=layout.fp8_format is FNUZ,
+                scale_bytes=8,
+            )
+            for cache, layout in zip(caches, layouts, strict=True)
+            for s in seen
+        ]
+        wanted, _ = oracle.attend_row(q[t].double().numpy(), np.stack(read), sink.double().numpy(), layer.scale)
+        np.testing.assert_allclose(out[t].double().numpy(), wanted, rtol=0, atol=1e-5)
+
+
+@each_layout
+def test_insert_writes_its_slots_and_no_other_byte(layout: KVCacheLayout) -> None:
+    page = layout.page_stride(4)
+    flat = torch.full((5 * page + 64,), 0xAB, dtype=torch.uint8)
+    cache = PagedKVCache(flat.as_strided((5, 4, layout.record_bytes), (page, layout.record_bytes, 1), 32), layout)
+    rows = torch.randn(8, layout.head_dim, generator=seeded()).bfloat16()
+    slots = torch.tensor([7, -1, 20, 0, -5, 2**40, 18])  # 20 is the first that does not exist; row 7 has no slot
+    ReferenceBackend().quantize_and_insert_k_cache(rows, cache, slots)
+
+    wanted = flat.clone().fill_(0xAB)
+    twin = PagedKVCache(wanted.as_strided(cache.tensor.shape, cache.tensor.stride(), 32), layout)
+    for row, slot in ((0, 7), (3, 0), (6, 18)):
+        record = torch.from_numpy(judged(rows[row], layout))
+        nope, rope, scale = record.split([layout.nope_dim, 2 * layout.rope_dim, layout.scale_bytes])
+        twin.region("nope")[slot // 4, slot % 4] = nope
+        twin.region("rope")[slot // 4, slot % 4] = rope.clone().view(torch.bfloat16)
+        twin.region("scale")[slot // 4, slot % 4] = scale
+
+    assert torch.equal(flat, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_plain_rows_are_stored_as_they_are(dtype: torch.dtype) -> None:
+    cache = PagedKVCache.allocate(KVCacheLayout.rows(24, 8, dtype=dtype), 3, 4)
+    rows = torch.randn(5, 32, generator=seeded())
+    ReferenceBackend().quantize_and_insert_k_cache(rows, cache, torch.tensor([11, -1, 12, 0]))
+    plain = cache.tensor.flatten(0, 1)
+
+    assert torch.equal(plain[11], rows[0].to(dtype))
+    assert torch.equal(plain[0], rows[3].to(dtype))
+    assert not plain[1:11].any()
+
+
+@pytest.mark.parametrize("slots", [[], [-1, -1, -1], [99, 12, 2**62]])
+def test_insert_without_a_slot_is_a_no_op(slots: list[int]) -> None:
+    cache = PagedKVCache.allocate(FLASH, 3, 4)
+    ReferenceBackend().quantize_and_insert_k_cache(torch.ones(3, 512), cache, torch.tensor(slots, dtype=torch.int64))
+
+    assert not cache.tensor.any()
+
+
+def test_gather_reads_what_reading_one_by_one_reads() -> None:
+    cache = write(torch.randn(48, 512, generator=seeded()).bfloat16(), FLASH, block_size=8)
+    out = torch.full((3, 20, 512), 7.0).bfloat16()
+    table, seq, lens, at = [[4, 1, 0], [2, 5, 3], [0, 0, 0]], [21, 17, 0], [13, 17, 0], 3
+    gather(cache, table, seq, lens, out, at)
+
+    for i in range(3):
+        for j in range(20):
+            if not at <= j < at + lens[i]:
+                assert bool(out[i, j].eq(7).all()), "a row without a record was touched"
+                continue
+            position = seq[i] - lens[i] + j - at
+            page = cache.tensor[table[i][position // 8]].flatten().numpy()
+            wanted = oracle.read_record(
+                page,
+                position % 8,
+                block_size=8,
+                nope_dim=448,
+                rope_dim=64,
+                group_size=64,
+                fnuz=False,
+                scale_bytes=8,
+                split=True,
+            )
+            np.testing.assert_array_equal(out[i, j].double().numpy(), wanted)
+
+
+def test_gather_without_lengths_takes_all_records_into_rows_of_any_stride() -> None:
+    cache = write(torch.randn(8, 32, generator=seeded()), KVCacheLayout.fp8_ds_mla(24, 8, group_size=8))
+    wide = torch.zeros(2, 12, 48)
+    out = gather(cache, [[1, 0], [0, 1]], [7, 2], None, wide[:, ::2, 8:40], 0)
+
+    every = kernels.read_records(cache, torch.arange(8))
+    assert torch.equal(out[0, :4], every[4:])
+    assert torch.equal(out[1, :2], every[:2])
+    assert not wide[:, 1::2].any()
+    assert not wide[..., :8].any()
+
+
+def test_gather_leaves_rows_of_blocks_that_do_not_exist() -> None:
+    cache = write(torch.ones(8, 32), KVCacheLayout.fp8_ds_mla(24, 8, group_size=8))
+    out = gather(cache, [[-1, 0], [2, 1], [2**31 - 1, -(2**31)]], [8, 8, 8], None, torch.full((3, 8, 32), 7.0), 0)
+
+    assert out[:, :, 0].tolist() == [[7.0] * 4 + [1.0] * 4, [7.0] * 4 + [1.0] * 4, [7.0] * 8]
+
+
+def test_gather_of_nothing_is_a_no_op() -> None:
+    cache = write(torch.ones(4, 512), FLASH)
+    for requests, rows, at in ((0, 4, 0), (2, 4, 4), (2, 0, 0), (2, 4, 2)):
+        out = torch.full((requests, rows, 512), 7.0).bfloat16()
+        gather(cache, [[0]] * requests, [0] * requests, None, out, at)
+        gather(cache, [[0]] * requests, [4] * requests, [0] * requests, out, at)
+        assert bool(out.eq(7).all())
+
+
+def test_a_scale_is_a_power_of_two_made_of_bits() -> None:
+    scales = kernels.power_of_two(torch.arange(256, dtype=I32)).tolist()
+
+    assert scales[:255] == [math.ldexp(1.0, byte - 127) for byte in range(255)]
+    assert math.isnan(scales[255])

@@ -1,0 +1,376 @@
+"""Whatever `forward_mqa` refuses, it refuses by name and before it writes anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.builder import MetadataBuilder
+from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.forward import forward_mqa
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import AttentionMetadata, Batch
+from dsv4attn.core.plan import plan_workspace
+from dsv4attn.core.workspace import WorkspaceManager, WorkspacePlan
+from dsv4attn.errors import ArgumentError, LayoutMismatchError, WorkspaceError
+
+I32, F32, BF16 = torch.int32, torch.float32, torch.bfloat16
+SWA, C4A, C128A = LayerKind.SWA, LayerKind.C4A, LayerKind.C128A
+KINDS = [SWA, C4A, C128A]
+MODEL = ModelGeometry(
+    num_heads=4,
+    head_dim=32,
+    rope_dim=8,
+    window=8,
+    index_topk=3,
+    layers=((SWA, 1), (C4A, 4), (C128A, 16)),
+    max_position=4096,
+    hidden_size=64,
+    o_groups=2,
+    o_lora_rank=16,
+)
+LIMITS = Limits(max_num_reqs=4, max_num_batched_tokens=64, max_model_len=256)
+LAYOUT = KVCacheLayout.fp8_ds_mla(24, 8, group_size=8)
+QUERY, SEQ = [1, 1, 9, 20], [40, 5, 29, 20]
+TOKENS, PADDED = sum(QUERY), sum(QUERY) + 3
+
+
+def random_cache(layout: KVCacheLayout, block_size: int, blocks: int) -> PagedKVCache:
+    """Return a cache of random but finite keys."""
+    cache = PagedKVCache.allocate(layout, blocks, block_size)
+    keys = torch.randn(cache.capacity, layout.head_dim, generator=torch.Generator().manual_seed(0))
+    ReferenceBackend().quantize_and_insert_k_cache(keys, cache, torch.arange(cache.capacity))
+    return cache
+
+
+def caches_of(kind: LayerKind, layout: KVCacheLayout = LAYOUT, **changes: Any) -> LayerCaches:
+    """Return the caches of a layer: window blocks of 4, compressed blocks of 32 tokens."""
+    compressed = {SWA: None, C4A: random_cache(layout, 8, 32), C128A: random_cache(layout, 2, 32)}[kind]
+    return LayerCaches(**{"swa": random_cache(layout, 4, 256), "compressed": compressed, **changes})
+
+
+def metadata_of(
+    kind: LayerKind,
+    query: list[int] = QUERY,
+    seq: list[int] = SEQ,
+    tables: dict[str, Any] | None = None,
+    **options: Any,
+) -> AttentionMetadata:
+    """Return the metadata of a batch whose requests have rows of their own in both tables, unless given others."""
+    starts, lens = torch.tensor([0, *query], dtype=I32).cumsum(0).to(I32), torch.tensor(seq, dtype=I32)
+    rows: dict[str, Any] = {
+        "block_table": torch.arange(len(query) * 64, dtype=I32).view(-1, 64),
+        "compressed_block_table": torch.arange(len(query) * 8, dtype=I32).view(-1, 8),
+    }
+    batch = Batch(
+        num_reqs=len(query),
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lens,
+        seq_lens_cpu=lens,
+        slot_mapping=torch.arange(sum(query)),
+        **{**rows, **(tables or {})},
+    )
+    fixed: dict[str, Any] = {"limits": LIMITS, "swa_block_size": 4, "compressed_block_tokens": 32, "geometry": MODEL}
+    return MetadataBuilder(**{**fixed, **options}).build_for(batch, [kind])[kind]
+
+
+def good(kind: LayerKind) -> dict[str, Any]:
+    """Return arguments of a call that works, with three padding rows; every output holds a sentinel."""
+    return {
+        "q": torch.randn(PADDED, 4, 32, generator=torch.Generator().manual_seed(1)),
+        "caches": caches_of(kind),
+        "metadata": metadata_of(kind),
+        "backend": ReferenceBackend(),
+        "workspace": WorkspaceManager(),
+        "out": torch.full((PADDED, 4, 32), 7.0),
+        "layer": MODEL.layer_of_kind(kind),
+        "limits": LIMITS,
+        "attn_sink": torch.zeros(4),
+        "topk_indices": torch.arange(3, dtype=I32).expand(PADDED, 3),
+        "lse": torch.full((PADDED, 4), 7.0),
+    }
+
+
+def memory(caches: LayerCaches) -> list[Tensor]:
+    """Return the whole memory behind some caches, gaps included."""
+    tensors = [cache.tensor for cache in (caches.swa, caches.compressed) if cache is not None]
+    return [torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()) for t in tensors if t.device.type == "cpu"]
+
+
+def held(arguments: dict[str, Any]) -> list[Tensor]:
+    """Return every tensor a call may see."""
+    tensors = [v for v in arguments.values() if isinstance(v, Tensor) and v.device.type == "cpu"]
+    return tensors + memory(arguments["caches"])
+
+
+def refused(kind: LayerKind, error: type[Exception], said: str, **changes: Any) -> None:
+    """Check that the good call with some arguments changed is refused and leaves every tensor as it was."""
+    arguments = {**good(kind), **changes}
+    tensors = held(arguments)
+    before = [t.clone() for t in tensors]
+    with pytest.raises(error, match=said) as info:
+        forward_mqa(**arguments)
+
+    assert type(info.value) is error
+    assert all(torch.equal(t, b) for t, b in zip(tensors, before, strict=True)), "written before the error"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_good_call_works_and_writes_no_cache(kind: LayerKind) -> None:
+    arguments = good(kind)
+    caches = [t.clone() for t in memory(arguments["caches"])]
+    forward_mqa(**arguments)
+
+    assert bool(arguments["out"].isfinite().all())
+    assert not arguments["out"][TOKENS:].any()
+    assert bool(arguments["lse"][TOKENS:].eq(-torch.inf).all())
+    assert bool(arguments["lse"][:TOKENS].isfinite().all())
+    assert all(torch.equal(now, then) for now, then in zip(memory(arguments["caches"]), caches, strict=True))
+
+
+OUTPUTS: list[tuple[str, Any, str]] = [
+    ("out", torch.full((PADDED, 5, 32), 7.0), r"\[T, H, D\] float32 with H=4, D=32, T=34, got \[34, 5, 32\] float32"),
+    ("out", torch.full((PADDED + 1, 4, 32), 7.0), r".* got \[35, 4, 32\] float32"),
+    ("out", torch.full((PADDED, 4, 16), 7.0), r".* got \[34, 4, 16\] float32"),
+    ("out", torch.full((PADDED, 128), 7.0), r".* got \[34, 128\] float32"),
+    ("out", torch.full((PADDED, 4, 32), 7.0, dtype=BF16), r"\[T, H, D\] float32 .* got \[34, 4, 32\] bfloat16"),
+    ("out", torch.empty(PADDED, 4, 32, device="meta"), "a tensor on cpu, like q, got one on meta"),
+    ("out", None, r"a tensor \[T, H, D\] float32, got NoneType"),
+    ("q", torch.ones(PADDED, 3, 32), r"\[T, H, D\] bfloat16 or float32 with H=4, D=32, got \[34, 3, 32\] float32"),
+    ("q", torch.ones(PADDED, 8, 32), r".* got \[34, 8, 32\]"),
+    ("q", torch.ones(PADDED, 4, 40), r".* got \[34, 4, 40\]"),
+    ("q", torch.ones(PADDED, 1, 4, 32), r".* got \[34, 1, 4, 32\]"),
+    ("q", torch.ones(PADDED, 4, 32, dtype=torch.float16), r".* got \[34, 4, 32\] float16"),
+    ("attn_sink", torch.zeros(5), r"\[H\] float32 with H=4, got \[5\] float32"),
+    ("attn_sink", torch.zeros(1, 4), r".* got \[1, 4\] float32"),
+    ("attn_sink", torch.zeros(4, dtype=BF16), r".* got \[4\] bfloat16"),
+    ("attn_sink", torch.zeros(4, device="meta"), "a tensor on cpu, like q, got one on meta"),
+    ("attn_sink", 0.0, r"a tensor \[H\] float32, got float"),
+    ("lse", torch.zeros(PADDED, 5), r"\[T, H\] float32 with H=4, T=34, got \[34, 5\] float32"),
+    ("lse", torch.zeros(TOKENS, 4), r".* got \[31, 4\] float32"),
+    ("lse", torch.zeros(4, PADDED), r".* got \[4, 34\] float32"),
+    ("lse", torch.zeros(PADDED, 4, dtype=torch.float64), r".* got \[34, 4\] float64"),
+    ("lse", torch.zeros(PADDED, 4, device="meta"), "a tensor on cpu, like q, got one on meta"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("argument", "value", "said"), OUTPUTS, ids=[f"{a}: {s[-32:]}" for a, _, s in OUTPUTS])
+def test_a_tensor_of_the_wrong_shape_dtype_or_device_is_refused(
+    kind: LayerKind, argument: str, value: object, said: str
+) -> None:
+    refused(kind, ArgumentError, rf"^{argument}: expected {said}", **{argument: value})
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, r"a tensor \[_, K\] int32, got NoneType"),
+        (torch.zeros(PADDED, 3, dtype=torch.int64), r"\[_, K\] int32, got \[34, 3\] int64"),
+        (torch.zeros(PADDED, 1, 3, dtype=I32), r"\[_, K\] int32, got \[34, 1, 3\] int32"),
+        (torch.zeros(TOKENS - 1, 3, dtype=I32), r"a row for each of 31 tokens, at most 3 columns, got \[30, 3\]"),
+        (torch.zeros(PADDED, 4, dtype=I32), r"a row for each of 31 tokens, at most 3 columns, got \[34, 4\]"),
+        (torch.zeros(PADDED, 3, dtype=I32, device="meta"), "a tensor on cpu, like q, got one on meta"),
+    ],
+)
+def test_topk_indices_that_no_indexer_leaves_are_refused(value: Tensor | None, said: str) -> None:
+    refused(C4A, ArgumentError, rf"^topk_indices: expected {said}", topk_indices=value)
+
+
+@pytest.mark.parametrize("kind", [SWA, C128A])
+def test_layers_without_an_indexer_do_not_look_at_topk_indices(kind: LayerKind) -> None:
+    for topk in (None, torch.zeros(1, 99)):
+        forward_mqa(**{**good(kind), "topk_indices": topk})
+
+
+@pytest.mark.parametrize("rows", [0, TOKENS, 500])
+def test_topk_indices_may_have_rows_to_spare_and_no_column_at_all(rows: int) -> None:
+    arguments = good(C4A)
+    forward_mqa(**{**arguments, "topk_indices": torch.zeros(max(rows, TOKENS), 0 if not rows else 3, dtype=I32)})
+
+    assert bool(arguments["out"].isfinite().all())
+
+
+OTHER_DIMS = KVCacheLayout.fp8_ds_mla(32, 4, group_size=8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_g2_a_window_cache_of_other_dims_but_equal_size_is_refused(kind: LayerKind) -> None:
+    assert OTHER_DIMS.record_bytes == LAYOUT.record_bytes
+    said = rf"^caches\.swa: expected a layout of 24 \+ 8 dims, as the model has, got {OTHER_DIMS.fingerprint}"
+
+    refused(kind, LayoutMismatchError, said, caches=caches_of(kind, swa=random_cache(OTHER_DIMS, 4, 256)))
+
+
+@pytest.mark.parametrize("kind", [C4A, C128A])
+def test_g2_a_compressed_cache_that_does_not_fit_the_model_or_the_window_is_refused(kind: LayerKind) -> None:
+    block_size = 8 if kind is C4A else 2
+    other, rows = (
+        random_cache(OTHER_DIMS, block_size, 32),
+        random_cache(KVCacheLayout.rows(24, 8, dtype=F32), block_size, 32),
+    )
+
+    refused(kind, LayoutMismatchError, r"^caches\.compressed: .*24 \+ 8 dims", caches=caches_of(kind, compressed=other))
+    said = r"^caches\.compressed: expected rows that read as torch\.bfloat16, like the window cache, got rows/1:float32"
+    refused(kind, LayoutMismatchError, said, caches=caches_of(kind, compressed=rows))
+    refused(
+        kind,
+        ArgumentError,
+        r"^caches\.compressed: expected the compr.*, got None",
+        caches=caches_of(kind, compressed=None),
+    )
+
+
+def test_g2_what_may_differ_between_two_caches_of_a_layer_does_not_hinder() -> None:
+    fnuz = random_cache(KVCacheLayout.fp8_ds_mla(24, 8, group_size=16, fp8_format=Fp8Format.FNUZ), 8, 32)
+    rows = random_cache(KVCacheLayout.rows(24, 8), 8, 32)
+    for compressed in (fnuz, rows):
+        arguments = {**good(C4A), "caches": caches_of(C4A, compressed=compressed)}
+        forward_mqa(**arguments)
+        assert bool(arguments["out"].isfinite().all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_caches_of_another_block_size_than_the_metadata_s_are_refused(kind: LayerKind) -> None:
+    said = r"^metadata\.swa\.block_size: expected 8 \(records per block of the window cache\), got 4"
+    refused(kind, ArgumentError, said, caches=caches_of(kind, swa=random_cache(LAYOUT, 8, 128)))
+    if kind is SWA:
+        return
+    records = 8 if kind is C4A else 2
+    said = rf"^metadata\.compressed\.block_size // compress_ratio: expected 16 \(.*\), got {records}"
+    refused(kind, ArgumentError, said, caches=caches_of(kind, compressed=random_cache(LAYOUT, 16, 16)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_caches_or_metadata_on_another_device_are_refused(kind: LayerKind) -> None:
+    there = PagedKVCache.allocate(LAYOUT, 256, 4, device="meta")
+    refused(kind, ArgumentError, r"^caches\.swa: .*like q, got one on meta", caches=caches_of(kind, swa=there))
+    if kind is not SWA:
+        there = PagedKVCache.allocate(LAYOUT, 32, 8 if kind is C4A else 2, device="meta")
+        said = r"^caches\.compressed: .*like q, got one on meta"
+        refused(kind, ArgumentError, said, caches=caches_of(kind, compressed=there))
+    moved = {name: good(kind)[name].to("meta") for name in ("q", "out", "attn_sink", "topk_indices", "lse")}
+    caches = LayerCaches(PagedKVCache.allocate(LAYOUT, 4, 4, device="meta"), None if kind is SWA else there)
+    refused(kind, ArgumentError, r"^metadata\.swa: expected a tensor on meta", **moved, caches=caches)
+
+
+@pytest.mark.parametrize("kind", [C4A, C128A])
+def test_metadata_of_other_layers_or_of_another_batch_is_refused(kind: LayerKind) -> None:
+    mine, other = metadata_of(kind), metadata_of(C128A if kind is C4A else C4A)
+    refused(
+        kind,
+        ArgumentError,
+        r"^metadata\.compressed: expected metadata of .* layers, got None",
+        metadata=metadata_of(SWA),
+    )
+    said = rf"^metadata\.compressed\.compress_ratio: expected {MODEL.layer_of_kind(kind).compress_ratio} \(the layer's"
+    refused(kind, ArgumentError, said, metadata=other)
+    fewer = AttentionMetadata(mine.swa, metadata_of(kind, [1, 9], [40, 29]).compressed)
+    said = r"^metadata\.compressed\.num_actual_tokens: expected 31 \(the batch\), got 10"
+    refused(kind, ArgumentError, said, metadata=fewer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metadata_for_another_window_is_refused(kind: LayerKind) -> None:
+    wide = metadata_of(kind, geometry=attrs.evolve(MODEL, window=16))
+
+    refused(
+        kind, ArgumentError, r"^metadata\.swa\.window_size: expected 8 \(the model's window\), got 16", metadata=wide
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"max_num_batched_tokens": 30}, r"tokens: expected at most 30 \(limits\), got 31"),
+        ({"max_num_reqs": 3}, r"requests: expected at most 3 \(limits\), got 4"),
+        ({"max_num_reqs": 1}, r"decode tokens: expected at most 1 \(limits\), got 2"),
+        ({"max_model_len": 39}, r"max_seq_len: expected at most 39 \(limits\), got 40"),
+    ],
+)
+def test_a_batch_beyond_the_limits_the_workspace_was_planned_for_is_refused(
+    kind: LayerKind, limits: dict[str, int], said: str
+) -> None:
+    refused(kind, ArgumentError, f"^metadata: {said}", limits=attrs.evolve(LIMITS, **limits))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_with_more_tokens_than_rows_of_q_is_refused(kind: LayerKind) -> None:
+    short: dict[str, Any] = {
+        "q": torch.ones(TOKENS - 1, 4, 32),
+        "out": torch.full((TOKENS - 1, 4, 32), 7.0),
+        "lse": None,
+    }
+
+    refused(kind, ArgumentError, r"^metadata: tokens: expected at most 30 \(the rows of q\), got 31", **short)
+
+
+FORMS = [
+    {"prefill_keys": keys, "decode_indices": form, "prefill_indices": form}
+    for keys in ("gathered", "paged")
+    for form in ("dense", "ragged")
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", FORMS, ids=["-".join(f.values()) for f in FORMS])
+@pytest.mark.parametrize("lane", ["decode", "prefill"])
+def test_g11_a_locked_workspace_that_is_too_small_is_refused_before_any_write(
+    kind: LayerKind, form: dict[str, str], lane: str
+) -> None:
+    backend = ReferenceBackend(**form)
+    plan = plan_workspace(MODEL.layer_of_kind(kind), LIMITS, backend, LAYOUT)
+    used = WorkspaceManager()
+    forward_mqa(**{**good(kind), "backend": backend, "workspace": used})
+    if not used.size(lane):
+        forward_mqa(**{**good(kind), "backend": backend, "workspace": locked({**plan.lanes, lane: 0})})
+        return
+    small = {**plan.lanes, lane: used.size(lane) - 256}
+    said = (
+        rf"^workspace: reference\.{lane} needs \d+ bytes in lane '{lane}', "
+        rf"which is locked at {small[lane]} bytes -> reserve a plan"
+    )
+
+    refused(kind, WorkspaceError, said, backend=backend, workspace=locked(small))
+
+
+def locked(lanes: dict[str, int]) -> WorkspaceManager:
+    """Return a workspace of exactly these sizes that may not grow."""
+    manager = WorkspaceManager()
+    manager.reserve(WorkspacePlan(lanes))
+    manager.lock()
+    return manager
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_g11_a_warm_up_that_may_not_grow_says_so_and_leaves_the_output(kind: LayerKind) -> None:
+    refused(kind, WorkspaceError, r"^workspace: warm-up needs \d+ bytes in lane", metadata=None, workspace=locked({}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("keys", ["gathered", "paged"])
+def test_g4_a_block_that_does_not_exist_is_absent_in_prefill_where_nobody_checks_blocks(
+    kind: LayerKind, keys: str
+) -> None:
+    """As on accelerators, where looking at a block table would synchronise. The workspace is NaN before use."""
+    gone: dict[str, Any] = {
+        "block_table": torch.arange(64, dtype=I32).where(torch.arange(64) != 5, -1)[None],
+        "compressed_block_table": torch.tensor([[-1, 1, 2, 3, 4, 5, 6, 7]], dtype=I32),
+    }
+    outs = []
+    for workspace, form in ((WorkspaceManager(debug=True), keys), (WorkspaceManager(), "paged")):
+        metadata = metadata_of(kind, [9], [29], gone, validate=False)
+        arguments = {**good(kind), "metadata": metadata, "workspace": workspace}
+        forward_mqa(**{**arguments, "backend": ReferenceBackend(prefill_keys=form)})
+        outs.append(arguments["out"])
+
+    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)

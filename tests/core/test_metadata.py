@@ -1,0 +1,369 @@
+"""What metadata declares about its tensors, and every batch the builder refuses before it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.core.builder import MetadataBuilder, split_decodes_and_prefills
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.tensorspec import check_tensor
+from dsv4attn.errors import ArgumentError, UnknownNameError
+
+I32, I64 = torch.int32, torch.int64
+Metadata = DeepseekSparseSWAMetadata | FlashMLASparseMetadata
+SWA, C4A, C128A = LayerKind.SWA, LayerKind.C4A, LayerKind.C128A
+MODEL = ModelGeometry(
+    num_heads=4,
+    head_dim=32,
+    rope_dim=8,
+    window=8,
+    index_topk=3,
+    layers=((SWA, 1), (C4A, 4), (C128A, 16)),
+    max_position=4096,
+    hidden_size=64,
+    o_groups=2,
+    o_lora_rank=16,
+)
+LIMITS = Limits(max_num_reqs=6, max_num_batched_tokens=64, max_model_len=256, num_speculative_tokens=1)
+
+
+def batch(query: list[int], seq: list[int], **changes: Any) -> Batch:
+    """Return a good batch: window blocks of 4, each request in a row of its own of both tables; then change it."""
+    starts = torch.tensor([0, *query], dtype=I32).cumsum(0).to(I32)
+    lens = torch.tensor(seq, dtype=I32)
+    fields: dict[str, Any] = {
+        "num_reqs": len(query),
+        "query_start_loc": starts,
+        "query_start_loc_cpu": starts.clone(),
+        "seq_lens": lens,
+        "seq_lens_cpu": lens.clone(),
+        "slot_mapping": torch.arange(sum(query)),
+        "block_table": torch.arange(len(query) * 64, dtype=I32).view(-1, 64),
+        "compressed_block_table": torch.arange(len(query) * 8, dtype=I32).view(-1, 8),
+    }
+    return Batch(**{**fields, **changes})
+
+
+def builder(limits: Limits = LIMITS, **options: Any) -> MetadataBuilder:
+    """Return a builder for caches that are just large enough for six requests."""
+    fixed: dict[str, Any] = {"swa_block_size": 4, "compressed_block_tokens": 32}
+    sizes: dict[str, Any] = {"num_swa_blocks": 6 * 64, "num_compressed_blocks": 6 * 8}
+    return MetadataBuilder(MODEL, limits, **{**fixed, **sizes, **options})
+
+
+def buffers(value: object) -> list[Tensor]:
+    """Return every tensor a builder holds."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for part in value.values() for t in buffers(part)]
+    return [t for part in value for t in buffers(part)] if isinstance(value, tuple) else []
+
+
+def refused(build: MetadataBuilder, make: Callable[[], Batch], said: str) -> None:
+    """Check that a batch is refused with these words for every set of kinds, and that no buffer was written."""
+    held = buffers(vars(build))
+    assert len(held) >= 10
+    for tensor in held:
+        tensor.fill_(1 if tensor.dtype is torch.bool else 77)
+    with pytest.raises(ArgumentError, match=said):
+        build.build_for(make(), [SWA, C4A, C128A])
+
+    assert all(bool((tensor == (1 if tensor.dtype is torch.bool else 77)).all()) for tensor in held)
+
+
+def test_a_good_batch_is_built_for_all_kinds() -> None:
+    made = builder().build_for(batch([1, 2, 9], [40, 5, 9]), [SWA, C4A, C128A])
+    swa = made[SWA].swa
+
+    assert (swa.num_decodes, swa.num_prefills, swa.num_decode_tokens, swa.num_prefill_tokens) == (2, 1, 3, 9)
+    assert (swa.max_query_len, swa.max_seq_len, swa.num_actual_tokens) == (9, 40, 12)
+    assert swa.decode_swa_lens.tolist() == [8, 4, 5]
+    assert made[SWA].compressed is None
+    assert isinstance(made[C4A].compressed, FlashMLASparseMetadata)
+
+
+@pytest.mark.parametrize("query", [[], [0, 0], [0, 1, 0]])
+def test_batches_of_nothing_and_of_padding_requests_are_good(query: list[int]) -> None:
+    made = builder().build_for(batch(query, [5] * len(query)), [SWA, C4A, C128A])
+
+    assert made[SWA].swa.num_actual_tokens == sum(query)
+    assert (made[SWA].swa.num_decodes, made[SWA].swa.num_prefills) == (len(query), 0)
+
+
+META_BATCH: list[tuple[dict[str, Any], str]] = [
+    ({"num_reqs": -1}, r"Batch\.num_reqs: expected a count >= 0, got -1"),
+    ({"num_reqs": 3}, r"Batch\.query_start_loc: expected \[R\+1\] int32 with R=3, got \[3\] int32"),
+    ({"num_reqs": "2"}, r"Batch\.num_reqs: expected a count >= 0, got 2"),
+    ({"seq_lens": torch.ones(2, dtype=I64)}, r"Batch\.seq_lens: expected \[R\] int32 with R=2, got \[2\] int64"),
+    ({"seq_lens": torch.ones(1, 2, dtype=I32)}, r"Batch\.seq_lens: .*got \[1, 2\] int32"),
+    ({"seq_lens": [5, 6]}, r"Batch\.seq_lens: expected a tensor \[R\] int32, got list"),
+    ({"seq_lens": None}, r"Batch\.seq_lens: expected a tensor \[R\] int32, got NoneType"),
+    ({"slot_mapping": torch.ones(4, dtype=I32)}, r"Batch\.slot_mapping: expected \[S\] int64, got \[4\] int32"),
+    (
+        {"block_table": torch.ones(3, 64, dtype=I32)},
+        r"Batch\.block_table: expected \[R, N\] int32 with R=2.*got \[3, 64\]",
+    ),
+    ({"block_table": torch.ones(2, dtype=I32)}, r"Batch\.block_table: .*got \[2\] int32"),
+    ({"compressed_block_table": torch.ones(1, 8, dtype=I32)}, r"Batch\.compressed_block_table: .*got \[1, 8\]"),
+    ({"query_start_loc_cpu": torch.ones(2, dtype=I32)}, r"Batch\.query_start_loc_cpu: .*\[R\+1\].*got \[2\] int32"),
+    (
+        {"seq_lens_cpu": torch.ones(2, dtype=I32, device="meta")},
+        r"Batch\.seq_lens_cpu: expected a tensor on cpu, got one on meta",
+    ),
+    (
+        {"seq_lens": torch.ones(2, dtype=I32, device="meta")},
+        r"Batch\.seq_lens: expected a tensor on cpu, got one on meta",
+    ),
+    ({"block_table": torch.ones(2, 64, dtype=I32, device="meta")}, r"Batch\.block_table: expected a tensor on cpu"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), META_BATCH, ids=[said[6:40] for _, said in META_BATCH])
+def test_a_batch_checks_each_tensor_it_declares(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        batch([1, 3], [5, 6], **changes)
+
+
+def test_host_tensors_may_live_apart_from_a_device() -> None:
+    there = {
+        name: getattr(batch([1, 3], [5, 6]), name).to("meta")
+        for name in ("query_start_loc", "seq_lens", "slot_mapping", "block_table", "compressed_block_table")
+    }
+
+    assert batch([1, 3], [5, 6], **there).seq_lens_cpu.device.type == "cpu"
+
+
+def test_a_compressed_table_is_optional() -> None:
+    assert batch([1], [5], compressed_block_table=None).compressed_block_table is None
+
+
+def fields_of(metadata: Metadata) -> list[str]:
+    """Return the names of the fields that hold tensors."""
+    return [f.name for f in attrs.fields(type(metadata)) if isinstance(getattr(metadata, f.name), Tensor)]
+
+
+def wrong_dtype(x: Tensor) -> Tensor:
+    return x.to(torch.float64)
+
+
+def wrong_rank(x: Tensor) -> Tensor:
+    return x[None]
+
+
+def elsewhere(x: Tensor) -> Tensor:
+    return x.to("meta")
+
+
+@pytest.mark.parametrize("part", [DeepseekSparseSWAMetadata, FlashMLASparseMetadata])
+@pytest.mark.parametrize("spoil", [wrong_dtype, wrong_rank, elsewhere])
+def test_metadata_checks_dtype_rank_and_device_of_every_tensor(part: type, spoil: Callable[[Tensor], Tensor]) -> None:
+    made = builder().build_for(batch([1, 2, 9], [40, 5, 9]), [C128A])[C128A]
+    good = made.swa if part is DeepseekSparseSWAMetadata else made.compressed
+    assert good is not None
+    names = fields_of(good)
+
+    assert len(names) >= 8
+    for name in names:
+        changes: dict[str, Any] = {name: spoil(getattr(good, name))}
+        with pytest.raises(ArgumentError) as info:
+            attrs.evolve(good, **changes)
+        # when the first tensor of an instance moves away, the next one is the odd one out
+        if spoil is not elsewhere or name != names[0]:
+            assert str(info.value).startswith(f"{part.__name__}.{name}: expected ")
+
+
+COUNTS = ["num_prefills", "num_decode_tokens", "num_prefill_tokens", "window_size"]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_window_metadata_ties_its_shapes_to_its_counts(name: str) -> None:
+    good = builder().build(batch([1, 2, 9], [40, 5, 9]))
+    with pytest.raises(ArgumentError, match=r"^DeepseekSparseSWAMetadata\.\w+: expected \["):
+        attrs.evolve(good, **{name: getattr(good, name) + 1})
+
+
+def test_a_letter_is_bound_once() -> None:
+    letters: dict[str, int] = {}
+    check_tensor("a", torch.zeros(3, 4), "R N", torch.float32, letters)
+    check_tensor("b", torch.zeros(4, 5, 9), "R+1 N+1 _", torch.float32, letters)
+    check_tensor("c", torch.zeros(2), "2", (torch.float16, torch.float32), letters)
+
+    assert letters == {"R": 3, "N": 4}
+    for shape in ("R", "N+1", "2"):
+        with pytest.raises(ArgumentError, match=r"^d: expected \[.*got \[7\] float32"):
+            check_tensor("d", torch.zeros(7), shape, torch.float32, letters)
+    with pytest.raises(ArgumentError, match=r"^e: expected \[2\] float16 or int32, got \[2\] float32"):
+        check_tensor("e", torch.zeros(2), "2", (torch.float16, I32), letters)
+
+
+def spoiled(tensor: Tensor, at: int | tuple[int, int], value: int) -> Tensor:
+    """Return a tensor with one element changed."""
+    changed = tensor.clone()
+    changed[at] = value
+    return changed
+
+
+GOOD = batch([1, 2, 9], [40, 5, 29])
+BAD_BATCHES: list[tuple[Callable[[], Batch], str]] = [
+    (lambda: batch([1, 9], [40, 8]), r"seq_lens\[1\]: expected at least the 9 query tokens of this step, got 8 -> "),
+    (lambda: batch([1, 9], [0, 9]), r"seq_lens\[0\]: expected at least the 1 query tokens of this step, got 0"),
+    (lambda: batch([1, 9], [257, 9]), r"seq_lens\[0\]: expected at most 256, got 257"),
+    (
+        lambda: batch([9, 1], [9, 5]),
+        "query_start_loc: expected decode requests .at most 2 query tokens. before prefill",
+    ),
+    (
+        lambda: batch([1, 9, 0, 2], [5, 9, 0, 5]),
+        "got request 3 with 2 after request 1 with 9 -> order the batch by phase",
+    ),
+    (lambda: batch([1] * 7, [5] * 7), "batch requests: expected at most 6, got 7"),
+    (lambda: batch([32, 33], [32, 33]), "batch tokens: expected at most 64, got 65 -> raise Limits"),
+    (lambda: batch([3, -1], [9, 9]), "query_start_loc: expected ascending values that begin with 0"),
+    (
+        lambda: batch([1, 2], [9, 9], query_start_loc_cpu=torch.tensor([1, 2, 4], dtype=I32)),
+        r"query_start_loc: expected ascending values that begin with 0, got \[1, 2, 4\]",
+    ),
+    (
+        lambda: batch([1, 9], [40, 9], block_table=GOOD.block_table[:2, :9]),
+        "block_table: expected at least 10 columns for the 40 records of request 0, got 9 columns of 4 records",
+    ),
+    (
+        lambda: batch([1, 9], [40, 9], compressed_block_table=torch.zeros(2, 0, dtype=I32)),
+        "compressed_block_table: expected at least 2 columns for the 10 records of request 0, got 0 columns of 8",
+    ),
+    (
+        lambda: batch([1, 9], [40, 64], compressed_block_table=torch.zeros(2, 1, dtype=I32)),
+        "compressed_block_table: expected at least 2 columns for the 10 records of request 0",
+    ),
+    (lambda: batch([1, 9], [40, 9], compressed_block_table=None), r"Batch\.compressed_block_table: expected a table"),
+    (
+        lambda: batch([1, 9], [40, 64], compressed_block_table=torch.tensor([[0, -1], [2, 3]], dtype=I32)),
+        r"compressed_block_table\[0\]: expected blocks in \[0, 48\) for 10 entries, got \[0, -1\]",
+    ),
+    (
+        lambda: batch([1, 9], [40, 64], compressed_block_table=torch.tensor([[0, 1], [2, 48]], dtype=I32)),
+        r"compressed_block_table\[1\]: expected blocks in \[0, 48\) for 16 entries, got \[2, 48\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "said"), BAD_BATCHES, ids=[said[:50] for _, said in BAD_BATCHES])
+def test_a_batch_that_cannot_be_is_refused_before_any_buffer_is_written(make: Callable[[], Batch], said: str) -> None:
+    refused(builder(), make, said)
+
+
+@pytest.mark.parametrize("at", [(0, 9), (1, 0), (2, 3)], ids=["decode", "short", "first-query-of-a-prefill"])
+@pytest.mark.parametrize("block", [-1, 6 * 64, 2**31 - 1, 2**30, 2**26, -(2**31)])
+def test_a_block_outside_the_cache_under_a_window_is_refused(at: tuple[int, int], block: int) -> None:
+    table = spoiled(GOOD.block_table, at, block)
+    said = rf"block_table\[{at[0]}\]: expected blocks in \[0, 384\) under the window of request {at[0]}, got \["
+
+    refused(builder(), lambda: batch([1, 2, 9], [40, 5, 29], block_table=table), said)
+
+
+@pytest.mark.parametrize("slot", [1536, 2**31, 2**40])
+def test_a_slot_outside_the_cache_is_refused(slot: int) -> None:
+    slots = spoiled(GOOD.slot_mapping, 4, slot)
+    said = rf"slot_mapping\[4\]: expected below the 1536 slots of the window cache.*, got {slot}"
+
+    refused(builder(), lambda: batch([1, 2, 9], [40, 5, 29], slot_mapping=slots), said)
+
+
+def test_blocks_no_window_reaches_may_be_stale() -> None:
+    table = GOOD.block_table.clone()
+    table[0, :8] = -1
+    table[0, 10:] = 2**31 - 1
+    made = builder().build(batch([1, 2, 9], [40, 5, 29], block_table=table))
+
+    assert made.decode_swa_indices[0, 0].tolist() == list(range(32, 40))
+
+
+def test_padding_rows_may_name_no_block_at_all() -> None:
+    table = torch.full((2, 64), -1, dtype=I32)
+    made = (
+        builder()
+        .build_for(batch([1, 1], [256, 256], slot_mapping=torch.tensor([-1, -7]), block_table=table), [SWA])[SWA]
+        .swa
+    )
+
+    assert made.decode_swa_lens.tolist() == [0, 0]
+    assert bool((made.decode_swa_indices == -1).all())
+    assert made.is_valid_token.tolist() == [False, False]
+
+
+def test_tokens_without_a_slot_are_padding() -> None:
+    made = builder().build(batch([1, 2], [5, 9], slot_mapping=torch.tensor([0])))
+
+    assert made.is_valid_token.tolist() == [True, False, False]
+    assert made.decode_swa_lens.tolist() == [5, 0, 0]
+
+
+def test_without_cache_sizes_only_impossible_blocks_are_found() -> None:
+    build = builder(num_swa_blocks=None, num_compressed_blocks=None)
+    far = spoiled(GOOD.block_table, (0, 9), 10**6)
+
+    assert build.build(batch([1, 2, 9], [40, 5, 29], block_table=far)).num_actual_tokens == 12
+    gone = spoiled(GOOD.block_table, (0, 9), -1)
+    refused(build, lambda: batch([1, 2, 9], [40, 5, 29], block_table=gone), r"block_table\[0\]: .*\[0, num_blocks\)")
+
+
+def test_without_validation_a_block_that_cannot_be_becomes_an_absent_slot() -> None:
+    table = GOOD.block_table.clone()
+    table[0, 8:10] = torch.tensor([2**30, -5], dtype=I32)  # 2^30 blocks of 4 would wrap around to slot 0
+    made = builder(validate=False).build(batch([1, 2, 9], [40, 5, 29], block_table=table))
+
+    assert made.decode_swa_indices[0, 0].tolist() == [-1] * 8
+    assert made.decode_swa_indices[1, 0, :4].tolist() == [256, 257, 258, 259]
+
+
+def test_a_short_request_behind_a_prefill_runs_as_a_prefill_when_asked() -> None:
+    made = builder(short_prefills=True).build_for(batch([1, 9, 0, 2], [5, 9, 0, 7]), [SWA, C4A, C128A])[SWA].swa
+
+    assert (made.num_decodes, made.num_prefills, made.num_decode_tokens, made.num_prefill_tokens) == (1, 3, 1, 11)
+    assert made.prefill_swa_lens.tolist()[-2:] == [6, 7]
+    assert made.prefill_gather_lens.tolist() == [9, 0, 7]
+
+
+@pytest.mark.parametrize(
+    ("query", "threshold", "split"),
+    [
+        ([], 1, (0, 0, 0, 0)),
+        ([1, 1, 1], 1, (3, 0, 3, 0)),
+        ([1, 0, 2], 2, (3, 0, 3, 0)),
+        ([5, 6], 1, (0, 2, 0, 11)),
+        ([1, 0, 5, 0, 9], 1, (2, 3, 1, 14)),
+        ([3, 1, 4], 3, (2, 1, 4, 4)),
+    ],
+)
+def test_the_first_long_request_begins_the_prefill_part(
+    query: list[int], threshold: int, split: tuple[int, int, int, int]
+) -> None:
+    assert split_decodes_and_prefills(query, threshold) == split
+    assert split_decodes_and_prefills(query, threshold, short_prefills=True) == split
+
+
+def test_a_kind_without_a_compressed_cache_or_that_the_model_lacks_is_refused() -> None:
+    build, step = builder(), batch([1], [5])
+    swa = build.build(step)
+    with pytest.raises(ArgumentError, match="kind: expected a layer kind with a compressed cache, got swa"):
+        build.build_compressed(step, swa, SWA)
+    window_only = attrs.evolve(MODEL, layers=((SWA, 1),))
+    with pytest.raises(UnknownNameError, match="unknown layer kind of custom 'c4a'"):
+        MetadataBuilder(window_only, LIMITS, swa_block_size=4).build_compressed(step, swa, C4A)
+
+
+@pytest.mark.parametrize("tokens", [24, 100, 8])
+def test_a_block_that_does_not_hold_whole_entries_is_refused(tokens: int) -> None:
+    with pytest.raises(
+        ArgumentError, match=rf"compressed_block_tokens: expected a multiple of ratio \d+, got {tokens}"
+    ):
+        builder(compressed_block_tokens=tokens)

@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import suppress
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dsv4attn.core.workspace import (
+    ALIGNMENT,
+    WorkspaceManager,
+    WorkspacePlan,
+    current_workspace_manager,
+    simultaneous_bytes,
+    use_workspace,
+)
+from dsv4attn.errors import ArgumentError, CanaryError, Dsv4AttnError, WorkspaceError
+
+BF16, F32, I32, U8 = torch.bfloat16, torch.float32, torch.int32, torch.uint8
+DTYPES = [U8, BF16, F32, I32, torch.int64, torch.bool]
+specs_strategy = st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3), st.sampled_from(DTYPES)), max_size=6)
+
+
+def span(view: Tensor) -> range:
+    """Return the addresses a view covers."""
+    return range(view.data_ptr(), view.data_ptr() + view.numel() * view.element_size())
+
+
+@given(specs=specs_strategy, debug=st.booleans())
+def test_g11_views_are_aligned_disjoint_inside_the_buffer_and_of_the_asked_kind(
+    specs: list[tuple[list[int], torch.dtype]], debug: bool
+) -> None:
+    manager = WorkspaceManager(debug=debug)
+    views = manager.get_simultaneous(*specs)
+    spans = [span(view) for view in views if view.numel()]
+
+    assert [(list(view.shape), view.dtype) for view in views] == [(shape, dtype) for shape, dtype in specs]
+    assert all(view.is_contiguous() for view in views)
+    assert all(part.start % ALIGNMENT == 0 for part in spans)
+    for left, right in combinations(spans, 2):
+        assert left.stop <= right.start or right.stop <= left.start
+    if spans:
+        assert max(part.stop for part in spans) - min(part.start for part in spans) <= manager.size()
+    if not debug:
+        assert manager.size() == simultaneous_bytes(specs)
+
+
+def test_bytes_are_counted_in_units_of_256() -> None:
+    assert simultaneous_bytes([]) == 0
+    assert simultaneous_bytes([((1,), U8), ((256,), U8), ((257,), U8), ((3, 0), F32), ((), F32)]) == 256 * 5
+    assert simultaneous_bytes([((4, 1000, 512), BF16)]) == 4_096_000
+
+
+def test_the_next_call_gets_the_same_memory_again() -> None:
+    manager = WorkspaceManager()
+    first = manager.get_simultaneous(((100,), F32), ((7,), I32))
+    second = manager.get_simultaneous(((50,), F32))
+
+    assert second[0].data_ptr() == first[0].data_ptr()
+
+
+def test_the_buffer_grows_to_what_is_needed_and_never_shrinks() -> None:
+    manager = WorkspaceManager()
+    assert manager.size() == manager.total_bytes == 0
+    for want, size in ((1, 256), (1000, 1024), (10, 1024), (1024, 1024), (1025, 1280)):
+        manager.get_simultaneous(((want,), U8))
+        assert manager.size() == size
+
+
+def test_views_handed_out_before_the_buffer_grew_keep_their_own_memory() -> None:
+    manager = WorkspaceManager()
+    (old,) = manager.get_simultaneous(((64,), I32))
+    old.fill_(7)
+    (new,) = manager.get_simultaneous(((6400,), I32))
+    new.zero_()
+
+    assert bool(old.eq(7).all())
+
+
+def test_g11_a_locked_workspace_says_what_was_needed_what_it_has_and_who_asked() -> None:
+    manager = WorkspaceManager()
+    manager.get_simultaneous(((512,), U8), lane="decode")
+    manager.lock()
+
+    with pytest.raises(WorkspaceError) as info:
+        manager.get_simultaneous(((512,), U8), ((1,), U8), lane="decode", caller="reference.decode")
+
+    assert str(info.value).startswith(
+        "workspace: reference.decode needs 768 bytes in lane 'decode', which is locked at 512 bytes -> "
+    )
+    assert (info.value.needed, info.value.has, info.value.caller, info.value.lane) == (
+        768,
+        512,
+        "reference.decode",
+        "decode",
+    )
+    assert isinstance(info.value, RuntimeError)
+
+
+def test_what_fits_still_works_after_lock_and_unlock_lets_it_grow() -> None:
+    manager = WorkspaceManager()
+    manager.reserve(WorkspacePlan({"default": 1024}))
+    before = manager.get_simultaneous(((1024,), U8))[0].data_ptr()
+    manager.lock()
+
+    states = [manager.locked]
+    assert manager.get_simultaneous(((4, 64), F32))[0].data_ptr() == before
+    with pytest.raises(WorkspaceError):
+        manager.get_simultaneous(((1025,), U8))
+    assert manager.get_simultaneous(((1024,), U8))[0].data_ptr() == before, "a refused request changed the buffer"
+    manager.unlock()
+    assert [*states, manager.locked] == [True, False]
+    manager.get_simultaneous(((1025,), U8))
+    assert manager.size() == 1280
+
+
+def test_a_locked_lane_nobody_reserved_is_too_small_for_anything_but_nothing() -> None:
+    manager = WorkspaceManager()
+    manager.lock()
+
+    assert [v.shape for v in manager.get_simultaneous(((0, 4), F32), lane="new")] == [(0, 4)]
+    with pytest.raises(WorkspaceError, match="needs 256 bytes in lane 'new', which is locked at 0 bytes"):
+        manager.get_simultaneous(((1,), F32), lane="new")
+    with pytest.raises(WorkspaceError, match="warm-up needs 9 bytes in lane 'late'"):
+        manager.reserve(WorkspacePlan({"late": 9}), caller="warm-up")
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_zero_size_requests_are_legal_first_between_and_alone(debug: bool) -> None:
+    manager = WorkspaceManager(debug=debug)
+
+    assert manager.get_simultaneous() == []
+    (alone,) = manager.get_simultaneous(((0, 512), BF16))
+    assert (alone.shape, alone.dtype) == ((0, 512), BF16)
+    first, between, last = manager.get_simultaneous(((3,), I32), ((2, 0, 5), F32), ((3,), I32))
+    assert between.shape == (2, 0, 5)
+    assert span(first).stop <= span(last).start
+    scalar = manager.get_simultaneous(((), F32))[0]
+    assert (scalar.shape, scalar.numel()) == ((), 1)
+
+
+def test_a_negative_size_is_refused_before_anything_is_handed_out() -> None:
+    manager = WorkspaceManager()
+    with pytest.raises(ArgumentError, match=r"workspace shape: expected no negative size, got \[-2, -3\]"):
+        manager.get_simultaneous(((4,), F32), ((-2, -3), F32))
+
+    assert manager.size() == 0
+
+
+def test_g11_lanes_have_their_own_memory() -> None:
+    manager = WorkspaceManager()
+    (decode,) = manager.get_simultaneous(((256,), U8), lane="decode")
+    (prefill,) = manager.get_simultaneous(((512,), U8), lane="prefill")
+
+    assert {*span(decode)}.isdisjoint(span(prefill))
+    assert (manager.size("decode"), manager.size("prefill"), manager.size("none")) == (256, 512, 0)
+    assert manager.total_bytes == 768
+    manager.get_simultaneous(((4096,), U8), lane="prefill")
+    assert manager.get_simultaneous(((256,), U8), lane="decode")[0].data_ptr() == decode.data_ptr()
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((100,), U8), ((256,), U8), ((5, 13), BF16)])
+def test_g11_a_write_past_the_end_of_a_view_is_found_and_its_owner_named(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    manager = WorkspaceManager(debug=True)
+    (view, other) = manager.get_simultaneous((shape, dtype), ((4,), F32), lane="decode", caller="acme.decode")
+    view.zero_()
+    other.zero_()
+    manager.check_canaries()
+    end = view.as_strided((1,), (1,), view.storage_offset() + view.numel())
+    end.fill_(1)
+
+    said = rf"lane 'decode': bytes behind \[{', '.join(map(str, shape))}\] {dtype} of acme.decode were overwritten"
+    with pytest.raises(CanaryError, match=said):
+        manager.check_canaries()
+    with pytest.raises(CanaryError, match=said):
+        manager.check_canaries("decode")
+    with pytest.raises(CanaryError, match=said):
+        manager.get_simultaneous(((1,), U8), lane="decode")
+    manager.check_canaries("prefill")
+
+
+def test_the_last_byte_before_the_next_view_is_guarded_too() -> None:
+    manager = WorkspaceManager(debug=True)
+    first, second = manager.get_simultaneous(((256,), U8), ((256,), U8))
+    assert span(second).start - span(first).stop == ALIGNMENT
+    first.as_strided((1,), (1,), second.storage_offset() - 1).fill_(0)
+
+    with pytest.raises(CanaryError):
+        manager.check_canaries()
+
+
+def test_debug_fills_views_with_nan_and_production_with_nothing() -> None:
+    manager = WorkspaceManager(debug=True)
+    bf16, f32, i32 = manager.get_simultaneous(((3,), BF16), ((3,), F32), ((3,), I32))
+    assert bool(bf16.isnan().all())
+    assert bool(f32.isnan().all())
+    assert i32.tolist() == [-1, -1, -1]
+
+    plain = WorkspaceManager()
+    plain.get_simultaneous(((3,), F32))[0].fill_(7)
+    assert plain.get_simultaneous(((3,), F32))[0].tolist() == [7, 7, 7]
+    plain.check_canaries()
+
+
+def test_g11_a_plan_that_fits_in_production_fits_in_debug_too() -> None:
+    specs = [((5,), F32)] * 12
+    manager = WorkspaceManager(debug=True)
+    manager.reserve(WorkspacePlan({"default": simultaneous_bytes(specs)}))
+    manager.lock()
+
+    assert len(manager.get_simultaneous(*specs)) == 12
+
+
+def test_reserving_twice_keeps_the_larger() -> None:
+    manager = WorkspaceManager()
+    for size, has in ((512, 512), (256, 512), (1024, 1024)):
+        manager.reserve(WorkspacePlan({"prefill": size, "decode": 0}))
+        assert (manager.size("prefill"), manager.size("decode")) == (has, 0)
+
+
+def test_the_union_of_plans_is_the_larger_of_each_lane() -> None:
+    left = WorkspacePlan({"decode": 10, "prefill": 300}, transient_bytes=5)
+    right = WorkspacePlan({"prefill": 200, "extra": 7}, transient_bytes=9)
+    both = left.union(right)
+
+    assert both == right.union(left) == WorkspacePlan({"decode": 10, "extra": 7, "prefill": 300}, 9)
+    assert both.total_bytes == 326
+    assert left.union(WorkspacePlan()) == left
+    assert WorkspacePlan().total_bytes == 0
+
+
+def test_there_is_no_manager_without_being_asked_for() -> None:
+    with pytest.raises(Dsv4AttnError, match=r"no workspace manager in this context -> .*use_workspace"):
+        current_workspace_manager()
+
+
+def test_the_current_manager_nests_and_is_given_back_after_an_error() -> None:
+    outer, inner = WorkspaceManager(), WorkspaceManager()
+    with use_workspace(outer) as given:
+        assert given is current_workspace_manager() is outer
+        with suppress(KeyError), use_workspace(inner):
+            assert current_workspace_manager() is inner
+            raise KeyError
+        assert current_workspace_manager() is outer
+    with pytest.raises(Dsv4AttnError):
+        current_workspace_manager()
+
+
+def test_threads_do_not_see_each_other_s_manager() -> None:
+    together, seen = threading.Barrier(3), {}
+
+    def work(name: int) -> None:
+        manager = WorkspaceManager()
+        with use_workspace(manager):
+            together.wait(timeout=10)
+            seen[name] = current_workspace_manager() is manager
+            together.wait(timeout=10)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert seen == {0: True, 1: True, 2: True}
+    with pytest.raises(Dsv4AttnError):
+        current_workspace_manager()
+
+
+def test_tasks_of_one_thread_do_not_see_each_other_s_manager() -> None:
+    async def work() -> bool:
+        manager = WorkspaceManager()
+        with use_workspace(manager):
+            await asyncio.sleep(0)
+            mine = current_workspace_manager() is manager
+            await asyncio.sleep(0)
+            return mine and current_workspace_manager() is manager
+
+    async def main() -> list[bool]:
+        return list(await asyncio.gather(*(work() for _ in range(4))))
+
+    assert asyncio.run(main()) == [True] * 4
