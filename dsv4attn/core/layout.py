@@ -6,6 +6,7 @@ compare fingerprints, and a difference raises before any launch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum
 
 import torch
@@ -215,10 +216,10 @@ class PagedKVCache:
     Raises ArgumentError if the tensor cannot be such a cache.
     """
 
-    __slots__ = ("_regions", "block_size", "layout", "num_blocks", "tensor")
+    __slots__ = ("_regions", "block_size", "layout", "num_blocks", "page_stride", "tensor")
 
     def __init__(self, tensor: Tensor, layout: KVCacheLayout, *, block_size: int | None = None) -> None:
-        """Bind a tensor to a layout and build one strided view per region."""
+        """Bind a tensor to a layout."""
         if tensor.dtype != layout.dtype:
             raise ArgumentError("cache tensor", expected=f"dtype {layout.dtype} for {layout.name}", actual=tensor.dtype)
         last = layout.record_bytes if layout.is_quantised else layout.head_dim
@@ -235,7 +236,9 @@ class PagedKVCache:
             )
         self.tensor, self.layout = tensor, layout
         self.num_blocks, self.block_size = tensor.shape[0], block_size
-        self._regions = self._views()
+        self.page_stride = self._checked_stride()
+        """Bytes from one page to the next."""
+        self._regions: dict[str, Tensor] = {}
 
     @classmethod
     def allocate(
@@ -247,23 +250,23 @@ class PagedKVCache:
         flat = torch.zeros(num_blocks * stride // element, dtype=layout.dtype, device=device)
         return cls(flat.as_strided((num_blocks, block_size, last), (stride // element, last, 1)), layout)
 
-    def _views(self) -> dict[str, Tensor]:
+    def _checked_stride(self) -> int:
         tensor, layout = self.tensor, self.layout
         if not layout.is_quantised:
             if tensor.numel() and tensor.stride(2) != 1:
                 raise ArgumentError("cache tensor", expected="unit stride on the last dim", actual=tensor.stride())
-            return {"row": tensor}
+            return tensor.stride(0) * tensor.element_size()
         page = layout.page_bytes(self.block_size)
-        # the shape names bytes that the regions below do not follow, so it must mean the same contiguous page
+        # the shape names bytes that the regions do not follow, so it must mean the same contiguous page
         packed = (layout.record_bytes, 1)[3 - tensor.ndim :]
         inner = zip(tensor.shape[1:], tensor.stride()[1:], packed, strict=True)
         if tensor.numel() and any(n > 1 and stride != wanted for n, stride, wanted in inner):
             raise ArgumentError("cache tensor", expected=f"pages with strides {packed}", actual=tensor.stride()[1:])
         if tensor.ndim == 2 and self.num_blocks and tensor.shape[1] < page:
             raise ArgumentError("cache tensor", expected=f"at least {page} bytes in a page", actual=tensor.shape[1])
-        stride = tensor.stride(0) if self.num_blocks > 1 else max(tensor.stride(0), page)
-        stride += stride % 2 if self.num_blocks <= 1 else 0
-        if self.num_blocks and stride < page:
+        # the stride of a dimension of size one means nothing
+        stride = tensor.stride(0) if self.num_blocks > 1 else page + page % 2
+        if stride < page:
             raise ArgumentError("cache tensor", expected=f"a page stride of at least {page} bytes", actual=stride)
         if tensor.storage_offset() % 2 or stride % 2:
             raise ArgumentError(
@@ -271,16 +274,23 @@ class PagedKVCache:
                 expected="pages that begin at even bytes, so that the bf16 part is aligned",
                 actual=f"first page at byte {tensor.storage_offset()}, page stride {stride}",
             )
-        views = {}
-        for region in layout.regions(self.block_size):
-            size = (self.num_blocks, self.block_size, region.count * region.dtype.itemsize)
-            raw = tensor.as_strided(size, (stride, region.stride, 1), tensor.storage_offset() + region.offset)
-            views[region.name] = raw.view(region.dtype)
-        return views
+        return stride
 
     def region(self, name: str) -> Tensor:
         """[B, P, count] strided, typed view of one field of every record: "nope", "rope", "scale", or "row"."""
+        if not self._regions:
+            self._regions = dict(self._views())
         return self._regions[name]
+
+    def _views(self) -> Iterator[tuple[str, Tensor]]:
+        if not self.layout.is_quantised:
+            yield "row", self.tensor
+            return
+        for region in self.layout.regions(self.block_size):
+            size = (self.num_blocks, self.block_size, region.count * region.dtype.itemsize)
+            start = self.tensor.storage_offset() + region.offset
+            raw = self.tensor.as_strided(size, (self.page_stride, region.stride, 1), start)
+            yield region.name, raw.view(region.dtype)
 
     @property
     def capacity(self) -> int:

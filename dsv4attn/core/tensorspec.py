@@ -74,19 +74,28 @@ def check_tensor(
     """Check one tensor against a declared shape and dtype; letters that are not bound yet get bound."""
     shape = shape.split() if isinstance(shape, str) else shape
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    before = dict(letters)
+    # words are only made when something is wrong: this runs in every call
+    if isinstance(value, Tensor) and value.dtype in dtypes and _fits(value.shape, shape, letters):
+        return
     wanted = f"[{', '.join(shape)}] {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
     if not isinstance(value, Tensor):
         raise ArgumentError(name, expected=f"a tensor {wanted}", actual=type(value).__name__)
-    bound = ", ".join(f"{k}={v}" for k, v in letters.items() if any(k in dim for dim in shape))
-    expected = f"{wanted}{f' with {bound}' if bound else ''}"
+    bound = ", ".join(f"{k}={v}" for k, v in before.items() if any(k in dim for dim in shape))
     actual = f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    if value.dtype not in dtypes or value.ndim != len(shape):
-        raise ArgumentError(name, expected=expected, actual=actual)
-    for dim, got in zip(shape, value.shape, strict=True):
+    raise ArgumentError(name, expected=f"{wanted}{f' with {bound}' if bound else ''}", actual=actual)
+
+
+def _fits(actual: torch.Size, shape: list[str], letters: dict[str, int]) -> bool:
+    """Whether sizes are the declared ones; binds letters up to the first that is not."""
+    if len(actual) != len(shape):
+        return False
+    for dim, got in zip(shape, actual, strict=True):
         if dim == "_":
             continue
         letter, _, plus = dim.partition("+")
         extra = int(plus or 0)
         want = int(letter) if letter.isdigit() else letters.setdefault(letter, got - extra) + extra
         if got != want:
-            raise ArgumentError(name, expected=expected, actual=actual)
+            return False
+    return True

@@ -58,9 +58,12 @@ def quantize(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
 def dequantize(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor:
     """[n, nope] fp32: each code times 2^(byte - 127) of its group; byte 255 reads as NaN."""
     assert layout.fp8_format is not None
-    scale = power_of_two(scales[:, : layout.num_groups].int())
-    wide = scale.repeat_interleave(layout.group_size, dim=-1)[:, : layout.nope_dim]
-    return codes.view(layout.fp8_format.dtype).float().mul_(wide)
+    scale, values = power_of_two(scales[:, : layout.num_groups].int()), codes.view(layout.fp8_format.dtype).float()
+    whole = layout.nope_dim // layout.group_size
+    end = whole * layout.group_size
+    values[:, :end].unflatten(-1, (whole, layout.group_size)).mul_(scale[:, :whole, None])
+    values[:, end:].mul_(scale[:, whole:])  # the last group may be short
+    return values
 
 
 def read_records(cache: PagedKVCache, slots: Tensor) -> Tensor:
@@ -191,7 +194,7 @@ def listed(rows: DenseIndices | RaggedIndices, part: slice, capacity: int) -> tu
     else:
         start = rows.indptr[part]
         lens, width = rows.indptr[1:][part] - start, min(rows.width, rows.indices.shape[0])
-    columns = torch.arange(min(int(lens.max()), width) if capacity else 0, device=lens.device)
+    columns = torch.arange(min(max(int(lens.max()), 0), width) if capacity else 0, device=lens.device)
     if isinstance(rows, DenseIndices):
         indices = rows.indices[part, : columns.shape[0]]
     else:
@@ -230,7 +233,7 @@ def width_of(keys: Sequence[PagedKeys] | GatheredKeys) -> int:
 
 def record_bytes(layout: KVCacheLayout) -> int:
     """Temporaries of one record being read or written."""
-    return 24 * layout.head_dim + 256
+    return 24 * max(layout.head_dim, layout.num_groups * layout.group_size + layout.rope_dim) + 256
 
 
 def attend_bytes(heads: int, dim: int, width: int) -> int:

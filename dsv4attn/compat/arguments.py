@@ -1,0 +1,138 @@
+"""FlashMLA's arguments: checked under its names, and turned into what backends take."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from dsv4attn.compat.direct import HEAD_DIM
+from dsv4attn.core.checks import check_same_device
+from dsv4attn.core.contract import DenseIndices
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.tensorspec import check_tensor
+from dsv4attn.errors import ArgumentError, UnsupportedError
+
+__all__ = ["check_flags", "check_kv", "check_out", "check_q", "check_sink", "index_rows", "paged_segment", "refuse"]
+
+_RECORDS = KVCacheLayout.fp8_ds_mla()
+_Q_DTYPES = (torch.bfloat16, torch.float32)
+_BYTE_DTYPES = (torch.float8_e4m3fn, torch.uint8, torch.int8)
+_OTHER_RECORDS = {656: "of DeepSeek-V3.2", 528: "of DeepSeek-V4.1", 288: "of DeepSeek-V4.1 in fp4"}
+
+
+def refuse(argument: str, actual: object, hint: str) -> NoReturn:
+    """Raise UnsupportedError: FlashMLA has it, this package does not."""
+    raise UnsupportedError(argument, expected="sparse attention of DeepSeek-V4", actual=actual, hint=hint)
+
+
+def _check_stride(name: str, tensor: Tensor) -> None:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ArgumentError(name, expected="unit stride on the last dim", actual=f"strides {tensor.stride()}")
+
+
+def check_q(q: Tensor, shape: str, dim_name: str, dim: int) -> dict[str, int]:
+    """Check the query, and return its sizes by letter."""
+    letters: dict[str, int] = {}
+    if getattr(q, "shape", ())[-1:] == (576,):
+        refuse("q", "head_dim 576, of DeepSeek-V3", "keep FlashMLA for these layers")
+    check_tensor("q", q, shape, _Q_DTYPES, letters)
+    _check_stride("q", q)
+    if not letters["h_q"]:
+        raise ArgumentError("q", expected="at least one head", actual=list(q.shape))
+    if dim != HEAD_DIM:
+        raise ArgumentError(dim_name, expected="512, values being whole keys", actual=dim)
+    return letters
+
+
+def check_flags(num_splits: object, *, causal: bool, is_fp8_kvcache: bool) -> None:
+    """Check the switches between FlashMLA's kernels, with indices given."""
+    if not is_fp8_kvcache:
+        hint = "for bf16 rows call flash_mla_sparse_fwd with k_cache.view(-1, 1, 512)"
+        refuse("is_fp8_kvcache", "False together with indices", hint)
+    if causal:
+        raise ArgumentError("causal", expected="False: indices say which keys a query sees", actual=causal)
+    if num_splits is not None:
+        actual = type(num_splits).__name__
+        raise ArgumentError("num_splits", expected="None, as get_mla_metadata returns", actual=actual)
+
+
+def check_kv(kv: Tensor, q: Tensor, letters: dict[str, int]) -> Tensor:
+    """Check the rows [s_kv, 1, 512] of a prefill, and return them [s_kv, 512]."""
+    check_tensor("kv", kv, "s_kv 1 512", torch.bfloat16, letters)
+    check_same_device(q, kv=kv)
+    _check_stride("kv", kv)
+    return kv[:, 0]
+
+
+def check_sink(attn_sink: Tensor | None, q: Tensor, letters: dict[str, int]) -> Tensor | None:
+    """Check the sinks, and return them contiguous."""
+    if attn_sink is None:
+        return None
+    check_tensor("attn_sink", attn_sink, "h_q", torch.float32, letters)
+    check_same_device(q, attn_sink=attn_sink)
+    return attn_sink.contiguous()
+
+
+def check_out(out: Tensor | None, q: Tensor) -> Tensor:
+    """The tensor to write to."""
+    if out is None:
+        return q.new_empty(q.shape)
+    check_tensor("out", out, [str(n) for n in q.shape], q.dtype, {})
+    check_same_device(q, out=out)
+    _check_stride("out", out)
+    return out
+
+
+def paged_segment(
+    prefix: str, q: Tensor, cache: Tensor, indices: Tensor | None, length: Tensor | None, letters: dict[str, int]
+) -> tuple[PagedKVCache, DenseIndices]:
+    """One cache and what is selected of it, with FlashMLA's names in errors."""
+    name = f"{prefix}k_cache"
+    record = next(iter(getattr(cache, "shape", ())[-1:]), 0)
+    if record in _OTHER_RECORDS:
+        refuse(
+            name,
+            f"{record}-byte records, {_OTHER_RECORDS[record]}",
+            "keep FlashMLA for these layers, or store 584-byte records",
+        )
+    check_tensor(name, cache, f"_ {prefix}page_block_size 1 584", _BYTE_DTYPES, letters)
+    check_same_device(q, **{name: cache})
+    try:
+        paged = PagedKVCache(cache[:, :, 0].view(torch.uint8), _RECORDS)
+    except ArgumentError as error:
+        raise ArgumentError(name, expected=error.expected, actual=error.actual, hint=error.hint) from error
+    if not paged.block_size:
+        raise ArgumentError(name, expected="pages of at least one record", actual=list(cache.shape))
+    names = (f"{prefix}indices_in_kvcache" if prefix else "indices", f"{prefix}topk_length")
+    return paged, index_rows(names, q, indices, length, f"b s_q {prefix}topk", letters)
+
+
+def index_rows(
+    names: tuple[str, str],
+    q: Tensor,
+    indices: Tensor | None,
+    length: Tensor | None,
+    shape: str,
+    letters: dict[str, int],
+) -> DenseIndices:
+    """Index rows of all queries, one after another: the first letter of `shape` counts what a length belongs to."""
+    check_tensor(names[0], indices, shape, torch.int32, letters)
+    assert indices is not None
+    _check_stride(names[0], indices)
+    if length is not None:
+        check_tensor(names[1], length, shape.split(maxsplit=1)[0], torch.int32, letters)
+    check_same_device(q, **{names[0]: indices, names[1]: length})
+    width = indices.shape[2]
+    if not width and names[0] == "indices":
+        raise ArgumentError(names[0], expected="at least one column", actual=list(indices.shape))
+    flat = indices.flatten(0, 1)
+    if length is None:
+        return DenseIndices(flat, torch.full(flat.shape[:1], width, dtype=torch.int32, device=q.device))
+    # host values cost nothing to read; elsewhere it would synchronise
+    if length.device.type == "cpu" and length.numel():
+        least, most = int(length.min()), int(length.max())
+        if least < 0 or most > width:
+            raise ArgumentError(names[1], expected=f"lengths in 0 .. {width}, the columns", actual=f"{least} .. {most}")
+    return DenseIndices(flat, length if indices.shape[1] == 1 else length.repeat_interleave(indices.shape[1]))

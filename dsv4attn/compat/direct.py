@@ -1,0 +1,151 @@
+"""Attention over keys that the caller names itself, without a step's metadata: what front doors have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from dsv4attn.core.contract import (
+    AttentionCall,
+    Backend,
+    DenseIndices,
+    GatheredKeys,
+    IndexForm,
+    KeyForm,
+    PagedKeys,
+    Phase,
+    RaggedIndices,
+)
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
+from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.plan import ragged_specs
+from dsv4attn.core.problem import CacheFacts, Problem
+from dsv4attn.core.workspace import WorkspaceManager, current_workspace_manager
+from dsv4attn.errors import Dsv4AttnError
+from dsv4attn.selection import load_backend, resolve
+
+__all__ = ["HEAD_DIM", "ROPE_DIM", "attend", "forget_choices", "largest_logits", "plan"]
+
+HEAD_DIM, ROPE_DIM = 512, 64
+TILE_BYTES = 64 * 2**20
+"""Temporaries a tile of `largest_logits` may take."""
+
+_backend = lru_cache(maxsize=None)(load_backend)
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    phase: Phase,
+    device: torch.device,
+    name: str | None,
+    heads: int,
+    q_dtype: torch.dtype,
+    scale: float,
+    sink: bool,  # noqa: FBT001 - a key of the cache like all others
+    query_len: int,
+    width: int,
+    page_size: int = 64,
+    extra_width: int = 0,
+    extra_page_size: int = 0,
+) -> tuple[Backend, LayerGeometry]:
+    """Choose the backend for one kind of call, and describe its layer. Computed once for each kind of call.
+
+    `width` columns of indices are told as the window, `extra_width` as the selected entries of a second cache. In
+    prefill there is no cache, only bf16 rows: those are what gathering leaves of any cache, and a backend that reads
+    pages has to take them as pages of one row.
+    """
+    kind, ratio = (LayerKind.C4A, 4) if extra_width else (LayerKind.SWA, 1)
+    rope = Rope(ROPE_DIM, 10000.0)  # keys arrive rotated: nobody reads the angles
+    layer = LayerGeometry(kind, ratio, heads, HEAD_DIM, rope, width, extra_width, softmax_scale=scale)
+    extra = CacheFacts(page_size=extra_page_size) if extra_width else None
+    dtype = str(q_dtype).removeprefix("torch.")
+    problem = Problem(
+        phase.value, layer, CacheFacts(page_size=page_size), extra, extra_width, dtype, sink, True, query_len
+    )
+    facts = DeviceFacts.here(device)
+    chosen = resolve(problem, backend=name, device=facts).require().info.name
+    backend = _backend(chosen)
+    if phase is Phase.PREFILL and backend.forms.prefill_keys is KeyForm.PAGED:
+        resolve(evolve(problem, swa=CacheFacts("rows", "bfloat16", 1)), backend=chosen, device=facts)
+    return backend, layer
+
+
+def forget_choices() -> None:
+    """Let the next call look at environment, configuration and plugins again."""
+    plan.cache_clear()
+    _backend.cache_clear()
+
+
+def attend(
+    phase: Phase,
+    backend: Backend,
+    layer: LayerGeometry,
+    q: Tensor,
+    sources: Sequence[PagedKVCache] | Tensor,
+    rows: Sequence[DenseIndices],
+    attn_sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Call the backend with its own form of indices, and with scratch memory.
+
+    q, out: [T, H, D]. sources: a cache for each of `rows`, or the key rows [S, D] for the only one. lse: [T, H] fp32.
+    Scratch is the context's workspace if one is set, otherwise memory of this call alone: what the allocator does with
+    it is right on every stream and in captured graphs.
+    """
+    n, widths = q.shape[0], [r.indices.shape[1] for r in rows]
+    form = backend.forms.decode_indices if phase is Phase.DECODE else backend.forms.prefill_indices
+    specs = [spec for w in widths for spec in ragged_specs(n, w)] if form is IndexForm.RAGGED else []
+    specs += backend.scratch(phase, layer, n, sum(widths))
+    caller = f"{backend.name}.{phase.value}"
+    views = _workspace(q.device).get_simultaneous(*specs, lane=phase.value, caller=caller)
+
+    def formed(dense: DenseIndices, slots: int) -> DenseIndices | RaggedIndices:
+        if form is IndexForm.DENSE:
+            return dense
+        ragged = RaggedIndices(views.pop(0), views.pop(0), dense.indices.shape[1])
+        target = (ragged.indices, ragged.indptr)
+        backend.steps.build_ragged_indices_from_dense(dense.indices, dense.lens, slots, out=target)
+        return ragged
+
+    keys: Sequence[PagedKeys] | GatheredKeys
+    if isinstance(sources, Tensor):
+        keys = GatheredKeys(sources, formed(rows[0], sources.shape[0]))
+    else:
+        keys = tuple(PagedKeys(c, formed(r, c.capacity)) for c, r in zip(sources, rows, strict=True))
+    call = AttentionCall(layer, q, keys, attn_sink, out, lse, views)
+    (backend.decode if phase is Phase.DECODE else backend.prefill)(call)
+
+
+def _workspace(device: torch.device) -> WorkspaceManager:
+    try:
+        manager = current_workspace_manager()
+    except Dsv4AttnError:
+        return WorkspaceManager(device)
+    here = manager.device.type == device.type and manager.device.index in (None, device.index)
+    return manager if here else WorkspaceManager(device)
+
+
+def largest_logits(q: Tensor, kv: Tensor, rows: DenseIndices, scale: float) -> Tensor:
+    """[T, H] fp32: max_j scale * q . k_j over the keys of each row, -inf without keys. In plain torch, tile by tile.
+
+    q: [T, H, D]. kv: [S, D].
+    """
+    tokens, heads, dim = q.shape
+    width = rows.indices.shape[1] if kv.shape[0] else 0
+    top = torch.full((tokens, heads), -torch.inf, device=q.device)
+    columns = torch.arange(width, device=q.device)
+    step = max(TILE_BYTES // max(width * (6 * dim + 4 * heads + 16), 1), 1)
+    for start in range(0, tokens if width else 0, step):
+        part = slice(start, start + step)
+        indices = rows.indices[part]
+        present = (columns < rows.lens[part, None]) & (indices >= 0) & (indices < kv.shape[0])
+        keys = kv.index_select(0, indices.masked_fill(~present, 0).flatten()).unflatten(0, indices.shape)
+        logits = torch.bmm(q[part].float(), keys.float().mT).mul_(scale)
+        top[part] = logits.masked_fill_(~present[:, None], -torch.inf).amax(-1)
+    return top

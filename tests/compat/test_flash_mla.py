@@ -1,0 +1,165 @@
+"""FlashMLA's interface computes what FlashMLA's tests call correct, with every backend that takes the case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.compat.direct import forget_choices
+from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from dsv4attn.errors import NoBackendError
+from dsv4attn.selection import backend_names
+from tests.compat.flash_mla_cases import (
+    BIG_DECODE,
+    BIG_PREFILL,
+    SMALL_DECODE,
+    SMALL_PREFILL,
+    DecodeCase,
+    Definition,
+    Paged,
+    PrefillCase,
+    Rows,
+    generator_of,
+    sinks,
+    spread,
+    there,
+)
+
+# every backend there is, and the reference in every form of keys and indices
+RAGGED = {"decode_indices": "ragged", "prefill_indices": "ragged"}
+LANES: dict[str, tuple[str, Mapping[str, str]]] = {
+    **{name: (name, {}) for name in backend_names()},
+    "reference-ragged": ("reference", RAGGED),
+    "reference-paged": ("reference", {"prefill_keys": "paged"}),
+    "reference-paged-ragged": ("reference", {**RAGGED, "prefill_keys": "paged"}),
+}
+prefill_lanes = pytest.mark.parametrize("lane", LANES, indirect=True)
+decode_lanes = pytest.mark.parametrize("lane", [lane for lane in LANES if "paged" not in lane], indirect=True)
+
+
+@pytest.fixture
+def lane(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Name of a backend, which is built with the options of its lane; big cases only run when asked for."""
+    asked = "slow" in request.config.option.markexpr
+    if request.node.get_closest_marker("slow") and not asked:
+        pytest.skip("minutes each: run them with -m slow")
+    name, options = LANES[request.param]
+    config = tmp_path / "dsv4attn.toml"
+    lines = [f'{key} = "{value}"' for key, value in options.items()]
+    config.write_text("\n".join([f"[options.{name}]", *lines]), encoding="utf-8")
+    monkeypatch.setenv("DSV4ATTN_CONFIG", str(config))
+    forget_choices()
+    yield name
+    forget_choices()
+
+
+def device_of(name: str) -> torch.device:
+    """Where a backend is tried: on the accelerator, if there is one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if accelerator is None or name == "reference" else accelerator
+
+
+def assert_close(name: str, got: Tensor, want: Tensor, *, absolute: float, relative: float, cosine: float) -> None:
+    """The bound of FlashMLA's tests: each element by one of two errors, all together by direction, infinities equal."""
+    got = got.double().cpu()
+    assert got.shape == want.shape, name
+    assert torch.equal(got.isinf(), want.isinf()), f"{name}: other infinities"
+    assert torch.equal(got.sign()[got.isinf()], want.sign()[want.isinf()]), f"{name}: infinities of another sign"
+    got, want = (x.masked_fill(x.isinf(), 0) for x in (got, want))
+    error = (got - want).abs()
+    wrong = ~((error < absolute) | (error / (want.abs() + 1e-6) < relative))
+    assert not wrong.any(), f"{name}: {int(wrong.sum())} wrong, by {float(error[wrong].max()):.3g}"
+    size = float((got**2 + want**2).sum())
+    assert size < 1e-12 or 1 - 2 * float((got * want).sum()) / size < cosine, f"{name}: another direction"
+
+
+def run_decode(case: DecodeCase, name: str) -> None:
+    g = generator_of(case)
+    q = torch.randn(case.batch, case.s_q, case.heads, 512, generator=g).clamp_(-1, 1).bfloat16()
+    main, sink = Paged.make(case.main, case, g), sinks(case.heads, g) if case.sink else None
+    extra = Paged.make(case.extra, case, g) if case.extra else None
+    device = device_of(name)
+    tensors = [main.indices, sink]
+    tensors += [extra.cache, extra.indices] if extra else [None, None]
+    tensors += [main.lengths, extra.lengths if extra else None]
+    moved = [t if t is None else there(t, device) for t in tensors]
+    meta, _ = get_mla_metadata()
+    start = (there(spread(q), device), there(main.cache, device), None, None, 512, meta, None, case.scale, False, True)
+    try:
+        out, lse = flash_mla_with_kvcache(*start, *moved, backend=name)
+    except NoBackendError as error:
+        if name == "reference":
+            raise
+        pytest.skip(str(error))
+    seconds = extra.keys_of if extra else [torch.zeros(0, 512)] * len(main.keys_of)
+    keys_of = [[a, b] for a, b in zip(main.keys_of, seconds, strict=True)]
+    want = Definition(q.flatten(0, 1), keys_of, case.scale, sink)
+
+    assert out.dtype is torch.bfloat16
+    assert lse.dtype is torch.float32
+    assert_close("out", out, want.out.view(q.shape), absolute=1e-3, relative=2.01 / 128, cosine=5e-6)
+    wanted_lse = want.lse.view(q.shape[:3]).transpose(1, 2)
+    assert_close("lse", lse, wanted_lse, absolute=1e-6, relative=8.01 / 65536, cosine=1e-6)
+
+
+def run_prefill(case: PrefillCase, name: str) -> None:
+    g = generator_of(case)
+    shift = float(torch.rand((), generator=g) - 0.5) / 10
+    q = (torch.randn(case.s_q, case.heads, 512, generator=g) / 10 + shift).bfloat16()
+    rows, sink = Rows.make(case, g), sinks(case.heads, g) if case.sink else None
+    device = device_of(name)
+    attn_sink, lengths = (t if t is None else there(t, device) for t in (sink, rows.lengths))
+    q_there, kv, indices = (there(t, device) for t in (spread(q), rows.kv, rows.indices))
+    try:
+        out, top, lse = flash_mla_sparse_fwd(q_there, kv, indices, case.scale, 512, attn_sink, lengths, backend=name)
+    except NoBackendError as error:
+        if name == "reference":
+            raise
+        pytest.skip(str(error))
+    want = Definition(q, [[keys] for keys in rows.keys_of], case.scale, sink)
+
+    assert [t.dtype for t in (out, top, lse)] == [torch.bfloat16, torch.float32, torch.float32]
+    assert_close("out", out, want.out, absolute=8e-4, relative=3.01 / 128, cosine=7e-6)
+    assert_close("max_logits", top, want.top, absolute=1e-6, relative=2.01 / 65536, cosine=1e-6)
+    assert_close("lse", lse, want.lse, absolute=1e-6, relative=2.01 / 65536, cosine=1e-6)
+
+
+@decode_lanes
+@pytest.mark.parametrize("case", SMALL_DECODE, ids=str)
+def test_decode_of_small_cases_is_right(case: DecodeCase, lane: str) -> None:
+    run_decode(case, lane)
+
+
+@prefill_lanes
+@pytest.mark.parametrize("case", SMALL_PREFILL, ids=str)
+def test_prefill_of_small_cases_is_right(case: PrefillCase, lane: str) -> None:
+    run_prefill(case, lane)
+
+
+@pytest.mark.slow
+@decode_lanes
+@pytest.mark.parametrize("case", BIG_DECODE, ids=str)
+def test_decode_of_big_cases_is_right(case: DecodeCase, lane: str) -> None:
+    run_decode(case, lane)
+
+
+@pytest.mark.slow
+@prefill_lanes
+@pytest.mark.parametrize("case", BIG_PREFILL, ids=str)
+def test_prefill_of_big_cases_is_right(case: PrefillCase, lane: str) -> None:
+    run_prefill(case, lane)
+
+
+def test_the_cases_reach_every_size_they_are_for() -> None:
+    decode = [*SMALL_DECODE, *BIG_DECODE]
+    scopes = [scope for case in SMALL_DECODE for scope in (case.main, case.extra) if scope]
+
+    assert {2, 53, 61, 64, 69, 576} <= {scope.page for scope in scopes}
+    assert {64, 576, 2048} <= {scope.topk for scope in scopes}
+    assert {1, 4, 74, 321} <= {case.batch for case in SMALL_DECODE}
+    assert {64, 128} <= {case.heads for case in SMALL_DECODE}
+    assert len({str(case) for case in decode}) == len(decode)
