@@ -150,11 +150,13 @@ def plan_prefill_chunks(
 
 def _cost(seq_len: int, query_len: int, layer: LayerGeometry, bounds: ChunkBounds) -> tuple[int, int, int]:
     """(compressed entries, window rows, index columns for entries) of a request."""
-    entries = 0 if layer.compress_ratio == 1 else seq_len // layer.compress_ratio
     gather = query_len + min(seq_len - query_len, layer.window - 1) if query_len else 0
+    if layer.compress_ratio == 1:
+        return 0, gather, 0
+    entries = seq_len // layer.compress_ratio
     # combining moves visible entries together, so a short context needs few columns; translating keeps all columns
     selected = (min(entries, layer.topk) if bounds.rows else layer.topk) if layer.topk else max(entries, 1)
-    return entries, gather, 0 if layer.compress_ratio == 1 else selected
+    return entries, gather, selected
 
 
 def _fits(

@@ -204,7 +204,8 @@ class Backend(Protocol):
     def transient_bytes(self, layer: LayerGeometry, max_tokens: int, max_width: int, max_rows: int) -> int:
         """Upper bound on temporaries of the framework's allocator in any one method; 0 for kernels.
 
-        max_rows: most cache records that one gather or insert touches.
+        max_rows: most cache records that one gather or insert touches. `inv_rope_o_proj` is not part of it: its
+        memory follows from weights that core never sees.
         """
 
     def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:

@@ -145,7 +145,7 @@ class Problem:
             entries = -(-max_model_len // layer.compress_ratio)
             columns = layer.topk or -(-entries // _TABLE_COLUMNS) * _TABLE_COLUMNS
             columns = columns if topk is None else topk
-            if layer.kind is LayerKind.C4A and columns:
+            if layer.kind is LayerKind.C4A and columns > 0:
                 layer = evolve(layer, topk=columns)
         elif compressed_page_size is not None:
             actual = f"a page size of {compressed_page_size}"

@@ -194,7 +194,8 @@ class Step:
         gather_lens.copy_(swa.prefill_gather_lens[requests])
         starts.copy_(swa.query_start_loc[swa.num_decodes :][chunk.request_start : chunk.request_end + 1])
         if chunk.is_slice:
-            gather_lens.fill_(chunk.gather)
+            # from the lengths on the device: those on the host may be upper bounds
+            torch.clamp(seq_lens, max=t + layer.window - 1, out=gather_lens)
             starts[1:].copy_(starts[:1]).add_(t)
         window, entries = self._page_table(self.caches.swa, swa.block_table, requests), None
         if layer.kind is not LayerKind.SWA and compressed is not None and self.caches.compressed is not None:

@@ -211,9 +211,14 @@ def inv_rope_o_proj(o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: T
 
     o: [T, H, D]. wo_a: [G * rank, H / G * D]. Returns [T, G, rank].
     """
-    grouped = rotated(o, positions, cos_sin_cache, inverse=True).flatten(1).unflatten(1, (num_groups, -1))
-    weight = wo_a.unflatten(0, (num_groups, -1))
-    return torch.einsum("tgi,gri->tgr", grouped.float(), weight.float()).to(o.dtype)
+    weight = wo_a.unflatten(0, (num_groups, -1)).float()
+    out = o.new_empty(o.shape[0], *weight.shape[:2])
+    for part in tiles(o.shape[0], 24 * o[:1].numel()):
+        grouped = (
+            rotated(o[part], positions[part], cos_sin_cache, inverse=True).flatten(1).unflatten(1, (num_groups, -1))
+        )
+        out[part] = torch.einsum("tgi,gri->tgr", grouped.float(), weight)
+    return out
 
 
 # tiles

@@ -1,0 +1,75 @@
+"""Pages for a scenario: shuffled tables, caches with gaps, and poison on every byte that nobody may read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+
+__all__ = ["Pages", "allocate", "body", "poison"]
+
+BEHIND_PAGE = 4096
+"""Bytes of a gap between pages that are poisoned: gaps may be gigabytes of memory that was never touched."""
+
+
+class Pages:
+    """Which page holds which records of which request.
+
+    live: records [first, end) of each request that have a page; all other blocks of the table, two columns behind the
+    longest request included, hold `dead`. spare: pages that belong to nobody. Pages are shuffled by `key`.
+    """
+
+    def __init__(
+        self, live: Sequence[tuple[int, int]], block_size: int, *, spare: int, dead: int, key: tuple[int, ...]
+    ) -> None:
+        """Hand out the pages."""
+        blocks = [(first // block_size, -(-end // block_size)) for first, end in live]
+        self.block_size, self.live = block_size, list(live)
+        self.count = sum(end - first for first, end in blocks) + spare
+        left = np.random.default_rng(key).permutation(self.count)
+        self.table: NDArray[np.int32] = np.full(
+            (len(blocks), 2 + max((end for _, end in blocks), default=0)), dead, dtype=np.int32
+        )
+        for row, (first, end) in zip(self.table, blocks, strict=True):
+            row[first:end], left = left[: end - first], left[end - first :]
+
+    def slots(self, request: int, records: Iterable[int]) -> NDArray[np.int64]:
+        """Slots of some records of a request."""
+        numbers = np.fromiter(records, dtype=np.int64)
+        page = self.table[request, numbers // self.block_size].astype(np.int64)
+        return np.asarray(page * self.block_size + numbers % self.block_size)
+
+
+def allocate(layout: KVCacheLayout, count: int, block_size: int, padding: int, device: str) -> PagedKVCache:
+    """A cache whose pages are zero and `padding` bytes further apart than the layout asks for; gaps are untouched."""
+    element = layout.dtype.itemsize
+    stride, last = (layout.page_stride(block_size) + padding) // element, layout.record_bytes // element
+    flat = torch.empty(count * stride, dtype=layout.dtype, device=device)
+    cache = PagedKVCache(flat.as_strided((count, block_size, last), (stride, last, 1)), layout)
+    body(cache).zero_()
+    return cache
+
+
+def body(cache: PagedKVCache, behind: int = 0) -> Tensor:
+    """Bytes of the pages [B, bytes], each with at most `behind` bytes of the gap that follows it."""
+    stride, page = cache.tensor.stride(0) * cache.tensor.itemsize, cache.layout.page_bytes(cache.block_size)
+    raw = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.tensor.untyped_storage())
+    return raw.as_strided((cache.num_blocks, min(stride, page + behind)), (stride, 1))
+
+
+def poison(cache: PagedKVCache, named: NDArray[np.int64], byte: int) -> None:
+    """Write `byte` over all of the cache but the records in the slots `named`: other records, pad bytes, gaps."""
+    raw = body(cache, BEHIND_PAGE)
+    kept = torch.zeros(raw.shape, dtype=torch.bool)
+    slots = torch.from_numpy(np.unique(named))
+    for region in cache.layout.regions(cache.block_size):
+        # of the scale bytes only those that scale something: the others are padding
+        size = cache.layout.num_groups if region.name == "scale" else region.count * region.dtype.itemsize
+        start = region.offset + slots % cache.block_size * region.stride
+        kept[(slots // cache.block_size)[:, None], start[:, None] + torch.arange(size)] = True
+    raw.masked_fill_(~kept.to(raw.device), byte)

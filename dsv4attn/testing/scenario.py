@@ -1,0 +1,265 @@
+"""A complete one-layer problem from a few words, run on any backend, with the answer from the float64 oracle.
+
+    scenario = Scenario(kind="c4a", requests=[(1000, 1), (0, 40)], poison=0xFF)
+    out, lse = scenario.check(backend)
+
+A prompt cut into chunks, or a verify step cut into single tokens, is one world seen in several steps (`at`).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from itertools import accumulate, chain
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4attn.core import problem
+from dsv4attn.core.builder import MetadataBuilder
+from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.contract import Backend
+from dsv4attn.core.forward import forward_mqa
+from dsv4attn.core.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import AttentionMetadata, Batch
+from dsv4attn.core.plan import plan_workspace
+from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.testing.case import dtype_name
+from dsv4attn.testing.judge import F64
+from dsv4attn.testing.pages import Pages, allocate, poison
+from dsv4attn.testing.world import World
+
+__all__ = ["Problem", "Scenario"]
+
+
+@attrs.frozen(eq=False)
+class Problem:
+    """The arguments of one `forward_mqa`, ready to run as often as you like."""
+
+    layer: LayerGeometry
+    limits: Limits
+    q: Tensor
+    caches: LayerCaches
+    metadata: AttentionMetadata
+    attn_sink: Tensor | None
+    topk_indices: Tensor | None
+
+    def workspace(self, backend: Backend, *, debug: bool = True) -> WorkspaceManager:
+        """A workspace as planned for the limits, locked; with canaries when debugging."""
+        workspace = WorkspaceManager(self.q.device, debug=debug)
+        workspace.reserve(plan_workspace(self.layer, self.limits, backend, self.caches.swa.layout))
+        workspace.lock()
+        return workspace
+
+    def run(
+        self, backend: Backend, workspace: WorkspaceManager | None = None, *, with_lse: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Return (out, lse), both NaN before the run; lse stays NaN unless it is asked for."""
+        workspace = workspace or self.workspace(backend)
+        out, lse = torch.full_like(self.q, math.nan), torch.full_like(self.q[..., 0], math.nan, dtype=torch.float32)
+        forward_mqa(
+            self.q,
+            self.caches,
+            self.metadata,
+            backend,
+            workspace,
+            out,
+            layer=self.layer,
+            limits=self.limits,
+            attn_sink=self.attn_sink,
+            topk_indices=self.topk_indices,
+            lse=lse if with_lse else None,
+        )
+        workspace.check_canaries()
+        return out, lse
+
+
+@attrs.frozen(kw_only=True, eq=False, slots=False)
+class Scenario(World):
+    """A world in memory: pages, tables, metadata. Of `extra_rows` one half has the slot -1, the other has none."""
+
+    swa_block_size: int = 4
+    compressed_block_tokens: int = 32
+    page_padding: int = 0
+    """Bytes from page to page beside what the layout asks for."""
+    spare_pages: int = 3
+    pages_seed: int = 0
+    """Another order of the pages, and nothing else."""
+    dead_block: int = -1
+    """What block tables hold where no block is alive."""
+    num_speculative_tokens: int = 0
+    short_prefills: bool = False
+    poison: int | None = None
+    """Byte over everything in the caches that no query names; rows of q that are padding become NaN."""
+    device: str = "cpu"
+    pages_of: Scenario | None = None
+
+    def problems(self, *, lse: bool = True) -> list[problem.Problem]:
+        """What a backend must be able to do: one support question for each phase that has work."""
+        layer, threshold, columns = self.layer, 1 + self.num_speculative_tokens, 0
+        lens = [count for _, count, *_ in self.requests]
+        first = next((i for i, n in enumerate(lens) if n > threshold), len(lens))
+        swa = problem.CacheFacts.of(self.layout, self.swa_block_size)
+        compressed = None
+        if self.kind is not LayerKind.SWA:
+            page = self.compressed_block_tokens // layer.compress_ratio
+            compressed = problem.CacheFacts.of(self.compressed_layout or self.layout, page)
+            entries = max((before + count for before, count, *_ in self.requests), default=0) // layer.compress_ratio
+            columns = layer.topk or -(-max(entries, 1) // 128) * 128
+        return [
+            problem.Problem(
+                phase,
+                layer,
+                swa,
+                compressed,
+                columns,
+                dtype_name(self.q_dtype),
+                sink=self.sinks is not None,
+                lse=lse,
+                query_len=max(part, default=1) if phase == "decode" else 1,
+            )
+            for phase, part in (("decode", lens[:first]), ("prefill", lens[first:]))
+            if any(part)
+        ]
+
+    def named_layouts(self) -> list[KVCacheLayout]:
+        """Layouts of all caches."""
+        return [self.layout] if self.kind is LayerKind.SWA else [self.layout, self.compressed_layout or self.layout]
+
+    def at(self, *requests: tuple[int, ...]) -> Scenario:
+        """Another step of the same requests (no tokens: to sit it out), on the same pages."""
+        return attrs.evolve(self, requests=requests, pages_of=self.pages_of or self)
+
+    def run(self, backend: Backend) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of the step, its history inserted before."""
+        return self.problem(backend).run(backend)
+
+    def check(self, backend: Backend) -> tuple[Tensor, Tensor]:
+        """Run, compare with the oracle, return (out, lse). Raises AssertionError naming the worst row."""
+        out, lse = self.run(backend)
+        self.compare(out, lse)
+        return out, lse
+
+    @cached_property
+    def limits(self) -> Limits:
+        """The tightest limits the step fits in."""
+        rows = max(len(self.tokens) + self.extra_rows, 1 + self.num_speculative_tokens)
+        longest = max((before + count for before, count, *_ in self.requests), default=0)
+        return Limits(max(len(self.requests), 1), rows, max(longest, 1), self.num_speculative_tokens)
+
+    @cached_property
+    def pages(self) -> tuple[Pages, Pages]:
+        """Pages of the window cache, where only what a window can reach is alive, and of the compressed cache."""
+        if self.pages_of is not None:
+            return self.pages_of.pages
+        reach, ratio = self.layer.window - 1, self.layer.compress_ratio
+        windows = [(max(before - reach, 0), before + count) for before, count, *_ in self.requests]
+        entries = [(0, (before + count) // ratio) for before, count, *_ in self.requests]
+        more = {"spare": self.spare_pages, "dead": self.dead_block}
+        return (
+            Pages(windows, self.swa_block_size, key=(self.seed, self.pages_seed, 0), **more),
+            Pages(entries, self.compressed_block_tokens // ratio, key=(self.seed, self.pages_seed, 1), **more),
+        )
+
+    def allocate(self) -> LayerCaches:
+        """Caches of zeros."""
+        layouts = self.layout, self.compressed_layout or self.layout
+        made = [
+            allocate(layout, p.count, p.block_size, self.page_padding, self.device)
+            for layout, p in zip(layouts[: 1 + (self.kind is not LayerKind.SWA)], self.pages, strict=False)
+        ]
+        return LayerCaches(*made)
+
+    def history(self, backend: Backend, caches: LayerCaches) -> LayerCaches:
+        """Insert what came before this step and is still alive."""
+        swa, compressed = self.pages
+        for i, (before, *_) in enumerate(self.requests):
+            positions = range(swa.live[i][0] // swa.block_size * swa.block_size, before)
+            q = np.zeros((len(positions), self.layer.num_heads, self.layer.head_dim))
+            slots = self._tensor(swa.slots(i, positions))
+            self._insert(backend, caches, [q], [self.key_rows(i, positions)], slots, [*positions])
+            if caches.compressed is not None:
+                entries = range(before // self.layer.compress_ratio)
+                rows = self._tensor(self.entry_rows(i, entries), self.layout.row_dtype)
+                slots = self._tensor(compressed.slots(i, entries))
+                backend.quantize_and_insert_k_cache(rows, caches.compressed, slots)
+        return caches
+
+    def problem(self, backend: Backend, caches: LayerCaches | None = None, limits: Limits | None = None) -> Problem:
+        """Insert the keys of this step; its history too, unless `caches` come from an earlier step."""
+        caches = self.history(backend, self.allocate()) if caches is None else caches
+        limits, batch, spans = limits or self.limits, self.batch(), list(enumerate(self.spans))
+        builder = MetadataBuilder(
+            self.geometry,
+            limits,
+            swa_block_size=self.swa_block_size,
+            compressed_block_tokens=self.compressed_block_tokens,
+            device=self.device,
+            num_swa_blocks=caches.swa.num_blocks,
+            num_compressed_blocks=caches.compressed.num_blocks if caches.compressed else None,
+            short_prefills=self.short_prefills,
+        )
+        metadata = builder.build_for(batch, [self.kind])[self.kind]
+        extra = np.ones((self.extra_rows, self.layer.num_heads, self.layer.head_dim))
+        queries = [*(self.q_rows(i, span) for i, span in spans), extra]
+        keys = [*(self.key_rows(i, span) for i, span in spans), extra[:, 0]]
+        positions = [*chain(*self.spans), *[0] * self.extra_rows]
+        q = self._insert(backend, caches, queries, keys, batch.slot_mapping, positions)
+        if caches.compressed is not None and metadata.compressed is not None:
+            ratio = self.layer.compress_ratio
+            entries = [*(self.entry_rows(i, [p // ratio for p in span]) for i, span in spans), extra[:, 0]]
+            rows = self._tensor(np.concatenate(entries), self.layout.row_dtype)
+            backend.quantize_and_insert_k_cache(rows, caches.compressed, metadata.compressed.slot_mapping)
+        if self.poison is not None:
+            self._poison(q, caches, self.poison)
+        sink = None if self.sink_values is None else self._tensor(self.sink_values, torch.float32)
+        topk = self._tensor(self.topk_rows) if self.kind is LayerKind.C4A else None
+        return Problem(self.layer, limits, q, caches, metadata, sink, topk)
+
+    def batch(self) -> Batch:
+        """The step as a scheduler describes it."""
+        swa, compressed = self.pages
+        slots = [int(swa.slots(t.request, [t.position])[0]) if t.valid else -1 for t in self.tokens]
+        starts = torch.tensor([0, *accumulate(r[1] for r in self.requests)], dtype=torch.int32)
+        seq_lens = torch.tensor([r[0] + r[1] for r in self.requests], dtype=torch.int32)
+        return Batch(
+            num_reqs=len(self.requests),
+            query_start_loc=starts.to(self.device),
+            query_start_loc_cpu=starts,
+            seq_lens=seq_lens.to(self.device),
+            seq_lens_cpu=seq_lens,
+            slot_mapping=torch.tensor([*slots, *[-1] * (self.extra_rows // 2)], device=self.device, dtype=torch.int64),
+            block_table=self._tensor(swa.table),
+            compressed_block_table=None if self.kind is LayerKind.SWA else self._tensor(compressed.table),
+        )
+
+    def _insert(
+        self, backend: Backend, caches: LayerCaches, q: list[F64], kv: list[F64], slots: Tensor, positions: list[int]
+    ) -> Tensor:
+        """Insert keys into the window cache; returns the queries, normalised and rotated."""
+        queries = self._tensor(np.concatenate(q), self.q_dtype)
+        keys = self._tensor(np.concatenate(kv), self.layout.row_dtype)
+        places = self._tensor(np.asarray(positions, dtype=np.int64))
+        backend.qnorm_rope_kv_insert(queries, keys, caches.swa, slots, places, self._cos_sin, self.layer.eps)
+        return queries
+
+    def _poison(self, q: Tensor, caches: LayerCaches, byte: int) -> None:
+        padding = [row for row, token in enumerate(self.tokens) if not token.valid]
+        q[[*padding, *range(len(self.tokens), q.shape[0])]] = math.nan
+        for part, (cache, pages) in enumerate(zip(caches.segments(self.layer), self.pages, strict=False)):
+            named = [pages.slots(t.request, self.visible(row)[part]) for row, t in enumerate(self.tokens)]
+            poison(cache, np.concatenate([np.zeros(0, np.int64), *named]), byte)
+
+    @cached_property
+    def _cos_sin(self) -> Tensor:
+        return cos_sin_cache(self.layer.rope, self.limits.max_model_len, self.device)
+
+    def _tensor(self, values: NDArray[Any], dtype: torch.dtype | None = None) -> Tensor:
+        return torch.from_numpy(values).to(self.device, dtype)

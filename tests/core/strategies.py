@@ -1,0 +1,56 @@
+"""Random one-layer problems for property tests: the same ones in every run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from dsv4attn.testing.scenario import Scenario
+from dsv4attn.testing.world import layouts, tiny_geometry
+
+
+def examples(n: int) -> settings:
+    """`n` examples, the same in every run, on a machine of any speed."""
+    return settings(max_examples=n, deadline=None, derandomize=True, database=None)
+
+
+LENGTHS = st.one_of(st.integers(0, 12), st.sampled_from([15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 100]))
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
+    """A problem of any kind, dims, window, pages, layout and batch."""
+    ratios = draw(st.sampled_from([(4, 16), (2, 8), (4, 128), (3, 5)]))
+    geometry = tiny_geometry(
+        num_heads=draw(st.sampled_from([1, 2, 3])),
+        head_dim=draw(st.sampled_from([8, 12, 16])),
+        rope_dim=draw(st.sampled_from([2, 4])),
+        window=draw(st.sampled_from([1, 2, 3, 7, 8, 16])),
+        topk=draw(st.integers(1, 9)),
+        ratios=ratios,
+    )
+    speculative = draw(st.integers(0, 3))
+    requests = draw(st.lists(st.tuples(LENGTHS, st.integers(0, 20), st.integers(0, 2)), min_size=1, max_size=5))
+    requests = sorted(requests, key=lambda r: r[1] > 1 + speculative)
+    options = {
+        "kind": draw(st.sampled_from(["swa", "c4a", "c128a"])),
+        "requests": [(before, count, min(padding, count)) for before, count, padding in requests],
+        "geometry": geometry,
+        "layout": draw(st.sampled_from([*layouts(geometry, draw(st.sampled_from([4, 5, 64]))).values()])),
+        "q_dtype": draw(st.sampled_from([torch.bfloat16, torch.float32])),
+        "topk": draw(st.sampled_from(["clean", "holes", "garbage"])),
+        "sinks": draw(st.sampled_from(["random", None])),
+        "swa_block_size": draw(st.sampled_from([1, 2, 4, 16])),
+        "compressed_block_tokens": ratios[0] * ratios[1] * draw(st.sampled_from([1, 2])),
+        "page_padding": draw(st.sampled_from([0, 8, 64])),
+        "dead_block": draw(st.sampled_from([-1, 2**30, 0])),
+        "extra_rows": draw(st.integers(0, 3)),
+        "num_speculative_tokens": speculative,
+        "outliers": draw(st.booleans()),
+        "poison": draw(st.sampled_from([None, 0xFF, 0x80, 0x7F])),
+        "seed": draw(st.integers(0, 2**16)),
+    }
+    return Scenario(**{**options, **fixed})

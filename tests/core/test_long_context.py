@@ -1,0 +1,171 @@
+"""Promise G16: long contexts and far pages behave like short prompts. Offsets are 64 bits wide everywhere."""
+
+from __future__ import annotations
+
+import mmap
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.backends.reference import kernels
+from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.geometry import LayerKind, Rope
+from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.testing import scenario as scenario_module
+from dsv4attn.testing.scenario import Scenario
+from dsv4attn.testing.world import layouts, tiny_geometry
+from tests.core.forms import BACKENDS, NAMES, all_forms, all_kinds, assert_same_bits
+
+TINY = tiny_geometry(num_heads=2, head_dim=12, rope_dim=4)
+REAL_WINDOW = tiny_geometry(num_heads=1, head_dim=8, rope_dim=2, window=128, topk=40, ratios=(4, 128))
+LAST = 2**20 - 1
+REQUESTS = [(30, 1), (17, 1), (5, 9), (0, 20)]
+
+
+def untouched(size: int) -> Tensor:
+    """Bytes of which only the touched ones cost memory; plain allocations larger than the machine are refused."""
+    try:
+        # the flag is Linux's MAP_NORESERVE, which Python names from 3.13 on
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
+    except (AttributeError, OSError, ValueError) as error:
+        pytest.skip(f"no {size} bytes of address space here: {error}")
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def far_apart(scenario: Scenario, gap: int) -> LayerCaches:
+    """Caches of zeros with so large a gap between pages."""
+    made = []
+    for pages in scenario.pages[: 1 + (scenario.kind is not LayerKind.SWA)]:
+        layout, element = scenario.layout, scenario.layout.dtype.itemsize
+        stride, last = layout.page_stride(pages.block_size) + gap, layout.record_bytes // element
+        flat = untouched(pages.count * stride).view(layout.dtype)
+        tensor = flat.as_strided((pages.count, pages.block_size, last), (stride // element, last, 1))
+        made.append(PagedKVCache(tensor, layout))
+    return LayerCaches(*made)
+
+
+def end_of(cache: PagedKVCache) -> int:
+    return cache.tensor.stride(0) * cache.tensor.itemsize * (cache.num_blocks - 1)
+
+
+@pytest.mark.parametrize("form", ["gathered-dense", "paged-ragged"])
+@all_kinds
+@pytest.mark.parametrize(
+    ("past", "layout"), [(2**31, "ocp"), (2**32, "ocp"), (2**34, "fp32")], ids=["2GiB", "4GiB", "2^32_elements"]
+)
+def test_g16_pages_past_the_reach_of_32_bits_are_read_and_written(
+    past: int, layout: str, kind: LayerKind, form: str
+) -> None:
+    scenario = Scenario(kind=kind, requests=REQUESTS, geometry=TINY, layout=layouts(TINY)[layout])
+    near = scenario.run(BACKENDS[form])
+    smallest = min(pages.count for pages in scenario.pages[: 1 + (kind is not LayerKind.SWA)])
+    caches = far_apart(scenario, past // (smallest - 3) * 2 // 64 * 64)
+    assert min(end_of(cache) for cache in caches.segments(scenario.layer)) > past
+
+    problem = scenario.problem(BACKENDS[form], scenario.history(BACKENDS[form], caches))
+
+    assert_same_bits(problem.run(BACKENDS[form]), near)
+
+
+def test_a_planted_address_of_32_bits_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = Scenario(requests=REQUESTS, geometry=TINY)
+    backend = BACKENDS["paged-dense"]
+    problem = scenario.problem(backend, scenario.history(backend, far_apart(scenario, 2**29)))
+    scenario.compare(*problem.run(backend))
+    right = kernels.read_records
+
+    def wrapped(cache: PagedKVCache, slots: Tensor) -> Tensor:
+        """What a kernel reads whose block * stride wraps around: some other page."""
+        stride = cache.tensor.stride(0)
+        address = (slots // cache.block_size * stride).to(torch.int32).long()
+        block = torch.div(address.clamp(min=0), stride, rounding_mode="floor")
+        return right(cache, block * cache.block_size + slots % cache.block_size)
+
+    monkeypatch.setattr(kernels, "read_records", wrapped)
+    with pytest.raises(AssertionError, match="tolerances"):
+        scenario.compare(*problem.run(backend))
+
+
+LATE = [(LAST, 1), (LAST - 127, 1), (2**20 - 3, 3), (LAST - 20, 21), (LAST - 130, 9)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "requests", "dead"),
+    [
+        ("swa", LATE, -1),
+        ("swa", LATE, 2**30),
+        ("swa", LATE, 2**31 - 1),
+        ("c128a", [(2**20 - 3, 3), (LAST - 5, 6)], 2**30),
+    ],
+    ids=["swa_freed", "swa_garbage", "swa_largest", "c128a_garbage"],
+)
+def test_g16_the_end_of_a_context_of_a_million_tokens_equals_the_oracle(
+    kind: str, requests: list[tuple[int, int]], dead: int
+) -> None:
+    """Decode, a verify step and a prefill at the last positions of the model; only live pages exist."""
+    scenario = Scenario(
+        kind=kind,
+        requests=requests,
+        geometry=REAL_WINDOW,
+        num_speculative_tokens=3,
+        swa_block_size=64,
+        compressed_block_tokens=256,
+        dead_block=dead,
+        poison=0xFF,
+    )
+    assert max(token.position for token in scenario.tokens) == 1_048_575
+    assert scenario.pages[0].count < 20
+
+    for form in NAMES:
+        scenario.check(BACKENDS[form])
+
+
+def test_g16_a_selection_from_a_quarter_million_entries_equals_the_oracle() -> None:
+    scenario = Scenario(
+        kind="c4a",
+        requests=[(LAST, 1), (LAST - 20, 21)],
+        geometry=REAL_WINDOW,
+        swa_block_size=64,
+        compressed_block_tokens=256,
+        topk="garbage",
+    )
+    assert scenario.topk_rows.max() > 200_000
+
+    for form in ("gathered-dense", "paged-ragged"):
+        scenario.check(BACKENDS[form])
+
+
+@all_forms
+@all_kinds
+def test_g16_every_position_around_the_edges_of_pages_and_windows_equals_the_oracle(kind: LayerKind, form: str) -> None:
+    edges = [n + d for n in (64, 128, 192, 256, 4096) for d in (-1, 0, 1)]
+    scenario = Scenario(
+        kind=kind,
+        requests=[*((p - 1, 1) for p in edges), *((p - 2, 3) for p in edges)],
+        geometry=REAL_WINDOW,
+        swa_block_size=64,
+        compressed_block_tokens=256,
+    )
+
+    scenario.check(BACKENDS[form])
+
+
+def test_g16_angles_near_a_million_are_float32_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An angle computed in float64 turns a key of the last positions visibly further than every engine does."""
+    geometry = tiny_geometry()
+    scenario = Scenario(
+        requests=[(LAST, 1)], geometry=geometry, layout=layouts(geometry)["fp32"], q_dtype=torch.float32
+    )
+    scenario.check(BACKENDS["paged-dense"])
+
+    def exact(rope: Rope, rows: int, device: str) -> Tensor:
+        """The table with angles in float64."""
+        inverse = rope.theta ** -(torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim)
+        angles = torch.arange(rows, dtype=torch.float64)[:, None] * inverse
+        return torch.cat([angles.cos(), angles.sin()], dim=-1).float()
+
+    monkeypatch.setattr(scenario_module, "cos_sin_cache", exact)
+    with pytest.raises(AssertionError, match="tolerances"):
+        attrs.evolve(scenario).check(BACKENDS["paged-dense"])

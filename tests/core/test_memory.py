@@ -1,0 +1,340 @@
+"""Promise G11: the plan bounds every call within the limits, in every form, and nothing is written outside of it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from dsv4attn.backends.reference import kernels
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.contract import AttentionCall, Phase
+from dsv4attn.core.forward import forward_mqa
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.plan import plan_workspace
+from dsv4attn.core.workspace import BufferSpec, WorkspaceManager, WorkspacePlan, simultaneous_bytes
+from dsv4attn.errors import ArgumentError, CanaryError, WorkspaceError
+from dsv4attn.testing.scenario import Problem, Scenario
+from tests.core.forms import BACKENDS, NAMES, all_forms, all_kinds, assert_same_bits, backend_of
+from tests.core.problems import Case, smallest_cap
+
+PROBLEMS, BATCHES = 10_000, 12
+
+
+class RecordingWorkspace(WorkspaceManager):
+    """Locked at exactly the planned bytes, without the slack that canaries take; keeps the most each lane gave out."""
+
+    def __init__(self, plan: WorkspacePlan) -> None:
+        super().__init__()
+        self.peak: Counter[str] = Counter()
+        self.reserve(plan)
+        self.lock()
+
+    def get_simultaneous(
+        self, *specs: BufferSpec, lane: str = "default", caller: str = "get_simultaneous"
+    ) -> list[Tensor]:
+        self.peak[lane] = max(self.peak[lane], simultaneous_bytes(specs))
+        return super().get_simultaneous(*specs, lane=lane, caller=caller)
+
+
+class ScratchBackend(ReferenceBackend):
+    """A backend that splits keys when there are few rows: most scratch at a small row count, not at the largest."""
+
+    def splits(self, tokens: int) -> int:
+        return max(1, 24 // max(tokens, 1))
+
+    def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
+        if self.splits(tokens) == 1:
+            return ()
+        return [((tokens, self.splits(tokens), layer.num_heads, width), torch.float32), ((tokens, 3), torch.uint8)]
+
+    def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
+        return max(
+            simultaneous_bytes(self.scratch(phase, layer, n, max_width)) for n in range(1, min(max_tokens, 24) + 1)
+        )
+
+    def decode(self, call: AttentionCall) -> None:
+        for view in call.scratch:
+            view.fill_(1)  # all of it is its own
+        super().decode(call)
+
+
+def plan_of(problem: Problem, backend: ReferenceBackend) -> WorkspacePlan:
+    return plan_workspace(problem.layer, problem.limits, backend, problem.caches.swa.layout)
+
+
+@all_forms
+@all_kinds
+def test_g11_the_plan_is_never_exceeded_by_10000_random_problems(kind: LayerKind, form: str) -> None:
+    """Really run, each in a workspace locked at its plan; a third with a backend whose scratch is not monotone."""
+    rng = random.Random(f"{kind.value} {form}")
+    share = -(-PROBLEMS // (len(LayerKind) * len(NAMES)))
+    used, whole = Counter[str](), Counter[str]()
+    forms = BACKENDS[form].forms
+    scratchy = ScratchBackend(
+        decode_indices=forms.decode_indices, prefill_indices=forms.prefill_indices, prefill_keys=forms.prefill_keys
+    )
+
+    for number in range(0, share, BATCHES):
+        backend = scratchy if number % 3 == 0 else BACKENDS[form]
+        case = Case.draw(rng, kind, backend)
+        cap = case.limits.max_workspace_bytes
+        for _ in range(min(BATCHES, share - number)):
+            problem = case.problem()
+            plan = plan_of(problem, backend)
+            assert cap is None or plan.lanes["prefill"] <= cap, "a cap holds for the whole lane"
+            workspace = RecordingWorkspace(plan)
+            out, _ = problem.run(backend, workspace)
+            assert not out.isnan().any()
+            for lane, most in workspace.peak.items():
+                assert most <= plan.lanes[lane]
+                used[lane], whole[lane] = max(used[lane], most), max(whole[lane], plan.lanes[lane])
+
+    assert used["decode"] > 0 or (kind is LayerKind.SWA and "dense" in form)
+    assert used["prefill"] > whole["prefill"] / 4 or form == "paged-dense", "the bound is no invention"
+
+
+@all_kinds
+@pytest.mark.parametrize("window", [1, 2])
+def test_g11_many_short_prompts_before_their_first_entry_fit(window: int, kind: LayerKind) -> None:
+    """The narrowest index matrices are where fixed costs a token outweigh the columns."""
+    rng = random.Random(0)
+    for form in NAMES:
+        case = Case.draw(rng, kind, BACKENDS[form])
+        geometry = attrs.evolve(case.geometry, window=window, index_topk=1)
+        limits = Limits(64, 1200, 2, max_index_elements=1200)
+        scenario = Scenario(kind=kind, geometry=geometry, requests=[(0, 2)] * 60, compressed_block_tokens=240)
+        problem = scenario.problem(BACKENDS[form], limits=limits)
+        workspace = RecordingWorkspace(plan_of(problem, BACKENDS[form]))
+        scenario.compare(*problem.run(BACKENDS[form], workspace))
+
+
+@all_forms
+@all_kinds
+def test_g11_canaries_survive_random_problems(kind: LayerKind, form: str) -> None:
+    rng = random.Random(f"canary {kind.value} {form}")
+    backend = BACKENDS[form]
+    for _ in range(8):
+        case = Case.draw(rng, kind, backend)
+        for _ in range(3):
+            problem = case.problem()
+            problem.run(backend, problem.workspace(backend, debug=True))
+
+
+def peak_temporaries(call: Callable[[], None]) -> int:
+    """Most bytes that torch's allocator held at any moment beyond those it held before the call."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    assert recorded.profiler is not None
+    assert recorded.profiler.kineto_results is not None
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def test_the_measure_of_temporaries_sees_what_operators_hide() -> None:
+    a = torch.zeros(1000, dtype=torch.int32)
+
+    def hidden() -> None:
+        a.cumsum(0)  # an int64 copy and an int64 result
+
+    def one_after_another() -> None:
+        ((a + 1) + 1).add_(1)  # two of 4,000 bytes at a time, and scalars
+
+    assert peak_temporaries(lambda: None) == 0
+    assert peak_temporaries(hidden) >= 8000
+    assert 8000 <= peak_temporaries(one_after_another) <= 8064
+
+
+@all_forms
+@all_kinds
+@pytest.mark.parametrize("tile", [1, 20_000])
+def test_g11_temporaries_stay_within_the_plan(
+    tile: int, kind: LayerKind, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tiles so small that the plan of a tiny problem means something."""
+    monkeypatch.setattr(kernels, "TILE_BYTES", tile)
+    rng, backend = random.Random(f"{tile} {kind.value} {form}"), BACKENDS[form]
+    for _ in range(5):
+        case = Case.draw(rng, kind, backend)
+        problem = case.problem()
+        workspace = problem.workspace(backend, debug=False)
+        out, lse = torch.empty_like(problem.q), torch.empty(problem.q.shape[:2])
+
+        def call(
+            problem: Problem = problem, workspace: WorkspaceManager = workspace, out: Tensor = out, lse: Tensor = lse
+        ) -> None:
+            forward_mqa(
+                problem.q,
+                problem.caches,
+                problem.metadata,
+                backend,
+                workspace,
+                out,
+                layer=problem.layer,
+                limits=problem.limits,
+                attn_sink=problem.attn_sink,
+                topk_indices=problem.topk_indices,
+                lse=lse,
+            )
+
+        assert peak_temporaries(call) <= plan_of(problem, backend).transient_bytes
+
+
+@all_kinds
+def test_g11_real_dims_stay_within_the_plan(kind: LayerKind) -> None:
+    """Eight heads of 512 with real tiles: attention of 600 tokens over a context of 5,000."""
+    geometry = attrs.evolve(ModelGeometry.preset("flash"), num_heads=8)
+    layout = KVCacheLayout.fp8_ds_mla()
+    scenario = Scenario(
+        kind=kind,
+        requests=[(4400, 600)],
+        geometry=geometry,
+        layout=layout,
+        swa_block_size=64,
+        compressed_block_tokens=256,
+    )
+    backend = BACKENDS["gathered-dense"]
+    problem = scenario.problem(backend, limits=Limits(1, 600, 5000))
+    plan, out = plan_of(problem, backend), torch.empty_like(problem.q)
+    workspace = RecordingWorkspace(plan)
+
+    def call() -> None:
+        forward_mqa(
+            problem.q,
+            problem.caches,
+            problem.metadata,
+            backend,
+            workspace,
+            out,
+            layer=problem.layer,
+            limits=problem.limits,
+            attn_sink=problem.attn_sink,
+            topk_indices=problem.topk_indices,
+        )
+
+    peak = peak_temporaries(call)
+    assert plan.transient_bytes / 4 < peak <= plan.transient_bytes
+
+
+@all_forms
+@all_kinds
+def test_g11_the_plan_grows_with_its_limits(kind: LayerKind, form: str) -> None:
+    rng = random.Random(1)
+    for _ in range(60):
+        case = Case.draw(rng, kind, BACKENDS[form])
+        limits, layout = attrs.evolve(case.limits, max_workspace_bytes=None), case.caches.swa.layout
+        layer = case.geometry.layer_of_kind(kind)
+        plan = plan_workspace(layer, limits, BACKENDS[form], layout)
+        assert plan == plan_workspace(layer, limits, BACKENDS[form], layout), "a pure function"
+        for name in ("max_num_reqs", "max_num_batched_tokens", "max_model_len"):
+            larger = attrs.evolve(limits, **{name: getattr(limits, name) + rng.randint(1, 50)})
+            grown = plan_workspace(layer, larger, BACKENDS[form], layout)
+            assert all(grown.lanes[lane] >= size for lane, size in plan.lanes.items())
+            assert grown.transient_bytes >= plan.transient_bytes
+
+
+@all_forms
+@all_kinds
+def test_g11_a_cap_makes_more_chunks_and_never_another_result(kind: LayerKind, form: str) -> None:
+    scenario = Scenario(kind=kind, requests=[(30, 1), (40, 30), (0, 25), (17, 9, 2)], topk="holes")
+    backend, free = BACKENDS[form], scenario.limits
+    least = smallest_cap(scenario.geometry, kind, free, backend, scenario.layout)
+    sizes = []
+
+    for cap in (None, least + 5000, least + 500, least):
+        limits = attrs.evolve(free, max_workspace_bytes=cap)
+        problem = scenario.problem(backend, limits=limits)
+        workspace = RecordingWorkspace(plan_of(problem, backend))
+        scenario.compare(*problem.run(backend, workspace))
+        sizes.append(workspace.size("prefill"))
+        assert cap is None or workspace.size("prefill") <= cap
+
+    assert sizes[-1] < sizes[0]
+
+
+@all_forms
+@all_kinds
+def test_g11_a_cap_too_small_names_the_smallest_one_that_works(kind: LayerKind, form: str) -> None:
+    scenario = Scenario(kind=kind, requests=[(40, 30)])
+    backend, layer = BACKENDS[form], scenario.layer
+    least = smallest_cap(scenario.geometry, kind, scenario.limits, backend, scenario.layout)
+
+    with pytest.raises(ArgumentError, match=rf"max_workspace_bytes: expected at least {least}, .*, got {least - 1} ->"):
+        plan_workspace(layer, attrs.evolve(scenario.limits, max_workspace_bytes=least - 1), backend, scenario.layout)
+    plan = plan_workspace(layer, attrs.evolve(scenario.limits, max_workspace_bytes=least), backend, scenario.layout)
+    assert plan.lanes["prefill"] <= least
+
+
+# planted: backends that break their word
+
+
+class Greedy(ScratchBackend):
+    """Asks for more than its bound says."""
+
+    def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
+        return simultaneous_bytes(self.scratch(phase, layer, max_tokens, max_width))  # right only if monotone
+
+
+class Sloppy(ScratchBackend):
+    """Writes one byte behind what it was given."""
+
+    def decode(self, call: AttentionCall) -> None:
+        view = call.scratch[-1]
+        view.as_strided((view.numel() + 1,), (1,)).fill_(1)
+        super().decode(call)
+
+
+def test_g11_a_backend_that_asks_for_more_than_its_bound_is_refused_by_name() -> None:
+    scenario = Scenario(requests=[(30, 1)])
+    problem = scenario.problem(Greedy(), limits=Limits(200, 200, 64))
+    before = problem.caches.swa.tensor.clone()
+
+    with pytest.raises(WorkspaceError, match=r"reference.decode needs \d+ bytes in lane 'decode', which is locked at"):
+        problem.run(Greedy(), RecordingWorkspace(plan_of(problem, Greedy())))
+    assert torch.equal(problem.caches.swa.tensor, before)
+    scenario.compare(*problem.run(ScratchBackend(), RecordingWorkspace(plan_of(problem, ScratchBackend()))))
+
+
+@pytest.mark.parametrize("request_", [(30, 1), (0, 5)], ids=["decode", "prefill"])
+def test_g11_a_backend_that_writes_behind_its_scratch_is_caught(request_: tuple[int, int]) -> None:
+    scenario = Scenario(requests=[request_])
+
+    with pytest.raises(CanaryError, match=r"bytes behind \[\d, 3\] torch.uint8 of reference\.\w+ were overwritten"):
+        scenario.run(Sloppy())
+    scenario.check(ScratchBackend())
+
+
+@all_kinds
+def test_g11_the_warm_up_reserves_the_plan_and_touches_nothing(kind: LayerKind) -> None:
+    backend = backend_of("paged-ragged")
+    problem = Scenario(kind=kind, requests=[(30, 1), (0, 9)]).problem(backend)
+    workspace, out = WorkspaceManager(), torch.full_like(problem.q, 3.0)
+
+    forward_mqa(
+        problem.q,
+        problem.caches,
+        None,
+        backend,
+        workspace,
+        out,
+        layer=problem.layer,
+        limits=problem.limits,
+        attn_sink=None,
+    )
+    workspace.lock()
+
+    assert not out.any()
+    assert {lane: workspace.size(lane) for lane in ("decode", "prefill")} == plan_of(problem, backend).lanes
+    assert_same_bits(problem.run(backend, workspace), problem.run(backend))
