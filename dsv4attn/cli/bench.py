@@ -1,0 +1,62 @@
+"""`dsv4attn bench`: how far a backend is from the matrix products it cannot avoid."""
+
+from __future__ import annotations
+
+import json
+
+import click
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dsv4attn.bench.measure import Measurement, measure
+from dsv4attn.bench.problem import make_problem
+from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.selection import load_backend
+
+
+@click.command()
+@click.option("--backend", default="reference", show_default=True, help="Backend to measure.")
+@click.option("--model", default="flash", show_default=True, help="flash, pro, or a preset's full name.")
+@click.option("--tokens", default=2048, show_default=True, type=click.IntRange(1), help="Query tokens of the prefill.")
+@click.option("--prefix", default=8192, show_default=True, type=click.IntRange(0), help="Tokens before them.")
+@click.option("--decodes", default=32, show_default=True, type=click.IntRange(1), help="Requests of the decode.")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1), help="Rounds to take the median of.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def bench(backend: str, model: str, tokens: int, prefix: int, decodes: int, rounds: int, *, as_json: bool) -> None:
+    """Time prefill and decode of each layer type beside their own matrix products, taken in turn in one run."""
+    chosen, geometry = load_backend(backend), ModelGeometry.preset(model)
+    measured: list[Measurement] = []
+    cases = [[(0, tokens)], [(prefix, tokens)], [(prefix, 1)] * decodes]
+    console = Console(stderr=True)
+    for kind in geometry.kinds:
+        for requests in cases:
+            with console.status(f"measuring {kind.value}, {sum(n for _, n in requests)} tokens"):
+                measured.append(measure(make_problem(geometry, kind, requests, chosen), rounds=rounds))
+    if as_json:
+        rows = [m.as_json() for m in measured]
+        facts = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+        click.echo(json.dumps({"ok": True, "backend": backend, "model": geometry.name, **facts, "results": rows}))
+        return
+    Console().print(_table(measured, f"{backend}, {geometry.name}, {geometry.num_heads} heads", rounds))
+
+
+def _table(measured: list[Measurement], title: str, rounds: int) -> Table:
+    caption = (
+        f"time and products: ms, medians of {rounds} rounds, taken in turn in this run.\n"
+        "products: the same matrix products alone, fp32. ratio: time / products.\n"
+        "context: tokens before the step. keys: per query."
+    )
+    table = Table(
+        title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False
+    )
+    for column in ("layer", "phase"):
+        table.add_column(column)
+    for column in ("tokens", "context", "keys", "time", "products", "ratio", "GFLOP/s"):
+        table.add_column(column, justify="right")
+    for m in measured:
+        counts = str(m.tokens), str(m.context), f"{m.keys_per_row:.0f}"
+        times = f"{m.step_ms:.1f}", f"{m.products_ms:.1f}", f"{m.ratio:.2f}", f"{m.gflops:.0f}"
+        table.add_row(m.layer, m.phase, *counts, *times)
+    return table

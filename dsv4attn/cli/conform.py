@@ -1,0 +1,175 @@
+"""`dsv4attn conform`: run the conformance kit on a backend, and write a certificate."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dsv4attn.cli import FAILED, OK
+from dsv4attn.cli.common import console, grid
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dsv4attn.testing.conform import Certificate, Outcome
+
+__all__ = ["conform", "progress_bar", "written"]
+
+SHOWN = 8
+"""Failures shown in full; the others by name, and the certificate has all of them."""
+
+
+def _pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """`--option key=value`, any number of times."""
+    for value in values:
+        if "=" not in value:
+            raise click.BadParameter(f"{value!r}: expected key=value, as in prefill_keys=paged", param=parameter)
+    return dict(value.split("=", 1) for value in values)
+
+
+@click.command(short_help="Run the conformance kit on a backend, and write a certificate.")
+@click.argument("backend")
+@click.option("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator it runs on, or cpu]")
+@click.option("--option", "options", metavar="KEY=VALUE", multiple=True, callback=_pairs, help="Option of the backend.")
+@click.option("--filter", "chosen", metavar="PATTERNS", help="Clauses (S, A1), areas (decode) or cases (sink-*).")
+@click.option("--json", "as_json", is_flag=True, help="Print the certificate, and nothing else.")
+@click.option(
+    "--output", metavar="FILE", help="Where the certificate goes.  [default: dsv4attn-BACKEND.json, if all cases ran]"
+)
+@click.pass_context
+def conform(
+    ctx: click.Context,
+    backend: str,
+    device: str | None,
+    options: dict[str, str],
+    chosen: str | None,
+    output: str | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Run the conformance kit on BACKEND, on this machine, and write a certificate.
+
+    Every case is judged by a float64 oracle that shares no code with any backend; the error budgets follow from the
+    formats. Cases that the backend's support refuses are not run, and its reasons are shown. docs/contract.md has the
+    clauses. Exit code 0: every case that was executed passed; 1: one failed, or none was executed; 2: bad input.
+    """
+    from dsv4attn.testing.case import chosen as matching
+    from dsv4attn.testing.cases import CASES
+    from dsv4attn.testing.conform import conform as run
+    from dsv4attn.testing.subject import Subject
+
+    subject, cases = Subject.named(backend, device=device, options=options), matching(CASES, chosen)
+    with progress_bar(len(cases), shown=not as_json) as progress:
+        certificate = run(subject, cases, chosen=chosen, progress=progress)
+    text = json.dumps(certificate.as_json(), indent=None if as_json and not output else 1, allow_nan=False)
+    target = output or (None if chosen or as_json else f"dsv4attn-{backend}.json")
+    if target:
+        written(Path(target), text + "\n")
+    if as_json:
+        click.echo(text)
+    else:
+        _show(certificate, target)
+    ctx.exit(OK if certificate.ok else FAILED)
+
+
+def written(path: Path, text: str) -> None:
+    """Write a file, or say in one line why not."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.FileError(str(path), hint=error.strerror) from error
+
+
+@contextmanager
+def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[Outcome], None]]:
+    """A bar on stderr with the case that ran last; nothing at all where nobody watches."""
+    from rich import progress as bars
+    from rich.console import Console
+
+    out = Console(stderr=True)
+    columns = (
+        bars.BarColumn(bar_width=None),
+        bars.MofNCompleteColumn(),
+        bars.TextColumn("{task.fields[failed]} failed", style="red"),
+        bars.TextColumn("{task.fields[case]}", markup=False),
+        bars.TimeElapsedColumn(),
+    )
+    bar = bars.Progress(*columns, console=out, transient=True, disable=not (shown and out.is_terminal))
+    task = bar.add_task("conform", total=total, failed=0, case="")
+    failed = 0
+
+    def advance(outcome: Outcome) -> None:
+        nonlocal failed
+        failed += outcome.state == "failed"
+        bar.update(task, advance=1, failed=failed, case=outcome.case.name)
+
+    with bar:
+        yield advance
+
+
+def _show(certificate: Certificate, target: str | None) -> None:
+    from rich.padding import Padding
+
+    subject, out = certificate.subject, console()
+    owner = f"{subject.distribution} {subject.version}".strip() or "not registered"
+    head = [("backend", [f"{subject.label}  ({owner})"]), ("device", [f"{subject.device}: {subject.facts}"])]
+    out.print(grid(head))
+    out.print(Padding(_table(certificate), (0, 0, 0, 1)))
+    for state in ("refused", "skipped"):
+        if told := grouped(certificate.of(state)):
+            out.print(grid([(state, told)], ["yellow" if state == "refused" else "dim"]))
+    failed = certificate.of("failed")
+    for outcome in failed[:SHOWN]:
+        out.print(f"  failed  {outcome.case.id}", style="bold red")
+        out.print(Padding(outcome.case.says, (0, 0, 0, 10)), style="dim")
+        out.print(Padding(outcome.message, (0, 0, 0, 10)))
+    if rest := failed[SHOWN:]:
+        out.print(Padding(f"and {len(rest)} more: {', '.join(o.case.name for o in rest)}", (0, 0, 0, 2)), style="red")
+    out.print()
+    style = "bold green" if certificate.ok else "bold red"
+    out.print(Padding(f"{certificate.verdict}  ({certificate.seconds:.0f} s)", (0, 0, 0, 2)), style=style)
+    if target:
+        out.print(f"  certificate: {target}", soft_wrap=True)
+
+
+def grouped(outcomes: Sequence[Outcome]) -> list[str]:
+    """One line for each reason, with how many cases have it."""
+    cases: dict[str, list[str]] = defaultdict(list)
+    for outcome in outcomes:
+        for reason in outcome.reasons:
+            cases[reason].append(outcome.case.name)
+    return [f"{len(names):>3} x {reason}" for reason, names in sorted(cases.items(), key=lambda item: -len(item[1]))]
+
+
+def _table(certificate: Certificate) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from dsv4attn.testing.cases import GROUPS
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("clauses", no_wrap=True, min_width=21)
+    for column in ("passed", "failed", "refused", "skipped"):
+        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
+    table.add_column("nearest to its budget", overflow="ellipsis", no_wrap=True)
+    for letter, title in GROUPS.items():
+        mine = [o for o in certificate.outcomes if any(clause[0] == letter for clause in o.case.clauses)]
+        if not mine:
+            continue
+        counts = [sum(o.state == state for o in mine) for state in ("passed", "failed", "refused", "skipped")]
+        measured = [o for o in mine if o.measure and o.measure.budget]
+        worst = max(measured, key=lambda o: o.measure.fraction if o.measure else 0.0, default=None)
+        near = " same bits" if counts[0] else ""
+        if worst and worst.measure:
+            near = f"{worst.measure.shown:>5} {worst.case.name}"
+        style = "red" if counts[1] else "" if counts[0] else "yellow"
+        cells = [Text(str(n or "-"), style="bold red" if i == 1 and n else "") for i, n in enumerate(counts)]
+        table.add_row(Text(f"{letter}  {title}", style=style), *cells, Text(near, style=style))
+    return table

@@ -1,0 +1,135 @@
+"""`dsv4attn explain`: which backend would run a problem, and why not the others."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dsv4attn.cli import FAILED, OK
+from dsv4attn.cli.common import console, device_json, failure_json, geometry_of, grid, reason_json
+
+if TYPE_CHECKING:
+    from dsv4attn.core.device import DeviceFacts
+    from dsv4attn.selection import Selection
+
+__all__ = ["explain"]
+
+_positive = click.IntRange(min=1)
+_STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yellow", "broken": "red"}
+
+
+@click.command(short_help="Say which backend would run a problem, and why not the others.")
+@click.option("--device", metavar="NAME", help="cpu, xpu, sm120, gfx942, ...: need not be here.  [default: this one]")
+@click.option("--model", metavar="NAME", default="flash", show_default=True, help="flash, pro, or a config.json.")
+@click.option("--layer", metavar="KIND", default="c4a", show_default=True, help="swa, c4a or c128a.")
+@click.option("--phase", type=click.Choice(["decode", "prefill"]), default="decode", show_default=True)
+@click.option("--heads", metavar="N", type=_positive, help="Query heads on this device.  [default: the model's]")
+@click.option("--topk", metavar="N", type=click.IntRange(min=0), help="Selected entries.  [default: the model's]")
+@click.option("--page-size", metavar="N", type=_positive, default=64, show_default=True, help="Of the window cache.")
+@click.option(
+    "--compressed-page-size", metavar="N", type=_positive, help="Of the other.  [default: 256 tokens' entries]"
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["e4m3fn", "e4m3fnuz", "bfloat16", "float32"]),
+    default="e4m3fn",
+    show_default=True,
+    help="Of both caches.",
+)
+@click.option("--query-len", metavar="N", type=_positive, default=1, show_default=True, help="Tokens of a decode.")
+@click.option("--capture", is_flag=True, help="The call is captured in a graph.")
+@click.option("--deterministic", is_flag=True, help="Bits must not depend on the batch.")
+@click.option("--lse", is_flag=True, help="The log-sum-exp is wanted too.")
+@click.option("--backend", metavar="NAME", help="Ask for this one.  [default: environment, configuration, automatic]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def explain(
+    ctx: click.Context,
+    *,
+    device: str | None,
+    model: str,
+    layer: str,
+    phase: str,
+    heads: int | None,
+    topk: int | None,
+    page_size: int,
+    compressed_page_size: int | None,
+    dtype: str,
+    query_len: int,
+    capture: bool,
+    deterministic: bool,
+    lse: bool,
+    backend: str | None,
+    as_json: bool,
+) -> None:
+    """Say which backend would run a problem, and why not the others.
+
+    Nothing is launched, and the device need not be here: packages of a device that is only described are taken to be
+    installed. Exit code 0: a backend was chosen; 1: none can run it, or the choice is a tie; 2: bad input.
+    """
+    from dsv4attn.core.problem import Problem
+    from dsv4attn.selection import explain as explained
+
+    problem = Problem.of(
+        geometry_of(model),
+        layer,
+        phase,
+        heads=heads,
+        topk=topk,
+        swa_page_size=page_size,
+        compressed_page_size=compressed_page_size,
+        dtype=dtype,
+        query_len=query_len,
+        capture=capture,
+        deterministic=deterministic,
+        lse=lse,
+    )
+    selection = explained(problem, backend=backend, device=_device(device))
+    if as_json:
+        click.echo(json.dumps(_as_json(selection)))
+    else:
+        _show(selection)
+    ctx.exit(FAILED if selection.chosen is None else OK)
+
+
+def _device(name: str | None) -> DeviceFacts:
+    """The device described; this machine's own facts if that is what it has."""
+    from dsv4attn.core.device import DeviceFacts
+
+    if name is None:
+        return DeviceFacts.here()
+    named = DeviceFacts.named(name)
+    return next((facts for facts in DeviceFacts.all_here() if facts.arch == named.arch), named)
+
+
+def _as_json(selection: Selection) -> dict[str, Any]:
+    return {
+        "ok": selection.chosen is not None,
+        "chosen": None if selection.chosen is None else selection.chosen.info.name,
+        "verdict": selection.verdict,
+        "phase": selection.problems[0].phase,
+        "problem": str(selection.problems[0]),
+        "device": device_json(selection.device),
+        "request": {"value": selection.request.value, "source": selection.request.source},
+        "candidates": [
+            {
+                "name": c.name,
+                "from": c.owner,
+                "state": c.state,
+                "reasons": [reason_json(reason) for reason in c.reasons],
+                "note": c.note,
+            }
+            for c in selection.trace
+        ],
+        "failures": [failure_json(failure) for failure in selection.failures],
+    }
+
+
+def _show(selection: Selection) -> None:
+    """The same trace as an exception has, folded to the width of the terminal."""
+    out = console()
+    out.print(selection.verdict, style="bold green" if selection.chosen else "bold red", soft_wrap=False)
+    styles = ["", "", ""] + [_STYLES.get(c.state, "") for c in selection.trace]
+    out.print(grid(selection.rows, styles + ["red"] * len(selection.failures)))

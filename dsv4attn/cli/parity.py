@@ -1,0 +1,105 @@
+"""`dsv4attn parity`: do these backends compute the same thing?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dsv4attn.cli import FAILED, OK
+from dsv4attn.cli.common import console, grid
+from dsv4attn.cli.conform import grouped, progress_bar, written
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dsv4attn.testing.parity import Parity
+
+__all__ = ["parity"]
+
+_STYLES = {"passed": "", "failed": "bold red", "refused": "yellow", "skipped": "dim"}
+_FORMS = "reference,reference:prefill_keys=paged,reference:decode_indices=ragged:prefill_indices=ragged"
+
+
+@click.command(short_help="Compare backends with the oracle, case by case.")
+@click.option(
+    "--backends",
+    metavar="NAME[:OPTION=VALUE],...",
+    default=_FORMS,
+    help="Backends to compare.  [default: the reference in three of its forms]",
+)
+@click.option("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator each runs on, or cpu]")
+@click.option("--filter", "chosen", metavar="PATTERNS", help="Clauses (S, A1), areas (decode) or cases (sink-*).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--html", "page", metavar="FILE", help="Write a report that needs no other file.")
+@click.pass_context
+def parity(
+    ctx: click.Context, backends: str, device: str | None, chosen: str | None, page: str | None, *, as_json: bool
+) -> None:
+    """Run the cases of the conformance kit on several backends.
+
+    Each number is the largest error of a case against a float64 oracle, as a fraction of the budget that follows from
+    the formats; "same" means equal bits. Exit code 0: every case that was executed passed; 1: one failed, or a backend
+    executed none; 2: bad input.
+    """
+    from dsv4attn.testing.case import chosen as matching
+    from dsv4attn.testing.cases import CASES
+    from dsv4attn.testing.parity import compare, subjects
+
+    cases, trials = matching(CASES, chosen), subjects(backends, device=device)
+    with progress_bar(len(cases) * len(trials), shown=not as_json) as progress:
+        result = compare(trials, cases, chosen=chosen, progress=progress)
+    if page:
+        from dsv4attn.testing.parity_html import as_html
+
+        written(Path(page), as_html(result))
+    if as_json:
+        click.echo(json.dumps(result.as_json(), allow_nan=False))
+    else:
+        _show(result, page)
+    ctx.exit(OK if result.ok else FAILED)
+
+
+def _show(result: Parity, page: str | None) -> None:
+    from rich.padding import Padding
+
+    out = console()
+    devices = dict.fromkeys(f"{c.subject.device}: {c.subject.facts}" for c in result.certificates)
+    names = [(chr(ord("A") + i), [c.subject.label]) for i, c in enumerate(result.certificates)]
+    out.print(grid([("device", list(devices)), *names]))
+    out.print(Padding(_table(result), (0, 0, 0, 1)))
+    for (letter, _), certificate in zip(names, result.certificates, strict=True):
+        for state in ("refused", "skipped"):
+            if told := grouped(certificate.of(state)):
+                out.print(grid([(f"{letter} {state}", told)], [_STYLES[state]]))
+        for outcome in certificate.of("failed"):
+            out.print(grid([(f"{letter} failed", [f"{outcome.case.id}: {outcome.message}"])], [_STYLES["failed"]]))
+    out.print()
+    for certificate in result.certificates:
+        style = "bold green" if certificate.ok else "bold red"
+        out.print(Padding(certificate.verdict, (0, 0, 0, 2)), style=style)
+    if page:
+        out.print(f"  report: {page}", soft_wrap=True)
+
+
+def _table(result: Parity) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from dsv4attn.testing.parity import cell
+
+    caption = "Largest error as a fraction of its budget; same: equal bits."
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left", caption_style="dim"
+    )
+    table.add_column("clauses", overflow="ellipsis", no_wrap=True, max_width=14)
+    table.add_column("case", no_wrap=True)
+    for i in range(len(result.names)):
+        table.add_column(chr(ord("A") + i), justify="right", no_wrap=True)
+    for case, outcomes in result.rows:
+        cells = [Text(cell(outcome), style=_STYLES[outcome.state]) for outcome in outcomes]
+        table.add_row(Text(" ".join(case.clauses), style="dim"), case.name, *cells)
+    return table

@@ -1,0 +1,175 @@
+"""`dsv4attn run`: serve a request trace through the attention of a model, checked while it runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from dsv4attn.cli import FAILED, INTERRUPTED, OK
+
+if TYPE_CHECKING:
+    from dsv4attn.core.geometry import LayerKind
+    from dsv4attn.replay.engine import Progress
+    from dsv4attn.replay.request import Request
+
+__all__ = ["run"]
+
+_positive = click.IntRange(min=1)
+
+
+def _pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """`--option key=value`, any number of times."""
+    for value in values:
+        if "=" not in value:
+            raise click.BadParameter(f"{value!r}: expected key=value, as in prefill_keys=paged", param=parameter)
+    return dict(value.split("=", 1) for value in values)
+
+
+@click.command(short_help="Serve a request trace through the attention, checked while it runs.")
+@click.option(
+    "--model", metavar="NAME", default="flash", show_default=True, help="flash, pro, or a config.json or its folder."
+)
+@click.option(
+    "--trace", metavar="FILE", help="Mooncake JSONL, or Azure or BurstGPT CSV.  [default: a small built-in one]"
+)
+@click.option("--backend", metavar="NAME", default="reference", show_default=True, help="Backend to run.")
+@click.option("--option", "options", metavar="KEY=VALUE", multiple=True, callback=_pairs, help="Option of the backend.")
+@click.option("--layers", metavar="KINDS", help="Of swa,c4a,c128a.  [default: all that the model has]")
+@click.option("--cache", metavar="NAME", default="fp8_ds_mla", show_default=True, help="fp8_ds_mla, bf16 or fp32.")
+@click.option("--max-requests", metavar="N", type=_positive, help="Read so many requests of the trace.")
+@click.option(
+    "--max-tokens", metavar="N", type=click.IntRange(min=2), help="Shrink longer requests, prompt and output alike."
+)
+@click.option(
+    "--max-num-batched-tokens", metavar="N", type=_positive, default=1024, show_default=True, help="Tokens of a step."
+)
+@click.option(
+    "--max-num-seqs", metavar="N", type=_positive, default=32, show_default=True, help="Requests running at once."
+)
+@click.option("--max-kv-mib", metavar="N", type=_positive, default=2048, show_default=True, help="Memory for KV pages.")
+@click.option(
+    "--block-size", metavar="N", type=_positive, default=64, show_default=True, help="Records in a window page."
+)
+@click.option(
+    "--check-rows", metavar="N", type=click.IntRange(min=0), default=2, show_default=True, help="Rows checked per step."
+)
+@click.option(
+    "--seed",
+    metavar="N",
+    type=click.IntRange(min=0, max=2**32 - 1),
+    default=0,
+    show_default=True,
+    help="Of every number.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and no progress.")
+@click.pass_context
+def run(
+    ctx: click.Context,
+    *,
+    model: str,
+    trace: str | None,
+    backend: str,
+    options: dict[str, str],
+    layers: str | None,
+    cache: str,
+    max_requests: int | None,
+    max_tokens: int | None,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_kv_mib: int,
+    block_size: int,
+    check_rows: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Serve the requests of a trace through the attention of a model: paged caches, chunked prefill, decode.
+
+    One layer of each type is run, on random inputs of realistic size. In every step some rows are computed again by a
+    float64 oracle from raw inputs. Exit code 0: all of them agree; 1: some do not; 2: bad input; 130: interrupted, with
+    a report of what has run.
+    """
+    from attrs import evolve
+
+    from dsv4attn.cli.common import console, geometry_of
+    from dsv4attn.replay.engine import Replay, ReplayConfig
+    from dsv4attn.replay.report import as_json as report_json
+    from dsv4attn.replay.report import as_text
+    from dsv4attn.selection import load_backend
+
+    geometry = geometry_of(model)
+    config = ReplayConfig(
+        kinds=_kinds(layers),
+        cache=cache,
+        block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_kv_bytes=max_kv_mib * 2**20,
+        check_rows=check_rows,
+        seed=seed,
+    )
+    requests = _requests(trace, max_requests, max_tokens, seed)
+    replay = Replay(geometry, load_backend(backend, **options), requests, config)
+    with _progress_bar(replay.total_tokens, shown=not as_json) as progress:
+        report = evolve(replay.run(progress), trace=trace or "generated", options=options)
+    if as_json:
+        click.echo(json.dumps(report_json(report), allow_nan=False))
+    else:
+        console().print(as_text(report))
+    ctx.exit(INTERRUPTED if report.interrupted else OK if report.ok else FAILED)
+
+
+def _kinds(layers: str | None) -> list[LayerKind] | None:
+    """Layer types in the order swa, c4a, c128a, each once."""
+    if layers is None:
+        return None
+    from dsv4attn.core.geometry import LayerKind
+    from dsv4attn.errors import UnknownNameError
+
+    known = [kind.value for kind in LayerKind]
+    asked = [name.strip().lower() for name in layers.split(",")]
+    for name in asked:
+        if name not in known:
+            raise UnknownNameError("layer kind", name, known)
+    return [kind for kind in LayerKind if kind.value in asked]
+
+
+def _requests(trace: str | None, max_requests: int | None, max_tokens: int | None, seed: int) -> list[Request]:
+    from dsv4attn.replay.trace import generated_trace, read_trace, shrink
+
+    if trace is None:
+        requests = generated_trace(seed, max_requests or 6)
+    else:
+        requests = read_trace(trace, max_requests=max_requests)
+    return shrink(requests, max_tokens) if max_tokens else requests
+
+
+@contextmanager
+def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[Progress], None]]:
+    """A bar on stderr with tokens, speed and the current step; nothing at all where nobody watches."""
+    from rich import progress as bars
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    columns = (
+        bars.BarColumn(bar_width=None),
+        bars.TextColumn("{task.completed:,.0f}/{task.total:,.0f} tokens"),
+        bars.TextColumn("{task.fields[speed]:,.0f}/s"),
+        bars.TextColumn("step {task.fields[step]}: {task.fields[running]} running, {task.fields[waiting]} waiting"),
+        bars.TimeElapsedColumn(),
+    )
+    bar = bars.Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal))
+    task = bar.add_task("run", total=total, speed=0.0, step=0, running=0, waiting=0)
+
+    def advance(state: Progress) -> None:
+        elapsed = bar.tasks[task].elapsed
+        speed = state.tokens / elapsed if elapsed else 0.0
+        bar.update(
+            task, completed=state.tokens, speed=speed, step=state.step, running=state.running, waiting=state.waiting
+        )
+
+    with bar:
+        yield advance

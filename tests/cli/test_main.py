@@ -1,0 +1,118 @@
+"""Manners that all commands share."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import dsv4attn
+from dsv4attn import cli
+from dsv4attn.errors import ArgumentError
+
+
+def invoke(*args: str) -> Any:
+    return CliRunner().invoke(cli.main, list(args))
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A command `run` that raises whatever it is told to."""
+    import click
+
+    def install(error: BaseException) -> None:
+        @click.command()
+        @click.option("--json", "as_json", is_flag=True)
+        def run(*, as_json: bool) -> None:
+            raise error
+
+        monkeypatch.setattr(cli._Commands, "get_command", lambda *_: run)
+
+    return install
+
+
+def test_help_names_every_command_and_loads_none() -> None:
+    code = (
+        "import sys; from click.testing import CliRunner; from dsv4attn.cli import main; "
+        "print(CliRunner().invoke(main, ['--help']).output); "
+        "heavy = {'torch', 'numpy', 'rich', 'dsv4attn.cli.run', 'dsv4attn.cli.bench'}; "
+        "print(sorted(heavy & {*sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip().endswith("[]")
+    for name, (_, text) in cli._COMMANDS.items():
+        assert f"  {name} " in done.stdout
+        assert text.split()[0] in done.stdout
+
+
+def test_every_command_can_be_loaded() -> None:
+    for name in cli._COMMANDS:
+        assert invoke(name, "--help").exit_code == 0
+        assert "--json" in invoke(name, "--help").output
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert dsv4attn.__version__ in invoke("--version").output
+
+
+def test_an_unknown_command_is_guessed_at() -> None:
+    result = invoke("rnu")
+
+    assert result.exit_code == 2
+    assert "unknown command 'rnu'; did you mean 'run'?" in result.stderr
+
+
+def test_our_errors_are_one_line_and_code_2(failing: Any) -> None:
+    failing(ArgumentError("q", expected="this", actual="that", hint="do so"))
+    result = invoke("run")
+
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr == "error: q: expected this, got that -> do so\n"
+
+
+def test_our_errors_are_one_object_with_json(failing: Any) -> None:
+    failing(ArgumentError("q", expected="this", actual="that"))
+    result = invoke("run", "--json")
+
+    assert result.exit_code == 2
+    assert json.loads(result.stdout) == {
+        "ok": False,
+        "error": {"type": "ArgumentError", "message": "q: expected this, got that"},
+    }
+
+
+def test_an_unexpected_error_keeps_its_traceback_and_still_prints_its_object(failing: Any) -> None:
+    failing(ZeroDivisionError("oh"))
+    result = invoke("run", "--json")
+
+    assert result.exit_code == 1
+    assert isinstance(result.exception, ZeroDivisionError)
+    assert json.loads(result.stdout) == {"ok": False, "error": {"type": "ZeroDivisionError", "message": "oh"}}
+    assert invoke("run").stdout == ""
+
+
+def test_ctrl_c_is_code_130(failing: Any) -> None:
+    failing(KeyboardInterrupt())
+
+    assert invoke("run").exit_code == 130
+    assert "interrupted" in invoke("run").stderr
+    assert json.loads(invoke("run", "--json").stdout) == {"ok": False, "interrupted": True}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_misuse_is_code_2_and_json_when_asked_for(as_json: bool) -> None:
+    result = invoke("run", "--block-size", "0", *["--json"] * as_json)
+
+    assert result.exit_code == 2
+    if as_json:
+        assert json.loads(result.stdout)["ok"] is False
+        assert "0 is not in the range x>=1" in json.loads(result.stdout)["error"]["message"]
+    else:
+        assert result.stdout == ""
+        assert "0 is not in the range x>=1" in result.stderr

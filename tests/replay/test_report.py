@@ -1,0 +1,144 @@
+"""What a report says, to people and to programs."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from attrs import evolve
+from rich.console import Console
+
+from dsv4attn.replay.report import CheckResult, Errors, LayerReport, Report, Seconds, as_json, as_text
+
+LIMITS = Errors(4e-3, 8e-3, 8e-3)
+
+
+def report_of(*errors: Errors, checked: bool = True, kinds: tuple[str, ...] = ("swa", "c4a", "c128a")) -> Report:
+    """A large report: numbers as wide as they get."""
+    layers = []
+    for kind in kinds:
+        check = CheckResult(LIMITS) if checked else None
+        layers.append(
+            LayerReport(
+                kind=kind,
+                layers_in_model=21,
+                kv_bytes_per_token=1234.5,
+                window_bytes_per_sequence=123_456_789,
+                kv_bytes_peak=987_654_321_000,
+                workspace_bytes_peak=2**30 - 100_000,
+                workspace_bytes_planned=2**30 - 100_000,
+                transient_bytes_bound=2**30 - 100_000,
+                tokens=12_345_678,
+                seconds=Seconds(1.0, 2.0, 1.0),
+                check=check,
+            )
+        )
+        for i, error in enumerate(errors):
+            if check is not None:
+                check.add(error, f"step {i}, request 3, position 4")
+    return Report(
+        model="deepseek-v4-flash",
+        backend="reference",
+        cache="fp8_ds_mla",
+        seed=0,
+        block_size=64,
+        max_num_batched_tokens=1024,
+        max_num_seqs=32,
+        requests=400,
+        layers=layers,
+        finished=399,
+        steps=123_456,
+        prefill_tokens=12_000_000,
+        decode_tokens=345_678,
+        wall_s=1234.5,
+        other_s={"inputs": 12.0, "scheduling": 3.0, "checks": 100.0},
+        trace="../shared/data/some_trace.jsonl",
+    )
+
+
+def text_of(report: Report, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(as_text(report))
+    shown = console.file
+    assert isinstance(shown, io.StringIO)
+    return shown.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_number_of_the_table_is_cut_or_folded(width: int) -> None:
+    text = text_of(report_of(Errors(1e-3, 2e-3, 3e-3)), width)
+    rows = [line for line in text.splitlines() if line.startswith("  ")]
+
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    assert all(len(line.split()) >= 4 for line in rows if line.strip())
+    for number in ("3,086,420", "1,234.50", "117.7 MiB", "919.8 GiB", "1.0e-03"):
+        assert text.count(number) == 3, number
+    assert text.count("1,023.9 MiB") == 3 * 3
+
+
+def test_a_good_report_says_so() -> None:
+    report = report_of(Errors(1e-3, 2e-3, 3e-3), Errors(2e-3, 1e-3, 1e-3))
+
+    assert report.ok
+    assert text_of(report).endswith("ok: all 6 checked rows are within their limits\n")
+    assert "399 of 400 requests finished in 123,456 steps" in text_of(report)
+    assert "12,345,678 tokens: 12,000,000 prefill, 345,678 decode\n" in text_of(report)
+
+
+def test_a_failed_check_is_named_counted_and_described() -> None:
+    text = text_of(report_of(*[Errors(0.5, 0.0, float("inf"))] * 8), 120)
+
+    assert "FAILED: 24 of 24 checked rows are beyond a limit" in text
+    assert text.count("FAIL ") + text.count("FAIL\n") == 3
+    assert "c4a: step 0, request 3, position 4: out 0.5, projection inf" in text
+    assert "c4a: and 3 more rows" in text
+
+
+def test_what_was_not_checked_is_not_called_ok() -> None:
+    for report in (report_of(checked=False), report_of()):
+        assert report.ok
+        assert text_of(report).count("not checked") == 3
+        assert text_of(report).endswith("nothing was checked\n")
+
+
+def test_an_interrupted_report_is_not_ok_and_says_so() -> None:
+    report = evolve(report_of(Errors()), interrupted=True)
+
+    assert not report.ok
+    assert "interrupted" in text_of(report)
+    assert as_json(report)["ok"] is False
+
+
+def test_options_and_preemptions_are_told_when_there_are_any() -> None:
+    plain = report_of(Errors())
+    told = text_of(evolve(plain, options={"prefill_keys": "paged"}, preemptions=3, recomputed_tokens=77), 120)
+
+    assert "on backend reference (prefill_keys=paged), cache" in told
+    assert "345,678 decode; 3 preemptions, 77 tokens served again" in told
+    assert "preemptions" not in text_of(plain)
+
+
+def test_as_json_is_plain_and_complete() -> None:
+    values = json.loads(json.dumps(as_json(report_of(Errors(1e-3, float("inf"), 2e-3))), allow_nan=False))
+    layer = values["layers"][1]
+
+    assert (values["ok"], values["interrupted"], values["model"]) == (False, False, "deepseek-v4-flash")
+    assert values["other_s"]["checks"] == 100.0
+    assert layer["kind"] == "c4a"
+    assert layer["tokens_per_s"] == pytest.approx(12_345_678 / 4)
+    assert layer["share_of_time"] == pytest.approx(1 / 3)
+    assert layer["seconds"] == {"insert": 1.0, "attend": 2.0, "project": 1.0}
+    assert layer["check"]["worst"] == {"out": 1e-3, "lse": None, "projection": 2e-3}
+    assert layer["check"]["tolerance"] == {"out": 4e-3, "lse": 8e-3, "projection": 8e-3}
+    assert (layer["check"]["rows"], layer["check"]["failed"], layer["check"]["ok"]) == (1, 1, False)
+    assert layer["check"]["failures"] == ["step 0, request 3, position 4: lse inf"]
+
+
+def test_shares_count_layers_of_the_model_when_asked() -> None:
+    report = report_of()
+    report.layers[0].layers_in_model = 0
+
+    assert report.shares() == pytest.approx([1 / 3] * 3)
+    assert report.model_shares() == pytest.approx([0, 0.5, 0.5])
