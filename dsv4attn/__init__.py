@@ -1,6 +1,7 @@
 """DeepSeek-V4 attention with one device-neutral core and one thin room of kernels per accelerator.
 
 The public names are loaded on first use: importing this package imports neither torch nor triton nor numpy.
+Exceptions are in `dsv4attn.errors`; all of them are `Dsv4AttnError`.
 """
 
 from __future__ import annotations
@@ -9,75 +10,95 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dsv4attn.core.allocator import BlockAllocator, BlockTable
+    from dsv4attn.core.builder import MetadataBuilder
+    from dsv4attn.core.caches import LayerCaches
     from dsv4attn.core.context import set_forward_context
+    from dsv4attn.core.contract import AttentionCall, Backend, BackendInfo
+    from dsv4attn.core.device import DeviceFacts
     from dsv4attn.core.forward import forward_mqa
-    from dsv4attn.core.geometry import ModelGeometry
+    from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
     from dsv4attn.core.layer import DeepseekV4MLAAttention
-    from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-    from dsv4attn.core.workspace import WorkspaceManager, current_workspace_manager
-    from dsv4attn.errors import (
-        ArgumentError,
-        CanaryError,
-        Dsv4AttnError,
-        GeometryError,
-        LayoutMismatchError,
-        NoForwardContextError,
-        OutOfPagesError,
-        TraceError,
-        UnknownNameError,
-        UnsupportedError,
-        WorkspaceError,
-    )
-    from dsv4attn.selection import load_backend
+    from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+    from dsv4attn.core.limits import Limits
+    from dsv4attn.core.merge import apply_sink, merge_lse
+    from dsv4attn.core.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+    from dsv4attn.core.plan import plan_workspace
+    from dsv4attn.core.problem import CacheFacts, Problem, Reason
+    from dsv4attn.core.rope import cos_sin_cache
+    from dsv4attn.core.workspace import WorkspaceManager, WorkspacePlan, current_workspace_manager, use_workspace
+    from dsv4attn.errors import Dsv4AttnError
+    from dsv4attn.selection import explain, load_backend, resolve, select_backend
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "ArgumentError",
-    "CanaryError",
+    "AttentionCall",
+    "AttentionMetadata",
+    "Backend",
+    "BackendInfo",
+    "Batch",
+    "BlockAllocator",
+    "BlockTable",
+    "CacheFacts",
+    "DeepseekSparseSWAMetadata",
     "DeepseekV4MLAAttention",
+    "DeviceFacts",
     "Dsv4AttnError",
-    "GeometryError",
+    "FlashMLASparseMetadata",
+    "Fp8Format",
     "KVCacheLayout",
-    "LayoutMismatchError",
+    "LayerCaches",
+    "LayerGeometry",
+    "LayerKind",
+    "Limits",
+    "MetadataBuilder",
     "ModelGeometry",
-    "NoForwardContextError",
-    "OutOfPagesError",
     "PagedKVCache",
-    "TraceError",
-    "UnknownNameError",
-    "UnsupportedError",
-    "WorkspaceError",
+    "Problem",
+    "Reason",
     "WorkspaceManager",
+    "WorkspacePlan",
     "__version__",
+    "apply_sink",
+    "cos_sin_cache",
     "current_workspace_manager",
+    "explain",
     "forward_mqa",
     "load_backend",
+    "merge_lse",
+    "plan_workspace",
+    "resolve",
+    "select_backend",
     "set_forward_context",
+    "use_workspace",
 ]
 
 # where each name lives. `__all__` and the block above say the same to readers and type checkers; a test compares them.
 _MODULE_OF = {
-    "ArgumentError": "errors",
-    "CanaryError": "errors",
-    "DeepseekV4MLAAttention": "core.layer",
-    "Dsv4AttnError": "errors",
-    "GeometryError": "errors",
-    "KVCacheLayout": "core.layout",
-    "LayoutMismatchError": "errors",
-    "ModelGeometry": "core.geometry",
-    "NoForwardContextError": "errors",
-    "OutOfPagesError": "errors",
-    "PagedKVCache": "core.layout",
-    "TraceError": "errors",
-    "UnknownNameError": "errors",
-    "UnsupportedError": "errors",
-    "WorkspaceError": "errors",
-    "WorkspaceManager": "core.workspace",
-    "current_workspace_manager": "core.workspace",
-    "forward_mqa": "core.forward",
-    "load_backend": "selection",
-    "set_forward_context": "core.context",
+    name: module
+    for module, names in {
+        "core.allocator": ("BlockAllocator", "BlockTable"),
+        "core.builder": ("MetadataBuilder",),
+        "core.caches": ("LayerCaches",),
+        "core.context": ("set_forward_context",),
+        "core.contract": ("AttentionCall", "Backend", "BackendInfo"),
+        "core.device": ("DeviceFacts",),
+        "core.forward": ("forward_mqa",),
+        "core.geometry": ("LayerGeometry", "LayerKind", "ModelGeometry"),
+        "core.layer": ("DeepseekV4MLAAttention",),
+        "core.layout": ("Fp8Format", "KVCacheLayout", "PagedKVCache"),
+        "core.limits": ("Limits",),
+        "core.merge": ("apply_sink", "merge_lse"),
+        "core.metadata": ("AttentionMetadata", "Batch", "DeepseekSparseSWAMetadata", "FlashMLASparseMetadata"),
+        "core.plan": ("plan_workspace",),
+        "core.problem": ("CacheFacts", "Problem", "Reason"),
+        "core.rope": ("cos_sin_cache",),
+        "core.workspace": ("WorkspaceManager", "WorkspacePlan", "current_workspace_manager", "use_workspace"),
+        "errors": ("Dsv4AttnError",),
+        "selection": ("explain", "load_backend", "resolve", "select_backend"),
+    }.items()
+    for name in names
 }
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import re
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 
 import pluggy
@@ -19,7 +21,7 @@ from dsv4attn.config import AUTO
 from dsv4attn.core.contract import API_VERSION, BackendInfo
 from dsv4attn.errors import did_you_mean
 
-__all__ = ["BUILT_IN", "STRANGE", "PluginFailure", "PluginRegistry", "Registered", "first_line"]
+__all__ = ["BUILT_IN", "STRANGE", "PluginFailure", "PluginRegistry", "Registered", "first_line", "trace_of"]
 
 BUILT_IN = ("reference",)
 """Rooms under `dsv4attn.backends`, as strings: they are plugins like any other."""
@@ -28,16 +30,26 @@ STRANGE = (Exception, SystemExit)
 """What a stranger's code may raise without taking us with it. KeyboardInterrupt is the user's."""
 
 _HOME = "dsv4attn"
+_HOOK = "dsv4attn_backends"
+_MACHINERY = (
+    "<frozen importlib",
+    f"{Path(importlib.__file__).parent}{os.sep}",
+    f"{Path(pluggy.__file__).parent}{os.sep}",
+    __file__,
+    f"{Path(__file__).with_name('selection')}{os.sep}",
+)
+"""Files between us and a plugin's own code, in a traceback."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _STAGES = {
     "load": "failed to load",
-    "hooks": "is no plugin of this contract",
-    "call": "failed to name its backends",
-    "descriptor": "describes a backend wrongly",
+    "hooks": "is not a plugin",
+    "call": "failed to tell its backends",
+    "descriptor": "told something else than backends",
     "version": "is incompatible",
-    "name": "cannot have its name",
+    "name": "name refused",
     "denied": "not loaded",
-    "absent": "matches nothing",
+    "absent": "is not installed",
+    "kept": "is loaded nevertheless",
 }
 
 
@@ -63,8 +75,9 @@ class PluginFailure:
     plugin: str
     """Name of the entry point, of the backend refused, or of the entry in the list."""
     stage: str
-    """load, hooks, call, descriptor, version, name; denied (as configured) and absent (the list says too much)."""
+    """load, hooks, call, descriptor, version, name; denied (as configured); absent, kept (a list names it in vain)."""
     error: str
+    cure: str = ""
     traceback: str = ""
     version: str = ""
 
@@ -79,11 +92,15 @@ class PluginFailure:
         return self.stage != "denied"
 
     @property
+    def what(self) -> str:
+        """What is wrong, on one line without the name."""
+        return f"{_STAGES[self.stage]}: {self.error}{f' ({self.owner})' if self.owner else ''}"
+
+    @property
     def summary(self) -> str:
-        """One line for traces, without the name."""
-        owner = f" ({self.owner})" if self.owner else ""
-        hint = " -> see `dsv4attn doctor`" if self.traceback else ""
-        return f"{_STAGES[self.stage]}: {self.error}{owner}{hint}"
+        """What is wrong and what to do, on one line without the name, for traces."""
+        cure = self.cure or ("see `dsv4attn doctor`" if self.traceback else "")
+        return f"{self.what}{f' -> {cure}' if cure else ''}"
 
     def __str__(self) -> str:
         """One line for error messages."""
@@ -98,8 +115,8 @@ class _Source:
     load: Callable[[], object]
     built_in: bool = False
 
-    def failed(self, stage: str, error: str, trace: str = "") -> PluginFailure:
-        return PluginFailure(self.distribution, self.plugin, stage, error, trace, self.version)
+    def failed(self, stage: str, error: str, cure: str = "", trace: str = "", name: str = "") -> PluginFailure:
+        return PluginFailure(self.distribution, name or self.plugin, stage, error, cure, trace, self.version)
 
     def answers_to(self, pattern: str) -> bool:
         names = (self.plugin, _normal(self.plugin), _normal(self.distribution))
@@ -107,7 +124,11 @@ class _Source:
 
 
 class _UnfitError(Exception):
-    """A plugin that raised nothing and yet is none: its text says all."""
+    """A plugin that raised nothing and yet is none: its text and cure say all."""
+
+    def __init__(self, text: str, cure: str = "") -> None:
+        self.cure = cure
+        super().__init__(text)
 
 
 @frozen
@@ -139,9 +160,8 @@ class PluginRegistry:
         strangers = [_source_of(point) for point in (_discovered() if entry_points is None else entry_points)]
         strangers.sort(key=lambda source: (source.distribution, source.plugin, source.version))
         failures = [
-            failure
-            for names, where in ((allow or (), allow_source), (deny, deny_source))
-            for failure in _absent(names, where, strangers)
+            *_idle(allow or (), allow_source, strangers, denied=False),
+            *_idle(deny, deny_source, strangers, denied=True),
         ]
         offers: dict[str, list[tuple[_Source, BackendInfo]]] = defaultdict(list)
         for source in rooms + strangers:
@@ -176,25 +196,47 @@ def _offers(source: _Source, failures: list[PluginFailure]) -> list[BackendInfo]
         stage = "hooks"
         hooks = _hooks_of(module, f"{source.distribution}:{source.plugin}")
         stage = "call"
-        results = hooks.dsv4attn_backends() or [None]
+        results = _call(getattr(hooks, _HOOK)) or [None]
         stage = "descriptor"
         return [info for offered in results for info in _checked(source, offered, failures)]
     except _UnfitError as error:
-        failures.append(source.failed(stage, str(error)))
+        failures.append(source.failed(stage, str(error), error.cure, trace_of(error.__cause__)))
     except STRANGE as error:
-        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        failures.append(source.failed(stage, first_line(error), trace))
+        failures.append(source.failed(stage, first_line(error), trace=trace_of(error)))
     return []
+
+
+def _call(hook: Callable[..., list[object]]) -> list[object]:
+    """Call a hook with everything that this minor version of the contract passes."""
+    return hook()
+
+
+def trace_of(error: BaseException | None) -> str:
+    """The traceback of what a stranger raised, from the first line that is their own."""
+    if error is None:
+        return ""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_MACHINERY):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
 
 
 def _hooks_of(module: object, name: str) -> pluggy.HookRelay:
     """The hooks of one plugin, with a manager of its own: nothing of it touches another."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
-    manager.register(_functions_of(module), name=name)
-    manager.check_pending()
-    if not manager.hook.dsv4attn_backends.get_hookimpls():
-        raise _UnfitError("it implements no hook -> mark dsv4attn_backends with dsv4attn.hookspecs.hookimpl")
+    try:
+        manager.register(_functions_of(module), name=name)
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        text = " ".join(str(error).split())
+        unknown = re.match(r"unknown hook '(\w+)'", text)
+        if unknown:
+            raise _UnfitError(f"unknown hook {unknown[1]!r}{did_you_mean(unknown[1], [_HOOK])}") from error
+        text = text.rpartition("hookimpl definition: ")[2]
+        raise _UnfitError(text, f"install a release of it for contract {API_VERSION}, or a newer dsv4attn") from error
+    if not getattr(manager.hook, _HOOK).get_hookimpls():
+        raise _UnfitError("it implements no hook", f"mark {_HOOK} with dsv4attn.hookspecs.hookimpl")
     return manager.hook
 
 
@@ -205,35 +247,40 @@ def _functions_of(module: object) -> ModuleType:
     module with lazy names would import what they stand for.
     """
     if not issubclass(type(module), ModuleType):
-        kind = "the class" if issubclass(type(module), type) else "an object of type"
-        name = type.__getattribute__(module if isinstance(module, type) else type(module), "__name__")
-        raise _UnfitError(f"expected a module, got {kind} {name} -> let the entry point name the module itself")
-    members = ModuleType.__getattribute__(module, "__dict__")  # type: ignore[arg-type]
+        is_class = issubclass(type(module), type)
+        name = type.__getattribute__(module if is_class else type(module), "__name__")
+        kind = "the class" if is_class else "an object of type"
+        raise _UnfitError(f"expected a module, got {kind} {name}", "let the entry point name the module itself")
+    members = ModuleType.__getattribute__(module, "__dict__")
     bare = ModuleType(members.get("__name__", "plugin"))
-    functions = (FunctionType, BuiltinFunctionType)
-    vars(bare).update({name: value for name, value in members.items() if issubclass(type(value), functions)})
+    for name, value in members.items():
+        # not `__dir__` and `__getattr__`: they make up names
+        if issubclass(type(value), (FunctionType, BuiltinFunctionType)) and not name.startswith("__"):
+            vars(bare)[name] = value
     return bare
 
 
 def _checked(source: _Source, offered: object, failures: list[PluginFailure]) -> list[BackendInfo]:
     """The descriptors of a hook's result that can be used; the others are recorded one by one."""
     if not issubclass(type(offered), (list, tuple)):
-        raise _UnfitError(f"dsv4attn_backends: expected a list of BackendInfo, got {type(offered).__name__}")
+        raise _UnfitError(f"{_HOOK}: expected a list of BackendInfo, got {_kind(offered)}")
     accepted = []
-    for info in list(offered):
+    ours, text = API_VERSION.partition(".")[0], f"use a-z 0-9 . _ - and not {AUTO!r}"
+    for info in list(offered):  # type: ignore[call-overload]
         if not issubclass(type(info), BackendInfo):
-            text = f"dsv4attn_backends: expected BackendInfo in its list, got {type(info).__name__}"
-            failures.append(source.failed("descriptor", text))
-        elif info.api.partition(".")[0] != API_VERSION.partition(".")[0]:
-            text = f"backend {info.name!r} is written for contract {info.api}, this is {API_VERSION}"
-            cure = f"install a release of {source.distribution} for contract {API_VERSION.partition('.')[0]}"
-            failures.append(source.failed("version", f"{text} -> {cure}"))
+            failures.append(source.failed("descriptor", f"{_HOOK}: expected a BackendInfo, got {_kind(info)}"))
+        elif info.api.partition(".")[0] != ours:
+            why = f"backend {info.name!r} is written for contract {info.api}, this is {API_VERSION}"
+            failures.append(source.failed("version", why, f"install a release of it for contract {ours}"))
         elif not _NAME.fullmatch(info.name) or info.name == AUTO:
-            text = f"{info.name!r} is no name for a backend -> use a-z 0-9 . _ - and not {AUTO!r}"
-            failures.append(source.failed("name", text))
+            failures.append(source.failed("name", f"a backend cannot be called {info.name!r}", text))
         else:
             accepted.append(info)
     return accepted
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else type(value).__name__
 
 
 def _settle(name: str, offers: list[tuple[_Source, BackendInfo]], failures: list[PluginFailure]) -> Registered | None:
@@ -241,15 +288,12 @@ def _settle(name: str, offers: list[tuple[_Source, BackendInfo]], failures: list
     ours = next((offer for offer in offers if offer[0].built_in), None)
     winner = offers[0] if len(offers) == 1 else ours
     owners = sorted({f"plugin {source.plugin} of {source.distribution}" for source, _ in offers})
-    text = f"{name!r} is claimed by {' and by '.join(owners)} -> uninstall one, or deny its plugin"
+    text, cure = f"{name!r} is claimed by {' and by '.join(owners)}", "uninstall one, or deny its plugin"
     if ours is not None:
-        text = f"{name!r} is the name of a built-in backend"
+        text, cure = f"{name!r} is the name of a built-in backend", "call it something else"
     elif len(owners) == 1:
-        text = f"{name!r} is given to two backends"
-    for offer in offers:
-        if offer is not winner:
-            source = offer[0]
-            failures.append(PluginFailure(source.distribution, name, "name", text, version=source.version))
+        text, cure = f"{name!r} is given to two backends", "give each its own"
+    failures += [source.failed("name", text, cure, name=name) for source, info in offers if (source, info) != winner]
     return None if winner is None else Registered(winner[1], winner[0].distribution, winner[0].version)
 
 
@@ -263,11 +307,15 @@ def _refusal(
     return ""
 
 
-def _absent(names: Sequence[str], where: str, strangers: Sequence[_Source]) -> list[PluginFailure]:
-    """Entries of a list that nothing installed answers to: a misspelt one would otherwise do nothing, silently."""
+def _idle(names: Sequence[str], where: str, strangers: Sequence[_Source], *, denied: bool) -> Iterator[PluginFailure]:
+    """Entries of a list that do nothing: a misspelt one would do so silently."""
     known = {name for source in strangers for name in (source.plugin, source.distribution)}
-    idle = [n for n in names if n not in ("*", *BUILT_IN) and not any(source.answers_to(n) for source in strangers)]
-    return [PluginFailure("", name, "absent", f"named by {where}{did_you_mean(name, known)}") for name in idle]
+    for name in names:
+        if name in BUILT_IN and denied:
+            yield PluginFailure(_HOME, name, "kept", f"built in, named by {where}", "ask for another backend by name")
+        elif name not in ("*", *BUILT_IN) and not any(source.answers_to(name) for source in strangers):
+            error = f"named by {where}{did_you_mean(name, known)}"
+            yield PluginFailure("", name, "absent", error, "correct it, or take it off the list")
 
 
 def _discovered() -> list[importlib.metadata.EntryPoint]:

@@ -43,7 +43,7 @@ _KNOWN = {
     "gfx950": ("hip", "AMD MI350"),
     "gfx1201": ("hip", "AMD RX 9070"),
 }
-_NODES = ("nvidia*", "kfd", "dri/renderD*", "dxg", "accel/*", "davinci*", "hl*")
+_NODES = ("nvidia*", "kfd", "dri/render*", "dxg", "accel/*", "davinci*", "hl*")
 """What accelerators are called under /dev: NVIDIA, AMD, Intel and others, WSL, compute accelerators, Ascend, Gaudi."""
 _YES = ("1", "true", "on", "yes", "y")
 """What Triton takes for yes."""
@@ -85,7 +85,7 @@ class DeviceFacts:
         torch is imported only if an accelerator may be there: the question must be cheap on a machine without one.
         Reading the facts of an accelerator starts its runtime, which a process can do only once: fork before, or spawn.
         """
-        if device is None and not may_have_accelerator():
+        if device == "cpu" or (device is None and not may_have_accelerator()):
             return cls._of("cpu", "cpu", "CPU")
         import torch
 
@@ -177,4 +177,6 @@ def _identity(device: torch.device) -> tuple[str, str, str]:
         return "cuda", f"sm_{properties.major}{properties.minor}", properties.name
     if device.type == "xpu":
         return "xpu", "xpu", torch.xpu.get_device_name(device)
+    if device.type != _first_device().type:
+        raise RuntimeError("torch knows the name, but no such device")
     return device.type, device.type, device.type

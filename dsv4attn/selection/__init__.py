@@ -1,0 +1,166 @@
+"""Which backend runs a problem, and why not the others.
+
+`decide` is a pure function of facts; everything here only gathers those facts. An explicit choice never falls back, an
+automatic one considers backends native to the device, vendor before generic, and two of equal rank are an error.
+Whatever the outcome, the trace says it of every candidate.
+
+`select_backend` is the one call an engine needs; `explain` is the same question without an exception.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from dsv4attn.config import AUTO, PHASES, Setting, Settings, load_settings, parse_request
+from dsv4attn.core.contract import Backend
+from dsv4attn.core.device import DeviceFacts, version_of
+from dsv4attn.core.pair import PhasedBackend
+from dsv4attn.core.problem import Problem
+from dsv4attn.errors import ArgumentError, NoBackendError, UnknownNameError
+from dsv4attn.plugins import PluginRegistry, Registered
+from dsv4attn.selection.decision import Candidate, Selection, decide
+from dsv4attn.selection.making import build, configured
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Candidate",
+    "Selection",
+    "backend_names",
+    "build",
+    "decide",
+    "explain",
+    "load_backend",
+    "registered",
+    "registry_for",
+    "resolve",
+    "select_backend",
+]
+
+_log = logging.getLogger("dsv4attn")
+
+
+@cache
+def _registry(
+    allow: tuple[str, ...] | None, deny: tuple[str, ...], allow_source: str, deny_source: str
+) -> PluginRegistry:
+    return PluginRegistry.load(allow=allow, deny=deny, allow_source=allow_source, deny_source=deny_source)
+
+
+def registry_for(settings: Settings) -> PluginRegistry:
+    """The registry of this process under some settings; loaded once."""
+    keys = ("plugins.allow", "plugins.deny")
+    return _registry(settings.allow, settings.deny, *(settings.sources.get(key, key) for key in keys))
+
+
+def explain(
+    problem: Problem | Sequence[Problem],
+    *,
+    backend: str | None = None,
+    device: DeviceFacts | torch.device | str | None = None,
+    settings: Settings | None = None,
+    registry: PluginRegistry | None = None,
+) -> Selection:
+    """What would be chosen, and why: argument, environment, configuration file, automatic. Nothing is launched.
+
+    problem: one, or several of one phase that one backend shall run. backend: NAME, "auto", or
+    "decode=NAME,prefill=NAME". device: of this machine, by default its first accelerator or the CPU; or facts of any
+    other, `DeviceFacts.named("sm_120")`, whose packages are taken to be installed.
+    """
+    settings = load_settings() if settings is None else settings
+    registry = registry_for(settings) if registry is None else registry
+    facts = device if isinstance(device, DeviceFacts) else DeviceFacts.here(device)
+    problems = (problem,) if isinstance(problem, Problem) else tuple(problem)
+    request = settings.request(problems[0].phase if problems else "decode")
+    if backend is not None and problems:
+        named = parse_request(backend, "argument backend").get(problems[0].phase)
+        request = Setting(named, "argument") if named else request
+    packages = {package for one in registry.backends.values() for package in one.info.packages}
+    installed = {package: version_of(package) for package in packages} if facts.present else None
+    return decide(facts, registry.backends, problems, request, registry.failures, installed)
+
+
+def resolve(
+    problem: Problem | Sequence[Problem],
+    *,
+    backend: str | None = None,
+    device: DeviceFacts | torch.device | str | None = None,
+    settings: Settings | None = None,
+    registry: PluginRegistry | None = None,
+) -> Selection:
+    """Like `explain`, but raises NoBackendError with the whole trace if there is none.
+
+    Plan-time only; nothing of this is in a forward. An automatic choice is logged once, with its reason.
+    """
+    selection = explain(problem, backend=backend, device=device, settings=settings, registry=registry)
+    selection.require()
+    if selection.request.value == AUTO:
+        _log_once(logging.INFO, f"{selection.problems[0].phase} runs on {selection.verdict}")
+        for candidate in selection.trace:
+            if candidate.state == "broken":
+                _log_once(logging.WARNING, f"backend {candidate.name} was passed over: {candidate.lines[0]}")
+    return selection
+
+
+@cache
+def _log_once(level: int, text: str) -> None:
+    _log.log(level, "dsv4attn: %s", text)
+
+
+def select_backend(
+    *problems: Problem,
+    backend: str | None = None,
+    device: DeviceFacts | torch.device | str | None = None,
+    settings: Settings | None = None,
+    registry: PluginRegistry | None = None,
+) -> Backend:
+    """Choose and build the backend of some layers: the one call an engine needs.
+
+    problems: what shall be run, decode and prefill in any order; one backend runs all of a phase. Give all layer kinds
+    of a model at once to have one backend for the model, or call once for each kind. Phases are resolved separately;
+    if they differ, the result is a `PhasedBackend` of both. Arguments are those of `explain`.
+
+    Raises NoBackendError with the whole trace, or BrokenBackendError if the chosen one cannot be made.
+    """
+    settings = load_settings() if settings is None else settings
+    registry = registry_for(settings) if registry is None else registry
+    facts = device if isinstance(device, DeviceFacts) else DeviceFacts.here(device)
+    by_phase = [[p for p in problems if p.phase == phase] for phase in PHASES]
+    chosen = [
+        resolve(asked, backend=backend, device=facts, settings=settings, registry=registry).require().info
+        for asked in by_phase
+        if asked
+    ]
+    if not chosen:
+        raise ArgumentError("problems", expected="at least one", actual="none")
+    built = [configured(info, settings, {}) for info in chosen[: 1 if chosen[0] is chosen[-1] else 2]]
+    return built[0] if len(built) == 1 else PhasedBackend(*built)
+
+
+def backend_names() -> list[str]:
+    """Names `load_backend` knows."""
+    return sorted(registry_for(load_settings()).backends)
+
+
+def registered(name: str) -> Registered:
+    """The descriptor of this name and who brings it. Raises like `load_backend`; nothing of it is imported."""
+    registry = registry_for(load_settings())
+    if name not in registry.backends:
+        failed = [failure.summary for failure in registry.failures if failure.plugin == name]
+        if failed:
+            raise NoBackendError(f"backend {name!r} cannot be used: {'; '.join(failed)}")
+        raise UnknownNameError("backend", name, registry.backends)
+    return registry.backends[name]
+
+
+def load_backend(name: str = "reference", **options: Any) -> Backend:  # noqa: ANN401 - options are the backend's own
+    """Build the backend of this name, with the configuration file's options below those given here.
+
+    An explicit choice never falls back. Raises UnknownNameError for names nobody has, NoBackendError for plugins that
+    could not be loaded, ArgumentError for options the backend does not take, BrokenBackendError if it cannot be made.
+    """
+    return configured(registered(name).info, load_settings(), options)

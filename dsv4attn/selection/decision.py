@@ -1,0 +1,186 @@
+"""The decision itself: facts in, a choice and its whole trace out. Nothing here looks at the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attrs import evolve, field, frozen
+
+from dsv4attn.config import AUTO, Setting
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.problem import Problem, Reason
+from dsv4attn.errors import AmbiguousBackendError, ArgumentError, BrokenBackendError, NoBackendError, did_you_mean
+from dsv4attn.plugins import STRANGE, PluginFailure, Registered, first_line
+
+__all__ = ["Candidate", "Selection", "decide"]
+
+
+@frozen
+class Candidate:
+    """What became of one backend. state: chosen, supported, refused, broken, or not native.
+
+    note: one sentence when there are no reasons. asked: whether it could have been chosen at all.
+    """
+
+    name: str
+    owner: str
+    state: str
+    reasons: tuple[Reason, ...] = ()
+    note: str = ""
+    asked: bool = True
+    cause: BaseException | None = field(default=None, eq=False, repr=False)
+
+    @property
+    def lines(self) -> list[str]:
+        """One line for each reason, as traces show them."""
+        if self.state == "broken":
+            return [f"is broken: {self.note} ({self.owner})"]
+        wide = max((len(reason.code) for reason in self.reasons), default=0)
+        told = [f"{reason.code:<{wide}}  {reason.text}" for reason in self.reasons]
+        said = "" if self.asked else "not asked for; would be refused: "
+        return [f"{' ' * len(said) if i else said}{line}" for i, line in enumerate(told)] or [self.note]
+
+
+@frozen
+class Selection:
+    """The choice for some problems of one phase, with its trace."""
+
+    problems: tuple[Problem, ...]
+    device: DeviceFacts
+    request: Setting
+    chosen: Registered | None
+    trace: tuple[Candidate, ...]
+    failures: tuple[PluginFailure, ...] = ()
+    error: type[NoBackendError] = field(default=NoBackendError, repr=False)
+    verdict: str = ""
+
+    def require(self) -> Registered:
+        """The chosen backend; raises NoBackendError, with the whole trace, if there is none."""
+        if self.chosen is None:
+            raise self.error(str(self)) from next((c.cause for c in self.trace if c.cause and c.asked), None)
+        return self.chosen
+
+    @property
+    def rows(self) -> list[tuple[str, list[str]]]:
+        """The trace under its verdict, as the CLI and exceptions print it: a name, and its lines."""
+        wanted = f'"{self.request.value}"' if self.request.value != AUTO else "automatic"
+        return [
+            ("call", [str(problem) for problem in self.problems]),
+            ("device", [str(self.device)]),
+            ("request", [f"{wanted}  ({self.request.source})"]),
+            *((candidate.name, candidate.lines) for candidate in self.trace),
+            *((failure.plugin, [failure.summary]) for failure in self.failures),
+        ]
+
+    def __str__(self) -> str:
+        """The whole decision."""
+        wide = max(len(name) for name, _ in self.rows) + 2
+        lines = [f"  {name if i == 0 else '':<{wide}}{line}" for name, told in self.rows for i, line in enumerate(told)]
+        return "\n".join([self.verdict, *lines])
+
+
+def decide(
+    device: DeviceFacts,
+    backends: Mapping[str, Registered],
+    problem: Problem | Sequence[Problem],
+    request: Setting,
+    failures: Sequence[PluginFailure] = (),
+    installed: Mapping[str, str | None] | None = None,
+) -> Selection:
+    """Choose a backend for a problem, or one for several of the same phase. Pure: equal facts give an equal choice.
+
+    installed: versions of packages, None for missing ones; those that are not in it are taken to be there.
+    """
+    problems = (problem,) if isinstance(problem, Problem) else tuple(problem)
+    if len({p.phase for p in problems}) != 1:
+        raise ArgumentError("problems", expected="one or more, all of one phase", actual=[p.phase for p in problems])
+    asked = {name: _ask(one, device, problems, installed or {}) for name, one in sorted(backends.items())}
+    if request.value == AUTO:
+        name, verdict, error = _automatic(device, backends, asked)
+    else:
+        name, verdict, error = _explicit(request.value, asked, failures)
+    trace = tuple(_told(c, backends[n], device, request.value, chosen=n == name) for n, c in asked.items())
+    chosen = None if name is None else backends[name]
+    return Selection(problems, device, request, chosen, trace, tuple(failures), error, verdict)
+
+
+_Verdict = tuple["str | None", str, type[NoBackendError]]
+
+
+def _explicit(name: str, asked: Mapping[str, Candidate], failures: Sequence[PluginFailure]) -> _Verdict:
+    if name not in asked:
+        failed = "; ".join(failure.summary for failure in failures if failure.plugin == name)
+        why = failed or f"no backend has this name{did_you_mean(name, asked)}"
+        return None, f"backend {name!r} cannot be used: {why}", NoBackendError
+    state = asked[name].state
+    if state == "supported":
+        return name, f"{name}: asked for by name", NoBackendError
+    if state == "broken":
+        return None, f"backend {name!r} is broken", BrokenBackendError
+    return None, f"backend {name!r} cannot run this call", NoBackendError
+
+
+def _automatic(device: DeviceFacts, backends: Mapping[str, Registered], asked: Mapping[str, Candidate]) -> _Verdict:
+    able = [name for name, c in asked.items() if c.state == "supported" and device.matches(backends[name].info.native)]
+    if not able:
+        others = " or ".join(name for name, c in asked.items() if c.state == "supported")
+        verdict = f"no backend native to {device.arch} can run this call -> ask for {others} by name"
+        return None, verdict if others else "no backend can run this call", NoBackendError
+    best = max(backends[name].info.rank for name in able)
+    first = [name for name in able if backends[name].info.rank is best]
+    if len(first) > 1:
+        names = " and ".join(f"{name} ({backends[name].owner})" for name in first)
+        verdict = f"{names} have equal rank on {device.arch} -> ask for one by name, or deny the plugin of the other"
+        return None, verdict, AmbiguousBackendError
+    why = f"the only backend native to {device.arch} that can run this call"
+    if len(able) > 1:
+        why = f"the {best.name.lower()} backend of {len(able)} native to {device.arch}"
+    return first[0], f"{first[0]}: {why}", NoBackendError
+
+
+def _ask(
+    one: Registered, device: DeviceFacts, problems: Sequence[Problem], installed: Mapping[str, str | None]
+) -> Candidate:
+    """Every reason one backend has, whatever was requested."""
+    info = one.info
+    reasons: dict[Reason, None] = {}
+    if not device.matches(info.runs_on + info.native):
+        allowed = dict.fromkeys(info.runs_on + info.native)
+        reasons[Reason("DEVICE", device.arch, " or ".join(allowed))] = None
+    for package in info.packages:
+        if installed.get(package, "") is None:
+            cure = f"pip install {package}"
+            reasons[Reason("PACKAGE", f"{package} is not installed", package, cure)] = None
+    try:
+        for problem in problems:
+            # one line each, even if several problems have the same
+            reasons.update(dict.fromkeys(_said(info.support(device, problem))))
+    except STRANGE as error:
+        note = f"its support raised {first_line(error)}"
+        return Candidate(info.name, one.owner, "broken", tuple(reasons), note, cause=error)
+    return Candidate(info.name, one.owner, "refused" if reasons else "supported", tuple(reasons))
+
+
+def _said(answer: object) -> Sequence[Reason]:
+    """The answer of a stranger's support. Nothing but a list can mean yes: neither None nor True nor ''."""
+    if not isinstance(answer, (list, tuple)):
+        raise TypeError(f"support returned {type(answer).__name__}, expected a list of Reason")
+    for item in answer:
+        if not isinstance(item, Reason):
+            raise TypeError(f"support returned a list with {type(item).__name__}, expected Reason")
+    return answer
+
+
+def _told(c: Candidate, one: Registered, device: DeviceFacts, request: str, *, chosen: bool) -> Candidate:
+    """The candidate as the trace shows it."""
+    if chosen:
+        return evolve(c, state="chosen", note="chosen")
+    c = evolve(c, asked=request in (AUTO, c.name))
+    if c.state != "supported":
+        return c
+    if not c.asked:
+        return evolve(c, note="not asked for; supports this call")
+    if device.matches(one.info.native):
+        return evolve(c, note="supports this call")
+    note = f"supports this call; never automatic on {device.arch} -> ask for it by name"
+    return evolve(c, state="not native", note=note)

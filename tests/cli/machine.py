@@ -1,0 +1,52 @@
+"""A machine without accelerators, an empty working directory, and a shelf of strangers' wheels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import define
+from click.testing import CliRunner
+
+from dsv4attn.cli import main
+from dsv4attn.core import device
+from tests.wheels import Shelf, plugin
+
+__all__ = ["Machine", "machine", "plugin"]
+
+
+@define
+class Machine:
+    """Where commands run."""
+
+    shelf: Shelf
+
+    def run(self, *args: str, width: int = 80, **environ: Any) -> tuple[int, list[str]]:
+        """Exit code and lines of standard output, without what is behind them."""
+        result = CliRunner().invoke(main, list(args), env={"COLUMNS": str(width), **environ})
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.exit_code, [line.rstrip() for line in (result.stdout or result.stderr).splitlines()]
+
+    def json(self, *args: str, **environ: Any) -> tuple[int, dict[str, Any]]:
+        """Exit code and the one object."""
+        code, lines = self.run(*args, "--json", **environ)
+        assert len(lines) == 1
+        told: dict[str, Any] = json.loads(lines[0])
+        assert told["ok"] is (code == 0)
+        return code, told
+
+
+@contextmanager
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """A machine to run commands on."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(device, "may_have_accelerator", lambda: False)
+    for name in ("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "DSV4ATTN_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
+    with Shelf(tmp_path) as shelf:
+        yield Machine(shelf)

@@ -1,0 +1,140 @@
+"""`dsv4attn explain`: the decision about any problem on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsv4attn.cli import explain as command
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.problem import Problem
+from dsv4attn.selection import explain
+from tests.cli.machine import Machine, machine, plugin
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with machine(tmp_path, monkeypatch) as made:
+        yield made
+
+
+def test_g9_any_device_can_be_asked_about(here: Machine) -> None:
+    code, told = here.json("explain", "--device", "sm120", "--heads", "64", "--topk", "1152")
+
+    assert code == 1
+    assert (told["chosen"], told["device"]["arch"], told["device"]["present"]) == (None, "sm_120", False)
+    assert told["verdict"] == "no backend native to sm_120 can run this call -> ask for reference by name"
+    assert "topk=1152" in told["problem"]
+    [reference] = [c for c in told["candidates"] if c["name"] == "reference"]
+    assert (reference["state"], reference["reasons"]) == ("not native", [])
+    assert "ask for it by name" in reference["note"]
+
+
+def test_on_this_machine_something_is_chosen(here: Machine) -> None:
+    code, told = here.json("explain")
+
+    assert (code, told["chosen"], told["phase"]) == (0, "reference", "decode")
+    assert told["request"] == {"value": "auto", "source": "default"}
+    assert told["device"]["present"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--phase", "prefill", "--layer", "swa", "--page-size", "16"], "prefill  swa  heads=64  "),
+        (["--layer", "c128a", "--compressed-page-size", "4"], "pages=64+4  "),
+        (["--model", "pro", "--heads", "3"], "decode  c4a  heads=3  "),
+        (["--model", "pro"], "topk=1024  "),
+        (["--dtype", "float32", "--query-len", "4"], "kv=float32  q=bfloat16  query_len=4"),
+        (["--lse", "--deterministic"], "lse  deterministic"),
+    ],
+)
+def test_every_part_of_a_problem_can_be_said(here: Machine, options: list[str], expected: str) -> None:
+    code, told = here.json("explain", *options)
+
+    assert code == 0
+    assert expected in told["problem"]
+
+
+def test_every_option_reaches_the_support_answer(here: Machine) -> None:
+    code, told = here.json("explain", "--capture")
+
+    assert (code, told["chosen"]) == (1, None)
+    assert [reason["code"] for reason in told["candidates"][0]["reasons"]] == ["CAPTURE"]
+
+
+def test_a_backend_can_be_asked_for(here: Machine) -> None:
+    here.shelf.install("dsv4attn-acme", plugin())
+
+    assert here.json("explain", "--backend", "acme")[1]["chosen"] == "acme"
+    assert here.json("explain", "--device", "sm90")[1]["chosen"] == "acme"
+    assert here.json("explain", "--backend", "prefill=acme")[1]["chosen"] == "reference"
+    assert here.json("explain", DSV4ATTN_BACKEND="acme")[1]["request"]["source"] == (
+        "environment variable DSV4ATTN_BACKEND"
+    )
+
+
+def test_g9_a_misspelt_backend_is_answered_with_the_right_one(here: Machine) -> None:
+    code, told = here.json("explain", "--backend", "refernz")
+
+    assert (code, told["chosen"]) == (1, None)
+    assert told["verdict"].endswith("no backend has this name; did you mean 'reference'?")
+
+
+def test_the_trace_is_that_of_the_exception(here: Machine) -> None:
+    here.shelf.install("dsv4attn-acme", plugin(support="return [Reason('HEADS', 64, '[128]', 'pad q')]"))
+    here.shelf.install("dsv4attn-lib", "raise ImportError('libacme.so')")
+    _, lines = here.run("explain", "--backend", "acme", width=400)
+    problem = Problem.of(ModelGeometry.preset("flash"))
+
+    assert lines == str(explain(problem, backend="acme", device=DeviceFacts.here("cpu"))).splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_trace_is_folded_under_itself(here: Machine, width: int) -> None:
+    here.shelf.install("dsv4attn-lib", "raise ImportError('libacme.so: ' + 'cannot open shared object file ' * 9)")
+    code, lines = here.run("explain", "--device", "sm120", width=width)
+
+    assert code == 1
+    assert max(map(len, lines)) <= width
+    assert lines[0] == "no backend native to sm_120 can run this call -> ask for reference by name"
+    assert {line[:13] for line in lines[1:] if line.startswith("   ")} == {" " * 13}
+    assert {line[:13] for line in lines[1:] if not line.startswith("   ")} == {
+        "  call       ",
+        "  device     ",
+        "  request    ",
+        "  reference  ",
+        "  lib        ",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--device", "xpuu"], "unknown device 'xpuu'; did you mean 'xpu'?"),
+        (["--layer", "c5a"], "unknown layer kind 'c5a'"),
+        (["--model", "flsh"], "unknown model 'flsh'"),
+        (["--model", "no/config.json"], "no such file"),
+        (["--heads", "0"], "0 is not in the range"),
+        (["--dtype", "fp4"], "'fp4' is not one of"),
+        (["--phase", "both"], "'both' is not one of"),
+        (["--layer", "swa", "--topk", "512"], "topk: expected 0 on a window-only layer"),
+        (["--backend", "decode="], "argument backend: expected NAME or"),
+    ],
+)
+def test_bad_input_is_code_2(here: Machine, options: list[str], said: str) -> None:
+    code, told = here.json("explain", *options)
+
+    assert code == 2
+    assert said in told["error"]["message"]
+
+
+def test_a_device_that_is_here_is_not_only_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = DeviceFacts("cuda", "sm_90", "H200", "2.13", None)
+    monkeypatch.setattr(DeviceFacts, "all_here", lambda: [real])
+
+    assert command._device("sm90") is real
+    assert not command._device("sm120").present

@@ -1,0 +1,193 @@
+"""From a descriptor that has won to a backend: options, wrong types, and two phases in one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core import device
+from dsv4attn.core.contract import BackendInfo, Forms, IndexForm, KeyForm
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.pair import PhasedBackend
+from dsv4attn.core.problem import Problem
+from dsv4attn.errors import ArgumentError, BrokenBackendError, ConfigError, NoBackendError
+from dsv4attn.selection import build, load_backend, select_backend
+from tests.wheels import Shelf, plugin
+
+FLASH = ModelGeometry.preset("flash")
+DECODE = [Problem.of(FLASH, kind, "decode") for kind in FLASH.kinds]
+PREFILL = [Problem.of(FLASH, kind, "prefill") for kind in FLASH.kinds]
+FORMS: dict[str, Any] = {"decode_indices": "dense", "prefill_indices": "dense", "prefill_keys": "gathered"}
+
+HALF = """
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+
+
+class Half(ReferenceBackend):
+    def __init__(self):
+        self.forms = 3
+"""
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(device, "may_have_accelerator", lambda: False)
+    with Shelf(tmp_path) as made:
+        yield made
+
+
+def configure(shelf: Shelf, text: str) -> Path:
+    path = shelf.folder / "dsv4attn.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# one call for engines
+
+
+def test_one_call_gives_an_engine_its_backend(shelf: Shelf) -> None:
+    assert isinstance(select_backend(*DECODE, *PREFILL), ReferenceBackend)
+    assert isinstance(select_backend(*DECODE), ReferenceBackend)
+    assert isinstance(select_backend(PREFILL[0], device="cpu"), ReferenceBackend)
+
+
+def test_two_phases_with_two_backends_are_one_backend(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf.install("dsv4attn-acme", plugin(options=FORMS))
+    configure(shelf, "[options.acme]\ndecode_indices = 'ragged'\n[options.reference]\nprefill_keys = 'paged'")
+    pair = select_backend(*PREFILL, *DECODE, backend="decode=acme,prefill=reference")
+
+    assert isinstance(pair, PhasedBackend)
+    assert pair.forms == Forms(IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED)
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "acme")
+    assert isinstance(select_backend(*PREFILL, *DECODE), ReferenceBackend)
+
+
+def test_a_phase_that_nobody_runs_is_an_error_of_that_phase(shelf: Shelf) -> None:
+    refuses = "return [Reason('PHASE', 'prefill', 'decode')] if problem.phase == 'prefill' else []"
+    shelf.install("dsv4attn-acme", plugin(support=refuses))
+    with pytest.raises(NoBackendError) as caught:
+        select_backend(*DECODE, *PREFILL, backend="acme")
+
+    assert "call       prefill" in str(caught.value)
+    assert "acme       PHASE  prefill, needs decode" in str(caught.value)
+    assert isinstance(select_backend(*DECODE, *PREFILL, backend="decode=acme"), PhasedBackend)
+
+
+def test_a_machine_without_a_backend_is_told_before_anything_is_made() -> None:
+    with pytest.raises(
+        NoBackendError, match=r"^no backend native to sm_90 can run this call -> ask for reference by name\n"
+    ):
+        select_backend(*DECODE, device=DeviceFacts.named("sm90"))
+
+
+def test_nothing_to_run_is_an_error() -> None:
+    with pytest.raises(ArgumentError, match=r"^problems: expected at least one, got none"):
+        select_backend()
+
+
+# options
+
+
+def test_options_from_the_configuration_reach_the_factory(shelf: Shelf) -> None:
+    configure(shelf, "[options.reference]\nprefill_keys = 'paged'")
+
+    assert select_backend(*PREFILL).forms.prefill_keys is KeyForm.PAGED
+    assert load_backend("reference").forms.prefill_keys is KeyForm.PAGED
+    assert load_backend("reference", prefill_keys="gathered").forms.prefill_keys is KeyForm.GATHERED
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("prefil_keys = 'paged'", "unknown option 'prefil_keys'; did you mean 'prefill_keys'?"),
+        ("prefill_keys = 'pagd'", "unknown prefill_keys form 'pagd'; did you mean 'paged'?"),
+    ],
+)
+def test_a_wrong_option_in_the_configuration_names_the_file(shelf: Shelf, option: str, said: str) -> None:
+    path = configure(shelf, f"[options.reference]\n{option}")
+    told = f"options.reference in {path}: {said}"
+    with pytest.raises(ConfigError, match=rf"^{re.escape(told)}"):
+        select_backend(*DECODE)
+    with pytest.raises(ConfigError, match=rf"^{re.escape(told)}"):
+        load_backend()
+
+
+def test_a_value_the_factory_cannot_take_is_an_argument_error(shelf: Shelf) -> None:
+    source = plugin(factory="dsv4attn_acme:make", options={"tile": 4}) + "\n\ndef make(tile):\n    int('x')\n"
+    shelf.install("dsv4attn-acme", source)
+
+    with pytest.raises(
+        ArgumentError, match=r"^options of backend acme: expected values it takes, got {'tile': 9} \(Val"
+    ):
+        load_backend("acme", tile=9)
+
+
+# what a stranger's factory may do
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
+        ("raise ImportError('libacme.so')", "ImportError: libacme.so"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("int('x')", "ValueError: invalid literal"),
+        ("return None", "it made NoneType, which lacks decode, dequantize_and_gather_k_cache, "),
+        ("return make", "it made function, which lacks decode, "),
+        ("return Half()", "it made Half, whose forms are int"),
+    ],
+)
+def test_g9_a_backend_that_cannot_be_made_is_broken(shelf: Shelf, factory: str, said: str) -> None:
+    source = plugin(factory="dsv4attn_acme:make") + HALF + f"\n\ndef make():\n    {factory}\n"
+    shelf.install("dsv4attn-acme", source)
+
+    with pytest.raises(BrokenBackendError) as caught:
+        select_backend(*DECODE, backend="acme")
+    assert str(caught.value).startswith(f"backend 'acme' is broken: dsv4attn_acme:make: {said}")
+
+
+@pytest.mark.parametrize("factory", ["no_such_module_at_all:make", "dsv4attn_acme:no_such_name"])
+def test_an_implementation_that_is_not_there_is_broken_with_its_cause(shelf: Shelf, factory: str) -> None:
+    shelf.install("dsv4attn-acme", plugin(factory=factory))
+
+    with pytest.raises(BrokenBackendError, match=rf"^backend 'acme' is broken: {factory}: ") as caught:
+        load_backend("acme")
+    assert isinstance(caught.value.__cause__, (ImportError, AttributeError))
+
+
+def test_a_missing_package_is_named_beside_the_error_it_causes() -> None:
+    info = BackendInfo(
+        name="acme",
+        api="1.0",
+        factory="no_such_module_at_all:make",
+        support=lambda _device, _problem: [],
+        summary="",
+        native=(),
+        packages=("no-such-package",),
+    )
+
+    with pytest.raises(BrokenBackendError, match=r"-> pip install no-such-package$"):
+        build(info, {})
+
+
+def test_g6_nothing_of_a_backend_is_imported_before_it_has_won(shelf: Shelf) -> None:
+    shelf.install("dsv4attn-acme", plugin(factory="no_such_module_at_all:make"))
+
+    assert isinstance(select_backend(*DECODE, backend="reference"), ReferenceBackend)
+
+
+def test_a_plugin_that_failed_is_not_loaded_by_name_either(shelf: Shelf) -> None:
+    shelf.install("dsv4attn-acme", "raise ImportError('libacme.so')")
+
+    with pytest.raises(
+        NoBackendError, match=r"^backend 'acme' cannot be used: failed to load: ImportError: libacme.so"
+    ):
+        load_backend("acme")

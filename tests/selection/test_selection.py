@@ -1,0 +1,188 @@
+"""From wishes and this machine to a backend (promises G1, G6 and G9)."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dsv4attn
+from dsv4attn.config import Settings
+from dsv4attn.core import device
+from dsv4attn.core.contract import Rank
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.problem import Problem
+from dsv4attn.errors import ArgumentError, ConfigError, NoBackendError
+from dsv4attn.plugins import PluginRegistry
+from dsv4attn.selection import backend_names, explain, resolve
+from tests.wheels import Shelf, plugin
+
+FLASH = ModelGeometry.preset("flash")
+PRO = ModelGeometry.preset("pro")
+DECODE, PREFILL = Problem.of(FLASH, "c4a", "decode"), Problem.of(FLASH, "c4a", "prefill")
+SM90 = DeviceFacts.named("sm90")
+NVIDIA = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "sm121")
+DEVICES = ("cpu", *NVIDIA, "gfx90a", "gfx942", "gfx950", "gfx1201", "xpu", "npu")
+
+
+# the order of wishes, on the real registry
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(device, "may_have_accelerator", lambda: False)
+    with Shelf(tmp_path) as made:
+        yield made
+
+
+def test_g9_argument_over_environment_over_file_over_automatic(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("acme", "bolt", "zinc"):
+        shelf.install(f"dsv4attn-{name}", plugin(name))
+    sources = [resolve(DECODE).request]
+    (shelf.folder / "dsv4attn.toml").write_text('backend = "acme"', encoding="utf-8")
+    sources.append(resolve(DECODE).request)
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "bolt")
+    sources.append(resolve(DECODE).request)
+    sources += [resolve(DECODE, backend="zinc").request, resolve(DECODE, backend="auto").request]
+
+    assert [request.value for request in sources] == ["auto", "acme", "bolt", "zinc", "auto"]
+    assert [request.source for request in sources] == [
+        "default",
+        f"backend in {shelf.folder / 'dsv4attn.toml'}",
+        "environment variable DSV4ATTN_BACKEND",
+        "argument",
+        "argument",
+    ]
+
+
+def test_g9_phases_are_resolved_separately(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf.install("dsv4attn-acme", plugin())
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "decode=acme")
+
+    assert resolve(DECODE).require().info.name == "acme"
+    assert resolve(PREFILL).require().info.name == "reference"
+    assert resolve(PREFILL, backend="prefill=acme").require().info.name == "acme"
+    assert resolve(DECODE, backend="prefill=reference").require().info.name == "acme"
+
+
+@pytest.mark.parametrize("backend", ["decode=", "decode=a,decode=b"])
+def test_an_argument_that_says_nothing_clear_is_an_error(backend: str) -> None:
+    with pytest.raises(ConfigError, match=r"^argument backend: expected NAME or"):
+        resolve(DECODE, backend=backend)
+
+
+def test_g9_a_configuration_that_names_a_denied_plugin_says_so(shelf: Shelf) -> None:
+    shelf.install("dsv4attn-acme", plugin())
+    path = shelf.folder / "dsv4attn.toml"
+    path.write_text('backend = "acme"\nplugins.deny = ["acme"]', encoding="utf-8")
+
+    with pytest.raises(NoBackendError) as caught:
+        resolve(DECODE)
+    lines = str(caught.value).splitlines()
+    denied = f"not loaded: denied by plugins.deny in {path} (dsv4attn-acme 0.2)"
+    assert lines[0] == f"backend 'acme' cannot be used: {denied}"
+    assert f'  request    "acme"  (backend in {path})' in lines
+
+
+def test_g9_an_automatic_choice_is_logged_once_with_its_reason(shelf: Shelf, caplog: pytest.LogCaptureFixture) -> None:
+    shelf.install("dsv4attn-acme", plugin(support="raise KeyError('boom')"))
+    with caplog.at_level(logging.INFO, "dsv4attn"):
+        for _ in range(3):
+            resolve(DECODE)
+        resolve(PREFILL)
+        resolve(DECODE, backend="reference")
+
+    why = "is broken: its support raised KeyError: 'boom' (dsv4attn-acme 0.2)"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "dsv4attn: decode runs on reference: the only backend native to cpu that can run this call"),
+        ("WARNING", f"dsv4attn: backend acme was passed over: {why}"),
+        ("INFO", "dsv4attn: prefill runs on reference: the only backend native to cpu that can run this call"),
+    ]
+
+
+def test_explaining_is_not_logged_and_does_not_raise(shelf: Shelf, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "dsv4attn"):
+        assert explain(DECODE, device=SM90, backend="nobody").chosen is None
+    assert caplog.records == []
+
+
+def test_the_device_may_be_given_as_torch_names_it(shelf: Shelf) -> None:
+    assert explain(DECODE, device="cpu").device == DeviceFacts.here("cpu")
+    with pytest.raises(ArgumentError, match=r"^device: expected a device of this machine, got quantum"):
+        explain(DECODE, device="quantum")
+
+
+# every device and problem
+
+
+def problems_of_every_kind() -> Iterator[Problem]:
+    for geometry, phase, pages in itertools.product((FLASH, PRO), ("decode", "prefill"), ((64, None), (256, 16))):
+        for kind in geometry.kinds:
+            compressed = None if kind is LayerKind.SWA else pages[1]
+            yield Problem.of(geometry, kind, phase, swa_page_size=pages[0], compressed_page_size=compressed)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_g1_every_problem_has_a_backend_on_every_device(name: str) -> None:
+    """Automatic where a backend is native, and by name everywhere; generic backends move devices to the first part."""
+    device, registry = DeviceFacts.named(name), PluginRegistry.load(entry_points=[])
+    has_native = any(device.matches(one.info.native) for one in registry.backends.values())
+    for problem in problems_of_every_kind():
+        by_name = explain(problem, device=device, backend="reference", settings=Settings(), registry=registry)
+        automatic = explain(problem, device=device, settings=Settings(), registry=registry)
+
+        assert by_name.require().info.name == "reference"
+        assert (automatic.chosen is not None) is has_native, str(automatic)
+        if automatic.chosen is not None and name != "cpu":
+            assert automatic.chosen.info.rank is not Rank.REFERENCE
+        if automatic.chosen is None:
+            assert f"never automatic on {device.arch} -> ask for it by name" in str(automatic)
+
+
+def test_g1_the_cpu_has_an_automatic_backend() -> None:
+    assert resolve(DECODE, device=DeviceFacts.named("cpu")).require().info.name == "reference"
+
+
+# weight
+
+IMPORTS = (
+    "selection",
+    "plugins",
+    "config",
+    "hookspecs",
+    "backends.reference",
+    "core.contract",
+    "core.problem",
+    "core.pair",
+)
+HEAVY = ("torch", "triton", "numpy")
+CHOOSE = """
+from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.problem import Problem
+from dsv4attn.core import device
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.selection import backend_names, resolve
+assert "reference" in backend_names()
+resolve(Problem.of(ModelGeometry.preset("flash")), device=DeviceFacts.named("cpu"))
+"""
+
+
+@pytest.mark.parametrize("code", [*(f"import dsv4attn.{name}" for name in IMPORTS), CHOOSE])
+def test_g6_choosing_loads_neither_torch_nor_triton_nor_numpy(code: str) -> None:
+    code += f"\nimport sys\nprint(sorted({{*{HEAVY!r}}} & {{*sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_public_names_are_these() -> None:
+    assert dsv4attn.resolve is resolve
+    assert backend_names() == sorted(backend_names())

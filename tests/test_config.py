@@ -1,0 +1,274 @@
+"""Environment variables and configuration files: what wins, and what is said of mistakes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dsv4attn.config import KEYS, VARIABLES, Setting, Settings, load_settings, parse_request
+from dsv4attn.errors import ConfigError
+
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "selection.md"
+
+
+def settings_of(folder: Path, text: str | None = None, *, name: str = "dsv4attn.toml", **environ: str) -> Settings:
+    """Settings of a folder with one configuration file in it, and of some variables."""
+    if text is not None:
+        (folder / name).write_text(text, encoding="utf-8")
+    return load_settings(environ, folder)
+
+
+def test_without_anything_everything_is_automatic(tmp_path: Path) -> None:
+    assert settings_of(tmp_path) == Settings()
+    assert Settings().decode == Settings().prefill == Setting("auto", "default")
+
+
+# what wins
+
+
+def test_a_file_gives_both_phases_or_each(tmp_path: Path) -> None:
+    both = settings_of(tmp_path, 'backend = "acme"')
+    path = tmp_path / "dsv4attn.toml"
+
+    assert both.decode == both.prefill == Setting("acme", f"backend in {path}")
+    assert both.file == str(path)
+
+    each = settings_of(tmp_path, 'backend = "acme"\nprefill = "reference"')
+
+    assert each.decode == Setting("acme", f"backend in {path}")
+    assert each.prefill == Setting("reference", f"prefill in {path}")
+    assert (each.request("decode"), each.request("prefill")) == (each.decode, each.prefill)
+
+
+def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, 'backend = "acme"', DSV4ATTN_BACKEND="reference")
+
+    assert settings.decode == settings.prefill == Setting("reference", "environment variable DSV4ATTN_BACKEND")
+
+
+def test_the_environment_can_name_one_phase_and_leave_the_other_to_the_file(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, 'backend = "acme"', DSV4ATTN_BACKEND="prefill=reference")
+
+    assert (settings.decode.value, settings.prefill.value) == ("acme", "reference")
+
+
+def test_auto_in_the_environment_undoes_the_file(tmp_path: Path) -> None:
+    assert settings_of(tmp_path, 'backend = "acme"', DSV4ATTN_BACKEND="auto").decode.value == "auto"
+
+
+@pytest.mark.parametrize("empty", ["", "  "])
+def test_a_variable_set_to_nothing_is_unset(tmp_path: Path, empty: str) -> None:
+    text = 'backend = "acme"\nplugins.allow = ["acme"]'
+    settings = settings_of(tmp_path, text, **dict.fromkeys(VARIABLES, empty))
+
+    assert settings == settings_of(tmp_path)
+    assert settings.allow == ("acme",)
+
+
+def test_lists_come_from_the_environment_or_the_file_with_their_source(tmp_path: Path) -> None:
+    text = '[plugins]\nallow = ["acme", "bolt"]\ndeny = ["zinc"]'
+    settings = settings_of(tmp_path, text, DSV4ATTN_PLUGINS_DENY=" one, two ,")
+
+    assert settings.allow == ("acme", "bolt")
+    assert settings.deny == ("one", "two")
+    assert settings.sources == {
+        "plugins.allow": f"plugins.allow in {tmp_path / 'dsv4attn.toml'}",
+        "plugins.deny": "DSV4ATTN_PLUGINS_DENY",
+    }
+
+
+def test_no_list_and_an_empty_list_are_different(tmp_path: Path) -> None:
+    assert settings_of(tmp_path).allow is None
+    assert settings_of(tmp_path, "plugins.allow = []").allow == ()
+
+
+def test_options_are_kept_by_backend(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, "[options.acme]\nsplits = 4\n[options.reference]\nprefill_keys = 'paged'")
+
+    assert settings.options == {"acme": {"splits": 4}, "reference": {"prefill_keys": "paged"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "requests"),
+    [
+        ("", {}),
+        (" acme ", {"decode": "acme", "prefill": "acme"}),
+        ("decode=a", {"decode": "a"}),
+        ("prefill = b , decode=a", {"decode": "a", "prefill": "b"}),
+    ],
+)
+def test_a_request_names_both_phases_or_each(text: str, requests: dict[str, str]) -> None:
+    assert parse_request(text, "here") == requests
+
+
+@pytest.mark.parametrize(
+    "text", ["decode=", "=a", "decoding=a", "decode=a,", "decode=a,decode=b", "a=b=c", "a,prefill=b"]
+)
+def test_a_request_that_says_nothing_clear_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^here: expected NAME or decode=NAME,prefill=NAME, got "):
+        parse_request(text, "here")
+
+
+# which file
+
+
+def test_the_nearest_file_is_found_from_below(tmp_path: Path) -> None:
+    below = tmp_path / "a" / "b"
+    below.mkdir(parents=True)
+    (tmp_path / "dsv4attn.toml").write_text('backend = "far"', encoding="utf-8")
+    (tmp_path / "a" / "dsv4attn.toml").write_text('backend = "near"', encoding="utf-8")
+
+    assert load_settings({}, below).decode.value == "near"
+
+
+def test_the_nearest_pyproject_counts_if_it_has_our_table(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, '[tool.dsv4attn]\nbackend = "acme"', name="pyproject.toml")
+
+    assert settings.decode == Setting("acme", f"backend in {tmp_path / 'pyproject.toml'}")
+
+
+def test_a_nearer_pyproject_wins_over_a_farther_file_of_ours(tmp_path: Path) -> None:
+    below = tmp_path / "a"
+    below.mkdir()
+    (tmp_path / "dsv4attn.toml").write_text('backend = "far"', encoding="utf-8")
+    (below / "pyproject.toml").write_text('[tool.dsv4attn]\nbackend = "near"', encoding="utf-8")
+
+    assert load_settings({}, below).decode.value == "near"
+
+
+def test_side_by_side_our_own_file_wins(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.dsv4attn]\nbackend = "project"', encoding="utf-8")
+
+    assert settings_of(tmp_path, 'backend = "own"').decode.value == "own"
+
+
+def test_only_the_nearest_pyproject_is_looked_at(tmp_path: Path) -> None:
+    below = tmp_path / "a"
+    below.mkdir()
+    (tmp_path / "pyproject.toml").write_text('[tool.dsv4attn]\nbackend = "outer"', encoding="utf-8")
+    (below / "pyproject.toml").write_text("[project]\nname = 'inner'", encoding="utf-8")
+
+    assert load_settings({}, below) == Settings()
+
+
+def test_the_variable_names_another_file(tmp_path: Path) -> None:
+    other = tmp_path / "elsewhere.toml"
+    other.write_text('backend = "other"', encoding="utf-8")
+
+    assert settings_of(tmp_path, 'backend = "own"', DSV4ATTN_CONFIG=str(other)).decode.value == "other"
+
+
+def test_the_variable_may_name_a_pyproject(tmp_path: Path) -> None:
+    other = tmp_path / "pyproject.toml"
+    other.write_text('tool.dsv4attn.backend = "other"', encoding="utf-8")
+
+    assert load_settings({"DSV4ATTN_CONFIG": str(other)}, tmp_path / "nowhere").decode.value == "other"
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    (tmp_path / "dsv4attn.toml").write_bytes(b'\xef\xbb\xbfbackend = "acme"')
+
+    assert settings_of(tmp_path).decode.value == "acme"
+
+
+def test_a_deleted_working_directory_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> Path:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "cwd", gone)
+
+    assert load_settings({}) == Settings()
+
+
+# mistakes
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("DSV4ATTN_BACKENDS", "DSV4ATTN_BACKEND"),
+        ("DSV4ATTN_CONFG", "DSV4ATTN_CONFIG"),
+        ("DSV4ATTN_PLUGINS", "DSV4ATTN_PLUGINS_ALLOW' or 'DSV4ATTN_PLUGINS_DENY"),
+    ],
+)
+def test_g9_an_unknown_variable_is_an_error_with_a_suggestion(tmp_path: Path, name: str, meant: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^environment variable {name}: unknown variable; did you mean '{meant}'\?$"
+    ):
+        settings_of(tmp_path, **{name: "1"})
+
+
+def test_malformed_toml_names_file_and_line(tmp_path: Path) -> None:
+    path = re.escape(str(tmp_path / "dsv4attn.toml"))
+
+    with pytest.raises(ConfigError, match=rf"^{path}:2: not valid TOML: .*\(at line 2, column"):
+        settings_of(tmp_path, 'backend = "acme"\nplugins = = 3')
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('bakend = "acme"', "unknown key 'bakend'; did you mean 'backend'?"),
+        ("quantum = 1", "unknown key 'quantum'"),
+        ('plugins.alloww = ["a"]', "unknown key 'plugins.alloww'; did you mean 'allow'?"),
+        ("backend = 3", "backend: expected the name of a backend, got 3"),
+        ('decode = ""', "decode: expected the name of a backend, got ''"),
+        ('backend = "decode=a,prefill=b"', "-> use the keys decode and prefill"),
+        ('plugins = "acme"', "plugins: expected a table, got 'acme'"),
+        ('plugins.deny = "acme"', "plugins.deny: expected a list of names, got 'acme'"),
+        ("plugins.deny = [1]", "plugins.deny: expected a list of names, got [1]"),
+        ("options = 3", "options: expected a table, got 3"),
+        ("options.acme = 3", "options.acme: expected a table, got 3"),
+    ],
+)
+@pytest.mark.parametrize("name", ["dsv4attn.toml", "pyproject.toml"])
+def test_g9_a_key_that_cannot_be_meant_is_an_error_that_names_the_file(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    text = text if name == "dsv4attn.toml" else f"[tool.dsv4attn]\n{text}"
+
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        settings_of(tmp_path, text, name=name)
+    assert str(caught.value).startswith(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("text", ["tool = 3", "[tool]\ndsv4attn = 3", ""])
+def test_a_pyproject_that_says_something_odd_about_tools(tmp_path: Path, text: str) -> None:
+    if "dsv4attn" in text:
+        with pytest.raises(ConfigError, match=r"tool.dsv4attn: expected a table, got 3"):
+            settings_of(tmp_path, text, name="pyproject.toml")
+    else:
+        assert settings_of(tmp_path, text, name="pyproject.toml") == Settings()
+
+
+def test_the_variable_must_name_a_file_that_says_something(tmp_path: Path) -> None:
+    empty = tmp_path / "pyproject.toml"
+    empty.write_text("[project]", encoding="utf-8")
+    for path, said in ((tmp_path, "is not a file"), (tmp_path / "no.toml", "is not a file"), (empty, "has no table")):
+        with pytest.raises(ConfigError, match=rf"^environment variable DSV4ATTN_CONFIG: {re.escape(str(path))} {said}"):
+            settings_of(tmp_path, DSV4ATTN_CONFIG=str(path))
+
+
+def test_a_file_that_is_no_text_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "dsv4attn.toml").write_bytes(b"\xff\xfe\x00")
+
+    with pytest.raises(ConfigError, match=r"dsv4attn.toml: cannot be read: "):
+        settings_of(tmp_path)
+
+
+# documentation
+
+
+def rows_of(heading: str) -> dict[str, tuple[str, ...]]:
+    """The rows of the table under a heading of docs/selection.md, by the first cell without its backticks."""
+    section = DOCS.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")]
+    return {name.strip("`"): tuple(rest) for name, *rest in cells[2:]}
+
+
+@pytest.mark.parametrize(("heading", "knobs"), [("Variables", VARIABLES), ("Keys", KEYS)])
+def test_the_documentation_shows_every_variable_and_key_as_the_code_has_them(heading: str, knobs: object) -> None:
+    assert isinstance(knobs, dict)
+    assert rows_of(heading) == {name: (k.default, k.values, k.meaning) for name, k in knobs.items()}

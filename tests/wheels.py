@@ -1,0 +1,121 @@
+"""Third-party wheels, as an installer leaves them: a folder on the path with modules and metadata."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from pathlib import Path
+from textwrap import dedent
+from typing import TYPE_CHECKING, Any
+
+from dsv4attn import selection
+from dsv4attn.plugins import PluginRegistry
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+PLUGIN = """
+from dsv4attn.core.contract import BackendInfo, Rank
+from dsv4attn.core.problem import Reason
+from dsv4attn.hookspecs import hookimpl
+
+
+def support(device, problem):
+    {support}
+
+
+@hookimpl
+def dsv4attn_backends():
+    return [BackendInfo(
+        name={name!r}, api={api!r}, factory={factory!r}, support=support, summary="of a stranger",
+        native={native!r}, runs_on={runs_on!r}, rank=Rank[{rank!r}], packages={packages!r}, options={options!r},
+    )]
+"""
+
+
+def plugin(
+    name: str = "acme",
+    *,
+    api: str = "1.0",
+    factory: str = "dsv4attn.backends.reference.launch:ReferenceBackend",
+    support: str = "return []",
+    native: tuple[str, ...] = ("sm_90",),
+    runs_on: tuple[str, ...] = ("*",),
+    rank: str = "VENDOR",
+    packages: tuple[str, ...] = (),
+    options: dict[str, object] | None = None,
+) -> str:
+    """Source of a plugin with one backend."""
+    return PLUGIN.format(
+        name=name,
+        api=api,
+        factory=factory,
+        support=support,
+        native=native,
+        runs_on=runs_on,
+        rank=rank,
+        packages=packages,
+        options=options or {},
+    )
+
+
+class Shelf:
+    """A folder that is on the path while a test runs. Use it as a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.modules: list[str] = []
+
+    def __enter__(self) -> Self:
+        sys.path.insert(0, str(self.folder))
+        selection._registry.cache_clear()
+        selection._log_once.cache_clear()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.path.remove(str(self.folder))
+        for module in self.modules:
+            sys.modules.pop(module, None)
+        importlib.invalidate_caches()
+        selection._registry.cache_clear()
+
+    def install(
+        self,
+        distribution: str,
+        source: str,
+        *,
+        point: str | None = None,
+        version: str = "0.2",
+        target: str | None = None,
+        entry_points: str | None = None,
+    ) -> None:
+        """Install a distribution with one module, named after it, and one entry point.
+
+        point: name of the entry point, by default what follows the first dash of the distribution's name.
+        """
+        module = distribution.replace("-", "_")
+        point = point or distribution.partition("-")[2] or distribution
+        self.modules.append(module)
+        (self.folder / f"{module}.py").write_text(dedent(source), encoding="utf-8")
+        self.refresh()
+        info = self.folder / f"{module}-{version}.dist-info"
+        info.mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
+        (info / "METADATA").write_text(metadata, encoding="utf-8")
+        text = entry_points or f"[dsv4attn]\n{point} = {target or module}\n"
+        (info / "entry_points.txt").write_text(text, encoding="utf-8")
+        importlib.invalidate_caches()
+
+    def refresh(self) -> None:
+        """Let the next selection find what was installed since the last one."""
+        selection._registry.cache_clear()
+
+    def points(self) -> list[importlib.metadata.EntryPoint]:
+        """Entry points of this folder alone."""
+        found = importlib.metadata.distributions(path=[str(self.folder)])
+        return [point for distribution in found for point in distribution.entry_points if point.group == "dsv4attn"]
+
+    def registry(self, **lists: Any) -> PluginRegistry:
+        """The registry of built-ins and this folder."""
+        return PluginRegistry.load(entry_points=self.points(), **lists)
