@@ -49,7 +49,7 @@ def test_on_this_machine_something_is_chosen(here: Machine) -> None:
         (["--model", "pro", "--heads", "3"], "decode  c4a  heads=3  "),
         (["--model", "pro"], "topk=1024  "),
         (["--dtype", "float32", "--query-len", "4"], "kv=float32  q=bfloat16  query_len=4"),
-        (["--lse", "--deterministic"], "lse  deterministic"),
+        (["--lse", "--query-len", "2"], "query_len=2  lse"),
     ],
 )
 def test_every_part_of_a_problem_can_be_said(here: Machine, options: list[str], expected: str) -> None:
@@ -59,11 +59,12 @@ def test_every_part_of_a_problem_can_be_said(here: Machine, options: list[str], 
     assert expected in told["problem"]
 
 
-def test_every_option_reaches_the_support_answer(here: Machine) -> None:
-    code, told = here.json("explain", "--capture")
+@pytest.mark.parametrize("option", ["capture", "deterministic"])
+def test_every_option_reaches_the_support_answer(here: Machine, option: str) -> None:
+    code, told = here.json("explain", f"--{option}")
 
     assert (code, told["chosen"]) == (1, None)
-    assert [reason["code"] for reason in told["candidates"][0]["reasons"]] == ["CAPTURE"]
+    assert [reason["code"] for reason in told["candidates"][0]["reasons"]] == [option.upper()]
 
 
 def test_a_backend_can_be_asked_for(here: Machine) -> None:
