@@ -50,10 +50,14 @@ def forward_mqa(
         return
     step = Step(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
     step.require()
-    with record_function(f"dsv4attn::prefill[{layer.kind.value}]"):
-        step.prefill()
-    with record_function(f"dsv4attn::decode[{layer.kind.value}]"):
-        step.decode()
-    out[metadata.swa.num_actual_tokens :].zero_()
-    if lse is not None:
-        lse[metadata.swa.num_actual_tokens :].fill_(float("-inf"))
+    if step.chunks:
+        with record_function(f"dsv4attn::prefill[{layer.kind.value}]"):
+            step.prefill()
+    if metadata.swa.num_decode_tokens:
+        with record_function(f"dsv4attn::decode[{layer.kind.value}]"):
+            step.decode()
+    tokens = metadata.swa.num_actual_tokens
+    if tokens < q.shape[0]:
+        out[tokens:].zero_()
+        if lse is not None:
+            lse[tokens:].fill_(float("-inf"))

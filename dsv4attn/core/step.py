@@ -55,13 +55,17 @@ class Step:
     @chunks.default
     def _cut(self) -> Sequence[PrefillChunk]:
         swa = self.metadata.swa
+        if not swa.num_prefill_tokens:
+            return ()
         bounds = prefill_bounds(self.layer, self.limits, self.backend, self.caches.swa.layout)
         lens = swa.prefill_seq_lens_cpu.tolist(), swa.prefill_query_lens_cpu.tolist()
-        return tuple(plan_prefill_chunks(*lens, self.layer, bounds)) if swa.num_prefill_tokens else ()
+        return tuple(plan_prefill_chunks(*lens, self.layer, bounds))
 
     def require(self) -> None:
         """Ask for the memory of every call to come, so that a workspace too small refuses before the first write."""
         forms, n = self.backend.forms, self.metadata.swa.num_decode_tokens
+        if len(self.chunks) + bool(n) == 1:
+            return  # a single call asks before it writes anyway
         for chunk in self.chunks:
             if forms.prefill_keys is KeyForm.GATHERED:
                 specs, tokens, width = self._gathered_specs(chunk)

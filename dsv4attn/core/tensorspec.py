@@ -7,6 +7,7 @@ that runs cannot go stale.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import attrs
@@ -27,7 +28,7 @@ def tensor(shape: str, dtype: torch.dtype, *, cpu: bool = False, optional: bool 
     shape: as the module says. cpu: lives in host memory; all other tensors of an instance share one device.
     optional: may be None, and is by default.
     """
-    metadata = {_KEY: (shape.split(), dtype, cpu, optional)}
+    metadata = {_KEY: (shape, dtype, cpu, optional)}
     return attrs.field(default=None, metadata=metadata) if optional else attrs.field(metadata=metadata)
 
 
@@ -67,35 +68,37 @@ def check_declared(instance: Any) -> None:  # noqa: ANN401 - any attrs instance
 def check_tensor(
     name: str,
     value: object,
-    shape: list[str] | str,
+    shape: str,
     dtype: torch.dtype | tuple[torch.dtype, ...],
     letters: dict[str, int],
 ) -> None:
     """Check one tensor against a declared shape and dtype; letters that are not bound yet get bound."""
-    shape = shape.split() if isinstance(shape, str) else shape
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
-    before = dict(letters)
+    before = letters.copy()
     # words are only made when something is wrong: this runs in every call
     if isinstance(value, Tensor) and value.dtype in dtypes and _fits(value.shape, shape, letters):
         return
-    wanted = f"[{', '.join(shape)}] {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
+    wanted = f"[{', '.join(shape.split())}] {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
     if not isinstance(value, Tensor):
         raise ArgumentError(name, expected=f"a tensor {wanted}", actual=type(value).__name__)
-    bound = ", ".join(f"{k}={v}" for k, v in before.items() if any(k in dim for dim in shape))
+    bound = ", ".join(f"{k}={v}" for k, v in before.items() if k in shape)
     actual = f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     raise ArgumentError(name, expected=f"{wanted}{f' with {bound}' if bound else ''}", actual=actual)
 
 
-def _fits(actual: torch.Size, shape: list[str], letters: dict[str, int]) -> bool:
+@cache
+def _dims(shape: str) -> tuple[tuple[str, int], ...]:
+    """(letter, what is added to it) of each dimension; no letter for a number, "_" for anything."""
+    parts = [dim.partition("+") for dim in shape.split()]
+    return tuple(("", int(letter)) if letter.isdigit() else (letter, int(plus or 0)) for letter, _, plus in parts)
+
+
+def _fits(actual: torch.Size, shape: str, letters: dict[str, int]) -> bool:
     """Whether sizes are the declared ones; binds letters up to the first that is not."""
-    if len(actual) != len(shape):
+    dims = _dims(shape)
+    if len(actual) != len(dims):
         return False
-    for dim, got in zip(shape, actual, strict=True):
-        if dim == "_":
-            continue
-        letter, _, plus = dim.partition("+")
-        extra = int(plus or 0)
-        want = int(letter) if letter.isdigit() else letters.setdefault(letter, got - extra) + extra
-        if got != want:
+    for (letter, extra), got in zip(dims, actual, strict=True):
+        if letter != "_" and got != (letters.setdefault(letter, got - extra) if letter else 0) + extra:
             return False
     return True

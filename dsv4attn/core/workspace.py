@@ -17,7 +17,15 @@ from torch import Tensor
 
 from dsv4attn.errors import ArgumentError, CanaryError, Dsv4AttnError, WorkspaceError
 
-__all__ = ["ALIGNMENT", "BufferSpec", "WorkspaceManager", "WorkspacePlan", "current_workspace_manager", "use_workspace"]
+__all__ = [
+    "ALIGNMENT",
+    "BufferSpec",
+    "WorkspaceManager",
+    "WorkspacePlan",
+    "current_workspace_manager",
+    "simultaneous_bytes",
+    "use_workspace",
+]
 
 ALIGNMENT = 256
 """Bytes to which every view is aligned."""
