@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from dsv4attn.testing.conform import Certificate, Outcome
 
-__all__ = ["conform", "progress_bar", "written"]
+__all__ = ["conform", "grouped", "progress_bar", "target_file", "written"]
 
 SHOWN = 8
 """Failures shown in full; the others by name, and the certificate has all of them."""
@@ -33,6 +33,24 @@ def _pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) 
     return dict(value.split("=", 1) for value in values)
 
 
+def target_file(_: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
+    """A file that can be written, found out before anything runs."""
+    if value is None:
+        return None
+    path = Path(value)
+    if path.is_dir() or not path.parent.is_dir():
+        raise click.BadParameter(f"{value!r}: expected a file in a folder that exists", param=parameter)
+    return path
+
+
+def written(path: Path, text: str) -> None:
+    """Write a file, or say in one line why not."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.UsageError(f"{path} cannot be written: {error.strerror}") from error
+
+
 @click.command(short_help="Run the conformance kit on a backend, and write a certificate.")
 @click.argument("backend")
 @click.option("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator it runs on, or cpu]")
@@ -40,7 +58,10 @@ def _pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) 
 @click.option("--filter", "chosen", metavar="PATTERNS", help="Clauses (S, A1), areas (decode) or cases (sink-*).")
 @click.option("--json", "as_json", is_flag=True, help="Print the certificate, and nothing else.")
 @click.option(
-    "--output", metavar="FILE", help="Where the certificate goes.  [default: dsv4attn-BACKEND.json, if all cases ran]"
+    "--output",
+    metavar="FILE",
+    callback=target_file,
+    help="Where the certificate goes.  [default: dsv4attn-BACKEND.json, unless --filter or --json is given]",
 )
 @click.pass_context
 def conform(
@@ -49,7 +70,7 @@ def conform(
     device: str | None,
     options: dict[str, str],
     chosen: str | None,
-    output: str | None,
+    output: Path | None,
     *,
     as_json: bool,
 ) -> None:
@@ -59,31 +80,29 @@ def conform(
     formats. Cases that the backend's support refuses are not run, and its reasons are shown. docs/contract.md has the
     clauses. Exit code 0: every case that was executed passed; 1: one failed, or none was executed; 2: bad input.
     """
+    from dsv4attn.errors import BrokenBackendError
     from dsv4attn.testing.case import chosen as matching
     from dsv4attn.testing.cases import CASES
     from dsv4attn.testing.conform import conform as run
     from dsv4attn.testing.subject import Subject
 
-    subject, cases = Subject.named(backend, device=device, options=options), matching(CASES, chosen)
+    cases = matching(CASES, chosen)
+    try:
+        subject = Subject.named(backend, device=device, options=options)
+    except BrokenBackendError as error:
+        # not the user's mistake: the backend is there, and fails
+        raise click.ClickException(str(error)) from error
     with progress_bar(len(cases), shown=not as_json) as progress:
         certificate = run(subject, cases, chosen=chosen, progress=progress)
-    text = json.dumps(certificate.as_json(), indent=None if as_json and not output else 1, allow_nan=False)
-    target = output or (None if chosen or as_json else f"dsv4attn-{backend}.json")
+    told = certificate.as_json()
+    target = output or (None if chosen or as_json else Path(f"dsv4attn-{backend}.json"))
     if target:
-        written(Path(target), text + "\n")
+        written(target, json.dumps(told, indent=1, allow_nan=False) + "\n")
     if as_json:
-        click.echo(text)
+        click.echo(json.dumps(told, allow_nan=False))
     else:
         _show(certificate, target)
     ctx.exit(OK if certificate.ok else FAILED)
-
-
-def written(path: Path, text: str) -> None:
-    """Write a file, or say in one line why not."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise click.FileError(str(path), hint=error.strerror) from error
 
 
 @contextmanager
@@ -113,7 +132,7 @@ def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[Outcome], Non
         yield advance
 
 
-def _show(certificate: Certificate, target: str | None) -> None:
+def _show(certificate: Certificate, target: Path | None) -> None:
     from rich.padding import Padding
 
     subject, out = certificate.subject, console()
@@ -154,7 +173,7 @@ def _table(certificate: Certificate) -> Table:
 
     from dsv4attn.testing.cases import GROUPS
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("clauses", no_wrap=True, min_width=21)
     for column in ("passed", "failed", "refused", "skipped"):
         table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
@@ -171,5 +190,5 @@ def _table(certificate: Certificate) -> Table:
             near = f"{worst.measure.shown:>5} {worst.case.name}"
         style = "red" if counts[1] else "" if counts[0] else "yellow"
         cells = [Text(str(n or "-"), style="bold red" if i == 1 and n else "") for i, n in enumerate(counts)]
-        table.add_row(Text(f"{letter}  {title}", style=style), *cells, Text(near, style=style))
+        table.add_row(Text(f"{letter}  {title}", style=style), *cells, Text(near, style=style, overflow="ellipsis"))
     return table

@@ -24,7 +24,9 @@ _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yel
 @click.option("--device", metavar="NAME", help="cpu, xpu, sm120, gfx942, ...: need not be here.  [default: this one]")
 @click.option("--model", metavar="NAME", default="flash", show_default=True, help="flash, pro, or a config.json.")
 @click.option("--layer", metavar="KIND", default="c4a", show_default=True, help="swa, c4a or c128a.")
-@click.option("--phase", type=click.Choice(["decode", "prefill"]), default="decode", show_default=True)
+@click.option(
+    "--phase", type=click.Choice(["decode", "prefill"]), default="decode", show_default=True, help="Which call."
+)
 @click.option("--heads", metavar="N", type=_positive, help="Query heads on this device.  [default: the model's]")
 @click.option("--topk", metavar="N", type=click.IntRange(min=0), help="Selected entries.  [default: the model's]")
 @click.option("--page-size", metavar="N", type=_positive, default=64, show_default=True, help="Of the window cache.")

@@ -1,18 +1,19 @@
-"""`dsv4attn parity`: do these backends compute the same thing?"""
+"""`dsv4attn parity`: whether backends compute the same thing."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from dsv4attn.cli import FAILED, OK
 from dsv4attn.cli.common import console, grid
-from dsv4attn.cli.conform import grouped, progress_bar, written
+from dsv4attn.cli.conform import grouped, progress_bar, target_file, written
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.table import Table
 
     from dsv4attn.testing.parity import Parity
@@ -33,10 +34,12 @@ _FORMS = "reference,reference:prefill_keys=paged,reference:decode_indices=ragged
 @click.option("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator each runs on, or cpu]")
 @click.option("--filter", "chosen", metavar="PATTERNS", help="Clauses (S, A1), areas (decode) or cases (sink-*).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--html", "page", metavar="FILE", help="Write a report that needs no other file.")
+@click.option(
+    "--html", "page", metavar="FILE", callback=target_file, help="Write a report to look at, in one file, and to send."
+)
 @click.pass_context
 def parity(
-    ctx: click.Context, backends: str, device: str | None, chosen: str | None, page: str | None, *, as_json: bool
+    ctx: click.Context, backends: str, device: str | None, chosen: str | None, page: Path | None, *, as_json: bool
 ) -> None:
     """Run the cases of the conformance kit on several backends.
 
@@ -44,17 +47,22 @@ def parity(
     the formats; "same" means equal bits. Exit code 0: every case that was executed passed; 1: one failed, or a backend
     executed none; 2: bad input.
     """
+    from dsv4attn.errors import BrokenBackendError
     from dsv4attn.testing.case import chosen as matching
     from dsv4attn.testing.cases import CASES
     from dsv4attn.testing.parity import compare, subjects
 
-    cases, trials = matching(CASES, chosen), subjects(backends, device=device)
+    cases = matching(CASES, chosen)
+    try:
+        trials = subjects(backends, device=device)
+    except BrokenBackendError as error:
+        raise click.ClickException(str(error)) from error
     with progress_bar(len(cases) * len(trials), shown=not as_json) as progress:
         result = compare(trials, cases, chosen=chosen, progress=progress)
     if page:
         from dsv4attn.testing.parity_html import as_html
 
-        written(Path(page), as_html(result))
+        written(page, as_html(result))
     if as_json:
         click.echo(json.dumps(result.as_json(), allow_nan=False))
     else:
@@ -62,7 +70,7 @@ def parity(
     ctx.exit(OK if result.ok else FAILED)
 
 
-def _show(result: Parity, page: str | None) -> None:
+def _show(result: Parity, page: Path | None) -> None:
     from rich.padding import Padding
 
     out = console()

@@ -28,8 +28,8 @@ def tolerance(layout: KVCacheLayout, q_dtype: torch.dtype) -> float:
     its 2-norm: the mean square of a value spread evenly between two neighbours. So rounding out costs 2^-9 of the
     mass, and rounding the weights another 2^-9. Reading fp8 is exact: 4 significand bits times a power of two fit
     bf16. What fp32 and float64 may round to different neighbours is a value of q or of a key's RoPE part: 2^-8 of it,
-    times its share of a logit, which is of order 1. With q in fp32 only keys are rounded. With fp32 keys too, only fp32 sums are left: 2^-24 a
-    step, over about 2^7 steps of keys and dims.
+    times its share of a logit, which is of order 1. With q in fp32 only keys are rounded. With fp32 keys too, only
+    fp32 sums are left: 2^-24 a step, over about 2^7 steps of keys and dims.
     """
     if q_dtype == torch.bfloat16:
         return 2.0**-9 + 2.0**-9 + 2.0**-8

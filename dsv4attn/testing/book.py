@@ -1,0 +1,108 @@
+"""A paged cache that no backend wrote: its bytes come from the oracle, so that a reader is judged alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
+from dsv4attn.testing.case import SkipCase
+from dsv4attn.testing.judge import F64, U8, found, stored, written
+
+__all__ = ["Book", "Shelf", "place_of"]
+
+UNWRITTEN = 0xFF
+"""What every byte holds that no record was written to: NaN in every type a cache has."""
+
+BEHIND_PAGE = 4096
+"""Bytes of a gap that are filled: gaps may be gigabytes of memory that was never touched."""
+
+
+@attrs.frozen
+class Shelf:
+    """Where pages stand in memory.
+
+    gap: bytes between pages, beside what the layout asks for. before: bytes in front of the first one.
+    """
+
+    block_size: int = 64
+    gap: int = 0
+    before: int = 0
+
+    def memory(self, layout: KVCacheLayout, blocks: int, device: str) -> PagedKVCache:
+        """Pages of unwritten bytes. Raises SkipCase if the device has not that much memory."""
+        element, last = layout.dtype.itemsize, layout.record_bytes // layout.dtype.itemsize
+        stride = layout.page_stride(self.block_size) + self.gap
+        total = self.before + max(blocks - 1, 0) * stride + layout.page_bytes(self.block_size) + BEHIND_PAGE
+        try:
+            flat = torch.empty(-(-total // element), dtype=layout.dtype, device=device)
+        except (RuntimeError, MemoryError) as error:
+            raise SkipCase(f"{total / 2**30:.1f} GiB of memory cannot be had on {device}") from error
+        view = flat.as_strided(
+            (blocks, self.block_size, last), (stride // element, last, 1), storage_offset=self.before // element
+        )
+        cache = PagedKVCache(view, layout)
+        self.pages(cache, BEHIND_PAGE).fill_(UNWRITTEN)
+        return cache
+
+    def pages(self, cache: PagedKVCache, behind: int = 0) -> torch.Tensor:
+        """Bytes of the pages [B, bytes], each with at most `behind` bytes of what follows it."""
+        stride, page = cache.tensor.stride(0) * cache.tensor.itemsize, cache.layout.page_bytes(self.block_size)
+        raw = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.tensor.untyped_storage())
+        return raw.as_strided((cache.num_blocks, min(stride, page + behind)), (stride, 1), storage_offset=self.before)
+
+
+def place_of(layout: KVCacheLayout, offset: int, block_size: int) -> NDArray[np.int64]:
+    """Byte of a page where each byte of its `offset`-th record stands: data first, then scales."""
+    data, scales = np.arange(layout.data_bytes), np.arange(layout.scale_bytes)
+    if layout.is_quantised and layout.arrangement is Arrangement.SPLIT:
+        return np.concatenate(
+            [offset * layout.data_bytes + data, block_size * layout.data_bytes + offset * layout.scale_bytes + scales]
+        )
+    return offset * layout.record_bytes + np.concatenate([data, layout.data_bytes + scales])
+
+
+@attrs.frozen(eq=False)
+class Book:
+    """A cache and what stands in it. values: [capacity, D], NaN in slots that were never written."""
+
+    cache: PagedKVCache
+    shelf: Shelf
+    values: F64
+
+    @classmethod
+    def blank(cls, layout: KVCacheLayout, blocks: int, shelf: Shelf, device: str) -> Book:
+        """A cache in which nothing is written."""
+        values = np.full((blocks * shelf.block_size, layout.head_dim), math.nan)
+        return cls(shelf.memory(layout, blocks, device), shelf, values)
+
+    def write(self, slots: Sequence[int] | NDArray[np.int64], rows: F64) -> Book:
+        """Write rows [n, D] to slots."""
+        layout = self.cache.layout
+        return self._write(slots, [written(row, layout) for row in rows], [stored(row, layout) for row in rows])
+
+    def write_records(self, slots: Sequence[int] | NDArray[np.int64], records: Sequence[U8]) -> Book:
+        """Write bytes of quantised records to slots."""
+        return self._write(slots, records, [found(record, self.cache.layout) for record in records])
+
+    def _write(self, slots: Sequence[int] | NDArray[np.int64], records: Sequence[U8], values: Sequence[F64]) -> Book:
+        pages = self.shelf.pages(self.cache)
+        size = self.shelf.block_size
+        blocks = sorted({int(slot) // size for slot in slots})
+        bytes_of = dict(zip(blocks, pages[blocks].cpu().numpy(), strict=True))
+        for slot, record, value in zip(slots, records, values, strict=True):
+            bytes_of[int(slot) // size][place_of(self.cache.layout, int(slot) % size, size)] = record
+            self.values[int(slot)] = value
+        for block, page in bytes_of.items():
+            pages[block] = torch.from_numpy(page).to(pages.device)
+        return self
+
+    def bytes(self) -> U8:
+        """All pages as they are now [B, bytes], with what stands behind each."""
+        found: U8 = self.shelf.pages(self.cache, BEHIND_PAGE).cpu().numpy().copy()
+        return found

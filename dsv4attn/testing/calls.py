@@ -1,0 +1,249 @@
+"""One attention call made by hand: what `forward_mqa` never hands over, although the contract allows it.
+
+Every lane of every row is chosen here (absent, outside the cache, behind the length), keys come from a `Book`, and the
+same call is put into whatever form of indices and keys a backend takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4attn.core.contract import (
+    AttentionCall,
+    DenseIndices,
+    GatheredKeys,
+    IndexForm,
+    KeyForm,
+    PagedKeys,
+    Phase,
+    RaggedIndices,
+)
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.problem import CacheFacts, Problem
+from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.testing.book import Book, Shelf
+from dsv4attn.testing.case import Bench, Wrong, dtype_name
+from dsv4attn.testing.judge import F64, Expected, rounded, tolerance
+from dsv4attn.testing.world import normal
+
+__all__ = ["Call", "Lanes"]
+
+I64 = NDArray[np.int64]
+GARBAGE = (-1, -7, -(2**31), 2**31 - 1, 0x7FC00000)
+"""Indices that name nothing; the last is a NaN's bits."""
+Pattern = Literal["plain", "behind", "holes", "outside", "empty", "one"]
+
+
+@attrs.frozen(eq=False)
+class Lanes:
+    """Index lists of one segment. slots: [T, K], also behind the lengths. lens: [T]."""
+
+    slots: I64
+    lens: I64
+
+    def inside(self, row: int) -> I64:
+        """The lanes of a row that count."""
+        return self.slots[row, : self.lens[row]]
+
+
+@attrs.frozen(kw_only=True, eq=False, slots=False)
+class Call:
+    """Rows of queries over a book of window keys and, but for window-only layers, one of compressed entries.
+
+    pattern: what lanes hold beside slots of keys. "plain": nothing, shorter rows are filled up with -1. "behind":
+    behind the lengths stand slots of keys and garbage. "holes", "outside": in between stands -1, or what is outside
+    the cache. "empty": some rows, and some segments of others, have no key. "one": one key a row.
+    """
+
+    phase: Phase
+    geometry: ModelGeometry
+    layout: KVCacheLayout
+    kind: LayerKind = attrs.field(default=LayerKind.C4A, converter=LayerKind)
+    compressed_layout: KVCacheLayout | None = None
+    shelves: tuple[Shelf, Shelf] = (Shelf(64), Shelf(16))
+    pattern: Pattern = "plain"
+    rows: int = 9
+    columns: int = 37
+    """Of the compressed segment."""
+    q_dtype: torch.dtype = torch.bfloat16
+    sinks: Sequence[float] | None = None
+    seed: int = 0
+    device: str = "cpu"
+
+    @property
+    def layer(self) -> LayerGeometry:
+        """The layer's geometry."""
+        return self.geometry.layer_of_kind(self.kind)
+
+    def named_layouts(self) -> list[KVCacheLayout]:
+        """Layouts of all caches."""
+        return [self.layout] if self.kind is LayerKind.SWA else [self.layout, self.compressed_layout or self.layout]
+
+    def problems(self, *, lse: bool = True) -> list[Problem]:
+        """What a backend must be able to do."""
+        pairs = zip(self.named_layouts(), self.shelves, strict=False)
+        facts = [CacheFacts.of(layout, shelf.block_size) for layout, shelf in pairs]
+        topk = 0 if len(facts) == 1 else self.columns
+        sink, dtype = self.sinks is not None, dtype_name(self.q_dtype)
+        return [Problem(self.phase.value, self.layer, facts[0], (*facts, None)[1], topk, dtype, sink=sink, lse=lse)]
+
+    @cached_property
+    def q(self) -> F64:
+        """[T, H, D] queries."""
+        numbers = np.arange(self.rows * self.layer.num_heads).reshape(self.rows, -1)
+        return rounded(normal((self.seed, 10), numbers, self.layer.head_dim), self.q_dtype)
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """Columns of each segment."""
+        return [self.layer.window, self.columns][: len(self.named_layouts())]
+
+    @cached_property
+    def books(self) -> list[Book]:
+        """The caches: twice as many slots as a row names, half of them written."""
+        made = []
+        for i, (layout, shelf, width) in enumerate(zip(self.named_layouts(), self.shelves, self.widths, strict=False)):
+            blocks = -(-2 * max(width, 1) // shelf.block_size) if not shelf.gap else 3
+            slots = self._live(i, width, blocks * shelf.block_size)
+            book = Book.blank(layout, blocks, shelf, self.device)
+            made.append(book.write(slots, normal((self.seed, 11, i), slots, self.layer.head_dim)))
+        return made
+
+    def _live(self, segment: int, width: int, capacity: int) -> I64:
+        count = min(max(capacity // 2, width), capacity - 1)
+        return np.random.default_rng((self.seed, 12, segment)).permutation(capacity)[:count]
+
+    @cached_property
+    def lanes(self) -> list[Lanes]:
+        """Index lists of each segment."""
+        capacities = [book.cache.capacity for book in self.books]
+        return [self._lanes(i, w, c) for i, (w, c) in enumerate(zip(self.widths, capacities, strict=True))]
+
+    def _lanes(self, segment: int, width: int, capacity: int) -> Lanes:
+        rng = np.random.default_rng((self.seed, 13, segment))
+        live = self._live(segment, width, capacity)
+        dead = np.setdiff1d(np.arange(capacity), live)
+        lens = np.array([width, 1, width - 1, *rng.integers(1, width + 2, self.rows)])[: self.rows].clip(1, width)
+        slots = np.stack([rng.permutation(live)[np.arange(width) % len(live)] for _ in range(self.rows)])
+        inside = np.arange(width) < lens[:, None]
+        hit = rng.random(slots.shape) < 0.4
+        if self.pattern == "holes":
+            slots[hit] = -1
+        elif self.pattern == "outside":
+            slots[hit] = rng.choice([*GARBAGE, capacity, capacity + 1], int(hit.sum()))
+        elif self.pattern == "empty":
+            lens[(segment + 1) :: 3] = 0
+            slots[2::3] = -1
+        elif self.pattern == "one":
+            lens[:] = 1 if segment == len(self.widths) - 1 else 0
+        if self.pattern == "behind":
+            junk = rng.choice([*live[:8], *dead[:8], *GARBAGE, capacity], slots.shape)
+            slots = np.where(inside, slots, junk)
+        else:
+            slots[np.arange(width) >= lens[:, None]] = -1
+        return Lanes(slots, lens)
+
+    def named(self, row: int) -> list[F64]:
+        """Keys of a row, window first."""
+        keys = []
+        for book, lanes in zip(self.books, self.lanes, strict=True):
+            slots = lanes.inside(row)
+            keys += [*book.values[slots[(slots >= 0) & (slots < book.cache.capacity)]]]
+        return keys
+
+    @cached_property
+    def expected(self) -> Expected:
+        """The oracle's answer."""
+        answers = Expected.empty(self.rows, self.layer.num_heads, self.layer.head_dim)
+        sinks = None if self.sinks is None else np.asarray(self.sinks, dtype=np.float64)
+        for row in range(self.rows):
+            answers.judge(row, self.q[row], self.named(row), sinks, self.layer.scale)
+        return answers
+
+    @property
+    def budget(self) -> float:
+        """Largest error allowed, as the formats give it."""
+        return tolerance(self.layout, self.q_dtype)
+
+    def judge(self, out: Tensor, lse: Tensor | None, expected: Expected | None = None) -> tuple[float, str]:
+        """Return the largest error, in the unit of `budget`, and a sentence about the row that has it."""
+        errors = (expected or self.expected).errors(out, lse)
+        row, head = np.unravel_index(errors.argmax(), errors.shape)
+        where = f"{self.phase.value} row {row}, head {head}: error of {errors.max() / self.budget:.3g} budgets"
+        return float(errors.max()), f"{where}; {(errors > self.budget).any(1).sum()} of {len(errors)} rows are wrong"
+
+    def run(self, bench: Bench, lanes: Sequence[Lanes] | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return (out, lse), both NaN before the call. Raises Wrong if anything else was written."""
+        backend, forms = bench.backend, bench.backend.forms
+        lanes = lanes or self.lanes
+        form = forms.decode_indices if self.phase is Phase.DECODE else forms.prefill_indices
+        if self.phase is Phase.PREFILL and forms.prefill_keys is KeyForm.GATHERED:
+            gathered, width = self._gathered(lanes, form, forms.index_alignment)
+            keys: Sequence[PagedKeys] | GatheredKeys = gathered
+        else:
+            pairs = zip(self.books, lanes, strict=True)
+            keys = tuple(PagedKeys(book.cache, self._indices(one, form)) for book, one in pairs)
+            width = sum(self.widths)
+        q, sink = self._tensor(self.q).to(self.q_dtype), None
+        if self.sinks is not None:
+            sink = torch.tensor(self.sinks, dtype=torch.float32, device=self.device)
+        out = torch.full_like(q, torch.nan)
+        lse = torch.full_like(q[..., 0], torch.nan, dtype=torch.float32) if bench.lse else None
+        workspace = WorkspaceManager(self.device, debug=True)
+        specs = backend.scratch(self.phase, self.layer, self.rows, width)
+        scratch = workspace.get_simultaneous(*specs, caller=f"{backend.name}.{self.phase.value}")
+        same_q, pages = q.clone(), [book.bytes() for book in self.books]
+        call = AttentionCall(self.layer, q, keys, sink, out, lse, scratch)
+        (backend.decode if self.phase is Phase.DECODE else backend.prefill)(call)
+        workspace.check_canaries()
+        if not torch.equal(q, same_q):
+            raise Wrong("q was written")
+        if not all(np.array_equal(book.bytes(), old) for book, old in zip(self.books, pages, strict=True)):
+            raise Wrong("a cache was written")
+        return out, lse
+
+    def _indices(self, lanes: Lanes, form: IndexForm) -> DenseIndices | RaggedIndices:
+        if form is IndexForm.DENSE:
+            rows, width = lanes.slots.shape
+            # a view of wider rows, as tables of a fixed width are
+            wide = self._tensor(np.full((rows, width + 3), 0x7FC00000)).int()
+            wide[:, :width] = self._tensor(lanes.slots)
+            return DenseIndices(wide[:, :width], self._tensor(lanes.lens).int())
+        inside = [lanes.inside(row) for row in range(len(lanes.lens))]
+        flat = np.resize([*GARBAGE, *lanes.slots[:1, :3].flatten()], lanes.slots.size)
+        ends = np.concatenate([[0], np.cumsum(lanes.lens)])
+        flat[: ends[-1]] = np.concatenate(inside)
+        return RaggedIndices(self._tensor(flat).int(), self._tensor(ends).int(), lanes.slots.shape[1])
+
+    def _gathered(self, lanes: Sequence[Lanes], form: IndexForm, alignment: int) -> tuple[GatheredKeys, int]:
+        """All segments as rows of one tensor; what names nothing names nothing there either."""
+        total = sum(book.cache.capacity for book in self.books)
+        width = -(-sum(self.widths) // alignment) * alignment
+        slots, lens = np.full((self.rows, width), -1), np.zeros(self.rows, dtype=np.int64)
+        base, behind = 0, []
+        for book, one in zip(self.books, lanes, strict=True):
+            capacity = book.cache.capacity
+            moved = np.where(one.slots >= capacity, one.slots - capacity + total, one.slots + base)
+            moved = np.where(one.slots < 0, one.slots, moved).clip(-(2**31), 2**31 - 1)
+            for row in range(self.rows):
+                slots[row, lens[row] : lens[row] + one.lens[row]] = moved[row, : one.lens[row]]
+            lens = lens + one.lens
+            behind.append([moved[row, one.lens[row] :] for row in range(self.rows)])
+            base += capacity
+        for row in range(self.rows):
+            junk = np.concatenate([part[row] for part in behind])
+            slots[row, lens[row] : lens[row] + len(junk)] = junk
+        kv = self._tensor(np.concatenate([book.values for book in self.books])).to(self.layout.row_dtype)
+        return GatheredKeys(kv, self._indices(Lanes(slots, lens), form)), width
+
+    def _tensor(self, values: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)

@@ -1,0 +1,111 @@
+"""The cases of the conformance kit, as data: `CASES` is all of them, in the order in which they run.
+
+Clauses are those of docs/contract.md; a test compares both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from dsv4attn.core.contract import Phase
+from dsv4attn.testing import memory
+from dsv4attn.testing import rows as steps
+from dsv4attn.testing.book import Shelf
+from dsv4attn.testing.case import Area, Case, Check, Scene
+from dsv4attn.testing.cases_attention import BOTH, MIXED, SINKS, attention_cases
+from dsv4attn.testing.codes import Codes, gathers_every_code
+from dsv4attn.testing.scenes import KINDS, call, flash, layout, rows, step
+
+__all__ = ["CASES", "GROUPS"]
+
+GROUPS = {
+    "F": "forms and phases",
+    "A": "indices, addresses",
+    "M": "the formula",
+    "B": "empty rows",
+    "S": "sinks",
+    "L": "lse",
+    "C": "cache bytes",
+    "I": "insert",
+    "R": "gather",
+    "P": "projection",
+    "W": "workspace",
+    "D": "same bits again",
+}
+"""What the letters of the clauses stand for."""
+
+
+def cache_cases() -> Iterator[Case]:
+    """Writing, reading and moving records, and the steps around attention."""
+    for cache, page in (("ocp", 64), ("fnuz", 64), ("interleaved", 64), ("bf16", 64), ("ocp", 1), ("ocp", 2)):
+        name, scene = f"{cache}-{page}", rows(cache, page=page, blocks=3 if page > 2 else 60)
+        says = f"keys are written to {cache} pages of {page} as the oracle writes them, byte for byte"
+        yield _cache(f"quantise-{name}", "C1 I4", says, scene, steps.quantises)
+        says = f"keys are rotated and written to {cache} pages of {page}; kv itself stays"
+        yield _cache(f"insert-{name}", "C1 I2", says, scene, steps.inserts_rotated)
+    says = "pages further apart than the layout asks for are written where they begin, and gaps stay"
+    gap = rows(shelf=Shelf(64, 4608))
+    yield _cache("quantise-gaps", "C1 C4 C6", says, gap, steps.quantises)
+    says = "slots that are negative or do not exist are skipped, and no other byte is written"
+    yield _cache("insert-skips", "I3 C6", says, gap, steps.writes_only_its_slots)
+    says = "rows behind the slot mapping have their q processed and nothing inserted"
+    yield _cache("insert-padding", "I3 I1", says, gap, steps.leaves_rows_behind_the_slots)
+    for name, dtype, cache in (("bf16", torch.bfloat16, "ocp"), ("fp32", torch.float32, "fp32")):
+        scene = rows(cache, dtype=dtype)
+        says = f"{name} queries are normalised and rotated with the table's own angles, in place"
+        yield _cache(f"qnorm-{name}", "I1 I5", says, scene, steps.normalises_queries)
+        says = f"{name} outputs are turned back at the query's position and projected group by group"
+        for groups in (1, 2, 8):
+            scene = rows(cache, dtype=dtype, groups=groups, count=9)
+            yield _cache(f"project-{groups}-{name}", "P1 P2", says, scene, steps.projects)
+    scene = rows("fp32", dtype=torch.float32)
+    yield _cache("insert-fp32", "I2 I5", "fp32 keys are rotated and written as they are", scene, steps.inserts_rotated)
+    says = "fp32 keys are rounded to bf16 before they are quantised"
+    yield _cache("quantise-fp32-keys", "C1", says, rows("ocp", dtype=torch.float32), steps.quantises)
+    for cache, page in (("ocp", 64), ("fnuz", 64), ("interleaved", 16), ("bf16", 64), ("fp32", 32), ("ocp", 2)):
+        says = f"records of {cache} pages of {page} are gathered bit for bit, into their own rows only"
+        scene = rows(cache, page=page, blocks=4, shelf=Shelf(page, 4608))
+        yield _cache(f"gather-{cache}-{page}", "R1 R2 R3 C4", says, scene, steps.gathers)
+    for cache in ("ocp", "fnuz", "interleaved"):
+        says = f"all 256 codes of {cache} under 236 scale bytes are gathered exactly"
+        codes = Codes.of(phase=Phase.PREFILL, geometry=flash("swa"), layout=layout(cache))
+        yield _cache(f"codes-{cache}-gather", "R1 C2", says, codes, gathers_every_code)
+
+
+def memory_cases() -> Iterator[Case]:
+    """Workspace and addresses; last, because a backend that fails one of them may take the device with it."""
+    batches = (tuple((before, 1) for before in range(0, 600, 40)), ((0, 60),), ((590, 1), (0, 3), (300, 5)))
+    for kind in KINDS:
+        says = f"{kind}: batches within the limits run in a workspace planned once, which never grows"
+        yield _memory(f"plan-{kind}", "W1", says, step(kind, *MIXED), memory.fits_the_plan(*batches))
+        says = f"{kind}: whatever the workspace held before, and a second time, the bits are the same"
+        yield _memory(f"stale-{kind}", "W2 W3 D1", says, step(kind, *MIXED, topk="holes"), memory.stale)
+        says = f"{kind}: a smaller workspace means more chunks, and the same answer"
+        yield _memory(f"capped-{kind}", "W4 F4", says, step(kind, *BOTH[Area.PREFILL], (60, 9)), memory.capped)
+        says = f"{kind}: temporaries stay within transient_bytes"
+        yield _memory(f"temporaries-{kind}", "W5", says, step(kind, *MIXED), memory.temporaries)
+        says = f"{kind}: scratch of every smaller call is within scratch_bound"
+        yield _memory(f"scratch-{kind}", "W1", says, step(kind, *MIXED), memory.scratch_is_bounded)
+    far = Shelf(64, memory.FAR, 2**31)
+    for phase in Phase:
+        says = f"{phase.value} reads pages behind 2^31 and 2^32 bytes"
+        scene = call(phase, "plain", "swa", shelves=(far, far), sinks=SINKS)
+        yield _memory(f"far-{phase.value}", "A5", says, scene, memory.far)
+    says = "records are written to pages behind 2^31 and 2^32 bytes"
+    yield _memory("far-insert", "A5 C4", says, rows(shelf=far, count=90), memory.far_inserts)
+    says = "records are gathered from pages behind 2^31 and 2^32 bytes"
+    yield _memory("far-gather", "A5 R1", says, rows(shelf=far, blocks=3), steps.gathers)
+
+
+def _cache(name: str, clauses: str, says: str, scene: Scene, check: Check) -> Case:
+    return Case(name=name, area=Area.CACHE, clauses=clauses, says=says, scene=scene, check=check)
+
+
+def _memory(name: str, clauses: str, says: str, scene: Scene, check: Check) -> Case:
+    return Case(name=name, area=Area.MEMORY, clauses=clauses, says=says, scene=scene, check=check)
+
+
+CASES: tuple[Case, ...] = (*attention_cases(), *cache_cases(), *memory_cases())
+assert len({case.name for case in CASES}) == len(CASES), "names of cases are unique"

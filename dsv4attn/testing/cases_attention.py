@@ -1,0 +1,199 @@
+"""Cases of decode and prefill: whole steps through `forward_mqa`, then calls made by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from dsv4attn.core.contract import Phase
+from dsv4attn.testing import checks
+from dsv4attn.testing.case import Area, Case, Check, Scene
+from dsv4attn.testing.checks import equals_oracle, same_bits, sharded, step_by_step
+from dsv4attn.testing.codes import Codes, reads_every_code
+from dsv4attn.testing.scenes import KINDS, call, flash, layout, step
+from dsv4attn.testing.world import tiny_geometry
+
+__all__ = ["attention_cases"]
+
+DECODES = ((0, 1), (1, 1), (62, 1), (63, 1), (64, 1), (126, 1), (127, 1), (128, 1), (254, 1), (255, 1), (2100, 1))
+"""Around the edges of a page, of the window, and of an entry; and one long context."""
+PREFILLS = ((0, 5), (60, 9), (122, 12), (252, 6), (1000, 2))
+MIXED = ((300, 1), (9, 1), (0, 7), (130, 6))
+BOTH = {Area.DECODE: ((300, 1), (70, 1), (9, 1)), Area.PREFILL: ((0, 7), (130, 6), (300, 3))}
+"""A small batch of each phase."""
+SINKS = (-math.inf, math.inf, 20.0, -20.0, 1e4, -1e4, 0.0, 1.5)
+PHASE = {Area.DECODE: Phase.DECODE, Area.PREFILL: Phase.PREFILL}
+
+
+def _case(
+    area: Area,
+    name: str,
+    clauses: str,
+    says: str,
+    scene: Scene,
+    check: Check = equals_oracle,
+    *,
+    needs_lse: bool = False,
+) -> Case:
+    return Case(name=name, area=area, clauses=clauses, says=says, scene=scene, check=check, needs_lse=needs_lse)
+
+
+def attention_cases() -> Iterator[Case]:
+    """All of them."""
+    yield from _steps()
+    for area in (Area.DECODE, Area.PREFILL):
+        yield from _shapes(area)
+        yield from _contents(area)
+        yield from _sinks(area)
+        yield from _calls(area)
+
+
+def _steps() -> Iterator[Case]:
+    """Each kind of layer in each phase, and what several steps must agree on."""
+    for kind in KINDS:
+        says = f"{kind}: queries around every edge of pages, window and entries equal the oracle"
+        yield _case(Area.DECODE, f"decode-{kind}", "F1 M1", f"decode, {says}", step(kind, *DECODES))
+        yield _case(Area.PREFILL, f"prefill-{kind}", "F1 M1", f"prefill, {says}", step(kind, *PREFILLS))
+        says = f"{kind}: decode and prefill requests of one batch equal the oracle"
+        yield _case(Area.PREFILL, f"mixed-{kind}", "F2 M1", says, step(kind, *MIXED, (20, 4, 2), extra_rows=3))
+    for kind in KINDS:
+        says = f"{kind}: one to four tokens of a request, verified in one step, equal the oracle and single steps"
+        verify = step(kind, (300, 4), (125, 4), (7, 4), num_speculative_tokens=3)
+        check = step_by_step((4,), (1, 1, 1, 1), (3, 1), (1, 2, 1))
+        yield _case(Area.DECODE, f"verify-{kind}", "F3 F4", says, verify, check)
+        says = f"{kind}: a prompt gives the same however it is cut, down to token by token, and leaves the same bytes"
+        prompt, check = step(kind, (118, 14)), step_by_step((14,), (7, 7), (1, 13), (9, 1, 4), (1,) * 14)
+        yield _case(Area.PREFILL, f"chunks-{kind}", "F4 F2", says, prompt, check)
+    ragged = step("c4a", (300, 1), (126, 3), (64, 2), (5, 4), (9, 0), (0, 1), num_speculative_tokens=3)
+    says = "requests of one step may have different numbers of tokens, or none"
+    yield _case(Area.DECODE, "verify-ragged", "F3", says, ragged)
+    says = "a rank that holds half of the heads computes those heads, with their own sinks"
+    yield _case(Area.PREFILL, "slices-of-heads", "S6", says, step("c4a", *MIXED), checks.slices_of_heads)
+    says = "positions up to 1,048,575 are served"
+    yield _case(Area.DECODE, "million", "M1", says, step("swa", (2**20 - 3, 1), (2**20 - 1, 1)))
+
+
+def _shapes(area: Area) -> Iterator[Case]:
+    """Numbers of heads, of selected entries, sizes of pages: runtime values all."""
+    batch, of = BOTH[area], area.value
+    for heads in (1, 3, 4, 16, 64, 128):
+        says = f"{of} with {heads} heads equals the oracle"
+        yield _case(area, f"heads-{heads}-{of}", "F5", says, step("c4a", *batch[:2], heads=heads))
+    for select in (1, 3, 63, 64, 65):
+        says = f"{of} with an indexer that keeps {select} of 75 entries equals the oracle"
+        yield _case(area, f"topk-{select}-{of}", "F5", says, step("c4a", *batch, select=select))
+    says = f"{of} of Pro's 1024 selected entries equals the oracle"
+    yield _case(area, f"topk-1024-{of}", "F5", says, step("c4a", (4200, 1 if area is Area.DECODE else 2), select=1024))
+    says = f"{of} with an index matrix of no columns sees the window alone"
+    none = step("c4a", *batch, topk="none")
+    yield _case(area, f"topk-0-{of}", "B4 F5", says, none, checks.without_columns)
+    for swa, tokens in ((1, 256), (2, 4), (16, 8), (32, 64), (128, 128), (256, 1024)):
+        says = f"{of} on pages of {swa} and {tokens // 4} records equals the oracle"
+        scene = step("c4a", *batch, pages=(swa, tokens))
+        yield _case(area, f"pages-{swa}-{tokens // 4}-{of}", "A4 F5", says, scene)
+    says = f"{of} on pages of 64 and 1 records equals the oracle"
+    yield _case(area, f"pages-64-1-{of}", "A4 F5", says, step("c128a", (700, 1), *batch[1:], pages=(64, 128)))
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).rpartition(".")[2]
+        for cache in ("ocp", "fp32" if dtype == torch.float32 else "bf16"):
+            says = f"{of} of {name} queries on {cache} records equals the oracle, within what those formats lose"
+            scene = step("c4a", *batch, cache=cache, q_dtype=dtype)
+            yield _case(area, f"dtype-{name}-{cache}-{of}", "M3", says, scene)
+    for kind in KINDS:
+        odd = tiny_geometry(num_heads=3, head_dim=40, rope_dim=6, window=5, topk=3, ratios=(3, 5))
+        says = f"{of} with other dims, window and ratios equals the oracle"
+        scene = step(kind, *batch, geometry=odd, layout=layout("ocp", odd), pages=(4, 30))
+        yield _case(area, f"dims-{kind}-{of}", "F5", says, scene)
+    says = f"{of} with Flash's own 64 heads, 512 of 600 entries, outlier channels and poison equals the oracle"
+    full = step("c4a", (2400, 1 if area is Area.DECODE else 2), heads=64, outliers=True, poison=0xFF)
+    yield _case(area, f"flash-{of}", "M1 M2 C6", says, full)
+
+
+def _contents(area: Area) -> Iterator[Case]:
+    """What stands in caches and indices."""
+    batch, of = BOTH[area], area.value
+    for lanes, clause in (("holes", "A1"), ("garbage", "A2")):
+        says = f"{of}: entries stand anywhere among {'-1' if lanes == 'holes' else 'numbers that name nothing'}"
+        scene = step("c4a", *batch, select=65, topk=lanes, dead_block=2**30)
+        yield _case(area, f"indexer-{lanes}-{of}", clause, says, scene)
+    for cache in ("fnuz", "interleaved"):
+        says = f"{of} on {cache} records equals the oracle"
+        yield _case(area, f"layout-{cache}-{of}", "C2 C5", says, step("c4a", *batch, cache=cache))
+    for first, second in (("fnuz", "ocp"), ("ocp", "fnuz"), ("ocp", "bf16"), ("interleaved", "ocp")):
+        says = f"{of}: a window cache of {first} beside a compressed one of {second}, each read its own way"
+        scene = step("c4a", *batch, cache=first, compressed=second)
+        yield _case(area, f"pair-{first}-{second}-{of}", "C3", says, scene)
+    for cache, byte in (("ocp", 0xFF), ("fnuz", 0x80), ("bf16", 0xFF)):
+        says = f"{of}: bytes 0x{byte:02X} over everything that no query names change no bit of the answer"
+        scene = step("c4a", *batch, (40, *(1,) * 2), cache=cache, topk="holes", select=65, extra_rows=2)
+        if area is Area.PREFILL:
+            scene = step("c4a", *batch, (40, 3, 2), cache=cache, topk="holes", select=65, extra_rows=2)
+        check = same_bits(f"with 0x{byte:02X} everywhere else", {"poison": byte})
+        yield _case(area, f"poison-{cache}-{of}", "C6 B2", says, scene, check)
+    says = f"{of}: pages in another order, further apart, with others between them, give the same bits"
+    moved = ({"pages_seed": 5}, {"page_padding": 4608}, {"spare_pages": 11, "pages_seed": 9}, {"dead_block": 0})
+    for kind in ("swa", "c4a", "c128a"):
+        check = same_bits("on other pages", *moved)
+        yield _case(area, f"moved-{kind}-{of}", "C4 C7", says, step(kind, *batch), check)
+    says = f"{of} of keys with outlier channels and large sinks equals the oracle"
+    for kind in KINDS:
+        scene = step(kind, *batch, outliers=True, sinks=SINKS)
+        yield _case(area, f"magnitudes-{kind}-{of}", "M2 S5", says, scene)
+    padding = tuple((before, n, n) for before, n, *_ in batch)
+    says = f"{of}: a batch of nothing but padding, as a graph is captured with, gives zeros"
+    scene = step("c4a", *padding, poison=0xFF, topk="garbage", extra_rows=3)
+    yield _case(area, f"padding-{of}", "B2 B3", says, scene)
+    says = f"{of}: rows of padding between others are exactly 0, and the others unharmed"
+    some = tuple((before, n, n if i % 2 else 0) for i, (before, n, *_) in enumerate(batch))
+    yield _case(area, f"padded-rows-{of}", "B2", says, step("c128a", *some, extra_rows=5))
+
+
+def _sinks(area: Area) -> Iterator[Case]:
+    batch, of = BOTH[area], area.value
+    clause = "S1" if area is Area.DECODE else "S2"
+    for kind in KINDS:
+        says = f"{of}, {kind}: another sink changes every output and no lse"
+        yield _case(area, f"sink-matters-{kind}-{of}", clause, says, step(kind, *batch), checks.sink_matters)
+    says = f"{of}: sinks of -inf, +inf, 20, -20, 10000, -10000, 0 and 1.5, one a head, equal the oracle"
+    yield _case(area, f"sink-values-{of}", f"{clause} S3 S4 S5 S6", says, step("c4a", *batch, sinks=SINKS))
+    says = f"{of}: sinks of -inf are no sinks, bit for bit"
+    check = same_bits("with sinks of -inf", {"sinks": [-math.inf] * 8})
+    yield _case(area, f"sink-none-{of}", "S3", says, step("c4a", *batch, sinks=None), check)
+    says = f"{of}: sinks of +inf leave exactly 0, and the lse as it is"
+    scene = step("swa", *batch, sinks=[math.inf] * 8)
+    yield _case(area, f"sink-infinite-{of}", "S4 L2", says, scene)
+
+
+def _calls(area: Area) -> Iterator[Case]:
+    phase, of = PHASE[area], area.value
+    patterns = (
+        ("plain", "A6 M1", "keys in any order, in index rows of any stride"),
+        ("behind", "A3", "slots of keys and garbage behind the length are not looked at"),
+        ("holes", "A1", "-1 among the slots is absent: no key, not a zero key"),
+        ("outside", "A2", "indices outside the cache are absent"),
+        ("empty", "B1 B4", "rows, and segments of rows, without keys: exactly 0, lse -inf"),
+    )
+    for pattern, clauses, what in patterns:
+        for kind in ("swa", "c4a"):
+            scene = call(phase, pattern, kind, sinks=SINKS if pattern in ("empty", "plain") else None)  # type: ignore[arg-type]
+            name = f"call-{pattern}-{kind}-{of}"
+            yield _case(area, name, f"{clauses} F6", f"{of}, {kind}: {what}", scene)
+    says = f"{of}: a compressed segment of no columns, and one of a single column"
+    for columns in (0, 1):
+        scene = call(phase, "plain", columns=columns)
+        yield _case(area, f"call-columns-{columns}-{of}", "B4 F5", says, scene)
+    for count in (2, 3, 8):
+        says = f"{of}: keys dealt to {count} shards, some empty, merge by lse, and then with the sink, to the whole"
+        scene = call(phase, "holes", sinks=SINKS)
+        yield _case(area, f"shards-{count}-{of}", "L1 L2 L4 B1", says, scene, sharded(count), needs_lse=True)
+    says = f"{of}: the lse is fp32, natural, without the sink, -inf for a row without keys"
+    scene = call(phase, "empty", sinks=[20.0] * 8)
+    yield _case(area, f"lse-{of}", "L1 L2 B1", says, scene, needs_lse=True)
+    says = f"{of}: not asking for the lse changes no bit of the output"
+    yield _case(area, f"lse-absent-{of}", "L3", says, step("c4a", *BOTH[area]), checks.without_lse, needs_lse=True)
+    for cache in ("ocp", "fnuz", "interleaved"):
+        says = f"{of} reads all 256 codes of {cache} under 236 scale bytes exactly"
+        scene = Codes.of(phase=phase, geometry=flash("swa"), layout=layout(cache))
+        yield _case(area, f"codes-{cache}-{of}", "C2", says, scene, reads_every_code)

@@ -1,0 +1,182 @@
+"""What the cases of decode and prefill compare. Each check returns how far off the backend was, or raises `Wrong`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsv4attn.core import merge
+from dsv4attn.testing.calls import Call, Lanes
+from dsv4attn.testing.case import Bench, Measure, Wrong
+from dsv4attn.testing.judge import tolerance
+from dsv4attn.testing.pages import body
+from dsv4attn.testing.scenario import Scenario
+
+__all__ = [
+    "equals_oracle",
+    "same_bits",
+    "sharded",
+    "sink_matters",
+    "slices_of_heads",
+    "step_by_step",
+    "without_columns",
+    "without_lse",
+]
+
+Result = tuple[Tensor, "Tensor | None"]
+
+
+def run(bench: Bench, scene: Scenario | Call) -> Result:
+    """Run a scene; lse is None where the backend gives none."""
+    if isinstance(scene, Call):
+        return scene.run(bench)
+    out, lse = scene.problem(bench.backend).run(bench.backend, with_lse=bench.lse)
+    return out, lse if bench.lse else None
+
+
+def judged(scene: Scenario | Call, result: Result) -> Measure:
+    """Compare with the oracle."""
+    error, where = scene.judge(*result)
+    if isinstance(scene, Call):
+        return Measure(error, scene.budget).hold(where)
+    budget = tolerance(scene.layout, scene.q_dtype)
+    return Measure(error * budget, budget).hold(where)
+
+
+def worst(measures: Sequence[Measure]) -> Measure:
+    """The measure nearest to its budget."""
+    return max(measures, key=lambda m: m.fraction)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, so that 0 and -0 differ and NaN equals itself."""
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def require_same_bits(what: str, left: Result, right: Result) -> None:
+    """Raise Wrong unless two results are equal byte for byte."""
+    for name, a, b in zip(("out", "lse"), left, right, strict=True):
+        if a is None or b is None or torch.equal(bits(a), bits(b)):
+            continue
+        rows = (bits(a) != bits(b)).flatten(1).any(1).nonzero()[:, 0].tolist()
+        largest = (a.double() - b.double()).abs().max().item()
+        raise Wrong(f"{what}: {name} differs in {len(rows)} rows, first in row {rows[0]}, at most by {largest:.3g}")
+
+
+def equals_oracle(bench: Bench, scene: Scenario | Call) -> Measure:
+    """The answer equals the oracle's."""
+    return judged(scene, run(bench, scene))
+
+
+def same_bits(what: str, *variations: dict[str, Any]) -> Callable[[Bench, Any], Measure]:
+    """The step equals the oracle, and with each of some variations that must not matter it gives the same bits."""
+
+    def check(bench: Bench, scene: Scenario | Call) -> Measure:
+        result = run(bench, scene)
+        for changes in variations:
+            require_same_bits(what, run(bench, attrs.evolve(scene, **changes)), result)
+        return judged(scene, result)
+
+    return check
+
+
+def sink_matters(bench: Bench, scene: Scenario) -> Measure:
+    """Another sink, another output; the same lse."""
+    sinks = [0.0] * scene.layer.num_heads
+    for head in range(scene.layer.num_heads):
+        sinks[head] = 3.0 - head % 7
+    other = attrs.evolve(scene, sinks=sinks)
+    (out, lse), (changed, same) = run(bench, scene), run(bench, other)
+    rows = [row for row, token in enumerate(scene.tokens) if token.valid]
+    if not (out[rows] != changed[rows]).flatten(1).any(1).all():
+        raise Wrong("changing the sink does not change the output")
+    if lse is not None and same is not None and not torch.equal(bits(lse), bits(same)):
+        raise Wrong("changing the sink changes the lse")
+    return worst([judged(scene, (out, lse)), judged(other, (changed, same))])
+
+
+def slices_of_heads(bench: Bench, scene: Scenario) -> Measure:
+    """A rank that holds some of the heads computes those heads."""
+    half = scene.layer.num_heads // 2
+    geometry = attrs.evolve(scene.geometry, num_heads=half, o_groups=1)
+    parts = [attrs.evolve(scene, geometry=geometry, first_head=first) for first in (0, half)]
+    return worst([judged(scene, run(bench, scene)), *(judged(part, run(bench, part)) for part in parts)])
+
+
+def without_lse(bench: Bench, scene: Scenario) -> Measure:
+    """Not asking for the lse changes nothing."""
+    out, lse = run(bench, scene)
+    alone, _ = run(attrs.evolve(bench, lse=False), scene)
+    require_same_bits("without an lse", (alone, None), (out, None))
+    return judged(scene, (out, lse))
+
+
+def without_columns(bench: Bench, scene: Scenario) -> Measure:
+    """An indexer may leave a matrix of no columns. The scene's top-k selects nothing."""
+    problem = scene.problem(bench.backend)
+    assert problem.topk_indices is not None
+    problem = attrs.evolve(problem, topk_indices=problem.topk_indices[:, :0])
+    out, lse = problem.run(bench.backend, with_lse=bench.lse)
+    return judged(scene, (out, lse if bench.lse else None))
+
+
+def step_by_step(*cuts: Sequence[int]) -> Callable[[Bench, Scenario], Measure]:
+    """The scene's requests, cut into steps of so many tokens.
+
+    Every step equals the oracle, and whatever the cut, the caches end up with the same bytes.
+    """
+
+    def check(bench: Bench, scene: Scenario) -> Measure:
+        measures, ends = [], []
+        for cut in cuts:
+            # an earlier step's verdict must not depend on a later one's keys, so every cut begins anew
+            caches = scene.history(bench.backend, scene.allocate())
+            done = [0] * len(scene.requests)
+            for size in cut:
+                now = [(before + d, min(size, n - d)) for d, (before, n) in zip(done, scene.requests, strict=True)]
+                done = [d + n for d, (_, n) in zip(done, now, strict=True)]
+                step = scene.at(*now)
+                problem = step.problem(bench.backend, caches)
+                out, lse = problem.run(bench.backend, with_lse=bench.lse)
+                measures.append(judged(step, (out, lse if bench.lse else None)))
+            assert done == [n for _, n in scene.requests], "a cut covers all tokens"
+            ends.append([body(cache).clone() for cache in caches.segments(scene.layer)])
+        for cut, end in zip(cuts[1:], ends[1:], strict=True):
+            if not all(torch.equal(a, b) for a, b in zip(ends[0], end, strict=True)):
+                raise Wrong(f"steps of {list(cut)} tokens leave other bytes in the caches than {list(cuts[0])}")
+        return worst(measures)
+
+    return check
+
+
+def sharded(count: int) -> Callable[[Bench, Call], Measure]:
+    """Keys dealt out to shards, attended without sinks, merged, and the sink applied once: equals the whole."""
+
+    def check(bench: Bench, call: Call) -> Measure:
+        rng = np.random.default_rng((call.seed, count))
+        plain = attrs.evolve(call, sinks=None)
+        owner = [rng.integers(0, count - 1, lanes.slots.shape) for lanes in call.lanes]
+        owner[0][::2] = 0  # every other row has its whole window in one shard; the last shard has no key at all
+        outs, lses = [], []
+        for shard in range(count):
+            lanes = [
+                Lanes(np.where(own == shard, one.slots, -1), one.lens)
+                for own, one in zip(owner, call.lanes, strict=True)
+            ]
+            out, lse = plain.run(bench, lanes)
+            assert lse is not None
+            outs.append(out)
+            lses.append(lse)
+        out, lse = merge.merge_lse(torch.stack(outs), torch.stack(lses))
+        if call.sinks is not None:
+            sinks = torch.tensor(call.sinks, dtype=torch.float32, device=out.device)
+            out = merge.apply_sink(out, lse, sinks)
+        error, where = call.judge(out, lse)
+        return Measure(error, call.budget).hold(f"{count} shards: {where}")
+
+    return check

@@ -1,0 +1,104 @@
+"""Every fp8 code under every scale byte, read by attention and by gathering (promise G5)."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import attrs
+import numpy as np
+import torch
+
+from dsv4attn.core.contract import KeyForm, Phase
+from dsv4attn.core.layout import Fp8Format
+from dsv4attn.testing.book import Book
+from dsv4attn.testing.calls import Call, Lanes
+from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
+from dsv4attn.testing.judge import F64, U8
+
+__all__ = ["SCALES", "Codes", "gathers_every_code", "reads_every_code"]
+
+SCALES = range(10, 246)
+"""Scale bytes under which every code is a normal bf16 number. A writer emits 105 to 254."""
+
+
+@attrs.frozen(kw_only=True, eq=False, slots=False)
+class Codes(Call):
+    """One key a row, and q is zero: the output is the key.
+
+    Row t has the scale byte SCALES[t] over all 256 codes, and other ones over the rest of its codes.
+    """
+
+    @classmethod
+    def of(cls, **fields: object) -> Codes:
+        """A window-only call with a row for each scale byte."""
+        return cls(kind="swa", pattern="one", rows=len(SCALES), **fields)  # type: ignore[arg-type]
+
+    @cached_property
+    def records(self) -> list[U8]:
+        """Bytes of each record. NaN codes are left out: what a reader makes of them is not said."""
+        layout = self.layout
+        nans = (0x80,) if layout.fp8_format is Fp8Format.FNUZ else (0x7F, 0xFF)
+        codes = np.arange(layout.nope_dim, dtype=np.int64) % 256
+        codes[np.isin(codes, nans)] = 0
+        rope = np.random.default_rng((self.seed, 30)).integers(0x3F00, 0x4200, (len(SCALES), layout.rope_dim))
+        made = []
+        for row in range(len(SCALES)):
+            scales = np.zeros(layout.scale_bytes, dtype=np.uint8)
+            for group in range(layout.num_groups):
+                scales[group] = SCALES[(row + 29 * (group // 4)) % len(SCALES)]
+            data = [codes.astype(np.uint8), rope[row].astype("<u2").view(np.uint8), scales]
+            made.append(np.concatenate(data))
+        return made
+
+    @cached_property
+    def books(self) -> list[Book]:
+        """One cache, with a record for each row."""
+        shelf = self.shelves[0]
+        blocks = -(-self.rows // shelf.block_size)
+        book = Book.blank(self.layout, blocks, shelf, self.device)
+        return [book.write_records(range(self.rows), self.records)]
+
+    @cached_property
+    def q(self) -> F64:
+        """Zeros, so that no logit overflows."""
+        return np.zeros((self.rows, self.layer.num_heads, self.layer.head_dim))
+
+    @cached_property
+    def lanes(self) -> list[Lanes]:
+        """Row t names slot t."""
+        slots = np.full((self.rows, self.layer.window), -1)
+        slots[:, 0] = np.arange(self.rows)
+        return [Lanes(slots, np.ones(self.rows, dtype=np.int64))]
+
+
+def reads_every_code(bench: Bench, codes: Codes) -> Measure:
+    """Attention over one key returns the key: judged value by value, relative to its own size."""
+    if codes.phase is Phase.PREFILL and bench.backend.forms.prefill_keys is KeyForm.GATHERED:
+        raise SkipCase("does not apply: this backend reads gathered rows in prefill")
+    out, _ = codes.run(attrs.evolve(bench, lse=False))
+    found = out.double().cpu().numpy()
+    wanted = codes.books[0].values[: codes.rows, None]
+    with np.errstate(invalid="ignore"):
+        errors = np.abs(found - wanted) / np.maximum(np.abs(wanted), 2.0**-126)
+    errors = np.where(np.isnan(errors), math.inf, errors)
+    row, head, dim = np.unravel_index(errors.argmax(), errors.shape)
+    where = f"scale byte {SCALES[row]}, dim {dim}: read {found[row, head, dim]:.6g}, wrote {wanted[row, 0, dim]:.6g}"
+    return Measure(float(errors.max()), 2.0**-9).hold(where)
+
+
+def gathers_every_code(bench: Bench, codes: Codes) -> Measure:
+    """A gathered row has the bits of the key."""
+    if bench.backend.forms.prefill_keys is not KeyForm.GATHERED:
+        raise SkipCase("does not apply: this backend reads pages in prefill and gathers nothing")
+    book = codes.books[0]
+    device = book.cache.device
+    out = torch.full((1, codes.rows, codes.layer.head_dim), math.nan, dtype=torch.bfloat16, device=device)
+    table = torch.arange(book.cache.num_blocks, dtype=torch.int32, device=device)[None]
+    lens = torch.tensor([codes.rows], dtype=torch.int32, device=device)
+    bench.backend.dequantize_and_gather_k_cache(out, book.cache, lens, None, table, 0)
+    found, wanted = out[0].double().cpu().numpy(), book.values[: codes.rows]
+    if not np.array_equal(found, wanted):
+        row, dim = (int(axis[0]) for axis in (found != wanted).nonzero())
+        raise Wrong(f"scale byte {SCALES[row]}, dim {dim}: read {found[row, dim]:.6g}, wrote {wanted[row, dim]:.6g}")
+    return Measure()

@@ -1,0 +1,227 @@
+"""Running the kit without pytest, and the certificate it ends in.
+
+A case is passed, failed, refused (the backend's support said no, with reasons), or skipped (this machine, or the form
+the backend takes, leaves nothing to judge). Whatever a backend raises is a failed case and no more. Not a single case
+executed is a failure: a green report of nothing proves nothing.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib.metadata
+import math
+import os
+import platform
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+import dsv4attn
+from dsv4attn.core.contract import API_VERSION
+from dsv4attn.testing.case import Bench, Case, Measure, SkipCase, Wrong
+from dsv4attn.testing.cases import CASES, GROUPS
+from dsv4attn.testing.subject import BrokenSupportError, Subject
+
+__all__ = ["SCHEMA", "Certificate", "Outcome", "conform", "environment", "run_case", "versions"]
+
+SCHEMA = 1
+"""Version of the certificate's form. It changes when a field changes its meaning or goes."""
+
+STATES = ("passed", "failed", "refused", "skipped")
+RELATED = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "OMP_NUM_THREADS")
+PREFIXES = ("DSV4ATTN_", "TRITON_")
+SECRET = ("DSV4ATTN_CONFIG", "DIR", "PATH", "HOME")
+"""Variables that hold paths of the machine: a certificate is sent to others."""
+
+
+@attrs.frozen
+class Outcome:
+    """What became of one case. measure: None where nothing was measured."""
+
+    case: Case
+    state: str
+    measure: Measure | None = None
+    message: str = ""
+    """What is wrong, or why it was not run; one line."""
+    reasons: tuple[str, ...] = ()
+    trace: str = ""
+    seconds: float = 0.0
+    without_lse: bool = False
+    """Whether the lse went unjudged, because the backend gives none."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for programs. Numbers that are not finite are null, and the message says them."""
+        measure = self.measure or Measure(math.nan, math.nan)
+        return {
+            "name": self.case.name,
+            "area": self.case.area.value,
+            "clauses": list(self.case.clauses),
+            "says": self.case.says,
+            "state": self.state,
+            "error": _finite(measure.error),
+            "budget": _finite(measure.budget),
+            "fraction": _finite(measure.fraction) if self.measure else None,
+            "message": self.message,
+            "reasons": list(self.reasons),
+            "without_lse": self.without_lse,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+@attrs.frozen
+class Certificate:
+    """What a run of the kit has shown."""
+
+    subject: Subject
+    outcomes: tuple[Outcome, ...]
+    date: str
+    seconds: float
+    chosen: str | None = None
+    """The filter, if not all cases were asked for."""
+
+    def of(self, state: str) -> list[Outcome]:
+        """Outcomes of one state."""
+        return [outcome for outcome in self.outcomes if outcome.state == state]
+
+    @property
+    def executed(self) -> int:
+        """Cases that came to a verdict."""
+        return len(self.of("passed")) + len(self.of("failed"))
+
+    @property
+    def ok(self) -> bool:
+        """Whether anything was proven, and nothing refuted."""
+        return self.executed > 0 and not self.of("failed")
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        failed = len(self.of("failed"))
+        if not self.executed:
+            return f"{self.subject.label} proves nothing: none of {len(self.outcomes)} cases was executed"
+        if failed:
+            return f"{self.subject.label} breaks the contract: {failed} of {self.executed} cases failed"
+        part = f" of the filter {self.chosen!r}" if self.chosen else ""
+        return f"{self.subject.label} keeps the contract: all {self.executed} cases{part} passed"
+
+    @property
+    def worst(self) -> Outcome | None:
+        """The case nearest to its budget, or farthest beyond."""
+        measured = [outcome for outcome in self.outcomes if outcome.measure]
+        return max(measured, key=lambda o: o.measure.fraction if o.measure else 0, default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        """The certificate."""
+        subject, worst = self.subject, self.worst
+        layouts = {layout.fingerprint for o in self.outcomes if o.state == "passed" for layout in _layouts(o.case)}
+        return {
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "schema": SCHEMA,
+            "backend": subject.name,
+            "options": dict(subject.options),
+            "distribution": subject.distribution,
+            "version": subject.version,
+            "contract": API_VERSION,
+            "device": {**attrs.asdict(subject.facts), "torch_device": subject.device},
+            "versions": versions(),
+            "environment": environment(),
+            "layouts": sorted(layouts),
+            "filter": self.chosen,
+            "counts": {"executed": self.executed, **{state: len(self.of(state)) for state in STATES}},
+            "worst": {"case": worst.case.name, "fraction": _finite(worst.measure.fraction)}
+            if worst and worst.measure
+            else None,
+            "clauses": {clause: dict(counts) for clause, counts in self.by_clause().items()},
+            "cases": [outcome.as_json() for outcome in self.outcomes],
+            "date": self.date,
+            "seconds": round(self.seconds, 2),
+        }
+
+    def by_clause(self) -> Mapping[str, Counter[str]]:
+        """How many cases of each clause came to which state."""
+        counts: dict[str, Counter[str]] = {}
+        for outcome in self.outcomes:
+            for clause in outcome.case.clauses:
+                counts.setdefault(clause, Counter(dict.fromkeys(STATES, 0)))[outcome.state] += 1
+        return dict(sorted(counts.items(), key=lambda item: (list(GROUPS).index(item[0][0]), int(item[0][1:]))))
+
+
+def _layouts(case: Case) -> Sequence[Any]:
+    layouts: Sequence[Any] = case.scene.named_layouts()
+    return layouts
+
+
+def versions() -> dict[str, str]:
+    """What the run was made of."""
+    found = {"python": platform.python_version(), "dsv4attn": dsv4attn.__version__}
+    for name in ("torch", "triton", "numpy"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def environment() -> dict[str, str]:
+    """Variables that change what runs."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if (name in RELATED or name.startswith(PREFIXES)) and not name.endswith(SECRET)
+    }
+
+
+def run_case(subject: Subject, case: Case) -> Outcome:
+    """Ask, then run. Never raises what a backend raises."""
+    start = time.perf_counter()
+    outcome = _tried(subject, case)
+    return attrs.evolve(outcome, seconds=time.perf_counter() - start)
+
+
+def _tried(subject: Subject, case: Case) -> Outcome:
+    lse = True
+    try:
+        reasons = subject.refusals(case.scene.problems(lse=True))
+        if reasons and not case.needs_lse:
+            lse, reasons = False, subject.refusals(case.scene.problems(lse=False))
+        if reasons:
+            return Outcome(case, "refused", message="; ".join(reasons), reasons=tuple(reasons))
+        measure = case.run(Bench(subject.backend, subject.device, lse))
+    except SkipCase as skip:
+        return Outcome(case, "skipped", message=str(skip), reasons=(str(skip),))
+    except Wrong as wrong:
+        return Outcome(case, "failed", wrong.measure, message=str(wrong), without_lse=not lse)
+    except BrokenSupportError as error:
+        return Outcome(case, "failed", message=str(error), trace=traceback.format_exc())
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a stranger's backend raises
+        told = f"raised {type(error).__name__}: {error}".splitlines()[0]
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        told = f"{told} (in {last.name}, {Path(last.filename).name}:{last.lineno})"
+        return Outcome(case, "failed", message=told, trace=traceback.format_exc(), without_lse=not lse)
+    return Outcome(case, "passed", measure, without_lse=not lse)
+
+
+def conform(
+    subject: Subject,
+    cases: Iterable[Case] = CASES,
+    *,
+    chosen: str | None = None,
+    progress: Callable[[Outcome], None] = lambda _: None,
+) -> Certificate:
+    """Run cases one after another. `progress` is told of each."""
+    start, outcomes = time.perf_counter(), []
+    date = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
+    for case in cases:
+        outcomes.append(run_case(subject, case))
+        progress(outcomes[-1])
+    return Certificate(subject, tuple(outcomes), date, time.perf_counter() - start, chosen)

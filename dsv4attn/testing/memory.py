@@ -1,0 +1,145 @@
+"""What the cases of memory compare: the plan is an upper bound, scratch is garbage, addresses have 64 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dsv4attn.core.contract import Phase
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.plan import plan_workspace
+from dsv4attn.core.workspace import simultaneous_bytes
+from dsv4attn.testing.calls import Call
+from dsv4attn.testing.case import Bench, Measure, Wrong
+from dsv4attn.testing.checks import equals_oracle, judged, require_same_bits, worst
+from dsv4attn.testing.rows import Rows, same_pages
+from dsv4attn.testing.scenario import Scenario
+
+__all__ = ["FAR", "capped", "far", "far_inserts", "fits_the_plan", "scratch_is_bounded", "stale", "temporaries"]
+
+FAR = 2**31 + 4608 * 1000
+"""Gap that puts a second page behind 2^31 bytes and a third one behind 2^32."""
+
+
+def fits_the_plan(*batches: Sequence[tuple[int, int]]) -> Callable[[Bench, Scenario], Measure]:
+    """Batches within the scene's own limits run in a workspace that was planned once and may not grow."""
+
+    def check(bench: Bench, scene: Scenario) -> Measure:
+        steps = [scene, *(attrs.evolve(scene, requests=batch) for batch in batches)]
+        limits = Limits(
+            max(len(step.requests) for step in steps),
+            2 * max(step.limits.max_num_batched_tokens for step in steps),
+            max(step.limits.max_model_len for step in steps),
+            scene.num_speculative_tokens,
+        )
+        workspace, measures = None, []
+        for step in steps:
+            problem = step.problem(bench.backend, limits=limits)
+            workspace = workspace or problem.workspace(bench.backend, debug=False)
+            size = workspace.total_bytes
+            out, lse = problem.run(bench.backend, workspace, with_lse=bench.lse)
+            if workspace.total_bytes != size:
+                raise Wrong(f"the locked workspace grew from {size} to {workspace.total_bytes} bytes")
+            measures.append(judged(step, (out, lse if bench.lse else None)))
+        return worst(measures)
+
+    return check
+
+
+def scratch_is_bounded(bench: Bench, scene: Scenario) -> Measure:
+    """`scratch_bound` is an upper bound of `scratch` for every smaller call: asked, nothing is run."""
+    backend, tokens, width, largest = bench.backend, 257, 2176, 0.0
+    for phase in Phase:
+        bound = backend.scratch_bound(phase, scene.layer, tokens, width)
+        for t in (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, tokens):
+            for w in (1, 63, 64, 65, 127, 128, 129, 192, 640, 1023, 1024, 1152, 2048, width):
+                needs = simultaneous_bytes(list(backend.scratch(phase, scene.layer, t, w)))
+                if needs > bound:
+                    what = f"{phase.value} of {t} tokens and {w} keys needs {needs} bytes"
+                    raise Wrong(f"{what}, scratch_bound for {tokens} tokens and {width} keys is {bound}")
+                largest = max(largest, needs / bound if bound else 0.0)
+    return Measure(largest, 1.0)
+
+
+def stale(bench: Bench, scene: Scenario) -> Measure:
+    """Whatever the workspace holds before a step, the bits are the same."""
+    problem = scene.problem(bench.backend)
+    out, lse = problem.run(bench.backend, with_lse=bench.lse)
+    result = out, lse if bench.lse else None
+    for byte in (0x00, 0xFF, 0x3F, 0x7F):
+        workspace = problem.workspace(bench.backend, debug=False)
+        for lane in ("decode", "prefill"):
+            (everything,) = workspace.get_simultaneous(((workspace.size(lane),), torch.uint8), lane=lane)
+            everything.fill_(byte)
+        other, other_lse = problem.run(bench.backend, workspace, with_lse=bench.lse)
+        what = f"over a workspace of bytes 0x{byte:02X}"
+        require_same_bits(what, (other, other_lse if bench.lse else None), result)
+    again, again_lse = problem.run(bench.backend, with_lse=bench.lse)
+    require_same_bits("a second time", (again, again_lse if bench.lse else None), result)
+    return judged(scene, result)
+
+
+def capped(bench: Bench, scene: Scenario) -> Measure:
+    """Less memory means more and smaller chunks, never another result."""
+    small = attrs.evolve(scene.limits, max_index_elements=1)
+    least = plan_workspace(scene.layer, small, bench.backend, scene.layout).lanes["prefill"]
+    measures = [equals_oracle(bench, scene)]
+    for limits in (small, attrs.evolve(scene.limits, max_workspace_bytes=least)):
+        out, lse = scene.problem(bench.backend, limits=limits).run(bench.backend, with_lse=bench.lse)
+        measures.append(judged(scene, (out, lse if bench.lse else None)))
+    return worst(measures)
+
+
+class _Meter(TorchDispatchMode):
+    """Bytes of storages that torch made since the mode was entered and that still live: now, and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}  # noqa: SLF001
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in given:  # noqa: SLF001
+                storage = tensor.untyped_storage()
+                self._known[key] = StorageWeakRef(storage), storage.nbytes()
+        self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._known.values()))
+        return result
+
+
+def temporaries(bench: Bench, scene: Scenario) -> Measure:
+    """A step holds no more temporaries of torch's allocator than `transient_bytes` says."""
+    problem = scene.problem(bench.backend)
+    allowed = plan_workspace(scene.layer, problem.limits, bench.backend, scene.layout).transient_bytes
+    workspace = problem.workspace(bench.backend, debug=False)
+    meter = _Meter()
+    with meter:
+        out, lse = problem.run(bench.backend, workspace, with_lse=bench.lse)
+    # the results themselves are the caller's, and so is the little that core does once a step
+    mine = out.nbytes + lse.nbytes + 2**16
+    used = max(meter.peak - mine, 0)
+    where = f"{used} bytes of temporaries, transient_bytes says {allowed}"
+    return Measure(used / allowed if allowed else float(used > 0), 1.0).hold(where)
+
+
+def far(bench: Bench, call: Call) -> Measure:
+    """Pages behind 2^31 and 2^32 bytes are read where they are."""
+    # a copy, so that its gigabytes are given back
+    return equals_oracle(bench, attrs.evolve(call))
+
+
+def far_inserts(bench: Bench, rows: Rows) -> Measure:
+    """Records are written to pages behind 2^31 and 2^32 bytes."""
+    wanted = rows.blank().write(rows.slots, rows.keys).bytes()
+    book = rows.blank()
+    bench.backend.quantize_and_insert_k_cache(rows.tensor(rows.keys, rows.dtype), book.cache, rows.tensor(rows.slots))
+    return same_pages(rows, book.bytes(), wanted)

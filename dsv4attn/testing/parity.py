@@ -1,0 +1,115 @@
+"""Several backends on the same cases, each against the oracle: a matrix of how much of its budget each one used."""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+
+from dsv4attn.core.contract import API_VERSION
+from dsv4attn.errors import ArgumentError
+from dsv4attn.testing.case import Case
+from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.conform import Certificate, Outcome, environment, run_case, versions
+from dsv4attn.testing.subject import Subject, parse_request
+
+__all__ = ["Parity", "cell", "compare", "subjects"]
+
+
+@attrs.frozen
+class Parity:
+    """What became of each case on each backend."""
+
+    certificates: tuple[Certificate, ...]
+    cases: tuple[Case, ...]
+    date: str
+    chosen: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Backends, as they were asked for."""
+        return [certificate.subject.label for certificate in self.certificates]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every backend proved something and broke nothing."""
+        return all(certificate.ok for certificate in self.certificates)
+
+    @property
+    def rows(self) -> list[tuple[Case, list[Outcome]]]:
+        """Each case with its outcome on every backend."""
+        return [(case, [c.outcomes[i] for c in self.certificates]) for i, case in enumerate(self.cases)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for programs."""
+        backends = []
+        for certificate in self.certificates:
+            whole = certificate.as_json()
+            kept = ("ok", "verdict", "backend", "options", "distribution", "version", "device", "counts", "worst")
+            backends.append({"name": certificate.subject.label, **{key: whole[key] for key in kept}})
+        cases = [
+            {
+                "name": case.name,
+                "area": case.area.value,
+                "clauses": list(case.clauses),
+                "says": case.says,
+                "results": {name: _result(outcome) for name, outcome in zip(self.names, outcomes, strict=True)},
+            }
+            for case, outcomes in self.rows
+        ]
+        facts = {"contract": API_VERSION, "versions": versions(), "environment": environment(), "filter": self.chosen}
+        return {"ok": self.ok, **facts, "backends": backends, "cases": cases, "date": self.date}
+
+
+def _result(outcome: Outcome) -> dict[str, Any]:
+    kept = ("state", "error", "budget", "fraction", "message", "reasons", "seconds")
+    whole = outcome.as_json()
+    return {key: whole[key] for key in kept}
+
+
+def cell(outcome: Outcome) -> str:
+    """An outcome in a word: the part of the budget it used, "same" for equal bits, or why there is none."""
+    if outcome.state in ("refused", "skipped"):
+        return outcome.state
+    measured = outcome.measure is not None and math.isfinite(outcome.measure.fraction)
+    shown = outcome.measure.shown if outcome.measure is not None and measured else ""
+    return shown if outcome.state == "passed" else f"FAIL {shown}".rstrip()
+
+
+def subjects(requests: str, *, device: str | None = None) -> list[Subject]:
+    """Backends of a comma-separated list, `NAME` or `NAME:option=value:...` each; no two alike."""
+    made: dict[str, Subject] = {}
+    for text in filter(None, (part.strip() for part in requests.split(","))):
+        name, options = parse_request(text, ":")
+        subject = Subject.named(name, device=device, options=options)
+        if subject.label in made:
+            raise ArgumentError("backends", expected="each backend once", actual=f"{subject.label} twice")
+        made[subject.label] = subject
+    if not made:
+        raise ArgumentError("backends", expected="names separated by commas", actual=repr(requests))
+    return list(made.values())
+
+
+def compare(
+    trials: Sequence[Subject],
+    cases: Iterable[Case] = CASES,
+    *,
+    chosen: str | None = None,
+    progress: Callable[[Outcome], None] = lambda _: None,
+) -> Parity:
+    """Run every case on every backend, case by case, so that they share the oracle's answer."""
+    cases = tuple(cases)
+    outcomes: list[list[Outcome]] = [[] for _ in trials]
+    date = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
+    for case in cases:
+        for subject, mine in zip(trials, outcomes, strict=True):
+            mine.append(run_case(subject, case))
+            progress(mine[-1])
+    certificates = tuple(
+        Certificate(subject, tuple(mine), date, sum(o.seconds for o in mine), chosen)
+        for subject, mine in zip(trials, outcomes, strict=True)
+    )
+    return Parity(certificates, cases, date, chosen)

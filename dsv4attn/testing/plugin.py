@@ -1,0 +1,119 @@
+"""pytest plugin for backends, switched on with `-p dsv4attn.testing.plugin`.
+
+It says on which backend and device tests run, takes both from the command line, and reads a file of expected failures
+that a backend keeps in its own repository:
+
+    # one test a line: its id, as pytest prints it or from the class on, or the name of a case
+    TestDecode::test_case[C2.C5-layout-fnuz-decode]   # no FNUZ on this chip, see ACME-17
+    far-insert
+
+A test that is expected to fail and passes is a failure: take its line away. A line that no test answers to is warned
+of.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+import pytest
+
+if TYPE_CHECKING:
+    from dsv4attn.testing.subject import Subject
+
+__all__ = ["ExpectedFailure", "UnmatchedXfailWarning", "read_xfails"]
+
+
+class UnmatchedXfailWarning(pytest.PytestWarning):
+    """A line of the file of expected failures names no test."""
+
+
+@attrs.frozen
+class ExpectedFailure:
+    """A line of the file."""
+
+    line: int
+    test: str
+    reason: str
+
+    def matches(self, item: pytest.Item) -> bool:
+        """Whether a test is meant."""
+        case = getattr(getattr(item, "callspec", None), "params", {}).get("case")
+        tail = item.nodeid == self.test or item.nodeid.endswith((f"::{self.test}", f"/{self.test}"))
+        return tail or getattr(case, "name", None) == self.test
+
+
+def read_xfails(path: Path) -> list[ExpectedFailure]:
+    """Lines of a file of expected failures: a test, and behind ` #` a reason."""
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        test, _, reason = line.partition("#") if line.lstrip().startswith("#") else line.partition(" #")
+        if test.strip():
+            found.append(ExpectedFailure(number, test.strip(), reason.strip() or f"expected, see {path.name}"))
+    return found
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options."""
+    group = parser.getgroup("dsv4attn", "conformance of DeepSeek-V4 attention backends")
+    group.addoption("--dsv4-backend", metavar="NAME[,option=value]", help="Backend under test.")
+    group.addoption("--dsv4-device", metavar="DEVICE", help="Torch device to test on.")
+    group.addoption("--dsv4-xfails", metavar="FILE", type=Path, help="Tests that are expected to fail, one a line.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Find out now what cannot be: an unknown backend, a device that is not here, a file that cannot be read."""
+    from dsv4attn.errors import Dsv4AttnError
+
+    try:
+        config.stash[_SUBJECT] = _subject(config)
+        path: Path | None = config.getoption("dsv4_xfails")
+        config.stash[_XFAILS] = read_xfails(path) if path else []
+    except (Dsv4AttnError, OSError, UnicodeDecodeError) as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+_SUBJECT = pytest.StashKey["Subject | None"]()
+_XFAILS = pytest.StashKey["list[ExpectedFailure]"]()
+
+
+def _subject(config: pytest.Config) -> Subject | None:
+    name: str | None = config.getoption("dsv4_backend")
+    if name is None:
+        return None
+    from dsv4attn.testing.subject import Subject
+
+    return Subject.of(name, device=config.getoption("dsv4_device"))
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """What is tested, on what, made of what."""
+    from dsv4attn.core.contract import API_VERSION
+    from dsv4attn.testing.conform import environment, versions
+
+    subject = config.stash[_SUBJECT]
+    made = "  ".join(f"{name} {version}" for name, version in versions().items())
+    around = "  ".join(f"{name}={value}" for name, value in environment().items())
+    lines = [f"dsv4attn: contract {API_VERSION}  {made}"]
+    if subject is not None:
+        owner = f"{subject.distribution} {subject.version}".strip()
+        lines = [f"dsv4attn: backend {subject.label} ({owner}) on {subject.facts.arch} {subject.facts.name}", *lines]
+    return lines + ([f"dsv4attn: {around}"] if around else [])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark expected failures, before -k and -m take tests away."""
+    for expected in config.stash[_XFAILS]:
+        hits = [item for item in items if expected.matches(item)]
+        for item in hits:
+            item.add_marker(pytest.mark.xfail(reason=expected.reason, strict=True))
+        if not hits:
+            path: Path = config.getoption("dsv4_xfails")
+            text = f"{path.name}:{expected.line}: no test is called {expected.test!r} -> take the line away"
+            try:
+                warnings.warn_explicit(UnmatchedXfailWarning(text), None, str(path), expected.line)
+            except UnmatchedXfailWarning as error:
+                raise pytest.UsageError(text) from error

@@ -1,0 +1,332 @@
+"""Single steps around attention: what the cases of the cache compare. Every check judges against the oracle."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4attn.core.contract import KeyForm
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.problem import CacheFacts, Problem
+from dsv4attn.testing import oracle
+from dsv4attn.testing.book import Book, Shelf, place_of
+from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong, dtype_name
+from dsv4attn.testing.judge import F64, rounded
+from dsv4attn.testing.world import normal
+
+__all__ = [
+    "Rows",
+    "gathers",
+    "inserts_rotated",
+    "leaves_rows_behind_the_slots",
+    "normalises_queries",
+    "projects",
+    "quantises",
+    "same_pages",
+    "writes_only_its_slots",
+]
+
+BF16, FP32_STEPS = 2.0**-8, 2.0**-20
+"""What one rounding to bf16 costs a value at most, and what the few fp32 operations before it do."""
+POSITIONS = 64
+"""Rows of the table of cosines and sines. Its angles are random, so that only a backend that reads it is right."""
+
+
+@attrs.frozen(kw_only=True, eq=False, slots=False)
+class Rows:
+    """Rows to write, read, rotate or project; what one means is said by the check."""
+
+    geometry: ModelGeometry
+    layout: KVCacheLayout
+    kind: LayerKind = LayerKind.SWA
+    shelf: Shelf = attrs.Factory(lambda: Shelf(64))
+    blocks: int = 3
+    count: int = 40
+    dtype: torch.dtype = torch.bfloat16
+    groups: int = 2
+    """Of heads, in the output projection."""
+    seed: int = 0
+    device: str = "cpu"
+
+    @property
+    def layer(self) -> LayerGeometry:
+        """The layer's geometry."""
+        return self.geometry.layer_of_kind(self.kind)
+
+    def named_layouts(self) -> list[KVCacheLayout]:
+        """The one layout."""
+        return [self.layout]
+
+    def problems(self, *, lse: bool = True) -> list[Problem]:
+        """A decode step on this cache: a backend takes both or neither."""
+        facts = CacheFacts.of(self.layout, self.shelf.block_size)
+        if self.kind is LayerKind.SWA:
+            return [Problem("decode", self.layer, facts, q_dtype=dtype_name(self.dtype), lse=lse)]
+        return [Problem("decode", self.layer, facts, facts, 128, dtype_name(self.dtype), lse=lse)]
+
+    @cached_property
+    def slots(self) -> NDArray[np.int64]:
+        """A slot for each row, no two alike."""
+        return np.random.default_rng((self.seed, 20)).permutation(self.blocks * self.shelf.block_size)[: self.count]
+
+    @cached_property
+    def keys(self) -> F64:
+        """[n, D] keys: groups of any magnitude, and some whose largest value is just around a step of the scale."""
+        rows = normal((self.seed, 21), np.arange(self.count, dtype=np.int64), self.layer.head_dim)
+        rng, size = np.random.default_rng((self.seed, 22)), self.layout.group_size or 64
+        tops = [448.0, 450.0, 446.0, 1.75, 1.7578125, 1e-4, 2.0**-14, 240.0, 241.0, 3e4]
+        for row in rows:
+            for start in range(0, self.layer.nope_dim, size):
+                part = row[start : min(start + size, self.layer.nope_dim)]
+                part *= rng.choice([0.0, 1e-6, 1e-3, 0.1, 1.0, 1.0, 30.0, 1e4])
+                if rng.random() < 0.3:
+                    part *= 0.01
+                    part[rng.integers(len(part))] = rng.choice(tops) * rng.choice([-1, 1])
+        return rounded(rows, self.dtype)
+
+    @cached_property
+    def queries(self) -> F64:
+        """[n, H, D] queries, or outputs to project; heads differ in size."""
+        numbers = np.arange(self.count * self.layer.num_heads).reshape(self.count, -1)
+        sizes = 2.0 ** (np.arange(self.layer.num_heads) % 9 - 4)
+        return rounded(normal((self.seed, 23), numbers, self.layer.head_dim) * sizes[:, None], self.dtype)
+
+    @cached_property
+    def angles(self) -> F64:
+        """[positions, pairs] angles of the table."""
+        draw = np.random.default_rng((self.seed, 24)).uniform(-math.pi, math.pi, (POSITIONS, self.layer.rope_dim // 2))
+        return rounded(draw, torch.float32)
+
+    @cached_property
+    def positions(self) -> NDArray[np.int64]:
+        """[n] positions, the first and the last one among them."""
+        drawn = np.random.default_rng((self.seed, 25)).integers(0, POSITIONS, self.count)
+        drawn[:2] = [0, POSITIONS - 1][: self.count]
+        return drawn
+
+    @cached_property
+    def table(self) -> F64:
+        """[positions, rope] cosines, then sines."""
+        return rounded(np.concatenate([np.cos(self.angles), np.sin(self.angles)], 1), torch.float32)
+
+    def turn(self, row: int) -> tuple[F64, F64]:
+        """Cosines and sines of a row."""
+        cos, sin = np.split(self.table[self.positions[row]], 2)
+        return cos, sin
+
+    def tensor(self, values: NDArray[np.generic], dtype: torch.dtype | None = None) -> Tensor:
+        """Values on the device."""
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, dtype)
+
+    def blank(self) -> Book:
+        """A cache in which nothing is written."""
+        return Book.blank(self.layout, self.blocks, self.shelf, self.device)
+
+
+def quantises(bench: Bench, rows: Rows) -> Measure:
+    """`quantize_and_insert_k_cache` writes the bytes of the format, and nothing else."""
+    wanted = rows.blank().write(rows.slots, rows.keys)
+    cache = rows.blank()
+    keys = rows.tensor(rows.keys, rows.dtype)
+    before = keys.clone()
+    bench.backend.quantize_and_insert_k_cache(keys, cache.cache, rows.tensor(rows.slots))
+    if not torch.equal(keys, before):
+        raise Wrong("the keys themselves were changed")
+    return same_pages(rows, cache.bytes(), wanted.bytes())
+
+
+def writes_only_its_slots(bench: Bench, rows: Rows) -> Measure:
+    """Slots that are negative or do not exist, and rows behind the slots, write nothing."""
+    capacity = rows.blocks * rows.shelf.block_size
+    slots = rows.slots.copy()
+    slots[[0, 3, 4, 9, 12]] = [-1, -7, capacity, 2**40, -(2**40)]
+    slots = slots[: rows.count - 5]
+    live = [i for i, slot in enumerate(slots) if 0 <= slot < capacity]
+    wanted = rows.blank().write(slots[live], rows.keys[live])
+    cache = rows.blank()
+    # the gap behind the last page, too: what is written there belongs to somebody else
+    bench.backend.quantize_and_insert_k_cache(
+        rows.tensor(rows.keys, rows.dtype)[: len(slots)], cache.cache, rows.tensor(slots)
+    )
+    return same_pages(rows, cache.bytes(), wanted.bytes())
+
+
+def same_pages(rows: Rows, found: NDArray[np.uint8], wanted: NDArray[np.uint8]) -> Measure:
+    """Pages and what stands behind them hold the wanted bytes."""
+    if np.array_equal(found, wanted):
+        return Measure()
+    page, byte = (int(i[0]) for i in np.nonzero(found != wanted))
+    count, size = int((found != wanted).sum()), rows.shelf.block_size
+    owner = [o for o in range(size) if byte in place_of(rows.layout, o, size)]
+    what = f"slot {page * size + owner[0]}" if owner else "no slot at all"
+    message = f"{count} bytes differ, first byte {byte} of page {page} ({what}): "
+    raise Wrong(f"{message}{int(found[page, byte])}, expected {int(wanted[page, byte])}")
+
+
+def _insert(bench: Bench, rows: Rows, book: Book, slots: NDArray[np.int64]) -> Tensor:
+    """Run the fused step; returns q. Raises Wrong if kv was changed."""
+    q, kv = rows.tensor(rows.queries, rows.dtype), rows.tensor(rows.keys, rows.dtype)
+    before = kv.clone()
+    table, positions = rows.tensor(rows.table, torch.float32), rows.tensor(rows.positions)
+    bench.backend.qnorm_rope_kv_insert(q, kv, book.cache, rows.tensor(slots), positions, table, rows.layer.eps)
+    if not torch.equal(kv, before):
+        raise Wrong("kv was changed: it is rotated as a copy")
+    return q
+
+
+def _judge_queries(rows: Rows, q: Tensor) -> Measure:
+    """Norm and rotation in fp32, rounded to q's dtype: at most twice, once for each."""
+    unit = 2 * BF16 if rows.dtype == torch.bfloat16 else FP32_STEPS
+    worst, found = Measure(0.0, unit), q.double().cpu().numpy()
+    for i in range(rows.count):
+        wanted = oracle.q_norm_rope(rows.queries[i], *rows.turn(i), rows.layer.rope_dim, rows.layer.eps)
+        errors = np.abs(found[i] - wanted) / (_sizes(wanted, rows.layer.rope_dim) + 2.0**-126)
+        errors = np.where(np.isnan(errors), math.inf, errors)
+        if errors.max() > worst.error:
+            head, dim = np.unravel_index(errors.argmax(), errors.shape)
+            worst = Measure(float(errors.max()), unit)
+            got, want = found[i, head, dim], wanted[head, dim]
+            worst.hold(f"q of row {i}, head {head}, dim {dim}: {got:.6g}, expected {want:.6g}")
+    return worst
+
+
+def _sizes(values: F64, rope_dim: int) -> F64:
+    """Size of each value; of a rotated one, of its pair, which rounding follows."""
+    sizes = np.abs(values)
+    pairs = np.hypot(values[..., -rope_dim::2], values[..., -rope_dim + 1 :: 2])
+    sizes[..., -rope_dim:] = np.repeat(pairs, 2, axis=-1)
+    return sizes
+
+
+def normalises_queries(bench: Bench, rows: Rows) -> Measure:
+    """The queries are normalised and rotated in place."""
+    return _judge_queries(rows, _insert(bench, rows, rows.blank(), rows.slots))
+
+
+def leaves_rows_behind_the_slots(bench: Bench, rows: Rows) -> Measure:
+    """Rows behind the slot mapping have their q processed and nothing inserted; negative slots too."""
+    slots = rows.slots[: rows.count // 2].copy()
+    slots[::3] = -1
+    book = rows.blank()
+    measure = _judge_queries(rows, _insert(bench, rows, book, slots))
+    touched = (book.bytes() != rows.blank().bytes()).nonzero()
+    size = rows.shelf.block_size
+    allowed = {
+        (int(slot) // size, int(byte))
+        for slot in slots[slots >= 0]
+        for byte in place_of(rows.layout, int(slot) % size, size)
+    }
+    wrong = [place for place in zip(*(axis.tolist() for axis in touched), strict=True) if place not in allowed]
+    if wrong:
+        raise Wrong(f"{len(wrong)} bytes were written that belong to no slot of the step, first {wrong[0]}")
+    return measure
+
+
+def inserts_rotated(bench: Bench, rows: Rows) -> Measure:
+    """A rotated copy of kv is written: codes and scales byte for byte, RoPE values as rounded or the neighbour."""
+    nope, rope = rows.layer.nope_dim, rows.layer.rope_dim
+    turned = np.stack([oracle.apply_rope(row, *rows.turn(i), rope) for i, row in enumerate(rows.keys)])
+    wanted, book = rows.blank().write(rows.slots, turned), rows.blank()
+    _insert(bench, rows, book, rows.slots)
+    size, unit = rows.shelf.block_size, FP32_STEPS if rows.layout.dtype == torch.float32 else 2 * BF16
+    width = rows.layout.dtype.itemsize if not rows.layout.is_quantised else 1
+    tail = slice(nope * width, rows.layout.data_bytes)
+    worst = Measure(0.0, unit)
+    got_pages, want_pages = book.bytes(), wanted.bytes()
+    for i, slot in enumerate(rows.slots):
+        place = (int(slot) // size, place_of(rows.layout, int(slot) % size, size))
+        got, want = got_pages[place], want_pages[place]
+        if not np.array_equal(np.delete(got, tail), np.delete(want, tail)):
+            raise Wrong(f"row {i}, slot {slot}: codes or scales are not those of the format")
+        values, wants = _values(got[tail], rope), _values(want[tail], rope)
+        errors = np.abs(values - wants) / (_sizes(turned[i], rope)[nope:] + 2.0**-126)
+        worst = max(worst, Measure(float(np.where(np.isnan(errors), math.inf, errors).max()), unit), key=_fraction)
+        worst.hold(f"row {i}, slot {slot}: RoPE values differ from the rotated ones")
+    return worst
+
+
+def _fraction(measure: Measure) -> float:
+    return measure.fraction
+
+
+def _values(data: NDArray[np.uint8], count: int) -> F64:
+    """Little-endian bf16 or fp32 values."""
+    data = np.ascontiguousarray(data)
+    if len(data) == 2 * count:
+        return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return data.view("<f4").astype(np.float64)
+
+
+def gathers(bench: Bench, rows: Rows) -> Measure:
+    """`dequantize_and_gather_k_cache` makes rows of records bit for bit, and touches no other row."""
+    if bench.backend.forms.prefill_keys is not KeyForm.GATHERED:
+        raise SkipCase("does not apply: this backend reads pages in prefill and gathers nothing")
+    size, dim = rows.shelf.block_size, rows.layer.head_dim
+    book = rows.blank().write(np.arange(rows.blocks * size), _book_rows(rows))
+    rng = np.random.default_rng((rows.seed, 26))
+    seq_lens = np.array([2 * size, 1, 0, size + 1, 3 * size // 2])
+    takes = np.array([size + 1, 1, 0, 2, 0])
+    # as engines keep them: a column slice of a wider table, -1 and garbage where no block is
+    tables = np.stack([rng.permutation(rows.blocks) for _ in seq_lens])[:, :3]
+    table = rows.tensor(np.concatenate([tables, np.full((len(tables), 4), 2**30)], 1)).int()[:, : tables.shape[1] + 1]
+    for lens, offset in ((None, 0), (takes, 5)):
+        out = torch.full((len(seq_lens), 2 * size + 9, dim), math.nan, dtype=rows.layout.row_dtype, device=rows.device)
+        wanted = out.double().cpu().numpy()
+        gather = None if lens is None else rows.tensor(lens).int()
+        bench.backend.dequantize_and_gather_k_cache(out, book.cache, rows.tensor(seq_lens).int(), gather, table, offset)
+        for i, (length, count) in enumerate(zip(seq_lens, seq_lens if lens is None else lens, strict=True)):
+            for j in range(count):
+                position = length - count + j
+                wanted[i, offset + j] = book.values[tables[i, position // size] * size + position % size]
+        found = out.double().cpu().numpy()
+        same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
+        if not same.all():
+            request, row, column = (int(axis[0]) for axis in (~same).nonzero())
+            got, want = found[request, row, column], wanted[request, row, column]
+            raise Wrong(f"request {request}, row {row}, column {column}: {got:.6g}, expected {want:.6g}")
+    return Measure()
+
+
+def _book_rows(rows: Rows) -> F64:
+    return normal((rows.seed, 27), np.arange(rows.blocks * rows.shelf.block_size), rows.layer.head_dim)
+
+
+def projects(bench: Bench, rows: Rows) -> Measure:
+    """Outputs are turned back at the query's position and projected group by group; o itself stays.
+
+    Rounding the turned values to o's dtype, and the result, is what a backend may lose; sums are fp32.
+    """
+    heads, dim, rope, rank = rows.layer.num_heads, rows.layer.head_dim, rows.layer.rope_dim, 16
+    inner = heads // rows.groups * dim
+    weight = rounded(normal((rows.seed, 28), np.arange(rows.groups * rank), inner), rows.dtype)
+    o = rows.tensor(rows.queries, rows.dtype)
+    before, unit = o.clone(), BF16 if rows.dtype == torch.bfloat16 else 2.0**-24
+    z = bench.backend.inv_rope_o_proj(
+        o, rows.tensor(rows.positions), rows.tensor(rows.table, torch.float32), rows.tensor(weight, rows.dtype),
+        rows.groups,
+    )  # fmt: skip
+    if not torch.equal(o, before):
+        raise Wrong("o was changed")
+    if z.shape != (rows.count, rows.groups, rank) or z.dtype != o.dtype:
+        raise Wrong(f"returned {list(z.shape)} {z.dtype}, expected {[rows.count, rows.groups, rank]} {o.dtype}")
+    found, grouped = z.double().cpu().numpy(), weight.reshape(rows.groups, rank, inner)
+    turned_part = np.zeros((heads // rows.groups, dim), dtype=bool)
+    turned_part[:, -rope:] = True
+    parts = turned_part.reshape(-1), np.ones(inner, dtype=bool)
+    worst = Measure(0.0, 1.0)
+    for i in range(rows.count):
+        wanted = oracle.inverse_rope_project(rows.queries[i], *rows.turn(i), rope, grouped, None)
+        x = rows.queries[i].reshape(rows.groups, inner)
+        norms = [np.linalg.norm(x[:, p], axis=1)[:, None] * np.linalg.norm(grouped[..., p], axis=2) for p in parts]
+        budget = unit * (norms[0] + np.abs(wanted)) + FP32_STEPS * norms[1]
+        errors = np.where(np.isnan(found[i]), math.inf, np.abs(found[i] - wanted) / budget)
+        worst = max(worst, Measure(float(errors.max()), 1.0), key=_fraction)
+        worst.hold(f"row {i}: a projected value is {errors.max():.3g} budgets off")
+    return worst

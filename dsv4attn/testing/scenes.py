@@ -1,0 +1,82 @@
+"""What the cases run, said in few words.
+
+Geometry is DeepSeek-V4-Flash's own (448 + 64 dims, window 128, ratios 4 and 128) with few tokens and, mostly, few
+heads, so that kernels which know nothing else are judged by every case. Only the cases called `dims-*` ask for another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from dsv4attn.core.contract import Phase
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.testing.book import Shelf
+from dsv4attn.testing.calls import Call, Pattern
+from dsv4attn.testing.rows import Rows
+from dsv4attn.testing.scenario import Scenario
+from dsv4attn.testing.world import layouts
+
+__all__ = ["KINDS", "call", "flash", "layout", "rows", "step"]
+
+KINDS = tuple(kind.value for kind in LayerKind)
+HEADS = 8
+GROUP = 64
+
+
+def flash(kind: str, heads: int = HEADS, select: int = 512) -> ModelGeometry:
+    """DeepSeek-V4-Flash with one window-only layer and one of a kind. select: entries an indexer keeps."""
+    whole = ModelGeometry.preset("flash")
+    kinds = {LayerKind.SWA: 1, LayerKind(kind): whole.layer_of_kind(kind).compress_ratio}
+    return attrs.evolve(whole, num_heads=heads, o_groups=1, index_topk=select, layers=tuple(kinds.items()))
+
+
+def layout(name: str, geometry: ModelGeometry | None = None) -> KVCacheLayout:
+    """A built-in layout by its short name: ocp, fnuz, interleaved, bf16, fp32."""
+    return layouts(geometry or flash("swa"), GROUP)[name]
+
+
+def step(
+    kind: str,
+    *requests: tuple[int, ...],
+    heads: int = HEADS,
+    select: int = 512,
+    cache: str = "ocp",
+    compressed: str | None = None,
+    pages: tuple[int, int] = (64, 256),
+    **more: Any,  # noqa: ANN401 - fields of a Scenario
+) -> Scenario:
+    """One step of a batch. pages: records of a window page, tokens of a compressed one."""
+    geometry = more.pop("geometry", None) or flash(kind, heads, select)
+    fields: dict[str, Any] = {
+        "kind": kind,
+        "requests": requests,
+        "geometry": geometry,
+        "layout": layout(cache, geometry),
+        "compressed_layout": layout(compressed, geometry) if compressed else None,
+        "swa_block_size": pages[0],
+        "compressed_block_tokens": pages[1],
+    }
+    return Scenario(**{**fields, **more})
+
+
+def call(
+    phase: Phase,
+    pattern: Pattern,
+    kind: str = "c4a",
+    *,
+    heads: int = HEADS,
+    cache: str = "ocp",
+    **more: Any,  # noqa: ANN401 - fields of a Call
+) -> Call:
+    """One call of a backend, made by hand."""
+    geometry = flash(kind, heads)
+    fields = {"phase": phase, "pattern": pattern, "kind": kind, "geometry": geometry, "layout": layout(cache)}
+    return Call(**{**fields, **more})
+
+
+def rows(cache: str = "ocp", *, heads: int = HEADS, page: int = 64, **more: Any) -> Rows:  # noqa: ANN401 - fields of Rows
+    """Rows for a step around attention."""
+    return Rows(**{"geometry": flash("swa", heads), "layout": layout(cache), "shelf": Shelf(page), **more})

@@ -1,0 +1,317 @@
+"""Running the kit: what counts, what does not, and what the certificate says."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+import dsv4attn
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.contract import API_VERSION, AttentionCall
+from dsv4attn.core.problem import Problem
+from dsv4attn.errors import ArgumentError, UnknownNameError
+from dsv4attn.testing.case import Area, Bench, Case, Measure, SkipCase, Wrong, chosen
+from dsv4attn.testing.cases import CASES, GROUPS
+from dsv4attn.testing.conform import SCHEMA, Certificate, Outcome, conform, run_case
+from dsv4attn.testing.subject import BrokenSupportError, Subject, parse_request
+
+FEW = chosen(CASES, "lse-*,quantise-ocp-*,sink-none-*")
+REFERENCE = Subject.named("reference")
+
+
+def case_of(check: Callable[[Bench, Any], Measure], **fields: Any) -> Case:
+    """A case of our own over some scene of the kit."""
+    scene = next(case.scene for case in CASES if case.name == "sink-none-decode")
+    known = {"name": "own", "area": Area.DECODE, "clauses": ["F1"], "says": "it is so", "scene": scene}
+    return Case(**{**known, "check": check, **fields})
+
+
+def raising(error: BaseException) -> Callable[[Bench, Any], Measure]:
+    def check(bench: Bench, scene: object) -> Measure:
+        raise error
+
+    return check
+
+
+def refusing(*reasons: str, when: Callable[[Problem], bool] = lambda _: True) -> Subject:
+    def refusals(problems: Sequence[Problem]) -> list[str]:
+        return [*reasons] if any(when(problem) for problem in problems) else []
+
+    return attrs.evolve(REFERENCE, refusals=refusals)
+
+
+# the reference
+
+
+FORMS = {
+    "gathered-dense": ({}, None),
+    "gathered-ragged": ({"prefill_indices": "ragged", "decode_indices": "ragged"}, "decode,prefill"),
+    "paged-dense": ({"prefill_keys": "paged"}, "prefill,memory"),
+    "paged-ragged": ({"prefill_keys": "paged", "prefill_indices": "ragged"}, "prefill,memory"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_reference_keeps_the_contract_in_every_form(form: str) -> None:
+    options, patterns = FORMS[form]
+    certificate = conform(Subject.named("reference", options=options), chosen(CASES, patterns), chosen=patterns)
+
+    assert [(o.case.name, o.message) for o in certificate.of("failed")] == []
+    assert certificate.of("refused") == []
+    assert {o.message.partition(":")[0] for o in certificate.of("skipped")} == {"does not apply"}
+    assert certificate.ok
+    worst = certificate.worst
+    assert worst is not None
+    assert worst.measure is not None
+    assert 0.1 < worst.measure.fraction < 0.8, "budgets are neither loose nor nearly spent"
+
+
+# outcomes
+
+
+def test_a_case_that_is_refused_is_not_run_and_keeps_its_reasons() -> None:
+    subject = refusing("HEADS: 8, needs 64", "PAGE_SIZE: 64, needs 256")
+
+    outcome = run_case(subject, case_of(raising(AssertionError("was run"))))
+
+    assert (outcome.state, outcome.reasons) == ("refused", ("HEADS: 8, needs 64", "PAGE_SIZE: 64, needs 256"))
+    assert outcome.measure is None
+    assert outcome.message == "HEADS: 8, needs 64; PAGE_SIZE: 64, needs 256"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("no kernel\nimage"), SystemExit(3), TypeError("x"), ArgumentError("q", expected="a", actual=1)],
+)
+def test_whatever_a_backend_raises_is_a_failed_case_and_the_run_goes_on(error: BaseException) -> None:
+    seen: list[Outcome] = []
+    cases = [case_of(raising(error)), case_of(lambda *_: Measure(), name="other")]
+
+    certificate = conform(REFERENCE, cases, progress=seen.append)
+
+    assert [o.state for o in certificate.outcomes] == ["failed", "passed"]
+    assert seen == list(certificate.outcomes)
+    first = certificate.outcomes[0]
+    assert first.message.startswith(f"raised {type(error).__name__}: {str(error).splitlines()[0]}")
+    assert "(in check, test_conform.py:" in first.message
+    assert "/" not in first.message, "a certificate is sent to others"
+    assert "Traceback" in first.trace
+    assert not certificate.ok
+
+
+def test_an_interrupt_stops_the_run() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        conform(REFERENCE, [case_of(raising(KeyboardInterrupt()))])
+
+
+def test_a_support_that_raises_is_a_failure_and_not_a_refusal() -> None:
+    def refusals(problems: Sequence[Problem]) -> list[str]:
+        raise BrokenSupportError("its support raised KeyError: 'x'")
+
+    certificate = conform(attrs.evolve(REFERENCE, refusals=refusals), FEW)
+
+    assert {o.state for o in certificate.outcomes} == {"failed"}
+    assert certificate.outcomes[0].message == "its support raised KeyError: 'x'"
+
+
+def test_a_skipped_case_says_why() -> None:
+    outcome = run_case(REFERENCE, case_of(raising(SkipCase("6.4 GiB of memory cannot be had on cpu"))))
+
+    assert (outcome.state, outcome.message) == ("skipped", "6.4 GiB of memory cannot be had on cpu")
+
+
+def test_a_wrong_answer_keeps_its_number() -> None:
+    outcome = run_case(REFERENCE, case_of(lambda *_: Measure(3.0, 2.0).hold("row 7 is off")))
+
+    assert (outcome.state, outcome.message, outcome.measure) == ("failed", "row 7 is off", Measure(3.0, 2.0))
+
+
+@pytest.mark.parametrize("cases", [[], FEW], ids=["none", "all-refused"])
+def test_zero_executed_cases_is_a_failure(cases: list[Case]) -> None:
+    certificate = conform(refusing("DEVICE: cpu, needs sm_90"), cases)
+
+    assert certificate.executed == 0
+    assert not certificate.ok
+    assert certificate.verdict == f"reference proves nothing: none of {len(cases)} cases was executed"
+    assert certificate.as_json()["ok"] is False
+
+
+def test_a_backend_without_lse_is_judged_by_its_outputs() -> None:
+    class Silent(ReferenceBackend):
+        def decode(self, call: AttentionCall) -> None:
+            assert call.lse is None
+            super().decode(call)
+
+    subject = attrs.evolve(refusing("LSE: asked for, needs none", when=lambda p: p.lse), backend=Silent())
+    certificate = conform(subject, FEW)
+
+    states = {o.case.name: o.state for o in certificate.outcomes}
+    assert {states["lse-decode"], states["lse-absent-prefill"]} == {"refused"}
+    assert states["sink-none-decode"] == "passed"
+    assert [o.without_lse for o in certificate.of("passed") if o.case.area is Area.DECODE] == [True]
+    assert certificate.ok
+
+
+# measures
+
+
+@pytest.mark.parametrize(
+    ("measure", "fraction", "shown"),
+    [
+        (Measure(), 0.0, "same"),
+        (Measure(1.0, 4.0), 0.25, "0.25"),
+        (Measure(0.0, 4.0), 0.0, "0.00"),
+        (Measure(1e-9, 0.0), math.inf, ">9999"),
+        (Measure(200.0, 4.0), 50.0, "50"),
+        (Measure(4e9, 4.0), 1e9, ">9999"),
+    ],
+)
+def test_a_measure_is_a_fraction_of_its_budget(measure: Measure, fraction: float, shown: str) -> None:
+    assert (measure.fraction, measure.shown) == (fraction, shown)
+
+
+@pytest.mark.parametrize("measure", [Measure(math.nan, 1.0), Measure(math.inf, 1.0), Measure(1.01, 1.0), Measure(1e-9)])
+def test_a_measure_beyond_its_budget_or_not_a_number_does_not_hold(measure: Measure) -> None:
+    with pytest.raises(Wrong, match="here"):
+        measure.hold("here")
+    assert Measure(1.0, 1.0).hold("here") == Measure(1.0, 1.0)
+
+
+# what is chosen
+
+
+def test_cases_are_chosen_by_clause_letter_area_and_name() -> None:
+    assert {case.clauses[0][0] for case in chosen(CASES, "P")} == {"P"}
+    assert all("A1" in case.clauses for case in chosen(CASES, "A1"))
+    assert {case.area for case in chosen(CASES, "memory")} == {Area.MEMORY}
+    assert [case.name for case in chosen(CASES, "far-*, million")] == [
+        "million", "far-decode", "far-prefill", "far-insert", "far-gather",
+    ]  # fmt: skip
+    assert chosen(CASES, None) == list(CASES)
+    assert "sink-none-decode" in {case.name for case in chosen(CASES, "sink")}
+
+
+def test_a_pattern_that_matches_nothing_is_an_error_with_a_suggestion() -> None:
+    with pytest.raises(ArgumentError, match=r"'millio'.*did you mean 'million'"):
+        chosen(CASES, "S1,millio")
+
+
+# subjects
+
+
+def test_a_subject_knows_who_brings_it_and_where_it_runs() -> None:
+    subject = Subject.named("reference", options={"prefill_keys": "paged"})
+
+    assert subject.label == "reference:prefill_keys=paged"
+    assert (subject.distribution, subject.version) == ("dsv4attn", dsv4attn.__version__)
+    assert subject.device == "cpu"
+    assert subject.facts.arch == "cpu"
+    assert subject.refusals(CASES[0].scene.problems()) == []
+    captured = [attrs.evolve(problem, capture=True) for problem in CASES[0].scene.problems()]
+    assert subject.refusals(captured)[0].startswith("CAPTURE: ")
+
+
+def test_a_backend_that_nobody_registered_is_never_refused() -> None:
+    backend = ReferenceBackend()
+    backend.name = "own"
+
+    subject = Subject.of(backend)
+
+    assert (subject.name, subject.distribution, subject.refusals(CASES[0].scene.problems())) == ("own", "", [])
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: Subject.named("referen"), UnknownNameError),
+        (lambda: Subject.named("reference", device="cuda:99"), ArgumentError),
+        (lambda: Subject.named("reference", options={"fast": "1"}), ArgumentError),
+        (lambda: Subject.of("reference,paged"), ArgumentError),
+    ],
+)
+def test_what_cannot_be_tried_is_an_error_at_once(make: Callable[[], Subject], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        make()
+
+
+def test_a_request_is_a_name_and_its_options() -> None:
+    assert parse_request("acme") == ("acme", {})
+    assert parse_request("acme, a=1 ,b=x=y") == ("acme", {"a": "1", "b": "x=y"})
+    assert parse_request("acme:a=1", ":") == ("acme", {"a": "1"})
+
+
+# the certificate
+
+
+@pytest.fixture(scope="module")
+def certificate() -> Certificate:
+    def broken(*_: object) -> Measure:
+        raise Wrong("not a number", Measure(math.nan, 1.0))
+
+    refused = case_of(
+        lambda *_: Measure(), name="refused", scene=next(c.scene for c in CASES if c.name == "heads-3-decode")
+    )
+    subject = refusing("HEADS: 3, needs a multiple of 8", when=lambda p: p.layer.num_heads == 3)
+    return conform(subject, [*FEW, case_of(broken, name="broken"), refused], chosen="some")
+
+
+def test_the_certificate_is_plain_json(certificate: Certificate) -> None:
+    told = json.loads(json.dumps(certificate.as_json(), allow_nan=False))
+
+    assert told["ok"] is False
+    assert told["schema"] == SCHEMA
+    assert told["backend"] == "reference"
+    assert told["contract"] == API_VERSION
+    assert told["device"]["arch"] == told["device"]["torch_device"] == "cpu"
+    assert told["versions"]["torch"] == torch.__version__
+    assert set(told["versions"]) == {"python", "dsv4attn", "torch", "triton", "numpy"}
+    assert "fp8_ds_mla/1:e4m3fn:nope448:rope64:bf16:ue8m0x64:scales8:split" in told["layouts"]
+    assert told["filter"] == "some"
+    assert told["counts"] == {"executed": len(FEW) + 1, "passed": len(FEW), "failed": 1, "refused": 1, "skipped": 0}
+    assert told["clauses"]["F1"] == {"passed": 0, "failed": 1, "refused": 1, "skipped": 0}
+    assert [clause[0] for clause in told["clauses"]] == sorted(
+        (clause[0] for clause in told["clauses"]), key=[*GROUPS].index
+    )
+    assert told["date"].endswith("+00:00")
+    assert told["seconds"] >= 0
+    assert {"options", "distribution", "version", "environment", "verdict", "worst"} <= set(told)
+
+
+def test_the_certificate_tells_each_case(certificate: Certificate) -> None:
+    told = {case["name"]: case for case in certificate.as_json()["cases"]}
+
+    assert list(told) == [*(case.name for case in FEW), "broken", "refused"]
+    passed, broken, refused = told["lse-decode"], told["broken"], told["refused"]
+    assert (passed["state"], passed["clauses"]) == ("passed", ["L1", "L2", "B1"])
+    assert passed["fraction"] == pytest.approx(passed["error"] / passed["budget"])
+    assert (broken["state"], broken["error"], broken["budget"], broken["fraction"]) == ("failed", None, 1.0, None)
+    assert broken["message"] == "not a number"
+    assert refused["reasons"] == ["HEADS: 3, needs a multiple of 8"]
+    assert told["quantise-ocp-64"]["budget"] == 0
+
+
+def test_the_certificate_holds_no_path_of_the_machine(
+    certificate: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/home/somebody/cache")
+    monkeypatch.setenv("DSV4ATTN_CONFIG", "/home/somebody/dsv4attn.toml")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+    told = certificate.as_json()
+
+    assert told["environment"]["TRITON_INTERPRET"] == "1"
+    assert "somebody" not in json.dumps(told)
+
+
+def test_verdicts_say_what_was_proven(certificate: Certificate) -> None:
+    assert certificate.verdict == f"reference breaks the contract: 1 of {len(FEW) + 1} cases failed"
+    good = conform(REFERENCE, FEW)
+    assert good.verdict == f"reference keeps the contract: all {len(FEW)} cases passed"
+    some = conform(REFERENCE, FEW, chosen="S")
+    assert some.verdict == f"reference keeps the contract: all {len(FEW)} cases of the filter 'S' passed"

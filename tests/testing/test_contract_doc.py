@@ -1,0 +1,76 @@
+"""docs/contract.md and the cases say the same: every clause is proven by a case, every case names clauses."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from dsv4attn.testing.case import Area, Case
+from dsv4attn.testing.cases import CASES, GROUPS
+
+DOC = (Path(__file__).resolve().parents[2] / "docs" / "contract.md").read_text(encoding="utf-8")
+CLAUSES = dict(re.findall(r"^- \*\*([A-Z]\d+)\.\*\* (.*?)(?=^- |^$)", DOC, flags=re.MULTILINE | re.DOTALL))
+
+
+def test_the_document_was_read() -> None:
+    assert len(CLAUSES) > 40
+    assert [*dict.fromkeys(clause[0] for clause in CLAUSES)] == [*GROUPS]
+    assert list(re.findall(r"^## ([A-Z])\. ", DOC, flags=re.MULTILINE)) == [*GROUPS]
+
+
+@pytest.mark.parametrize("letter", GROUPS)
+def test_clauses_of_a_letter_are_numbered_without_gaps(letter: str) -> None:
+    numbers = [int(clause[1:]) for clause in CLAUSES if clause[0] == letter]
+
+    assert numbers == [*range(1, len(numbers) + 1)]
+
+
+@pytest.mark.parametrize("clause", CLAUSES)
+def test_a_clause_names_exactly_the_cases_that_prove_it(clause: str) -> None:
+    says, _, proof = CLAUSES[clause].replace("\n  ", " ").rpartition("Proven by ")
+    patterns = re.findall(r"`([^`]+)`", proof)
+    proven = {case.name for case in CASES if clause in case.clauses}
+
+    assert says.count(". ") <= 3, "a clause is a sentence or two"
+    assert proven, "some case proves it"
+    assert {p for p in patterns if not any(fnmatchcase(name, p) for name in proven)} == set()
+    assert {case.name for case in CASES for p in patterns if fnmatchcase(case.name, p)} == proven
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_case_names_clauses_that_exist_and_says_a_sentence(case: Case) -> None:
+    assert case.clauses
+    assert set(case.clauses) <= set(CLAUSES)
+    assert len(set(case.clauses)) == len(case.clauses)
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", case.name)
+    assert len(case.name) <= 30, "it fits a table"
+    assert case.says
+    assert not case.says.endswith(".")
+    assert case.scene.device == "cpu"
+    assert case.scene.problems()
+    assert case.scene.named_layouts()
+
+
+def test_every_area_and_most_dims_a_real_kernel_has() -> None:
+    assert {case.area for case in CASES} == set(Area)
+    real = [c for c in CASES if all(p.layer.head_dim == 512 and p.layer.window == 128 for p in c.scene.problems())]
+    assert {case.name for case in CASES if case not in real} == {c.name for c in CASES if c.name.startswith("dims-")}
+
+
+def test_cases_cover_what_models_and_engines_bring() -> None:
+    problems = [problem for case in CASES for problem in case.scene.problems()]
+
+    assert {1, 3, 4, 8, 16, 64, 128} <= {p.layer.num_heads for p in problems}
+    assert {0, 1, 3, 63, 64, 65, 128, 512, 1024} <= {p.topk for p in problems}
+    assert {1, 2, 16, 32, 64, 128, 256} <= {p.swa.page_size for p in problems}
+    assert {1, 2, 16, 32, 64, 256} <= {p.compressed.page_size for p in problems if p.compressed}
+    assert {1, 4} <= {p.query_len for p in problems}
+    assert {p.swa.dtype for p in problems} == {"e4m3fn", "e4m3fnuz", "bfloat16", "float32"}
+    assert {p.sink for p in problems} == {True, False}
+    assert {p.q_dtype for p in problems} == {"bfloat16", "float32"}
+    assert {(p.phase, p.layer.kind.value) for p in problems} == {
+        (phase, kind) for phase in ("decode", "prefill") for kind in ("swa", "c4a", "c128a")
+    }

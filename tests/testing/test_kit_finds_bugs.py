@@ -1,0 +1,75 @@
+"""The kit on trial: every planted bug must fail it, in the clauses that speak of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dsv4attn.testing.case import chosen
+from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.conform import conform
+from dsv4attn.testing.subject import Subject
+from tests.testing import plants
+from tests.testing.plants import Careless, Scratch, calls, paged, with_caches, with_rows
+
+# a plant, the cases it is tried on, the clauses that must fail, and those that must still pass.
+PLANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
+    "sink ignored in decode": (lambda: calls(plants.without_sink, "decode"), "S", "S1", "S2"),
+    "sink ignored in prefill": (lambda: calls(plants.without_sink, "prefill"), "S", "S2", "S1"),
+    "sink applied twice": (lambda: calls(plants.sink_twice), "S", "S1 S2", ""),
+    "sink scaled": (lambda: calls(plants.sink_scaled), "S", "S1 S2", ""),
+    "lengths ignored": (lambda: calls(with_rows(plants.every_column)), "A3,A5", "A3", "A5"),
+    "lengths ignored on pages": (lambda: calls(with_rows(plants.every_column), made=paged()), "A3", "A3", ""),
+    "index rows taken to be packed": (lambda: calls(with_rows(plants.stride_is_width)), "A6", "A6", ""),
+    "-1 attended as a key of zeros": (lambda: calls(plants.zero_keys), "A1,A2,A3,A6,call-empty-*", "A1 A2 B1", "A3 A6"),
+    "tail unwritten": (lambda: calls(plants.tail_unwritten), "decode-swa,call-plain-*", "F1 F6 M1", ""),
+    "fp8 dialect always OCP": (lambda: calls(with_caches(plants.always_ocp), made=paged()), "C2,C3", "C2 C3", ""),
+    "page stride assumed": (
+        lambda: calls(with_caches(plants.packed_pages), "decode"),
+        "moved-*,pages-*",
+        "C4 C7",
+        "A4",
+    ),
+    "another request's row read": (plants.NeighbourRow, "A1,A2,F1", "A1", "F1"),
+    "int32 offsets": (plants.Overflow, "far-decode,far-prefill,moved-swa-*", "A5", "C4"),
+    "stale workspace": (lambda: Scratch(clears=False), "W2", "W2 D1", ""),
+    "scratch beyond its bound": (lambda: Scratch(room=0.9), "W1", "W1", ""),
+    "writes behind its scratch": (lambda: Scratch(over=3), "W3", "W3", ""),
+    "lse in base 2": (lambda: calls(plants.base_two), "L1,gather-*", "L1 L4", "R1"),
+    "sink in the lse": (lambda: calls(plants.lse_with_sink), "L", "L2", ""),
+    "RoPE on the leading dims": (plants.LeadingRope, "I,decode-swa", "I1 I2 F1", "I4"),
+    "empty rows not zero": (lambda: calls(plants.mean_of_nothing), "B2,lse-*", "B1 B2 B3", ""),
+    "absent lanes read slot 0": (lambda: calls(plants.reads_slot_zero, "decode"), "C6", "C6", ""),
+    "angles of another position": (lambda: Careless("next position"), "I", "I1 I5", "I4"),
+    "kv rotated in place": (lambda: Careless("kv rotated in place"), "I,C1", "I2", "I4"),
+    "padding inserted": (lambda: Careless("all rows inserted"), "I", "I3", "I4"),
+    "floor of the scale": (lambda: Careless("scale rounded down"), "C1,R", "C1", "R1"),
+    "negative slot wraps": (lambda: Careless("-7 wraps around"), "I", "I3", "I4"),
+    "block table taken to be packed": (lambda: Careless("table packed"), "R", "R2", ""),
+    "gather clears what is not its own": (lambda: Careless("gather clears the rest"), "R", "R3", ""),
+    "projection rotates forward": (lambda: Careless("rotated forward"), "P,R1", "P1", "R1"),
+    "temporaries denied": (lambda: Careless("temporaries denied"), "W5,W2", "W5", "W2"),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_bug_fails_the_kit_where_its_clause_is(plant: str) -> None:
+    make, patterns, must_fail, must_pass = PLANTS[plant]
+
+    certificate = conform(Subject.of(make()), chosen(CASES, patterns))
+
+    clauses = certificate.by_clause()
+    assert not certificate.ok
+    assert {clause for clause in must_fail.split() if not clauses[clause]["failed"]} == set()
+    assert {clause for clause in must_pass.split() if not clauses[clause]["passed"]} == set()
+    assert all(outcome.message for outcome in certificate.of("failed"))
+
+
+@pytest.mark.parametrize("made", [Scratch, paged, lambda: Careless("none"), lambda: calls(plants.attend)])
+def test_what_the_plants_are_grafted_on_passes(made: Callable[[], Any]) -> None:
+    certificate = conform(Subject.of(made()), chosen(CASES, "I,W3,A3,L1,R3,P1"))
+
+    assert [(o.case.name, o.message) for o in certificate.of("failed")] == []
+    assert certificate.ok
