@@ -79,7 +79,7 @@ def check_out(out: Tensor | None, q: Tensor) -> Tensor:
     """The tensor to write to."""
     if out is None:
         return q.new_empty(q.shape)
-    check_tensor("out", out, [str(n) for n in q.shape], q.dtype, {})
+    check_tensor("out", out, " ".join(map(str, q.shape)), q.dtype, {})
     check_same_device(q, out=out)
     _check_stride("out", out)
     return out
