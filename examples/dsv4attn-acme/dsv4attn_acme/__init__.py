@@ -1,0 +1,29 @@
+"""DeepSeek-V4 attention for Acme chips.
+
+Hardware: the made-up `acme`, and any CPU when asked for by name. Status: a template; passes the conformance kit on CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsv4attn.core.contract import BackendInfo
+from dsv4attn.hookspecs import hookimpl
+from dsv4attn_acme.support import support
+
+INFO = BackendInfo(
+    name="acme",
+    api="1.0",
+    factory="dsv4attn_acme.launch:AcmeBackend",
+    support=support,
+    summary="plain torch in tiles; a template",
+    native=("acme",),
+    runs_on=("cpu",),
+    options={"tile_tokens": None},
+)
+
+
+@hookimpl
+def dsv4attn_backends() -> Sequence[BackendInfo]:
+    """One backend."""
+    return [INFO]

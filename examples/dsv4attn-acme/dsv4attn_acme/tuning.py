@@ -1,0 +1,39 @@
+"""Tile sizes, one row for each chip, with where they come from."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from dsv4attn.core.device import DeviceFacts
+
+
+@frozen
+class Row:
+    """archs: shell patterns. tile_rows: query rows at a time. tile_tokens: keys at a time."""
+
+    archs: tuple[str, ...]
+    tile_rows: int
+    tile_tokens: int
+    measured: str
+    """On what, when, and with which command."""
+    default: bool = False
+    """Whether unknown chips take this row."""
+
+
+ROWS = (
+    Row(("acme",), 64, 256, "never: there is no such chip"),
+    Row(
+        ("cpu",),
+        16,
+        64,
+        "2 shared cores, 2026-11-20, `dsv4attn bench --backend acme --tokens 128 --prefix 2048 --decodes 8`: "
+        "from 32 to 256 keys nothing differs by more than the noise",
+        default=True,
+    ),
+)
+
+
+def row_for(device: DeviceFacts) -> Row:
+    """The chip's own row, or the default."""
+    own = [row for row in ROWS if device.matches(row.archs)]
+    return own[0] if own else next(row for row in ROWS if row.default)

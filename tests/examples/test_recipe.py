@@ -1,0 +1,151 @@
+"""`docs/writing-a-backend.md` works: its commands are run as they stand, and every name in it exists."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import click
+import pytest
+
+from dsv4attn.cli import main
+from dsv4attn.config import FILE
+from dsv4attn.core.contract import Backend, BackendInfo, Forms, IndexForm, KeyForm, Rank
+from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.problem import Problem
+from dsv4attn.testing.case import chosen
+from dsv4attn.testing.cases import CASES
+from tests.examples.shop import ACME, OFFLINE, PIP, ROOT, environment
+
+TEXT = (ROOT / "docs" / "writing-a-backend.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
+SPANS = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
+LINES = [line for block in BLOCKS for line in block.splitlines()]
+COMMANDS = [text for text in SPANS + LINES if re.match(r"(\w+=\S+ )?dsv4attn ", text)]
+MADE = ("dsv4attn-zephyr.json", FILE, "known.txt")
+"""What is not there before somebody makes it."""
+
+SHORT = {
+    "pytest": "pytest -q -p no:cacheprovider -k lse",
+    "dsv4attn conform zephyr": "dsv4attn conform zephyr --filter lse-decode --output dsv4attn-zephyr.json",
+    "dsv4attn conform zephyr --filter memory": "dsv4attn conform zephyr --filter scratch-swa,stale-swa",
+}
+"""The long commands, with fewer cases: others run the whole kit."""
+
+
+@pytest.mark.skipif(shutil.which("perl") is None or shutil.which("bash") is None, reason="needs bash and perl")
+def test_the_recipe_works_as_it_stands(tmp_path: Path) -> None:
+    checkout, site, programs = tmp_path / "checkout", tmp_path / "site", tmp_path / "bin"
+    left = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+    shutil.copytree(ACME, checkout / "examples" / ACME.name, ignore=left)
+    programs.mkdir()
+    offline = shlex.join([*OFFLINE, "--target", str(site)])
+    for name, start, more in (
+        ("dsv4attn", [sys.executable, "-m", "dsv4attn"], ""),
+        ("pytest", [sys.executable, "-m", "pytest"], ""),
+        ("pip", PIP, offline),
+    ):
+        program = programs / name
+        program.write_text(f'#!/bin/sh\nexec {shlex.join(start)} "$@" {more}\n', encoding="utf-8")
+        program.chmod(0o755)
+    script = "\n".join(["set -ex", *(SHORT.get(line, line) for line in LINES)])
+    env = environment([site])
+    env["PATH"] = f"{programs}:{env['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script],  # noqa: S607 - whichever is there
+        cwd=checkout,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    made = checkout / "dsv4attn-zephyr"
+
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert set(SHORT) < set(LINES)
+    certificate = json.loads((made / "dsv4attn-zephyr.json").read_text(encoding="utf-8"))
+    assert (certificate["ok"], certificate["distribution"]) == (True, "dsv4attn-zephyr")
+    assert not [path for path in made.rglob("*") if "acme" in path.name.lower()]
+    for file in (made / "README.md", made / "pyproject.toml", *made.glob("*/*.py")):
+        assert "acme" not in file.read_text(encoding="utf-8").lower(), file
+
+
+def test_every_file_it_names_exists() -> None:
+    named = [text for text in SPANS if re.fullmatch(r"[\w./-]+\.(py|md|toml|json)|examples/[\w/-]+", text)]
+    assert len(named) > 10
+    for name in named:
+        there = [root / name.replace("zephyr", "acme") for root in (ROOT, ACME, ACME / "dsv4attn_acme")]
+        assert name in MADE or any(path.exists() for path in there), name
+
+
+@pytest.mark.parametrize("text", dict.fromkeys(COMMANDS))
+def test_every_command_it_names_exists(text: str) -> None:
+    words = shlex.split(text.removeprefix("DSV4ATTN_BACKEND=zephyr "))
+    command = main.get_command(click.Context(main), words[1])
+    assert command is not None
+    known = {option for parameter in command.params for option in parameter.opts}
+    assert {word for word in words if word.startswith("--")} <= known
+    if "--filter" in words:
+        assert chosen(CASES, words[words.index("--filter") + 1])
+
+
+def test_every_option_it_names_by_itself_exists() -> None:
+    source = (ROOT / "dsv4attn" / "testing" / "plugin.py").read_text(encoding="utf-8")
+    for option in re.findall(r"--dsv4-[\w-]+", TEXT):
+        assert f'"{option}"' in source
+    known = {option for name in ("explain", "conform") for option in _options(name)}
+    assert {text for text in SPANS if re.fullmatch(r"--[\w-]+", text)} <= known
+
+
+def _options(name: str) -> set[str]:
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    return {option for parameter in command.params for option in parameter.opts}
+
+
+def test_every_clause_it_names_exists() -> None:
+    contract = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
+    clauses = [
+        clause for group in re.findall(r"\(([A-Z]\d?[^()`]*)\)", TEXT) for clause in re.findall(r"[A-Z]\d*", group)
+    ]
+    assert len(clauses) > 8
+    for clause in clauses:
+        assert re.search(rf"\*\*{clause}\.\*\*" if clause[1:] else rf"^## {clause}\. ", contract, re.MULTILINE), clause
+
+
+def test_every_name_of_the_contract_it_tells_exists() -> None:
+    fields = {field.name for kind in (BackendInfo, Forms) for field in attrs.fields(kind)}
+    members = {*vars(Backend), *Backend.__annotations__}
+    told = {
+        name
+        for names in re.findall(r"^(?:- |\| )((?:`[a-z_]+`(?:, )?)+)", TEXT, re.MULTILINE)
+        for name in names[1:-1].split("`, `")
+    }
+
+    assert told <= fields | members
+    assert {field.name for field in attrs.fields(BackendInfo)} <= told | {"support", "summary"}
+    assert members <= told | {"steps", "forms", "name"} | {name for name in members if name.startswith("_")}
+    assert {member.name for kind in (IndexForm, KeyForm) for member in kind} <= set(SPANS)
+    assert "Rank.VENDOR" in SPANS
+    assert Rank.VENDOR is attrs.fields(BackendInfo).rank.default
+
+
+def test_every_attribute_and_module_it_tells_exists() -> None:
+    problem = Problem.of(ModelGeometry.preset("flash"), "c4a")
+    for text in SPANS:
+        if text.startswith("problem."):
+            value: object = problem
+            for name in text.split(".")[1:]:
+                value = getattr(value, name)
+        if re.fullmatch(r"dsv4attn(\.\w+)+", text) and text != FILE:
+            importlib.import_module(text)
+    for module, name in (("workspace", "simultaneous_bytes"), ("layout", "KVCacheLayout"), ("problem", "Reason")):
+        assert name in SPANS or f"a `{name}`" in TEXT
+        assert name in importlib.import_module(f"dsv4attn.core.{module}").__all__
