@@ -18,7 +18,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' Makefile
 	@echo '  ARGS="..." is passed on, as in: make test ARGS="-k layers"'
 
-run: $(VENV)/.stamp-run ## serve the example trace on the best backend of this machine
+run: $(VENV)/.stamp-run ## serve a small trace through the attention, checked
 	$(BIN)/dsv4attn run $(ARGS)
 
 # one thread a worker: two workers with a thread pool each only fight over two cores.

@@ -11,7 +11,7 @@ from attrs import asdict, field, frozen
 
 from dsv4attn.bench.problem import Problem
 
-__all__ = ["Measurement", "measure"]
+__all__ = ["Measurement", "measure", "seconds"]
 
 _TILE = 16
 
@@ -62,7 +62,7 @@ def measure(problem: Problem, *, rounds: int = 5) -> Measurement:
     step_s, products_s = [], []
     with torch.inference_mode():
         for counted in range(rounds + 1):
-            times = _time(problem.run, problem.q.device), _time(products, problem.q.device)
+            times = seconds(problem.run, problem.q.device), seconds(products, problem.q.device)
             if counted:
                 step_s.append(times[0])
                 products_s.append(times[1])
@@ -95,7 +95,7 @@ def _products(problem: Problem) -> Callable[[], None]:
     return run
 
 
-def _time(call: Callable[[], None], device: torch.device) -> float:
+def seconds(call: Callable[[], None], device: torch.device) -> float:
     """Seconds of one call, on an accelerator until the device is idle."""
     module = None if device.type == "cpu" else getattr(torch, device.type)
     if module is not None:

@@ -11,22 +11,25 @@ from rich.console import Console
 from rich.table import Table
 
 from dsv4attn.bench.measure import Measurement, measure
+from dsv4attn.bench.overhead import overhead
 from dsv4attn.bench.problem import make_problem
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.selection import load_backend
+from dsv4attn.cli.common import chosen_backend, geometry_of
 
 
 @click.command()
-@click.option("--backend", default="reference", show_default=True, help="Backend to measure.")
+@click.option("--backend", metavar="NAME", help="Backend to measure.  [default: as `dsv4attn explain` says]")
 @click.option("--model", default="flash", show_default=True, help="flash, pro, or a preset's full name.")
 @click.option("--tokens", default=2048, show_default=True, type=click.IntRange(1), help="Query tokens of the prefill.")
 @click.option("--prefix", default=8192, show_default=True, type=click.IntRange(0), help="Tokens before them.")
 @click.option("--decodes", default=32, show_default=True, type=click.IntRange(1), help="Requests of the decode.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1), help="Rounds to take the median of.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bench(backend: str, model: str, tokens: int, prefix: int, decodes: int, rounds: int, *, as_json: bool) -> None:
+def bench(
+    backend: str | None, model: str, tokens: int, prefix: int, decodes: int, rounds: int, *, as_json: bool
+) -> None:
     """Time prefill and decode of each layer type beside their own matrix products, taken in turn in one run."""
-    chosen, geometry = load_backend(backend), ModelGeometry.preset(model)
+    geometry = geometry_of(model)
+    chosen = chosen_backend(backend, {}, geometry, geometry.kinds)
     measured: list[Measurement] = []
     cases = [[(0, tokens)], [(prefix, tokens)], [(prefix, 1)] * decodes]
     console = Console(stderr=True)
@@ -34,12 +37,25 @@ def bench(backend: str, model: str, tokens: int, prefix: int, decodes: int, roun
         for requests in cases:
             with console.status(f"measuring {kind.value}, {sum(n for _, n in requests)} tokens"):
                 measured.append(measure(make_problem(geometry, kind, requests, chosen), rounds=rounds))
+    with console.status("measuring the host's share"):
+        shares = [overhead(make_problem(geometry, kind, [(prefix, 1)], chosen)) for kind in geometry.kinds]
     if as_json:
         rows = [m.as_json() for m in measured]
+        host = [share.as_json() for share in shares]
         facts = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-        click.echo(json.dumps({"ok": True, "backend": backend, "model": geometry.name, **facts, "results": rows}))
+        click.echo(
+            json.dumps(
+                {"ok": True, "backend": chosen.name, "model": geometry.name, **facts, "results": rows, "host": host}
+            )
+        )
         return
-    Console().print(_table(measured, f"{backend}, {geometry.name}, {geometry.num_heads} heads", rounds))
+    Console().print(_table(measured, f"{chosen.name}, {geometry.name}, {geometry.num_heads} heads", rounds))
+    for share in shares:
+        direct, plain, bound = (share.us(name) for name in ("direct", "plain", "bound"))
+        click.echo(
+            f"one decode token, {share.layer}: {direct:.0f} us in the backend's own steps, {plain:.0f} us through "
+            f"forward_mqa, {bound:.0f} us through a bound layer"
+        )
 
 
 def _table(measured: list[Measurement], title: str, rounds: int) -> Table:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
 
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.errors import UnknownNameError
+from dsv4attn.config import AUTO, PHASES
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.problem import Problem
+from dsv4attn.errors import ArgumentError, UnknownNameError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from dsv4attn.core.contract import Backend
     from dsv4attn.core.device import DeviceFacts
     from dsv4attn.core.problem import Reason
     from dsv4attn.plugins import PluginFailure
 
-__all__ = ["console", "device_json", "failure_json", "geometry_of", "grid", "reason_json"]
+__all__ = ["chosen_backend", "console", "device_json", "failure_json", "geometry_of", "grid", "reason_json"]
 
 
 def geometry_of(model: str) -> ModelGeometry:
@@ -31,6 +34,34 @@ def geometry_of(model: str) -> ModelGeometry:
         if path.exists() or path.suffix == ".json" or len(path.parts) > 1:
             return ModelGeometry.from_config(path)
         raise
+
+
+def chosen_backend(
+    name: str | None,
+    options: Mapping[str, str],
+    geometry: ModelGeometry,
+    kinds: Iterable[LayerKind],
+    **facts: Any,  # noqa: ANN401 - those of Problem.of
+) -> Backend:
+    """The backend that runs these layers on the CPU: the one named, else what settings or selection say.
+
+    options: of the one that runs everything. facts: what is different from the model, as `Problem.of` takes it.
+    """
+    from dsv4attn.selection import load_backend, registered, resolve, select_backend
+
+    problems = [Problem.of(geometry, kind, phase, **facts) for phase in PHASES for kind in kinds]
+    if name is not None and name != AUTO and "=" not in name:
+        registered(name)
+    chosen = {
+        resolve([p for p in problems if p.phase == phase], backend=name, device="cpu").require().info.name
+        for phase in PHASES
+    }
+    if len(chosen) == 1:
+        return load_backend(*chosen, **options)
+    if options:
+        actual = f"{' and '.join(sorted(chosen))} sharing the work"
+        raise ArgumentError("--option", expected="one backend", actual=actual, hint="set options in dsv4attn.toml")
+    return select_backend(*problems, backend=name, device="cpu")
 
 
 def console() -> Console:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _positive = click.IntRange(min=1)
+_KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def _pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
@@ -36,7 +37,7 @@ def _pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) 
 @click.option(
     "--trace", metavar="FILE", help="Mooncake JSONL, or Azure or BurstGPT CSV.  [default: a small built-in one]"
 )
-@click.option("--backend", metavar="NAME", default="reference", show_default=True, help="Backend to run.")
+@click.option("--backend", metavar="NAME", help="Backend to run.  [default: as `dsv4attn explain` says]")
 @click.option("--option", "options", metavar="KEY=VALUE", multiple=True, callback=_pairs, help="Option of the backend.")
 @click.option("--layers", metavar="KINDS", help="Of swa,c4a,c128a.  [default: all that the model has]")
 @click.option("--cache", metavar="NAME", default="fp8_ds_mla", show_default=True, help="fp8_ds_mla, bf16 or fp32.")
@@ -72,7 +73,7 @@ def run(
     *,
     model: str,
     trace: str | None,
-    backend: str,
+    backend: str | None,
     options: dict[str, str],
     layers: str | None,
     cache: str,
@@ -94,11 +95,10 @@ def run(
     """
     from attrs import evolve
 
-    from dsv4attn.cli.common import console, geometry_of
+    from dsv4attn.cli.common import chosen_backend, console, geometry_of
     from dsv4attn.replay.engine import Replay, ReplayConfig
     from dsv4attn.replay.report import as_json as report_json
     from dsv4attn.replay.report import as_text
-    from dsv4attn.selection import load_backend
 
     geometry = geometry_of(model)
     config = ReplayConfig(
@@ -112,7 +112,10 @@ def run(
         seed=seed,
     )
     requests = _requests(trace, max_requests, max_tokens, seed)
-    replay = Replay(geometry, load_backend(backend, **options), requests, config)
+    facts: dict[str, object] = {"swa_page_size": block_size, "dtype": _KV_DTYPES.get(cache, "e4m3fn"), "lse": True}
+    facts["q_dtype"] = "float32" if cache == "fp32" else "bfloat16"
+    chosen = chosen_backend(backend, options, geometry, config.kinds or geometry.kinds, **facts)
+    replay = Replay(geometry, chosen, requests, config)
     with _progress_bar(replay.total_tokens, shown=not as_json) as progress:
         report = evolve(replay.run(progress), trace=trace or "generated", options=options)
     if as_json:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 from dsv4attn.config import Settings
@@ -66,7 +65,7 @@ def build(info: BackendInfo, options: Mapping[str, Any]) -> Backend:
 
 def _check_made(info: BackendInfo, made: Any) -> None:  # noqa: ANN401 - whatever a stranger's factory made
     """That it is a backend, as far as one can see."""
-    lacks = [name for name in _members() if not hasattr(made, name)]
+    lacks = [name for name in _MEMBERS if not hasattr(made, name)]
     if lacks:
         raise _broken(info, f"it made {type(made).__name__}, which lacks {', '.join(lacks)}")
     if not isinstance(made.forms, Forms):
@@ -77,8 +76,18 @@ def _broken(info: BackendInfo, why: str) -> BrokenBackendError:
     return BrokenBackendError(f"backend {info.name!r} is broken: {info.factory}: {why}")
 
 
-@cache
-def _members() -> tuple[str, ...]:
-    """Everything the contract asks of a backend."""
-    names = {*vars(Backend), *Backend.__annotations__}
-    return tuple(sorted(name for name in names if not name.startswith("_")))
+_MEMBERS = (
+    "decode",
+    "dequantize_and_gather_k_cache",
+    "forms",
+    "inv_rope_o_proj",
+    "name",
+    "prefill",
+    "qnorm_rope_kv_insert",
+    "quantize_and_insert_k_cache",
+    "scratch",
+    "scratch_bound",
+    "steps",
+    "transient_bytes",
+)
+"""What contract 1.0 asks of a backend. What later minor versions add has a default, so this list does not grow."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import attrs
 import torch
@@ -14,7 +15,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core import indices
 from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, PagedKeys, Phase
 from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.layout import Fp8Format, PagedKVCache
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.workspace import BufferSpec
 
 LN2 = 0.6931471805599453
@@ -262,11 +263,9 @@ class Careless(ReferenceBackend):
             kv.copy_(kernels.rotated(kv, positions, table))
 
     def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
-        if self.slip == "scale rounded down":
-            before = kernels.AMAX_FLOOR
-            kernels.AMAX_FLOOR = 1.0
-            super().quantize_and_insert_k_cache(k, cache, slot_mapping)
-            kernels.AMAX_FLOOR = before
+        if self.slip == "floor of a group at 1":
+            with mock.patch.object(KVCacheLayout, "amax_floor", 1.0):
+                super().quantize_and_insert_k_cache(k, cache, slot_mapping)
         elif self.slip == "-7 wraps around":
             super().quantize_and_insert_k_cache(k, cache, slot_mapping.where(slot_mapping >= -1, slot_mapping % 50))
         else:

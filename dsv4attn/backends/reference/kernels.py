@@ -15,10 +15,6 @@ from dsv4attn.core.contract import DenseIndices, GatheredKeys, PagedKeys, Ragged
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.rope import apply_rope
 
-AMAX_FLOOR = 1e-4
-"""Smallest group maximum the writer assumes, so that a group of zeros has a scale. vLLM's rule; FlashMLA's tests clamp
-the scale instead, which gives other bytes below 0.027 and reads the same."""
-
 LARGEST_EXPONENT = 254
 """Byte 255 is NaN in the E8M0 format."""
 
@@ -46,7 +42,7 @@ def quantize(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
     rounded = values.bfloat16().float()
     padded = torch.nn.functional.pad(rounded, (0, layout.num_groups * layout.group_size - layout.nope_dim))
     groups = padded.unflatten(-1, (layout.num_groups, layout.group_size))
-    amax = groups.abs().amax(-1).clamp(min=AMAX_FLOOR)
+    amax = groups.abs().amax(-1).clamp(min=layout.amax_floor)
     bits = (amax / layout.fp8_max).view(torch.int32)
     exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, LARGEST_EXPONENT)
     scaled = (groups * power_of_two(254 - exponent)[..., None]).clamp(-layout.fp8_max, layout.fp8_max)

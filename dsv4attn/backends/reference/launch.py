@@ -18,10 +18,10 @@ from dsv4attn.errors import UnknownNameError
 __all__ = ["ReferenceBackend"]
 
 
-FormT = TypeVar("FormT", IndexForm, KeyForm)
+AnyForm = TypeVar("AnyForm", IndexForm, KeyForm)
 
 
-def _form(kind: type[FormT], option: str, value: FormT | str) -> FormT:
+def _form(kind: type[AnyForm], option: str, value: AnyForm | str) -> AnyForm:
     try:
         return kind(value)
     except ValueError:
