@@ -91,10 +91,12 @@ def attend(
     attn_sink: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    max_logits: Tensor | None = None,
 ) -> None:
     """Call the backend with its own form of indices, and with scratch memory.
 
     q, out: [T, H, D]. sources: a cache for each of `rows`, or the key rows [S, D] for the only one. lse: [T, H] fp32.
+    max_logits: the same, only for backends whose forms have them.
     Scratch is the context's workspace if one is set, otherwise memory of this call alone: what the allocator does with
     it is right on every stream and in captured graphs.
     """
@@ -118,7 +120,7 @@ def attend(
         keys = GatheredKeys(sources, formed(rows[0], sources.shape[0]))
     else:
         keys = tuple(PagedKeys(c, formed(r, c.capacity)) for c, r in zip(sources, rows, strict=True))
-    call = AttentionCall(layer, q, keys, attn_sink, out, lse, views)
+    call = AttentionCall(layer, q, keys, attn_sink, out, lse, views, max_logits)
     (backend.decode if phase is Phase.DECODE else backend.prefill)(call)
 
 

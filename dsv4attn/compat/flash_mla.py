@@ -166,8 +166,8 @@ def flash_mla_sparse_fwd(
     topk_length: [s_q] int32 in 0 .. topk - leading columns that count.
     attn_sink: [h_q] fp32, as in `flash_mla_with_kvcache`. d_v must be 512.
     out: where to write, like q. backend: name of the one to use.
-    need_max_logits: no backend returns largest logits, so they are computed beside it, in plain torch: the selected
-       keys are read once more and multiplied with q in fp32. Engines that only use `out` say False.
+    need_max_logits: a backend that does not return largest logits leaves them to plain torch, which reads the selected
+       keys once more and multiplies them with q in fp32. Engines that only use `out` say False.
 
     Returns (out [s_q, h_q, 512] like q, max_logits [s_q, h_q] fp32, lse [s_q, h_q] fp32: natural log), the last two
     with the scale and without the sink. A query without keys gets zeros, -inf and +inf. max_logits is empty, [0, h_q],
@@ -184,13 +184,15 @@ def flash_mla_sparse_fwd(
     width, scale = rows.indices.shape[1], float(sm_scale)
     chosen, layer = plan(Phase.PREFILL, q.device, backend, q.shape[1], q.dtype, scale, sink is not None, 1, width)
     forms = chosen.forms
+    top = torch.empty_like(lse) if need_max_logits and forms.max_logits else None
     if forms.prefill_keys is KeyForm.PAGED:
-        attend(Phase.PREFILL, chosen, layer, q, [PagedKVCache(kv, _ROWS)], [rows], sink, out, lse)
+        attend(Phase.PREFILL, chosen, layer, q, [PagedKVCache(kv, _ROWS)], [rows], sink, out, lse, top)
     else:
         short = -width % forms.index_alignment
         padded = DenseIndices(torch.nn.functional.pad(rows.indices, (0, short), value=-1), rows.lens) if short else rows
-        attend(Phase.PREFILL, chosen, layer, q, keys, [padded], sink, out, lse)
-    top = largest_logits(q, keys, rows, scale) if need_max_logits else lse.new_empty((0, q.shape[1]))
+        attend(Phase.PREFILL, chosen, layer, q, keys, [padded], sink, out, lse, top)
+    if top is None:
+        top = largest_logits(q, keys, rows, scale) if need_max_logits else lse.new_empty((0, q.shape[1]))
     return out, top, _empty_is_plus_infinity(lse)
 
 

@@ -81,6 +81,8 @@ class Forms:
     prefill_keys: KeyForm = KeyForm.GATHERED
     index_alignment: int = 1
     """Columns of a combined index matrix are rounded up to this."""
+    max_logits: bool = False
+    """Whether `AttentionCall.max_logits` may be given; whoever wants them elsewhere computes them beside the call."""
 
 
 @frozen
@@ -134,7 +136,8 @@ class AttentionCall:
 
     q: [T, H, D] bf16 or fp32, normalised and rotated. keys: paged segments (window, then compressed if the layer has
     it), or gathered rows. attn_sink: [H] fp32 or None. out: [T, H, D] like q, written in full. lse: [T, H] fp32 or
-    None. scratch: the views this backend asked for.
+    None. scratch: the views this backend asked for. max_logits: [T, H] fp32 or None, the largest z of each row, -inf
+    for rows without keys; given only to backends whose forms say so.
     """
 
     layer: LayerGeometry
@@ -144,6 +147,7 @@ class AttentionCall:
     out: Tensor
     lse: Tensor | None
     scratch: Sequence[Tensor] = ()
+    max_logits: Tensor | None = None
 
 
 class IndexSteps(Protocol):

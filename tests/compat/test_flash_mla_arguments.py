@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 from dsv4attn.compat import direct, flash_mla
 from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from dsv4attn.errors import ArgumentError, UnsupportedError
+from dsv4attn.selection import load_backend
 from tests.compat.flash_mla_calls import S_Q, TOPK, B, H, cache_of, decode_args, prefill_args, random
 
 INT = torch.int32
@@ -140,10 +142,20 @@ def test_nothing_to_do_is_done() -> None:
     assert (out.shape, top.shape, lse.shape) == ((0, H, 512), (0, H), (0, H))
 
 
-def test_largest_logits_do_not_depend_on_tiles_and_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_logits_do_not_depend_on_who_computes_them_or_on_tiles_and_can_be_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     out, top, lse = flash_mla_sparse_fwd(**prefill_args())
+    backend = load_backend("reference")
+    monkeypatch.setattr(backend, "forms", evolve(backend.forms, max_logits=False))
+    monkeypatch.setattr(direct, "_backend", lambda _: backend)
+    direct.plan.cache_clear()
+    beside = flash_mla_sparse_fwd(**prefill_args())
     monkeypatch.setattr(direct, "TILE_BYTES", 2 * TOPK * (6 * 512 + 4 * H + 16))
     tiled = flash_mla_sparse_fwd(**prefill_args())
+    direct.plan.cache_clear()
+
+    torch.testing.assert_close(beside[1], top, rtol=1e-6, atol=0)
     without = flash_mla_sparse_fwd(**prefill_args(need_max_logits=False))
 
     torch.testing.assert_close(tiled[1], top, rtol=1e-6, atol=0)

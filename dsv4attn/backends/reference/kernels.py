@@ -135,6 +135,7 @@ def attend(
     attn_sink: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
+    max_logits: Tensor | None = None,
 ) -> None:
     """Attention of every row of q [T, H, D] over its own keys; keys are values.
 
@@ -145,11 +146,15 @@ def attend(
         k, present = read_gathered(keys, part) if isinstance(keys, GatheredKeys) else read_paged(keys, part)
         if not k.shape[1]:
             out[part] = 0
-            if lse is not None:
-                lse[part] = -torch.inf
+            for told in (lse, max_logits):
+                if told is not None:
+                    told[part] = -torch.inf
             continue
         z = torch.bmm(q[part].float(), k.mT).mul_(scale).masked_fill_(~present[:, None], -torch.inf)
-        top = z.amax(-1, keepdim=True).nan_to_num_(neginf=0.0, nan=torch.nan, posinf=torch.inf)
+        top = z.amax(-1, keepdim=True)
+        if max_logits is not None:
+            max_logits[part] = top.squeeze(-1)
+        top.nan_to_num_(neginf=0.0, nan=torch.nan, posinf=torch.inf)
         p = z.sub_(top).exp_()
         total = p.sum(-1, keepdim=True)
         row_lse = top + total.log()

@@ -47,6 +47,7 @@ class ReferenceBackend:
             _form(IndexForm, "decode_indices", decode_indices),
             _form(IndexForm, "prefill_indices", prefill_indices),
             _form(KeyForm, "prefill_keys", prefill_keys),
+            max_logits=True,
         )
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
@@ -96,7 +97,7 @@ class ReferenceBackend:
 
     def decode(self, call: AttentionCall) -> None:
         """See `contract.Backend`."""
-        kernels.attend(call.q, call.keys, call.layer.scale, call.attn_sink, call.out, call.lse)
+        kernels.attend(call.q, call.keys, call.layer.scale, call.attn_sink, call.out, call.lse, call.max_logits)
 
     def prefill(self, call: AttentionCall) -> None:
         """See `contract.Backend`. The reference has one attention for both phases."""
