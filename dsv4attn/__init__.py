@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dsv4attn.core.caches import LayerCaches
     from dsv4attn.core.context import set_forward_context
     from dsv4attn.core.contract import AttentionCall, Backend, BackendInfo
+    from dsv4attn.core.convert import check_compatible, convert_cache
     from dsv4attn.core.device import DeviceFacts
     from dsv4attn.core.forward import forward_mqa
     from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
@@ -61,6 +62,8 @@ __all__ = [
     "WorkspacePlan",
     "__version__",
     "apply_sink",
+    "check_compatible",
+    "convert_cache",
     "cos_sin_cache",
     "current_workspace_manager",
     "explain",
@@ -83,6 +86,7 @@ _MODULE_OF = {
         "core.caches": ("LayerCaches",),
         "core.context": ("set_forward_context",),
         "core.contract": ("AttentionCall", "Backend", "BackendInfo"),
+        "core.convert": ("check_compatible", "convert_cache"),
         "core.device": ("DeviceFacts",),
         "core.forward": ("forward_mqa",),
         "core.geometry": ("LayerGeometry", "LayerKind", "ModelGeometry"),

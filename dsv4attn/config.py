@@ -182,13 +182,17 @@ def _is_file(path: Path) -> bool:
 
 def _own_table(path: Path) -> dict[str, Any] | None:
     """All of a file of ours; of a pyproject.toml the part that is ours, if it has one."""
+    text = ""
     try:
-        table: Any = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        table: Any = tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), f"cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        line = re.search(r"at line (\d+)", str(error))
-        raise ConfigError(f"{path}{f':{line[1]}' if line else ''}", f"not valid TOML: {error}") from error
+        found = re.search(r"at line (\d+)", str(error))
+        # what is never closed is noticed at the end
+        line = found[1] if found else len(text.splitlines())
+        raise ConfigError(f"{path}:{line}", f"not valid TOML: {error}") from error
     if path.name == "pyproject.toml":
         tool = table.get("tool")
         table = tool.get("dsv4attn") if isinstance(tool, dict) else None

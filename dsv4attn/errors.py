@@ -78,10 +78,14 @@ class GeometryError(Dsv4AttnError, ValueError):
 class UnknownNameError(Dsv4AttnError, ValueError):
     """A backend, model or layer type of this name does not exist."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
-        """Name the kind of thing asked for, the name given, and the names that exist."""
+    def __init__(self, kind: str, name: str, known: Iterable[str], others: Iterable[str] = ()) -> None:
+        """Name the kind of thing asked for, the name given, and the names that exist.
+
+        others: a line for each thing that is left out, and could be the one that is meant.
+        """
         self.kind, self.name, self.known = kind, name, sorted(known)
-        super().__init__(f"unknown {kind} {name!r}{did_you_mean(name, self.known)} (known: {', '.join(self.known)})")
+        first = f"unknown {kind} {name!r}{did_you_mean(name, self.known)} (known: {', '.join(self.known)})"
+        super().__init__("\n  ".join([first, *others]))
 
 
 class WorkspaceError(Dsv4AttnError, RuntimeError):

@@ -26,8 +26,9 @@ __all__ = ["BUILT_IN", "STRANGE", "PluginFailure", "PluginRegistry", "Registered
 BUILT_IN = ("reference",)
 """Rooms under `dsv4attn.backends`, as strings: they are plugins like any other."""
 
-STRANGE = (Exception, SystemExit)
-"""What a stranger's code may raise without taking us with it. KeyboardInterrupt is the user's."""
+STRANGE = BaseException
+"""What a stranger's code may raise without taking us with it: a panic of a Rust extension is no `Exception`.
+KeyboardInterrupt is the user's, and passes everywhere."""
 
 _HOME = "dsv4attn"
 _HOOK = "dsv4attn_backends"
@@ -183,6 +184,8 @@ def first_line(error: BaseException) -> str:
     """Type and message of an exception on one line, whatever a stranger put into it."""
     try:
         text = str(error)
+    except KeyboardInterrupt:
+        raise
     except STRANGE:
         text = "<a message that cannot be printed>"
     return f"{type(error).__name__}: {(text.strip().splitlines() or ['(no message)'])[0]}"
@@ -201,6 +204,8 @@ def _offers(source: _Source, failures: list[PluginFailure]) -> list[BackendInfo]
         return [info for offered in results for info in _checked(source, offered, failures)]
     except _UnfitError as error:
         failures.append(source.failed(stage, str(error), error.cure, trace_of(error.__cause__)))
+    except KeyboardInterrupt:
+        raise
     except STRANGE as error:
         failures.append(source.failed(stage, first_line(error), trace=trace_of(error)))
     return []

@@ -205,6 +205,9 @@ def test_malformed_toml_names_file_and_line(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=rf"^{path}:2: not valid TOML: .*\(at line 2, column"):
         settings_of(tmp_path, 'backend = "acme"\nplugins = = 3')
+    for unclosed in ('plugins.deny = [\n"acme",\n', 'decode = "acme"\nbackend = """\nacme'):
+        with pytest.raises(ConfigError, match=rf"^{path}:[23]: not valid TOML: .* \(at end of document"):
+            settings_of(tmp_path, unclosed)
 
 
 @pytest.mark.parametrize(

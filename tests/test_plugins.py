@@ -74,6 +74,7 @@ BROKEN = {
     "import": ("raise ImportError('libacme.so: cannot open')", "", "load", "ImportError: libacme.so: cannot open"),
     "any error": ("1 / 0", "", "load", "ZeroDivisionError: division by zero"),
     "exit": ("import sys; sys.exit(3)", "", "load", "SystemExit: 3"),
+    "panic": ("class Panic(BaseException): pass\nraise Panic('rust')", "", "load", "Panic: rust"),
     "missing": ("", ":nothing", "load", "AttributeError"),
     "syntax": ("def f(:", "", "load", "SyntaxError"),
     "message": (

@@ -6,14 +6,16 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from contextlib import nullcontext, redirect_stdout
+from contextvars import ContextVar
+from typing import Any, NoReturn, TextIO
 
 import click
 
 from dsv4attn import __version__
 from dsv4attn.errors import Dsv4AttnError, did_you_mean
 
-__all__ = ["main"]
+__all__ = ["main", "print_json"]
 
 _COMMANDS = {
     "backends": ("dsv4attn.cli.backends:backends", "List the backends, and which of them run on this machine."),
@@ -28,6 +30,14 @@ _COMMANDS = {
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 """Exit codes. FAILED: a check failed, or something broke that should not."""
+
+_stdout: ContextVar[TextIO | None] = ContextVar("stdout", default=None)
+"""Where the object of `--json` goes."""
+
+
+def print_json(told: object) -> None:
+    """Print the one object of `--json`. What anybody else prints meanwhile, such as a plugin, goes to stderr."""
+    click.echo(json.dumps(told, allow_nan=False), file=_stdout.get())
 
 
 class _Commands(click.Group):
@@ -63,8 +73,10 @@ class _Commands(click.Group):
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> NoReturn:  # noqa: ANN401 - click's own
         args = list(sys.argv[1:] if args is None else args)
         as_json = "--json" in args
+        _stdout.set(sys.stdout)
         try:
-            code = super().main(args, *rest, **{**options, "standalone_mode": False})
+            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+                code = super().main(args, *rest, **{**options, "standalone_mode": False})
         except click.ClickException as error:
             if as_json:
                 _print_error(error, error.format_message())
@@ -79,7 +91,7 @@ class _Commands(click.Group):
             code = BAD_INPUT
         except (click.Abort, KeyboardInterrupt):
             if as_json:
-                click.echo(json.dumps({"ok": False, "interrupted": True}))
+                print_json({"ok": False, "interrupted": True})
             else:
                 click.echo("interrupted", err=True)
             code = INTERRUPTED
@@ -91,7 +103,7 @@ class _Commands(click.Group):
 
 
 def _print_error(error: Exception, message: str) -> None:
-    click.echo(json.dumps({"ok": False, "error": {"type": type(error).__name__, "message": message}}))
+    print_json({"ok": False, "error": {"type": type(error).__name__, "message": message}})
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from dsv4attn.cli import print_json
 from dsv4attn.cli.common import console, device_json, grid, reason_json
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def backends(*, as_json: bool) -> None:
         asked = {phase: settings.request(phase).value for phase in phases}
         chosen = {phase: s.chosen.info.name if s.chosen else None for phase, s in phases.items()}
         facts = {"device": device_json(device), "request": asked, "automatic": chosen}
-        click.echo(json.dumps({"ok": True, **facts, "backends": found}))
+        print_json({"ok": True, **facts, "backends": found})
         return
     requests = {phase: settings.request(phase) for phase in phases}
     wanted = merged({phase: f"{asked.value}  ({asked.source})" for phase, asked in requests.items()})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 import torch
 from rich import box
@@ -13,6 +11,7 @@ from rich.table import Table
 from dsv4attn.bench.measure import Measurement, measure
 from dsv4attn.bench.overhead import overhead
 from dsv4attn.bench.problem import make_problem
+from dsv4attn.cli import print_json
 from dsv4attn.cli.common import chosen_backend, geometry_of
 
 
@@ -43,11 +42,7 @@ def bench(
         rows = [m.as_json() for m in measured]
         host = [share.as_json() for share in shares]
         facts = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-        click.echo(
-            json.dumps(
-                {"ok": True, "backend": chosen.name, "model": geometry.name, **facts, "results": rows, "host": host}
-            )
-        )
+        print_json({"ok": True, "backend": chosen.name, "model": geometry.name, **facts, "results": rows, "host": host})
         return
     Console().print(_table(measured, f"{chosen.name}, {geometry.name}, {geometry.num_heads} heads", rounds))
     for share in shares:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dsv4attn.cli import FAILED, OK
+from dsv4attn.cli import FAILED, OK, print_json
 from dsv4attn.cli.common import console, grid
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def conform(
     if target:
         written(target, json.dumps(told, indent=1, allow_nan=False) + "\n")
     if as_json:
-        click.echo(json.dumps(told, allow_nan=False))
+        print_json(told)
     else:
         _show(certificate, target)
     ctx.exit(OK if certificate.ok else FAILED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import traceback
@@ -13,7 +12,7 @@ import click
 from attrs import asdict, define, field, frozen
 
 from dsv4attn import __version__
-from dsv4attn.cli import FAILED, OK
+from dsv4attn.cli import FAILED, OK, print_json
 from dsv4attn.cli.backends import automatic, merged
 from dsv4attn.cli.common import console, device_json, failure_json, grid
 
@@ -68,7 +67,7 @@ def doctor(ctx: click.Context, *, as_json: bool) -> None:
     """
     report = _examine()
     if as_json:
-        click.echo(json.dumps(_as_json(report)))
+        print_json(_as_json(report))
     else:
         _show(report)
     ctx.exit(FAILED if report.problems else OK)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dsv4attn.cli import FAILED, OK
+from dsv4attn.cli import FAILED, OK, print_json
 from dsv4attn.cli.common import console, device_json, failure_json, geometry_of, grid, reason_json
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def explain(
     )
     selection = explained(problem, backend=backend, device=_device(device))
     if as_json:
-        click.echo(json.dumps(_as_json(selection)))
+        print_json(_as_json(selection))
     else:
         _show(selection)
     ctx.exit(FAILED if selection.chosen is None else OK)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import click
 
-from dsv4attn.cli import FAILED, OK
+from dsv4attn.cli import FAILED, OK, print_json
 from dsv4attn.cli.common import console, grid
 from dsv4attn.cli.conform import grouped, progress_bar, target_file, written
 
@@ -64,7 +63,7 @@ def parity(
 
         written(page, as_html(result))
     if as_json:
-        click.echo(json.dumps(result.as_json(), allow_nan=False))
+        print_json(result.as_json())
     else:
         _show(result, page)
     ctx.exit(OK if result.ok else FAILED)

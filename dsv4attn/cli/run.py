@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
-from dsv4attn.cli import FAILED, INTERRUPTED, OK
+from dsv4attn.cli import FAILED, INTERRUPTED, OK, print_json
 
 if TYPE_CHECKING:
     from dsv4attn.core.geometry import LayerKind
@@ -119,7 +118,7 @@ def run(
     with _progress_bar(replay.total_tokens, shown=not as_json) as progress:
         report = evolve(replay.run(progress), trace=trace or "generated", options=options)
     if as_json:
-        click.echo(json.dumps(report_json(report), allow_nan=False))
+        print_json(report_json(report))
     else:
         console().print(as_text(report))
     ctx.exit(INTERRUPTED if report.interrupted else OK if report.ok else FAILED)

@@ -48,8 +48,9 @@ class MetadataBuilder:
 
     geometry, limits: what batches can be. swa_block_size: records per block of the window cache.
     compressed_block_tokens: tokens a block of a compressed cache stands for. num_swa_blocks, num_compressed_blocks:
-    sizes of the caches, if out-of-range blocks and slots shall be found. validate: check tensor values; by default
-    only where that costs no synchronisation, on the CPU. short_prefills: see `split_decodes_and_prefills`.
+    sizes of the caches; without them only negative blocks are found, and what lies past a cache is silently absent.
+    validate: check tensor values; by default only where that costs no synchronisation, on the CPU. short_prefills: see
+    `split_decodes_and_prefills`.
     """
 
     def __init__(
@@ -105,6 +106,8 @@ class MetadataBuilder:
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split
         tokens, window = num_decode_tokens + num_prefill_tokens, self.geometry.window
         self._check_table("block_table", batch.block_table, query_lens, seq_lens, self.swa_block_size)
+        if self.validate:
+            self._check_copies(batch, query_lens)
 
         request = indices.token_to_req_indices(batch.query_start_loc, tokens)
         position = indices.positions_of(batch.query_start_loc, batch.seq_lens, request)
@@ -113,7 +116,7 @@ class MetadataBuilder:
         valid[:known] = batch.slot_mapping[:known] >= 0
         slots, lens = indices.window_indices(position, valid, request, batch.block_table, self.swa_block_size, window)
         if self.validate:
-            self._check_slots(batch, slots, lens, request)
+            self._check_slots(batch, slots, lens, request, position + 1 - lens)
 
         self._token_to_req[:tokens].copy_(request)
         self._is_valid[:tokens].copy_(valid)
@@ -278,18 +281,32 @@ class MetadataBuilder:
                     hint="widen the block table",
                 )
 
-    def _check_slots(self, batch: Batch, slots: Tensor, lens: Tensor, request: Tensor) -> None:
+    @staticmethod
+    def _check_copies(batch: Batch, query_lens: list[int]) -> None:
+        """Find lengths on the device that the host does not know of."""
+        starts, known = batch.query_start_loc.tolist(), batch.query_start_loc_cpu.tolist()
+        if starts != known:
+            raise ArgumentError("query_start_loc", expected=f"what query_start_loc_cpu holds, {known}", actual=starts)
+        lens, bounds = batch.seq_lens.tolist(), batch.seq_lens_cpu.tolist()
+        for i, (query_len, seq_len, bound) in enumerate(zip(query_lens, lens, bounds, strict=True)):
+            if not query_len <= seq_len <= bound:
+                expected = f"{query_len} (its query tokens) to {bound} (seq_lens_cpu)"
+                raise ArgumentError(f"seq_lens[{i}]", expected=expected, actual=seq_len)
+
+    def _check_slots(self, batch: Batch, slots: Tensor, lens: Tensor, request: Tensor, first: Tensor) -> None:
         """Find dead blocks under a window and slots outside the cache."""
         capacity = None if self.num_swa_blocks is None else self.num_swa_blocks * self.swa_block_size
         columns = torch.arange(slots.shape[1], device=slots.device)
         wrong = (slots < 0) if capacity is None else (slots < 0) | (slots >= capacity)
-        wrong = (wrong & (columns < lens[:, None])).any(1)
+        wrong &= columns < lens[:, None]
         if bool(wrong.any()):
-            i = int(request[wrong.nonzero()[0]])
+            token, column = wrong.nonzero()[0].tolist()
+            i, position = int(request[token]), int(first[token]) + column
+            column, bound = position // self.swa_block_size, _bound(self.num_swa_blocks)
             raise ArgumentError(
-                f"block_table[{i}]",
-                expected=f"blocks in [0, {self.num_swa_blocks or 'num_blocks'}) under the window of request {i}",
-                actual=batch.block_table[i].tolist(),
+                f"block_table[{i}, {column}]",
+                expected=f"a block in [0, {bound}) for position {position}, which a query can see",
+                actual=int(batch.block_table[i, column]),
             )
         if capacity is not None and bool((batch.slot_mapping >= capacity).any()):
             t = int((batch.slot_mapping >= capacity).nonzero()[0])
@@ -303,12 +320,16 @@ class MetadataBuilder:
         """Find blocks outside a compressed cache among those that hold visible entries."""
         for i, (query_len, count) in enumerate(zip(query_lens, entries, strict=True)):
             used = table[i, : -(-count // records)] if query_len else table[i, :0]
-            wrong = (
-                used < 0 if self.num_compressed_blocks is None else (used < 0) | (used >= self.num_compressed_blocks)
-            )
+            bound = self.num_compressed_blocks
+            wrong = (used < 0) if bound is None else (used < 0) | (used >= bound)
             if bool(wrong.any()):
+                j = int(wrong.nonzero()[0])
                 raise ArgumentError(
-                    f"compressed_block_table[{i}]",
-                    expected=f"blocks in [0, {self.num_compressed_blocks or 'num_blocks'}) for {count} entries",
-                    actual=used.tolist(),
+                    f"compressed_block_table[{i}, {j}]",
+                    expected=f"a block in [0, {_bound(bound)}) for entries {j * records} and on",
+                    actual=int(used[j]),
                 )
+
+
+def _bound(num_blocks: int | None) -> int | str:
+    return "num_blocks" if num_blocks is None else num_blocks

@@ -13,7 +13,7 @@ from dsv4attn.core.metadata import AttentionMetadata, FlashMLASparseMetadata
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
-__all__ = ["check_cache", "check_call", "check_compressed", "check_insert", "check_same_device"]
+__all__ = ["check_cache", "check_call", "check_compressed", "check_insert", "check_projection", "check_same_device"]
 
 _Q_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -30,6 +30,9 @@ def check_call(
     lse: Tensor | None,
 ) -> None:
     """Raise ArgumentError or LayoutMismatchError unless the arguments of `forward_mqa` fit each other."""
+    for name, value, wanted in (("caches", caches, LayerCaches), ("metadata", metadata, AttentionMetadata)):
+        if not isinstance(value, wanted) and (value is not None or name != "metadata"):
+            raise ArgumentError(name, expected=wanted.__name__, actual=type(value).__name__)
     letters = {"H": layer.num_heads, "D": layer.head_dim}
     check_tensor("q", q, "T H D", _Q_DTYPES, letters)
     check_tensor("out", out, "T H D", q.dtype, letters)
@@ -140,7 +143,13 @@ def check_metadata(
 
 
 def check_insert(
-    q: Tensor, kv: Tensor, positions: Tensor, slot_mapping: Tensor, cache: PagedKVCache, layer: LayerGeometry
+    q: Tensor,
+    kv: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    cos_sin_cache: Tensor,
+    cache: PagedKVCache,
+    layer: LayerGeometry,
 ) -> None:
     """Raise ArgumentError unless the arguments of the q-norm + RoPE + KV insert step fit each other."""
     letters = {"H": layer.num_heads, "D": layer.head_dim}
@@ -148,10 +157,33 @@ def check_insert(
     check_tensor("kv", kv, "T D", _Q_DTYPES, letters)
     check_tensor("positions", positions, "T", torch.int64, letters)
     check_tensor("slot_mapping", slot_mapping, "_", torch.int64, letters)
+    check_tensor("cos_sin_cache", cos_sin_cache, f"_ {layer.rope_dim}", torch.float32, {})
     check_cache("cache", cache, layer)
-    check_same_device(q, kv=kv, positions=positions, slot_mapping=slot_mapping, cache=cache.tensor)
+    tensors = {"kv": kv, "positions": positions, "slot_mapping": slot_mapping, "cos_sin_cache": cos_sin_cache}
+    check_same_device(q, **tensors, cache=cache.tensor)
     # a host value on the CPU costs nothing; elsewhere reading it would synchronise, and such slots are skipped
+    if positions.device.type == "cpu" and positions.numel():
+        low, high = (int(bound) for bound in positions.aminmax())
+        if low < 0 or high >= cos_sin_cache.shape[0]:
+            expected = f"values in [0, {cos_sin_cache.shape[0]}), the rows of cos_sin_cache, in padding rows too"
+            raise ArgumentError("positions", expected=expected, actual=low if low < 0 else high)
     largest = int(slot_mapping.max()) if slot_mapping.device.type == "cpu" and slot_mapping.numel() else -1
     if largest >= cache.capacity:
         expected = f"slots below the cache's {cache.capacity}, negative for padding"
         raise ArgumentError("slot_mapping", expected=expected, actual=largest)
+
+
+def check_projection(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, num_groups: int, layer: LayerGeometry
+) -> None:
+    """Raise ArgumentError unless the arguments of the output projection fit each other."""
+    letters = {"H": layer.num_heads, "D": layer.head_dim}
+    check_tensor("o", o, "T H D", _Q_DTYPES, letters)
+    check_tensor("positions", positions, "T", torch.int64, letters)
+    if num_groups < 1 or layer.num_heads % num_groups:
+        raise ArgumentError("num_groups", expected=f"a divisor of {layer.num_heads} heads", actual=num_groups)
+    width = layer.num_heads // num_groups * layer.head_dim
+    if wo_a.ndim != 2 or wo_a.shape[0] % num_groups or wo_a.shape[1] != width:
+        expected = f"[{num_groups} * rank, {width}], a matrix for each group of heads"
+        raise ArgumentError("wo_a", expected=expected, actual=list(wo_a.shape))
+    check_same_device(o, positions=positions, cos_sin_cache=cos_sin_cache, wo_a=wo_a)

@@ -260,6 +260,9 @@ def _from_fields(fields: dict[str, Any], name: str) -> ModelGeometry:
             raise GeometryError(f"{name}: field {key!r}: expected a positive integer, got {value!r}")
         return value
 
+    model_type = fields.get("model_type", "deepseek_v4")
+    if not isinstance(model_type, str) or not model_type.startswith("deepseek_v4"):
+        raise GeometryError(f"{name}: field 'model_type': expected 'deepseek_v4', got {model_type!r}")
     head_dim = need("head_dim")
     if fields.get("qk_rope_head_dim") is not None:
         rope_dim = need("qk_rope_head_dim")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.checks import check_cache, check_compressed, check_insert
+from dsv4attn.core.checks import check_cache, check_compressed, check_insert, check_projection
 from dsv4attn.core.context import get_forward_context
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.forward import forward_mqa
@@ -109,6 +109,7 @@ class DeepseekV4MLAAttention:
 
     def o_proj(self, o: Tensor, positions: Tensor, wo_a: Tensor, num_groups: int) -> Tensor:
         """Undo the rotation of o [T', H, D] and project each group: wo_a [G * rank, H / G * D] -> [T', G, rank]."""
+        check_projection(o, positions, self.cos_sin_cache, wo_a, num_groups, self.geometry)
         return self.backend.inv_rope_o_proj(o, positions, self.cos_sin_cache, wo_a, num_groups)
 
     def _step(self) -> tuple[LayerCaches, AttentionMetadata | None]:
@@ -122,7 +123,7 @@ class DeepseekV4MLAAttention:
         if metadata is None:
             return
         slots = metadata.swa.slot_mapping
-        check_insert(q, kv, positions, slots, caches.swa, self.geometry)
+        check_insert(q, kv, positions, slots, self.cos_sin_cache, caches.swa, self.geometry)
         self.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, self.cos_sin_cache, self.geometry.eps)
 
     def _forward(self, q: Tensor, output: Tensor) -> None:

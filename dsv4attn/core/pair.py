@@ -31,7 +31,8 @@ class PhasedBackend:
         """Combine two backends for the same device."""
         self._decode, self._prefill = decode, prefill
         self.name = f"{decode.name}+{prefill.name}"
-        self.forms = evolve(prefill.forms, decode_indices=decode.forms.decode_indices)
+        both = prefill.forms.max_logits and decode.forms.max_logits
+        self.forms = evolve(prefill.forms, decode_indices=decode.forms.decode_indices, max_logits=both)
         self.steps = decode.steps
 
     def of(self, phase: Phase) -> Backend:

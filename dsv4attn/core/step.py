@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from attrs import field, frozen
+from attrs import define, field
 from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
@@ -34,7 +34,7 @@ __all__ = ["Step"]
 _INT = torch.int32
 
 
-@frozen(eq=False)
+@define(eq=False)  # not frozen: a frozen class takes twice as long to make, and one is made in every call
 class Step:
     """The arguments of one `forward_mqa`, so that its phases read like sentences."""
 

@@ -99,7 +99,8 @@ def _parse_mooncake(text: str) -> Row:
     try:
         record = json.loads(text)
     except json.JSONDecodeError as error:
-        raise BadLineError(f"truncated or malformed JSON: {error.msg} at column {error.colno}") from None
+        what = error.msg.removesuffix(" at")
+        raise BadLineError(f"truncated or malformed JSON: {what} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
         raise BadLineError(f"malformed JSON: {error}") from None
     if not isinstance(record, dict):

@@ -168,7 +168,10 @@ def as_json(report: Report) -> dict[str, Any]:
         if layer.check is not None:
             values["check"]["ok"] = layer.check.ok
             worst = values["check"]["worst"]
-            worst |= {name: value if math.isfinite(value) else None for name, value in worst.items()}
+            if not layer.check.rows:
+                values["check"]["ok"] = None  # nothing was checked
+            known = layer.check.rows and math.isfinite
+            worst |= {name: value if known and known(value) else None for name, value in worst.items()}
     return plain
 
 

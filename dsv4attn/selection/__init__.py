@@ -153,7 +153,7 @@ def registered(name: str) -> Registered:
         failed = [failure.summary for failure in registry.failures if failure.plugin == name]
         if failed:
             raise NoBackendError(f"backend {name!r} cannot be used: {'; '.join(failed)}")
-        raise UnknownNameError("backend", name, registry.backends)
+        raise UnknownNameError("backend", name, registry.backends, map(str, registry.failures))
     return registry.backends[name]
 
 

@@ -155,6 +155,8 @@ def _ask(
         for problem in problems:
             # one line each, even if several problems have the same
             reasons.update(dict.fromkeys(_said(info.support(device, problem))))
+    except KeyboardInterrupt:
+        raise
     except STRANGE as error:
         note = f"its support raised {first_line(error)}"
         return Candidate(info.name, one.owner, "broken", tuple(reasons), note, cause=error)

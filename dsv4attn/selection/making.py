@@ -50,7 +50,7 @@ def build(info: BackendInfo, options: Mapping[str, Any]) -> Backend:
     try:
         made = getattr(importlib.import_module(module), factory)(**options)
         _check_made(info, made)
-    except Dsv4AttnError:
+    except (Dsv4AttnError, KeyboardInterrupt):
         raise
     except STRANGE as error:
         if options and isinstance(error, (TypeError, ValueError)):

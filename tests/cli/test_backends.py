@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from dsv4attn.cli import main
 from tests.cli.machine import Machine, machine, plugin
 
 
@@ -113,6 +117,15 @@ def test_a_configuration_that_cannot_be_meant_is_code_2(here: Machine, environ: 
 
 
 @pytest.mark.parametrize("command", ["backends", "explain", "doctor"])
+def test_what_a_plugin_prints_is_no_part_of_the_object(here: Machine, command: str) -> None:
+    here.shelf.install("dsv4attn-acme", "print('Acme (c) 2026')\n" + plugin(support="print('asked'); return []"))
+    result = CliRunner().invoke(main, [command, "--json"])
+
+    assert next(iter(json.loads(result.stdout))) == "ok"
+    assert {"Acme (c) 2026", "asked"} <= {*result.stderr.splitlines()}
+
+
+@pytest.mark.parametrize("command", ["backends", "explain", "doctor"])
 def test_torch_is_not_imported_on_a_machine_without_accelerators(tmp_path: Path, command: str) -> None:
     code = f"""
 import pathlib, sys
@@ -129,6 +142,16 @@ print(sorted({{"torch", "triton", "numpy"}} & {{*sys.modules}}))
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_it_answers_in_under_a_second() -> None:
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "dsv4attn", "backends"], capture_output=True, check=True)
+        seconds.append(time.perf_counter() - start)
+
+    assert min(seconds) < 1, f"best of {seconds}"
 
 
 def test_the_help_says_what_the_states_and_exit_codes_mean(here: Machine) -> None:

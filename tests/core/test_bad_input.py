@@ -287,6 +287,12 @@ def test_metadata_for_another_window_is_refused(kind: LayerKind) -> None:
     )
 
 
+def test_what_is_not_caches_or_metadata_is_refused() -> None:
+    refused(SWA, ArgumentError, "^metadata: expected AttentionMetadata, got dict", metadata={})
+    with pytest.raises(ArgumentError, match=r"^caches: expected LayerCaches, got PagedKVCache"):
+        forward_mqa(**{**good(SWA), "caches": good(SWA)["caches"].swa})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("limits", "said"),

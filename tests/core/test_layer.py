@@ -99,6 +99,29 @@ def bound(kind: LayerKind, prefix: str = "model.layers.0.attn", seed: int = 0) -
     return Bound(layer, metadata, q, kv, positions)
 
 
+@pytest.mark.parametrize(
+    ("position", "table", "said"),
+    [
+        (512, None, r"positions: expected values in \[0, 512\), the rows of cos_sin_cache, .*, got 512"),
+        (-1, None, r"positions: expected values in \[0, 512\), .*, got -1"),
+        (0, torch.zeros(512, 4), r"cos_sin_cache: expected \[_, 8\] float32, got \[512, 4\] float32"),
+        (0, torch.zeros(512, 8).bfloat16(), r"cos_sin_cache: expected \[_, 8\] float32, got \[512, 8\] bfloat16"),
+    ],
+)
+def test_positions_and_tables_that_do_not_fit_are_refused_before_any_write(
+    position: int, table: Tensor | None, said: str
+) -> None:
+    case = bound(LayerKind.SWA)
+    case.layer.cos_sin_cache = case.layer.cos_sin_cache if table is None else table
+    assert case.layer.caches is not None
+    case.positions[-1], q, cache = position, case.q.clone(), case.layer.caches.swa.tensor
+    before = cache.clone()
+    with set_forward_context(case.metadata), pytest.raises(ArgumentError, match=f"^{said}"):
+        case.layer.fused_qnorm_rope_kv_insert(q, case.kv, case.positions)
+    assert torch.equal(q, case.q)
+    assert torch.equal(cache, before)
+
+
 @pytest.mark.parametrize("kind", LayerKind)
 def test_the_bound_layer_computes_what_the_plain_function_computes(kind: LayerKind) -> None:
     case = bound(kind)
@@ -278,3 +301,17 @@ def test_o_proj_is_the_backends_projection_with_the_layers_table() -> None:
     out, weight = case.run(), torch.randn(2 * 16, 64)
     expected = case.layer.backend.inv_rope_o_proj(out, case.positions, case.layer.cos_sin_cache, weight, 2)
     assert torch.equal(expected, case.layer.o_proj(out, case.positions, weight, 2))
+
+
+def test_o_proj_names_what_does_not_fit() -> None:
+    case = bound(LayerKind.SWA)
+    good = {"o": case.q, "positions": case.positions, "wo_a": torch.randn(32, 64), "num_groups": 2}
+    for name, wrong in (
+        ("o", case.q[:, :2]),
+        ("positions", case.positions.int()),
+        ("wo_a", torch.randn(32, 32)),
+        ("wo_a", torch.randn(33, 64)),
+        ("num_groups", 3),
+    ):
+        with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+            case.layer.o_proj(**{**good, name: wrong})  # type: ignore[arg-type]

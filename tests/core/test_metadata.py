@@ -233,6 +233,18 @@ BAD_BATCHES: list[tuple[Callable[[], Batch], str]] = [
         r"query_start_loc: expected ascending values that begin with 0, got \[1, 2, 4\]",
     ),
     (
+        lambda: batch([1, 2], [9, 9], query_start_loc=torch.tensor([0, 2, 3], dtype=I32)),
+        r"query_start_loc: expected what query_start_loc_cpu holds, \[0, 1, 3\], got \[0, 2, 3\]",
+    ),
+    (
+        lambda: batch([1, 2], [9, 9], seq_lens=torch.tensor([9, 10], dtype=I32)),
+        r"seq_lens\[1\]: expected 2 \(its query tokens\) to 9 \(seq_lens_cpu\), got 10",
+    ),
+    (
+        lambda: batch([1, 2], [9, 9], seq_lens=torch.tensor([9, 1], dtype=I32)),
+        r"seq_lens\[1\]: expected 2 \(its query tokens\) to 9 \(seq_lens_cpu\), got 1",
+    ),
+    (
         lambda: batch([1, 9], [40, 9], block_table=GOOD.block_table[:2, :9]),
         "block_table: expected at least 10 columns for the 40 records of request 0, got 9 columns of 4 records",
     ),
@@ -247,11 +259,11 @@ BAD_BATCHES: list[tuple[Callable[[], Batch], str]] = [
     (lambda: batch([1, 9], [40, 9], compressed_block_table=None), r"Batch\.compressed_block_table: expected a table"),
     (
         lambda: batch([1, 9], [40, 64], compressed_block_table=torch.tensor([[0, -1], [2, 3]], dtype=I32)),
-        r"compressed_block_table\[0\]: expected blocks in \[0, 48\) for 10 entries, got \[0, -1\]",
+        r"compressed_block_table\[0, 1\]: expected a block in \[0, 48\) for entries 8 and on, got -1",
     ),
     (
         lambda: batch([1, 9], [40, 64], compressed_block_table=torch.tensor([[0, 1], [2, 48]], dtype=I32)),
-        r"compressed_block_table\[1\]: expected blocks in \[0, 48\) for 16 entries, got \[2, 48\]",
+        r"compressed_block_table\[1, 1\]: expected a block in \[0, 48\) for entries 8 and on, got 48",
     ),
 ]
 
@@ -265,7 +277,7 @@ def test_a_batch_that_cannot_be_is_refused_before_any_buffer_is_written(make: Ca
 @pytest.mark.parametrize("block", [-1, 6 * 64, 2**31 - 1, 2**30, 2**26, -(2**31)])
 def test_a_block_outside_the_cache_under_a_window_is_refused(at: tuple[int, int], block: int) -> None:
     table = spoiled(GOOD.block_table, at, block)
-    said = rf"block_table\[{at[0]}\]: expected blocks in \[0, 384\) under the window of request {at[0]}, got \["
+    said = rf"block_table\[{at[0]}, {at[1]}\]: expected a block in \[0, 384\) for position \d+, .*, got {block}$"
 
     refused(builder(), lambda: batch([1, 2, 9], [40, 5, 29], block_table=table), said)
 
@@ -313,7 +325,7 @@ def test_without_cache_sizes_only_impossible_blocks_are_found() -> None:
 
     assert build.build(batch([1, 2, 9], [40, 5, 29], block_table=far)).num_actual_tokens == 12
     gone = spoiled(GOOD.block_table, (0, 9), -1)
-    refused(build, lambda: batch([1, 2, 9], [40, 5, 29], block_table=gone), r"block_table\[0\]: .*\[0, num_blocks\)")
+    refused(build, lambda: batch([1, 2, 9], [40, 5, 29], block_table=gone), r"block_table\[0, 9\]: .*\[0, num_blocks\)")
 
 
 def test_without_validation_a_block_that_cannot_be_becomes_an_absent_slot() -> None:

@@ -132,3 +132,12 @@ def test_a_mixed_batch_on_a_pair_equals_the_oracle(kind: LayerKind) -> None:
 
     assert {("decode", "decode"), ("prefill", "prefill"), ("prefill", "dequantize_and_gather_k_cache")} <= {*log}
     assert ("decode", "prefill") not in log
+
+
+@pytest.mark.parametrize(("decode", "prefill"), [(False, False), (False, True), (True, False), (True, True)])
+def test_largest_logits_are_told_if_both_tell_them(*, decode: bool, prefill: bool) -> None:
+    backends = ReferenceBackend(), ReferenceBackend()
+    for backend, told in zip(backends, (decode, prefill), strict=True):
+        backend.forms = Forms(max_logits=told)
+
+    assert PhasedBackend(*backends).forms.max_logits is (decode and prefill)

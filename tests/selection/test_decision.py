@@ -272,6 +272,17 @@ def test_an_empty_list_or_tuple_is_a_yes(answer: Any) -> None:
     assert choose(CPU, backend("acme", "cpu", support=lambda _d, _p: answer)).chosen is not None
 
 
+@pytest.mark.parametrize("raised", [SystemExit(3), GeneratorExit(), type("Panic", (BaseException,), {})("rust")])
+def test_whatever_support_raises_is_its_own(raised: BaseException) -> None:
+    def panic(_device: DeviceFacts, _problem: Problem) -> Sequence[Reason]:
+        raise raised
+
+    selection = choose(CPU, backend("acme", "cpu", support=panic))
+
+    assert selection.chosen is REFERENCE
+    assert selection.trace[0].state == "broken"
+
+
 def test_ctrl_c_in_support_is_the_users() -> None:
     def stop(_device: DeviceFacts, _problem: Problem) -> Sequence[Reason]:
         raise KeyboardInterrupt

@@ -16,7 +16,7 @@ from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import ModelGeometry
 from dsv4attn.core.pair import PhasedBackend
 from dsv4attn.core.problem import Problem
-from dsv4attn.errors import ArgumentError, BrokenBackendError, ConfigError, NoBackendError
+from dsv4attn.errors import ArgumentError, BrokenBackendError, ConfigError, NoBackendError, UnknownNameError
 from dsv4attn.selection import build, load_backend, select_backend
 from tests.wheels import Shelf, plugin
 
@@ -65,7 +65,7 @@ def test_two_phases_with_two_backends_are_one_backend(shelf: Shelf, monkeypatch:
     pair = select_backend(*PREFILL, *DECODE, backend="decode=acme,prefill=reference")
 
     assert isinstance(pair, PhasedBackend)
-    assert pair.forms == Forms(IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED)
+    assert pair.forms == Forms(IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED, max_logits=True)
     monkeypatch.setenv("DSV4ATTN_BACKEND", "acme")
     assert isinstance(select_backend(*PREFILL, *DECODE), ReferenceBackend)
 
@@ -139,6 +139,7 @@ def test_a_value_the_factory_cannot_take_is_an_argument_error(shelf: Shelf) -> N
         ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
         ("raise ImportError('libacme.so')", "ImportError: libacme.so"),
         ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise type('Panic', (BaseException,), {})('rust')", "Panic: rust"),
         ("int('x')", "ValueError: invalid literal"),
         ("return None", "it made NoneType, which lacks decode, dequantize_and_gather_k_cache, "),
         ("return make", "it made function, which lacks decode, "),
@@ -191,3 +192,21 @@ def test_a_plugin_that_failed_is_not_loaded_by_name_either(shelf: Shelf) -> None
         NoBackendError, match=r"^backend 'acme' cannot be used: failed to load: ImportError: libacme.so"
     ):
         load_backend("acme")
+
+
+def test_an_unknown_name_is_answered_with_every_plugin_that_is_left_out(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf.install("dsv4attn-acme", plugin("acme-2"))
+    shelf.install("zinc-kernels", "raise ImportError('libzinc.so')")
+    monkeypatch.setenv("DSV4ATTN_PLUGINS_DENY", "dsv4attn-acme")
+
+    with pytest.raises(UnknownNameError) as caught:
+        load_backend("acme-2")
+
+    first, *others = str(caught.value).splitlines()
+    assert first == "unknown backend 'acme-2' (known: reference)"
+    assert [line.partition(":")[0] for line in others] == [
+        "  acme not loaded",
+        "  kernels failed to load",
+    ]
