@@ -310,3 +310,13 @@ def test_packages_of_a_device_that_is_only_described_are_taken_to_be_there() -> 
     assert explain(DECODE, device=SM90, settings=Settings(), registry=registry).chosen is not None
     here = explain(DECODE, device="cpu", backend="acme", settings=Settings(), registry=registry)
     assert [reason.code for reason in here.trace[0].reasons] == ["PACKAGE"]
+
+
+def test_without_torch_not_even_the_reference_is_there() -> None:
+    reference = PluginRegistry.load(entry_points=[]).backends["reference"]
+    cpu = DeviceFacts("cpu", "cpu", "CPU")
+    selection = decide(cpu, {"reference": reference}, DECODE, Setting("auto", "default"), installed={"torch": None})
+
+    assert selection.chosen is None
+    assert [reason.code for reason in selection.trace[0].reasons] == ["PACKAGE"]
+    assert "pip install torch" in str(selection)

@@ -21,6 +21,7 @@ INFO = BackendInfo(
     summary="plain torch, any device; the definition of every step",
     native=("cpu",),
     rank=Rank.REFERENCE,
+    packages=("torch",),
     options={"decode_indices": "dense", "prefill_indices": "dense", "prefill_keys": "gathered"},
 )
 
