@@ -39,6 +39,9 @@ _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yel
     show_default=True,
     help="Of both caches.",
 )
+@click.option("--q-dtype", metavar="NAME", default="bfloat16", show_default=True, help="Of the queries.")
+@click.option("--max-model-len", metavar="N", type=_positive, help="Longest sequence.  [default: 1,048,576]")
+@click.option("--no-sink", is_flag=True, help="The layer has no sinks.")
 @click.option("--query-len", metavar="N", type=_positive, default=1, show_default=True, help="Tokens of a decode.")
 @click.option("--capture", is_flag=True, help="The call is captured in a graph.")
 @click.option("--deterministic", is_flag=True, help="Bits must not depend on the batch.")
@@ -58,6 +61,9 @@ def explain(
     page_size: int,
     compressed_page_size: int | None,
     dtype: str,
+    q_dtype: str,
+    max_model_len: int | None,
+    no_sink: bool,
     query_len: int,
     capture: bool,
     deterministic: bool,
@@ -82,6 +88,9 @@ def explain(
         swa_page_size=page_size,
         compressed_page_size=compressed_page_size,
         dtype=dtype,
+        q_dtype=q_dtype,
+        max_model_len=max_model_len or 1_048_576,
+        sink=not no_sink,
         query_len=query_len,
         capture=capture,
         deterministic=deterministic,

@@ -50,6 +50,11 @@ def test_on_this_machine_something_is_chosen(here: Machine) -> None:
         (["--model", "pro"], "topk=1024  "),
         (["--dtype", "float32", "--query-len", "4"], "kv=float32  q=bfloat16  query_len=4"),
         (["--lse", "--query-len", "2"], "query_len=2  lse"),
+        (
+            ["--layer", "c128a", "--max-model-len", "65536", "--q-dtype", "float32"],
+            "topk=512  pages=64+2  kv=e4m3fn  q=float32",
+        ),
+        (["--no-sink"], "no sink"),
     ],
 )
 def test_every_part_of_a_problem_can_be_said(here: Machine, options: list[str], expected: str) -> None:
