@@ -40,7 +40,7 @@ __all__ = ["Call", "Lanes"]
 I64 = NDArray[np.int64]
 GARBAGE = (-1, -7, -(2**31), 2**31 - 1, 0x7FC00000)
 """Indices that name nothing; the last is a NaN's bits."""
-Pattern = Literal["plain", "behind", "holes", "outside", "empty", "one"]
+Pattern = Literal["plain", "behind", "holes", "outside", "empty", "one", "lone"]
 
 
 @attrs.frozen(eq=False)
@@ -62,6 +62,7 @@ class Call:
     pattern: what lanes hold beside slots of keys. "plain": nothing, shorter rows are filled up with -1. "behind":
     behind the lengths stand slots of keys and garbage. "holes", "outside": in between stands -1, or what is outside
     the cache. "empty": some rows, and some segments of others, have no key. "one": one key a row.
+    "lone": in each segment one key among lanes of -1, and every third row has none.
     """
 
     phase: Phase
@@ -145,6 +146,9 @@ class Call:
             slots[2::3] = -1
         elif self.pattern == "one":
             lens[:] = 1 if segment == len(self.widths) - 1 else 0
+        elif self.pattern == "lone":
+            slots[np.arange(width) != lens[:, None] // 2] = -1
+            slots[2::3] = -1
         if self.pattern == "behind":
             junk = rng.choice([*live[:8], *dead[:8], *GARBAGE, capacity], slots.shape)
             slots = np.where(inside, slots, junk)
@@ -169,6 +173,15 @@ class Call:
             answers.judge(row, self.q[row], self.named(row), sinks, self.layer.scale)
         return answers
 
+    @cached_property
+    def largest(self) -> F64:
+        """[T, H] largest scaled logits, -inf for rows without keys."""
+        largest = np.full((self.rows, self.layer.num_heads), -np.inf)
+        for row in range(self.rows):
+            if keys := self.named(row):
+                largest[row] = (self.layer.scale * self.q[row] @ np.stack(keys).T).max(-1)
+        return largest
+
     @property
     def budget(self) -> float:
         """Largest error allowed, as the formats give it."""
@@ -181,8 +194,10 @@ class Call:
         where = f"{self.phase.value} row {row}, head {head}: error of {errors.max() / self.budget:.3g} budgets"
         return float(errors.max()), f"{where}; {(errors > self.budget).any(1).sum()} of {len(errors)} rows are wrong"
 
-    def run(self, bench: Bench, lanes: Sequence[Lanes] | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return (out, lse), both NaN before the call. Raises Wrong if anything else was written."""
+    def run(
+        self, bench: Bench, lanes: Sequence[Lanes] | None = None, max_logits: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (out, lse), both NaN before the call. Raises Wrong if a cache or q was written."""
         backend, forms = bench.backend, bench.backend.forms
         lanes = lanes or self.lanes
         form = forms.decode_indices if self.phase is Phase.DECODE else forms.prefill_indices
@@ -202,7 +217,7 @@ class Call:
         specs = backend.scratch(self.phase, self.layer, self.rows, width)
         scratch = workspace.get_simultaneous(*specs, caller=f"{backend.name}.{self.phase.value}")
         same_q, pages = q.clone(), [book.bytes() for book in self.books]
-        call = AttentionCall(self.layer, q, keys, sink, out, lse, scratch)
+        call = AttentionCall(self.layer, q, keys, sink, out, lse, scratch, max_logits)
         (backend.decode if self.phase is Phase.DECODE else backend.prefill)(call)
         workspace.check_canaries()
         if not torch.equal(q, same_q):

@@ -193,6 +193,9 @@ def _calls(area: Area) -> Iterator[Case]:
     yield _case(area, f"lse-{of}", "L1 L2 B1", says, scene, needs_lse=True)
     says = f"{of}: not asking for the lse changes no bit of the output"
     yield _case(area, f"lse-absent-{of}", "L3", says, step("c4a", *BOTH[area]), checks.without_lse, needs_lse=True)
+    says = f"{of}: max_logits are the largest scaled logits, sink left out, -inf without keys; asking changes no bit"
+    scene = call(phase, "empty", sinks=[20.0] * 8)
+    yield _case(area, f"max-logits-{of}", "L5", says, scene, checks.largest_logits)
     for cache in ("ocp", "fnuz", "interleaved"):
         says = f"{of} reads all 256 codes of {cache} under 236 scale bytes exactly"
         scene = Codes.of(phase=phase, geometry=flash("swa"), layout=layout(cache))

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from dsv4attn.core import merge
 from dsv4attn.testing.calls import Call, Lanes
-from dsv4attn.testing.case import Bench, Measure, Wrong
+from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
 from dsv4attn.testing.judge import tolerance
 from dsv4attn.testing.pages import body
 from dsv4attn.testing.scenario import Scenario
 
 __all__ = [
     "equals_oracle",
+    "largest_logits",
     "same_bits",
     "sharded",
     "sink_matters",
@@ -114,6 +115,26 @@ def without_lse(bench: Bench, scene: Scenario) -> Measure:
     alone, _ = run(attrs.evolve(bench, lse=False), scene)
     require_same_bits("without an lse", (alone, None), (out, None))
     return judged(scene, (out, lse))
+
+
+def largest_logits(bench: Bench, call: Call) -> Measure:
+    """The largest logits equal the oracle's, among many keys and of lone ones; asking changes nothing else."""
+    if not bench.backend.forms.max_logits:
+        raise SkipCase("does not apply: this backend gives no largest logits")
+    measures = []
+    for one in (call, attrs.evolve(call, pattern="lone")):
+        top = torch.full((one.rows, one.layer.num_heads), torch.nan, dtype=torch.float32, device=one.device)
+        result = one.run(bench, max_logits=top)
+        require_same_bits("without max_logits", one.run(bench), result)
+        measures.append(judged(one, result))
+        found, wanted = top.double().cpu().numpy(), one.largest
+        with np.errstate(invalid="ignore"):
+            errors = np.where(np.isneginf(found) & np.isneginf(wanted), 0.0, np.abs(found - wanted))
+        errors = np.where(np.isnan(errors), np.inf, errors)
+        row, head = np.unravel_index(errors.argmax(), errors.shape)
+        where = f"max_logits of row {row}, head {head}: {found[row, head]:.6g}, expected {wanted[row, head]:.6g}"
+        measures.append(Measure(float(errors.max()), one.budget).hold(where))
+    return worst(measures)
 
 
 def without_columns(bench: Bench, scene: Scenario) -> Measure:

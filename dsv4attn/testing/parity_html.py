@@ -118,14 +118,16 @@ def _tag(state: str, text: str) -> str:
 def _card(i: int, certificate: Certificate) -> str:
     subject, worst = certificate.subject, certificate.worst
     owner = f"{subject.distribution} {subject.version}".strip() or "not registered"
-    state = "passed" if certificate.ok else "failed"
+    state, told = ("passed", "keeps the contract") if certificate.ok else ("failed", "BREAKS the contract")
+    if not certificate.executed:
+        told = "PROVES nothing"
     counts = ", ".join(f"{n} {s}" for s in ("passed", "failed", "refused", "skipped") if (n := len(certificate.of(s))))
     near = ""
     if worst is not None and worst.measure is not None:
         near = f"<p>nearest to its budget: {_text(worst.measure.shown)} in {_text(worst.case.name)}</p>"
     return (
         f'<section class="card"><h3>{_letter(i)}: {_text(subject.label)}</h3>'
-        f"<p>{_tag(state, 'keeps the contract' if certificate.ok else 'BREAKS the contract')}</p>"
+        f"<p>{_tag(state, told)}</p>"
         f'<p>{_text(counts)}</p>{near}<p class="soft">{_text(owner)}<br>{_text(subject.device)}: '
         f"{_text(subject.facts)}<br>{certificate.seconds:.0f} s</p></section>"
     )

@@ -148,6 +148,30 @@ def lse_with_sink(call: AttentionCall) -> None:
         call.lse.copy_(torch.logaddexp(call.lse, call.attn_sink))
 
 
+def with_top(change: Callable[[AttentionCall, Tensor], Tensor]) -> Callable[[AttentionCall], None]:
+    def wrong(call: AttentionCall) -> None:
+        attend(call)
+        if call.max_logits is not None:
+            call.max_logits.copy_(change(call, call.max_logits.clone()))
+
+    return wrong
+
+
+def top_with_absent(call: AttentionCall, top: Tensor) -> Tensor:
+    """Absent lanes have the logit 0, but for rows that have nothing else."""
+    return top.where(top == -torch.inf, top.clamp(min=0))
+
+
+def top_with_sink(call: AttentionCall, top: Tensor) -> Tensor:
+    return top if call.attn_sink is None else torch.maximum(top, call.attn_sink)
+
+
+def top_moves_out(call: AttentionCall, top: Tensor) -> Tensor:
+    """Another kernel runs where the largest logits are asked for, and rounds otherwise."""
+    call.out.mul_(1 + 2.0**-7)
+    return top
+
+
 def mean_of_nothing(call: AttentionCall) -> None:
     """Rows without keys give the mean of slot 0 instead of zero."""
     lse = torch.empty_like(call.q[..., 0], dtype=torch.float32)

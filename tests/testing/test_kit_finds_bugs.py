@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 
+from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import conform
 from dsv4attn.testing.subject import Subject
 from tests.testing import plants
-from tests.testing.plants import Careless, Scratch, calls, paged, with_caches, with_rows
+from tests.testing.plants import Careless, Scratch, calls, paged, with_caches, with_rows, with_top
 
 # a plant, the cases it is tried on, the clauses that must fail, and those that must still pass.
 PLANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
@@ -39,6 +41,12 @@ PLANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "writes behind its scratch": (lambda: Scratch(over=3), "W3", "W3", ""),
     "lse in base 2": (lambda: calls(plants.base_two), "L1,gather-*", "L1 L4", "R1"),
     "sink in the lse": (lambda: calls(plants.lse_with_sink), "L", "L2", ""),
+    "absent lanes in the largest logit": (lambda: calls(with_top(plants.top_with_absent)), "L", "L5", "L1"),
+    "largest logit in base 2": (lambda: calls(with_top(lambda _, top: top / plants.LN2)), "L", "L5", "L1"),
+    "largest logit unscaled": (lambda: calls(with_top(lambda c, top: top / c.layer.scale)), "L", "L5", "L1"),
+    "sink in the largest logit": (lambda: calls(with_top(plants.top_with_sink)), "L", "L5", "L1"),
+    "no largest logit is 0": (lambda: calls(with_top(lambda _, top: top.nan_to_num(neginf=0))), "L", "L5", "L1"),
+    "asking for the largest logit moves out": (lambda: calls(with_top(plants.top_moves_out)), "L", "L5", "L1"),
     "RoPE on the leading dims": (plants.LeadingRope, "I,decode-swa", "I1 I2 F1", "I4"),
     "empty rows not zero": (lambda: calls(plants.mean_of_nothing), "B2,lse-*", "B1 B2 B3", ""),
     "absent lanes read slot 0": (lambda: calls(plants.reads_slot_zero, "decode"), "C6", "C6", ""),
@@ -69,7 +77,17 @@ def test_a_planted_bug_fails_the_kit_where_its_clause_is(plant: str) -> None:
 
 @pytest.mark.parametrize("made", [Scratch, paged, lambda: Careless("none"), lambda: calls(plants.attend)])
 def test_what_the_plants_are_grafted_on_passes(made: Callable[[], Any]) -> None:
-    certificate = conform(Subject.of(made()), chosen(CASES, "I,W3,A3,L1,R3,P1"))
+    certificate = conform(Subject.of(made()), chosen(CASES, "I,W3,A3,L1,L5,R3,P1"))
 
     assert [(o.case.name, o.message) for o in certificate.of("failed")] == []
     assert certificate.ok
+
+
+def test_largest_logits_are_asked_only_of_backends_that_have_them() -> None:
+    backend = ReferenceBackend()
+    backend.forms = attrs.evolve(backend.forms, max_logits=False)
+
+    certificate = conform(Subject.of(backend), chosen(CASES, "L5,lse-decode"))
+
+    states = {outcome.case.name: outcome.state for outcome in certificate.outcomes}
+    assert states == {"lse-decode": "passed", "max-logits-decode": "skipped", "max-logits-prefill": "skipped"}
