@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4attn.config import Settings
-from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, PagedKeys
-from dsv4attn.core.device import DeviceFacts
+from dsv4attn.config import Settings, load_settings
+from dsv4attn.core.contract import (
+    AttentionCall,
+    DenseIndices,
+    GatheredKeys,
+    IndexForm,
+    KeyForm,
+    PagedKeys,
+    Phase,
+    RaggedIndices,
+)
+from dsv4attn.core.device import DeviceFacts, version_of
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.problem import CacheFacts, Problem, Reason
+from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.plugins import PluginRegistry
-from dsv4attn.selection import explain, load_backend
+from dsv4attn.selection import explain, load_backend, registry_for
 from dsv4attn.testing import oracle
 from tests.core.strategies import examples
 
@@ -28,8 +40,20 @@ LAYOUT = KVCacheLayout.fp8_ds_mla()
 TOPK = (0, 1, 63, 64, 65, 127, 128, 192, 256, 512, 640, 1024, 1152, 2048)
 PAGES = (1, 2, 16, 32, 64, 128, 256)
 HEADS = range(1, 129)
+KINDS, PHASES = tuple(LayerKind), tuple(Phase)
 DEVICES = ("cpu", "sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "sm121")
-OTHERS = ("gfx90a", "gfx942", "gfx950", "gfx1201", "xpu")
+OTHERS = ("gfx90a", "gfx942", "gfx950", "gfx1201", "xpu", "npu")
+
+
+def problem_of(
+    kind: LayerKind, phase: Phase, heads: int, topk: int, page: int, other: int, *, sink: bool = True
+) -> Problem:
+    """One point of the grid; a window-only layer has neither a top-k nor a second cache."""
+    sizes: dict[str, Any] = {} if kind is LayerKind.SWA else {"topk": topk, "compressed_page_size": other}
+    return Problem.of(FLASH, kind, phase.value, heads=heads, swa_page_size=page, sink=sink, lse=True, **sizes)
+
+
+# answers, for any device
 
 
 @pytest.mark.parametrize("name", [*DEVICES, *OTHERS])
@@ -41,11 +65,161 @@ def test_g3_every_point_of_the_grid_is_answered_at_plan_time(name: str) -> None:
     # every head count, and every pair of the other sizes, though not with each other
     points = [(heads, TOPK[heads % 14], PAGES[heads % 7], PAGES[heads % 5]) for heads in HEADS]
     points += [(64, *sizes) for sizes in product(TOPK, PAGES, PAGES)] if name == "cpu" else []
-    for heads, topk, page, other in points:
-        problem = Problem.of(FLASH, heads=heads, topk=topk, swa_page_size=page, compressed_page_size=other)
+    for kind, phase, sizes in product(KINDS, PHASES, points):
+        problem = problem_of(kind, phase, *sizes)
         selection = explain(problem, device=device, backend=request, settings=settings, registry=registry)
 
         assert selection.chosen is not None, str(selection)
+
+
+def grid(kind: LayerKind, phase: Phase) -> Iterator[Problem]:
+    """Every head count with every top-k and every pair of page sizes."""
+    windowed = kind is LayerKind.SWA
+    pages: list[tuple[CacheFacts, CacheFacts | None]] = [
+        (CacheFacts(page_size=page), None if windowed else CacheFacts(page_size=other))
+        for page, other in product(PAGES, PAGES[:1] if windowed else PAGES)
+    ]
+    for heads, topk in product(HEADS, TOPK[:1] if windowed else TOPK):
+        layer = problem_of(kind, phase, heads, topk, 1, 1).layer
+        for window, compressed in pages:
+            yield Problem(phase, layer, window, compressed, topk)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_g3_every_backend_answers_the_whole_grid_for_every_device(kind: LayerKind, phase: Phase) -> None:
+    """Nothing is raised or left unsaid, on any device, whether it is here or not; and some backend says yes."""
+    supports = [one.info.support for one in PluginRegistry.load(entry_points=[]).backends.values()]
+    devices = [DeviceFacts.named(name) for name in (*DEVICES, *OTHERS)]
+    for problem in grid(kind, phase):
+        for device in devices:
+            answers = [support(device, problem) for support in supports]
+
+            assert not all(answers), f"{device}: {problem}: {answers}"
+            for answer in answers:
+                assert isinstance(answer, (list, tuple)), f"{device}: {problem}: {answer}"
+                assert not answer or all(isinstance(r, Reason) and r.code and r.allowed for r in answer), answer
+
+
+# launches, on this machine
+
+
+@frozen
+class Room:
+    """A backend of this machine's CPU in one of its forms, in the phase which that form is of."""
+
+    backend: str
+    phase: Phase
+    options: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        """What pytest calls it."""
+        return "-".join((self.backend, self.phase.value, *(value for _, value in self.options)))
+
+
+def rooms() -> list[Room]:
+    """Every backend that runs here, in every form that its options offer."""
+    forms = {
+        "decode_indices": [form.value for form in IndexForm],
+        "prefill_indices": [form.value for form in IndexForm],
+        "prefill_keys": [form.value for form in KeyForm],
+    }
+    here, found = DeviceFacts.here("cpu"), []
+    for name, one in sorted(registry_for(load_settings()).backends.items()):
+        runs = here.matches(one.info.runs_on + one.info.native)
+        if not runs or any(version_of(package) is None for package in one.info.packages):
+            continue
+        for phase in PHASES:
+            names = [o for o in forms if o.startswith(phase.value) and o in one.info.options]
+            found += [
+                Room(name, phase, tuple(zip(names, values, strict=True)))
+                for values in product(*(forms[o] for o in names))
+            ]
+    return found
+
+
+ROOMS = rooms()
+
+
+def test_g3_the_reference_is_launched_in_all_its_forms() -> None:
+    told = {str(room) for room in ROOMS}
+
+    assert told >= {f"reference-decode-{form.value}" for form in IndexForm}
+    assert told >= {f"reference-prefill-{form.value}-{keys.value}" for form in IndexForm for keys in KeyForm}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("room", ROOMS, ids=str)
+@examples(24)
+@given(
+    heads=st.integers(1, 128),
+    topk=st.sampled_from(TOPK),
+    pages=st.tuples(st.sampled_from(PAGES), st.sampled_from(PAGES)),
+    sink=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_g3_a_yes_never_fails_at_launch(
+    room: Room, kind: LayerKind, heads: int, topk: int, pages: tuple[int, int], sink: bool, seed: int
+) -> None:
+    problem = problem_of(kind, room.phase, heads, topk, *pages, sink=sink)
+    settings = load_settings()
+    selection = explain(problem, backend=room.backend, device="cpu", settings=settings)
+    if selection.chosen is None:
+        assert room.backend != "reference", str(selection)
+        return
+
+    rng = np.random.default_rng(seed)
+    segments = [(cache_of(rng, 150, pages[0]), rows_of(rng, problem.layer.window, 150))]
+    if kind is not LayerKind.SWA:
+        entries = rows_of(rng, topk, topk + 10, in_order=kind is LayerKind.C128A)
+        segments.append((cache_of(rng, topk + 10, pages[1]), entries))
+    keys = [np.concatenate(parts) for parts in zip(*(keys_of(c, rows) for c, rows in segments), strict=True)]
+    q = torch.from_numpy(rng.standard_normal((ROWS, heads, 512))).bfloat16()
+    attn_sink = torch.from_numpy(rng.standard_normal(heads)).float() if sink else None
+    out, lse = torch.full_like(q, torch.nan), torch.full((ROWS, heads), torch.nan)
+
+    launch(room, problem, q, segments, keys, attn_sink, out, lse)
+
+    shown = sorted({0, heads // 2, heads - 1})
+    sinks = None if attn_sink is None else attn_sink[shown].double().numpy()
+    for i in range(ROWS):
+        expected, expected_lse = oracle.attend_row(q[i, shown].double().numpy(), keys[i], sinks, problem.layer.scale)
+        largest = float(np.abs(keys[i]).max(initial=1.0))
+
+        assert np.abs(out[i, shown].double().numpy() - expected).max() <= 2.0**-8 * largest
+        np.testing.assert_allclose(lse[i, shown].double().numpy(), expected_lse, rtol=0, atol=1e-4)
+    assert torch.isfinite(out).all()
+
+
+ROWS = 3
+
+
+def launch(
+    room: Room,
+    problem: Problem,
+    q: Tensor,
+    segments: Sequence[tuple[PagedKVCache, DenseIndices]],
+    keys: list[np.ndarray[Any, Any]],
+    attn_sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """The call of a phase, in the form that the backend asks for and with the scratch memory that it wants."""
+    backend = load_backend(room.backend, **dict(room.options))
+    forms, layer, width = backend.forms, problem.layer, sum(rows.indices.shape[1] for _, rows in segments)
+    prefill = room.phase is Phase.PREFILL
+    form = forms.prefill_indices if prefill else forms.decode_indices
+    given_keys: Sequence[PagedKeys] | GatheredKeys
+    if prefill and forms.prefill_keys is KeyForm.GATHERED:
+        width = -(-width // forms.index_alignment) * forms.index_alignment
+        given_keys = gathered(keys, width, form)
+    else:
+        given_keys = tuple(PagedKeys(cache, formed(rows, form)) for cache, rows in segments)
+    workspace = WorkspaceManager("cpu", debug=True)
+    scratch = workspace.get_simultaneous(*backend.scratch(room.phase, layer, ROWS, width))
+    call = AttentionCall(layer, q, given_keys, attn_sink, out, lse, scratch)
+    (backend.prefill if prefill else backend.decode)(call)
+    workspace.check_canaries()
 
 
 def cache_of(rng: np.random.Generator, records: int, page: int) -> PagedKVCache:
@@ -70,72 +244,41 @@ def keys_of(cache: PagedKVCache, rows: DenseIndices) -> list[np.ndarray[Any, Any
     ]
     keys = {
         slot: oracle.read_record(raw[slot // size * stride :], slot % size, block_size=size, split=True, **dims)
-        for slot in {*named[0], *named[1]}
+        for slot in {slot for line in named for slot in line}
     }
     return [np.array([keys[slot] for slot in line]).reshape(-1, 512) for line in named]
 
 
-def rows_of(rng: np.random.Generator, width: int, records: int) -> DenseIndices:
-    """Two rows of different lengths, with holes; the first ends within its columns."""
-    slots = np.stack([rng.permutation(records)[:width] for _ in range(2)]).astype(np.int32)
-    slots[rng.random(slots.shape) < 0.1] = -1
-    lens = torch.tensor([width - width // 3, width], dtype=torch.int32)
-    return DenseIndices(torch.from_numpy(slots), lens)
+def rows_of(rng: np.random.Generator, width: int, records: int, *, in_order: bool = False) -> DenseIndices:
+    """Rows of different lengths: one ends within its columns, one fills them, one is empty.
 
-
-@examples(40)
-@given(
-    heads=st.integers(1, 128),
-    topk=st.sampled_from(TOPK),
-    pages=st.tuples(st.sampled_from(PAGES), st.sampled_from(PAGES)),
-    kind=st.sampled_from(["swa", "c4a", "c4a"]),
-    phase=st.sampled_from(["decode", "prefill"]),
-    sink=st.booleans(),
-    seed=st.integers(0, 2**16),
-)
-def test_g3_a_yes_of_the_reference_never_fails_at_launch(
-    heads: int, topk: int, pages: tuple[int, int], kind: str, phase: str, sink: bool, seed: int
-) -> None:
-    sizes: dict[str, Any] = {"topk": topk, "compressed_page_size": pages[1]} if kind == "c4a" else {}
-    problem = Problem.of(FLASH, kind, phase, heads=heads, swa_page_size=pages[0], sink=sink, lse=True, **sizes)
-    support = PluginRegistry.load(entry_points=[]).backends["reference"].info.support
-    assert support(DeviceFacts.here("cpu"), problem) == []
-
-    rng = np.random.default_rng(seed)
-    window = cache_of(rng, 150, pages[0])
-    segments = [(window, rows_of(rng, 128, 150))]
-    if problem.layer.kind is not LayerKind.SWA:
-        segments.append((cache_of(rng, topk + 10, pages[1]), rows_of(rng, topk, topk + 10)))
-    keys = [np.concatenate(parts) for parts in zip(*(keys_of(c, rows) for c, rows in segments), strict=True)]
-    q = torch.from_numpy(rng.standard_normal((2, heads, 512))).bfloat16()
-    attn_sink = torch.from_numpy(rng.standard_normal(heads)).float() if sink else None
-    out, lse = torch.full_like(q, torch.nan), torch.full((2, heads), torch.nan)
-
-    reference = load_backend("reference")
-    if phase == "decode":
-        paged = tuple(PagedKeys(c, rows) for c, rows in segments)
-        reference.decode(AttentionCall(problem.layer, q, paged, attn_sink, out, lse))
+    in_order: one entry after the other and none left out, as tables of c128a layers are; otherwise with holes.
+    """
+    if in_order:
+        slots = np.tile(np.arange(width, dtype=np.int32), (ROWS, 1)) + rng.integers(0, records - width + 1)
     else:
-        flat = gathered(keys)
-        reference.prefill(AttentionCall(problem.layer, q, flat, attn_sink, out, lse))
-
-    shown = sorted({0, heads // 2, heads - 1})
-    sinks = None if attn_sink is None else attn_sink[shown].double().numpy()
-    for i in range(2):
-        expected, expected_lse = oracle.attend_row(q[i, shown].double().numpy(), keys[i], sinks, problem.layer.scale)
-        largest = float(np.abs(keys[i]).max(initial=1.0))
-
-        assert np.abs(out[i, shown].double().numpy() - expected).max() <= 2.0**-8 * largest
-        assert np.abs(lse[i, shown].double().numpy() - expected_lse).max() <= 1e-4
-    assert torch.isfinite(out).all()
+        slots = np.stack([rng.permutation(records)[:width] for _ in range(ROWS)])
+        slots[rng.random(slots.shape) < 0.1] = -1
+    lens = torch.tensor([width - width // 3, width, 0], dtype=torch.int32)
+    return DenseIndices(torch.from_numpy(slots.astype(np.int32)), lens)
 
 
-def gathered(keys: list[np.ndarray[Any, Any]]) -> GatheredKeys:
-    """The keys of both rows in contiguous memory, one after the other."""
+def formed(rows: DenseIndices, form: IndexForm) -> DenseIndices | RaggedIndices:
+    """The rows as they are, or end to end with what names nothing behind them."""
+    if form is IndexForm.DENSE:
+        return rows
+    lens = rows.lens.tolist()
+    flat = torch.full((rows.indices.numel(),), 2**31 - 1, dtype=torch.int32)
+    flat[: sum(lens)] = torch.cat([line[:n] for line, n in zip(rows.indices, lens, strict=True)])
+    indptr = torch.tensor([sum(lens[:i]) for i in range(ROWS + 1)], dtype=torch.int32)
+    return RaggedIndices(flat, indptr, rows.indices.shape[1])
+
+
+def gathered(keys: list[np.ndarray[Any, Any]], width: int, form: IndexForm) -> GatheredKeys:
+    """The keys of all rows in contiguous memory, one after the other, and one row of NaN that nobody names."""
     counts = [len(rows) for rows in keys]
-    width = max(counts)
-    indices: Tensor = torch.full((2, width), -1, dtype=torch.int32)
-    indices[0, : counts[0]] = torch.arange(counts[0])
-    indices[1, : counts[1]] = torch.arange(counts[1]) + counts[0]
-    kv = torch.from_numpy(np.concatenate(keys)).bfloat16()
-    return GatheredKeys(kv, DenseIndices(indices, torch.tensor(counts, dtype=torch.int32)))
+    indices: Tensor = torch.full((ROWS, width), -1, dtype=torch.int32)
+    for i, count in enumerate(counts):
+        indices[i, :count] = torch.arange(count) + sum(counts[:i])
+    kv = torch.from_numpy(np.concatenate([*keys, np.full((1, 512), np.nan)])).bfloat16()
+    return GatheredKeys(kv, formed(DenseIndices(indices, torch.tensor(counts, dtype=torch.int32)), form))
