@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from attrs import evolve, field, frozen
@@ -11,7 +14,7 @@ from attrs import evolve, field, frozen
 from dsv4attn.bench.measure import seconds
 from dsv4attn.bench.problem import Problem
 from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.contract import AttentionCall, DenseIndices, PagedKeys
+from dsv4attn.core.contract import Backend
 from dsv4attn.core.layer import DeepseekV4MLAAttention
 
 __all__ = ["Overhead", "overhead"]
@@ -22,69 +25,60 @@ class Overhead:
     """Seconds of single calls, taken in turn.
 
     direct: the backend's own steps on arguments made before. plain: `forward_mqa` with the backend in hand. bound: the
-    layer's op, which finds backend and metadata by itself.
+    layer's op, which finds backend and metadata by itself. idle: the same op over steps that do nothing: what is left
+    is core's time on the host. Each call follows one that computes, so on a CPU core's code is out of its caches.
     """
 
     layer: str
     direct_s: Sequence[float] = field(repr=False)
     plain_s: Sequence[float] = field(repr=False)
     bound_s: Sequence[float] = field(repr=False)
+    idle_s: Sequence[float] = field(repr=False)
 
     def us(self, name: str) -> float:
-        """Median of one of the three, in microseconds."""
-        return 1e6 * float(statistics.median(getattr(self, f"{name}_s")))
+        """Microseconds of one of the four: a tenth of its calls took less. What takes more is disturbed by others."""
+        return 1e6 * float(statistics.quantiles(getattr(self, f"{name}_s"), n=10, method="inclusive")[0])
+
+    def percent(self, name: str) -> float:
+        """What a road takes more than `direct`, in percent."""
+        return 100 * (self.us(name) / self.us("direct") - 1)
 
     def as_json(self) -> dict[str, object]:
         """Plain values."""
-        return {"layer": self.layer, **{f"{name}_us": self.us(name) for name in ("direct", "plain", "bound")}}
+        times = {f"{name}_us": self.us(name) for name in ("direct", "plain", "bound", "idle")}
+        return {"layer": self.layer, **times, **{f"{name}_percent": self.percent(name) for name in ("plain", "bound")}}
 
 
 def overhead(problem: Problem, *, rounds: int = 200) -> Overhead:
     """Measure a problem of one decode token."""
-    bound = _bound(problem)
-    swa, compressed = problem.metadata.swa, problem.metadata.compressed
-    window = PagedKeys(problem.caches.swa, DenseIndices(swa.decode_swa_indices[:, 0], swa.decode_swa_lens))
-    call = AttentionCall(problem.layer, problem.q, (window,), problem.attn_sink, problem.out, None)
-    topk, slots = problem.topk_indices, None
-    if compressed is not None and problem.caches.compressed is not None:
-        table, lens = compressed.c128a_global_decode_topk_indices, compressed.c128a_decode_topk_lens
-        if table is not None and lens is not None:
-            slots = DenseIndices(table[:, 0], lens)
-        elif topk is not None:
-            slots = DenseIndices(torch.empty_like(topk), torch.empty_like(topk[:, 0]))
-        assert slots is not None
-        call = evolve(call, keys=(window, PagedKeys(problem.caches.compressed, slots)))
-
-    def direct() -> None:
-        if topk is not None and compressed is not None and slots is not None:
-            problem.backend.steps.compute_global_topk_indices_and_lens(
-                topk,
-                compressed.compressed_lens,
-                compressed.req_id_per_token,
-                compressed.block_table,
-                compressed.records_per_block,
-                out=(slots.indices, slots.lens),
-            )
-        problem.backend.decode(call)
-
+    bound, idle = _bound(problem, problem.backend), _bound(problem, _instead(problem.backend, _nothing))
     kv, positions = problem.q[:, 0], torch.zeros(1, dtype=torch.int64, device=problem.q.device)
-    calls = direct, problem.run, lambda: bound.forward_mqa(problem.q, kv, positions, problem.out)
-    times: tuple[list[float], ...] = ([], [], [])
-    with torch.inference_mode(), set_forward_context({bound.prefix: compressed, bound.swa_prefix: swa}):
+
+    def through(layer: DeepseekV4MLAAttention) -> Callable[[], None]:
+        return lambda: layer.forward_mqa(problem.q, kv, positions, problem.out)
+
+    metadata = {bound.prefix: problem.metadata.compressed, bound.swa_prefix: problem.metadata.swa}
+    times: tuple[list[float], ...] = ([], [], [], [])
+    with torch.inference_mode(), set_forward_context(metadata):
+        direct = _own_steps(problem)
+        roads = direct, problem.run, through(bound), through(idle)
+        # nobody waits for an idle call: it leaves an accelerator nothing to do
+        devices = *[problem.q.device] * 3, torch.device("cpu")
         for counted in range(-rounds // 4, rounds):
-            for measured, timed in zip(times, calls, strict=True):
-                took = seconds(timed, problem.q.device)
+            for measured, timed, device in zip(times, roads, devices, strict=True):
+                took = seconds(timed, device)
                 if counted >= 0:
                     measured.append(took)
+            direct()  # the first call of the next round, too, shall follow one that computes
     return Overhead(problem.layer.kind.value, *times)
 
 
-def _bound(problem: Problem) -> DeepseekV4MLAAttention:
+def _bound(problem: Problem, backend: Backend) -> DeepseekV4MLAAttention:
     layer = DeepseekV4MLAAttention(
         "layer",
         problem.layer,
         problem.limits,
-        problem.backend,
+        backend,
         attn_sink=problem.attn_sink,
         cos_sin_cache=problem.q.new_zeros(1, problem.layer.rope_dim, dtype=torch.float32),
         topk_indices_buffer=problem.topk_indices,
@@ -92,3 +86,31 @@ def _bound(problem: Problem) -> DeepseekV4MLAAttention:
     )
     layer.bind_kv_cache(problem.caches.swa, problem.caches.compressed)
     return layer
+
+
+def _own_steps(problem: Problem) -> Callable[[], None]:
+    """What core asks of the backend for this problem, with the very arguments, and nothing else."""
+    asked: list[Callable[[], None]] = []
+
+    def note(step: Callable[..., None], *arguments: object, **out: object) -> None:
+        asked.append(partial(step, *arguments, **out))
+
+    evolve(problem, backend=_instead(problem.backend, note)).run()
+
+    def run() -> None:
+        for step in asked:
+            step()
+
+    return run
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """A step that does nothing."""
+
+
+def _instead(backend: Backend, act: Callable[..., None]) -> Backend:
+    """A backend that wants what another wants, but gives each step and its arguments to `act`."""
+    names = "compute_global_topk_indices_and_lens", "build_ragged_indices_from_dense"
+    steps = SimpleNamespace(**{name: partial(act, getattr(backend.steps, name)) for name in names})
+    same = {name: getattr(backend, name) for name in ("name", "forms", "scratch")}
+    return cast("Backend", SimpleNamespace(**same, steps=steps, decode=partial(act, backend.decode)))

@@ -46,10 +46,11 @@ def bench(
         return
     Console().print(_table(measured, f"{chosen.name}, {geometry.name}, {geometry.num_heads} heads", rounds))
     for share in shares:
-        direct, plain, bound = (share.us(name) for name in ("direct", "plain", "bound"))
+        direct, plain, bound, idle = (share.us(name) for name in ("direct", "plain", "bound", "idle"))
         click.echo(
-            f"one decode token, {share.layer}: {direct:.0f} us in the backend's own steps, {plain:.0f} us through "
-            f"forward_mqa, {bound:.0f} us through a bound layer"
+            f"one decode token, {share.layer}: {direct:.0f} us in the backend's own steps on arguments made before, "
+            f"{plain:.0f} us ({share.percent('plain'):+.1f} %) through forward_mqa, {bound:.0f} us "
+            f"({share.percent('bound'):+.1f} %) through a bound layer; {idle:.0f} us through one whose steps do nothing"
         )
 
 

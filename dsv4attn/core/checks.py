@@ -30,6 +30,22 @@ def check_call(
     lse: Tensor | None,
 ) -> None:
     """Raise ArgumentError or LayoutMismatchError unless the arguments of `forward_mqa` fit each other."""
+    if not _fits(q, caches, metadata, out, layer, limits, attn_sink, topk_indices, lse):
+        _check_each(q, caches, metadata, out, layer, limits, attn_sink, topk_indices, lse)
+
+
+def _check_each(
+    q: Tensor,
+    caches: LayerCaches,
+    metadata: AttentionMetadata | None,
+    out: Tensor,
+    layer: LayerGeometry,
+    limits: Limits,
+    attn_sink: Tensor | None,
+    topk_indices: Tensor | None,
+    lse: Tensor | None,
+) -> None:
+    """The rules of `check_call`, one by one, each with its words."""
     for name, value, wanted in (("caches", caches, LayerCaches), ("metadata", metadata, AttentionMetadata)):
         if not isinstance(value, wanted) and (value is not None or name != "metadata"):
             raise ArgumentError(name, expected=wanted.__name__, actual=type(value).__name__)
@@ -63,14 +79,90 @@ def check_call(
             )
 
 
+def _fits(
+    q: object,
+    caches: object,
+    metadata: object,
+    out: object,
+    layer: LayerGeometry,
+    limits: Limits,
+    attn_sink: object,
+    topk_indices: Tensor | None,
+    lse: object,
+) -> bool:
+    """Whether `_check_each` would pass, in a third of its time: this is all that a good call of every layer pays.
+
+    No is no verdict, only a reason to look at each rule.
+    """
+    if not (isinstance(q, Tensor) and isinstance(caches, LayerCaches) and isinstance(metadata, AttentionMetadata)):
+        return False
+    swa, compressed, cache = metadata.swa, metadata.compressed, caches.compressed
+    shape, device, heads = q.shape, q.device, layer.num_heads
+    tokens = swa.num_decode_tokens + swa.num_prefill_tokens
+    return (
+        q.dtype in _Q_DTYPES
+        and len(shape) == 3
+        and shape[1] == heads
+        and shape[2] == layer.head_dim
+        and _is(out, shape, q.dtype, device)
+        and (attn_sink is None or _is(attn_sink, (heads,), torch.float32, device))
+        and (lse is None or _is(lse, shape[:2], torch.float32, device))
+        and _has_dims(caches.swa, layer)
+        and caches.swa.tensor.device == device
+        and (cache is None or cache.tensor.device == device)
+        and swa.block_table.device == device
+        and (compressed is None or compressed.block_table.device == device)
+        and (topk_indices is None or topk_indices.device == device)
+        and swa.block_size == caches.swa.block_size
+        and swa.window_size == layer.window
+        and (layer.kind is LayerKind.SWA or _compressed_fits(caches, compressed, layer, tokens, topk_indices))
+        and tokens <= shape[0]
+        and tokens <= limits.max_num_batched_tokens
+        and swa.num_decode_tokens <= limits.max_decode_tokens
+        and swa.num_decodes + swa.num_prefills <= limits.max_num_reqs
+        and swa.max_seq_len <= limits.max_model_len
+    )
+
+
+def _compressed_fits(
+    caches: LayerCaches, part: object, layer: LayerGeometry, tokens: int, topk_indices: Tensor | None
+) -> bool:
+    """Whether a compressed cache, its metadata and what the indexer left fit a layer that reads them."""
+    cache, window = caches.compressed, caches.swa.layout
+    if cache is None or not isinstance(part, FlashMLASparseMetadata):
+        return False
+    return (
+        (cache.layout is window or (_has_dims(cache, layer) and cache.layout.row_dtype == window.row_dtype))
+        and part.compress_ratio == layer.compress_ratio
+        and part.records_per_block == cache.block_size
+        and part.num_actual_tokens == tokens
+        and (layer.kind is not LayerKind.C4A or _chosen_fit(topk_indices, tokens, layer.topk))
+    )
+
+
+def _chosen_fit(topk_indices: object, tokens: int, topk: int) -> bool:
+    if not isinstance(topk_indices, Tensor):
+        return False
+    shape = topk_indices.shape
+    return topk_indices.dtype == torch.int32 and len(shape) == 2 and shape[0] >= tokens and shape[1] <= topk
+
+
+def _is(value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape and value.dtype == dtype and value.device == device
+
+
+def _has_dims(cache: PagedKVCache, layer: LayerGeometry) -> bool:
+    layout = cache.layout
+    return layout.rope_dim == layer.rope.dim and layout.nope_dim + layout.rope_dim == layer.head_dim
+
+
 def check_cache(argument: str, cache: PagedKVCache, layer: LayerGeometry) -> None:
     """Check that a cache holds keys of this layer's dims."""
-    layout = cache.layout
-    if (layout.nope_dim, layout.rope_dim) != (layer.nope_dim, layer.rope_dim):
+    if not _has_dims(cache, layer):
         raise LayoutMismatchError(
             argument,
             expected=f"a layout of {layer.nope_dim} + {layer.rope_dim} dims, as the model has",
-            actual=layout.fingerprint,
+            actual=cache.layout.fingerprint,
             hint="make the layout from the model's geometry",
         )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -53,12 +51,12 @@ def forward_mqa(
         return
     step = Step(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
     step.require()
-    if step.chunks:
-        with _range("prefill", layer):
-            step.prefill()
-    if metadata.swa.num_decode_tokens:
-        with _range("decode", layer):
-            step.decode()
+    # named ranges for whoever profiles, and nothing for everybody else
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 - no public name says it
+        _run_named(step)
+    else:
+        step.prefill()
+        step.decode()
     tokens = metadata.swa.num_actual_tokens
     if tokens < q.shape[0]:
         out[tokens:].zero_()
@@ -66,7 +64,12 @@ def forward_mqa(
             lse[tokens:].fill_(float("-inf"))
 
 
-def _range(phase: str, layer: LayerGeometry) -> AbstractContextManager[object]:
-    """A named range for whoever profiles; nothing, at no cost, for everybody else."""
-    listening = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001 - no public name says it
-    return record_function(f"dsv4attn::{phase}[{layer.kind.value}]") if listening else nullcontext()
+def _run_named(step: Step) -> None:
+    """Run both phases, each in a range of its own in the profile."""
+    kind, swa = step.layer.kind.value, step.metadata.swa
+    if swa.num_prefill_tokens:
+        with record_function(f"dsv4attn::prefill[{kind}]"):
+            step.prefill()
+    if swa.num_decode_tokens:
+        with record_function(f"dsv4attn::decode[{kind}]"):
+            step.decode()

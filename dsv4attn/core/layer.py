@@ -96,7 +96,7 @@ class DeepseekV4MLAAttention:
         positions: [T'] int64, in range for padding rows too. Call it for all tokens before `forward_mqa`. In a
         warm-up it does nothing.
         """
-        torch.ops.dsv4attn.qnorm_rope_kv_insert(q, kv, positions, self.handle)
+        _op_insert(q, kv, positions, self.handle)
 
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
         """Attention of the current step into `output`.
@@ -105,7 +105,7 @@ class DeepseekV4MLAAttention:
         keys are read from the caches and positions follow from the metadata, so neither is looked at. The metadata
         comes from `set_forward_context`.
         """
-        torch.ops.dsv4attn.forward_mqa(q, kv, positions, output, self.handle)
+        _op_forward(q, kv, positions, output, self.handle)
 
     def o_proj(self, o: Tensor, positions: Tensor, wo_a: Tensor, num_groups: int) -> Tensor:
         """Undo the rotation of o [T', H, D] and project each group: wo_a [G * rank, H / G * D] -> [T', G, rank]."""
@@ -171,3 +171,6 @@ for _schema, _op in (
     _library.define(_schema, tags=(torch.Tag.needs_fixed_stride_order,))
     _library.impl(_name, _op, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsv4attn::{_name}", _nothing, lib=_library)
+
+# the overloads themselves: finding the only one anew costs as much as the rest of the dispatcher
+_op_insert, _op_forward = torch.ops.dsv4attn.qnorm_rope_kv_insert.default, torch.ops.dsv4attn.forward_mqa.default

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from attrs import define, field
@@ -70,14 +70,12 @@ class Step:
             if forms.prefill_keys is KeyForm.GATHERED:
                 specs, tokens, width = self._gathered_specs(chunk)
             else:
-                columns, tokens = self._columns(self._local(chunk)), chunk.num_tokens
-                specs, width = self._paged_specs(tokens, columns, forms.prefill_indices), self.layer.window + columns
+                specs, width = self._paged_specs(chunk.num_tokens, self._local(chunk), forms.prefill_indices)
+                tokens = chunk.num_tokens
             self._require(Phase.PREFILL, specs, tokens, width)
         if n:
-            ready = self._ready()
-            columns = self._columns(ready.indices if ready else self.topk_indices)
-            specs = self._paged_specs(n, columns, forms.decode_indices, translated=ready is not None)
-            self._require(Phase.DECODE, specs, n, self.layer.window + columns)
+            specs, width = self._paged_specs(n, self._decode_entries(n), forms.decode_indices)
+            self._require(Phase.DECODE, specs, n, width)
 
     def decode(self) -> None:
         """All decode tokens in one call, straight on pages."""
@@ -85,9 +83,8 @@ class Step:
         n = swa.num_decode_tokens
         if not n:
             return
-        window = DenseIndices(swa.decode_swa_indices[:, 0], swa.decode_swa_lens)
-        local = self.topk_indices[:n] if self.topk_indices is not None else None
-        self._paged(Phase.DECODE, slice(0, n), window, local, self._ready(), self.backend.forms.decode_indices)
+        window = DenseIndices(swa.decode_swa_indices.select(1, 0), swa.decode_swa_lens)
+        self._paged(Phase.DECODE, slice(0, n), window, self._decode_entries(n), self.backend.forms.decode_indices)
 
     def prefill(self) -> None:
         """Prefill tokens, chunk by chunk."""
@@ -99,30 +96,33 @@ class Step:
                 rows = slice(chunk.token_start, chunk.token_end)
                 window = DenseIndices(swa.prefill_swa_indices[rows, 0], swa.prefill_swa_lens[rows])
                 tokens = slice(swa.num_decode_tokens + rows.start, swa.num_decode_tokens + rows.stop)
-                self._paged(Phase.PREFILL, tokens, window, self._local(chunk), None, forms.prefill_indices)
+                self._paged(Phase.PREFILL, tokens, window, self._local(chunk), forms.prefill_indices)
 
-    def _ready(self) -> DenseIndices | None:
-        """Slots of a decode step's compressed entries, where metadata holds them already."""
-        compressed = self.metadata.compressed
-        if self.layer.kind is not LayerKind.C128A or compressed is None:
+    def _decode_entries(self, n: int) -> Tensor | DenseIndices | None:
+        """Compressed entries of decode tokens: numbers to be translated, or slots where metadata holds them already."""
+        kind, compressed = self.layer.kind, self.metadata.compressed
+        if kind is LayerKind.SWA or compressed is None:
             return None
+        if kind is LayerKind.C4A:
+            return None if self.topk_indices is None else self.topk_indices[:n]
         slots, lens = compressed.c128a_global_decode_topk_indices, compressed.c128a_decode_topk_lens
-        return None if slots is None or lens is None else DenseIndices(slots[:, 0], lens)
+        return None if slots is None or lens is None else DenseIndices(slots.select(1, 0), lens)
 
-    def _columns(self, indices: Tensor | None) -> int:
-        """Columns of a compressed segment."""
-        return 0 if indices is None or self.layer.kind is LayerKind.SWA else indices.shape[1]
-
-    def _paged_specs(self, n: int, columns: int, form: IndexForm, *, translated: bool = False) -> list[BufferSpec]:
-        """Views of a call on pages: translated slots, and the ragged form of each segment."""
+    def _paged_specs(
+        self, n: int, entries: Tensor | DenseIndices | None, form: IndexForm
+    ) -> tuple[list[BufferSpec], int]:
+        """Views of a call on pages (translated slots, and the ragged form of each segment), and its index columns."""
         specs: list[BufferSpec] = []
-        compressed = self.layer.kind is not LayerKind.SWA
-        if compressed and not translated:
-            specs += [((n, columns), _INT), ((n,), _INT)]
+        widths = [self.layer.window]
+        if isinstance(entries, DenseIndices):
+            widths.append(entries.indices.shape[1])
+        elif entries is not None:
+            widths.append(entries.shape[1])
+            specs = [((n, widths[1]), _INT), ((n,), _INT)]
         if form is IndexForm.RAGGED:
-            for width in (self.layer.window, columns)[: 1 + compressed]:
+            for width in widths:
                 specs += ragged_specs(n, width)
-        return specs
+        return specs, sum(widths)
 
     def _gathered_specs(self, chunk: PrefillChunk) -> tuple[list[BufferSpec], int, int]:
         """Views of a call on gathered rows, its query tokens and its index columns."""
@@ -152,37 +152,38 @@ class Step:
         phase: Phase,
         tokens: slice,
         window: DenseIndices,
-        local: Tensor | None,
-        ready: DenseIndices | None,
+        entries: Tensor | DenseIndices | None,
         form: IndexForm,
     ) -> None:
-        """Attend over pages: the window and, translated to slots unless `ready`, the selected entries."""
-        n, columns, selected = tokens.stop - tokens.start, self._columns(ready.indices if ready else local), ready
-        specs = self._paged_specs(n, columns, form, translated=ready is not None)
-        views = self._views(phase, specs, n, self.layer.window + columns)
-        segments = self.caches.segments(self.layer)
-        if len(segments) == 2 and ready is None:
-            selected = DenseIndices(views.pop(0), views.pop(0))
-            self._translate(local, tokens, selected)
-        rows = [window] if len(segments) == 1 or selected is None else [window, selected]
-        keys = tuple(
-            PagedKeys(cache, self._formed(dense, form, cache.capacity, views))
-            for cache, dense in zip(segments, rows, strict=True)
-        )
-        self._attend(phase, tokens, keys, views)
+        """Attend over pages: the window and, as slots of the compressed cache, the selected entries."""
+        n, segments = tokens.stop - tokens.start, self.caches.segments(self.layer)
+        specs, width = self._paged_specs(n, entries, form)
+        views = self._views(phase, specs, n, width)
+        dense = [window]
+        if len(segments) == 2:
+            assert entries is not None
+            dense.append(entries if isinstance(entries, DenseIndices) else self._slots(entries, tokens, views))
+        rows: Iterable[DenseIndices | RaggedIndices] = dense
+        if form is IndexForm.RAGGED:
+            rows = [self._ragged(d, cache.capacity, views) for d, cache in zip(dense, segments, strict=True)]
+        self._attend(phase, tokens, tuple(map(PagedKeys, segments, rows)), views)
 
-    def _translate(self, local: Tensor | None, tokens: slice, selected: DenseIndices) -> None:
-        compressed = self.metadata.compressed
+    def _slots(self, entries: Tensor, tokens: slice, views: list[Tensor]) -> DenseIndices:
+        """Translate entry numbers to slots, in views of the workspace."""
+        compressed, slots = self.metadata.compressed, DenseIndices(views.pop(0), views.pop(0))
         assert compressed is not None
-        assert local is not None
+        visible, request = compressed.compressed_lens, compressed.req_id_per_token
+        if tokens.stop - tokens.start < compressed.num_actual_tokens:
+            visible, request = visible[tokens], request[tokens]
         self.backend.steps.compute_global_topk_indices_and_lens(
-            local,
-            compressed.compressed_lens[tokens],
-            compressed.req_id_per_token[tokens],
+            entries,
+            visible,
+            request,
             compressed.block_table,
             compressed.records_per_block,
-            out=(selected.indices, selected.lens),
+            out=(slots.indices, slots.lens),
         )
+        return slots
 
     def _gathered(self, chunk: PrefillChunk) -> None:
         """Make a chunk's keys contiguous, then attend over rows."""
@@ -192,19 +193,19 @@ class Step:
         if not t:
             return
         kv, combined, lens, per_request, starts, *views = self._views(Phase.PREFILL, specs, t, width)
-        requests = slice(chunk.request_start, chunk.request_end)
+        requests, first = slice(chunk.request_start, chunk.request_end), swa.num_decodes + chunk.request_start
         seq_lens, gather_lens, entry_lens = per_request.unbind(0)
         torch.sub(swa.prefill_seq_lens[requests], chunk.tail, out=seq_lens)
         gather_lens.copy_(swa.prefill_gather_lens[requests])
-        starts.copy_(swa.query_start_loc[swa.num_decodes :][chunk.request_start : chunk.request_end + 1])
+        starts.copy_(swa.query_start_loc[first : first + n + 1])
         if chunk.is_slice:
             # from the lengths on the device: those on the host may be upper bounds
             torch.clamp(seq_lens, max=t + layer.window - 1, out=gather_lens)
             starts[1:].copy_(starts[:1]).add_(t)
-        window, entries = self._page_table(self.caches.swa, swa.block_table, requests), None
+        window, entries = _page_table(self.caches.swa, swa.block_table[first : first + n]), None
         if layer.kind is not LayerKind.SWA and compressed is not None and self.caches.compressed is not None:
             torch.div(seq_lens, layer.compress_ratio, rounding_mode="floor", out=entry_lens)
-            entries = self._page_table(self.caches.compressed, compressed.block_table, requests)
+            entries = _page_table(self.caches.compressed, compressed.block_table[first : first + n])
             table = entries.block_table
             self.backend.dequantize_and_gather_k_cache(kv, self.caches.compressed, entry_lens, None, table, 0)
         self.backend.dequantize_and_gather_k_cache(
@@ -227,27 +228,21 @@ class Step:
             compressed=entries,
         )
         dense = DenseIndices(combined, lens)
-        flat = kv.view(n * rows, layer.head_dim)
-        keys = GatheredKeys(flat, self._formed(dense, forms.prefill_indices, n * rows, views))
+        ragged = forms.prefill_indices is IndexForm.RAGGED
+        keys = GatheredKeys(
+            kv.view(n * rows, layer.head_dim), self._ragged(dense, n * rows, views) if ragged else dense
+        )
         self._attend(Phase.PREFILL, tokens, keys, views)
 
-    def _page_table(self, cache: PagedKVCache, table: Tensor, requests: slice) -> PageTable:
-        """Pages of some prefill requests."""
-        return PageTable(table[self.metadata.swa.num_decodes :][requests], cache.block_size, cache.num_blocks)
-
     def _views(self, phase: Phase, specs: list[BufferSpec], tokens: int, width: int) -> list[Tensor]:
-        specs = [*specs, *self.backend.scratch(phase, self.layer, tokens, width)]
-        return self.workspace.get_simultaneous(*specs, lane=phase.value, caller=f"{self.backend.name}.{phase.value}")
+        scratch, lane = self.backend.scratch(phase, self.layer, tokens, width), phase.value
+        return self.workspace.get_simultaneous(*specs, *scratch, lane=lane, caller=f"{self.backend.name}.{lane}")
 
     def _require(self, phase: Phase, specs: list[BufferSpec], tokens: int, width: int) -> None:
-        specs = [*specs, *self.backend.scratch(phase, self.layer, tokens, width)]
-        self.workspace.require(*specs, lane=phase.value, caller=f"{self.backend.name}.{phase.value}")
+        scratch, lane = self.backend.scratch(phase, self.layer, tokens, width), phase.value
+        self.workspace.require(*specs, *scratch, lane=lane, caller=f"{self.backend.name}.{lane}")
 
-    def _formed(
-        self, dense: DenseIndices, form: IndexForm, num_slots: int, views: list[Tensor]
-    ) -> DenseIndices | RaggedIndices:
-        if form is IndexForm.DENSE:
-            return dense
+    def _ragged(self, dense: DenseIndices, num_slots: int, views: list[Tensor]) -> RaggedIndices:
         ragged = RaggedIndices(views.pop(0), views.pop(0), dense.indices.shape[1])
         self.backend.steps.build_ragged_indices_from_dense(
             dense.indices, dense.lens, num_slots, out=(ragged.indices, ragged.indptr)
@@ -257,6 +252,12 @@ class Step:
     def _attend(
         self, phase: Phase, tokens: slice, keys: Sequence[PagedKeys] | GatheredKeys, scratch: list[Tensor]
     ) -> None:
-        lse = None if self.lse is None else self.lse[tokens]
-        call = AttentionCall(self.layer, self.q[tokens], keys, self.attn_sink, self.out[tokens], lse, scratch)
+        q, out, lse = self.q, self.out, self.lse
+        if tokens.stop - tokens.start < q.shape[0]:  # a slice of all rows would be waste
+            q, out, lse = q[tokens], out[tokens], None if lse is None else lse[tokens]
+        call = AttentionCall(self.layer, q, keys, self.attn_sink, out, lse, scratch)
         (self.backend.decode if phase is Phase.DECODE else self.backend.prefill)(call)
+
+
+def _page_table(cache: PagedKVCache, table: Tensor) -> PageTable:
+    return PageTable(table, cache.block_size, cache.num_blocks)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 
 import torch
 from attrs import field, frozen
@@ -47,6 +48,32 @@ def simultaneous_bytes(specs: Sequence[BufferSpec]) -> int:
 
 
 @frozen
+class _Place:
+    """Where a view stands in its lane. first, strides: in elements. start, end: in bytes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+    first: int
+    start: int
+    end: int
+
+
+@lru_cache(maxsize=1024)  # every layer of every step asks for the same
+def _arranged(specs: tuple[BufferSpec, ...], guard: int) -> tuple[int, tuple[_Place, ...]]:
+    """Bytes needed for all requests together, and where each stands. guard: bytes kept free behind every view."""
+    places, start = [], 0
+    for shape, dtype in specs:
+        if any(n < 0 for n in shape):
+            raise ArgumentError("workspace shape", expected="no negative size", actual=list(shape))
+        size = nbytes((shape, dtype))
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        places.append(_Place(tuple(shape), dtype, strides, start // dtype.itemsize, start, start + size))
+        start += -(-size // ALIGNMENT) * ALIGNMENT + (guard if size else 0)
+    return start, tuple(places)
+
+
+@frozen
 class WorkspacePlan:
     """How much memory calls within some limits can ever need. Made by `dsv4attn.core.forward.plan_workspace`."""
 
@@ -79,6 +106,7 @@ class WorkspaceManager:
         """Start with no memory at all."""
         self.device, self.debug = torch.device(device), debug
         self._buffers: dict[str, Tensor] = {}
+        self._typed: dict[str, dict[tuple[torch.dtype, bool], Tensor]] = {}
         self._canaries: dict[str, list[tuple[int, int, str]]] = {}
         self._locked = False
 
@@ -116,11 +144,7 @@ class WorkspaceManager:
 
         Views of the lane become garbage. Raises WorkspaceError when the lane is locked and too small.
         """
-        for shape, _ in specs:
-            if any(n < 0 for n in shape):
-                raise ArgumentError("workspace shape", expected="no negative size", actual=list(shape))
-        self.check_canaries(lane)
-        self._ensure(simultaneous_bytes(specs) + (ALIGNMENT * len(specs) if self.debug else 0), lane, caller)
+        self._fit(specs, lane, caller)
 
     def get_simultaneous(
         self, *specs: BufferSpec, lane: str = "default", caller: str = "get_simultaneous"
@@ -130,26 +154,46 @@ class WorkspaceManager:
         Earlier views of the lane become garbage. Fetch everything needed at the same time in one call.
         Raises WorkspaceError, with the caller's name, when a locked lane is too small.
         """
+        if not specs and not self._canaries:
+            return []
+        places = self._fit(specs, lane, caller)
+        if self.debug:
+            self._guard(places, lane, caller)
+        elif self._canaries:
+            self._canaries.pop(lane, None)
+        return [self._view(place, lane) for place in places]
+
+    def _fit(self, specs: tuple[BufferSpec, ...], lane: str, caller: str) -> tuple[_Place, ...]:
+        """Make room for some requests and say where they go."""
         guard = ALIGNMENT if self.debug else 0
-        self.require(*specs, lane=lane, caller=caller)
-        buffer = self._buffers.get(lane)
-        views, offset = [], 0
+        try:
+            size, places = _arranged(specs, guard)
+        except TypeError:  # shapes may be lists, which nobody can look up
+            size, places = _arranged(tuple((tuple(shape), dtype) for shape, dtype in specs), guard)
+        if self._canaries:
+            self.check_canaries(lane)
+        self._ensure(size, lane, caller)
+        return places
+
+    def _view(self, place: _Place, lane: str) -> Tensor:
+        if place.start == place.end:
+            return torch.empty(place.shape, dtype=place.dtype, device=self.device)
+        # a view made in inference mode is not for use outside of it; of one made outside, views take twice as long
+        key, typed = (place.dtype, torch.is_inference_mode_enabled()), self._typed[lane]
+        base = typed.get(key)
+        if base is None:
+            base = typed[key] = _as_dtype(self._buffers[lane], place.dtype)
+        return base.as_strided(place.shape, place.strides, base.storage_offset() + place.first)
+
+    def _guard(self, places: Sequence[_Place], lane: str, caller: str) -> None:
+        """Fill views with NaN, and what is behind them with canaries."""
         canaries = self._canaries[lane] = []
-        for spec in specs:
-            size = nbytes(spec)
-            shape, dtype = spec
-            if buffer is None or size == 0:
-                views.append(torch.empty(tuple(shape), dtype=dtype, device=self.device))
-                continue
-            raw = buffer[offset : offset + size]
-            end = offset + -(-size // ALIGNMENT) * ALIGNMENT
-            if self.debug:
-                raw.fill_(0xFF)
-                buffer[offset + size : end + guard].fill_(_CANARY)
-                canaries.append((offset + size, end + guard, f"{list(shape)} {dtype} of {caller}"))
-            views.append(raw.view(dtype).view(tuple(shape)))
-            offset = end + guard
-        return views
+        for place in places:
+            if place.start < place.end:
+                guarded = -(-place.end // ALIGNMENT) * ALIGNMENT + ALIGNMENT
+                self._buffers[lane][place.start : place.end].fill_(0xFF)
+                self._buffers[lane][place.end : guarded].fill_(_CANARY)
+                canaries.append((place.end, guarded, f"{list(place.shape)} {place.dtype} of {caller}"))
 
     def check_canaries(self, lane: str | None = None) -> None:
         """Raise CanaryError if anyone wrote behind a view since it was handed out. Does nothing outside debug."""
@@ -168,14 +212,21 @@ class WorkspaceManager:
         # drop the old buffer first, so that both never exist together
         self._buffers.pop(lane, None)
         self._canaries.pop(lane, None)
-        self._buffers[lane] = _aligned_bytes(size, self.device)
+        self._typed.pop(lane, None)
+        self._buffers[lane], self._typed[lane] = _aligned_bytes(size, self.device), {}
 
 
 def _aligned_bytes(size: int, device: torch.device) -> Tensor:
     """Uninitialised bytes that begin at a multiple of ALIGNMENT: host allocators promise less."""
-    raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
-    shift = -raw.data_ptr() % ALIGNMENT
-    return raw[shift : shift + size]
+    with torch.inference_mode(False):  # it outlives the mode of the call that made it grow
+        raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
+        shift = -raw.data_ptr() % ALIGNMENT
+        return raw[shift : shift + size]
+
+
+def _as_dtype(buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same memory as elements, less what is behind its last multiple of ALIGNMENT and never given out."""
+    return buffer[: buffer.numel() // ALIGNMENT * ALIGNMENT].view(dtype)
 
 
 _current: ContextVar[WorkspaceManager | None] = ContextVar("dsv4attn_workspace", default=None)

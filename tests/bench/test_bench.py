@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import Tensor
 
+from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.bench.measure import Measurement, measure
-from dsv4attn.bench.overhead import overhead
+from dsv4attn.bench.overhead import Overhead, overhead
 from dsv4attn.bench.problem import make_problem
 from dsv4attn.cli import main
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.contract import AttentionCall, Phase
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.workspace import BufferSpec, simultaneous_bytes
 from dsv4attn.selection import load_backend
 from dsv4attn.testing import oracle
 
@@ -72,15 +77,55 @@ def test_measuring_runs_every_round_and_says_what_was_run() -> None:
     assert min(*measured.step_s, *measured.products_s) > 0
 
 
+class Scratchy(ReferenceBackend):
+    """Wants scratch, and counts its attentions."""
+
+    attended = 0
+
+    def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
+        return [((tokens, width), torch.float32)]
+
+    def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
+        return simultaneous_bytes(self.scratch(phase, layer, max_tokens, max_width))
+
+    def decode(self, call: AttentionCall) -> None:
+        call.scratch[0].fill_(torch.nan)
+        self.attended += 1
+        super().decode(call)
+
+
+@pytest.mark.parametrize("form", ["dense", "ragged"])
 @pytest.mark.parametrize("kind", LayerKind)
-def test_the_three_roads_of_the_overhead_lead_to_the_same_output(kind: LayerKind) -> None:
-    problem = make_problem(GEOMETRY, kind, [(100, 1)], load_backend("reference"))
+def test_each_road_of_the_overhead_but_the_idle_one_leads_to_the_same_output(kind: LayerKind, form: str) -> None:
+    backend = Scratchy(decode_indices=form)
+    problem = make_problem(GEOMETRY, kind, [(100, 1)], backend)
     problem.run()
-    expected = problem.out.clone()
-    problem.out.fill_(torch.nan)
-    told = overhead(problem, rounds=4)
-    assert torch.equal(expected, problem.out)
-    assert [len(times) for times in (told.direct_s, told.plain_s, told.bound_s)] == [4, 4, 4]
+    expected, backend.attended = problem.out.clone(), 0
+    outs: list[Tensor] = []
+
+    def note(call: Callable[[], None], device: torch.device) -> float:
+        problem.out.fill_(torch.nan)
+        call()
+        outs.append(problem.out.clone())
+        return 1.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dsv4attn.bench.overhead.seconds", note)
+        told = overhead(problem, rounds=4)
+
+    assert [len(times) for times in (told.direct_s, told.plain_s, told.bound_s, told.idle_s)] == [4, 4, 4, 4]
+    assert backend.attended == 4 * 5, "three roads and one call between rounds, in four rounds and one for warming up"
+    for i, out in enumerate(outs):
+        assert torch.equal(out, expected) if i % 4 < 3 else bool(out.isnan().all())
+
+
+def test_shares_of_the_host_follow_from_the_fastest_tenth() -> None:
+    slow = [100.0] * 60
+    direct, plain, bound = ([2.0 * n] * 40 + slow for n in (1.0, 1.03, 1.2))
+    told = Overhead("swa", direct, plain, bound, [1e-5] * 100)
+
+    np.testing.assert_allclose([told.percent("plain"), told.percent("bound"), told.us("idle")], [3.0, 20.0, 10.0])
+    assert told.as_json()["bound_us"] == told.us("bound")
 
 
 def test_the_command_prints_one_object_or_a_table() -> None:
@@ -90,6 +135,7 @@ def test_the_command_prints_one_object_or_a_table() -> None:
     assert told["backend"] == "reference"
     assert [row["layer"] for row in told["results"]] == [kind for kind in ("swa", "c4a", "c128a") for _ in range(3)]
     assert [row["layer"] for row in told["host"]] == ["swa", "c4a", "c128a"]
+    assert all(0 < row["idle_us"] < row["bound_us"] for row in told["host"])
     shown = CliRunner().invoke(main, options)
     assert shown.exit_code == 0
     assert "products" in shown.output

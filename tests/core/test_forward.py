@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.builder import MetadataBuilder
+from dsv4attn.core.contract import AttentionCall
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.step import Step
@@ -193,6 +194,41 @@ def test_lengths_on_the_host_may_be_upper_bounds(elements: int, kind: LayerKind)
     for backend in (CarefulBackend(), CarefulBackend(prefill_indices="ragged"), *BACKENDS.values()):
         problem = attrs.evolve(scenario.problem(backend, limits=limits), metadata=metadata)
         scenario.compare(*problem.run(backend))
+
+
+class NotingBackend(ReferenceBackend):
+    """Keeps the q of every attention."""
+
+    def __init__(self, **options: str) -> None:
+        super().__init__(**options)
+        self.seen: list[Tensor] = []
+
+    def decode(self, call: AttentionCall) -> None:
+        assert call.q.shape == call.out.shape
+        assert call.lse is not None
+        assert call.lse.shape == call.q.shape[:2]
+        self.seen.append(call.q)
+        super().decode(call)
+
+
+@all_kinds
+@pytest.mark.parametrize("keys", ["gathered", "paged"])
+@pytest.mark.parametrize(
+    "requests", [[(40, 1), (7, 1)], [(0, 9)], [(40, 1), (7, 9)]], ids=["decode", "prefill", "both"]
+)
+def test_a_backend_sees_every_row_of_a_phase_and_no_padding(
+    requests: list[tuple[int, int]], keys: str, kind: LayerKind
+) -> None:
+    tokens = sum(count for _, count in requests)
+    for extra_rows in (0, 3):
+        backend = NotingBackend(prefill_keys=keys)
+        scenario = Scenario(kind=kind, requests=requests, extra_rows=extra_rows)
+        problem = scenario.problem(backend)
+        scenario.compare(*problem.run(backend))
+
+        assert sum(q.shape[0] for q in backend.seen) == tokens
+        if len(backend.seen) == 1 and not extra_rows:
+            assert backend.seen[0] is problem.q, "a slice of all rows costs and gives nothing"
 
 
 @all_kinds

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from contextlib import suppress
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
@@ -162,6 +163,82 @@ def test_g11_lanes_have_their_own_memory() -> None:
     assert manager.total_bytes == 768
     manager.get_simultaneous(((4096,), U8), lane="prefill")
     assert manager.get_simultaneous(((256,), U8), lane="decode")[0].data_ptr() == decode.data_ptr()
+
+
+@given(
+    requests=st.lists(st.tuples(specs_strategy, st.sampled_from(["decode", "prefill"])), max_size=8),
+    debug=st.booleans(),
+)
+def test_g11_after_any_history_views_lie_in_the_memory_their_lane_has_now(
+    requests: list[tuple[list[tuple[list[int], torch.dtype]], str]], debug: bool
+) -> None:
+    check_histories(WorkspaceManager(debug=debug), requests)
+
+
+def check_histories(manager: WorkspaceManager, requests: Any) -> None:
+    """Check that the views of each request are apart, hold what was written to them, and are in the present buffer."""
+    for specs, lane in requests:
+        views = [view for view in manager.get_simultaneous(*specs, lane=lane) if view.numel()]
+        for number, view in enumerate(views):
+            view.fill_(number % 2)
+        buffer = span(manager._buffers[lane]) if views else range(0)
+        assert all(buffer.start <= span(view).start and span(view).stop <= buffer.stop for view in views)
+        assert all(bool((view == number % 2).all()) for number, view in enumerate(views))
+        manager.check_canaries()
+
+
+def test_a_manager_that_keeps_handing_out_the_memory_it_grew_out_of_is_found() -> None:
+    class Forgetful(WorkspaceManager):
+        def _ensure(self, size: int, lane: str, caller: str) -> None:
+            before = self._typed.get(lane)
+            super()._ensure(size, lane, caller)
+            if before:
+                self._typed[lane] = before
+
+    small: list[Any] = [([((4,), F32)], "decode"), ([((8,), F32)], "decode"), ([((4,), I32)], "prefill")]
+    check_histories(Forgetful(), small)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_histories(Forgetful(), [*small, ([((400,), F32)], "decode")])
+
+
+MODES = [torch.inference_mode, torch.no_grad, torch.enable_grad]
+
+
+@pytest.mark.parametrize("grown", MODES, ids=lambda mode: f"grown_in_{mode.__name__}")
+@pytest.mark.parametrize("first", MODES, ids=lambda mode: f"first_in_{mode.__name__}")
+@pytest.mark.parametrize("then", MODES, ids=lambda mode: f"then_in_{mode.__name__}")
+def test_memory_made_in_one_autograd_mode_can_be_written_in_any_other(grown: Any, first: Any, then: Any) -> None:
+    """A warm-up runs in inference mode, and a test of the same manager does not."""
+    manager = WorkspaceManager()
+    with grown():
+        manager.reserve(WorkspacePlan({"default": 1024}))
+    for mode in (first, then, first):
+        with mode():
+            (view,) = manager.get_simultaneous(((4,), F32))
+            torch.add(view.fill_(1), 1, out=view)
+            assert view.view(2, 2).mul_(3).tolist() == [[6, 6], [6, 6]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_lane_of_any_size_serves_every_dtype(dtype: torch.dtype) -> None:
+    manager = WorkspaceManager()
+    manager.reserve(WorkspacePlan({"default": 1001}))
+    manager.lock()
+    (view,) = manager.get_simultaneous(((768 // dtype.itemsize,), dtype))
+
+    assert (len(span(view)), manager.size()) == (768, 1001)
+    with pytest.raises(WorkspaceError, match="needs 1024 bytes in lane 'default', which is locked at 1001 bytes"):
+        manager.get_simultaneous(((769,), U8))
+
+
+def test_asking_ahead_does_not_forget_who_wrote_too_far() -> None:
+    manager = WorkspaceManager(debug=True)
+    (view,) = manager.get_simultaneous(((100,), U8), caller="acme.decode")
+    manager.require(((50,), U8))
+    view.as_strided((1,), (1,), view.storage_offset() + 100).fill_(1)
+
+    with pytest.raises(CanaryError, match=r"behind \[100\] torch.uint8 of acme.decode"):
+        manager.get_simultaneous()
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((100,), U8), ((256,), U8), ((5, 13), BF16)])

@@ -1,0 +1,192 @@
+"""The quick look that every call gets says the same as the rules, one by one, that explain what is wrong."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from dsv4attn.core import checks
+from dsv4attn.core.forward import forward_mqa
+from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.limits import Limits
+from dsv4attn.errors import ArgumentError, LayoutMismatchError
+from tests.core.calls import (
+    BF16,
+    C4A,
+    F16,
+    F32,
+    I32,
+    KINDS,
+    LAYOUT,
+    LIMITS,
+    MODEL,
+    OTHER_DIMS,
+    PADDED,
+    SWA,
+    TOKENS,
+    caches_of,
+    good,
+    metadata_of,
+)
+
+METADATA = {kind: metadata_of(kind) for kind in KINDS}
+CACHES = {kind: caches_of(kind) for kind in KINDS}
+
+
+def altered(owner: Any, **changes: Any) -> Any:
+    """Return metadata that contradicts itself, as nobody but a test can make it."""
+    made = copy.copy(owner)
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def one_tensor(rng: random.Random, _: LayerKind) -> dict[str, Any]:
+    """Return one tensor argument of some shape, dtype and device."""
+    name = rng.choice(["q", "out", "attn_sink", "lse"])
+    fits = {"attn_sink": [4], "lse": [PADDED, 4]}.get(name, [PADDED, 4, 32])
+    shape = rng.choice([fits, fits[:-1], [*fits, 1], [n + rng.choice([-1, 0, 0, 1]) for n in fits]])
+    dtype, device = rng.choice([F32, F32, BF16, F16]), rng.choice(["cpu", "cpu", "meta"])
+    return {name: torch.zeros(shape, dtype=dtype, device=device)}
+
+
+def topk_indices(rng: random.Random, _: LayerKind) -> dict[str, Any]:
+    """Return what an indexer may leave, or not."""
+    shape = rng.choice([TOKENS - 1, TOKENS, PADDED]), rng.choice([0, 3, 4])
+    dtype, device = rng.choice([I32, I32, torch.int64]), rng.choice(["cpu", "cpu", "meta"])
+    return {"topk_indices": torch.zeros(rng.choice([shape, shape, (*shape, 1)]), dtype=dtype, device=device)}
+
+
+def all_rows(rng: random.Random, _: LayerKind) -> dict[str, Any]:
+    """Return q, out and lse of the same shape, dtype and device."""
+    shape = [rng.choice([PADDED, TOKENS, TOKENS - 1]), rng.choice([4, 4, 5]), rng.choice([32, 32, 40])]
+    where: dict[str, Any] = {"device": rng.choice(["cpu", "cpu", "meta"])}
+    q = torch.zeros(shape, dtype=rng.choice([F32, BF16, F16]), **where)
+    return {"q": q, "out": torch.empty_like(q), "lse": torch.zeros(shape[:2], **where)}
+
+
+def other_types(rng: random.Random, kind: LayerKind) -> dict[str, Any]:
+    """Return an argument that is absent, or is something else altogether."""
+    absent = rng.choice([{"attn_sink": None}, {"lse": None}, {"topk_indices": None}])
+    wrong: list[dict[str, Any]] = [{"q": None}, {"out": 0.0}, {"attn_sink": 0.0}, {"lse": 0}]
+    return rng.choice([absent, *wrong, {"caches": CACHES[kind].swa}, {"metadata": {}}])
+
+
+def other_metadata(rng: random.Random, kind: LayerKind) -> dict[str, Any]:
+    """Return metadata of another kind, or with a count or a device that may be off."""
+    own = METADATA[kind]
+    part = rng.choice(["swa", "compressed"] if own.compressed else ["swa"])
+    of = getattr(own, part)
+    names = {
+        "swa": ["block_size", "window_size", "num_prefill_tokens", "num_prefills"],
+        "compressed": ["compress_ratio", "block_size", "num_actual_tokens"],
+    }
+    name, moved = rng.choice(names[part]), rng.choice([0, 2, 3])
+    changes: list[dict[str, Any]] = [
+        {name: getattr(of, name) + rng.choice([-1, 0, 1])},
+        {"block_table": of.block_table.to(rng.choice(["cpu", "meta"]))},
+    ]
+    if part == "swa":
+        counts = of.num_decode_tokens + moved, of.num_prefill_tokens - moved
+        changes.append(dict(zip(("num_decode_tokens", "num_prefill_tokens"), counts, strict=True)))
+    changed = attrs.evolve(own, **{part: altered(of, **rng.choice(changes))})
+    return {"metadata": rng.choice([changed, changed, METADATA[rng.choice(KINDS)]])}
+
+
+def other_caches(rng: random.Random, kind: LayerKind) -> dict[str, Any]:
+    """Return caches, one of which may be of other dims, block size, element type or device, or missing."""
+    part = rng.choice(["swa", "compressed"])
+    fits = getattr(CACHES[kind], part)
+    layout = rng.choice([LAYOUT, OTHER_DIMS, *(KVCacheLayout.rows(*dims, dtype=F32) for dims in ((28, 4), (32, 8)))])
+    layout = rng.choice([layout, KVCacheLayout.rows(24, 8), KVCacheLayout.rows(24, 8, dtype=F32)])
+    size = fits.block_size if fits and rng.random() < 0.7 else rng.choice([2, 4, 8])
+    cache = PagedKVCache.allocate(layout, 2, size, rng.choice(["cpu", "cpu", "meta"]))
+    changed: dict[str, Any] = {part: None if part == "compressed" and rng.random() < 0.2 else cache}
+    return {"caches": attrs.evolve(CACHES[kind], **changed)}
+
+
+def other_limits(rng: random.Random, _: LayerKind) -> dict[str, Any]:
+    """Return limits the batch may exceed."""
+    bounds = {"max_num_reqs": [3, 4], "max_num_batched_tokens": [30, 31], "max_model_len": [39, 40]}
+    name = rng.choice([*bounds, "num_speculative_tokens"])
+    return {"limits": attrs.evolve(LIMITS, **{name: rng.choice(bounds.get(name, [0, 1]))})}
+
+
+def other_layer(rng: random.Random, kind: LayerKind) -> dict[str, Any]:
+    """Return a layer of other sizes."""
+    own, name = MODEL.layer_of_kind(kind), rng.choice(["num_heads", "head_dim", "window", "compress_ratio"])
+    by = 0 if name == "compress_ratio" and kind is SWA else rng.choice([-1, 0, 1])
+    return {"layer": attrs.evolve(own, **{name: getattr(own, name) + by})}
+
+
+DRAWS = [one_tensor, topk_indices, all_rows, other_types, other_metadata, other_caches, other_limits, other_layer]
+
+
+def verdict(arguments: dict[str, Any]) -> str:
+    """Return what the rules say of a call, one by one."""
+    try:
+        checks._check_each(**arguments)
+    except (ArgumentError, LayoutMismatchError) as error:
+        return str(error)
+    return "good"
+
+
+def disagreements(kind: LayerKind, quick: Callable[..., bool], draws: int = 2000) -> tuple[list[str], int]:
+    """Return the verdicts that a quick look gets wrong among random calls, and how many of the calls were good."""
+    rng = random.Random(kind.value)
+    whole = {name: value for name, value in good(kind).items() if name not in ("backend", "workspace")}
+    wrong, fine = [], 0
+    for _ in range(draws):
+        arguments = {**whole, "metadata": METADATA[kind], "caches": CACHES[kind]}
+        for draw in rng.choices(DRAWS, k=rng.choice([1, 1, 2, 3])):
+            arguments |= draw(rng, kind)
+        said = verdict(arguments)
+        fine += said == "good"
+        if quick(**arguments) != (said == "good"):
+            wrong.append(said)
+    return wrong, fine
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_quick_look_at_a_call_and_the_rules_with_words_never_disagree(kind: LayerKind) -> None:
+    wrong, fine = disagreements(kind, checks._fits)
+
+    assert not wrong
+    assert fine > 150, "too few good calls to say anything"
+
+
+def forget(name: str, value: Callable[[dict[str, Any]], Any]) -> Callable[..., bool]:
+    """Return a quick look that replaces one argument by one that fits, and so does not look at it."""
+    return lambda **arguments: checks._fits(**{**arguments, name: value(arguments)})
+
+
+@pytest.mark.parametrize("name", ["out", "attn_sink", "lse", "topk_indices", "limits", "metadata", "caches"])
+def test_a_quick_look_that_forgets_an_argument_is_found(name: str) -> None:
+    fits: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "out": lambda arguments: arguments["q"],
+        "attn_sink": lambda _: None,
+        "lse": lambda _: None,
+        "topk_indices": lambda _: torch.zeros(PADDED, 3, dtype=I32),
+        "limits": lambda _: Limits(99, 999, 9999, 9),
+        "metadata": lambda _: METADATA[C4A],
+        "caches": lambda _: CACHES[C4A],
+    }
+    wrong, _ = disagreements(C4A, forget(name, fits[name]))
+
+    assert any(said != "good" for said in wrong), "a bad call was waved through unseen"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_good_call_pays_for_the_quick_look_only(kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_check_each", lambda *_: pytest.fail("a good call went through every rule"))
+    for changes in ({}, {"attn_sink": None}, {"lse": None}, {"q": torch.ones(PADDED, 4, 32, dtype=BF16)}):
+        arguments = {**good(kind), **changes}
+        arguments["out"] = torch.empty_like(arguments["q"])
+        forward_mqa(**arguments)
