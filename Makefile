@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
+# kernels are tested in Triton's interpreter. Builds of torch for accelerators bring their own Triton, which stays.
+TRITON := triton==3.9.0
 
 .DEFAULT_GOAL := help
 .PHONY: help run test lint bench clean
@@ -50,8 +52,10 @@ $(VENV)/.stamp-run: $(VENV)/.stamp-venv $(INPUTS)
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-venv $(INPUTS)
 	$(PIP) -e '.[test]'
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
 	@touch $(VENV)/.stamp-run $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-venv $(INPUTS)
 	$(PIP) -e '.[dev]'
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@

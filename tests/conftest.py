@@ -1,8 +1,20 @@
-"""Property tests draw the same examples in every run, on a machine of any speed."""
+"""Property tests draw the same examples in every run, on a machine of any speed; kernels run wherever they can."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+
+import torch
 from hypothesis import settings
+
+from tests.interpreter import patch_once_a_launch
+
+# read by Triton when a kernel is defined, so it must stand before any test imports one.
+if not torch.accelerator.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    patch_once_a_launch()
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
