@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv4attn.core import indices
 from dsv4attn.core.chunking import round_up
+from dsv4attn.core.contract import BuilderSteps
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
@@ -50,7 +51,8 @@ class MetadataBuilder:
     compressed_block_tokens: tokens a block of a compressed cache stands for. num_swa_blocks, num_compressed_blocks:
     sizes of the caches; without them only negative blocks are found, and what lies past a cache is silently absent.
     validate: check tensor values; by default only where that costs no synchronisation, on the CPU. short_prefills: see
-    `split_decodes_and_prefills`.
+    `split_decodes_and_prefills`. steps: who computes; kernels of the device instead of torch, with which a build
+    allocates nothing on it. Nothing is read from a device unless `validate` says so.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class MetadataBuilder:
         num_compressed_blocks: int | None = None,
         validate: bool | None = None,
         short_prefills: bool = False,
+        steps: BuilderSteps | None = None,
     ) -> None:
         """Allocate every persistent buffer."""
         self.geometry, self.limits, self.device = geometry, limits, torch.device(device)
@@ -72,6 +75,7 @@ class MetadataBuilder:
         self.num_swa_blocks, self.num_compressed_blocks = num_swa_blocks, num_compressed_blocks
         self.validate = self.device.type == "cpu" if validate is None else validate
         self.short_prefills = short_prefills
+        self.steps: BuilderSteps = indices if steps is None else steps
         for _, ratio in geometry.layers:
             if compressed_block_tokens % ratio:
                 raise ArgumentError(
@@ -108,30 +112,21 @@ class MetadataBuilder:
         self._check_table("block_table", batch.block_table, query_lens, seq_lens, self.swa_block_size)
         if self.validate:
             self._check_copies(batch, query_lens)
+            self._check_slots(batch, tokens)
 
-        request = indices.token_to_req_indices(batch.query_start_loc, tokens)
-        position = indices.positions_of(batch.query_start_loc, batch.seq_lens, request)
-        valid = torch.zeros(tokens, dtype=torch.bool, device=self.device)
-        known = min(tokens, batch.slot_mapping.shape[0])
-        valid[:known] = batch.slot_mapping[:known] >= 0
-        slots, lens = indices.window_indices(position, valid, request, batch.block_table, self.swa_block_size, window)
-        if self.validate:
-            self._check_slots(batch, slots, lens, request, position + 1 - lens)
-
-        self._token_to_req[:tokens].copy_(request)
-        self._is_valid[:tokens].copy_(valid)
+        starts, lens, table, size = batch.query_start_loc, batch.seq_lens, batch.block_table, self.swa_block_size
+        request, valid = self._token_to_req[:tokens], self._is_valid[:tokens]
+        self.steps.build_token_maps(starts, batch.slot_mapping, out=(request, valid))
         for (rows, counts), part in (
             (self._decode_swa, slice(0, num_decode_tokens)),
             (self._prefill_swa, slice(num_decode_tokens, tokens)),
         ):
-            n = part.stop - part.start
-            rows[:n, 0].copy_(slots[part])
-            counts[:n].copy_(lens[part])
-            counts[n:].zero_()
-        prefill_seq_lens = batch.seq_lens[num_decodes:]
-        prefill_query_lens = batch.query_start_loc[num_decodes:].diff()
-        seen = (prefill_seq_lens - prefill_query_lens).clamp(max=window - 1) + prefill_query_lens
-        self._gather_lens[:num_prefills].copy_(seen.masked_fill_(prefill_query_lens == 0, 0))
+            out = rows[: part.stop - part.start, 0], counts
+            self.steps.build_window_indices(
+                starts, lens, request[part], valid[part], part.start, table, size, window, out=out
+            )
+        prefill_seq_lens, gather_lens = lens[num_decodes:], self._gather_lens[:num_prefills]
+        self.steps.build_gather_lens(starts[num_decodes:], prefill_seq_lens, window, out=gather_lens)
         return DeepseekSparseSWAMetadata(
             num_decodes=num_decodes,
             num_prefills=num_prefills,
@@ -146,14 +141,14 @@ class MetadataBuilder:
             seq_lens=batch.seq_lens,
             query_start_loc=batch.query_start_loc,
             query_start_loc_cpu=batch.query_start_loc_cpu,
-            is_valid_token=self._is_valid[:tokens],
-            token_to_req_indices=self._token_to_req[:tokens],
+            is_valid_token=valid,
+            token_to_req_indices=request,
             decode_swa_indices=self._decode_swa[0][:num_decode_tokens],
             decode_swa_lens=self._decode_swa[1][:num_decode_tokens],
             prefill_swa_indices=self._prefill_swa[0][:num_prefill_tokens],
             prefill_swa_lens=self._prefill_swa[1][:num_prefill_tokens],
             prefill_seq_lens=prefill_seq_lens,
-            prefill_gather_lens=self._gather_lens[:num_prefills],
+            prefill_gather_lens=gather_lens,
             prefill_seq_lens_cpu=batch.seq_lens_cpu[num_decodes:],
             prefill_query_lens_cpu=batch.query_start_loc_cpu[num_decodes:].diff(),
         )
@@ -170,17 +165,19 @@ class MetadataBuilder:
         table, entries = self._checked_entries(batch, kind, ratio)
         records = self.compressed_block_tokens // ratio
 
-        request = swa.token_to_req_indices.long()
-        position = indices.positions_of(batch.query_start_loc, batch.seq_lens, request)
         slots, lens = self._slots[kind], self._entries[kind]
-        slots.fill_(-1)
-        slots[:tokens] = indices.get_compressed_slot_mapping(
-            position, swa.is_valid_token, request, table, records, ratio
+        self.steps.build_compressed_slot_mapping(
+            batch.query_start_loc,
+            batch.seq_lens,
+            swa.token_to_req_indices,
+            swa.is_valid_token,
+            table,
+            records,
+            ratio,
+            out=(slots, lens),
         )
-        lens[:tokens] = torch.div(position + 1, ratio, rounding_mode="floor").masked_fill_(~swa.is_valid_token, 0)
-        lens[tokens:].zero_()
         width = self._c128a_width(max(entries, default=0), full_width=full_width) if kind is LayerKind.C128A else 0
-        decode_table, decode_lens = self._c128a_decode(table, lens[:decodes], request, width, records)
+        decode_table, decode_lens = self._c128a_decode(table, lens[:decodes], swa.token_to_req_indices, width, records)
         return FlashMLASparseMetadata(
             kind=kind,
             compress_ratio=ratio,
@@ -240,7 +237,7 @@ class MetadataBuilder:
         n = visible.shape[0]
         rows, lens = self._c128a[0][:n, :, :width], self._c128a[1]
         numbers = self._entry_numbers[:width].expand(n, width)
-        indices.compute_global_topk_indices_and_lens(
+        self.steps.compute_global_topk_indices_and_lens(
             numbers, visible, request[:n], table, records, out=(rows[:, 0], lens[:n])
         )
         lens[n:].zero_()
@@ -293,19 +290,27 @@ class MetadataBuilder:
                 expected = f"{query_len} (its query tokens) to {bound} (seq_lens_cpu)"
                 raise ArgumentError(f"seq_lens[{i}]", expected=expected, actual=seq_len)
 
-    def _check_slots(self, batch: Batch, slots: Tensor, lens: Tensor, request: Tensor, first: Tensor) -> None:
+    def _check_slots(self, batch: Batch, tokens: int) -> None:
         """Find dead blocks under a window and slots outside the cache."""
+        request = indices.token_to_req_indices(batch.query_start_loc, tokens)
+        position = indices.positions_of(batch.query_start_loc, batch.seq_lens, request)
+        valid = torch.zeros(tokens, dtype=torch.bool, device=self.device)
+        known = min(tokens, batch.slot_mapping.shape[0])
+        valid[:known] = batch.slot_mapping[:known] >= 0
+        slots, lens = indices.window_indices(
+            position, valid, request, batch.block_table, self.swa_block_size, self.geometry.window
+        )
         capacity = None if self.num_swa_blocks is None else self.num_swa_blocks * self.swa_block_size
         columns = torch.arange(slots.shape[1], device=slots.device)
         wrong = (slots < 0) if capacity is None else (slots < 0) | (slots >= capacity)
         wrong &= columns < lens[:, None]
         if bool(wrong.any()):
             token, column = wrong.nonzero()[0].tolist()
-            i, position = int(request[token]), int(first[token]) + column
-            column, bound = position // self.swa_block_size, _bound(self.num_swa_blocks)
+            i, place = int(request[token]), int(position[token] + 1 - lens[token]) + column
+            column, bound = place // self.swa_block_size, _bound(self.num_swa_blocks)
             raise ArgumentError(
                 f"block_table[{i}, {column}]",
-                expected=f"a block in [0, {bound}) for position {position}, which a query can see",
+                expected=f"a block in [0, {bound}) for position {place}, which a query can see",
                 actual=int(batch.block_table[i, column]),
             )
         if capacity is not None and bool((batch.slot_mapping >= capacity).any()):

@@ -14,7 +14,7 @@ A backend says as data which form of indices and keys it wants; core prepares ex
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -27,8 +27,10 @@ from dsv4attn.errors import ArgumentError
 
 if TYPE_CHECKING:
     # descriptors must load where torch is not wanted yet
+    import torch
     from torch import Tensor
 
+    from dsv4attn.core.bounds import Bounds
     from dsv4attn.core.layout import PagedKVCache
     from dsv4attn.core.workspace import BufferSpec
 
@@ -37,6 +39,8 @@ __all__ = [
     "AttentionCall",
     "Backend",
     "BackendInfo",
+    "BuilderSteps",
+    "CompiledBackend",
     "DenseIndices",
     "Forms",
     "GatheredKeys",
@@ -192,6 +196,58 @@ class IndexSteps(Protocol):
         """Upper bound on temporaries of any step over an index matrix of so many elements; 0 for kernels."""
 
 
+class BuilderSteps(Protocol):
+    """Index arithmetic of `MetadataBuilder`, once a step; `dsv4attn.core.indices` is the definition and the default.
+
+    A backend that brings them has them as its attribute `builder_steps`. Outputs are views of persistent buffers. None
+    of these steps reads a tensor value on the host.
+    """
+
+    def build_token_maps(self, query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[Tensor, Tensor]) -> None:
+        """Request and validity of each token."""
+
+    def build_window_indices(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        token_to_req: Tensor,
+        is_valid: Tensor,
+        first: int,
+        block_table: Tensor,
+        block_size: int,
+        window: int,
+        out: tuple[Tensor, Tensor],
+    ) -> None:
+        """Slots of the windows of a run of tokens that begins with token `first`, and their lengths."""
+
+    def build_gather_lens(self, query_start_loc: Tensor, seq_lens: Tensor, window: int, out: Tensor) -> None:
+        """Window rows that each request needs gathered."""
+
+    def build_compressed_slot_mapping(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        token_to_req: Tensor,
+        is_valid: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        ratio: int,
+        out: tuple[Tensor, Tensor],
+    ) -> None:
+        """Slot of the entry that each token completes, and the number of entries it sees."""
+
+    def compute_global_topk_indices_and_lens(
+        self,
+        topk_indices: Tensor,
+        visible_lens: Tensor,
+        token_to_req: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        out: tuple[Tensor, Tensor],
+    ) -> None:
+        """The same as in `IndexSteps`, for the C128A table."""
+
+
 class Backend(Protocol):
     """What a device brings. Methods validate little: core has checked every argument before it calls."""
 
@@ -257,6 +313,16 @@ class Backend(Protocol):
 
         wo_a: [G * rank, H / G * D]. Returns [T, G, rank] in the dtype of o.
         """
+
+
+class CompiledBackend(Backend, Protocol):
+    """A backend whose kernels are compiled where they run: which ones can be known before the first call."""
+
+    def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterable[object]:
+        """Every compiled form that calls within the bounds can ask for on such a device, which need not be here."""
+
+    def warmup(self, bounds: Bounds, device: torch.device) -> int:
+        """Compile all of them for a device that is here, and return how many; afterwards no call compiles anything."""
 
 
 class Rank(IntEnum):

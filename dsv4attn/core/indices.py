@@ -1,9 +1,9 @@
 """Index arithmetic in plain torch, under the field's names: the default steps of every backend, and their definition.
 
-A backend whose device wants kernels for these brings an object with the same functions (see `contract.IndexSteps`).
-Functions that run once a layer write into `out`, so that addresses stay fixed; none of them reads a tensor value on
-the host, loops over tokens, or trusts an index: whatever does not name a visible entry becomes -1 in its own column,
-never somebody else's row.
+A device that wants kernels for these brings an object with the same functions (see `contract.IndexSteps` for those
+that run once a layer, `contract.BuilderSteps` for those that run once a step). They write into `out`, so that addresses
+stay fixed; none of them reads a tensor value on the host, loops over tokens, or trusts an index: whatever does not
+name a visible entry becomes -1 in its own column, never somebody else's row.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ from torch import Tensor
 from dsv4attn.core.contract import PageTable
 
 __all__ = [
+    "build_compressed_slot_mapping",
+    "build_gather_lens",
     "build_ragged_indices_from_dense",
+    "build_token_maps",
+    "build_window_indices",
     "combine_topk_swa_indices",
     "compute_global_topk_indices_and_lens",
     "get_compressed_slot_mapping",
+    "positions_of",
     "token_to_req_indices",
     "transient_bytes",
     "window_indices",
@@ -30,17 +35,20 @@ _LARGEST_SLOT = torch.iinfo(torch.int32).max
 def token_to_req_indices(query_start_loc: Tensor, num_tokens: int) -> Tensor:
     """[T] int64 request of each token.
 
-    query_start_loc: [R+1] int32. Requests without tokens are skipped; tokens behind the last request (graph
-    padding) get request 0.
+    query_start_loc: [R+1] int32. Requests without tokens are skipped; tokens before the first request, and those
+    behind the last (graph padding), get request 0.
     """
     tokens = torch.arange(num_tokens, device=query_start_loc.device, dtype=torch.int32)
-    request = torch.searchsorted(query_start_loc, tokens, right=True) - 1
-    return request.masked_fill_(tokens >= query_start_loc[-1], 0)
+    request = torch.searchsorted(query_start_loc.contiguous(), tokens, right=True) - 1
+    return request.masked_fill_(tokens >= query_start_loc[-1], 0).clamp_(min=0)
 
 
-def positions_of(query_start_loc: Tensor, seq_lens: Tensor, token_to_req: Tensor) -> Tensor:
-    """[T] int64 absolute position of each token: seq_len - query_len + its index in the request."""
-    tokens = torch.arange(token_to_req.shape[0], device=seq_lens.device)
+def positions_of(query_start_loc: Tensor, seq_lens: Tensor, token_to_req: Tensor, first: int = 0) -> Tensor:
+    """[T] int64 absolute position of each token: seq_len - query_len + its index in the request.
+
+    first: number of the token that element 0 of `token_to_req` [T] int64 is about.
+    """
+    tokens = torch.arange(first, first + token_to_req.shape[0], device=seq_lens.device)
     # position minus token number is the same for all tokens of a request: seq_len - query_end
     return tokens + (seq_lens - query_start_loc[1:]).long()[token_to_req]
 
@@ -49,7 +57,7 @@ def _translate(local: Tensor, visible: Tensor, table: Tensor, request: Tensor, b
     """Slots of record numbers `local` [T, K] of each token's request; -1 where not visible or the block is gone."""
     column = torch.div(local, block_size, rounding_mode="floor")
     visible = visible & (column < table.shape[1])
-    if not table.shape[1]:
+    if not table.numel():
         return torch.full_like(local, -1)
     # in 64 bits: a garbage block times the block size may wrap around to a slot that exists
     block = table[request[:, None], column.clamp(0, table.shape[1] - 1)].long()
@@ -81,7 +89,7 @@ def window_indices(
     Returns ([T, window] int64, lens [T] int64).
     """
     start = (positions - (window - 1)).clamp_(min=0)
-    lens = (positions + 1 - start).masked_fill_(~is_valid, 0)
+    lens = (positions + 1 - start).clamp_(min=0).masked_fill_(~is_valid, 0)
     columns = torch.arange(window, device=positions.device)
     visible = columns < lens[:, None]
     return _translate(start[:, None] + columns, visible, block_table, token_to_req, block_size), lens
@@ -98,13 +106,16 @@ def compute_global_topk_indices_and_lens(
     """Turn request-local entry numbers into slots of the compressed cache.
 
     topk_indices: [T, K] int32, any row stride. visible_lens: [T] int32 - entries each token may see, 0 for padding;
-    numbers at or past it count as absent. token_to_req: [T] int32. block_table: [R, N] int32.
+    numbers at or past it count as absent. token_to_req: [T] int32; a request the table lacks has no entries.
+    block_table: [R, N] int32.
     out: ([T, K] int32 slots in the same columns, [T] int32 lens). A length reaches behind the last visible entry, so
     absent ones between visible ones lose nobody.
     """
     indices, lens = out
-    visible = (topk_indices >= 0) & (topk_indices < visible_lens[:, None])
-    slots = _translate(topk_indices, visible, block_table, token_to_req.long(), block_size)
+    request = token_to_req.long()
+    unknown = (request < 0) | (request >= block_table.shape[0])
+    visible = (topk_indices >= 0) & (topk_indices < visible_lens.masked_fill(unknown, 0)[:, None])
+    slots = _translate(topk_indices, visible, block_table, request.masked_fill(unknown, 0), block_size)
     indices.copy_(slots)
     ends = torch.arange(1, topk_indices.shape[1] + 1, device=slots.device, dtype=torch.int32)
     if slots.shape[1]:
@@ -145,12 +156,11 @@ def combine_topk_swa_indices(
     request = token_to_req_indices(start, indices.shape[0])
     position = positions_of(start, seq_lens, request)
     first = (position - (window - 1)).clamp_(min=0)
-    count = (position + 1 - first).masked_fill_(~is_valid, 0)
+    count = (position + 1 - first).clamp_(min=0).masked_fill_(~is_valid, 0)
     base = request * rows
     columns = torch.arange(indices.shape[1], device=indices.device)
-    if topk_indices is None or visible_lens is None or not topk:
-        taken = torch.zeros_like(count)
-    else:
+    entries, taken = None, torch.zeros_like(count)
+    if topk_indices is not None and visible_lens is not None and topk:
         visible = (topk_indices >= 0) & (topk_indices < visible_lens[:, None]) & is_valid[:, None]
         if compressed is not None:
             visible &= _exists(topk_indices, visible, compressed, request)
@@ -161,7 +171,7 @@ def combine_topk_swa_indices(
     if swa is not None:
         in_window &= _exists(position, in_window, swa, request)
     indices.copy_(row.masked_fill_(~in_window, -1))
-    if topk_indices is not None and topk:
+    if entries is not None:
         is_entry = columns[:topk] < taken[:, None]
         indices[:, :topk] = torch.where(is_entry, (entries + base[:, None]).int(), indices[:, :topk])
     lens.copy_(taken + count)
@@ -175,7 +185,8 @@ def build_ragged_indices_from_dense(indices: Tensor, lens: Tensor, num_slots: in
     """
     flat, indptr = out
     columns = torch.arange(indices.shape[1], device=indices.device)
-    kept = (columns < lens[:, None]) & (indices >= 0) & (indices < num_slots)
+    # not `< num_slots`, which torch cuts to 32 bits
+    kept = (columns < lens[:, None]) & (indices >= 0) & (indices <= min(num_slots - 1, _LARGEST_SLOT))
     packed, _ = _compact(indices.reshape(1, -1), kept.reshape(1, -1), indices.numel())
     flat[: indices.numel()].copy_(packed[0])
     indptr[:1].zero_()
@@ -189,8 +200,80 @@ def get_compressed_slot_mapping(
 
     A token completes entry pos // ratio when (pos + 1) is a multiple of ratio. block_size: records per block.
     """
-    completes = is_valid & ((positions + 1) % ratio == 0)
+    completes = is_valid & (positions >= 0) & ((positions + 1) % ratio == 0)
     return _translate((positions // ratio)[:, None], completes[:, None], block_table, token_to_req, block_size)[:, 0]
+
+
+def build_token_maps(query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[Tensor, Tensor]) -> None:
+    """Request and validity of each token; see `token_to_req_indices`.
+
+    query_start_loc: [R+1] int32. slot_mapping: [S] int64. out: ([T] int32 request, [T] bool - whether the token has a
+    slot: tokens at or behind S have none).
+    """
+    token_to_req, is_valid = out
+    known = min(is_valid.shape[0], slot_mapping.shape[0])
+    token_to_req.copy_(token_to_req_indices(query_start_loc, token_to_req.shape[0]))
+    torch.ge(slot_mapping[:known], 0, out=is_valid[:known])
+    is_valid[known:].zero_()
+
+
+def build_window_indices(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    token_to_req: Tensor,
+    is_valid: Tensor,
+    first: int,
+    block_table: Tensor,
+    block_size: int,
+    window: int,
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """Windows of a run of tokens; see `window_indices`.
+
+    query_start_loc: [R+1] int32. seq_lens: [R] int32. token_to_req: [n] int32. is_valid: [n] bool. first: number of
+    the first token. block_table: [R, N] int32. out: ([n, window] int32 slots, [>= n] int32 lens, 0 from n on).
+    """
+    rows, lens = out
+    n, request = rows.shape[0], token_to_req.long()
+    position = positions_of(query_start_loc, seq_lens, request, first)
+    slots, counts = window_indices(position, is_valid, request, block_table, block_size, window)
+    rows.copy_(slots)
+    lens[:n].copy_(counts)
+    lens[n:].zero_()
+
+
+def build_gather_lens(query_start_loc: Tensor, seq_lens: Tensor, window: int, out: Tensor) -> None:
+    """Trailing tokens of each request that its queries can see through the window; 0 for requests without tokens.
+
+    query_start_loc: [n+1] int32, any base. seq_lens: [n] int32. out: [n] int32.
+    """
+    query_lens = query_start_loc.diff()
+    seen = (seq_lens - query_lens).clamp_(max=window - 1) + query_lens
+    out.copy_(seen.masked_fill_(query_lens == 0, 0))
+
+
+def build_compressed_slot_mapping(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    token_to_req: Tensor,
+    is_valid: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    ratio: int,
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """Slot of the entry each token completes, see `get_compressed_slot_mapping`, and how many entries it can see.
+
+    query_start_loc: [R+1] int32. seq_lens: [R] int32. token_to_req: [T] int32. is_valid: [T] bool. block_table:
+    [R, N] int32. out: ([>= T] int64 slots, -1 from T on; [>= T] int32 lens, 0 from T on).
+    """
+    slots, lens = out
+    n, request = token_to_req.shape[0], token_to_req.long()
+    position = positions_of(query_start_loc, seq_lens, request)
+    slots[:n] = get_compressed_slot_mapping(position, is_valid, request, block_table, block_size, ratio)
+    slots[n:].fill_(-1)
+    lens[:n] = torch.div(position + 1, ratio, rounding_mode="floor").clamp_(min=0).masked_fill_(~is_valid, 0)
+    lens[n:].zero_()
 
 
 def transient_bytes(max_elements: int, max_tokens: int) -> int:

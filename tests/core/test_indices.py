@@ -17,18 +17,20 @@ from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, Batch, FlashMLASparseMetadata
 from dsv4attn.testing.scenario import Scenario
+from tests.core.steps import STEPS, all_builder_steps
 from tests.core.strategies import examples, scenarios
 
 INT = torch.int32
 
 
-def built(scenario: Scenario) -> AttentionMetadata:
+def built(scenario: Scenario, steps: str = "torch") -> AttentionMetadata:
     """Metadata of a scenario's batch."""
     builder = MetadataBuilder(
         scenario.geometry,
         scenario.limits,
         swa_block_size=scenario.swa_block_size,
         compressed_block_tokens=scenario.compressed_block_tokens,
+        steps=STEPS[steps],
     )
     return builder.build_for(scenario.batch(), [scenario.kind])[scenario.kind]
 
@@ -49,10 +51,11 @@ def int32(*values: int) -> Tensor:
 # the builder
 
 
+@all_builder_steps
 @given(scenario=scenarios(dead_block=-1))
-@examples(150)
-def test_window_metadata_equals_the_formulas(scenario: Scenario) -> None:
-    swa = built(scenario).swa
+@examples(100)
+def test_window_metadata_equals_the_formulas(scenario: Scenario, steps: str) -> None:
+    swa = built(scenario, steps).swa
     batch, window, size = scenario.batch(), scenario.layer.window, scenario.swa_block_size
     rows, lens = [], []
     for token in scenario.tokens:
@@ -76,9 +79,10 @@ def test_window_metadata_equals_the_formulas(scenario: Scenario) -> None:
     assert swa.prefill_query_lens_cpu.tolist() == [n for _, n, *_ in prefills]
 
 
+@all_builder_steps
 @given(scenario=scenarios(kind=LayerKind.C4A), kind=st.sampled_from(["c4a", "c128a"]))
-@examples(100)
-def test_compressed_metadata_equals_the_formulas(scenario: Scenario, kind: str) -> None:
+@examples(75)
+def test_compressed_metadata_equals_the_formulas(scenario: Scenario, kind: str, steps: str) -> None:
     scenario = Scenario(
         kind=kind,
         requests=scenario.requests,
@@ -90,7 +94,8 @@ def test_compressed_metadata_equals_the_formulas(scenario: Scenario, kind: str) 
     )
     ratio = scenario.layer.compress_ratio
     per_block = scenario.compressed_block_tokens // ratio
-    compressed, batch = compressed_of(built(scenario)), scenario.batch()
+    metadata, batch = built(scenario, steps), scenario.batch()
+    compressed = compressed_of(metadata)
     assert batch.compressed_block_table is not None
     tables = batch.compressed_block_table.tolist()
     visible = [(t.position + 1) // ratio if t.valid else 0 for t in scenario.tokens]
@@ -116,10 +121,11 @@ def test_compressed_metadata_equals_the_formulas(scenario: Scenario, kind: str) 
         assert set(row[n:]) <= {-1}
     local = compressed.c128a_prefill_topk_indices
     assert local is not None
-    assert local.shape == (built(scenario).swa.num_prefill_tokens, table.shape[2])
+    assert local.shape == (metadata.swa.num_prefill_tokens, table.shape[2])
     assert all(row == list(range(table.shape[2])) for row in local.tolist())
 
 
+@all_builder_steps
 @pytest.mark.parametrize(
     ("before", "count", "gather_len", "windows", "entries"),
     [
@@ -135,10 +141,11 @@ def test_the_worked_example_of_flash(
     gather_len: int,
     windows: dict[int, tuple[int, int]],
     entries: dict[int, tuple[int, int]],
+    steps: str,
 ) -> None:
     """Flash, blocks of 64 and 256: windows as (first position, length), entries of c4a and c128a."""
     flash, last = ModelGeometry.preset("flash"), before + count
-    builder = MetadataBuilder(flash, Limits(1, 512, 2048))
+    builder = MetadataBuilder(flash, Limits(1, 512, 2048), steps=STEPS[steps])
     table = torch.arange(24, dtype=INT)[None]  # block i stands in page i, so a slot is a position
     seq_len, starts = int32(last), int32(0, count)
     batch = Batch(
@@ -175,9 +182,10 @@ def test_token_maps_skip_requests_without_tokens_and_send_padding_to_request_zer
     assert indices.token_to_req_indices(int32(0), 0).tolist() == []
 
 
-def test_buffers_keep_their_addresses_and_their_tails_are_cleared() -> None:
-    geometry = Scenario(requests=[]).geometry
-    builder = MetadataBuilder(geometry, Limits(6, 64, 256), swa_block_size=4, compressed_block_tokens=32)
+@all_builder_steps
+def test_buffers_keep_their_addresses_and_their_tails_are_cleared(steps: str) -> None:
+    geometry, limits, made_by = Scenario(requests=[]).geometry, Limits(6, 64, 256), STEPS[steps]
+    builder = MetadataBuilder(geometry, limits, swa_block_size=4, compressed_block_tokens=32, steps=made_by)
     big = Scenario(kind="c128a", requests=[(90, 1), (60, 1), (33, 1), (10, 12), (0, 9)])
     small = Scenario(kind="c128a", requests=[(40, 1), (0, 5)])
 

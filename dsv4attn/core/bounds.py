@@ -1,0 +1,95 @@
+"""What an engine promises before it warms up: every call that it makes later is within these bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import field, frozen, validators
+
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.limits import Limits
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["Bounds"]
+
+_positive = validators.ge(1)
+_PAGE_TOKENS = 256
+"""Tokens whose entries share a page of a compressed cache, unless said otherwise."""
+
+
+@frozen(kw_only=True)
+class Bounds:
+    """Which layers, caches and options will be run. Build it with `of`.
+
+    A backend compiles for what these say and for nothing that a batch brings: how many tokens, requests, heads and keys
+    there are is known at run time only. None for an option means with and without.
+    """
+
+    layers: tuple[LayerGeometry, ...] = field(validator=validators.min_len(1))
+    """One of each kind is enough."""
+    limits: Limits
+    swa: KVCacheLayout
+    compressed: KVCacheLayout
+    swa_block_size: int = field(default=64, validator=_positive)
+    compressed_block_size: int | None = field(default=None, validator=validators.optional(_positive))
+    """Records of a page, on every layer; default: the entries of 256 tokens."""
+    q_dtype: torch.dtype = field(default=torch.bfloat16, validator=validators.in_((torch.bfloat16, torch.float32)))
+    """Of q, of kv and of the output."""
+    sink: bool | None = True
+    lse: bool | None = None
+    aligned: bool = True
+    """Whether every cache begins at a multiple of 16 bytes and its pages lie such multiples apart."""
+    num_groups: int = field(default=1, validator=_positive)
+    """Groups of heads of the output projection on this device."""
+    o_lora_rank: int = field(default=1024, validator=_positive)
+
+    def __attrs_post_init__(self) -> None:
+        """Check that the caches hold the keys of the layers."""
+        for layer in self.layers:
+            for name, layout in (("swa", self.swa), ("compressed", self.compressed)):
+                wanted, actual = (layer.nope_dim, layer.rope_dim), (layout.nope_dim, layout.rope_dim)
+                if actual != wanted:
+                    expected = f"a layout of {wanted[0]} + {wanted[1]} dims, as the {layer.kind.value} layer has"
+                    raise ArgumentError(f"bounds.{name}", expected=expected, actual=f"{actual[0]} + {actual[1]}")
+
+    @classmethod
+    def of(
+        cls,
+        geometry: ModelGeometry,
+        limits: Limits,
+        *,
+        swa: KVCacheLayout | None = None,
+        compressed: KVCacheLayout | None = None,
+        **options: Any,  # noqa: ANN401 - the other fields
+    ) -> Bounds:
+        """Bounds of a model, on one rank: a layer of each kind that it has, and a window-only one, which drafts need.
+
+        swa: layout of the window caches, by default `fp8_ds_mla` of the model's dims. compressed: by default the same.
+        """
+        if swa is None:
+            swa = KVCacheLayout.fp8_ds_mla(geometry.head_dim - geometry.rope_dim, geometry.rope_dim)
+        kinds = dict.fromkeys((LayerKind.SWA, *geometry.kinds))
+        layers = tuple(geometry.layer_of_kind(kind) for kind in kinds)
+        groups = {"num_groups": geometry.o_groups, "o_lora_rank": geometry.o_lora_rank, **options}
+        compressed = swa if compressed is None else compressed
+        return cls(layers=layers, limits=limits, swa=swa, compressed=compressed, **groups)
+
+    def caches(self, layer: LayerGeometry) -> tuple[tuple[KVCacheLayout, int], ...]:
+        """(layout, records of a page) of each cache of a layer, the window's first."""
+        window = (self.swa, self.swa_block_size)
+        if layer.kind is LayerKind.SWA:
+            return (window,)
+        entries = max(_PAGE_TOKENS // layer.compress_ratio, 1)
+        return (window, (self.compressed, self.compressed_block_size or entries))
+
+    @property
+    def with_sink(self) -> tuple[bool, ...]:
+        """Every answer to whether a call has sinks."""
+        return (False, True) if self.sink is None else (self.sink,)
+
+    @property
+    def with_lse(self) -> tuple[bool, ...]:
+        """Every answer to whether a call asks for the log-sum-exp."""
+        return (False, True) if self.lse is None else (self.lse,)
