@@ -1,0 +1,165 @@
+"""What every Triton room's Backend has in common: the shared steps, and attention straight on pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dsv4attn.backends._triton import attend, builder_steps, gather, indices, insert, projection
+from dsv4attn.backends._triton.runtime import Variant, multiprocessors
+from dsv4attn.backends._triton.tuning import Tuning, row_of
+from dsv4attn.backends._triton.warm import warm
+from dsv4attn.core.bounds import Bounds
+from dsv4attn.core.contract import (
+    AttentionCall,
+    BuilderSteps,
+    Forms,
+    IndexSteps,
+    KeyForm,
+    Phase,
+)
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.workspace import BufferSpec
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["TritonBackend"]
+
+
+class TritonBackend:
+    """Attention on pages in both phases. A room says its name and its tuning, and overrides what it does otherwise.
+
+    tuning: row of the room's table; "auto" takes the device's own. deterministic: no row's bits depend on what else is
+    in the batch; a decode row is then cut into parts of fixed length, and a prefill row is not cut at all.
+    """
+
+    name: ClassVar[str]
+    rows: ClassVar[Mapping[str, Tuning]]
+    forms = Forms(prefill_keys=KeyForm.PAGED, max_logits=True)
+    steps: IndexSteps = indices
+    builder_steps: BuilderSteps = builder_steps
+
+    def __init__(self, *, tuning: str = "auto", deterministic: bool = False) -> None:
+        """Choose numbers, touch no device."""
+        if tuning != "auto" and tuning not in self.rows:
+            expected = f"'auto' or a row of the {self.name} room: {', '.join(self.rows)}"
+            raise ArgumentError("tuning", expected=expected, actual=repr(tuning))
+        if not isinstance(deterministic, bool):
+            raise ArgumentError("deterministic", expected="true or false", actual=repr(deterministic))
+        self._row, self.deterministic = tuning, deterministic
+
+    @cached_property
+    def tuning(self) -> Tuning:
+        """Numbers of the device that is here."""
+        return self._tuning(DeviceFacts.here())
+
+    def _tuning(self, device: DeviceFacts) -> Tuning:
+        return row_of(self.rows, device.arch if self._row == "auto" else self._row, device.kind)
+
+    def _splits(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> int:
+        """Parts of each row: a function of shapes, and of a row's own width alone when deterministic."""
+        if not self.deterministic:
+            return attend.splits_of(tokens, layer.num_heads, width, self.tuning, multiprocessors())
+        tiles = -(-width // self.tuning.keys) + 1
+        return -(-tiles // self.tuning.run) if phase is Phase.DECODE else 1
+
+    def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
+        """Parts of the rows, where several programs share one."""
+        splits, always = self._splits(phase, layer, tokens, width), self.deterministic and phase is Phase.DECODE
+        return attend.scratch(tokens, layer, splits, always=always)
+
+    def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
+        """Rows are shared only as long as they do not fill the device, so parts are at most its programs."""
+        if self.deterministic:
+            parts = self._splits(phase, layer, max_tokens, max_width)
+            return attend.scratch_bound(layer, max_tokens * parts if phase is Phase.DECODE else 0)
+        return attend.scratch_bound(layer, multiprocessors())
+
+    def transient_bytes(self, layer: LayerGeometry, max_tokens: int, max_width: int, max_rows: int) -> int:
+        """None: kernels write where they are told."""
+        return 0
+
+    def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
+        """See `contract.Backend`."""
+        insert.quantize_and_insert_k_cache(k, cache, slot_mapping)
+
+    def qnorm_rope_kv_insert(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        cache: PagedKVCache,
+        slot_mapping: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        eps: float,
+    ) -> None:
+        """See `contract.Backend`. One kernel: no copy of kv is made."""
+        insert.qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, cos_sin_cache, eps)
+
+    def dequantize_and_gather_k_cache(
+        self,
+        out: Tensor,
+        cache: PagedKVCache,
+        seq_lens: Tensor,
+        gather_lens: Tensor | None,
+        block_table: Tensor,
+        offset: int,
+    ) -> None:
+        """See `contract.Backend`."""
+        gather.dequantize_and_gather_k_cache(out, cache, seq_lens, gather_lens, block_table, offset)
+
+    def decode(self, call: AttentionCall) -> None:
+        """See `contract.Backend`."""
+        attend.attend(call, self.tuning, tiles_per_split=self.tuning.run if self.deterministic else 0)
+
+    def prefill(self, call: AttentionCall) -> None:
+        """See `contract.Backend`. The same kernel; it takes gathered rows too."""
+        attend.attend(call, self.tuning)
+
+    def inv_rope_o_proj(
+        self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, num_groups: int
+    ) -> Tensor:
+        """See `contract.Backend`."""
+        return projection.inv_rope_o_proj(
+            o, positions, cos_sin_cache, wo_a, num_groups, deterministic=self.deterministic
+        )
+
+    def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:
+        """See `contract.CompiledBackend`."""
+        tuning = self._tuning(device)
+        yield from indices.variants()
+        for layer in bounds.layers:
+            yield from builder_steps.variants(layer.window)
+            for layout, _ in bounds.caches(layer):
+                yield from insert.variants(
+                    layout, layer.num_heads, bounds.q_dtype, bounds.q_dtype, aligned=bounds.aligned
+                )
+                yield from gather.variants(layout, aligned=bounds.aligned)
+            dims = layer.num_heads, layer.nope_dim, layer.rope_dim, bounds.num_groups, bounds.o_lora_rank
+            yield from projection.variants(*dims, bounds.q_dtype, bounds.q_dtype, aligned=bounds.aligned)
+            yield from self._attention_variants(bounds, layer, tuning)
+
+    def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
+        """Forms of the attention kernel in both phases."""
+        layouts = [layout for layout, _ in bounds.caches(layer)]
+        segments = tuple(attend.Segment.of(layout, aligned=bounds.aligned) for layout in layouts)
+        yield from self._variants_over(bounds, layer, tuning, segments)
+
+    @staticmethod
+    def _variants_over(
+        bounds: Bounds, layer: LayerGeometry, tuning: Tuning, segments: tuple[attend.Segment, ...]
+    ) -> Iterator[Variant]:
+        unit = 16 // bounds.q_dtype.itemsize
+        dims = layer.num_heads, layer.nope_dim, layer.rope_dim
+        for one in (unit,) if bounds.aligned else (unit, 1):
+            shape = attend.Shape(*dims, segments, bounds.q_dtype, one, ragged=False)
+            yield from attend.variants(shape, tuning, sinks=bounds.with_sink, lses=bounds.with_lse)
+
+    def warmup(self, bounds: Bounds, device: torch.device) -> int:
+        """See `contract.CompiledBackend`."""
+        return warm(self.kernel_variants(bounds, DeviceFacts.here(device)), device, name=self.name)

@@ -1,0 +1,96 @@
+"""Devices to compile for without having one, and what each has. The compiler enforces none of these limits.
+
+NVIDIA: CUDA C++ Programming Guide, technical specifications per compute capability; registers are allocated to warps
+by 256. AMD: the LLVM AMDGPU backend's own tables (`AMDGPUBaseInfo.cpp`) and AMDGPUUsage; vector and accumulation
+registers are one file on CDNA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attrs import frozen
+from triton.backends.compiler import GPUTarget
+
+from dsv4attn.errors import UnknownNameError
+
+__all__ = ["TARGETS", "Target"]
+
+MAX_THREADS = 1024
+"""Of a block, everywhere."""
+
+
+@frozen
+class Target:
+    """A device, in its own units: an SM of NVIDIA, a CU of CDNA, a WGP of RDNA."""
+
+    name: str
+    warp_size: int
+    shared_per_block: int
+    """Bytes that one block may have."""
+    shared_per_unit: int
+    """Bytes that all blocks of a unit share."""
+    warps_per_part: int
+    """A unit has four parts; each runs at most so many warps."""
+    blocks_per_unit: int
+    registers: int = 512
+    """Of a part, for each lane of a warp; so many are allocated at once: `granule`."""
+    granule: int = 8
+    registers_per_thread: int = 255
+    shared_overhead: int = 0
+    """Bytes of a block that are not the kernel's."""
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether NVIDIA made it."""
+        return self.name.startswith("sm_")
+
+    @property
+    def gpu(self) -> GPUTarget:
+        """What Triton calls it."""
+        if self.is_cuda:
+            return GPUTarget("cuda", int(self.name.removeprefix("sm_")), self.warp_size)
+        return GPUTarget("hip", self.name, self.warp_size)
+
+    @classmethod
+    def named(cls, name: str) -> Target:
+        """The target of this name: "sm_90" or "sm90", "gfx942"."""
+        key = name.strip().lower()
+        key = f"sm_{key[2:].lstrip('_')}" if key.startswith("sm") else key
+        if key not in TARGETS:
+            raise UnknownNameError("target", name, TARGETS)
+        return TARGETS[key]
+
+    def occupancy(self, registers: int, shared: int, warps: int) -> int:
+        """Blocks of one kernel that a unit holds at once; 0 if not even one fits. An estimate."""
+        allocated = max(-(-registers // self.granule), 1) * self.granule
+        fit = 4 * min(self.registers // allocated, self.warps_per_part) // warps
+        return min(fit, self.shared_per_unit // max(shared + self.shared_overhead, 1), self.blocks_per_unit)
+
+
+def _cuda(name: str, shared_kb: int, warps: int, blocks: int) -> Target:
+    """A block may have all but the 1 KB of each block that the system keeps."""
+    return Target(name, 32, (shared_kb - 1) * 1024, shared_kb * 1024, warps, blocks, shared_overhead=1024)
+
+
+def _cdna(name: str, shared_kb: int) -> Target:
+    return Target(name, 64, shared_kb * 1024, shared_kb * 1024, 8, 16, registers_per_thread=512)
+
+
+TARGETS: Mapping[str, Target] = {
+    target.name: target
+    for target in (
+        _cuda("sm_80", 164, 16, 32),
+        _cuda("sm_86", 100, 12, 16),
+        _cuda("sm_89", 100, 12, 24),
+        _cuda("sm_90", 228, 16, 32),
+        _cuda("sm_100", 228, 16, 32),
+        _cuda("sm_120", 100, 12, 24),
+        _cuda("sm_121", 100, 12, 24),
+        _cdna("gfx90a", 64),
+        _cdna("gfx942", 64),
+        _cdna("gfx950", 160),
+        Target("gfx1201", 32, 65536, 131072, 16, 32, 1536, 24, 256),
+    )
+}
+"""By name, as `DeviceFacts.arch` has it."""

@@ -1,0 +1,41 @@
+"""What a room may tune: numbers that change times, never results beyond rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attrs import frozen
+
+__all__ = ["DEFAULT", "Tuning", "row_of"]
+
+
+@frozen
+class Tuning:
+    """Numbers of one architecture for `attention`."""
+
+    heads: int = 64
+    """Most heads one program attends: the rows of its matrix products."""
+    keys: int = 64
+    """Keys of a tile."""
+    warps: int = 8
+    narrow_warps: int = 4
+    """Warps where a layer has too few heads to fill a program."""
+    reduce_warps: int = 4
+    chained: bool = True
+    """Whether both products of a tile may share one layout; see `attention.product`."""
+    prefetch: bool = True
+    """Whether the next tile's records are in flight, in registers, while a tile is multiplied."""
+    assembly: bool = False
+    """Whether codes are decoded four at a time in PTX; otherwise by plain integer operations."""
+    run: int = 16
+    """Tiles of a part when results must not depend on the batch."""
+    measured: str = "not measured"
+
+
+DEFAULT = "default"
+"""Name of the row for devices without one of their own; every table has it."""
+
+
+def row_of(rows: Mapping[str, Tuning], arch: str, kind: str) -> Tuning:
+    """The row of an architecture, else of its kind of device, else the default one."""
+    return rows.get(arch) or rows.get(kind) or rows[DEFAULT]

@@ -1,0 +1,71 @@
+"""Caches for tests of kernels: every kind of record, pages out of step with 16 bytes, poison wherever nothing is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
+
+CPU = torch.device("cpu")
+DEVICE = CPU if INTERPRETED else torch.accelerator.current_accelerator() or CPU
+"""Where kernels run; the reference runs on the CPU."""
+OCP, FNUZ = Fp8Format.OCP, Fp8Format.FNUZ
+LAYOUTS = [
+    KVCacheLayout.fp8_ds_mla(),
+    KVCacheLayout.fp8_ds_mla(fp8_format=FNUZ),
+    KVCacheLayout.fp8_ds_mla(arrangement=Arrangement.INTERLEAVED),
+    KVCacheLayout.fp8_ds_mla(24, 8, group_size=8),
+    KVCacheLayout.fp8_ds_mla(32, 16, group_size=16, fp8_format=FNUZ, fp8_max=224.0),
+    KVCacheLayout.fp8_ds_mla(100, 6, group_size=64),
+    KVCacheLayout.fp8_ds_mla(22, 6, group_size=8, arrangement=Arrangement.INTERLEAVED),
+    KVCacheLayout.fp8_ds_mla(90, 10, group_size=8),
+    KVCacheLayout.fp8_ds_mla(22, 4, group_size=12),
+    KVCacheLayout.rows(24, 8),
+    KVCacheLayout.rows(23, 6),
+    KVCacheLayout.rows(24, 8, dtype=torch.float32),
+]
+each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.fingerprint}:{layout.fp8_max:g}")
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    """Return a generator that gives the same numbers in every run."""
+    return torch.Generator().manual_seed(seed)
+
+
+def draw(generator: torch.Generator, low: int, high: int) -> int:
+    """Return one of low .. high."""
+    return int(torch.randint(low, high + 1, (), generator=generator))
+
+
+def poisoned(
+    layout: KVCacheLayout, blocks: int, size: int, *, gap: int = 0, start: int = 0, device: torch.device = DEVICE
+) -> PagedKVCache:
+    """Return a cache all of whose memory is 0xFF: NaN in each of its types.
+
+    gap: bytes between pages. start: bytes before the first one. Rows of an unquantised cache lie a few further apart.
+    """
+    element = layout.dtype.itemsize
+    assert not gap % max(element, 2)
+    assert not start % max(element, 2)
+    apart = layout.record_bytes if layout.is_quantised else layout.record_bytes + gap % 16
+    page = size * apart + (size * apart) % 2 + gap
+    raw = torch.full((start + blocks * page + 64,), 0xFF, dtype=torch.uint8, device=device).view(layout.dtype)
+    shape, strides = (blocks, size, layout.record_bytes // element), (page // element, apart // element, 1)
+    return PagedKVCache(raw.as_strided(shape, strides, start // element), layout)
+
+
+def memory(cache: PagedKVCache) -> Tensor:
+    """Return all bytes of a cache's storage: pages, gaps, and what stands around them."""
+    return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.tensor.untyped_storage()).cpu()
+
+
+def strided(rows: Tensor, pad: int) -> Tensor:
+    """Return the same values on the device, with NaN in `pad` elements behind every row of the last dimension."""
+    wide = torch.full((*rows.shape[:-1], rows.shape[-1] + pad), torch.nan, dtype=rows.dtype, device=DEVICE)
+    view = wide[..., : rows.shape[-1]]
+    view.copy_(rows)
+    return view

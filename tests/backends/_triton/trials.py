@@ -1,0 +1,141 @@
+"""One call of an index step, run by its definition in plain torch and by Triton, on inputs made to be misread.
+
+Inputs have odd strides and believable numbers between their elements; outputs stand inside larger memory that nobody
+may touch. Interpreted, kernels look at few columns together, so that small rows take several rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from random import Random
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from attrs import field, frozen
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.core import indices as definition
+from dsv4attn.core.contract import PageTable
+
+DEVICE = torch.device("cpu") if INTERPRETED else torch.accelerator.current_accelerator()
+INT, LONG, BOOL = torch.int32, torch.int64, torch.bool
+NUMBERS = [-1, -7, 2**31 - 1, 0x7FC00000, -(2**31)]
+"""What stands where an entry number should: absent, garbage, the bits of a NaN."""
+BLOCKS = [-1, -(2**31), 2**31 - 1, 2**30, 2**28]
+"""Dead blocks; 4 * 2^30 and 16 * 2^28 wrap around to 0 in 32 bits."""
+_UNTOUCHED = 77
+
+
+@contextmanager
+def small_rounds(*modules: ModuleType) -> Iterator[None]:
+    """Let every block size of these modules be small. On a device they stay: a scan needs threads for its rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules if INTERPRETED else ():
+            for name, value in {"BLOCK": 8, "SCAN_BLOCK": 4, "WINDOW_TILE": 16}.items():
+                if hasattr(module, name):
+                    patch.setattr(module, name, value)
+        yield
+
+
+def loose(values: Tensor, rng: Random) -> Tensor:
+    """Return the same values with other strides, and 3 or true everywhere between and behind them."""
+    steps = [rng.randint(1, 2) for _ in values.shape]
+    base = torch.full([n * s + rng.randint(0, 2) for n, s in zip(values.shape, steps, strict=True)], 3).to(values.dtype)
+    view = base[tuple(slice(0, n * s, s) for n, s in zip(values.shape, steps, strict=True))]
+    view.copy_(values)
+    return view
+
+
+def numbers(rng: Random, shape: Sequence[int], draw: Callable[[], int], dtype: torch.dtype = INT) -> Tensor:
+    """Return a tensor of numbers drawn one by one, laid out by `loose`."""
+    count = int(torch.Size(shape).numel())
+    return loose(torch.tensor([draw() for _ in range(count)], dtype=LONG).view(*shape).to(dtype), rng)
+
+
+def spoiled(rng: Random, good: int, bad: Sequence[int]) -> int:
+    """Return a number in [0, good), or now and then a bad one."""
+    return rng.choice(bad) if rng.random() < 0.3 or not good else rng.randrange(good)
+
+
+def ascending(rng: Random, counts: Sequence[int], base: int = 0) -> Tensor:
+    """Return query_start_loc of requests with so many tokens."""
+    return loose(torch.tensor([base + sum(counts[:i]) for i in range(len(counts) + 1)], dtype=INT), rng)
+
+
+def pages(rng: Random, requests: int) -> PageTable:
+    """Return a table whose blocks are alive, dead, or not of this cache."""
+    blocks, size = rng.randint(1, 30), rng.choice([1, 3, 4, 16])
+    table = numbers(rng, (requests, rng.randint(0, 8)), lambda: spoiled(rng, blocks + 3, BLOCKS))
+    return PageTable(table, size, blocks)
+
+
+def table_of(rng: Random, requests: int) -> tuple[Tensor, int]:
+    """Return a block table and its block size."""
+    made = pages(rng, requests)
+    return made.block_table, made.block_size
+
+
+@frozen
+class Trial:
+    """A step, its arguments, and the shape and dtype of each output."""
+
+    step: str
+    args: Sequence[Any]
+    outs: Sequence[tuple[Sequence[int], torch.dtype]]
+    keywords: Mapping[str, Any] = field(factory=dict)
+
+    def agrees(self, module: ModuleType) -> bool:
+        """Whether a module computes the same as the definition, and touches nothing else."""
+        wanted = [torch.full(tuple(shape), _UNTOUCHED, dtype=LONG).to(dtype) for shape, dtype in self.outs]
+        self._run(definition, self.args, self.keywords, wanted)
+        bases = [torch.full([n + 3 for n in shape], _UNTOUCHED, device=DEVICE).to(dtype) for shape, dtype in self.outs]
+        got = [base[tuple(slice(1, 1 + n) for n in shape)] for base, (shape, _) in zip(bases, self.outs, strict=True)]
+        self._run(module, [there(arg) for arg in self.args], {k: there(v) for k, v in self.keywords.items()}, got)
+        same = all(torch.equal(a, b.cpu()) for a, b in zip(self._defined(wanted), self._defined(got), strict=True))
+        for view in got:
+            view.fill_(_UNTOUCHED)
+        return same and all(bool((base == torch.tensor(_UNTOUCHED).to(base.dtype)).all()) for base in bases)
+
+    def _run(self, module: Any, args: Sequence[Any], keywords: Mapping[str, Any], outs: list[Tensor]) -> None:
+        getattr(module, self.step)(*args, out=outs[0] if len(outs) == 1 else tuple(outs), **keywords)
+
+    def _defined(self, outs: list[Tensor]) -> list[Tensor]:
+        """Outputs without what is undefined: a ragged list behind its last row."""
+        if self.step == "build_ragged_indices_from_dense":
+            return [outs[0][: int(outs[1][-1])], outs[1]]
+        return outs
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, ran: list[tuple[str, str]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ran = ran
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        devices = {value.device.type for value in (*args, made) if isinstance(value, Tensor)}
+        self.ran.append((str(func).split(".")[1], "cpu" if devices <= {"cpu"} else "device"))
+        return made
+
+
+@contextmanager
+def operations() -> Iterator[list[tuple[str, str]]]:
+    """Collect what torch runs meanwhile, views too: (name, "cpu" or "device")."""
+    ran: list[tuple[str, str]] = []
+    with _Recorder(ran):
+        yield ran
+
+
+def there(value: Any) -> Any:
+    """Return a tensor, or a table, on the device under test, with the strides that it has here."""
+    if isinstance(value, PageTable):
+        return PageTable(there(value.block_table), value.block_size, value.num_blocks)
+    if not isinstance(value, Tensor) or DEVICE is None or DEVICE.type == "cpu":
+        return value
+    base = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).to(DEVICE)
+    return base.as_strided(value.shape, value.stride(), value.storage_offset())
