@@ -20,6 +20,7 @@ __all__ = ["main", "print_json"]
 _COMMANDS = {
     "backends": ("dsv4attn.cli.backends:backends", "List the backends, and which of them run on this machine."),
     "bench": ("dsv4attn.cli.bench:bench", "Time a backend beside the matrix products it cannot avoid."),
+    "compile": ("dsv4attn.cli.compile:compile_", "Compile every kernel for a device that need not be here."),
     "conform": ("dsv4attn.cli.conform:conform", "Run the conformance kit on a backend, and write a certificate."),
     "doctor": ("dsv4attn.cli.doctor:doctor", "Look for what is wrong with this installation, and say what to do."),
     "explain": ("dsv4attn.cli.explain:explain", "Say which backend would run a problem, and why not the others."),

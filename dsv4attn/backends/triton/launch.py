@@ -1,0 +1,15 @@
+"""The Backend of the generic room: the shared one, with this room's numbers."""
+
+from __future__ import annotations
+
+from dsv4attn.backends._triton.backend import TritonBackend
+from dsv4attn.backends.triton.tuning import ROWS
+
+__all__ = ["GenericBackend"]
+
+
+class GenericBackend(TritonBackend):
+    """Attention straight on pages, decode and prefill."""
+
+    name = "triton"
+    rows = ROWS
