@@ -5,16 +5,23 @@ from __future__ import annotations
 import importlib.util
 import os
 
+import pytest
 import torch
 from hypothesis import settings
 
-from tests.interpreter import patch_once_a_launch
+from tests.interpreter import patch_interpreter
 
 # read by Triton when a kernel is defined, so it must stand before any test imports one.
 if not torch.accelerator.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    patch_once_a_launch()
+    patch_interpreter()
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave slow tests to whoever asks for them."""
+    if item.get_closest_marker("slow") and "slow" not in item.config.option.markexpr:
+        pytest.skip("minutes: run it with -m slow")

@@ -1,13 +1,23 @@
-"""Triton's interpreter, several times faster.
+"""Triton's interpreter, many times faster.
 
-It replaces the functions of the language whenever a device function is called, by a search through all of them, and
-most of its time goes there. Once per launch is enough. Releases that have changed these internals run as they are.
+It replaces the functions of the language whenever a device function is called, by a search through all of them; it
+looks for overflows and forgets what it found; and it describes every block of numbers anew. Once per launch, not at
+all, and once per kind are enough. Releases that have changed these internals run as they are.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
+
+
+def patch_interpreter() -> None:
+    """Do all of it. Triton must be imported as an interpreter afterwards, or have been before."""
+    patch_once_a_launch()
+    forget_overflows()
+    remember_dtypes()
+    remember_blocks()
 
 
 def patch_once_a_launch() -> None:
@@ -19,18 +29,92 @@ def patch_once_a_launch() -> None:
     if patch is None or not hasattr(scope, "restore"):
         return
     done: set[Any] = set()
+    named: dict[int, tuple[Any, set[Any]]] = {}
 
-    class Once(scope):  # type: ignore[misc]
+    class Once(scope):  # type: ignore[misc, valid-type]
         def restore(self) -> None:
             done.clear()
             super().restore()
 
     def once(function: Any) -> Any:
-        modules = {m for m in function.__globals__.values() if inspect.ismodule(m) and m in (tl, tl.core)}
+        names = function.__globals__
+        if id(names) not in named:
+            # with the names themselves, so that nobody else gets their number
+            named[id(names)] = names, {m for m in names.values() if inspect.ismodule(m) and m in (tl, tl.core)}
+        modules = named[id(names)][1]
         if modules <= done and done:
             return Once()
         done.update(modules)
         return patch(function)
 
-    interpreter._LangPatchScope = Once  # type: ignore[attr-defined]
-    interpreter._patch_lang = once  # type: ignore[attr-defined]
+    interpreter._LangPatchScope = Once
+    interpreter._patch_lang = once
+
+
+def forget_overflows() -> None:
+    """Do not compute every sum a second time in 64 bits: the check for overflow is dropped unless Triton debugs."""
+    from triton.runtime import interpreter
+
+    builder = getattr(interpreter, "interpreter_builder", None)
+    options = getattr(builder, "options", None)
+    if builder is not None and dataclasses.is_dataclass(options) and hasattr(options, "sanitize_overflow"):
+        builder.options = dataclasses.replace(options, sanitize_overflow=False)  # type: ignore[type-var]
+
+
+def remember_dtypes() -> None:
+    """Look numpy's type of a Triton type up, instead of building the whole table for it each time."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    find = getattr(interpreter, "_get_np_dtype", None)
+    if find is None:
+        return
+    found: dict[Any, Any] = {}
+
+    def remembered(dtype: Any) -> Any:
+        scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        if isinstance(scalar, tl.pointer_type):
+            return find(scalar)
+        if scalar not in found:
+            found[scalar] = find(scalar)
+        return found[scalar]
+
+    interpreter._get_np_dtype = remembered
+
+
+def remember_blocks() -> None:
+    """Describe blocks of one type and shape once, and the shapes of tensors with them."""
+    from triton.language import core
+
+    block, tensor = core.block_type.__init__, core.tensor.__init__
+    made: dict[Any, dict[str, Any]] = {}
+
+    def of_block(self: Any, element_ty: Any, shape: Any) -> None:
+        if any(type(n) is not int for n in shape):
+            block(self, element_ty, shape)
+            return
+        # types are few and some cannot be hashed; each stays alive in what is remembered of it
+        key = (id(element_ty), *shape)
+        if key not in made:
+            block(self, element_ty, shape)
+            made[key] = vars(self) | {"_tensors": _attributes(tensor, self)}
+        vars(self).update(made[key])
+
+    def of_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002 - its name in Triton
+        known = vars(type).get("_tensors")
+        if known is None:
+            tensor(self, handle, type)
+        else:
+            vars(self).update(known, handle=handle, type=type)
+
+    core.block_type.__init__ = of_block
+    core.tensor.__init__ = of_tensor
+
+
+def _attributes(make: Any, type: Any) -> dict[str, Any]:  # noqa: A002 - its name in Triton
+    """What a tensor of a type has, besides its handle."""
+    from triton.language import core
+
+    one = object.__new__(core.tensor)
+    make(one, None, type)
+    return {name: value for name, value in vars(one).items() if name not in ("handle", "type")}

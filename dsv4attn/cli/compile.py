@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,7 @@ class _Job:
     show_default=True,
     help="Of both caches: repeatable.",
 )
+@click.option("--kernel", "kernels", metavar="NAME", multiple=True, help="This one only: repeatable.  [default: all]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def compile_(
@@ -81,6 +82,7 @@ def compile_(
     backend: str | None,
     model: str,
     dtypes: tuple[str, ...],
+    kernels: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Compile every kernel that a model can ask for, with the Triton that is installed, for devices by name.
@@ -94,8 +96,8 @@ def compile_(
 
     geometry = geometry_of(model)
     if DeviceFacts.here("cpu").interpreted:
-        ctx.exit(_elsewhere(targets, backend, model, dtypes, as_json=as_json))
-    jobs, failed = _jobs(targets, backend, geometry, dtypes)
+        ctx.exit(_elsewhere(targets, backend, model, dtypes, kernels, as_json=as_json))
+    jobs, failed = _jobs(targets, backend, geometry, dtypes, kernels)
     from dsv4attn.backends._triton.aot import compile_all
 
     total = sum(len(job.variants) * (1 if job.target.is_cuda else 2) for job in jobs)
@@ -113,21 +115,34 @@ def compile_(
     ctx.exit(OK if ok else FAILED)
 
 
-def _elsewhere(targets: Iterable[str], backend: str | None, model: str, dtypes: Iterable[str], *, as_json: bool) -> int:
+def _elsewhere(
+    targets: Iterable[str],
+    backend: str | None,
+    model: str,
+    dtypes: Iterable[str],
+    kernels: Iterable[str],
+    *,
+    as_json: bool,
+) -> int:
     """Run this command in a Python that does not interpret kernels: what that decides is read only once."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     options = [*(("--target", name) for name in targets), *(("--dtype", name) for name in dtypes), ("--model", model)]
     options += [("--backend", backend)] if backend else []
+    options += [("--kernel", name) for name in kernels]
     command = [sys.executable, "-m", "dsv4attn", "compile", *(word for option in options for word in option)]
     return subprocess.run([*command, *(["--json"] if as_json else [])], env=environ, check=False).returncode  # noqa: S603 - ourselves
 
 
 def _jobs(
-    targets: Iterable[str], backend: str | None, geometry: ModelGeometry, dtypes: Iterable[str]
+    targets: Iterable[str],
+    backend: str | None,
+    geometry: ModelGeometry,
+    dtypes: Iterable[str],
+    kernels: Collection[str],
 ) -> tuple[list[_Job], dict[str, str]]:
     """What there is to compile, and the backends that cannot be asked, each with its error."""
     from dsv4attn.core.device import DeviceFacts
-    from dsv4attn.errors import ArgumentError
+    from dsv4attn.errors import ArgumentError, UnknownNameError
 
     try:
         from dsv4attn.backends._triton.targets import Target
@@ -140,7 +155,7 @@ def _jobs(
     loaded, failed = _loaded(backend)
     if not loaded:
         raise click.UsageError("no backend has kernels to compile; `dsv4attn backends` lists them")
-    jobs = []
+    jobs, names = [], set[str]()
     for target in dict.fromkeys(chosen):
         facts = DeviceFacts.named(target.name)
         mine = {name: made for name, (one, made) in loaded.items() if facts.matches(one.info.runs_on)}
@@ -150,7 +165,12 @@ def _jobs(
             raise ArgumentError("--target", expected=expected, actual=target.name)
         for name, made in mine.items():
             variants = [_checked(name, v) for b in bounds for v in made.kernel_variants(b, facts)]
-            jobs.append(_Job(target, name, list(dict.fromkeys(variants))))
+            names |= {variant.name for variant in variants}
+            wanted = [v for v in dict.fromkeys(variants) if not kernels or v.name in kernels]
+            jobs.append(_Job(target, name, wanted))
+    for name in kernels:
+        if name not in names:
+            raise UnknownNameError("kernel", name, names)
     return jobs, failed
 
 

@@ -64,6 +64,15 @@ def _triton_version() -> str | None:
     return next((version for name in names if (version := version_of(name))), None)
 
 
+TRITON_SOURCES = {
+    "cuda": "pip install triton; torch for CUDA brings it along",
+    "hip": "reinstall torch for ROCm, which brings its own build of Triton",
+    "xpu": "reinstall torch for XPU, which brings its own build of Triton",
+    "cpu": "pip install triton",
+}
+"""Where Triton comes from, on each kind of device that it drives, or interprets."""
+
+
 @frozen
 class DeviceFacts:
     """kind: "cuda", "hip", "xpu", "cpu", or a third party's torch device type. arch: "sm_90", "gfx942", "xpu", ..."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from dsv4attn.config import Settings
 from dsv4attn.core.contract import Backend, BackendInfo, Forms
-from dsv4attn.core.device import version_of
+from dsv4attn.core.device import TRITON_SOURCES, DeviceFacts, version_of
 from dsv4attn.errors import (
     ArgumentError,
     BrokenBackendError,
@@ -58,6 +58,8 @@ def build(info: BackendInfo, options: Mapping[str, Any]) -> Backend:
             raise ArgumentError(f"options of backend {info.name}", expected="values it takes", actual=actual) from error
         missing = [package for package in info.packages if version_of(package) is None]
         cure = f" -> pip install {' '.join(missing)}" if missing else ""
+        if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "triton":
+            cure = f" -> {TRITON_SOURCES.get(DeviceFacts.here().kind, TRITON_SOURCES['cpu'])}"
         raise _broken(info, f"{first_line(error)}{cure}") from error
     backend: Backend = made
     return backend

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attrs import frozen
+from attrs import asdict, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -58,7 +58,7 @@ def problem_of(
 
 @pytest.mark.parametrize("name", [*DEVICES, *OTHERS])
 def test_g3_every_point_of_the_grid_is_answered_at_plan_time(name: str) -> None:
-    """Today the reference says yes everywhere; where nothing is native it must be asked for by name."""
+    """Some room says yes everywhere; where nothing is native the reference must be asked for by name."""
     device, registry = DeviceFacts.named(name), PluginRegistry.load(entry_points=[])
     native = any(device.matches(one.info.native) for one in registry.backends.values())
     request, settings = "auto" if native else "reference", Settings()
@@ -106,11 +106,12 @@ def test_g3_every_backend_answers_the_whole_grid_for_every_device(kind: LayerKin
 
 @frozen
 class Room:
-    """A backend of this machine's CPU in one of its forms, in the phase which that form is of."""
+    """A backend of this machine in one of its forms, in the phase which that form is of, and where it runs."""
 
     backend: str
     phase: Phase
     options: tuple[tuple[str, str], ...] = ()
+    device: str = "cpu"
 
     def __str__(self) -> str:
         """What pytest calls it."""
@@ -118,27 +119,30 @@ class Room:
 
 
 def rooms() -> list[Room]:
-    """Every backend that runs here, in every form that its options offer."""
+    """Every backend that runs here, in every form that its options offer, on the accelerator if it is for one."""
     forms = {
         "decode_indices": [form.value for form in IndexForm],
         "prefill_indices": [form.value for form in IndexForm],
         "prefill_keys": [form.value for form in KeyForm],
     }
-    here, found = DeviceFacts.here("cpu"), []
+    accelerator, found = torch.accelerator.current_accelerator(check_available=True), []
     for name, one in sorted(registry_for(load_settings()).backends.items()):
-        runs = here.matches(one.info.runs_on + one.info.native)
+        places = ["cpu"] if accelerator is None or name == "reference" else [accelerator.type, "cpu"]
+        runs = [place for place in places if DeviceFacts.here(place).matches(one.info.runs_on + one.info.native)]
         if not runs or any(version_of(package) is None for package in one.info.packages):
             continue
         for phase in PHASES:
             names = [o for o in forms if o.startswith(phase.value) and o in one.info.options]
             found += [
-                Room(name, phase, tuple(zip(names, values, strict=True)))
+                Room(name, phase, tuple(zip(names, values, strict=True)), runs[0])
                 for values in product(*(forms[o] for o in names))
             ]
     return found
 
 
 ROOMS = rooms()
+KERNELS = [room for room in ROOMS if room.backend != "reference"]
+"""Rooms whose kernels are interpreted where there is no accelerator: a thousand times slower, so fewer examples."""
 
 
 def test_g3_the_reference_is_launched_in_all_its_forms() -> None:
@@ -148,22 +152,42 @@ def test_g3_the_reference_is_launched_in_all_its_forms() -> None:
     assert told >= {f"reference-prefill-{form.value}-{keys.value}" for form in IndexForm for keys in KeyForm}
 
 
+def test_g3_the_generic_room_is_launched_in_both_phases() -> None:
+    if not DeviceFacts.here().has_triton:
+        pytest.skip("no Triton on this machine")
+    assert {str(room) for room in ROOMS} >= {"triton-decode", "triton-prefill"}
+
+
+SIZES = {
+    "heads": st.integers(1, 128),
+    "topk": st.sampled_from(TOPK),
+    "pages": st.tuples(st.sampled_from(PAGES), st.sampled_from(PAGES)),
+    "sink": st.booleans(),
+    "seed": st.integers(0, 2**16),
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("room", ROOMS, ids=str)
+@pytest.mark.parametrize("room", [room for room in ROOMS if room not in KERNELS], ids=str)
 @examples(24)
-@given(
-    heads=st.integers(1, 128),
-    topk=st.sampled_from(TOPK),
-    pages=st.tuples(st.sampled_from(PAGES), st.sampled_from(PAGES)),
-    sink=st.booleans(),
-    seed=st.integers(0, 2**16),
-)
-def test_g3_a_yes_never_fails_at_launch(
-    room: Room, kind: LayerKind, heads: int, topk: int, pages: tuple[int, int], sink: bool, seed: int
-) -> None:
+@given(**SIZES)
+def test_g3_a_yes_never_fails_at_launch(room: Room, kind: LayerKind, **sizes: Any) -> None:
+    launches(room, kind, **sizes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("room", KERNELS, ids=str)
+@examples(6)
+@given(**SIZES)
+def test_g3_a_yes_of_a_room_with_kernels_never_fails_at_launch(room: Room, kind: LayerKind, **sizes: Any) -> None:
+    launches(room, kind, **sizes)
+
+
+def launches(room: Room, kind: LayerKind, heads: int, topk: int, pages: tuple[int, int], sink: bool, seed: int) -> None:
+    """Ask, and unless told no, run and compare with the oracle."""
     problem = problem_of(kind, room.phase, heads, topk, *pages, sink=sink)
     settings = load_settings()
-    selection = explain(problem, backend=room.backend, device="cpu", settings=settings)
+    selection = explain(problem, backend=room.backend, device=room.device, settings=settings)
     if selection.chosen is None:
         assert room.backend != "reference", str(selection)
         return
@@ -215,11 +239,31 @@ def launch(
         given_keys = gathered(keys, width, form)
     else:
         given_keys = tuple(PagedKeys(cache, formed(rows, form)) for cache, rows in segments)
-    workspace = WorkspaceManager("cpu", debug=True)
+    workspace = WorkspaceManager(room.device, debug=True)
     scratch = workspace.get_simultaneous(*backend.scratch(room.phase, layer, ROWS, width))
-    call = AttentionCall(layer, q, given_keys, attn_sink, out, lse, scratch)
+    there = torch.device(room.device)
+    results = out.to(there), lse.to(there)
+    sinks = None if attn_sink is None else attn_sink.to(there)
+    call = AttentionCall(layer, q.to(there), moved(given_keys, there), sinks, *results, scratch)
     (backend.prefill if prefill else backend.decode)(call)
     workspace.check_canaries()
+    out.copy_(results[0])
+    lse.copy_(results[1])
+
+
+def moved(value: Any, there: torch.device) -> Any:
+    """Keys, lists and caches on a device, with the strides that they have here."""
+    if there.type == "cpu" or value is None:
+        return value
+    if isinstance(value, Tensor):
+        whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).to(there)
+        return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+    if isinstance(value, tuple):
+        return tuple(moved(one, there) for one in value)
+    if isinstance(value, PagedKVCache):
+        return PagedKVCache(moved(value.tensor, there), value.layout, block_size=value.block_size)
+    parts = asdict(value, recurse=False)
+    return type(value)(**{n: part if isinstance(part, int) else moved(part, there) for n, part in parts.items()})
 
 
 def cache_of(rng: np.random.Generator, records: int, page: int) -> PagedKVCache:

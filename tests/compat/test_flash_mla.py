@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -37,8 +37,22 @@ LANES: dict[str, tuple[str, Mapping[str, str]]] = {
     "reference-paged": ("reference", {"prefill_keys": "paged"}),
     "reference-paged-ragged": ("reference", {**RAGGED, "prefill_keys": "paged"}),
 }
+DECODE_LANES = [lane for lane in LANES if "paged" not in lane]
 prefill_lanes = pytest.mark.parametrize("lane", LANES, indirect=True)
-decode_lanes = pytest.mark.parametrize("lane", [lane for lane in LANES if "paged" not in lane], indirect=True)
+decode_lanes = pytest.mark.parametrize("lane", DECODE_LANES, indirect=True)
+
+
+def few(case: DecodeCase | PrefillCase) -> bool:
+    """Whether a case has so few query rows that kernels can be interpreted; a hundred rows take some seconds."""
+    return (case.batch if isinstance(case, DecodeCase) else 1) * case.s_q <= 100
+
+
+def patient(lanes: Iterable[str]) -> pytest.MarkDecorator:
+    """Lanes for cases of many rows: slow ones where kernels are interpreted."""
+    interpreted = torch.accelerator.current_accelerator(check_available=True) is None
+    kernels = [lane for lane in lanes if interpreted and LANES[lane][0] != "reference"]
+    params = [pytest.param(lane, marks=pytest.mark.slow if lane in kernels else ()) for lane in lanes]
+    return pytest.mark.parametrize("lane", params, indirect=True)
 
 
 @pytest.fixture
@@ -129,14 +143,26 @@ def run_prefill(case: PrefillCase, name: str) -> None:
 
 
 @decode_lanes
-@pytest.mark.parametrize("case", SMALL_DECODE, ids=str)
+@pytest.mark.parametrize("case", [case for case in SMALL_DECODE if few(case)], ids=str)
 def test_decode_of_small_cases_is_right(case: DecodeCase, lane: str) -> None:
     run_decode(case, lane)
 
 
 @prefill_lanes
-@pytest.mark.parametrize("case", SMALL_PREFILL, ids=str)
+@pytest.mark.parametrize("case", [case for case in SMALL_PREFILL if few(case)], ids=str)
 def test_prefill_of_small_cases_is_right(case: PrefillCase, lane: str) -> None:
+    run_prefill(case, lane)
+
+
+@patient(DECODE_LANES)
+@pytest.mark.parametrize("case", [case for case in SMALL_DECODE if not few(case)], ids=str)
+def test_decode_of_many_rows_is_right(case: DecodeCase, lane: str) -> None:
+    run_decode(case, lane)
+
+
+@patient(LANES)
+@pytest.mark.parametrize("case", [case for case in SMALL_PREFILL if not few(case)], ids=str)
+def test_prefill_of_many_rows_is_right(case: PrefillCase, lane: str) -> None:
     run_prefill(case, lane)
 
 

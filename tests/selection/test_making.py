@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -210,3 +212,11 @@ def test_an_unknown_name_is_answered_with_every_plugin_that_is_left_out(
         "  acme not loaded",
         "  kernels failed to load",
     ]
+
+
+@pytest.mark.parametrize("room", ["triton", "xpu"])
+def test_a_room_without_triton_says_where_it_comes_from(room: str) -> None:
+    code = f"import sys; sys.modules['triton'] = None\nfrom dsv4attn import load_backend; load_backend({room!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert re.search(r"BrokenBackendError: .* -> (pip install triton|reinstall torch)", done.stderr), done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import dsv4attn
+from dsv4attn import plugins
 from dsv4attn.config import Settings
 from dsv4attn.core import device
 from dsv4attn.core.contract import Rank
@@ -129,21 +130,51 @@ def problems_of_every_kind() -> Iterator[Problem]:
             yield Problem.of(geometry, kind, phase, swa_page_size=pages[0], compressed_page_size=compressed)
 
 
+def automatic(name: str, registry: PluginRegistry) -> set[str | None]:
+    """Who is chosen on a device for problems of every kind, the names only; None where nobody is."""
+    device, chosen = DeviceFacts.named(name), set[str | None]()
+    for problem in problems_of_every_kind():
+        selection = explain(problem, device=device, settings=Settings(), registry=registry)
+        if selection.chosen is None:
+            assert f"never automatic on {device.arch} -> ask for it by name" in str(selection)
+        chosen.add(None if selection.chosen is None else selection.chosen.info.name)
+    return chosen
+
+
 @pytest.mark.parametrize("name", DEVICES)
 def test_g1_every_problem_has_a_backend_on_every_device(name: str) -> None:
-    """Automatic where a backend is native, and by name everywhere; generic backends move devices to the first part."""
-    device, registry = DeviceFacts.named(name), PluginRegistry.load(entry_points=[])
-    has_native = any(device.matches(one.info.native) for one in registry.backends.values())
+    """Automatic wherever Triton runs, and by name everywhere. Nobody gets the slow reference without asking for it."""
+    registry = PluginRegistry.load(entry_points=[])
+    device = DeviceFacts.named(name)
     for problem in problems_of_every_kind():
         by_name = explain(problem, device=device, backend="reference", settings=Settings(), registry=registry)
-        automatic = explain(problem, device=device, settings=Settings(), registry=registry)
-
         assert by_name.require().info.name == "reference"
-        assert (automatic.chosen is not None) is has_native, str(automatic)
-        if automatic.chosen is not None and name != "cpu":
-            assert automatic.chosen.info.rank is not Rank.REFERENCE
-        if automatic.chosen is None:
-            assert f"never automatic on {device.arch} -> ask for it by name" in str(automatic)
+
+    chosen = automatic(name, registry)
+
+    if device.kind in ("cuda", "hip", "xpu"):
+        assert None not in chosen
+        ranks = {registry.backends[winner].info.rank for winner in chosen if winner}
+        assert Rank.REFERENCE not in ranks
+    else:
+        assert chosen == {"reference" if name == "cpu" else None}
+
+
+@pytest.mark.parametrize("name", [name for name in DEVICES if name not in ("cpu", "npu")])
+def test_g1_the_generic_room_alone_serves_every_device_of_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a vendor's room refuses has somewhere to go."""
+    rooms = tuple(room for room in plugins.BUILT_IN if room.rpartition(".")[2] in ("triton", "reference"))
+    monkeypatch.setattr(plugins, "BUILT_IN", rooms)
+
+    assert automatic(name, PluginRegistry.load(entry_points=[])) == {"triton"}
+
+
+@pytest.mark.parametrize("name", ["sm70", "sm75"])
+def test_g1_a_device_without_matrix_units_for_bf16_is_told_so(name: str) -> None:
+    selection = explain(DECODE, device=DeviceFacts.named(name), settings=Settings())
+
+    assert selection.chosen is None
+    assert "sm_80 or newer" in str(selection)
 
 
 def test_g1_the_cpu_has_an_automatic_backend() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.device import TRITON_SOURCES, DeviceFacts
 from dsv4attn.core.problem import CacheFacts, Problem, Reason
 
 __all__ = ["answers"]
@@ -13,12 +13,6 @@ __all__ = ["answers"]
 _LAYOUTS = {"fp8_ds_mla": ("e4m3fn", "e4m3fnuz"), "rows": ("bfloat16", "float32")}
 _WIDEST = 512
 _OLDEST = 80
-_PACKAGES = {
-    "cuda": "pip install triton; torch for CUDA brings it along",
-    "hip": "reinstall torch for ROCm, which brings its own build of Triton",
-    "xpu": "reinstall torch for XPU, which brings its own build of Triton",
-    "cpu": "pip install triton",
-}
 
 
 def answers(device: DeviceFacts, problem: Problem) -> Sequence[Reason]:
@@ -41,10 +35,10 @@ def answers(device: DeviceFacts, problem: Problem) -> Sequence[Reason]:
 
 
 def _of_device(device: DeviceFacts) -> list[Reason]:
-    if device.kind not in _PACKAGES:
+    if device.kind not in TRITON_SOURCES:
         return [Reason("DEVICE", device.kind, "a device that Triton drives: cuda, hip or xpu", "ask for reference")]
     if device.triton_version is None:
-        return [Reason("TRITON", "no Triton", "Triton 3.6 or newer", _PACKAGES[device.kind])]
+        return [Reason("TRITON", "no Triton", "Triton 3.6 or newer", TRITON_SOURCES[device.kind])]
     if device.kind == "cpu" and not device.interpreted:
         cure = "set TRITON_INTERPRET=1 before Python starts, or ask for reference, which is faster there"
         return [Reason("INTERPRETER", "a CPU", "an accelerator, or Triton's interpreter", cure)]

@@ -347,6 +347,8 @@ def reduce(
     EXACT_CASTS: tl.constexpr,
 ):
     """Grid: (tokens x H,). Adds the parts of a row up, split after split, and applies the sink."""
+    PART: tl.constexpr = 16 if D % 4 == 0 else 4  # bytes to which parts are aligned
+    WIDE: tl.constexpr = UNIT * (out.dtype.element_ty.primitive_bitwidth // 8)
     pid = tl.program_id(0).to(tl.int64)
     token, head = pid // H, pid % H
     column = tl.arange(0, DP)
@@ -358,7 +360,8 @@ def reduce(
         row = (token * splits + split) * H + head
         weight = tl.exp2(tl.load(part_lse + row) - largest)
         # a part without keys was never written
-        acc += weight * tl.load(part + row * D + column, mask=column < tl.where(weight > 0.0, D, 0), other=0.0)
+        there = column < tl.where(weight > 0.0, D, 0)
+        acc += weight * tl.load(tl.multiple_of(part + row * D, PART) + column, mask=there, other=0.0)
         total += weight
     empty = total == 0.0
     factor = 1.0 / total
@@ -373,4 +376,5 @@ def reduce(
             top = tl.maximum(top, tl.load(part_max + (token * splits + split) * H + head))
         tl.store(max_logits + (token * max_token + head * max_head), top * LN2)
     result = lang.round_to(acc * tl.where(empty, 0.0, factor), out.dtype.element_ty, EXACT_CASTS)
-    tl.store(out + (token * out_token * UNIT + head * out_head * UNIT) + column, result, mask=column < D)
+    to = tl.multiple_of(out + (token * out_token * UNIT + head * out_head * UNIT), WIDE)
+    tl.store(to + column, result, mask=column < D)

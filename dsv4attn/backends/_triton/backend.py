@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import ClassVar
+from itertools import product
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton import attend, builder_steps, gather, indices, insert, projection
@@ -24,7 +25,7 @@ from dsv4attn.core.contract import (
 )
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.workspace import BufferSpec
 from dsv4attn.errors import ArgumentError
 
@@ -38,8 +39,8 @@ class TritonBackend:
     in the batch; a decode row is then cut into parts of fixed length, and a prefill row is not cut at all.
     """
 
-    name: ClassVar[str]
-    rows: ClassVar[Mapping[str, Tuning]]
+    name: str
+    rows: Mapping[str, Tuning]
     forms = Forms(prefill_keys=KeyForm.PAGED, max_logits=True)
     steps: IndexSteps = indices
     builder_steps: BuilderSteps = builder_steps
@@ -135,20 +136,19 @@ class TritonBackend:
         yield from indices.variants()
         for layer in bounds.layers:
             yield from builder_steps.variants(layer.window)
-            for layout, _ in bounds.caches(layer):
-                yield from insert.variants(
-                    layout, layer.num_heads, bounds.q_dtype, bounds.q_dtype, aligned=bounds.aligned
-                )
-                yield from gather.variants(layout, aligned=bounds.aligned)
-            dims = layer.num_heads, layer.nope_dim, layer.rope_dim, bounds.num_groups, bounds.o_lora_rank
-            yield from projection.variants(*dims, bounds.q_dtype, bounds.q_dtype, aligned=bounds.aligned)
-            yield from self._attention_variants(bounds, layer, tuning)
+            here = evolve(bounds, aligned=bounds.aligned and _rows_are_aligned(bounds, layer))
+            for layout, _ in here.caches(layer):
+                yield from insert.variants(layout, layer.num_heads, here.q_dtype, here.q_dtype, aligned=here.aligned)
+                yield from gather.variants(layout, aligned=here.aligned)
+            dims = layer.num_heads, layer.nope_dim, layer.rope_dim, here.num_groups, here.o_lora_rank
+            yield from projection.variants(*dims, here.q_dtype, here.q_dtype, aligned=here.aligned)
+            yield from self._attention_variants(here, layer, tuning)
 
     def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """Forms of the attention kernel in both phases."""
         layouts = [layout for layout, _ in bounds.caches(layer)]
-        segments = tuple(attend.Segment.of(layout, aligned=bounds.aligned) for layout in layouts)
-        yield from self._variants_over(bounds, layer, tuning, segments)
+        for segments in product(*(_segments(layout, aligned=bounds.aligned) for layout in layouts)):
+            yield from self._variants_over(bounds, layer, tuning, segments)
 
     @staticmethod
     def _variants_over(
@@ -156,10 +156,22 @@ class TritonBackend:
     ) -> Iterator[Variant]:
         unit = 16 // bounds.q_dtype.itemsize
         dims = layer.num_heads, layer.nope_dim, layer.rope_dim
-        for one in (unit,) if bounds.aligned else (unit, 1):
+        for one in (unit,) if bounds.aligned and layer.head_dim % unit == 0 else (unit, 1):
             shape = attend.Shape(*dims, segments, bounds.q_dtype, one, ragged=False)
             yield from attend.variants(shape, tuning, sinks=bounds.with_sink, lses=bounds.with_lse)
 
     def warmup(self, bounds: Bounds, device: torch.device) -> int:
         """See `contract.CompiledBackend`."""
         return warm(self.kernel_variants(bounds, DeviceFacts.here(device)), device, name=self.name)
+
+
+def _segments(layout: KVCacheLayout, *, aligned: bool) -> tuple[attend.Segment, ...]:
+    """What a cache can compile to. One of which nothing is promised may lie at multiples of 16 bytes nevertheless."""
+    told = (True,) if aligned and (layout.is_quantised or layout.data_bytes % 16 == 0) else (True, False)
+    return tuple(dict.fromkeys(attend.Segment.of(layout, aligned=each) for each in told))
+
+
+def _rows_are_aligned(bounds: Bounds, layer: LayerGeometry) -> bool:
+    """Whether rows end to end all begin at multiples of 16 bytes, as those of the model do."""
+    dtypes = bounds.q_dtype, *(layout.row_dtype for layout, _ in bounds.caches(layer))
+    return all(layer.head_dim * dtype.itemsize % 16 == 0 for dtype in dtypes)

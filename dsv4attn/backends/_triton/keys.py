@@ -174,6 +174,14 @@ def beside(left, right, N: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def widen(values, DT: tl.constexpr):
+    """Loaded values in DT; bf16 becomes fp32 by its bits, because interpreted casts lose subnormal numbers."""
+    if values.dtype == tl.bfloat16 and tl.bfloat16 != DT:
+        values = (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return values.to(DT)
+
+
+@triton.jit
 def read_piece(
     base,
     slot,
@@ -204,7 +212,7 @@ def read_piece(
         WIDE: tl.constexpr = UNIT * (base.dtype.element_ty.primitive_bitwidth // 8)
         row = tl.multiple_of(base + (page + of * row_stride * UNIT), WIDE)
         mask = ok[:, None] & (column < NOPE + ROPE)[None, :]
-        values = tl.load(row[:, None] + column[None, :], mask=mask, other=0.0).to(DT)
+        values = widen(tl.load(row[:, None] + column[None, :], mask=mask, other=0.0), DT)
     else:
         DATA: tl.constexpr = NOPE + 2 * ROPE
         if INTERLEAVED:

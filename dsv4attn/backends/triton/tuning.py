@@ -5,11 +5,13 @@ A row that nobody has measured was chosen by cross-compiling: no spills, and wit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 
 _COMPILED = "compiled, not measured"
 
-ROWS = {
+ROWS: Mapping[str, Tuning] = {
     # fits 64 KiB of shared memory and any register file
     DEFAULT: Tuning(heads=16, keys=32, warps=4, prefetch=False, measured=_COMPILED),
     "cpu": Tuning(keys=128, measured="interpreted: large tiles, because there each operation costs the same"),

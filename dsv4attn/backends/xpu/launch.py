@@ -1,0 +1,212 @@
+"""The Backend of the Intel room: fused or gathered decode, and prefill on gathered rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+import triton
+from attrs import frozen
+from torch import Tensor
+
+from dsv4attn.backends._triton import attend
+from dsv4attn.backends._triton.backend import TritonBackend
+from dsv4attn.backends._triton.gather import TILE, WARPS
+from dsv4attn.backends._triton.records import (
+    alignment_of_records,
+    alignment_of_rows,
+    place,
+    record_alignments,
+    record_constants,
+)
+from dsv4attn.backends._triton.runtime import ALIGNMENT, Variant, launch, pointer_type
+from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
+from dsv4attn.backends.xpu import kernels
+from dsv4attn.backends.xpu.tuning import DECODE, FUSED, GATHERED, ROWS, RUN_BYTES
+from dsv4attn.core import workspace
+from dsv4attn.core.bounds import Bounds
+from dsv4attn.core.chunking import round_up
+from dsv4attn.core.contract import (
+    AttentionCall,
+    DenseIndices,
+    Forms,
+    GatheredKeys,
+    KeyForm,
+    PagedKeys,
+    Phase,
+)
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.workspace import BufferSpec
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["XpuBackend"]
+
+COLUMNS = 16
+"""Columns of packed indices, and those of prefill, are a multiple of this."""
+
+
+@frozen
+class Run:
+    """Tokens that are gathered at the same time, and columns of each."""
+
+    tokens: int
+    columns: int
+
+    @classmethod
+    def of(cls, tokens: int, width: int, head_dim: int) -> Run:
+        """As many as fit, of so many tokens with `width` selected keys; at least one."""
+        columns = round_up(max(width, 1), COLUMNS)
+        return cls(max(min(tokens, RUN_BYTES // (2 * columns * head_dim)), 1), columns)
+
+    @property
+    def rows(self) -> int:
+        """Rows of bf16 for the keys. At least two tokens' worth, so that one token of fp32 keys fits too."""
+        return max(self.tokens, 2) * self.columns
+
+
+class XpuBackend(TritonBackend):
+    """Attention of decode on pages or on rows that it gathers, and of prefill on rows that core gathers.
+
+    decode: "fused", "gathered", or "auto": what the room knows to be better on the device. tuning, deterministic: see
+    `TritonBackend`.
+    """
+
+    name = "xpu"
+    rows = ROWS
+    forms = Forms(prefill_keys=KeyForm.GATHERED, index_alignment=COLUMNS, max_logits=True)
+
+    def __init__(self, *, decode: str = "auto", tuning: str = "auto", deterministic: bool = False) -> None:
+        """Choose a form of decode and numbers, touch no device."""
+        super().__init__(tuning=tuning, deterministic=deterministic)
+        if decode not in ("auto", FUSED, GATHERED):
+            raise ArgumentError("decode", expected=f"'auto', '{FUSED}' or '{GATHERED}'", actual=repr(decode))
+        self._form = decode
+
+    @cached_property
+    def gathers(self) -> bool:
+        """Whether decode gathers, on the device that is here."""
+        return self._gathers(DeviceFacts.here())
+
+    def _gathers(self, device: DeviceFacts) -> bool:
+        form = DECODE.get(device.arch, DECODE[DEFAULT]) if self._form == "auto" else self._form
+        return form == GATHERED
+
+    def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
+        """Parts of the rows; before them, where decode gathers: keys, packed indices and lengths of one run."""
+        if phase is Phase.PREFILL or not self.gathers:
+            return super().scratch(phase, layer, tokens, width)
+        run = Run.of(tokens, width, layer.head_dim)
+        gathered = [
+            ((run.rows, layer.head_dim), torch.bfloat16),
+            ((run.tokens, run.columns), torch.int32),
+            ((run.tokens,), torch.int32),
+        ]
+        return [*gathered, *super().scratch(phase, layer, run.tokens, run.columns)]
+
+    def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
+        """A run is either one token, or at most RUN_BYTES of keys."""
+        if phase is Phase.PREFILL or not self.gathers:
+            return super().scratch_bound(phase, layer, max_tokens, max_width)
+        tokens, columns, row_bytes = max(max_tokens, 1), round_up(max(max_width, 1), COLUMNS), 2 * layer.head_dim
+        rows = max(min(tokens * columns, RUN_BYTES // row_bytes), 2 * columns)
+        gathered = rows * (row_bytes + 4) + 4 * tokens + 3 * workspace.ALIGNMENT
+        return round_up(gathered + super().scratch_bound(phase, layer, tokens, columns), workspace.ALIGNMENT)
+
+    def decode(self, call: AttentionCall) -> None:
+        """See `contract.Backend`. Where keys are gathered: run after run, each in the same scratch memory."""
+        if not self.gathers:
+            super().decode(call)
+            return
+        segments: Any = call.keys
+        kv, packed, lens, *parts = call.scratch
+        row_dtype = segments[0].cache.layout.row_dtype
+        if row_dtype != kv.dtype:
+            kv = kv.view(-1).view(row_dtype).view(-1, kv.shape[1])
+        step = min(kv.shape[0] // packed.shape[1], packed.shape[0])
+        for first in range(0, call.q.shape[0], step):
+            part = slice(first, first + step)
+            q, out = call.q[part], call.out[part]
+            lse, max_logits = _rows_of(call.lse, part), _rows_of(call.max_logits, part)
+            n = q.shape[0]
+            rows = DenseIndices(packed[:n], lens[:n])
+            gather_selected(kv, rows, segments, part)
+            scratch = [each[:n] for each in parts]
+            keys = GatheredKeys(kv, rows)
+            super().decode(AttentionCall(call.layer, q, keys, call.attn_sink, out, lse, scratch, max_logits))
+
+    def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
+        """Gathered rows in prefill; in decode the same, or pages."""
+        yield from self._variants_over(bounds, layer, tuning, (_gathered_segment(bounds.swa),))
+
+    def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:
+        """See `contract.CompiledBackend`. Only what the chosen form of decode asks for."""
+        yield from super().kernel_variants(bounds, device)
+        tuning, gathers = self._tuning(device), self._gathers(device)
+        for layer in bounds.layers:
+            if gathers:
+                for i, (layout, _) in enumerate(bounds.caches(layer)):
+                    yield from variants(layout, second=i > 0, aligned=bounds.aligned)
+            else:
+                yield from super()._attention_variants(bounds, layer, tuning)
+
+
+def _rows_of(tensor: Tensor | None, part: slice) -> Tensor | None:
+    return None if tensor is None else tensor[part]
+
+
+def _gathered_segment(layout: KVCacheLayout) -> attend.Segment:
+    """Of keys in the workspace, whose views all begin at multiples of 16 bytes."""
+    rows = KVCacheLayout.rows(layout.nope_dim, layout.rope_dim, dtype=layout.row_dtype)
+    return attend.Segment.of(rows, aligned=_aligned_rows(layout) == ALIGNMENT)
+
+
+def _aligned_rows(layout: KVCacheLayout) -> int:
+    return 1 if layout.head_dim * layout.row_dtype.itemsize % ALIGNMENT else ALIGNMENT
+
+
+def gather_selected(kv: Tensor, packed: DenseIndices, segments: Sequence[PagedKeys], part: slice) -> None:
+    """Copy the keys that tokens `part` of all select to rows of kv, and name these rows in `packed`.
+
+    kv: [>= n * columns, D]. packed: indices [n, columns] contiguous, lens [n]; segments lie side by side, each within
+    its own lengths, and slots that do not exist are -1.
+    """
+    n, before, width_before = packed.lens.shape[0], None, 0
+    for segment in segments:
+        rows, cache = segment.rows, segment.cache
+        assert isinstance(rows, DenseIndices)
+        indices, lens = rows.indices[part], rows.lens[part]
+        width = indices.shape[1]
+        constants = _constants(cache.layout, alignment_of_rows(kv), alignment_of_records(cache))
+        launch(
+            kernels.gather_selected,
+            (n * max(triton.cdiv(width, constants["BLOCK_R"]), 1),),
+            (
+                kv, packed.indices, packed.lens, cache.tensor, indices, lens, before,
+                packed.indices.shape[1], width, width_before, indices.stride(0), kv.stride(0),
+                cache.num_blocks, cache.block_size, *place(cache),
+            ),
+            constants,
+            num_warps=WARPS,
+        )  # fmt: skip
+        before, width_before = lens, width
+
+
+@cache
+def _constants(layout: KVCacheLayout, rows: int, records: int) -> dict[str, Any]:
+    block = max(TILE // triton.next_power_of_2(layout.head_dim), 1)
+    return {"BLOCK_R": block, "ROW_ALIGNED": rows, "ALIGNED": records, **record_constants(layout)}
+
+
+def variants(layout: KVCacheLayout, *, second: bool, aligned: bool = True) -> Iterator[Variant]:
+    """Every form of `gather_selected` for a cache, of the window or the second one, aligned to 16 bytes or not."""
+    types = {"KV": pointer_type(layout.row_dtype), "CACHE": pointer_type(layout.dtype)}
+    types |= dict.fromkeys(("PACKED", "LENS_OUT", "INDICES", "LENS"), "*i32")
+    types["BEFORE"] = "*i32" if second else "none"
+    for records in record_alignments(layout)[: 1 if aligned else 2]:
+        yield Variant.told(
+            kernels.gather_selected, types, _constants(layout, _aligned_rows(layout), records), num_warps=WARPS
+        )

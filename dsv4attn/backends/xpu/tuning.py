@@ -1,0 +1,30 @@
+"""Numbers of the Intel room, per architecture, and how it decodes there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
+
+FUSED, GATHERED = "fused", "gathered"
+DECODE = {DEFAULT: FUSED}
+"""What "auto" means. Fused everywhere: of each key it reads 584 bytes once, where gathering reads them, writes 1,024,
+and reads those again, with two more launches and a workspace. Gathering stays for a device whose compiler does badly
+with integer arithmetic between loads and matrix products; only a measurement there can tell."""
+
+RUN_BYTES = 256 * 2**20
+"""Memory for gathered keys. A step that needs more is cut into runs of tokens: with a million tokens of context, a
+c128a layer selects 8 MiB of keys for each."""
+
+_COMPILED = "compiled, not measured"
+
+ROWS: Mapping[str, Tuning] = {
+    DEFAULT: Tuning(heads=16, keys=32, warps=4, prefetch=False, measured=_COMPILED),
+    # A work group of any Intel GPU may have 64 KiB of shared memory, and a tile of 16 keys leaves room there. Twice the
+    # warps of others, because one has 16 lanes where matrix engines are used.
+    "xpu": Tuning(heads=16, keys=16, warps=8, narrow_warps=8, prefetch=False, measured="not measured"),
+    "cpu": Tuning(keys=128, measured="interpreted: large tiles, because there each operation costs the same"),
+    "sm_90": Tuning(chained=False, assembly=True, measured="as the triton room's; gathered decode not measured"),
+    "sm_120": Tuning(heads=16, keys=16, warps=4, prefetch=False, measured=_COMPILED),
+    "sm_121": Tuning(heads=16, keys=16, warps=4, prefetch=False, measured=_COMPILED),
+}

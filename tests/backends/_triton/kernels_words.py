@@ -1,0 +1,28 @@
+"""A kernel around the decoding of codes alone, so that every code can be tried under every scale."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from dsv4attn.backends._triton import keys
+from dsv4attn.backends._triton.runtime import stable_kernel
+
+__all__ = ["ROWS", "words_kernel"]
+
+ROWS = tl.constexpr(16)
+"""Rows of words that a program decodes."""
+
+
+@stable_kernel
+def words_kernel(WORDS, BYTES, OUT, dialect: tl.int32, W: tl.constexpr, FNUZ: tl.constexpr, ASM: tl.constexpr):
+    """OUT [n, 2 * W] int32: two bf16 values each, of WORDS [n, W] int32: four codes each, under scale BYTES [n] int32.
+
+    FNUZ: None reads `dialect`, 1 is FNUZ.
+    """
+    row, word, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, W), tl.arange(0, 2 * W)
+    words = tl.load(WORDS + row[:, None] * W + word[None, :])
+    scale = tl.broadcast_to(keys.scale_of(tl.load(BYTES + row), ASM)[:, None], [ROWS, W])
+    fnuz = (dialect == 1) if FNUZ is None else FNUZ
+    tl.store(OUT + row[:, None] * (2 * W) + column[None, :], keys.codes(words, scale, fnuz, ROWS, W, ASM))

@@ -1,0 +1,139 @@
+"""Promises that only a device can keep: captured graphs, no synchronisation, no allocation, the same bits again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.backends._triton.backend import TritonBackend
+from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.backends.triton.launch import GenericBackend
+from dsv4attn.backends.xpu.launch import XpuBackend
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.limits import Limits
+from tests.backends._triton.engine import Engine, Request
+
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs an accelerator with graphs"),
+]
+
+FLASH = ModelGeometry.preset("flash")
+REQS = 8
+LIMITS = Limits(REQS, 512, 4096, num_speculative_tokens=3)
+BACKENDS: dict[str, Callable[..., TritonBackend]] = {
+    "triton": GenericBackend,
+    "xpu-fused": lambda **o: XpuBackend(decode="fused", **o),
+    "xpu-gathered": lambda **o: XpuBackend(decode="gathered", **o),
+}
+all_kinds = pytest.mark.parametrize("kind", list(LayerKind))
+all_backends = pytest.mark.parametrize("name", list(BACKENDS))
+
+
+def engine(kind: LayerKind, backend: TritonBackend) -> Engine:
+    return Engine(backend, FLASH, LIMITS, kind, torch.device("cuda", 0))
+
+
+def decode_step(rng: Random, requests: int) -> list[Request]:
+    return [(rng.choice([0, 63, 127, 128, 511, 4095, rng.randint(0, 4095)]), 1) for _ in range(requests)]
+
+
+def eager(on: Engine, requests: list[Request], rng: Random, rows: int | None = None) -> Tensor:
+    """Insert and attend a step; its output."""
+    batch = on.load(requests, rng, reqs=rows)
+    metadata = on.metadata(batch)
+    tokens = batch.slot_mapping.shape[0]
+    on.insert(tokens, metadata)
+    return on.attend(tokens, metadata).clone()
+
+
+@all_kinds
+@all_backends
+def test_g10_a_replay_with_changed_metadata_equals_eager_bit_for_bit(name: str, kind: LayerKind) -> None:
+    on, rng = engine(kind, BACKENDS[name]()), Random(3)
+    nobody = on.load([], rng, reqs=REQS)
+    metadata = on.metadata(nobody, full_width=True)
+    on.attend(REQS, metadata)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        on.attend(REQS, metadata)
+    graph.replay()
+    assert not on.out[:REQS].any(), "a batch of padding gives zeros"
+
+    for round_ in range(20):
+        requests = decode_step(rng, rng.randint(0, REQS))
+        batch = on.load(requests, rng, reqs=REQS)
+        on.q[len(requests) : REQS] = torch.nan
+        changed = on.metadata(batch, full_width=True)
+        on.out.fill_(torch.nan)
+        graph.replay()
+        replayed = on.out[:REQS].clone()
+        on.out.fill_(torch.nan)
+        again = on.attend(REQS, changed)
+
+        assert torch.equal(replayed.view(torch.int16), again.view(torch.int16)), round_
+        assert torch.isfinite(replayed).all()
+        assert not replayed[len(requests) :].any()
+
+
+@all_kinds
+@all_backends
+def test_g10_g11_a_step_neither_synchronises_nor_allocates(name: str, kind: LayerKind) -> None:
+    on, rng = engine(kind, BACKENDS[name]()), Random(5)
+    steps = [[(4000, 2), (130, 1), (0, 1)], [(100, 1), (0, 200), (1000, 40)]]
+    for requests in steps:
+        eager(on, requests, rng)
+    batch = on.load(steps[1], rng)
+    tokens = batch.slot_mapping.shape[0]
+    on.metadata(batch)
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it does not see all of them
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        metadata = on.metadata(batch)
+        on.insert(tokens, metadata)
+        on.attend(tokens, metadata)
+        after = torch.cuda.memory_stats()["allocation.all.allocated"]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    assert after == before
+
+
+@all_kinds
+@pytest.mark.parametrize("name", ["triton", "xpu-fused"])
+def test_g19_a_row_has_the_same_bits_in_any_company(name: str, kind: LayerKind) -> None:
+    on, rng = engine(kind, BACKENDS[name](deterministic=True)), Random(7)
+    alone = eager(on, [(3000, 1)], Random(1))
+    q = on.q[:1].clone()
+    for others in range(1, REQS):
+        batch = on.load([(3000, 1), *decode_step(rng, others)], Random(1))
+        metadata = on.metadata(batch)
+        on.q[:1] = q  # normalised already: only attention is repeated
+        together = on.attend(batch.slot_mapping.shape[0], metadata)
+
+        assert torch.equal(together[:1].view(torch.int16), alone.view(torch.int16)), others
+
+
+@all_kinds
+@pytest.mark.parametrize("name", ["triton", "xpu-fused"])
+def test_g15_g19_verifying_tokens_equals_taking_them_one_by_one(name: str, kind: LayerKind) -> None:
+    on = engine(kind, BACKENDS[name](deterministic=True))
+    verified = eager(on, [(2047, 4)], Random(2))
+    q, kv = on.q[:4].clone(), on.kv[:4].clone()
+    topk = on.topk[:4].clone()
+    for token in range(4):
+        batch = on.load([(2047 + token, 1)], Random(2))
+        metadata = on.metadata(batch)
+        on.q[0], on.kv[0] = q[token], kv[token]  # normalised already: only attention is repeated
+        on.topk[0] = topk[token]
+        single = on.attend(1, metadata)
+
+        assert torch.equal(single.view(torch.int16), verified[token : token + 1].view(torch.int16)), token

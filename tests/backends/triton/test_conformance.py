@@ -1,0 +1,142 @@
+"""The conformance kit on the generic room: every case, on the accelerator, or in Triton's interpreter on the CPU.
+
+Interpreted, writing a key costs ten thousand times what it costs on a device, and most of the kit's time would go into
+the thousands of keys that were there before a step. They are written by the reference, which leaves the same bytes: the
+cases of the cache area and `test_insert` show that. What a step itself writes, reads and computes is always Triton's.
+
+Cases that show again what others have shown are slow ones there: `PATIENT`. `-m slow` runs them, and all others once
+more with every key written by the room itself.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.backends.triton.launch import GenericBackend
+from dsv4attn.core.contract import Backend
+from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.testing import suite
+from dsv4attn.testing.case import Area, Case, chosen
+from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.conform import conform
+from dsv4attn.testing.subject import Subject
+
+MANY = 16
+"""Keys; more at once are history, since no step of the kit writes so many."""
+
+
+class QuickHistory(GenericBackend):
+    """The generic room, but for keys written before a step."""
+
+    def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
+        who: Any = ReferenceBackend() if k.shape[0] > MANY else super()
+        who.quantize_and_insert_k_cache(k, cache, slot_mapping)
+
+    def qnorm_rope_kv_insert(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        cache: PagedKVCache,
+        slot_mapping: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        eps: float,
+    ) -> None:
+        who: Any = ReferenceBackend() if kv.shape[0] > MANY else super()
+        who.qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, cos_sin_cache, eps)
+
+
+ALIKE = (
+    "topk",
+    "pages",
+    "pair",
+    "moved",
+    "layout",
+    "indexer",
+    "magnitudes",
+    "poison",
+    "sink-matters",
+    "shards",
+    "heads",
+)
+PATIENT = {
+    "codes-*": "some seconds each; `test_keys` tries every code under every scale",
+    **{
+        f"{name}-{kind}": "memory is used as on c4a layers, which have more of it"
+        for name in ("capped", "plan", "stale")
+        for kind in ("c128a", "swa")
+    },
+    **{f"{name}-*-prefill": "one kernel serves both phases; only the number of rows differs" for name in ALIKE},
+}
+"""Names of cases that are slow where kernels are interpreted, and why they can wait."""
+
+
+def waits(case: Case) -> bool:
+    """Whether a case is slow here."""
+    return INTERPRETED and any(fnmatch(case.name, pattern) for pattern in PATIENT)
+
+
+class Room(suite.Fixtures):
+    @pytest.fixture
+    def backend(self) -> Backend | str:
+        return QuickHistory() if INTERPRETED else "triton"
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "case" in metafunc.fixturenames:
+            cases = metafunc.cls.cases()
+            params = [pytest.param(c, id=c.id, marks=pytest.mark.slow if waits(c) else ()) for c in cases]
+            metafunc.parametrize("case", params)
+
+
+class TestDecode(Room, suite.TestDecode): ...
+
+
+class TestPrefill(Room, suite.TestPrefill): ...
+
+
+class TestMemory(Room, suite.TestMemory): ...
+
+
+class TestCache(suite.TestCache):
+    @pytest.fixture
+    def backend(self) -> Backend | str:
+        return "triton"
+
+
+# options: what they change is how attention is cut, so a sample of it
+
+SAMPLE = (
+    "decode-c4a,mixed-swa,verify-c128a,call-holes-c4a-decode,call-empty-c4a-decode,sink-values-decode,"
+    "dtype-float32-fp32-decode,dtype-float32-ocp-decode,dims-c4a-prefill,pair-ocp-fnuz-decode,scratch-*"
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tuning": "sm_90"}, {"tuning": "default", "deterministic": True}],
+    ids=lambda options: "-".join(f"{key}={value}" for key, value in options.items()),
+)
+def test_the_options_keep_the_contract_too(options: dict[str, object]) -> None:
+    backend = (QuickHistory if INTERPRETED else GenericBackend)(**options)  # type: ignore[arg-type]
+
+    certificate = conform(Subject.of(backend), chosen(CASES, SAMPLE))
+
+    assert certificate.ok, "\n".join(f"{one.case.id}: {one.message}" for one in certificate.of("failed"))
+    assert len(certificate.of("passed")) == len(certificate.outcomes)
+
+
+# and once more as it is
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("area", [Area.DECODE, Area.PREFILL, Area.MEMORY], ids=lambda area: area.value)
+def test_the_kit_passes_with_every_key_written_by_the_room_itself(area: Area) -> None:
+    certificate = conform(Subject.of("triton"), [case for case in CASES if case.area is area])
+
+    assert certificate.ok, "\n".join(f"{one.case.id}: {one.message}" for one in certificate.of("failed"))

@@ -1,0 +1,28 @@
+"""Limits that the room's own kernels break on devices that are not here, as JSON.
+
+Run as a program: a process that interprets kernels cannot compile them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from dsv4attn.backends._triton.aot import compile_all
+from dsv4attn.backends._triton.targets import TARGETS
+from dsv4attn.backends.xpu import launch, names
+from dsv4attn.core.layout import KVCacheLayout
+
+
+def outcomes(target: str) -> list[list[str]]:
+    """For each kernel, the limits that it breaks."""
+    (gathering,) = launch.variants(KVCacheLayout.fp8_ds_mla(), second=True)
+    *_, attending = names.variants(128, 512, 576, torch.bfloat16)
+    made = compile_all([gathering, attending], TARGETS[target])
+    return [[outcome.variant.name, *map(str, outcome.reasons)] for outcome in made]
+
+
+if __name__ == "__main__":
+    print(json.dumps({target: outcomes(target) for target in sys.argv[1:]}))

@@ -1,0 +1,76 @@
+"""The three layer types against transformers, through the kernels of every Triton room: the bounds of `test_hf`.
+
+Interpreted, a token takes milliseconds in each of its steps, so one seed and few ways to cut the sequences.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4attn.core.contract import Backend
+from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.plugins import BUILT_IN
+from dsv4attn.selection import load_backend
+from tests.parity.serving import Mode
+from tests.parity.test_hf import (
+    MODE,
+    PLANTED,
+    ROUNDED,
+    TOLERANCE,
+    error,
+    every_kind,
+    judged,
+    modes,
+    parity,
+    served,
+    traces,
+)
+
+pytest.importorskip("triton", reason="needs Triton")
+pytestmark = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="sequences are served on the CPU, where kernels are interpreted"
+)
+ROOMS = [name for name in BUILT_IN if name != "reference"]
+SEED = 0
+
+
+@pytest.fixture(scope="module", params=ROOMS)
+def room(request: pytest.FixtureRequest) -> Backend:
+    return load_backend(request.param)
+
+
+@modes("single", "mixed", "verify")
+@every_kind
+def test_fp32_rows_agree_through_kernels(kind: LayerKind, mode: Mode, room: Backend) -> None:
+    measured = parity(traces(SEED, kind, mode), mode, backend=room)
+
+    print(f"{kind.value} {mode.name}: {measured:.1e}")
+    assert measured <= TOLERANCE
+
+
+@every_kind
+@pytest.mark.parametrize("layout", ROUNDED.values(), ids=ROUNDED)
+def test_rounded_rows_agree_through_kernels(layout: KVCacheLayout, kind: LayerKind, room: Backend) -> None:
+    mode = MODE["chunked"]
+    seen = traces(SEED, kind, mode)
+
+    for one, got in zip(seen, served(seen, mode, layout, backend=room), strict=True):
+        true, bound, exact = judged(one, layout)
+        print(f"off {error(got, true):.1e}; exact {error(got, exact):.1e}")
+        assert ((got - true).abs() <= bound + TOLERANCE * true.abs().max()).all()
+        assert error(got, exact) <= TOLERANCE
+
+
+@every_kind
+def test_another_layers_sinks_are_seen_through_kernels(
+    kind: LayerKind, room: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison can fail here too."""
+    mode = MODE["single"]
+    seen = traces(SEED, kind, mode)
+    sinks = seen[0].attention.sinks
+    monkeypatch.setattr(sinks, "data", sinks.data.flip(0))
+
+    assert parity(seen, mode, backend=room) > PLANTED
