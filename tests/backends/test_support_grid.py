@@ -177,7 +177,7 @@ def test_g3_a_yes_never_fails_at_launch(room: Room, kind: LayerKind, **sizes: An
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("room", KERNELS, ids=str)
-@examples(6)
+@examples(5)
 @given(**SIZES)
 def test_g3_a_yes_of_a_room_with_kernels_never_fails_at_launch(room: Room, kind: LayerKind, **sizes: Any) -> None:
     launches(room, kind, **sizes)

@@ -45,6 +45,8 @@ def test_what_is_told_to_programs(here: Machine) -> None:
         "lib": "failed",
         "raises": "broken",
         "reference": "automatic",
+        "triton": "unavailable",
+        "xpu": "unavailable",
         "zinc": "denied",
     }
     assert {name for name, row in rows.items() if row["runnable"]} == {"bolt", "reference"}

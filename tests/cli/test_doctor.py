@@ -109,11 +109,11 @@ def test_options_that_reach_nobody_are_a_problem(here: Machine) -> None:
 
 
 def test_a_device_without_an_automatic_backend_is_a_problem(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceFacts, "all_here", lambda: [DeviceFacts.named("sm90")])
+    monkeypatch.setattr(DeviceFacts, "all_here", lambda: [DeviceFacts.named("npu")])
 
     assert problems(here) == [
         (
-            f"{phase}: no backend native to sm_90 can run this call",
+            f"{phase}: no backend native to npu can run this call",
             f"ask for reference by name; `dsv4attn explain --phase {phase}` says why",
         )
         for phase in ("decode", "prefill")

@@ -24,9 +24,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 def test_g9_any_device_can_be_asked_about(here: Machine) -> None:
     code, told = here.json("explain", "--device", "sm120", "--heads", "64", "--topk", "1152")
 
-    assert code == 1
-    assert (told["chosen"], told["device"]["arch"], told["device"]["present"]) == (None, "sm_120", False)
-    assert told["verdict"] == "no backend native to sm_120 can run this call -> ask for reference by name"
+    assert code == 0
+    assert (told["chosen"], told["device"]["arch"], told["device"]["present"]) == ("triton", "sm_120", False)
+    assert told["verdict"] == "triton: the only backend native to sm_120 that can run this call"
     assert "topk=1152" in told["problem"]
     [reference] = [c for c in told["candidates"] if c["name"] == "reference"]
     assert (reference["state"], reference["reasons"]) == ("not native", [])
@@ -102,17 +102,19 @@ def test_the_trace_is_that_of_the_exception(here: Machine) -> None:
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_trace_is_folded_under_itself(here: Machine, width: int) -> None:
     here.shelf.install("dsv4attn-lib", "raise ImportError('libacme.so: ' + 'cannot open shared object file ' * 9)")
-    code, lines = here.run("explain", "--device", "sm120", width=width)
+    code, lines = here.run("explain", "--device", "npu", width=width)
 
     assert code == 1
     assert max(map(len, lines)) <= width
-    assert lines[0] == "no backend native to sm_120 can run this call -> ask for reference by name"
+    assert lines[0] == "no backend native to npu can run this call -> ask for reference by name"
     assert {line[:13] for line in lines[1:] if line.startswith("   ")} == {" " * 13}
     assert {line[:13] for line in lines[1:] if not line.startswith("   ")} == {
         "  call       ",
         "  device     ",
         "  request    ",
         "  reference  ",
+        "  triton     ",
+        "  xpu        ",
         "  lib        ",
     }
 

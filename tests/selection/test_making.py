@@ -85,9 +85,9 @@ def test_a_phase_that_nobody_runs_is_an_error_of_that_phase(shelf: Shelf) -> Non
 
 def test_a_machine_without_a_backend_is_told_before_anything_is_made() -> None:
     with pytest.raises(
-        NoBackendError, match=r"^no backend native to sm_90 can run this call -> ask for reference by name\n"
+        NoBackendError, match=r"^no backend native to npu can run this call -> ask for reference by name\n"
     ):
-        select_backend(*DECODE, device=DeviceFacts.named("sm90"))
+        select_backend(*DECODE, device=DeviceFacts.named("npu"))
 
 
 def test_nothing_to_run_is_an_error() -> None:
@@ -207,7 +207,7 @@ def test_an_unknown_name_is_answered_with_every_plugin_that_is_left_out(
         load_backend("acme-2")
 
     first, *others = str(caught.value).splitlines()
-    assert first == "unknown backend 'acme-2' (known: reference)"
+    assert first == "unknown backend 'acme-2' (known: reference, triton, xpu)"
     assert [line.partition(":")[0] for line in others] == [
         "  acme not loaded",
         "  kernels failed to load",

@@ -31,7 +31,7 @@ from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.testing.world import tiny_geometry
 from tests.backends._triton.caches import DEVICE
 
-__all__ = ["LONGEST", "SWA_BLOCK", "TOKENS_OF_BLOCK", "Engine", "Request", "launching_nothing", "served"]
+__all__ = ["LONGEST", "SWA_BLOCK", "TOKENS_OF_BLOCK", "Engine", "Interpreted", "Request", "launching_nothing", "served"]
 
 SWA_BLOCK, TOKENS_OF_BLOCK = 64, 256
 PREFIX = "model.layers.0.attn"

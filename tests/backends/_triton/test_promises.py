@@ -10,20 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 from dsv4attn.backends._triton import warm
 from dsv4attn.backends._triton.runtime import FAR_FORMS, INTERPRETED, Variant, observed
 from dsv4attn.backends.triton.launch import GenericBackend
+from dsv4attn.core.contract import DenseIndices, GatheredKeys, Phase
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
 from dsv4attn.core.limits import Limits
+from dsv4attn.core.workspace import simultaneous_bytes
 from dsv4attn.testing import world
 from dsv4attn.testing.world import tiny_geometry
+from tests.backends._triton.attending import TINY, Answer, Trial
 from tests.backends._triton.caches import DEVICE
-from tests.backends._triton.engine import Engine, launching_nothing
+from tests.backends._triton.engine import Engine, Interpreted, launching_nothing
 from tests.backends._triton.trials import operations
-from tests.core.forms import all_kinds
+from tests.core.forms import all_kinds, same_bits
 
 META = torch.device("meta")
 FLASH = ModelGeometry.preset("flash")
@@ -228,3 +232,39 @@ def test_g18_after_a_warm_up_a_thousand_steps_compile_nothing(kind: LayerKind) -
     assert compiled == []
     assert set(seen) <= foreseen(on)
     assert len(seen) > 3000
+
+
+# deterministic rows
+
+
+@pytest.mark.parametrize("sink", [False, True], ids=["no-sink", "sink"])
+@pytest.mark.parametrize("columns", [0, 40, 400])
+def test_g19_a_wider_table_does_not_show_in_the_bits(columns: int, sink: bool) -> None:
+    """Tables are as wide as the longest row of a batch, so a short row may be one part of one or one of many."""
+    trial = Trial((TINY,), (64,), (60,), q_dtype=torch.float32, sink=sink, told=False, seed=3)
+    backend, layer = Interpreted(deterministic=True), trial.layer
+    call, _ = trial.call()
+    assert not isinstance(call.keys, GatheredKeys)
+    (segment,) = call.keys
+    rows, outs = segment.rows, []
+    assert isinstance(rows, DenseIndices)
+    for more in (0, columns):
+        wide = torch.cat([rows.indices, rows.indices.new_full((trial.tokens, more), -1)], 1)
+        specs = backend.scratch(Phase.DECODE, layer, trial.tokens, wide.shape[1])
+        scratch = [torch.full(tuple(shape), torch.nan, dtype=dtype, device=DEVICE) for shape, dtype in specs]
+        keys = [evolve(segment, rows=DenseIndices(wide, rows.lens))]
+        backend.decode(evolve(call, keys=keys, scratch=scratch))
+        outs.append(call.out.clone())
+
+    assert trial.error(Answer(outs[0], None, None)) <= 1
+    assert same_bits(*outs)
+
+
+def test_g19_prefill_rows_are_not_cut_and_decode_rows_always_are() -> None:
+    backend, layer = Interpreted(deterministic=True), Trial((TINY,), (64,), (60,)).layer
+
+    assert not backend.scratch(Phase.PREFILL, layer, 3, 600)
+    assert [backend.scratch(Phase.DECODE, layer, 3, width)[0][0][1] for width in (1, 60, 600)] == [1, 1, 4]
+    for width in (1, 60, 600):
+        needs = simultaneous_bytes(list(backend.scratch(Phase.DECODE, layer, 3, width)))
+        assert needs <= backend.scratch_bound(Phase.DECODE, layer, 3, 600)
