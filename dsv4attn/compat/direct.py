@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import inf, nan
 
 import torch
 from attrs import evolve
@@ -96,7 +97,7 @@ def attend(
     """Call the backend with its own form of indices, and with scratch memory.
 
     q, out: [T, H, D]. sources: a cache for each of `rows`, or the key rows [S, D] for the only one. lse: [T, H] fp32.
-    max_logits: the same, only for backends whose forms have them.
+    +inf for rows without keys, as FlashMLA has it. max_logits: the same, only for backends whose forms have them.
     Scratch is the context's workspace if one is set, otherwise memory of this call alone: what the allocator does with
     it is right on every stream and in captured graphs.
     """
@@ -120,8 +121,11 @@ def attend(
         keys = GatheredKeys(sources, formed(rows[0], sources.shape[0]))
     else:
         keys = tuple(PagedKeys(c, formed(r, c.capacity)) for c, r in zip(sources, rows, strict=True))
-    call = AttentionCall(layer, q, keys, attn_sink, out, lse, views, max_logits)
+    there = backend.forms.empty_lse
+    call = AttentionCall(layer, q, keys, attn_sink, out, lse, views, max_logits, inf if there else -inf)
     (backend.decode if phase is Phase.DECODE else backend.prefill)(call)
+    if not there:
+        lse.nan_to_num_(nan=nan, posinf=inf, neginf=inf)
 
 
 def _workspace(device: torch.device) -> WorkspaceManager:

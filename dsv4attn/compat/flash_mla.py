@@ -143,7 +143,7 @@ def flash_mla_with_kvcache(
     attend(Phase.DECODE, chosen, layer, q.flatten(0, 1), caches, rows, sink, flat, lse.flatten(0, 1))
     if flat.data_ptr() != out.data_ptr():
         out.copy_(flat.view(out.shape))
-    return out, _empty_is_plus_infinity(lse).transpose(1, 2)
+    return out, lse.transpose(1, 2)
 
 
 def flash_mla_sparse_fwd(
@@ -193,7 +193,7 @@ def flash_mla_sparse_fwd(
         attend(Phase.PREFILL, chosen, layer, q, keys, [padded], sink, out, lse, top)
     if top is None:
         top = largest_logits(q, keys, rows, scale) if need_max_logits else lse.new_empty((0, q.shape[1]))
-    return out, top, _empty_is_plus_infinity(lse)
+    return out, top, lse
 
 
 def _check_shapes(meta: object, q: Tensor, sizes: Sequence[tuple[int, int]]) -> None:
@@ -230,8 +230,3 @@ def _absent(name: str) -> Callable[..., NoReturn]:
 flash_attn_varlen_func = _absent("flash_attn_varlen_func")
 flash_attn_varlen_kvpacked_func = _absent("flash_attn_varlen_kvpacked_func")
 flash_attn_varlen_qkvpacked_func = _absent("flash_attn_varlen_qkvpacked_func")
-
-
-def _empty_is_plus_infinity(lse: Tensor) -> Tensor:
-    """Backends say -inf for rows without keys; in place."""
-    return lse.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=torch.inf)

@@ -4,7 +4,7 @@ A backend says as data which form of indices and keys it wants; core prepares ex
 `prefill` with one `AttentionCall`. Semantics that every backend keeps, in both phases:
 
 1. An index that is -1, outside the cache, or in a column at or past its length is absent, wherever it stands.
-2. A row without keys gives exactly 0, and lse -inf.
+2. A row without keys gives exactly 0, and lse -inf, or what the call says instead.
 3. The sink is one more logit with value zero, not scaled, applied once; -inf is no sink, +inf gives zeros.
 4. `lse` is fp32, natural log, without the sink.
 5. Bytes of a cache that no index names never reach an output, whatever they hold.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
+from math import inf
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from attrs import field, frozen
@@ -87,6 +88,8 @@ class Forms:
     """Columns of a combined index matrix are rounded up to this."""
     max_logits: bool = False
     """Whether `AttentionCall.max_logits` may be given; whoever wants them elsewhere computes them beside the call."""
+    empty_lse: bool = False
+    """Whether `AttentionCall.empty_lse` may differ from -inf; elsewhere whoever wants another value puts it there."""
 
 
 @frozen
@@ -141,7 +144,7 @@ class AttentionCall:
     q: [T, H, D] bf16 or fp32, normalised and rotated. keys: paged segments (window, then compressed if the layer has
     it), or gathered rows. attn_sink: [H] fp32 or None. out: [T, H, D] like q, written in full. lse: [T, H] fp32 or
     None. scratch: the views this backend asked for. max_logits: [T, H] fp32 or None, the largest z of each row, -inf
-    for rows without keys; given only to backends whose forms say so.
+    for rows without keys; given only to backends whose forms say so. empty_lse: what lse says of rows without keys.
     """
 
     layer: LayerGeometry
@@ -152,6 +155,7 @@ class AttentionCall:
     lse: Tensor | None
     scratch: Sequence[Tensor] = ()
     max_logits: Tensor | None = None
+    empty_lse: float = -inf
 
 
 class IndexSteps(Protocol):

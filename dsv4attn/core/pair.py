@@ -31,8 +31,13 @@ class PhasedBackend:
         """Combine two backends for the same device."""
         self._decode, self._prefill = decode, prefill
         self.name = f"{decode.name}+{prefill.name}"
-        both = prefill.forms.max_logits and decode.forms.max_logits
-        self.forms = evolve(prefill.forms, decode_indices=decode.forms.decode_indices, max_logits=both)
+        one, other = prefill.forms, decode.forms
+        self.forms = evolve(
+            one,
+            decode_indices=other.decode_indices,
+            max_logits=one.max_logits and other.max_logits,
+            empty_lse=one.empty_lse and other.empty_lse,
+        )
         self.steps = decode.steps
 
     def of(self, phase: Phase) -> Backend:

@@ -70,7 +70,7 @@ def _decode_bytes(layer: LayerGeometry, limits: Limits, backend: Backend) -> int
     if backend.forms.decode_indices is IndexForm.RAGGED:
         specs += ragged_specs(tokens, layer.window) + (ragged_specs(tokens, columns) if columns else [])
     width = columns + layer.window
-    return simultaneous_bytes(specs) + backend.scratch_bound(Phase.DECODE, layer, tokens, width)
+    return simultaneous_bytes(specs) + _scratch_bound(Phase.DECODE, layer, tokens, width, backend)
 
 
 def _prefill_bytes(
@@ -85,4 +85,9 @@ def _prefill_bytes(
 
 def _prefill_scratch(layer: LayerGeometry, limits: Limits, backend: Backend) -> int:
     width = widest_columns(layer, limits, backend.forms.index_alignment)
-    return backend.scratch_bound(Phase.PREFILL, layer, limits.max_num_batched_tokens, width)
+    return _scratch_bound(Phase.PREFILL, layer, limits.max_num_batched_tokens, width, backend)
+
+
+def _scratch_bound(phase: Phase, layer: LayerGeometry, tokens: int, width: int, backend: Backend) -> int:
+    """What the backend promises; lanes end where another could begin."""
+    return round_up(backend.scratch_bound(phase, layer, tokens, width), ALIGNMENT)

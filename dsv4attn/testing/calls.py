@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from math import inf
 from typing import Literal
 
 import attrs
@@ -195,7 +196,11 @@ class Call:
         return float(errors.max()), f"{where}; {(errors > self.budget).any(1).sum()} of {len(errors)} rows are wrong"
 
     def run(
-        self, bench: Bench, lanes: Sequence[Lanes] | None = None, max_logits: Tensor | None = None
+        self,
+        bench: Bench,
+        lanes: Sequence[Lanes] | None = None,
+        max_logits: Tensor | None = None,
+        empty_lse: float = -inf,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (out, lse), both NaN before the call. Raises Wrong if a cache or q was written."""
         backend, forms = bench.backend, bench.backend.forms
@@ -217,7 +222,7 @@ class Call:
         specs = backend.scratch(self.phase, self.layer, self.rows, width)
         scratch = workspace.get_simultaneous(*specs, caller=f"{backend.name}.{self.phase.value}")
         same_q, pages = q.clone(), [book.bytes() for book in self.books]
-        call = AttentionCall(self.layer, q, keys, sink, out, lse, scratch, max_logits)
+        call = AttentionCall(self.layer, q, keys, sink, out, lse, scratch, max_logits, empty_lse)
         (backend.decode if self.phase is Phase.DECODE else backend.prefill)(call)
         workspace.check_canaries()
         if not torch.equal(q, same_q):

@@ -196,6 +196,8 @@ def _calls(area: Area) -> Iterator[Case]:
     says = f"{of}: max_logits are the largest scaled logits, sink left out, -inf without keys; asking changes no bit"
     scene = call(phase, "empty", sinks=[20.0] * 8)
     yield _case(area, f"max-logits-{of}", "L5", says, scene, checks.largest_logits)
+    says = f"{of}: rows without keys have the lse that the call says; saying it changes nothing else"
+    yield _case(area, f"lse-empty-{of}", "L6", says, call(phase, "empty"), checks.lse_of_empty_rows, needs_lse=True)
     for cache in ("ocp", "fnuz", "interleaved"):
         says = f"{of} reads all 256 codes of {cache} under 236 scale bytes exactly"
         scene = Codes.of(phase=phase, geometry=flash("swa"), layout=layout(cache))

@@ -137,6 +137,19 @@ def largest_logits(bench: Bench, call: Call) -> Measure:
     return worst(measures)
 
 
+def lse_of_empty_rows(bench: Bench, call: Call) -> Measure:
+    """Rows without keys have the lse that the call says; saying it changes nothing else."""
+    if not bench.backend.forms.empty_lse:
+        raise SkipCase("does not apply: this backend's rows without keys have lse -inf")
+    out, lse = call.run(bench)
+    other, told = call.run(bench, empty_lse=np.inf)
+    assert lse is not None
+    assert told is not None
+    measure = judged(call, (out, lse))
+    require_same_bits("with an empty_lse", (other, told), (out, lse.masked_fill(lse == -np.inf, np.inf)))
+    return measure
+
+
 def without_columns(bench: Bench, scene: Scenario) -> Measure:
     """An indexer may leave a matrix of no columns. The scene's top-k selects nothing."""
     problem = scene.problem(bench.backend)

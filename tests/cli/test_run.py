@@ -161,11 +161,14 @@ def test_ctrl_c_leaves_a_partial_report(model: str, trace: str, monkeypatch: pyt
 
 def test_a_signal_leaves_a_partial_report(model: str) -> None:
     code = """
-import sys
+import sys, time
 from dsv4attn.cli import main
 from dsv4attn.replay import engine
 run = engine.Replay.run
-engine.Replay.run = lambda self, progress: run(self, lambda state: print(state.step, file=sys.stderr, flush=True))
+def wait(state):
+    print(state.step, file=sys.stderr, flush=True)
+    time.sleep(60 if state.step == 2 else 0)
+engine.Replay.run = lambda self, progress: run(self, wait)
 main()
 """
     many = ["--max-num-batched-tokens", "1", "--max-num-seqs", "1", "--json"]

@@ -138,6 +138,7 @@ def test_a_mixed_batch_on_a_pair_equals_the_oracle(kind: LayerKind) -> None:
 def test_largest_logits_are_told_if_both_tell_them(*, decode: bool, prefill: bool) -> None:
     backends = ReferenceBackend(), ReferenceBackend()
     for backend, told in zip(backends, (decode, prefill), strict=True):
-        backend.forms = Forms(max_logits=told)
+        backend.forms = Forms(max_logits=told, empty_lse=told)
 
-    assert PhasedBackend(*backends).forms.max_logits is (decode and prefill)
+    forms = PhasedBackend(*backends).forms
+    assert (forms.max_logits, forms.empty_lse) == (decode and prefill,) * 2

@@ -67,7 +67,7 @@ def test_two_phases_with_two_backends_are_one_backend(shelf: Shelf, monkeypatch:
     pair = select_backend(*PREFILL, *DECODE, backend="decode=acme,prefill=reference")
 
     assert isinstance(pair, PhasedBackend)
-    assert pair.forms == Forms(IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED, max_logits=True)
+    assert pair.forms == Forms(IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED, max_logits=True, empty_lse=True)
     monkeypatch.setenv("DSV4ATTN_BACKEND", "acme")
     assert isinstance(select_backend(*PREFILL, *DECODE), ReferenceBackend)
 

@@ -148,6 +148,10 @@ def lse_with_sink(call: AttentionCall) -> None:
         call.lse.copy_(torch.logaddexp(call.lse, call.attn_sink))
 
 
+def empty_lse_ignored(call: AttentionCall) -> None:
+    attend(attrs.evolve(call, empty_lse=-torch.inf))
+
+
 def with_top(change: Callable[[AttentionCall, Tensor], Tensor]) -> Callable[[AttentionCall], None]:
     def wrong(call: AttentionCall) -> None:
         attend(call)

@@ -47,6 +47,7 @@ PLANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "sink in the largest logit": (lambda: calls(with_top(plants.top_with_sink)), "L", "L5", "L1"),
     "no largest logit is 0": (lambda: calls(with_top(lambda _, top: top.nan_to_num(neginf=0))), "L", "L5", "L1"),
     "asking for the largest logit moves out": (lambda: calls(with_top(plants.top_moves_out)), "L", "L5", "L1"),
+    "lse of empty rows not as told": (lambda: calls(plants.empty_lse_ignored), "L", "L6", "L1 L5"),
     "RoPE on the leading dims": (plants.LeadingRope, "I,decode-swa", "I1 I2 F1", "I4"),
     "empty rows not zero": (lambda: calls(plants.mean_of_nothing), "B2,lse-*", "B1 B2 B3", ""),
     "absent lanes read slot 0": (lambda: calls(plants.reads_slot_zero, "decode"), "C6", "C6", ""),

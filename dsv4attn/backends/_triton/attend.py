@@ -164,7 +164,7 @@ def attend(call: AttentionCall, tuning: Tuning, *, tiles_per_split: int = 0) -> 
         (q.shape[0] * splits * -(-q.shape[1] // chosen["BH"]),),
         (
             *(q, out, call.lse, call.max_logits, call.attn_sink, *(parts[:2] or (None, None)), maxima, *pointers),
-            *(q_token // unit, q_head // unit, *to, *numbers, splits, run, 1, layer.scale),
+            *(q_token // unit, q_head // unit, *to, *numbers, splits, run, 1, layer.scale, call.empty_lse),
         ),
         {**chosen, "SPLIT": bool(parts)},
         num_warps=_warps(chosen, tuning),
@@ -173,7 +173,7 @@ def attend(call: AttentionCall, tuning: Tuning, *, tiles_per_split: int = 0) -> 
         launch(
             kernels.reduce,
             (q.shape[0] * q.shape[1],),
-            (*parts[:2], maxima, out, call.lse, call.max_logits, call.attn_sink, *to, splits),
+            (*parts[:2], maxima, out, call.lse, call.max_logits, call.attn_sink, *to, splits, call.empty_lse),
             _reduce_constants(chosen),
             num_warps=tuning.reduce_warps,
         )
@@ -200,6 +200,7 @@ def variants(shape: Shape, tuning: Tuning, *, sinks: Sequence[bool], lses: Seque
         "cache0": caches[0],
         "cache1": caches[1],
         "scale": "fp32",
+        "empty_lse": "fp32",
     }
     pointers |= dict.fromkeys(("rows0", "lens0", "rows1", "lens1"), "*i32")
     for sink, lse, split in product(sinks, lses, (False, True)):

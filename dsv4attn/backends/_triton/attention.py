@@ -155,6 +155,7 @@ def attention(
     tiles_per_split: tl.int32,
     once: tl.int32,
     scale: tl.float32,
+    empty_lse: tl.float32,
     H: tl.constexpr,
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
@@ -190,7 +191,7 @@ def attention(
     rows1, lens1: the compressed segment's. rows, lens: indices [T, width] and [T], or, RAGGED, flat and [T + 1].
     SPLIT: write to part [T, splits, H, D] fp32 and part_lse, part_max [T, splits, H] (base 2) instead of out, lse,
     max_logits.
-    tiles_per_split: tiles of each run, or 0 to share a row's tiles evenly. once: 1.
+    tiles_per_split: tiles of each run, or 0 to share a row's tiles evenly. once: 1. empty_lse: of a row without keys.
     """
     D: tl.constexpr = NOPE + ROPE
     BLOCKS: tl.constexpr = (H + BH - 1) // BH
@@ -311,7 +312,7 @@ def attention(
         factor = tl.where(empty, 0.0, factor)
         at = token * lse_token + head.to(tl.int64) * lse_head
         if lse is not None:
-            tl.store(lse + at, tl.where(empty, -float("inf"), (largest + tl.log2(total)) * LN2), mask=live)
+            tl.store(lse + at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2), mask=live)
         if max_logits is not None:
             at = token * max_token + head.to(tl.int64) * max_head
             tl.store(max_logits + at, tl.where(empty, -float("inf"), largest * LN2), mask=live)
@@ -340,6 +341,7 @@ def reduce(
     max_token: tl.int64,
     max_head: tl.int64,
     splits: tl.int32,
+    empty_lse: tl.float32,
     H: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -353,23 +355,25 @@ def reduce(
     token, head = pid // H, pid % H
     column = tl.arange(0, DP)
     largest = tl.full((), NOTHING, tl.float32)
-    for split in range(splits):
-        largest = tl.maximum(largest, tl.load(part_lse + (token * splits + split) * H + head))
     acc, total = tl.zeros([DP], tl.float32), tl.zeros((), tl.float32)
     for split in range(splits):
         row = (token * splits + split) * H + head
-        weight = tl.exp2(tl.load(part_lse + row) - largest)
+        part_of = tl.load(part_lse + row)
         # a part without keys was never written
-        there = column < tl.where(weight > 0.0, D, 0)
-        acc += weight * tl.load(tl.multiple_of(part + row * D, PART) + column, mask=there, other=0.0)
-        total += weight
+        there = column < tl.where(part_of > -float("inf"), D, 0)
+        values = tl.load(tl.multiple_of(part + row * D, PART) + column, mask=there, other=0.0)
+        grown = tl.maximum(largest, part_of)
+        shrink, weight = tl.exp2(largest - grown), tl.exp2(part_of - grown)
+        acc = acc * shrink + values * weight
+        total = total * shrink + weight
+        largest = grown
     empty = total == 0.0
     factor = 1.0 / total
     if sink is not None:
         factor = 1.0 / (total + tl.exp2(tl.load(sink + head) * LOG2E - largest))
     at = token * lse_token + head * lse_head
     if lse is not None:
-        tl.store(lse + at, tl.where(empty, -float("inf"), (largest + tl.log2(total)) * LN2))
+        tl.store(lse + at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2))
     if max_logits is not None:
         top = tl.full((), -float("inf"), tl.float32)
         for split in range(splits):

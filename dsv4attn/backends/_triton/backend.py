@@ -41,7 +41,7 @@ class TritonBackend:
 
     name: str
     rows: Mapping[str, Tuning]
-    forms = Forms(prefill_keys=KeyForm.PAGED, max_logits=True)
+    forms = Forms(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
     steps: IndexSteps = indices
     builder_steps: BuilderSteps = builder_steps
 
@@ -65,7 +65,7 @@ class TritonBackend:
     def _splits(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> int:
         """Parts of each row: a function of shapes, and of a row's own width alone when deterministic."""
         if not self.deterministic:
-            return attend.splits_of(tokens, layer.num_heads, width, self.tuning, multiprocessors())
+            return attend.splits_of(tokens, layer.num_heads, width, self.tuning.of(phase), multiprocessors())
         tiles = -(-width // self.tuning.keys) + 1
         return -(-tiles // self.tuning.run) if phase is Phase.DECODE else 1
 
@@ -120,7 +120,7 @@ class TritonBackend:
 
     def prefill(self, call: AttentionCall) -> None:
         """See `contract.Backend`. The same kernel; it takes gathered rows too."""
-        attend.attend(call, self.tuning)
+        attend.attend(call, self.tuning.of(Phase.PREFILL))
 
     def inv_rope_o_proj(
         self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, num_groups: int
@@ -158,7 +158,8 @@ class TritonBackend:
         dims = layer.num_heads, layer.nope_dim, layer.rope_dim
         for one in (unit,) if bounds.aligned and layer.head_dim % unit == 0 else (unit, 1):
             shape = attend.Shape(*dims, segments, bounds.q_dtype, one, ragged=False)
-            yield from attend.variants(shape, tuning, sinks=bounds.with_sink, lses=bounds.with_lse)
+            for numbers in dict.fromkeys(map(tuning.of, Phase)):
+                yield from attend.variants(shape, numbers, sinks=bounds.with_sink, lses=bounds.with_lse)
 
     def warmup(self, bounds: Bounds, device: torch.device) -> int:
         """See `contract.CompiledBackend`."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from attrs import frozen
 
+from dsv4attn.core.contract import Phase
+
 __all__ = ["DEFAULT", "Tuning", "row_of"]
 
 
@@ -30,6 +32,12 @@ class Tuning:
     run: int = 16
     """Tiles of a part when results must not depend on the batch."""
     measured: str = "not measured"
+    prefill: Tuning | None = None
+    """Numbers of prefill, where they are others than those of decode."""
+
+    def of(self, phase: Phase) -> Tuning:
+        """Numbers of a phase."""
+        return self.prefill or self if phase is Phase.PREFILL else self
 
 
 DEFAULT = "default"

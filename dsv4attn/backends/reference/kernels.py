@@ -7,6 +7,7 @@ Letters are those of `core.geometry`. All arithmetic is fp32.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 
 import torch
 from torch import Tensor
@@ -136,6 +137,7 @@ def attend(
     out: Tensor,
     lse: Tensor | None,
     max_logits: Tensor | None = None,
+    empty_lse: float = -inf,
 ) -> None:
     """Attention of every row of q [T, H, D] over its own keys; keys are values.
 
@@ -146,9 +148,9 @@ def attend(
         k, present = read_gathered(keys, part) if isinstance(keys, GatheredKeys) else read_paged(keys, part)
         if not k.shape[1]:
             out[part] = 0
-            for told in (lse, max_logits):
+            for told, nothing in ((lse, empty_lse), (max_logits, -inf)):
                 if told is not None:
-                    told[part] = -torch.inf
+                    told[part] = nothing
             continue
         z = torch.bmm(q[part].float(), k.mT).mul_(scale).masked_fill_(~present[:, None], -torch.inf)
         top = z.amax(-1, keepdim=True)
@@ -162,7 +164,7 @@ def attend(
         # a row without keys has total 0; it is defined to be zero
         out[part] = torch.bmm(p, k).mul_((weight / total).masked_fill_(total == 0, 0))
         if lse is not None:
-            lse[part] = row_lse.squeeze(-1)
+            lse[part] = row_lse.masked_fill_(total == 0, empty_lse).squeeze(-1)
 
 
 def read_gathered(keys: GatheredKeys, part: slice) -> tuple[Tensor, Tensor]:

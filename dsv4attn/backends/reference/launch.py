@@ -48,6 +48,7 @@ class ReferenceBackend:
             _form(IndexForm, "prefill_indices", prefill_indices),
             _form(KeyForm, "prefill_keys", prefill_keys),
             max_logits=True,
+            empty_lse=True,
         )
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
@@ -97,7 +98,8 @@ class ReferenceBackend:
 
     def decode(self, call: AttentionCall) -> None:
         """See `contract.Backend`."""
-        kernels.attend(call.q, call.keys, call.layer.scale, call.attn_sink, call.out, call.lse, call.max_logits)
+        told = call.lse, call.max_logits, call.empty_lse
+        kernels.attend(call.q, call.keys, call.layer.scale, call.attn_sink, call.out, *told)
 
     def prefill(self, call: AttentionCall) -> None:
         """See `contract.Backend`. The reference has one attention for both phases."""

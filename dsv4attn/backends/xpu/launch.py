@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import triton
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton import attend
@@ -77,7 +77,7 @@ class XpuBackend(TritonBackend):
 
     name = "xpu"
     rows = ROWS
-    forms = Forms(prefill_keys=KeyForm.GATHERED, index_alignment=COLUMNS, max_logits=True)
+    forms = Forms(prefill_keys=KeyForm.GATHERED, index_alignment=COLUMNS, max_logits=True, empty_lse=True)
 
     def __init__(self, *, decode: str = "auto", tuning: str = "auto", deterministic: bool = False) -> None:
         """Choose a form of decode and numbers, touch no device."""
@@ -136,7 +136,7 @@ class XpuBackend(TritonBackend):
             gather_selected(kv, rows, segments, part)
             scratch = [each[:n] for each in parts]
             keys = GatheredKeys(kv, rows)
-            super().decode(AttentionCall(call.layer, q, keys, call.attn_sink, out, lse, scratch, max_logits))
+            super().decode(evolve(call, q=q, keys=keys, out=out, lse=lse, scratch=scratch, max_logits=max_logits))
 
     def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """Gathered rows in prefill; in decode the same, or pages."""
