@@ -98,8 +98,7 @@ def make_problem(
     request = torch.repeat_interleave(torch.arange(len(requests)), query_lens)
     positions = (seq_lens - starts[1:])[request].long() + torch.arange(tokens)
     slots = blocks[request, positions // SWA_BLOCK].long() * SWA_BLOCK + positions % SWA_BLOCK
-    steps = getattr(backend, "builder_steps", None)
-    builder = MetadataBuilder(geometry, limits, swa_block_size=SWA_BLOCK, device=device, steps=steps)
+    builder = MetadataBuilder(geometry, limits, swa_block_size=SWA_BLOCK, device=device, backend=backend)
     batch = Batch(
         num_reqs=len(requests),
         query_start_loc=starts.to(device),

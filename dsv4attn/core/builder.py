@@ -10,16 +10,22 @@ from torch import Tensor
 
 from dsv4attn.core import indices
 from dsv4attn.core.chunking import round_up
-from dsv4attn.core.contract import BuilderSteps
+from dsv4attn.core.contract import Backend, BuilderSteps, MetadataExtension
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["MetadataBuilder", "split_decodes_and_prefills"]
+__all__ = ["MetadataBuilder", "c128a_columns", "split_decodes_and_prefills"]
 
 _C128A_COLUMNS = 128
 """Widths of the C128A table are multiples of this, as FlashMLA's kernels ask."""
+
+
+def c128a_columns(geometry: ModelGeometry, limits: Limits) -> int:
+    """Columns of the widest C128A table: an entry for every 128 tokens, rounded up."""
+    entries = -(-limits.max_model_len // geometry.layer_of_kind(LayerKind.C128A).compress_ratio)
+    return round_up(entries, _C128A_COLUMNS)
 
 
 def split_decodes_and_prefills(
@@ -51,8 +57,9 @@ class MetadataBuilder:
     compressed_block_tokens: tokens a block of a compressed cache stands for. num_swa_blocks, num_compressed_blocks:
     sizes of the caches; without them only negative blocks are found, and what lies past a cache is silently absent.
     validate: check tensor values; by default only where that costs no synchronisation, on the CPU. short_prefills: see
-    `split_decodes_and_prefills`. steps: who computes; kernels of the device instead of torch, with which a build
-    allocates nothing on it. Nothing is read from a device unless `validate` says so.
+    `split_decodes_and_prefills`. backend: whose kernels compute, where it brings some, so that a build allocates
+    nothing on the device, and whose own metadata is made. steps: who computes instead. Nothing is read from a device
+    unless `validate` says so.
     """
 
     def __init__(
@@ -67,6 +74,7 @@ class MetadataBuilder:
         num_compressed_blocks: int | None = None,
         validate: bool | None = None,
         short_prefills: bool = False,
+        backend: Backend | None = None,
         steps: BuilderSteps | None = None,
     ) -> None:
         """Allocate every persistent buffer."""
@@ -75,7 +83,9 @@ class MetadataBuilder:
         self.num_swa_blocks, self.num_compressed_blocks = num_swa_blocks, num_compressed_blocks
         self.validate = self.device.type == "cpu" if validate is None else validate
         self.short_prefills = short_prefills
-        self.steps: BuilderSteps = indices if steps is None else steps
+        self.steps: BuilderSteps = getattr(backend, "builder_steps", indices) if steps is None else steps
+        extend = getattr(backend, "metadata_extension", None)
+        self._extension: MetadataExtension | None = extend and extend(geometry, limits, self.device)
         for _, ratio in geometry.layers:
             if compressed_block_tokens % ratio:
                 raise ArgumentError(
@@ -91,9 +101,7 @@ class MetadataBuilder:
         self._entries = {kind: self._buffer(tokens) for kind in geometry.kinds}
         self._c128a: tuple[Tensor, Tensor] | None = None
         if LayerKind.C128A in geometry.kinds:
-            self._c128a_max = round_up(
-                -(-limits.max_model_len // geometry.layer_of_kind(LayerKind.C128A).compress_ratio), _C128A_COLUMNS
-            )
+            self._c128a_max = c128a_columns(geometry, limits)
             self._c128a = (
                 self._buffer(limits.max_decode_tokens, 1, self._c128a_max),
                 self._buffer(limits.max_decode_tokens),
@@ -127,7 +135,7 @@ class MetadataBuilder:
             )
         prefill_seq_lens, gather_lens = lens[num_decodes:], self._gather_lens[:num_prefills]
         self.steps.build_gather_lens(starts[num_decodes:], prefill_seq_lens, window, out=gather_lens)
-        return DeepseekSparseSWAMetadata(
+        metadata = DeepseekSparseSWAMetadata(
             num_decodes=num_decodes,
             num_prefills=num_prefills,
             num_decode_tokens=num_decode_tokens,
@@ -152,6 +160,7 @@ class MetadataBuilder:
             prefill_seq_lens_cpu=batch.seq_lens_cpu[num_decodes:],
             prefill_query_lens_cpu=batch.query_start_loc_cpu[num_decodes:].diff(),
         )
+        return self._extension.extend_swa(metadata) if self._extension else metadata
 
     def build_compressed(
         self, batch: Batch, swa: DeepseekSparseSWAMetadata, kind: LayerKind, *, full_width: bool = False
@@ -178,7 +187,7 @@ class MetadataBuilder:
         )
         width = self._c128a_width(max(entries, default=0), full_width=full_width) if kind is LayerKind.C128A else 0
         decode_table, decode_lens = self._c128a_decode(table, lens[:decodes], swa.token_to_req_indices, width, records)
-        return FlashMLASparseMetadata(
+        metadata = FlashMLASparseMetadata(
             kind=kind,
             compress_ratio=ratio,
             num_reqs=batch.num_reqs,
@@ -196,6 +205,7 @@ class MetadataBuilder:
             c128a_decode_topk_lens=decode_lens,
             c128a_prefill_topk_indices=self._entry_numbers[:width].expand(tokens - decodes, width) if width else None,
         )
+        return self._extension.extend_compressed(metadata) if self._extension else metadata
 
     def build_for(self, batch: Batch, kinds: Sequence[LayerKind]) -> dict[LayerKind, AttentionMetadata]:
         """Metadata of a batch for several kinds of layers that share its block tables."""

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dsv4attn.core.bounds import Bounds
+    from dsv4attn.core.geometry import ModelGeometry
     from dsv4attn.core.layout import PagedKVCache
+    from dsv4attn.core.limits import Limits
+    from dsv4attn.core.metadata import DeepseekSparseSWAMetadata, FlashMLASparseMetadata
     from dsv4attn.core.workspace import BufferSpec
 
 __all__ = [
@@ -252,6 +255,31 @@ class BuilderSteps(Protocol):
         """The same as in `IndexSteps`, for the C128A table."""
 
 
+class RaggedSteps(IndexSteps, Protocol):
+    """What the `steps` of a backend that takes ragged indices may have besides; core makes do without it."""
+
+    def compute_global_topk_ragged_indices_and_indptr(
+        self,
+        topk_indices: Tensor,
+        visible_lens: Tensor,
+        token_to_req: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        out: tuple[Tensor, Tensor],
+    ) -> None:
+        """Local entry numbers to ragged rows of global slots."""
+
+
+class MetadataExtension(Protocol):
+    """What a backend adds to metadata, in buffers that live as long as the builder that asks for it once a step."""
+
+    def extend_swa(self, swa: DeepseekSparseSWAMetadata) -> DeepseekSparseSWAMetadata:
+        """Metadata of the windows, in a class of the backend's own."""
+
+    def extend_compressed(self, compressed: FlashMLASparseMetadata) -> FlashMLASparseMetadata:
+        """The same for the compressed part of one kind of layers."""
+
+
 class Backend(Protocol):
     """What a device brings. Methods validate little: core has checked every argument before it calls."""
 
@@ -317,6 +345,13 @@ class Backend(Protocol):
 
         wo_a: [G * rank, H / G * D]. Returns [T, G, rank] in the dtype of o.
         """
+
+
+class ExtendingBackend(Backend, Protocol):
+    """A backend with metadata of its own; `MetadataBuilder(backend=...)` asks for it."""
+
+    def metadata_extension(self, geometry: ModelGeometry, limits: Limits, device: torch.device) -> MetadataExtension:
+        """Allocate the buffers for every batch within the limits."""
 
 
 class CompiledBackend(Backend, Protocol):

@@ -21,6 +21,7 @@ __all__ = [
     "build_window_indices",
     "combine_topk_swa_indices",
     "compute_global_topk_indices_and_lens",
+    "compute_global_topk_ragged_indices_and_indptr",
     "get_compressed_slot_mapping",
     "positions_of",
     "token_to_req_indices",
@@ -178,19 +179,48 @@ def combine_topk_swa_indices(
 
 
 def build_ragged_indices_from_dense(indices: Tensor, lens: Tensor, num_slots: int, out: tuple[Tensor, Tensor]) -> None:
-    """Pack dense rows into CSR form, keeping only entries in [0, num_slots) within the first `lens` columns.
+    """Dense rows in CSR form: the first `lens` columns of each as they stand, -1 for what is not in [0, num_slots).
 
     indices: [T, K] int32. lens: [T] int32. out: (flat [>= T*K] int32, indptr [T+1] int32). Entries of `flat` at or
-    behind indptr[-1] are undefined. The capacity comes from the shapes, so nothing is read back.
+    behind indptr[-1] are undefined. The capacity comes from the shapes, so nothing is read back; where rows begin
+    comes from lengths alone.
     """
-    flat, indptr = out
-    columns = torch.arange(indices.shape[1], device=indices.device)
     # not `< num_slots`, which torch cuts to 32 bits
-    kept = (columns < lens[:, None]) & (indices >= 0) & (indices <= min(num_slots - 1, _LARGEST_SLOT))
-    packed, _ = _compact(indices.reshape(1, -1), kept.reshape(1, -1), indices.numel())
-    flat[: indices.numel()].copy_(packed[0])
+    exists = (indices >= 0) & (indices <= min(num_slots - 1, _LARGEST_SLOT))
+    _pack(indices.masked_fill(~exists, -1), lens, out)
+
+
+def compute_global_topk_ragged_indices_and_indptr(
+    topk_indices: Tensor,
+    visible_lens: Tensor,
+    token_to_req: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """Turn request-local entry numbers into ragged rows of slots of the compressed cache.
+
+    Arguments are those of `compute_global_topk_indices_and_lens`. out: (flat [>= T*K] int32, indptr [T+1] int32).
+    A row has min(visible_lens, K) places: first the slots of its visible entries in their order, then -1. Entry
+    numbers are distinct, as an indexer makes them; of repeated ones only that many are kept.
+    """
+    slots = torch.empty_like(topk_indices, memory_format=torch.contiguous_format)
+    compute_global_topk_indices_and_lens(
+        topk_indices, visible_lens, token_to_req, block_table, block_size, out=(slots, torch.empty_like(visible_lens))
+    )
+    kept, count = _compact(slots, slots >= 0, slots.shape[1])
+    behind = torch.arange(slots.shape[1], device=slots.device) >= count[:, None]
+    _pack(kept.masked_fill(behind, -1), visible_lens, out)
+
+
+def _pack(rows: Tensor, lens: Tensor, out: tuple[Tensor, Tensor]) -> None:
+    """The first `lens` of each row [T, K], one row behind the other, and where each begins."""
+    flat, indptr = out
+    inside = torch.arange(rows.shape[1], device=rows.device) < lens[:, None]
+    packed, _ = _compact(rows.reshape(1, -1), inside.reshape(1, -1), rows.numel())
+    flat[: rows.numel()].copy_(packed[0])
     indptr[:1].zero_()
-    indptr[1:].copy_(kept.sum(1).cumsum(0))
+    indptr[1:].copy_(inside.sum(1).cumsum(0))
 
 
 def get_compressed_slot_mapping(

@@ -13,6 +13,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
+from dsv4attn.core.contract import RaggedIndices
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.tensorspec import check_declared, size, tensor
 
@@ -91,6 +92,11 @@ class DeepseekSparseSWAMetadata:
         """Tokens of the batch, without padding."""
         return self.num_decode_tokens + self.num_prefill_tokens
 
+    @property
+    def decode_swa_ragged(self) -> RaggedIndices | None:
+        """Windows of the decode tokens in ragged form, where a backend's own metadata has them."""
+        return None
+
 
 @define(kw_only=True, eq=False)
 class FlashMLASparseMetadata:
@@ -127,6 +133,11 @@ class FlashMLASparseMetadata:
     def records_per_block(self) -> int:
         """Records per block of the compressed cache."""
         return self.block_size // self.compress_ratio
+
+    @property
+    def c128a_decode_ragged(self) -> RaggedIndices | None:
+        """Slots of the decode tokens' visible entries in ragged form, where a backend's own metadata has them."""
+        return None
 
 
 DeepseekV4FlashMLAMetadata = FlashMLASparseMetadata

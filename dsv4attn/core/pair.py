@@ -39,6 +39,9 @@ class PhasedBackend:
             empty_lse=one.empty_lse and other.empty_lse,
         )
         self.steps = decode.steps
+        for name in ("builder_steps", "metadata_extension"):
+            if hasattr(decode, name):
+                setattr(self, name, getattr(decode, name))
 
     def of(self, phase: Phase) -> Backend:
         """The backend of a phase."""

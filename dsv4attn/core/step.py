@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from attrs import define, field
@@ -32,6 +33,9 @@ from dsv4attn.core.workspace import BufferSpec, WorkspaceManager
 __all__ = ["Step"]
 
 _INT = torch.int32
+
+Rows: TypeAlias = DenseIndices | RaggedIndices
+"""Slots that each token of a call attends to."""
 
 
 @define(eq=False)  # not frozen: a frozen class takes twice as long to make, and one is made in every call
@@ -70,21 +74,18 @@ class Step:
             if forms.prefill_keys is KeyForm.GATHERED:
                 specs, tokens, width = self._gathered_specs(chunk)
             else:
-                specs, width = self._paged_specs(chunk.num_tokens, self._local(chunk), forms.prefill_indices)
-                tokens = chunk.num_tokens
+                tokens, window = chunk.num_tokens, self._prefill_window(chunk)
+                specs, width = self._paged_specs(tokens, window, self._local(chunk), forms.prefill_indices)
             self._require(Phase.PREFILL, specs, tokens, width)
         if n:
-            specs, width = self._paged_specs(n, self._decode_entries(n), forms.decode_indices)
+            specs, width = self._paged_specs(n, self._decode_window(), self._decode_entries(n), forms.decode_indices)
             self._require(Phase.DECODE, specs, n, width)
 
     def decode(self) -> None:
         """All decode tokens in one call, straight on pages."""
-        swa = self.metadata.swa
-        n = swa.num_decode_tokens
-        if not n:
-            return
-        window = DenseIndices(swa.decode_swa_indices.select(1, 0), swa.decode_swa_lens)
-        self._paged(Phase.DECODE, slice(0, n), window, self._decode_entries(n), self.backend.forms.decode_indices)
+        n, form = self.metadata.swa.num_decode_tokens, self.backend.forms.decode_indices
+        if n:
+            self._paged(Phase.DECODE, slice(0, n), self._decode_window(), self._decode_entries(n), form)
 
     def prefill(self) -> None:
         """Prefill tokens, chunk by chunk."""
@@ -93,36 +94,48 @@ class Step:
             if forms.prefill_keys is KeyForm.GATHERED:
                 self._gathered(chunk)
             else:
-                rows = slice(chunk.token_start, chunk.token_end)
-                window = DenseIndices(swa.prefill_swa_indices[rows, 0], swa.prefill_swa_lens[rows])
-                tokens = slice(swa.num_decode_tokens + rows.start, swa.num_decode_tokens + rows.stop)
+                first, window = swa.num_decode_tokens, self._prefill_window(chunk)
+                tokens = slice(first + chunk.token_start, first + chunk.token_end)
                 self._paged(Phase.PREFILL, tokens, window, self._local(chunk), forms.prefill_indices)
 
-    def _decode_entries(self, n: int) -> Tensor | DenseIndices | None:
+    def _prefill_window(self, chunk: PrefillChunk) -> Rows:
+        swa, rows = self.metadata.swa, slice(chunk.token_start, chunk.token_end)
+        return DenseIndices(swa.prefill_swa_indices[rows, 0], swa.prefill_swa_lens[rows])
+
+    def _decode_window(self) -> Rows:
+        """Windows of decode tokens, in the form the backend takes if its metadata has it."""
+        swa = self.metadata.swa
+        ragged = swa.decode_swa_ragged if self.backend.forms.decode_indices is IndexForm.RAGGED else None
+        return ragged or DenseIndices(swa.decode_swa_indices.select(1, 0), swa.decode_swa_lens)
+
+    def _decode_entries(self, n: int) -> Tensor | Rows | None:
         """Compressed entries of decode tokens: numbers to be translated, or slots where metadata holds them already."""
         kind, compressed = self.layer.kind, self.metadata.compressed
         if kind is LayerKind.SWA or compressed is None:
             return None
         if kind is LayerKind.C4A:
             return None if self.topk_indices is None else self.topk_indices[:n]
+        if self.backend.forms.decode_indices is IndexForm.RAGGED and compressed.c128a_decode_ragged is not None:
+            return compressed.c128a_decode_ragged
         slots, lens = compressed.c128a_global_decode_topk_indices, compressed.c128a_decode_topk_lens
         return None if slots is None or lens is None else DenseIndices(slots.select(1, 0), lens)
 
     def _paged_specs(
-        self, n: int, entries: Tensor | DenseIndices | None, form: IndexForm
+        self, n: int, window: Rows, entries: Tensor | Rows | None, form: IndexForm
     ) -> tuple[list[BufferSpec], int]:
-        """Views of a call on pages (translated slots, and the ragged form of each segment), and its index columns."""
+        """Views of a call on pages (translated slots, and what is not in the form asked for), and its index columns."""
         specs: list[BufferSpec] = []
-        widths = [self.layer.window]
-        if isinstance(entries, DenseIndices):
-            widths.append(entries.indices.shape[1])
-        elif entries is not None:
-            widths.append(entries.shape[1])
-            specs = [((n, widths[1]), _INT), ((n,), _INT)]
-        if form is IndexForm.RAGGED:
-            for width in widths:
-                specs += ragged_specs(n, width)
-        return specs, sum(widths)
+        rows = [window] if entries is None else [window, entries]
+        for each in rows:
+            if isinstance(each, Tensor) and (form is IndexForm.DENSE or self._ragged_slots() is None):
+                specs += [((n, each.shape[1]), _INT), ((n,), _INT)]
+            if form is IndexForm.RAGGED and not isinstance(each, RaggedIndices):
+                specs += ragged_specs(n, _width_of(each))
+        return specs, sum(map(_width_of, rows))
+
+    def _ragged_slots(self) -> Callable[..., None] | None:
+        """The step that translates to ragged rows in one go; not every backend brings it."""
+        return getattr(self.backend.steps, "compute_global_topk_ragged_indices_and_indptr", None)
 
     def _gathered_specs(self, chunk: PrefillChunk) -> tuple[list[BufferSpec], int, int]:
         """Views of a call on gathered rows, its query tokens and its index columns."""
@@ -151,39 +164,44 @@ class Step:
         self,
         phase: Phase,
         tokens: slice,
-        window: DenseIndices,
-        entries: Tensor | DenseIndices | None,
+        window: Rows,
+        entries: Tensor | Rows | None,
         form: IndexForm,
     ) -> None:
         """Attend over pages: the window and, as slots of the compressed cache, the selected entries."""
         n, segments = tokens.stop - tokens.start, self.caches.segments(self.layer)
-        specs, width = self._paged_specs(n, entries, form)
+        specs, width = self._paged_specs(n, window, entries, form)
         views = self._views(phase, specs, n, width)
-        dense = [window]
+        rows = [self._formed(window, segments[0], tokens, views, form)]
         if len(segments) == 2:
             assert entries is not None
-            dense.append(entries if isinstance(entries, DenseIndices) else self._slots(entries, tokens, views))
-        rows: Iterable[DenseIndices | RaggedIndices] = dense
-        if form is IndexForm.RAGGED:
-            rows = [self._ragged(d, cache.capacity, views) for d, cache in zip(dense, segments, strict=True)]
+            rows.append(self._formed(entries, segments[1], tokens, views, form))
         self._attend(phase, tokens, tuple(map(PagedKeys, segments, rows)), views)
 
-    def _slots(self, entries: Tensor, tokens: slice, views: list[Tensor]) -> DenseIndices:
-        """Translate entry numbers to slots, in views of the workspace."""
-        compressed, slots = self.metadata.compressed, DenseIndices(views.pop(0), views.pop(0))
+    def _formed(
+        self, rows: Tensor | Rows, cache: PagedKVCache, tokens: slice, views: list[Tensor], form: IndexForm
+    ) -> Rows:
+        """Entry numbers, or slots in any form, as slots in the form asked for; what is new stands in the workspace."""
+        if isinstance(rows, Tensor):
+            translate, told = self._ragged_slots(), self._to_translate(rows, tokens)
+            if form is IndexForm.RAGGED and translate is not None:
+                ragged = RaggedIndices(views.pop(0), views.pop(0), rows.shape[1])
+                translate(*told, out=(ragged.indices, ragged.indptr))
+                return ragged
+            rows = DenseIndices(views.pop(0), views.pop(0))
+            self.backend.steps.compute_global_topk_indices_and_lens(*told, out=(rows.indices, rows.lens))
+        if form is IndexForm.RAGGED and isinstance(rows, DenseIndices):
+            return self._ragged(rows, cache.capacity, views)
+        return rows
+
+    def _to_translate(self, entries: Tensor, tokens: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+        """Arguments of a translation of the entries of some tokens."""
+        compressed = self.metadata.compressed
         assert compressed is not None
         visible, request = compressed.compressed_lens, compressed.req_id_per_token
         if tokens.stop - tokens.start < compressed.num_actual_tokens:
             visible, request = visible[tokens], request[tokens]
-        self.backend.steps.compute_global_topk_indices_and_lens(
-            entries,
-            visible,
-            request,
-            compressed.block_table,
-            compressed.records_per_block,
-            out=(slots.indices, slots.lens),
-        )
-        return slots
+        return entries, visible, request, compressed.block_table, compressed.records_per_block
 
     def _gathered(self, chunk: PrefillChunk) -> None:
         """Make a chunk's keys contiguous, then attend over rows."""
@@ -257,6 +275,13 @@ class Step:
             q, out, lse = q[tokens], out[tokens], None if lse is None else lse[tokens]
         call = AttentionCall(self.layer, q, keys, self.attn_sink, out, lse, scratch)
         (self.backend.decode if phase is Phase.DECODE else self.backend.prefill)(call)
+
+
+def _width_of(rows: Tensor | Rows) -> int:
+    """Most entries of a row."""
+    if isinstance(rows, RaggedIndices):
+        return rows.width
+    return (rows if isinstance(rows, Tensor) else rows.indices).shape[1]
 
 
 def _page_table(cache: PagedKVCache, table: Tensor) -> PageTable:

@@ -101,6 +101,7 @@ class Replay:
             compressed_block_tokens=COMPRESSED_BLOCK_TOKENS,
             num_swa_blocks=sizes.window,
             num_compressed_blocks=sizes.compressed,
+            backend=backend,
         )
         self._workload = Workload(geometry, self.requests, config.seed, dtype)
         plans = [plan_workspace(layer, self._limits, backend, layout) for layer in layers]

@@ -205,7 +205,7 @@ class Scenario(World):
             num_swa_blocks=caches.swa.num_blocks,
             num_compressed_blocks=caches.compressed.num_blocks if caches.compressed else None,
             short_prefills=self.short_prefills,
-            steps=getattr(backend, "builder_steps", None),
+            backend=backend,
         )
         metadata = builder.build_for(batch, [self.kind])[self.kind]
         extra = np.ones((self.extra_rows, self.layer.num_heads, self.layer.head_dim))

@@ -12,8 +12,9 @@ import triton.language as tl
 from attrs import evolve, frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton import attention as kernels
+from dsv4attn.backends._triton.attention import attention
 from dsv4attn.backends._triton.keys import BYTES, ROWS, WORDS
+from dsv4attn.backends._triton.reduce import reduce
 from dsv4attn.backends._triton.runtime import INTERPRETED, Variant, launch, pointer_type
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.contract import AttentionCall, GatheredKeys, PagedKeys, RaggedIndices
@@ -139,11 +140,19 @@ def scratch_bound(layer: LayerGeometry, rows: int) -> int:
     return 4 * rows * layer.num_heads * (layer.head_dim + 2) + 3 * ALIGNMENT if rows else 0
 
 
-def attend(call: AttentionCall, tuning: Tuning, *, tiles_per_split: int = 0) -> None:
+def attend(
+    call: AttentionCall,
+    tuning: Tuning,
+    *,
+    tiles_per_split: int = 0,
+    angles: tuple[Tensor, Tensor] | None = None,
+) -> int:
     """Attend over the keys of a call. Rows are shared by as many programs as `call.scratch` has parts.
 
     tiles_per_split: tiles of `tuning.keys` in each part, so that a row is cut the same whatever the batch; the parts
     must be enough for the longest row. 0: a row's tiles are shared evenly.
+    angles: positions [T] int64 and the table of cosines and sines, to undo the rotation of the output where parts are
+    added up anyway. Returns how many leading rows that happened to: all, or, where rows are not shared, none.
     """
     q, out, layer = call.q, call.out, call.layer
     parts = call.scratch
@@ -160,7 +169,7 @@ def attend(call: AttentionCall, tuning: Tuning, *, tiles_per_split: int = 0) -> 
     # a tile may be smaller than the tuning says, and a part must not
     run = tiles_per_split * tuning.keys // chosen["N"]
     launch(
-        kernels.attention,
+        attention,
         (q.shape[0] * splits * -(-q.shape[1] // chosen["BH"]),),
         (
             *(q, out, call.lse, call.max_logits, call.attn_sink, *(parts[:2] or (None, None)), maxima, *pointers),
@@ -171,12 +180,16 @@ def attend(call: AttentionCall, tuning: Tuning, *, tiles_per_split: int = 0) -> 
     )
     if parts:
         launch(
-            kernels.reduce,
+            reduce,
             (q.shape[0] * q.shape[1],),
-            (*parts[:2], maxima, out, call.lse, call.max_logits, call.attn_sink, *to, splits, call.empty_lse),
+            (
+                *(*parts[:2], maxima, out, call.lse, call.max_logits, call.attn_sink, *(angles or (None, None))),
+                *(*to, splits, *((angles[1].stride(0), angles[1].shape[0]) if angles else (0, 0)), call.empty_lse),
+            ),
             _reduce_constants(chosen),
             num_warps=tuning.reduce_warps,
         )
+    return q.shape[0] if parts and angles else 0
 
 
 def _warps(chosen: dict[str, Any], tuning: Tuning) -> int:
@@ -185,7 +198,7 @@ def _warps(chosen: dict[str, Any], tuning: Tuning) -> int:
 
 def _reduce_constants(chosen: dict[str, Any]) -> dict[str, Any]:
     dim = chosen["NOPE"] + chosen["ROPE"]
-    return {"D": dim, "DP": power_of_two(dim), **{name: chosen[name] for name in ("H", "UNIT", "EXACT_CASTS")}}
+    return {"D": dim, "DP": power_of_two(dim), **{name: chosen[name] for name in ("H", "ROPE", "UNIT", "EXACT_CASTS")}}
 
 
 def variants(shape: Shape, tuning: Tuning, *, sinks: Sequence[bool], lses: Sequence[bool]) -> Iterator[Variant]:
@@ -197,6 +210,8 @@ def variants(shape: Shape, tuning: Tuning, *, sinks: Sequence[bool], lses: Seque
         "out": q,
         "max_logits": "none",
         "part_max": "none",
+        "positions": "none",
+        "table": "none",
         "cache0": caches[0],
         "cache1": caches[1],
         "scale": "fp32",
@@ -207,10 +222,10 @@ def variants(shape: Shape, tuning: Tuning, *, sinks: Sequence[bool], lses: Seque
         told = {"sink": "*fp32" if sink else "none", "lse": "*fp32" if lse else "none"}
         parts = dict.fromkeys(("part", "part_lse"), "*fp32" if split else "none")
         types = {**pointers, **told, **parts}
-        yield Variant.told(kernels.attention, types, {**chosen, "SPLIT": split}, num_warps=_warps(chosen, tuning))
+        yield Variant.told(attention, types, {**chosen, "SPLIT": split}, num_warps=_warps(chosen, tuning))
         if split:
             reduced = _reduce_constants(chosen)
-            yield Variant.told(kernels.reduce, types, reduced, num_warps=tuning.reduce_warps)
+            yield Variant.told(reduce, types, reduced, num_warps=tuning.reduce_warps)
 
 
 def _listed(keys: Sequence[PagedKeys] | GatheredKeys) -> list[Any]:
@@ -236,7 +251,7 @@ def _segments(keys: Sequence[PagedKeys] | GatheredKeys) -> tuple[tuple[Segment, 
     for (_, tensor, page), rows in zip(found, _listed(keys), strict=True):
         if isinstance(rows, RaggedIndices):
             pointers += (tensor, rows.indices, rows.indptr)
-            numbers += (rows.width, 0, *page)
+            numbers += (rows.width, rows.indices.shape[0], *page)
         else:
             pointers += (tensor, rows.indices, rows.lens)
             numbers += (rows.indices.shape[1], rows.indices.stride(0), *page)

@@ -1,4 +1,4 @@
-"""The attention kernel of every Triton room: selected keys read from pages or rows inside the loop, and its reduce.
+"""The attention kernel of every Triton room: selected keys read from pages or rows inside the loop.
 
 One program attends a block of heads of one token over a run of tiles of N keys, window first, then the compressed
 segment, in one softmax. Runs are cut where few tokens would leave a device idle; a second kernel then adds the parts
@@ -21,10 +21,12 @@ NOTHING = tl.constexpr(-1e30)
 
 @triton.jit
 def columns_of(rows, lens, token, width, stride, RAGGED: tl.constexpr):
-    """Address of a token's first index, and how many of its columns count."""
+    """Address of a token's first index, and how many of its columns count. stride: of RAGGED lists, their capacity."""
     if RAGGED:
-        start = tl.load(lens + token)
-        row, count = rows + start.to(tl.int64), tl.load(lens + token + 1) - start
+        # whatever indptr holds, nothing outside the list is read
+        start = tl.maximum(tl.load(lens + token), 0)
+        end = tl.minimum(tl.load(lens + token + 1).to(tl.int64), stride).to(tl.int32)
+        row, count = rows + start.to(tl.int64), end - start
     else:
         row, count = rows + token * stride, tl.load(lens + token)
     return row, tl.minimum(tl.maximum(count, 0), width)
@@ -323,62 +325,3 @@ def attention(
     if PIECES == 2:
         result = lang.round_to(acc_right * factor[:, None], to.dtype.element_ty, EXACT_CASTS)
         tl.store(to[:, None] + right_column[None, :], result, mask=keep[:, None] & (right_column < D)[None, :])
-
-
-@stable_kernel
-def reduce(
-    part,
-    part_lse,
-    part_max,
-    out,
-    lse,
-    max_logits,
-    sink,
-    out_token: tl.int64,
-    out_head: tl.int64,
-    lse_token: tl.int64,
-    lse_head: tl.int64,
-    max_token: tl.int64,
-    max_head: tl.int64,
-    splits: tl.int32,
-    empty_lse: tl.float32,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    UNIT: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
-):
-    """Grid: (tokens x H,). Adds the parts of a row up, split after split, and applies the sink."""
-    PART: tl.constexpr = 16 if D % 4 == 0 else 4  # bytes to which parts are aligned
-    WIDE: tl.constexpr = UNIT * (out.dtype.element_ty.primitive_bitwidth // 8)
-    pid = tl.program_id(0).to(tl.int64)
-    token, head = pid // H, pid % H
-    column = tl.arange(0, DP)
-    largest = tl.full((), NOTHING, tl.float32)
-    acc, total = tl.zeros([DP], tl.float32), tl.zeros((), tl.float32)
-    for split in range(splits):
-        row = (token * splits + split) * H + head
-        part_of = tl.load(part_lse + row)
-        # a part without keys was never written
-        there = column < tl.where(part_of > -float("inf"), D, 0)
-        values = tl.load(tl.multiple_of(part + row * D, PART) + column, mask=there, other=0.0)
-        grown = tl.maximum(largest, part_of)
-        shrink, weight = tl.exp2(largest - grown), tl.exp2(part_of - grown)
-        acc = acc * shrink + values * weight
-        total = total * shrink + weight
-        largest = grown
-    empty = total == 0.0
-    factor = 1.0 / total
-    if sink is not None:
-        factor = 1.0 / (total + tl.exp2(tl.load(sink + head) * LOG2E - largest))
-    at = token * lse_token + head * lse_head
-    if lse is not None:
-        tl.store(lse + at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2))
-    if max_logits is not None:
-        top = tl.full((), -float("inf"), tl.float32)
-        for split in range(splits):
-            top = tl.maximum(top, tl.load(part_max + (token * splits + split) * H + head))
-        tl.store(max_logits + (token * max_token + head * max_head), top * LN2)
-    result = lang.round_to(acc * tl.where(empty, 0.0, factor), out.dtype.element_ty, EXACT_CASTS)
-    to = tl.multiple_of(out + (token * out_token * UNIT + head * out_head * UNIT), WIDE)
-    tl.store(to + column, result, mask=column < D)

@@ -19,6 +19,7 @@ from dsv4attn.core.contract import (
     AttentionCall,
     BuilderSteps,
     Forms,
+    IndexForm,
     IndexSteps,
     KeyForm,
     Phase,
@@ -44,6 +45,10 @@ class TritonBackend:
     forms = Forms(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
     steps: IndexSteps = indices
     builder_steps: BuilderSteps = builder_steps
+
+    @property
+    def _ragged(self) -> bool:
+        return self.forms.decode_indices is IndexForm.RAGGED
 
     def __init__(self, *, tuning: str = "auto", deterministic: bool = False) -> None:
         """Choose numbers, touch no device."""
@@ -150,14 +155,13 @@ class TritonBackend:
         for segments in product(*(_segments(layout, aligned=bounds.aligned) for layout in layouts)):
             yield from self._variants_over(bounds, layer, tuning, segments)
 
-    @staticmethod
     def _variants_over(
-        bounds: Bounds, layer: LayerGeometry, tuning: Tuning, segments: tuple[attend.Segment, ...]
+        self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning, segments: tuple[attend.Segment, ...]
     ) -> Iterator[Variant]:
         unit = 16 // bounds.q_dtype.itemsize
         dims = layer.num_heads, layer.nope_dim, layer.rope_dim
         for one in (unit,) if bounds.aligned and layer.head_dim % unit == 0 else (unit, 1):
-            shape = attend.Shape(*dims, segments, bounds.q_dtype, one, ragged=False)
+            shape = attend.Shape(*dims, segments, bounds.q_dtype, one, self._ragged)
             for numbers in dict.fromkeys(map(tuning.of, Phase)):
                 yield from attend.variants(shape, numbers, sinks=bounds.with_sink, lses=bounds.with_lse)
 

@@ -12,13 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4attn.backends._triton.indices import (
-    compute_global_topk_indices_and_lens,
-    depth_of,
-    request_of,
-    slots_of,
-    variant_of,
-)
+from dsv4attn.backends._triton.indices import compute_global_topk_indices_and_lens
+from dsv4attn.backends._triton.lookup import depth_of, request_of, slots_of, variant_of
 from dsv4attn.backends._triton.runtime import Variant, launch, stable_kernel
 
 __all__ = [

@@ -6,14 +6,17 @@ any strides; outputs have unit stride along rows.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4attn.backends._triton import ragged
+from dsv4attn.backends._triton.lookup import BLOCK, depth_of, request_of, slots_of, variant_of
+from dsv4attn.backends._triton.ragged import (
+    build_ragged_indices_from_dense,
+    compute_global_topk_ragged_indices_and_indptr,
+)
 from dsv4attn.backends._triton.runtime import Variant, launch, stable_kernel
 from dsv4attn.core.contract import PageTable
 
@@ -21,81 +24,21 @@ __all__ = [
     "build_ragged_indices_from_dense",
     "combine_topk_swa_indices",
     "compute_global_topk_indices_and_lens",
-    "depth_of",
-    "request_of",
-    "slots_of",
+    "compute_global_topk_ragged_indices_and_indptr",
     "transient_bytes",
-    "variant_of",
     "variants",
 ]
-
-BLOCK = 1024
-"""Columns a program looks at together; wider rows take several rounds."""
-SCAN_BLOCK, SCAN_WARPS = 4096, 8
-"""Rows that the scan of a ragged build adds up together. It is one program, whatever the batch."""
-
-_INTEGERS = {"tl.int32", "tl.int64"}
-
-
-def variant_of(kernel: Any, constants: Mapping[str, Any], *absent: str, num_warps: int = 4, **pointers: str) -> Variant:
-    """Form of an index kernel. absent: pointers that are None. pointers: types of those that are not to int32."""
-    types = {
-        p.name: "int" if p.annotation in _INTEGERS else "none" if p.name in absent else pointers.get(p.name, "*i32")
-        for p in inspect.signature(kernel.fn).parameters.values()
-        if p.name not in constants
-    }
-    return Variant(kernel, types, constants, num_warps=num_warps)
 
 
 def variants() -> Iterator[Variant]:
     """Every form that the steps of this module can ask for."""
     one = {"BLOCK": BLOCK}
-    for kernel in (translate_kernel, count_kernel, pack_kernel):
-        yield variant_of(kernel, one)
-    yield variant_of(scan_kernel, {"BLOCK": SCAN_BLOCK}, num_warps=SCAN_WARPS)
+    yield variant_of(translate_kernel, one)
+    yield from ragged.variants()
     for pages in ((), ("swa_table",)):
         yield variant_of(combine_kernel, one, "topk", "visible_lens", "entry_table", *pages, is_valid="*u1")
         for entries in ((), ("entry_table",)):
             yield variant_of(combine_kernel, one, *entries, *pages, is_valid="*u1")
-
-
-def depth_of(num_reqs: int) -> int:
-    """Halvings after which `request_of` has one request left."""
-    return max(num_reqs - 1, 0).bit_length()
-
-
-@triton.jit
-def request_of(token, starts, stride, base, num_reqs, depth):
-    """Request (int32) of tokens (int32, any shape): the last that starts at or before it; 0 behind the last request.
-
-    starts: num_reqs + 1 token numbers, `stride` apart, ascending; `base` is taken off each. A search by halving: the
-    request looked for is in [low, high), whatever the numbers are.
-    """
-    low = token * 0
-    high = low + num_reqs
-    for _ in range(depth):
-        middle = (low + high) // 2
-        reached = tl.load(starts + middle.to(tl.int64) * stride) - base <= token
-        low = tl.where(reached, middle, low)
-        high = tl.where(reached, high, middle)
-    end = tl.load(starts + num_reqs.to(tl.int64) * stride) - base
-    return tl.where(token < end, low, 0)
-
-
-@triton.jit
-def slots_of(records, visible, blocks, stride, num_columns, block_size):
-    """Slots (int64) of record numbers (any shape); -1 where not visible, past the table, or where the block is gone.
-
-    visible implies records >= 0. blocks: pointer to block 0 of each record's request; `stride` leads to the next.
-    """
-    # a record past 2^31 - 1 is past every table, and 32 bits divide much faster
-    visible = visible & (records <= 0x7FFFFFFF)
-    record = tl.where(visible, records, 0).to(tl.int32)
-    column = record // block_size
-    block = tl.load(blocks + column.to(tl.int64) * stride, mask=visible & (column < num_columns), other=-1)
-    # in 64 bits: a garbage block times the block size may wrap around to a slot that exists
-    slot = block.to(tl.int64) * block_size + record % block_size
-    return tl.where((block >= 0) & (slot <= 0x7FFFFFFF), slot, -1)
 
 
 @stable_kernel
@@ -276,80 +219,6 @@ def _numbers_of(pages: PageTable | None) -> tuple[int, ...]:
         return 0, 0, 0, 1, 0
     table, size = pages.block_table, pages.block_size
     return *table.stride(), table.shape[1], size, pages.num_blocks * size
-
-
-@stable_kernel
-def count_kernel(
-    indptr,
-    indices,
-    lens,
-    row_stride: tl.int64,
-    column_stride: tl.int64,
-    width: tl.int32,
-    lens_stride: tl.int64,
-    num_slots: tl.int64,
-    BLOCK: tl.constexpr,
-):
-    """Grid: (T,). indptr[row + 1] = entries kept of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    end = tl.minimum(tl.load(lens + row * lens_stride), width)
-    count = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, end, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        place = indices + row * row_stride + column.to(tl.int64) * column_stride
-        entry = tl.load(place, mask=column < end, other=-1)
-        count += ((entry >= 0) & (entry < num_slots)).to(tl.int32)
-    tl.store(indptr + row + 1, tl.sum(count, 0))
-
-
-@stable_kernel
-def scan_kernel(indptr, num_rows: tl.int32, BLOCK: tl.constexpr):
-    """Grid: (1,). Counts in indptr[1:] to where each row ends, in place."""
-    tl.store(indptr, 0)
-    total = tl.zeros((), tl.int32)
-    for start in range(0, num_rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        count = tl.load(indptr + 1 + row, mask=row < num_rows, other=0)
-        # a sum holds the count that stood in its place, so no store overtakes that load
-        tl.store(indptr + 1 + row, total + tl.cumsum(count, 0), mask=row < num_rows)
-        total += tl.sum(count, 0)
-
-
-@stable_kernel
-def pack_kernel(
-    flat,
-    indptr,
-    indices,
-    lens,
-    row_stride: tl.int64,
-    column_stride: tl.int64,
-    width: tl.int32,
-    lens_stride: tl.int64,
-    num_slots: tl.int64,
-    BLOCK: tl.constexpr,
-):
-    """Grid: (T,). Move the entries kept of a row, in order, to where indptr says."""
-    row = tl.program_id(0).to(tl.int64)
-    end = tl.minimum(tl.load(lens + row * lens_stride), width)
-    target = flat + tl.load(indptr + row).to(tl.int64)
-    taken = tl.zeros((), tl.int32)
-    for start in range(0, end, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        place = indices + row * row_stride + column.to(tl.int64) * column_stride
-        entry = tl.load(place, mask=column < end, other=-1)
-        keep = (entry >= 0) & (entry < num_slots)
-        tl.store(target + taken + tl.cumsum(keep.to(tl.int32), 0) - 1, entry, mask=keep)
-        taken += tl.sum(keep.to(tl.int32), 0)
-
-
-def build_ragged_indices_from_dense(indices: Tensor, lens: Tensor, num_slots: int, out: tuple[Tensor, Tensor]) -> None:
-    """See `core.indices`. Three launches, because every program has to be done before rows know where they begin."""
-    flat, indptr = out
-    rows, width = indices.shape
-    numbers = *indices.stride(), width, lens.stride(0), num_slots
-    launch(count_kernel, (rows,), (indptr, indices, lens, *numbers), {"BLOCK": BLOCK})
-    launch(scan_kernel, (1,), (indptr, rows), {"BLOCK": SCAN_BLOCK}, num_warps=SCAN_WARPS)
-    launch(pack_kernel, (rows,), (flat, indptr, indices, lens, *numbers), {"BLOCK": BLOCK})
 
 
 def transient_bytes(max_elements: int, max_tokens: int) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from dsv4attn.core.contract import Phase
 
-__all__ = ["DEFAULT", "Tuning", "row_of"]
+__all__ = ["DEFAULT", "HOPPER", "INTERPRETER", "Tuning", "row_of"]
 
 
 @frozen
@@ -39,6 +39,13 @@ class Tuning:
         """Numbers of a phase."""
         return self.prefill or self if phase is Phase.PREFILL else self
 
+
+_HOPPER = Tuning(chained=False, assembly=True, measured="H200, torch 2.11, Triton 3.6, 2026-11-20")
+# with enough programs in flight, registers serve better than loads ahead: 4 % with 128 heads
+HOPPER = evolve(_HOPPER, prefill=evolve(_HOPPER, prefetch=False))
+"""sm_90, for every room whose kernel is the shared one."""
+
+INTERPRETER = Tuning(keys=128, measured="interpreted: large tiles, because there each operation costs the same")
 
 DEFAULT = "default"
 """Name of the row for devices without one of their own; every table has it."""

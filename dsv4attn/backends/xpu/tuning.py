@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
+from dsv4attn.backends._triton.tuning import DEFAULT, HOPPER, INTERPRETER, Tuning
 
 FUSED, GATHERED = "fused", "gathered"
 DECODE = {DEFAULT: FUSED}
@@ -23,8 +23,8 @@ ROWS: Mapping[str, Tuning] = {
     # A work group of any Intel GPU may have 64 KiB of shared memory, and a tile of 16 keys leaves room there. Twice the
     # warps of others, because one has 16 lanes where matrix engines are used.
     "xpu": Tuning(heads=16, keys=16, warps=8, narrow_warps=8, prefetch=False, measured="not measured"),
-    "cpu": Tuning(keys=128, measured="interpreted: large tiles, because there each operation costs the same"),
-    "sm_90": Tuning(chained=False, assembly=True, measured="as the triton room's; gathered decode not measured"),
+    "cpu": INTERPRETER,
+    "sm_90": HOPPER,
     "sm_120": Tuning(heads=16, keys=16, warps=4, prefetch=False, measured=_COMPILED),
     "sm_121": Tuning(heads=16, keys=16, warps=4, prefetch=False, measured=_COMPILED),
 }

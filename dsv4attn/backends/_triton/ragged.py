@@ -1,0 +1,140 @@
+"""Ragged index lists, one launch each: every program adds up the lengths of the rows before its own.
+
+`dsv4attn.core.indices` is the definition of both functions. A row is as long as its token may see, whatever stands in
+it, and what is absent is -1: so where rows begin follows from lengths alone, and no program waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4attn.backends._triton.lookup import BLOCK, slots_of, variant_of
+from dsv4attn.backends._triton.runtime import Variant, launch, stable_kernel
+
+__all__ = ["build_ragged_indices_from_dense", "compute_global_topk_ragged_indices_and_indptr", "variants"]
+
+
+@triton.jit
+def length_of(lens, row, mask, stride, width):
+    """Entries of rows: what their tokens may see, cut to the width."""
+    length = tl.load(lens + row.to(tl.int64) * stride, mask=mask, other=0)
+    return tl.minimum(tl.maximum(length, 0), width)
+
+
+@triton.jit
+def span_of(row, rows, indptr, lens, stride, width, BLOCK: tl.constexpr):
+    """Where a row begins, int64, and its length, told to indptr; nothing where there are no rows."""
+    before = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, row, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        before += length_of(lens, other, other < row, stride, width)
+    begin, length = tl.sum(before, 0), length_of(lens, row, row < rows, stride, width)
+    tl.store(indptr, 0, mask=row == 0)
+    tl.store(indptr + row + 1, begin + length, mask=row < rows)
+    return begin.to(tl.int64), length
+
+
+@stable_kernel
+def pack_kernel(
+    flat,
+    indptr,
+    indices,
+    lens,
+    row_stride: tl.int64,
+    column_stride: tl.int64,
+    width: tl.int32,
+    lens_stride: tl.int64,
+    num_slots: tl.int64,
+    rows: tl.int32,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (max(T, 1),). A dense row's leading columns, as they are."""
+    row = tl.program_id(0)
+    begin, length = span_of(row, rows, indptr, lens, lens_stride, width, BLOCK)
+    for start in range(0, length, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        place = indices + row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+        entry = tl.load(place, mask=column < length, other=-1)
+        tl.store(flat + begin + column, tl.where(entry < num_slots, tl.maximum(entry, -1), -1), mask=column < length)
+
+
+@stable_kernel
+def ragged_translate_kernel(
+    flat,
+    indptr,
+    topk,
+    visible_lens,
+    token_to_req,
+    table,
+    topk_stride: tl.int64,
+    topk_column_stride: tl.int64,
+    width: tl.int32,
+    visible_stride: tl.int64,
+    request_stride: tl.int64,
+    table_stride: tl.int64,
+    table_column_stride: tl.int64,
+    num_reqs: tl.int32,
+    num_columns: tl.int32,
+    block_size: tl.int32,
+    rows: tl.int32,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (max(T, 1),). Slots of a token's visible entries, moved together; -1 behind them."""
+    row = tl.program_id(0)
+    begin, length = span_of(row, rows, indptr, visible_lens, visible_stride, width, BLOCK)
+    token = row.to(tl.int64)
+    request = tl.load(token_to_req + token * request_stride, mask=row < rows, other=-1)
+    known = (request >= 0) & (request < num_reqs)
+    visible_len = tl.load(visible_lens + token * visible_stride, mask=known, other=0)
+    blocks = table + request.to(tl.int64) * table_stride
+    taken = tl.zeros((), tl.int32)
+    for start in range(0, tl.where(visible_len > 0, width, 0), BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        place = topk + token * topk_stride + column.to(tl.int64) * topk_column_stride
+        entry = tl.load(place, mask=column < width, other=-1)
+        slot = slots_of(
+            entry, (entry >= 0) & (entry < visible_len), blocks, table_column_stride, num_columns, block_size
+        )
+        keep = (slot >= 0).to(tl.int32)
+        to = taken + tl.cumsum(keep, 0) - 1
+        tl.store(flat + begin + to, slot.to(tl.int32), mask=(keep > 0) & (to < length))
+        taken += tl.sum(keep, 0)
+    # slots were stored before column `taken`, and only there: no store meets one above
+    for start in range(tl.minimum(taken, length), length, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        tl.store(flat + begin + column, tl.full([BLOCK], -1, tl.int32), mask=column < length)
+
+
+def build_ragged_indices_from_dense(indices: Tensor, lens: Tensor, num_slots: int, out: tuple[Tensor, Tensor]) -> None:
+    """See `core.indices`."""
+    flat, indptr = out
+    rows, width = indices.shape
+    numbers = *indices.stride(), width, lens.stride(0), num_slots, rows
+    launch(pack_kernel, (max(rows, 1),), (flat, indptr, indices, lens, *numbers), {"BLOCK": BLOCK})
+
+
+def compute_global_topk_ragged_indices_and_indptr(
+    topk_indices: Tensor,
+    visible_lens: Tensor,
+    token_to_req: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """See `core.indices`."""
+    flat, indptr = out
+    tokens, width = topk_indices.shape
+    pointers = flat, indptr, topk_indices, visible_lens, token_to_req, block_table
+    strides = visible_lens.stride(0), token_to_req.stride(0), *block_table.stride()
+    numbers = *topk_indices.stride(), width, *strides, *block_table.shape, block_size, tokens
+    launch(ragged_translate_kernel, (max(tokens, 1),), (*pointers, *numbers), {"BLOCK": BLOCK})
+
+
+def variants() -> Iterator[Variant]:
+    """Every form that the steps of this module can ask for."""
+    for kernel in (pack_kernel, ragged_translate_kernel):
+        yield variant_of(kernel, {"BLOCK": BLOCK})

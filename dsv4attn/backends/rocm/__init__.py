@@ -1,0 +1,36 @@
+"""AMD GPUs through Triton: gfx942 (MI300) and gfx950 (MI350), and any other that ROCm drives.
+
+Chosen automatically there; asked for by name, also any other GPU that Triton drives, or a CPU under Triton's
+interpreter (TRITON_INTERPRET=1). Indices are ragged: one list, and where each row begins. Decode reads fp8 pages inside
+the attention loop, each cache in its own dialect; prefill attends over gathered rows.
+
+Status: correct in the interpreter and on an NVIDIA H200; compiled for gfx942 and gfx950, it has never run on AMD
+hardware. `dsv4attn conform rocm` is how someone with a card reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsv4attn.backends.rocm.support import support
+from dsv4attn.core.contract import API_VERSION, BackendInfo, Rank
+from dsv4attn.hookspecs import hookimpl
+
+INFO = BackendInfo(
+    name="rocm",
+    api=API_VERSION,
+    factory="dsv4attn.backends.rocm.launch:RocmBackend",
+    support=support,
+    summary="AMD GPUs through Triton; ragged decode on fp8 pages, ragged prefill on gathered rows",
+    native=("hip",),
+    runs_on=("cuda", "hip", "xpu", "cpu"),
+    rank=Rank.VENDOR,
+    packages=("torch",),
+    options={"tuning": "auto", "deterministic": False},
+)
+
+
+@hookimpl
+def dsv4attn_backends() -> Sequence[BackendInfo]:
+    """This room's one backend."""
+    return [INFO]

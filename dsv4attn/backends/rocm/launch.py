@@ -1,0 +1,32 @@
+"""The Backend of the ROCm room: the shared one on ragged rows, and its metadata."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4attn.backends._triton.backend import TritonBackend
+from dsv4attn.backends.rocm.metadata import RocmMetadata
+from dsv4attn.backends.rocm.tuning import ROWS
+from dsv4attn.core.contract import Forms, IndexForm, KeyForm
+from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.limits import Limits
+
+__all__ = ["RocmBackend"]
+
+
+class RocmBackend(TritonBackend):
+    """Attention of decode on pages, of prefill on rows that core gathers; ragged in both."""
+
+    name = "rocm"
+    rows = ROWS
+    forms = Forms(
+        decode_indices=IndexForm.RAGGED,
+        prefill_indices=IndexForm.RAGGED,
+        prefill_keys=KeyForm.GATHERED,
+        max_logits=True,
+        empty_lse=True,
+    )
+
+    def metadata_extension(self, geometry: ModelGeometry, limits: Limits, device: torch.device) -> RocmMetadata:
+        """See `contract.ExtendingBackend`."""
+        return RocmMetadata(geometry, limits, device)

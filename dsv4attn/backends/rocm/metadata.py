@@ -1,0 +1,114 @@
+"""Metadata of the ROCm room: what decode attends to, in ragged form as well, made once a step.
+
+Buffers are allocated once, for the largest batch. What a step hands out are views of them whose addresses and lengths
+follow from the number of rows alone, never from how many entries rows have: a captured graph finds them again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import define, fields
+from torch import Tensor
+
+from dsv4attn.backends._triton.ragged import build_ragged_indices_from_dense
+from dsv4attn.core.builder import c128a_columns
+from dsv4attn.core.contract import DenseIndices, RaggedIndices
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.tensorspec import tensor
+
+__all__ = [
+    "DeepseekV4ROCMAiterMLASparseMetadata",
+    "DeepseekV4ROCMAiterSparseSWAMetadata",
+    "RaggedBuffers",
+    "RocmMetadata",
+]
+
+_ANY_SLOT = 2**31 - 1
+"""The builder need not know how large a cache is; the attention does, and skips what lies behind it."""
+
+
+@define(kw_only=True, eq=False)
+class DeepseekV4ROCMAiterSparseSWAMetadata(DeepseekSparseSWAMetadata):
+    """Window part of a batch, with the decode windows in ragged form."""
+
+    decode_swa_ragged_indices: Tensor = tensor("_", torch.int32)
+    """Slots of all windows, one behind the other; undefined from `decode_swa_ragged_indptr[-1]` on."""
+    decode_swa_ragged_indptr: Tensor = tensor("Td+1", torch.int32)
+
+    @property
+    def decode_swa_ragged(self) -> RaggedIndices:
+        """The decode windows."""
+        return RaggedIndices(self.decode_swa_ragged_indices, self.decode_swa_ragged_indptr, self.window_size)
+
+
+@define(kw_only=True, eq=False)
+class DeepseekV4ROCMAiterMLASparseMetadata(FlashMLASparseMetadata):
+    """Compressed part of a batch, with the C128A table of decode in ragged form; None for other kinds of layers."""
+
+    c128a_decode_topk_ragged_indices: Tensor | None = tensor("_", torch.int32, optional=True)
+    c128a_decode_topk_ragged_indptr: Tensor | None = tensor("Td+1", torch.int32, optional=True)
+
+    @property
+    def c128a_decode_ragged(self) -> RaggedIndices | None:
+        """The entries of decode tokens."""
+        flat, indptr, dense = (
+            self.c128a_decode_topk_ragged_indices,
+            self.c128a_decode_topk_ragged_indptr,
+            self.c128a_global_decode_topk_indices,
+        )
+        return None if flat is None or indptr is None or dense is None else RaggedIndices(flat, indptr, dense.shape[2])
+
+
+class RaggedBuffers:
+    """Memory for the ragged form of up to `rows` rows of up to `width` entries."""
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        """Allocate."""
+        self._width = width
+        self._flat = torch.full((max(rows * width, 1),), -1, dtype=torch.int32, device=device)
+        self._indptr = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+
+    def fill(self, dense: DenseIndices) -> tuple[Tensor, Tensor]:
+        """Write rows; (indices [max(rows * width, 1)], indptr [rows + 1]), the same memory for as many rows."""
+        rows = dense.lens.shape[0]
+        flat, indptr = self._flat[: max(rows * self._width, 1)], self._indptr[: rows + 1]
+        build_ragged_indices_from_dense(dense.indices, dense.lens, _ANY_SLOT, out=(flat, indptr))
+        return flat, indptr
+
+
+class RocmMetadata:
+    """See `contract.MetadataExtension`."""
+
+    def __init__(self, geometry: ModelGeometry, limits: Limits, device: torch.device) -> None:
+        """Allocate the buffers for every batch within the limits."""
+        rows = limits.max_decode_tokens
+        self._window = RaggedBuffers(rows, geometry.window, device)
+        self._c128a: RaggedBuffers | None = None
+        if LayerKind.C128A in geometry.kinds:
+            self._c128a = RaggedBuffers(rows, c128a_columns(geometry, limits), device)
+
+    def extend_swa(self, swa: DeepseekSparseSWAMetadata) -> DeepseekV4ROCMAiterSparseSWAMetadata:
+        """Add the ragged decode windows."""
+        flat, indptr = self._window.fill(DenseIndices(swa.decode_swa_indices[:, 0], swa.decode_swa_lens))
+        return DeepseekV4ROCMAiterSparseSWAMetadata(
+            **_values(swa), decode_swa_ragged_indices=flat, decode_swa_ragged_indptr=indptr
+        )
+
+    def extend_compressed(self, compressed: FlashMLASparseMetadata) -> DeepseekV4ROCMAiterMLASparseMetadata:
+        """Add the ragged C128A rows."""
+        slots, lens = compressed.c128a_global_decode_topk_indices, compressed.c128a_decode_topk_lens
+        flat: Tensor | None = None
+        indptr: Tensor | None = None
+        if self._c128a is not None and slots is not None and lens is not None:
+            flat, indptr = self._c128a.fill(DenseIndices(slots[:, 0], lens))
+        return DeepseekV4ROCMAiterMLASparseMetadata(
+            **_values(compressed), c128a_decode_topk_ragged_indices=flat, c128a_decode_topk_ragged_indptr=indptr
+        )
+
+
+def _values(metadata: DeepseekSparseSWAMetadata | FlashMLASparseMetadata) -> dict[str, Any]:
+    return {field.name: getattr(metadata, field.name) for field in fields(type(metadata))}
