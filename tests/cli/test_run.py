@@ -161,9 +161,10 @@ def test_ctrl_c_leaves_a_partial_report(model: str, trace: str, monkeypatch: pyt
 
 def test_a_signal_leaves_a_partial_report(model: str) -> None:
     code = """
-import sys, time
+import signal, sys, time
 from dsv4attn.cli import main
 from dsv4attn.replay import engine
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests behind its back has it ignored
 run = engine.Replay.run
 def wait(state):
     print(state.step, file=sys.stderr, flush=True)

@@ -79,8 +79,9 @@ class Resources:
 
     registers: of a thread; vector and accumulation registers on AMD. spill_stores, spill_loads: bytes of a thread that
     found no register (on AMD registers spilled, times four). stack: bytes of a thread, spills included. shared: bytes.
-    occupancy: blocks that a unit of the target holds at once. serialised: what the assembler says of matrix
-    instructions that had to wait for each other.
+    occupancy: blocks that a unit of the target holds at once. wave: threads that run in step. matrix: matrix
+    instructions in the assembly. products: products of 16-bit matrices that the source asks for. serialised: what the
+    assembler says of matrix instructions that had to wait for each other.
     """
 
     registers: int
@@ -90,6 +91,9 @@ class Resources:
     shared: int
     threads: int
     occupancy: int
+    wave: int
+    matrix: int = 0
+    products: int = 0
     serialised: tuple[str, ...] = ()
 
     @classmethod
@@ -98,7 +102,11 @@ class Resources:
         registers, stores, loads, stack, serialised = _from_ptx(kernel) if target.is_cuda else _from_amdgcn(kernel)
         shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
         occupancy = target.occupancy(registers, shared, warps)
-        return cls(registers, stores, loads, stack, shared, warps * target.warp_size, occupancy, serialised)
+        wave = target.warp_size if target.is_cuda else _largest(r"\.wavefront_size:\s+(\d+)", kernel.asm["amdgcn"])
+        matrix = len(_MATRIX.findall(kernel.asm["ptx" if target.is_cuda else "amdgcn"]))
+        products = len(_PRODUCT.findall(kernel.asm["ttir"]))
+        need = registers, stores, loads, stack, shared, warps * wave, occupancy
+        return cls(*need, wave, matrix, products, serialised)
 
     def reasons(self, target: Target) -> list[Reason]:
         """Every limit of the target that is broken; none of them stops the compiler."""
@@ -113,6 +121,13 @@ class Resources:
         if self.spill_stores or self.spill_loads:
             actual = f"{self.spill_stores} bytes stored and {self.spill_loads} loaded per thread"
             found.append(Reason("SPILLS", actual, "none", "smaller tiles, or more warps"))
+        elif self.stack:
+            found.append(Reason("SCRATCH", f"{self.stack} bytes of a thread", "none", "no arrays in memory"))
+        if self.wave != target.warp_size:
+            found.append(Reason("WAVE", f"{self.wave} threads in a wave", target.warp_size))
+        if self.products and not self.matrix:
+            cure = "a dtype and a tile that the matrix unit takes"
+            found.append(Reason("MATRIX", "products without matrix instructions", "at least one", cure))
         if self.serialised:
             cure = "fewer registers in flight"
             found.append(Reason("SERIALISED", self.serialised[0], "matrix instructions that overlap", cure))
@@ -120,6 +135,11 @@ class Resources:
             found.append(Reason("OCCUPANCY", "no block fits", "at least one", "fewer warps, or smaller tiles"))
         return found
 
+
+_MATRIX = re.compile(r"^\s*(?:@\S+\s+)?(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_s?w?mfmac?_|v_wmma_)", re.MULTILINE)
+"""A matrix instruction, at the start of a line of assembly."""
+_PRODUCT = re.compile(r"= tt\.dot .*: tensor<\w+x(?:bf|f)16> \*")
+"""A product of 16-bit matrices in the first stage of the compiler, where every target is alike."""
 
 _ptxas_flags: list[tuple[str, ...]] = [("--regAllocOptLevel=2",), ()]
 """What releases of Triton pass to the assembler, the one that was right last time first."""

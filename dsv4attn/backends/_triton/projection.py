@@ -58,6 +58,7 @@ def project_kernel(
     W,
     OUT,
     tokens: tl.int32,
+    turned: tl.int32,
     o_stride: tl.int64,
     head_stride: tl.int64,
     table_stride: tl.int64,
@@ -79,8 +80,8 @@ def project_kernel(
 ):
     """Grid (groups * token tiles * rank tiles,), neighbours share tokens: a tile of one group's product.
 
-    HEADS: of a group. DT: what is multiplied; sums are fp32. ALIGNED, OUT_ALIGNED: bytes that divide the address of
-    every row of O and W, and of OUT.
+    turned: leading tokens whose rotation is undone already. HEADS: of a group. DT: what is multiplied; sums are fp32.
+    ALIGNED, OUT_ALIGNED: bytes that divide the address of every row of O and W, and of OUT.
     """
     dim: tl.constexpr = NOPE + ROPE
     rank_tiles: tl.constexpr = triton.cdiv(RANK, BLOCK_N)
@@ -114,8 +115,9 @@ def project_kernel(
     k, pair = tl.arange(0, block), tl.arange(0, block // 2)
     # [M, ROPE / 2]
     angle = angles_of(POSITIONS + token, TABLE, table_stride, num_positions)[:, None] + pair[None, :]
-    cos = tl.load(angle, mask=(pair < ROPE // 2)[None, :], other=1.0)
-    sin = tl.load(angle + ROPE // 2, mask=(pair < ROPE // 2)[None, :], other=0.0)
+    turns = (token >= turned)[:, None] & (pair < ROPE // 2)[None, :]
+    cos = tl.load(angle, mask=turns, other=1.0)
+    sin = tl.load(angle + ROPE // 2, mask=turns, other=0.0)
     for head in range(HEADS):
         left = tl.multiple_of(row + head * head_stride, ALIGNED)[:, None] + (NOPE + k)[None, :]
         right = column[None, :] + (head * dim + NOPE + k)[:, None]
@@ -141,11 +143,13 @@ def inv_rope_o_proj(
     out: Tensor | None = None,
     *,
     deterministic: bool = False,
+    turned: int = 0,
 ) -> Tensor:
     """Undo the rotation of o [T, H, D] and project each group of its heads; see `contract.Backend`.
 
     out: [T, G, rank] like o, any strides but that of the last dimension; made here if it is None. deterministic: every
-    row is summed in one order, whatever T; otherwise tiles, and with them the order, follow T.
+    row is summed in one order, whatever T; otherwise tiles, and with them the order, follow T. turned: leading tokens
+    whose rotation is undone already; they are projected as they are.
     """
     tokens, heads, dim = o.shape
     rank, rope = wo_a.shape[0] // num_groups, cos_sin_cache.shape[1]
@@ -157,7 +161,7 @@ def inv_rope_o_proj(
         project_kernel,
         (num_groups * triton.cdiv(tokens, tile.tokens) * triton.cdiv(rank, tile.ranks),),
         (
-            o, positions, cos_sin_cache, wo_a, out, tokens, o.stride(0), o.stride(1),
+            o, positions, cos_sin_cache, wo_a, out, tokens, turned, o.stride(0), o.stride(1),
             cos_sin_cache.stride(0), cos_sin_cache.shape[0], wo_a.stride(0), out.stride(0), out.stride(1),
         ),
         _constants(

@@ -54,12 +54,12 @@ def reduce(
     acc, total = tl.zeros([DP], tl.float32), tl.zeros((), tl.float32)
     for split in range(splits):
         row = (token * splits + split) * H + head
-        part_of = tl.load(part_lse + row)
+        its_lse = tl.load(part_lse + row)
         # a part without keys was never written
-        there = column < tl.where(part_of > -float("inf"), D, 0)
+        there = column < tl.where(its_lse > -float("inf"), D, 0)
         values = tl.load(tl.multiple_of(part + row * D, PART) + column, mask=there, other=0.0)
-        grown = tl.maximum(largest, part_of)
-        shrink, weight = tl.exp2(largest - grown), tl.exp2(part_of - grown)
+        grown = tl.maximum(largest, its_lse)
+        shrink, weight = tl.exp2(largest - grown), tl.exp2(its_lse - grown)
         acc = acc * shrink + values * weight
         total = total * shrink + weight
         largest = grown

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4attn.backends._triton import attend, insert
+from dsv4attn.backends._triton.arguments import FLOATS, as_rows, check_optional, check_strides, layer_of
 from dsv4attn.backends._triton.records import alignment_of_rows
 from dsv4attn.backends._triton.runtime import ALIGNMENT, INTERPRETED, Variant, launch, pointer_type
 from dsv4attn.backends.xpu import kernels
@@ -24,7 +25,6 @@ from dsv4attn.backends.xpu.launch import XpuBackend
 from dsv4attn.backends.xpu.tuning import ROWS
 from dsv4attn.core.checks import check_insert, check_same_device
 from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, PagedKeys, Phase
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.core.workspace import WorkspaceManager
@@ -38,7 +38,6 @@ __all__ = [
     "xpu_sparse_decode_fp8",
 ]
 
-_FLOATS = (torch.bfloat16, torch.float32)
 _ROPE_DIM = 64
 _WIDEST, _TAIL = 512, 128
 """Dims of values, and of what a key has behind them, that a program holds."""
@@ -76,7 +75,7 @@ def triton_bf16_mla_sparse_interface(
     lse is the natural logarithm, without the sink; rows without keys have lse and max_logits -inf, and out 0.
     Raises ArgumentError before any launch.
     """
-    rows = _as_rows(indices)
+    rows = as_rows(indices)
     _check_interface(q, kv, rows, d_v, block_dpe, attn_sink, topk_length, out, max_logits, lse)
     assert rows is not None
     out = q.new_empty(*q.shape[:2], d_v) if out is None else out
@@ -88,7 +87,7 @@ def triton_bf16_mla_sparse_interface(
     if topk_length is None:
         topk_length = rows.new_full(rows.shape[:1], rows.shape[1])
     keys = GatheredKeys(kv.squeeze(1), DenseIndices(rows, topk_length))
-    layer = _layer(q.shape[1], d_v, min(_ROPE_DIM, d_v), float(sm_scale))
+    layer = layer_of(q.shape[1], d_v, min(_ROPE_DIM, d_v), float(sm_scale))
     _fused().prefill(AttentionCall(layer, q, keys, attn_sink, out, lse, max_logits=max_logits))
     return out, max_logits, lse
 
@@ -123,17 +122,17 @@ def xpu_sparse_decode_fp8(
         parts = f"{nope_head_dim} + {rope_head_dim}"
         raise ArgumentError("head_dim", expected=f"nope_head_dim + rope_head_dim = {parts}", actual=head_dim)
     letters = {"D": head_dim}
-    check_tensor("q", q, "T H D", _FLOATS, letters)
+    check_tensor("q", q, "T H D", FLOATS, letters)
     check_tensor("out", out, "T H D", q.dtype, letters)
-    _optional("attn_sink", attn_sink, "H", torch.float32, letters)
+    check_optional("attn_sink", attn_sink, "H", torch.float32, letters)
     check_same_device(q, out=out, attn_sink=attn_sink)
-    _check_strides(q=q, out=out, attn_sink=attn_sink)
+    check_strides(q=q, out=out, attn_sink=attn_sink)
     layout = _layout(nope_head_dim, rope_head_dim)
     segments = [_segment(q, layout, dict(letters), "swa", swa_kv_cache, swa_indices, swa_lens)]
     if not swa_only:
         segments.append(_segment(q, layout, dict(letters), "topk", kv_cache, topk_indices, topk_lens))
     width = swa_indices.shape[-1] + (0 if swa_only or topk_indices is None else topk_indices.shape[-1])
-    layer, backend = _layer(q.shape[1], head_dim, rope_head_dim, float(softmax_scale)), _fused()
+    layer, backend = layer_of(q.shape[1], head_dim, rope_head_dim, float(softmax_scale)), _fused()
     scratch: Any = ()
     if workspace is not None:
         specs = backend.scratch(Phase.DECODE, layer, q.shape[0], width)
@@ -159,43 +158,19 @@ def xpu_qnorm_rope_kv_fp8_insert(
     Raises ArgumentError before any launch.
     """
     letters: dict[str, int] = {}
-    check_tensor("q", q, "T H D", _FLOATS, letters)
+    check_tensor("q", q, "T H D", FLOATS, letters)
     check_tensor("cos_sin_cache", cos_sin_cache, "_ R", torch.float32, letters)
     heads, head_dim, rope_dim = letters["H"], letters["D"], letters["R"]
     if not 0 < rope_dim < head_dim:
         raise ArgumentError("cos_sin_cache", expected=f"fewer columns than the {head_dim} dims of q", actual=rope_dim)
     cache = PagedKVCache(swa_kv_cache, _layout(head_dim - rope_dim, rope_dim), block_size=block_size)
-    layer = _layer(heads, head_dim, rope_dim, 1.0)
+    layer = layer_of(heads, head_dim, rope_dim, 1.0)
     check_insert(q, kv, positions, slot_mapping, cos_sin_cache, cache, layer)
-    _check_strides(q=q, kv=kv, positions=positions, slot_mapping=slot_mapping, cos_sin_cache=cos_sin_cache)
+    check_strides(q=q, kv=kv, positions=positions, slot_mapping=slot_mapping, cos_sin_cache=cos_sin_cache)
     insert.qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, cos_sin_cache, eps)
 
 
 # what they have in common
-
-
-@lru_cache(maxsize=256)
-def _layer(heads: int, head_dim: int, rope_dim: int, scale: float) -> LayerGeometry:
-    """A layer of these dims. What kind it is, no kernel asks; angles and window are not looked at."""
-    rope = Rope(rope_dim, 10000.0)
-    return LayerGeometry(LayerKind.SWA, 1, heads, head_dim, rope, window=1, topk=0, softmax_scale=scale)
-
-
-def _as_rows(indices: Tensor | None) -> Tensor | None:
-    """[T, 1, K] as [T, K]; whatever else it is, a check will say."""
-    return indices.squeeze(1) if isinstance(indices, Tensor) and indices.ndim == 3 else indices
-
-
-def _optional(name: str, tensor: Tensor | None, shape: str, dtype: torch.dtype, letters: dict[str, int]) -> None:
-    if tensor is not None:
-        check_tensor(name, tensor, shape, dtype, letters)
-
-
-def _check_strides(**tensors: Tensor | None) -> None:
-    """Kernels step through the last dimension one by one."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ArgumentError(name, expected="unit stride on the last dim", actual=list(tensor.stride()))
 
 
 def _segment(
@@ -208,13 +183,13 @@ def _segment(
     lens: Tensor | None,
 ) -> PagedKeys:
     """One cache and what the rows select of it, checked."""
-    indices = _as_rows(selected)
+    indices = as_rows(selected)
     check_tensor(f"{name}_indices", indices, "T K", torch.int32, letters)
     check_tensor(f"{name}_lens", lens, "T", torch.int32, letters)
     owner = "swa_kv_cache" if name == "swa" else "kv_cache"
     check_tensor(owner, cache, f"_ _ {layout.record_bytes}", torch.uint8, {})
     check_same_device(q, **{owner: cache, f"{name}_indices": indices, f"{name}_lens": lens})
-    _check_strides(**{f"{name}_indices": indices, f"{name}_lens": lens})
+    check_strides(**{f"{name}_indices": indices, f"{name}_lens": lens})
     assert cache is not None
     assert indices is not None
     assert lens is not None
@@ -238,11 +213,11 @@ def _check_interface(
 ) -> None:
     """Raise ArgumentError unless the arguments of the interface fit each other."""
     letters: dict[str, int] = {}
-    check_tensor("q", q, "T H D", _FLOATS, letters)
-    check_tensor("kv", kv, "_ 1 D", _FLOATS, letters)
+    check_tensor("q", q, "T H D", FLOATS, letters)
+    check_tensor("kv", kv, "_ 1 D", FLOATS, letters)
     check_tensor("indices", indices, "T K", torch.int32, letters)
-    _optional("attn_sink", attn_sink, "H", torch.float32, letters)
-    _optional("topk_length", topk_length, "T", torch.int32, letters)
+    check_optional("attn_sink", attn_sink, "H", torch.float32, letters)
+    check_optional("topk_length", topk_length, "T", torch.int32, letters)
     dims = q.shape[2]
     if not 0 < d_v <= min(dims, _WIDEST):
         raise ArgumentError("d_v", expected=f"1 .. {min(dims, _WIDEST)}", actual=d_v)
@@ -251,14 +226,14 @@ def _check_interface(
     if block_dpe not in (0, dims - d_v):
         expected = " or ".join(map(str, sorted({0, dims - d_v})))
         raise ArgumentError("block_dpe", expected=f"{expected}, the dims of q behind d_v={d_v}", actual=block_dpe)
-    _optional("out", out, f"T H {d_v}", q.dtype, letters)
+    check_optional("out", out, f"T H {d_v}", q.dtype, letters)
     for name, told in (("max_logits", max_logits), ("lse", lse)):
-        _optional(name, told, "T H", torch.float32, letters)
+        check_optional(name, told, "T H", torch.float32, letters)
         if told is not None and not told.is_contiguous():
             raise ArgumentError(name, expected="contiguous memory", actual=list(told.stride()))
     optional = {"attn_sink": attn_sink, "topk_length": topk_length, "out": out}
     check_same_device(q, kv=kv, indices=indices, max_logits=max_logits, lse=lse, **optional)
-    _check_strides(q=q, kv=kv, indices=indices, **optional)
+    check_strides(q=q, kv=kv, indices=indices, **optional)
 
 
 def _attend_leading_values(

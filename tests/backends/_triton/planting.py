@@ -16,7 +16,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.backends._triton import attend, attention, keys
+from dsv4attn.backends._triton import attend, attention, keys, reduce
 from dsv4attn.core.contract import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.layout import PagedKVCache
 from tests.backends._triton.attending import Answer, Trial
@@ -30,8 +30,8 @@ _NORESERVE = 0x4000
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, new: str) -> None:
-    """Let `attend` launch kernels of whose source (of `module`: attention or keys) one piece of text is another."""
-    sources = {one.__name__.rpartition(".")[2]: inspect.getsource(one) for one in (keys, attention)}
+    """Let `attend` launch kernels of whose source (of `module`: attention, keys or reduce) one piece of text is another."""
+    sources = {one.__name__.rpartition(".")[2]: inspect.getsource(one) for one in (keys, attention, reduce)}
     assert old in sources[module], f"{module} has no {old!r} any more: plant the bug anew"
     sources[module] = sources[module].replace(old, new)
     begin = "from dsv4attn.backends._triton import keys, lang"
@@ -42,8 +42,9 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, 
         begin, f"import {name} as keys\nfrom dsv4attn.backends._triton import lang"
     )
     monkeypatch.setitem(sys.modules, name, _imported(folder / f"{name}.py", sources["keys"]))
-    made = _imported(folder / f"planted_attention_{folder.name}.py", sources["attention"])
-    monkeypatch.setattr(attend, "kernels", made)
+    for kernel in ("attention", "reduce"):
+        made = _imported(folder / f"planted_{kernel}_{folder.name}.py", sources[kernel])
+        monkeypatch.setattr(attend, kernel, getattr(made, kernel))
 
 
 def _imported(path: Path, source: str) -> ModuleType:

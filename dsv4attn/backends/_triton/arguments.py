@@ -1,0 +1,40 @@
+"""Arguments of the field's own functions, which engines call without metadata: how they are read and checked."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
+from dsv4attn.core.tensorspec import check_tensor
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["FLOATS", "as_rows", "check_optional", "check_strides", "layer_of"]
+
+FLOATS = (torch.bfloat16, torch.float32)
+
+
+@lru_cache(maxsize=256)
+def layer_of(heads: int, head_dim: int, rope_dim: int, scale: float) -> LayerGeometry:
+    """A layer of these dims. What kind it is, no kernel asks; angles and window are not looked at."""
+    rope = Rope(rope_dim, 10000.0)
+    return LayerGeometry(LayerKind.SWA, 1, heads, head_dim, rope, window=1, topk=0, softmax_scale=scale)
+
+
+def as_rows(indices: Tensor | None) -> Tensor | None:
+    """[T, 1, K] as [T, K]; whatever else it is, a check will say."""
+    return indices.squeeze(1) if isinstance(indices, Tensor) and indices.ndim == 3 else indices
+
+
+def check_optional(name: str, tensor: Tensor | None, shape: str, dtype: torch.dtype, letters: dict[str, int]) -> None:
+    if tensor is not None:
+        check_tensor(name, tensor, shape, dtype, letters)
+
+
+def check_strides(**tensors: Tensor | None) -> None:
+    """Kernels step through the last dimension one by one."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ArgumentError(name, expected="unit stride on the last dim", actual=list(tensor.stride()))

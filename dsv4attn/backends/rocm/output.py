@@ -1,0 +1,76 @@
+"""Output projection under the name that engines call on AMD GPUs today, on the shared kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4attn.backends._triton import projection
+from dsv4attn.backends._triton.arguments import FLOATS, check_strides
+from dsv4attn.backends.rocm.weights import dequantized, weight_of
+from dsv4attn.core.checks import check_same_device
+from dsv4attn.core.tensorspec import check_tensor
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["rocm_inv_rope_einsum"]
+
+
+def rocm_inv_rope_einsum(
+    rotary_emb: object,
+    o: Tensor,
+    positions: Tensor,
+    rope_head_dim: int,
+    n_local_groups: int,
+    o_lora_rank: int,
+    wo_a: object,
+    *,
+    turned_rows: int = 0,
+) -> Tensor:
+    """Undo the rotation of o at the query's position and project each group of heads; [T, G, o_lora_rank] like o.
+
+    rotary_emb: has `cos_sin_cache`, [positions, rope_head_dim] fp32, cosines then sines. o: [T, H, D] bf16 or fp32, any
+    strides but that of the last dimension; it stays as it is. positions: [T] int64; those of padding rows may be
+    anything. wo_a: [G * o_lora_rank, H / G * D], a tensor or a module; see `weights.dequantized` for what it may hold.
+    More than the original has: turned_rows, how many leading rows of o have no rotation left to undo, because whoever
+    attended them did it; their positions are not looked at.
+    Raises ArgumentError before any launch.
+    """
+    table = _table_of(rotary_emb, rope_head_dim)
+    letters: dict[str, int] = {}
+    check_tensor("o", o, "T H D", FLOATS, letters)
+    check_tensor("positions", positions, "T", torch.int64, letters)
+    tokens, heads, dim = o.shape
+    if not 0 < rope_head_dim < dim or rope_head_dim % 2:
+        expected = f"an even number of the {dim} dims of a head, and not all of them"
+        raise ArgumentError("rope_head_dim", expected=expected, actual=rope_head_dim)
+    if n_local_groups < 1 or not heads or heads % n_local_groups:
+        raise ArgumentError("n_local_groups", expected=f"a divisor of {heads} heads", actual=n_local_groups)
+    if o_lora_rank < 1:
+        raise ArgumentError("o_lora_rank", expected="at least 1", actual=o_lora_rank)
+    if not 0 <= turned_rows <= tokens:
+        raise ArgumentError("turned_rows", expected=f"0 .. {tokens}, the rows of o", actual=turned_rows)
+    name, weight = weight_of(wo_a)
+    width = heads // n_local_groups * dim
+    check_tensor(name, weight, f"{n_local_groups * o_lora_rank} {width}", weight.dtype, {})
+    tensors = {"positions": positions, "rotary_emb.cos_sin_cache": table, name: weight}
+    check_same_device(o, **tensors)
+    # an fp8 weight may lie in any way: what is multiplied is its copy
+    check_strides(o=o, **{**tensors, name: weight if weight.element_size() > 1 else None})
+    return projection.inv_rope_o_proj(o, positions, table, dequantized(wo_a), n_local_groups, turned=turned_rows)
+
+
+def _table_of(rotary_emb: object, rope_head_dim: int) -> Tensor:
+    """Cosines and sines of an engine's module."""
+    name, table = "rotary_emb.cos_sin_cache", getattr(rotary_emb, "cos_sin_cache", None)
+    if isinstance(table, Tensor) and table.dtype in (torch.bfloat16, torch.float16):
+        raise ArgumentError(
+            name,
+            expected="float32",
+            actual=str(table.dtype).removeprefix("torch."),
+            hint="build the table in fp32: what rounding took from its angles, no conversion brings back",
+        )
+    check_tensor(name, table, f"_ {rope_head_dim}", torch.float32, {})
+    assert isinstance(table, Tensor)
+    if not table.shape[0]:
+        raise ArgumentError(name, expected="at least one position", actual="none")
+    return table
