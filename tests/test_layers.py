@@ -208,13 +208,15 @@ def test_a_new_top_level_module_needs_a_rule() -> None:
 
 def test_every_room_has_the_same_furniture() -> None:
     """`names` holds the field's names: functions that engines call today, on the room's kernels."""
-    needed, allowed = {"__init__", "launch", "support"}, {"kernels", "names", "tuning"}
+    needed, allowed = {"__init__", "launch", "support"}, {"kernels", "names", "tuning", "metadata", "weights"}
     rooms = {path.parent for path in FILES if layer_of(module_name(path)).startswith("backends/")}
     for room in rooms - {PACKAGE / "backends" / "_triton"}:
         found = {path.stem for path in room.iterdir() if path.suffix == ".py"}
 
         assert found >= needed, room.name
-        assert {stem for stem in found - needed - allowed if not stem.startswith("kernels_")} == set(), room.name
+        assert {stem for stem in found - needed - allowed if not stem.startswith(("kernels_", "names_"))} == set(), (
+            room.name
+        )
 
 
 def test_the_table_is_closed_and_has_no_cycle() -> None:

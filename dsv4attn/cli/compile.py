@@ -88,9 +88,10 @@ def compile_(
     """Compile every kernel that a model can ask for, with the Triton that is installed, for devices by name.
 
     Nothing is launched; no device or driver is needed. The table says what a kernel takes: registers of a thread, bytes
-    that a thread spills, shared memory of a block, its threads, and how many blocks fit an SM or CU. No compiler checks
-    that against the device. Results go to Triton's cache (TRITON_CACHE_DIR), where a launch finds them. Exit code 0:
-    nothing spills and every block fits; 1: a limit is broken, or a kernel does not compile; 2: bad input.
+    that a thread spills, shared memory of a block, its warps and their threads, its matrix instructions, and how many
+    blocks fit an SM or CU. No compiler checks that against the device. Results go to Triton's cache
+    (TRITON_CACHE_DIR), where a launch finds them. Exit code 0: nothing spills, every block fits, and 16-bit products
+    use the matrix unit; 1: a limit is broken, or a kernel does not compile; 2: bad input.
     """
     from dsv4attn.core.device import DeviceFacts
 
@@ -280,22 +281,24 @@ def _table(described: Iterable[tuple[Outcome, str]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    caption = "thr: threads of a block. fit: blocks that an SM or CU holds at once."
+    caption = "warps: of a block, times their threads. mma: matrix instructions. fit: blocks that an SM or CU holds."
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left", caption_style="dim"
     )
     table.add_column("kernel", overflow="fold", max_width=24)
     table.add_column("variant", overflow="fold")
-    for column in ("regs", "spill", "shared", "thr", "fit"):
+    for column in ("regs", "spill", "shared", "warps", "mma", "fit"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     before = ""
     for outcome, text in described:
         need, name = outcome.resources, outcome.variant.name.removesuffix("_kernel")
-        numbers = ["-"] * 5
+        numbers = ["-"] * 6
         if need is not None:
             spilled = need.spill_stores + need.spill_loads
-            numbers = [f"{n:,}" for n in (need.registers, spilled, need.shared, need.threads, need.occupancy)]
+            counts = need.registers, spilled, need.shared, need.matrix, need.occupancy
+            numbers = [f"{count:,}" for count in counts]
+            numbers.insert(3, f"{need.threads // need.wave}x{need.wave}")
         verdict = Text("broken", style="bold red") if outcome.reasons else Text("ok", style="green")
         table.add_row(Text("" if name == before else name, style="bold"), Text(text), *numbers, verdict)
         before = name

@@ -45,6 +45,7 @@ def test_what_is_told_to_programs(here: Machine) -> None:
         "lib": "failed",
         "raises": "broken",
         "reference": "automatic",
+        "rocm": "unavailable",
         "triton": "unavailable",
         "xpu": "unavailable",
         "zinc": "denied",

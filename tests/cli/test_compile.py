@@ -71,12 +71,13 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         variants: Iterable[Variant], target: Target, *, progress: Callable[[Outcome], None]
     ) -> list[Outcome]:
         outcomes = []
+        wave = target.warp_size
         asked.append((target.name, len([*variants])))
         for variant in variants:
             for far in (False, True)[: 2 - target.is_cuda]:
-                need = Resources(96, 0, 0, 0, 73_728, 128, 2)
+                need = Resources(96, 0, 0, 0, 73_728, 4 * wave, 2, wave)
                 if variant.name == "attend":
-                    need = Resources(255, 2000, 944, 2944, 131_072, 128, 1)
+                    need = Resources(255, 2000, 944, 2944, 131_072, 4 * wave, 1, wave, 1024, 2)
                 outcomes.append(Outcome(variant, far, need, tuple(need.reasons(target))))
                 progress(outcomes[-1])
         return outcomes
@@ -94,10 +95,10 @@ def test_the_table_on_80_columns(here: Machine) -> None:
     assert max(map(len, lines)) <= 80
     text = [" ".join(line.split()) for line in lines]
     assert text[:2] == ["target sm_90", "backend acme"]
-    assert "kernel variant regs spill shared thr fit" in text
-    assert "rows x:*bf16 96 0 73,728 128 2 ok" in text
-    assert "x:*fp32 96 0 73,728 128 2 ok" in text
-    assert "attend 255 2,944 131,072 128 1 broken" in text
+    assert "kernel variant regs spill shared warps mma fit" in text
+    assert "rows x:*bf16 96 0 73,728 4x32 0 2 ok" in text
+    assert "x:*fp32 96 0 73,728 4x32 0 2 ok" in text
+    assert "attend 255 2,944 131,072 4x32 1,024 1 broken" in text
     assert "SPILLS 2000 bytes stored and 944 loaded per thread, needs none ->" in text
     assert text[-1] == "1 of 3 kernels of acme for sm_90 broke a limit"
 
@@ -115,6 +116,7 @@ def test_what_is_told_to_programs(here: Machine, compiler: list[tuple[str, int]]
     ]
     first, last = told["jobs"][0]["kernels"][0], told["jobs"][1]["kernels"][-1]
     assert (first["kernel"], first["variant"], first["registers"], first["reasons"]) == ("rows", "x:*bf16", 96, [])
+    assert [(k["wave"], k["matrix"]) for k in (first, last)] == [(32, 0), (64, 1024)]
     assert (last["variant"], [reason["code"] for reason in last["reasons"]]) == (
         "beyond 2 GB",
         ["SHARED_MEMORY", "SPILLS"],
@@ -140,7 +142,7 @@ def test_a_kernel_that_does_not_compile_has_no_numbers(here: Machine, monkeypatc
     text = " ".join(" ".join(lines).split())
 
     assert code == 1
-    assert "attend - - - - - broken" in text
+    assert "attend - - - - - - broken" in text
     assert "COMPILER Error: [no] power of 2, needs a kernel that compiles" in text
     assert "3 of 3 kernels of acme for sm_90 broke a limit" in text
 
@@ -212,4 +214,5 @@ def test_for_real_and_whatever_interprets_kernels_here(here: Machine, tmp_path: 
     assert [kernel["kernel"] for kernel in kernels] == ["rows", "rows", "attend"]
     assert kernels[0]["reasons"] == []
     assert kernels[2]["shared"] == 131_072
+    assert [(k["wave"], k["products"], k["matrix"] > 0) for k in kernels] == [(32, 0, False)] * 2 + [(32, 2, True)]
     assert [*(tmp_path / "cache").glob("*/rows.cubin")]

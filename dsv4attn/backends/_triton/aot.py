@@ -136,7 +136,9 @@ class Resources:
         return found
 
 
-_MATRIX = re.compile(r"^\s*(?:@\S+\s+)?(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_s?w?mfmac?_|v_wmma_)", re.MULTILINE)
+_MATRIX = re.compile(
+    r"^\s*(?:@\S+\s+)?(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_s?mfmac?_|v_s?wmmac?_)", re.MULTILINE
+)
 """A matrix instruction, at the start of a line of assembly."""
 _PRODUCT = re.compile(r"= tt\.dot .*: tensor<\w+x(?:bf|f)16> \*")
 """A product of 16-bit matrices in the first stage of the compiler, where every target is alike."""

@@ -25,7 +25,7 @@ def columns_of(rows, lens, token, width, stride, RAGGED: tl.constexpr):
     if RAGGED:
         # whatever indptr holds, nothing outside the list is read
         start = tl.maximum(tl.load(lens + token), 0)
-        end = tl.minimum(tl.load(lens + token + 1).to(tl.int64), stride).to(tl.int32)
+        end = tl.minimum(tl.maximum(tl.load(lens + token + 1), 0).to(tl.int64), stride).to(tl.int32)
         row, count = rows + start.to(tl.int64), end - start
     else:
         row, count = rows + token * stride, tl.load(lens + token)

@@ -151,6 +151,17 @@ class TritonBackend:
 
     def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """Forms of the attention kernel in both phases."""
+        yield from self._paged_variants(bounds, layer, tuning)
+        if self.forms.prefill_keys is KeyForm.GATHERED:
+            yield from self._gathered_variants(bounds, layer, tuning)
+
+    def _gathered_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
+        """Over keys in the workspace, whose views all begin at multiples of 16 bytes."""
+        rows = KVCacheLayout.rows(bounds.swa.nope_dim, bounds.swa.rope_dim, dtype=bounds.swa.row_dtype)
+        segment = attend.Segment.of(rows, aligned=rows.data_bytes % 16 == 0)
+        yield from self._variants_over(bounds, layer, tuning, (segment,))
+
+    def _paged_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         layouts = [layout for layout, _ in bounds.caches(layer)]
         for segments in product(*(_segments(layout, aligned=bounds.aligned) for layout in layouts)):
             yield from self._variants_over(bounds, layer, tuning, segments)

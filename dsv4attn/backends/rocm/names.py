@@ -2,7 +2,7 @@
 
 Engines that use `forward_mqa` need none of it. What the originals get wrong is right here: an absent entry never
 reads a neighbour's row, none is lost because others are absent, and every cache is read in its own dialect.
-Index lists have theirs in `ragged`, the output projection in `output`.
+Index lists have theirs in `names_ragged`, the output projection in `names_output`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dsv4attn.backends._triton import attend
 from dsv4attn.backends._triton.arguments import FLOATS, as_rows, check_strides, layer_of
 from dsv4attn.backends._triton.ragged import build_ragged_indices_from_dense
 from dsv4attn.backends.rocm.launch import RocmBackend
-from dsv4attn.backends.rocm.ragged import check_at_least, check_indptr, new_rows
+from dsv4attn.backends.rocm.names_ragged import check_at_least, check_indptr, new_rows
 from dsv4attn.core.checks import check_same_device
 from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, PagedKeys, Phase, RaggedIndices
 from dsv4attn.core.geometry import LayerGeometry

@@ -11,7 +11,6 @@ import triton
 from attrs import evolve, frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton import attend
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.gather import TILE, WARPS
 from dsv4attn.backends._triton.records import (
@@ -140,7 +139,7 @@ class XpuBackend(TritonBackend):
 
     def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """Gathered rows in prefill; in decode the same, or pages."""
-        yield from self._variants_over(bounds, layer, tuning, (_gathered_segment(bounds.swa),))
+        yield from self._gathered_variants(bounds, layer, tuning)
 
     def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:
         """See `contract.CompiledBackend`. Only what the chosen form of decode asks for."""
@@ -151,17 +150,11 @@ class XpuBackend(TritonBackend):
                 for i, (layout, _) in enumerate(bounds.caches(layer)):
                     yield from variants(layout, second=i > 0, aligned=bounds.aligned)
             else:
-                yield from super()._attention_variants(bounds, layer, tuning)
+                yield from self._paged_variants(bounds, layer, tuning)
 
 
 def _rows_of(tensor: Tensor | None, part: slice) -> Tensor | None:
     return None if tensor is None else tensor[part]
-
-
-def _gathered_segment(layout: KVCacheLayout) -> attend.Segment:
-    """Of keys in the workspace, whose views all begin at multiples of 16 bytes."""
-    rows = KVCacheLayout.rows(layout.nope_dim, layout.rope_dim, dtype=layout.row_dtype)
-    return attend.Segment.of(rows, aligned=_aligned_rows(layout) == ALIGNMENT)
 
 
 def _aligned_rows(layout: KVCacheLayout) -> int:

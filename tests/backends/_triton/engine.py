@@ -82,7 +82,7 @@ class Engine:
             num_swa_blocks=self.swa.num_blocks,
             num_compressed_blocks=None if self.compressed is None else self.compressed.num_blocks,
             validate=False,
-            steps=backend.builder_steps,
+            backend=backend,
         )
         self.starts, self.seq_lens = self._ints(requests + 1), self._ints(requests)
         self.slots = self._ints(tokens, dtype=torch.int64)

@@ -15,6 +15,8 @@ from pathlib import Path
 __all__ = ["broken_limits"]
 
 ROOT = Path(__file__).resolve().parents[3]
+MULTIPLYING = ("attention", "project_kernel")
+"""Kernels whose products belong on the matrix unit, unless caches are fp32."""
 
 
 def broken_limits(backend: str, targets: Sequence[str], *options: str, cache: Path | None = None) -> list[str]:
@@ -34,9 +36,11 @@ def broken_limits(backend: str, targets: Sequence[str], *options: str, cache: Pa
     jobs = json.loads(done.stdout)["jobs"]
     assert [job["target"] for job in jobs] == list(targets)
     assert all(job["kernels"] for job in jobs), "nothing was compiled"
-    return [
-        f"{job['target']} {kernel['kernel']} [{kernel['variant']}] {reason['code']} {reason['text']}"
-        for job in jobs
-        for kernel in job["kernels"]
-        for reason in kernel["reasons"]
-    ]
+    found = []
+    for job in jobs:
+        for kernel in job["kernels"]:
+            said = [f"{reason['code']} {reason['text']}" for reason in kernel["reasons"]]
+            if kernel["kernel"] in MULTIPLYING and "float32" not in options and not kernel.get("matrix"):
+                said.append("no matrix instructions")
+            found += [f"{job['target']} {kernel['kernel']} [{kernel['variant']}] {line}" for line in said]
+    return found

@@ -30,7 +30,7 @@ _NORESERVE = 0x4000
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, new: str) -> None:
-    """Let `attend` launch kernels of whose source (of `module`: attention, keys or reduce) one piece of text is another."""
+    """Let `attend` launch kernels of whose source (attention, keys or reduce) one piece of text is another."""
     sources = {one.__name__.rpartition(".")[2]: inspect.getsource(one) for one in (keys, attention, reduce)}
     assert old in sources[module], f"{module} has no {old!r} any more: plant the bug anew"
     sources[module] = sources[module].replace(old, new)

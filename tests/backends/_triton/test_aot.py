@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,6 +47,8 @@ def test_a_kernel_compiles_for_every_target_without_a_driver(facts: dict[str, An
     assert needed["threads"] == 4 * TARGETS[name].warp_size
     assert needed["spill_stores"] == needed["spill_loads"] == needed["stack"] == needed["shared"] == 0
     assert needed["occupancy"] == min(4 * TARGETS[name].warps_per_part // 4, TARGETS[name].blocks_per_unit)
+    assert needed["wave"] == (32 if TARGETS[name].is_cuda or name == "gfx1201" else 64)
+    assert needed["matrix"] == needed["products"] == 0
 
 
 def test_limits_that_the_compiler_does_not_enforce_are_found(facts: dict[str, Any]) -> None:
@@ -59,6 +62,42 @@ def test_limits_that_the_compiler_does_not_enforce_are_found(facts: dict[str, An
     assert told["gfx942"]["codes"] == ["SPILLS"]
     assert told["gfx942"]["stack"] > 1000
     assert told["gfx950"]["codes"] == []
+
+
+@pytest.mark.parametrize("name", ["sm_90", "sm_120", "gfx942", "gfx950"])
+def test_matrix_instructions_are_found_wherever_products_are(facts: dict[str, Any], name: str) -> None:
+    assert facts["too_much"][name]["products"] == 2
+    assert facts["too_much"][name]["matrix"] >= 8
+    assert "MATRIX" not in facts["too_much"][name]["codes"]
+
+
+@pytest.mark.parametrize(
+    ("assembly", "element", "matrix", "codes"),
+    [
+        ("\tv_mfma_f32_16x16x16_bf16 a[0:3], v[0:1]\n\tv_mfma_f32_32x32x8_f16 a[0:3], v[0:1]", "bf16", 2, []),
+        ("\tv_wmma_f32_16x16x16_f16 v[0:7], v[8:11]\n\tv_smfmac_f32_16x16x32_bf16 v[0:3]", "f16", 2, []),
+        ("\tv_fmac_f32 v0, v1 ; not v_mfma_f32_16x16x16_bf16", "bf16", 0, ["MATRIX"]),
+        ("\tv_fmac_f32 v0, v1", "f32", 0, []),
+    ],
+)
+def test_products_of_16_bits_on_ordinary_units_are_told(
+    assembly: str, element: str, matrix: int, codes: list[str]
+) -> None:
+    product = f"%z = tt.dot %q, %k, %acc : tensor<16x64x{element}> * tensor<64x16x{element}> -> tensor<16x16xf32>"
+    asm = {"amdgcn": f"{assembly}\n    .vgpr_count: 32\n    .wavefront_size: 64\n", "ttir": f"  {product} loc(#loc1)"}
+    kernel = SimpleNamespace(asm=asm, metadata=SimpleNamespace(shared=0, num_warps=4))
+    needed = Resources.of(kernel, TARGETS["gfx942"])
+
+    assert needed.matrix == matrix
+    assert [reason.code for reason in needed.reasons(TARGETS["gfx942"])] == codes
+
+
+def test_waves_of_another_width_are_told() -> None:
+    asm = {"amdgcn": "    .wavefront_size: 32\n", "ttir": ""}
+    needed = Resources.of(SimpleNamespace(asm=asm, metadata=SimpleNamespace(shared=0, num_warps=4)), TARGETS["gfx942"])
+
+    assert (needed.wave, needed.threads) == (32, 128)
+    assert [str(reason) for reason in needed.reasons(TARGETS["gfx942"])] == ["WAVE  32 threads in a wave, needs 64"]
 
 
 @pytest.mark.parametrize("name", ["sm_80", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1201"])
@@ -191,13 +230,16 @@ def test_occupancy_is_what_calculators_say(name: str, registers: int, shared: in
 
 
 def test_every_broken_limit_is_told() -> None:
-    needed = Resources(300, 8, 4, 16, 300_000, 2048, 0, ("wgmma is serialised",))
+    needed = Resources(300, 8, 4, 16, 300_000, 2048, 0, 64, 0, 2, ("wgmma is serialised",))
     told = [str(reason) for reason in needed.reasons(TARGETS["sm_90"])]
 
     assert told[0] == "SHARED_MEMORY  300,000 bytes, needs at most 232,448 in a block -> smaller tiles, or fewer stages"
-    assert [line.split()[0] for line in told] == ["SHARED_MEMORY", "THREADS", "REGISTERS", "SPILLS", "SERIALISED"]
-    assert Resources(64, 0, 0, 0, 0, 128, 8).reasons(TARGETS["sm_90"]) == []
-    assert [r.code for r in Resources(255, 0, 0, 0, 0, 512, 0).reasons(TARGETS["sm_90"])] == ["OCCUPANCY"]
+    codes = ["SHARED_MEMORY", "THREADS", "REGISTERS", "SPILLS", "WAVE", "MATRIX", "SERIALISED"]
+    assert [line.split()[0] for line in told] == codes
+    assert Resources(64, 0, 0, 0, 0, 128, 8, 32).reasons(TARGETS["sm_90"]) == []
+    assert Resources(64, 0, 0, 0, 0, 128, 8, 32, 24, 2).reasons(TARGETS["sm_90"]) == []
+    assert [r.code for r in Resources(255, 0, 0, 0, 0, 512, 0, 32).reasons(TARGETS["sm_90"])] == ["OCCUPANCY"]
+    assert [r.code for r in Resources(64, 0, 0, 16, 0, 256, 4, 64).reasons(TARGETS["gfx942"])] == ["SCRATCH"]
 
 
 def test_targets_are_found_by_any_spelling_of_an_arch() -> None:

@@ -1,4 +1,4 @@
-"""The rooms' kernels, compiled for devices that are not here: nothing spills, and every block fits.
+"""The rooms' kernels, compiled for devices that are not here: nothing spills, every block fits, products use matrices.
 
 The attention kernel is what fills a device, so CI compiles it for every target; all other kernels take a minute a
 target, and are for `-m slow`.
@@ -25,7 +25,7 @@ def test_attention_of_the_intel_room_keeps_every_limit(target: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("room", ["triton", "xpu"])
+@pytest.mark.parametrize("room", ["triton", "xpu", "rocm"])
 @pytest.mark.parametrize("model", ["flash", "pro"])
 def test_every_kernel_of_every_room_keeps_every_limit(room: str, target: str, model: str) -> None:
     assert broken_limits(room, [target], "--model", model) == []

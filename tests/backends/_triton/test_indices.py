@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4attn.backends._triton import indices as kernels
-from dsv4attn.backends._triton.runtime import INTERPRETED, Variant, launch, observed
-from dsv4attn.core.contract import IndexSteps, PageTable
+from dsv4attn.backends._triton import ragged
+from dsv4attn.backends._triton.runtime import INTERPRETED, Variant, observed
+from dsv4attn.core.contract import PageTable, RaggedSteps
 from dsv4attn.testing.scenario import Scenario
+from tests.backends._triton.ragged_trials import pack, translate_ragged
 from tests.backends._triton.trials import (
     BLOCKS,
     BOOL,
@@ -72,16 +74,7 @@ def combine(rng: Random) -> Trial:
     return Trial("combine_topk_swa_indices", args, outs, tables)
 
 
-def pack(rng: Random) -> Trial:
-    """Dense rows, some longer than their columns, of which few, many or no entries are kept."""
-    rows, width, slots = rng.randint(0, 9), rng.choice([0, 1, 5, 8, 21]), rng.choice([0, 3, 9, 2**31])
-    dense = numbers(rng, (rows, width), lambda: spoiled(rng, 12, NUMBERS))
-    lens = numbers(rng, (rows,), lambda: rng.choice([-1, 0, width, 2**31 - 1, rng.randint(0, width + 2)]))
-    outs = ((rows * width + rng.randint(0, 2),), INT), ((rows + 1,), INT)
-    return Trial("build_ragged_indices_from_dense", (dense, lens, slots), outs)
-
-
-STEPS = [translate, combine, pack]
+STEPS = [translate, combine, pack, translate_ragged]
 all_steps = pytest.mark.parametrize("make", STEPS)
 
 
@@ -89,7 +82,7 @@ all_steps = pytest.mark.parametrize("make", STEPS)
 @given(rng=RANDOMS)
 @examples(60)
 def test_a_step_equals_its_definition(make: Callable[[Random], Trial], rng: Random) -> None:
-    with small_rounds(kernels):
+    with small_rounds(kernels, ragged):
         assert make(rng).agrees(kernels)
 
 
@@ -122,27 +115,22 @@ def test_the_widest_rows_are_combined_translated_and_packed() -> None:
     dense = numbers(rng, (3, width), lambda: spoiled(rng, 50, NUMBERS))
     rows = dense, torch.tensor([width, 4097, 8000], dtype=INT), 40
     packed = ((3 * width,), INT), ((4,), INT)
+    ragged_rows = ((2 * width,), INT), ((3,), INT)
+    last = torch.full((2, width), -1, dtype=INT)
+    last[:, -2:] = torch.tensor([4999, 3])
+    behind = last, *step[1:]
 
     assert Trial("combine_topk_swa_indices", chunk, combined, tables).agrees(kernels)
     assert Trial("compute_global_topk_indices_and_lens", step, translated).agrees(kernels)
     assert Trial("build_ragged_indices_from_dense", rows, packed).agrees(kernels)
-
-
-@pytest.mark.parametrize("rows", [1, 4096, 4097, 65536])
-def test_a_scan_over_many_rows_says_where_each_ends(rows: int) -> None:
-    counts = torch.randint(0, 8192, (rows,), generator=torch.Generator().manual_seed(rows), dtype=INT)
-    indptr = torch.full((rows + 2,), 77, dtype=INT)
-    indptr[1:-1] = counts
-    scanned = there(indptr)
-    grid, constants = (1,), {"BLOCK": kernels.SCAN_BLOCK}
-    launch(kernels.scan_kernel, grid, (scanned, rows), constants, num_warps=kernels.SCAN_WARPS)
-
-    assert scanned.tolist() == [0, *counts.cumsum(0).tolist(), 77]
+    for chosen in (step, behind):
+        assert Trial("compute_global_topk_ragged_indices_and_indptr", chosen, ragged_rows).agrees(kernels)
 
 
 def test_steps_neither_allocate_nor_read_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
-    monkeypatch.setattr(kernels, "launch", lambda kernel, *_, **__: launched.append(kernel))
+    for module in (kernels, ragged):
+        monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: launched.append(kernel))
     for make in STEPS:
         for seed in range(5):
             trial = make(Random(seed))
@@ -152,9 +140,10 @@ def test_steps_neither_allocate_nor_read_a_value(monkeypatch: pytest.MonkeyPatch
                 step(*trial.args, out=tuple(outs), **trial.keywords)
             assert ran == []
 
-    steps: IndexSteps = kernels
+    steps: RaggedSteps = kernels
     assert steps.transient_bytes(10**9, 10**6) == 0
-    assert len(set(launched)) == 5
+    assert len(set(launched)) == len(STEPS), "one launch each"
+    assert len(launched) == 5 * len(STEPS)
 
 
 @pytest.mark.parametrize("form", NAMES)
@@ -211,14 +200,6 @@ def request_in_a_hurry(token: Any, starts: Any, stride: Any, base: Any, num_reqs
     return low
 
 
-def scan_without_carry(indptr: Any, num_rows: Any, BLOCK: tl.constexpr) -> None:  # noqa: N803 - as kernels are written
-    tl.store(indptr, 0)
-    for start in range(0, num_rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        count = tl.load(indptr + 1 + row, mask=row < num_rows, other=0)
-        tl.store(indptr + 1 + row, tl.cumsum(count, 0), mask=row < num_rows)
-
-
 def with_changed(name: str, change: Callable[..., tuple[Any, ...]]) -> Callable[..., None]:
     """Return a step that changes its positional arguments before it runs."""
     right = getattr(kernels, name)
@@ -237,7 +218,8 @@ PLANTED: list[tuple[Callable[[Random], Trial], str, Any]] = [
     (translate, "slots_of", slots_in_32_bits),
     (combine, "slots_of", slots_in_32_bits),
     (combine, "request_of", request_in_a_hurry),
-    (pack, "scan_kernel", scan_without_carry),
+    (translate_ragged, "slots_of", slots_in_32_bits),
+    (translate_ragged, "compute_global_topk_ragged_indices_and_indptr", one_more_visible),
     (translate, "compute_global_topk_indices_and_lens", one_more_visible),
     (combine, "combine_topk_swa_indices", one_more_visible),
     (combine, "combine_topk_swa_indices", lambda *args: (*args[:6], max(args[6] - 1, 1), *args[7:])),
@@ -249,8 +231,10 @@ PLANTED: list[tuple[Callable[[Random], Trial], str, Any]] = [
 @pytest.mark.parametrize(("make", "name", "bug"), PLANTED, ids=[f"{make.__name__}-{n}" for make, n, _ in PLANTED])
 def test_a_planted_bug_is_found(make: Any, name: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     is_step = name in {trial.step for trial in (step(Random(0)) for step in STEPS)}
-    monkeypatch.setattr(kernels, name, with_changed(name, bug) if is_step else triton.jit(bug))
-    with small_rounds(kernels):
+    for module in (kernels, ragged):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, with_changed(name, bug) if is_step else triton.jit(bug))
+    with small_rounds(kernels, ragged):
         assert not all(make(Random(seed)).agrees(kernels) for seed in range(150))
 
 
@@ -270,5 +254,5 @@ def test_the_inputs_hold_what_they_should() -> None:
 def test_a_form_says_what_its_kernel_is_given() -> None:
     made: list[Variant] = list(kernels.variants())
 
-    assert len(made) == len(set(made)) == 10
-    assert all(dict(variant.types)["lens"] == "*i32" for variant in made if variant.name != "scan_kernel")
+    assert len(made) == len(set(made)) == 9
+    assert {type_ for variant in made for name, type_ in variant.types if name in {"lens", "indptr"}} == {"*i32"}

@@ -1,0 +1,135 @@
+"""The index arithmetic that a backend may bring itself, and what it may add to metadata. Part of the contract.
+
+`dsv4attn.core.indices` is the definition of every step, and the default.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dsv4attn.core.contract import PageTable
+    from dsv4attn.core.metadata import DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+
+__all__ = ["BuilderSteps", "IndexSteps", "MetadataExtension", "RaggedSteps"]
+
+
+class IndexSteps(Protocol):
+    """Index arithmetic that runs once a layer; `dsv4attn.core.indices` is the definition and the default."""
+
+    def compute_global_topk_indices_and_lens(
+        self,
+        topk_indices: Tensor,
+        visible_lens: Tensor,
+        token_to_req: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        out: tuple[Tensor, Tensor],
+    ) -> None:
+        """Local entry numbers to global slots."""
+
+    def combine_topk_swa_indices(
+        self,
+        topk_indices: Tensor | None,
+        visible_lens: Tensor | None,
+        is_valid: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        gather_lens: Tensor,
+        window: int,
+        topk: int,
+        rows: int,
+        offset: int,
+        out: tuple[Tensor, Tensor],
+        *,
+        swa: PageTable | None = None,
+        compressed: PageTable | None = None,
+    ) -> None:
+        """Selected entries and windows to rows of a gathered chunk."""
+
+    def build_ragged_indices_from_dense(
+        self, indices: Tensor, lens: Tensor, num_slots: int, out: tuple[Tensor, Tensor]
+    ) -> None:
+        """Dense rows to CSR."""
+
+    def transient_bytes(self, max_elements: int, max_tokens: int) -> int:
+        """Upper bound on temporaries of any step over an index matrix of so many elements; 0 for kernels."""
+
+
+class BuilderSteps(Protocol):
+    """Index arithmetic of `MetadataBuilder`, once a step; `dsv4attn.core.indices` is the definition and the default.
+
+    A backend that brings them has them as its attribute `builder_steps`. Outputs are views of persistent buffers. None
+    of these steps reads a tensor value on the host.
+    """
+
+    def build_token_maps(self, query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[Tensor, Tensor]) -> None:
+        """Request and validity of each token."""
+
+    def build_window_indices(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        token_to_req: Tensor,
+        is_valid: Tensor,
+        first: int,
+        block_table: Tensor,
+        block_size: int,
+        window: int,
+        out: tuple[Tensor, Tensor],
+    ) -> None:
+        """Slots of the windows of a run of tokens that begins with token `first`, and their lengths."""
+
+    def build_gather_lens(self, query_start_loc: Tensor, seq_lens: Tensor, window: int, out: Tensor) -> None:
+        """Window rows that each request needs gathered."""
+
+    def build_compressed_slot_mapping(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        token_to_req: Tensor,
+        is_valid: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        ratio: int,
+        out: tuple[Tensor, Tensor],
+    ) -> None:
+        """Slot of the entry that each token completes, and the number of entries it sees."""
+
+    def compute_global_topk_indices_and_lens(
+        self,
+        topk_indices: Tensor,
+        visible_lens: Tensor,
+        token_to_req: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        out: tuple[Tensor, Tensor],
+    ) -> None:
+        """The same as in `IndexSteps`, for the C128A table."""
+
+
+class RaggedSteps(IndexSteps, Protocol):
+    """What the `steps` of a backend that takes ragged indices may have besides; core makes do without it."""
+
+    def compute_global_topk_ragged_indices_and_indptr(
+        self,
+        topk_indices: Tensor,
+        visible_lens: Tensor,
+        token_to_req: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        out: tuple[Tensor, Tensor],
+    ) -> None:
+        """Local entry numbers to ragged rows of global slots."""
+
+
+class MetadataExtension(Protocol):
+    """What a backend adds to metadata, in buffers that live as long as the builder that asks for it once a step."""
+
+    def extend_swa(self, swa: DeepseekSparseSWAMetadata) -> DeepseekSparseSWAMetadata:
+        """Metadata of the windows, in a class of the backend's own."""
+
+    def extend_compressed(self, compressed: FlashMLASparseMetadata) -> FlashMLASparseMetadata:
+        """The same for the compressed part of one kind of layers."""

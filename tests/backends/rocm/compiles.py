@@ -1,0 +1,81 @@
+"""What the room's kernels need on devices that are not here, as JSON.
+
+Run as a program: a process that interprets kernels cannot compile them. Arguments: a target, then numbers that replace
+those of its row, as in `keys=128`, then forms; all of them if none is named.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from attrs import asdict, evolve
+
+from dsv4attn.backends._triton import attend, projection, ragged
+from dsv4attn.backends._triton.aot import Resources, cross_compile
+from dsv4attn.backends._triton.attend import Segment
+from dsv4attn.backends._triton.runtime import Variant
+from dsv4attn.backends._triton.targets import TARGETS
+from dsv4attn.backends._triton.tuning import Tuning
+from dsv4attn.backends._triton.warm import threads
+from dsv4attn.backends.rocm.tuning import ROWS
+from dsv4attn.core.contract import Phase
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout
+
+NOPE, ROPE = 448, 64
+OCP = Segment.of(KVCacheLayout.fp8_ds_mla(NOPE, ROPE), aligned=True)
+FNUZ = Segment.of(KVCacheLayout.fp8_ds_mla(NOPE, ROPE, fp8_format=Fp8Format.FNUZ), aligned=True)
+GATHERED = Segment.of(KVCacheLayout.rows(NOPE, ROPE, dtype=torch.bfloat16), aligned=True)
+SEGMENTS = {
+    "decode window": (Phase.DECODE, (OCP,)),
+    "decode both": (Phase.DECODE, (OCP, OCP)),
+    # a window that another library wrote in the device's own dialect, beside what Triton wrote
+    "decode mixed": (Phase.DECODE, (FNUZ, OCP)),
+    "prefill gathered": (Phase.PREFILL, (GATHERED,)),
+}
+HEADS = (64, 128, 16, 8)
+
+
+def forms(row: Tuning) -> Iterator[tuple[str, Variant]]:
+    """Names and variants of all kernels here: "decode mixed, 64 heads, split", "reduce", "pack_kernel"."""
+    for heads in HEADS:
+        for name, (phase, segments) in SEGMENTS.items():
+            shape = attend.Shape(heads, NOPE, ROPE, segments, torch.bfloat16, 8, ragged=True)
+            for variant in attend.variants(shape, row.of(phase), sinks=[True], lses=[True]):
+                if variant.name == "attention":
+                    split = ", split" if dict(variant.constants)["SPLIT"] else ""
+                    yield f"{name}, {heads} heads{split}", variant
+                elif (heads, name) == (HEADS[0], "decode both"):
+                    yield variant.name, variant
+    for variant in ragged.variants():
+        yield variant.name, variant
+    for variant in projection.variants(64, NOPE, ROPE, 8, 1024, torch.bfloat16, torch.bfloat16):
+        yield f"{variant.name}, {dict(variant.constants)['BLOCK_M']} tokens", variant
+
+
+def needed(variant: Variant, target: str, *, far: bool) -> dict[str, Any]:
+    """What one form needs, and the codes of the limits that it breaks."""
+    device = TARGETS[target]
+    found = Resources.of(cross_compile(variant, device, far=far), device)
+    return {**asdict(found), "broken": [str(reason) for reason in found.reasons(device)]}
+
+
+def main(target: str, *words: str) -> dict[str, Any]:
+    """By form; those for tensors beyond 2 GB are asked for by ", far" behind the name."""
+    pairs = [word.partition("=") for word in words]
+    numbers: dict[str, Any] = {name: int(number) for name, _, number in pairs if number}
+    wanted = [word for word in words if "=" not in word]
+    made = dict(forms(evolve(ROWS[target], **numbers)))
+    wanted = wanted or [name + far for name in made for far in ("", ", far")]
+    with ThreadPoolExecutor(threads()) as executor:
+        far = [name.endswith(", far") for name in wanted]
+        found = executor.map(lambda n, f: needed(made[n.removesuffix(", far")], target, far=f), wanted, far)
+        return dict(zip(wanted, found, strict=True))
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))

@@ -1,0 +1,371 @@
+"""The ROCm room as a room: when it is chosen, what it compiles, what it reads, and what it never does on the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+
+from dsv4attn.backends._triton import attend, ragged
+from dsv4attn.backends._triton.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
+from dsv4attn.backends.rocm import INFO
+from dsv4attn.backends.rocm.launch import RocmBackend
+from dsv4attn.backends.rocm.tuning import ROWS
+from dsv4attn.core.bounds import Bounds
+from dsv4attn.core.contract import (
+    AttentionCall,
+    GatheredKeys,
+    IndexForm,
+    KeyForm,
+    PagedKeys,
+    Phase,
+    RaggedIndices,
+    Rank,
+)
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.problem import Problem
+from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.errors import ArgumentError
+from dsv4attn.plugins import PluginRegistry
+from dsv4attn.selection import explain, load_backend
+from dsv4attn.testing.case import chosen
+from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.conform import run_case
+from dsv4attn.testing.scenario import Scenario
+from dsv4attn.testing.subject import Subject
+from dsv4attn.testing.world import layouts, tiny_geometry
+from tests.backends._triton.attending import FNUZ, OCP, TINY, Trial
+from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.engine import Engine, launching_nothing
+from tests.backends._triton.planting import plant
+from tests.backends._triton.trials import operations
+from tests.core.forms import all_kinds, assert_same_bits
+
+FLASH = ModelGeometry.preset("flash")
+LIMITS = Limits(max_num_reqs=6, max_num_batched_tokens=96, max_model_len=1024, num_speculative_tokens=1)
+META = torch.device("meta")
+VIEWS = {
+    "as_strided",
+    "unbind",
+    "slice",
+    "select",
+    "view",
+    "expand",
+    "unsqueeze",
+    "squeeze",
+    "alias",
+    "detach",
+    "split",
+    "t",
+}
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel is neither skipped nor changed")
+
+
+# selection
+
+
+@all_kinds
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "gfx90a", "gfx1201"])
+def test_on_an_amd_gpu_it_is_chosen_before_the_generic_room(kind: LayerKind, phase: Phase, arch: str) -> None:
+    registry = PluginRegistry.load(entry_points=[])
+    problem = Problem.of(FLASH, kind, phase.value)
+    selection = explain(problem, device=DeviceFacts.named(arch), backend="auto", registry=registry)
+
+    assert selection.chosen is not None
+    assert selection.chosen.info.name == "rocm"
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "xpu", "cpu"])
+def test_elsewhere_it_must_be_asked_for(arch: str) -> None:
+    facts = DeviceFacts.named(arch)
+
+    assert facts.matches(INFO.runs_on)
+    assert not facts.matches(INFO.native)
+    assert INFO.rank is Rank.VENDOR
+
+
+def test_its_forms_are_ragged_on_pages_in_decode_and_on_gathered_rows_in_prefill() -> None:
+    made: Any = load_backend("rocm", deterministic=True)
+
+    assert made.deterministic
+    assert made.forms.decode_indices is made.forms.prefill_indices is IndexForm.RAGGED
+    assert made.forms.prefill_keys is KeyForm.GATHERED
+    assert made.forms.max_logits
+    assert made.forms.empty_lse
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"), [({"tuning": "sm_70"}, "tuning"), ({"deterministic": 1}, "deterministic")]
+)
+def test_an_option_with_a_wrong_value_says_what_it_may_be(options: dict[str, Any], argument: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{argument}: expected"):
+        RocmBackend(**options)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_an_architecture_has_its_own_numbers(arch: str) -> None:
+    assert RocmBackend()._tuning(DeviceFacts.named(arch)) is ROWS[arch]
+    assert RocmBackend(tuning=arch)._tuning(DeviceFacts.named("sm_90")) is ROWS[arch]
+    assert RocmBackend()._tuning(DeviceFacts.named("gfx90a")) is ROWS[DEFAULT]
+
+
+# conformance
+
+SAMPLE = chosen(
+    CASES,
+    "indexer-garbage-decode,max-logits-decode,lse-prefill,scratch-c4a,call-holes-c4a-decode,"
+    "call-empty-c4a-decode,pair-ocp-fnuz-decode",
+)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["free", "deterministic"])
+@pytest.mark.parametrize("case", SAMPLE, ids=lambda case: str(case.id))
+def test_it_keeps_the_contract(case: Any, *, deterministic: bool) -> None:
+    subject = Subject.named("rocm", device=DEVICE.type, options={"deterministic": deterministic})
+    outcome = run_case(subject, case)
+
+    assert outcome.state == "passed", outcome.message
+
+
+class InParts(RocmBackend):
+    """The room, with tiles so small that the keys of a quick test are several parts of several tiles."""
+
+    rows = {DEFAULT: Tuning(heads=16, keys=16, run=1)}  # noqa: RUF012 - as rooms declare it
+
+
+@all_kinds
+def test_in_deterministic_mode_a_row_has_the_same_bits_in_any_company(kind: LayerKind) -> None:
+    geometry = tiny_geometry(window=24, topk=20, ratios=(2, 4))
+    whole = Scenario(
+        kind=kind,
+        requests=[(40, 1), (90, 1), (0, 1), (13, 2)],
+        geometry=geometry,
+        num_speculative_tokens=1,
+        compressed_block_tokens=32,
+        device=DEVICE.type,
+    )
+    backend = InParts(deterministic=True)
+    out, lse = whole.check(backend)
+    first = 0
+    for i, (_, count) in enumerate(whole.requests):
+        step = whole.at(*((before, n if i == j else 0) for j, (before, n, *_) in enumerate(whole.requests)))
+        assert_same_bits(step.run(backend), (out[first : first + count], lse[first : first + count]))
+        first += count
+
+
+# indptr that holds anything
+
+CAPACITY, WIDTH = 40, 24
+MOST, LEAST = 2**31 - 1, -(2**31)
+SPANS = [
+    (0, 10),
+    (10, 40),  # longer than the width
+    (-5, 10),
+    (LEAST, 7),
+    (20, 5),
+    (5, -3),
+    (30, 100),
+    (39, MOST),
+    (40, 60),
+    (60, 70),
+    (MOST, MOST),
+    (LEAST, MOST),
+    (LEAST, LEAST),
+    (MOST, 3),
+    # their difference does not fit into 32 bits
+    (MOST, LEAST),
+    (39, LEAST),
+    (5, LEAST),
+]
+
+
+def misread(span: tuple[int, int], form: Any, splits: int) -> tuple[Trial, AttentionCall]:
+    """A row from begin to end of a list that stands among slots whose keys are NaN; and what it should give."""
+    tuning = Tuning(heads=16, keys=16)
+    trial = Trial(layouts=(TINY,), widths=(WIDTH,), tokens=1, form=form, tuning=tuning, splits=splits, seed=4)
+    (segment,) = trial.segments
+    unwritten = np.isnan(segment.values).any(1)
+    good, bad = np.flatnonzero(~unwritten).tolist(), np.flatnonzero(unwritten).tolist()
+    assert min(len(good), len(bad)) > 5
+    rng = Random(0)
+    memory = [rng.choice(bad) for _ in range(CAPACITY + 2 * WIDTH)]
+    inside = [rng.choice([*good, -1]) for _ in range(CAPACITY)]
+    memory[WIDTH : WIDTH + CAPACITY] = inside
+    begin, end = (max(bound, 0) for bound in span)
+    row = (inside[begin:end] + [-1] * WIDTH)[:WIDTH]
+    trial.__dict__["segments"] = [segment._replace(slots=np.array([row]), lens=np.array([WIDTH]))]
+    call, _ = trial.call()
+    flat, indptr = (torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (memory, span))
+    rows = RaggedIndices(flat[WIDTH : WIDTH + CAPACITY], indptr, WIDTH)
+    keys: Any = call.keys
+    keys = GatheredKeys(keys.kv, rows) if form.startswith("gathered") else (PagedKeys(keys[0].cache, rows),)
+    return trial, evolve(call, keys=keys)
+
+
+def error_of(trial: Trial, call: AttentionCall) -> float:
+    attend.attend(call, trial.tuning)
+    answer: Any = call
+    return trial.error(answer)
+
+
+@pytest.mark.parametrize("splits", [0, 3])
+@pytest.mark.parametrize("form", ["ragged", "gathered-ragged"])
+@pytest.mark.parametrize("span", SPANS, ids=str)
+def test_whatever_indptr_holds_nothing_beside_the_list_is_read(span: tuple[int, int], form: str, splits: int) -> None:
+    assert error_of(*misread(span, form, splits)) <= 1
+
+
+BOUNDS = {
+    "negative begins believed": ("tl.maximum(tl.load(lens + token), 0)", "tl.load(lens + token)", (-5, 10)),
+    "ends behind the list believed": (
+        "tl.minimum(tl.maximum(tl.load(lens + token + 1), 0).to(tl.int64), stride).to(tl.int32)",
+        "tl.load(lens + token + 1)",
+        (30, 100),
+    ),
+    "rows longer than the width": ("tl.minimum(tl.maximum(count, 0), width)", "tl.maximum(count, 0)", (10, 40)),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_reader_beside_the_list_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    right, wrong, span = BOUNDS[name]
+    plant(monkeypatch, tmp_path, "attention", right, wrong)
+
+    assert error_of(*misread(span, "ragged", 0)) > 1
+
+
+# what is compiled
+
+
+def problems() -> list[Scenario]:
+    """Steps of every kind, with decode and prefill, in several dims and types."""
+    geometry = tiny_geometry(num_heads=3, head_dim=32, rope_dim=8, window=8, topk=5, ratios=(4, 16))
+    found = [*layouts(geometry, 8).values()]
+    return [
+        Scenario(
+            kind=kind,
+            requests=[(20, 1), (3, 1), (40, 7), (0, 2)],
+            geometry=geometry,
+            layout=found[i % len(found)],
+            q_dtype=found[i % len(found)].row_dtype,
+            sinks=("random", None)[i % 3 == 0],
+            page_padding=(0, 16, 2)[i % 3],
+            device=DEVICE.type,
+            seed=i,
+        )
+        for i, kind in enumerate([*LayerKind] * 2)
+    ]
+
+
+def bounds_of(scenario: Scenario) -> Bounds:
+    return Bounds.of(
+        scenario.geometry, scenario.limits, swa=scenario.layout, q_dtype=scenario.q_dtype, sink=None, aligned=False
+    )
+
+
+def test_nothing_is_launched_that_was_not_announced() -> None:
+    backend, here, names = RocmBackend(), DeviceFacts.here(DEVICE), set[str]()
+    for scenario in problems():
+        announced = set(backend.kernel_variants(bounds_of(scenario), here))
+        with observed() as seen:
+            scenario.run(backend)
+
+        assert [variant for variant in seen if variant not in announced] == []
+        names |= {variant.name for variant in seen}
+
+    assert names >= {"attention", "gather_kernel", "combine_kernel", "pack_kernel", "ragged_translate_kernel"}
+
+
+def test_attention_is_announced_on_ragged_rows_alone() -> None:
+    bounds = Bounds.of(FLASH, problems()[0].limits)
+    forms = [v for v in RocmBackend().kernel_variants(bounds, DeviceFacts.named("gfx942")) if v.name == "attention"]
+
+    assert {dict(variant.constants)["RAGGED"] for variant in forms} == {True}
+    assert {dict(variant.types)["cache0"] for variant in forms} == {"*u8", "*bf16"}, "pages, and gathered rows"
+
+
+def test_warm_up_counts_every_kernel() -> None:
+    bounds, backend = bounds_of(problems()[0]), RocmBackend()
+
+    assert backend.warmup(bounds, DEVICE) >= len(set(backend.kernel_variants(bounds, DeviceFacts.here(DEVICE))))
+
+
+# what the host does
+
+
+def step(backend: RocmBackend, kind: LayerKind, requests: list[tuple[int, int]]) -> tuple[list[Any], list[Any]]:
+    """What torch runs, and what is launched, while a step is built, inserted and attended."""
+    on = Engine(backend, FLASH, LIMITS, kind, META)
+    rows = sum(count for _, count in requests) + 3
+    batch = on.load(requests, Random(0), extra=3)
+    with launching_nothing(), operations() as ran, observed() as seen:
+        metadata = on.metadata(batch)
+        on.insert(rows, metadata)
+        on.attend(rows, metadata)
+    return ran, [variant.name for variant in seen]
+
+
+@interpreted
+@all_kinds
+def test_g11_a_decode_step_reads_no_value_and_allocates_nothing(kind: LayerKind) -> None:
+    """From its metadata to its attention; a value of the meta device cannot be read."""
+    ran, launched = step(RocmBackend(), kind, [(300, 1), (999, 2), (0, 1)])
+
+    for name, where in ran:
+        assert where == "cpu" or name in VIEWS | {"zero_", "fill_"}, name
+    lists = {LayerKind.SWA: ["pack_kernel"], LayerKind.C4A: ["pack_kernel", "ragged_translate_kernel"]}
+    made = [name for name in launched if name in {"pack_kernel", "ragged_translate_kernel"}]
+    assert made == lists.get(kind, ["pack_kernel"] * 2)
+    assert launched.count("attention") == 1
+
+
+@interpreted
+@all_kinds
+def test_g11_a_prefill_writes_into_what_is_there(kind: LayerKind) -> None:
+    """On the host it only tells kernels where chunks begin; memory statistics of a device show the rest."""
+    ran, launched = step(RocmBackend(), kind, [(0, 30), (500, 40)])
+
+    in_place = {"sub", "div", "clamp", "copy_", "add_", "zero_", "fill_"}
+    assert {name for name, where in ran if where == "device"} <= VIEWS | in_place
+    assert {"gather_kernel", "combine_kernel", "pack_kernel", "attention"} <= {*launched}
+
+
+class Careless(RocmBackend):
+    """Reads how long rows are, as who sizes a list by its contents would."""
+
+    def decode(self, call: AttentionCall) -> None:
+        keys: Any = call.keys
+        for segment in keys:
+            segment.rows.indptr[-1].item()
+        super().decode(call)
+
+
+@interpreted
+def test_g11_a_planted_read_is_seen() -> None:
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        step(Careless(), LayerKind.SWA, [(300, 1)])
+
+
+def test_decode_makes_views_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial(layouts=(OCP, FNUZ), pages=(64, 2), widths=(40, 30), tokens=5, form="ragged")
+    backend, workspace, launched = RocmBackend(), WorkspaceManager(DEVICE), list[Any]()
+    for module in (attend, ragged):
+        monkeypatch.setattr(module, "launch", lambda *args, **_: launched.append(args))
+    call, _ = trial.call()
+    specs = backend.scratch(Phase.DECODE, trial.layer, trial.tokens, sum(trial.widths))
+    call = evolve(call, scratch=workspace.get_simultaneous(*specs))
+    with operations() as ran:
+        backend.decode(call)
+
+    assert launched
+    assert {name for name, _ in ran} <= VIEWS
