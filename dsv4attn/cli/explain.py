@@ -130,6 +130,7 @@ def _as_json(selection: Selection) -> dict[str, Any]:
                 "state": c.state,
                 "reasons": [reason_json(reason) for reason in c.reasons],
                 "note": c.note,
+                "ways": list(c.ways),
             }
             for c in selection.trace
         ],

@@ -280,6 +280,8 @@ class BackendInfo:
     """Distributions the implementation imports; missing ones make it unavailable."""
     options: Mapping[str, Any] = field(factory=dict)
     """Options the factory takes, with their defaults."""
+    notes: Callable[[DeviceFacts, Problem], Sequence[str]] | None = None
+    """How it would serve a problem that it takes, a line each, for a backend that has several ways."""
     api: str
     """Version of the contract it was written for, written out: "1.0". A default would follow ours and say nothing."""
 
@@ -296,6 +298,8 @@ class BackendInfo:
             self._wrong("factory", "'package.module:callable'")
         if not callable(self.support):
             self._wrong("support", "a function")
+        if self.notes is not None and not callable(self.notes):
+            self._wrong("notes", "a function, or None")
         if not isinstance(self.rank, Rank):
             self._wrong("rank", "a Rank")
         if not isinstance(self.options, Mapping):

@@ -23,7 +23,7 @@ from dsv4attn.errors import ArgumentError, UnknownNameError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceFacts", "may_have_accelerator", "version_of"]
+__all__ = ["DeviceFacts", "is_capturing", "may_have_accelerator", "version_of"]
 
 _DEV = Path("/dev")
 _KNOWN = {
@@ -47,6 +47,16 @@ _NODES = ("nvidia*", "kfd", "dri/render*", "dxg", "accel/*", "davinci*", "hl*")
 """What accelerators are called under /dev: NVIDIA, AMD, Intel and others, WSL, compute accelerators, Ascend, Gaudi."""
 _YES = ("1", "true", "on", "yes", "y")
 """What Triton takes for yes."""
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on a device now is recorded into a graph instead of run."""
+    if device.type == "cpu":
+        return False
+    import torch
+
+    capturing = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", None)
+    return bool(capturing and capturing())
 
 
 def version_of(distribution: str) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import evolve, field, frozen
 
@@ -19,7 +19,8 @@ __all__ = ["Candidate", "Selection", "decide"]
 class Candidate:
     """What became of one backend. state: chosen, supported, refused, broken, or not native.
 
-    note: one sentence when there are no reasons. asked: whether it could have been chosen at all.
+    note: one sentence when there are no reasons. ways: how it would serve the problems, in its own words. asked: whether
+    it could have been chosen at all.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Candidate:
     state: str
     reasons: tuple[Reason, ...] = ()
     note: str = ""
+    ways: tuple[str, ...] = ()
     asked: bool = True
     cause: BaseException | None = field(default=None, eq=False, repr=False)
 
@@ -38,7 +40,7 @@ class Candidate:
         wide = max((len(reason.code) for reason in self.reasons), default=0)
         told = [f"{reason.code:<{wide}}  {reason.text}" for reason in self.reasons]
         said = "" if self.asked else "not asked for; would be refused: "
-        return [f"{' ' * len(said) if i else said}{line}" for i, line in enumerate(told)] or [self.note]
+        return [f"{' ' * len(said) if i else said}{line}" for i, line in enumerate(told)] or [self.note, *self.ways]
 
 
 @frozen
@@ -155,12 +157,13 @@ def _ask(
         for problem in problems:
             # one line each, even if several problems have the same
             reasons.update(dict.fromkeys(_said(info.support(device, problem))))
+        ways = () if reasons or info.notes is None else _ways(info.notes(device, problem) for problem in problems)
     except KeyboardInterrupt:
         raise
     except STRANGE as error:
         note = f"its support raised {first_line(error)}"
         return Candidate(info.name, one.owner, "broken", tuple(reasons), note, cause=error)
-    return Candidate(info.name, one.owner, "refused" if reasons else "supported", tuple(reasons))
+    return Candidate(info.name, one.owner, "refused" if reasons else "supported", tuple(reasons), ways=ways)
 
 
 def _said(answer: object) -> Sequence[Reason]:
@@ -171,6 +174,14 @@ def _said(answer: object) -> Sequence[Reason]:
         if not isinstance(item, Reason):
             raise TypeError(f"support returned a list with {type(item).__name__}, expected Reason")
     return answer
+
+
+def _ways(answers: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """What a stranger's notes say, lines of several problems once."""
+    lines = [line for answer in answers for line in answer]
+    if not all(isinstance(line, str) for line in lines):
+        raise TypeError("notes returned something else than lines of text")
+    return tuple(dict.fromkeys(lines))
 
 
 def _told(c: Candidate, one: Registered, device: DeviceFacts, request: str, *, chosen: bool) -> Candidate:

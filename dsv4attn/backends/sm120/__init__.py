@@ -1,0 +1,40 @@
+"""RTX 5090, RTX PRO 6000 (sm_120) and DGX Spark (sm_121): FlashInfer where it serves a call, our kernel where not.
+
+Chosen automatically there; asked for by name, also any other GPU that Triton drives, or a CPU under Triton's
+interpreter (TRITON_INTERPRET=1), with our kernel. Both phases read pages; nothing is gathered. FlashInfer is optional,
+imported only once this room has won on such a card, and rounds queries and weights to fp8; option `precision=bf16`
+leaves every call to our kernel, which does not.
+
+Status: our kernel is correct in the interpreter and on an NVIDIA H200, and compiled for sm_120; FlashInfer's is called
+as its package asks, which tests check without a card. Neither has run on SM120 hardware. `dsv4attn conform sm120` is how
+someone with a card reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+notes = None
+from dsv4attn.backends.sm120.support import support
+from dsv4attn.core.contract import API_VERSION, BackendInfo, Rank
+from dsv4attn.hookspecs import hookimpl
+
+INFO = BackendInfo(
+    name="sm120",
+    api=API_VERSION,
+    factory="dsv4attn.backends.sm120.launch:Sm120Backend",
+    support=support,
+    notes=notes,
+    summary="SM120 GPUs; decode and prefill on pages, by FlashInfer where it serves, else by our Triton kernel",
+    native=("sm_12*",),
+    runs_on=("cuda", "hip", "xpu", "cpu"),
+    rank=Rank.VENDOR,
+    packages=("torch",),
+    options={"kernel": "auto", "precision": "auto", "tuning": "auto", "deterministic": False},
+)
+
+
+@hookimpl
+def dsv4attn_backends() -> Sequence[BackendInfo]:
+    """This room's one backend."""
+    return [INFO]

@@ -1,0 +1,196 @@
+"""Whether FlashInfer's attention for SM120 is here, and what it takes. Imports neither torch nor FlashInfer.
+
+FlashInfer is asked, not its version: the same name took 25 pairs of heads and widths on pages of 64 in one release, and
+nearly everything in a later one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+from attrs import field, frozen
+
+from dsv4attn.core.problem import CacheFacts, Problem, Reason
+
+__all__ = ["HEADS", "TILE", "Found", "find", "forget", "reasons"]
+
+HEADS = (8, 16, 32, 64, 128)
+"""Head counts with kernels in both of its phases; others are padded to the next one."""
+TILE = 64
+"""Columns of indices that a tile of its kernels takes. Prefill takes whole tiles only."""
+OLDEST = (0, 6, 18)
+"""First release whose contract we have read."""
+
+_MODULE = "flashinfer.mla"
+_CURE = "pip install -U flashinfer-python, or ask for backend 'triton'"
+_PASSED = (
+    *("q", "kv_cache", "indices", "output", "sm_scale", "topk_length", "attn_sink", "extra_kv_cache"),
+    *("extra_indices", "extra_topk_length", "out_lse", "mid_out", "mid_lse", "lse_scale"),
+)
+"""Arguments of `SparseMLASm120Wrapper.run` that we give."""
+
+
+@frozen(eq=False)
+class Found:
+    """FlashInfer's attention and what it says of itself. None in place of a set: every positive number."""
+
+    version: str
+    wrapper: Any = field(repr=False)
+    """The class `SparseMLASm120Wrapper`."""
+    config: Any = field(repr=False)
+    """What it says of this model's cache; has `supports_decode`."""
+    heads: frozenset[int] = frozenset(HEADS)
+    topks: frozenset[int] | None = None
+    page_sizes: frozenset[int] | None = None
+    max_decode_tokens: int = 64
+    """Most tokens of a call that its decode kernels take; beyond it prefill kernels run, whatever we call the phase."""
+
+    @classmethod
+    def of(cls, version: str, wrapper: Any, config: Any) -> Found:  # noqa: ANN401 - of a package without types
+        """Read the limits off its own description. What an old one does not say is a fixed set there."""
+        any_topk = getattr(config, "topk_is_runtime", False) and config.min_topk <= 1
+        any_page = getattr(config, "page_block_size_is_runtime", False)
+        pages = getattr(config, "page_block_sizes", ()) or (config.page_block_size,)
+        return cls(
+            version,
+            wrapper,
+            config,
+            frozenset(HEADS).intersection(config.supported_num_heads()),
+            None if any_topk else frozenset(config.supported_topk()),
+            None if any_page else frozenset(pages),
+            int(config.max_num_tokens),
+        )
+
+    def padded(self, heads: int) -> int | None:
+        """Heads that a call over so many has: the next count with kernels, None if there is none."""
+        return min((count for count in self.heads if count >= heads), default=None)
+
+
+@lru_cache(maxsize=1)
+def find() -> Found | Reason:
+    """Import FlashInfer and return what it can do, or why it cannot be used. Never raises; asked once a process.
+
+    The import takes seconds, and writes a log to its cache directory.
+    """
+    try:
+        return _found()
+    except Exception as error:  # noqa: BLE001 - a broken package may raise anything, and each of it is an answer
+        return _reason(f"{type(error).__name__}: {error}", f"an importable {_MODULE}")
+
+
+def forget() -> None:
+    """Let the next `find` look again."""
+    find.cache_clear()
+
+
+def _found() -> Found | Reason:
+    module = importlib.import_module(_MODULE)
+    version = str(getattr(importlib.import_module("flashinfer"), "__version__", "unknown"))
+    number = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    if number and tuple(map(int, number.groups())) < OLDEST:
+        return _reason(f"flashinfer {version}", f"{'.'.join(map(str, OLDEST))} or newer")
+    missing = []
+    for name in ("SparseMLASm120Wrapper", "supported_sparse_mla_sm120_configs"):
+        try:
+            getattr(module, name)
+        except AttributeError as error:
+            missing.append(f"{type(error).__name__}: {error}")
+    if missing:
+        return _reason(f"flashinfer {version}: {'; '.join(missing)}", "a release with sparse MLA for SM120")
+    wrapper = module.SparseMLASm120Wrapper
+    known = inspect.signature(wrapper.run).parameters
+    unknown = [name for name in _PASSED if name not in known]
+    if unknown:
+        actual = f"flashinfer {version}, whose SparseMLASm120Wrapper.run has no {', '.join(unknown)}"
+        return _reason(actual, f"a run that takes {', '.join(_PASSED)}")
+    configs = module.supported_sparse_mla_sm120_configs()
+    if "dsv4" not in configs:
+        return _reason(f"flashinfer {version} for {', '.join(configs)}", "a release with kernels for dsv4")
+    found = Found.of(version, wrapper, configs["dsv4"])
+    width = getattr(found.config, "bytes_per_token", 0)
+    if width not in (0, 584):
+        return _reason(f"flashinfer {version} with records of {width} bytes", "584-byte records")
+    return found
+
+
+def _reason(actual: str, allowed: str) -> Reason:
+    return Reason("FLASHINFER", actual, allowed, _CURE)
+
+
+def reasons(
+    found: Found,
+    problem: Problem,
+    *,
+    tokens: int | None = None,
+    page_strides: Sequence[int] = (),
+    in_range: bool = False,
+) -> list[Reason]:
+    """Return all reasons why FlashInfer cannot serve a problem; needs no GPU.
+
+    tokens: most query tokens of a call; None: any number. page_strides: bytes from page to page of each cache, where
+    known. in_range: see `FlashInferAttention`; without a copy, rows of indices must have the width they should have.
+    """
+    return list(_reasons(found, problem, tokens, page_strides, in_range=in_range))
+
+
+def _reasons(
+    found: Found, problem: Problem, tokens: int | None, page_strides: Sequence[int], *, in_range: bool
+) -> Iterator[Reason]:
+    layer = problem.layer
+    heads = found.padded(layer.num_heads)
+    if heads is None:
+        yield Reason("HEADS", layer.num_heads, f"at most {max(found.heads, default=0)}", "shard heads over more ranks")
+    if (layer.nope_dim, layer.rope_dim) != (448, 64):
+        yield Reason("HEAD_DIM", f"{layer.nope_dim} + {layer.rope_dim}", "448 + 64")
+    if problem.q_dtype != "bfloat16":
+        yield Reason("Q_DTYPE", problem.q_dtype, "bfloat16", "cast q")
+    if problem.deterministic:
+        actual = "rows whose bits do not depend on the batch"
+        yield Reason("DETERMINISTIC", actual, "any order of sums: parts follow from the tokens of a call")
+    names = ("window cache", "compressed cache")
+    for name, cache in zip(names, (problem.swa, problem.compressed), strict=True):
+        if cache is not None:
+            yield from _of_cache(found, name, cache)
+    for stride in page_strides:
+        if stride % 16:
+            yield Reason("PAGE_STRIDE", f"{stride} bytes", "a multiple of 16", "pad pages")
+    many = tokens is None or tokens > found.max_decode_tokens
+    if in_range and many and layer.window % TILE:
+        expected = f"a multiple of {TILE}, for more than {found.max_decode_tokens} tokens"
+        yield Reason("WINDOW", layer.window, expected, "let the room copy indices")
+    yield from _of_width(found, problem, heads, tokens)
+
+
+def _of_cache(found: Found, name: str, cache: CacheFacts) -> Iterator[Reason]:
+    layout = (cache.layout, cache.dtype, cache.arrangement, cache.group_size)
+    if layout != ("fp8_ds_mla", "e4m3fn", "split", 64):
+        actual = f"{name} {cache.layout} of {cache.dtype}, {cache.arrangement}, groups of {cache.group_size}"
+        yield Reason("LAYOUT", actual, "fp8_ds_mla of e4m3fn, split, groups of 64")
+    if found.page_sizes is not None and cache.page_size not in found.page_sizes:
+        allowed = f"{_listed(found.page_sizes)} with flashinfer {found.version}"
+        yield Reason("PAGE_SIZE", f"{name} with pages of {cache.page_size}", allowed, _CURE)
+
+
+def _of_width(found: Found, problem: Problem, heads: int | None, tokens: int | None) -> Iterator[Reason]:
+    """Columns of the window, which its tables know as topk; those of the compressed cache are free."""
+    width = problem.layer.window
+    if found.topks is not None and width not in found.topks:
+        allowed = f"{_listed(found.topks)} with flashinfer {found.version}"
+        yield Reason("WINDOW", width, allowed, _CURE)
+        return
+    page = problem.swa.page_size
+    some = min(tokens or 1, found.max_decode_tokens)
+    if heads is None or (found.page_sizes is not None and page not in found.page_sizes):
+        return
+    if not found.config.supports_decode(heads, width, num_tokens=some, page_block_size=page):
+        actual = f"{heads} heads with {width} columns on pages of {page}"
+        yield Reason("FLASHINFER", actual, f"what flashinfer {found.version} has kernels for", _CURE)
+
+
+def _listed(numbers: frozenset[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))

@@ -1,0 +1,19 @@
+"""Numbers of the SM120 room's own kernel, per architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dsv4attn.backends._triton.tuning import DEFAULT, HOPPER, INTERPRETER, Tuning
+
+# A block may have 99 KiB of shared memory, and the register file of an SM is that of Hopper without its wide matrix
+# products: 16 heads and 32 keys take 80 KiB and 164 registers, and the next tile stays in flight.
+_SM120 = Tuning(heads=16, keys=32, warps=8, narrow_warps=8, assembly=True, measured="compiled, not measured")
+
+ROWS: Mapping[str, Tuning] = {
+    DEFAULT: Tuning(heads=16, keys=32, warps=4, prefetch=False, measured="compiled, not measured"),
+    "cpu": INTERPRETER,
+    "sm_90": HOPPER,
+    "sm_120": _SM120,
+    "sm_121": _SM120,
+}
