@@ -208,7 +208,10 @@ def test_a_new_top_level_module_needs_a_rule() -> None:
 
 def test_every_room_has_the_same_furniture() -> None:
     """`names` holds the field's names: functions that engines call today, on the room's kernels."""
-    needed, allowed = {"__init__", "launch", "support"}, {"kernels", "names", "tuning", "metadata", "weights"}
+    needed, allowed = (
+        {"__init__", "launch", "support"},
+        {"kernels", "names", "tuning", "metadata", "weights", "choice", "probe", "flashinfer"},
+    )
     rooms = {path.parent for path in FILES if layer_of(module_name(path)).startswith("backends/")}
     for room in rooms - {PACKAGE / "backends" / "_triton"}:
         found = {path.stem for path in room.iterdir() if path.suffix == ".py"}

@@ -56,6 +56,7 @@ __all__ = [
     "PageTable",
     "PagedKeys",
     "Phase",
+    "Products",
     "RaggedIndices",
     "RaggedSteps",
     "Rank",
@@ -74,6 +75,14 @@ class IndexForm(str, Enum):
 
     DENSE = "dense"
     RAGGED = "ragged"
+
+
+class Products(str, Enum):
+    """What queries, and the weights of keys, are rounded to before they are multiplied."""
+
+    BF16 = "bf16"
+    """At least: what is fp32 may stay so."""
+    FP8 = "fp8"
 
 
 class KeyForm(str, Enum):
@@ -96,6 +105,8 @@ class Forms:
     """Whether `AttentionCall.max_logits` may be given; whoever wants them elsewhere computes them beside the call."""
     empty_lse: bool = False
     """Whether `AttentionCall.empty_lse` may differ from -inf; elsewhere whoever wants another value puts it there."""
+    products: Products = Products.BF16
+    """The coarsest rounding that some call may have; the conformance kit's budgets follow it."""
 
 
 @frozen

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve
 
-from dsv4attn.core.contract import AttentionCall, Backend, Phase
+from dsv4attn.core.contract import AttentionCall, Backend, Phase, Products
 from dsv4attn.core.geometry import LayerGeometry
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class PhasedBackend:
             decode_indices=other.decode_indices,
             max_logits=one.max_logits and other.max_logits,
             empty_lse=one.empty_lse and other.empty_lse,
+            products=one.products if one.products is Products.FP8 else other.products,
         )
         self.steps = decode.steps
         for name in ("builder_steps", "metadata_extension"):

@@ -19,8 +19,8 @@ __all__ = ["Candidate", "Selection", "decide"]
 class Candidate:
     """What became of one backend. state: chosen, supported, refused, broken, or not native.
 
-    note: one sentence when there are no reasons. ways: how it would serve the problems, in its own words. asked: whether
-    it could have been chosen at all.
+    note: one sentence when there are no reasons. ways: how it serves the problems if it is chosen, in its own words.
+    asked: whether it could have been chosen at all.
     """
 
     name: str
@@ -188,7 +188,7 @@ def _told(c: Candidate, one: Registered, device: DeviceFacts, request: str, *, c
     """The candidate as the trace shows it."""
     if chosen:
         return evolve(c, state="chosen", note="chosen")
-    c = evolve(c, asked=request in (AUTO, c.name))
+    c = evolve(c, asked=request in (AUTO, c.name), ways=())
     if c.state != "supported":
         return c
     if not c.asked:

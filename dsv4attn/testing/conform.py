@@ -25,6 +25,7 @@ import dsv4attn
 from dsv4attn.core.contract import API_VERSION
 from dsv4attn.testing.case import Bench, Case, Measure, SkipCase, Wrong
 from dsv4attn.testing.cases import CASES, GROUPS
+from dsv4attn.testing.judge import multiplying_in
 from dsv4attn.testing.subject import BrokenSupportError, Subject
 
 __all__ = ["SCHEMA", "Certificate", "Outcome", "conform", "environment", "run_case", "versions"]
@@ -129,6 +130,7 @@ class Certificate:
             "schema": SCHEMA,
             "backend": subject.name,
             "options": dict(subject.options),
+            "products": subject.backend.forms.products.value,
             "distribution": subject.distribution,
             "version": subject.version,
             "contract": API_VERSION,
@@ -196,7 +198,8 @@ def _tried(subject: Subject, case: Case) -> Outcome:
             lse, reasons = False, subject.refusals(case.scene.problems(lse=False))
         if reasons:
             return Outcome(case, "refused", message="; ".join(reasons), reasons=tuple(reasons))
-        measure = case.run(Bench(subject.backend, subject.device, lse))
+        with multiplying_in(subject.backend.forms.products):
+            measure = case.run(Bench(subject.backend, subject.device, lse))
     except SkipCase as skip:
         return Outcome(case, "skipped", message=str(skip), reasons=(str(skip),))
     except Wrong as wrong:

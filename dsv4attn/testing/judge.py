@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import attrs
@@ -10,15 +13,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dsv4attn.core.contract import Products
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout
 from dsv4attn.testing import oracle
 
-__all__ = ["Expected", "found", "rounded", "stored", "tolerance", "written"]
+__all__ = ["Expected", "found", "multiplying_in", "rounded", "stored", "tolerance", "written"]
 
 F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
 TINY = 1e-30
 """Added to a key mass, so that a row whose sink leaves nothing is judged by its absolute size."""
+
+
+_products: ContextVar[Products] = ContextVar("products", default=Products.BF16)
+
+
+@contextmanager
+def multiplying_in(products: Products) -> Iterator[None]:
+    """Judge a backend that rounds what it multiplies to this."""
+    token = _products.set(products)
+    try:
+        yield
+    finally:
+        _products.reset(token)
 
 
 def tolerance(layout: KVCacheLayout, q_dtype: torch.dtype) -> float:
@@ -30,7 +47,11 @@ def tolerance(layout: KVCacheLayout, q_dtype: torch.dtype) -> float:
     bf16. What fp32 and float64 may round to different neighbours is a value of q or of a key's RoPE part: 2^-8 of it,
     times its share of a logit, which is of order 1. With q in fp32 only keys are rounded. With fp32 keys too, only
     fp32 sums are left: 2^-24 a step, over about 2^7 steps of keys and dims.
+    Products in fp8, which has 3 bits behind the point where bf16 has 7, cost 16 times as much: 2^-5 of the mass for the
+    weights, 2^-4 for q; out is rounded as before.
     """
+    if _products.get() is Products.FP8:
+        return 2.0**-9 + 2.0**-5 + 2.0**-4
     if q_dtype == torch.bfloat16:
         return 2.0**-9 + 2.0**-9 + 2.0**-8
     return 2.0**-8 if layout.row_dtype == torch.bfloat16 else 2.0**-17

@@ -46,6 +46,7 @@ def test_what_is_told_to_programs(here: Machine) -> None:
         "raises": "broken",
         "reference": "automatic",
         "rocm": "unavailable",
+        "sm120": "unavailable",
         "triton": "unavailable",
         "xpu": "unavailable",
         "zinc": "denied",

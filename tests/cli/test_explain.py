@@ -25,8 +25,8 @@ def test_g9_any_device_can_be_asked_about(here: Machine) -> None:
     code, told = here.json("explain", "--device", "sm120", "--heads", "64", "--topk", "1152")
 
     assert code == 0
-    assert (told["chosen"], told["device"]["arch"], told["device"]["present"]) == ("triton", "sm_120", False)
-    assert told["verdict"] == "triton: the only backend native to sm_120 that can run this call"
+    assert (told["chosen"], told["device"]["arch"], told["device"]["present"]) == ("sm120", "sm_120", False)
+    assert told["verdict"] == "sm120: the vendor backend of 2 native to sm_120"
     assert "topk=1152" in told["problem"]
     [reference] = [c for c in told["candidates"] if c["name"] == "reference"]
     assert (reference["state"], reference["reasons"]) == ("not native", [])
@@ -114,6 +114,7 @@ def test_a_trace_is_folded_under_itself(here: Machine, width: int) -> None:
         "  request    ",
         "  reference  ",
         "  rocm       ",
+        "  sm120      ",
         "  triton     ",
         "  xpu        ",
         "  lib        ",

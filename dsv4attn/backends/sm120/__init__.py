@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-notes = None
+from dsv4attn.backends.sm120.choice import notes
 from dsv4attn.backends.sm120.support import support
 from dsv4attn.core.contract import API_VERSION, BackendInfo, Rank
 from dsv4attn.hookspecs import hookimpl
@@ -30,7 +30,7 @@ INFO = BackendInfo(
     runs_on=("cuda", "hip", "xpu", "cpu"),
     rank=Rank.VENDOR,
     packages=("torch",),
-    options={"kernel": "auto", "precision": "auto", "tuning": "auto", "deterministic": False},
+    options={"kernel": "auto", "precision": "auto", "in_range": False, "tuning": "auto", "deterministic": False},
 )
 
 

@@ -6,8 +6,7 @@ tokens rows of indices are dense and whole tiles wide; lse has base 2 and counts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
 from math import inf, log, nan
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from dsv4attn.backends.sm120.probe import TILE, Found, find, forget, reasons
 from dsv4attn.core.chunking import round_up
-from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, PagedKeys
+from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.core.workspace import BufferSpec
@@ -30,16 +29,28 @@ _DIM, _RECORD = _LAYOUT.head_dim, _LAYOUT.record_bytes
 _LN2 = log(2.0)
 _LARGEST_SLOT = 2**31 - 1
 _COPY = "pass contiguous memory"
+_NONE = (None, None, None)
 
 
 @frozen
 class _Plan:
-    """Where a call's scratch views are. heads: with padding. padded: whether there is any. copies: rows of indices."""
+    """What a call's scratch holds. padded: whether heads are. copies: whether rows of indices are."""
 
-    heads: int
     padded: bool
     copies: bool
     specs: tuple[BufferSpec, ...]
+
+
+@frozen
+class _Form:
+    """What follows from shapes and strides alone. pages: of each cache with keys, its number, and its view's sizes.
+
+    direct: whether FlashInfer can write lse to its place; the scratch memory for it is then free for the sink's factor.
+    """
+
+    plan: _Plan
+    direct: bool
+    pages: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
 
 
 class FlashInferAttention:
@@ -50,15 +61,16 @@ class FlashInferAttention:
     capturing: tells whether the current stream is being captured; default: the device's own module does.
 
     Layers share a wrapper, one for each device: all memory that a call writes is given to it, so it keeps nothing but
-    plans by shape, and those are good for every layer and stream. Not safe for several threads at once, as theirs is.
+    plans by shape, and those are good for every layer and stream. We keep what we know of each shape too.
     """
 
     def __init__(self, found: Found, *, in_range: bool = False, capturing: Callable[[], bool] | None = None) -> None:
         """Touch no device."""
         self.found, self.in_range = found, in_range
         self._capturing = capturing
-        self._wrappers: dict[torch.device, tuple[Any, Callable[[], bool]]] = {}
-        self._ran: set[tuple[object, ...]] = set()
+        self._wrappers: dict[torch.device, tuple[Any, Tensor]] = {}
+        self._plans: dict[tuple[int, ...], _Plan] = {}
+        self._forms: dict[tuple[object, ...], _Form] = {}
         self._layout = _LAYOUT
 
     def scratch(self, layer: LayerGeometry, tokens: int, width: int, extra_width: int) -> Sequence[BufferSpec]:
@@ -70,51 +82,73 @@ class FlashInferAttention:
         return self._plan(layer.num_heads, tokens, width, extra_width).specs
 
     def _plan(self, heads: int, tokens: int, width: int, extra: int) -> _Plan:
-        padded = self.found.padded(heads)
-        if padded is None:
-            raise UnsupportedError("num_heads", expected=f"at most {max(self.found.heads, default=0)}", actual=heads)
-        return _planned(heads, padded, tokens, width, extra, self.found.max_decode_tokens, self.in_range)
+        plan = self._plans.get((heads, tokens, width, extra))  # every layer of every step asks for the same
+        if plan is None:
+            padded = self.found.padded(heads)
+            if padded is None:
+                most = max(self.found.heads, default=0)
+                raise UnsupportedError("num_heads", expected=f"at most {most}", actual=heads)
+            plan = _Plan(padded != heads, not self.in_range, tuple(self._specs(heads, padded, tokens, width, extra)))
+            self._plans[heads, tokens, width, extra] = plan
+        return plan
+
+    def _specs(self, heads: int, padded: int, tokens: int, width: int, extra: int) -> Iterator[BufferSpec]:
+        if tokens <= self.found.max_decode_tokens:
+            # caches are tiled apart, whichever of them turn out to have keys
+            parts = tokens, padded, -(-width // TILE) - (-extra // TILE)
+            yield from (((*parts, _DIM), torch.bfloat16), (parts, torch.float32))
+        else:
+            # prefill kernels write no parts, and still ask for memory of the right types
+            yield from (((8,), torch.bfloat16), ((4,), torch.float32))
+        yield (tokens, padded), torch.float32
+        if padded != heads:
+            yield from [((tokens, padded, _DIM), torch.bfloat16)] * 2
+            yield (padded,), torch.float32
+        if not self.in_range:
+            unit = 1 if tokens <= self.found.max_decode_tokens else TILE
+            yield (tokens, round_up(width, unit)), torch.int32
+            yield (tokens, round_up(extra, unit)), torch.int32
+            yield (tokens, max(width, extra)), torch.bool
 
     def run(self, call: AttentionCall, scratch: Sequence[Tensor]) -> None:
         """Attend. scratch: views as `scratch` says for this call's widths. No memory is allocated, nothing is read.
 
         With an lse asked for, FlashInfer runs without the sink, which is applied to out afterwards: a sum that a sink
         of 1e4 or +inf dominates has lost the keys' part. That rounds out to bf16 a second time.
-        Raises ArgumentError, before any write, for tensors it cannot take, and UnsupportedError in a capture of shapes
-        that never ran before.
+        Raises ArgumentError, before a result is written, for tensors it cannot take, and UnsupportedError in a capture
+        of shapes that never ran before.
         """
-        if not call.q.shape[0]:
-            return
         q, out, lse, sink = call.q, call.out, call.lse, call.attn_sink
-        heads, keys = q.shape[1], _paged(call)
-        plan = self._plan(heads, q.shape[0], *_widths(keys))
-        self._check(call, keys, plan)
-        mid_out, mid_lse, told, *views = scratch
-        wrapper, capturing = self._wrapper(q.device)
-        # where lse goes straight to its place, `told` is free for the sink's factor
-        if lse is None or plan.padded or lse.stride(1) != 1 or lse.stride(0) < heads:
-            out_lse = told
-        else:
-            out_lse = lse
-        passed = sink if lse is None else None
-        shape = (*q.shape, q.stride(0), out.stride(0), out_lse.stride(0), passed is None, *_shape_of(keys))
-        if capturing() and shape not in self._ran:
+        keys: Any = call.keys
+        if not q.shape[0]:
+            return
+        key = _key(call)
+        known = self._forms.get(key)
+        form = known or self._formed(call)
+        self._check_memory(call)
+        if known is None and self._is_capturing(q.device):
             raise UnsupportedError(
                 "FlashInfer in a captured graph",
                 expected="shapes that ran before the capture",
-                actual=f"q of {list(q.shape)} over {' + '.join(map(str, _widths(keys)))} columns for the first time",
+                actual=f"q of {list(q.shape)} over {' + '.join(map(str, _widths(call)))} columns for the first time",
                 hint="call once with tensors of the same shapes and strides, then capture",
             )
-        output = out
-        if plan.padded:
-            q, output, passed = _padded(q, passed, heads, views)
-            del views[:3]
-        segments = self._segments(keys, views, plan)
-        if not segments:
+        if not form.pages:
             _nothing(call)
             return
-        pages, indices, lens = segments[0]
-        extra = segments[1] if len(segments) > 1 else (None, None, None)
+        mid_out, mid_lse, told, *views = scratch
+        heads, output, passed = q.shape[1], out, sink if lse is None else None
+        if form.plan.padded:
+            q, output, passed = _padded(q, passed, heads, views)
+            del views[:3]
+        wrapper, none = self._wrapper(q.device)
+        given = []
+        for i, size, strides in form.pages:
+            cache, rows = keys[i].cache, keys[i].rows
+            indices = _copied(rows.indices, cache, views[i], views[-1], none) if form.plan.copies else rows.indices
+            given.append((cache.tensor.as_strided(size, strides), indices, rows.lens))
+        pages, indices, lens = given[0]
+        more, more_indices, more_lens = given[1] if len(given) > 1 else _NONE
         wrapper.run(
             q,
             pages,
@@ -123,108 +157,107 @@ class FlashInferAttention:
             call.layer.scale,
             topk_length=lens,
             attn_sink=passed,
-            extra_kv_cache=extra[0],
-            extra_indices=extra[1],
-            extra_topk_length=extra[2],
-            out_lse=out_lse,
+            extra_kv_cache=more,
+            extra_indices=more_indices,
+            extra_topk_length=more_lens,
+            out_lse=lse if form.direct else told,
             mid_out=mid_out,
             mid_lse=mid_lse,
             lse_scale=_LN2,
         )
-        self._ran.add(shape)
+        if known is None:
+            self._forms[key] = form
         if lse is not None:
-            _finish(call, lse, output, told, out_lse)
-        elif plan.padded:
+            _finish(call, lse, output, told, direct=form.direct)
+        elif form.plan.padded:
             out.copy_(output[:, :heads])
 
-    def _wrapper(self, device: torch.device) -> tuple[Any, Callable[[], bool]]:
+    def _is_capturing(self, device: torch.device) -> bool:
+        """Whether the current stream is; no device but a GPU can be."""
+        asked = self._capturing or getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+        return asked is not None and asked()
+
+    def _wrapper(self, device: torch.device) -> tuple[Any, Tensor]:
+        """Their wrapper for a device, and a -1 that lies there."""
         known = self._wrappers.get(device)
         if known is None:
-            capturing = self._capturing
-            if capturing is None:
-                capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", lambda: False)
             try:
-                known = self.found.wrapper(device=device), capturing
+                wrapper = self.found.wrapper(device=device)
             except Exception as error:
                 actual = f"{type(error).__name__}: {error}"
                 raise UnsupportedError("flashinfer", expected=f"a wrapper for {device}", actual=actual) from error
-            self._wrappers[device] = known
+            known = self._wrappers[device] = wrapper, torch.full((), -1, dtype=torch.int32, device=device)
         return known
 
-    def _check(self, call: AttentionCall, keys: Sequence[PagedKeys], plan: _Plan) -> None:
-        """Raise ArgumentError for what FlashInfer would refuse, or read wrongly."""
-        dense = (("q", call.q), ("out", call.out), ("attn_sink", call.attn_sink))
-        for name, tensor in () if plan.padded else dense:
-            if tensor is not None and (not tensor.is_contiguous() or (tensor.data_ptr() % 16 and tensor.ndim == 3)):
-                actual = f"strides {tensor.stride()} at {tensor.data_ptr() % 16} bytes behind one"
-                raise ArgumentError(name, expected="contiguous from a multiple of 16 bytes", actual=actual, hint=_COPY)
-        for segment in keys:
-            rows, cache = _dense(segment), segment.cache
-            if cache.layout is not self._layout and cache.layout != self._layout:
-                check_layout(cache.layout, _LAYOUT, "cache")
-                self._layout = cache.layout
-            if cache.tensor.data_ptr() % 16 or (cache.num_blocks > 1 and cache.page_stride % 16):
-                actual = f"{cache.tensor.data_ptr() % 16} bytes behind one, {cache.page_stride} bytes apart"
-                raise ArgumentError("cache", expected="pages at multiples of 16 bytes", actual=actual)
+    def _formed(self, call: AttentionCall) -> _Form:
+        """Raise ArgumentError for shapes and strides that FlashInfer would refuse; else say what follows from them."""
+        q, lse, keys = call.q, call.lse, _paged(call)
+        pages: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+        plan = self._plan(q.shape[1], q.shape[0], *_widths(call))
+        for name, tensor in (("q", q), ("out", call.out), ("attn_sink", call.attn_sink)):
+            if tensor is not None and not plan.padded and not tensor.is_contiguous():
+                raise ArgumentError(name, expected="contiguous", actual=tensor.stride(), hint=_COPY)
+        for i, segment in enumerate(keys):
+            rows, cache = segment.rows, segment.cache
             if not rows.lens.is_contiguous():
                 raise ArgumentError("lens", expected="contiguous", actual=rows.lens.stride(), hint=_COPY)
-            if not plan.copies:
-                self._check_indices(rows.indices)
+            blocks, size = cache.num_blocks, cache.block_size
+            if blocks > 1 and cache.page_stride % 16:
+                raise ArgumentError("cache", expected="pages at multiples of 16 bytes", actual=cache.page_stride)
+            if rows.indices.shape[1] and blocks:
+                if not plan.copies:
+                    self._check_indices(rows.indices, main=not pages)
+                # the stride of a single page, which says nothing, must be one that is accepted
+                stride = cache.page_stride if blocks > 1 else round_up(size * _RECORD, 16)
+                pages.append((i, (blocks, size, 1, _RECORD), (stride, _RECORD, _RECORD, 1)))
+        direct = lse is not None and not plan.padded and lse.stride(1) == 1 and lse.stride(0) >= q.shape[1]
+        return _Form(plan, direct, tuple(pages))
 
-    def _check_indices(self, indices: Tensor) -> None:
-        """What is passed as it is must be what it takes: decode any rows, prefill dense ones of whole tiles."""
+    def _check_memory(self, call: AttentionCall) -> None:
+        """Raise unless bytes mean what FlashInfer thinks, and begin where it can load them."""
+        start, keys = call.q.data_ptr() | call.out.data_ptr(), _paged(call)
+        for segment in keys:
+            layout = segment.cache.layout
+            if layout is not self._layout and layout != self._layout:
+                check_layout(layout, _LAYOUT, "cache")
+                self._layout = layout
+            start |= segment.cache.tensor.data_ptr()
+        if start % 16:
+            begins = [call.q, call.out, *(segment.cache.tensor for segment in keys)]
+            actual = [tensor.data_ptr() % 16 for tensor in begins]
+            expected = "q, out and caches to begin at multiples of 16 bytes"
+            raise ArgumentError("tensors", expected=expected, actual=f"{actual} bytes behind one", hint=_COPY)
+
+    def _check_indices(self, indices: Tensor, *, main: bool) -> None:
+        """What is passed as it is must be what it takes: decode any rows, prefill dense ones, and whole tiles first."""
         (tokens, width), (row, column) = indices.shape, indices.stride()
         many = tokens > self.found.max_decode_tokens
-        if column != 1 or row < width or (many and (row != width or width % TILE)):
-            expected = f"dense rows of whole tiles of {TILE}" if many else "rows that do not overlap"
+        if column != 1 or row < width or (many and (row != width or (main and width % TILE))):
+            whole = f" of whole tiles of {TILE}" if main else ""
+            expected = f"dense rows{whole}" if many else "rows that do not overlap"
             actual = f"shape {[tokens, width]}, strides {[row, column]}"
             raise ArgumentError("indices", expected=expected, actual=actual, hint="do not promise in_range")
 
-    def _segments(
-        self, keys: Sequence[PagedKeys], views: Sequence[Tensor], plan: _Plan
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(pages, indices, lens) of each cache that has keys: the first is FlashInfer's main one, whichever it is."""
-        segments = []
-        for i, segment in enumerate(keys):
-            rows, cache = _dense(segment), segment.cache
-            indices = rows.indices
-            if indices.shape[1] and cache.num_blocks:
-                if plan.copies:
-                    indices = _copied(indices, cache, views[i], views[-1])
-                segments.append((_pages(cache), indices, rows.lens))
-        return segments
+
+def _key(call: AttentionCall) -> tuple[object, ...]:
+    """All that FlashInfer plans by, and that the checks look at. Raises ArgumentError for other forms of keys."""
+    q, lse, sink = call.q, call.lse, call.attn_sink
+    key: list[object] = [
+        q.shape,
+        q.stride(),
+        call.out.stride(),
+        None if lse is None else lse.stride(),
+        None if sink is None else sink.stride(),
+    ]
+    for segment in _paged(call):
+        rows, cache = segment.rows, segment.cache
+        key += (rows.indices.shape, rows.indices.stride(), rows.lens.stride())
+        key += (cache.num_blocks, cache.block_size, cache.page_stride)
+    return tuple(key)
 
 
-@lru_cache(maxsize=1024)  # every layer of every step asks for the same
-def _planned(
-    heads: int,
-    padded: int,
-    tokens: int,
-    width: int,
-    extra: int,
-    most: int,
-    in_range: bool,  # noqa: FBT001 - a key
-) -> _Plan:
-    # prefill kernels write no parts, and still ask for memory of the right types
-    specs: list[BufferSpec] = [((8,), torch.bfloat16), ((4,), torch.float32)]
-    if tokens <= most:
-        # the caches are tiled apart, whichever of them turn out to have keys
-        parts = tokens, padded if padded == 8 else round_up(padded, 16), -(-width // TILE) - (-extra // TILE)
-        specs = [((*parts, _DIM), torch.bfloat16), (parts, torch.float32)]
-    specs.append(((tokens, padded), torch.float32))
-    if padded != heads:
-        specs += [((tokens, padded, _DIM), torch.bfloat16)] * 2
-        specs.append(((padded,), torch.float32))
-    if not in_range:
-        unit = 1 if tokens <= most else TILE
-        rows = [(tokens, round_up(width, unit)), (tokens, round_up(extra, unit))]
-        specs += [(shape, torch.int32) for shape in rows]
-        specs.append(((tokens, max(width, extra)), torch.bool))
-    return _Plan(padded, padded != heads, not in_range, tuple(specs))
-
-
-def _paged(call: AttentionCall) -> Sequence[PagedKeys]:
-    """The caches of a call. Raises ArgumentError for keys in any other form."""
+def _paged(call: AttentionCall) -> Sequence[Any]:
+    """The caches of a call, with dense rows of slots. Raises ArgumentError for keys in any other form."""
     keys = call.keys
     if isinstance(keys, GatheredKeys):
         raise ArgumentError("keys", expected="pages", actual="gathered rows")
@@ -236,41 +269,21 @@ def _paged(call: AttentionCall) -> Sequence[PagedKeys]:
     return keys
 
 
-def _widths(keys: Sequence[PagedKeys]) -> tuple[int, int]:
-    """Columns of the window and of the other cache, which may not be."""
-    return _dense(keys[0]).indices.shape[1], _dense(keys[1]).indices.shape[1] if len(keys) > 1 else 0
+def _widths(call: AttentionCall) -> tuple[int, int]:
+    """Columns of the window, and of the other cache if there is one."""
+    first, *other = [segment.rows.indices.shape[1] for segment in _paged(call)]
+    return first, sum(other)
 
 
-def _dense(segment: PagedKeys) -> DenseIndices:
-    rows = segment.rows
-    assert isinstance(rows, DenseIndices)
-    return rows
+def _copied(indices: Tensor, cache: PagedKVCache, memory: Tensor, beyond: Tensor, none: Tensor) -> Tensor:
+    """Rows with -1 for slots the cache has not, and in columns that fill up a tile.
 
-
-def _shape_of(keys: Sequence[PagedKeys]) -> tuple[int, ...]:
-    """Numbers that say everything of a call's keys that FlashInfer plans by."""
-    numbers: list[int] = []
-    for segment in keys:
-        rows, cache = _dense(segment), segment.cache
-        numbers += (rows.indices.shape[1], rows.indices.stride(0), rows.lens.stride(0))
-        numbers += (cache.num_blocks, cache.block_size, cache.page_stride)
-    return tuple(numbers)
-
-
-def _pages(cache: PagedKVCache) -> Tensor:
-    """[B, P, 1, 584] view of the bytes. The stride of a single page, which says nothing, is one that is accepted."""
-    blocks, size = cache.num_blocks, cache.block_size
-    stride = cache.page_stride if blocks > 1 else round_up(size * _RECORD, 16)
-    return cache.tensor.as_strided((blocks, size, 1, _RECORD), (stride, _RECORD, _RECORD, 1))
-
-
-def _copied(indices: Tensor, cache: PagedKVCache, memory: Tensor, beyond: Tensor) -> Tensor:
-    """Rows with -1 for whatever does not exist, and in columns that fill up a tile. memory: [T, >= K]. beyond: bool."""
+    memory: [T, >= K] int32. beyond: [T, >= K] bool. none: -1.
+    """
     width = indices.shape[1]
-    rows, mask = memory[:, :width], beyond[:, :width]
-    torch.clamp(indices, min=-1, out=rows)
+    mask = beyond[:, :width]
     torch.ge(indices, min(cache.capacity, _LARGEST_SLOT), out=mask)
-    rows.masked_fill_(mask, -1)
+    torch.where(mask, none, indices, out=memory[:, :width])
     if width < memory.shape[1]:
         memory[:, width:].fill_(-1)
     return memory
@@ -297,10 +310,10 @@ def _nothing(call: AttentionCall) -> None:
         call.lse.fill_(call.empty_lse)
 
 
-def _finish(call: AttentionCall, lse: Tensor, output: Tensor, told: Tensor, out_lse: Tensor) -> None:
+def _finish(call: AttentionCall, lse: Tensor, output: Tensor, told: Tensor, *, direct: bool) -> None:
     """Put lse and out where they belong, out times sigmoid(lse - sink). told: [T, >= H] fp32, free from here on."""
     heads, sink = lse.shape[1], call.attn_sink
-    if out_lse is told:
+    if not direct:
         lse.copy_(told[:, :heads])
     if sink is not None:
         factor = told[:, :heads]

@@ -1,18 +1,162 @@
-"""The Backend of the SM120 room: both phases on pages."""
+"""The Backend of the SM120 room: both phases on pages, by FlashInfer where it serves a call, else by our kernel."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from attrs import evolve
+
 from dsv4attn.backends._triton.backend import TritonBackend
+from dsv4attn.backends.sm120 import flashinfer
+from dsv4attn.backends.sm120.choice import ARCHS
+from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.tuning import ROWS
+from dsv4attn.core.bounds import Bounds
+from dsv4attn.core.chunking import round_up
+from dsv4attn.core.contract import AttentionCall, Forms, KeyForm, Phase, Products
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.problem import CacheFacts, Problem, Reason
+from dsv4attn.core.workspace import ALIGNMENT, BufferSpec, simultaneous_bytes
+from dsv4attn.errors import ArgumentError, UnsupportedError
 
 __all__ = ["Sm120Backend"]
 
+OWN, FLASHINFER, AUTO = "own", "flashinfer", "auto"
+
 
 class Sm120Backend(TritonBackend):
-    """tmp."""
+    """Attention on pages in both phases.
+
+    kernel: "own", "flashinfer", or "auto": FlashInfer on sm_120 and sm_121, where it is there and serves the call, which
+    is settled before anything is launched. "flashinfer" is an order: what it cannot serve is an error. precision:
+    "bf16" leaves every call to our kernel, because FlashInfer rounds queries and weights to fp8. in_range: a promise
+    that block tables name no block outside its cache; without it FlashInfer gets a checked copy of all indices. tuning,
+    deterministic: see `TritonBackend`; only our kernel is deterministic.
+    """
 
     name = "sm120"
     rows = ROWS
 
-    def __init__(self, *, kernel="auto", precision="auto", tuning="auto", deterministic=False):
+    def __init__(
+        self,
+        *,
+        kernel: str = AUTO,
+        precision: str = "auto",
+        in_range: bool = False,
+        tuning: str = "auto",
+        deterministic: bool = False,
+    ) -> None:
+        """Choose, touch no device and import no FlashInfer."""
         super().__init__(tuning=tuning, deterministic=deterministic)
+        if kernel not in (AUTO, OWN, FLASHINFER):
+            raise ArgumentError("kernel", expected=f"'{AUTO}', '{OWN}' or '{FLASHINFER}'", actual=repr(kernel))
+        if precision not in ("auto", "bf16"):
+            raise ArgumentError("precision", expected="'auto' or 'bf16'", actual=repr(precision))
+        if not isinstance(in_range, bool):
+            raise ArgumentError("in_range", expected="true or false", actual=repr(in_range))
+        exact = "precision='bf16'" if precision == "bf16" else "deterministic" if deterministic else ""
+        if kernel == FLASHINFER and exact:
+            hint = "leave one of them out"
+            raise ArgumentError("kernel", expected=f"not FlashInfer with {exact}", actual=repr(kernel), hint=hint)
+        self._kernel, self._in_range = OWN if exact else kernel, in_range
+
+    @cached_property
+    def vendor(self) -> FlashInferAttention | Reason:
+        """FlashInfer, or why it is not asked. Imports it, the first time."""
+        device = DeviceFacts.here()
+        if self._kernel == OWN:
+            return Reason("KERNEL", "our kernel is asked for", "kernel=auto")
+        if self._kernel == AUTO and not device.matches(ARCHS):
+            return Reason("DEVICE", device.arch, "sm_120 or sm_121")
+        found = flashinfer.find()
+        if isinstance(found, Reason):
+            if self._kernel == FLASHINFER:
+                raise UnsupportedError(
+                    "kernel=flashinfer", expected=found.allowed, actual=found.actual, hint=found.cure
+                )
+            return found
+        return FlashInferAttention(found, in_range=self._in_range)
+
+    @cached_property
+    def forms(self) -> Forms:  # type: ignore[override]
+        """Dense slots on pages; products may be in fp8 where FlashInfer serves."""
+        products = Products.BF16 if isinstance(self.vendor, Reason) else Products.FP8
+        ours = products is Products.BF16
+        return Forms(prefill_keys=KeyForm.PAGED, max_logits=ours, empty_lse=True, products=products)
+
+    def reasons(self, phase: Phase, layer: LayerGeometry, tokens: int) -> Sequence[Reason]:
+        """Why our kernel serves calls of so many tokens; empty where FlashInfer does."""
+        key = phase, layer, tokens
+        known = self._answers.get(key)
+        if known is None:
+            known = self._answers[key] = self._asked(phase, layer, tokens)
+        return known
+
+    @cached_property
+    def _answers(self) -> dict[tuple[Phase, LayerGeometry, int], Sequence[Reason]]:
+        return {}
+
+    def _asked(self, phase: Phase, layer: LayerGeometry, tokens: int) -> Sequence[Reason]:
+        vendor = self.vendor
+        if isinstance(vendor, Reason):
+            return [vendor]
+        compressed = None if layer.kind is LayerKind.SWA else CacheFacts()
+        problem = Problem(phase.value, layer, CacheFacts(), compressed, layer.topk)
+        against = flashinfer.reasons(vendor.found, problem, tokens=tokens, in_range=self._in_range)
+        if against and self._kernel == FLASHINFER:
+            first = against[0]
+            raise UnsupportedError(first.code, expected=first.allowed, actual=first.actual, hint=first.cure or None)
+        return against
+
+    def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
+        """What the kernel needs that serves calls of this shape."""
+        vendor = self.vendor
+        if isinstance(vendor, Reason) or self.reasons(phase, layer, tokens):
+            return super().scratch(phase, layer, tokens, width)
+        window = min(width, layer.window)
+        return vendor.scratch(layer, tokens, window, width - window)
+
+    def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
+        """Enough for either kernel. FlashInfer makes parts of few rows only, and copies of all."""
+        bound, vendor = super().scratch_bound(phase, layer, max_tokens, max_width), self.vendor
+        if isinstance(vendor, Reason):
+            return bound
+        window = min(max_width, layer.window)
+        for tokens in {max_tokens, min(max_tokens, vendor.found.max_decode_tokens)}:
+            if not self.reasons(phase, layer, tokens):
+                specs = vendor.scratch(layer, tokens, window, max_width - window)
+                bound += round_up(simultaneous_bytes(list(specs)), ALIGNMENT)
+        return bound
+
+    def decode(self, call: AttentionCall) -> None:
+        """See `contract.Backend`."""
+        if not self._by_vendor(Phase.DECODE, call):
+            super().decode(call)
+
+    def prefill(self, call: AttentionCall) -> None:
+        """See `contract.Backend`."""
+        if not self._by_vendor(Phase.PREFILL, call):
+            super().prefill(call)
+
+    def warmup(self, bounds: Bounds, device: torch.device) -> int:
+        """See `contract.CompiledBackend`. FlashInfer is imported here, and compiles when its shapes run first."""
+        _ = self.vendor
+        return super().warmup(bounds, device)
+
+    def _by_vendor(self, phase: Phase, call: AttentionCall) -> bool:
+        """Run a call by FlashInfer if it serves it; nothing has happened if it does not."""
+        vendor = self.vendor
+        if isinstance(vendor, Reason) or self.reasons(phase, call.layer, call.q.shape[0]):
+            return False
+        if self._kernel == AUTO and not vendor.takes(call):
+            # planned by shapes for FlashInfer, and not its kind of memory: our kernel needs no scratch
+            self._own(phase, evolve(call, scratch=()))
+            return True
+        vendor.run(call, call.scratch)
+        return True
+
+    def _own(self, phase: Phase, call: AttentionCall) -> None:
+        (super().decode if phase is Phase.DECODE else super().prefill)(call)

@@ -1,0 +1,46 @@
+"""Which kernel serves a problem, for `dsv4attn explain`: from facts alone, on any machine. Imports no vendor package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+from dsv4attn.backends.sm120.probe import HEADS, OLDEST, Found, reasons
+from dsv4attn.core.device import DeviceFacts, version_of
+from dsv4attn.core.problem import Problem
+
+__all__ = ["ARCHS", "notes"]
+
+ARCHS = ("sm_12*",)
+"""Where FlashInfer is asked."""
+_NEWEST = "0.7.2"
+
+
+def notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
+    """One line: the kernel, and every reason if it is ours.
+
+    Of a FlashInfer that is not imported only the version is known; its kernels are taken to be those of the newest
+    release that we have read. What really is there is asked when the room has won.
+    """
+    if not device.matches(ARCHS):
+        return [f"our kernel: FlashInfer is asked on sm_120 and sm_121, not on {device.arch}"]
+    version = version_of("flashinfer-python")
+    if version is None and device.present:
+        return ["our kernel: flashinfer-python is not installed"]
+    against = [f"{reason.code} {reason.text}" for reason in reasons(_assumed(version or _NEWEST), problem)]
+    if version is not None and _numbers(version) < OLDEST:
+        against.insert(0, f"flashinfer {version}, needs {'.'.join(map(str, OLDEST))} or newer")
+    if against:
+        return [f"our kernel, in bf16: {'; '.join(against)}"]
+    where = f"flashinfer {version}" if version else f"flashinfer {_NEWEST}, taken to be installed"
+    return [f"{where}, which multiplies in fp8; option precision=bf16 leaves the call to our kernel"]
+
+
+def _assumed(version: str) -> Found:
+    config = SimpleNamespace(supports_decode=lambda *_, **__: True)
+    return Found(version, None, config, frozenset(HEADS))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split(".")[:3]
+    return tuple(int(part) if part.isdigit() else 0 for part in parts)

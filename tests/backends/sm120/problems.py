@@ -1,0 +1,148 @@
+"""Calls over small poisoned caches, and what float64 says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from math import inf
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
+from dsv4attn.backends.sm120.probe import Found
+from dsv4attn.core.contract import AttentionCall, DenseIndices, PagedKeys
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.problem import CacheFacts, Problem
+from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.testing import oracle
+from dsv4attn.testing.judge import Expected
+from tests.backends.sm120.recording import Config, RecordingWrapper
+
+LAYOUT = KVCacheLayout.fp8_ds_mla()
+RECORD: dict[str, Any] = {"nope_dim": 448, "rope_dim": 64, "group_size": 64, "fnuz": False, "scale_bytes": 8}
+OUTSIDE = (10**6, 2**31 - 1, -7, -(2**31), -1)
+
+
+def layer_of(heads: int, *, window: int = 128, topk: int = 0) -> LayerGeometry:
+    """A layer of the model with so many heads."""
+    kind, ratio = (LayerKind.C4A, 4) if topk else (LayerKind.SWA, 1)
+    return LayerGeometry(kind, ratio, heads, 512, Rope(64, 10000.0), window, topk)
+
+
+def found(wrapper: type = RecordingWrapper, *, old: bool = False) -> Found:
+    """FlashInfer as it would be found."""
+    return Found.of("0.7.2", wrapper, Config(old=old))
+
+
+@attrs.frozen(eq=False, slots=False)
+class Trial:
+    """Rows of queries. Lanes hold slots, -1, with `outside` slots that do not exist, and behind the lengths garbage.
+
+    Every third row has no key at all. pages: records of a page in each cache.
+    """
+
+    heads: int = 8
+    tokens: int = 5
+    widths: tuple[int, int] = (6, 9)
+    pages: tuple[int, int] = (4, 2)
+    sinks: Sequence[float] | None = None
+    outside: bool = True
+    seed: int = 0
+    blocks: tuple[int, int] = (5, 7)
+
+    @property
+    def layer(self) -> LayerGeometry:
+        """The layer that is called."""
+        return layer_of(self.heads, window=max(self.widths[0], 1), topk=self.widths[1])
+
+    @property
+    def problem(self) -> Problem:
+        """The same as a question."""
+        facts = [CacheFacts(page_size=size) for size in self.pages]
+        second = facts[1] if self.widths[1] else None
+        return Problem("decode", self.layer, facts[0], second, self.widths[1])
+
+    @cached_property
+    def sink(self) -> Tensor | None:
+        """[H], the given ones over and over."""
+        return None if self.sinks is None else torch.tensor(np.resize(self.sinks, self.heads), dtype=torch.float32)
+
+    @cached_property
+    def q(self) -> Tensor:
+        """[T, H, 512]."""
+        return torch.randn(self.tokens, self.heads, 512, generator=torch.Generator().manual_seed(self.seed)).bfloat16()
+
+    @cached_property
+    def caches(self) -> list[tuple[PagedKVCache, NDArray[np.float64]]]:
+        """Each cache, its even slots written by the oracle and everything else NaN, and its keys."""
+        rng, made = np.random.default_rng((self.seed, 1)), []
+        for size, blocks in zip(self.pages, self.blocks, strict=True):
+            cache = PagedKVCache.allocate(LAYOUT, blocks, size)
+            raw = cache.tensor.as_strided((blocks, cache.page_stride), (cache.page_stride, 1)).fill_(0xFF)
+            keys = np.full((blocks * size, 512), np.nan)
+            for slot in range(0, blocks * size, 2):
+                record = oracle.quantize_record(rng.standard_normal(512), **RECORD)
+                block, place = divmod(slot, size)
+                raw[block, place * 576 : place * 576 + 576] = torch.from_numpy(record[:576])
+                raw[block, size * 576 + place * 8 :][:8] = torch.from_numpy(record[576:])
+                keys[slot] = oracle.dequantize_record(record, **RECORD)
+            made.append((cache, keys))
+        return made
+
+    @cached_property
+    def lanes(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """(slots, lengths) of each segment."""
+        rng, made = np.random.default_rng((self.seed, 2)), []
+        for width, size, blocks in zip(self.widths, self.pages, self.blocks, strict=True):
+            slots = rng.choice(np.arange(0, max(size * blocks, 1), 2), (self.tokens, width))
+            other = OUTSIDE if self.outside else (-1,)
+            slots = np.where(rng.random(slots.shape) < 0.3, rng.choice(other, slots.shape), slots)
+            lens = rng.integers(0, width + 1, self.tokens)
+            lens[::3] = 0
+            for row, count in enumerate(lens):
+                # odd slots hold NaN
+                slots[row, count:] = rng.choice((1, *other), width - count)
+            made.append((slots, lens))
+        return made
+
+    @cached_property
+    def expected(self) -> Expected:
+        """What float64 says, row by row."""
+        answer = Expected.empty(self.tokens, self.heads, 512)
+        sink = None if self.sink is None else self.sink.double().numpy()
+        for row, q in enumerate(self.q.double().numpy()):
+            records: list[NDArray[np.float64]] = []
+            for (cache, keys), (slots, lens) in zip(self.caches, self.lanes, strict=True):
+                named = slots[row, : lens[row]]
+                records += list(keys[named[(named >= 0) & (named < cache.capacity)]])
+            with np.errstate(over="ignore"):
+                answer.judge(row, q, records, sink, self.layer.scale)
+        return answer
+
+    def keys(self, *, pad: int = 0) -> tuple[PagedKeys, ...]:
+        """Segments as a backend gets them. pad: columns of garbage between rows of indices."""
+        made = []
+        for (cache, _), (slots, lens) in zip(self.caches, self.lanes, strict=True):
+            wide = torch.full((self.tokens, slots.shape[1] + pad), 0x7FC00000, dtype=torch.int32)
+            wide[:, : slots.shape[1]] = torch.from_numpy(slots).int()
+            made.append(PagedKeys(cache, DenseIndices(wide[:, : slots.shape[1]], torch.from_numpy(lens).int())))
+        return tuple(made) if self.widths[1] else tuple(made[:1])
+
+    def call(self, *, lse: bool = False, pad: int = 0, empty_lse: float = -inf) -> AttentionCall:
+        """The call, outputs NaN, scratch not there yet."""
+        told = torch.full((self.tokens, self.heads), torch.nan) if lse else None
+        out = torch.full_like(self.q, torch.nan)
+        return AttentionCall(self.layer, self.q, self.keys(pad=pad), self.sink, out, told, empty_lse=empty_lse)
+
+    def run(self, attention: FlashInferAttention, call: AttentionCall) -> AttentionCall:
+        """Run it over scratch full of NaN, and look behind every view of it."""
+        memory = WorkspaceManager(debug=True)
+        attention.run(call, memory.get_simultaneous(*attention.scratch(self.layer, self.tokens, *self.widths)))
+        memory.check_canaries()
+        return call

@@ -1,0 +1,215 @@
+"""The real package, where it is installed: its signature, and its own Python over a stand-in for what it compiles.
+
+Only the compiled module is played, by the checks of `recording`; planning, keys of plans, scratch and the path of every
+argument are the package's. Skipped, with the reason, where FlashInfer cannot be imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
+from dsv4attn.backends.sm120.probe import Found, find, reasons
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.problem import Problem, Reason
+from dsv4attn.errors import UnsupportedError
+from dsv4attn.testing.judge import tolerance
+from tests.backends.sm120.problems import LAYOUT, Trial
+from tests.backends.sm120.recording import HEADS, Facts, RecordingWrapper, Segment, inspected
+
+BUDGET = tolerance(LAYOUT, torch.bfloat16) + 2**-9
+SHARED = 101376
+"""Bytes of shared memory that a block may have on such a card."""
+
+
+@pytest.fixture(scope="module")
+def package() -> Found:
+    answer = find()
+    if isinstance(answer, Reason):
+        pytest.skip(answer.text)
+    return answer
+
+
+class Plan:
+    """What the planner would have compiled."""
+
+    def __init__(self, facts: Facts, variant: int) -> None:
+        rows = facts.scratch if variant == 0 else 0
+        self.facts, self.shapes = facts, [((rows, 512), "bfloat16"), ((rows,), "float32"), (facts[:2], "float32")]
+
+    def workspace(self) -> list[tuple[tuple[int, ...], str, int, int]]:
+        """(shape, dtype, bytes, alignment) of parts, their lse and the lse."""
+        return [(shape, dtype, prod(shape) * getattr(torch, dtype).itemsize, 16) for shape, dtype in self.shapes]
+
+
+class Compiled:
+    """The functions that the package compiles, for this model's cache. ran: variant of each call."""
+
+    def __init__(self) -> None:
+        self.ran: list[int] = []
+        self._facts: dict[tuple[int, ...], Facts] = {}
+
+    def resolve_format(self, dim: int, name: str) -> int:
+        assert (dim, name) == (512, "auto")
+        return 1
+
+    def format_info(self, model: int) -> dict[str, int]:
+        assert model == 1
+        return {"query_dim": 512, "value_dim": 512, "bytes_per_token": 584, "page_size": 64, "chunk_width": 64}
+
+    def inspect_metadata(self, *given: Any) -> list[int]:
+        *tensors, model, extra_fp4, value_dim = given
+        assert (model, extra_fp4, value_dim) == (1, False, 512)
+        facts = inspected(*tensors)
+        main, extra = facts.main, facts.extra or Segment(0, 0, 0, 0)
+        sizes = [main.width, extra.width, main.page_size, extra.page_size, main.page_stride, extra.page_stride]
+        strides = [584, main.index_stride, extra.index_stride, facts.lse_stride]
+        has = [tensors[4] is not None, tensors[8] is not None, facts.has_sink, False]
+        numbers = [1, facts.tokens, facts.heads, *sizes, *strides, *map(int, has), 0]
+        self._facts[tuple(numbers)] = facts
+        return numbers
+
+    def candidates(self, model: int, heads: int, width: int, page: int, dual: bool, *_: Any) -> list[int]:
+        second = Segment(64, 64, 37376, 64) if dual else None
+        return self._variants(Facts(1, heads, Segment(width, page, 0, width), second, heads, False))
+
+    def metadata_candidates(self, metadata: tuple[int, ...], *_: Any) -> dict[int, int]:
+        return dict.fromkeys(self._variants(self._facts[tuple(metadata)]), 1)
+
+    @staticmethod
+    def _variants(facts: Facts) -> list[int]:
+        prefill = 2 if facts.extra is None else 3
+        return [0 if phase == "decode" else prefill for phase in facts.phases()]
+
+    def resolve_attention(self, metadata: tuple[int, ...], *_: Any) -> Plan:
+        key, variant = metadata[:-1], metadata[-1]
+        facts = self._facts[(*key, 0)]
+        assert variant in self._variants(facts)
+        self.ran.append(variant)
+        return Plan(facts, variant)
+
+    def execute_attention(self, plan: Plan, *given: Any) -> None:
+        q, cache, indices, mid, mlse, output, lse, scale, lengths, sink, extra, extra_indices, extra_lengths, base = (
+            given
+        )
+        again = inspected(q, cache, indices, output, lengths, sink, extra, extra_indices, extra_lengths, lse, mid, mlse)
+        assert again == plan.facts, "the tensors are not those that were planned for"
+        assert mid.numel() * 2 >= plan.workspace()[0][2]
+        RecordingWrapper(device="cpu").run(
+            *(q, cache, indices, output, scale),
+            topk_length=lengths,
+            attn_sink=sink,
+            extra_kv_cache=extra,
+            extra_indices=extra_indices,
+            extra_topk_length=extra_lengths,
+            out_lse=lse,
+            mid_out=mid,
+            mid_lse=mlse,
+            lse_scale=base,
+        )
+
+
+@pytest.fixture
+def compiled(package: Found, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) -> Iterator[Compiled]:
+    """Put a stand-in where the package would compile, and a card's numbers where it would ask the driver."""
+    names = ("_execution", "_policy", "_prepared", "_calibration")
+    parts = [importlib.import_module(f"flashinfer.mla._sparse_mla_sm120.{name}") for name in names]
+    execution, policy, prepared, calibration = parts
+    monkeypatch.setenv("FLASHINFER_AUTOTUNE_DIR", str(tmp_path_factory.mktemp("profiles")))
+
+    def forget() -> None:
+        for part in (execution, policy):
+            for value in vars(part).values():
+                if hasattr(value, "cache_clear") and value.__module__ == part.__name__:
+                    value.cache_clear()
+
+    stand_in = Compiled()
+    monkeypatch.setattr(execution, "gen_sparse_mla_sm120_module", lambda: Generated(stand_in))
+    monkeypatch.setattr(prepared, "device_caps", lambda _: (188, SHARED))
+    monkeypatch.setattr(calibration, "_device_key", lambda _: "0:a card")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    forget()
+    yield stand_in
+    forget()
+
+
+class Generated:
+    """What the package makes of its sources."""
+
+    def __init__(self, module: Compiled) -> None:
+        self._module = module
+
+    def build_and_load(self) -> Compiled:
+        """No compiler is called."""
+        return self._module
+
+
+def test_the_recording_has_the_signature_of_the_real_wrapper(package: Found) -> None:
+    real, ours = (inspect.signature(each.run) for each in (package.wrapper, RecordingWrapper))
+
+    assert [str(each) for each in ours.parameters.values()] == [str(each) for each in real.parameters.values()]
+    assert "device" in inspect.signature(package.wrapper).parameters
+
+
+def test_the_real_package_takes_any_page_and_any_width(package: Found) -> None:
+    assert package.heads == set(HEADS)
+    assert package.topks is package.page_sizes is None
+    assert package.max_decode_tokens == 64
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("kind", list(LayerKind))
+@pytest.mark.parametrize("preset", ["flash", "pro"])
+def test_the_real_package_serves_the_model(preset: str, kind: LayerKind, phase: str, package: Found) -> None:
+    assert reasons(package, Problem.of(ModelGeometry.preset(preset), kind, phase)) == []
+
+
+@pytest.mark.parametrize("lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("widths", [(6, 0), (6, 9), (64, 0), (128, 64)])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 8), (5, 3), (5, 8), (5, 100), (5, 128), (64, 8), (65, 3), (65, 8)])
+def test_its_own_checks_accept_every_call(
+    heads: int, tokens: int, widths: tuple[int, int], lse: bool, package: Found, compiled: Compiled
+) -> None:
+    trial = Trial(heads=heads, tokens=tokens, widths=widths, sinks=(0.5, -1.0))
+    subject = FlashInferAttention(package)
+    call = trial.run(subject, trial.call(lse=lse, pad=2))
+
+    assert trial.expected.errors(call.out, call.lse).max() <= BUDGET
+    assert compiled.ran == [0 if tokens <= 64 else 2 + bool(widths[1])]
+    ((wrapper, _),) = subject._wrappers.values()
+    assert wrapper._scratch_arenas == [None, None], "it made scratch of its own"
+    assert all(plan.mid is plan.mlse is plan.lse is None for plan in wrapper._prepared_calls.values())
+
+
+@pytest.mark.parametrize("tokens", [5, 65])
+def test_its_own_checks_accept_indices_as_they_are(tokens: int, package: Found, compiled: Compiled) -> None:
+    trial = Trial(tokens=tokens, widths=(64, 9), sinks=(0.5,), outside=False)
+    call = trial.run(FlashInferAttention(package, in_range=True), trial.call())
+
+    assert trial.expected.errors(call.out, None).max() <= BUDGET
+
+
+def test_whatever_ran_once_runs_in_a_capture_and_its_refusal_never_comes_to_light(
+    package: Found, compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = FlashInferAttention(package)
+    known = Trial(heads=12, sinks=(0.5,))
+    for lse in (False, True):
+        known.run(subject, known.call(lse=lse))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    subject._capturing = lambda: True
+    for lse in (False, True):
+        known.run(subject, known.call(lse=lse))
+    changes: list[dict[str, Any]] = [{"tokens": 3}, {"widths": (7, 9)}, {"blocks": (6, 7)}, {"pages": (4, 4)}]
+    for change in changes:
+        other = attrs.evolve(known, **change)
+        with pytest.raises(UnsupportedError, match="shapes that ran before the capture"):
+            other.run(subject, other.call())
