@@ -110,6 +110,18 @@ def constants(shape: Shape, tuning: Tuning) -> dict[str, Any]:
     }
 
 
+@lru_cache(maxsize=256)
+def divider(size: int) -> tuple[int, int]:
+    """Factor (the bits of an int32) and log with which `keys.place` divides slots below 2^31 by a page size.
+
+    slot // size is (2 slot * factor) >> (32 + log), for log = ceil(log2 size) and factor = 2^(31 + log) // size + 1:
+    the factor is too large by at most 2^-31 of itself, which no slot is large enough to show.
+    """
+    log = (size - 1).bit_length()
+    factor = 2 ** (31 + log) // size + 1
+    return (factor - 2**32 if factor >= 2**31 else factor), log
+
+
 def power_of_two(n: int) -> int:
     """Smallest one that is at least n, and at least what a matrix product takes."""
     return max(16, 1 << (n - 1).bit_length())
@@ -238,14 +250,15 @@ def _segments(keys: Sequence[PagedKeys] | GatheredKeys) -> tuple[tuple[Segment, 
     if isinstance(keys, GatheredKeys):
         kv, stride = keys.kv, keys.kv.stride(0)
         unit = _unit(kv, stride)
-        found = [(Segment(ROWS.value, unit, dtype=kv.dtype), kv, [1, stride // unit, 0, kv.shape[0]])]
+        found = [(Segment(ROWS.value, unit, dtype=kv.dtype), kv, [1, *divider(1), stride // unit, 0, kv.shape[0]])]
     else:
         for cache in (segment.cache for segment in keys):
             tensor, itemsize = cache.tensor, cache.layout.dtype.itemsize
             stride, row = cache.page_stride // itemsize, 0 if cache.layout.is_quantised else tensor.stride(1)
             segment = Segment.of(cache.layout, aligned=_unit(tensor, stride, row) > 1)
             slots = min(cache.capacity, 2**31 - 1)
-            found.append((segment, tensor, [cache.block_size, stride // segment.unit, row // segment.unit, slots]))
+            size = cache.block_size
+            found.append((segment, tensor, [size, *divider(size), stride // segment.unit, row // segment.unit, slots]))
     pointers: list[Tensor] = []
     numbers: list[int] = []
     for (_, tensor, page), rows in zip(found, _listed(keys), strict=True):

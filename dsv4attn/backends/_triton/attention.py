@@ -49,6 +49,16 @@ def address(inside, a, b, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
+def paging(inside, a, b, SEGMENTS: tl.constexpr):
+    """The same of what `keys.place` divides by."""
+    return (
+        chosen(inside, a[0], b[0], SEGMENTS),
+        chosen(inside, a[1], b[1], SEGMENTS),
+        chosen(inside, a[2], b[2], SEGMENTS),
+    )
+
+
+@triton.jit
 def slots_of(tile, last, first_tiles, row0, row1, len0, len1, N: tl.constexpr, SEGMENTS: tl.constexpr):
     """Indices of a tile's N columns, -1 behind its segment's length and in tiles past the last."""
     column = tl.arange(0, N)
@@ -66,7 +76,7 @@ def fetch(tile, slot, first_tiles, segment0, segment1, nothing, INTERLEAVED: tl.
     inside = tile < first_tiles
     ok = (slot >= 0) & (slot < chosen(inside, segment0[4], segment1[4], SEGMENTS))
     base = address(inside, segment0[0], segment1[0], SEGMENTS)
-    size = chosen(inside, segment0[1], segment1[1], SEGMENTS)
+    size = paging(inside, segment0[1], segment1[1], SEGMENTS)
     stride = chosen(inside, segment0[2], segment1[2], SEGMENTS)
     x0, x1, x2, x3, rope, low, high = keys.load_words(base, slot, ok, size, stride, nothing, INTERLEAVED)
     return ok, x0, x1, x2, x3, rope, low, high
@@ -144,12 +154,16 @@ def attention(
     width0: tl.int32,
     index_stride0: tl.int64,
     page_size0: tl.int32,
+    page_factor0: tl.int32,
+    page_log0: tl.int32,
     page_stride0: tl.int64,
     row_stride0: tl.int64,
     capacity0: tl.int32,
     width1: tl.int32,
     index_stride1: tl.int64,
     page_size1: tl.int32,
+    page_factor1: tl.int32,
+    page_log1: tl.int32,
     page_stride1: tl.int64,
     row_stride1: tl.int64,
     capacity1: tl.int32,
@@ -233,8 +247,9 @@ def attention(
         first = (tiles.to(tl.int64) * split // splits).to(tl.int32)
         last = (tiles.to(tl.int64) * (split + 1) // splits).to(tl.int32)
 
-    segment0 = (cache0, page_size0, page_stride0, row_stride0, capacity0)
-    segment1 = (cache1, page_size1, page_stride1, row_stride1, capacity1)
+    paging0, paging1 = (page_size0, page_factor0, page_log0), (page_size1, page_factor1, page_log1)
+    segment0 = (cache0, paging0, page_stride0, row_stride0, capacity0)
+    segment1 = (cache1, paging1, page_stride1, row_stride1, capacity1)
     slot = slots_of(first, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
     WORDS: tl.constexpr = KIND0 == keys.WORDS
     if WORDS and PREFETCH:
@@ -266,7 +281,7 @@ def attention(
             if SAME:
                 segment = (
                     address(inside, cache0, cache1, SEGMENTS),
-                    chosen(inside, page_size0, page_size1, SEGMENTS),
+                    paging(inside, paging0, paging1, SEGMENTS),
                     chosen(inside, page_stride0, page_stride1, SEGMENTS),
                     chosen(inside, row_stride0, row_stride1, SEGMENTS),
                 )

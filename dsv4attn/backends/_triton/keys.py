@@ -19,26 +19,31 @@ ROWS = tl.constexpr(2)
 
 
 @triton.jit
-def place(slot, ok, page_size, page_stride):
-    """Byte offset of each slot's page, int64, and the slot's number in the page; zeros where not ok."""
+def place(slot, ok, paging, page_stride):
+    """Byte offset of each slot's page, int64, and the slot's number in the page; zeros where not ok.
+
+    paging: page size, and factor and log of `attend.divider`, since a division takes twenty instructions.
+    """
     slot = tl.where(ok, slot, 0)
-    page = slot // page_size
+    page_size, factor, log = paging
+    twice = slot.to(tl.uint32, bitcast=True) << 1
+    page = (tl.umulhi(twice, factor.to(tl.uint32, bitcast=True)) >> log.to(tl.uint32)).to(tl.int32)
     return page.to(tl.int64) * page_stride, (slot - page * page_size).to(tl.int64)
 
 
 @triton.jit
-def load_words(base, slot, ok, page_size, page_stride16, nothing, INTERLEAVED: tl.constexpr):
+def load_words(base, slot, ok, paging, page_stride16, nothing, INTERLEAVED: tl.constexpr):
     """Raw int32 words of a record of 448 codes, 64 bf16 values and 8 scale bytes: 32 + 32 + 32 + 16, 32, 1, 1 a row.
 
     They stay words so that a loop can carry them from one tile to the next, one register for four codes.
     """
-    page, place_ = place(slot, ok, page_size, page_stride16.to(tl.int64) * 16)
+    page, place_ = place(slot, ok, paging, page_stride16.to(tl.int64) * 16)
     if INTERLEAVED:
         data = tl.multiple_of((base + (page + place_ * 584)).to(tl.pointer_type(tl.int32)), 8)
         scale = tl.multiple_of((base + (page + place_ * 584 + 576)).to(tl.pointer_type(tl.int32)), 8)
     else:
         data = tl.multiple_of((base + (page + place_ * 576)).to(tl.pointer_type(tl.int32)), 16)
-        behind = page + page_size.to(tl.int64) * 576
+        behind = page + paging[0].to(tl.int64) * 576
         scale = tl.multiple_of((base + (behind + place_ * 8)).to(tl.pointer_type(tl.int32)), 8)
     of, mask = tl.arange(0, 32)[None, :], ok[:, None]
     short = tl.arange(0, 16)[None, :]
@@ -186,7 +191,7 @@ def read_piece(
     base,
     slot,
     ok,
-    page_size,
+    paging,
     page_stride,
     row_stride,
     fnuz,
@@ -206,7 +211,7 @@ def read_piece(
     page_stride, row_stride: in UNITs, elements of rows and bytes of records; the latter know their own row stride.
     SCALES: bytes of a record's scales.
     """
-    page, of = place(slot, ok, page_size, page_stride.to(tl.int64) * UNIT)
+    page, of = place(slot, ok, paging, page_stride.to(tl.int64) * UNIT)
     column = FIRST + tl.arange(0, C)
     if KIND == ROWS:
         WIDE: tl.constexpr = UNIT * (base.dtype.element_ty.primitive_bitwidth // 8)
@@ -220,7 +225,7 @@ def read_piece(
             scale = data + DATA
         else:
             data = page + of * DATA
-            scale = page + page_size.to(tl.int64) * DATA + of * SCALES
+            scale = page + paging[0].to(tl.int64) * DATA + of * SCALES
         is_code = ok[:, None] & (column < NOPE)[None, :]
         code = tl.load(base + (data[:, None] + column[None, :]), mask=is_code, other=0)
         byte = tl.load(base + (scale[:, None] + (column // GROUP)[None, :]), mask=is_code, other=127)

@@ -243,6 +243,7 @@ def _key(call: AttentionCall) -> tuple[object, ...]:
     """All that FlashInfer plans by, and that the checks look at. Raises ArgumentError for other forms of keys."""
     q, lse, sink = call.q, call.lse, call.attn_sink
     key: list[object] = [
+        q.device,
         q.shape,
         q.stride(),
         call.out.stride(),

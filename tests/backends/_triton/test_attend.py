@@ -234,7 +234,7 @@ PLANTS = {
     "one dialect for both caches": ("attention", "else inside == FNUZ0", "else FNUZ0"),
     "one scale for two groups": ("keys", "shift + 16", "shift"),
     "scale of another group": ("keys", "column // GROUP", "column // (GROUP + 1)"),
-    "scales of a page of 64": ("keys", "behind = page + page_size.to(tl.int64) * 576", "behind = page + 64 * 576"),
+    "scales of a page of 64": ("keys", "behind = page + paging[0].to(tl.int64) * 576", "behind = page + 64 * 576"),
     "rope from the codes": ("keys", "data + NOPE)", "data)"),
 }
 
@@ -279,3 +279,13 @@ def test_an_address_of_32_bits_is_seen(name: str, monkeypatch: pytest.MonkeyPatc
     plant(monkeypatch, tmp_path, *FAR_PLANTS[name])
 
     assert not same(trial.check(), far_away(trial))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 48, 53, 64, 255, 256, 1000, 65537, 2**30, 2**30 + 1, 2**31 - 1])
+def test_a_slot_is_divided_by_its_page_size_without_a_division(size: int) -> None:
+    factor, log = attend.divider(size)
+    slots = {0, 1, size - 1, size, size + 1, 2**31 - 1, 2**31 - 2, 2**31 // size * size - 1, 2**31 // size * size}
+    slots |= {min(k * size + d, 2**31 - 1) for k in (2, 3, 1000, 2**20) for d in (-1, 0, 1) if k * size < 2**31}
+
+    assert -(2**31) <= factor < 2**31
+    assert all((2 * s * (factor % 2**32)) >> (32 + log) == s // size for s in slots if s < 2**31)

@@ -44,7 +44,7 @@ def found(wrapper: type = RecordingWrapper, *, old: bool = False) -> Found:
 class Trial:
     """Rows of queries. Lanes hold slots, -1, with `outside` slots that do not exist, and behind the lengths garbage.
 
-    Every third row has no key at all. pages: records of a page in each cache.
+    Of three rows one has no key at all, and one is longer than it has columns. pages: records of a page in each cache.
     """
 
     heads: int = 8
@@ -101,13 +101,13 @@ class Trial:
         rng, made = np.random.default_rng((self.seed, 2)), []
         for width, size, blocks in zip(self.widths, self.pages, self.blocks, strict=True):
             slots = rng.choice(np.arange(0, max(size * blocks, 1), 2), (self.tokens, width))
-            other = OUTSIDE if self.outside else (-1,)
+            other = (*OUTSIDE, size * blocks) if self.outside else (-1,)
             slots = np.where(rng.random(slots.shape) < 0.3, rng.choice(other, slots.shape), slots)
             lens = rng.integers(0, width + 1, self.tokens)
-            lens[::3] = 0
+            lens[::3], lens[2::3] = 0, width + 5
             for row, count in enumerate(lens):
                 # odd slots hold NaN
-                slots[row, count:] = rng.choice((1, *other), width - count)
+                slots[row, count:] = rng.choice((1, *other), max(width - count, 0))
             made.append((slots, lens))
         return made
 
@@ -141,8 +141,12 @@ class Trial:
         return AttentionCall(self.layer, self.q, self.keys(pad=pad), self.sink, out, told, empty_lse=empty_lse)
 
     def run(self, attention: FlashInferAttention, call: AttentionCall) -> AttentionCall:
-        """Run it over scratch full of NaN, and look behind every view of it."""
+        """Run it over scratch full of NaN, and of slots that hold NaN, and look behind every view of it."""
         memory = WorkspaceManager(debug=True)
-        attention.run(call, memory.get_simultaneous(*attention.scratch(self.layer, self.tokens, *self.widths)))
+        views = memory.get_simultaneous(*attention.scratch(self.layer, self.tokens, *self.widths))
+        for view in views:
+            if view.dtype == torch.int32:
+                view.fill_(1)
+        attention.run(call, views)
         memory.check_canaries()
         return call

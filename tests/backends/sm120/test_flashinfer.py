@@ -127,13 +127,15 @@ def test_heads_of_padding_reach_nobody() -> None:
 
 def test_a_key_that_is_not_a_number_makes_its_own_rows_so_and_no_others() -> None:
     trial = Trial(sinks=(-inf, 0.5))
-    poisoned = trial.call(lse=True)
+    poisoned = trial.call(lse=True, empty_lse=0.0)
     slots = poisoned.keys[0].rows  # type: ignore[index]
     assert isinstance(slots, DenseIndices)
     slots.indices[1, 0], slots.lens[1] = 1, 2
     trial.run(attention(), poisoned)
 
+    assert poisoned.lse is not None
     assert poisoned.out[1].isnan().all()
+    assert poisoned.lse[1].isnan().all()
     assert not poisoned.out[[0, 2, 3, 4]].isnan().any()
 
 

@@ -90,8 +90,8 @@ class Compiled:
         return [0 if phase == "decode" else prefill for phase in facts.phases()]
 
     def resolve_attention(self, metadata: tuple[int, ...], *_: Any) -> Plan:
-        key, variant = metadata[:-1], metadata[-1]
-        facts = self._facts[(*key, 0)]
+        planned, variant = (*metadata[:-1], 0), metadata[-1]
+        facts = self._facts[planned]
         assert variant in self._variants(facts)
         self.ran.append(variant)
         return Plan(facts, variant)
