@@ -6,8 +6,8 @@ imported only once this room has won on such a card, and rounds queries and weig
 leaves every call to our kernel, which does not.
 
 Status: our kernel is correct in the interpreter and on an NVIDIA H200, and compiled for sm_120; FlashInfer's is called
-as its package asks, which tests check without a card. Neither has run on SM120 hardware. `dsv4attn conform sm120` is how
-someone with a card reports.
+as its package asks, which tests check without a card. Neither has run on SM120 hardware. `dsv4attn conform sm120` is
+how someone with a card reports.
 """
 
 from __future__ import annotations

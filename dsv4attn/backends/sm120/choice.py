@@ -1,4 +1,4 @@
-"""Which kernel serves a problem, for `dsv4attn explain`: from facts alone, on any machine. Imports no vendor package."""
+"""Which kernel serves a problem, for `dsv4attn explain`: from facts alone, on any machine; no vendor's import."""
 
 from __future__ import annotations
 

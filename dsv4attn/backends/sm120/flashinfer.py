@@ -7,6 +7,7 @@ tokens rows of indices are dense and whole tiles wide; lse has base 2 and counts
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import inf, log, nan
 from typing import Any
 
@@ -20,7 +21,7 @@ from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.core.workspace import BufferSpec
-from dsv4attn.errors import ArgumentError, UnsupportedError
+from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnsupportedError
 
 __all__ = ["FlashInferAttention", "Found", "find", "forget", "reasons"]
 
@@ -29,7 +30,7 @@ _DIM, _RECORD = _LAYOUT.head_dim, _LAYOUT.record_bytes
 _LN2 = log(2.0)
 _LARGEST_SLOT = 2**31 - 1
 _COPY = "pass contiguous memory"
-_NONE = (None, None, None)
+_EXTRA = ("extra_kv_cache", "extra_indices", "extra_topk_length")
 
 
 @frozen
@@ -110,16 +111,30 @@ class FlashInferAttention:
             yield (tokens, round_up(extra, unit)), torch.int32
             yield (tokens, max(width, extra)), torch.bool
 
+    def takes(self, call: AttentionCall) -> bool:
+        """Whether `run` would not refuse a call: neither its memory, nor what it asks for."""
+        try:
+            if _key(call) not in self._forms:
+                self._formed(call)
+            self._check_memory(call)
+        except Dsv4AttnError:
+            return False
+        plan, sizes = self._plan(call.q.shape[1], call.q.shape[0], *_widths(call)), self.found.page_sizes
+        return (
+            call.max_logits is None
+            and len(call.scratch) == len(plan.specs)
+            and (sizes is None or all(segment.cache.block_size in sizes for segment in _paged(call)))
+        )
+
     def run(self, call: AttentionCall, scratch: Sequence[Tensor]) -> None:
         """Attend. scratch: views as `scratch` says for this call's widths. No memory is allocated, nothing is read.
 
-        With an lse asked for, FlashInfer runs without the sink, which is applied to out afterwards: a sum that a sink
-        of 1e4 or +inf dominates has lost the keys' part. That rounds out to bf16 a second time.
+        With an lse and a sink, FlashInfer runs twice: without the sink for the lse, with it for out, so that asking for
+        an lse changes no bit of out.
         Raises ArgumentError, before a result is written, for tensors it cannot take, and UnsupportedError in a capture
         of shapes that never ran before.
         """
         q, out, lse, sink = call.q, call.out, call.lse, call.attn_sink
-        keys: Any = call.keys
         if not q.shape[0]:
             return
         key = _key(call)
@@ -137,39 +152,34 @@ class FlashInferAttention:
             _nothing(call)
             return
         mid_out, mid_lse, told, *views = scratch
-        heads, output, passed = q.shape[1], out, sink if lse is None else None
+        heads, output, passed = q.shape[1], out, sink
         if form.plan.padded:
             q, output, passed = _padded(q, passed, heads, views)
             del views[:3]
         wrapper, none = self._wrapper(q.device)
-        given = []
-        for i, size, strides in form.pages:
-            cache, rows = keys[i].cache, keys[i].rows
-            indices = _copied(rows.indices, cache, views[i], views[-1], none) if form.plan.copies else rows.indices
-            given.append((cache.tensor.as_strided(size, strides), indices, rows.lens))
-        pages, indices, lens = given[0]
-        more, more_indices, more_lens = given[1] if len(given) > 1 else _NONE
-        wrapper.run(
+        (pages, indices, lens), extra = _given(call, form, views, none)
+        attend = partial(
+            wrapper.run,
             q,
             pages,
             indices,
             output,
             call.layer.scale,
             topk_length=lens,
-            attn_sink=passed,
-            extra_kv_cache=more,
-            extra_indices=more_indices,
-            extra_topk_length=more_lens,
-            out_lse=lse if form.direct else told,
+            **extra,
             mid_out=mid_out,
             mid_lse=mid_lse,
             lse_scale=_LN2,
         )
+        if lse is not None:
+            # without the sink: the keys' part cannot be had from a sum that a sink of 1e4 or +inf dominates
+            attend(attn_sink=None, out_lse=lse if form.direct else told)
+            _tell(lse, told, call.empty_lse, direct=form.direct)
+        if lse is None or passed is not None:
+            attend(attn_sink=passed, out_lse=told)
         if known is None:
             self._forms[key] = form
-        if lse is not None:
-            _finish(call, lse, output, told, direct=form.direct)
-        elif form.plan.padded:
+        if form.plan.padded:
             out.copy_(output[:, :heads])
 
     def _is_capturing(self, device: torch.device) -> bool:
@@ -215,6 +225,8 @@ class FlashInferAttention:
 
     def _check_memory(self, call: AttentionCall) -> None:
         """Raise unless bytes mean what FlashInfer thinks, and begin where it can load them."""
+        if call.q.dtype is not torch.bfloat16:
+            raise ArgumentError("q", expected="bfloat16", actual=str(call.q.dtype).removeprefix("torch."))
         start, keys = call.q.data_ptr() | call.out.data_ptr(), _paged(call)
         for segment in keys:
             layout = segment.cache.layout
@@ -311,18 +323,22 @@ def _nothing(call: AttentionCall) -> None:
         call.lse.fill_(call.empty_lse)
 
 
-def _finish(call: AttentionCall, lse: Tensor, output: Tensor, told: Tensor, *, direct: bool) -> None:
-    """Put lse and out where they belong, out times sigmoid(lse - sink). told: [T, >= H] fp32, free from here on."""
-    heads, sink = lse.shape[1], call.attn_sink
+def _given(
+    call: AttentionCall, form: _Form, views: Sequence[Tensor], none: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor]]:
+    """(pages, indices, lens) of the first cache that has keys, and those of the second by the names they have there."""
+    given, keys = [], _paged(call)
+    for i, size, strides in form.pages:
+        cache, rows = keys[i].cache, keys[i].rows
+        assert isinstance(rows, DenseIndices)
+        indices = _copied(rows.indices, cache, views[i], views[-1], none) if form.plan.copies else rows.indices
+        given.append((cache.tensor.as_strided(size, strides), indices, rows.lens))
+    return given[0], dict(zip(_EXTRA, given[1], strict=True)) if len(given) > 1 else {}
+
+
+def _tell(lse: Tensor, told: Tensor, empty: float, *, direct: bool) -> None:
+    """Put an lse where it belongs, if it is not there, and what the call says for rows without keys."""
     if not direct:
-        lse.copy_(told[:, :heads])
-    if sink is not None:
-        factor = told[:, :heads]
-        torch.sub(lse, sink, out=factor)
-        # not a number without keys and without a sink; out is zero then
-        factor.nan_to_num_(nan=0.0, posinf=inf, neginf=-inf).sigmoid_()
-        torch.mul(output[:, :heads], factor.unsqueeze(-1), out=call.out)
-    elif output is not call.out:
-        call.out.copy_(output[:, :heads])
-    if call.empty_lse != -inf:
-        torch.nan_to_num(lse, nan=nan, posinf=inf, neginf=call.empty_lse, out=lse)
+        lse.copy_(told[:, : lse.shape[1]])
+    if empty != -inf:
+        torch.nan_to_num(lse, nan=nan, posinf=inf, neginf=empty, out=lse)

@@ -30,8 +30,8 @@ OWN, FLASHINFER, AUTO = "own", "flashinfer", "auto"
 class Sm120Backend(TritonBackend):
     """Attention on pages in both phases.
 
-    kernel: "own", "flashinfer", or "auto": FlashInfer on sm_120 and sm_121, where it is there and serves the call, which
-    is settled before anything is launched. "flashinfer" is an order: what it cannot serve is an error. precision:
+    kernel: "own", "flashinfer", or "auto": FlashInfer on sm_120 and sm_121, where it is there and serves the call,
+    which is settled before anything is launched. "flashinfer" is an order: what it cannot serve is an error. precision:
     "bf16" leaves every call to our kernel, because FlashInfer rounds queries and weights to fp8. in_range: a promise
     that block tables name no block outside its cache; without it FlashInfer gets a checked copy of all indices. tuning,
     deterministic: see `TritonBackend`; only our kernel is deterministic.
@@ -108,7 +108,7 @@ class Sm120Backend(TritonBackend):
         against = flashinfer.reasons(vendor.found, problem, tokens=tokens, in_range=self._in_range)
         if against and self._kernel == FLASHINFER:
             first = against[0]
-            raise UnsupportedError(first.code, expected=first.allowed, actual=first.actual, hint=first.cure or None)
+            raise UnsupportedError(first.code, expected=first.allowed, actual=first.actual, hint=first.cure)
         return against
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:

@@ -220,7 +220,7 @@ def _not_warm(what: str) -> ArgumentError:
 
 def _flat(name: str, tensor: Tensor, last: int) -> Tensor:
     """[T, 1, H, last] as [T, H, last]; whatever else it is, a check will say."""
-    if isinstance(tensor, Tensor) and tensor.ndim == 4:
+    if tensor.ndim == 4:
         if tensor.shape[1] != 1:
             raise ArgumentError(name, expected=f"[T, H, {last}] or [T, 1, H, {last}]", actual=list(tensor.shape))
         return tensor.squeeze(1)

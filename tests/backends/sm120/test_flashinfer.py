@@ -111,7 +111,8 @@ def test_a_cache_without_pages_or_columns_is_left_out(tokens: int) -> None:
         call = trial.run(subject, trial.call(lse=True))
 
         assert trial.expected.errors(call.out, call.lse).max() <= BUDGET + 2**-9
-        assert [one["extra_kv_cache"] for one in calls_of(subject)] == ([None] if any(blocks) else [])
+        # once for the lse and once for out
+        assert [one["extra_kv_cache"] for one in calls_of(subject)] == ([None] * 2 if any(blocks) else [])
 
 
 def test_heads_of_padding_reach_nobody() -> None:
@@ -149,13 +150,14 @@ def test_where_heads_need_no_padding_nothing_is_copied(heads: int, tokens: int) 
     subject = attention(in_range=True)
     trial.run(subject, trial.call())
     told = trial.run(subject, trial.call(lse=True))
-    plain, with_lse = calls_of(subject)
+    plain, with_lse, with_sink = calls_of(subject)
 
     assert len(subject.scratch(trial.layer, tokens, 64, 9)) == 3
     assert plain["q"] is trial.q
     assert plain["attn_sink"] is trial.sink
-    assert with_lse["attn_sink"] is None
-    assert with_lse["output"] is told.out
+    assert (with_lse["attn_sink"], with_sink["attn_sink"]) == (None, trial.sink)
+    assert with_lse["output"] is with_sink["output"] is told.out
+    assert with_sink["out_lse"] is not told.lse
     assert with_lse["out_lse"] is told.lse
     for segment, names in zip(told.keys, ("indices topk_length", "extra_indices extra_topk_length"), strict=True):  # type: ignore[arg-type]
         assert isinstance(segment, PagedKeys)

@@ -30,7 +30,7 @@ TRIALS = {
 }
 
 
-def ran(trial: Trial, wrapper: SparseMLASm120Wrapper | None = None, *, deep: str = "", **more: Any) -> tuple[Any, Any]:
+def ran(trial: Trial, wrapper: Any = None, /, deep: Any = "", **more: Any) -> tuple[Any, Any]:
     """A trial's call through the wrapper: out, and what it returned. deep: arguments that get a singleton axis."""
     call, _ = trial.call()
     keys: Any = call.keys
@@ -139,8 +139,8 @@ def test_memory_is_the_wrappers_own_and_only_grows() -> None:
         trial = evolve(BASE, told=False, tokens=tokens)
         out, _ = ran(trial, wrapper)
         assert trial.error(Answer(out, None, None)) <= 1
-        assert wrapper._workspace is not None  # noqa: SLF001
-        sizes.append(wrapper._workspace.total_bytes)  # noqa: SLF001
+        assert wrapper._workspace is not None
+        sizes.append(wrapper._workspace.total_bytes)
     assert sizes == sorted(sizes)
 
 
@@ -149,9 +149,9 @@ def test_a_captured_call_was_run_before(monkeypatch: pytest.MonkeyPatch) -> None
 
     wrapper, trial = SparseMLASm120Wrapper(), evolve(BASE, told=False, tokens=1)
     monkeypatch.setattr(module, "is_capturing", lambda _: True)
-    for without in ({}, {"topk_length": None}):
+    for without in (set[str](), {"topk_length"}):
         with pytest.raises(ArgumentError, match="before its capture"):
-            ran(trial, wrapper, **without)
+            ran(trial, wrapper, **dict.fromkeys(without))
     monkeypatch.setattr(module, "is_capturing", lambda _: False)
     ran(trial, wrapper, topk_length=None)
     monkeypatch.setattr(module, "is_capturing", lambda _: True)
@@ -214,16 +214,17 @@ def test_bad_input_is_an_error_before_any_launch(
 
 
 def test_what_is_not_deepseek_v4_is_refused_by_name() -> None:
-    for wrong in (
+    every: tuple[dict[str, Any], ...] = (
         {"d_v": 1024},
         {"kv_scale_format": "ue8m0_g32"},
         {"kv_cache_format": "nvfp4"},
         {"extra_kv_fp4": True},
         {"compute_precision": "fp8"},
         {"backend": "cake"},
-    ):
+    )
+    for wrong in every:
         with pytest.raises(UnsupportedError, match=next(iter(wrong))):
-            SparseMLASm120Wrapper(**wrong)  # type: ignore[arg-type]
+            SparseMLASm120Wrapper(**wrong)
     with pytest.raises(ArgumentError, match="both maxima or neither"):
         SparseMLASm120Wrapper(max_num_tokens=4)
     with pytest.raises(UnsupportedError, match="prefill_impl"):

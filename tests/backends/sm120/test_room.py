@@ -1,0 +1,227 @@
+"""The SM120 room: whose kernel serves a call, settled before anything is launched, and right by either."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.backends.sm120 import flashinfer
+from dsv4attn.backends.sm120.choice import notes
+from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
+from dsv4attn.backends.sm120.launch import Sm120Backend
+from dsv4attn.core import indices
+from dsv4attn.core.contract import KeyForm, Phase, Products
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.problem import Problem, Reason
+from dsv4attn.core.workspace import WorkspaceManager, simultaneous_bytes
+from dsv4attn.errors import ArgumentError, UnsupportedError
+from dsv4attn.testing.case import chosen
+from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.conform import conform
+from dsv4attn.testing.subject import Subject
+from tests.backends._triton.attending import FNUZ, OCP, Answer, Trial
+from tests.backends.sm120.problems import found
+from tests.backends.sm120.recording import RecordingWrapper
+
+FLASH = ModelGeometry.preset("flash")
+SM120 = DeviceFacts.named("sm_120")
+
+
+class Counting(RecordingWrapper):
+    """The recording wrapper, and how often it ran."""
+
+    ran = 0
+
+    def run(self, *args: Any, **keywords: Any) -> Any:
+        type(self).ran += 1
+        return super().run(*args, **keywords)
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> type[Counting]:
+    """A machine with such a card, as far as the room can see, and FlashInfer on it."""
+    Counting.ran = 0
+    monkeypatch.setattr(flashinfer, "find", lambda: found(Counting))
+    monkeypatch.setattr(DeviceFacts, "here", lambda *_: SM120)
+    return Counting
+
+
+def planned(backend: Sm120Backend, trial: Trial, phase: Phase = Phase.DECODE) -> Any:
+    """A trial's call with the scratch that the backend asks for, full of NaN."""
+    call, _ = trial.call()
+    specs = backend.scratch(phase, trial.layer, trial.tokens, sum(trial.widths[: len(trial.layouts)]))
+    scratch = WorkspaceManager(call.q.device).get_simultaneous(*specs)
+    return evolve(call, q=call.q.contiguous(), out=call.out.contiguous(), scratch=scratch, max_logits=None)
+
+
+BASE = Trial(layouts=(OCP, OCP), pages=(64, 2), widths=(128, 40), tokens=2, heads=8)
+
+
+def right(trial: Trial, call: Any) -> bool:
+    return trial.error(Answer(call.out, call.lse, None)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"kernel": "cutlass"}, "kernel"),
+        ({"precision": "fp8"}, "precision"),
+        ({"in_range": 1}, "in_range"),
+        ({"tuning": "sm_70"}, "tuning"),
+        ({"kernel": "flashinfer", "precision": "bf16"}, "kernel"),
+        ({"kernel": "flashinfer", "deterministic": True}, "kernel"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], argument: str) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        Sm120Backend(**options)
+    assert raised.value.argument == argument
+
+
+def test_nothing_is_imported_before_it_is_needed_and_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer, "find", lambda: pytest.fail("asked for FlashInfer"))
+    for options in ({}, {"kernel": "own"}, {"precision": "bf16"}, {"deterministic": True}):
+        backend = Sm120Backend(**options)
+        assert isinstance(backend.vendor, Reason)
+        assert backend.forms.products is Products.BF16
+        assert backend.forms.prefill_keys is KeyForm.PAGED
+        assert backend.forms.max_logits
+
+
+def test_on_such_a_card_flashinfer_serves_what_it_can(there: type[Counting]) -> None:
+    backend = Sm120Backend()
+    call = planned(backend, BASE)
+    backend.decode(call)
+
+    assert backend.forms.products is Products.FP8
+    assert there.ran == 2  # for the lse, and for out
+    assert right(BASE, call)
+
+
+@pytest.mark.parametrize(
+    "trial",
+    [
+        evolve(BASE, layouts=(FNUZ, OCP)),
+        evolve(BASE, aligned=False, pages=(5, 3)),
+        evolve(BASE, q_dtype=torch.float32),
+    ],
+    ids=["fnuz", "unaligned", "fp32"],
+)
+def test_what_is_not_its_kind_of_memory_goes_to_our_kernel(trial: Trial, there: type[Counting]) -> None:
+    backend = Sm120Backend()
+    call = planned(backend, trial)
+    backend.decode(call)
+
+    assert there.ran == 0
+    assert right(trial, call)
+
+
+def test_the_largest_logits_go_to_our_kernel(there: type[Counting]) -> None:
+    backend = Sm120Backend()
+    call = evolve(planned(backend, BASE), max_logits=torch.full((2, 8), math.nan, device=BASE.call()[0].q.device))
+    backend.decode(call)
+
+    assert there.ran == 0
+    assert BASE.error(Answer(call.out, call.lse, call.max_logits)) <= 1
+
+
+def test_an_order_is_not_changed_into_something_else(there: type[Counting], monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Sm120Backend(kernel="flashinfer")
+    with pytest.raises(ArgumentError):
+        backend.decode(planned(backend, evolve(BASE, layouts=(FNUZ, OCP))))
+    with pytest.raises(UnsupportedError, match="129"):
+        backend.scratch(Phase.DECODE, evolve(FLASH.layer_of_kind("swa"), num_heads=129), 1, 128)
+    assert there.ran == 0
+    monkeypatch.setattr(flashinfer, "find", lambda: Reason("FLASHINFER", "OSError: no libcuda", "a driver"))
+    with pytest.raises(UnsupportedError, match="OSError: no libcuda"):
+        _ = Sm120Backend(kernel="flashinfer").vendor
+
+
+def test_a_broken_flashinfer_is_a_reason_and_our_kernel_serves(
+    there: type[Counting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Reason("FLASHINFER", "ImportError: undefined symbol", "an importable flashinfer.mla")
+    monkeypatch.setattr(flashinfer, "find", lambda: broken)
+    backend = Sm120Backend()
+    call = planned(backend, BASE)
+    backend.decode(call)
+
+    assert backend.reasons(Phase.DECODE, BASE.layer, 2) == [broken]
+    assert right(BASE, call)
+    assert there.ran == 0
+
+
+@pytest.mark.parametrize("kind", ["swa", "c4a", "c128a"])
+def test_scratch_keeps_within_its_bound(kind: str, there: type[Counting]) -> None:
+    assert there.ran == 0
+    for heads in (7, 64):
+        layer = evolve(FLASH.layer_of_kind(kind), num_heads=heads)
+        for options in ({}, {"in_range": True}, {"precision": "bf16"}):
+            backend = Sm120Backend(**options)
+            for phase in Phase:
+                bound = backend.scratch_bound(phase, layer, 200, 640)
+                for tokens in (1, 63, 64, 65, 200):
+                    for width in (1, 128, 129, 640):
+                        assert simultaneous_bytes(list(backend.scratch(phase, layer, tokens, width))) <= bound
+
+
+THROUGH = "decode-*,prefill-*,mixed-*,sink-*,lse-*,call-empty-*,verify-*,call-holes-*"
+
+
+@pytest.mark.parametrize("in_range", [False, True])
+def test_the_whole_of_forward_mqa_goes_through_flashinfers_contract(there: type[Counting], *, in_range: bool) -> None:
+    """The recorder checks every argument and multiplies in fp32, so a twelfth of the budget for fp8 is enough."""
+    backend: Any = Sm120Backend(in_range=in_range)
+    # all but attention in torch, which takes no minutes
+    backend.steps = backend.builder_steps = indices
+    for name in ("quantize_and_insert_k_cache", "qnorm_rope_kv_insert"):
+        setattr(backend, name, getattr(ReferenceBackend(), name))
+    certificate = conform(Subject.of(backend), chosen(CASES, "decode-*,mixed-*" if in_range else THROUGH))
+
+    assert [(o.case.name, o.message) for o in certificate.of("failed")] == []
+    assert there.ran > 10
+    assert certificate.worst is not None
+    assert certificate.worst.measure is not None
+    assert certificate.worst.measure.fraction < 1 / 12
+    assert certificate.as_json()["products"] == "fp8"
+
+
+def lines(device: str, **asked: Any) -> Sequence[str]:
+    return notes(DeviceFacts.named(device), Problem.of(FLASH, **asked))
+
+
+def test_explain_says_which_kernel_and_why() -> None:
+    (line,) = lines("sm_120")
+    assert "multiplies in fp8" in line
+    (line,) = lines("sm_120", heads=24, dtype="e4m3fnuz")
+    assert line.startswith("our kernel")
+    assert "LAYOUT" in line
+    (line,) = lines("sm_120", deterministic=True)
+    assert "DETERMINISTIC" in line
+    (line,) = lines("sm_90")
+    assert "not on sm_90" in line
+
+
+def test_explain_knows_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsv4attn.backends.sm120 import choice
+
+    here = evolve(SM120, present=True)
+    monkeypatch.setattr(choice, "version_of", lambda _: None)
+    assert notes(here, Problem.of(FLASH)) == ["our kernel: flashinfer-python is not installed"]
+    monkeypatch.setattr(choice, "version_of", lambda _: "0.6.1")
+    (line,) = notes(here, Problem.of(FLASH))
+    assert "flashinfer 0.6.1, needs 0.6.18 or newer" in line
+
+
+def test_the_vendors_part_is_one_object_for_all_layers(there: type[Counting]) -> None:
+    backend = Sm120Backend()
+    assert isinstance(backend.vendor, FlashInferAttention)
+    assert backend.vendor is backend.vendor
+    assert there.ran == 0
