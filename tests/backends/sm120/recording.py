@@ -126,8 +126,8 @@ def rows_of(cache: Tensor, size: int, slots: Tensor) -> Tensor:
     if cache.shape[0] == 1:
         page = cache.as_strided((1, size * RECORD), (size * RECORD, 1))
     block, place = (slots // size)[:, None], (slots % size)[:, None]
-    data = page[block, place * DATA + torch.arange(DATA)]
-    scales = page[block, size * DATA + place * 8 + torch.arange(NOPE // GROUP)].int()
+    data = page[block, place * DATA + torch.arange(DATA, device=slots.device)]
+    scales = page[block, size * DATA + place * 8 + torch.arange(NOPE // GROUP, device=slots.device)].int()
     values = data[:, :NOPE].contiguous().view(torch.float8_e4m3fn).float().unflatten(1, (-1, GROUP))
     powers = torch.exp2(scales.double() - 127).masked_fill(scales == 255, nan).float()
     return torch.cat([(values * powers[..., None]).flatten(1), data[:, NOPE:].contiguous().view(torch.bfloat16)], 1)

@@ -178,7 +178,7 @@ BAD: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "records of another size": ({"kv_cache": torch.zeros(2, 64, 528, dtype=torch.uint8)}, "kv_cache"),
     "a cache of another type": ({"extra_kv_cache": torch.zeros(2, 64, 584)}, "extra_kv_cache"),
     "pages that overlap": (
-        {"kv_cache": torch.zeros(9000, dtype=torch.uint8).as_strided((3, 4, 584), (584, 584, 1))},
+        {"kv_cache": torch.zeros(9000, dtype=torch.uint8, device=DEVICE).as_strided((3, 4, 584), (584, 584, 1))},
         "cache tensor",
     ),
     "no columns": ({"indices": torch.zeros(2, 0, dtype=INT)}, "indices"),
