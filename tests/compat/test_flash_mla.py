@@ -38,8 +38,17 @@ LANES: dict[str, tuple[str, Mapping[str, str]]] = {
     "reference-paged-ragged": ("reference", {**RAGGED, "prefill_keys": "paged"}),
 }
 DECODE_LANES = [lane for lane in LANES if "paged" not in lane]
-prefill_lanes = pytest.mark.parametrize("lane", LANES, indirect=True)
-decode_lanes = pytest.mark.parametrize("lane", DECODE_LANES, indirect=True)
+TWINS = {"sm120"}
+"""Lanes in which the triton room's kernel runs in the triton room's way."""
+
+
+def ours(lanes: Iterable[str]) -> pytest.MarkDecorator:
+    """All lanes; a twin's are slow ones."""
+    params = [pytest.param(lane, marks=pytest.mark.slow if lane in TWINS else ()) for lane in lanes]
+    return pytest.mark.parametrize("lane", params, indirect=True)
+
+
+prefill_lanes, decode_lanes = ours(LANES), ours(DECODE_LANES)
 
 
 def few(case: DecodeCase | PrefillCase) -> bool:
