@@ -8,7 +8,7 @@ from attrs import evolve, frozen
 
 from dsv4attn.core.contract import Phase
 
-__all__ = ["DEFAULT", "HOPPER", "INTERPRETER", "Tuning", "row_of"]
+__all__ = ["CDNA", "DEFAULT", "HOPPER", "INTERPRETER", "Tuning", "row_of"]
 
 
 @frozen
@@ -44,6 +44,11 @@ _HOPPER = Tuning(chained=False, assembly=True, measured="H200, torch 2.11, Trito
 # with enough programs in flight, loads ahead serve nobody: without them 64 heads take 2 % less, 128 the same
 HOPPER = evolve(_HOPPER, prefill=evolve(_HOPPER, prefetch=False))
 """sm_90, for every room whose kernel is the shared one."""
+
+# each block of heads unpacks keys anew, so 64 of them; 32 keys spill, with Triton 3.6 or where rows are gathered, and
+# 8 warps take 50 % more instructions for each key
+CDNA = Tuning(heads=64, keys=16, warps=4, run=32, measured="compiled, not measured")
+"""gfx942 and gfx950, likewise."""
 
 INTERPRETER = Tuning(keys=128, measured="interpreted: large tiles, because there each operation costs the same")
 

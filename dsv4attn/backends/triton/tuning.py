@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dsv4attn.backends._triton.tuning import DEFAULT, HOPPER, INTERPRETER, Tuning
+from dsv4attn.backends._triton.tuning import CDNA, DEFAULT, HOPPER, INTERPRETER, Tuning
 
 _COMPILED = "compiled, not measured"
 
@@ -22,6 +22,6 @@ ROWS: Mapping[str, Tuning] = {
     "sm_100": Tuning(heads=32, keys=32, warps=8, assembly=True, measured=_COMPILED),
     "sm_120": Tuning(heads=32, keys=32, warps=8, assembly=True, measured=_COMPILED),
     "sm_121": Tuning(heads=32, keys=32, warps=8, assembly=True, measured=_COMPILED),
-    "gfx942": Tuning(heads=64, keys=32, warps=4, measured=_COMPILED),
-    "gfx950": Tuning(heads=64, keys=32, warps=4, measured=_COMPILED),
+    "gfx942": CDNA,
+    "gfx950": CDNA,
 }
