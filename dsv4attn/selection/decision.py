@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from attrs import evolve, field, frozen
 
@@ -103,6 +103,7 @@ def decide(
         name, verdict, error = _explicit(request.value, asked, failures)
     trace = tuple(_told(c, backends[n], device, request.value, chosen=n == name) for n, c in asked.items())
     chosen = None if name is None else backends[name]
+    trace = tuple(evolve(c, ways=_ways(chosen, device, problems)) if chosen and c.name == name else c for c in trace)
     return Selection(problems, device, request, chosen, trace, tuple(failures), error, verdict)
 
 
@@ -157,13 +158,12 @@ def _ask(
         for problem in problems:
             # one line each, even if several problems have the same
             reasons.update(dict.fromkeys(_said(info.support(device, problem))))
-        ways = () if reasons or info.notes is None else _ways(info.notes(device, problem) for problem in problems)
     except KeyboardInterrupt:
         raise
     except STRANGE as error:
         note = f"its support raised {first_line(error)}"
         return Candidate(info.name, one.owner, "broken", tuple(reasons), note, cause=error)
-    return Candidate(info.name, one.owner, "refused" if reasons else "supported", tuple(reasons), ways=ways)
+    return Candidate(info.name, one.owner, "refused" if reasons else "supported", tuple(reasons))
 
 
 def _said(answer: object) -> Sequence[Reason]:
@@ -176,19 +176,24 @@ def _said(answer: object) -> Sequence[Reason]:
     return answer
 
 
-def _ways(answers: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """What a stranger's notes say, lines of several problems once."""
-    lines = [line for answer in answers for line in answer]
-    if not all(isinstance(line, str) for line in lines):
-        raise TypeError("notes returned something else than lines of text")
-    return tuple(dict.fromkeys(lines))
+def _ways(one: Registered, device: DeviceFacts, problems: Sequence[Problem]) -> tuple[str, ...]:
+    """What a stranger's notes say, lines of several problems once. They only inform: no error of theirs is one here."""
+    notes = one.info.notes
+    if notes is None:
+        return ()
+    try:
+        return tuple(dict.fromkeys(str(line) for problem in problems for line in notes(device, problem)))
+    except KeyboardInterrupt:
+        raise
+    except STRANGE as error:
+        return (f"its notes raised {first_line(error)}",)
 
 
 def _told(c: Candidate, one: Registered, device: DeviceFacts, request: str, *, chosen: bool) -> Candidate:
     """The candidate as the trace shows it."""
     if chosen:
         return evolve(c, state="chosen", note="chosen")
-    c = evolve(c, asked=request in (AUTO, c.name), ways=())
+    c = evolve(c, asked=request in (AUTO, c.name))
     if c.state != "supported":
         return c
     if not c.asked:

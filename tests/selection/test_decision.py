@@ -320,3 +320,30 @@ def test_without_torch_not_even_the_reference_is_there() -> None:
     assert selection.chosen is None
     assert [reason.code for reason in selection.trace[0].reasons] == ["PACKAGE"]
     assert "pip install torch" in str(selection)
+
+
+# how the chosen one would serve
+
+
+def test_only_the_chosen_one_says_how_it_would_serve_and_lines_of_several_problems_once() -> None:
+    def notes(_: DeviceFacts, problem: Problem) -> Sequence[str]:
+        return ["by the fast kernel", f"in {problem.phase}"]
+
+    def never(_: DeviceFacts, __: Problem) -> Sequence[str]:
+        raise AssertionError("asked one that was not chosen")
+
+    both = [DECODE, Problem.of(FLASH, "swa", "decode")]
+    selection = choose(SM90, backend("acme", "sm_90", notes=notes), backend("bolt", "xpu", notes=never), problem=both)
+
+    assert told(selection)["acme"] == "chosen\nby the fast kernel\nin decode"
+    assert [candidate.ways for candidate in selection.trace if candidate.name != "acme"] == [(), ()]
+
+
+def test_notes_that_raise_are_told_and_change_no_choice() -> None:
+    def notes(_: DeviceFacts, __: Problem) -> Sequence[str]:
+        raise KeyError("boom")
+
+    selection = choose(SM90, backend("acme", "sm_90", notes=notes))
+
+    assert selection.require().info.name == "acme"
+    assert told(selection)["acme"] == "chosen\nits notes raised KeyError: 'boom'"

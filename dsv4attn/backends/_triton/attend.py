@@ -214,7 +214,10 @@ def _reduce_constants(chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 def variants(shape: Shape, tuning: Tuning, *, sinks: Sequence[bool], lses: Sequence[bool]) -> Iterator[Variant]:
-    """Every form that `attend` can ask for with q and segments like these; the largest logits are not asked for."""
+    """Every form that `attend` can ask for with q and segments like these.
+
+    Without the largest logits and the rotation, which `forward_mqa` asks for neither.
+    """
     chosen, q = constants(shape, tuning), pointer_type(shape.dtype)
     caches = [pointer_type(segment.dtype) for segment in (shape.segments[0], shape.segments[-1])]
     pointers = {

@@ -1,7 +1,8 @@
-"""Ragged index lists, one launch each: every program adds up the lengths of the rows before its own.
+"""Ragged index lists. Up to FEW rows in one launch: every program adds up the lengths of the rows before its own.
 
 `dsv4attn.core.indices` is the definition of both functions. A row is as long as its token may see, whatever stands in
-it, and what is absent is -1: so where rows begin follows from lengths alone, and no program waits for another.
+it, and what is absent is -1: so where rows begin follows from lengths alone, and no program waits for another. That
+takes time in the square of the rows, so with more of them one program adds up all lengths first.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from dsv4attn.backends._triton.runtime import Variant, launch, stable_kernel
 
 __all__ = ["build_ragged_indices_from_dense", "compute_global_topk_ragged_indices_and_indptr", "variants"]
 
+FEW = 4096
+"""Rows up to which another launch would take longer than the sums."""
+SCAN_BLOCK, SCAN_WARPS = 4096, 8
+"""Rows that the one program adds up together."""
+
 
 @triton.jit
 def length_of(lens, row, mask, stride, width):
@@ -25,16 +31,29 @@ def length_of(lens, row, mask, stride, width):
     return tl.minimum(tl.maximum(length, 0), width)
 
 
+@stable_kernel
+def scan_kernel(indptr, lens, stride: tl.int64, width: tl.int32, rows: tl.int32, BLOCK: tl.constexpr):
+    """Grid: (1,). Where every row begins, and behind them where the last one ends."""
+    total = tl.zeros((), tl.int32)
+    tl.store(indptr, total)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        length = length_of(lens, row, row < rows, stride, width)
+        tl.store(indptr + 1 + row, total + tl.cumsum(length, 0), mask=row < rows)
+        total += tl.sum(length, 0)
+
+
 @triton.jit
-def span_of(row, rows, indptr, lens, stride, width, BLOCK: tl.constexpr):
-    """Where a row begins, int64, and its length, told to indptr; nothing where there are no rows."""
+def span_of(row, rows, scanned, indptr, lens, stride, width, BLOCK: tl.constexpr):
+    """Where a row begins, int64, and its length; told to indptr unless that is scanned. No rows: nothing is."""
     before = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, row, BLOCK):
+    for start in range(0, tl.where(scanned != 0, 0, row), BLOCK):
         other = start + tl.arange(0, BLOCK)
         before += length_of(lens, other, other < row, stride, width)
-    begin, length = tl.sum(before, 0), length_of(lens, row, row < rows, stride, width)
-    tl.store(indptr, 0, mask=row == 0)
-    tl.store(indptr + row + 1, begin + length, mask=row < rows)
+    begin = tl.sum(before, 0) + tl.load(indptr + row, mask=(scanned != 0) & (row < rows), other=0)
+    length = length_of(lens, row, row < rows, stride, width)
+    tl.store(indptr, 0, mask=(scanned == 0) & (row == 0))
+    tl.store(indptr + row + 1, begin + length, mask=(scanned == 0) & (row < rows))
     return begin.to(tl.int64), length
 
 
@@ -50,11 +69,12 @@ def pack_kernel(
     lens_stride: tl.int64,
     num_slots: tl.int64,
     rows: tl.int32,
+    scanned: tl.int32,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (max(T, 1),). A dense row's leading columns, as they are."""
+    """Grid: (max(T, 1),). A dense row's leading columns, as they are. scanned: whether indptr is there already."""
     row = tl.program_id(0)
-    begin, length = span_of(row, rows, indptr, lens, lens_stride, width, BLOCK)
+    begin, length = span_of(row, rows, scanned, indptr, lens, lens_stride, width, BLOCK)
     for start in range(0, length, BLOCK):
         column = start + tl.arange(0, BLOCK)
         place = indices + row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
@@ -81,11 +101,12 @@ def ragged_translate_kernel(
     num_columns: tl.int32,
     block_size: tl.int32,
     rows: tl.int32,
+    scanned: tl.int32,
     BLOCK: tl.constexpr,
 ):
     """Grid: (max(T, 1),). Slots of a token's visible entries, moved together; -1 behind them."""
     row = tl.program_id(0)
-    begin, length = span_of(row, rows, indptr, visible_lens, visible_stride, width, BLOCK)
+    begin, length = span_of(row, rows, scanned, indptr, visible_lens, visible_stride, width, BLOCK)
     token = row.to(tl.int64)
     request = tl.load(token_to_req + token * request_stride, mask=row < rows, other=-1)
     known = (request >= 0) & (request < num_reqs)
@@ -113,7 +134,7 @@ def build_ragged_indices_from_dense(indices: Tensor, lens: Tensor, num_slots: in
     """See `core.indices`."""
     flat, indptr = out
     rows, width = indices.shape
-    numbers = *indices.stride(), width, lens.stride(0), num_slots, rows
+    numbers = *indices.stride(), width, lens.stride(0), num_slots, rows, _scanned(indptr, lens, rows, width)
     launch(pack_kernel, (max(rows, 1),), (flat, indptr, indices, lens, *numbers), {"BLOCK": BLOCK})
 
 
@@ -131,10 +152,20 @@ def compute_global_topk_ragged_indices_and_indptr(
     pointers = flat, indptr, topk_indices, visible_lens, token_to_req, block_table
     strides = visible_lens.stride(0), token_to_req.stride(0), *block_table.stride()
     numbers = *topk_indices.stride(), width, *strides, *block_table.shape, block_size, tokens
-    launch(ragged_translate_kernel, (max(tokens, 1),), (*pointers, *numbers), {"BLOCK": BLOCK})
+    scanned = _scanned(indptr, visible_lens, tokens, width)
+    launch(ragged_translate_kernel, (max(tokens, 1),), (*pointers, *numbers, scanned), {"BLOCK": BLOCK})
+
+
+def _scanned(indptr: Tensor, lens: Tensor, rows: int, width: int) -> int:
+    """Fill indptr if there are many rows; 1 if so, 0 if every program is to find its own place."""
+    if rows <= FEW:
+        return 0
+    launch(scan_kernel, (1,), (indptr, lens, lens.stride(0), width, rows), {"BLOCK": SCAN_BLOCK}, num_warps=SCAN_WARPS)
+    return 1
 
 
 def variants() -> Iterator[Variant]:
     """Every form that the steps of this module can ask for."""
     for kernel in (pack_kernel, ragged_translate_kernel):
         yield variant_of(kernel, {"BLOCK": BLOCK})
+    yield variant_of(scan_kernel, {"BLOCK": SCAN_BLOCK}, num_warps=SCAN_WARPS)

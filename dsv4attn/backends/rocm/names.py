@@ -33,7 +33,7 @@ __all__ = [
 
 _INT = torch.int32
 _MOST_HEADS, _WIDEST = 128, 512
-_ANY_SLOT = 2**31 - 1
+_MOST = 2**31 - 1
 _TYPES = {torch.float8_e4m3fn: Fp8Format.OCP, torch.float8_e4m3fnuz: Fp8Format.FNUZ}
 _backend = cache(RocmBackend)
 _layout = cache(KVCacheLayout.fp8_ds_mla)
@@ -88,9 +88,9 @@ def rocm_sparse_attn_decode(
     if not swa_only:
         rows = _rows_of(q, "topk_", topk_indices, topk_lens, topk_ragged_indices, topk_ragged_indptr)
         segments.append(PagedKeys(_cache_of("kv_cache", kv_cache, q, *dims, fp8_format), rows))
+    angles = _angles(q, positions, cos_sin_cache, rope_head_dim)
     if len({type(each.rows) for each in segments}) > 1:
         segments = [PagedKeys(each.cache, _all_ragged(each.rows, each.cache.capacity)) for each in segments]
-    angles = _angles(q, positions, cos_sin_cache, rope_head_dim)
     layer = layer_of(q.shape[1], head_dim, rope_head_dim, float(scale))
     return _attend(Phase.DECODE, layer, q, segments, sink, output, workspace, angles)
 
@@ -125,7 +125,7 @@ def rocm_sparse_attn_prefill(
     check_same_device(q, kv=kv, output=output, attn_sink=sink)
     check_strides(q=q, kv=kv, output=output, attn_sink=sink)
     rows = as_rows(indices)
-    if topk_length is None and rows is not None:
+    if topk_length is None and rows is not None and (ragged_indices is None or ragged_indptr is None):
         topk_length = rows.new_full(rows.shape[:1], rows.shape[-1])
     chosen = _rows_of(q, "", rows, topk_length, ragged_indices, ragged_indptr, lens_name="topk_length")
     layer = layer_of(q.shape[1], head_dim, rope_head_dim, float(scale))
@@ -233,7 +233,7 @@ def _rows_of(
         check_same_device(q, **dict(zip(names, (flat, indptr), strict=True)))
         check_strides(**dict(zip(names, (flat, indptr), strict=True)))
         check_indptr(names[1], indptr, flat.shape[0])
-        return RaggedIndices(flat, indptr, flat.shape[0])
+        return RaggedIndices(flat, indptr, min(flat.shape[0], _MOST))
     rows, letters = as_rows(indices), {"T": q.shape[0]}
     names = f"{name}indices", f"{name}{lens_name}"
     check_tensor(names[0], rows, "T K", _INT, letters)

@@ -46,7 +46,7 @@ class _Plan:
 class _Form:
     """What follows from shapes and strides alone. pages: of each cache with keys, its number, and its view's sizes.
 
-    direct: whether FlashInfer can write lse to its place; the scratch memory for it is then free for the sink's factor.
+    direct: whether FlashInfer can write lse to its place, and not to scratch memory.
     """
 
     plan: _Plan
@@ -119,12 +119,8 @@ class FlashInferAttention:
             self._check_memory(call)
         except Dsv4AttnError:
             return False
-        plan, sizes = self._plan(call.q.shape[1], call.q.shape[0], *_widths(call)), self.found.page_sizes
-        return (
-            call.max_logits is None
-            and len(call.scratch) == len(plan.specs)
-            and (sizes is None or all(segment.cache.block_size in sizes for segment in _paged(call)))
-        )
+        plan = self._plan(call.q.shape[1], call.q.shape[0], *_widths(call))
+        return len(call.scratch) == len(plan.specs)
 
     def run(self, call: AttentionCall, scratch: Sequence[Tensor]) -> None:
         """Attend. scratch: views as `scratch` says for this call's widths. No memory is allocated, nothing is read.
@@ -211,7 +207,10 @@ class FlashInferAttention:
             rows, cache = segment.rows, segment.cache
             if not rows.lens.is_contiguous():
                 raise ArgumentError("lens", expected="contiguous", actual=rows.lens.stride(), hint=_COPY)
-            blocks, size = cache.num_blocks, cache.block_size
+            blocks, size, sizes = cache.num_blocks, cache.block_size, self.found.page_sizes
+            if sizes is not None and size not in sizes:
+                expected = f"pages of {', '.join(map(str, sorted(sizes)))} with flashinfer {self.found.version}"
+                raise ArgumentError("cache", expected=expected, actual=size)
             if blocks > 1 and cache.page_stride % 16:
                 raise ArgumentError("cache", expected="pages at multiples of 16 bytes", actual=cache.page_stride)
             if rows.indices.shape[1] and blocks:
@@ -225,6 +224,8 @@ class FlashInferAttention:
 
     def _check_memory(self, call: AttentionCall) -> None:
         """Raise unless bytes mean what FlashInfer thinks, and begin where it can load them."""
+        if call.max_logits is not None:
+            raise ArgumentError("max_logits", expected="None: FlashInfer does not tell them", actual="a tensor")
         if call.q.dtype is not torch.bfloat16:
             raise ArgumentError("q", expected="bfloat16", actual=str(call.q.dtype).removeprefix("torch."))
         start, keys = call.q.data_ptr() | call.out.data_ptr(), _paged(call)

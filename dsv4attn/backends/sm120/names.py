@@ -146,7 +146,7 @@ class SparseMLASm120Wrapper:
         check_strides(q=q, **optional)
         if not tokens:
             return lse if return_lse else None
-        if any(not rows.indices.shape[1] for rows in segments[:1]):
+        if not segments[0].indices.shape[1]:
             raise ArgumentError("indices", expected="at least one column", actual=0)
         layer = layer_of(heads, _D, _ROPE, float(sm_scale))
         tuning = _backend().tuning

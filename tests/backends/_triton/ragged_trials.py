@@ -13,7 +13,7 @@ __all__ = ["pack", "translate_ragged"]
 
 def pack(rng: Random) -> Trial:
     """Dense rows, some longer than their columns, of which many, few or no entries exist."""
-    rows, width = rng.choice([0, 1, 4, 9, 20]), rng.choice([0, 1, 5, 8, 21])
+    rows, width = rng.choice([0, 1, 4, 9, 12, 20]), rng.choice([0, 1, 5, 8, 21])
     dense = numbers(rng, (rows, width), lambda: spoiled(rng, 12, NUMBERS))
     lens = numbers(rng, (rows,), lambda: rng.choice([-1, -(2**31), 0, width, 2**31 - 1, rng.randint(0, width + 2)]))
     outs = ((rows * width + rng.randint(0, 2),), INT), ((rows + 1,), INT)
@@ -22,7 +22,7 @@ def pack(rng: Random) -> Trial:
 
 def translate_ragged(rng: Random) -> Trial:
     """The same as `translate`, for up to three rounds of rows. Some show their entries in their last columns alone."""
-    rows, width, requests = rng.choice([0, 1, 4, 9, 20]), rng.choice([0, 1, 5, 8, 21]), rng.choice([0, 1, 2, 3, 3])
+    rows, width, requests = rng.choice([0, 1, 4, 9, 12, 20]), rng.choice([0, 1, 5, 8, 21]), rng.choice([0, 1, 2, 3, 3])
     table, size = table_of(rng, requests)
     usual, others = [1, 2, 3, width], [0, width + 2, 40, *NUMBERS]
     seen = numbers(rng, (rows,), lambda: rng.choice(usual if rng.random() < 0.7 else others))

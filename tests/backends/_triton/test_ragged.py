@@ -21,11 +21,15 @@ ragged_steps = pytest.mark.parametrize("make", RAGGED)
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel cannot be changed from outside")
 
 
+@pytest.mark.parametrize("few", [2100, 2099])
 @ragged_steps
-def test_rows_begin_where_all_rows_before_them_end(make: Callable[[Random], Trial]) -> None:
-    """Of so many rows that their lengths are added up in three rounds, as on a device."""
+def test_rows_begin_where_all_rows_before_them_end(
+    make: Callable[[Random], Trial], few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of so many rows that their lengths are added up in three rounds, as on a device: by each program, or by one."""
     rows, width, g = 2100, 3, torch.Generator().manual_seed(0)
     assert rows > 2 * BLOCK
+    monkeypatch.setattr(ragged, "FEW", few)
     lens = torch.randint(-1, width + 2, (rows,), generator=g, dtype=INT)
     chosen = torch.randint(-1, 6, (rows, width), generator=g, dtype=INT)
     table = torch.tensor([[5, 0, -1, 3], [1, 2, 7, 4]], dtype=INT)
@@ -34,6 +38,17 @@ def test_rows_begin_where_all_rows_before_them_end(make: Callable[[Random], Tria
     args = (chosen, lens, 5) if make is pack else (chosen, lens, request, table, 2)
 
     assert Trial(make(Random(0)).step, args, outs).agrees(ragged)
+
+
+@pytest.mark.parametrize("rows", [1, 4096, 4097, 65536])
+def test_a_scan_over_many_rows_says_where_each_begins(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ragged, "FEW", 0)
+    lens = torch.randint(-5, 8200, (rows,), generator=torch.Generator().manual_seed(rows), dtype=INT)
+    indptr = there(torch.full((rows + 2,), 77, dtype=INT))
+    step: Callable[..., int] = ragged._scanned
+    assert step(indptr, there(lens), rows, 8192) == 1
+
+    assert indptr.tolist() == [0, *lens.clamp(0, 8192).cumsum(0).tolist(), 77]
 
 
 @ragged_steps
@@ -91,6 +106,8 @@ IN_RAGGED: dict[str, tuple[Callable[[Random], Trial], str, str]] = {
     "repeated ones in the neighbour's row": (translate_ragged, "mask=(keep > 0) & (to < length)", "mask=keep > 0"),
     "every round begins anew": (translate_ragged, "taken += tl.sum(keep, 0)", "taken = tl.sum(keep, 0)"),
     "absent ones keep their places": (translate_ragged, "to = taken + tl.cumsum(keep, 0) - 1", "to = column"),
+    "a scan without what it carries": (pack, "total += tl.sum(length, 0)", "total = tl.sum(length, 0)"),
+    "a scan of the last row alone": (pack, "total + tl.cumsum(length, 0)", "total + length"),
     "one place too far": (translate_ragged, "tl.cumsum(keep, 0) - 1", "tl.cumsum(keep, 0)"),
     "only leading columns looked at": (translate_ragged, "tl.where(visible_len > 0, width, 0), B", "length, B"),
     "one more visible": (translate_ragged, "(entry < visible_len)", "(entry <= visible_len)"),
@@ -131,6 +148,6 @@ def test_the_inputs_of_ragged_steps_hold_what_they_should() -> None:
 
     assert {-1, -(2**31), 0, 2**31 - 1} <= {*lens}
     assert {trial.args[2] for trial in packs} == {0, 3, 9, 2**31}
-    assert {trial.args[0].shape[0] for trial in (*packs, *others)} == {0, 1, 4, 9, 20}
+    assert {trial.args[0].shape[0] for trial in (*packs, *others)} == {0, 1, 4, 9, 12, 20}
     assert more > 20
     assert behind > 20

@@ -40,7 +40,7 @@ def small_rounds(*modules: ModuleType) -> Iterator[None]:
     """Let every block size of these modules be small. On a device they stay: what is compiled there is what runs."""
     with pytest.MonkeyPatch.context() as patch:
         for module in modules if INTERPRETED else ():
-            for name, value in {"BLOCK": 8, "WINDOW_TILE": 16}.items():
+            for name, value in {"BLOCK": 8, "WINDOW_TILE": 16, "SCAN_BLOCK": 8, "FEW": 12}.items():
                 if hasattr(module, name):
                     patch.setattr(module, name, value)
         yield

@@ -41,11 +41,12 @@ from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import run_case
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.subject import Subject
-from dsv4attn.testing.world import layouts, tiny_geometry
+from dsv4attn.testing.world import tiny_geometry
 from tests.backends._triton.attending import FNUZ, OCP, TINY, Trial
 from tests.backends._triton.caches import DEVICE
 from tests.backends._triton.engine import Engine, launching_nothing
 from tests.backends._triton.planting import plant
+from tests.backends._triton.rooms import bounds_of, problems
 from tests.backends._triton.trials import operations
 from tests.core.forms import all_kinds, assert_same_bits
 
@@ -245,32 +246,6 @@ def test_a_reader_beside_the_list_is_found(name: str, monkeypatch: pytest.Monkey
 
 
 # what is compiled
-
-
-def problems() -> list[Scenario]:
-    """Steps of every kind, with decode and prefill, in several dims and types."""
-    geometry = tiny_geometry(num_heads=3, head_dim=32, rope_dim=8, window=8, topk=5, ratios=(4, 16))
-    found = [*layouts(geometry, 8).values()]
-    return [
-        Scenario(
-            kind=kind,
-            requests=[(20, 1), (3, 1), (40, 7), (0, 2)],
-            geometry=geometry,
-            layout=found[i % len(found)],
-            q_dtype=found[i % len(found)].row_dtype,
-            sinks=("random", None)[i % 3 == 0],
-            page_padding=(0, 16, 2)[i % 3],
-            device=DEVICE.type,
-            seed=i,
-        )
-        for i, kind in enumerate([*LayerKind] * 2)
-    ]
-
-
-def bounds_of(scenario: Scenario) -> Bounds:
-    return Bounds.of(
-        scenario.geometry, scenario.limits, swa=scenario.layout, q_dtype=scenario.q_dtype, sink=None, aligned=False
-    )
 
 
 def test_nothing_is_launched_that_was_not_announced() -> None:

@@ -13,7 +13,6 @@ from attrs import evolve
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.sm120 import flashinfer
 from dsv4attn.backends.sm120.choice import notes
-from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.launch import Sm120Backend
 from dsv4attn.core import indices
 from dsv4attn.core.contract import KeyForm, Phase, Products
@@ -136,6 +135,14 @@ def test_an_order_is_not_changed_into_something_else(there: type[Counting], monk
     backend = Sm120Backend(kernel="flashinfer")
     with pytest.raises(ArgumentError):
         backend.decode(planned(backend, evolve(BASE, layouts=(FNUZ, OCP))))
+    call = planned(backend, BASE)
+    with pytest.raises(ArgumentError, match="max_logits"):
+        backend.decode(evolve(call, max_logits=torch.zeros(2, 8, device=call.q.device)))
+    monkeypatch.setattr(flashinfer, "find", lambda: found(Counting, old=True))
+    old = Sm120Backend(kernel="flashinfer")
+    call = planned(old, BASE)  # whose second cache has pages of 2
+    with pytest.raises(ArgumentError, match="pages of 64 with flashinfer"):
+        old.decode(call)
     with pytest.raises(UnsupportedError, match="129"):
         backend.scratch(Phase.DECODE, evolve(FLASH.layer_of_kind("swa"), num_heads=129), 1, 128)
     assert there.ran == 0
@@ -158,9 +165,9 @@ def test_a_broken_flashinfer_is_a_reason_and_our_kernel_serves(
     assert there.ran == 0
 
 
+@pytest.mark.usefixtures("there")
 @pytest.mark.parametrize("kind", ["swa", "c4a", "c128a"])
-def test_scratch_keeps_within_its_bound(kind: str, there: type[Counting]) -> None:
-    assert there.ran == 0
+def test_scratch_keeps_within_its_bound(kind: str) -> None:
     for heads in (7, 64):
         layer = evolve(FLASH.layer_of_kind(kind), num_heads=heads)
         for options in ({}, {"in_range": True}, {"precision": "bf16"}):
@@ -218,10 +225,3 @@ def test_explain_knows_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(choice, "version_of", lambda _: "0.6.1")
     (line,) = notes(here, Problem.of(FLASH))
     assert "flashinfer 0.6.1, needs 0.6.18 or newer" in line
-
-
-def test_the_vendors_part_is_one_object_for_all_layers(there: type[Counting]) -> None:
-    backend = Sm120Backend()
-    assert isinstance(backend.vendor, FlashInferAttention)
-    assert backend.vendor is backend.vendor
-    assert there.ran == 0

@@ -31,11 +31,10 @@ from dsv4attn.selection import explain, load_backend
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import run_case
-from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.subject import Subject
-from dsv4attn.testing.world import layouts, tiny_geometry
 from tests.backends._triton.attending import OCP, Trial
 from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.rooms import bounds_of, problems
 from tests.backends._triton.trials import operations
 
 FORMS = ["fused", "gathered"]
@@ -119,32 +118,6 @@ def test_it_keeps_the_contract(form: str, case: Any) -> None:
 
 
 # what is compiled
-
-
-def problems() -> list[Scenario]:
-    """Steps of every kind, with decode and prefill, in several dims and types."""
-    geometry = tiny_geometry(num_heads=3, head_dim=32, rope_dim=8, window=8, topk=5, ratios=(4, 16))
-    found = [*layouts(geometry, 8).values()]
-    return [
-        Scenario(
-            kind=kind,
-            requests=[(20, 1), (3, 1), (40, 7), (0, 2)],
-            geometry=geometry,
-            layout=found[i % len(found)],
-            q_dtype=found[i % len(found)].row_dtype,
-            sinks=("random", None)[i % 3 == 0],
-            page_padding=(0, 16, 2)[i % 3],
-            device=DEVICE.type,
-            seed=i,
-        )
-        for i, kind in enumerate(KINDS * 2)
-    ]
-
-
-def bounds_of(scenario: Scenario) -> Bounds:
-    return Bounds.of(
-        scenario.geometry, scenario.limits, swa=scenario.layout, q_dtype=scenario.q_dtype, sink=None, aligned=False
-    )
 
 
 @each_form
