@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -11,13 +12,12 @@ from typing import cast
 import torch
 from attrs import evolve, field, frozen
 
-from dsv4attn.bench.measure import seconds
-from dsv4attn.bench.problem import Problem
+from dsv4attn.bench.step import Step
 from dsv4attn.core.context import set_forward_context
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.layer import DeepseekV4MLAAttention
 
-__all__ = ["Overhead", "overhead"]
+__all__ = ["Overhead", "overhead", "seconds"]
 
 
 @frozen
@@ -43,63 +43,84 @@ class Overhead:
         """What a road takes more than `direct`, in percent."""
         return 100 * (self.us(name) / self.us("direct") - 1)
 
+    def __str__(self) -> str:
+        """One line."""
+        direct, plain, bound, idle = (self.us(name) for name in ("direct", "plain", "bound", "idle"))
+        return (
+            f"one decode token, {self.layer}: {direct:.0f} us in the backend's own steps on arguments made before, "
+            f"{plain:.0f} us ({self.percent('plain'):+.1f} %) through forward_mqa, {bound:.0f} us "
+            f"({self.percent('bound'):+.1f} %) through a bound layer; {idle:.0f} us through one whose steps do nothing"
+        )
+
     def as_json(self) -> dict[str, object]:
         """Plain values."""
         times = {f"{name}_us": self.us(name) for name in ("direct", "plain", "bound", "idle")}
         return {"layer": self.layer, **times, **{f"{name}_percent": self.percent(name) for name in ("plain", "bound")}}
 
 
-def overhead(problem: Problem, *, rounds: int = 200) -> Overhead:
-    """Measure a problem of one decode token."""
-    bound, idle = _bound(problem, problem.backend), _bound(problem, _instead(problem.backend, _nothing))
-    kv, positions = problem.q[:, 0], torch.zeros(1, dtype=torch.int64, device=problem.q.device)
+def overhead(step: Step, *, rounds: int = 200) -> Overhead:
+    """Measure a step of one decode token."""
+    bound, idle = _bound(step, step.backend), _bound(step, _instead(step.backend, _nothing))
+    kv, positions = step.q[:, 0], torch.zeros(1, dtype=torch.int64, device=step.q.device)
 
     def through(layer: DeepseekV4MLAAttention) -> Callable[[], None]:
-        return lambda: layer.forward_mqa(problem.q, kv, positions, problem.out)
+        return lambda: layer.forward_mqa(step.q, kv, positions, step.out)
 
-    metadata = {bound.prefix: problem.metadata.compressed, bound.swa_prefix: problem.metadata.swa}
+    metadata = {bound.prefix: step.metadata.compressed, bound.swa_prefix: step.metadata.swa}
     times: tuple[list[float], ...] = ([], [], [], [])
     with torch.inference_mode(), set_forward_context(metadata):
-        direct = _own_steps(problem)
-        roads = direct, problem.run, through(bound), through(idle)
+        direct = _own_steps(step)
+        roads = direct, step.run, through(bound), through(idle)
         # nobody waits for an idle call: it leaves an accelerator nothing to do
-        devices = *[problem.q.device] * 3, torch.device("cpu")
+        devices = *[step.q.device] * 3, torch.device("cpu")
         for counted in range(-rounds // 4, rounds):
             for measured, timed, device in zip(times, roads, devices, strict=True):
                 took = seconds(timed, device)
                 if counted >= 0:
                     measured.append(took)
             direct()  # the first call of the next round, too, shall follow one that computes
-    return Overhead(problem.layer.kind.value, *times)
+    return Overhead(step.layer.kind.value, *times)
 
 
-def _bound(problem: Problem, backend: Backend) -> DeepseekV4MLAAttention:
+def seconds(call: Callable[[], None], device: torch.device) -> float:
+    """Seconds of one call as the host sees it, on an accelerator until the device is idle."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    if module is not None:
+        module.synchronize()
+    start = time.perf_counter()
+    call()
+    if module is not None:
+        module.synchronize()
+    return time.perf_counter() - start
+
+
+def _bound(step: Step, backend: Backend) -> DeepseekV4MLAAttention:
     layer = DeepseekV4MLAAttention(
         "layer",
-        problem.layer,
-        problem.limits,
+        step.layer,
+        step.limits,
         backend,
-        attn_sink=problem.attn_sink,
-        cos_sin_cache=problem.q.new_zeros(1, problem.layer.rope_dim, dtype=torch.float32),
-        topk_indices_buffer=problem.topk_indices,
-        workspace=problem.workspace,
+        attn_sink=step.attn_sink,
+        cos_sin_cache=step.q.new_zeros(1, step.layer.rope_dim, dtype=torch.float32),
+        topk_indices_buffer=step.topk_indices,
+        workspace=step.workspace,
     )
-    layer.bind_kv_cache(problem.caches.swa, problem.caches.compressed)
+    layer.bind_kv_cache(step.caches.swa, step.caches.compressed)
     return layer
 
 
-def _own_steps(problem: Problem) -> Callable[[], None]:
-    """What core asks of the backend for this problem, with the very arguments, and nothing else."""
+def _own_steps(step: Step) -> Callable[[], None]:
+    """What core asks of the backend for this step, with the very arguments, and nothing else."""
     asked: list[Callable[[], None]] = []
 
-    def note(step: Callable[..., None], *arguments: object, **out: object) -> None:
-        asked.append(partial(step, *arguments, **out))
+    def note(call: Callable[..., None], *arguments: object, **out: object) -> None:
+        asked.append(partial(call, *arguments, **out))
 
-    evolve(problem, backend=_instead(problem.backend, note)).run()
+    evolve(step, backend=_instead(step.backend, note)).run()
 
     def run() -> None:
-        for step in asked:
-            step()
+        for call in asked:
+            call()
 
     return run
 

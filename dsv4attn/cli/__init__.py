@@ -19,7 +19,7 @@ __all__ = ["main", "print_json"]
 
 _COMMANDS = {
     "backends": ("dsv4attn.cli.backends:backends", "List the backends, and which of them run on this machine."),
-    "bench": ("dsv4attn.cli.bench:bench", "Time a backend beside the matrix products it cannot avoid."),
+    "bench": ("dsv4attn.cli.bench:bench", "Time every kernel beside the roofline and other libraries."),
     "compile": ("dsv4attn.cli.compile:compile_", "Compile every kernel for a device that need not be here."),
     "conform": ("dsv4attn.cli.conform:conform", "Run the conformance kit on a backend, and write a certificate."),
     "doctor": ("dsv4attn.cli.doctor:doctor", "Look for what is wrong with this installation, and say what to do."),
@@ -73,7 +73,7 @@ class _Commands(click.Group):
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> NoReturn:  # noqa: ANN401 - click's own
         args = list(sys.argv[1:] if args is None else args)
-        as_json = "--json" in args
+        as_json = _prints_json(args)
         _stdout.set(sys.stdout)
         try:
             with redirect_stdout(sys.stderr) if as_json else nullcontext():
@@ -101,6 +101,14 @@ class _Commands(click.Group):
                 _print_error(error, str(error))
             raise
         sys.exit(code if isinstance(code, int) else OK)
+
+
+def _prints_json(args: Sequence[str]) -> bool:
+    """Whether stdout is for one object. `--json FILE`, which bench has, leaves it to people."""
+    if "--json" not in args:
+        return False
+    behind = args[args.index("--json") + 1 :]
+    return args[0] != "bench" or not behind or behind[0].startswith("-")
 
 
 def _print_error(error: Exception, message: str) -> None:

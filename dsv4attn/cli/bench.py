@@ -1,74 +1,290 @@
-"""`dsv4attn bench`: how far a backend is from the matrix products it cannot avoid."""
+"""`dsv4attn bench`: how fast every kernel is, beside what the machine could do and beside other libraries."""
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import click
-import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from attrs import evolve, frozen
 
-from dsv4attn.bench.measure import Measurement, measure
-from dsv4attn.bench.overhead import overhead
-from dsv4attn.bench.problem import make_problem
-from dsv4attn.cli import print_json
-from dsv4attn.cli.common import chosen_backend, geometry_of
+from dsv4attn.cli import FAILED, OK, print_json
+from dsv4attn.cli.common import console
+from dsv4attn.cli.conform import target_file, written
+from dsv4attn.errors import NoBackendError
+
+if TYPE_CHECKING:
+    import torch
+
+    from dsv4attn.bench.cases import Size
+    from dsv4attn.bench.compare import Comparison
+    from dsv4attn.bench.result import Run
+    from dsv4attn.core.contract import Backend
+
+__all__ = ["bench"]
+
+STDOUT = "-"
+ALL = "all"
 
 
-@click.command()
-@click.option("--backend", metavar="NAME", help="Backend to measure.  [default: as `dsv4attn explain` says]")
-@click.option("--model", default="flash", show_default=True, help="flash, pro, or a preset's full name.")
-@click.option("--tokens", default=2048, show_default=True, type=click.IntRange(1), help="Query tokens of the prefill.")
-@click.option("--prefix", default=8192, show_default=True, type=click.IntRange(0), help="Tokens before them.")
-@click.option("--decodes", default=32, show_default=True, type=click.IntRange(1), help="Requests of the decode.")
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1), help="Rounds to take the median of.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def _file_or_stdout(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | Path | None:
+    from dsv4attn.bench.cases import WHAT
+
+    if value in WHAT:
+        raise click.BadParameter(f"{value!r} would be its file: put --json last, or name a file", param=parameter)
+    return value if value in (None, STDOUT) else target_file(ctx, parameter, value)
+
+
+def _numbers(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """`8,64,256`."""
+    if value is None:
+        return None
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise click.BadParameter(f"{value!r}: expected numbers above 0 with commas, as in 8,64,256", param=parameter)
+    return tuple(int(part) for part in parts)
+
+
+@click.command(short_help="Time every kernel beside the roofline and other libraries.")
+@click.argument("what", nargs=-1)
+@click.option("--backend", "--backends", "backends", metavar="NAMES", help="Backends.  [default: those native here]")
+@click.option("--cases", metavar="NAMES", help="flash_c4, pro_c4, flash_c128, pro_c128, flash_swa.  [default: all]")
+@click.option("--batches", metavar="NUMBERS", callback=_numbers, help="Requests of the decodes, as in 8,64,256.")
+@click.option("--tokens", type=click.IntRange(1), help="Query tokens of the prefills.")
+@click.option("--rounds", type=click.IntRange(1), help="Rounds to take the median of.")
+@click.option("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator, or cpu]")
+@click.option(
+    "--peers",
+    metavar="[NAMES]",
+    is_flag=False,
+    flag_value=ALL,
+    help="Other libraries too: flash_mla, vllm, flashinfer; without names, all.",
+)
+@click.option(
+    "--json",
+    "save",
+    metavar="[FILE]",
+    is_flag=False,
+    flag_value=STDOUT,
+    callback=_file_or_stdout,
+    help="Write the numbers to FILE; without one, print one JSON object and nothing else.",
+)
+@click.option(
+    "--compare", metavar="OLD", type=click.Path(path_type=Path), help="Name what is slower than in that file."
+)
+@click.option("--plot", metavar="DIR", type=click.Path(path_type=Path), help="Draw pictures into a folder.")
+@click.option(
+    "--from", "source", metavar="FILE", type=click.Path(path_type=Path), help="Measure nothing, show that file."
+)
+@click.pass_context
 def bench(
-    backend: str | None, model: str, tokens: int, prefix: int, decodes: int, rounds: int, *, as_json: bool
+    ctx: click.Context,
+    what: tuple[str, ...],
+    backends: str | None,
+    cases: str | None,
+    batches: tuple[int, ...] | None,
+    tokens: int | None,
+    rounds: int | None,
+    device: str | None,
+    peers: str | None,
+    save: str | Path | None,
+    compare: Path | None,
+    plot: Path | None,
+    source: Path | None,
 ) -> None:
-    """Time prefill and decode of each layer type beside their own matrix products, taken in turn in one run."""
-    geometry = geometry_of(model)
-    chosen = chosen_backend(backend, {}, geometry, geometry.kinds)
-    measured: list[Measurement] = []
-    cases = [[(0, tokens)], [(prefix, tokens)], [(prefix, 1)] * decodes]
-    console = Console(stderr=True)
-    for kind in geometry.kinds:
-        for requests in cases:
-            with console.status(f"measuring {kind.value}, {sum(n for _, n in requests)} tokens"):
-                measured.append(measure(make_problem(geometry, kind, requests, chosen), rounds=rounds))
-    with console.status("measuring the host's share"):
-        shares = [overhead(make_problem(geometry, kind, [(prefix, 1)], chosen)) for kind in geometry.kinds]
-    if as_json:
-        rows = [m.as_json() for m in measured]
-        host = [share.as_json() for share in shares]
-        facts = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-        print_json({"ok": True, "backend": chosen.name, "model": geometry.name, **facts, "results": rows, "host": host})
-        return
-    Console().print(_table(measured, f"{chosen.name}, {geometry.name}, {geometry.num_heads} heads", rounds))
-    for share in shares:
-        direct, plain, bound, idle = (share.us(name) for name in ("direct", "plain", "bound", "idle"))
-        click.echo(
-            f"one decode token, {share.layer}: {direct:.0f} us in the backend's own steps on arguments made before, "
-            f"{plain:.0f} us ({share.percent('plain'):+.1f} %) through forward_mqa, {bound:.0f} us "
-            f"({share.percent('bound'):+.1f} %) through a bound layer; {idle:.0f} us through one whose steps do nothing"
-        )
+    """Time WHAT: decode, prefill, prefill-rows, insert, quantize, gather (these six by default), step, scaling, host.
+
+    Every result is held against an independent reference before and after it is timed; what is wrong gets no time, and
+    exit code 1. Times are medians of rounds in which everybody takes turns; the roofline is measured in the same run.
+
+    step: whole steps of forward_mqa, beside their bare matrix products. scaling: batch, context, top-k and requests
+    grow, and cliffs are named, where time outgrows work. host: what a bound layer costs the host.
+
+    --peers calls other libraries through their public functions, if they can be imported. --compare exits with 1 if
+    something got slower by more than noise. Files of --json are read by --compare and --from, on any machine.
+    """
+    from dsv4attn.bench import compare as comparing
+    from dsv4attn.bench import report
+    from dsv4attn.bench.result import load
+
+    if source is not None and (what or backends or cases or batches or tokens or rounds or device or peers):
+        raise click.UsageError("--from shows a saved run: it goes with --json, --compare and --plot only")
+    old = load(compare, "--compare") if compare else None
+    if plot:
+        from dsv4attn.bench.plots import check_folder
+
+        check_folder(plot)
+    if source:
+        run = load(source, "--from")
+    else:
+        asked = _Asked(what, backends, cases, batches, tokens, rounds, device, peers)
+        run = evolve(_measured(asked, shown=save != STDOUT), command=_command(ctx))
+    compared = comparing.compare(old, run) if old else None
+    if isinstance(save, Path):
+        written(save, json.dumps(run.as_json(), indent=1, allow_nan=False) + "\n")
+    if save == STDOUT:
+        print_json(_told(run, compared))
+    else:
+        out = console()
+        out.print(report.run_text(run), crop=False)
+        if compared:
+            out.print(report.comparison_text(compared))
+    if plot:
+        _draw(run, plot)
+    ctx.exit(OK if run.ok and (compared is None or compared.ok) else FAILED)
 
 
-def _table(measured: list[Measurement], title: str, rounds: int) -> Table:
-    caption = (
-        f"time and products: ms, medians of {rounds} rounds, taken in turn in this run.\n"
-        "products: the same matrix products alone, fp32. ratio: time / products.\n"
-        "context: tokens before the step. keys: per query."
+def _told(run: Run, compared: Comparison | None) -> dict[str, Any]:
+    told = run.as_json()
+    if compared:
+        told |= {"ok": run.ok and compared.ok, "compared": compared.as_json()}
+    return told
+
+
+def _draw(run: Run, folder: Path) -> None:
+    from dsv4attn.bench.plots import draw
+
+    for path in draw(run, folder):
+        click.echo(f"drawn: {path}", err=True)
+
+
+@frozen
+class _Asked:
+    """The options of a measurement, as they were given."""
+
+    what: Sequence[str]
+    backends: str | None
+    cases: str | None
+    batches: tuple[int, ...] | None
+    tokens: int | None
+    rounds: int | None
+    device: str | None
+    peers: str | None
+
+
+def _measured(asked: _Asked, *, shown: bool) -> Run:
+    """Find out what is asked for, before anything slow, and measure it."""
+    from dsv4attn.bench.cases import KERNELS, PRESETS, WHAT, cases_of, host_cases, named, sizes
+    from dsv4attn.bench.peers import PEERS
+    from dsv4attn.bench.result import Run, now, peer_versions, this_machine
+    from dsv4attn.bench.runner import Runner
+    from dsv4attn.bench.scaling import cliffs, scaling_cases
+
+    what = named("measurement", ",".join(asked.what), WHAT, KERNELS)
+    presets = named("case", asked.cases, list(PRESETS), list(PRESETS))
+    wanted = None if asked.peers == ALL else asked.peers
+    libraries = named("peer", wanted, list(PEERS), list(PEERS) if asked.peers else [])
+    place = _device(asked.device)
+    backends = _backends(asked.backends, place)
+    size = _size(asked, sizes(place.type))
+    cases = cases_of([kernel for kernel in what if kernel not in ("scaling", "host")], presets, size)
+    cases += scaling_cases(small=place.type == "cpu") if "scaling" in what else []
+    hosts = host_cases() if "host" in what else []
+    rows, host = [], []
+    with _progress(1 + len(cases) + len(hosts), shown=shown) as begin:
+        begin("roofline")
+        runner = Runner(place, backends, [PEERS[name] for name in libraries], size.rounds)
+        for case in cases:
+            begin(case.name)
+            rows += runner.run(case)
+        for case in hosts:
+            begin(case.name)
+            shares, failed = runner.host(case)
+            host += shares
+            rows += failed
+        roofline, rows = runner.settled(rows)
+    here = [peer.name for peer in runner.peers]
+    return Run(
+        machine=this_machine(place),
+        date=now(),
+        rounds=size.rounds,
+        roofline=roofline,
+        rows=tuple(rows),
+        cliffs=tuple(cliffs(rows)),
+        unavailable=runner.unavailable,
+        versions=peer_versions(here),
+        host=tuple(host),
     )
-    table = Table(
-        title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False
+
+
+def _size(asked: _Asked, size: Size) -> Size:
+    """What is measured here by default, but for what was said."""
+    return evolve(
+        size,
+        batches=asked.batches or size.batches,
+        tokens=asked.tokens or size.tokens,
+        inserted=asked.tokens or size.inserted,
+        rounds=asked.rounds or size.rounds,
     )
-    for column in ("layer", "phase"):
-        table.add_column(column)
-    for column in ("tokens", "context", "keys", "time", "products", "ratio", "GFLOP/s"):
-        table.add_column(column, justify="right")
-    for m in measured:
-        counts = str(m.tokens), str(m.context), f"{m.keys_per_row:.0f}"
-        times = f"{m.step_ms:.1f}", f"{m.products_ms:.1f}", f"{m.ratio:.2f}", f"{m.gflops:.0f}"
-        table.add_row(m.layer, m.phase, *counts, *times)
-    return table
+
+
+def _device(name: str | None) -> torch.device:
+    """The one named, which has to be here, or the first accelerator, or the CPU."""
+    import torch
+
+    from dsv4attn.core.device import DeviceFacts
+
+    if name is not None:
+        facts = DeviceFacts.here(name)
+        return torch.device("cpu" if facts.kind == "cpu" else name)
+    accelerator = torch.accelerator.current_accelerator() if DeviceFacts.here().kind != "cpu" else None
+    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
+
+
+def _backends(names: str | None, place: torch.device) -> dict[str, Backend]:
+    """Those named, all of which must be there, or all that are native to the device and can be made."""
+    from dsv4attn.core.device import DeviceFacts
+    from dsv4attn.selection import backend_names, load_backend, registered
+
+    if names:
+        return {name: load_backend(name) for name in dict.fromkeys(n.strip() for n in names.split(","))}
+    facts, made = DeviceFacts.here(place), {}
+    for name in backend_names():
+        if facts.matches(registered(name).info.native):
+            try:
+                made[name] = load_backend(name)
+            except NoBackendError as broken:
+                click.echo(f"left out: {name}: {str(broken).splitlines()[0]}", err=True)
+    return made
+
+
+def _command(ctx: click.Context) -> str:
+    """The command as one could type it again, without where its results went."""
+    words = ["dsv4attn", "bench", *ctx.params["what"]]
+    for name in ("backends", "cases", "batches", "tokens", "rounds", "device", "peers"):
+        value = ctx.params[name]
+        if value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            words += [f"--{name}", *([] if (name, text) == ("peers", ALL) else [text])]
+    return shlex.join(words)
+
+
+@contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr with the case that is running; nothing at all where nobody watches."""
+    from rich import progress as bars
+    from rich.console import Console
+
+    out = Console(stderr=True)
+    columns = (
+        bars.BarColumn(bar_width=None),
+        bars.MofNCompleteColumn(),
+        bars.TextColumn("{task.description}", markup=False),
+        bars.TimeElapsedColumn(),
+    )
+    # drawn between cases only: a thread that draws meanwhile would be measured too
+    watched = shown and out.is_terminal
+    bar = bars.Progress(*columns, console=out, transient=True, auto_refresh=False, disable=not watched)
+    task, begun = bar.add_task("", total=total), 0
+
+    def begin(name: str) -> None:
+        nonlocal begun
+        bar.update(task, completed=begun, description=name, refresh=True)
+        begun += 1
+
+    with bar:
+        yield begin

@@ -1,0 +1,183 @@
+"""What is measured: kernels by name, and the shapes that models give them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+
+from attrs import evolve, frozen
+
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
+from dsv4attn.errors import UnknownNameError
+
+__all__ = [
+    "ATTENTION",
+    "KERNELS",
+    "PRESETS",
+    "WHAT",
+    "Case",
+    "Preset",
+    "Size",
+    "cases_of",
+    "decodes",
+    "host_cases",
+    "named",
+    "sizes",
+    "with_topk",
+]
+
+KERNELS = ("decode", "prefill", "prefill-rows", "insert", "quantize", "gather")
+"""decode, prefill: attention on fp8 pages. prefill-rows: on bf16 rows gathered before. insert: q-norm, RoPE, quantise
+and store. quantize: quantise and store. gather: pages to bf16 rows."""
+ATTENTION = KERNELS[:3]
+WHAT = (*KERNELS, "step", "scaling", "host")
+"""step: whole steps of `forward_mqa`. scaling: lines along which one thing grows. host: what core costs the host."""
+HEAD_DIM, ROPE_DIM, WINDOW, WINDOW_PAGE = 512, 64, 128, 64
+
+
+@frozen
+class Preset:
+    """A kind of layer. page: records in a page of the compressed cache. topk: most compressed keys of a token."""
+
+    name: str
+    kind: LayerKind
+    heads: int
+    ratio: int = 1
+    topk: int = 0
+    page: int = WINDOW_PAGE
+
+    @property
+    def layer(self) -> LayerGeometry:
+        """What a backend is told."""
+        topk = self.topk if self.kind is LayerKind.C4A else 0
+        return LayerGeometry(
+            self.kind, self.ratio, self.heads, HEAD_DIM, Rope(ROPE_DIM, 10000.0), WINDOW, topk
+        )  # 448 + 64 dims
+
+    @property
+    def columns(self) -> int:
+        """Width of the compressed indices; tables of c128a layers are a multiple of 128 wide."""
+        return -(-self.topk // 128) * 128 if self.kind is LayerKind.C128A else self.topk
+
+    @property
+    def context(self) -> int:
+        """Tokens of a request for which there are more entries than a token takes, or just as many on c128a layers."""
+        return self.ratio * (max(2048, 2 * self.topk) if self.kind is LayerKind.C4A else self.topk) or 8192
+
+
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Preset("flash_c4", LayerKind.C4A, 64, 4, 512),
+        Preset("pro_c4", LayerKind.C4A, 128, 4, 1024),
+        Preset("flash_c128", LayerKind.C128A, 64, 128, 1024, 2),
+        Preset("pro_c128", LayerKind.C128A, 128, 128, 1024, 2),
+        Preset("flash_swa", LayerKind.SWA, 64),
+    )
+}
+
+
+@frozen
+class Case:
+    """One kernel, one shape. requests: (tokens before, tokens now) of each. series, x: place in a scaling line."""
+
+    kernel: str
+    preset: Preset
+    label: str
+    requests: tuple[tuple[int, int], ...]
+    series: str = ""
+    x: int = 0
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """Unique in a run, and the same in every run."""
+        return f"{self.series or self.kernel} {self.preset.name} {self.label}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of this step."""
+        return sum(query for _, query in self.requests)
+
+
+@frozen
+class Size:
+    """How much of everything: what fits a machine. records: of each of eight requests that are gathered."""
+
+    batches: tuple[int, ...]
+    tokens: int
+    inserted: int
+    records: int
+    rounds: int
+
+
+_SIZES = {"cpu": Size((1, 4), 32, 128, 256, 5)}
+_ACCELERATOR = Size((8, 64, 256), 2048, 8192, 8192, 20)
+
+
+def sizes(device: str) -> Size:
+    """What is measured on a kind of torch device unless somebody says otherwise: on a CPU, less than a minute of it."""
+    return _SIZES.get(device, _ACCELERATOR)
+
+
+def named(kind: str, given: str | None, known: Sequence[str], default: Sequence[str]) -> list[str]:
+    """Names out of a list with commas. Raises UnknownNameError."""
+    names = [name.strip() for name in given.split(",") if name.strip()] if given else list(default)
+    for name in names:
+        if name not in known:
+            raise UnknownNameError(kind, name, known)
+    return list(dict.fromkeys(names))
+
+
+def cases_of(kernels: Sequence[str], presets: Sequence[str], size: Size) -> list[Case]:
+    """Cases of some kernels, without those that another one repeats."""
+    return [case for kernel in kernels for case in _cases(kernel, [PRESETS[name] for name in presets], size)]
+
+
+def _cases(kernel: str, presets: Sequence[Preset], size: Size) -> Iterator[Case]:
+    # insert depends on heads alone, gather on the page size, quantize on neither
+    facets: dict[str, Callable[[Preset], object]] = {
+        "insert": attrgetter("heads"),
+        "quantize": type,
+        "gather": attrgetter("page"),
+    }
+    facet = facets.get(kernel, attrgetter("name"))
+    first: dict[object, Preset] = {}
+    for preset in presets:
+        first.setdefault(facet(preset), preset)
+    for preset in first.values():
+        if kernel == "decode":
+            for batch in size.batches:
+                yield Case(kernel, preset, f"b={batch}", decodes(preset, batch), seed=batch)
+        elif kernel in ATTENTION:
+            yield Case(kernel, preset, f"t={size.tokens}", ((max(preset.context - size.tokens, 0), size.tokens),))
+        elif kernel == "step":
+            batch = size.batches[-1]
+            yield Case(kernel, preset, f"b={batch}", decodes(preset, batch), seed=batch)
+            yield Case(kernel, preset, f"t={size.tokens} n=0", ((0, size.tokens),))
+            yield Case(kernel, preset, f"t={size.tokens} n=8192", ((8192, size.tokens),))
+        elif kernel == "gather":
+            yield Case(kernel, preset, f"8x{size.records}", ((size.records, 0),) * 8)
+        else:
+            yield Case(kernel, preset, f"t={size.inserted}", ((0, size.inserted),))
+
+
+def host_cases() -> list[Case]:
+    """One decode token on each kind of layer of a model."""
+    presets = [PRESETS[name] for name in ("flash_swa", "flash_c4", "flash_c128")]
+    return [Case("host", preset, "b=1", ((8192, 1),)) for preset in presets]
+
+
+def decodes(preset: Preset, batch: int, context: int | None = None) -> tuple[tuple[int, int], ...]:
+    """Requests of one token: all of one length, or on c128a layers, whose keys follow from it, of any up to that."""
+    longest = preset.context if context is None else context
+    if preset.kind is LayerKind.C128A and context is None:
+        draw = random.Random(batch)  # noqa: S311 - lengths, not secrets
+        return tuple((draw.randrange(longest), 1) for _ in range(batch))
+    return ((longest - 1, 1),) * batch
+
+
+def with_topk(preset: Preset, topk: int) -> Preset:
+    """The same layer, whose tokens take so many compressed keys."""
+    return evolve(preset, topk=topk)

@@ -1,0 +1,105 @@
+"""Seconds of calls that are taken in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from math import ceil
+from typing import Any
+
+import torch
+from attrs import frozen
+
+__all__ = ["Clock", "Spread"]
+
+_FLUSH_BYTES = 2**29
+"""More than any last-level cache of an accelerator holds, AMD's 256 MiB included."""
+_WARM_UP = 3
+_MOST_FLUSHES = 64
+
+
+@frozen
+class Spread:
+    """Seconds of some rounds in three numbers: the median, and between which eight of ten rounds are.
+
+    exposed: in some round the host's own time was part of it, for the device had nothing left to do meanwhile.
+    """
+
+    median: float
+    p10: float
+    p90: float
+    exposed: bool = False
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], *, exposed: bool = False) -> Spread:
+        """Summarise rounds."""
+        values = torch.tensor(sorted(seconds), dtype=torch.float64)
+        low, middle, high = torch.quantile(values, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+        return cls(middle, low, high, exposed)
+
+
+class Clock:
+    """Times calls on one device.
+
+    On an accelerator each call runs between two device events, behind writes that throw everything out of the caches.
+    Those writes are repeated until they take twice as long as the host needs to enqueue the call, so that the device
+    is still busy with them when the call's kernels arrive, and the host's time is not measured. Whether that was so is
+    checked in every round, and tried again with more writes if not; a call that itself waits for the device cannot be
+    hidden. On a CPU it is the wall clock, and nothing is flushed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Allocate what is needed to flush."""
+        self.device = device
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        if self._module is not None:
+            # events and kernels belong to the current device
+            self._module.set_device(device)
+            self._junk = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+            self._flush_s = min(self._span(self._junk.zero_, 0)[0] for _ in range(5))
+
+    def times(self, calls: Sequence[Callable[[], None]], rounds: int) -> list[Spread]:
+        """Time each call once a round, one after the other."""
+        flushes = [self._warmed(call) for call in calls]
+        seconds: list[list[float]] = [[] for _ in calls]
+        exposed = [False] * len(calls)
+        for _ in range(rounds):
+            for i, call in enumerate(calls):
+                took, hidden = self._span(call, flushes[i])
+                while not hidden and flushes[i] < _MOST_FLUSHES:
+                    flushes[i] *= 2
+                    took, hidden = self._span(call, flushes[i])
+                seconds[i].append(took)
+                exposed[i] |= not hidden
+        return [Spread.of(taken, exposed=bare) for taken, bare in zip(seconds, exposed, strict=True)]
+
+    def _warmed(self, call: Callable[[], None]) -> int:
+        """Run a call until it is warm, and say how many flushes hide its host."""
+        host = 0.0
+        for _ in range(_WARM_UP):
+            self._wait()
+            start = time.perf_counter()
+            call()
+            host = time.perf_counter() - start
+        self._wait()
+        return 0 if self._module is None else min(ceil(2 * host / self._flush_s) + 1, _MOST_FLUSHES)
+
+    def _wait(self) -> None:
+        if self._module is not None:
+            self._module.synchronize(self.device)
+
+    def _span(self, call: Callable[[], object], flushes: int) -> tuple[float, bool]:
+        """Seconds of a call, and whether the device was busy before it until the host was done with it."""
+        if self._module is None:
+            started = time.perf_counter()
+            call()
+            return time.perf_counter() - started, True
+        start, end = (self._module.Event(enable_timing=True) for _ in range(2))
+        for _ in range(flushes):
+            self._junk.zero_()
+        start.record()
+        call()
+        end.record()
+        hidden = not start.query()
+        self._wait()
+        return float(start.elapsed_time(end)) / 1e3, hidden

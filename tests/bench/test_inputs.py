@@ -1,0 +1,200 @@
+"""Inputs are what an engine would pass, and the reference is right about them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+
+from dsv4attn.bench.cases import KERNELS, PRESETS, Case, Size, cases_of, decodes, named
+from dsv4attn.bench.inputs import LAYOUT, Inputs, make_inputs
+from dsv4attn.bench.records import read
+from dsv4attn.bench.reference import Error, attention, error, limit, normalised, rotated
+from dsv4attn.core.contract import Products
+from dsv4attn.core.geometry import LayerKind, Rope
+from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.errors import UnknownNameError
+from dsv4attn.testing import oracle
+
+CPU = torch.device("cpu")
+RAGGED = ((0, 17), (500, 1), (300, 2))
+
+
+def small(name: str) -> Case:
+    """A prefill of three requests, with two heads and few keys."""
+    preset = PRESETS[name]
+    ratio = {LayerKind.C128A: 16}.get(preset.kind, preset.ratio)
+    return Case("prefill", evolve(preset, heads=2, ratio=ratio, topk=preset.topk and 24), "toy", RAGGED, seed=5)
+
+
+def visible(case: Case) -> list[tuple[list[int], list[int]]]:
+    """Positions and entries that each token may see, from the oracle."""
+    preset = case.preset
+    places = [before + i for before, count in case.requests for i in range(count)]
+    return [oracle.visible_keys(place, 128, preset.ratio, None) for place in places]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_token_names_the_records_of_its_own_request(name: str) -> None:
+    case = small(name)
+    inputs = make_inputs(case, CPU)
+    request = [r for r, (_, count) in enumerate(case.requests) for _ in range(count)]
+
+    taken = 0
+    for token, (window, entries) in enumerate(visible(case)):
+        for segment, wanted in zip(inputs.segments, (window, entries), strict=False):
+            page, n = segment.cache.block_size, int(segment.slots.lens[token])
+            slots, local = segment.slots.indices[token], segment.local[token]
+            assert n == min(len(wanted), 128 if segment is inputs.segments[0] else case.preset.topk)
+            assert bool((slots[n:] == -1).all())
+            first = int(segment.seq_lens[request[token]] - segment.gather_lens[request[token]])
+            numbers = (local[:n] + first).tolist()
+            assert len({*numbers}) == n
+            assert {*numbers} <= {*wanted}
+            there = segment.table[request[token]][torch.tensor(numbers, dtype=torch.int64) // page]
+            assert bool((there >= 0).all())
+            assert slots[:n].tolist() == (there * page + torch.tensor(numbers).long() % page).tolist()
+            taken += n
+    assert inputs.keys == taken
+    assert inputs.flops == 4 * 2 * 512 * taken
+
+
+def test_no_page_belongs_to_two_requests() -> None:
+    for segment in make_inputs(small("flash_c4"), CPU).segments:
+        pages = segment.table[segment.table >= 0]
+        assert pages.unique().numel() == pages.numel() == segment.cache.num_blocks
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_combined_rows_are_the_records_of_the_pages(name: str) -> None:
+    inputs = make_inputs(small(name), CPU)
+    assert inputs.rows is not None
+    assert inputs.combined is not None
+    rows = inputs.rows.flatten(0, 1)
+    for token in range(inputs.q.shape[0]):
+        n = int(inputs.combined.lens[token])
+        assert bool((inputs.combined.indices[token, n:] == -1).all())
+        paged = [read(s.cache, s.slots.indices[token, : int(s.slots.lens[token])]) for s in inputs.segments]
+        assert torch.equal(rows[inputs.combined.indices[token, :n].long()].float(), torch.cat(paged))
+
+
+def expected(inputs: Inputs, token: int) -> np.ndarray:
+    """Attention of one token by the oracle."""
+    keys = [read(s.cache, s.slots.indices[token, : int(s.slots.lens[token])]) for s in inputs.segments]
+    stacked = torch.cat(keys).double().numpy()
+    sink = inputs.sink.double().numpy()
+    return oracle.attend_row(inputs.q[token].double().numpy(), stacked, sink, 512**-0.5)[0]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_reference_agrees_with_the_oracle(name: str) -> None:
+    inputs = make_inputs(small(name), CPU)
+    out = attention(inputs)
+
+    for token in range(inputs.q.shape[0]):
+        np.testing.assert_allclose(out[token].double().numpy(), expected(inputs, token), atol=2e-5)
+
+
+def test_the_reference_works_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(small("flash_c4"), CPU)
+    whole = attention(inputs)
+    monkeypatch.setattr("dsv4attn.bench.reference._TILE_BYTES", 1)
+
+    torch.testing.assert_close(attention(inputs), whole)
+
+
+def test_normalising_and_rotating_agree_with_the_oracle() -> None:
+    x = torch.randn(3, 2, 512, generator=torch.Generator().manual_seed(1))
+    table = cos_sin_cache(Rope(64, 10000.0), 900)[[0, 7, 899]]
+    got = rotated(normalised(x, 1e-6), table)
+
+    for i in range(3):
+        cos, sin = (half.double().numpy() for half in table[i].chunk(2))
+        wanted = oracle.q_norm_rope(x[i].double().numpy(), cos, sin, 64, 1e-6)
+        np.testing.assert_allclose(got[i].double().numpy(), wanted, atol=1e-6)
+
+
+def test_a_decode_counts_bytes_once_for_each_key() -> None:
+    case = Case("decode", PRESETS["flash_c4"], "b=2", decodes(PRESETS["flash_c4"], 2))
+    inputs = make_inputs(case, CPU)
+
+    assert inputs.keys == 2 * (128 + 512)
+    assert inputs.bytes == inputs.keys * (LAYOUT.record_bytes + 4) + 2 * 2 * 64 * 512 * 2
+    assert inputs.rows is None
+
+
+def test_a_prefill_counts_every_record_once() -> None:
+    case = evolve(small("flash_c4"), requests=((100, 60),))
+    inputs = make_inputs(case, CPU)
+
+    assert inputs.records == 160 + 40 < inputs.keys
+    assert evolve(inputs, case=evolve(case, kernel="prefill-rows")).bytes - inputs.bytes == 200 * (1024 - 584)
+
+
+class TestErrors:
+    """What is wrong is far off, however little of it is wrong."""
+
+    x = torch.randn(40, 4, 64, generator=torch.Generator().manual_seed(2))
+
+    def off(self, change: torch.Tensor) -> Error:
+        return error([(change, self.x)])
+
+    def test_nothing_is_nothing(self) -> None:
+        assert self.off(self.x) == Error(0.0, 0.0)
+        assert self.off(self.x).within(1e-9)
+
+    def test_it_is_relative_to_the_size_of_all(self) -> None:
+        np.testing.assert_allclose(self.off(self.x * 1.005).total, 0.005, rtol=1e-3)
+
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+    def test_one_value_that_is_no_number_is_wrong(self, value: float) -> None:
+        broken = self.x.clone()
+        broken[7, 3, 5] = value
+        assert not self.off(broken).within(1.0)
+
+    def test_one_row_that_is_zero_is_wrong(self) -> None:
+        big = torch.randn(4096, 4, 64, generator=torch.Generator().manual_seed(2))
+        broken = big.clone()
+        broken[2000, 1] = 0.0
+        found = error([(broken, big)])
+        assert found.total < 1e-2
+        assert not found.within(1e-2)
+
+    def test_a_row_that_should_be_zero_is_judged_by_the_others(self) -> None:
+        wanted = self.x.clone()
+        wanted[0, 0] = 0.0
+        assert error([(wanted, wanted)]).within(1e-9)
+        assert not error([(self.x, wanted)]).within(1e-2)
+
+    def test_the_worst_of_several_counts(self) -> None:
+        assert error([(self.x, self.x), (2 * self.x, self.x)]).total == pytest.approx(1.0)
+        for order in (1, -1):
+            assert not error([(self.x, self.x), (self.x * torch.nan, self.x)][::order]).within(1.0)
+
+    def test_fp8_products_may_be_further_off(self) -> None:
+        assert limit(Products.BF16) == 1e-2 < limit(Products.FP8)
+
+
+SIZE = Size((8, 64), 100, 200, 300, 5)
+
+
+def test_cases_are_named_once_and_repeat_nothing() -> None:
+    cases = cases_of(KERNELS, list(PRESETS), SIZE)
+
+    assert len({case.name for case in cases}) == len(cases)
+    counts = {kernel: sum(case.kernel == kernel for case in cases) for kernel in KERNELS}
+    assert counts == {"decode": 10, "prefill": 5, "prefill-rows": 5, "insert": 2, "quantize": 1, "gather": 2}
+
+
+def test_requests_are_the_same_in_every_run_and_ragged_where_they_should_be() -> None:
+    first, second = (decodes(PRESETS["flash_c128"], 64) for _ in range(2))
+    assert first == second
+    assert len({*first}) > 32
+    assert len({*decodes(PRESETS["flash_c4"], 64)}) == 1
+
+
+def test_names_are_guessed_at() -> None:
+    assert named("case", "pro_c4,flash_c4,pro_c4", list(PRESETS), []) == ["pro_c4", "flash_c4"]
+    with pytest.raises(UnknownNameError, match="did you mean 'flash_c4'"):
+        named("case", "flash_c5", list(PRESETS), [])

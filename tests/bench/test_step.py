@@ -1,0 +1,102 @@
+"""Whole steps are those of an engine, and each road to the backend leads to the same output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.bench.cases import PRESETS, Case, Preset, host_cases
+from dsv4attn.bench.inputs import make_inputs
+from dsv4attn.bench.overhead import Overhead, overhead
+from dsv4attn.bench.reference import attention, error
+from dsv4attn.bench.step import make_step, products
+from dsv4attn.core.contract import AttentionCall, Phase
+from dsv4attn.core.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.workspace import BufferSpec, simultaneous_bytes
+
+CPU = torch.device("cpu")
+KINDS = ["flash_swa", "flash_c4", "flash_c128"]
+
+
+class Scratchy(ReferenceBackend):
+    """Wants scratch, and counts its attentions."""
+
+    attended = 0
+
+    def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
+        return [((tokens, width), torch.float32)]
+
+    def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
+        return simultaneous_bytes(self.scratch(phase, layer, max_tokens, max_width))
+
+    def decode(self, call: AttentionCall) -> None:
+        call.scratch[0].fill_(torch.nan)
+        self.attended += 1
+        super().decode(call)
+
+
+@pytest.mark.parametrize("requests", [((300, 1), (90, 1)), ((0, 5),), ((700, 3), (0, 2))])
+@pytest.mark.parametrize("preset", [PRESETS[name] for name in ("flash_c4", "pro_c128", "flash_swa")], ids=str)
+def test_a_step_computes_what_its_kernels_would(preset: Preset, requests: tuple[tuple[int, int], ...]) -> None:
+    inputs = make_inputs(Case("step", preset, "", requests, seed=8), CPU)
+    step = make_step(inputs, ReferenceBackend())
+    step.out.fill_(torch.nan)
+    step.run()
+
+    assert error([(step.out, attention(inputs))]).within(1e-2)
+    assert step.workspace.locked
+
+
+def test_products_multiply_as_many_keys_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(Case("step", PRESETS["flash_c4"], "", ((3000, 20),)), CPU)
+    done = []
+    monkeypatch.setattr(torch, "bmm", lambda a, _, out: done.append(2 * out.numel() * a.shape[-1]))
+    products(inputs)()
+
+    # rows come in tiles of 16, the last one filled up
+    assert sum(done) == inputs.flops * 32 // 20
+
+
+@pytest.mark.parametrize("form", ["dense", "ragged"])
+@pytest.mark.parametrize("name", KINDS)
+def test_each_road_of_the_overhead_but_the_idle_one_leads_to_the_same_output(name: str, form: str) -> None:
+    backend = Scratchy(decode_indices=form)
+    step = make_step(make_inputs(Case("host", PRESETS[name], "", ((500, 1),)), CPU), backend)
+    step.run()
+    expected, backend.attended = step.out.clone(), 0
+    outs: list[Tensor] = []
+
+    def note(call: Callable[[], None], device: torch.device) -> float:
+        step.out.fill_(torch.nan)
+        call()
+        outs.append(step.out.clone())
+        return 1.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dsv4attn.bench.overhead.seconds", note)
+        told = overhead(step, rounds=4)
+
+    assert [len(times) for times in (told.direct_s, told.plain_s, told.bound_s, told.idle_s)] == [4, 4, 4, 4]
+    assert backend.attended == 4 * 5, "three roads and one call between rounds, in four rounds and one for warming up"
+    for i, out in enumerate(outs):
+        assert torch.equal(out, expected) if i % 4 < 3 else bool(out.isnan().all())
+
+
+def test_shares_of_the_host_follow_from_the_fastest_tenth() -> None:
+    slow = [100.0] * 60
+    direct, plain, bound = ([2.0 * n] * 40 + slow for n in (1.0, 1.03, 1.2))
+    told = Overhead("swa", direct, plain, bound, [1e-5] * 100)
+
+    np.testing.assert_allclose([told.percent("plain"), told.percent("bound"), told.us("idle")], [3.0, 20.0, 10.0])
+    assert told.as_json()["bound_us"] == told.us("bound")
+    assert "10 us through one whose steps do nothing" in str(told)
+
+
+def test_the_host_is_measured_on_every_kind_of_layer() -> None:
+    assert [case.preset.kind for case in host_cases()] == [*LayerKind]
+    assert {case.requests for case in host_cases()} == {((8192, 1),)}
