@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
+from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -109,15 +110,29 @@ class Forms:
     """The coarsest rounding that some call may have; the conformance kit's budgets follow it."""
 
 
-@frozen
+# what is made in every call has no slots: frozen classes with slots take twice as long to make
+
+
+@frozen(slots=False)
 class DenseIndices:
     """indices: [T, K] int32, any row stride. lens: [T] int32 - leading columns that may be looked at."""
 
     indices: Tensor
     lens: Tensor
 
+    @cached_property
+    def width(self) -> int:
+        """K."""
+        return self.indices.shape[1]
 
-@frozen
+    @cached_property
+    def planned_by(self) -> tuple[Any, ...]:
+        """What may be planned by, whatever the rows hold: looked at once, where layers share them."""
+        indices, lens = self.indices, self.lens
+        return False, indices.shape[1], indices.stride(), indices.dtype, lens.stride(), lens.dtype
+
+
+@frozen(slots=False)
 class RaggedIndices:
     """Row i is indices[indptr[i] : indptr[i + 1]].
 
@@ -127,6 +142,11 @@ class RaggedIndices:
     indices: Tensor
     indptr: Tensor
     width: int
+
+    @cached_property
+    def planned_by(self) -> tuple[Any, ...]:
+        """As that of dense rows."""
+        return True, self.width, self.indices.shape[0], self.indices.dtype, self.indptr.dtype
 
 
 @frozen
@@ -138,7 +158,7 @@ class PageTable:
     num_blocks: int
 
 
-@frozen
+@frozen(slots=False)
 class PagedKeys:
     """A segment of keys in pages: indices are global slots, block * block_size + offset, of this cache."""
 
@@ -146,7 +166,7 @@ class PagedKeys:
     rows: DenseIndices | RaggedIndices
 
 
-@frozen
+@frozen(slots=False)
 class GatheredKeys:
     """Keys in contiguous rows. kv: [S, D] in the layout's row dtype; rows nobody indexes are uninitialised."""
 
@@ -154,7 +174,7 @@ class GatheredKeys:
     rows: DenseIndices | RaggedIndices
 
 
-@frozen
+@frozen(slots=False)
 class AttentionCall:
     """One attention over selected keys, all segments in one softmax.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from attrs import define, field
@@ -33,9 +33,22 @@ from dsv4attn.core.workspace import BufferSpec, WorkspaceManager
 __all__ = ["Step"]
 
 _INT = torch.int32
+_DECODE = Phase.DECODE.value
 
 Rows: TypeAlias = DenseIndices | RaggedIndices
 """Slots that each token of a call attends to."""
+
+
+class _Room(NamedTuple):
+    """What a call on pages has in the workspace. slots, ragged: of each segment, where its rows are not there already.
+
+    scratch: the backend's own. kept: whom the room is known by.
+    """
+
+    slots: tuple[DenseIndices | None, ...]
+    ragged: tuple[RaggedIndices | None, ...]
+    scratch: Sequence[Tensor]
+    kept: tuple[object, ...]
 
 
 @define(eq=False)  # not frozen: a frozen class takes twice as long to make, and one is made in every call
@@ -106,7 +119,7 @@ class Step:
         """Windows of decode tokens, in the form the backend takes if its metadata has it."""
         swa = self.metadata.swa
         ragged = swa.decode_swa_ragged if self.backend.forms.decode_indices is IndexForm.RAGGED else None
-        return ragged or DenseIndices(swa.decode_swa_indices.select(1, 0), swa.decode_swa_lens)
+        return ragged or self._shared("windows", swa.decode_swa_indices, swa.decode_swa_lens)
 
     def _decode_entries(self, n: int) -> Tensor | Rows | None:
         """Compressed entries of decode tokens: numbers to be translated, or slots where metadata holds them already."""
@@ -114,11 +127,29 @@ class Step:
         if kind is LayerKind.SWA or compressed is None:
             return None
         if kind is LayerKind.C4A:
-            return None if self.topk_indices is None else self.topk_indices[:n]
+            return None if self.topk_indices is None else self._leading(self.topk_indices, n)
         if self.backend.forms.decode_indices is IndexForm.RAGGED and compressed.c128a_decode_ragged is not None:
             return compressed.c128a_decode_ragged
         slots, lens = compressed.c128a_global_decode_topk_indices, compressed.c128a_decode_topk_lens
-        return None if slots is None or lens is None else DenseIndices(slots.select(1, 0), lens)
+        return None if slots is None or lens is None else self._shared("entries", slots, lens)
+
+    def _shared(self, name: str, slots: Tensor, lens: Tensor) -> DenseIndices:
+        """Rows of a metadata's slots [T, 1, K], made once a step: its layers share the metadata, and so the tensors."""
+        last = self.workspace.recall(name, _DECODE)
+        if last is None or last[0] is not slots or last[1] is not lens:
+            last = slots, lens, DenseIndices(slots.select(1, 0), lens)
+            self.workspace.keep(name, _DECODE, last)
+        rows: DenseIndices = last[2]
+        return rows
+
+    def _leading(self, chosen: Tensor, n: int) -> Tensor:
+        """The first rows of what the indexer left; layers share its buffer."""
+        last = self.workspace.recall("chosen", _DECODE)
+        if last is None or last[0] is not chosen or last[1] != n:
+            last = chosen, n, chosen[:n]
+            self.workspace.keep("chosen", _DECODE, last)
+        rows: Tensor = last[2]
+        return rows
 
     def _paged_specs(
         self, n: int, window: Rows, entries: Tensor | Rows | None, form: IndexForm
@@ -127,11 +158,17 @@ class Step:
         specs: list[BufferSpec] = []
         rows = [window] if entries is None else [window, entries]
         for each in rows:
-            if isinstance(each, Tensor) and (form is IndexForm.DENSE or self._ragged_slots() is None):
-                specs += [((n, each.shape[1]), _INT), ((n,), _INT)]
-            if form is IndexForm.RAGGED and not isinstance(each, RaggedIndices):
+            translated, listed = self._wanted(each, form)
+            if translated:
+                specs += [((n, _width_of(each)), _INT), ((n,), _INT)]
+            if listed:
                 specs += ragged_specs(n, _width_of(each))
         return specs, sum(map(_width_of, rows))
+
+    def _wanted(self, rows: Tensor | Rows, form: IndexForm) -> tuple[bool, bool]:
+        """Whether rows become slots, and whether a ragged list, in memory of the workspace."""
+        translated = isinstance(rows, Tensor) and (form is IndexForm.DENSE or self._ragged_slots() is None)
+        return translated, form is IndexForm.RAGGED and not isinstance(rows, RaggedIndices)
 
     def _ragged_slots(self) -> Callable[..., None] | None:
         """The step that translates to ragged rows in one go; not every backend brings it."""
@@ -169,30 +206,57 @@ class Step:
         form: IndexForm,
     ) -> None:
         """Attend over pages: the window and, as slots of the compressed cache, the selected entries."""
-        n, segments = tokens.stop - tokens.start, self.caches.segments(self.layer)
-        specs, width = self._paged_specs(n, window, entries, form)
-        views = self._views(phase, specs, n, width)
-        rows = [self._formed(window, segments[0], tokens, views, form)]
+        segments = self.caches.segments(self.layer)
+        room = self._room(phase, tokens.stop - tokens.start, window, entries, form)
+        keys = [PagedKeys(segments[0], self._formed(window, segments[0], tokens, room, 0))]
         if len(segments) == 2:
             assert entries is not None
-            rows.append(self._formed(entries, segments[1], tokens, views, form))
-        self._attend(phase, tokens, tuple(map(PagedKeys, segments, rows)), views)
+            keys.append(PagedKeys(segments[1], self._formed(entries, segments[1], tokens, room, 1)))
+        self._attend(phase, tokens, tuple(keys), room.scratch)
 
-    def _formed(
-        self, rows: Tensor | Rows, cache: PagedKVCache, tokens: slice, views: list[Tensor], form: IndexForm
-    ) -> Rows:
+    def _room(self, phase: Phase, n: int, window: Rows, entries: Tensor | Rows | None, form: IndexForm) -> _Room:
+        """Memory of a call, which is the same in every layer of a kind.
+
+        Its key, in the lane of its phase: who asks, for a backend's scratch is its own and follows from the layer too,
+        and all else that the views follow from: the rows, and of each segment its width and the form in which it comes.
+        The form asked for is the backend's.
+        """
+        of = entries.shape[1] if isinstance(entries, Tensor) else entries and (type(entries), entries.width)
+        key = id(self.backend), id(self.layer), n, type(window), window.width, of
+        lane = phase.value
+        room: _Room | None = self.workspace.recall(key, lane)
+        if room is None:
+            specs, width = self._paged_specs(n, window, entries, form)
+            views = self._views(phase, specs, n, width)
+            slots: list[DenseIndices | None] = []
+            ragged: list[RaggedIndices | None] = []
+            for each in (window,) if entries is None else (window, entries):
+                translated, listed = self._wanted(each, form)
+                slots.append(DenseIndices(views.pop(0), views.pop(0)) if translated else None)
+                ragged.append(RaggedIndices(views.pop(0), views.pop(0), _width_of(each)) if listed else None)
+            room = _Room(tuple(slots), tuple(ragged), tuple(views), (self.backend, self.layer))
+            self.workspace.keep(key, lane, room)
+        return room
+
+    def _formed(self, rows: Tensor | Rows, cache: PagedKVCache, tokens: slice, room: _Room, i: int) -> Rows:
         """Entry numbers, or slots in any form, as slots in the form asked for; what is new stands in the workspace."""
+        slots, ragged, steps = room.slots[i], room.ragged[i], self.backend.steps
         if isinstance(rows, Tensor):
-            translate, told = self._ragged_slots(), self._to_translate(rows, tokens)
-            if form is IndexForm.RAGGED and translate is not None:
-                ragged = RaggedIndices(views.pop(0), views.pop(0), rows.shape[1])
+            told = self._to_translate(rows, tokens)
+            if slots is None:
+                translate = self._ragged_slots()
+                assert ragged is not None
+                assert translate is not None
                 translate(*told, out=(ragged.indices, ragged.indptr))
                 return ragged
-            rows = DenseIndices(views.pop(0), views.pop(0))
-            self.backend.steps.compute_global_topk_indices_and_lens(*told, out=(rows.indices, rows.lens))
-        if form is IndexForm.RAGGED and isinstance(rows, DenseIndices):
-            return self._ragged(rows, cache.capacity, views)
-        return rows
+            steps.compute_global_topk_indices_and_lens(*told, out=(slots.indices, slots.lens))
+            rows = slots
+        if ragged is None:
+            return rows
+        assert isinstance(rows, DenseIndices)
+        out = ragged.indices, ragged.indptr
+        steps.build_ragged_indices_from_dense(rows.indices, rows.lens, cache.capacity, out=out)
+        return ragged
 
     def _to_translate(self, entries: Tensor, tokens: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
         """Arguments of a translation of the entries of some tokens."""
@@ -268,7 +332,7 @@ class Step:
         return ragged
 
     def _attend(
-        self, phase: Phase, tokens: slice, keys: Sequence[PagedKeys] | GatheredKeys, scratch: list[Tensor]
+        self, phase: Phase, tokens: slice, keys: Sequence[PagedKeys] | GatheredKeys, scratch: Sequence[Tensor]
     ) -> None:
         q, out, lse = self.q, self.out, self.lse
         if tokens.stop - tokens.start < q.shape[0]:  # a slice of all rows would be waste
@@ -279,9 +343,7 @@ class Step:
 
 def _width_of(rows: Tensor | Rows) -> int:
     """Most entries of a row."""
-    if isinstance(rows, RaggedIndices):
-        return rows.width
-    return (rows if isinstance(rows, Tensor) else rows.indices).shape[1]
+    return rows.shape[1] if isinstance(rows, Tensor) else rows.width
 
 
 def _page_table(cache: PagedKVCache, table: Tensor) -> PageTable:

@@ -7,10 +7,11 @@ next call, whoever makes it, gets the same memory again. Lanes keep a captured d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from typing import Any
 
 import torch
 from attrs import field, frozen
@@ -32,6 +33,7 @@ ALIGNMENT = 256
 """Bytes to which every view is aligned."""
 
 _CANARY = 0xA5
+_MOST_MADE = 256
 BufferSpec = tuple[Sequence[int], torch.dtype]
 """Shape and dtype of one requested view."""
 
@@ -40,6 +42,10 @@ def nbytes(spec: BufferSpec) -> int:
     """Bytes of one view, unaligned."""
     shape, dtype = spec
     return math.prod(shape) * dtype.itemsize
+
+
+def _hashable(specs: Sequence[BufferSpec]) -> tuple[BufferSpec, ...]:
+    return tuple((tuple(shape), dtype) for shape, dtype in specs)
 
 
 def simultaneous_bytes(specs: Sequence[BufferSpec]) -> int:
@@ -107,6 +113,11 @@ class WorkspaceManager:
         self.device, self.debug = torch.device(device), debug
         self._buffers: dict[str, Tensor] = {}
         self._typed: dict[str, dict[tuple[torch.dtype, bool], Tensor]] = {}
+        self._made: dict[str, dict[tuple[tuple[BufferSpec, ...], bool], tuple[Tensor, ...]]] = {}
+        """Views given out before, by lane. They go with the buffer, which they keep alive."""
+        self._kept: dict[str, dict[tuple[Hashable, bool], Any]] = {}
+        # a manager that counts requests, or gives out other memory, shall see each of them
+        self._asked_each_time = type(self).get_simultaneous is not WorkspaceManager.get_simultaneous
         self._canaries: dict[str, list[tuple[int, int, str]]] = {}
         self._locked = False
 
@@ -156,20 +167,51 @@ class WorkspaceManager:
         """
         if not specs and not self._canaries:
             return []
-        places = self._fit(specs, lane, caller)
-        if self.debug:
-            self._guard(places, lane, caller)
-        elif self._canaries:
-            self._canaries.pop(lane, None)
-        return [self._view(place, lane) for place in places]
+        if self.debug or self._canaries:
+            places = self._fit(specs, lane, caller)
+            if self.debug:
+                self._guard(places, lane, caller)
+            else:
+                self._canaries.pop(lane, None)
+            return [self._view(place, lane) for place in places]
+        made, key = self._made.get(lane, {}), (specs, torch.is_inference_mode_enabled())
+        try:
+            known = made.get(key)
+        except TypeError:  # shapes may be lists, which nobody can look up
+            return self.get_simultaneous(*_hashable(specs), lane=lane, caller=caller)
+        if known is None:
+            places = self._fit(specs, lane, caller)
+            made = self._made.setdefault(lane, {})
+            if len(made) >= _MOST_MADE:
+                made.clear()
+            known = made[key] = tuple(self._view(place, lane) for place in places)
+        return [*known]
+
+    def recall(self, key: Hashable, lane: str) -> Any:  # noqa: ANN401 - whatever was kept
+        """What was kept of this lane under a key; None if it has to be made, which in debug it always has.
+
+        A key must tell all that follows from shapes, and callers apart; what is kept must hold what a key knows by
+        identity. Recalled views are as good as new ones of `get_simultaneous`: earlier ones become garbage.
+        """
+        if self.debug or self._canaries or self._asked_each_time:
+            return None
+        kept = self._kept.get(lane)
+        return None if kept is None else kept.get((key, torch.is_inference_mode_enabled()))
+
+    def keep(self, key: Hashable, lane: str, value: Any) -> None:  # noqa: ANN401 - whatever is made of views
+        """Find it again by `recall`, as long as the memory of the lane stays where it is."""
+        kept = self._kept.setdefault(lane, {})
+        if len(kept) >= _MOST_MADE:
+            kept.clear()
+        kept[key, torch.is_inference_mode_enabled()] = value
 
     def _fit(self, specs: tuple[BufferSpec, ...], lane: str, caller: str) -> tuple[_Place, ...]:
         """Make room for some requests and say where they go."""
         guard = ALIGNMENT if self.debug else 0
         try:
             size, places = _arranged(specs, guard)
-        except TypeError:  # shapes may be lists, which nobody can look up
-            size, places = _arranged(tuple((tuple(shape), dtype) for shape, dtype in specs), guard)
+        except TypeError:  # as above
+            size, places = _arranged(_hashable(specs), guard)
         if self._canaries:
             self.check_canaries(lane)
         self._ensure(size, lane, caller)
@@ -213,6 +255,8 @@ class WorkspaceManager:
         self._buffers.pop(lane, None)
         self._canaries.pop(lane, None)
         self._typed.pop(lane, None)
+        self._made.pop(lane, None)
+        self._kept.pop(lane, None)
         self._buffers[lane], self._typed[lane] = _aligned_bytes(size, self.device), {}
 
 

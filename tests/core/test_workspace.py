@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dsv4attn.core import workspace
 from dsv4attn.core.workspace import (
     ALIGNMENT,
     WorkspaceManager,
@@ -63,6 +64,38 @@ def test_the_next_call_gets_the_same_memory_again() -> None:
     second = manager.get_simultaneous(((50,), F32))
 
     assert second[0].data_ptr() == first[0].data_ptr()
+
+
+def test_a_request_made_before_costs_no_view_and_its_list_belongs_to_the_caller() -> None:
+    manager = WorkspaceManager()
+    specs = ((3, 4), torch.float32), ((5,), torch.int32)
+    first = manager.get_simultaneous(*specs)
+    second = manager.get_simultaneous(*specs)
+
+    assert all(one is other for one, other in zip(first, second, strict=True))
+    second.clear()
+    assert len(manager.get_simultaneous(*specs)) == 2
+    listed = manager.get_simultaneous(([3, 4], torch.float32), ([5], torch.int32))
+    assert [view.data_ptr() for view in listed] == [view.data_ptr() for view in first]
+
+
+def test_views_given_out_before_do_not_keep_memory_that_was_outgrown() -> None:
+    manager = WorkspaceManager()
+    (old,) = manager.get_simultaneous(((4,), torch.float32))
+    manager.get_simultaneous(((4096,), torch.float32))
+    (new,) = manager.get_simultaneous(((4,), torch.float32))
+
+    assert new.untyped_storage().data_ptr() != old.untyped_storage().data_ptr()
+    assert manager.get_simultaneous(((4,), torch.float32), lane="other")[0].data_ptr() != new.data_ptr()
+
+
+def test_views_of_ever_new_shapes_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "_MOST_MADE", 3)
+    manager = WorkspaceManager()
+    for size in range(9, 0, -1):
+        (view,) = manager.get_simultaneous(((size,), torch.float32))
+        assert view.shape == (size,)
+        assert len(manager._made["default"]) <= 3
 
 
 def test_the_buffer_grows_to_what_is_needed_and_never_shrinks() -> None:

@@ -45,8 +45,17 @@ def cross_compile(variant: Variant, target: Target, *, far: bool = False) -> Any
     bound, specialization, _ = bind(*variant.stand_ins(far=far), **keywords)
     packed = kernel._pack_args(backend, keywords, bound, specialization, None)  # noqa: SLF001 - no public name
     options, signature, constants, attributes = packed
-    source = ASTSource(kernel, signature, constants, attributes)
+    source = _source_of(kernel)(kernel, signature, constants, attributes)
     return triton.compile(source, target=target.gpu, options=options.__dict__)
+
+
+def _source_of(kernel: Any) -> Any:
+    """What the compiler takes: it has two languages."""
+    if not kernel.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def _require_compiler() -> None:
@@ -81,7 +90,8 @@ class Resources:
     found no register (on AMD registers spilled, times four). stack: bytes of a thread, spills included. shared: bytes.
     occupancy: blocks that a unit of the target holds at once. wave: threads that run in step. matrix: matrix
     instructions in the assembly. products: products of 16-bit matrices that the source asks for. serialised: what the
-    assembler says of matrix instructions that had to wait for each other.
+    assembler says of matrix instructions that had to wait for each other. roles: warps, and registers of each of their
+    threads, where a block's warps have different work; then `registers` is what all of them start with.
     """
 
     registers: int
@@ -95,6 +105,7 @@ class Resources:
     matrix: int = 0
     products: int = 0
     serialised: tuple[str, ...] = ()
+    roles: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, kernel: Any, target: Target) -> Resources:
@@ -104,9 +115,10 @@ class Resources:
         occupancy = target.occupancy(registers, shared, warps)
         wave = target.warp_size if target.is_cuda else _largest(r"\.wavefront_size:\s+(\d+)", kernel.asm["amdgcn"])
         matrix = len(_MATRIX.findall(kernel.asm["ptx" if target.is_cuda else "amdgcn"]))
-        products = len(_PRODUCT.findall(kernel.asm["ttir"]))
+        # Gluon begins behind this stage
+        products = len(_PRODUCT.findall(kernel.asm.get("ttir", "")))
         need = registers, stores, loads, stack, shared, warps * wave, occupancy
-        return cls(*need, wave, matrix, products, serialised)
+        return cls(*need, wave, matrix, products, serialised, _roles(kernel))
 
     def reasons(self, target: Target) -> list[Reason]:
         """Every limit of the target that is broken; none of them stops the compiler."""
@@ -118,6 +130,10 @@ class Resources:
             found.append(Reason("THREADS", self.threads, f"at most {MAX_THREADS} in a block", "fewer warps"))
         if self.registers > target.registers_per_thread:
             found.append(Reason("REGISTERS", self.registers, f"at most {target.registers_per_thread} in a thread"))
+        file, taken = 4 * target.warp_size * target.registers, sum(w * target.warp_size * r for w, r in self.roles)
+        if taken > file:
+            cure = "fewer registers for one of the roles"
+            found.append(Reason("REGISTER_FILE", f"{taken:,} in all roles", f"at most {file:,} in a block", cure))
         if self.spill_stores or self.spill_loads:
             actual = f"{self.spill_stores} bytes stored and {self.spill_loads} loaded per thread"
             found.append(Reason("SPILLS", actual, "none", "smaller tiles, or more warps"))
@@ -178,6 +194,23 @@ def _assemble(kernel: Any, flags: Sequence[str]) -> tuple[str, bool]:
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - Triton's own tool
         same = done.returncode == 0 and binary.read_bytes() == kernel.asm["cubin"]
     return done.stderr, same
+
+
+def _roles(kernel: Any) -> tuple[tuple[int, int], ...]:
+    """Warps and registers of each role of a warp-specialised kernel of NVIDIA; empty for all others.
+
+    The first role, of as many warps as the kernel was written for, takes what the others leave: the assembly says it
+    first after what it had while it was alone.
+    """
+    text = kernel.asm.get("ttgir", "")
+    told = re.search(r"requestedRegisters = array<i32: ([\d, ]+)>", text)
+    if told is None:
+        return ()
+    warps = [int(n) for n in re.findall(r"^\s*partition\d+\(.*num_warps\((\d+)\)", text, re.MULTILINE)]
+    asked = [int(n) for n in told[1].split(",")]
+    (first,) = re.findall(r'"ttg.num-warps" = (\d+)', text)
+    _, rest, *_ = (int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", kernel.asm["ptx"]))
+    return (int(first), rest), *zip(warps, asked, strict=True)
 
 
 def _from_amdgcn(kernel: Any) -> tuple[int, int, int, int, tuple[str, ...]]:

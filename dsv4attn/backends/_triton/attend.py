@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Any
 
 import torch
 import triton.language as tl
-from attrs import evolve, frozen
+from attrs import define, evolve, frozen
 from torch import Tensor
 
+from dsv4attn.backends._triton import ready, runtime
 from dsv4attn.backends._triton.attention import attention
 from dsv4attn.backends._triton.keys import BYTES, ROWS, WORDS
 from dsv4attn.backends._triton.reduce import reduce
-from dsv4attn.backends._triton.runtime import INTERPRETED, Variant, launch, pointer_type
+from dsv4attn.backends._triton.runtime import INTERPRETED, Constants, Variant, launch, pointer_type
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.contract import AttentionCall, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
 from dsv4attn.core.workspace import ALIGNMENT, BufferSpec
 
-__all__ = ["Segment", "Shape", "attend", "constants", "scratch", "scratch_bound", "splits_of", "variants"]
+__all__ = [
+    "Again",
+    "Segment",
+    "Shape",
+    "attend",
+    "constants",
+    "may_go_again",
+    "scratch",
+    "scratch_bound",
+    "splits_of",
+    "variants",
+]
 
 
 @frozen
@@ -166,51 +178,157 @@ def attend(
     angles: positions [T] int64 and the table of cosines and sines, to undo the rotation of the output where parts are
     added up anyway. Returns how many leading rows that happened to: all, or, where rows are not shared, none.
     """
-    q, out, layer = call.q, call.out, call.layer
-    parts = call.scratch
-    splits = parts[0].shape[1] if parts else 1
-    segments, pointers, numbers = _segments(call.keys)
+    q, out, lse, top, sink, parts = call.q, call.out, call.lse, call.max_logits, call.attn_sink, call.scratch
+    tokens, heads, _ = q.shape
+    if not tokens:
+        return 0
+    part, part_lse, maxima = (parts[0], parts[1], parts[2] if top is not None else None) if parts else _NO_PARTS
+    splits = 1 if part is None else part.shape[1]
+    pointers, plan = _planned(call, tuning, tiles_per_split, splits)
+    given = (q, out, lse, top, sink, part, part_lse, maxima, *pointers)
+    free = may_go_again(given)
+    plan.attention.launch(tokens * splits * plan.blocks, given, free=free)
+    if part is None:
+        return 0
+    if angles is None:
+        given = (part, part_lse, maxima, out, lse, top, sink, None, None)
+        plan.reduce.launch(tokens * heads, given, free=free)
+        return 0
+    numbers = *plan.to, splits, angles[1].stride(0), angles[1].shape[0], call.empty_lse
+    args = part, part_lse, maxima, out, lse, top, sink, *angles, *numbers
+    launch(reduce, (tokens * heads,), args, plan.reduce.constants, num_warps=tuning.reduce_warps)
+    return tokens
+
+
+_NO_PARTS = None, None, None
+
+
+def may_go_again(pointers: Iterable[Any]) -> bool:
+    """Whether nobody watches or traces launches, and none of the tensors has to be looked at each time."""
+    if runtime._observers or runtime.FAR_FORMS or torch.compiler.is_dynamo_compiling():  # noqa: SLF001 - no public name
+        return False
+    return ready.is_plain(pointers)
+
+
+@define(eq=False)
+class Again:
+    """Launches of a kernel over and over, in which only pointers and the number of programs change.
+
+    Whoever has one sees to it that device, dtypes, and which pointers are None, are the same in each launch. bound:
+    how it goes, once Triton has compiled it.
+    """
+
+    kernel: Any
+    constants: Constants
+    numbers: tuple[float, ...]
+    warps: int = 4
+    bound: ready.Bound | None = None
+
+    def launch(self, programs: int, pointers: Sequence[Any], *, free: bool) -> None:
+        """Launch so many programs on the device of the first pointer. free: as `may_go_again` says of the pointers."""
+        free = free and programs > 0
+        if free and self.bound is not None and self.bound.launch(programs, pointers):
+            return
+        args = (*pointers, *self.numbers)
+        launch(self.kernel, (programs,), args, self.constants, num_warps=self.warps)
+        if free:
+            # what `launch` tells a form by: not far, one stage, products added before they are rounded
+            told = pointers[0].device.index or 0, False, self.warps, 1, True
+            self.bound = ready.bound(ready.form_of(self.kernel, args, self.constants, *told), self.numbers)
+
+
+@frozen(eq=False)
+class _Plan:
+    """What follows from shapes, strides, dtypes, alignments and the device. blocks: programs of a part of a token.
+
+    to: numbers that say where results go. kept: what the key of the plan knows by identity, and may not go before it.
+    """
+
+    attention: Again
+    reduce: Again
+    blocks: int
+    to: tuple[int, ...]
+    kept: tuple[Any, ...]
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+"""Every layer of every step asks for the same. A key must hold whatever a plan's constants and numbers follow from, and
+also all by which the two kernels' forms differ besides: the device, dtypes, and which pointers are None. Not the number
+of tokens, which is that of programs and nothing else."""
+_MOST_PLANS = 1024
+
+
+def _planned(call: AttentionCall, tuning: Tuning, run: int, splits: int) -> tuple[list[Tensor], _Plan]:
+    """Pointers of the segments, and the plan of a call. run: tiles of `tuning.keys` in each part."""
+    q, out, lse, top, sink = call.q, call.out, call.lse, call.max_logits, call.attn_sink
+    layer, keys, parts = call.layer, call.keys, call.scratch
+    # the kernels too, of which a test may have others
+    seen: list[Any] = [id(attention), id(reduce), id(tuning), run, splits]
+    seen += (layer.head_dim, layer.rope.dim, layer.softmax_scale, call.empty_lse)
+    seen += (q.get_device(), q.dtype, out.dtype, q.shape[1], q.stride(), out.stride())
+    seen += ((q.data_ptr() | out.data_ptr()) % 16, sink if sink is None else sink.dtype)
+    seen += (lse if lse is None else (lse.dtype, lse.stride()), top if top is None else (top.dtype, top.stride()))
+    seen += [part.dtype for part in parts[:3]]
+    pointers: list[Tensor] = []
+    for segment in (keys,) if isinstance(keys, GatheredKeys) else keys:
+        rows = segment.rows
+        if isinstance(segment, GatheredKeys):
+            tensor = segment.kv
+            seen += (rows.planned_by, tensor.data_ptr() % 16, tensor.dtype, tensor.shape[0], tensor.stride())
+        else:
+            cache = segment.cache
+            tensor, layout = cache.tensor, cache.layout
+            seen += (rows.planned_by, tensor.data_ptr() % 16, id(layout), cache.num_blocks, cache.block_size)
+            # a cache's dtype is its layout's, and its strides are but for those of plain rows
+            seen += (cache.page_stride, None if layout.is_quantised else tensor.stride())
+        pointers += (tensor, rows.indices, rows.indptr if isinstance(rows, RaggedIndices) else rows.lens)
+    key = tuple(seen)
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _plan_of(call, tuning, run, splits)
+    return pointers if len(pointers) > 3 else pointers * 2, plan
+
+
+def _plan_of(call: AttentionCall, tuning: Tuning, run: int, splits: int) -> _Plan:
+    q, out, layer, keys = call.q, call.out, call.layer, call.keys
+    segments, numbers = _segments(keys)
     (q_token, q_head, _), (out_token, out_head, _) = q.stride(), out.stride()
     unit = min(_unit(q, q_token, q_head), _unit(out, out_token, out_head))
-    ragged = isinstance(_listed(call.keys)[0], RaggedIndices)
-    chosen = constants(Shape(q.shape[1], layer.nope_dim, layer.rope_dim, segments, q.dtype, unit, ragged), tuning)
-    maxima = (parts[2] if call.max_logits is not None else None) if parts else None
+    ragged = isinstance(_listed(keys)[0], RaggedIndices)
+    shape = Shape(q.shape[1], layer.nope_dim, layer.rope_dim, segments, q.dtype, unit, ragged)
+    chosen = constants(shape, tuning)
     to = [out_token // unit, out_head // unit]
     for told in (call.lse, call.max_logits):
         to += (0, 0) if told is None else told.stride()
+    constant, reduced = _launched(shape, tuning, split=bool(call.scratch))
     # a tile may be smaller than the tuning says, and a part must not
-    run = tiles_per_split * tuning.keys // chosen["N"]
-    launch(
-        attention,
-        (q.shape[0] * splits * -(-q.shape[1] // chosen["BH"]),),
-        (
-            *(q, out, call.lse, call.max_logits, call.attn_sink, *(parts[:2] or (None, None)), maxima, *pointers),
-            *(q_token // unit, q_head // unit, *to, *numbers, splits, run, 1, layer.scale, call.empty_lse),
-        ),
-        {**chosen, "SPLIT": bool(parts)},
-        num_warps=_warps(chosen, tuning),
+    how = splits, run * tuning.keys // chosen["N"], 1, layer.scale, call.empty_lse
+    return _Plan(
+        Again(attention, constant, (q_token // unit, q_head // unit, *to, *numbers, *how), _warps(chosen, tuning)),
+        Again(reduce, reduced, (*to, splits, 0, 0, call.empty_lse), tuning.reduce_warps),
+        -(-q.shape[1] // chosen["BH"]),
+        tuple(to),
+        (tuning, *([] if isinstance(keys, GatheredKeys) else [segment.cache.layout for segment in keys])),
     )
-    if parts:
-        launch(
-            reduce,
-            (q.shape[0] * q.shape[1],),
-            (
-                *(*parts[:2], maxima, out, call.lse, call.max_logits, call.attn_sink, *(angles or (None, None))),
-                *(*to, splits, *((angles[1].stride(0), angles[1].shape[0]) if angles else (0, 0)), call.empty_lse),
-            ),
-            _reduce_constants(chosen),
-            num_warps=tuning.reduce_warps,
-        )
-    return q.shape[0] if parts and angles else 0
+
+
+@lru_cache(maxsize=512)  # plans that differ in strides alone share what compiles
+def _launched(shape: Shape, tuning: Tuning, *, split: bool) -> tuple[Constants, Constants]:
+    """Constants of both kernels, as they are launched."""
+    chosen = constants(shape, tuning)
+    return Constants({**chosen, "SPLIT": split}), Constants(_reduce_constants(chosen, tuning))
 
 
 def _warps(chosen: dict[str, Any], tuning: Tuning) -> int:
     return tuning.warps if chosen["BH"] == tuning.heads else tuning.narrow_warps
 
 
-def _reduce_constants(chosen: dict[str, Any]) -> dict[str, Any]:
+def _reduce_constants(chosen: dict[str, Any], tuning: Tuning) -> dict[str, Any]:
     dim = chosen["NOPE"] + chosen["ROPE"]
-    return {"D": dim, "DP": power_of_two(dim), **{name: chosen[name] for name in ("H", "ROPE", "UNIT", "EXACT_CASTS")}}
+    same = {name: chosen[name] for name in ("H", "ROPE", "UNIT", "EXACT_CASTS")}
+    return {"D": dim, "DP": power_of_two(dim), "N": tuning.reduce_parts, **same}
 
 
 def variants(shape: Shape, tuning: Tuning, *, sinks: Sequence[bool], lses: Sequence[bool]) -> Iterator[Variant]:
@@ -239,7 +357,7 @@ def variants(shape: Shape, tuning: Tuning, *, sinks: Sequence[bool], lses: Seque
         types = {**pointers, **told, **parts}
         yield Variant.told(attention, types, {**chosen, "SPLIT": split}, num_warps=_warps(chosen, tuning))
         if split:
-            reduced = _reduce_constants(chosen)
+            reduced = _reduce_constants(chosen, tuning)
             yield Variant.told(reduce, types, reduced, num_warps=tuning.reduce_warps)
 
 
@@ -247,13 +365,13 @@ def _listed(keys: Sequence[PagedKeys] | GatheredKeys) -> list[Any]:
     return [keys.rows] if isinstance(keys, GatheredKeys) else [segment.rows for segment in keys]
 
 
-def _segments(keys: Sequence[PagedKeys] | GatheredKeys) -> tuple[tuple[Segment, ...], list[Tensor], list[int]]:
-    """Constants, pointers and numbers of each segment; an only one fills the places of two."""
-    found: list[tuple[Segment, Tensor, list[int]]] = []
+def _segments(keys: Sequence[PagedKeys] | GatheredKeys) -> tuple[tuple[Segment, ...], list[int]]:
+    """Constants and numbers of each segment; the numbers of an only one fill the places of two."""
+    found: list[tuple[Segment, list[int]]] = []
     if isinstance(keys, GatheredKeys):
         kv, stride = keys.kv, keys.kv.stride(0)
         unit = _unit(kv, stride)
-        found = [(Segment(ROWS.value, unit, dtype=kv.dtype), kv, [1, *divider(1), stride // unit, 0, kv.shape[0]])]
+        found = [(Segment(ROWS.value, unit, dtype=kv.dtype), [1, *divider(1), stride // unit, 0, kv.shape[0]])]
     else:
         for cache in (segment.cache for segment in keys):
             tensor, itemsize = cache.tensor, cache.layout.dtype.itemsize
@@ -261,19 +379,14 @@ def _segments(keys: Sequence[PagedKeys] | GatheredKeys) -> tuple[tuple[Segment, 
             segment = Segment.of(cache.layout, aligned=_unit(tensor, stride, row) > 1)
             slots = min(cache.capacity, 2**31 - 1)
             size = cache.block_size
-            found.append((segment, tensor, [size, *divider(size), stride // segment.unit, row // segment.unit, slots]))
-    pointers: list[Tensor] = []
+            found.append((segment, [size, *divider(size), stride // segment.unit, row // segment.unit, slots]))
     numbers: list[int] = []
-    for (_, tensor, page), rows in zip(found, _listed(keys), strict=True):
+    for (_, page), rows in zip(found, _listed(keys), strict=True):
         if isinstance(rows, RaggedIndices):
-            pointers += (tensor, rows.indices, rows.indptr)
             numbers += (rows.width, rows.indices.shape[0], *page)
         else:
-            pointers += (tensor, rows.indices, rows.lens)
             numbers += (rows.indices.shape[1], rows.indices.stride(0), *page)
-    if len(found) == 1:
-        pointers, numbers = pointers * 2, numbers * 2
-    return tuple(segment for segment, _, _ in found), pointers, numbers
+    return tuple(segment for segment, _ in found), numbers if len(found) > 1 else numbers * 2
 
 
 def _unit(tensor: Tensor, *strides: int) -> int:

@@ -7,17 +7,20 @@ any strides; outputs have unit stride along rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
 from dsv4attn.backends._triton import ragged
+from dsv4attn.backends._triton.attend import Again, may_go_again
 from dsv4attn.backends._triton.lookup import BLOCK, depth_of, request_of, slots_of, variant_of
 from dsv4attn.backends._triton.ragged import (
     build_ragged_indices_from_dense,
     compute_global_topk_ragged_indices_and_indptr,
 )
-from dsv4attn.backends._triton.runtime import Variant, launch, stable_kernel
+from dsv4attn.backends._triton.runtime import Constants, Variant, launch, stable_kernel
 from dsv4attn.core.contract import PageTable
 
 __all__ = [
@@ -94,7 +97,14 @@ def compute_global_topk_indices_and_lens(
     pointers = slots, lens, topk_indices, visible_lens, token_to_req, block_table
     strides = visible_lens.stride(0), token_to_req.stride(0), *block_table.stride()
     numbers = slots.stride(0), *topk_indices.stride(), width, *strides, *block_table.shape, block_size
-    launch(translate_kernel, (tokens,), (*pointers, *numbers), {"BLOCK": BLOCK})
+    again = _translation(numbers, topk_indices.device, *[pointer.dtype for pointer in pointers])
+    again.launch(tokens, pointers, free=may_go_again(pointers))
+
+
+@lru_cache(maxsize=256)
+def _translation(numbers: tuple[int, ...], device: torch.device, *dtypes: torch.dtype) -> Again:
+    """One for all launches that pass these numbers, on a device, with pointers of these dtypes."""
+    return Again(translate_kernel, Constants({"BLOCK": BLOCK}), numbers)
 
 
 @stable_kernel

@@ -1,6 +1,7 @@
 """What follows attention where several programs shared a row: its parts are added up.
 
-Always in their order, so that the same cut gives the same bits.
+A few at a time, always the same ones together, so that the same cut gives the same bits. Parts without keys are zeros
+among them, and bits do not tell how many of these follow the last part with keys.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ def reduce(
     DP: tl.constexpr,
     ROPE: tl.constexpr,
     UNIT: tl.constexpr,
+    N: tl.constexpr,
     EXACT_CASTS: tl.constexpr,
 ):
-    """Grid: (tokens x H,). Adds the parts of a row up, split after split, and applies the sink.
+    """Grid: (tokens x H,). Adds the parts of a row up, N at a time, and applies the sink.
 
+    N: parts that are loaded together, a power of two: one after the other, each would wait for the one before it.
     positions, table: [tokens] int64 and cosines and sines [num_positions, ROPE], to undo the rotation too; else None.
     """
     PART: tl.constexpr = 16 if D % 4 == 0 else 4  # bytes to which parts are aligned
@@ -50,18 +53,21 @@ def reduce(
     pid = tl.program_id(0).to(tl.int64)
     token, head = pid // H, pid % H
     column = tl.arange(0, DP)
-    largest = tl.full((), NOTHING, tl.float32)
+    largest, top = tl.full((), NOTHING, tl.float32), tl.full((), -float("inf"), tl.float32)
     acc, total = tl.zeros([DP], tl.float32), tl.zeros((), tl.float32)
-    for split in range(splits):
+    for begin in range(0, splits, N):
+        split = begin + tl.arange(0, N)
         row = (token * splits + split) * H + head
-        its_lse = tl.load(part_lse + row)
+        its_lse = tl.load(part_lse + row, mask=split < splits, other=-float("inf"))
+        if max_logits is not None:
+            top = tl.maximum(top, tl.max(tl.load(part_max + row, mask=split < splits, other=-float("inf")), 0))
         # a part without keys was never written
-        there = column < tl.where(its_lse > -float("inf"), D, 0)
-        values = tl.load(tl.multiple_of(part + row * D, PART) + column, mask=there, other=0.0)
-        grown = tl.maximum(largest, its_lse)
+        there = (its_lse > -float("inf"))[:, None] & (column < D)[None, :]
+        values = tl.load(tl.multiple_of(part + row * D, PART)[:, None] + column[None, :], mask=there, other=0.0)
+        grown = tl.maximum(largest, tl.max(its_lse, 0))
         shrink, weight = tl.exp2(largest - grown), tl.exp2(its_lse - grown)
-        acc = acc * shrink + values * weight
-        total = total * shrink + weight
+        acc = acc * shrink + tl.sum(values * weight[:, None], 0)
+        total = total * shrink + tl.sum(weight, 0)
         largest = grown
     empty = total == 0.0
     factor = 1.0 / total
@@ -71,9 +77,6 @@ def reduce(
     if lse is not None:
         tl.store(lse + at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2))
     if max_logits is not None:
-        top = tl.full((), -float("inf"), tl.float32)
-        for split in range(splits):
-            top = tl.maximum(top, tl.load(part_max + (token * splits + split) * H + head))
         tl.store(max_logits + (token * max_token + head * max_head), top * LN2)
     acc *= tl.where(empty, 0.0, factor)
     if table is not None:

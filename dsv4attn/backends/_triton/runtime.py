@@ -19,11 +19,15 @@ import triton
 from attrs import field, frozen
 from torch import Tensor
 
+from dsv4attn.backends._triton import ready
+from dsv4attn.backends._triton.ready import ALIGNMENT, Constants
 from dsv4attn.errors import ArgumentError
 
 __all__ = [
+    "ALIGNMENT",
     "FAR_FORMS",
     "INTERPRETED",
+    "Constants",
     "StandIn",
     "Variant",
     "device_context",
@@ -32,6 +36,7 @@ __all__ = [
     "observed",
     "pointer_type",
     "require_driven",
+    "stable_gluon",
     "stable_kernel",
 ]
 
@@ -50,8 +55,6 @@ _POINTERS = {
 }
 _DTYPES = {name: dtype for dtype, name in _POINTERS.items()}
 _VALUES = {"none": None, "int": 1, "fp32": 1.0}
-ALIGNMENT = 16
-"""Bytes. A pointer aligned to them compiles to wider loads than one that is not."""
 FAR_FORMS: bool = torch.version.hip is not None
 """Triton for AMD compiles loads from a tensor below 2 GB without branches, with offsets of 32 bits, and decides this
 for each tensor of each launch. Here it is all of them or none: two forms of a kernel, which a warm-up can foresee."""
@@ -75,7 +78,7 @@ class StandIn:
 
     def ptr_range(self) -> int:
         """What Triton takes for the size, in bytes, on AMD."""
-        return 2 * _FAR if self.far else 0
+        return 2**32 if self.far else 0
 
 
 def _freeze(items: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
@@ -87,7 +90,8 @@ class Variant:
     """One compiled form of a kernel. Two are equal when the compiler cannot tell them apart.
 
     types: of the parameters that are not constants: "*bf16", "int" of whatever width, "fp32", "none" for an optional
-    pointer that is not given; ":1" behind a pointer that is not aligned to 16 bytes, where the kernel minds.
+    pointer that is not given; ":1" behind a pointer that is not aligned to 16 bytes, where the kernel minds. extra:
+    further options of the compiler, such as maxnreg.
     """
 
     kernel: Any
@@ -96,6 +100,7 @@ class Variant:
     num_warps: int = 4
     num_stages: int = 1
     fp_fusion: bool = True
+    extra: tuple[tuple[str, Any], ...] = field(default=(), converter=_freeze)
 
     def __attrs_post_init__(self) -> None:
         """Put the types into the order of the parameters, and forget what compiles nothing."""
@@ -112,7 +117,7 @@ class Variant:
     @property
     def options(self) -> dict[str, Any]:
         """What a launch passes to the compiler beside the arguments."""
-        return options(self.num_warps, self.num_stages, fp_fusion=self.fp_fusion)
+        return options(self.num_warps, self.num_stages, fp_fusion=self.fp_fusion, **dict(self.extra))
 
     def stand_ins(self, *, far: bool = False) -> list[Any]:
         """Arguments that compile to this form, in order: no memory is touched.
@@ -131,11 +136,12 @@ class Variant:
         num_stages: int,
         *,
         fp_fusion: bool = True,
+        **extra: Any,
     ) -> Variant:
         """What a launch with these arguments compiles."""
         names = [name for name in kernel.arg_names if name not in constants]
         types = zip(names, map(_type_of, args), strict=True)
-        return cls(kernel, types, constants, num_warps, num_stages, fp_fusion)
+        return cls(kernel, types, constants, num_warps, num_stages, fp_fusion, extra)
 
     @classmethod
     def told(
@@ -147,15 +153,17 @@ class Variant:
         num_warps: int = 4,
         num_stages: int = 1,
         fp_fusion: bool = True,
+        **extra: Any,
     ) -> Variant:
         """The form of a kernel with parameters of these types; those that are not named are integers."""
         names = [name for name in kernel.arg_names if name not in constants]
-        return cls(kernel, [(n, types.get(n, "int")) for n in names], constants, num_warps, num_stages, fp_fusion)
+        named = [(name, types.get(name, "int")) for name in names]
+        return cls(kernel, named, constants, num_warps, num_stages, fp_fusion, extra)
 
 
-def options(num_warps: int, num_stages: int, *, fp_fusion: bool = True) -> dict[str, Any]:
+def options(num_warps: int, num_stages: int, *, fp_fusion: bool = True, **extra: Any) -> dict[str, Any]:
     """Compiler options of every launch. Fusion is said aloud: releases of Triton differ in their default."""
-    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fp_fusion}
+    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fp_fusion, **extra}
 
 
 def _careless(kernel: Any) -> set[str]:
@@ -197,12 +205,22 @@ def stable_kernel(function: Any) -> Any:
     Parameters annotated as numbers are never specialised. Those without annotation are pointers; a kernel that wants
     wide accesses is told by a constant that they are possible.
     """
+    return triton.jit(function, **_unspecialised(function))
+
+
+def stable_gluon(function: Any) -> Any:
+    """The same of a kernel in Gluon, which no interpreter runs."""
+    from triton.experimental import gluon
+
+    return gluon.jit(function, **_unspecialised(function))
+
+
+def _unspecialised(function: Any) -> dict[str, list[str]]:
     parameters = inspect.signature(function).parameters.values()
-    return triton.jit(
-        function,
-        do_not_specialize=[p.name for p in parameters if p.annotation in {"tl.int32", "tl.int64", "tl.float32"}],
-        do_not_specialize_on_alignment=[p.name for p in parameters if p.annotation is p.empty],
-    )
+    return {
+        "do_not_specialize": [p.name for p in parameters if p.annotation in {"tl.int32", "tl.int64", "tl.float32"}],
+        "do_not_specialize_on_alignment": [p.name for p in parameters if p.annotation is p.empty],
+    }
 
 
 _observers: list[Callable[[Variant], None]] = []
@@ -228,23 +246,33 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 1,
     fp_fusion: bool = True,
+    **extra: Any,
 ) -> None:
     """Run a kernel on the device of its first argument, a tensor; nothing happens when the grid is empty.
 
     args: tensors, numbers and None, in the order of the parameters that are not in `constants`. fp_fusion: whether a
-    product may be added before it is rounded, which is faster, and rounds unlike torch does.
+    product may be added before it is rounded, which is faster, and rounds unlike torch does. extra: further options of
+    the compiler, such as maxnreg. What Triton's environment says of compilation is read at a form's first launch.
     Raises ArgumentError for a CPU tensor unless kernels are interpreted.
     """
     if 0 in grid:
         return
     device = args[0].device
-    require_driven(device)
+    index = device.index
+    if index is None:
+        require_driven(device)
     for observe in _observers:
-        observe(Variant.of(kernel, args, constants, num_warps, num_stages, fp_fusion=fp_fusion))
-    if FAR_FORMS and any(isinstance(arg, Tensor) and arg.untyped_storage().nbytes() >= _FAR for arg in args):
-        args = [StandIn(arg.dtype, arg.data_ptr(), far=True) if isinstance(arg, Tensor) else arg for arg in args]
+        observe(Variant.of(kernel, args, constants, num_warps, num_stages, fp_fusion=fp_fusion, **extra))
+    far = FAR_FORMS and any(isinstance(arg, Tensor) and arg.untyped_storage().nbytes() >= _FAR for arg in args)
     with device_context(device):
-        kernel[grid](*args, **constants, **options(num_warps, num_stages, fp_fusion=fp_fusion))
+        form = ready.form_of(kernel, args, constants, index or 0, far, num_warps, num_stages, fp_fusion, **extra)
+        if ready.launched(form, grid, args):
+            return
+        given = args
+        if far:
+            given = [StandIn(arg.dtype, arg.data_ptr(), far=True) if isinstance(arg, Tensor) else arg for arg in args]
+        compiled = kernel[grid](*given, **constants, **options(num_warps, num_stages, fp_fusion=fp_fusion, **extra))
+        ready.remember(form, compiled, constants)
 
 
 def require_driven(device: torch.device) -> None:
@@ -261,10 +289,14 @@ def require_driven(device: torch.device) -> None:
 def device_context(device: torch.device) -> AbstractContextManager[object]:
     """Where Triton launches and compiles: on this device, of several."""
     index: int | None = device.index
-    if device.type == "cpu" or index is None or torch.accelerator.device_count() <= 1:
-        return nullcontext()
+    if index is None or device.type == "cpu" or _devices() <= 1:
+        return _HERE
     context: AbstractContextManager[object] = torch.get_device_module(device).device(index)
     return context
+
+
+_HERE = nullcontext()
+_devices = cache(torch.accelerator.device_count)
 
 
 @cache

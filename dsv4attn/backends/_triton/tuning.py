@@ -23,6 +23,8 @@ class Tuning:
     narrow_warps: int = 4
     """Warps where a layer has too few heads to fill a program."""
     reduce_warps: int = 4
+    reduce_parts: int = 8
+    """Parts of a row that are loaded together where they are added up; a power of two. Another one gives other bits."""
     chained: bool = True
     """Whether both products of a tile may share one layout; see `attention.product`."""
     prefetch: bool = True

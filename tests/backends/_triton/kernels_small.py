@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["attend", "broken", "careless", "rows"]
+__all__ = ["attend", "broken", "careless", "rows", "valued"]
 
 
 @triton.jit(do_not_specialize=["n", "stride"], do_not_specialize_on_alignment=["idx"])
@@ -38,6 +38,12 @@ def attend(q, k, out, n: tl.int32, H: tl.constexpr, D: tl.constexpr, R: tl.const
 def careless(out, n: tl.int32, m):
     """Values of both numbers are compiled in."""
     tl.store(out, n + m)
+
+
+@triton.jit
+def valued(out, n: tl.int32):
+    """Compiles anew for multiples of 16."""
+    tl.store(out, n)
 
 
 @triton.jit

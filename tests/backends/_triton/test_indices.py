@@ -13,8 +13,8 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv4attn.backends._triton import attend, ragged
 from dsv4attn.backends._triton import indices as kernels
-from dsv4attn.backends._triton import ragged
 from dsv4attn.backends._triton.runtime import INTERPRETED, Variant, observed
 from dsv4attn.core.contract import PageTable, RaggedSteps
 from dsv4attn.testing.scenario import Scenario
@@ -129,7 +129,7 @@ def test_the_widest_rows_are_combined_translated_and_packed() -> None:
 
 def test_steps_neither_allocate_nor_read_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
-    for module in (kernels, ragged):
+    for module in (kernels, ragged, attend):
         monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: launched.append(kernel))
     for make in STEPS:
         for seed in range(5):

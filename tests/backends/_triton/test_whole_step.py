@@ -1,0 +1,146 @@
+"""A step of all layers of a model: what they share is made once, and captured once, and no bit shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from dsv4attn.backends._triton.backend import TritonBackend
+from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.backends.rocm.launch import RocmBackend
+from dsv4attn.backends.triton.launch import GenericBackend
+from dsv4attn.core.context import set_forward_context
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.layer import DeepseekV4MLAAttention
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.plan import plan_workspace
+from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.core.workspace import WorkspaceManager, WorkspacePlan
+from dsv4attn.testing.world import tiny_geometry
+from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.engine import Engine, Interpreted, Request
+
+BACKENDS: dict[str, Callable[..., TritonBackend]] = {"triton": GenericBackend, "rocm": RocmBackend}
+REQS = 4 if INTERPRETED else 8
+LIMITS = Limits(REQS, 16 if INTERPRETED else 64, 100 if INTERPRETED else 4096)
+
+
+class Model:
+    """All layers of a model, each with caches, sinks and results of its own, over the buffers of one engine."""
+
+    def __init__(self, backend: TritonBackend, geometry: ModelGeometry) -> None:
+        sizes: dict[str, Any] = {"swa_block": 4, "tokens_of_block": 32} if INTERPRETED else {}
+        self.on = on = Engine(backend, geometry, LIMITS, LayerKind.C4A, DEVICE, **sizes)
+        self.workspace, plan, self.layers = WorkspaceManager(DEVICE), WorkspacePlan(), []
+        for i in range(geometry.num_layers):
+            one = geometry.layer(i)
+            layer = DeepseekV4MLAAttention(
+                f"model.layers.{i}.attn",
+                one,
+                LIMITS,
+                backend,
+                attn_sink=torch.linspace(-2, 0.1 * i, one.num_heads, device=DEVICE),
+                cos_sin_cache=cos_sin_cache(one.rope, LIMITS.max_model_len, DEVICE),
+                topk_indices_buffer=on.topk if one.kind is LayerKind.C4A else None,
+                workspace=self.workspace,
+            )
+            records, compressed = on.tokens_of_block // one.compress_ratio, None
+            if one.kind is not LayerKind.SWA:
+                compressed = on._cache(REQS * on.pages[1], records)
+            layer.bind_kv_cache(on._cache(REQS * on.pages[0], on.swa_block), compressed)
+            self.layers.append(layer)
+            plan = plan.union(plan_workspace(one, LIMITS, backend, on.layout))
+        self.workspace.reserve(plan)
+        self.workspace.lock()
+        shape = (geometry.num_layers, *on.out.shape)
+        self.q, self.outs = (torch.zeros(shape, dtype=on.q_dtype, device=DEVICE) for _ in range(2))
+
+    def metadata(self, requests: list[Request], rng: Random) -> dict[str, Any]:
+        """Describe a step, with padding up to the most requests, in the buffers that all steps have in common."""
+        batch = self.on.load(requests, rng, reqs=REQS)
+        swa = self.on.builder.build(batch)
+        kinds = {layer.geometry.kind for layer in self.layers} - {LayerKind.SWA}
+        parts = {kind: self.on.builder.build_compressed(batch, swa, kind, full_width=True) for kind in kinds}
+        told: dict[str, Any] = {layer.swa_prefix: swa for layer in self.layers}
+        return told | {layer.prefix: parts.get(layer.geometry.kind) for layer in self.layers}
+
+    def run(self, metadata: dict[str, Any]) -> Tensor:
+        """Attend, layer after layer, each with queries that are the last one's results; all results [L, T, H, D]."""
+        with set_forward_context(metadata):
+            for i in range(len(self.layers)):
+                self.layer(i)
+        return self.outs[:, :REQS]
+
+    def layer(self, i: int) -> None:
+        layer, q, before = self.layers[i], self.q[i, :REQS], self.outs[i - 1, :REQS] if i else self.on.q[:REQS]
+        kv, positions = self.on.kv[:REQS], self.on.positions[:REQS]
+        torch.add(self.on.q[:REQS], before, out=q)
+        layer.fused_qnorm_rope_kv_insert(q, kv, positions)
+        layer.forward_mqa(q, kv, positions, self.outs[i, :REQS])
+
+
+def some_requests(rng: Random) -> list[Request]:
+    longest = LIMITS.max_model_len - 1
+    return [(rng.choice([0, 127, longest, rng.randint(0, longest)]) % longest, 1) for _ in range(rng.randint(0, REQS))]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_layers_that_share_what_is_made_of_a_step_give_what_each_gives_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    geometry = tiny_geometry(ratios=(2, 4)) if INTERPRETED else ModelGeometry.preset("flash")
+    if INTERPRETED:
+        monkeypatch.setattr(BACKENDS[name], "rows", Interpreted.rows)
+        geometry = evolve(geometry, layers=(*geometry.layers, *geometry.layers[1:]))
+    model, rng = Model(BACKENDS[name](), geometry), Random(1)
+    for _ in range(3):
+        requests, seed = some_requests(rng), rng.randint(0, 99)
+        model.outs.fill_(torch.nan)
+        together = model.run(model.metadata(requests, Random(seed))).clone()
+        for i, layer in enumerate(model.layers):
+            alone = WorkspaceManager(DEVICE)
+            monkeypatch.setattr(layer, "workspace", alone)
+            with set_forward_context(model.metadata(requests, Random(seed))):
+                model.layer(i)
+            monkeypatch.setattr(layer, "workspace", model.workspace)
+
+            assert same_bits(model.outs[i, :REQS], together[i]), i
+        assert not together[:, len(requests) :].any()
+        assert together[:, : len(requests)].isfinite().all()
+
+
+@pytest.mark.device
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs an accelerator with graphs")
+@pytest.mark.parametrize("name", BACKENDS)
+def test_g10_all_43_layers_in_one_graph_give_for_100_steps_what_eager_gives(name: str) -> None:
+    model, rng = Model(BACKENDS[name](), ModelGeometry.preset("flash")), Random(2)
+    assert len(model.layers) == 43
+    nobody = model.metadata([], rng)
+    model.run(nobody)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model.run(nobody)
+
+    for step in range(100):
+        requests = some_requests(rng)
+        metadata = model.metadata(requests, rng)
+        model.outs.fill_(torch.nan)
+        graph.replay()
+        replayed = model.outs[:, :REQS].clone()
+        model.outs.fill_(torch.nan)
+        eager = model.run(metadata)
+
+        assert same_bits(replayed, eager), step
+        assert replayed.isfinite().all(), step
+        assert bool(requests) == bool(replayed.any())
+        assert not replayed[:, len(requests) :].any()

@@ -1,0 +1,174 @@
+"""What is kept of one step for the next, and for other layers, shows in no result."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core import workspace
+from dsv4attn.core.contract import AttentionCall, GatheredKeys, Phase
+from dsv4attn.core.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.workspace import BufferSpec, WorkspaceManager
+from dsv4attn.testing.scenario import Problem, Scenario
+from tests.core.forms import BACKENDS, NAMES, all_forms, assert_same_bits
+
+BATCHES = [
+    [(20, 1)],
+    [(21, 1)],
+    [(60, 1), (3, 1), (0, 1)],
+    [(9, 1), (30, 1), (5, 1)],
+    [(9, 1), (30, 1), (5, 1), (0, 7)],
+    [(0, 7), (12, 5)],
+    [(300, 1), (200, 1), (1, 1)],
+]
+
+
+class Particular(ReferenceBackend):
+    """Its scratch tells by its shapes for which call it was asked, and whom; a call of other shapes fails."""
+
+    def __init__(self, mark: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.mark = mark
+
+    def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
+        return [((tokens, width), torch.uint8), ((self.mark, round(layer.eps), len(phase.value)), torch.int16)]
+
+    def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
+        return 2**20
+
+    def check(self, phase: Phase, call: AttentionCall) -> None:
+        keys = [call.keys] if isinstance(call.keys, GatheredKeys) else call.keys
+        width = sum(segment.rows.width for segment in keys)
+        asked = self.scratch(phase, call.layer, call.q.shape[0], width)
+        assert [(tuple(view.shape), view.dtype) for view in call.scratch] == asked
+        for view in call.scratch:
+            view.fill_(0x55)
+
+    def decode(self, call: AttentionCall) -> None:
+        self.check(Phase.DECODE, call)
+        super().decode(call)
+
+    def prefill(self, call: AttentionCall) -> None:
+        self.check(Phase.PREFILL, call)
+        super().decode(call)  # which is the reference's prefill too
+
+
+LAYERS: dict[Any, LayerGeometry] = {}
+
+
+def problems(backend: ReferenceBackend) -> list[Problem]:
+    """Steps of two layers of each kind, which differ only in a number that attention does not look at."""
+    made = []
+    for kind in LayerKind:
+        given = [Scenario(kind=kind, requests=batch).problem(backend) for batch in BATCHES]
+        for eps in (1.0, 2.0):
+            layer = LAYERS.setdefault((kind, eps), evolve(given[0].layer, eps=eps))
+            made += [evolve(problem, layer=layer) for problem in given]
+            # an indexer may leave fewer columns than the layer takes
+            for each in made[-len(given) :]:
+                if kind is LayerKind.C4A and each.topk_indices is not None:
+                    made.append(evolve(each, topk_indices=each.topk_indices[:, :3]))
+    return made
+
+
+@all_forms
+def test_steps_of_any_layers_in_one_workspace_give_what_each_gives_in_its_own(form: str) -> None:
+    keys, indices = form.split("-")
+    options = {"prefill_keys": keys, "prefill_indices": indices, "decode_indices": indices}
+    shared, rng = WorkspaceManager(), Random(form)
+    steps = [(p, b) for b in (BACKENDS[form], Particular(3, **options), Particular(5, **options)) for p in problems(b)]
+    for _ in range(2):
+        rng.shuffle(steps)
+        for problem, backend in steps:
+            alone = problem.run(backend)
+            for _ in range(2):
+                assert_same_bits(problem.run(backend, shared), alone)
+
+
+@pytest.mark.parametrize("form", NAMES)
+def test_what_a_step_is_made_of_may_change_its_place(form: str) -> None:
+    """The next step's metadata stands elsewhere, and the indexer's buffer too, and they hold other numbers."""
+    for kind in LayerKind:
+        first, second = (Scenario(kind=kind, requests=BATCHES[3], seed=seed).problem(BACKENDS[form]) for seed in (1, 2))
+        second, shared = evolve(second, layer=first.layer), WorkspaceManager()
+        for problem in (first, second, first):
+            assert_same_bits(problem.run(BACKENDS[form], shared), problem.run(BACKENDS[form]))
+
+
+@all_forms
+def test_more_tokens_read_more_rows_of_the_indexer_s_one_buffer(form: str) -> None:
+    given = [Scenario(kind=LayerKind.C4A, requests=batch).problem(BACKENDS[form]) for batch in BATCHES]
+    shared, buffer = WorkspaceManager(), torch.empty(16, given[0].layer.topk, dtype=torch.int32)
+    for problem in [*given, *given[::-1]]:
+        assert problem.topk_indices is not None
+        rows = problem.topk_indices.shape[0]
+        buffer[:rows, : problem.topk_indices.shape[1]].copy_(problem.topk_indices)
+        same = evolve(problem, topk_indices=buffer, layer=given[0].layer)
+        assert_same_bits(same.run(BACKENDS[form], shared), problem.run(BACKENDS[form]))
+
+
+def test_a_backend_lives_as_long_as_the_workspace_that_knows_it_and_no_longer() -> None:
+    backend, shared = Particular(7), WorkspaceManager()
+    alive = weakref.ref(backend)
+    for problem in problems(backend):
+        problem.run(backend, shared)
+    del backend, problem
+    gc.collect()
+    assert alive() is not None, "another one could have its place, and be taken for it"
+    del shared
+    gc.collect()
+    assert alive() is None
+
+
+def test_what_is_kept_of_a_lane_is_found_as_long_as_its_memory_stays() -> None:
+    manager = WorkspaceManager()
+    views = manager.get_simultaneous(((4,), torch.float32), lane="decode")
+    manager.keep("key", "decode", views)
+    assert manager.recall("key", "decode") is views
+    assert manager.recall("other", "decode") is None
+    assert manager.recall("key", "prefill") is None
+
+    manager.get_simultaneous(((4,), torch.float32), lane="prefill")
+    assert manager.recall("key", "decode") is views
+    manager.get_simultaneous(((4000,), torch.float32), lane="decode")
+    assert manager.recall("key", "decode") is None
+
+
+def test_what_is_kept_in_inference_mode_is_for_inference_mode() -> None:
+    manager = WorkspaceManager()
+    with torch.inference_mode():
+        manager.keep("key", "decode", 1)
+        assert manager.recall("key", "decode") == 1
+    assert manager.recall("key", "decode") is None
+
+
+def test_nothing_is_recalled_where_each_request_has_to_be_seen() -> None:
+    class Counting(WorkspaceManager):
+        def get_simultaneous(self, *specs: Any, **options: Any) -> list[torch.Tensor]:
+            return super().get_simultaneous(*specs, **options)
+
+    for manager in (WorkspaceManager(debug=True), Counting()):
+        manager.keep("key", "decode", 1)
+        assert manager.recall("key", "decode") is None
+    was_debugged = WorkspaceManager(debug=True)
+    was_debugged.get_simultaneous(((4,), torch.float32))
+    was_debugged.debug = False
+    was_debugged.keep("key", "decode", 1)
+    assert was_debugged.recall("key", "decode") is None
+
+
+def test_what_is_kept_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "_MOST_MADE", 3)
+    manager = WorkspaceManager()
+    for n in range(10):
+        manager.keep(n, "decode", n)
+        assert manager.recall(n, "decode") == n
+        assert len(manager._kept["decode"]) <= 3
