@@ -6,20 +6,21 @@ tokens rows of indices are dense and whole tiles wide; lse has base 2 and counts
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from math import inf, log, nan
-from typing import Any
+from math import inf, log
+from typing import Any, TypeAlias, cast
 
 import torch
-from attrs import frozen
+from attrs import define, frozen
 from torch import Tensor
 
+from dsv4attn.backends.sm120.kernels import Copies, Results
 from dsv4attn.backends.sm120.probe import TILE, Found, find, forget, reasons
 from dsv4attn.core.chunking import round_up
-from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys
+from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache, check_layout
+from dsv4attn.core.layout import KVCacheLayout, check_layout
 from dsv4attn.core.workspace import BufferSpec
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnsupportedError
 
@@ -28,30 +29,39 @@ __all__ = ["FlashInferAttention", "Found", "find", "forget", "reasons"]
 _LAYOUT = KVCacheLayout.fp8_ds_mla()
 _DIM, _RECORD = _LAYOUT.head_dim, _LAYOUT.record_bytes
 _LN2 = log(2.0)
-_LARGEST_SLOT = 2**31 - 1
 _COPY = "pass contiguous memory"
-_EXTRA = ("extra_kv_cache", "extra_indices", "extra_topk_length")
+_Sizes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Sizes and strides of a view."""
+_View: TypeAlias = tuple["weakref.ref[Tensor]", int, _Sizes, Tensor]
+"""Memory of a cache, its address, and a view of it."""
+_NAMES = ("kv_cache", "indices", "topk_length"), ("extra_kv_cache", "extra_indices", "extra_topk_length")
 
 
 @frozen
 class _Plan:
-    """What a call's scratch holds. padded: whether heads are. copies: whether rows of indices are."""
+    """What a call's scratch holds. heads: that FlashInfer sees. copies: whether rows of indices are."""
 
+    heads: int
     padded: bool
     copies: bool
     specs: tuple[BufferSpec, ...]
+    dtypes: tuple[torch.dtype, ...]
 
 
-@frozen
+@define(eq=False)
 class _Form:
     """What follows from shapes and strides alone. pages: of each cache with keys, its number, and its view's sizes.
 
-    direct: whether FlashInfer can write lse to its place, and not to scratch memory.
+    direct: whether FlashInfer can write lse to its place, and not to scratch memory. copies, results: what is launched
+    before and behind FlashInfer. ran: whether all of it has run.
     """
 
     plan: _Plan
     direct: bool
-    pages: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+    pages: tuple[tuple[int, _Sizes], ...]
+    copies: Copies | None
+    results: Results | None
+    ran: bool = False
 
 
 class FlashInferAttention:
@@ -69,16 +79,17 @@ class FlashInferAttention:
         """Touch no device."""
         self.found, self.in_range = found, in_range
         self._capturing = capturing
-        self._wrappers: dict[torch.device, tuple[Any, Tensor]] = {}
+        self._wrappers: dict[torch.device, Any] = {}
         self._plans: dict[tuple[int, ...], _Plan] = {}
         self._forms: dict[tuple[object, ...], _Form] = {}
+        self._views: dict[int, _View] = {}
         self._layout = _LAYOUT
 
     def scratch(self, layer: LayerGeometry, tokens: int, width: int, extra_width: int) -> Sequence[BufferSpec]:
         """Views that `run` needs for so many rows of `width` and `extra_width` columns, of the second cache if any.
 
-        Parts of rows and their lse, where decode kernels run; the lse of whole rows; q, out and sink where heads are
-        padded; indices where they are copied.
+        Parts of rows and their lse, where decode kernels run; the lse of whole rows, without the sink and with it; q,
+        out and sink where heads are padded; indices where they are copied.
         """
         return self._plan(layer.num_heads, tokens, width, extra_width).specs
 
@@ -89,8 +100,10 @@ class FlashInferAttention:
             if padded is None:
                 most = max(self.found.heads, default=0)
                 raise UnsupportedError("num_heads", expected=f"at most {most}", actual=heads)
-            plan = _Plan(padded != heads, not self.in_range, tuple(self._specs(heads, padded, tokens, width, extra)))
-            self._plans[heads, tokens, width, extra] = plan
+            specs = tuple(self._specs(heads, padded, tokens, width, extra))
+            plan = self._plans[heads, tokens, width, extra] = _Plan(
+                padded, padded != heads, not self.in_range, specs, tuple(dtype for _, dtype in specs)
+            )
         return plan
 
     def _specs(self, heads: int, padded: int, tokens: int, width: int, extra: int) -> Iterator[BufferSpec]:
@@ -101,7 +114,7 @@ class FlashInferAttention:
         else:
             # prefill kernels write no parts, and still ask for memory of the right types
             yield from (((8,), torch.bfloat16), ((4,), torch.float32))
-        yield (tokens, padded), torch.float32
+        yield from [((tokens, padded), torch.float32)] * 2
         if padded != heads:
             yield from [((tokens, padded, _DIM), torch.bfloat16)] * 2
             yield (padded,), torch.float32
@@ -109,102 +122,157 @@ class FlashInferAttention:
             unit = 1 if tokens <= self.found.max_decode_tokens else TILE
             yield (tokens, round_up(width, unit)), torch.int32
             yield (tokens, round_up(extra, unit)), torch.int32
-            yield (tokens, max(width, extra)), torch.bool
 
-    def takes(self, call: AttentionCall) -> bool:
-        """Whether `run` would not refuse a call: neither its memory, nor what it asks for."""
+    def fit(self, call: AttentionCall) -> _Form | None:
+        """What `run` wants to know of a call; None if it would refuse it, for its memory or for what it asks."""
         try:
-            if _key(call) not in self._forms:
-                self._formed(call)
-            self._check_memory(call)
+            form = self._form(call)
         except Dsv4AttnError:
-            return False
-        plan = self._plan(call.q.shape[1], call.q.shape[0], *_widths(call))
-        return len(call.scratch) == len(plan.specs)
+            return None
+        return form if len(call.scratch) == len(form.plan.specs) else None
 
-    def run(self, call: AttentionCall, scratch: Sequence[Tensor]) -> None:
+    def run(self, call: AttentionCall, scratch: Sequence[Tensor], form: _Form | None = None) -> None:
         """Attend. scratch: views as `scratch` says for this call's widths. No memory is allocated, nothing is read.
 
-        With an lse and a sink, FlashInfer runs twice: without the sink for the lse, with it for out, so that asking for
-        an lse changes no bit of out.
+        form: of this very call, from `fit`. With an lse and a sink, FlashInfer runs twice: without the sink for the
+        lse, with it for out, so that asking for an lse changes no bit of out.
         Raises ArgumentError, before a result is written, for tensors it cannot take, and UnsupportedError in a capture
         of shapes that never ran before.
         """
-        q, out, lse, sink = call.q, call.out, call.lse, call.attn_sink
-        if not q.shape[0]:
+        if not call.q.shape[0]:
             return
-        key = _key(call)
-        known = self._forms.get(key)
-        form = known or self._formed(call)
-        self._check_memory(call)
-        if known is None and self._is_capturing(q.device):
-            raise UnsupportedError(
-                "FlashInfer in a captured graph",
-                expected="shapes that ran before the capture",
-                actual=f"q of {list(q.shape)} over {' + '.join(map(str, _widths(call)))} columns for the first time",
-                hint="call once with tensors of the same shapes and strides, then capture",
-            )
+        form = form or self._form(call)
+        if not form.ran:
+            self._require_no_capture(call)
         if not form.pages:
             _nothing(call)
             return
-        mid_out, mid_lse, told, *views = scratch
-        heads, output, passed = q.shape[1], out, sink
-        if form.plan.padded:
-            q, output, passed = _padded(q, passed, heads, views)
-            del views[:3]
-        wrapper, none = self._wrapper(q.device)
-        (pages, indices, lens), extra = _given(call, form, views, none)
-        attend = partial(
-            wrapper.run,
-            q,
-            pages,
-            indices,
-            output,
-            call.layer.scale,
-            topk_length=lens,
-            **extra,
-            mid_out=mid_out,
-            mid_lse=mid_lse,
-            lse_scale=_LN2,
-        )
+        mid_out, mid_lse, told, rest, *views = scratch
+        wrapper, plan, keys = self._wrapper(call.q.device), form.plan, cast("Sequence[PagedKeys]", call.keys)
+        q, output, sink, lse = call.q, call.out, call.attn_sink, call.lse
+        rows = [segment.rows.indices for segment in keys]
+        if plan.padded:
+            q, output, wide_sink = views[:3]
+            sink = None if sink is None else wide_sink
+        if plan.copies:
+            rows = views[-2:]
+        if form.copies is not None:
+            usual = _dtypes(scratch) == plan.dtypes
+            form.copies.launch(call, q if plan.padded else None, sink if plan.padded else None, rows, usual=usual)
+        given = {"q": q, "output": output, "sm_scale": call.layer.scale, "lse_scale": _LN2}
+        given["mid_out"], given["mid_lse"] = mid_out, mid_lse
+        self._name(given, form, keys, rows)
         if lse is not None:
             # without the sink: the keys' part cannot be had from a sum that a sink of 1e4 or +inf dominates
-            attend(attn_sink=None, out_lse=lse if form.direct else told)
-            _tell(lse, told, call.empty_lse, direct=form.direct)
-        if lse is None or passed is not None:
-            attend(attn_sink=passed, out_lse=told)
-        if known is None:
-            self._forms[key] = form
-        if form.plan.padded:
-            out.copy_(output[:, :heads])
+            wrapper.run(**given, attn_sink=None, out_lse=lse if form.direct else told)
+        if lse is None or sink is not None:
+            wrapper.run(**given, attn_sink=sink, out_lse=rest)
+        if form.results is not None:
+            usual = _dtypes(scratch) == plan.dtypes
+            its_lse, its_out = lse if lse is not None and form.direct else told, output if plan.padded else None
+            form.results.launch(its_lse, its_out, call, usual=usual)
+        form.ran = True
+
+    def _name(self, given: dict[str, Any], form: _Form, keys: Sequence[PagedKeys], rows: Sequence[Tensor]) -> None:
+        """Add pages, rows of indices and lens of each cache that has keys, by the names they have there."""
+        for (cache, indices, lens), (i, sizes) in zip(_NAMES, form.pages, strict=False):
+            given[cache] = self._pages_of(keys[i].cache.tensor, sizes)
+            given[indices], given[lens] = rows[i], cast("DenseIndices", keys[i].rows).lens
+
+    def _pages_of(self, memory: Tensor, sizes: _Sizes) -> Tensor:
+        """A cache as FlashInfer wants to see it.
+
+        Kept by the identity of its memory, as long as that lives and stays where it is, since layers take turns.
+        """
+        known = self._views.get(id(memory))
+        if known is not None and known[0]() is memory and known[1] == memory.data_ptr() and known[2] == sizes:
+            return known[3]
+        # no view of this tensor, which would keep it alive, but one more of its memory
+        with torch.inference_mode(False):  # it outlives the mode of the call that made it
+            view = memory.new_empty(0).set_(memory.untyped_storage(), memory.storage_offset(), *sizes)
+        number, views = id(memory), self._views
+        gone = weakref.ref(memory, lambda _: views.pop(number, None))
+        self._views[number] = gone, memory.data_ptr(), sizes, view
+        return view
+
+    def _require_no_capture(self, call: AttentionCall) -> None:
+        if self._is_capturing(call.q.device):
+            columns = " + ".join(map(str, _widths(call)))
+            raise UnsupportedError(
+                "FlashInfer in a captured graph",
+                expected="shapes that ran before the capture",
+                actual=f"q of {list(call.q.shape)} over {columns} columns for the first time",
+                hint="call once with tensors of the same shapes and strides, then capture",
+            )
 
     def _is_capturing(self, device: torch.device) -> bool:
         """Whether the current stream is; no device but a GPU can be."""
         asked = self._capturing or getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
         return asked is not None and asked()
 
-    def _wrapper(self, device: torch.device) -> tuple[Any, Tensor]:
-        """Their wrapper for a device, and a -1 that lies there."""
+    def _wrapper(self, device: torch.device) -> Any:  # noqa: ANN401 - of a package without types
+        """Their wrapper for a device."""
         known = self._wrappers.get(device)
         if known is None:
             try:
-                wrapper = self.found.wrapper(device=device)
+                known = self._wrappers[device] = self.found.wrapper(device=device)
             except Exception as error:
                 actual = f"{type(error).__name__}: {error}"
                 raise UnsupportedError("flashinfer", expected=f"a wrapper for {device}", actual=actual) from error
-            known = self._wrappers[device] = wrapper, torch.full((), -1, dtype=torch.int32, device=device)
         return known
 
+    def _form(self, call: AttentionCall) -> _Form:
+        """What follows from a call's shapes. Raises unless FlashInfer can load it, and bytes mean what it thinks."""
+        q, out, lse, sink = call.q, call.out, call.lse, call.attn_sink
+        start, keys = q.data_ptr() | out.data_ptr(), _paged(call)
+        # all that FlashInfer plans by, that the checks look at, and that is launched around it
+        seen: list[object] = [q.device, q.dtype, out.dtype, q.shape, q.stride(), out.stride(), call.max_logits is None]
+        seen += (
+            None if lse is None else (lse.dtype, lse.stride(), call.empty_lse),
+            None if sink is None else (sink.dtype, sink.stride()),
+        )
+        for segment in keys:
+            rows, cache = segment.rows, segment.cache
+            seen += (rows.planned_by, rows.indices.shape[0], cache.num_blocks, cache.block_size, cache.page_stride)
+            if cache.layout is not self._layout and cache.layout != self._layout:
+                check_layout(cache.layout, _LAYOUT, "cache")
+                self._layout = cache.layout
+            start |= cache.tensor.data_ptr()
+        key = tuple(seen)
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = self._formed(call)
+        if start % 16:
+            begins = [q, out, *(segment.cache.tensor for segment in keys)]
+            actual = [tensor.data_ptr() % 16 for tensor in begins]
+            expected = "q, out and caches to begin at multiples of 16 bytes"
+            raise ArgumentError("tensors", expected=expected, actual=f"{actual} bytes behind one", hint=_COPY)
+        return form
+
     def _formed(self, call: AttentionCall) -> _Form:
-        """Raise ArgumentError for shapes and strides that FlashInfer would refuse; else say what follows from them."""
+        """Raise ArgumentError for what FlashInfer would refuse whatever its memory; else say what follows from it."""
         q, lse, keys = call.q, call.lse, _paged(call)
-        pages: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+        if call.max_logits is not None:
+            raise ArgumentError("max_logits", expected="None: FlashInfer does not tell them", actual="a tensor")
+        if q.dtype is not torch.bfloat16:
+            raise ArgumentError("q", expected="bfloat16", actual=str(q.dtype).removeprefix("torch."))
         plan = self._plan(q.shape[1], q.shape[0], *_widths(call))
         for name, tensor in (("q", q), ("out", call.out), ("attn_sink", call.attn_sink)):
             if tensor is not None and not plan.padded and not tensor.is_contiguous():
                 raise ArgumentError(name, expected="contiguous", actual=tensor.stride(), hint=_COPY)
+        pages = tuple(self._pages(keys, copies=plan.copies))
+        direct = lse is not None and not plan.padded and lse.stride(1) == 1 and lse.stride(0) >= q.shape[1]
+        copied = [(i, keys[i], plan.specs[i - 2][0][1]) for i, *_ in pages] if plan.copies else []
+        copies = Copies.of(call, plan.heads if plan.padded else 0, copied) if plan.padded or copied else None
+        told = None if direct and call.empty_lse == -inf else lse
+        results = Results.of(call, plan.heads, told, out=plan.padded, direct=direct)
+        return _Form(plan, direct, pages, copies, results if plan.padded or told is not None else None)
+
+    def _pages(self, keys: Sequence[PagedKeys], *, copies: bool) -> Iterator[tuple[int, _Sizes]]:
+        main = True
         for i, segment in enumerate(keys):
             rows, cache = segment.rows, segment.cache
+            assert isinstance(rows, DenseIndices)
             if not rows.lens.is_contiguous():
                 raise ArgumentError("lens", expected="contiguous", actual=rows.lens.stride(), hint=_COPY)
             blocks, size, sizes = cache.num_blocks, cache.block_size, self.found.page_sizes
@@ -214,32 +282,12 @@ class FlashInferAttention:
             if blocks > 1 and cache.page_stride % 16:
                 raise ArgumentError("cache", expected="pages at multiples of 16 bytes", actual=cache.page_stride)
             if rows.indices.shape[1] and blocks:
-                if not plan.copies:
-                    self._check_indices(rows.indices, main=not pages)
+                if not copies:
+                    self._check_indices(rows.indices, main=main)
                 # the stride of a single page, which says nothing, must be one that is accepted
                 stride = cache.page_stride if blocks > 1 else round_up(size * _RECORD, 16)
-                pages.append((i, (blocks, size, 1, _RECORD), (stride, _RECORD, _RECORD, 1)))
-        direct = lse is not None and not plan.padded and lse.stride(1) == 1 and lse.stride(0) >= q.shape[1]
-        return _Form(plan, direct, tuple(pages))
-
-    def _check_memory(self, call: AttentionCall) -> None:
-        """Raise unless bytes mean what FlashInfer thinks, and begin where it can load them."""
-        if call.max_logits is not None:
-            raise ArgumentError("max_logits", expected="None: FlashInfer does not tell them", actual="a tensor")
-        if call.q.dtype is not torch.bfloat16:
-            raise ArgumentError("q", expected="bfloat16", actual=str(call.q.dtype).removeprefix("torch."))
-        start, keys = call.q.data_ptr() | call.out.data_ptr(), _paged(call)
-        for segment in keys:
-            layout = segment.cache.layout
-            if layout is not self._layout and layout != self._layout:
-                check_layout(layout, _LAYOUT, "cache")
-                self._layout = layout
-            start |= segment.cache.tensor.data_ptr()
-        if start % 16:
-            begins = [call.q, call.out, *(segment.cache.tensor for segment in keys)]
-            actual = [tensor.data_ptr() % 16 for tensor in begins]
-            expected = "q, out and caches to begin at multiples of 16 bytes"
-            raise ArgumentError("tensors", expected=expected, actual=f"{actual} bytes behind one", hint=_COPY)
+                yield i, ((blocks, size, 1, _RECORD), (stride, _RECORD, _RECORD, 1))
+                main = False
 
     def _check_indices(self, indices: Tensor, *, main: bool) -> None:
         """What is passed as it is must be what it takes: decode any rows, prefill dense ones, and whole tiles first."""
@@ -250,24 +298,6 @@ class FlashInferAttention:
             expected = f"dense rows{whole}" if many else "rows that do not overlap"
             actual = f"shape {[tokens, width]}, strides {[row, column]}"
             raise ArgumentError("indices", expected=expected, actual=actual, hint="do not promise in_range")
-
-
-def _key(call: AttentionCall) -> tuple[object, ...]:
-    """All that FlashInfer plans by, and that the checks look at. Raises ArgumentError for other forms of keys."""
-    q, lse, sink = call.q, call.lse, call.attn_sink
-    key: list[object] = [
-        q.device,
-        q.shape,
-        q.stride(),
-        call.out.stride(),
-        None if lse is None else lse.stride(),
-        None if sink is None else sink.stride(),
-    ]
-    for segment in _paged(call):
-        rows, cache = segment.rows, segment.cache
-        key += (rows.indices.shape, rows.indices.stride(), rows.lens.stride())
-        key += (cache.num_blocks, cache.block_size, cache.page_stride)
-    return tuple(key)
 
 
 def _paged(call: AttentionCall) -> Sequence[Any]:
@@ -289,32 +319,8 @@ def _widths(call: AttentionCall) -> tuple[int, int]:
     return first, sum(other)
 
 
-def _copied(indices: Tensor, cache: PagedKVCache, memory: Tensor, beyond: Tensor, none: Tensor) -> Tensor:
-    """Rows with -1 for slots the cache has not, and in columns that fill up a tile.
-
-    memory: [T, >= K] int32. beyond: [T, >= K] bool. none: -1.
-    """
-    width = indices.shape[1]
-    mask = beyond[:, :width]
-    torch.ge(indices, min(cache.capacity, _LARGEST_SLOT), out=mask)
-    torch.where(mask, none, indices, out=memory[:, :width])
-    if width < memory.shape[1]:
-        memory[:, width:].fill_(-1)
-    return memory
-
-
-def _padded(
-    q: Tensor, sink: Tensor | None, heads: int, views: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Copies of q and sink with heads of zeros and without a sink behind them, and memory for as many outputs."""
-    wide, output, sinks = views[:3]
-    wide[:, :heads].copy_(q)
-    wide[:, heads:].zero_()
-    if sink is None:
-        return wide, output, None
-    sinks[:heads].copy_(sink)
-    sinks[heads:].fill_(-inf)
-    return wide, output, sinks
+def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
+    return tuple([tensor.dtype for tensor in tensors])
 
 
 def _nothing(call: AttentionCall) -> None:
@@ -322,24 +328,3 @@ def _nothing(call: AttentionCall) -> None:
     call.out.zero_()
     if call.lse is not None:
         call.lse.fill_(call.empty_lse)
-
-
-def _given(
-    call: AttentionCall, form: _Form, views: Sequence[Tensor], none: Tensor
-) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor]]:
-    """(pages, indices, lens) of the first cache that has keys, and those of the second by the names they have there."""
-    given, keys = [], _paged(call)
-    for i, size, strides in form.pages:
-        cache, rows = keys[i].cache, keys[i].rows
-        assert isinstance(rows, DenseIndices)
-        indices = _copied(rows.indices, cache, views[i], views[-1], none) if form.plan.copies else rows.indices
-        given.append((cache.tensor.as_strided(size, strides), indices, rows.lens))
-    return given[0], dict(zip(_EXTRA, given[1], strict=True)) if len(given) > 1 else {}
-
-
-def _tell(lse: Tensor, told: Tensor, empty: float, *, direct: bool) -> None:
-    """Put an lse where it belongs, if it is not there, and what the call says for rows without keys."""
-    if not direct:
-        lse.copy_(told[:, : lse.shape[1]])
-    if empty != -inf:
-        torch.nan_to_num(lse, nan=nan, posinf=inf, neginf=empty, out=lse)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.backend import TritonBackend
+from dsv4attn.backends._triton.runtime import Variant
 from dsv4attn.backends.sm120 import flashinfer
 from dsv4attn.backends.sm120.choice import ARCHS
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
+from dsv4attn.backends.sm120.kernels import variants
+from dsv4attn.backends.sm120.probe import HEADS
 from dsv4attn.backends.sm120.tuning import ROWS
 from dsv4attn.core.bounds import Bounds
 from dsv4attn.core.chunking import round_up
@@ -141,6 +144,14 @@ class Sm120Backend(TritonBackend):
         if not self._by_vendor(Phase.PREFILL, call):
             super().prefill(call)
 
+    def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:
+        """See `contract.CompiledBackend`. What stands around FlashInfer's kernels too, whether or not it is there."""
+        yield from super().kernel_variants(bounds, device)
+        if self._kernel == FLASHINFER or (self._kernel == AUTO and device.matches(ARCHS)):
+            sinks, lses, copies = bounds.with_sink, bounds.with_lse, not self._in_range
+            for padded in dict.fromkeys(layer.num_heads not in HEADS for layer in bounds.layers):
+                yield from variants(sinks, lses, padded=padded, copies=copies, aligned=bounds.aligned)
+
     def warmup(self, bounds: Bounds, device: torch.device) -> int:
         """See `contract.CompiledBackend`. FlashInfer is imported here, and compiles when its shapes run first."""
         _ = self.vendor
@@ -151,11 +162,12 @@ class Sm120Backend(TritonBackend):
         vendor = self.vendor
         if isinstance(vendor, Reason) or self.reasons(phase, call.layer, call.q.shape[0]):
             return False
-        if self._kernel == AUTO and not vendor.takes(call):
+        form = vendor.fit(call) if self._kernel == AUTO else None
+        if form is None and self._kernel == AUTO:
             # planned by shapes for FlashInfer, and not its kind of memory: our kernel needs no scratch
             self._own(phase, evolve(call, scratch=()))
             return True
-        vendor.run(call, call.scratch)
+        vendor.run(call, call.scratch, form)
         return True
 
     def _own(self, phase: Phase, call: AttentionCall) -> None:

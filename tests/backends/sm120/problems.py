@@ -22,6 +22,7 @@ from dsv4attn.core.problem import CacheFacts, Problem
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import Expected
+from tests.backends._triton.caches import DEVICE
 from tests.backends.sm120.recording import Config, RecordingWrapper
 
 LAYOUT = KVCacheLayout.fp8_ds_mla()
@@ -71,19 +72,20 @@ class Trial:
     @cached_property
     def sink(self) -> Tensor | None:
         """[H], the given ones over and over."""
-        return None if self.sinks is None else torch.tensor(np.resize(self.sinks, self.heads), dtype=torch.float32)
+        return None if self.sinks is None else torch.tensor(np.resize(self.sinks, self.heads)).float().to(DEVICE)
 
     @cached_property
     def q(self) -> Tensor:
         """[T, H, 512]."""
-        return torch.randn(self.tokens, self.heads, 512, generator=torch.Generator().manual_seed(self.seed)).bfloat16()
+        rng = torch.Generator().manual_seed(self.seed)
+        return torch.randn(self.tokens, self.heads, 512, generator=rng).bfloat16().to(DEVICE)
 
     @cached_property
     def caches(self) -> list[tuple[PagedKVCache, NDArray[np.float64]]]:
         """Each cache, its even slots written by the oracle and everything else NaN, and its keys."""
         rng, made = np.random.default_rng((self.seed, 1)), []
         for size, blocks in zip(self.pages, self.blocks, strict=True):
-            cache = PagedKVCache.allocate(LAYOUT, blocks, size)
+            cache = PagedKVCache.allocate(LAYOUT, blocks, size, DEVICE)
             raw = cache.tensor.as_strided((blocks, cache.page_stride), (cache.page_stride, 1)).fill_(0xFF)
             keys = np.full((blocks * size, 512), np.nan)
             for slot in range(0, blocks * size, 2):
@@ -115,8 +117,8 @@ class Trial:
     def expected(self) -> Expected:
         """What float64 says, row by row."""
         answer = Expected.empty(self.tokens, self.heads, 512)
-        sink = None if self.sink is None else self.sink.double().numpy()
-        for row, q in enumerate(self.q.double().numpy()):
+        sink = None if self.sink is None else self.sink.double().cpu().numpy()
+        for row, q in enumerate(self.q.double().cpu().numpy()):
             records: list[NDArray[np.float64]] = []
             for (cache, keys), (slots, lens) in zip(self.caches, self.lanes, strict=True):
                 named = slots[row, : lens[row]]
@@ -131,18 +133,19 @@ class Trial:
         for (cache, _), (slots, lens) in zip(self.caches, self.lanes, strict=True):
             wide = torch.full((self.tokens, slots.shape[1] + pad), 0x7FC00000, dtype=torch.int32)
             wide[:, : slots.shape[1]] = torch.from_numpy(slots).int()
-            made.append(PagedKeys(cache, DenseIndices(wide[:, : slots.shape[1]], torch.from_numpy(lens).int())))
+            indices = wide.to(DEVICE)[:, : slots.shape[1]]
+            made.append(PagedKeys(cache, DenseIndices(indices, torch.from_numpy(lens).int().to(DEVICE))))
         return tuple(made) if self.widths[1] else tuple(made[:1])
 
     def call(self, *, lse: bool = False, pad: int = 0, empty_lse: float = -inf) -> AttentionCall:
         """The call, outputs NaN, scratch not there yet."""
-        told = torch.full((self.tokens, self.heads), torch.nan) if lse else None
+        told = torch.full((self.tokens, self.heads), torch.nan, device=DEVICE) if lse else None
         out = torch.full_like(self.q, torch.nan)
         return AttentionCall(self.layer, self.q, self.keys(pad=pad), self.sink, out, told, empty_lse=empty_lse)
 
     def run(self, attention: FlashInferAttention, call: AttentionCall) -> AttentionCall:
         """Run it over scratch full of NaN, and of slots that hold NaN, and look behind every view of it."""
-        memory = WorkspaceManager(debug=True)
+        memory = WorkspaceManager(DEVICE, debug=True)
         views = memory.get_simultaneous(*attention.scratch(self.layer, self.tokens, *self.widths))
         for view in views:
             if view.dtype == torch.int32:

@@ -17,6 +17,8 @@ from dsv4attn.core.contract import DenseIndices, GatheredKeys, PagedKeys, Ragged
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError, LayoutMismatchError, UnsupportedError
 from dsv4attn.testing.judge import tolerance
+from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.engine import launching_nothing
 from tests.backends.sm120.problems import LAYOUT, Trial, found
 from tests.backends.sm120.recording import HEADS, RecordingWrapper
 
@@ -36,7 +38,7 @@ def attention(*, in_range: bool = False, **options: Any) -> FlashInferAttention:
 
 
 def calls_of(subject: FlashInferAttention) -> list[dict[str, Any]]:
-    return [call for wrapper, _ in subject._wrappers.values() for call in wrapper.calls]
+    return [call for wrapper in subject._wrappers.values() for call in wrapper.calls]
 
 
 # numbers
@@ -126,6 +128,15 @@ def test_heads_of_padding_reach_nobody() -> None:
     assert (call["attn_sink"][12:] == -inf).all()
 
 
+def test_what_rows_without_keys_are_told_may_change_from_call_to_call() -> None:
+    trial, subject = Trial(), attention()
+    for empty in (-inf, 0.0, -inf, -1e30, 0.0):
+        call = trial.run(subject, trial.call(lse=True, empty_lse=empty))
+
+        assert call.lse is not None
+        assert (call.lse[::3] == empty).all()
+
+
 def test_a_key_that_is_not_a_number_makes_its_own_rows_so_and_no_others() -> None:
     trial = Trial(sinks=(-inf, 0.5))
     poisoned = trial.call(lse=True, empty_lse=0.0)
@@ -152,7 +163,7 @@ def test_where_heads_need_no_padding_nothing_is_copied(heads: int, tokens: int) 
     told = trial.run(subject, trial.call(lse=True))
     plain, with_lse, with_sink = calls_of(subject)
 
-    assert len(subject.scratch(trial.layer, tokens, 64, 9)) == 3
+    assert len(subject.scratch(trial.layer, tokens, 64, 9)) == 4
     assert plain["q"] is trial.q
     assert plain["attn_sink"] is trial.sink
     assert (with_lse["attn_sink"], with_sink["attn_sink"]) == (None, trial.sink)
@@ -165,12 +176,12 @@ def test_where_heads_need_no_padding_nothing_is_copied(heads: int, tokens: int) 
 
 
 def test_scratch_is_what_decode_kernels_write_and_nothing_for_prefill_kernels() -> None:
-    parts, sums, whole = attention(in_range=True).scratch(Trial(heads=64).layer, 64, 128, 1024)
-    few, none, _ = attention(in_range=True).scratch(Trial(heads=64).layer, 65, 128, 1024)
+    parts, sums, whole, again = attention(in_range=True).scratch(Trial(heads=64).layer, 64, 128, 1024)
+    few, none, *_ = attention(in_range=True).scratch(Trial(heads=64).layer, 65, 128, 1024)
 
     assert parts == ((64, 64, 18, 512), torch.bfloat16)
     assert sums == ((64, 64, 18), torch.float32)
-    assert whole == ((64, 64), torch.float32)
+    assert whole == again == ((64, 64), torch.float32)
     assert [few[0], none[0]] == [(8,), (4,)]
 
 
@@ -202,9 +213,10 @@ def test_a_run_allocates_nothing_and_reads_nothing(tokens: int, heads: int, lse:
     trial = Trial(heads=heads, tokens=tokens, sinks=(0.5,))
     subject = FlashInferAttention(found(Nothing))
     call = trial.call(lse=lse, empty_lse=0.0)
-    views = [torch.zeros(shape, dtype=dtype) for shape, dtype in subject.scratch(trial.layer, tokens, *trial.widths)]
+    specs = subject.scratch(trial.layer, tokens, *trial.widths)
+    views = [torch.zeros(shape, dtype=dtype, device=DEVICE) for shape, dtype in specs]
     subject.run(call, views)  # the first one makes a wrapper
-    with Fresh() as fresh:
+    with launching_nothing(), Fresh() as fresh:
         subject.run(call, views)
 
     assert fresh.made == []
@@ -220,7 +232,7 @@ def test_the_lse_is_asked_for_in_base_e_and_never_returned() -> None:
 
 def test_an_lse_with_columns_apart_gets_its_own_memory() -> None:
     trial = Trial(sinks=(0.5,))
-    wide = torch.full((5, 16), torch.nan)
+    wide = torch.full((5, 16), torch.nan, device=DEVICE)
     call = attrs.evolve(trial.call(), lse=wide[:, ::2])
     trial.run(attention(), call)
 
@@ -268,8 +280,8 @@ def test_what_flashinfer_cannot_take_is_refused_before_any_write() -> None:
     trial = Trial(outside=False)
     call, (window, entries) = trial.call(lse=True), trial.keys()
     assert isinstance(window.rows, DenseIndices)
-    wide = torch.zeros(5, 8, 1024, dtype=torch.bfloat16)
-    odd = torch.zeros(2**16, dtype=torch.uint8)
+    wide = torch.zeros(5, 8, 1024, dtype=torch.bfloat16, device=DEVICE)
+    odd = torch.zeros(2**16, dtype=torch.uint8, device=DEVICE)
     near = PagedKVCache(odd.as_strided((3, 4, 584), (2344, 584, 1)), LAYOUT)
     behind = PagedKVCache(odd[8:].as_strided((3, 4, 584), (4672, 584, 1), 8), LAYOUT)
     fnuz = PagedKVCache(window.cache.tensor, KVCacheLayout.fp8_ds_mla(fp8_format=Fp8Format.FNUZ))
@@ -326,7 +338,7 @@ def test_too_many_heads_and_a_wrapper_that_cannot_be_made_are_said_by_name() -> 
 def test_the_recording_refuses_what_no_kernel_takes() -> None:
     trial = Trial(tokens=65, widths=(48, 0))
     (told,) = calls_of_fresh(trial)
-    wrapper = RecordingWrapper(device="cpu")
+    wrapper = RecordingWrapper(device=told["q"].device)
     named = {name: told[name] for name in inspect.signature(RecordingWrapper.run).parameters if name != "self"}
     wrapper.run(**named)
     for change, text in (

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from dsv4attn.backends.sm120.tuning import ROWS
-from tests.backends._triton.gates import broken_limits
+from tests.backends._triton.gates import ROOT, broken_limits
 
 
 @pytest.mark.parametrize("target", ["sm_120"])
 def test_attention_keeps_every_limit(target: str) -> None:
     assert broken_limits("sm120", [target], "--kernel", "attention", "--kernel", "reduce") == []
+
+
+def test_what_stands_around_flashinfer_keeps_every_limit() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
+    command = [sys.executable, str(Path(__file__).with_name("compiles.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [name for name in told if told[name]["reasons"]] == []
+    wide = {name for name in told if told[name]["wide"]}
+    # a row of q or of out is moved 16 bytes at a time where it may be
+    assert wide == {name for name in told if " 8 " in name and "moves heads" in name}
+    assert len(wide) >= 8
 
 
 @pytest.mark.slow
