@@ -23,7 +23,7 @@ from dsv4attn.errors import did_you_mean
 
 __all__ = ["BUILT_IN", "STRANGE", "PluginFailure", "PluginRegistry", "Registered", "first_line", "trace_of"]
 
-BUILT_IN = ("reference", "rocm", "sm120", "triton", "xpu")
+BUILT_IN = ("reference", "rocm", "sm120", "sm90", "triton", "xpu")
 """Rooms under `dsv4attn.backends`, as strings: they are plugins like any other."""
 
 STRANGE = BaseException

@@ -207,10 +207,10 @@ def test_a_new_top_level_module_needs_a_rule() -> None:
 
 
 def test_every_room_has_the_same_furniture() -> None:
-    """`names` holds the field's names: functions that engines call today, on the room's kernels."""
+    """`names`: the field's names, functions that engines call today. `compat`: a compiler's names in its releases."""
     needed, allowed = (
         {"__init__", "launch", "support"},
-        {"kernels", "names", "tuning", "metadata", "weights", "choice", "probe", "flashinfer"},
+        {"kernels", "names", "tuning", "metadata", "weights", "choice", "probe", "flashinfer", "compat"},
     )
     rooms = {path.parent for path in FILES if layer_of(module_name(path)).startswith("backends/")}
     for room in rooms - {PACKAGE / "backends" / "_triton"}:

@@ -47,6 +47,7 @@ def test_what_is_told_to_programs(here: Machine) -> None:
         "reference": "automatic",
         "rocm": "unavailable",
         "sm120": "unavailable",
+        "sm90": "unavailable",
         "triton": "unavailable",
         "xpu": "unavailable",
         "zinc": "denied",

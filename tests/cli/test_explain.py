@@ -73,10 +73,10 @@ def test_every_option_reaches_the_support_answer(here: Machine, option: str) -> 
 
 
 def test_a_backend_can_be_asked_for(here: Machine) -> None:
-    here.shelf.install("dsv4attn-acme", plugin())
+    here.shelf.install("dsv4attn-acme", plugin(native=("sm_100",)))
 
     assert here.json("explain", "--backend", "acme")[1]["chosen"] == "acme"
-    assert here.json("explain", "--device", "sm90")[1]["chosen"] == "acme"
+    assert here.json("explain", "--device", "sm100")[1]["chosen"] == "acme"
     assert here.json("explain", "--backend", "prefill=acme")[1]["chosen"] == "reference"
     assert here.json("explain", DSV4ATTN_BACKEND="acme")[1]["request"]["source"] == (
         "environment variable DSV4ATTN_BACKEND"
@@ -115,6 +115,7 @@ def test_a_trace_is_folded_under_itself(here: Machine, width: int) -> None:
         "  reference  ",
         "  rocm       ",
         "  sm120      ",
+        "  sm90       ",
         "  triton     ",
         "  xpu        ",
         "  lib        ",

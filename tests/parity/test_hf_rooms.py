@@ -32,9 +32,10 @@ pytest.importorskip("triton", reason="needs Triton")
 pytestmark = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="sequences are served on the CPU, where kernels are interpreted"
 )
-# without FlashInfer the sm120 room is the triton room under another name
+# without FlashInfer the sm120 room is the triton room under another name, and so is the sm90 room in other dims
+TWINS = {"sm120", "sm90"}
 ROOMS = [
-    pytest.param(name, marks=pytest.mark.slow if name == "sm120" else ()) for name in BUILT_IN if name != "reference"
+    pytest.param(name, marks=pytest.mark.slow if name in TWINS else ()) for name in BUILT_IN if name != "reference"
 ]
 SEED = 0
 

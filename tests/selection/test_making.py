@@ -207,7 +207,7 @@ def test_an_unknown_name_is_answered_with_every_plugin_that_is_left_out(
         load_backend("acme-2")
 
     first, *others = str(caught.value).splitlines()
-    assert first == "unknown backend 'acme-2' (known: reference, rocm, sm120, triton, xpu)"
+    assert first == "unknown backend 'acme-2' (known: reference, rocm, sm120, sm90, triton, xpu)"
     assert [line.partition(":")[0] for line in others] == [
         "  acme not loaded",
         "  kernels failed to load",

@@ -1,0 +1,40 @@
+"""NVIDIA Hopper (H100, H200, GH200): warp-specialised kernels in Gluon, on fp8 pages or gathered bf16 rows.
+
+Chosen automatically on sm_90, and runs nowhere else, but, asked for by name, on a CPU under Triton's interpreter
+(TRITON_INTERPRET=1), where a twin of the kernel with the same schedule attends. The room's own kernel serves bf16
+queries of at most 128 heads over records of 448 + 64 dims in OCP codes; every other call goes to the kernel that all
+Triton rooms share, with the same answers. Which it is follows from shapes, strides and dtypes.
+
+Prefill reads pages, or, option `prefill=gathered`, rows to which core has copied a chunk's keys in the workspace.
+
+Status: correct and measured on an NVIDIA H200, torch 2.11, Triton 3.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsv4attn.backends.sm90.choice import notes
+from dsv4attn.backends.sm90.support import support
+from dsv4attn.core.contract import API_VERSION, BackendInfo, Rank
+from dsv4attn.hookspecs import hookimpl
+
+INFO = BackendInfo(
+    name="sm90",
+    api=API_VERSION,
+    factory="dsv4attn.backends.sm90.launch:Sm90Backend",
+    support=support,
+    notes=notes,
+    summary="Hopper; decode and prefill on pages or rows, by a warp-specialised kernel in Gluon",
+    native=("sm_90",),
+    runs_on=("sm_90", "cpu"),
+    rank=Rank.VENDOR,
+    packages=("torch",),
+    options={"prefill": "paged", "tuning": "auto", "deterministic": False},
+)
+
+
+@hookimpl
+def dsv4attn_backends() -> Sequence[BackendInfo]:
+    """This room's one backend."""
+    return [INFO]

@@ -1,0 +1,81 @@
+"""What follows attention: rows that a cut went through are added up from their parts, in the order of programs."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from dsv4attn.backends._triton import lang
+from dsv4attn.backends._triton.attention import LN2, LOG2E, NOTHING
+from dsv4attn.backends._triton.runtime import stable_kernel
+
+
+@stable_kernel
+def add_up(
+    part,
+    part_lse,
+    part_max,
+    table,
+    out,
+    lse,
+    max_logits,
+    sink,
+    out_token: tl.int64,
+    out_head: tl.int64,
+    lse_token: tl.int64,
+    lse_head: tl.int64,
+    max_token: tl.int64,
+    max_head: tl.int64,
+    empty_lse: tl.float32,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    N: tl.constexpr,
+    EXACT_CASTS: tl.constexpr,
+):
+    """Grid: (T x blocks of R heads,). Nothing happens to rows that are whole: their attention wrote them.
+
+    part, part_lse, part_max, table, and the results: as in `kernels.attention`; the first part of a row is the one
+    that its first program calls 1, and the parts of all others are their 0. N: parts that are loaded together.
+    """
+    BLOCKS: tl.constexpr = (H + 63) // 64
+    EACH: tl.constexpr = (H + R - 1) // R
+    pid = tl.program_id(0)
+    token = (pid // EACH).to(tl.int64)
+    head = (pid % EACH) * R + tl.arange(0, R)
+    live = head < H
+    first, count = tl.load(table + token * 2), tl.load(table + token * 2 + 1)
+    if count > 1:
+        column = tl.arange(0, 512)
+        largest, top = tl.full([R], NOTHING, tl.float32), tl.full([R], -float("inf"), tl.float32)
+        acc, total = tl.zeros([R, 512], tl.float32), tl.zeros([R], tl.float32)
+        for i in range(0, count, N):
+            which = i + tl.arange(0, N)
+            program = (first + which)[:, None] * BLOCKS + (head // 64)[None, :]
+            row = (program * 2 + tl.where(which == 0, 1, 0)[:, None]).to(tl.int64) * 64 + (head % 64)[None, :]
+            there = (which < count)[:, None] & live[None, :]
+            its_lse = tl.load(part_lse + row, mask=there, other=-float("inf"))
+            if max_logits is not None:
+                its_top = tl.load(part_max + row, mask=there, other=-float("inf"))
+                top = tl.maximum(top, tl.max(its_top, 0))
+            at = tl.multiple_of(part + row * 512, (1, 16))[:, :, None] + column[None, None, :]
+            values = tl.load(at, mask=there[:, :, None] & (column < 512)[None, None, :], other=0.0)
+            grown = tl.maximum(largest, tl.max(its_lse, 0))
+            shrink, weight = tl.exp2(largest - grown), tl.exp2(its_lse - grown[None, :])
+            acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], 0)
+            total = total * shrink + tl.sum(weight, 0)
+            largest = grown
+        empty = total == 0.0
+        factor = 1.0 / total
+        if sink is not None:
+            factor = 1.0 / (total + tl.exp2(tl.load(sink + head, mask=live, other=0.0) * LOG2E - largest))
+        acc *= tl.where(empty, 0.0, factor)[:, None]
+        if lse is not None:
+            at = token * lse_token + head.to(tl.int64) * lse_head
+            tl.store(lse + at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2), mask=live)
+        if max_logits is not None:
+            at = token * max_token + head.to(tl.int64) * max_head
+            tl.store(max_logits + at, top * LN2, mask=live)
+        to = tl.multiple_of(out + (token * out_token + head.to(tl.int64) * out_head), 16)
+        result = lang.round_to(acc, out.dtype.element_ty, EXACT_CASTS)
+        tl.store(to[:, None] + column[None, :], result, mask=live[:, None] & (column < 512)[None, :])

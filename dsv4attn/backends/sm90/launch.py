@@ -1,0 +1,318 @@
+"""The Backend of the Hopper room: its own kernel where that serves a call, the shared one where not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from dsv4attn.backends._triton import attend
+from dsv4attn.backends._triton.attend import Again, divider, may_go_again
+from dsv4attn.backends._triton.backend import TritonBackend
+from dsv4attn.backends._triton.runtime import INTERPRETED, Constants, Variant, multiprocessors
+from dsv4attn.backends._triton.tuning import Tuning
+from dsv4attn.backends.sm90.choice import MOST_HEADS
+from dsv4attn.backends.sm90.kernels_parts import add_up
+from dsv4attn.backends.sm90.kernels_schedule import PAGES
+from dsv4attn.backends.sm90.kernels_schedule import ROWS as BF16_ROWS
+from dsv4attn.backends.sm90.tuning import PAGED, ROWED, ROWS
+from dsv4attn.core.bounds import Bounds
+from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, KeyForm, Phase
+from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
+from dsv4attn.core.workspace import ALIGNMENT, BufferSpec
+from dsv4attn.errors import ArgumentError
+
+if INTERPRETED:
+    from dsv4attn.backends.sm90.kernels_twin import attention
+else:
+    from dsv4attn.backends.sm90.kernels import attention
+
+__all__ = ["Sm90Backend"]
+
+HEADS, DIM, WIDE = 64, 512, 16
+"""Heads of a block, dims of a key, and bytes of which everything must lie a multiple apart."""
+FARTHEST = WIDE * 2**31
+"""Bytes from page to page, or from row to row, which the kernel no longer counts."""
+LINE = 1024
+"""Rows of a call that a program looks at together when it works out its chunk."""
+
+
+class Sm90Backend(TritonBackend):
+    """Attention on pages in decode, and in prefill on pages or on bf16 rows that core gathers.
+
+    prefill: "paged" gathers nothing and takes no workspace for keys; "gathered" is better where queries share keys.
+    tuning: of the shared kernel, see `TritonBackend`. deterministic: leaves every call to the shared kernel, because
+    the room's own cuts rows where the batch makes it.
+    """
+
+    name = "sm90"
+    rows = ROWS
+
+    def __init__(
+        self, *, prefill: str = KeyForm.PAGED.value, tuning: str = "auto", deterministic: bool = False
+    ) -> None:
+        """Choose a form of prefill and numbers, touch no device."""
+        super().__init__(tuning=tuning, deterministic=deterministic)
+        if prefill not in (*KeyForm,):
+            expected = " or ".join(f"'{form.value}'" for form in KeyForm)
+            raise ArgumentError("prefill", expected=expected, actual=repr(prefill))
+        self.forms = evolve(self.forms, prefill_keys=KeyForm(prefill))
+
+    def _may_serve(self, layer: LayerGeometry) -> bool:
+        """Whether some calls of a layer go to the room's own kernel."""
+        return not self.deterministic and layer.num_heads <= MOST_HEADS and layer.head_dim == DIM
+
+    def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
+        """Two parts of each program, their lse and largest logits, and who shares which row.
+
+        In the same memory the shared kernel finds room for its parts.
+        """
+        if not self._may_serve(layer):
+            return super().scratch(phase, layer, tokens, width)
+        lines = _programs(layer.num_heads) * 2 * HEADS
+        return [
+            ((lines, DIM), torch.float32),
+            ((lines,), torch.float32),
+            ((lines,), torch.float32),
+            ((max(tokens, 1), 2), torch.int32),
+        ]
+
+    def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
+        """See `scratch`: only the last view grows with the call."""
+        if not self._may_serve(layer):
+            return super().scratch_bound(phase, layer, max_tokens, max_width)
+        return _programs(layer.num_heads) * 2 * HEADS * (DIM + 2) * 4 + max(max_tokens, 1) * 8 + 4 * ALIGNMENT
+
+    def decode(self, call: AttentionCall) -> None:
+        """See `contract.Backend`."""
+        if not self._serve(call):
+            super().decode(self._shared(Phase.DECODE, call))
+
+    def prefill(self, call: AttentionCall) -> None:
+        """See `contract.Backend`. Either form of keys is served, whichever core was asked for."""
+        if not self._serve(call):
+            super().prefill(self._shared(Phase.PREFILL, call))
+
+    def _serve(self, call: AttentionCall) -> bool:
+        """Run a call by the room's own kernel if that can; nothing has happened if not."""
+        if len(call.scratch) != 4:
+            return False
+        pointers, plan = _planned(call)
+        if plan is None:
+            return False
+        if not plan.adders:
+            return True
+        out, lse, top, sink = call.out, call.lse, call.max_logits, call.attn_sink
+        part, part_lse, part_max, table = call.scratch
+        maxima = None if top is None else part_max
+        given = (call.q, out, lse, top, sink, part, part_lse, maxima, table, *pointers)
+        free = may_go_again(given)
+        plan.attention.launch(plan.programs, given, free=free)
+        plan.adding.launch(plan.adders, (part, part_lse, maxima, table, out, lse, top, sink), free=free)
+        return True
+
+    def _shared(self, phase: Phase, call: AttentionCall) -> AttentionCall:
+        """The same call with scratch as the shared kernel asks for it."""
+        if len(call.scratch) != 4:
+            return call
+        tokens = call.q.shape[0]
+        splits = self._splits(phase, call.layer, tokens, _width(call))
+        views = [spec for spec, _ in attend.scratch(tokens, call.layer, splits)]
+        memory = zip(call.scratch, views, strict=False)
+        return evolve(call, scratch=[own.view(-1)[: _size(shape)].view(*shape) for own, shape in memory])
+
+    def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
+        """The room's own forms, and the shared ones where calls may go there."""
+        layouts = [layout for layout, _ in bounds.caches(layer)]
+        sources = [(layouts, self._paged_variants)]
+        if self.forms.prefill_keys is KeyForm.GATHERED:
+            swa = bounds.swa
+            rows = KVCacheLayout.rows(swa.nope_dim, swa.rope_dim, dtype=swa.row_dtype)
+            sources.append(([rows], self._gathered_variants))
+        may = self._may_serve(layer) and bounds.q_dtype == torch.bfloat16
+        for read, shared in sources:
+            kind = _kind_of(read) if may else None
+            if kind is None or not bounds.aligned:
+                yield from shared(bounds, layer, tuning)
+            if kind is not None:
+                yield from variants(len(read), kind, layer.num_heads, sinks=bounds.with_sink, lses=bounds.with_lse)
+
+
+def _programs(heads: int) -> int:
+    """Of the room's own kernel: all that run at once, as many for each block of heads."""
+    blocks = -(-heads // HEADS)
+    return max(multiprocessors() // blocks, 1) * blocks
+
+
+def _size(shape: Sequence[int]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
+
+
+@frozen(eq=False)
+class _Plan:
+    """What follows from shapes, strides, dtypes, alignments and the device.
+
+    attention, adding: launches of both kernels. programs, adders: how many programs they have; 0 adders: no rows.
+    """
+
+    attention: Again
+    adding: Again
+    programs: int
+    adders: int
+
+
+_plans: dict[tuple[Any, ...], tuple[_Plan | None, tuple[Any, ...]]] = {}
+"""Every layer of every step asks for the same; with layouts, which keys know by identity. A key holds all that numbers
+and constants follow from, and all by which forms differ besides: the device, dtypes, and which pointers are None."""
+_MOST_PLANS = 1024
+
+
+def _planned(call: AttentionCall) -> tuple[list[Tensor], _Plan | None]:
+    """Pointers of both segments, an only one standing for both, and the plan; None if the shared kernel serves."""
+    q, out, lse, top, sink, layer = call.q, call.out, call.lse, call.max_logits, call.attn_sink, call.layer
+    seen: list[Any] = [layer.nope_dim, layer.softmax_scale, call.empty_lse, q.get_device(), q.dtype, out.dtype, q.shape]
+    seen += (q.stride(), out.stride(), (q.data_ptr() | out.data_ptr()) % WIDE, sink if sink is None else sink.dtype)
+    seen += (lse if lse is None else (lse.dtype, lse.stride()), top if top is None else (top.dtype, top.stride()))
+    pointers: list[Tensor] = []
+    keys: Any = (call.keys,) if isinstance(call.keys, GatheredKeys) else call.keys
+    for segment in keys:
+        rows = segment.rows
+        if not isinstance(rows, DenseIndices):
+            return pointers, None
+        if isinstance(segment, GatheredKeys):
+            tensor = segment.kv
+        else:
+            tensor = segment.cache.tensor
+            seen += (id(segment.cache.layout), segment.cache.block_size)
+        seen += (rows.planned_by, tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % WIDE)
+        pointers += (tensor, rows.indices, rows.lens)
+    key = tuple(seen)
+    known = _plans.get(key)
+    if known is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        layouts = () if isinstance(call.keys, GatheredKeys) else tuple(one.cache.layout for one in keys)
+        known = _plans[key] = _plan_of(call), layouts
+    return pointers if len(pointers) > 3 else pointers * 2, known[0]
+
+
+def _plan_of(call: AttentionCall) -> _Plan | None:
+    q, out, keys = call.q, call.out, call.keys
+    if q.dtype != torch.bfloat16 or out.dtype != torch.bfloat16 or not (_is_wide(q) and _is_wide(out)):
+        return None
+    found = _rows(keys) if isinstance(keys, GatheredKeys) else _segments(keys)
+    if found is None:
+        return None
+    kind, numbers = found
+    tokens, heads, _ = q.shape
+    to = [*out.stride()[:2]]
+    for told in (call.lse, call.max_logits):
+        to += (0, 0) if told is None else told.stride()
+    roles = PAGED if kind == PAGES.value else ROWED
+    constants, adding = _constants(1 if isinstance(keys, GatheredKeys) else len(keys), kind, heads)
+    each, chosen = adding[tokens * heads > roles.few]
+    given = (*q.stride()[:2], *to, *numbers, tokens, roles.least, call.layer.scale, call.empty_lse)
+    return _Plan(
+        Again(attention, constants, given),
+        Again(add_up, chosen, (*to, call.empty_lse), roles.warps),
+        _programs(heads),
+        tokens * each,
+    )
+
+
+@cache
+def _constants(segments: int, kind: int, heads: int) -> tuple[Constants, tuple[tuple[int, Constants], ...]]:
+    """Of the kernel; and of `add_up`, with its programs for each token, where heads are few, and else."""
+    roles = PAGED if kind == PAGES.value else ROWED
+    chosen = {"SEGMENTS": segments, "KIND": kind, "H": heads, "BT": LINE}
+    if not INTERPRETED:
+        chosen |= {"VALUES": roles.values, "PRODUCE": roles.produce}
+    adding = tuple(
+        (-(-heads // own), Constants({"H": heads, "R": own, "N": parts, "EXACT_CASTS": not INTERPRETED}))
+        for own, parts in roles.adding
+    )
+    return Constants(chosen), adding
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    """Whether a tensor and its rows begin at multiples of 16 bytes."""
+    unit = WIDE // tensor.element_size()
+    return tensor.data_ptr() % WIDE == 0 and not any(stride % unit for stride in tensor.stride()[:-1])
+
+
+def _kind_of(layouts: Sequence[KVCacheLayout]) -> int | None:
+    """What the kernel reads of caches like these that are aligned; None if it does not."""
+    if all(map(_is_record, layouts)):
+        return int(PAGES.value)
+    (first, *others) = layouts
+    rows = not first.is_quantised and first.dtype == torch.bfloat16 and first.head_dim == DIM and not others
+    return int(BF16_ROWS.value) if rows else None
+
+
+def _is_record(layout: KVCacheLayout) -> bool:
+    dims = layout.nope_dim, layout.rope_dim, layout.group_size
+    dialect = layout.fp8_format is Fp8Format.OCP and layout.arrangement is Arrangement.SPLIT
+    return layout.is_quantised and dims == (448, 64, 64) and layout.scale_bytes == 8 and dialect
+
+
+def _segments(keys: Sequence[Any]) -> tuple[int, tuple[int, ...]] | None:
+    """Kind, and numbers of both segments; None if the kernel does not read them."""
+    caches = [segment.cache for segment in keys]
+    kind = _kind_of([cache.layout for cache in caches])
+    if kind is None or any(cache.tensor.data_ptr() % WIDE or cache.page_stride % WIDE for cache in caches):
+        return None
+    numbers: list[int] = []
+    for segment in keys:
+        cache, indices, size = segment.cache, segment.rows.indices, segment.cache.block_size
+        pitch = cache.page_stride
+        if kind == BF16_ROWS.value:
+            pitch = cache.tensor.stride(1) * 2 if size > 1 else pitch
+            # pages of rows that stand one behind the other are rows
+            if pitch * size != cache.page_stride or pitch % WIDE:
+                return None
+        if pitch >= FARTHEST:
+            return None
+        slots = min(cache.capacity, 2**31 - 1)
+        numbers += (indices.shape[1], indices.stride(0), size, *divider(size), pitch // WIDE, slots)
+    return kind, tuple(numbers * (3 - len(keys)))
+
+
+def _rows(keys: GatheredKeys) -> tuple[int, tuple[int, ...]] | None:
+    """The same of gathered rows."""
+    kv, rows, pitch = keys.kv, keys.rows, keys.kv.stride(0) * 2
+    if kv.dtype != torch.bfloat16 or not _is_wide(kv) or pitch >= FARTHEST or not isinstance(rows, DenseIndices):
+        return None
+    slots = min(kv.shape[0], 2**31 - 1)
+    numbers = rows.indices.shape[1], rows.indices.stride(0), 1, *divider(1), pitch // WIDE, slots
+    return int(BF16_ROWS.value), numbers * 2
+
+
+def _width(call: AttentionCall) -> int:
+    """Columns of all segments."""
+    keys: Any = call.keys
+    rows = [keys.rows] if isinstance(keys, GatheredKeys) else [segment.rows for segment in keys]
+    return sum(one.indices.shape[1] if isinstance(one, DenseIndices) else one.width for one in rows)
+
+
+def variants(segments: int, kind: int, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]) -> Iterator[Variant]:
+    """Every form that `forward_mqa` can ask for: it never asks for the largest logits."""
+    roles = PAGED if kind == PAGES.value else ROWED
+    constants, adding = _constants(segments, kind, heads)
+    cache = "*u8" if kind == PAGES.value else "*bf16"
+    types = {"q": "*bf16", "out": "*bf16", "max_logits": "none", "part_max": "none", "table": "*i32"}
+    types |= dict.fromkeys(("part", "part_lse"), "*fp32") | dict.fromkeys(("scale", "empty_lse"), "fp32")
+    types |= dict.fromkeys(("rows0", "lens0", "rows1", "lens1"), "*i32") | {"cache0": cache, "cache1": cache}
+    for sink, lse in product(sinks, lses):
+        told = {**types, "sink": "*fp32" if sink else "none", "lse": "*fp32" if lse else "none"}
+        yield Variant.told(attention, told, constants)
+        for _, chosen in adding:
+            yield Variant.told(add_up, told, chosen, num_warps=roles.warps)

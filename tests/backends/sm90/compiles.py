@@ -1,0 +1,81 @@
+"""Every form of the Gluon kernel, compiled for Hopper: limits it breaks, registers of its roles, widths of accesses.
+
+A program of its own, since a process that interprets kernels cannot compile them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dsv4attn.backends._triton.aot import compile_all, cross_compile, distinctions
+from dsv4attn.backends._triton.runtime import Variant
+from dsv4attn.backends._triton.targets import TARGETS
+from dsv4attn.backends.sm90.kernels_schedule import PAGES, ROWS
+from dsv4attn.backends.sm90.launch import variants
+
+HEADS = (16, 64, 100, 128)
+TARGET = TARGETS["sm_90"]
+
+
+def with_largest(form: Variant) -> Variant:
+    """The same, asked for the largest logits too, as front doors do."""
+    types = {**dict(form.types), "max_logits": "*fp32", "part_max": "*fp32"}
+    return Variant(form.kernel, types, form.constants, num_warps=form.num_warps)
+
+
+def forms(heads: int) -> list[Variant]:
+    """With the largest logits where lse is told, as nobody asks for them alone."""
+    found = []
+    for segments, kind in ((1, PAGES.value), (2, PAGES.value), (1, ROWS.value)):
+        for form in variants(segments, kind, heads, sinks=(True,), lses=(False, True)):
+            told = dict(form.types)["lse"] != "none"
+            found.append(with_largest(form) if told else form)
+    return list(dict.fromkeys(found))
+
+
+def fullest(heads: int) -> list[Variant]:
+    """Of these, those that tell every result: they need the most."""
+    return [form for form in forms(heads) if dict(form.types)["lse"] != "none"]
+
+
+def planted() -> list[str]:
+    """Codes of the limits that a form breaks in which `values` has too few registers."""
+    form = next(form for form in forms(64) if form.name == "attention")
+    spoiled = Variant(form.kernel, form.types, {**dict(form.constants), "VALUES": 160})
+    (outcome,) = compile_all([spoiled], TARGET)
+    return [reason.code for reason in outcome.reasons]
+
+
+def all_forms(heads: Sequence[int], chosen: Callable[[int], list[Variant]] = forms) -> dict[str, Any]:
+    """What each form needs and does."""
+    asked = [form for number in heads for form in chosen(number)]
+    names, told = distinctions(asked), {}
+    for outcome in compile_all(asked, TARGET):
+        form, need = outcome.variant, outcome.resources
+        text = cross_compile(form, TARGET).asm["ptx"]
+        copied = {int(n, 0) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", text)}
+        told[f"{form.name} {names[form]}"] = {
+            "reasons": [str(reason) for reason in outcome.reasons],
+            "roles": need.roles if need else [],
+            "shared": need.shared if need else 0,
+            "occupancy": need.occupancy if need else 0,
+            "copied": sorted(copied),
+            "stored": len(re.findall(r"st\.global\S*\.v4\.b32", text)),
+            "narrow": len(re.findall(r"st\.shared\S*\.[bu](?:8|16)\b", text)),
+        }
+    return told
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    if words == ["planted"]:
+        told: Any = planted()
+    elif words[:1] == ["fullest"]:
+        told = all_forms([*map(int, words[1:])], fullest)
+    else:
+        told = all_forms([*map(int, words)] or HEADS)
+    print(json.dumps(told))

@@ -1,0 +1,56 @@
+"""The Hopper room's kernels with one thing wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from dsv4attn.backends.sm90 import kernels_parts, kernels_schedule, kernels_twin, launch
+from tests.backends.sm90 import kernels_walk
+
+__all__ = ["plant", "planted"]
+
+_SCHEDULE = kernels_schedule.__name__
+
+
+def planted(folder: Path, old: str, new: str) -> ModuleType:
+    """The walk of tests, over a schedule of whose source one piece of text is another."""
+    name = _changed(folder, kernels_schedule, old, new).__name__
+    return _imported(folder / f"walk_{folder.name}.py", inspect.getsource(kernels_walk).replace(_SCHEDULE, name))
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, new: str) -> None:
+    """Let the backend launch kernels of whose source (schedule, twin or parts) one piece of text is another."""
+    # a plan knows the kernel that it launches: none of before may stay, and none of these may be left
+    monkeypatch.setattr(launch, "_plans", {})
+    if module == "parts":
+        monkeypatch.setattr(launch, "add_up", _changed(folder, kernels_parts, old, new).add_up)
+    elif module == "twin":
+        monkeypatch.setattr(launch, "attention", _changed(folder, kernels_twin, old, new).attention)
+    else:
+        name = _changed(folder, kernels_schedule, old, new).__name__
+        source = inspect.getsource(kernels_twin).replace(_SCHEDULE, name)
+        monkeypatch.setattr(launch, "attention", _imported(folder / f"twin_{folder.name}.py", source).attention)
+
+
+def _changed(folder: Path, module: ModuleType, old: str, new: str) -> ModuleType:
+    source = inspect.getsource(module)
+    assert old in source, f"{module.__name__} has no {old!r} any more: plant the bug anew"
+    # a name of its own each time, as compilers remember files by their names
+    return _imported(folder / f"planted_{folder.name}.py", source.replace(old, new))
+
+
+def _imported(path: Path, source: str) -> ModuleType:
+    path.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,129 @@
+"""The conformance kit on the Hopper room: all of it on an H200; a few cases in the interpreter, where its twin attends.
+
+Interpreted, keys that were there before a step are written by the reference, and cases that show of the shared steps
+what the generic room's test has shown are slow ones: see `tests/backends/triton/test_conformance.py`. So are page sizes
+and head counts of which `test_kernels` and `test_schedule` try more. Prefill on gathered rows has a few cases, as its
+kernel, its schedule and core's gathering are proven elsewhere too; all of them are among the slow ones.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from typing import Any, ClassVar
+
+import pytest
+from torch import Tensor
+
+from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.backends.sm90.launch import Sm90Backend
+from dsv4attn.core.contract import Backend
+from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.testing import suite
+from dsv4attn.testing.case import Case
+
+MANY = 16
+"""Keys; more at once are history."""
+NOW = (
+    "decode-*",
+    "mixed-c4a",
+    "prefill-c128a",
+    "call-holes-c4a-decode",
+    "call-empty-c4a-decode",
+    "sink-values-decode",
+    "lse-*-decode",
+    "heads-3-decode",
+    "heads-128-decode",
+    "pages-1-64-decode",
+    "pages-256-256-decode",
+    "scratch-*",
+    "poison-ocp-decode",
+)
+"""Names of cases that are not slow where kernels are interpreted: what the room does otherwise than all others."""
+NOW_GATHERED = (
+    "mixed-c4a",
+    "prefill-swa",
+    "pair-ocp-fnuz-prefill",
+    "dims-c4a-prefill",
+    "call-holes-c4a-prefill",
+    "call-empty-c4a-prefill",
+    "sink-values-prefill",
+    "lse-prefill",
+    "lse-empty-prefill",
+    "scratch-*",
+    "gather-ocp-*",
+)
+"""The same, of prefill on gathered rows: both kernels, a step with decode, and what a call may hold."""
+
+
+class QuickHistory(Sm90Backend):
+    """The Hopper room, but for keys written before a step."""
+
+    def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
+        who: Any = ReferenceBackend() if k.shape[0] > MANY else super()
+        who.quantize_and_insert_k_cache(k, cache, slot_mapping)
+
+    def qnorm_rope_kv_insert(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        cache: PagedKVCache,
+        slot_mapping: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        eps: float,
+    ) -> None:
+        who: Any = ReferenceBackend() if kv.shape[0] > MANY else super()
+        who.qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, cos_sin_cache, eps)
+
+
+class Room(suite.Fixtures):
+    options: ClassVar[dict[str, Any]] = {}
+    now: ClassVar[tuple[str, ...]] = NOW
+
+    @pytest.fixture
+    def backend(self) -> Backend | str:
+        if INTERPRETED:
+            return QuickHistory(**self.options)
+        return ",".join(["sm90", *(f"{name}={value}" for name, value in self.options.items())])
+
+    @classmethod
+    def waits(cls, case: Case) -> bool:
+        """Whether a case is slow here."""
+        return INTERPRETED and not any(fnmatch(case.name, pattern) for pattern in cls.now)
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "case" in metafunc.fixturenames:
+            room: Any = metafunc.cls
+            params = [pytest.param(c, id=c.id, marks=pytest.mark.slow if room.waits(c) else ()) for c in room.cases()]
+            metafunc.parametrize("case", params)
+
+
+class Gathered(Room):
+    options: ClassVar[dict[str, Any]] = {"prefill": "gathered"}
+    now: ClassVar[tuple[str, ...]] = NOW_GATHERED
+
+
+class TestDecode(Room, suite.TestDecode): ...
+
+
+class TestPrefill(Room, suite.TestPrefill): ...
+
+
+class TestMemory(Room, suite.TestMemory): ...
+
+
+class TestCache(Room, suite.TestCache): ...
+
+
+class TestGatheredPrefill(Gathered, suite.TestPrefill): ...
+
+
+class TestGatheredMemory(Gathered, suite.TestMemory): ...
+
+
+class TestGathering(Gathered, suite.TestCache):
+    @classmethod
+    def cases(cls) -> list[Case]:
+        # all others have nothing to do with the form of prefill
+        return [case for case in super().cases() if "gather" in case.name]

@@ -1,0 +1,94 @@
+"""The Hopper room's kernels, compiled without a card: nothing spills, no product waits for another, a block fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4attn.backends._triton.aot import Resources
+from dsv4attn.backends._triton.targets import TARGETS
+from dsv4attn.backends.sm90.tuning import PAGED, ROWED
+from tests.backends._triton.gates import ROOT, broken_limits
+
+FILE = 65536
+"""Registers of a multiprocessor."""
+
+
+def outside(*command: str) -> Any:
+    """Run a program that compiles kernels."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, env=environ)
+
+
+@pytest.mark.slow
+def test_what_a_step_asks_for_keeps_every_limit() -> None:
+    """Slow, as `test_every_form_keeps_every_limit` compiles forms with more results."""
+    assert broken_limits("sm90", ["sm_90"], "--kernel", "attention", "--kernel", "add_up") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["e4m3fn", "bfloat16"])
+@pytest.mark.parametrize("model", ["flash", "pro"])
+def test_every_kernel_keeps_every_limit(model: str, dtype: str) -> None:
+    assert broken_limits("sm90", ["sm_90"], "--model", model, "--dtype", dtype) == []
+
+
+@pytest.mark.parametrize(
+    "words", ["fullest 64", *(pytest.param(n, marks=pytest.mark.slow) for n in ("64", "128", "100"))]
+)
+def test_every_form_keeps_every_limit(words: str) -> None:
+    """Slow but for the three forms of one block of heads that tell every result; all others tell less, or mask more."""
+    done = outside(str(Path(__file__).with_name("compiles.py")), *words.split())
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    own = {name: form for name, form in told.items() if name.startswith("attention")}
+
+    assert {name: form["reasons"] for name, form in told.items() if form["reasons"]} == {}
+    assert len(own) == (3 if "fullest" in words else 6)
+    for name, form in own.items():
+        roles = PAGED if "cache0:*u8" in name else ROWED
+        # four warps each of `scores` and `values`, eight of `produce`: all that a multiprocessor has
+        assert form["roles"] == [[4, roles.scores], [4, roles.values], [8, roles.produce]], name
+        assert sum(32 * warps * registers for warps, registers in form["roles"]) <= FILE
+        assert form["shared"] <= 232_448
+        assert form["occupancy"] == 1
+        # sixteen bytes at a time, in and out
+        assert form["copied"] == [16]
+        assert form["stored"] >= 4 * 8
+        assert form["narrow"] == 0
+
+
+def test_fewer_registers_for_a_role_are_found() -> None:
+    done = outside(str(Path(__file__).with_name("compiles.py")), "planted")
+    assert done.returncode == 0, done.stderr
+
+    assert json.loads(done.stdout) == ["SPILLS", "SERIALISED"]
+
+
+def test_roles_that_take_more_than_there_is_are_found() -> None:
+    one: dict[str, Any] = {
+        "registers": 128,
+        "spill_stores": 0,
+        "spill_loads": 0,
+        "stack": 0,
+        "shared": 0,
+        "threads": 512,
+    }
+    for scores, codes in ((160, []), (168, ["REGISTER_FILE"])):
+        need = Resources(**one, occupancy=1, wave=32, roles=((4, scores), (4, 224), (8, 64)))
+
+        assert [reason.code for reason in need.reasons(TARGETS["sm_90"])] == codes
+
+
+def test_the_command_says_why_it_compiles_for_nobody_else() -> None:
+    done = outside("-m", "dsv4attn", "compile", "--target", "sm_120", "--backend", "sm90")
+
+    assert done.returncode == 2
+    assert "--target: expected a device of sm90: cpu, sm_90, got sm_120" in " ".join(done.stderr.split())

@@ -1,0 +1,217 @@
+"""What the Hopper room computes, through its Backend, against the float64 oracle.
+
+Interpreted it is the twin that attends, on four programs; on an H200 it is the Gluon kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.backends.sm90 import launch
+from dsv4attn.backends.sm90.launch import Sm90Backend
+from dsv4attn.backends.sm90.tuning import PAGED
+from dsv4attn.core.contract import Phase
+from tests.backends._triton.attending import BF16_ROWS, FNUZ, FP32_ROWS, OCP, SPLIT_OCP, TINY, Trial
+from tests.backends.sm90.calls import run
+from tests.backends.sm90.planting import plant
+
+BASE = Trial(layouts=(OCP, OCP), pages=(64, 2), widths=(128, 200), tokens=3, heads=8)
+ROW = Trial(layouts=(BF16_ROWS,), pages=(1,), widths=(200,), tokens=3, heads=8)
+GATHERED = Trial(layouts=(BF16_ROWS,), form="gathered", widths=(300,), tokens=3, heads=8)
+
+OWN: dict[str, Trial] = {
+    "pages": BASE,
+    "one segment": evolve(BASE, layouts=(OCP,), widths=(130, 0)),
+    "one row": evolve(BASE, tokens=1, seed=3),
+    "more rows than programs": evolve(BASE, tokens=7, widths=(70, 65), seed=4),
+    "one head": evolve(BASE, heads=1, seed=5),
+    "a block and a bit": evolve(BASE, heads=65, widths=(64, 90), seed=6),
+    "no sink": evolve(BASE, sink=False, seed=7),
+    "neither lse nor largest logits": evolve(BASE, told=False, seed=8),
+    "odd pages": evolve(BASE, pages=(5, 53), seed=9),
+    "no window": evolve(BASE, widths=(0, 100), seed=10),
+    "nobody": evolve(BASE, widths=(0, 0), seed=11),
+    "rows of a cache": ROW,
+    "rows of pages": evolve(ROW, pages=(64,)),
+    "gathered": GATHERED,
+    "gathered, no sink": evolve(GATHERED, sink=False, heads=66, widths=(70,), seed=12),
+}
+SHARED: dict[str, Trial] = {
+    "another dialect": evolve(BASE, layouts=(OCP, FNUZ)),
+    "scales behind each record": evolve(BASE, layouts=(SPLIT_OCP, OCP)),
+    "other dims": evolve(BASE, layouts=(TINY, TINY)),
+    "q in fp32": evolve(BASE, q_dtype=torch.float32),
+    "not at 16 bytes": evolve(BASE, aligned=False, pages=(5, 3)),
+    "ragged": evolve(BASE, form="ragged"),
+    "two caches of rows": evolve(BASE, layouts=(BF16_ROWS, BF16_ROWS)),
+    "rows in fp32": evolve(ROW, layouts=(FP32_ROWS,)),
+    "gathered and ragged": evolve(GATHERED, form="gathered-ragged"),
+    "many heads": evolve(BASE, heads=129, widths=(20, 30)),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_room_s_own_kernel_is_right(name: str) -> None:
+    result = run(OWN[name], Phase.PREFILL if "gathered" in name else Phase.DECODE)
+
+    assert result.own
+    assert result.error <= 1
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_other_calls_go_to_the_shared_kernel_with_the_same_answers(name: str) -> None:
+    result = run(SHARED[name], Phase.PREFILL if "gathered" in name else Phase.DECODE)
+
+    assert not result.own
+    assert result.error <= 1
+
+
+@pytest.mark.parametrize("few", [0, 10**9])
+@pytest.mark.parametrize("heads", [3, 65])
+def test_parts_are_added_up_alike_by_few_programs_and_by_many(
+    heads: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "PAGED", evolve(PAGED, few=few))
+    monkeypatch.setattr(launch, "_plans", {})
+    # one row, of so many parts that they take several rounds
+    result = run(Trial(layouts=(OCP,), widths=(1400,) if heads == 3 else (300,), tokens=1, heads=heads, seed=20))
+
+    assert result.own
+    assert result.error <= 1
+
+
+def test_no_row_s_bits_depend_on_others_where_that_is_asked() -> None:
+    result = run(BASE, backend=Sm90Backend(deterministic=True))
+
+    assert not result.own
+    assert result.error <= 1
+
+
+def test_a_call_without_scratch_goes_to_the_shared_kernel() -> None:
+    result = run(BASE, change=lambda call: evolve(call, scratch=()))
+
+    assert not result.own
+    assert result.error <= 1
+
+
+@pytest.mark.parametrize("empty", [math.inf, 0.0])
+@pytest.mark.parametrize("trial", [evolve(BASE, tokens=7, seed=2), evolve(BASE, widths=(0, 0), tokens=2)])
+def test_rows_without_keys_are_told_as_the_call_wants_it(trial: Trial, empty: float) -> None:
+    result = run(trial, change=lambda call: evolve(call, empty_lse=empty, max_logits=None))
+    expected, _ = trial.expected
+    lse = result.call.lse
+    assert lse is not None
+    nobody = torch.from_numpy(expected.lse == -math.inf)
+
+    assert result.own
+    assert nobody.any()
+    assert (lse.cpu()[nobody] == empty).all()
+    assert not result.call.out.cpu()[nobody].any()
+
+
+def test_nothing_happens_without_rows() -> None:
+    assert run(evolve(BASE, tokens=0)).own
+
+
+def any_trial(seed: int) -> Trial:
+    """Any call that the room's own kernel serves."""
+    rng = Random(seed)
+    form: Any = rng.choice(["dense", "dense", "dense", "gathered"])
+    rows = form == "gathered" or rng.random() < 0.2
+    number = 1 if rows else rng.choice([1, 2, 2])
+    widths = [rng.choice([0, 1, 63, 64, 65, 128, 130, 200]) for _ in range(number)]
+    # on a device each form compiles for some seconds
+    heads, tokens = rng.choice([1, 2, 7, 16, 33, 64, 65, 128] if INTERPRETED else [7, 64, 128]), rng.randint(1, 6)
+    told = rng.random() < 0.7
+    while INTERPRETED and tokens * -(-heads // 64) * (sum(widths) // 64 + 1) > 12:
+        widths, tokens, heads = [w * 2 // 3 for w in widths], max(tokens - 1, 1), -(-heads // 2)
+    return Trial(
+        layouts=[BF16_ROWS if rows else OCP] * number,
+        pages=[rng.choice([1, 2, 5, 53, 64]) for _ in range(number)],
+        widths=widths,
+        heads=heads,
+        tokens=tokens,
+        form=form,
+        sink=rng.random() < 0.7 if INTERPRETED else told,
+        told=told,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("seed", range(16 if INTERPRETED else 200))
+def test_any_call_that_it_serves_is_right(seed: int) -> None:
+    trial = any_trial(seed)
+    result = run(trial, Phase.PREFILL if trial.form == "gathered" else Phase.DECODE)
+
+    assert result.own
+    assert result.error <= 1
+
+
+PLANTS = {
+    "a slot that does not exist is slot 0": (
+        "schedule",
+        "slot = tl.where(ok, slot, 0)\n",
+        "slot = tl.where(ok, slot, 0)\n    ok = slot >= 0\n",
+    ),
+    "scales of the record before": ("schedule", "of.to(tl.int64) * 8)", "(of.to(tl.int64) // 2 * 2) * 8)"),
+    "the wrong part": ("parts", "tl.where(which == 0, 1, 0)", "tl.where(which == 0, 0, 1)"),
+    "parts of one row weigh the same": (
+        "parts",
+        "tl.exp2(its_lse - grown[None, :])",
+        "(its_lse > -1e30).to(tl.float32)",
+    ),
+    "parts without the sink": ("parts", "if sink is not None:", "if sink is None:"),
+    "the sink in every part": ("twin", "        if whole:  # noqa", "        if total.shape[0] > 0:  # noqa"),
+    "an empty row's lse": ("twin", "tl.where(empty, empty_lse,", "tl.where(empty, 1.0,"),
+    "a row that is not whole is written": ("twin", "        whole = (first == 0)", "        whole = (first <= last)"),
+    "one tile is left out": ("schedule", "tl.minimum(hi, start + n)", "tl.minimum(hi - 1, start + n)"),
+    "the smallest of the largest logits": ("parts", "tl.max(its_top, 0)", "tl.min(its_top, 0)"),
+}
+HARD = [
+    evolve(BASE, tokens=2, seed=1),
+    evolve(BASE, tokens=6, seed=13),
+    evolve(BASE, tokens=1, seed=14),
+    evolve(BASE, tokens=2, widths=(0, 0)),
+]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="what is planted is a text of the twin")
+@pytest.mark.parametrize("bug", PLANTS)
+def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, tmp_path, *PLANTS[bug])
+    errors = [run(trial).error for trial in HARD]
+
+    assert max(errors) > 1
+
+
+OF_ROWS = {
+    "a row behind the last": ("(slot < count)\n    return ok, cache", "(slot <= count)\n    return ok, cache"),
+    "the row before": (
+        "cache + tl.where(ok, slot, 0).to(tl.int64) * pitch",
+        "cache + tl.where(ok, slot // 2 * 2, 0).to(tl.int64) * pitch",
+    ),
+    "rows without the gap between them": (
+        "tl.where(ok, slot, 0).to(tl.int64) * pitch.to(tl.int64) * 8",
+        "tl.where(ok, slot, 0).to(tl.int64) * 512",
+    ),
+}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="what is planted is a text of the twin")
+@pytest.mark.parametrize("bug", OF_ROWS)
+def test_a_bug_planted_in_how_gathered_rows_are_read_is_found(
+    bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, tmp_path, "schedule", *OF_ROWS[bug])
+    result = run(GATHERED, Phase.PREFILL)
+
+    assert result.own
+    assert not result.error <= 1

@@ -1,0 +1,223 @@
+"""What a step of the Hopper room never does: read a value on the host, allocate, or launch what was not foreseen.
+
+On torch's "meta" device tensors have no values; on an H200 steps are real, and captured.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from dsv4attn.backends._triton import warm
+from dsv4attn.backends._triton.runtime import INTERPRETED, Variant, observed, pointer_type
+from dsv4attn.backends.sm90.launch import Sm90Backend, _planned
+from dsv4attn.core.bounds import Bounds
+from dsv4attn.core.contract import KeyForm, Phase
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.workspace import simultaneous_bytes
+from tests.backends._triton.attending import BF16_ROWS, FNUZ, OCP, Trial
+from tests.backends._triton.engine import Engine, launching_nothing
+from tests.backends._triton.trials import operations
+
+META = torch.device("meta")
+FLASH = ModelGeometry.preset("flash")
+LIMITS = Limits(max_num_reqs=6, max_num_batched_tokens=96, max_model_len=1024, num_speculative_tokens=1)
+STEPS = {
+    "decode": [(300, 1), (999, 2), (0, 1)],
+    "mixed": [(300, 1), (9, 2), (0, 30), (900, 5)],
+    "nothing": [(0, 0)],
+}
+VIEWS = {"as_strided", "slice", "select", "view", "expand", "unsqueeze", "squeeze", "alias", "detach", "split", "t"}
+FILLS = {"zero_", "fill_"}
+LENGTHS = {"unbind", "copy_", "sub", "div", "clamp", "add_"}
+"""What core works out of a chunk's requests before keys are gathered; on a device we see that it allocates nothing."""
+each_form = pytest.mark.parametrize("form", [form.value for form in KeyForm])
+all_kinds = pytest.mark.parametrize("kind", list(LayerKind))
+meta_only = pytest.mark.skipif(not INTERPRETED, reason="on a device the steps below are real")
+on_device = pytest.mark.skipif(
+    INTERPRETED or DeviceFacts.here().arch != "sm_90", reason="needs an H200, or another card of sm_90"
+)
+
+
+def engine(kind: LayerKind, device: torch.device = META, prefill: str = "paged", **options: Any) -> Engine:
+    return Engine(Sm90Backend(prefill=prefill), FLASH, LIMITS, kind, device, **options)
+
+
+@meta_only
+@each_form
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+@all_kinds
+def test_g11_a_step_reads_no_value_and_allocates_nothing(
+    kind: LayerKind, step: list[tuple[int, int]], form: str
+) -> None:
+    on = engine(kind, prefill=form)
+    rows = sum(count for _, count in step) + 3
+    batch = on.load(step, Random(0), extra=3)
+    with launching_nothing():
+        metadata = on.metadata(batch)
+    with launching_nothing(), operations() as ran, observed() as seen:
+        on.insert(rows, metadata)
+        on.attend(rows, metadata)
+
+    for name, where in ran:
+        assert where != "cpu" or name in VIEWS, name
+        assert name in VIEWS | FILLS | (LENGTHS if form == "gathered" else set()), name
+    if sum(count for _, count in step):
+        assert {"attention", "add_up"} <= {variant.name for variant in seen}
+
+
+def read_by(variants: Iterable[Variant]) -> set[str]:
+    """What keys are, of kernels that attend."""
+    return {dict(one.types)["cache0"] for one in variants if one.name == "attention"}
+
+
+def foreseen(on: Engine) -> set[Variant]:
+    return set(on.backend.kernel_variants(on.bounds(), DeviceFacts.here()))
+
+
+@meta_only
+@pytest.mark.parametrize(
+    "layout", [OCP, BF16_ROWS, KVCacheLayout.rows(dtype=torch.float32)], ids=["pages", "rows", "fp32"]
+)
+@each_form
+@all_kinds
+def test_g18_every_launch_within_the_bounds_is_foreseen(kind: LayerKind, layout: KVCacheLayout, form: str) -> None:
+    q_dtype = torch.float32 if layout.dtype == torch.float32 else torch.bfloat16
+    on, rng = engine(kind, prefill=form, layout=layout, q_dtype=q_dtype, sink=layout.is_quantised), Random(1)
+    with launching_nothing(), observed() as seen:
+        for _ in range(12):
+            requests = on.requests(rng)
+            rows = sum(count for _, count in requests)
+            metadata = on.metadata(on.load(requests, rng), full_width=rng.random() < 0.5)
+            on.insert(rows, metadata)
+            lse = torch.zeros(rows, on.one.num_heads, device=META) if rng.random() < 0.3 else None
+            on.attend(rows, metadata, lse)
+
+    assert set(seen) <= foreseen(on), {str(one) for one in set(seen) - foreseen(on)}
+    # decode reads pages in either form
+    gathered = {pointer_type(layout.row_dtype)} if form == "gathered" else set()
+    assert read_by(seen) == {pointer_type(layout.dtype)} | gathered
+
+
+@each_form
+def test_where_everything_is_the_room_s_own_no_shared_form_is_compiled(form: str) -> None:
+    on = engine(LayerKind.C4A, prefill=form)
+    bounds = evolve(on.bounds(), aligned=True)
+    variants = [*on.backend.kernel_variants(bounds, DeviceFacts.named("sm_90"))]
+    names, forms = [one.name for one in variants], 2 if form == "gathered" else 1
+
+    assert "reduce" not in names
+    # with and without lse, of a layer with a window alone and of one with two segments; and of rows
+    assert 1 <= names.count("attention") <= 4 * forms * len(bounds.layers)
+    assert read_by(variants) == ({"*u8", "*bf16"} if form == "gathered" else {"*u8"})
+
+
+def kernels_by_keys(bounds: Bounds) -> dict[str, set[bool]]:
+    """Of prefill on gathered rows: for each kind of keys, whether the room's own kernel reads them, or the shared."""
+    found: dict[str, set[bool]] = {}
+    for one in Sm90Backend(prefill="gathered").kernel_variants(bounds, DeviceFacts.named("sm_90")):
+        if one.name == "attention":
+            # the shared kernel has a constant of that name for each segment
+            found.setdefault(dict(one.types)["cache0"], set()).add("KIND" in dict(one.constants))
+    return found
+
+
+def test_rows_are_the_room_s_own_even_where_pages_are_not() -> None:
+    bounds = evolve(engine(LayerKind.SWA, layout=FNUZ).bounds(), aligned=True)
+
+    assert kernels_by_keys(bounds) == {"*u8": {False}, "*bf16": {True}}
+
+
+def test_where_alignment_is_not_promised_shared_forms_are_foreseen_too() -> None:
+    bounds = evolve(engine(LayerKind.C4A).bounds(), aligned=False)
+
+    assert kernels_by_keys(bounds) == {"*u8": {False, True}, "*bf16": {False, True}}
+
+
+@pytest.mark.parametrize("heads", [1, 64, 65, 128, 129])
+@pytest.mark.parametrize("kind", ["swa", "c4a"])
+def test_scratch_keeps_within_its_bound(kind: str, heads: int) -> None:
+    layer = evolve(FLASH.layer_of_kind(kind), num_heads=heads)
+    for backend in (Sm90Backend(), Sm90Backend(deterministic=True)):
+        for phase in Phase:
+            bound = backend.scratch_bound(phase, layer, 200, 640)
+            for tokens in (0, 1, 7, 200):
+                for width in (0, 1, 128, 640):
+                    assert simultaneous_bytes(list(backend.scratch(phase, layer, tokens, width))) <= bound
+
+
+def test_a_plan_is_made_once_for_calls_that_differ_in_memory_alone() -> None:
+    trial = Trial(widths=(40, 70), tokens=2, seed=9)
+    (_, first), (_, again) = (_planned(trial.call()[0]) for _ in range(2))
+
+    assert first is not None
+    assert again is first
+    call, _ = trial.call()
+    assert _planned(call)[1] is _planned(evolve(call, attn_sink=call.attn_sink.clone()))[1]  # type: ignore[union-attr]
+    for other in (evolve(call, empty_lse=1.0), evolve(call, lse=None), evolve(call, q=call.q[:1], out=call.out[:1])):
+        assert _planned(other)[1] is not _planned(call)[1]
+
+
+@pytest.mark.device
+@on_device
+@each_form
+@all_kinds
+def test_a_step_on_the_device_neither_synchronises_nor_allocates_nor_compiles(kind: LayerKind, form: str) -> None:
+    device = torch.device("cuda", 0)
+    on, rng = engine(kind, device, form), Random(5)
+    on.backend.warmup(on.bounds(), device)
+    steps = [[(1000, 2), (130, 1), (0, 1)], [(100, 1), (0, 50), (900, 30)]]
+    for requests in steps:
+        batch = on.load(requests, rng)
+        on.insert(batch.slot_mapping.shape[0], on.metadata(batch))
+    batch = on.load(steps[1], rng)
+    tokens = batch.slot_mapping.shape[0]
+    metadata = on.metadata(batch)
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it does not see all of them
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        with warm.compiled() as fresh:
+            on.attend(tokens, metadata)
+        after = torch.cuda.memory_stats()["allocation.all.allocated"]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    assert fresh == []
+    assert after == before
+
+
+@pytest.mark.device
+@on_device
+@all_kinds
+def test_a_replay_with_changed_metadata_equals_eager_bit_for_bit(kind: LayerKind) -> None:
+    on, rng, requests = engine(kind, torch.device("cuda", 0)), Random(3), 6
+    metadata = on.metadata(on.load([], rng, reqs=requests), full_width=True)
+    on.attend(requests, metadata)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        on.attend(requests, metadata)
+    for round_ in range(20):
+        steps = [(rng.choice([0, 63, 127, 128, 511, 1000, rng.randint(0, 1000)]), 1) for _ in range(rng.randint(0, 6))]
+        batch = on.load(steps, rng, reqs=requests)
+        changed = on.metadata(batch, full_width=True)
+        on.out.fill_(torch.nan)
+        graph.replay()
+        replayed = on.out[:requests].clone()
+        on.out.fill_(torch.nan)
+        again = on.attend(requests, changed)
+
+        assert torch.equal(replayed.view(torch.int16), again.view(torch.int16)), round_
+        assert torch.isfinite(replayed).all()
+        assert not replayed[len(steps) :].any()

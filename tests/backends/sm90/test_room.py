@@ -1,0 +1,159 @@
+"""The Hopper room's door: where it is chosen, which kernel serves what, and that it says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from dsv4attn import errors
+from dsv4attn.backends._triton.runtime import multiprocessors, observed
+from dsv4attn.backends.sm90 import INFO, launch
+from dsv4attn.backends.sm90.choice import notes
+from dsv4attn.backends.sm90.launch import Sm90Backend, _kind_of
+from dsv4attn.compat import flash_mla
+from dsv4attn.config import Settings
+from dsv4attn.core.contract import Forms, KeyForm
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.plan import plan_workspace
+from dsv4attn.core.problem import Problem
+from dsv4attn.plugins import PluginRegistry
+from dsv4attn.selection import explain, load_backend
+from tests.backends._triton.caches import DEVICE
+
+FLASH = ModelGeometry.preset("flash")
+SM90 = DeviceFacts.named("sm90")
+REGISTRY = PluginRegistry.load(entry_points=[])
+OWN = "the room's own kernel"
+NOWHERE = ("sm80", "sm100", "sm120", "gfx942", "xpu", "npu")
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_it_is_chosen_on_hopper(phase: str) -> None:
+    selection = explain(Problem.of(FLASH, phase=phase), device=SM90, settings=Settings(), registry=REGISTRY)
+
+    assert selection.chosen is not None
+    assert selection.chosen.info is INFO
+
+
+@pytest.mark.parametrize("name", NOWHERE)
+def test_it_runs_on_no_other_accelerator_even_by_name(name: str) -> None:
+    device = DeviceFacts.named(name)
+    selection = explain(Problem.of(FLASH), device=device, backend="sm90", settings=Settings(), registry=REGISTRY)
+
+    assert selection.chosen is None
+    assert "sm90" in str(selection)
+    assert not device.matches(INFO.runs_on)
+
+
+@pytest.mark.parametrize(
+    "options", [{"prefill": "rows"}, {"prefill": True}, {"tuning": "sm_70"}, {"deterministic": 1}], ids=str
+)
+def test_options_are_checked(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(errors.ArgumentError, match=f"^{name}: expected"):
+        Sm90Backend(**options)
+
+
+def test_what_prefill_may_be_is_said() -> None:
+    with pytest.raises(errors.ArgumentError, match="'paged' or 'gathered', got 'rows'"):
+        load_backend("sm90", prefill="rows")
+
+
+def test_prefill_reads_pages_unless_rows_are_asked_for() -> None:
+    assert dict(INFO.options) == {"prefill": "paged", "tuning": "auto", "deterministic": False}
+    assert load_backend("sm90").forms == Forms(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
+    gathered = load_backend("sm90", prefill="gathered")
+    assert gathered.forms == Forms(prefill_keys=KeyForm.GATHERED, max_logits=True, empty_lse=True)
+
+
+@pytest.mark.parametrize("kind", list(LayerKind))
+def test_only_gathered_keys_take_workspace(kind: LayerKind) -> None:
+    limits, layer = Limits(4, 4096, 65536), FLASH.layer_of_kind(kind)
+    plans = [
+        plan_workspace(layer, limits, Sm90Backend(prefill=form), KVCacheLayout.fp8_ds_mla())
+        for form in ("paged", "gathered")
+    ]
+    entries = 0 if kind is LayerKind.SWA else 65536 // layer.compress_ratio
+    paged, gathered = (plan.lanes["prefill"] for plan in plans)
+
+    assert 0 <= gathered - paged - (entries + layer.window - 1 + 4096) * 1024 < 4096
+    assert plans[0].lanes["decode"] == plans[1].lanes["decode"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        (Problem.of(FLASH), OWN),
+        (Problem.of(FLASH, "swa", "prefill", heads=1), OWN),
+        (Problem.of(FLASH, heads=128), OWN),
+        (Problem.of(FLASH, heads=129), "129 heads, more than 128"),
+        (Problem.of(FLASH, q_dtype="float32"), "q is float32"),
+        (Problem.of(FLASH, dtype="e4m3fnuz"), "not fp8_ds_mla of e4m3fn"),
+        (Problem.of(FLASH, dtype="bfloat16"), "not fp8_ds_mla of e4m3fn"),
+        (Problem.of(FLASH, "swa", dtype="bfloat16"), OWN),
+        (Problem.of(FLASH, deterministic=True), "deterministic"),
+    ],
+)
+def test_explain_says_which_kernel_serves_and_why(problem: Problem, said: str) -> None:
+    (line,) = notes(SM90, problem)
+
+    assert said in line
+    assert (OWN in line) == (said == OWN)
+
+
+def test_what_a_kernel_reads_follows_from_layouts() -> None:
+    record, rows = KVCacheLayout.fp8_ds_mla(), KVCacheLayout.rows()
+    others = [
+        KVCacheLayout.fp8_ds_mla(fp8_format=Fp8Format.FNUZ),
+        KVCacheLayout.fp8_ds_mla(arrangement=Arrangement.INTERLEAVED),
+        KVCacheLayout.fp8_ds_mla(24, 8, group_size=8),
+        evolve(record, group_size=32),
+        KVCacheLayout.rows(dtype=torch.float32),
+        KVCacheLayout.rows(24, 8),
+    ]
+
+    assert _kind_of([record]) == _kind_of([record, record]) == 0
+    assert _kind_of([rows]) == 1
+    assert [_kind_of(pair) for one in others for pair in ([one], [record, one], [one, record])] == [None] * 18
+    assert _kind_of([rows, rows]) is _kind_of([record, rows]) is _kind_of([rows, record]) is None
+
+
+def served(kv: torch.Tensor, heads: int = 4, **more: Any) -> set[str]:
+    """Kernels that FlashMLA's own call of prefill launches."""
+    q = torch.randn(3, heads, 512, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
+    rows = torch.arange(3 * 70, dtype=torch.int32, device=DEVICE).view(3, 1, 70) % (kv.shape[0] + 3) - 1
+    with observed() as seen:
+        out, largest, lse = flash_mla.flash_mla_sparse_fwd(q, kv, rows, 512**-0.5, backend="sm90", **more)
+    keys = kv[:, 0].double()
+    ok = (rows >= 0) & (rows < len(keys))
+    z = torch.einsum("thd,tkd->thk", q.double(), keys[rows[:, 0].clamp(0, len(keys) - 1).long()]) * 512**-0.5
+    z = torch.where(ok, z, -torch.inf)
+
+    assert torch.allclose(lse.double(), z.logsumexp(-1), atol=1e-3)
+    assert torch.allclose(largest.double(), z.amax(-1), atol=1e-3)
+    right = torch.einsum("thk,tkd->thd", z.softmax(-1), keys[rows[:, 0].clamp(0, len(keys) - 1).long()])
+    assert (out.double() - right).norm() <= 4e-3 * right.norm()
+    return {variant.name for variant in seen}
+
+
+def test_flash_mla_s_prefill_takes_the_room_s_kernel_with_largest_logits() -> None:
+    kv = torch.randn(100, 1, 512, generator=torch.Generator().manual_seed(2)).bfloat16().to(DEVICE)
+
+    assert served(kv) == {"attention", "add_up"}
+    # rows that do not lie at multiples of 16 bytes
+    wide = torch.zeros(100, 1, 515, dtype=torch.bfloat16, device=DEVICE)
+    wide[..., :512] = kv
+    assert "add_up" not in served(wide[..., :512])
+
+
+def test_a_device_s_programs_are_shared_by_blocks_of_heads() -> None:
+    units = multiprocessors()
+
+    assert launch._programs(1) == launch._programs(64) == units
+    assert launch._programs(65) == launch._programs(128) == max(units // 2, 1) * 2

@@ -1,0 +1,253 @@
+"""The Hopper room's schedule: every tile attended once, every row written once, whatever the lengths."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import ceil
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import frozen
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dsv4attn.backends._triton.attend import divider
+from dsv4attn.backends._triton.runtime import INTERPRETED, launch
+from dsv4attn.backends.sm90.kernels_schedule import COST
+from tests.backends._triton.caches import DEVICE
+from tests.backends.sm90.kernels_walk import pages, walk
+from tests.backends.sm90.planting import planted
+
+EXTRA = COST.value
+LOOK = 4 if INTERPRETED else 128
+"""Rows that a program looks at together: few, so that it looks several times."""
+
+
+@frozen
+class Line:
+    """Lengths of rows in one or two segments, their widths, and how many programs share them."""
+
+    lens: tuple[tuple[int, ...], ...]
+    widths: tuple[int, ...]
+    programs: int
+    least: int = 1
+
+    @property
+    def columns(self) -> list[list[int]]:
+        """Columns that count, of each row in each segment."""
+        return [[min(max(n, 0), w) for n in row] for row, w in zip(self.lens, self.widths, strict=True)]
+
+    @property
+    def tiles(self) -> list[list[tuple[int, int, int]]]:
+        """Segment, first column and columns of each tile of each row, in order."""
+        return [
+            [(s, c, min(64, n - c)) for s, n in enumerate(row) for c in range(0, n, 64)]
+            for row in zip(*self.columns, strict=True)
+        ]
+
+    @property
+    def length(self) -> int:
+        """Tiles of the line: a row without keys has a place too."""
+        return sum(max(len(tiles), 1) for tiles in self.tiles)
+
+
+@frozen
+class Walk:
+    """What all programs say."""
+
+    chunks: Any
+    tiles: Any
+    indices: Any
+    rows: Any
+    table: Any
+
+
+def walked(line: Line, kernel: Any = walk) -> Walk:
+    """Ask every program."""
+    tokens = len(line.lens[0])
+    most = line.length + tokens + 2
+    made = [torch.full((tokens, w + 3), -1, dtype=torch.int32) for w in line.widths]
+    for s, rows in enumerate(made):
+        # every index tells segment, row and column
+        rows[:] = (torch.arange(tokens)[:, None] * 10000 + torch.arange(rows.shape[1])[None] + 1_000_000_000 * s).int()
+    lens = [torch.tensor(row, dtype=torch.int32, device=DEVICE) for row in line.lens]
+    given_ = [(rows.to(DEVICE), n) for rows, n in zip(made, lens, strict=True)] * (3 - len(lens))
+    numbers = [n for rows, w in zip(made, line.widths, strict=True) for n in (w, rows.stride(0))] * (3 - len(lens))
+    outs = [
+        torch.full(shape, -7, dtype=torch.int32, device=DEVICE)
+        for shape in [
+            (line.programs, 3),
+            (line.programs, most, 3),
+            (line.programs, most, 64),
+            (line.programs, most, 4),
+            (max(tokens, 1), 2),
+        ]
+    ]
+    args = [*outs, *given_[0], *given_[1], *numbers, tokens, line.least, most]
+    launch(kernel, (line.programs,), args, {"SEGMENTS": len(lens), "BT": LOOK})
+    return Walk(*(out.cpu().numpy() for out in outs))
+
+
+def check(line: Line, kernel: Any = walk) -> None:
+    """Everything that the kernels rely on."""
+    told, wanted, tokens = walked(line, kernel), line.tiles, len(line.lens[0])
+    met: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
+    places = []
+    for program in range(line.programs):
+        count, tiles, rows = told.chunks[program]
+        assert count == tiles, "the producer makes as many tiles as it meets"
+        walk_, rows_ = told.tiles[program, :tiles], told.rows[program, :rows]
+        # both walks are one
+        assert [(t, k) for t, a, b, _ in rows_ for k in range(a, b)] == [(t, k) for t, k, _ in walk_]
+        for (t, k, inside), slots in zip(walk_, told.indices[program, :tiles], strict=True):
+            segment, column, n = wanted[t][k]
+            right = 1_000_000_000 * segment + t * 10000 + column + np.arange(64)
+            assert inside == (segment == 0)
+            assert (slots == np.where(np.arange(64) < n, right, -1)).all()
+        for t, first, last, part in rows_:
+            met[t].append((program, first, last, part))
+            places += [part] if part >= 0 else []
+    assert sorted(met) == list(range(tokens)), "every row has somebody"
+    assert len(places) == len({*places}), "no two parts have one place"
+    for t, pieces in met.items():
+        assert [first for _, first, _, _ in pieces] == [0, *(last for _, _, last, _ in pieces[:-1])]
+        assert pieces[-1][2] == len(wanted[t])
+        first, count = told.table[t]
+        assert (first, count) == (pieces[0][0], len(pieces))
+        # where `add_up` looks for them
+        sides = [2 * (first + i) + (i == 0) for i in range(count)]
+        assert [part for *_, part in pieces] == ([-1] if count == 1 else sides)
+        assert [program for program, *_ in pieces] == list(range(first, first + count))
+
+
+def longest_share(line: Line) -> int:
+    return int(walked(line).chunks[:, 0].max())
+
+
+lengths = st.integers(-70, 450)
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> Line:
+    tokens, programs = draw(st.integers(1, 9)), draw(st.integers(1, 7))
+    segments = draw(st.integers(1, 2))
+    widths = tuple(draw(st.sampled_from([0, 1, 63, 64, 65, 128, 400])) for _ in range(segments))
+    one = st.tuples(*[lengths] * tokens)
+    same = lengths.map(lambda n: (n,) * tokens)
+    return Line(tuple(draw(st.one_of(one, same)) for _ in widths), widths, programs, draw(st.sampled_from([1, 1, 3])))
+
+
+@settings(max_examples=100 if INTERPRETED else 300)
+@example(Line(((640,) * 4,), (640,), 7))
+@example(Line(((128,) * 3, (0, 1, 64)), (128, 400), 1))
+@example(Line(((0, 0, -5),), (64,), 5))
+@example(Line(((400,), (400,)), (400, 400), 7))
+@given(lines())
+def test_every_tile_is_attended_once_and_every_row_is_written_once(line: Line) -> None:
+    check(line)
+
+
+def test_a_call_without_rows_has_nobody() -> None:
+    told = walked(Line(((), ()), (64, 64), 3))
+
+    assert not told.chunks.any()
+
+
+@pytest.mark.parametrize(("tokens", "programs"), [(1, 4), (3, 4), (4, 4), (5, 4), (9, 4), (2, 7)])
+@pytest.mark.parametrize("tiles", [1, 2, 5])
+def test_rows_that_are_alike_are_shared_evenly(tokens: int, tiles: int, programs: int) -> None:
+    """The longest chunk is hardly longer than the mean, but where a whole row is better than an even share."""
+    line = Line(((64 * tiles,) * tokens,), (64 * tiles,), programs)
+    even = ceil(tokens * tiles / programs)
+
+    assert longest_share(line) <= even + even // 16 + EXTRA
+
+
+def test_rows_that_differ_are_shared_evenly_with_what_a_row_costs() -> None:
+    lens = (0, 640, 1, 64, 3000, 128, 0, 700, 65, 2000)
+    line = Line((lens,), (3000,), 7)
+
+    assert longest_share(line) <= ceil((line.length + EXTRA * len(lens)) / 7)
+
+
+def test_a_chunk_is_never_shorter_than_the_least() -> None:
+    assert sorted(walked(Line(((640,),), (640,), 6, least=4)).chunks[:, 0]) == [0, 0, 0, 0, 5, 5]
+
+
+PLANTS = {
+    "an empty row has no place": (
+        "m = tl.where(there, tl.maximum(n, 1) + extra, 0)",
+        "m = tl.where(there, n + extra, 0)",
+    ),
+    "the row behind an end is skipped": ("(end - extra <= lo)", "(end <= lo)"),
+    "a length is not cut to the width": (
+        "tl.minimum(tl.maximum(tl.load(lens0 + t, mask=there, other=0), 0), width0)",
+        "tl.maximum(tl.load(lens0 + t, mask=there, other=0), 0)",
+    ),
+    "a negative length": (
+        "tl.maximum(tl.load(lens0 + t, mask=there, other=0), 0)",
+        "tl.load(lens0 + t, mask=there, other=0)",
+    ),
+    "rows of a second look begin at 0": ("before += tl.sum(m, 0)", "before += 0"),
+    "a walk forgets what a row costs": (
+        "pos += tl.maximum(tiles_of(n0, n1), 1) + extra",
+        "pos += tl.maximum(tiles_of(n0, n1), 1)",
+    ),
+    "the second segment begins at its second tile": ("column = (k - before) * TILE + row", "column = k * TILE + row"),
+    "columns behind the length": ("mask=column < tl.where(t < tokens, length, 0)", "mask=column < length + 1"),
+    "a last part is left out": ("until - own + 1", "until - own"),
+    "two parts of a program in one place": ("program * 2 + (pos >= lo).to(tl.int32)", "program * 2"),
+    "tiles of the chunk are miscounted": ("tl.minimum(hi, start + n)", "tl.minimum(hi - 1, start + n)"),
+}
+HARD = [
+    Line(((640,) * 4,), (640,), 7),
+    Line(((0, 500, -200, 64, 0, 129, 450), (64, 0, 0, 70, -1, 300, 1)), (400, 128), 4),
+    Line(((0, 0, -300, 900),), (128,), 3),
+    Line(((128,) * 9, (0, 64, 65, 0, 400, 1, 2, 3, 64)), (128, 400), 5),
+]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="what is planted is a text")
+@pytest.mark.parametrize("bug", PLANTS)
+def test_a_planted_bug_is_found(bug: str, tmp_path: Any) -> None:
+    kernel = planted(tmp_path, *PLANTS[bug]).walk
+    found = 0
+    for line in HARD:
+        try:
+            check(line, kernel)
+        except (AssertionError, IndexError):
+            found += 1
+
+    assert found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 64, 65, 256])
+def test_a_slot_s_record_is_where_the_format_has_it(size: int) -> None:
+    stride = -(-size * 584 // 16) * 16 + 48
+    count = 5 * size
+    slots = [-1, -7, -(2**31), 2**31 - 1, count, count - 1, 0, size - 1, size % count, 2 * size + size // 2, 1 % count]
+    slots += [0] * (16 - len(slots))
+    out = torch.zeros(3, 16, dtype=torch.int64, device=DEVICE)
+    cache = torch.zeros(1, dtype=torch.uint8, device=DEVICE)
+    there = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
+    launch(pages, (1,), (out, there, cache, size, *divider(size), stride // 16, count), {"N": 16})
+
+    for slot, ok, data, scale in zip(slots, *out.tolist(), strict=True):
+        assert ok == (0 <= slot < count)
+        page, of = divmod(slot if ok else 0, size)
+        assert data == page * stride + of * 576
+        assert scale == page * stride + size * 576 + of * 8
+
+
+@pytest.mark.parametrize(("size", "slot"), [(2**20, 2**31 - 2), (2**30, 2**30 + 7), (4_000_000, 3_999_999)])
+def test_addresses_have_64_bits(size: int, slot: int) -> None:
+    stride = -(-size * 584 // 16) * 16
+    out = torch.zeros(3, 1, dtype=torch.int64, device=DEVICE)
+    cache = torch.zeros(1, dtype=torch.uint8, device=DEVICE)
+    there = torch.tensor([slot], dtype=torch.int32, device=DEVICE)
+    launch(pages, (1,), (out, there, cache, size, *divider(size), stride // 16, 2**31 - 1), {"N": 1})
+
+    page, of = divmod(slot, size)
+    assert out[:, 0].tolist() == [1, page * stride + of * 576, page * stride + size * 576 + of * 8]
