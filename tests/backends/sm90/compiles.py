@@ -65,7 +65,7 @@ def all_forms(heads: Sequence[int], chosen: Callable[[int], list[Variant]] = for
             "occupancy": need.occupancy if need else 0,
             "copied": sorted(copied),
             "stored": len(re.findall(r"st\.global\S*\.v4\.b32", text)),
-            "narrow": len(re.findall(r"st\.shared\S*\.[bu](?:8|16)\b", text)),
+            "narrow": len(re.findall(r"st\.shared\S*\.(?:b8|b16|u8|u16)\b", text)),
         }
     return told
 
