@@ -203,7 +203,10 @@ class Backend(Protocol):
     steps: IndexSteps
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
-        """Workspace views this backend needs to attend `tokens` rows of at most `width` keys."""
+        """Workspace views this backend needs to attend `tokens` rows of at most `width` keys.
+
+        A function of its arguments: it is not asked again for equal ones.
+        """
 
     def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
         """Upper bound in bytes of `scratch` over all smaller calls; need not be tight, must be true."""
