@@ -17,6 +17,29 @@ WORDS = tl.constexpr(0)
 BYTES = tl.constexpr(1)
 ROWS = tl.constexpr(2)
 
+DECODE = tl.constexpr("""
+{
+.reg .b32 a, b, c, d, zero;
+mov.b32 zero, 0x80008000;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 b, $2, 0, 0x3424;
+shr.u32 c, a, 4;
+shr.u32 d, b, 4;
+and.b32 c, c, 0x07f007f0;
+and.b32 d, d, 0x07f007f0;
+lop3.b32 a, a, 0x80008000, c, 0xea;
+lop3.b32 b, b, 0x80008000, d, 0xea;
+fma.rn.bf16x2 a, a, $4, zero;
+fma.rn.bf16x2 b, b, $4, zero;
+fma.rn.bf16x2 $0, a, $3, zero;
+fma.rn.bf16x2 $1, b, $3, zero;
+}
+""")
+"""PTX that makes $0 and $1, two bf16 values each, of four e4m3 codes $2, a scale $3 and unit $4, each twice in a word.
+
+Each code goes to the upper byte of its half, where the sign is in place already.
+"""
+
 
 @triton.jit
 def place(slot, ok, paging, page_stride):
@@ -95,26 +118,8 @@ def codes(words, scale, fnuz, N: tl.constexpr, W: tl.constexpr, ASM: tl.constexp
     """
     if ASM:
         unit = tl.where(fnuz, 0x7B007B00, 0x7B807B80) + tl.zeros_like(words)
-        # each code goes to the upper byte of its half, where the sign is in place already
         first, second = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, b, c, d, zero;
-            mov.b32 zero, 0x80008000;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            shr.u32 c, a, 4;
-            shr.u32 d, b, 4;
-            and.b32 c, c, 0x07f007f0;
-            and.b32 d, d, 0x07f007f0;
-            lop3.b32 a, a, 0x80008000, c, 0xea;
-            lop3.b32 b, b, 0x80008000, d, 0xea;
-            fma.rn.bf16x2 a, a, $4, zero;
-            fma.rn.bf16x2 b, b, $4, zero;
-            fma.rn.bf16x2 $0, a, $3, zero;
-            fma.rn.bf16x2 $1, b, $3, zero;
-            }
-            """,
+            DECODE,
             "=r,=r,r,r,r",
             [words, scale, unit],
             dtype=(tl.int32, tl.int32),

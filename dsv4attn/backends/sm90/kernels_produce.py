@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
+from dsv4attn.backends._triton.keys import DECODE
 from dsv4attn.backends.sm90.compat import copy_async, reinterpret
 from dsv4attn.backends.sm90.kernels_schedule import ROWS, advance, enter, page_of, row_of, settle, slots
 
@@ -30,24 +31,7 @@ def decode(words, scale):
     """
     unit = gl.full_like(words, 0x7B807B80)
     return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, c, d, zero;
-        mov.b32 zero, 0x80008000;
-        prmt.b32 a, $2, 0, 0x1404;
-        prmt.b32 b, $2, 0, 0x3424;
-        shr.u32 c, a, 4;
-        shr.u32 d, b, 4;
-        and.b32 c, c, 0x07f007f0;
-        and.b32 d, d, 0x07f007f0;
-        lop3.b32 a, a, 0x80008000, c, 0xea;
-        lop3.b32 b, b, 0x80008000, d, 0xea;
-        fma.rn.bf16x2 a, a, $4, zero;
-        fma.rn.bf16x2 b, b, $4, zero;
-        fma.rn.bf16x2 $0, a, $3, zero;
-        fma.rn.bf16x2 $1, b, $3, zero;
-        }
-        """,
+        DECODE,
         "=r,=r,r,r,r",
         [words, scale, unit],
         dtype=(gl.int32, gl.int32),

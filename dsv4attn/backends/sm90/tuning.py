@@ -42,9 +42,11 @@ class Roles:
         return (1, self.parts), (self.heads, 2)
 
 
-PAGED = Roles(measured="H200, torch 2.11, Triton 3.6, 2026-11-20")
+_MEASURED = "H200, torch 2.11, Triton 3.6, 2026-11-20"
+
+PAGED = Roles(measured=_MEASURED)
 """Keys in fp8 pages."""
-ROWED = Roles()
+ROWED = Roles(measured=_MEASURED)
 """Keys in bf16 rows."""
 
 ROWS: Mapping[str, Tuning] = {DEFAULT: HOPPER, "cpu": INTERPRETER, "sm_90": HOPPER}

@@ -1,14 +1,45 @@
-"""Steps in which a room launches all that it has, and the bounds they stay within."""
+"""Steps in which a room launches all that it has, the bounds they stay within, and rooms that start quickly."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
+from dsv4attn.backends._triton.backend import TritonBackend
+from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.bounds import Bounds
 from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry
 from tests.backends._triton.caches import DEVICE
 
-__all__ = ["bounds_of", "problems"]
+__all__ = ["QuickHistory", "bounds_of", "problems"]
+
+MANY = 16
+"""Keys; more at once are history, since no step of the kit writes so many."""
+
+
+class QuickHistory(TritonBackend):
+    """A room, which stands behind it among the bases, but for keys written before a step."""
+
+    def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
+        who: Any = ReferenceBackend() if k.shape[0] > MANY else super()
+        who.quantize_and_insert_k_cache(k, cache, slot_mapping)
+
+    def qnorm_rope_kv_insert(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        cache: PagedKVCache,
+        slot_mapping: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        eps: float,
+    ) -> None:
+        who: Any = ReferenceBackend() if kv.shape[0] > MANY else super()
+        who.qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, cos_sin_cache, eps)
 
 
 def problems() -> list[Scenario]:

@@ -113,7 +113,7 @@ OPERATIONS: dict[str, Callable[..., U32]] = {
 
 def assembly_of(source: str) -> list[str]:
     """Instructions of the assembly in a source."""
-    (text,) = re.findall(r'inline_asm_elementwise\(\s*"""(.*?)"""', source, re.DOTALL)
+    (text,) = re.findall(r'DECODE = tl\.constexpr\("""(.*?)"""', source, re.DOTALL)
     lines = [line.strip().rstrip(";") for line in text.strip(" \n{}").split("\n")]
     return [line for line in lines if line and not line.startswith((".reg", "{", "}"))]
 
@@ -172,7 +172,7 @@ def test_the_scale_in_the_assembly_is_what_the_kernel_makes_of_a_byte() -> None:
         ("0x07f007f0", "0x03f003f0"),
         ("0xea", "0xc0"),
         ("fma.rn.bf16x2 $0, a, $3, zero", "fma.rn.bf16x2 $0, a, $4, zero"),
-        ("0x80008000;\n            prmt", "0;\n            prmt"),
+        ("0x80008000;\nprmt", "0;\nprmt"),
     ],
 )
 def test_a_wrong_instruction_is_seen(old: str, new: str) -> None:

@@ -12,18 +12,14 @@ from fnmatch import fnmatch
 from typing import Any, ClassVar
 
 import pytest
-from torch import Tensor
 
 from dsv4attn.backends._triton.runtime import INTERPRETED
-from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.contract import Backend
-from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.testing import suite
 from dsv4attn.testing.case import Case
+from tests.backends._triton.rooms import QuickHistory
 
-MANY = 16
-"""Keys; more at once are history."""
 NOW = (
     "decode-*",
     "mixed-c4a",
@@ -56,25 +52,7 @@ NOW_GATHERED = (
 """The same, of prefill on gathered rows: both kernels, a step with decode, and what a call may hold."""
 
 
-class QuickHistory(Sm90Backend):
-    """The Hopper room, but for keys written before a step."""
-
-    def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
-        who: Any = ReferenceBackend() if k.shape[0] > MANY else super()
-        who.quantize_and_insert_k_cache(k, cache, slot_mapping)
-
-    def qnorm_rope_kv_insert(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        cache: PagedKVCache,
-        slot_mapping: Tensor,
-        positions: Tensor,
-        cos_sin_cache: Tensor,
-        eps: float,
-    ) -> None:
-        who: Any = ReferenceBackend() if kv.shape[0] > MANY else super()
-        who.qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, cos_sin_cache, eps)
+class Quick(QuickHistory, Sm90Backend): ...
 
 
 class Room(suite.Fixtures):
@@ -84,7 +62,7 @@ class Room(suite.Fixtures):
     @pytest.fixture
     def backend(self) -> Backend | str:
         if INTERPRETED:
-            return QuickHistory(**self.options)
+            return Quick(**self.options)
         return ",".join(["sm90", *(f"{name}={value}" for name, value in self.options.items())])
 
     @classmethod

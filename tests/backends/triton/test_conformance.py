@@ -11,45 +11,21 @@ more with every key written by the room itself.
 from __future__ import annotations
 
 from fnmatch import fnmatch
-from typing import Any
 
 import pytest
-from torch import Tensor
 
 from dsv4attn.backends._triton.runtime import INTERPRETED
-from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.contract import Backend
-from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.testing import suite
 from dsv4attn.testing.case import Area, Case, chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import conform
 from dsv4attn.testing.subject import Subject
-
-MANY = 16
-"""Keys; more at once are history, since no step of the kit writes so many."""
+from tests.backends._triton.rooms import QuickHistory
 
 
-class QuickHistory(GenericBackend):
-    """The generic room, but for keys written before a step."""
-
-    def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
-        who: Any = ReferenceBackend() if k.shape[0] > MANY else super()
-        who.quantize_and_insert_k_cache(k, cache, slot_mapping)
-
-    def qnorm_rope_kv_insert(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        cache: PagedKVCache,
-        slot_mapping: Tensor,
-        positions: Tensor,
-        cos_sin_cache: Tensor,
-        eps: float,
-    ) -> None:
-        who: Any = ReferenceBackend() if kv.shape[0] > MANY else super()
-        who.qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, cos_sin_cache, eps)
+class Quick(QuickHistory, GenericBackend): ...
 
 
 ALIKE = (
@@ -85,7 +61,7 @@ def waits(case: Case) -> bool:
 class Room(suite.Fixtures):
     @pytest.fixture
     def backend(self) -> Backend | str:
-        return QuickHistory() if INTERPRETED else "triton"
+        return Quick() if INTERPRETED else "triton"
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "case" in metafunc.fixturenames:
@@ -123,7 +99,7 @@ SAMPLE = (
     ids=lambda options: "-".join(f"{key}={value}" for key, value in options.items()),
 )
 def test_the_options_keep_the_contract_too(options: dict[str, object]) -> None:
-    backend = (QuickHistory if INTERPRETED else GenericBackend)(**options)  # type: ignore[arg-type]
+    backend = (Quick if INTERPRETED else GenericBackend)(**options)  # type: ignore[arg-type]
 
     certificate = conform(Subject.of(backend), chosen(CASES, SAMPLE))
 
