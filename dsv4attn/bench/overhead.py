@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from attrs import evolve, field, frozen
@@ -111,7 +111,7 @@ def _bound(step: Step, backend: Backend) -> DeepseekV4MLAAttention:
 
 def _own_steps(step: Step) -> Callable[[], None]:
     """What core asks of the backend for this step, with the very arguments, and nothing else."""
-    asked: list[Callable[[], None]] = []
+    asked: list[Callable[[], Any]] = []
 
     def note(call: Callable[..., None], *arguments: object, **out: object) -> None:
         asked.append(partial(call, *arguments, **out))
@@ -119,8 +119,8 @@ def _own_steps(step: Step) -> Callable[[], None]:
     evolve(step, backend=_instead(step.backend, note)).run()
 
     def run() -> None:
-        for call in asked:
-            call()
+        for i, call in enumerate(asked):
+            asked[i] = call() or call  # a step may tell how to do the same again, which core heeds too
 
     return run
 

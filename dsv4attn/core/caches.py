@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from attrs import frozen
 
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.tensorspec import tell
 
 __all__ = ["LayerCaches"]
 
+_WIDEST = 16
+"""Bytes that a load takes at once, if an address is a multiple of them."""
 
-@frozen
+
+@frozen(slots=False)
 class LayerCaches:
     """swa: the window cache. compressed: the compressed cache, which window-only layers do not have."""
 
     swa: PagedKVCache
     compressed: PagedKVCache | None = None
+
+    @cached_property
+    def told(self) -> list[object]:
+        """All by which calls of two layers can differ because of their caches, but for the addresses.
+
+        Of these it is told whether they are multiples of what a load takes at once.
+        """
+        caches = [self.swa] if self.compressed is None else [self.swa, self.compressed]
+        told = tell(*[cache.tensor for cache in caches])
+        for cache in caches:
+            told += (cache.layout, cache.block_size, cache.tensor.data_ptr() % _WIDEST)
+        return told
 
     def segments(self, layer: LayerGeometry) -> Sequence[PagedKVCache]:
         """The caches a layer reads. Its kind decides, not what happens to be bound."""

@@ -182,6 +182,8 @@ class AttentionCall:
     it), or gathered rows. attn_sink: [H] fp32 or None. out: [T, H, D] like q, written in full. lse: [T, H] fp32 or
     None. scratch: the views this backend asked for. max_logits: [T, H] fp32 or None, the largest z of each row, -inf
     for rows without keys; given only to backends whose forms say so. empty_lse: what lse says of rows without keys.
+    kept: where a backend may keep what follows from a call but for the addresses of q, attn_sink, out, lse and caches:
+    calls that differ in these alone are given the same, as long as the memory of scratch stays. None: there is none.
     """
 
     layer: LayerGeometry
@@ -193,6 +195,7 @@ class AttentionCall:
     scratch: Sequence[Tensor] = ()
     max_logits: Tensor | None = None
     empty_lse: float = -inf
+    kept: dict[object, Any] | None = None
 
 
 class Backend(Protocol):

@@ -44,12 +44,14 @@ def forward_mqa(
     Raises, before any launch or write, ArgumentError or LayoutMismatchError, and WorkspaceError when `workspace` is
     locked and too small.
     """
-    check_call(q, caches, metadata, out, layer, limits, attn_sink, topk_indices, lse)
     if metadata is None:
+        check_call(q, caches, None, out, layer, limits, attn_sink, topk_indices, lse)
         workspace.reserve(plan_workspace(layer, limits, backend, caches.swa.layout), caller="warm-up")
         out.zero_()
         return
     step = Step(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
+    if not step.is_known():
+        check_call(q, caches, metadata, out, layer, limits, attn_sink, topk_indices, lse)
     step.require()
     # named ranges for whoever profiles, and nothing for everybody else
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 - no public name says it

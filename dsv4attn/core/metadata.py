@@ -3,6 +3,8 @@
 Order of a batch: decode requests first, then prefill requests; tokens are concatenated in request order. `seq_lens`
 counts tokens after this step, so the j-th query token of a request has position seq_len - query_len + j.
 
+Metadata never change once they are made: what follows from them is worked out for the first layer of a step alone.
+
 Letters beside those of `geometry`: Rd, Rp requests, Td, Tp tokens of the decode and the prefill part; S rows of
 `slot_mapping` (at least the tokens of the batch when padded); N columns of a block table.
 """
@@ -10,7 +12,7 @@ Letters beside those of `geometry`: Rd, Rp requests, Td, Tp tokens of the decode
 from __future__ import annotations
 
 import torch
-from attrs import define
+from attrs import define, frozen
 from torch import Tensor
 
 from dsv4attn.core.contract import RaggedIndices
@@ -52,7 +54,7 @@ class Batch:
         check_declared(self)
 
 
-@define(kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False)
 class DeepseekSparseSWAMetadata:
     """Window part of a batch: the same for all layers."""
 
@@ -98,7 +100,7 @@ class DeepseekSparseSWAMetadata:
         return None
 
 
-@define(kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False)
 class FlashMLASparseMetadata:
     """Compressed part of a batch: the same for all layers of one kind."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from functools import partial
+from typing import Any
 
 import torch
 from attrs import define, field
@@ -24,31 +25,18 @@ from dsv4attn.core.contract import (
     RaggedIndices,
 )
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.known import Known, PagedCall, Room, Rows, Work
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
 from dsv4attn.core.plan import prefill_bounds, ragged_specs
+from dsv4attn.core.tensorspec import tell
 from dsv4attn.core.workspace import BufferSpec, WorkspaceManager
 
 __all__ = ["Step"]
 
 _INT = torch.int32
 _DECODE = Phase.DECODE.value
-
-Rows: TypeAlias = DenseIndices | RaggedIndices
-"""Slots that each token of a call attends to."""
-
-
-class _Room(NamedTuple):
-    """What a call on pages has in the workspace. slots, ragged: of each segment, where its rows are not there already.
-
-    scratch: the backend's own. kept: whom the room is known by.
-    """
-
-    slots: tuple[DenseIndices | None, ...]
-    ragged: tuple[RaggedIndices | None, ...]
-    scratch: Sequence[Tensor]
-    kept: tuple[object, ...]
 
 
 @define(eq=False)  # not frozen: a frozen class takes twice as long to make, and one is made in every call
@@ -66,11 +54,26 @@ class Step:
     attn_sink: Tensor | None
     topk_indices: Tensor | None
     lse: Tensor | None
-    chunks: Sequence[PrefillChunk] = field(init=False)
+    chunks: Sequence[PrefillChunk] = field(init=False, default=())
     """The prefill part, cut so that no chunk needs more memory than planned."""
+    known: PagedCall | None = field(init=False, default=None)
+    """The decode part, if it was known before."""
 
-    @chunks.default
+    def is_known(self) -> bool:
+        """Whether all but addresses is as in a step that was checked. Then its decode call serves this one too."""
+        known: Known | None = self.workspace.recall((id(self.backend), id(self.layer)), _DECODE)
+        if known is None or not known.serves(
+            self.metadata, self.topk_indices, self.limits, self.caches, self._tensors()
+        ):
+            return False
+        self.known = known.call
+        return True
+
+    def _tensors(self) -> Sequence[Tensor | None]:
+        return self.q, self.out, self.attn_sink, self.lse
+
     def _cut(self) -> Sequence[PrefillChunk]:
+        """The prefill part in chunks."""
         swa = self.metadata.swa
         if not swa.num_prefill_tokens:
             return ()
@@ -79,8 +82,12 @@ class Step:
         return tuple(plan_prefill_chunks(*lens, self.layer, bounds))
 
     def require(self) -> None:
-        """Ask for the memory of every call to come, so that a workspace too small refuses before the first write."""
+        """Cut the prefill part, and ask for the memory of every call to come.
+
+        So a workspace too small refuses before the first write.
+        """
         forms, n = self.backend.forms, self.metadata.swa.num_decode_tokens
+        self.chunks = self._cut()
         if len(self.chunks) + bool(n) == 1:
             return  # a single call asks before it writes anyway
         for chunk in self.chunks:
@@ -96,9 +103,17 @@ class Step:
 
     def decode(self) -> None:
         """All decode tokens in one call, straight on pages."""
-        n, form = self.metadata.swa.num_decode_tokens, self.backend.forms.decode_indices
-        if n:
-            self._paged(Phase.DECODE, slice(0, n), self._decode_window(), self._decode_entries(n), form)
+        swa, compressed, form = self.metadata.swa, self.metadata.compressed, self.backend.forms.decode_indices
+        n = swa.num_decode_tokens
+        if not n:
+            return
+        call = self.known
+        if call is None:
+            call = self._paged(Phase.DECODE, slice(0, n), self._decode_window(), self._decode_entries(n), form)
+            seen = self.caches.told, tell(*self._tensors())
+            known = Known(swa, compressed, self.topk_indices, self.limits, *seen, call)
+            self.workspace.keep((id(self.backend), id(self.layer)), _DECODE, known)
+        self._run(Phase.DECODE, call)
 
     def prefill(self) -> None:
         """Prefill tokens, chunk by chunk."""
@@ -109,7 +124,8 @@ class Step:
             else:
                 first, window = swa.num_decode_tokens, self._prefill_window(chunk)
                 tokens = slice(first + chunk.token_start, first + chunk.token_end)
-                self._paged(Phase.PREFILL, tokens, window, self._local(chunk), forms.prefill_indices)
+                call = self._paged(Phase.PREFILL, tokens, window, self._local(chunk), forms.prefill_indices)
+                self._run(Phase.PREFILL, call)
 
     def _prefill_window(self, chunk: PrefillChunk) -> Rows:
         swa, rows = self.metadata.swa, slice(chunk.token_start, chunk.token_end)
@@ -119,7 +135,7 @@ class Step:
         """Windows of decode tokens, in the form the backend takes if its metadata has it."""
         swa = self.metadata.swa
         ragged = swa.decode_swa_ragged if self.backend.forms.decode_indices is IndexForm.RAGGED else None
-        return ragged or self._shared("windows", swa.decode_swa_indices, swa.decode_swa_lens)
+        return ragged or DenseIndices(swa.decode_swa_indices.select(1, 0), swa.decode_swa_lens)
 
     def _decode_entries(self, n: int) -> Tensor | Rows | None:
         """Compressed entries of decode tokens: numbers to be translated, or slots where metadata holds them already."""
@@ -127,29 +143,11 @@ class Step:
         if kind is LayerKind.SWA or compressed is None:
             return None
         if kind is LayerKind.C4A:
-            return None if self.topk_indices is None else self._leading(self.topk_indices, n)
+            return None if self.topk_indices is None else self.topk_indices[:n]
         if self.backend.forms.decode_indices is IndexForm.RAGGED and compressed.c128a_decode_ragged is not None:
             return compressed.c128a_decode_ragged
         slots, lens = compressed.c128a_global_decode_topk_indices, compressed.c128a_decode_topk_lens
-        return None if slots is None or lens is None else self._shared("entries", slots, lens)
-
-    def _shared(self, name: str, slots: Tensor, lens: Tensor) -> DenseIndices:
-        """Rows of a metadata's slots [T, 1, K], made once a step: its layers share the metadata, and so the tensors."""
-        last = self.workspace.recall(name, _DECODE)
-        if last is None or last[0] is not slots or last[1] is not lens:
-            last = slots, lens, DenseIndices(slots.select(1, 0), lens)
-            self.workspace.keep(name, _DECODE, last)
-        rows: DenseIndices = last[2]
-        return rows
-
-    def _leading(self, chosen: Tensor, n: int) -> Tensor:
-        """The first rows of what the indexer left; layers share its buffer."""
-        last = self.workspace.recall("chosen", _DECODE)
-        if last is None or last[0] is not chosen or last[1] != n:
-            last = chosen, n, chosen[:n]
-            self.workspace.keep("chosen", _DECODE, last)
-        rows: Tensor = last[2]
-        return rows
+        return None if slots is None or lens is None else DenseIndices(slots.select(1, 0), lens)
 
     def _paged_specs(
         self, n: int, window: Rows, entries: Tensor | Rows | None, form: IndexForm
@@ -204,17 +202,27 @@ class Step:
         window: Rows,
         entries: Tensor | Rows | None,
         form: IndexForm,
-    ) -> None:
-        """Attend over pages: the window and, as slots of the compressed cache, the selected entries."""
-        segments = self.caches.segments(self.layer)
+    ) -> PagedCall:
+        """Attention over pages: the window and, as slots of the compressed cache, the selected entries."""
+        segments, given = self.caches.segments(self.layer), (window, entries)
         room = self._room(phase, tokens.stop - tokens.start, window, entries, form)
-        keys = [PagedKeys(segments[0], self._formed(window, segments[0], tokens, room, 0))]
-        if len(segments) == 2:
-            assert entries is not None
-            keys.append(PagedKeys(segments[1], self._formed(entries, segments[1], tokens, room, 1)))
-        self._attend(phase, tokens, tuple(keys), room.scratch)
+        work: list[Work] = []
+        rows = []
+        for i, (cache, each) in enumerate(zip(segments, given, strict=False)):
+            assert each is not None
+            rows.append(self._formed(each, cache, tokens, room, i, work))
+        return PagedCall(tokens, tuple(rows), work, room, {})
 
-    def _room(self, phase: Phase, n: int, window: Rows, entries: Tensor | Rows | None, form: IndexForm) -> _Room:
+    def _run(self, phase: Phase, call: PagedCall) -> None:
+        """Write what is to be written, and attend."""
+        for i, work in enumerate(call.work):
+            again = work()
+            if again is not None:
+                call.work[i] = again
+        keys = tuple(map(PagedKeys, self.caches.segments(self.layer), call.rows))
+        self._attend(phase, call.tokens, keys, call.room.scratch, call.found)
+
+    def _room(self, phase: Phase, n: int, window: Rows, entries: Tensor | Rows | None, form: IndexForm) -> Room:
         """Memory of a call, which is the same in every layer of a kind.
 
         Its key, in the lane of its phase: who asks, for a backend's scratch is its own and follows from the layer too,
@@ -224,7 +232,7 @@ class Step:
         of = entries.shape[1] if isinstance(entries, Tensor) else entries and (type(entries), entries.width)
         key = id(self.backend), id(self.layer), n, type(window), window.width, of
         lane = phase.value
-        room: _Room | None = self.workspace.recall(key, lane)
+        room: Room | None = self.workspace.recall(key, lane)
         if room is None:
             specs, width = self._paged_specs(n, window, entries, form)
             views = self._views(phase, specs, n, width)
@@ -234,12 +242,23 @@ class Step:
                 translated, listed = self._wanted(each, form)
                 slots.append(DenseIndices(views.pop(0), views.pop(0)) if translated else None)
                 ragged.append(RaggedIndices(views.pop(0), views.pop(0), _width_of(each)) if listed else None)
-            room = _Room(tuple(slots), tuple(ragged), tuple(views), (self.backend, self.layer))
+            room = Room(tuple(slots), tuple(ragged), tuple(views), (self.backend, self.layer))
             self.workspace.keep(key, lane, room)
         return room
 
-    def _formed(self, rows: Tensor | Rows, cache: PagedKVCache, tokens: slice, room: _Room, i: int) -> Rows:
-        """Entry numbers, or slots in any form, as slots in the form asked for; what is new stands in the workspace."""
+    def _formed(
+        self,
+        rows: Tensor | Rows,
+        cache: PagedKVCache,
+        tokens: slice,
+        room: Room,
+        i: int,
+        work: list[Work],
+    ) -> Rows:
+        """Entry numbers, or slots in any form, as slots in the form asked for.
+
+        What is new stands in the workspace; `work` gets the steps that write it.
+        """
         slots, ragged, steps = room.slots[i], room.ragged[i], self.backend.steps
         if isinstance(rows, Tensor):
             told = self._to_translate(rows, tokens)
@@ -247,15 +266,16 @@ class Step:
                 translate = self._ragged_slots()
                 assert ragged is not None
                 assert translate is not None
-                translate(*told, out=(ragged.indices, ragged.indptr))
+                work.append(partial(translate, *told, out=(ragged.indices, ragged.indptr)))
                 return ragged
-            steps.compute_global_topk_indices_and_lens(*told, out=(slots.indices, slots.lens))
+            out = slots.indices, slots.lens
+            work.append(partial(steps.compute_global_topk_indices_and_lens, *told, out=out))
             rows = slots
         if ragged is None:
             return rows
         assert isinstance(rows, DenseIndices)
         out = ragged.indices, ragged.indptr
-        steps.build_ragged_indices_from_dense(rows.indices, rows.lens, cache.capacity, out=out)
+        work.append(partial(steps.build_ragged_indices_from_dense, rows.indices, rows.lens, cache.capacity, out=out))
         return ragged
 
     def _to_translate(self, entries: Tensor, tokens: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
@@ -332,12 +352,17 @@ class Step:
         return ragged
 
     def _attend(
-        self, phase: Phase, tokens: slice, keys: Sequence[PagedKeys] | GatheredKeys, scratch: Sequence[Tensor]
+        self,
+        phase: Phase,
+        tokens: slice,
+        keys: Sequence[PagedKeys] | GatheredKeys,
+        scratch: Sequence[Tensor],
+        kept: dict[object, Any] | None = None,
     ) -> None:
         q, out, lse = self.q, self.out, self.lse
         if tokens.stop - tokens.start < q.shape[0]:  # a slice of all rows would be waste
             q, out, lse = q[tokens], out[tokens], None if lse is None else lse[tokens]
-        call = AttentionCall(self.layer, q, keys, self.attn_sink, out, lse, scratch)
+        call = AttentionCall(self.layer, q, keys, self.attn_sink, out, lse, scratch, kept=kept)
         (self.backend.decode if phase is Phase.DECODE else self.backend.prefill)(call)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -27,8 +28,12 @@ class IndexSteps(Protocol):
         block_table: Tensor,
         block_size: int,
         out: tuple[Tensor, Tensor],
-    ) -> None:
-        """Local entry numbers to global slots."""
+    ) -> Callable[[], None] | None:
+        """Local entry numbers to global slots.
+
+        May return what does the same again, for the same tensors with other values in them: layers of a kind share
+        their metadata, the buffer of the indexer, and `out`.
+        """
 
     def combine_topk_swa_indices(
         self,
@@ -106,7 +111,7 @@ class BuilderSteps(Protocol):
         block_table: Tensor,
         block_size: int,
         out: tuple[Tensor, Tensor],
-    ) -> None:
+    ) -> Callable[[], None] | None:
         """The same as in `IndexSteps`, for the C128A table."""
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["check_declared", "check_tensor", "size", "tensor"]
+__all__ = ["check_declared", "check_tensor", "size", "tell", "tensor"]
 
 _KEY = "dsv4attn.tensor"
 _SIZE = "dsv4attn.size"
@@ -102,3 +102,17 @@ def _fits(actual: torch.Size, shape: str, letters: dict[str, int]) -> bool:
         if letter != "_" and got != (letters.setdefault(letter, got - extra) if letter else 0) + extra:
             return False
     return True
+
+
+def tell(*values: object) -> list[object]:
+    """All that is told of tensors but for their addresses and what they hold. Equal where nothing differs.
+
+    What is neither a tensor nor None is like nothing else.
+    """
+    told: list[object] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            told += (type(value), value.dtype, value.shape, value.stride(), value.device)
+        else:
+            told.append(None if value is None else object())
+    return told

@@ -44,7 +44,7 @@ def altered(owner: Any, **changes: Any) -> Any:
     """Return metadata that contradicts itself, as nobody but a test can make it."""
     made = copy.copy(owner)
     for name, value in changes.items():
-        setattr(made, name, value)
+        object.__setattr__(made, name, value)
     return made
 
 

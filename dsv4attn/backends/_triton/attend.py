@@ -207,7 +207,7 @@ def may_go_again(pointers: Iterable[Any]) -> bool:
     """Whether nobody watches or traces launches, and none of the tensors has to be looked at each time."""
     if runtime._observers or runtime.FAR_FORMS or torch.compiler.is_dynamo_compiling():  # noqa: SLF001 - no public name
         return False
-    return ready.is_plain(pointers)
+    return ready.is_plain(pointers) and not ready.watched()
 
 
 @define(eq=False)

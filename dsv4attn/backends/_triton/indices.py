@@ -6,7 +6,7 @@ any strides; outputs have unit stride along rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 import torch
@@ -20,6 +20,7 @@ from dsv4attn.backends._triton.ragged import (
     build_ragged_indices_from_dense,
     compute_global_topk_ragged_indices_and_indptr,
 )
+from dsv4attn.backends._triton.ready import is_plain
 from dsv4attn.backends._triton.runtime import Constants, Variant, launch, stable_kernel
 from dsv4attn.core.contract import PageTable
 
@@ -90,15 +91,21 @@ def compute_global_topk_indices_and_lens(
     block_table: Tensor,
     block_size: int,
     out: tuple[Tensor, Tensor],
-) -> None:
-    """See `core.indices`."""
+) -> Callable[[], None]:
+    """See `core.indices`. Returns what does it again."""
     slots, lens = out
     tokens, width = topk_indices.shape
     pointers = slots, lens, topk_indices, visible_lens, token_to_req, block_table
     strides = visible_lens.stride(0), token_to_req.stride(0), *block_table.stride()
     numbers = slots.stride(0), *topk_indices.stride(), width, *strides, *block_table.shape, block_size
-    again = _translation(numbers, topk_indices.device, *[pointer.dtype for pointer in pointers])
-    again.launch(tokens, pointers, free=may_go_again(pointers))
+    translation = _translation(numbers, topk_indices.device, *[pointer.dtype for pointer in pointers])
+    plain = is_plain(pointers)
+
+    def again() -> None:
+        translation.launch(tokens, pointers, free=plain and may_go_again(()))
+
+    again()
+    return again
 
 
 @lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from triton.runtime.driver import driver
 
-__all__ = ["ALIGNMENT", "Bound", "Constants", "Form", "bound", "form_of", "is_plain", "launched", "remember"]
+__all__ = ["ALIGNMENT", "Bound", "Constants", "Form", "bound", "form_of", "is_plain", "launched", "remember", "watched"]
 
 ALIGNMENT = 16
 """Bytes. A pointer aligned to them compiles to wider loads than one that is not."""
@@ -160,17 +160,23 @@ class Bound:
         self._ready = ready._replace(tail=(*numbers, *ready.tail))
 
     def launch(self, programs: int, pointers: Sequence[Any]) -> bool:
-        """Launch so many programs; or say no, as `launched` does, and where the device is not the current one.
+        """Launch so many programs; or say no where that is Triton's to do, or the device is not the current one.
 
-        The caller has seen that nothing is being traced, that pointers are plain, and that devices and dtypes, which of
-        them are None, and their alignments where the kernel minds, are those of the form.
+        The caller has seen that nobody traces or watches launches, that pointers are plain, and that devices and
+        dtypes, which of them are None, and their alignments where the kernel minds, are those of the form.
         """
-        kernel, index, ready = self._kernel, self._index, self._ready
-        if ready.home is not kernel.device_caches.get(index) or _watched(kernel):
+        kernel, index = self._kernel, self._index
+        call, head, middle, together, tail, home, _ = self._ready
+        if home is not kernel.device_caches.get(index) or kernel.pre_run_hooks:
             return False
         if _several() and driver.active.get_current_device() != index:
             return False
-        ready.launch((programs, 1, 1), index, pointers)
+        stream = driver.active.get_current_stream(index)
+        # as `_Ready.launch`, which would cost a call
+        if together:
+            call(*head, programs, 1, 1, stream, *middle, (*pointers, *tail))
+        else:
+            call(*head, programs, 1, 1, stream, *middle, *pointers, *tail)
         return True
 
 
@@ -234,12 +240,16 @@ def _is_understood(compiled: Any) -> bool:
 
 
 def _watched(kernel: Any) -> bool:
-    """Whether somebody, such as a profiler, has asked Triton to tell of launches."""
+    """Whether somebody, such as a profiler, has asked Triton to tell of launches of a kernel."""
+    return bool(kernel.pre_run_hooks) or watched()
+
+
+def watched() -> bool:
+    """Whether somebody has asked Triton to tell of all launches."""
     knobs = triton.knobs.runtime
     enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
     return bool(
         (enter is not None and getattr(enter, "calls", True))
         or (leave is not None and getattr(leave, "calls", True))
-        or kernel.pre_run_hooks
         or getattr(knobs, "add_stages_inspection_hook", None) is not None
     )

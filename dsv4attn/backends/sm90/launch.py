@@ -14,6 +14,7 @@ from torch import Tensor
 from dsv4attn.backends._triton import attend
 from dsv4attn.backends._triton.attend import Again, divider, may_go_again
 from dsv4attn.backends._triton.backend import TritonBackend
+from dsv4attn.backends._triton.ready import is_plain
 from dsv4attn.backends._triton.runtime import INTERPRETED, Constants, Variant, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.backends.sm90.choice import MOST_HEADS
@@ -22,7 +23,7 @@ from dsv4attn.backends.sm90.kernels_schedule import PAGES
 from dsv4attn.backends.sm90.kernels_schedule import ROWS as BF16_ROWS
 from dsv4attn.backends.sm90.tuning import PAGED, ROWED, ROWS
 from dsv4attn.core.bounds import Bounds
-from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, KeyForm, Phase
+from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, KeyForm, PagedKeys, Phase
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
 from dsv4attn.core.workspace import ALIGNMENT, BufferSpec
@@ -103,16 +104,21 @@ class Sm90Backend(TritonBackend):
         """Run a call by the room's own kernel if that can; nothing has happened if not."""
         if len(call.scratch) != 4:
             return False
-        pointers, plan = _planned(call)
+        q, out, lse, top, sink, kept = call.q, call.out, call.lse, call.max_logits, call.attn_sink, call.kept
+        low = (q.data_ptr() | out.data_ptr()) % WIDE
+        known: tuple[_Plan, bool] | None = None if kept is None else kept.get(low)
+        plan = known[0] if known else _planned(call)[1]
         if plan is None:
             return False
         if not plan.adders:
             return True
-        out, lse, top, sink = call.out, call.lse, call.max_logits, call.attn_sink
         part, part_lse, part_max, table = call.scratch
         maxima = None if top is None else part_max
-        given = (call.q, out, lse, top, sink, part, part_lse, maxima, table, *pointers)
-        free = may_go_again(given)
+        given = (q, out, lse, top, sink, part, part_lse, maxima, table, *_pointers(call.keys))
+        plain = known[1] if known else is_plain(given)
+        if kept is not None and not known:
+            kept[low] = plan, plain
+        free = plain and may_go_again(())
         plan.attention.launch(plan.programs, given, free=free)
         plan.adding.launch(plan.adders, (part, part_lse, maxima, table, out, lse, top, sink), free=free)
         return True
@@ -203,6 +209,17 @@ def _planned(call: AttentionCall) -> tuple[list[Tensor], _Plan | None]:
         layouts = () if isinstance(call.keys, GatheredKeys) else tuple(one.cache.layout for one in keys)
         known = _plans[key] = _plan_of(call), layouts
     return pointers if len(pointers) > 3 else pointers * 2, known[0]
+
+
+def _pointers(keys: Sequence[PagedKeys] | GatheredKeys) -> Sequence[Any]:
+    """Of both segments, dense ones, an only one standing for both."""
+    if isinstance(keys, GatheredKeys):
+        rows: Any = keys.rows
+        return (keys.kv, rows.indices, rows.lens) * 2
+    first: Any = keys[0]
+    last: Any = keys[-1]
+    one, other = first.rows, last.rows
+    return first.cache.tensor, one.indices, one.lens, last.cache.tensor, other.indices, other.lens
 
 
 def _plan_of(call: AttentionCall) -> _Plan | None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from dsv4attn.backends._triton import attend, ragged
 from dsv4attn.backends._triton import indices as kernels
 from dsv4attn.backends._triton.runtime import INTERPRETED, Variant, observed
+from dsv4attn.core import indices
 from dsv4attn.core.contract import PageTable, RaggedSteps
 from dsv4attn.testing.scenario import Scenario
 from tests.backends._triton.ragged_trials import pack, translate_ragged
@@ -84,6 +85,20 @@ all_steps = pytest.mark.parametrize("make", STEPS)
 def test_a_step_equals_its_definition(make: Callable[[Random], Trial], rng: Random) -> None:
     with small_rounds(kernels, ragged):
         assert make(rng).agrees(kernels)
+
+
+def test_a_translation_can_be_done_again_on_the_same_memory() -> None:
+    rng = Random(3)
+    table, topk = torch.tensor([[4, 0, 2]], dtype=INT, device=DEVICE), torch.zeros(5, 7, dtype=INT, device=DEVICE)
+    seen, request = torch.zeros(5, dtype=INT, device=DEVICE), torch.zeros(5, dtype=INT, device=DEVICE)
+    outs, expected = ([torch.empty_like(topk), torch.empty_like(seen)] for _ in range(2))
+    again = kernels.compute_global_topk_indices_and_lens(topk, seen, request, table, 8, (outs[0], outs[1]))
+    for _ in range(3):
+        topk.copy_(there(numbers(rng, (5, 7), lambda: rng.randint(-1, 24))))
+        seen.copy_(there(numbers(rng, (5,), lambda: rng.randint(0, 24))))
+        again()
+        indices.compute_global_topk_indices_and_lens(topk, seen, request, table, 8, (expected[0], expected[1]))
+        assert_same_bits(outs, expected)
 
 
 @all_steps

@@ -16,6 +16,7 @@ from attrs import evolve
 
 from dsv4attn.backends._triton import warm
 from dsv4attn.backends._triton.runtime import INTERPRETED, Variant, observed, pointer_type
+from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend, _planned
 from dsv4attn.core.bounds import Bounds
 from dsv4attn.core.contract import KeyForm, Phase
@@ -27,6 +28,7 @@ from dsv4attn.core.workspace import simultaneous_bytes
 from tests.backends._triton.attending import BF16_ROWS, FNUZ, OCP, Trial
 from tests.backends._triton.engine import Engine, launching_nothing
 from tests.backends._triton.trials import operations
+from tests.backends.sm90.calls import planned
 
 META = torch.device("meta")
 FLASH = ModelGeometry.preset("flash")
@@ -165,6 +167,22 @@ def test_a_plan_is_made_once_for_calls_that_differ_in_memory_alone() -> None:
     assert _planned(call)[1] is _planned(evolve(call, attn_sink=call.attn_sink.clone()))[1]  # type: ignore[union-attr]
     for other in (evolve(call, empty_lse=1.0), evolve(call, lse=None), evolve(call, q=call.q[:1], out=call.out[:1])):
         assert _planned(other)[1] is not _planned(call)[1]
+
+
+def test_a_plan_that_is_kept_serves_the_next_call_but_none_of_other_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, kept = Sm90Backend(), dict[object, Any]()
+    call = evolve(planned(backend, Trial(widths=(40, 70), tokens=2, seed=9)), kept=kept)
+    heads = call.q.shape[1]
+    q = torch.zeros(2, heads, 520, dtype=torch.bfloat16, device=call.q.device)
+    call = evolve(call, q=q[..., :512])
+    with launching_nothing(), observed() as seen:
+        assert backend._serve(call)
+        assert len(kept) == 1
+        assert not backend._serve(evolve(call, q=q[..., 1:513]))
+        monkeypatch.setattr(launch, "_planned", lambda _: pytest.fail("planned again"))
+        assert backend._serve(evolve(call, q=q[..., 8:]))
+
+    assert seen[:2] == seen[2:]
 
 
 @pytest.mark.device
