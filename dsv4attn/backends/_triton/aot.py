@@ -273,12 +273,12 @@ def _said(error: BaseException) -> str:
 
 
 def distinctions(variants: Sequence[Variant]) -> dict[Variant, str]:
-    """What tells each variant from the others of its kernel, in few words; nothing for an only one."""
-    by_kernel: dict[Any, list[Variant]] = defaultdict(list)
+    """What tells each variant from the others of its kernel's name, in few words; nothing for an only one."""
+    by_name: dict[str, list[Variant]] = defaultdict(list)
     for variant in variants:
-        by_kernel[variant.kernel].append(variant)
+        by_name[variant.name].append(variant)
     told = {}
-    for alike in by_kernel.values():
+    for alike in by_name.values():
         parts = [_parts(variant) for variant in alike]
         columns = {key: [mine.get(key, "") for mine in parts] for mine in parts for key in mine}
         # of those that change together, one says it

@@ -35,6 +35,7 @@ class Tuning:
     run: int = 16
     """Tiles of a part when results must not depend on the batch."""
     measured: str = "not measured"
+    """On what, when, and by which command; or that nobody did."""
     prefill: Tuning | None = None
     """Numbers of prefill, where they are others than those of decode."""
 
@@ -43,7 +44,8 @@ class Tuning:
         return self.prefill or self if phase is Phase.PREFILL else self
 
 
-_HOPPER = Tuning(chained=False, assembly=True, measured="H200, torch 2.11, Triton 3.6, 2026-11-20")
+_MEASURED = "H200, torch 2.11, Triton 3.6, 2026-11-22: dsv4attn bench decode prefill --backend triton"
+_HOPPER = Tuning(chained=False, assembly=True, measured=_MEASURED)
 # with enough programs in flight, loads ahead serve nobody: without them 64 heads take 2 % less, 128 the same
 HOPPER = evolve(_HOPPER, prefill=evolve(_HOPPER, prefetch=False))
 """sm_90, for every room whose kernel is the shared one."""

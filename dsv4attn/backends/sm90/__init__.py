@@ -1,9 +1,9 @@
 """NVIDIA Hopper (H100, H200, GH200): warp-specialised kernels in Gluon, on fp8 pages or gathered bf16 rows.
 
 Chosen automatically on sm_90, and runs nowhere else, but, asked for by name, on a CPU under Triton's interpreter
-(TRITON_INTERPRET=1), where a twin of the kernel with the same schedule attends. The room's own kernel serves bf16
-queries of at most 128 heads over records of 448 + 64 dims in OCP codes; every other call goes to the kernel that all
-Triton rooms share, with the same answers. Which it is follows from shapes, strides and dtypes.
+(TRITON_INTERPRET=1), where a twin of both kernels with the same schedule attends. The room's own serve bf16 queries
+of at most 128 heads: one over records of 448 + 64 dims in OCP codes, one over bf16 rows. Every other call goes to the
+kernel that all Triton rooms share, with the same answers. Which it is follows from shapes, strides and dtypes.
 
 Prefill reads pages, or, option `prefill=gathered`, rows to which core has copied a chunk's keys in the workspace.
 
@@ -25,7 +25,7 @@ INFO = BackendInfo(
     factory="dsv4attn.backends.sm90.launch:Sm90Backend",
     support=support,
     notes=notes,
-    summary="Hopper; decode and prefill on pages or rows, by a warp-specialised kernel in Gluon",
+    summary="Hopper; decode and prefill on pages or rows, by warp-specialised kernels in Gluon",
     native=("sm_90",),
     runs_on=("sm_90", "cpu"),
     rank=Rank.VENDOR,

@@ -1,4 +1,4 @@
-"""The Gluon kernel of Hopper: three roles of one block work on tiles of 64 keys at the same time.
+"""The Gluon kernel of Hopper for keys in fp8 pages: three roles of one block work on tiles of 64 keys at the same time.
 
 `produce`, eight warps, reads keys, decodes them and puts tiles into one of two places of shared memory. `scores`, four
 warps, multiplies q with a tile, keeps each row's softmax, and adds up the first 128 columns of the output. `values`,
@@ -27,16 +27,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dsv4attn.backends._triton.runtime import stable_gluon
 from dsv4attn.backends.sm90.compat import copy_async
+from dsv4attn.backends.sm90.kernels_common import (
+    FLAT_S,
+    KEYS_S,
+    LINE_L,
+    LOG2E,
+    NOTHING,
+    SCORES_L,
+    WIDE_L,
+    barriers,
+    here,
+    load_sink,
+    scalar,
+    single,
+    write_sums,
+)
 from dsv4attn.backends.sm90.kernels_produce import RAW_S, produce
-from dsv4attn.backends.sm90.kernels_schedule import PAGES, ROWS, enter, part_of, share, tiles_of, told
+from dsv4attn.backends.sm90.kernels_schedule import enter, part_of, share, tiles_of, told
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-NOTHING = gl.constexpr(-1e30)
-"""Where the running maximum starts: finite, so that a tile without keys makes no NaN."""
-
-SCORES_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-"""Of products of q and a tile, 64 heads by 64 keys."""
 OUT_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 """Of 128 columns of the output."""
 WEIGHTS_L = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]), 2))
@@ -50,37 +58,13 @@ STORE_L = gl.constexpr(
     )
 )
 """Sixteen bytes of bf16 in each thread, and in the warp that has them in OUT_L already."""
-Q_L = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-LINE_L = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))
-ONE_L = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-
-KEYS_S = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-FLAT_S = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def here(x):
-    """x, int32, worked out where it stands: what follows from it is not carried through a loop in registers."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def scalar(view):
-    """The number that one place of shared memory holds."""
-    return gl.max(view.load(ONE_L), 0)
-
-
-@gluon.jit
-def single(x, DT: gl.constexpr):
-    """A number as what `scalar` reads."""
-    return gl.full([1], x, DT, layout=ONE_L)
 
 
 @gluon.jit
 def load_q(q, q_s, t, tokens, q_token, q_head, head0, H: gl.constexpr):
     """Start to copy q of row t, zeros for heads and rows that are not there."""
-    head = head0 + here(gl.arange(0, 64, layout=gl.SliceLayout(1, Q_L)))
-    column = gl.arange(0, 128, layout=gl.SliceLayout(0, Q_L))
+    head = head0 + here(gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_L)))
+    column = gl.arange(0, 128, layout=gl.SliceLayout(0, WIDE_L))
     p = q + t.to(gl.int64) * q_token + gl.expand_dims(head.to(gl.int64) * q_head, 1) + gl.expand_dims(column, 0)
     p = gl.multiple_of(p, [1, 16])
     mask = gl.expand_dims((head < H) & (t < tokens), 1) & (gl.expand_dims(column, 0) < 128)
@@ -96,12 +80,12 @@ def scores(
     q, out, lse, max_logits, sink, part, part_lse, part_max, table, lens, to, line,
     q_s, keys_s, bias_s, p_s, alpha_s, factor_s, note_s, where_s, sink_s, go,
     k_full, k_empty, p_full, p_empty, f_full, f_empty, n_full, n_empty,
-    q_token, q_head, scale, empty_lse, head0, SEGMENTS: gl.constexpr, H: gl.constexpr, KIND: gl.constexpr,
+    q_token, q_head, scale, empty_lse, head0, SEGMENTS: gl.constexpr, H: gl.constexpr,
 ):  # fmt: skip
     """Products of q and keys, the softmax of each row, and the first 128 columns of its output."""
     kA, kB, kC, kD = keys_s
     tokens, width0, width1, lo, hi, chunk, extra, t, pos = line
-    out_token, out_head, lse_token, lse_head, max_token, max_head = to
+    out_token, out_head, _lse_token, _lse_head, _max_token, _max_head = to
     program = gl.program_id(0)
     load_q(q, q_s, t, tokens, q_token, q_head, head0, H)
     i = gl.to_tensor(0)
@@ -124,14 +108,10 @@ def scores(
             s = gl.zeros([64, 64], gl.float32, layout=SCORES_L)
             s = warpgroup_mma(q_s.index(zero + 0), kA.index(b).permute((1, 0)), s, use_acc=False, is_async=True)
             s = warpgroup_mma(q_s.index(zero + 1), kB.index(b).permute((1, 0)), s, is_async=True)
-            if KIND == PAGES:
-                # these come first: `values` multiplies the tile before while the softmax of this one is worked out
-                mbarrier.arrive(go.index(0), count=1, pred=k > first)
+            # these come first: `values` multiplies the tile before while the softmax of this one is worked out
+            mbarrier.arrive(go.index(0), count=1, pred=k > first)
             s = warpgroup_mma(q_s.index(zero + 2), kC.index(b).permute((1, 0)), s, is_async=True)
             s = warpgroup_mma(q_s.index(zero + 3), kD.index(b).permute((1, 0)), s, is_async=True)
-            if KIND == ROWS:
-                # likewise; without anybody who decodes, a little later is better
-                mbarrier.arrive(go.index(0), count=1, pred=k > first)
             s, done = warpgroup_mma_wait(0, [s, acc])
             mbarrier.arrive(k_empty.index(1 - b), count=1, pred=k > first)
             bias = bias_s.index(b).load(gl.SliceLayout(0, SCORES_L))
@@ -155,13 +135,12 @@ def scores(
         mbarrier.arrive(k_empty.index((i - 1) % 2), count=1, pred=last > first)
         whole = (first == 0) & (last == n)
         side = part_of(program, pos, lo)
-        empty = total == 0.0
         factor = 1.0 / total
         if whole:  # noqa: SIM102 - a value, and a constant
             if sink is not None:
                 # one more logit of value zero; a sink of +inf leaves nothing
                 factor = 1.0 / (total + gl.exp2(sink_s.load(gl.SliceLayout(1, SCORES_L)) - largest))
-        factor = gl.where(empty, 0.0, factor)
+        factor = gl.where(total == 0.0, 0.0, factor)
         mbarrier.wait(f_empty.index(0), (j & 1) ^ 1)
         factor_s.store(factor)
         place = t.to(gl.int64) * out_token + head0 * out_head
@@ -172,20 +151,9 @@ def scores(
         load_q(q, q_s, t + 1, tokens, q_token, q_head, head0, H)
         result = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT_L)), 1)
         write(out, part, result, place, out_head, 0, H)
-        within = here(gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES_L)))
-        if whole:
-            head = head0 + within
-            if lse is not None:
-                at = t.to(gl.int64) * lse_token + head.to(gl.int64) * lse_head
-                gl.store(lse + at, gl.where(empty, empty_lse, (largest + gl.log2(total)) * LN2), mask=head < H)
-            if max_logits is not None:
-                at = t.to(gl.int64) * max_token + head.to(gl.int64) * max_head
-                gl.store(max_logits + at, gl.where(empty, -float("inf"), largest * LN2), mask=head < H)
-        else:
-            aside = side * 64 + within
-            gl.store(part_lse + aside, gl.where(empty, -float("inf"), largest + gl.log2(total)))
-            if max_logits is not None:
-                gl.store(part_max + aside, gl.where(empty, -float("inf"), largest))
+        write_sums(
+            lse, max_logits, part_lse, part_max, to, t, whole, side, total, largest, largest, empty_lse, head0, H
+        )
         if first == 0:
             told(table, t, pos, n, lo, chunk)
         pos += gl.maximum(n, 1) + extra
@@ -261,15 +229,6 @@ def values(
         mbarrier.arrive(n_empty.index(0), count=1)
 
 
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """So many barriers, whose phase ends after so many arrivals."""
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for b in gl.static_range(COUNT):
-        mbarrier.init(made.index(b), count=ARRIVALS)
-    return made
-
-
 @stable_gluon
 def attention(
     q,
@@ -314,7 +273,6 @@ def attention(
     scale: tl.float32,
     empty_lse: tl.float32,
     SEGMENTS: gl.constexpr,
-    KIND: gl.constexpr,
     H: gl.constexpr,
     BT: gl.constexpr,
     VALUES: gl.constexpr,
@@ -322,8 +280,8 @@ def attention(
 ):
     """Grid: (programs x blocks of 64 heads,), heads fastest, so that programs that share keys run together.
 
-    q, out: [T, H, 512] bf16; their rows, and pages, begin at multiples of 16 bytes. cache0: pages of the window, or,
-    KIND ROWS, rows [count0, 512] bf16, pitch0 eighths of elements apart; cache1, rows1, lens1: the second segment's.
+    q, out: [T, H, 512] bf16; their rows, and pages, begin at multiples of 16 bytes. cache0: pages of the window;
+    cache1, rows1, lens1: the second segment's, which is read if SEGMENTS is 2.
     part [programs, 2, 64, 512] fp32, part_lse, part_max [programs, 2, 64] fp32 (base 2): rows that are not whole.
     table: [T, 2] int32, see `told`. least: tiles of the shortest chunk. VALUES, PRODUCE: registers of those roles.
     """
@@ -356,10 +314,7 @@ def attention(
     factor_s = gl.allocate_shared_memory(gl.float32, [64], FLAT_S)
     note_s = gl.allocate_shared_memory(gl.int32, [1], FLAT_S)
     where_s = gl.allocate_shared_memory(gl.int64, [1], FLAT_S)
-    sink_s = gl.allocate_shared_memory(gl.float32, [64], FLAT_S)
-    if sink is not None:
-        head = head0 + gl.arange(0, 64, layout=ONE_L)
-        sink_s.store(gl.load(sink + head, mask=head < H, other=0.0) * LOG2E)
+    sink_s = load_sink(sink, head0, H)
     k_full, k_empty = barriers(2, 1), barriers(2, 2)
     go, p_full, p_empty = barriers(1, 1), barriers(1, 1), barriers(1, 1)
     f_full, f_empty, n_full, n_empty = barriers(1, 1), barriers(1, 1), barriers(1, 1), barriers(1, 1)
@@ -372,7 +327,7 @@ def attention(
                     q, out, lse, max_logits, sink, part, part_lse, part_max, table, lens, to, line,
                     q_s, keys_s, bias_s, p_s, alpha_s, factor_s, note_s, where_s, sink_s, go,
                     k_full, k_empty, p_full, p_empty, f_full, f_empty, n_full, n_empty,
-                    q_token, q_head, scale, empty_lse, head0, SEGMENTS, H, KIND,
+                    q_token, q_head, scale, empty_lse, head0, SEGMENTS, H,
                 ),
             ),
             (
@@ -386,7 +341,7 @@ def attention(
                 produce,
                 (
                     keys_s, (raw0, raw1, raw2, raw3, raw4), bias_s, k_full, k_empty, (cache0, cache1), (rows0, rows1),
-                    lens, (stride0, stride1), paging, line, count, SEGMENTS, KIND,
+                    lens, (stride0, stride1), paging, line, count, SEGMENTS,
                 ),
             ),
         ],

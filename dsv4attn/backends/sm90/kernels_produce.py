@@ -1,4 +1,4 @@
-"""The role of the Gluon kernel that brings keys: from slots to tiles of bf16 in shared memory."""
+"""The role that brings keys in fp8 pages: from slots to tiles of bf16 in shared memory."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -10,13 +10,11 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from dsv4attn.backends._triton.keys import DECODE
 from dsv4attn.backends.sm90.compat import copy_async, reinterpret
-from dsv4attn.backends.sm90.kernels_schedule import ROWS, advance, enter, page_of, row_of, settle, slots
+from dsv4attn.backends.sm90.kernels_schedule import advance, enter, page_of, settle, slots
 
 WORDS_L = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
 """Of 64 codes of each key, as words: four threads have a key's, eight warps a tile."""
 ROPE_L = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))
-ROWS_L = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
-"""Of 128 bf16 values of each key."""
 KEY_WORDS_S = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 """The same bytes as KEYS_S, two values in a word."""
 RAW_S = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
@@ -87,58 +85,9 @@ def fetch(raw_s, data, ok):
 
 @gluon.jit
 def produce(
-    keys_s, raw_s, bias_s, k_full, k_empty, caches, rows, lens, strides, paging, line, count,
-    SEGMENTS: gl.constexpr, KIND: gl.constexpr,
-):  # fmt: skip
-    """Fill places of keys with the tiles of a chunk, one after the other, and say which keys are there."""
-    if KIND == ROWS:
-        produce_rows(keys_s, bias_s, k_full, k_empty, caches, rows, lens, strides, paging, line, count, SEGMENTS)
-    else:
-        produce_pages(
-            keys_s, raw_s, bias_s, k_full, k_empty, caches, rows, lens, strides, paging, line, count, SEGMENTS
-        )
-
-
-@gluon.jit
-def produce_rows(
-    keys_s, bias_s, k_full, k_empty, caches, rows, lens, strides, paging, line, count, SEGMENTS: gl.constexpr
-):
-    """Keys that are rows already: copied as they are. The next tile's slots are loaded meanwhile."""
-    kA, kB, kC, kD = keys_s
-    tokens, width0, width1, lo, hi, _chunk, extra, t, pos = line
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS_L))
-    n0, n1, k, last = enter(lens[0], lens[1], t, pos, lo, hi, tokens, width0, width1, SEGMENTS)
-    t, pos, n0, n1, k, last = settle(
-        lens[0], lens[1], t, pos, lo, hi, extra, tokens, width0, width1, n0, n1, k, last, SEGMENTS
-    )
-    slot, _inside = slots(rows[0], rows[1], strides[0], strides[1], t, tokens, k, n0, n1, row, SEGMENTS)
-    of = gl.arange(0, 128, layout=gl.SliceLayout(0, ROWS_L))
-    for i in range(count):
-        b = i % 2
-        ok, key = row_of(slot, caches[0], paging[3], paging[4])
-        p = gl.multiple_of(gl.expand_dims(key, 1) + gl.expand_dims(of, 0), [1, 16])
-        mask = gl.expand_dims(ok, 1) & (gl.expand_dims(of, 0) < 128)
-        mbarrier.wait(k_empty.index(b), ((i // 2) & 1) ^ 1)
-        bias_s.index(b).store(gl.where(ok, 0.0, -float("inf")))
-        copy_async(kA.index(b), p, mask=mask)
-        copy_async(kB.index(b), p + 128, mask=mask)
-        copy_async(kC.index(b), p + 256, mask=mask)
-        copy_async(kD.index(b), p + 384, mask=mask)
-        async_copy.commit_group()
-        t, pos, n0, n1, k, last = advance(
-            lens[0], lens[1], t, pos, lo, hi, extra, tokens, width0, width1, n0, n1, k, last, SEGMENTS
-        )
-        slot, _inside = slots(rows[0], rows[1], strides[0], strides[1], t, tokens, k, n0, n1, row, SEGMENTS)
-        async_copy.wait_group(0)
-        fence_async_shared()
-        mbarrier.arrive(k_full.index(b), count=1)
-
-
-@gluon.jit
-def produce_pages(
     keys_s, raw_s, bias_s, k_full, k_empty, caches, rows, lens, strides, paging, line, count, SEGMENTS: gl.constexpr
 ):
-    """Keys that are records of pages: decoded.
+    """Fill places of keys with the tiles of a chunk, one after the other, and say which keys are there.
 
     While a tile is decoded, the next one's codes are on their way, and the slots of the one behind it are known.
     """

@@ -1,4 +1,4 @@
-"""Which program attends which tiles, and where a tile's keys stand: what the Gluon kernel and its twin have in common.
+"""Which program attends which tiles, and where a tile's keys stand: what the Gluon kernels and their twin share.
 
 All rows of a call are laid on one line, tile after tile, and the line is cut into as many chunks as there are programs.
 A tile is 64 keys of one segment; a row has the tiles of its window, then those of its compressed segment. A row without
@@ -24,11 +24,14 @@ __all__ = [
     "PAGES",
     "ROWS",
     "TILE",
+    "TOLERANCE",
     "advance",
     "enter",
     "page_of",
+    "pairs_of",
     "part_of",
     "row_of",
+    "row_slots",
     "settle",
     "share",
     "slots",
@@ -42,6 +45,8 @@ ROWS = tl.constexpr(1)
 """Keys are rows of 512 bf16 values."""
 TILE = tl.constexpr(64)
 COST = tl.constexpr(2)
+TOLERANCE = tl.constexpr(8.0)
+"""How far, in base 2, a row's largest logit may exceed what the weights of gathered keys are relative to."""
 _MOST = tl.constexpr(1 << 30)
 
 
@@ -164,6 +169,25 @@ def slots(rows0, rows1, stride0, stride1, t, tokens, k, n0, n1, row, SEGMENTS: t
             column = (k - before) * TILE + row
             length = n1
     return tl.load(at + column, mask=column < tl.where(t < tokens, length, 0), other=-1), inside
+
+
+@triton.jit
+def pairs_of(first, last):
+    """Pairs in which the tiles of a row are attended that is one segment; the last may be half a pair, or an empty one.
+
+    first: the row's first tile here, last: the one behind its last.
+    """
+    return tl.maximum((last - first + 1) // 2, 1)
+
+
+@triton.jit
+def row_slots(rows, stride, t, n, last, k, row):
+    """Indices of tile k of row t that is one segment, -1 behind its n columns. row: 0 .. TILE.
+
+    -1 too from tile `last` on: that belongs to another program, even where it stands beside an own one in a pair.
+    """
+    column = k * TILE + row
+    return tl.load(rows + t.to(tl.int64) * stride + column, mask=column < tl.minimum(n, last * TILE), other=-1)
 
 
 @triton.jit

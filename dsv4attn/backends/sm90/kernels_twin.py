@@ -1,7 +1,8 @@
-"""The Gluon kernel's twin, for Triton's interpreter, which runs no Gluon: same arguments, schedule, parts and results.
+"""The twin of both Gluon kernels, for Triton's interpreter, which runs no Gluon: same arguments, schedule and results.
 
-It goes two ways over a chunk at once, as the roles do: rows one after the other as `scores`, tiles as `produce`. Keys
-come from where the second stands, so the two have to agree.
+Of pages it goes two ways over a chunk at once, as the roles of `kernels` do: rows one after the other as `scores`,
+tiles as `produce`. Keys come from where the second stands, so the two have to agree. The roles of `kernels_rows` all go
+by rows, and attend pairs of tiles, one tile after the other.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -17,11 +18,14 @@ from dsv4attn.backends._triton.keys import widen
 from dsv4attn.backends._triton.runtime import stable_kernel
 from dsv4attn.backends.sm90.kernels_schedule import (
     ROWS,
+    TOLERANCE,
     advance,
     enter,
     page_of,
+    pairs_of,
     part_of,
     row_of,
+    row_slots,
     settle,
     share,
     slots,
@@ -96,7 +100,7 @@ def attention(
     H: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """See `kernels.attention`."""
+    """See `kernels.attention`; KIND ROWS, `kernels_rows.attention`."""
     BLOCKS: tl.constexpr = (H + 63) // 64
     program = tl.program_id(0)
     within = tl.arange(0, 64)
@@ -120,23 +124,27 @@ def attention(
         q_row = q + token * q_token + head.to(tl.int64)[:, None] * q_head + column[None, :]
         query = widen(tl.load(q_row, mask=live[:, None], other=0.0), tl.float32)
         largest, total = tl.full([64], NOTHING, tl.float32), tl.zeros([64], tl.float32)
+        # what weights are relative to: of pages the largest logit so far
+        reference, tolerance = largest, TOLERANCE if KIND == ROWS else 0.0
         acc = tl.zeros([64, 512], tl.float32)
-        for _ in range(first, last):
-            slot, inside = slots(rows0, rows1, stride0, stride1, u, tokens, i, m0, m1, row, SEGMENTS)
-            # of a tile that nobody produces, no key would ever arrive
-            slot = tl.where(done < count, slot, -1)
+        for k in range(first, first + pairs_of(first, last) * 2 if KIND == ROWS else last):
             if KIND == ROWS:
-                ok, key = row_of(slot, cache0, pitch0, count0)
+                ok, key = row_of(row_slots(rows0, stride0, t, n0, last, k, row), cache0, pitch0, count0)
                 keys = read_row(key, ok)
             else:
+                slot, inside = slots(rows0, rows1, stride0, stride1, u, tokens, i, m0, m1, row, SEGMENTS)
+                # of a tile that nobody produces, no key would ever arrive
+                slot = tl.where(done < count, slot, -1)
                 ok, data, scales = page_of(slot, inside, cache0, cache1, paging, SEGMENTS)
                 keys = read_page(data, scales, ok)
             z = tl.dot(query, tl.trans(keys), input_precision="ieee") * (scale * LOG2E)
             z += tl.where(ok, 0.0, -float("inf"))[None, :]
-            grown = tl.maximum(largest, tl.max(z, 1))
-            shrink = tl.exp2(largest - grown)
-            p = tl.exp2(z - grown[:, None])
-            largest = grown
+            most = tl.max(z, 1)
+            largest = tl.maximum(largest, most)
+            moved = tl.where(most > reference + tolerance, most, reference)
+            shrink = tl.exp2(reference - moved)
+            p = tl.exp2(z - moved[:, None])
+            reference = moved
             total = total * shrink + tl.sum(p, 1)
             acc = tl.dot(p, keys, acc * shrink[:, None], input_precision="ieee")
             done += 1
@@ -149,21 +157,21 @@ def attention(
         factor = 1.0 / total
         if whole:  # noqa: SIM102 - a value, and a constant
             if sink is not None:
-                factor = 1.0 / (total + tl.exp2(tl.load(sink + head, mask=live, other=0.0) * LOG2E - largest))
+                factor = 1.0 / (total + tl.exp2(tl.load(sink + head, mask=live, other=0.0) * LOG2E - reference))
         result = acc * tl.where(empty, 0.0, factor)[:, None]
         if whole:
             to = out + token * out_token + head.to(tl.int64)[:, None] * out_head + column[None, :]
             tl.store(to, lang.round_to(result, out.dtype.element_ty, False), mask=live[:, None])
             if lse is not None:
                 at = token * lse_token + head.to(tl.int64) * lse_head
-                tl.store(lse + at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2), mask=live)
+                tl.store(lse + at, tl.where(empty, empty_lse, (reference + tl.log2(total)) * LN2), mask=live)
             if max_logits is not None:
                 at = token * max_token + head.to(tl.int64) * max_head
                 tl.store(max_logits + at, tl.where(empty, -float("inf"), largest * LN2), mask=live)
         else:
             line = side * 64 + within
             tl.store(part + line[:, None] * 512 + column[None, :], result)
-            tl.store(part_lse + line, tl.where(empty, -float("inf"), largest + tl.log2(total)))
+            tl.store(part_lse + line, tl.where(empty, -float("inf"), reference + tl.log2(total)))
             if max_logits is not None:
                 tl.store(part_max + line, tl.where(empty, -float("inf"), largest))
         if first == 0:

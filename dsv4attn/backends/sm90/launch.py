@@ -1,4 +1,4 @@
-"""The Backend of the Hopper room: its own kernel where that serves a call, the shared one where not."""
+"""The Backend of the Hopper room: its own kernels where they serve a call, the shared one where not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dsv4attn.backends.sm90.choice import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_parts import add_up
 from dsv4attn.backends.sm90.kernels_schedule import PAGES
 from dsv4attn.backends.sm90.kernels_schedule import ROWS as BF16_ROWS
-from dsv4attn.backends.sm90.tuning import PAGED, ROWED, ROWS
+from dsv4attn.backends.sm90.tuning import PAGED, ROWED, ROWS, Roles
 from dsv4attn.core.bounds import Bounds
 from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, KeyForm, PagedKeys, Phase
 from dsv4attn.core.geometry import LayerGeometry
@@ -30,9 +30,11 @@ from dsv4attn.core.workspace import ALIGNMENT, BufferSpec
 from dsv4attn.errors import ArgumentError
 
 if INTERPRETED:
-    from dsv4attn.backends.sm90.kernels_twin import attention
+    from dsv4attn.backends.sm90.kernels_twin import attention as attend_pages
+    from dsv4attn.backends.sm90.kernels_twin import attention as attend_rows
 else:
-    from dsv4attn.backends.sm90.kernels import attention
+    from dsv4attn.backends.sm90.kernels import attention as attend_pages
+    from dsv4attn.backends.sm90.kernels_rows import attention as attend_rows
 
 __all__ = ["Sm90Backend"]
 
@@ -47,7 +49,7 @@ LINE = 1024
 class Sm90Backend(TritonBackend):
     """Attention on pages in decode, and in prefill on pages or on bf16 rows that core gathers.
 
-    prefill: "paged" gathers nothing and takes no workspace for keys; "gathered" is better where queries share keys.
+    prefill: "paged" gathers nothing and takes no workspace for keys; "gathered" pays for long chunks of many heads.
     tuning: of the shared kernel, see `TritonBackend`. deterministic: leaves every call to the shared kernel, because
     the room's own cuts rows where the batch makes it.
     """
@@ -234,7 +236,7 @@ def _plan_of(call: AttentionCall) -> _Plan | None:
     to = [*out.stride()[:2]]
     for told in (call.lse, call.max_logits):
         to += (0, 0) if told is None else told.stride()
-    roles = PAGED if kind == PAGES.value else ROWED
+    attention, roles = _own(kind)
     constants, adding = _constants(1 if isinstance(keys, GatheredKeys) else len(keys), kind, heads)
     each, chosen = adding[tokens * heads > roles.few]
     given = (*q.stride()[:2], *to, *numbers, tokens, roles.least, call.layer.scale, call.empty_lse)
@@ -246,13 +248,18 @@ def _plan_of(call: AttentionCall) -> _Plan | None:
     )
 
 
+def _own(kind: int) -> tuple[Any, Roles]:
+    """The room's own kernel for one kind of keys, and its numbers."""
+    return (attend_pages, PAGED) if kind == PAGES.value else (attend_rows, ROWED)
+
+
 @cache
 def _constants(segments: int, kind: int, heads: int) -> tuple[Constants, tuple[tuple[int, Constants], ...]]:
     """Of the kernel; and of `add_up`, with its programs for each token, where heads are few, and else."""
-    roles = PAGED if kind == PAGES.value else ROWED
-    chosen = {"SEGMENTS": segments, "KIND": kind, "H": heads, "BT": LINE}
-    if not INTERPRETED:
-        chosen |= {"VALUES": roles.values, "PRODUCE": roles.produce}
+    _, roles = _own(kind)
+    chosen = {"SEGMENTS": segments, "H": heads, "BT": LINE}
+    # the twin is one for both kinds
+    chosen |= {"KIND": kind} if INTERPRETED else {"VALUES": roles.values, "PRODUCE": roles.produce}
     adding = tuple(
         (-(-heads // own), Constants({"H": heads, "R": own, "N": parts, "EXACT_CASTS": not INTERPRETED}))
         for own, parts in roles.adding
@@ -267,7 +274,7 @@ def _is_wide(tensor: Tensor) -> bool:
 
 
 def _kind_of(layouts: Sequence[KVCacheLayout]) -> int | None:
-    """What the kernel reads of caches like these that are aligned; None if it does not."""
+    """What the room's own kernels read of caches like these that are aligned; None if they do not."""
     if all(map(_is_record, layouts)):
         return int(PAGES.value)
     (first, *others) = layouts
@@ -321,8 +328,8 @@ def _width(call: AttentionCall) -> int:
 
 
 def variants(segments: int, kind: int, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]) -> Iterator[Variant]:
-    """Every form that `forward_mqa` can ask for: it never asks for the largest logits."""
-    roles = PAGED if kind == PAGES.value else ROWED
+    """Every form of these kernels that `forward_mqa` can ask for: it never asks for the largest logits."""
+    attention, roles = _own(kind)
     constants, adding = _constants(segments, kind, heads)
     cache = "*u8" if kind == PAGES.value else "*bf16"
     types = {"q": "*bf16", "out": "*bf16", "max_logits": "none", "part_max": "none", "table": "*i32"}

@@ -1,4 +1,4 @@
-"""Numbers of the Hopper room: of its own kernel, and of the shared one."""
+"""Numbers of the Hopper room: of its own kernels, and of the shared one."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ __all__ = ["PAGED", "ROWED", "ROWS", "Roles"]
 
 @frozen
 class Roles:
-    """Numbers of the Gluon kernel for one kind of keys.
+    """Numbers of the Gluon kernel for one kind of keys. Three roles share the 65,536 registers of a multiprocessor.
 
-    values, produce: registers of a thread in these roles, of four and of eight warps; `scores`, of four, has what they
-    leave of 65,536. least: tiles of the shortest chunk. few: up to so many heads of all tokens, a program adds up one
-    head, whose parts are many, and loads `parts` together; beyond them it adds up `heads` heads, two parts at a time.
-    warps: of either.
+    values, produce: registers of a thread in the second role, of four warps, which adds up values, and in `produce`, of
+    `producers` warps; the first, of four, has what they leave. least: tiles of the shortest chunk. few: up to so many
+    heads of all tokens, a program adds up one head, whose parts are many, and loads `parts` together; beyond them it
+    adds up `heads` heads, two parts at a time. warps: of either.
     """
 
     values: int = 224
     produce: int = 64
+    producers: int = 8
     least: int = 1
     few: int = 2048
     parts: int = 8
@@ -32,9 +33,12 @@ class Roles:
     measured: str = "not measured"
 
     @property
-    def scores(self) -> int:
-        """Registers of a thread of the third role."""
-        return (65536 // 32 - 4 * self.values - 8 * self.produce) // 4 // 8 * 8
+    def block(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+        """Warps of each role, and registers of each of their threads, which come in eights."""
+        warps = 4 + 4 + self.producers
+        there = 65536 // (32 * warps) // 8 * 8 * warps
+        left = (there - 4 * self.values - self.producers * self.produce) // 4 // 8 * 8
+        return (4, left), (4, self.values), (self.producers, self.produce)
 
     @property
     def adding(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -42,11 +46,11 @@ class Roles:
         return (1, self.parts), (self.heads, 2)
 
 
-_MEASURED = "H200, torch 2.11, Triton 3.6, 2026-11-20"
+_ON = "H200, torch 2.11, Triton 3.6, 2026-11-22: dsv4attn bench"
 
-PAGED = Roles(measured=_MEASURED)
+PAGED = Roles(measured=f"{_ON} decode prefill")
 """Keys in fp8 pages."""
-ROWED = Roles(measured=_MEASURED)
+ROWED = Roles(values=216, produce=72, producers=4, measured=f"{_ON} prefill-rows")
 """Keys in bf16 rows."""
 
 ROWS: Mapping[str, Tuning] = {DEFAULT: HOPPER, "cpu": INTERPRETER, "sm_90": HOPPER}

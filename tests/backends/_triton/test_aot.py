@@ -16,7 +16,7 @@ import triton.language as tl
 
 from dsv4attn.backends._triton import warm
 from dsv4attn.backends._triton.aot import Resources, compile_all, cross_compile, distinctions
-from dsv4attn.backends._triton.runtime import INTERPRETED, Variant, launch, observed
+from dsv4attn.backends._triton.runtime import INTERPRETED, Variant, launch, observed, stable_kernel
 from dsv4attn.backends._triton.targets import TARGETS, Target
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.errors import ArgumentError, UnknownNameError
@@ -204,6 +204,14 @@ def test_variants_are_told_apart_in_few_words() -> None:
         "",
         "x:*bf16 scale:none DT=fp32",
     ]
+
+
+def test_kernels_of_one_name_are_told_apart() -> None:
+    one, other = rows_of(), rows_of(x="*fp32")
+    namesake = Variant(stable_kernel(rows.fn), other.types, other.constants)
+
+    assert namesake.kernel is not one.kernel
+    assert distinctions([one, namesake]) == {one: "x:*bf16", namesake: "x:*fp32"}
 
 
 @pytest.mark.parametrize(

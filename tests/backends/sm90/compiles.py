@@ -42,12 +42,22 @@ def fullest(heads: int) -> list[Variant]:
     return [form for form in forms(heads) if dict(form.types)["lse"] != "none"]
 
 
-def planted() -> list[str]:
-    """Codes of the limits that a form breaks in which `values` has too few registers."""
-    form = next(form for form in forms(64) if form.name == "attention")
-    spoiled = Variant(form.kernel, form.types, {**dict(form.constants), "VALUES": 160})
-    (outcome,) = compile_all([spoiled], TARGET)
-    return [reason.code for reason in outcome.reasons]
+def planted() -> dict[str, list[str]]:
+    """Of both kernels, by what keys are: codes of the limits that a form breaks whose second role has few registers."""
+    first = {dict(form.types)["cache0"]: form for form in reversed(fullest(64)) if form.name == "attention"}
+    spoiled = [Variant(form.kernel, form.types, {**dict(form.constants), "VALUES": 160}) for form in first.values()]
+    outcomes = compile_all(spoiled, TARGET)
+    return {dict(one.variant.types)["cache0"]: [reason.code for reason in one.reasons] for one in outcomes}
+
+
+def factors(text: str) -> list[int]:
+    """Of each block of instructions that multiplies sums unless factors of a thread are 1: how many factors it has."""
+    found = []
+    for block in re.findall(r"// begin inline asm(.*?)// end inline asm", text, re.DOTALL):
+        asked = re.findall(r"setp\.neu\.f32 \w+, (%\w+), 0f3F800000;", block)
+        if asked:
+            found.append(len({*asked, *re.findall(r"mul\.f32 %\w+, %\w+, (%\w+);", block)}))
+    return found
 
 
 def all_forms(heads: Sequence[int], chosen: Callable[[int], list[Variant]] = forms) -> dict[str, Any]:
@@ -65,6 +75,7 @@ def all_forms(heads: Sequence[int], chosen: Callable[[int], list[Variant]] = for
             "occupancy": need.occupancy if need else 0,
             "copied": sorted(copied),
             "stored": len(re.findall(r"st\.global\S*\.v4\.b32", text)),
+            "factors": factors(text),
             "narrow": len(re.findall(r"st\.shared\S*\.(?:b8|b16|u8|u16)\b", text)),
         }
     return told

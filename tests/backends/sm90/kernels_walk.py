@@ -11,7 +11,9 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     advance,
     enter,
     page_of,
+    pairs_of,
     part_of,
+    row_slots,
     settle,
     share,
     slots,
@@ -27,6 +29,7 @@ def walk(
     chunks,
     tiles,
     indices,
+    paired,
     rows,
     table,
     rows0,
@@ -45,7 +48,8 @@ def walk(
 ):
     """Grid: (programs,). chunks: [P, 3], count, tiles walked, rows walked. tiles: [P, most, 3], row, tile, segment.
 
-    indices: [P, most, 64] of each tile. rows: [P, most, 4], row, first tile, one behind the last, part or -1 if whole.
+    indices: [P, most, 64] of each tile; paired: [P, 2 * most, 64] of each in pairs, where rows have one segment. rows:
+    [P, most, 4], row, first tile, one behind the last, part or -1 if whole.
     """
     program, row = tl.program_id(0), tl.arange(0, 64)
     at = tl.arange(0, BT)
@@ -68,7 +72,7 @@ def walk(
         u, start, n0, n1, k, last = advance(
             lens0, lens1, u, start, lo, hi, extra, tokens, width0, width1, n0, n1, k, last, SEGMENTS
         )
-    written = count * 0
+    written, tile = count * 0, count * 0
     while (pos < hi) & (t < tokens):
         n0, n1, first, last = enter(lens0, lens1, t, pos, lo, hi, tokens, width0, width1, SEGMENTS)
         n = tiles_of(n0, n1)
@@ -77,6 +81,11 @@ def walk(
         tl.store(to + 1, first)
         tl.store(to + 2, last)
         tl.store(to + 3, tl.where((first == 0) & (last == n), -1, part_of(program, pos, lo)))
+        if SEGMENTS == 1:
+            for of in range(first, first + 2 * pairs_of(first, last)):
+                to = paired + (program * 2 * most + tile) * 64
+                tl.store(to + row, row_slots(rows0, stride0, t, n0, last, of, row))
+                tile += 1
         if first == 0:
             told(table, t, pos, n, lo, chunk)
         written += 1

@@ -30,12 +30,14 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, 
     monkeypatch.setattr(launch, "_plans", {})
     if module == "parts":
         monkeypatch.setattr(launch, "add_up", _changed(folder, kernels_parts, old, new).add_up)
-    elif module == "twin":
-        monkeypatch.setattr(launch, "attention", _changed(folder, kernels_twin, old, new).attention)
+        return
+    if module == "twin":
+        twin = _changed(folder, kernels_twin, old, new)
     else:
         name = _changed(folder, kernels_schedule, old, new).__name__
-        source = inspect.getsource(kernels_twin).replace(_SCHEDULE, name)
-        monkeypatch.setattr(launch, "attention", _imported(folder / f"twin_{folder.name}.py", source).attention)
+        twin = _imported(folder / f"twin_{folder.name}.py", inspect.getsource(kernels_twin).replace(_SCHEDULE, name))
+    for kernel in ("attend_pages", "attend_rows"):
+        monkeypatch.setattr(launch, kernel, twin.attention)
 
 
 def _changed(folder: Path, module: ModuleType, old: str, new: str) -> ModuleType:

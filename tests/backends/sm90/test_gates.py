@@ -54,8 +54,7 @@ def test_every_form_keeps_every_limit(words: str) -> None:
     assert len(own) == (3 if "fullest" in words else 6)
     for name, form in own.items():
         roles = PAGED if "cache0:*u8" in name else ROWED
-        # four warps each of `scores` and `values`, eight of `produce`: all that a multiprocessor has
-        assert form["roles"] == [[4, roles.scores], [4, roles.values], [8, roles.produce]], name
+        assert form["roles"] == [[*role] for role in roles.block], name
         assert sum(32 * warps * registers for warps, registers in form["roles"]) <= FILE
         assert form["shared"] <= 232_448
         assert form["occupancy"] == 1
@@ -63,13 +62,23 @@ def test_every_form_keeps_every_limit(words: str) -> None:
         assert form["copied"] == [16]
         assert form["stored"] >= 4 * 8
         assert form["narrow"] == 0
+        # of two rows, which are asked about: nothing else that a branch skips. Two roles, two tiles, half at a time
+        assert form["factors"] == ([2] * 8 if roles is ROWED else [])
 
 
 def test_fewer_registers_for_a_role_are_found() -> None:
     done = outside(str(Path(__file__).with_name("compiles.py")), "planted")
     assert done.returncode == 0, done.stderr
 
-    assert json.loads(done.stdout) == ["SPILLS", "SERIALISED"]
+    assert json.loads(done.stdout) == {"*u8": ["SPILLS", "SERIALISED"], "*bf16": ["SPILLS", "SERIALISED"]}
+
+
+def test_a_block_s_roles_have_what_a_multiprocessor_has() -> None:
+    assert PAGED.block == ((4, 160), (4, 224), (8, 64))
+    # twelve warps start with 168 each, of which 8 are nobody's
+    assert ROWED.block == ((4, 216), (4, 216), (4, 72))
+    for roles in (PAGED, ROWED):
+        assert FILE - 32 * 4 * 8 <= sum(32 * warps * registers for warps, registers in roles.block) <= FILE
 
 
 def test_roles_that_take_more_than_there_is_are_found() -> None:

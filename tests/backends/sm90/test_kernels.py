@@ -18,8 +18,10 @@ from dsv4attn.backends._triton.runtime import INTERPRETED
 from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import PAGED
+from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd
 from dsv4attn.core.contract import Phase
 from tests.backends._triton.attending import BF16_ROWS, FNUZ, FP32_ROWS, OCP, SPLIT_OCP, TINY, Trial
+from tests.backends._triton.caches import DEVICE
 from tests.backends.sm90.calls import run
 from tests.backends.sm90.planting import plant
 
@@ -192,26 +194,72 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert max(errors) > 1
 
 
+RISING = (0.0, 3.0, 5.5, 5.625, 20.0, 19.0, 60.0, 0.0)
+"""Logits of each tile's keys: some exceed those before by less than TOLERANCE, 8 in base 2 or 5.545, some by more."""
+
+
+def rising(tokens: int) -> float:
+    """Error in budgets of gathered rows with such logits, where each query has the tiles in another order."""
+    draw = torch.Generator().manual_seed(1)
+    keys = torch.randn(64 * len(RISING), 512, generator=draw).bfloat16()
+    keys[:, 0] = torch.tensor(RISING).repeat_interleave(64)
+    q = torch.zeros(tokens, 5, 512, dtype=torch.bfloat16)
+    q[..., 0] = torch.tensor([1.0, 0.5, -1.0, 0.0, -0.25])
+    rows = torch.stack([torch.arange(len(keys)).roll(64 * t) for t in range(tokens)]).int()[:, None]
+    given = q.to(DEVICE), keys[:, None].to(DEVICE), rows.to(DEVICE)
+    out, largest, lse = (one.cpu().double() for one in flash_mla_sparse_fwd(*given, 1.0, backend="sm90"))
+    z = q.double() @ keys.double().T
+    right = z.softmax(-1) @ keys.double()
+    errors = [(largest - z.amax(-1)).abs().max() / 1e-4, (lse - z.logsumexp(-1)).abs().max() / 1e-4]
+    errors += [(out - right).norm() / (4e-3 * right.norm())]
+    return float(torch.stack(errors).max())
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_weights_that_are_relative_to_less_than_the_largest_logit_are_right_and_so_is_that(tokens: int) -> None:
+    assert rising(tokens) <= 1
+
+
 OF_ROWS = {
-    "a row behind the last": ("(slot < count)\n    return ok, cache", "(slot <= count)\n    return ok, cache"),
+    "a row behind the last": (
+        "schedule",
+        "(slot < count)\n    return ok, cache",
+        "(slot <= count)\n    return ok, cache",
+    ),
     "the row before": (
+        "schedule",
         "cache + tl.where(ok, slot, 0).to(tl.int64) * pitch",
         "cache + tl.where(ok, slot // 2 * 2, 0).to(tl.int64) * pitch",
     ),
     "rows without the gap between them": (
+        "schedule",
         "tl.where(ok, slot, 0).to(tl.int64) * pitch.to(tl.int64) * 8",
         "tl.where(ok, slot, 0).to(tl.int64) * 512",
     ),
+    "the tile behind an odd last one": ("schedule", "tl.minimum(n, last * TILE)", "n"),
+    "an odd last tile is left out": ("schedule", "(last - first + 1) // 2", "(last - first) // 2"),
+    "what weights are relative to, as the largest logit": (
+        "twin",
+        '-float("inf"), largest * LN2',
+        "0.0, reference * LN2",
+    ),
+    "the same of a part": ("twin", '-float("inf"), largest))', '-float("inf"), reference))'),
+    "the largest logit, as what weights are relative to": (
+        "twin",
+        "(reference + tl.log2(total)) * LN2",
+        "(largest + tl.log2(total)) * LN2",
+    ),
+    "sums that do not shrink": ("twin", "total * shrink + tl.sum", "total + tl.sum"),
 }
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="what is planted is a text of the twin")
 @pytest.mark.parametrize("bug", OF_ROWS)
-def test_a_bug_planted_in_how_gathered_rows_are_read_is_found(
+def test_a_bug_planted_in_how_gathered_rows_are_attended_is_found(
     bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant(monkeypatch, tmp_path, "schedule", *OF_ROWS[bug])
+    plant(monkeypatch, tmp_path, *OF_ROWS[bug])
     result = run(GATHERED, Phase.PREFILL)
 
     assert result.own
-    assert not result.error <= 1
+    assert not all(error <= 1 for error in (result.error, rising(1), rising(5)))

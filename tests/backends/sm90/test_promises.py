@@ -128,8 +128,8 @@ def kernels_by_keys(bounds: Bounds) -> dict[str, set[bool]]:
     found: dict[str, set[bool]] = {}
     for one in Sm90Backend(prefill="gathered").kernel_variants(bounds, DeviceFacts.named("sm_90")):
         if one.name == "attention":
-            # the shared kernel has a constant of that name for each segment
-            found.setdefault(dict(one.types)["cache0"], set()).add("KIND" in dict(one.constants))
+            # the shared kernel has no such constant
+            found.setdefault(dict(one.types)["cache0"], set()).add("BT" in dict(one.constants))
     return found
 
 

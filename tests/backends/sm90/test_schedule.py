@@ -60,6 +60,7 @@ class Walk:
     chunks: Any
     tiles: Any
     indices: Any
+    paired: Any
     rows: Any
     table: Any
 
@@ -81,6 +82,7 @@ def walked(line: Line, kernel: Any = walk) -> Walk:
             (line.programs, 3),
             (line.programs, most, 3),
             (line.programs, most, 64),
+            (line.programs, 2 * most, 64),
             (line.programs, most, 4),
             (max(tokens, 1), 2),
         ]
@@ -102,10 +104,14 @@ def check(line: Line, kernel: Any = walk) -> None:
         # both walks are one
         assert [(t, k) for t, a, b, _ in rows_ for k in range(a, b)] == [(t, k) for t, k, _ in walk_]
         for (t, k, inside), slots in zip(walk_, told.indices[program, :tiles], strict=True):
-            segment, column, n = wanted[t][k]
-            right = 1_000_000_000 * segment + t * 10000 + column + np.arange(64)
-            assert inside == (segment == 0)
-            assert (slots == np.where(np.arange(64) < n, right, -1)).all()
+            assert inside == (wanted[t][k][0] == 0)
+            assert (slots == slots_of(wanted, t, k)).all()
+        if len(line.widths) == 1:
+            # in pairs, of which a second tile may be nobody's, and both are if there is none
+            pairs = [(t, k, b) for t, a, b, _ in rows_ for k in range(a, a + max(b - a + (b - a) % 2, 2))]
+            for (t, k, b), slots in zip(pairs, told.paired[program], strict=False):
+                assert (slots == (slots_of(wanted, t, k) if k < b else -1)).all()
+            assert (told.paired[program, len(pairs) :] == -7).all()
         for t, first, last, part in rows_:
             met[t].append((program, first, last, part))
             places += [part] if part >= 0 else []
@@ -120,6 +126,12 @@ def check(line: Line, kernel: Any = walk) -> None:
         sides = [2 * (first + i) + (i == 0) for i in range(count)]
         assert [part for *_, part in pieces] == ([-1] if count == 1 else sides)
         assert [program for program, *_ in pieces] == list(range(first, first + count))
+
+
+def slots_of(tiles: Any, t: int, k: int) -> Any:
+    """Indices of tile k of row t."""
+    segment, column, n = tiles[t][k]
+    return np.where(np.arange(64) < n, 1_000_000_000 * segment + t * 10000 + column + np.arange(64), -1)
 
 
 def longest_share(line: Line) -> int:
@@ -199,12 +211,17 @@ PLANTS = {
     "columns behind the length": ("mask=column < tl.where(t < tokens, length, 0)", "mask=column < length + 1"),
     "a last part is left out": ("until - own + 1", "until - own"),
     "two parts of a program in one place": ("program * 2 + (pos >= lo).to(tl.int32)", "program * 2"),
+    "an odd last tile is left out": ("(last - first + 1) // 2", "(last - first) // 2"),
+    "the tile behind an odd last one": ("tl.minimum(n, last * TILE)", "n"),
+    "columns behind the length, in pairs": ("tl.minimum(n, last * TILE)", "last * TILE"),
+    "an empty row has no pair": ("tl.maximum((last - first + 1) // 2, 1)", "(last - first + 1) // 2"),
     "tiles of the chunk are miscounted": ("tl.minimum(hi, start + n)", "tl.minimum(hi - 1, start + n)"),
 }
 HARD = [
     Line(((640,) * 4,), (640,), 7),
     Line(((0, 500, -200, 64, 0, 129, 450), (64, 0, 0, 70, -1, 300, 1)), (400, 128), 4),
     Line(((0, 0, -300, 900),), (128,), 3),
+    Line(((70, 200, 0, 130),), (200,), 3),
     Line(((128,) * 9, (0, 64, 65, 0, 400, 1, 2, 3, 64)), (128, 400), 5),
 ]
 
