@@ -109,7 +109,7 @@ class Sm90Backend(TritonBackend):
         q, out, lse, top, sink, kept = call.q, call.out, call.lse, call.max_logits, call.attn_sink, call.kept
         low = (q.data_ptr() | out.data_ptr()) % WIDE
         known: tuple[_Plan, bool] | None = None if kept is None else kept.get(low)
-        plan = known[0] if known else _planned(call)[1]
+        plan = known[0] if known else _planned(call)
         if plan is None:
             return False
         if not plan.adders:
@@ -184,25 +184,23 @@ and constants follow from, and all by which forms differ besides: the device, dt
 _MOST_PLANS = 1024
 
 
-def _planned(call: AttentionCall) -> tuple[list[Tensor], _Plan | None]:
-    """Pointers of both segments, an only one standing for both, and the plan; None if the shared kernel serves."""
+def _planned(call: AttentionCall) -> _Plan | None:
+    """The plan of a call; None if the shared kernel serves."""
     q, out, lse, top, sink, layer = call.q, call.out, call.lse, call.max_logits, call.attn_sink, call.layer
     seen: list[Any] = [layer.nope_dim, layer.softmax_scale, call.empty_lse, q.get_device(), q.dtype, out.dtype, q.shape]
     seen += (q.stride(), out.stride(), (q.data_ptr() | out.data_ptr()) % WIDE, sink if sink is None else sink.dtype)
     seen += (lse if lse is None else (lse.dtype, lse.stride()), top if top is None else (top.dtype, top.stride()))
-    pointers: list[Tensor] = []
     keys: Any = (call.keys,) if isinstance(call.keys, GatheredKeys) else call.keys
     for segment in keys:
         rows = segment.rows
         if not isinstance(rows, DenseIndices):
-            return pointers, None
+            return None
         if isinstance(segment, GatheredKeys):
             tensor = segment.kv
         else:
             tensor = segment.cache.tensor
             seen += (id(segment.cache.layout), segment.cache.block_size)
         seen += (rows.planned_by, tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % WIDE)
-        pointers += (tensor, rows.indices, rows.lens)
     key = tuple(seen)
     known = _plans.get(key)
     if known is None:
@@ -210,7 +208,7 @@ def _planned(call: AttentionCall) -> tuple[list[Tensor], _Plan | None]:
             _plans.clear()
         layouts = () if isinstance(call.keys, GatheredKeys) else tuple(one.cache.layout for one in keys)
         known = _plans[key] = _plan_of(call), layouts
-    return pointers if len(pointers) > 3 else pointers * 2, known[0]
+    return known[0]
 
 
 def _pointers(keys: Sequence[PagedKeys] | GatheredKeys) -> Sequence[Any]:

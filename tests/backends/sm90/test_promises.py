@@ -159,14 +159,14 @@ def test_scratch_keeps_within_its_bound(kind: str, heads: int) -> None:
 
 def test_a_plan_is_made_once_for_calls_that_differ_in_memory_alone() -> None:
     trial = Trial(widths=(40, 70), tokens=2, seed=9)
-    (_, first), (_, again) = (_planned(trial.call()[0]) for _ in range(2))
+    first, again = (_planned(trial.call()[0]) for _ in range(2))
 
     assert first is not None
     assert again is first
     call, _ = trial.call()
-    assert _planned(call)[1] is _planned(evolve(call, attn_sink=call.attn_sink.clone()))[1]  # type: ignore[union-attr]
+    assert _planned(call) is _planned(evolve(call, attn_sink=call.attn_sink.clone()))  # type: ignore[union-attr]
     for other in (evolve(call, empty_lse=1.0), evolve(call, lse=None), evolve(call, q=call.q[:1], out=call.out[:1])):
-        assert _planned(other)[1] is not _planned(call)[1]
+        assert _planned(other) is not _planned(call)
 
 
 def test_a_plan_that_is_kept_serves_the_next_call_but_none_of_other_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
