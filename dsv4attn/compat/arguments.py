@@ -27,18 +27,12 @@ def refuse(argument: str, actual: object, hint: str) -> NoReturn:
     raise UnsupportedError(argument, expected="sparse attention of DeepSeek-V4", actual=actual, hint=hint)
 
 
-def _check_stride(name: str, tensor: Tensor) -> None:
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ArgumentError(name, expected="unit stride on the last dim", actual=f"strides {tensor.stride()}")
-
-
 def check_q(q: Tensor, shape: str, dim_name: str, dim: int) -> dict[str, int]:
     """Check the query, and return its sizes by letter."""
     letters: dict[str, int] = {}
     if getattr(q, "shape", ())[-1:] == (576,):
         refuse("q", "head_dim 576, of DeepSeek-V3", "keep FlashMLA for these layers")
     check_tensor("q", q, shape, _Q_DTYPES, letters)
-    _check_stride("q", q)
     if not letters["h_q"]:
         raise ArgumentError("q", expected="at least one head", actual=list(q.shape))
     if dim != HEAD_DIM:
@@ -62,7 +56,6 @@ def check_kv(kv: Tensor, q: Tensor, letters: dict[str, int]) -> Tensor:
     """Check the rows [s_kv, 1, 512] of a prefill, and return them [s_kv, 512]."""
     check_tensor("kv", kv, "s_kv 1 512", torch.bfloat16, letters)
     check_same_device(q, kv=kv)
-    _check_stride("kv", kv)
     return kv[:, 0]
 
 
@@ -70,7 +63,7 @@ def check_sink(attn_sink: Tensor | None, q: Tensor, letters: dict[str, int]) -> 
     """Check the sinks, and return them contiguous."""
     if attn_sink is None:
         return None
-    check_tensor("attn_sink", attn_sink, "h_q", torch.float32, letters)
+    check_tensor("attn_sink", attn_sink, "h_q", torch.float32, letters, any_strides=True)
     check_same_device(q, attn_sink=attn_sink)
     return attn_sink.contiguous()
 
@@ -79,9 +72,8 @@ def check_out(out: Tensor | None, q: Tensor) -> Tensor:
     """The tensor to write to."""
     if out is None:
         return q.new_empty(q.shape)
-    check_tensor("out", out, " ".join(map(str, q.shape)), q.dtype, {})
+    check_tensor("out", out, " ".join(map(str, q.shape)), q.dtype, {}, written=True)
     check_same_device(q, out=out)
-    _check_stride("out", out)
     return out
 
 
@@ -120,7 +112,6 @@ def index_rows(
     """Index rows of all queries, one after another: the first letter of `shape` counts what a length belongs to."""
     check_tensor(names[0], indices, shape, torch.int32, letters)
     assert indices is not None
-    _check_stride(names[0], indices)
     if length is not None:
         check_tensor(names[1], length, shape.split(maxsplit=1)[0], torch.int32, letters)
     check_same_device(q, **{names[0]: indices, names[1]: length})

@@ -6,14 +6,23 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.contract import AttentionCall, GatheredKeys, RaggedIndices
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, FlashMLASparseMetadata
-from dsv4attn.core.tensorspec import check_tensor
+from dsv4attn.core.tensorspec import check_strides, check_tensor, has_dense_rows
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
-__all__ = ["check_cache", "check_call", "check_compressed", "check_insert", "check_projection", "check_same_device"]
+__all__ = [
+    "check_attention_strides",
+    "check_cache",
+    "check_call",
+    "check_compressed",
+    "check_insert",
+    "check_projection",
+    "check_same_device",
+]
 
 _Q_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -51,11 +60,11 @@ def _check_each(
             raise ArgumentError(name, expected=wanted.__name__, actual=type(value).__name__)
     letters = {"H": layer.num_heads, "D": layer.head_dim}
     check_tensor("q", q, "T H D", _Q_DTYPES, letters)
-    check_tensor("out", out, "T H D", q.dtype, letters)
+    check_tensor("out", out, "T H D", q.dtype, letters, written=True)
     if attn_sink is not None:
         check_tensor("attn_sink", attn_sink, "H", torch.float32, letters)
     if lse is not None:
-        check_tensor("lse", lse, "T H", torch.float32, letters)
+        check_tensor("lse", lse, "T H", torch.float32, letters, written=True)
     check_cache("caches.swa", caches.swa, layer)
     if layer.kind is not LayerKind.SWA:
         check_compressed(caches, layer)
@@ -104,9 +113,10 @@ def _fits(
         and len(shape) == 3
         and shape[1] == heads
         and shape[2] == layer.head_dim
-        and _is(out, shape, q.dtype, device)
+        and (q.is_contiguous() or has_dense_rows(q))
+        and _is(out, shape, q.dtype, device, written=True)
         and (attn_sink is None or _is(attn_sink, (heads,), torch.float32, device))
-        and (lse is None or _is(lse, shape[:2], torch.float32, device))
+        and (lse is None or _is(lse, shape[:2], torch.float32, device, written=True))
         and _has_dims(caches.swa, layer)
         and caches.swa.tensor.device == device
         and (cache is None or cache.tensor.device == device)
@@ -144,11 +154,20 @@ def _chosen_fit(topk_indices: object, tokens: int, topk: int) -> bool:
     if not isinstance(topk_indices, Tensor):
         return False
     shape = topk_indices.shape
-    return topk_indices.dtype == torch.int32 and len(shape) == 2 and shape[0] >= tokens and shape[1] <= topk
+    fits = topk_indices.dtype == torch.int32 and len(shape) == 2 and shape[0] >= tokens and shape[1] <= topk
+    return fits and has_dense_rows(topk_indices)
 
 
-def _is(value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    return isinstance(value, Tensor) and value.shape == shape and value.dtype == dtype and value.device == device
+def _is(
+    value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, written: bool = False
+) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.shape == shape
+        and value.dtype == dtype
+        and value.device == device
+        and (value.is_contiguous() or has_dense_rows(value, written=written))
+    )
 
 
 def _has_dims(cache: PagedKVCache, layer: LayerGeometry) -> bool:
@@ -234,6 +253,18 @@ def check_metadata(
             raise ArgumentError(f"metadata: {name}", expected=f"at most {bound} ({where})", actual=actual)
 
 
+def check_attention_strides(call: AttentionCall) -> None:
+    """Check the strides of a call, for callers that go past `forward_mqa`; once for calls that are alike."""
+    tensors = {"q": call.q, "out": call.out, "lse": call.lse, "max_logits": call.max_logits}
+    check_strides(written=("out", "lse", "max_logits"), attn_sink=call.attn_sink, **tensors)
+    for segment in (call.keys,) if isinstance(call.keys, GatheredKeys) else call.keys:
+        rows = segment.rows
+        ends = rows.indptr if isinstance(rows, RaggedIndices) else rows.lens
+        check_strides(indices=rows.indices, **{"indptr" if isinstance(rows, RaggedIndices) else "lens": ends})
+        if isinstance(segment, GatheredKeys):
+            check_strides(kv=segment.kv)
+
+
 def check_insert(
     q: Tensor,
     kv: Tensor,
@@ -245,7 +276,7 @@ def check_insert(
 ) -> None:
     """Raise ArgumentError unless the arguments of the q-norm + RoPE + KV insert step fit each other."""
     letters = {"H": layer.num_heads, "D": layer.head_dim}
-    check_tensor("q", q, "T H D", _Q_DTYPES, letters)
+    check_tensor("q", q, "T H D", _Q_DTYPES, letters, written=True)
     check_tensor("kv", kv, "T D", _Q_DTYPES, letters)
     check_tensor("positions", positions, "T", torch.int64, letters)
     check_tensor("slot_mapping", slot_mapping, "_", torch.int64, letters)
@@ -278,4 +309,6 @@ def check_projection(
     if wo_a.ndim != 2 or wo_a.shape[0] % num_groups or wo_a.shape[1] != width:
         expected = f"[{num_groups} * rank, {width}], a matrix for each group of heads"
         raise ArgumentError("wo_a", expected=expected, actual=list(wo_a.shape))
+    check_tensor("cos_sin_cache", cos_sin_cache, f"_ {layer.rope_dim}", torch.float32, {})
+    check_strides(wo_a=wo_a)
     check_same_device(o, positions=positions, cos_sin_cache=cos_sin_cache, wo_a=wo_a)

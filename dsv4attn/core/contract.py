@@ -9,6 +9,7 @@ A backend says as data which form of indices and keys it wants; core prepares ex
 4. `lse` is fp32, natural log, without the sink.
 5. Bytes of a cache that no index names never reach an output, whatever they hold.
 6. Addresses are computed in 64 bits.
+7. The last dimension of a tensor has stride 1; rows, and heads of q, o and out, may lie any distance apart.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ class RaggedIndices:
     @cached_property
     def planned_by(self) -> tuple[Any, ...]:
         """As that of dense rows."""
-        return True, self.width, self.indices.shape[0], self.indices.dtype, self.indptr.dtype
+        indices, indptr = self.indices, self.indptr
+        return True, self.width, indices.shape[0], indices.stride(), indices.dtype, indptr.stride(), indptr.dtype
 
 
 @frozen

@@ -16,7 +16,7 @@ from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.core.tensorspec import tell
 
-__all__ = ["Known", "PagedCall", "Room", "Rows", "Work"]
+__all__ = ["Known", "PagedCall", "Room", "Rows", "Work", "address_of"]
 
 Rows: TypeAlias = DenseIndices | RaggedIndices
 """Slots that each token of a call attends to."""
@@ -53,28 +53,32 @@ class PagedCall(NamedTuple):
 class Known(NamedTuple):
     """A decode call whose step was checked, and all that call and checks follow from, besides backend and layer.
 
-    swa, compressed, chosen, limits: these very ones. caches, tensors: what is told of them.
+    swa, compressed, limits: compared by identity. caches, tensors: shapes, strides, dtypes and devices. topk_address:
+    of the entry numbers, which `call` reads: the same tensor object may have been given other memory since.
     """
 
     swa: DeepseekSparseSWAMetadata
     compressed: FlashMLASparseMetadata | None
-    chosen: Tensor | None
+    topk_address: int | None
     limits: Limits
     caches: Sequence[object]
     tensors: Sequence[object]
     call: PagedCall
 
-    def serves(
-        self, metadata: object, chosen: object, limits: object, caches: object, tensors: Sequence[object]
-    ) -> bool:
-        """Whether a step differs from this one in addresses alone. tensors: q, out, attn_sink and lse."""
+    def serves(self, metadata: object, topk: object, limits: object, caches: object, tensors: Sequence[object]) -> bool:
+        """Whether a step differs from this one in addresses alone. tensors: q, out, attn_sink, lse and topk."""
         return (
             isinstance(metadata, AttentionMetadata)
             and isinstance(caches, LayerCaches)
             and metadata.swa is self.swa
             and metadata.compressed is self.compressed
-            and chosen is self.chosen
+            and address_of(topk) == self.topk_address
             and limits is self.limits
             and caches.told == self.caches
             and tell(*tensors) == self.tensors
         )
+
+
+def address_of(value: object) -> int | None:
+    """Where a tensor's memory begins; None for what is no tensor."""
+    return value.data_ptr() if isinstance(value, Tensor) else None

@@ -13,6 +13,7 @@ import torch
 from attrs import asdict, evolve, field, frozen, validators
 from torch import Tensor
 
+from dsv4attn.core.tensorspec import has_dense_rows
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
 __all__ = ["Arrangement", "Fp8Format", "KVCacheLayout", "PagedKVCache", "Region", "check_layout"]
@@ -264,6 +265,9 @@ class PagedKVCache:
         if not layout.is_quantised:
             if tensor.numel() and tensor.stride(2) != 1:
                 raise ArgumentError("cache tensor", expected="unit stride on the last dim", actual=tensor.stride())
+            if not has_dense_rows(tensor, written=True):
+                expected = "rows that share no memory: they are written"
+                raise ArgumentError("cache tensor", expected=expected, actual=f"strides {list(tensor.stride())}")
             return tensor.stride(0) * tensor.element_size()
         page = layout.page_bytes(self.block_size)
         # the shape names bytes that the regions do not follow, so it must mean the same contiguous page

@@ -71,7 +71,7 @@ class DeepseekSparseSWAMetadata:
     slot_mapping: Tensor = tensor("S", torch.int64)
     seq_lens: Tensor = tensor("R", torch.int32)
     query_start_loc: Tensor = tensor("R+1", torch.int32)
-    query_start_loc_cpu: Tensor = tensor("R+1", torch.int32, cpu=True)
+    query_start_loc_cpu: Tensor = tensor("R+1", torch.int32, cpu=True, copied=True)
     is_valid_token: Tensor = tensor("T", torch.bool)
     token_to_req_indices: Tensor = tensor("T", torch.int32)
     decode_swa_indices: Tensor = tensor("Td 1 W", torch.int32)
@@ -82,8 +82,8 @@ class DeepseekSparseSWAMetadata:
     prefill_seq_lens: Tensor = tensor("Rp", torch.int32)
     prefill_gather_lens: Tensor = tensor("Rp", torch.int32)
     """Trailing tokens of each prefill request that its queries can see through the window."""
-    prefill_seq_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True)
-    prefill_query_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True)
+    prefill_seq_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True, copied=True)
+    prefill_query_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True, copied=True)
 
     def __attrs_post_init__(self) -> None:
         """Check every declared field."""

@@ -25,7 +25,7 @@ from dsv4attn.core.contract import (
     RaggedIndices,
 )
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
-from dsv4attn.core.known import Known, PagedCall, Room, Rows, Work
+from dsv4attn.core.known import Known, PagedCall, Room, Rows, Work, address_of
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
@@ -70,7 +70,7 @@ class Step:
         return True
 
     def _tensors(self) -> Sequence[Tensor | None]:
-        return self.q, self.out, self.attn_sink, self.lse
+        return self.q, self.out, self.attn_sink, self.lse, self.topk_indices
 
     def _cut(self) -> Sequence[PrefillChunk]:
         """The prefill part in chunks."""
@@ -111,7 +111,7 @@ class Step:
         if call is None:
             call = self._paged(Phase.DECODE, slice(0, n), self._decode_window(), self._decode_entries(n), form)
             seen = self.caches.told, tell(*self._tensors())
-            known = Known(swa, compressed, self.topk_indices, self.limits, *seen, call)
+            known = Known(swa, compressed, address_of(self.topk_indices), self.limits, *seen, call)
             self.workspace.keep((id(self.backend), id(self.layer)), _DECODE, known)
         self._run(Phase.DECODE, call)
 

@@ -3,10 +3,14 @@
 A declared shape is a string such as "T W" or "R+1": integers, letters, and letters plus a constant. Letters are bound
 by `size` fields of the same class, otherwise by the first tensor that uses them; "_" fits anything. A shape comment
 that runs cannot go stale.
+
+One rule of strides for every tensor (docs/contract.md, "Strides"): the last dimension has stride 1. So a 1-D tensor is
+dense, and rows of any other may lie apart, as slices of a fused projection do. Rows that are written share no memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import cache
 from typing import Any
 
@@ -16,20 +20,28 @@ from torch import Tensor
 
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["check_declared", "check_tensor", "size", "tell", "tensor"]
+__all__ = ["check_declared", "check_strides", "check_tensor", "has_dense_rows", "size", "tell", "tensor"]
 
 _KEY = "dsv4attn.tensor"
 _SIZE = "dsv4attn.size"
 
 
-def tensor(shape: str, dtype: torch.dtype, *, cpu: bool = False, optional: bool = False) -> Any:  # noqa: ANN401 - attrs fields are untyped
+def tensor(shape: str, dtype: torch.dtype, *, cpu: bool = False, copied: bool = False, optional: bool = False) -> Any:  # noqa: ANN401 - attrs fields are untyped
     """Attrs field of a tensor.
 
-    shape: as the module says. cpu: lives in host memory; all other tensors of an instance share one device.
-    optional: may be None, and is by default.
+    shape: as the module says. cpu: lives in host memory; all other tensors of an instance share one device. copied: the
+    instance has a copy of its own, so that the caller may write to the tensor again. optional: may be None, and is by
+    default.
     """
-    metadata = {_KEY: (shape, dtype, cpu, optional)}
-    return attrs.field(default=None, metadata=metadata) if optional else attrs.field(metadata=metadata)
+    options: dict[str, Any] = {"metadata": {_KEY: (shape, dtype, cpu, optional)}}
+    if copied:
+        options["converter"] = _copy
+    return attrs.field(default=None, **options) if optional else attrs.field(**options)
+
+
+def _copy(value: object) -> object:
+    """A copy of a tensor; what is no tensor goes on to the check that refuses it."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def size(letter: str) -> Any:  # noqa: ANN401 - attrs fields are untyped
@@ -71,12 +83,21 @@ def check_tensor(
     shape: str,
     dtype: torch.dtype | tuple[torch.dtype, ...],
     letters: dict[str, int],
+    *,
+    written: bool = False,
+    any_strides: bool = False,
 ) -> None:
-    """Check one tensor against a declared shape and dtype; letters that are not bound yet get bound."""
+    """Check one tensor against a declared shape, a dtype and the rule of strides.
+
+    letters: sizes that are bound; those that are not get bound. written: see `check_strides`. any_strides: only torch
+    reads it, which follows every stride.
+    """
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     before = letters.copy()
     # words are only made when something is wrong: this runs in every call
     if isinstance(value, Tensor) and value.dtype in dtypes and _fits(value.shape, shape, letters):
+        if not (any_strides or value.is_contiguous()):
+            check_strides(written=(name,) if written else (), **{name: value})
         return
     wanted = f"[{', '.join(shape.split())}] {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
     if not isinstance(value, Tensor):
@@ -84,6 +105,42 @@ def check_tensor(
     bound = ", ".join(f"{k}={v}" for k, v in before.items() if k in shape)
     actual = f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     raise ArgumentError(name, expected=f"{wanted}{f' with {bound}' if bound else ''}", actual=actual)
+
+
+def check_strides(*, written: Container[str] = (), **tensors: Tensor | None) -> None:
+    """Raise ArgumentError unless the last dimension of each tensor has stride 1; call it before the first launch.
+
+    written: names of tensors whose rows may not share memory either, as those of an expanded tensor do. A dimension of
+    size 1 may have any stride. None passes.
+    """
+    for name, value in tensors.items():
+        if value is None or value.is_contiguous() or has_dense_rows(value, written=name in written):
+            continue
+        actual = f"strides {list(value.stride())} of shape {list(value.shape)}"
+        if has_dense_rows(value):
+            hint = f"give {name} memory of its own for every row, as torch.empty does"
+            raise ArgumentError(name, expected="rows that share no memory: they are written", actual=actual, hint=hint)
+        dense = (
+            "a dense tensor, of stride 1" if value.ndim == 1 else "stride 1 in the last dimension; rows may lie apart"
+        )
+        hint = f"write to a dense tensor and copy it to {name}" if name in written else f"pass {name}.contiguous()"
+        raise ArgumentError(name, expected=dense, actual=actual, hint=hint)
+
+
+def has_dense_rows(value: Tensor, *, written: bool = False) -> bool:
+    """Whether a tensor keeps the rule of strides; see `check_strides`."""
+    shape, strides = value.shape, value.stride()
+    if shape and shape[-1] > 1 and strides[-1] != 1:
+        return False
+    if not written or not value.numel():
+        return True
+    end = 1  # elements from the first to behind the last of the dimensions looked at, from the smallest stride on
+    for stride, n in sorted(zip(strides, shape, strict=True)):
+        if n > 1:
+            if stride < end:
+                return False
+            end += stride * (n - 1)
+    return True
 
 
 @cache

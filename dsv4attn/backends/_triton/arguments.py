@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.core.tensorspec import check_tensor
-from dsv4attn.errors import ArgumentError
+from dsv4attn.core.tensorspec import check_strides, check_tensor
 
 __all__ = ["FLOATS", "as_rows", "check_optional", "check_strides", "layer_of"]
 
@@ -31,10 +30,3 @@ def as_rows(indices: Tensor | None) -> Tensor | None:
 def check_optional(name: str, tensor: Tensor | None, shape: str, dtype: torch.dtype, letters: dict[str, int]) -> None:
     if tensor is not None:
         check_tensor(name, tensor, shape, dtype, letters)
-
-
-def check_strides(**tensors: Tensor | None) -> None:
-    """Kernels step through the last dimension one by one."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ArgumentError(name, expected="unit stride on the last dim", actual=list(tensor.stride()))

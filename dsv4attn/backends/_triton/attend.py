@@ -18,6 +18,7 @@ from dsv4attn.backends._triton.keys import BYTES, ROWS, WORDS
 from dsv4attn.backends._triton.reduce import reduce
 from dsv4attn.backends._triton.runtime import INTERPRETED, Constants, Variant, launch, pointer_type
 from dsv4attn.backends._triton.tuning import Tuning
+from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.contract import AttentionCall, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
@@ -266,7 +267,7 @@ def _planned(call: AttentionCall, tuning: Tuning, run: int, splits: int) -> tupl
     seen: list[Any] = [id(attention), id(reduce), id(tuning), run, splits]
     seen += (layer.head_dim, layer.rope.dim, layer.softmax_scale, call.empty_lse)
     seen += (q.get_device(), q.dtype, out.dtype, q.shape[1], q.stride(), out.stride())
-    seen += ((q.data_ptr() | out.data_ptr()) % 16, sink if sink is None else sink.dtype)
+    seen += ((q.data_ptr() | out.data_ptr()) % 16, sink if sink is None else (sink.dtype, sink.stride()))
     seen += (lse if lse is None else (lse.dtype, lse.stride()), top if top is None else (top.dtype, top.stride()))
     seen += [part.dtype for part in parts[:3]]
     pointers: list[Tensor] = []
@@ -292,6 +293,7 @@ def _planned(call: AttentionCall, tuning: Tuning, run: int, splits: int) -> tupl
 
 
 def _plan_of(call: AttentionCall, tuning: Tuning, run: int, splits: int) -> _Plan:
+    check_attention_strides(call)
     q, out, layer, keys = call.q, call.out, call.layer, call.keys
     segments, numbers = _segments(keys)
     (q_token, q_head, _), (out_token, out_head, _) = q.stride(), out.stride()

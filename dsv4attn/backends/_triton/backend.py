@@ -27,6 +27,7 @@ from dsv4attn.core.contract import (
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.tensorspec import check_strides
 from dsv4attn.core.workspace import BufferSpec
 from dsv4attn.errors import ArgumentError
 
@@ -92,6 +93,7 @@ class TritonBackend:
 
     def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
         """See `contract.Backend`."""
+        check_strides(k=k, slot_mapping=slot_mapping)
         insert.quantize_and_insert_k_cache(k, cache, slot_mapping)
 
     def qnorm_rope_kv_insert(
@@ -105,6 +107,8 @@ class TritonBackend:
         eps: float,
     ) -> None:
         """See `contract.Backend`. One kernel: no copy of kv is made."""
+        tensors = {"q": q, "kv": kv, "slot_mapping": slot_mapping, "positions": positions}
+        check_strides(written=("q",), cos_sin_cache=cos_sin_cache, **tensors)
         insert.qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, cos_sin_cache, eps)
 
     def dequantize_and_gather_k_cache(
@@ -117,6 +121,8 @@ class TritonBackend:
         offset: int,
     ) -> None:
         """See `contract.Backend`."""
+        tensors = {"out": out, "seq_lens": seq_lens, "gather_lens": gather_lens, "block_table": block_table}
+        check_strides(written=("out",), **tensors)
         gather.dequantize_and_gather_k_cache(out, cache, seq_lens, gather_lens, block_table, offset)
 
     def decode(self, call: AttentionCall) -> None:
@@ -131,6 +137,7 @@ class TritonBackend:
         self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, num_groups: int
     ) -> Tensor:
         """See `contract.Backend`."""
+        check_strides(o=o, positions=positions, cos_sin_cache=cos_sin_cache, wo_a=wo_a)
         return projection.inv_rope_o_proj(
             o, positions, cos_sin_cache, wo_a, num_groups, deterministic=self.deterministic
         )

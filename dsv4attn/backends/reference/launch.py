@@ -9,9 +9,11 @@ from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
 from dsv4attn.core import indices
+from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.contract import AttentionCall, Forms, IndexForm, IndexSteps, KeyForm, Phase
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.tensorspec import check_strides
 from dsv4attn.core.workspace import BufferSpec
 from dsv4attn.errors import UnknownNameError
 
@@ -66,6 +68,7 @@ class ReferenceBackend:
 
     def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
         """See `contract.Backend`."""
+        check_strides(k=k, slot_mapping=slot_mapping)
         for part in kernels.tiles(min(k.shape[0], slot_mapping.shape[0]), kernels.record_bytes(cache.layout)):
             kernels.insert(k[part], cache, slot_mapping[part])
 
@@ -80,6 +83,8 @@ class ReferenceBackend:
         eps: float,
     ) -> None:
         """See `contract.Backend`."""
+        tensors = {"q": q, "kv": kv, "slot_mapping": slot_mapping, "positions": positions}
+        check_strides(written=("q",), cos_sin_cache=cos_sin_cache, **tensors)
         kernels.qnorm_rope(q, positions, cos_sin_cache, eps)
         for part in kernels.tiles(min(kv.shape[0], slot_mapping.shape[0]), kernels.record_bytes(cache.layout)):
             kernels.insert(kernels.rotated(kv[part], positions[part], cos_sin_cache), cache, slot_mapping[part])
@@ -94,10 +99,13 @@ class ReferenceBackend:
         offset: int,
     ) -> None:
         """See `contract.Backend`."""
+        tensors = {"out": out, "seq_lens": seq_lens, "gather_lens": gather_lens, "block_table": block_table}
+        check_strides(written=("out",), **tensors)
         kernels.gather(out, cache, seq_lens, gather_lens, block_table, offset)
 
     def decode(self, call: AttentionCall) -> None:
         """See `contract.Backend`."""
+        check_attention_strides(call)
         told = call.lse, call.max_logits, call.empty_lse
         kernels.attend(call.q, call.keys, call.layer.scale, call.attn_sink, call.out, *told)
 
@@ -109,4 +117,5 @@ class ReferenceBackend:
         self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, num_groups: int
     ) -> Tensor:
         """See `contract.Backend`."""
+        check_strides(o=o, positions=positions, cos_sin_cache=cos_sin_cache, wo_a=wo_a)
         return kernels.inv_rope_o_proj(o, positions, cos_sin_cache, wo_a, num_groups)

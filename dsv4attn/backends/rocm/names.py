@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton import attend
-from dsv4attn.backends._triton.arguments import FLOATS, as_rows, check_strides, layer_of
+from dsv4attn.backends._triton.arguments import FLOATS, as_rows, layer_of
 from dsv4attn.backends._triton.ragged import build_ragged_indices_from_dense
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.rocm.names_ragged import check_at_least, check_indptr, new_rows
@@ -78,10 +78,9 @@ def rocm_sparse_attn_decode(
     device nothing outside the lists is read, whatever it holds. Raises ArgumentError before any launch.
     """
     letters = _check_dims(q, head_dim, nope_head_dim, rope_head_dim)
-    check_tensor("output", output, "T H D", q.dtype, letters)
+    check_tensor("output", output, "T H D", q.dtype, letters, written=True)
     sink = _sink_of(attn_sink, q)
     check_same_device(q, output=output, attn_sink=sink)
-    check_strides(q=q, output=output, attn_sink=sink)
     dims = nope_head_dim, rope_head_dim
     rows = _rows_of(q, "swa_", swa_indices, swa_lens, swa_ragged_indices, swa_ragged_indptr)
     segments = [PagedKeys(_cache_of("swa_k_cache", swa_k_cache, q, *dims, swa_fp8_format), rows)]
@@ -120,10 +119,9 @@ def rocm_sparse_attn_prefill(
     """
     letters = _check_dims(q, head_dim, nope_head_dim, rope_head_dim)
     check_tensor("kv", kv, "_ 1 D", FLOATS, letters)
-    check_tensor("output", output, "T H D", q.dtype, letters)
+    check_tensor("output", output, "T H D", q.dtype, letters, written=True)
     sink = _sink_of(attn_sink, q)
     check_same_device(q, kv=kv, output=output, attn_sink=sink)
-    check_strides(q=q, kv=kv, output=output, attn_sink=sink)
     rows = as_rows(indices)
     if topk_length is None and rows is not None and (ragged_indices is None or ragged_indptr is None):
         topk_length = rows.new_full(rows.shape[:1], rows.shape[-1])
@@ -231,7 +229,6 @@ def _rows_of(
         check_tensor(names[0], flat, "_", _INT, {})
         check_tensor(names[1], indptr, f"{q.shape[0] + 1}", _INT, {})
         check_same_device(q, **dict(zip(names, (flat, indptr), strict=True)))
-        check_strides(**dict(zip(names, (flat, indptr), strict=True)))
         check_indptr(names[1], indptr, flat.shape[0])
         return RaggedIndices(flat, indptr, min(flat.shape[0], _MOST))
     rows, letters = as_rows(indices), {"T": q.shape[0]}
@@ -239,7 +236,6 @@ def _rows_of(
     check_tensor(names[0], rows, "T K", _INT, letters)
     check_tensor(names[1], lens, "T", _INT, letters)
     check_same_device(q, **dict(zip(names, (rows, lens), strict=True)))
-    check_strides(**dict(zip(names, (rows, lens), strict=True)))
     assert rows is not None
     assert lens is not None
     return DenseIndices(rows, lens)
@@ -259,7 +255,6 @@ def _angles(q: Tensor, positions: Tensor | None, table: Tensor | None, rope: int
     check_tensor("positions", positions, f"{q.shape[0]}", torch.int64, {})
     check_tensor("cos_sin_cache", table, f"_ {rope}", torch.float32, {})
     check_same_device(q, positions=positions, cos_sin_cache=table)
-    check_strides(positions=positions, cos_sin_cache=table)
     assert positions is not None
     assert table is not None
     if rope % 2 or not table.shape[0]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton import projection
-from dsv4attn.backends._triton.arguments import FLOATS, check_strides
+from dsv4attn.backends._triton.arguments import FLOATS
 from dsv4attn.backends.rocm.weights import dequantized, weight_of
 from dsv4attn.core.checks import check_same_device
 from dsv4attn.core.tensorspec import check_tensor
@@ -51,11 +51,11 @@ def rocm_inv_rope_einsum(
         raise ArgumentError("turned_rows", expected=f"0 .. {tokens}, the rows of o", actual=turned_rows)
     name, weight = weight_of(wo_a)
     width = heads // n_local_groups * dim
-    check_tensor(name, weight, f"{n_local_groups * o_lora_rank} {width}", weight.dtype, {})
+    # an fp8 weight may lie in any way: what is multiplied is its copy
+    shape, is_fp8 = f"{n_local_groups * o_lora_rank} {width}", weight.element_size() == 1
+    check_tensor(name, weight, shape, weight.dtype, {}, any_strides=is_fp8)
     tensors = {"positions": positions, "rotary_emb.cos_sin_cache": table, name: weight}
     check_same_device(o, **tensors)
-    # an fp8 weight may lie in any way: what is multiplied is its copy
-    check_strides(o=o, **{**tensors, name: weight if weight.element_size() > 1 else None})
     return projection.inv_rope_o_proj(o, positions, table, dequantized(wo_a), n_local_groups, turned=turned_rows)
 
 

@@ -44,7 +44,7 @@ def weight_of(wo_a: object) -> tuple[str, Tensor]:
             actual=str(weight.dtype).removeprefix("torch."),
             hint=f"view them as what they are: {dialects}; a code means half as much in the second",
         )
-    check_tensor(name, weight, "_ _", (*_WIDE, *_FP8), {})
+    check_tensor(name, weight, "_ _", (*_WIDE, *_FP8), {}, any_strides=True)
     return name, weight
 
 
@@ -138,7 +138,7 @@ def _factors(name: str, weight: Tensor, scales: dict[str, Tensor]) -> Tensor:
     found: list[Tensor] = []
     for s, scale in scales.items():
         dtypes = (torch.float32, _E8M0, torch.uint8)
-        check_tensor(f"wo_a.{s}", scale, f"{rows} {columns}", tuple(dict.fromkeys(dtypes)), {})
+        check_tensor(f"wo_a.{s}", scale, f"{rows} {columns}", tuple(dict.fromkeys(dtypes)), {}, any_strides=True)
         if scale.device != weight.device:
             expected = f"a tensor on {weight.device}, like {name}"
             raise ArgumentError(f"wo_a.{s}", expected=expected, actual=f"one on {scale.device}")

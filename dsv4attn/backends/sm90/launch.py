@@ -23,6 +23,7 @@ from dsv4attn.backends.sm90.kernels_schedule import PAGES
 from dsv4attn.backends.sm90.kernels_schedule import ROWS as BF16_ROWS
 from dsv4attn.backends.sm90.tuning import PAGED, ROWED, ROWS, Roles
 from dsv4attn.core.bounds import Bounds
+from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, KeyForm, PagedKeys, Phase
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
@@ -188,7 +189,12 @@ def _planned(call: AttentionCall) -> _Plan | None:
     """The plan of a call; None if the shared kernel serves."""
     q, out, lse, top, sink, layer = call.q, call.out, call.lse, call.max_logits, call.attn_sink, call.layer
     seen: list[Any] = [layer.nope_dim, layer.softmax_scale, call.empty_lse, q.get_device(), q.dtype, out.dtype, q.shape]
-    seen += (q.stride(), out.stride(), (q.data_ptr() | out.data_ptr()) % WIDE, sink if sink is None else sink.dtype)
+    seen += (
+        q.stride(),
+        out.stride(),
+        (q.data_ptr() | out.data_ptr()) % WIDE,
+        sink if sink is None else (sink.dtype, sink.stride()),
+    )
     seen += (lse if lse is None else (lse.dtype, lse.stride()), top if top is None else (top.dtype, top.stride()))
     keys: Any = (call.keys,) if isinstance(call.keys, GatheredKeys) else call.keys
     for segment in keys:
@@ -223,6 +229,7 @@ def _pointers(keys: Sequence[PagedKeys] | GatheredKeys) -> Sequence[Any]:
 
 
 def _plan_of(call: AttentionCall) -> _Plan | None:
+    check_attention_strides(call)
     q, out, keys = call.q, call.out, call.keys
     if q.dtype != torch.bfloat16 or out.dtype != torch.bfloat16 or not (_is_wide(q) and _is_wide(out)):
         return None

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4attn.backends._triton import attend, insert
-from dsv4attn.backends._triton.arguments import FLOATS, as_rows, check_optional, check_strides, layer_of
+from dsv4attn.backends._triton.arguments import FLOATS, as_rows, check_optional, layer_of
 from dsv4attn.backends._triton.records import alignment_of_rows
 from dsv4attn.backends._triton.runtime import ALIGNMENT, INTERPRETED, Variant, launch, pointer_type
 from dsv4attn.backends.xpu import kernels
@@ -123,10 +123,9 @@ def xpu_sparse_decode_fp8(
         raise ArgumentError("head_dim", expected=f"nope_head_dim + rope_head_dim = {parts}", actual=head_dim)
     letters = {"D": head_dim}
     check_tensor("q", q, "T H D", FLOATS, letters)
-    check_tensor("out", out, "T H D", q.dtype, letters)
+    check_tensor("out", out, "T H D", q.dtype, letters, written=True)
     check_optional("attn_sink", attn_sink, "H", torch.float32, letters)
     check_same_device(q, out=out, attn_sink=attn_sink)
-    check_strides(q=q, out=out, attn_sink=attn_sink)
     layout = _layout(nope_head_dim, rope_head_dim)
     segments = [_segment(q, layout, dict(letters), "swa", swa_kv_cache, swa_indices, swa_lens)]
     if not swa_only:
@@ -166,7 +165,6 @@ def xpu_qnorm_rope_kv_fp8_insert(
     cache = PagedKVCache(swa_kv_cache, _layout(head_dim - rope_dim, rope_dim), block_size=block_size)
     layer = layer_of(heads, head_dim, rope_dim, 1.0)
     check_insert(q, kv, positions, slot_mapping, cos_sin_cache, cache, layer)
-    check_strides(q=q, kv=kv, positions=positions, slot_mapping=slot_mapping, cos_sin_cache=cos_sin_cache)
     insert.qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, cos_sin_cache, eps)
 
 
@@ -189,7 +187,6 @@ def _segment(
     owner = "swa_kv_cache" if name == "swa" else "kv_cache"
     check_tensor(owner, cache, f"_ _ {layout.record_bytes}", torch.uint8, {})
     check_same_device(q, **{owner: cache, f"{name}_indices": indices, f"{name}_lens": lens})
-    check_strides(**{f"{name}_indices": indices, f"{name}_lens": lens})
     assert cache is not None
     assert indices is not None
     assert lens is not None
@@ -226,14 +223,14 @@ def _check_interface(
     if block_dpe not in (0, dims - d_v):
         expected = " or ".join(map(str, sorted({0, dims - d_v})))
         raise ArgumentError("block_dpe", expected=f"{expected}, the dims of q behind d_v={d_v}", actual=block_dpe)
-    check_optional("out", out, f"T H {d_v}", q.dtype, letters)
+    if out is not None:
+        check_tensor("out", out, f"T H {d_v}", q.dtype, letters, written=True)
     for name, told in (("max_logits", max_logits), ("lse", lse)):
         check_optional(name, told, "T H", torch.float32, letters)
         if told is not None and not told.is_contiguous():
             raise ArgumentError(name, expected="contiguous memory", actual=list(told.stride()))
     optional = {"attn_sink": attn_sink, "topk_length": topk_length, "out": out}
     check_same_device(q, kv=kv, indices=indices, max_logits=max_logits, lse=lse, **optional)
-    check_strides(q=q, kv=kv, indices=indices, **optional)
 
 
 def _attend_leading_values(

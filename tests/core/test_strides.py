@@ -1,0 +1,247 @@
+"""One rule of strides (G21): a tensor is read, and written, where it says it is, or refused before anything is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.backends.triton.launch import GenericBackend
+from dsv4attn.core.context import set_forward_context
+from dsv4attn.core.forward import forward_mqa
+from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.layer import DeepseekV4MLAAttention
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.metadata import Batch
+from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.core.tensorspec import check_strides, has_dense_rows
+from dsv4attn.errors import ArgumentError
+from tests.core.calls import BF16, C4A, I32, KINDS, LAYOUT, LIMITS, MODEL, PADDED, SWA, caches_of, good, random_cache
+
+ROWS = "stride 1 in the last dimension"
+DENSE = "a dense tensor"
+OWN_MEMORY = "rows that share no memory"
+
+
+def spread(tensor: Tensor, *, dim: int = -1) -> Tensor:
+    """Equal values, every second element of larger memory along a dimension; what lies between them is NaN or -77."""
+    wide = tensor.repeat_interleave(2, dim)
+    index: list[Any] = [slice(None)] * tensor.ndim
+    index[dim] = slice(1, None, 2)
+    wide[tuple(index)] = float("nan") if tensor.is_floating_point() else -77
+    index[dim] = slice(0, None, 2)
+    return wide[tuple(index)]
+
+
+def columns_of_more(tensor: Tensor) -> Tensor:
+    """Equal values as a slice of a fused tensor: twice as many columns in the last dimension but one, or the last."""
+    dim = max(tensor.ndim - 2, 1)
+    wide = torch.cat([tensor, torch.full_like(tensor, 55)], dim)
+    return wide.narrow(dim, 0, tensor.shape[dim])
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """The whole memory behind a tensor."""
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+
+
+def bytes_of(tensors: list[Tensor]) -> list[Tensor]:
+    """A copy of all bytes behind some tensors."""
+    return [memory_of(tensor).view(torch.uint8).clone() for tensor in tensors]
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    """Equal values, columns first in memory."""
+    return tensor.mT.contiguous().mT
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("q", spread, ROWS),
+    ("q", transposed, ROWS),
+    ("out", spread, ROWS),
+    ("out", lambda t: t[:1].expand_as(t), OWN_MEMORY),
+    ("out", lambda t: t[:, :1].expand_as(t), OWN_MEMORY),
+    ("lse", spread, ROWS),
+    ("lse", lambda t: t[:1].expand_as(t), OWN_MEMORY),
+    ("attn_sink", spread, DENSE),
+    ("attn_sink", lambda _: torch.full((1,), 0.5).expand(4), DENSE),
+]
+IDS = [f"{name}-{i}" for i, (name, _, _) in enumerate(WRONG)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "change", "said"), WRONG, ids=IDS)
+@pytest.mark.parametrize("known", [False, True], ids=["first", "known"])
+def test_g21_forward_mqa_refuses_what_kernels_would_misread(
+    kind: LayerKind, name: str, change: Any, said: str, *, known: bool
+) -> None:
+    arguments = good(kind)
+    if known:
+        forward_mqa(**arguments)
+    arguments[name] = change(arguments[name])
+    written = [arguments["out"], arguments["lse"]]
+    before = bytes_of(written)
+
+    with pytest.raises(ArgumentError, match=f"^{name}: expected {said}.* got strides .* -> ") as info:
+        forward_mqa(**arguments)
+
+    assert name in info.value.hint
+    assert all(map(torch.equal, bytes_of(written), before))
+
+
+def test_g21_entry_numbers_are_dense_in_their_rows() -> None:
+    arguments = good(C4A)
+    arguments["topk_indices"] = spread(arguments["topk_indices"].contiguous())
+
+    with pytest.raises(ArgumentError, match=f"^topk_indices: expected {ROWS}"):
+        forward_mqa(**arguments)
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend(), GenericBackend()], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_g21_rows_may_lie_apart_and_what_lies_between_them_stays(backend: Any, kind: LayerKind) -> None:
+    plain, apart = {**good(kind), "backend": backend}, {**good(kind), "backend": backend}
+    for name in ("q", "out", "lse", "topk_indices"):
+        apart[name] = columns_of_more(apart[name])
+    forward_mqa(**plain)
+    forward_mqa(**apart)
+
+    for name in ("out", "lse"):
+        torch.testing.assert_close(apart[name], plain[name], atol=0, rtol=0, equal_nan=True)
+        dim = max(apart[name].ndim - 2, 1)
+        size = apart[name].shape[dim]
+        both = memory_of(apart[name]).view(*(n * (1 + (i == dim)) for i, n in enumerate(apart[name].shape)))
+        assert bool((both.narrow(dim, size, size) == 55).all()), f"{name}: written beside its rows"
+
+
+FIELDS = ["query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu", "slot_mapping", "block_table"]
+
+
+def batch(**changes: Tensor) -> Batch:
+    """Two decode requests."""
+    fields = {
+        "query_start_loc": torch.tensor([0, 1, 2], dtype=I32),
+        "query_start_loc_cpu": torch.tensor([0, 1, 2], dtype=I32),
+        "seq_lens": torch.tensor([9, 17], dtype=I32),
+        "seq_lens_cpu": torch.tensor([9, 17], dtype=I32),
+        "slot_mapping": torch.tensor([8, 80]),
+        "block_table": torch.arange(16, dtype=I32).view(2, 8),
+        "compressed_block_table": torch.arange(4, dtype=I32).view(2, 2),
+    }
+    return Batch(num_reqs=2, **{**fields, **changes})
+
+
+@pytest.mark.parametrize("name", [*FIELDS, "compressed_block_table"])
+def test_g21_a_batch_is_dense_in_its_rows(name: str) -> None:
+    tensor = getattr(batch(), name)
+    said = DENSE if tensor.ndim == 1 else ROWS
+
+    with pytest.raises(ArgumentError, match=rf"^Batch\.{name}: expected {said}"):
+        batch(**{name: spread(tensor)})
+    if tensor.ndim == 2:
+        with pytest.raises(ArgumentError, match=rf"^Batch\.{name}: expected {said}"):
+            batch(**{name: transposed(tensor)})
+        assert batch(**{name: columns_of_more(tensor)}) is not None
+
+
+def steps() -> dict[str, tuple[dict[str, Any], dict[str, str]]]:
+    """Arguments of every step that a backend offers besides attention; and what is said of its strided tensors."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    cache, positions, table = random_cache(LAYOUT, 4, 16), torch.arange(5), cos_sin_cache(MODEL.layer(0).rope, 64)
+    lens = torch.tensor([5, 3], dtype=I32)
+    insert = {"q": random(5, 4, 32), "kv": random(5, 32), "slot_mapping": positions + 3, "positions": positions}
+    insert |= {"cache": cache, "cos_sin_cache": table, "eps": 1e-6}
+    gather = {"out": random(2, 8, 32).to(BF16), "cache": cache, "seq_lens": lens, "gather_lens": lens, "offset": 1}
+    gather["block_table"] = torch.arange(8, dtype=I32).view(2, 4)
+    project = {"o": random(5, 4, 32), "positions": positions, "cos_sin_cache": table, "wo_a": random(32, 64)}
+    said = {1: DENSE, 2: ROWS, 3: ROWS}
+    given = {
+        "quantize_and_insert_k_cache": {"k": random(5, 32), "slot_mapping": positions + 3, "cache": cache},
+        "qnorm_rope_kv_insert": insert,
+        "dequantize_and_gather_k_cache": gather,
+        "inv_rope_o_proj": {**project, "num_groups": 2},
+    }
+    return {
+        step: (given[step], {n: said[t.ndim] for n, t in given[step].items() if isinstance(t, Tensor)})
+        for step in given
+    }
+
+
+STEPS = [(step, name, said) for step, (_, names) in steps().items() for name, said in names.items()]
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend(), GenericBackend()], ids=lambda backend: backend.name)
+@pytest.mark.parametrize(("step", "name", "said"), STEPS, ids=[f"{step}-{name}" for step, name, _ in STEPS])
+def test_g21_a_step_refuses_strided_elements_and_serves_strided_rows(
+    backend: Any, step: str, name: str, said: str
+) -> None:
+    def run(change: Any = lambda tensor: tensor) -> tuple[Any, list[Tensor]]:
+        arguments, _ = steps()[step]
+        arguments[name] = change(arguments[name])
+        written = [arguments["cache"].tensor] if "cache" in arguments else []
+        written += [arguments[each] for each in ("q", "out") if each in arguments]
+        before = bytes_of(written)
+        try:
+            return getattr(backend, step)(**arguments), written
+        except ArgumentError:
+            assert all(map(torch.equal, bytes_of(written), before)), "written before the error"
+            raise
+
+    with pytest.raises(ArgumentError, match=f"^{name}: expected {said}"):
+        run(spread)
+    if said == DENSE:
+        return
+    plain, apart = run(), run(columns_of_more)
+    if plain[0] is not None:
+        assert torch.equal(apart[0], plain[0])
+    for now, then in zip(apart[1], plain[1], strict=True):
+        assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend(), GenericBackend()], ids=lambda backend: backend.name)
+def test_g21_a_bound_layer_refuses_them_too(backend: Any) -> None:
+    geometry, arguments, table = MODEL.layer_of_kind(SWA), good(SWA), cos_sin_cache(MODEL.layer(0).rope, 256)
+    layer = DeepseekV4MLAAttention("l", geometry, LIMITS, backend, attn_sink=torch.zeros(4), cos_sin_cache=table)
+    layer.bind_kv_cache(caches_of(SWA).swa)
+    q, kv, positions = arguments["q"], torch.randn(PADDED, 32), torch.arange(PADDED)
+    with set_forward_context({"l.swa_cache": arguments["metadata"].swa}):
+        for name, given in {
+            "q": (spread(q), kv, positions),
+            "kv": (q, spread(kv), positions),
+            "positions": (q, kv, spread(positions)),
+        }.items():
+            with pytest.raises(ArgumentError, match=f"^{name}: expected "):
+                layer.fused_qnorm_rope_kv_insert(*given)
+    for name, wo_a, o in (("wo_a", spread(torch.randn(32, 64)), q), ("o", torch.randn(32, 64), spread(q))):
+        with pytest.raises(ArgumentError, match=f"^{name}: expected {ROWS}"):
+            layer.o_proj(o, positions, wo_a, 2)
+
+
+def test_rows_of_a_cache_do_not_share_memory() -> None:
+    rows = torch.zeros(4, 8, 32)
+    for shared in (rows[:1].expand_as(rows), rows[:, :1].expand_as(rows)):
+        with pytest.raises(ArgumentError, match=f"^cache tensor: expected {OWN_MEMORY}"):
+            PagedKVCache(shared, KVCacheLayout.rows(24, 8, dtype=torch.float32))
+
+
+def test_the_rule_itself() -> None:
+    block = torch.zeros(6, 4, 8)
+
+    assert all(map(has_dense_rows, (block, block[:, :2], block[::2], block[:1].expand_as(block), block[:0])))
+    assert has_dense_rows(block[:, :, :1])
+    assert not has_dense_rows(block[..., ::2])
+    assert not has_dense_rows(torch.zeros(1).expand(4))
+    assert has_dense_rows(torch.zeros(1).expand(1))
+    assert has_dense_rows(block.transpose(0, 1), written=True)
+    assert has_dense_rows(block[:, :2], written=True)
+    assert not has_dense_rows(block[:1].expand_as(block), written=True)
+    assert not has_dense_rows(block.as_strided((6, 4, 8), (8, 8, 1)), written=True)
+    assert has_dense_rows(block[:0].expand(0, 4, 8), written=True)
+    check_strides(absent=None, scalar=torch.zeros(()))
