@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4attn.backends._triton import builder_steps
+from dsv4attn.backends._triton import indices as triton_indices
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.triton.launch import GenericBackend
+from dsv4attn.core import indices
 from dsv4attn.core.context import set_forward_context
 from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.geometry import LayerKind
@@ -245,3 +248,64 @@ def test_the_rule_itself() -> None:
     assert not has_dense_rows(block.as_strided((6, 4, 8), (8, 8, 1)), written=True)
     assert has_dense_rows(block[:0].expand(0, 4, 8), written=True)
     check_strides(absent=None, scalar=torch.zeros(()))
+
+
+def index_steps() -> dict[str, tuple[dict[str, Any], tuple[Tensor, ...]]]:
+    """Arguments of every index step, and what it writes to."""
+    starts, lens, valid = (
+        torch.tensor([0, 2, 5], dtype=I32),
+        torch.tensor([9, 17], dtype=I32),
+        torch.ones(5, dtype=bool),
+    )
+    request, table = torch.tensor([0, 0, 1, 1, 1], dtype=I32), torch.arange(16, dtype=I32).view(2, 8)
+    topk, visible = torch.tensor([[0, 1, -1]] * 5, dtype=I32), torch.tensor([2, 2, 3, 3, 4], dtype=I32)
+
+    def new(*shape: int, dtype: torch.dtype = I32) -> Tensor:
+        return torch.full(shape, 55, dtype=dtype)
+
+    rows = {"block_table": table, "block_size": 4}
+    chosen = {"topk_indices": topk, "visible_lens": visible, "token_to_req": request, **rows}
+    step = {"query_start_loc": starts, "seq_lens": lens}
+    tokens = {**step, "token_to_req": request, "is_valid": valid, **rows}
+    combine = {"topk_indices": topk, "visible_lens": visible, "is_valid": valid, **step, "gather_lens": lens}
+    combine |= {"window": 4, "topk": 3, "rows": 40, "offset": 20}
+    pack = {"indices": topk, "lens": visible, "num_slots": 2}
+    return {
+        "compute_global_topk_indices_and_lens": (chosen, (new(5, 3), new(5))),
+        "compute_global_topk_ragged_indices_and_indptr": (chosen, (new(15), new(6))),
+        "build_ragged_indices_from_dense": (pack, (new(15), new(6))),
+        "combine_topk_swa_indices": (combine, (new(5, 7), new(5))),
+        "build_token_maps": ({"query_start_loc": starts, "slot_mapping": torch.arange(5)}, (new(5), valid.clone())),
+        "build_window_indices": ({**tokens, "first": 0, "window": 4}, (new(5, 4), new(5))),
+        "build_gather_lens": ({**step, "window": 4}, (new(2),)),
+        "build_compressed_slot_mapping": ({**tokens, "ratio": 2}, (new(5, dtype=torch.int64), new(5))),
+    }
+
+
+@pytest.mark.parametrize("step", index_steps())
+def test_g21_an_index_step_serves_any_input_it_does_not_refuse(step: str) -> None:
+    """With each tensor strided in turn, a kernel gives what torch gives, or an error and nothing."""
+    names = [name for name, value in index_steps()[step][0].items() if isinstance(value, Tensor)]
+    outs = range(len(index_steps()[step][1]))
+    for name in [*names, *outs]:
+        results = []
+        for steps_of in (indices, builder_steps, triton_indices):
+            function = getattr(steps_of, step, None)
+            if function is None:
+                continue
+            arguments, out = index_steps()[step]
+            if isinstance(name, str):
+                arguments[name] = spread(arguments[name])
+            else:
+                out = (*out[:name], spread(out[name]), *out[name + 1 :])
+            before = bytes_of([*out])
+            try:
+                function(**arguments, out=out if len(out) > 1 else out[0])
+            except ArgumentError:
+                assert all(map(torch.equal, bytes_of([*out]), before)), f"{name}: written before the error"
+                continue
+            # entries behind the last row of a ragged list are undefined
+            used = [out[0][: int(out[1][-1])], out[1]] if "ragged" in step else out
+            results.append([each.clone() for each in used])
+        for other in results[1:]:
+            assert all(map(torch.equal, other, results[0])), f"{step}: {name} is misread"

@@ -15,6 +15,7 @@ from torch import Tensor
 from dsv4attn.backends._triton.indices import compute_global_topk_indices_and_lens
 from dsv4attn.backends._triton.lookup import depth_of, request_of, slots_of, variant_of
 from dsv4attn.backends._triton.runtime import Variant, launch, stable_kernel
+from dsv4attn.core.tensorspec import check_strides
 
 __all__ = [
     "build_compressed_slot_mapping",
@@ -70,6 +71,7 @@ def token_maps_kernel(
 
 def build_token_maps(query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[Tensor, Tensor]) -> None:
     """See `core.indices`."""
+    check_strides(token_to_req=out[0], is_valid=out[1])
     tokens, num_reqs = out[0].shape[0], query_start_loc.shape[0] - 1
     strides = query_start_loc.stride(0), slot_mapping.stride(0)
     numbers = tokens, slot_mapping.shape[0], *strides, num_reqs, depth_of(num_reqs)
@@ -145,6 +147,7 @@ def build_window_indices(
 ) -> None:
     """See `core.indices`."""
     rows, lens = out
+    check_strides(written=("rows",), rows=rows, lens=lens, token_to_req=token_to_req, is_valid=is_valid)
     tile = _tile_of(window)
     strides = query_start_loc.stride(0), seq_lens.stride(0), *block_table.stride()
     sizes = rows.stride(0), rows.shape[0], lens.shape[0], first
@@ -182,6 +185,7 @@ def gather_lens_kernel(
 
 def build_gather_lens(query_start_loc: Tensor, seq_lens: Tensor, window: int, out: Tensor) -> None:
     """See `core.indices`."""
+    check_strides(out=out)
     numbers = out.shape[0], query_start_loc.stride(0), seq_lens.stride(0), window
     grid = (triton.cdiv(out.shape[0], BLOCK),)
     launch(gather_lens_kernel, grid, (out, query_start_loc, seq_lens, *numbers), {"BLOCK": BLOCK})
@@ -235,6 +239,7 @@ def build_compressed_slot_mapping(
 ) -> None:
     """See `core.indices`."""
     slots, lens = out
+    check_strides(slots=slots, lens=lens, token_to_req=token_to_req, is_valid=is_valid)
     sizes = token_to_req.shape[0], slots.shape[0], lens.shape[0]
     strides = query_start_loc.stride(0), seq_lens.stride(0), *block_table.stride()
     launch(

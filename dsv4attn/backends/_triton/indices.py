@@ -23,6 +23,7 @@ from dsv4attn.backends._triton.ragged import (
 from dsv4attn.backends._triton.ready import is_plain
 from dsv4attn.backends._triton.runtime import Constants, Variant, launch, stable_kernel
 from dsv4attn.core.contract import PageTable
+from dsv4attn.core.tensorspec import check_strides
 
 __all__ = [
     "build_ragged_indices_from_dense",
@@ -94,6 +95,7 @@ def compute_global_topk_indices_and_lens(
 ) -> Callable[[], None]:
     """See `core.indices`. Returns what does it again."""
     slots, lens = out
+    check_strides(written=("slots",), slots=slots, lens=lens)
     tokens, width = topk_indices.shape
     pointers = slots, lens, topk_indices, visible_lens, token_to_req, block_table
     strides = visible_lens.stride(0), token_to_req.stride(0), *block_table.stride()
@@ -215,6 +217,7 @@ def combine_topk_swa_indices(
 ) -> None:
     """See `core.indices`."""
     indices, lens = out
+    check_strides(written=("indices",), indices=indices, lens=lens)
     (tokens, width), num_reqs = indices.shape, seq_lens.shape[0]
     if topk_indices is None or visible_lens is None or not topk:
         topk_indices = visible_lens = compressed = None

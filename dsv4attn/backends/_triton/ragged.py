@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.lookup import BLOCK, slots_of, variant_of
 from dsv4attn.backends._triton.runtime import Variant, launch, stable_kernel
+from dsv4attn.core.tensorspec import check_strides
 
 __all__ = ["build_ragged_indices_from_dense", "compute_global_topk_ragged_indices_and_indptr", "variants"]
 
@@ -133,6 +134,7 @@ def ragged_translate_kernel(
 def build_ragged_indices_from_dense(indices: Tensor, lens: Tensor, num_slots: int, out: tuple[Tensor, Tensor]) -> None:
     """See `core.indices`."""
     flat, indptr = out
+    check_strides(flat=flat, indptr=indptr)
     rows, width = indices.shape
     numbers = *indices.stride(), width, lens.stride(0), num_slots, rows, _scanned(indptr, lens, rows, width)
     launch(pack_kernel, (max(rows, 1),), (flat, indptr, indices, lens, *numbers), {"BLOCK": BLOCK})
@@ -148,6 +150,7 @@ def compute_global_topk_ragged_indices_and_indptr(
 ) -> None:
     """See `core.indices`."""
     flat, indptr = out
+    check_strides(flat=flat, indptr=indptr)
     tokens, width = topk_indices.shape
     pointers = flat, indptr, topk_indices, visible_lens, token_to_req, block_table
     strides = visible_lens.stride(0), token_to_req.stride(0), *block_table.stride()

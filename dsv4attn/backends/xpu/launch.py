@@ -26,6 +26,7 @@ from dsv4attn.backends.xpu import kernels
 from dsv4attn.backends.xpu.tuning import DECODE, FUSED, GATHERED, ROWS, RUN_BYTES
 from dsv4attn.core import workspace
 from dsv4attn.core.bounds import Bounds
+from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.chunking import round_up
 from dsv4attn.core.contract import (
     AttentionCall,
@@ -120,6 +121,7 @@ class XpuBackend(TritonBackend):
         if not self.gathers:
             super().decode(call)
             return
+        check_attention_strides(call)
         segments: Any = call.keys
         kv, packed, lens, *parts = call.scratch
         row_dtype = segments[0].cache.layout.row_dtype
