@@ -150,7 +150,7 @@ class Sm120Backend(TritonBackend):
         if self._kernel == FLASHINFER or (self._kernel == AUTO and device.matches(ARCHS)):
             sinks, lses, copies = bounds.with_sink, bounds.with_lse, not self._in_range
             for padded in dict.fromkeys(layer.num_heads not in HEADS for layer in bounds.layers):
-                yield from variants(sinks, lses, padded=padded, copies=copies, aligned=bounds.aligned)
+                yield from variants(sinks, lses, padded=padded, copies=copies, aligned=bounds.aligned_rows)
 
     def warmup(self, bounds: Bounds, device: torch.device) -> int:
         """See `contract.CompiledBackend`. FlashInfer is imported here, and compiles when its shapes run first."""
