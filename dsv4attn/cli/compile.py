@@ -199,7 +199,10 @@ def _loaded(backend: str | None) -> tuple[dict[str, tuple[Registered, CompiledBa
 
 
 def _bounds(geometry: ModelGeometry, dtype: str) -> Bounds:
-    """All that a model asks for, with caches of one type; how large its batches are compiles nothing."""
+    """All that a model asks for, with caches of one type; how large its batches are compiles nothing.
+
+    Rows of its tensors begin at multiples of 16 bytes. Forms for others read and write narrower, in the same memory.
+    """
     import torch
 
     from dsv4attn.core.bounds import Bounds
@@ -211,7 +214,7 @@ def _bounds(geometry: ModelGeometry, dtype: str) -> Bounds:
         layout = KVCacheLayout.fp8_ds_mla(*dims, fp8_format=Fp8Format(dtype))
     else:
         layout = KVCacheLayout.rows(*dims, dtype=getattr(torch, dtype))
-    return Bounds.of(geometry, Limits(256, 8192, geometry.max_position), swa=layout)
+    return Bounds.of(geometry, Limits(256, 8192, geometry.max_position), swa=layout, aligned_rows=True)
 
 
 def _checked(backend: str, variant: object) -> Variant:

@@ -36,14 +36,22 @@ class Bounds:
     compressed_block_size: int | None = field(default=None, validator=validators.optional(_positive))
     """Records of a page, on every layer; default: the entries of 256 tokens."""
     q_dtype: torch.dtype = field(default=torch.bfloat16, validator=validators.in_((torch.bfloat16, torch.float32)))
-    """Of q, of kv and of the output."""
+    """Of q, of kv, of o and of the output. k that is rotated already may be bf16 or fp32."""
     sink: bool | None = True
     lse: bool | None = None
     aligned: bool = True
-    """Whether every cache begins at a multiple of 16 bytes and its pages lie such multiples apart."""
+    """Whether every cache begins at a multiple of 16 bytes, and its pages, and rows of a plain one, lie such multiples
+    apart."""
+    aligned_rows: bool = False
+    """A promise that all rows of q, kv, k, o, wo_a and outputs begin at multiples of 16 bytes, as those of the model's
+    tensors and of slices of its fused projections do. Without it, forms for other rows are compiled too."""
     num_groups: int = field(default=1, validator=_positive)
     """Groups of heads of the output projection on this device."""
     o_lora_rank: int = field(default=1024, validator=_positive)
+    wo_a_dtype: torch.dtype | None = field(
+        default=None, validator=validators.optional(validators.in_((torch.bfloat16, torch.float32)))
+    )
+    """Of the projection's matrices. None: bf16 and fp32."""
 
     def __attrs_post_init__(self) -> None:
         """Check that the caches hold the keys of the layers."""
@@ -88,6 +96,11 @@ class Bounds:
     def with_sink(self) -> tuple[bool, ...]:
         """Every answer to whether a call has sinks."""
         return (False, True) if self.sink is None else (self.sink,)
+
+    @property
+    def wo_a_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Every dtype that the projection's matrices may have."""
+        return (torch.bfloat16, torch.float32) if self.wo_a_dtype is None else (self.wo_a_dtype,)
 
     @property
     def with_lse(self) -> tuple[bool, ...]:

@@ -277,7 +277,7 @@ def check_insert(
     """Raise ArgumentError unless the arguments of the q-norm + RoPE + KV insert step fit each other."""
     letters = {"H": layer.num_heads, "D": layer.head_dim}
     check_tensor("q", q, "T H D", _Q_DTYPES, letters, written=True)
-    check_tensor("kv", kv, "T D", _Q_DTYPES, letters)
+    check_tensor("kv", kv, "T D", q.dtype, letters)
     check_tensor("positions", positions, "T", torch.int64, letters)
     check_tensor("slot_mapping", slot_mapping, "_", torch.int64, letters)
     check_tensor("cos_sin_cache", cos_sin_cache, f"_ {layer.rope_dim}", torch.float32, {})
@@ -309,6 +309,6 @@ def check_projection(
     if wo_a.ndim != 2 or wo_a.shape[0] % num_groups or wo_a.shape[1] != width:
         expected = f"[{num_groups} * rank, {width}], a matrix for each group of heads"
         raise ArgumentError("wo_a", expected=expected, actual=list(wo_a.shape))
+    check_tensor("wo_a", wo_a, "_ _", _Q_DTYPES, {})
     check_tensor("cos_sin_cache", cos_sin_cache, f"_ {layer.rope_dim}", torch.float32, {})
-    check_strides(wo_a=wo_a)
     check_same_device(o, positions=positions, cos_sin_cache=cos_sin_cache, wo_a=wo_a)

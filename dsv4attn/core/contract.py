@@ -224,7 +224,10 @@ class Backend(Protocol):
         """
 
     def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
-        """Write k [T, D] to the slots; k is already rotated. Slots that are negative or do not exist are skipped."""
+        """Write k [T, D], bf16 or fp32, to the slots; k is already rotated.
+
+        Slots that are negative or do not exist are skipped.
+        """
 
     def qnorm_rope_kv_insert(
         self,
@@ -236,7 +239,7 @@ class Backend(Protocol):
         cos_sin_cache: Tensor,
         eps: float,
     ) -> None:
-        """Normalise and rotate q [T, H, D] in place; rotate a copy of kv [T, D] and insert it.
+        """Normalise and rotate q [T, H, D] in place; rotate a copy of kv [T, D], which has q's dtype, and insert it.
 
         Rows at or past len(slot_mapping) have their q processed and nothing inserted.
         """
@@ -252,7 +255,7 @@ class Backend(Protocol):
     ) -> None:
         """out[i, offset + j] = record seq_lens[i] - gather_lens[i] + j of request i; all records if lens is None.
 
-        out: [n, M, D]; rows that receive no record keep what they hold.
+        out: [n, M, D] in the layout's row dtype; rows that receive no record keep what they hold.
         """
 
     def decode(self, call: AttentionCall) -> None:
@@ -266,7 +269,7 @@ class Backend(Protocol):
     ) -> Tensor:
         """Undo the rotation of o [T, H, D] at the query's position, then project each group of heads.
 
-        wo_a: [G * rank, H / G * D]. Returns [T, G, rank] in the dtype of o.
+        wo_a: [G * rank, H / G * D], bf16 or fp32. Returns [T, G, rank] in the dtype of o.
         """
 
 
@@ -281,7 +284,10 @@ class CompiledBackend(Backend, Protocol):
     """A backend whose kernels are compiled where they run: which ones can be known before the first call."""
 
     def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterable[object]:
-        """Every compiled form that calls within the bounds can ask for on such a device, which need not be here."""
+        """Every compiled form that calls within the bounds can ask for on such a device, which need not be here.
+
+        Forms are hashable, and equal if they are compiled once.
+        """
 
     def warmup(self, bounds: Bounds, device: torch.device) -> int:
         """Compile all of them for a device that is here, and return how many; afterwards no call compiles anything."""

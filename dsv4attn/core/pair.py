@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
 
 from dsv4attn.core.contract import AttentionCall, Backend, Phase, Products
+from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from dsv4attn.core.bounds import Bounds
     from dsv4attn.core.layout import PagedKVCache
     from dsv4attn.core.workspace import BufferSpec
 
@@ -25,6 +28,9 @@ class PhasedBackend:
     What both phases share goes to the decode backend: index steps, insert and output projection. A decode step may be
     captured in a graph, and then all of it is: only the decode backend was asked whether it can be. Gathering belongs
     to the prefill backend, in whose form gathered keys are. Both write and read the same bytes, as the layout says.
+
+    `builder_steps` and `metadata_extension` are there if the decode backend brings them; `kernel_variants` and `warmup`
+    if at least one backend does, and are those of each that does.
     """
 
     def __init__(self, decode: Backend, prefill: Backend) -> None:
@@ -43,6 +49,30 @@ class PhasedBackend:
         for name in ("builder_steps", "metadata_extension"):
             if hasattr(decode, name):
                 setattr(self, name, getattr(decode, name))
+        for name, both in (("kernel_variants", self._kernel_variants), ("warmup", self._warmup)):
+            if self._that_bring(name):
+                setattr(self, name, both)
+
+    def _that_bring(self, name: str) -> list[Any]:
+        """The backends with an optional part of the contract; one that serves both phases once."""
+        both: Iterable[Any] = (self._decode,) if self._decode is self._prefill else (self._decode, self._prefill)
+        return [backend for backend in both if hasattr(backend, name)]
+
+    def _kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterable[object]:
+        """See `contract.CompiledBackend`: of both, each form once."""
+        brought = self._that_bring("kernel_variants")
+        return dict.fromkeys(form for backend in brought for form in backend.kernel_variants(bounds, device))
+
+    def _warmup(self, bounds: Bounds, device: torch.device) -> int:
+        """See `contract.CompiledBackend`: both, one after the other. Forms that both compile are counted once."""
+        brought = self._that_bring("warmup")
+        counts: list[int] = [backend.warmup(bounds, device) for backend in brought]
+        if len(counts) < 2 or not all(hasattr(backend, "kernel_variants") for backend in brought):
+            return sum(counts)
+        facts = DeviceFacts.here(device)
+        first, second = (set(backend.kernel_variants(bounds, facts)) for backend in brought)
+        # a form may be compiled more than once, near and far on AMD
+        return sum(counts) - (len(first & second) * counts[1] // len(second) if second else 0)
 
     def of(self, phase: Phase) -> Backend:
         """The backend of a phase."""

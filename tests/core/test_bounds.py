@@ -52,6 +52,14 @@ def test_an_option_that_is_left_open_means_both() -> None:
     assert Bounds.of(FLASH, LIMITS, lse=False, sink=None).with_sink == (False, True)
 
 
+def test_nothing_is_promised_of_rows_and_matrices_unless_it_is_said() -> None:
+    bounds = Bounds.of(FLASH, LIMITS)
+
+    assert not bounds.aligned_rows
+    assert bounds.wo_a_dtypes == (torch.bfloat16, torch.float32)
+    assert Bounds.of(FLASH, LIMITS, wo_a_dtype=torch.float32).wo_a_dtypes == (torch.float32,)
+
+
 def test_bounds_are_values() -> None:
     assert Bounds.of(FLASH, LIMITS) == Bounds.of(FLASH, LIMITS)
     assert len({Bounds.of(FLASH, LIMITS), Bounds.of(FLASH, LIMITS, aligned=False)}) == 2
@@ -62,5 +70,7 @@ def test_a_cache_of_other_dims_is_refused() -> None:
         Bounds.of(FLASH, LIMITS, compressed=KVCacheLayout.rows(64, 64))
     with pytest.raises(ValueError, match="q_dtype"):
         Bounds.of(FLASH, LIMITS, q_dtype=torch.float16)
+    with pytest.raises(ValueError, match="wo_a_dtype"):
+        Bounds.of(FLASH, LIMITS, wo_a_dtype=torch.float16)
     with pytest.raises(ValueError, match="layers"):
         Bounds(layers=(), limits=LIMITS, swa=KVCacheLayout.rows(), compressed=KVCacheLayout.rows())

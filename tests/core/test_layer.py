@@ -311,7 +311,32 @@ def test_o_proj_names_what_does_not_fit() -> None:
         ("positions", case.positions.int()),
         ("wo_a", torch.randn(32, 32)),
         ("wo_a", torch.randn(33, 64)),
+        ("wo_a", torch.randn(32, 64).half()),
+        ("wo_a", torch.randn(32, 64).to(torch.float8_e4m3fn)),
         ("num_groups", 3),
     ):
         with pytest.raises(ArgumentError, match=f"^{name}: expected"):
             case.layer.o_proj(**{**good, name: wrong})  # type: ignore[arg-type]
+
+
+def test_o_proj_takes_a_table_in_fp32_only() -> None:
+    case = bound(LayerKind.SWA)
+    case.layer.cos_sin_cache = case.layer.cos_sin_cache.bfloat16()
+    with pytest.raises(ArgumentError, match=r"^cos_sin_cache: expected"):
+        case.layer.o_proj(case.q, case.positions, torch.randn(32, 64), 2)
+
+
+def test_kv_has_the_dtype_of_q() -> None:
+    """Of each dtype a backend compiles one kernel; a mix would be compiled in the first request."""
+    case = bound(LayerKind.SWA)
+    q, cache = case.q.clone(), case.layer.caches
+    assert cache is not None
+    before = cache.swa.tensor.clone()
+    with (
+        set_forward_context(case.metadata),
+        pytest.raises(ArgumentError, match=r"^kv: expected \[T, D\] bfloat16 .*got \[.*\] float32"),
+    ):
+        case.layer.fused_qnorm_rope_kv_insert(q, case.kv.float(), case.positions)
+
+    assert torch.equal(q, case.q)
+    assert torch.equal(cache.swa.tensor, before)

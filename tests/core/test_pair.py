@@ -11,7 +11,19 @@ import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core import indices
-from dsv4attn.core.contract import AttentionCall, Backend, Forms, IndexForm, KeyForm, MetadataExtension, Phase
+from dsv4attn.core.bounds import Bounds
+from dsv4attn.core.contract import (
+    AttentionCall,
+    Backend,
+    CompiledBackend,
+    ExtendingBackend,
+    Forms,
+    IndexForm,
+    KeyForm,
+    MetadataExtension,
+    Phase,
+)
+from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
@@ -169,3 +181,76 @@ def test_what_the_decode_backend_does_not_bring_the_pair_does_not_have(name: str
     """Nor does it take the prefill backend's, whose metadata the decode backend would not know."""
     assert hasattr(Extending(), name)
     assert not hasattr(PhasedBackend(ReferenceBackend(), Extending()), name)
+
+
+BOUNDS, CPU = Bounds.of(tiny_geometry(), Limits(4, 64, 256)), torch.device("cpu")
+
+
+class Compiled(ReferenceBackend):
+    """A reference that has forms to compile, `each` kernels of every one."""
+
+    def __init__(self, forms: Sequence[object], each: int = 1) -> None:
+        super().__init__()
+        self.compiles, self.each, self.warmed = forms, each, list[Any]()
+
+    def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Sequence[object]:
+        assert bounds is BOUNDS
+        return self.compiles
+
+    def warmup(self, bounds: Bounds, device: torch.device) -> int:
+        self.warmed.append((bounds, device))
+        return len(set(self.compiles)) * self.each
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_both_are_warmed_and_what_both_compile_counts_once(each: int) -> None:
+    one, other = Compiled(["a", "b", "b"], each), Compiled(["b", "c", "d"], each)
+    made: Any = PhasedBackend(one, other)
+
+    assert list(made.kernel_variants(BOUNDS, DeviceFacts.named("cpu"))) == ["a", "b", "c", "d"]
+    assert made.warmup(BOUNDS, CPU) == 4 * each
+    assert one.warmed == other.warmed == [(BOUNDS, CPU)]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_compiled_backend_beside_one_that_is_not_is_warmed_alone(*, turned: bool) -> None:
+    compiled = Compiled(["a", "b"])
+    both = (compiled, ReferenceBackend())
+    made: Any = PhasedBackend(*both[:: -1 if turned else 1])
+
+    assert list(made.kernel_variants(BOUNDS, DeviceFacts.named("cpu"))) == ["a", "b"]
+    assert made.warmup(BOUNDS, CPU) == 2
+    assert len(compiled.warmed) == 1
+
+
+def test_a_backend_that_serves_both_phases_is_warmed_once() -> None:
+    compiled = Compiled(["a", "b"])
+    made: Any = PhasedBackend(compiled, compiled)
+
+    assert made.warmup(BOUNDS, CPU) == 2
+    assert len(compiled.warmed) == 1
+
+
+@pytest.mark.parametrize("name", ["kernel_variants", "warmup"])
+def test_what_neither_compiles_the_pair_does_not_claim(name: str) -> None:
+    assert not hasattr(PhasedBackend(ReferenceBackend(), ReferenceBackend()), name)
+
+
+def test_one_that_only_warms_up_claims_no_forms() -> None:
+    one = ReferenceBackend()
+    vars(one)["warmup"] = lambda _bounds, _device: 7
+    made: Any = PhasedBackend(one, Compiled(["a"]))
+
+    assert made.warmup(BOUNDS, CPU) == 8
+    assert not hasattr(PhasedBackend(one, ReferenceBackend()), "kernel_variants")
+
+
+def test_every_optional_part_of_the_contract_is_forwarded() -> None:
+    """Whatever a later version of the contract adds beside `Backend` needs a rule here."""
+    optional = {name for extra in (CompiledBackend, ExtendingBackend) for name in vars(extra)} - {*vars(Backend)}
+    optional = {name for name in optional if not name.startswith("_")} | {"builder_steps"}
+    full: Any = Compiled(["a"])
+    full.builder_steps, full.metadata_extension = indices, Extending().metadata_extension
+
+    assert optional == {"builder_steps", "metadata_extension", "kernel_variants", "warmup"}
+    assert {name for name in optional if hasattr(PhasedBackend(full, full), name)} == optional

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.core.tensorspec import check_strides, check_tensor
+from dsv4attn.core.tensorspec import check_tensor
 
-__all__ = ["FLOATS", "as_rows", "check_optional", "check_strides", "layer_of"]
+__all__ = ["FLOATS", "as_rows", "check_optional", "layer_of"]
 
 FLOATS = (torch.bfloat16, torch.float32)
 

@@ -7,10 +7,10 @@ from functools import cached_property
 from itertools import product
 
 import torch
-from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton import attend, builder_steps, gather, indices, insert, projection
+from dsv4attn.backends._triton.records import row_alignments
 from dsv4attn.backends._triton.runtime import Variant, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning, row_of
 from dsv4attn.backends._triton.warm import warm
@@ -146,15 +146,16 @@ class TritonBackend:
         """See `contract.CompiledBackend`."""
         tuning = self._tuning(device)
         yield from indices.variants()
+        promised = {"aligned": bounds.aligned, "aligned_rows": bounds.aligned_rows}
         for layer in bounds.layers:
             yield from builder_steps.variants(layer.window)
-            here = evolve(bounds, aligned=bounds.aligned and _rows_are_aligned(bounds, layer))
-            for layout, _ in here.caches(layer):
-                yield from insert.variants(layout, layer.num_heads, here.q_dtype, here.q_dtype, aligned=here.aligned)
-                yield from gather.variants(layout, aligned=here.aligned)
-            dims = layer.num_heads, layer.nope_dim, layer.rope_dim, here.num_groups, here.o_lora_rank
-            yield from projection.variants(*dims, here.q_dtype, here.q_dtype, aligned=here.aligned)
-            yield from self._attention_variants(here, layer, tuning)
+            for layout, _ in bounds.caches(layer):
+                yield from insert.variants(layout, layer.num_heads, bounds.q_dtype, **promised)
+                yield from gather.variants(layout, **promised)
+            dims = layer.num_heads, layer.nope_dim, layer.rope_dim, bounds.num_groups, bounds.o_lora_rank
+            for dtype in bounds.wo_a_dtypes:
+                yield from projection.variants(*dims, bounds.q_dtype, dtype, aligned=bounds.aligned_rows)
+            yield from self._attention_variants(bounds, layer, tuning)
 
     def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """Forms of the attention kernel in both phases."""
@@ -176,9 +177,9 @@ class TritonBackend:
     def _variants_over(
         self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning, segments: tuple[attend.Segment, ...]
     ) -> Iterator[Variant]:
-        unit = 16 // bounds.q_dtype.itemsize
-        dims = layer.num_heads, layer.nope_dim, layer.rope_dim
-        for one in (unit,) if bounds.aligned and layer.head_dim % unit == 0 else (unit, 1):
+        dims, itemsize = (layer.num_heads, layer.nope_dim, layer.rope_dim), bounds.q_dtype.itemsize
+        for rows in row_alignments(layer.head_dim, bounds.q_dtype, aligned=bounds.aligned_rows):
+            one = max(rows // itemsize, 1)
             shape = attend.Shape(*dims, segments, bounds.q_dtype, one, self._ragged)
             for numbers in dict.fromkeys(map(tuning.of, Phase)):
                 yield from attend.variants(shape, numbers, sinks=bounds.with_sink, lses=bounds.with_lse)
@@ -192,9 +193,3 @@ def _segments(layout: KVCacheLayout, *, aligned: bool) -> tuple[attend.Segment, 
     """What a cache can compile to. One of which nothing is promised may lie at multiples of 16 bytes nevertheless."""
     told = (True,) if aligned and (layout.is_quantised or layout.data_bytes % 16 == 0) else (True, False)
     return tuple(dict.fromkeys(attend.Segment.of(layout, aligned=each) for each in told))
-
-
-def _rows_are_aligned(bounds: Bounds, layer: LayerGeometry) -> bool:
-    """Whether rows end to end all begin at multiples of 16 bytes, as those of the model do."""
-    dtypes = bounds.q_dtype, *(layout.row_dtype for layout, _ in bounds.caches(layer))
-    return all(layer.head_dim * dtype.itemsize % 16 == 0 for dtype in dtypes)

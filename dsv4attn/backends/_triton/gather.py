@@ -23,8 +23,9 @@ from dsv4attn.backends._triton.records import (
     place,
     record_alignments,
     record_constants,
+    row_alignments,
 )
-from dsv4attn.backends._triton.runtime import ALIGNMENT, Variant, launch, pointer_type, stable_kernel
+from dsv4attn.backends._triton.runtime import Variant, launch, pointer_type, stable_kernel
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 
 __all__ = ["dequant_gather_slots", "dequantize_and_gather_k_cache", "variants"]
@@ -221,12 +222,15 @@ def _constants(layout: KVCacheLayout, rows: int, records: int) -> dict[str, Any]
     return {"BLOCK_R": block, "ROW_ALIGNED": rows, "ALIGNED": records, **record_constants(layout)}
 
 
-def variants(layout: KVCacheLayout, *, aligned: bool = True) -> Iterator[Variant]:
-    """Every form that the steps of this module can ask for; `aligned` if rows and caches are, to 16 bytes."""
-    narrow = 1 if aligned else 2
+def variants(layout: KVCacheLayout, *, aligned: bool = True, aligned_rows: bool = True) -> Iterator[Variant]:
+    """Every form that the steps of this module can ask for.
+
+    aligned, aligned_rows: whether caches are, and rows of `out`, to 16 bytes.
+    """
     types = {"OUT": pointer_type(layout.row_dtype), "CACHE": pointer_type(layout.dtype), "SLOTS": "*i32"}
     types |= {"SEQ_LENS": "*i32", "BLOCK_TABLE": "*i32"}
-    for rows, records in product((ALIGNMENT, 1)[:narrow], record_alignments(layout)[:narrow]):
+    widths = row_alignments(layout.head_dim, layout.row_dtype, aligned=aligned_rows)
+    for rows, records in product(widths, record_alignments(layout, aligned=aligned)):
         constants = _constants(layout, rows, records)
         yield Variant.told(gather_slots_kernel, types, constants, num_warps=WARPS)
         for lens in ("none", "*i32"):

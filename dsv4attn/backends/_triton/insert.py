@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from itertools import product
 from typing import Any
 
 import torch
@@ -23,9 +22,10 @@ from dsv4attn.backends._triton.records import (
     cast,
     place,
     record_alignments,
+    row_alignments,
     writer_constants,
 )
-from dsv4attn.backends._triton.runtime import ALIGNMENT, Variant, launch, pointer_type, stable_kernel
+from dsv4attn.backends._triton.runtime import Variant, launch, pointer_type, stable_kernel
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 
 __all__ = ["qnorm_rope_kv_insert", "quantize_and_insert_k_cache", "variants"]
@@ -308,13 +308,19 @@ def _fused_constants(layout: KVCacheLayout, heads: int, rows: int, records: int)
 
 
 def variants(
-    layout: KVCacheLayout, heads: int, q_dtype: torch.dtype, kv_dtype: torch.dtype, *, aligned: bool = True
+    layout: KVCacheLayout, heads: int, dtype: torch.dtype, *, aligned: bool = True, aligned_rows: bool = True
 ) -> Iterator[Variant]:
-    """Every form that the steps of this module can ask for; `aligned` if tensors and caches are, to 16 bytes."""
-    narrow = 1 if aligned else 2
+    """Every form that the steps of this module can ask for, with q and kv of one dtype and k that is bf16 or fp32.
+
+    aligned, aligned_rows: whether caches are, and rows of q, kv and k, to 16 bytes.
+    """
     types = {"CACHE": pointer_type(layout.dtype), "SLOTS": "*i64", "POSITIONS": "*i64", "TABLE": "*fp32", "eps": "fp32"}
-    types |= {"Q": pointer_type(q_dtype), "KV": pointer_type(kv_dtype), "K": pointer_type(kv_dtype)}
-    for rows, records in product((ALIGNMENT, 1)[:narrow], record_alignments(layout)[:narrow]):
-        plain, fused = _insert_constants(layout, rows, records), _fused_constants(layout, heads, rows, records)
-        yield Variant.told(insert_kernel, types, plain, num_warps=INSERT_WARPS, fp_fusion=False)
-        yield Variant.told(qnorm_rope_kv_insert_kernel, types, fused, num_warps=FUSED_WARPS, fp_fusion=False)
+    for records in record_alignments(layout, aligned=aligned):
+        for k_dtype in (torch.bfloat16, torch.float32):
+            for rows in row_alignments(layout.head_dim, k_dtype, aligned=aligned_rows):
+                plain, told = _insert_constants(layout, rows, records), {**types, "K": pointer_type(k_dtype)}
+                yield Variant.told(insert_kernel, told, plain, num_warps=INSERT_WARPS, fp_fusion=False)
+        told = {**types, "Q": pointer_type(dtype), "KV": pointer_type(dtype)}
+        for rows in row_alignments(layout.head_dim, dtype, aligned=aligned_rows):
+            fused = _fused_constants(layout, heads, rows, records)
+            yield Variant.told(qnorm_rope_kv_insert_kernel, told, fused, num_warps=FUSED_WARPS, fp_fusion=False)

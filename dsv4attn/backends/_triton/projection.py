@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.insert import angles_of, rotate
 from dsv4attn.backends._triton.lang import round_to
-from dsv4attn.backends._triton.records import alignment_of_rows
+from dsv4attn.backends._triton.records import alignment_of_rows, row_alignments
 from dsv4attn.backends._triton.runtime import ALIGNMENT, INTERPRETED, Variant, launch, pointer_type, stable_kernel
 
 __all__ = ["inv_rope_o_proj", "variants"]
@@ -205,15 +205,16 @@ def variants(
     *,
     aligned: bool = True,
 ) -> Iterator[Variant]:
-    """Every form that the step can ask for; `aligned` if outputs and matrices are, to 16 bytes."""
-    dtype = torch.promote_types(o_dtype, w_dtype)
+    """Every form that the step can ask for; `aligned` if rows of outputs and matrices are, to 16 bytes."""
+    dtype, width = torch.promote_types(o_dtype, w_dtype), nope + rope
+    aligned = aligned and all(width * each.itemsize % ALIGNMENT == 0 for each in (o_dtype, w_dtype))
     tiles = [(PLAIN if dtype == torch.float32 else tile, ALIGNMENT) for tile in (SMALL, MIDDLE, LARGE)]
     if not aligned:
         tiles.append((PLAIN, 1))
     types = {"O": pointer_type(o_dtype), "W": pointer_type(w_dtype), "OUT": pointer_type(o_dtype)}
     types |= {"POSITIONS": "*i64", "TABLE": "*fp32"}
-    # rows of an output made here may be out of step, too
-    outs = (ALIGNMENT,) if aligned and rank * o_dtype.itemsize % ALIGNMENT == 0 else (ALIGNMENT, 1)
+    # results are made here, or by whoever gives them
+    outs = row_alignments(rank, o_dtype, aligned=True)
     for (tile, rows), out in product(dict.fromkeys(tiles), outs):
         constants = _constants(tile, heads // num_groups, rank, nope, rope, dtype, rows, out)
         yield Variant.told(project_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)

@@ -10,6 +10,7 @@ import struct
 from functools import cache
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,6 +26,7 @@ __all__ = [
     "place",
     "record_alignments",
     "record_constants",
+    "row_alignments",
     "writer_constants",
 ]
 
@@ -46,20 +48,29 @@ def _strides(layout: KVCacheLayout, block_size: int) -> tuple[int, int, int]:
     return nope.stride, scale.offset, scale.stride
 
 
-def record_alignments(layout: KVCacheLayout) -> tuple[int, int]:
-    """What `alignment_of_records` can be: that of the widest access of use, or that of an element.
-
-    Eight codes are one access, and sixteen bytes once they are bf16.
-    """
+def _accesses(layout: KVCacheLayout) -> tuple[int, int]:
+    """Bytes of the widest access of use, and of an element. Eight codes are one access, and 16 bytes as bf16."""
     return (8, 1) if layout.is_quantised else (ALIGNMENT, layout.dtype.itemsize)
 
 
 def alignment_of_records(cache: PagedKVCache) -> int:
     """Bytes that divide the address of every record, as far as it is of use."""
-    wide, narrow = record_alignments(cache.layout)
+    wide, narrow = _accesses(cache.layout)
     page_stride, data_stride, _, _ = place(cache)
     step = cache.tensor.data_ptr() | (page_stride | data_stride) * cache.tensor.element_size()
     return narrow if step % wide else wide
+
+
+def record_alignments(layout: KVCacheLayout, *, aligned: bool) -> tuple[int, ...]:
+    """What `alignment_of_records` can be. aligned: whether caches, pages, and rows of plain ones are, to 16 bytes."""
+    wide, narrow = _accesses(layout)
+    data, *_ = layout.regions(1)
+    return (wide,) if aligned and data.stride % wide == 0 else (wide, narrow)
+
+
+def row_alignments(width: int, dtype: torch.dtype, *, aligned: bool) -> tuple[int, ...]:
+    """What `alignment_of_rows` can be of rows of so many elements. aligned: whether they are promised to be."""
+    return (ALIGNMENT,) if aligned and width * dtype.itemsize % ALIGNMENT == 0 else (ALIGNMENT, 1)
 
 
 def alignment_of_rows(*tensors: Tensor) -> int:

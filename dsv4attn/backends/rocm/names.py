@@ -227,7 +227,7 @@ def _rows_of(
     if flat is not None and indptr is not None:
         names = f"{name}ragged_indices", f"{name}ragged_indptr"
         check_tensor(names[0], flat, "_", _INT, {})
-        check_tensor(names[1], indptr, f"{q.shape[0] + 1}", _INT, {})
+        check_tensor(names[1], indptr, "T+1", _INT, {"T": q.shape[0]})
         check_same_device(q, **dict(zip(names, (flat, indptr), strict=True)))
         check_indptr(names[1], indptr, flat.shape[0])
         return RaggedIndices(flat, indptr, min(flat.shape[0], _MOST))
@@ -252,7 +252,7 @@ def _all_ragged(rows: DenseIndices | RaggedIndices, num_slots: int) -> RaggedInd
 def _angles(q: Tensor, positions: Tensor | None, table: Tensor | None, rope: int) -> tuple[Tensor, Tensor] | None:
     if positions is None and table is None:
         return None
-    check_tensor("positions", positions, f"{q.shape[0]}", torch.int64, {})
+    check_tensor("positions", positions, "T", torch.int64, {"T": q.shape[0]})
     check_tensor("cos_sin_cache", table, f"_ {rope}", torch.float32, {})
     check_same_device(q, positions=positions, cos_sin_cache=table)
     assert positions is not None

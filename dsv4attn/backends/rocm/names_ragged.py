@@ -169,7 +169,7 @@ def copy_ragged_to_graph_buffers(
     for name, number in (("num_rows", num_rows), ("max_entries_per_row", max_entries_per_row)):
         if number < 0:
             raise ArgumentError(name, expected="at least 0", actual=number)
-    check_tensor("ragged_indptr", ragged_indptr, f"{num_rows + 1}", _INT, {})
+    check_tensor("ragged_indptr", ragged_indptr, "T+1", _INT, {"T": num_rows})
     places = max(num_rows * max_entries_per_row, 1)
     for name, each in (
         ("ragged_indices", ragged_indices),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from math import inf, log
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from attrs import define, frozen
@@ -24,7 +24,7 @@ from dsv4attn.core.layout import KVCacheLayout, check_layout
 from dsv4attn.core.workspace import BufferSpec
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnsupportedError
 
-__all__ = ["FlashInferAttention", "Found", "find", "forget", "reasons"]
+__all__ = ["FlashInferAttention", "Found", "find", "forget", "reasons", "remember"]
 
 _LAYOUT = KVCacheLayout.fp8_ds_mla()
 _DIM, _RECORD = _LAYOUT.head_dim, _LAYOUT.record_bytes
@@ -34,7 +34,19 @@ _Sizes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Sizes and strides of a view."""
 _View: TypeAlias = tuple["weakref.ref[Tensor]", int, _Sizes, Tensor]
 """Memory of a cache, its address, and a view of it."""
+MOST_KNOWN = 1024
+"""Entries of a table by shapes: more than an engine has at work, of the few sizes of graphs and the last eager ones."""
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 _NAMES = ("kv_cache", "indices", "topk_length"), ("extra_kv_cache", "extra_indices", "extra_topk_length")
+
+
+def remember(table: dict[_K, _V], key: _K, value: _V) -> _V:
+    """Put a value into a table of which the oldest entry goes when it is full; widths of batches have no end."""
+    if len(table) >= MOST_KNOWN:
+        table.pop(next(iter(table)), None)
+    table[key] = value
+    return value
 
 
 @frozen
@@ -72,7 +84,7 @@ class FlashInferAttention:
     capturing: tells whether the current stream is being captured; default: the device's own module does.
 
     Layers share a wrapper, one for each device: all memory that a call writes is given to it, so it keeps nothing but
-    plans by shape, and those are good for every layer and stream. We keep what we know of each shape too.
+    plans by shape, and those are good for every layer and stream. We keep what we know of the last `MOST_KNOWN` shapes.
     """
 
     def __init__(self, found: Found, *, in_range: bool = False, capturing: Callable[[], bool] | None = None) -> None:
@@ -101,9 +113,8 @@ class FlashInferAttention:
                 most = max(self.found.heads, default=0)
                 raise UnsupportedError("num_heads", expected=f"at most {most}", actual=heads)
             specs = tuple(self._specs(heads, padded, tokens, width, extra))
-            plan = self._plans[heads, tokens, width, extra] = _Plan(
-                padded, padded != heads, not self.in_range, specs, tuple(dtype for _, dtype in specs)
-            )
+            plan = _Plan(padded, padded != heads, not self.in_range, specs, tuple(dtype for _, dtype in specs))
+            remember(self._plans, (heads, tokens, width, extra), plan)
         return plan
 
     def _specs(self, heads: int, padded: int, tokens: int, width: int, extra: int) -> Iterator[BufferSpec]:
@@ -241,7 +252,7 @@ class FlashInferAttention:
         key = tuple(seen)
         form = self._forms.get(key)
         if form is None:
-            form = self._forms[key] = self._formed(call)
+            form = remember(self._forms, key, self._formed(call))
         if start % 16:
             begins = [q, out, *(segment.cache.tensor for segment in keys)]
             actual = [tensor.data_ptr() % 16 for tensor in begins]

@@ -95,7 +95,7 @@ class Sm120Backend(TritonBackend):
         key = phase, layer, tokens
         known = self._answers.get(key)
         if known is None:
-            known = self._answers[key] = self._asked(phase, layer, tokens)
+            known = flashinfer.remember(self._answers, key, self._asked(phase, layer, tokens))
         return known
 
     @cached_property
@@ -150,7 +150,7 @@ class Sm120Backend(TritonBackend):
         if self._kernel == FLASHINFER or (self._kernel == AUTO and device.matches(ARCHS)):
             sinks, lses, copies = bounds.with_sink, bounds.with_lse, not self._in_range
             for padded in dict.fromkeys(layer.num_heads not in HEADS for layer in bounds.layers):
-                yield from variants(sinks, lses, padded=padded, copies=copies, aligned=bounds.aligned)
+                yield from variants(sinks, lses, padded=padded, copies=copies, aligned=bounds.aligned_rows)
 
     def warmup(self, bounds: Bounds, device: torch.device) -> int:
         """See `contract.CompiledBackend`. FlashInfer is imported here, and compiles when its shapes run first."""

@@ -14,21 +14,20 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton import attend
-from dsv4attn.backends._triton.arguments import check_optional, check_strides, layer_of
+from dsv4attn.backends._triton.arguments import check_optional, layer_of
 from dsv4attn.backends._triton.runtime import multiprocessors
 from dsv4attn.backends.sm120.launch import Sm120Backend
+from dsv4attn.backends.sm120.names_memory import WrapperMemory, device_of
 from dsv4attn.core.checks import check_same_device
 from dsv4attn.core.contract import AttentionCall, DenseIndices, PagedKeys
-from dsv4attn.core.device import is_capturing
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_tensor
-from dsv4attn.core.workspace import WorkspaceManager, simultaneous_bytes
 from dsv4attn.errors import ArgumentError, UnsupportedError
 
 __all__ = ["SparseMLASm120Wrapper", "get_padded_num_q_heads"]
 
 _D, _ROPE, _RECORD = 512, 64, 584
-_MOST_HEADS, _MOST_SPLIT_TOKENS = 128, 64
+_MOST_HEADS, _MOST_TOKENS, _MOST_SPLIT_TOKENS = 128, 2**31 - 1, 64
 _LOG2E = 1 / log(2)
 _backend = cache(lambda: Sm120Backend(kernel="own"))
 _layout = cache(KVCacheLayout.fp8_ds_mla)
@@ -51,11 +50,14 @@ class _Rows(NamedTuple):
 
 
 class SparseMLASm120Wrapper:
-    """Attention on fp8 pages for one layer and stream. It owns scratch memory that only grows, outside captures.
+    """Attention on fp8 pages for one layer and stream.
 
-    max_num_tokens, max_num_heads: both or neither, the largest call. Of the other arguments of the original only what
-    means DeepSeek-V4's fp8 record is taken: d_v 512, kv_scale_format "auto", kv_cache_format "fp8"; compute_precision
-    is "default" or "bf16", which are the same here.
+    max_num_tokens, max_num_heads: both or neither, the largest call. With them all memory of the wrapper is allocated
+    here, on `device` or the current accelerator, and stays where it is: any call within them can be captured, and a
+    captured graph stays valid whatever runs later. Without them it is allocated on `device`, or in the first call on
+    the device of its q; memory for lengths then grows outside captures, and what a captured graph may use is not freed.
+    Of the other arguments of the original only what means DeepSeek-V4's fp8 record is taken: d_v 512, kv_scale_format
+    "auto", kv_cache_format "fp8"; compute_precision is "default" or "bf16", which are the same here.
     Raises ArgumentError or UnsupportedError.
     """
 
@@ -69,12 +71,19 @@ class SparseMLASm120Wrapper:
         kv_cache_format: str = "fp8",
         extra_kv_fp4: bool = False,
         compute_precision: str = "default",
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
         backend: str = "auto",
     ) -> None:
-        """Check and remember; nothing is allocated."""
+        """Check the arguments, and allocate the memory of all calls if the maxima are given."""
         if (max_num_tokens is None) != (max_num_heads is None):
-            raise ArgumentError("max_num_heads", expected="both maxima or neither", actual=max_num_heads)
+            missing = "max_num_tokens" if max_num_tokens is None else "max_num_heads"
+            raise ArgumentError(missing, expected="both maxima or neither", actual=None)
+        for name, most, limit in (
+            ("max_num_tokens", max_num_tokens, _MOST_TOKENS),
+            ("max_num_heads", max_num_heads, _MOST_HEADS),
+        ):
+            if most is not None and not 1 <= most <= limit:
+                raise ArgumentError(name, expected=f"1 to {limit}", actual=most)
         for name, value, taken in (
             ("d_v", d_v, (_D,)),
             ("kv_scale_format", kv_scale_format, ("auto",)),
@@ -86,10 +95,9 @@ class SparseMLASm120Wrapper:
             if value not in taken:
                 raise UnsupportedError(name, expected=" or ".join(map(repr, taken)), actual=repr(value))
         self._most = max_num_tokens, max_num_heads
-        self._device = device
-        self._workspace: WorkspaceManager | None = None
-        self._whole: dict[int, Tensor] = {}
-        """Lengths of rows without lengths, by their width."""
+        self._memory: WrapperMemory | None = None
+        if device is not None or max_num_tokens is not None:
+            self._memory = self._allocated(device_of(device))
 
     def run(
         self,
@@ -122,13 +130,13 @@ class SparseMLASm120Wrapper:
         mid_out, mid_lse: memory for parts of rows, contiguous; as many are made as fit. Without it the wrapper's own.
         prefill_impl: None, "auto" or "mg"; there is one implementation. Up to 64 tokens rows are shared by several
         programs, behind that not; results are the same. Nothing is launched for no tokens.
-        Raises ArgumentError or UnsupportedError before any launch: also in a capture, for a call that needs more of the
-        wrapper's memory than calls before it did.
+        Raises ArgumentError or UnsupportedError before any launch: for a call past the maxima or on another device than
+        the wrapper's memory; and, in a wrapper without maxima, for a captured call that needs memory first.
         """
         q, out = _flat("q", q, _D), _flat("output", output, _D)
         letters = {"D": _D}
         check_tensor("q", q, "T H D", torch.bfloat16, letters)
-        check_tensor("output", out, "T H D", torch.bfloat16, letters)
+        check_tensor("output", out, "T H D", torch.bfloat16, letters, written=True)
         check_optional("attn_sink", attn_sink, "H", torch.float32, letters)
         tokens, heads = letters["T"], letters["H"]
         self._check_size(tokens, heads)
@@ -141,9 +149,7 @@ class SparseMLASm120Wrapper:
         elif extra_topk_length is not None:
             raise ArgumentError("extra_topk_length", expected="None without extra_kv_cache", actual="a tensor")
         lse = self._lse_of(q, out_lse, wanted=return_lse)
-        optional = {"output": out, "attn_sink": attn_sink, "out_lse": lse}
-        check_same_device(q, **optional)
-        check_strides(q=q, **optional)
+        check_same_device(q, output=out, attn_sink=attn_sink, out_lse=lse)
         if not tokens:
             return lse if return_lse else None
         if not segments[0].indices.shape[1]:
@@ -153,8 +159,9 @@ class SparseMLASm120Wrapper:
         width = sum(rows.indices.shape[1] for rows in segments)
         splits = attend.splits_of(tokens, heads, width, tuning, multiprocessors())
         splits = splits if tokens <= _MOST_SPLIT_TOKENS else 1
+        lens = None if all(rows.lens is not None for rows in segments) else self._own(q).lens(tokens)
         parts = self._parts(q, splits, mid_out, mid_lse)
-        keys = [PagedKeys(rows.cache, DenseIndices(rows.indices, self._lens(rows))) for rows in segments]
+        keys = [PagedKeys(rows.cache, DenseIndices(rows.indices, _lens_of(rows, lens))) for rows in segments]
         attend.attend(AttentionCall(layer, q, keys, attn_sink, out, lse, parts), tuning)
         if lse is not None:
             _to_base_two(lse, attn_sink, lse_scale)
@@ -170,11 +177,24 @@ class SparseMLASm120Wrapper:
     def _lse_of(self, q: Tensor, out_lse: Tensor | None, *, wanted: bool) -> Tensor | None:
         tokens, heads, _ = q.shape
         if out_lse is not None:
-            check_tensor("out_lse", out_lse, f"_ {heads}", torch.float32, {})
+            check_tensor("out_lse", out_lse, f"_ {heads}", torch.float32, {}, written=True)
             if out_lse.shape[0] < tokens:
                 raise ArgumentError("out_lse", expected=f"at least {tokens} rows", actual=out_lse.shape[0])
             return out_lse[:tokens]
         return q.new_empty((tokens, heads), dtype=torch.float32) if wanted else None
+
+    def _allocated(self, device: torch.device) -> WrapperMemory:
+        tokens, heads = self._most
+        return WrapperMemory(device, _backend().tuning, tokens=tokens or 0, heads=heads or _MOST_HEADS)
+
+    def _own(self, q: Tensor) -> WrapperMemory:
+        """The wrapper's memory, which is where q is; made now by a wrapper that was given neither maxima nor device."""
+        if self._memory is None:
+            self._memory = self._allocated(q.device)
+        if q.device != self._memory.device:
+            expected = f"a tensor on {self._memory.device}, where the wrapper's memory is"
+            raise ArgumentError("q", expected=expected, actual=f"one on {q.device}", hint=f"device={str(q.device)!r}")
+        return self._memory
 
     def _parts(self, q: Tensor, splits: int, mid_out: Tensor | None, mid_lse: Tensor | None) -> list[Tensor]:
         """Memory of the parts of each row: the caller's, as far as it reaches, or the wrapper's own."""
@@ -193,29 +213,13 @@ class SparseMLASm120Wrapper:
             raise ArgumentError(missing, expected="both mid_out and mid_lse, or neither", actual=None)
         if splits < 2:
             return []
-        specs = list(attend.scratch(tokens, layer_of(heads, dim, _ROPE, 1.0), splits))
-        if self._workspace is None:
-            self._workspace = WorkspaceManager(self._device or q.device)
-        if is_capturing(q.device) and simultaneous_bytes(specs) > self._workspace.size("decode"):
-            raise _not_warm(f"{tokens} tokens of {heads} heads")
-        return self._workspace.get_simultaneous(*specs, lane="decode", caller="SparseMLASm120Wrapper.run")
-
-    def _lens(self, rows: _Rows) -> Tensor:
-        if rows.lens is not None:
-            return rows.lens
-        tokens, width = rows.indices.shape
-        known = self._whole.get(width)
-        if known is None or known.shape[0] < tokens or known.device != rows.indices.device:
-            if is_capturing(rows.indices.device):
-                raise _not_warm(f"{tokens} rows of {width} columns without lengths")
-            known = self._whole[width] = rows.indices.new_full((tokens,), width)
-        return known[:tokens]
+        return self._own(q).parts(attend.scratch(tokens, layer_of(heads, dim, _ROPE, 1.0), splits))
 
 
-def _not_warm(what: str) -> ArgumentError:
-    return ArgumentError(
-        "q", expected="a call that was run before its capture", actual=what, hint="run it eagerly once"
-    )
+def _lens_of(rows: _Rows, lens: Tensor | None) -> Tensor:
+    found = lens if rows.lens is None else rows.lens
+    assert found is not None
+    return found
 
 
 def _flat(name: str, tensor: Tensor, last: int) -> Tensor:
@@ -238,7 +242,6 @@ def _segment(q: Tensor, name: str, cache: Tensor | None, indices: Tensor | None,
         cache = cache.squeeze(2)
     check_tensor(owner, cache, f"_ _ {_RECORD}", torch.uint8, {})
     check_same_device(q, **{owner: cache, f"{name}indices": rows, f"{name}topk_length": lens})
-    check_strides(**{f"{name}indices": rows, f"{name}topk_length": lens})
     assert cache is not None
     assert rows is not None
     return _Rows(PagedKVCache(cache, _layout()), rows, lens)

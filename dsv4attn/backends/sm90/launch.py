@@ -147,8 +147,12 @@ class Sm90Backend(TritonBackend):
         may = self._may_serve(layer) and bounds.q_dtype == torch.bfloat16
         for read, shared in sources:
             kind = _kind_of(read) if may else None
-            if kind is None or not bounds.aligned:
-                yield from shared(bounds, layer, tuning)
+            # which of these keys the room's own kernels read: all rows, all aligned records, some plain pages
+            every = shared == self._gathered_variants or (bounds.aligned and kind == PAGES.value)
+            for one in shared(bounds, layer, tuning):
+                # and of q and out, wide rows only
+                if kind is None or not every or dict(one.constants)["UNIT"] == 1:
+                    yield one
             if kind is not None:
                 yield from variants(len(read), kind, layer.num_heads, sinks=bounds.with_sink, lses=bounds.with_lse)
 

@@ -201,7 +201,7 @@ def variants(layout: KVCacheLayout, *, second: bool, aligned: bool = True) -> It
     types = {"KV": pointer_type(layout.row_dtype), "CACHE": pointer_type(layout.dtype)}
     types |= dict.fromkeys(("PACKED", "LENS_OUT", "INDICES", "LENS"), "*i32")
     types["BEFORE"] = "*i32" if second else "none"
-    for records in record_alignments(layout)[: 1 if aligned else 2]:
+    for records in record_alignments(layout, aligned=aligned):
         yield Variant.told(
             kernels.gather_selected, types, _constants(layout, _aligned_rows(layout), records), num_warps=WARPS
         )

@@ -113,7 +113,7 @@ def test_g18_every_launch_within_the_bounds_is_foreseen(kind: LayerKind, layout:
 @each_form
 def test_where_everything_is_the_room_s_own_no_shared_form_is_compiled(form: str) -> None:
     on = engine(LayerKind.C4A, prefill=form)
-    bounds = evolve(on.bounds(), aligned=True)
+    bounds = evolve(on.bounds(), aligned=True, aligned_rows=True)
     variants = [*on.backend.kernel_variants(bounds, DeviceFacts.named("sm_90"))]
     names, forms = [one.name for one in variants], 2 if form == "gathered" else 1
 
@@ -134,7 +134,7 @@ def kernels_by_keys(bounds: Bounds) -> dict[str, set[bool]]:
 
 
 def test_rows_are_the_room_s_own_even_where_pages_are_not() -> None:
-    bounds = evolve(engine(LayerKind.SWA, layout=FNUZ).bounds(), aligned=True)
+    bounds = evolve(engine(LayerKind.SWA, layout=FNUZ).bounds(), aligned=True, aligned_rows=True)
 
     assert kernels_by_keys(bounds) == {"*u8": {False}, "*bf16": {True}}
 

@@ -1,0 +1,83 @@
+"""Tables of the backend by shapes: batches bring new ones without end, and the tables have one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.backends.rocm import names_ragged
+from dsv4attn.backends.sm120 import flashinfer
+from dsv4attn.backends.sm120.flashinfer import FlashInferAttention, remember
+from dsv4attn.backends.sm120.launch import Sm120Backend
+from dsv4attn.core import tensorspec
+from dsv4attn.core.contract import Phase
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.testing.judge import tolerance
+from tests.backends.sm120.problems import LAYOUT, Trial, found
+from tests.backends.sm120.recording import RecordingWrapper
+
+
+def entries(*owners: object) -> dict[str, int]:
+    """Entries of every table of some objects, by its name."""
+    return {
+        name: len(value) for owner in owners for name, value in vars(owner).items() if isinstance(value, (dict, list))
+    }
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Sm120Backend:
+    """The backend on a card with FlashInfer, with room for few entries."""
+    monkeypatch.setattr(flashinfer, "find", lambda: found(RecordingWrapper))
+    monkeypatch.setattr(DeviceFacts, "here", lambda *_: DeviceFacts.named("sm_120"))
+    monkeypatch.setattr(flashinfer, "MOST_KNOWN", 16)
+    return Sm120Backend()
+
+
+def test_what_is_known_of_shapes_has_an_end(backend: Sm120Backend) -> None:
+    trial = Trial(heads=12, tokens=1)
+    for i in range(100):
+        backend.scratch(Phase.DECODE, trial.layer, 1 + i, 128 + i)
+        backend.scratch(Phase.PREFILL, trial.layer, 65 + i, 128)
+    vendor: Any = backend.vendor
+    for width in range(1, 60):
+        one = evolve(trial, widths=(width, 0))
+        scratch = [torch.empty(0)] * len(vendor.scratch(one.layer, 1, width, 0))
+        assert vendor.fit(evolve(one.call(), scratch=scratch))
+    sizes = entries(vendor, backend)
+
+    assert sizes["_plans"] == sizes["_forms"] == sizes["_answers"] == 16
+    assert max(sizes.values()) == 16, sizes
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the recording wrapper runs on the CPU")
+def test_shapes_that_were_forgotten_are_served_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer, "MOST_KNOWN", 2)
+    subject = FlashInferAttention(found())
+    for tokens in (1, 2, 3, 1, 3):
+        trial = Trial(heads=3, tokens=tokens, sinks=(0.5,))
+        call = trial.run(subject, trial.call())
+
+        assert trial.expected.errors(call.out, None).max() <= tolerance(LAYOUT, torch.bfloat16)
+    assert entries(subject)["_forms"] == 2
+
+
+def test_the_oldest_entry_goes() -> None:
+    table = {i: i for i in range(flashinfer.MOST_KNOWN)}
+
+    assert remember(table, -1, 5) == 5
+    assert len(table) == flashinfer.MOST_KNOWN
+    assert (0 in table, 1 in table, table[-1]) == (False, True, 5)
+
+
+def test_checks_of_the_rocm_names_have_one_form_whatever_the_tokens() -> None:
+    """The table of `check_tensor` holds the shapes that are written in the code."""
+    tensorspec._dims.cache_clear()
+    for rows in range(1, 50):
+        indptr, buffer = torch.zeros(rows + 1, dtype=torch.int32), torch.zeros(600, dtype=torch.int32)
+        names_ragged.copy_ragged_to_graph_buffers(buffer[:1], indptr, buffer, buffer.clone(), rows, 2)
+
+    assert tensorspec._dims.cache_info().currsize < 5
