@@ -25,24 +25,32 @@ class Bounds:
 
     A backend compiles for what these say and for nothing that a batch brings: how many tokens, requests, heads and keys
     there are is known at run time only. None for an option means with and without.
+
+    layers: at least one of each kind that will run.
+    limits: of every batch.
+    swa: layout of the window caches.
+    compressed: layout of the compressed caches.
+    swa_block_size: records of a window cache's page.
+    compressed_block_size: records of a compressed cache's page, on every layer; default: the entries of 256 tokens.
+    q_dtype: of q, of kv and of the output: bf16 or fp32.
+    sink: whether heads have sinks.
+    lse: whether the log-sum-exp is asked for.
+    aligned: whether every cache begins at a multiple of 16 bytes and its pages lie such multiples apart.
+    num_groups: groups of heads of the output projection on this device.
+    o_lora_rank: elements that the output projection makes of each group.
     """
 
     layers: tuple[LayerGeometry, ...] = field(validator=validators.min_len(1))
-    """One of each kind is enough."""
     limits: Limits
     swa: KVCacheLayout
     compressed: KVCacheLayout
     swa_block_size: int = field(default=64, validator=_positive)
     compressed_block_size: int | None = field(default=None, validator=validators.optional(_positive))
-    """Records of a page, on every layer; default: the entries of 256 tokens."""
     q_dtype: torch.dtype = field(default=torch.bfloat16, validator=validators.in_((torch.bfloat16, torch.float32)))
-    """Of q, of kv and of the output."""
     sink: bool | None = True
     lse: bool | None = None
     aligned: bool = True
-    """Whether every cache begins at a multiple of 16 bytes and its pages lie such multiples apart."""
     num_groups: int = field(default=1, validator=_positive)
-    """Groups of heads of the output projection on this device."""
     o_lora_rank: int = field(default=1024, validator=_positive)
 
     def __attrs_post_init__(self) -> None:
