@@ -18,6 +18,7 @@ from dsv4attn.core.metadata import Batch
 
 FOUND = {name: getattr(module, name) for module in (dsv4attn, contract) for name in module.__all__}
 CLASSES: list[type[Any]] = [cls for cls in {*FOUND.values(), Bounds} if isinstance(cls, type) and attrs.has(cls)]
+CLASSES.sort(key=lambda cls: cls.__name__)
 NAMED = (
     "AttentionCall AttentionMetadata BackendInfo Batch Bounds DeepseekSparseSWAMetadata DenseIndices DeviceFacts "
     "FlashMLASparseMetadata Forms GatheredKeys LayerCaches LayerGeometry Limits ModelGeometry PageTable PagedKeys "
@@ -37,7 +38,7 @@ def test_the_classes_that_people_meet_are_looked_at() -> None:
     assert set(NAMED.split()) <= {cls.__name__ for cls in CLASSES}
 
 
-@pytest.mark.parametrize("cls", sorted(CLASSES, key=lambda cls: cls.__name__))
+@pytest.mark.parametrize("cls", CLASSES)
 def test_every_field_stands_in_the_docstring_with_its_meaning(cls: type[Any]) -> None:
     for field in attrs.fields(cls):
         if field.name.startswith("_"):
@@ -53,7 +54,7 @@ def test_every_field_stands_in_the_docstring_with_its_meaning(cls: type[Any]) ->
             assert said.startswith(f"{field.metadata[tensorspec._SIZE]} - "), f"{cls.__name__}.{field.name}: {said}"
 
 
-@pytest.mark.parametrize("cls", sorted(CLASSES, key=lambda cls: cls.__name__))
+@pytest.mark.parametrize("cls", CLASSES)
 def test_no_fact_stands_below_a_field_where_help_does_not_look(cls: type[Any]) -> None:
     (tree,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(tree, ast.ClassDef)
