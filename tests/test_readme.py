@@ -1,11 +1,14 @@
-"""What the README shows is what happens."""
+"""What the README shows is what happens, and what README and docs link to is there."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from dsv4attn.cli import main
@@ -13,17 +16,47 @@ from dsv4attn.cli import main
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("examples/*/*.md")),
+]
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_every_python_example_runs(example: str) -> None:
-    names: dict[str, object] = {}
-    exec(compile(example, "README.md", "exec"), names)  # noqa: S102 - our own text
-    assert bool(names["out"].isfinite().all())  # type: ignore[attr-defined]
+def printed(examples: list[str]) -> list[str]:
+    """Lines that Python examples print, one after the other in one namespace, as somebody types them."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for example in examples:
+            exec(compile(example, "README.md", "exec"), names)  # noqa: S102 - our own text
+    return out.getvalue().splitlines()
 
 
-def test_there_is_an_example() -> None:
-    assert EXAMPLES
+def promised(examples: list[str]) -> list[str]:
+    """What comments behind `->` say is printed."""
+    return re.findall(r"# -> (.+)$", "\n".join(examples), re.MULTILINE)
+
+
+def test_the_python_examples_run_in_order_and_print_what_they_say() -> None:
+    torch.manual_seed(0)
+
+    assert promised(EXAMPLES) == printed(EXAMPLES)
+
+
+def test_there_is_a_bound_c4a_layer_a_decode_step_and_flash_mla() -> None:
+    text = "".join(EXAMPLES)
+
+    assert len(EXAMPLES) >= 3
+    assert len(promised(EXAMPLES)) >= 4
+    for name in ("DeepseekV4MLAAttention(", 'layer_of_kind("c4a")', "set_forward_context(", "-> decode: ", "flash_mla"):
+        assert name in text
+
+
+def test_an_example_that_prints_something_else_is_found() -> None:
+    assert promised(["print(1)  # -> 2\n"]) != printed(["print(1)  # -> 2\n"])
+    with pytest.raises(NameError):
+        printed(["print(nothing)\n"])
 
 
 def test_the_table_of_commands_lists_exactly_the_commands_there_are() -> None:
@@ -34,13 +67,57 @@ def test_the_table_of_commands_lists_exactly_the_commands_there_are() -> None:
 
 def test_every_make_target_it_names_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"`?make (\w+)", README))
+    targets = set(re.findall(r"(?:`|^)make (\w+)", README, re.MULTILINE))
     assert {"run", "test"} <= targets
     assert targets <= set(re.findall(r"^(\w+):", makefile, re.MULTILINE))
 
 
-def test_every_path_it_names_exists() -> None:
-    layout = re.findall(r"^(dsv4attn/\S+|tests/)\s{2,}", README, re.MULTILINE)
+def test_every_path_of_the_layout_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    layout = re.findall(r"^(dsv4attn/\S+|tests/)\s{2,}", text, re.MULTILINE)
     assert len(layout) > 3
     for path in layout:
         assert (ROOT / path).exists(), path
+
+
+def links(text: str) -> list[str]:
+    """Targets of the links and pictures of a page, without those in code."""
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    return re.findall(r"\]\(([^)\s]+)\)", prose)
+
+
+def anchors(page: Path) -> set[str]:
+    """What links to headings of a page may name."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def dead(page: Path) -> list[str]:
+    """Relative links of a page that lead nowhere: no such file, or no such heading in it."""
+    found = []
+    for link in links(page.read_text(encoding="utf-8")):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, heading = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (heading and heading not in anchors(target)):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_relative_link_is_dead(page: Path) -> None:
+    assert dead(page) == []
+
+
+def test_a_dead_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A title\n[a](page.md#a-title) [b](gone.md#a-title) [c](#no-title) ![d](x.png) [e](https:e)\n`[f](g)`"
+    )
+
+    assert dead(page) == ["gone.md#a-title", "#no-title", "x.png"]
+
+
+def test_the_readme_has_every_page_of_the_docs() -> None:
+    assert {f"docs/{path.name}" for path in ROOT.glob("docs/*.md")} <= set(links(README))

@@ -25,33 +25,41 @@ class Bounds:
 
     A backend compiles for what these say and for nothing that a batch brings: how many tokens, requests, heads and keys
     there are is known at run time only. None for an option means with and without.
+
+    layers: at least one of each kind that will run.
+    limits: of every batch.
+    swa: layout of the window caches.
+    compressed: layout of the compressed caches.
+    swa_block_size: records of a window cache's page.
+    compressed_block_size: records of a compressed cache's page, on every layer; default: the entries of 256 tokens.
+    q_dtype: of q, of kv, of o and of the output: bf16 or fp32. k that is rotated already may be either.
+    sink: whether heads have sinks.
+    lse: whether the log-sum-exp is asked for.
+    aligned: whether every cache begins at a multiple of 16 bytes, and its pages, and rows of a plain one, lie such
+        multiples apart.
+    aligned_rows: a promise that all rows of q, kv, k, o, wo_a and outputs begin at multiples of 16 bytes, as those of
+        the model's tensors and of slices of its fused projections do. Without it, other rows have forms too.
+    num_groups: groups of heads of the output projection on this device.
+    o_lora_rank: elements that the output projection makes of each group.
+    wo_a_dtype: of the projection's matrices; None: bf16 and fp32.
     """
 
     layers: tuple[LayerGeometry, ...] = field(validator=validators.min_len(1))
-    """One of each kind is enough."""
     limits: Limits
     swa: KVCacheLayout
     compressed: KVCacheLayout
     swa_block_size: int = field(default=64, validator=_positive)
     compressed_block_size: int | None = field(default=None, validator=validators.optional(_positive))
-    """Records of a page, on every layer; default: the entries of 256 tokens."""
     q_dtype: torch.dtype = field(default=torch.bfloat16, validator=validators.in_((torch.bfloat16, torch.float32)))
-    """Of q, of kv, of o and of the output. k that is rotated already may be bf16 or fp32."""
     sink: bool | None = True
     lse: bool | None = None
     aligned: bool = True
-    """Whether every cache begins at a multiple of 16 bytes, and its pages, and rows of a plain one, lie such multiples
-    apart."""
     aligned_rows: bool = False
-    """A promise that all rows of q, kv, k, o, wo_a and outputs begin at multiples of 16 bytes, as those of the model's
-    tensors and of slices of its fused projections do. Without it, forms for other rows are compiled too."""
     num_groups: int = field(default=1, validator=_positive)
-    """Groups of heads of the output projection on this device."""
     o_lora_rank: int = field(default=1024, validator=_positive)
     wo_a_dtype: torch.dtype | None = field(
         default=None, validator=validators.optional(validators.in_((torch.bfloat16, torch.float32)))
     )
-    """Of the projection's matrices. None: bf16 and fp32."""
 
     def __attrs_post_init__(self) -> None:
         """Check that the caches hold the keys of the layers."""

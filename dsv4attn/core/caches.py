@@ -19,7 +19,11 @@ _WIDEST = 16
 
 @frozen(slots=False)
 class LayerCaches:
-    """swa: the window cache. compressed: the compressed cache, which window-only layers do not have."""
+    """The paged caches of one layer.
+
+    swa: the window cache.
+    compressed: the compressed cache, which window-only layers do not have.
+    """
 
     swa: PagedKVCache
     compressed: PagedKVCache | None = None

@@ -5,41 +5,52 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any, TypeAlias
 
 from attrs import frozen
 
+from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
-from dsv4attn.errors import NoForwardContextError
+from dsv4attn.errors import ArgumentError, NoForwardContextError
 
 __all__ = ["ForwardContext", "get_forward_context", "set_forward_context"]
 
-Metadata = Mapping[str, "DeepseekSparseSWAMetadata | FlashMLASparseMetadata | None"]
+Metadata: TypeAlias = (
+    "Mapping[LayerKind, AttentionMetadata] | Mapping[str, DeepseekSparseSWAMetadata | FlashMLASparseMetadata | None]"
+)
 
 
 @frozen
 class ForwardContext:
-    """attn_metadata: by prefix of a cache layer; None as a whole means warm-up."""
+    """attn_metadata: by kind of layer, or by prefix of a cache layer. None as a whole means warm-up."""
 
     attn_metadata: Metadata | None
 
-    def for_layer(self, prefix: str, swa_prefix: str, *, compressed: bool) -> AttentionMetadata | None:
-        """Metadata of one layer, None in a warm-up. The layer, not the dict, says whether `prefix` is looked up."""
+    def for_layer(self, prefix: str, swa_prefix: str, kind: LayerKind) -> AttentionMetadata | None:
+        """Metadata of one layer, None in a warm-up. The kind, not the mapping, says whether `prefix` is looked up."""
         if self.attn_metadata is None:
             return None
-        swa = self.attn_metadata.get(swa_prefix)
-        part = self.attn_metadata.get(prefix) if compressed else None
+        found: Mapping[Any, Any] = self.attn_metadata
+        swa, compressed = found.get(swa_prefix), kind is not LayerKind.SWA
+        if swa is None and isinstance(both := found.get(kind), AttentionMetadata):
+            return both
+        part = found.get(prefix) if compressed else None
         if not isinstance(swa, DeepseekSparseSWAMetadata):
-            raise NoForwardContextError(_missing(swa_prefix, DeepseekSparseSWAMetadata, swa, self.attn_metadata))
+            raise NoForwardContextError(_missing(swa_prefix, DeepseekSparseSWAMetadata, swa, found, kind))
         if compressed and not isinstance(part, FlashMLASparseMetadata):
-            raise NoForwardContextError(_missing(prefix, FlashMLASparseMetadata, part, self.attn_metadata))
+            raise NoForwardContextError(_missing(prefix, FlashMLASparseMetadata, part, found, kind))
         return AttentionMetadata(swa, part if isinstance(part, FlashMLASparseMetadata) else None)
 
 
-def _missing(key: str, wanted: type, found: object, metadata: Metadata) -> str:
+def _missing(key: str, wanted: type, found: object, metadata: Mapping[Any, Any], kind: LayerKind) -> str:
+    keys = ", ".join(sorted(key.value if isinstance(key, LayerKind) else str(key) for key in metadata)) or "none"
+    if any(isinstance(key, LayerKind) for key in metadata):
+        return (
+            f"attn_metadata: expected metadata of {kind.value} layers, got metadata of: {keys} "
+            "-> name every kind of layer that runs in this step in build_for"
+        )
     got = "nothing" if found is None else type(found).__name__
-    return (
-        f"attn_metadata[{key!r}]: expected {wanted.__name__}, got {got} (keys: {', '.join(sorted(metadata)) or 'none'})"
-    )
+    return f"attn_metadata[{key!r}]: expected {wanted.__name__}, got {got} (keys: {keys})"
 
 
 _context: ContextVar[ForwardContext | None] = ContextVar("dsv4attn_forward", default=None)
@@ -47,7 +58,19 @@ _context: ContextVar[ForwardContext | None] = ContextVar("dsv4attn_forward", def
 
 @contextmanager
 def set_forward_context(attn_metadata: Metadata | None) -> Iterator[ForwardContext]:
-    """Run a step: `prefix` of each layer to its compressed metadata, `swa_prefix` to its window metadata."""
+    """Run a step: layers called inside find their metadata in `attn_metadata`.
+
+    attn_metadata: what `MetadataBuilder.build_for` returned, metadata by kind of layer. Or a mapping by prefix: the
+    `prefix` of each layer to its compressed metadata, its `swa_prefix` to its window metadata. None is the warm-up:
+    layers reserve memory and zero their output. Raises ArgumentError for anything else.
+    """
+    if attn_metadata is not None and not isinstance(attn_metadata, Mapping):
+        raise ArgumentError(
+            "attn_metadata",
+            expected="a mapping by kind of layer or by prefix, or None for a warm-up",
+            actual=type(attn_metadata).__name__,
+            hint="give all that build_for returned, not the metadata of one kind",
+        )
     context = ForwardContext(attn_metadata)
     token = _context.set(context)
     try:

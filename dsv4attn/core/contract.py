@@ -80,10 +80,12 @@ class IndexForm(str, Enum):
 
 
 class Products(str, Enum):
-    """What queries, and the weights of keys, are rounded to before they are multiplied."""
+    """What queries, and the weights of keys, are rounded to before they are multiplied.
+
+    BF16: at least: what is fp32 may stay so. FP8: e4m3 with scales.
+    """
 
     BF16 = "bf16"
-    """At least: what is fp32 may stay so."""
     FP8 = "fp8"
 
 
@@ -96,19 +98,24 @@ class KeyForm(str, Enum):
 
 @frozen
 class Forms:
-    """The choices in which backends differ."""
+    """The choices in which backends differ. Core prepares the calls in the forms that a backend asks for.
+
+    decode_indices: how decode takes the keys selected for each token: a dense matrix, or a ragged list.
+    prefill_indices: the same for prefill.
+    prefill_keys: whether prefill reads pages or gathered rows. Decode always reads pages.
+    index_alignment: columns of a gathered chunk's index matrix are rounded up to this.
+    max_logits: whether `AttentionCall.max_logits` may be given. Without it, callers compute them beside the call.
+    empty_lse: whether `AttentionCall.empty_lse` may differ from -inf. Without it, callers put another value there.
+    products: the coarsest rounding that some call may have; the conformance kit's budgets follow it.
+    """
 
     decode_indices: IndexForm = IndexForm.DENSE
     prefill_indices: IndexForm = IndexForm.DENSE
     prefill_keys: KeyForm = KeyForm.GATHERED
     index_alignment: int = 1
-    """Columns of a combined index matrix are rounded up to this."""
     max_logits: bool = False
-    """Whether `AttentionCall.max_logits` may be given; whoever wants them elsewhere computes them beside the call."""
     empty_lse: bool = False
-    """Whether `AttentionCall.empty_lse` may differ from -inf; elsewhere whoever wants another value puts it there."""
     products: Products = Products.BF16
-    """The coarsest rounding that some call may have; the conformance kit's budgets follow it."""
 
 
 # what is made in every call has no slots: frozen classes with slots take twice as long to make
@@ -116,7 +123,11 @@ class Forms:
 
 @frozen(slots=False)
 class DenseIndices:
-    """indices: [T, K] int32, any row stride. lens: [T] int32 - leading columns that may be looked at."""
+    """Selected keys as a matrix.
+
+    indices: [T, K] int32, any row stride - in any order; -1, or anything outside the cache, is no key.
+    lens: [T] int32 - leading columns that may be looked at.
+    """
 
     indices: Tensor
     lens: Tensor
@@ -135,9 +146,11 @@ class DenseIndices:
 
 @frozen(slots=False)
 class RaggedIndices:
-    """Row i is indices[indptr[i] : indptr[i + 1]].
+    """Selected keys as one list: row i is indices[indptr[i] : indptr[i + 1]].
 
-    indices: [capacity] int32, undefined from indptr[-1] on. indptr: [T + 1] int32. width: most entries of a row.
+    indices: [capacity] int32, undefined from indptr[-1] on - in any order; -1, or outside the cache, is no key.
+    indptr: [T + 1] int32 - where rows begin and end, ascending from 0.
+    width: most entries that a row can have; known without reading the device.
     """
 
     indices: Tensor
@@ -153,7 +166,13 @@ class RaggedIndices:
 
 @frozen
 class PageTable:
-    """Where the records of some requests stand. block_table: [n, N] int32; blocks outside [0, num_blocks) are gone."""
+    """Where the records of some requests stand.
+
+    block_table: [n, N] int32 - record j of request i is in block_table[i, j // block_size]; blocks outside
+       [0, num_blocks) are gone.
+    block_size: records of a block.
+    num_blocks: blocks of the cache.
+    """
 
     block_table: Tensor
     block_size: int
@@ -162,7 +181,11 @@ class PageTable:
 
 @frozen(slots=False)
 class PagedKeys:
-    """A segment of keys in pages: indices are global slots, block * block_size + offset, of this cache."""
+    """A segment of keys in pages.
+
+    cache: the cache they stand in.
+    rows: the keys of each token: global slots, block * block_size + offset, of this cache.
+    """
 
     cache: PagedKVCache
     rows: DenseIndices | RaggedIndices
@@ -170,7 +193,11 @@ class PagedKeys:
 
 @frozen(slots=False)
 class GatheredKeys:
-    """Keys in contiguous rows. kv: [S, D] in the layout's row dtype; rows nobody indexes are uninitialised."""
+    """Keys in contiguous rows.
+
+    kv: [S, D] in the layout's row dtype; rows without an index that names them are uninitialised.
+    rows: the keys of each token: row numbers of kv.
+    """
 
     kv: Tensor
     rows: DenseIndices | RaggedIndices
@@ -180,12 +207,18 @@ class GatheredKeys:
 class AttentionCall:
     """One attention over selected keys, all segments in one softmax.
 
-    q: [T, H, D] bf16 or fp32, normalised and rotated. keys: paged segments (window, then compressed if the layer has
-    it), or gathered rows. attn_sink: [H] fp32 or None. out: [T, H, D] like q, written in full. lse: [T, H] fp32 or
-    None. scratch: the views this backend asked for. max_logits: [T, H] fp32 or None, the largest z of each row, -inf
-    for rows without keys; given only to backends whose forms say so. empty_lse: what lse says of rows without keys.
+    layer: geometry of the layer.
+    q: [T, H, D] bf16 or fp32 - normalised and rotated.
+    keys: paged segments (window, then compressed if the layer has it), or gathered rows.
+    attn_sink: [H] fp32 or None - one more logit per head, with value zero.
+    out: [T, H, D] like q - written in full.
+    lse: [T, H] fp32 or None - natural log, without the sink.
+    scratch: the views this backend asked for.
+    max_logits: [T, H] fp32 or None - the largest z of each row, -inf for rows without keys; given only to backends
+       whose forms say so.
+    empty_lse: what lse says of rows without keys.
     kept: where a backend may keep what follows from a call but for the addresses of q, attn_sink, out, lse and caches:
-    calls that differ in these alone are given the same, as long as the memory of scratch stays. None: there is none.
+       calls that differ in these alone are given the same, as long as the memory of scratch stays. None: there is none.
     """
 
     layer: LayerGeometry
@@ -307,28 +340,32 @@ API_VERSION = "1.0"
 
 @frozen(kw_only=True)
 class BackendInfo:
-    """Descriptor of a backend, importable anywhere: neither torch nor triton nor a vendor's package is touched."""
+    """Descriptor of a backend, importable anywhere: neither torch nor triton nor a vendor's package is touched.
+
+    name: what users write; unique among all backends.
+    factory: `package.module:callable`, imported and called with the options once the backend has won.
+    support: every reason why not, for a whole problem; empty means yes, and a yes never fails at launch.
+    summary: one line for `dsv4attn backends`.
+    native: kinds or archs, as shell patterns, on which it may be chosen automatically: ("sm_12*",).
+    runs_on: where it can run when asked for by name; whatever is native, at least.
+    rank: who goes first when several backends are native to a device.
+    packages: distributions the implementation imports; missing ones make it unavailable.
+    options: options the factory takes, with their defaults.
+    notes: how it would serve a problem that it takes, a line each, for a backend that has several ways.
+    api: version of the contract it was written for, written out: "1.0". A default would follow ours and say nothing.
+    """
 
     name: str
-    """What users write; unique among all backends."""
     factory: str
-    """`package.module:callable`, imported and called with the options once the backend has won."""
     support: Callable[[DeviceFacts, Problem], Sequence[Reason]]
-    """Every reason why not, for a whole problem; empty means yes, and a yes never fails at launch."""
     summary: str
     native: tuple[str, ...]
-    """Kinds or archs, as shell patterns, on which it may be chosen automatically: ("sm_12*",)."""
     runs_on: tuple[str, ...] = ("*",)
-    """Where it can run when asked for by name; whatever is native, at least."""
     rank: Rank = Rank.VENDOR
     packages: tuple[str, ...] = ()
-    """Distributions the implementation imports; missing ones make it unavailable."""
     options: Mapping[str, Any] = field(factory=dict)
-    """Options the factory takes, with their defaults."""
     notes: Callable[[DeviceFacts, Problem], Sequence[str]] | None = None
-    """How it would serve a problem that it takes, a line each, for a backend that has several ways."""
     api: str
-    """Version of the contract it was written for, written out: "1.0". A default would follow ours and say nothing."""
 
     def __attrs_post_init__(self) -> None:
         """Check the types, as a descriptor comes from a stranger and is trusted from here on."""

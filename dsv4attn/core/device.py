@@ -85,7 +85,16 @@ TRITON_SOURCES = {
 
 @frozen
 class DeviceFacts:
-    """kind: "cuda", "hip", "xpu", "cpu", or a third party's torch device type. arch: "sm_90", "gfx942", "xpu", ..."""
+    """What a device is. Read it off this machine with `here`, or make it up with `named`.
+
+    kind: "cuda", "hip", "xpu", "cpu", or a third party's torch device type.
+    arch: "sm_90", "gfx942", "xpu", ...
+    name: what its maker calls it.
+    torch_version: of the installed torch; None without one.
+    triton_version: of whatever provides Triton; None without it.
+    interpreted: whether Triton kernels run in its interpreter on the CPU (TRITON_INTERPRET=1).
+    present: False for facts made up by name.
+    """
 
     kind: str
     arch: str
@@ -93,9 +102,7 @@ class DeviceFacts:
     torch_version: str | None = None
     triton_version: str | None = None
     interpreted: bool = False
-    """Triton kernels run in its interpreter on the CPU (TRITON_INTERPRET=1)."""
     present: bool = True
-    """False for facts made up by name."""
 
     @classmethod
     def here(cls, device: torch.device | str | None = None) -> DeviceFacts:

@@ -23,14 +23,15 @@ __all__ = ["PRESETS", "LayerGeometry", "LayerKind", "ModelGeometry", "Rope", "Ya
 
 
 class LayerKind(str, Enum):
-    """The three attention layers of DeepSeek-V4."""
+    """The three attention layers of DeepSeek-V4.
+
+    SWA: sliding window only. C4A: window, and the entries an indexer selects from a lightly compressed cache (ratio 4).
+    C128A: window, and every entry of a heavily compressed cache (ratio 128).
+    """
 
     SWA = "swa"
-    """Sliding window only."""
     C4A = "c4a"
-    """Window plus the entries an indexer selects from a lightly compressed cache (ratio 4)."""
     C128A = "c128a"
-    """Window plus every entry of a heavily compressed cache (ratio 128)."""
 
 
 _KIND_OF_RATIO = {0: LayerKind.SWA, 1: LayerKind.SWA, 4: LayerKind.C4A, 128: LayerKind.C128A}
@@ -64,7 +65,18 @@ class Rope:
 
 @frozen
 class LayerGeometry:
-    """One attention layer, which is all that `forward_mqa` and a backend need to know of the model."""
+    """One attention layer, which is all that `forward_mqa` and a backend need to know of the model.
+
+    kind: swa, c4a or c128a.
+    compress_ratio: r - tokens per compressed entry; 1 on window-only layers.
+    num_heads: H - query heads on this device.
+    head_dim: D - elements of a head, and of a key; the trailing `rope.dim` carry positions.
+    rope: the layer's rotary embedding.
+    window: W - tokens that a query sees through the window, itself included.
+    topk: K - entries the indexer keeps for a query of a c4a layer; 0 for the other kinds.
+    eps: epsilon of the weightless RMSNorm of q.
+    softmax_scale: instead of head_dim ** -0.5, for callers that bring their own.
+    """
 
     kind: LayerKind
     compress_ratio: int = field(validator=_positive)
@@ -73,11 +85,8 @@ class LayerGeometry:
     rope: Rope
     window: int = field(validator=_positive)
     topk: int
-    """Entries the indexer keeps for a query of a C4A layer; 0 for the other kinds."""
     eps: float = 1e-6
-    """Epsilon of the weightless RMSNorm of q."""
     softmax_scale: float | None = None
-    """Instead of head_dim ** -0.5, for callers that bring their own."""
 
     def __attrs_post_init__(self) -> None:
         """Check that the parts fit each other."""
@@ -110,7 +119,16 @@ class LayerGeometry:
 
 @frozen
 class ModelGeometry:
-    """Attention geometry of a whole model. Build it with `from_config` or `preset`."""
+    """Attention geometry of a whole model. Build it with `from_config` or `preset`.
+
+    num_heads: H - query heads. head_dim: D - elements of a head. rope_dim: how many of them, the trailing ones, rotate.
+    window: W - tokens of the sliding window. index_topk: K - entries the indexer keeps for a query of a c4a layer.
+    layers: (kind, compress ratio) of each layer, MTP layers excluded: those are window-only.
+    max_position: longest context, in tokens. hidden_size: elements of a token between layers.
+    o_groups: G - groups of heads in the output projection. o_lora_rank: elements that it makes of each group.
+    main_theta: base of the frequencies of window-only layers. compress_theta: the same of the others.
+    compress_yarn: frequency scaling of the others; None for none. eps: epsilon of the RMSNorm of q. name: for messages.
+    """
 
     num_heads: int = field(validator=_positive)
     head_dim: int = field(validator=_positive)
@@ -118,7 +136,6 @@ class ModelGeometry:
     window: int = field(validator=_positive)
     index_topk: int = field(validator=_positive)
     layers: tuple[tuple[LayerKind, int], ...]
-    """(kind, compress ratio) of each layer, MTP layers excluded: those are window-only."""
     max_position: int = field(validator=_positive)
     hidden_size: int = field(validator=_positive)
     o_groups: int = field(validator=_positive)

@@ -36,11 +36,12 @@ _count = itertools.count()
 class DeepseekV4MLAAttention:
     """One layer's attention: what stays the same from step to step.
 
-    prefix: name of the layer in the model; its compressed metadata is found under it. swa_prefix: the same for the
-    window metadata, by default `prefix + ".swa_cache"`. attn_sink: [H] fp32, or None for none. cos_sin_cache:
-    [positions, rope_dim] fp32 of this layer's own table (`core.rope.cos_sin_cache`). topk_indices_buffer:
-    [max tokens, K] int32, filled by the indexer before each call; c4a layers only. swa_layout, compressed_layout:
-    what the caches bound later must be; default: what is bound first. workspace: default: the context's manager.
+    prefix: name of the layer in the model. Metadata that come by prefix are found under it: the compressed part; the
+    window part under swa_prefix, by default `prefix + ".swa_cache"`. attn_sink: [H] fp32, or None for none.
+    cos_sin_cache: [positions, rope_dim] fp32 of this layer's own table (`core.rope.cos_sin_cache`).
+    topk_indices_buffer: [max tokens, K] int32, filled by the indexer before each call; c4a layers only. swa_layout,
+    compressed_layout: what the caches bound later must be; default: what is bound first. workspace: default: the
+    context's manager.
     """
 
     def __init__(
@@ -116,8 +117,7 @@ class DeepseekV4MLAAttention:
     def _step(self) -> tuple[LayerCaches, AttentionMetadata | None]:
         if self.caches is None:
             raise Dsv4AttnError(f"layer {self.prefix} has no caches -> call bind_kv_cache first")
-        compressed = self.geometry.kind is not LayerKind.SWA
-        return self.caches, get_forward_context().for_layer(self.prefix, self.swa_prefix, compressed=compressed)
+        return self.caches, get_forward_context().for_layer(self.prefix, self.swa_prefix, self.geometry.kind)
 
     def _insert(self, q: Tensor, kv: Tensor, positions: Tensor) -> None:
         caches, metadata = self._step()

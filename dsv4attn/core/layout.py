@@ -20,12 +20,13 @@ __all__ = ["Arrangement", "Fp8Format", "KVCacheLayout", "PagedKVCache", "Region"
 
 
 class Fp8Format(str, Enum):
-    """The two e4m3 dialects. A finite code means exactly twice as much in OCP as in FNUZ."""
+    """The two e4m3 dialects. A finite code means exactly twice as much in OCP as in FNUZ.
+
+    OCP: bias 7, largest 448, NaN 0x7F and 0xFF. FNUZ: bias 8, largest 240, NaN 0x80, no negative zero (gfx942).
+    """
 
     OCP = "e4m3fn"
-    """Bias 7, largest 448, NaN 0x7F and 0xFF."""
     FNUZ = "e4m3fnuz"
-    """Bias 8, largest 240, NaN 0x80, no negative zero (gfx942)."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -39,12 +40,13 @@ class Fp8Format(str, Enum):
 
 
 class Arrangement(str, Enum):
-    """Where the scales of a quantised record stand."""
+    """Where the scales of a quantised record stand.
+
+    SPLIT: all token data of the page first, then all scales. INTERLEAVED: each token's scales directly behind its data.
+    """
 
     SPLIT = "split"
-    """All token data of the page first, then all scales."""
     INTERLEAVED = "interleaved"
-    """Each token's scales directly behind its data."""
 
 
 @frozen
@@ -64,21 +66,29 @@ class KVCacheLayout:
 
     `fp8_ds_mla` (448 + 64 dims): 448 fp8 codes and 64 little-endian bf16 RoPE values, 576 bytes of data, then 8 scale
     bytes: one power-of-two exponent (biased by 127) per group of 64 codes and a pad byte. `rows`: plain bf16 or fp32.
+
+    name: "fp8_ds_mla" or "rows".
+    nope_dim: elements of a key without a position, the leading ones.
+    rope_dim: elements of a key with RoPE, the trailing ones; bf16 in quantised records.
+    dtype: element type of the cache tensor: uint8 for quantised records.
+    fp8_format: dialect of the codes; None for rows.
+    fp8_max: largest magnitude the writer emits: 448 (OCP), 240 (FNUZ), or the 224 that vLLM writes on gfx942. Readers
+       do not depend on it, so it is not part of the fingerprint.
+    group_size: codes that share a scale; 0 for rows.
+    arrangement: where scales stand.
+    page_alignment: bytes to which `page_stride` rounds up when a page is allocated. Readers follow the tensor's own
+       stride.
     """
 
     name: str
     nope_dim: int = field(validator=validators.ge(1))
     rope_dim: int = field(validator=validators.ge(0))
     dtype: torch.dtype
-    """Element type of the cache tensor: uint8 for quantised records."""
     fp8_format: Fp8Format | None = None
     fp8_max: float = 0.0
-    """Largest magnitude the writer emits: 448 (OCP), 240 (FNUZ), or the 224 that vLLM writes on gfx942.
-    Readers do not depend on it, so it is not part of the fingerprint."""
     group_size: int = 0
     arrangement: Arrangement = Arrangement.SPLIT
     page_alignment: int = 1
-    """Bytes to which `page_stride` rounds up when a page is allocated. Readers follow the tensor's own stride."""
 
     def __attrs_post_init__(self) -> None:
         """Check that a writer stays within its dialect: 448 written as FNUZ is NaN."""

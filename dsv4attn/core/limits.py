@@ -13,17 +13,24 @@ _positive = validators.ge(1)
 
 @frozen
 class Limits:
-    """Bounds of every batch that will ever be run."""
+    """Bounds of every batch that will ever be run.
+
+    max_num_reqs: most requests of a step.
+    max_num_batched_tokens: most query tokens of a step, decode and prefill together.
+    max_model_len: most tokens of a request, prompt and output.
+    num_speculative_tokens: draft tokens verified per decode request. A request with at most one more query token is a
+       decode.
+    max_workspace_bytes: cap on the prefill lane of the workspace, in bytes; None is no cap. A smaller cap means more
+       and smaller chunks, never another result.
+    max_index_elements: cap on tokens x columns of the index matrix of one prefill chunk.
+    """
 
     max_num_reqs: int = field(validator=_positive)
     max_num_batched_tokens: int = field(validator=_positive)
     max_model_len: int = field(validator=_positive)
     num_speculative_tokens: int = field(default=0, validator=validators.ge(0))
-    """Draft tokens verified per decode request; a request with at most one more query token is a decode."""
     max_workspace_bytes: int | None = None
-    """Cap on the prefill lane of the workspace. A smaller cap means more and smaller chunks, never another result."""
     max_index_elements: int = field(default=2**21, validator=_positive)
-    """Cap on tokens x columns of the index matrix of one prefill chunk."""
 
     def __attrs_post_init__(self) -> None:
         """Check that the bounds fit each other."""

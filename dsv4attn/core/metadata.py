@@ -32,22 +32,31 @@ __all__ = [
 class Batch:
     """One step as a scheduler describes it; the input of `MetadataBuilder`.
 
-    Tensors on the device stay the engine's own: keep their addresses fixed if you capture graphs.
+    Order: decode requests, then prefill requests; tokens in request order. Tensors live on the device, `*_cpu` on the
+    host. Those on the device stay the engine's own: keep their addresses fixed if you capture graphs.
+
+    num_reqs: R - requests, with those of padding.
+    query_start_loc: [R+1] int32 - number of each request's first token; the last element counts the tokens.
+    query_start_loc_cpu: [R+1] int32 - the same on the host.
+    seq_lens: [R] int32 - tokens of each request after this step: in the caches before it, plus its query tokens.
+    seq_lens_cpu: [R] int32 - the same on the host. May be an upper bound under asynchronous speculation: it only sizes
+       things.
+    slot_mapping: [S] int64 - slot of the window cache, block * block size + offset, that each token is written to.
+       Negative for padding rows, which attend to nothing; S is the tokens of the batch, and padding.
+    block_table: [R, N] int32 - blocks of the window cache: position p of a request is in column p // block size. Only
+       blocks that overlap a window need to be alive; the others may be -1.
+    compressed_block_table: [R, _] int32 - blocks of the compressed caches: position p is in column
+       p // compressed_block_tokens. None where only window-only layers run.
     """
 
     num_reqs: int = size("R")
     query_start_loc: Tensor = tensor("R+1", torch.int32)
-    """Index of each request's first token; the last element counts the tokens."""
     query_start_loc_cpu: Tensor = tensor("R+1", torch.int32, cpu=True)
     seq_lens: Tensor = tensor("R", torch.int32)
     seq_lens_cpu: Tensor = tensor("R", torch.int32, cpu=True)
-    """May be an upper bound of `seq_lens` under asynchronous speculation: it only sizes things."""
     slot_mapping: Tensor = tensor("S", torch.int64)
-    """Slot of the window cache each token is written to; negative for padding rows, which attend to nothing."""
     block_table: Tensor = tensor("R N", torch.int32)
-    """Blocks of the window cache. Only blocks that overlap a window need to be alive."""
     compressed_block_table: Tensor | None = tensor("R _", torch.int32, optional=True)
-    """Blocks of the compressed cache, each standing for `compressed_block_tokens` tokens."""
 
     def __attrs_post_init__(self) -> None:
         """Check every declared field."""
@@ -56,14 +65,38 @@ class Batch:
 
 @frozen(kw_only=True, eq=False)
 class DeepseekSparseSWAMetadata:
-    """Window part of a batch: the same for all layers."""
+    """Window part of a batch: the same for all layers. Made by `MetadataBuilder`.
+
+    num_decodes: Rd - decode requests, which come first.
+    num_prefills: Rp - prefill requests.
+    num_decode_tokens: Td - query tokens of the decode requests.
+    num_prefill_tokens: Tp - query tokens of the prefill requests.
+    block_size: records per block of the window cache.
+    window_size: W - tokens that a query sees through the window, itself included.
+    max_query_len: most query tokens of a request.
+    max_seq_len: most tokens of a request after this step, as the host knows them.
+    block_table: [R, N] int32 - of the batch.
+    slot_mapping: [S] int64 - of the batch.
+    seq_lens: [R] int32 - of the batch.
+    query_start_loc: [R+1] int32 - of the batch.
+    query_start_loc_cpu: [R+1] int32 - of the batch, on the host.
+    is_valid_token: [T] bool - False for padding rows.
+    token_to_req_indices: [T] int32 - request of each token.
+    decode_swa_indices: [Td, 1, W] int32 - slots of each decode token's window in ascending position, then -1.
+    decode_swa_lens: [Td] int32 - how many slots each row has.
+    prefill_swa_indices: [Tp, 1, W] int32 - the same for prefill tokens.
+    prefill_swa_lens: [Tp] int32 - how many slots each row has.
+    prefill_seq_lens: [Rp] int32 - tokens of each prefill request after this step.
+    prefill_gather_lens: [Rp] int32 - trailing tokens of each prefill request that its queries see through the window.
+    prefill_seq_lens_cpu: [Rp] int32 - on the host.
+    prefill_query_lens_cpu: [Rp] int32 - query tokens of each prefill request, on the host.
+    """
 
     num_decodes: int = size("Rd")
     num_prefills: int = size("Rp")
     num_decode_tokens: int = size("Td")
     num_prefill_tokens: int = size("Tp")
     block_size: int
-    """Records per block of the window cache."""
     window_size: int = size("W")
     max_query_len: int
     max_seq_len: int
@@ -75,13 +108,11 @@ class DeepseekSparseSWAMetadata:
     is_valid_token: Tensor = tensor("T", torch.bool)
     token_to_req_indices: Tensor = tensor("T", torch.int32)
     decode_swa_indices: Tensor = tensor("Td 1 W", torch.int32)
-    """Slots of each decode token's window in ascending position, then -1."""
     decode_swa_lens: Tensor = tensor("Td", torch.int32)
     prefill_swa_indices: Tensor = tensor("Tp 1 W", torch.int32)
     prefill_swa_lens: Tensor = tensor("Tp", torch.int32)
     prefill_seq_lens: Tensor = tensor("Rp", torch.int32)
     prefill_gather_lens: Tensor = tensor("Rp", torch.int32)
-    """Trailing tokens of each prefill request that its queries can see through the window."""
     prefill_seq_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True, copied=True)
     prefill_query_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True, copied=True)
 
@@ -102,7 +133,28 @@ class DeepseekSparseSWAMetadata:
 
 @frozen(kw_only=True, eq=False)
 class FlashMLASparseMetadata:
-    """Compressed part of a batch: the same for all layers of one kind."""
+    """Compressed part of a batch: the same for all layers of one kind. Made by `MetadataBuilder`.
+
+    kind: c4a or c128a.
+    compress_ratio: tokens per compressed entry.
+    num_reqs: R - requests of the batch.
+    num_actual_tokens: T - tokens of the batch, without padding.
+    max_query_len: most query tokens of a request.
+    max_seq_len: most tokens of a request after this step, as the host knows them.
+    block_size: tokens a block of the compressed cache stands for; it holds `block_size // compress_ratio` records.
+    topk_tokens: entries that the indexer keeps for a query; 0 on c128a layers.
+    query_start_loc: [R+1] int32 - of the batch.
+    slot_mapping: [S] int64 - slot of the compressed entry that a token completes, -1 for tokens that complete none.
+    block_table: [R, N] int32 - blocks of the compressed cache.
+    req_id_per_token: [T] int32 - request of each token.
+    compressed_lens: [T] int32 - entries visible to each token: (pos + 1) // compress_ratio, its own limit for every
+       token of a verify step.
+    c128a_global_decode_topk_indices: [Td, 1, K] int32 - slots of all visible entries of each decode token, then -1. The
+       row stride may exceed K. None on c4a layers, as the two below.
+    c128a_decode_topk_lens: [Td] int32 - how many slots each row has.
+    c128a_prefill_topk_indices: [Tp, K] int32 - local entry numbers 0, 1, 2, ... of each prefill token, of which
+       `compressed_lens` count. All rows are the same memory (row stride 0), so columns past the length are not -1.
+    """
 
     kind: LayerKind
     compress_ratio: int
@@ -111,21 +163,15 @@ class FlashMLASparseMetadata:
     max_query_len: int
     max_seq_len: int
     block_size: int
-    """Tokens a block of the compressed cache stands for; it holds `block_size // compress_ratio` records."""
     topk_tokens: int
     query_start_loc: Tensor = tensor("R+1", torch.int32)
     slot_mapping: Tensor = tensor("S", torch.int64)
-    """Slot of the compressed entry a token completes, -1 for all tokens that complete none."""
     block_table: Tensor = tensor("R N", torch.int32)
     req_id_per_token: Tensor = tensor("T", torch.int32)
     compressed_lens: Tensor = tensor("T", torch.int32)
-    """Entries visible to each token: (pos + 1) // compress_ratio, its own limit for every token of a verify step."""
     c128a_global_decode_topk_indices: Tensor | None = tensor("Td 1 K", torch.int32, optional=True)
-    """Slots of all visible entries of each decode token, then -1. The row stride may exceed K."""
     c128a_decode_topk_lens: Tensor | None = tensor("Td", torch.int32, optional=True)
     c128a_prefill_topk_indices: Tensor | None = tensor("Tp K", torch.int32, optional=True)
-    """Local entry numbers 0, 1, 2, ... of each prefill token; `compressed_lens` says how many count. All rows are the
-    same memory (row stride 0), so columns past the length are not -1."""
 
     def __attrs_post_init__(self) -> None:
         """Check every declared field."""
@@ -147,7 +193,11 @@ DeepseekV4FlashMLAMetadata = FlashMLASparseMetadata
 
 @define
 class AttentionMetadata:
-    """Both parts, as one layer needs them; `compressed` is not read by window-only layers."""
+    """Both parts of a batch's metadata, as one layer needs them.
+
+    swa: the window part.
+    compressed: the compressed part of the layer's kind. Window-only layers do not read it.
+    """
 
     swa: DeepseekSparseSWAMetadata
     compressed: FlashMLASparseMetadata | None = None

@@ -27,8 +27,10 @@ _TABLE_COLUMNS = 128
 class Reason:
     """Why a backend cannot serve a problem.
 
-    code: stable, upper case, for programs: DEVICE, HEADS, TOPK, PAGE_SIZE, LAYOUT, DTYPE, PACKAGE, ... actual: what
-    the problem has. allowed: what the backend takes. cure: what the user can do.
+    code: stable, upper case, for programs: DEVICE, HEADS, TOPK, PAGE_SIZE, LAYOUT, DTYPE, PACKAGE, ...
+    actual: what the problem has.
+    allowed: what the backend takes.
+    cure: what the user can do.
     """
 
     code: str
@@ -49,15 +51,20 @@ class Reason:
 
 @frozen
 class CacheFacts:
-    """A paged cache, described. layout: "fp8_ds_mla" or "rows". dtype: "e4m3fn", "e4m3fnuz", "bfloat16", "float32"."""
+    """A paged cache, described.
+
+    layout: "fp8_ds_mla" (quantised records) or "rows".
+    dtype: "e4m3fn" or "e4m3fnuz" of records, "bfloat16" or "float32" of rows.
+    page_size: records per page. Pages may lie any distance apart: a kernel follows the tensor's stride.
+    arrangement: where scales stand, "split" (behind all data of a page) or "interleaved" (behind each record's).
+    group_size: codes that share a scale; means nothing for rows.
+    """
 
     layout: str = "fp8_ds_mla"
     dtype: str = "e4m3fn"
     page_size: int = field(default=64, validator=_positive)
-    """Records per page. Pages may lie any distance apart: a kernel follows the tensor's stride."""
     arrangement: str = "split"
     group_size: int = 64
-    """Codes that share a scale; means nothing for rows."""
 
     @classmethod
     def of(cls, layout: KVCacheLayout, page_size: int) -> CacheFacts:
@@ -82,23 +89,31 @@ def _phase(value: Any) -> str:  # noqa: ANN401 - whatever a caller gives
 
 @frozen
 class Problem:
-    """Everything a backend may want to know before it says yes. One phase of one kind of layer."""
+    """Everything a backend may want to know before it says yes: one phase of one kind of layer. Build it with `of`.
+
+    phase: "decode" or "prefill"; `contract.Phase` is taken too.
+    layer: kind, ratio, heads, dims, window of the layers.
+    swa: the window cache.
+    compressed: the compressed cache; None exactly on window-only layers.
+    topk: selected entries per query; the table's width on c128a layers; 0 on window-only layers.
+    q_dtype: of queries and output, "bfloat16" or "float32".
+    sink: whether heads have sinks.
+    lse: whether the log-sum-exp is asked for.
+    query_len: most query tokens that a decode request brings, more than one where drafts are verified.
+    capture: whether the call will be captured in a graph.
+    deterministic: whether a row's bits may not depend on what else is in the batch.
+    """
 
     phase: str = field(converter=_phase)
-    """"decode" or "prefill"; `contract.Phase` is taken too."""
     layer: LayerGeometry
     swa: CacheFacts = CacheFacts()
     compressed: CacheFacts | None = None
-    """None exactly on window-only layers."""
     topk: int = field(default=0, validator=validators.ge(0))
-    """Selected entries per query; the table's width on c128a layers; 0 on window-only layers."""
     q_dtype: str = "bfloat16"
     sink: bool = True
     lse: bool = False
     query_len: int = field(default=1, validator=_positive)
-    """Most query tokens a decode request brings (more than one when drafts are verified)."""
     capture: bool = False
-    """Whether the call will be captured in a graph."""
     deterministic: bool = False
 
     def __attrs_post_init__(self) -> None:

@@ -81,13 +81,15 @@ def _arranged(specs: tuple[BufferSpec, ...], guard: int) -> tuple[int, tuple[_Pl
 
 @frozen
 class WorkspacePlan:
-    """How much memory calls within some limits can ever need. Made by `dsv4attn.core.forward.plan_workspace`."""
+    """How much memory calls within some limits can ever need. Made by `dsv4attn.plan_workspace`.
+
+    lanes: bytes of the workspace, by lane.
+    transient_bytes: bound on what a call may hold in temporaries of the framework's own allocator at any moment. Zero
+       for backends whose kernels write only into the workspace.
+    """
 
     lanes: Mapping[str, int] = field(factory=dict)
-    """Bytes of the workspace, by lane."""
     transient_bytes: int = 0
-    """Bound on what a call may hold in temporaries of the framework's own allocator at any moment. Zero for backends
-    whose kernels write only into the workspace."""
 
     @property
     def total_bytes(self) -> int:

@@ -17,7 +17,7 @@ from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.layer import DeepseekV4MLAAttention
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.core.workspace import WorkspaceManager, use_workspace
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, LayoutMismatchError, NoForwardContextError
@@ -134,7 +134,7 @@ def test_the_bound_layer_computes_what_the_plain_function_computes(kind: LayerKi
         q, case.kv, layer.caches.swa, swa.slot_mapping, case.positions, layer.cos_sin_cache, 1e-6
     )
     with set_forward_context(case.metadata) as context:
-        metadata = context.for_layer(layer.prefix, layer.swa_prefix, compressed=kind is not LayerKind.SWA)
+        metadata = context.for_layer(layer.prefix, layer.swa_prefix, kind)
     forward_mqa(
         q,
         layer.caches,
@@ -220,6 +220,37 @@ def test_outside_a_context_and_without_its_metadata_a_layer_says_what_is_missing
         case.layer.forward_mqa(case.q, case.kv, case.positions, out)
     with pytest.raises(NoForwardContextError):
         get_forward_context()
+
+
+@pytest.mark.parametrize("kind", LayerKind)
+def test_a_layer_takes_what_the_builder_returned_for_its_kind(kind: LayerKind) -> None:
+    case = bound(kind)
+    expected = case.run()
+    swa, part = case.metadata[case.layer.swa_prefix], case.metadata.get(case.layer.prefix)
+    assert isinstance(swa, DeepseekSparseSWAMetadata)
+    assert part is None or isinstance(part, FlashMLASparseMetadata)
+    q, out, other = case.q.clone(), torch.empty_like(case.q), LayerKind.SWA if part else LayerKind.C4A
+    with set_forward_context({kind: AttentionMetadata(swa, part)}):
+        case.layer.fused_qnorm_rope_kv_insert(q, case.kv, case.positions)
+        case.layer.forward_mqa(q, case.kv, case.positions, out)
+    assert torch.equal(expected, out)
+    said = f"expected metadata of {kind.value} layers, got metadata of: {other.value} -> .*build_for"
+    with (
+        set_forward_context({other: AttentionMetadata(swa, part)}),
+        pytest.raises(NoForwardContextError, match=said),
+    ):
+        case.layer.forward_mqa(case.q, case.kv, case.positions, out)
+
+
+def test_metadata_of_one_kind_without_its_mapping_are_refused_with_the_cure() -> None:
+    case = bound(LayerKind.SWA)
+    swa = case.metadata[case.layer.swa_prefix]
+    assert isinstance(swa, DeepseekSparseSWAMetadata)
+    with (
+        pytest.raises(ArgumentError, match=r"attn_metadata: expected a mapping .* got AttentionMetadata -> .*_for"),
+        set_forward_context(AttentionMetadata(swa)),  # type: ignore[arg-type]
+    ):
+        pytest.fail("a step ran")
 
 
 def test_a_window_only_layer_ignores_synthetic_compressed_metadata() -> None:
