@@ -159,13 +159,24 @@ def steps() -> dict[str, tuple[dict[str, Any], dict[str, str]]]:
 
     cache, positions, table = random_cache(LAYOUT, 4, 16), torch.arange(5), cos_sin_cache(MODEL.layer(0).rope, 64)
     lens = torch.tensor([5, 3], dtype=I32)
-    insert = {"q": random(5, 4, 32), "kv": random(5, 32), "slot_mapping": positions + 3, "positions": positions}
+    insert: dict[str, Any] = {
+        "q": random(5, 4, 32),
+        "kv": random(5, 32),
+        "slot_mapping": positions + 3,
+        "positions": positions,
+    }
     insert |= {"cache": cache, "cos_sin_cache": table, "eps": 1e-6}
-    gather = {"out": random(2, 8, 32).to(BF16), "cache": cache, "seq_lens": lens, "gather_lens": lens, "offset": 1}
+    gather: dict[str, Any] = {
+        "out": random(2, 8, 32).to(BF16),
+        "cache": cache,
+        "seq_lens": lens,
+        "gather_lens": lens,
+        "offset": 1,
+    }
     gather["block_table"] = torch.arange(8, dtype=I32).view(2, 4)
     project = {"o": random(5, 4, 32), "positions": positions, "cos_sin_cache": table, "wo_a": random(32, 64)}
     said = {1: DENSE, 2: ROWS, 3: ROWS}
-    given = {
+    given: dict[str, dict[str, Any]] = {
         "quantize_and_insert_k_cache": {"k": random(5, 32), "slot_mapping": positions + 3, "cache": cache},
         "qnorm_rope_kv_insert": insert,
         "dequantize_and_gather_k_cache": gather,
@@ -255,7 +266,7 @@ def index_steps() -> dict[str, tuple[dict[str, Any], tuple[Tensor, ...]]]:
     starts, lens, valid = (
         torch.tensor([0, 2, 5], dtype=I32),
         torch.tensor([9, 17], dtype=I32),
-        torch.ones(5, dtype=bool),
+        torch.ones(5, dtype=torch.bool),
     )
     request, table = torch.tensor([0, 0, 1, 1, 1], dtype=I32), torch.arange(16, dtype=I32).view(2, 8)
     topk, visible = torch.tensor([[0, 1, -1]] * 5, dtype=I32), torch.tensor([2, 2, 3, 3, 4], dtype=I32)
