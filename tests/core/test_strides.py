@@ -274,13 +274,19 @@ def index_steps() -> dict[str, tuple[dict[str, Any], tuple[Tensor, ...]]]:
     def new(*shape: int, dtype: torch.dtype = I32) -> Tensor:
         return torch.full(shape, 55, dtype=dtype)
 
-    rows = {"block_table": table, "block_size": 4}
-    chosen = {"topk_indices": topk, "visible_lens": visible, "token_to_req": request, **rows}
-    step = {"query_start_loc": starts, "seq_lens": lens}
-    tokens = {**step, "token_to_req": request, "is_valid": valid, **rows}
-    combine = {"topk_indices": topk, "visible_lens": visible, "is_valid": valid, **step, "gather_lens": lens}
+    rows: dict[str, Any] = {"block_table": table, "block_size": 4}
+    chosen: dict[str, Any] = {"topk_indices": topk, "visible_lens": visible, "token_to_req": request, **rows}
+    step: dict[str, Any] = {"query_start_loc": starts, "seq_lens": lens}
+    tokens: dict[str, Any] = {**step, "token_to_req": request, "is_valid": valid, **rows}
+    combine: dict[str, Any] = {
+        "topk_indices": topk,
+        "visible_lens": visible,
+        "is_valid": valid,
+        **step,
+        "gather_lens": lens,
+    }
     combine |= {"window": 4, "topk": 3, "rows": 40, "offset": 20}
-    pack = {"indices": topk, "lens": visible, "num_slots": 2}
+    pack: dict[str, Any] = {"indices": topk, "lens": visible, "num_slots": 2}
     return {
         "compute_global_topk_indices_and_lens": (chosen, (new(5, 3), new(5))),
         "compute_global_topk_ragged_indices_and_indptr": (chosen, (new(15), new(6))),
