@@ -62,6 +62,53 @@ PLANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "temporaries denied": (lambda: Careless("temporaries denied"), "W5,W2", "W5", "W2"),
 }
 
+# what a backend serves in part, or reads by strides that it assumes: a plant, and the cases of which each must fail.
+UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
+    "strided q of attention": (lambda: calls(plants.assumed_dense("q")), "apart-call-decode,apart-call-prefill"),
+    "strided q of attention, heads": (lambda: calls(plants.heads_follow), "apart-call-decode,apart-step-prefill"),
+    "strided out": (lambda: calls(plants.assumed_dense("out")), "apart-call-decode,apart-call-prefill"),
+    "strided lse": (lambda: calls(plants.assumed_dense("lse")), "apart-call-decode,apart-call-prefill"),
+    "strided q of insert": (lambda: Careless("q of insert"), "apart-insert,apart-step-decode"),
+    "strided kv of insert": (lambda: Careless("kv of insert"), "apart-insert,apart-step-prefill"),
+    "strided k of insert": (lambda: Careless("k of insert"), "apart-quantise"),
+    "strided o of projection": (lambda: Careless("o"), "apart-project"),
+    "strided weights of projection": (lambda: Careless("weights"), "apart-project"),
+    "strided table of angles": (lambda: Careless("angles"), "apart-insert,apart-project"),
+    "strided topk_indices": (
+        lambda: plants.steps(plants.dense, "topk_indices"),
+        "apart-step-decode,apart-step-prefill",
+    ),
+    "strided block tables": (lambda: plants.steps(plants.dense, "block_table"), "apart-step-decode,apart-c128a-decode"),
+    "strided block table of a gather": (lambda: Careless("table packed"), "apart-step-prefill,apart-c128a-prefill"),
+    "512 rows of a call": (lambda: calls(plants.only_rows(512)), "requests-decode,requests-prefill"),
+    "1024 rows of a call": (lambda: calls(plants.only_rows(1024)), "requests-decode,requests-prefill"),
+    "2048 keys of a row": (lambda: calls(plants.only_keys(2048)), "keys-8320-decode,keys-8320-prefill,million-c128a"),
+    "8192 keys of a row": (lambda: calls(plants.only_keys(8192)), "keys-8320-decode,keys-8320-prefill"),
+    "512 rows of an insert": (lambda: Careless("512 rows of an insert"), "quantise-1031,insert-1031"),
+    "512 rows of a projection": (lambda: Careless("512 rows of a projection"), "project-1031"),
+    "32 requests of a gather": (lambda: Careless("32 requests of a gather"), "gather-requests,requests-prefill"),
+    "1024 records of a gather": (lambda: Careless("1024 records of a gather"), "gather-long"),
+    "1024 blocks of a gather": (lambda: Careless("1024 blocks of a gather"), "gather-long"),
+    "1024 blocks of a table": (
+        lambda: plants.steps(lambda table: table[:, :1024], "block_table"),
+        "million-c4a,million-c128a",
+    ),
+    "eps fixed at 1e-6": (lambda: Careless("eps fixed"), "qnorm-eps-other"),
+    "no eps": (lambda: Careless("no eps"), "qnorm-eps-default,qnorm-eps-other"),
+    "an insert of no rows raises": (lambda: Careless("no rows"), "quantise-none,insert-none"),
+    "without slots, slot 0 is written": (lambda: Careless("slot 0 for want of slots"), "insert-none"),
+}
+
+
+@pytest.mark.parametrize("plant", UNSEEN)
+def test_g22_what_is_served_in_part_or_misread_fails_the_cases_that_are_about_it(plant: str) -> None:
+    make, names = UNSEEN[plant]
+
+    certificate = conform(Subject.of(make()), chosen(CASES, names))
+
+    assert [o.case.name for o in certificate.outcomes if o.state != "failed"] == []
+    assert {o.case.name for o in certificate.outcomes} == {*names.split(",")}
+
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_bug_fails_the_kit_where_its_clause_is(plant: str) -> None:
