@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -79,65 +78,6 @@ def stride_is_width(rows: DenseIndices) -> DenseIndices:
     n, width = rows.indices.shape
     packed = rows.indices.as_strided((n, width), (width, 1)) if n * width else rows.indices
     return DenseIndices(packed, rows.lens)
-
-
-# sizes and strides
-
-
-def dense(tensor: Tensor) -> Tensor:
-    """What stands where a tensor begins, if its rows are taken to follow each other."""
-    return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride(), tensor.storage_offset())
-
-
-def assumed_dense(*names: str) -> Callable[[AttentionCall], None]:
-    """Arguments whose rows are taken to follow each other."""
-
-    def wrong(call: AttentionCall) -> None:
-        given = {name: getattr(call, name) for name in names}
-        changed: dict[str, Any] = {name: None if t is None else dense(t) for name, t in given.items()}
-        attend(attrs.evolve(call, **changed))
-
-    return wrong
-
-
-def heads_follow(call: AttentionCall) -> None:
-    """The stride of tokens is read, that of heads is taken to be the head's size."""
-    q = call.q.as_strided(call.q.shape, (call.q.stride(0), call.q.shape[2], 1), call.q.storage_offset())
-    attend(attrs.evolve(call, q=q))
-
-
-def only_rows(most: int) -> Callable[[AttentionCall], None]:
-    """Rows behind the first ones are forgotten."""
-
-    def cut(rows: Any) -> DenseIndices:
-        return DenseIndices(rows.indices[:most], rows.lens[:most])
-
-    def wrong(call: AttentionCall) -> None:
-        keys: Any = call.keys
-        if isinstance(keys, GatheredKeys):
-            keys = attrs.evolve(keys, rows=cut(keys.rows))
-        else:
-            keys = [attrs.evolve(s, rows=cut(s.rows)) for s in keys]
-        lse = None if call.lse is None else call.lse[:most]
-        attend(attrs.evolve(call, q=call.q[:most], out=call.out[:most], lse=lse, keys=keys))
-
-    return wrong
-
-
-def only_keys(most: int) -> Callable[[AttentionCall], None]:
-    """Keys of a row behind the first ones are forgotten, all segments counted."""
-
-    def wrong(call: AttentionCall) -> None:
-        keys: Any = call.keys
-        gathered = isinstance(keys, GatheredKeys)
-        segments, left = [], torch.full_like(call.q[:, 0, 0], most, dtype=torch.int32)
-        for segment in [keys] if gathered else keys:
-            lens = torch.minimum(segment.rows.lens, left)
-            segments.append(attrs.evolve(segment, rows=DenseIndices(segment.rows.indices, lens)))
-            left = left - lens
-        attend(attrs.evolve(call, keys=segments[0] if gathered else segments))
-
-    return wrong
 
 
 def zero_keys(call: AttentionCall) -> None:
@@ -282,33 +222,6 @@ class _Steps:
                 lens[row] += 1
 
 
-class _Changed:
-    """Index steps of which some get other arguments, by the names of the arguments."""
-
-    def __init__(self, change: Callable[[Any], Any], *names: str) -> None:
-        self.change, self.names = change, names
-
-    def __getattr__(self, name: str) -> Any:
-        true = getattr(indices, name)
-        if not callable(true):
-            return true
-        order = [*inspect.signature(true).parameters]
-
-        def step(*args: Any, **more: Any) -> Any:
-            given = {**dict(zip(order, args, strict=False)), **more}
-            return true(**{k: self.change(v) if k in self.names and v is not None else v for k, v in given.items()})
-
-        return step
-
-
-def steps(change: Callable[[Any], Any], *names: str) -> ReferenceBackend:
-    """A backend whose index steps, those of the builder too, get other arguments."""
-    backend = ReferenceBackend()
-    changed: Any = _Changed(change, *names)
-    backend.steps = backend.builder_steps = changed  # type: ignore[attr-defined]
-    return backend
-
-
 class Scratch(ReferenceBackend):
     """Asks for an accumulator. `room`: of what it asks for, how much its bound admits."""
 
@@ -372,27 +285,12 @@ class Careless(ReferenceBackend):
         if self.slip == "all rows inserted":
             room = torch.arange(kv.shape[0] - slot_mapping.shape[0])
             slot_mapping = torch.cat([slot_mapping, room])
-        if self.slip == "no rows" and not kv.shape[0]:
-            raise RuntimeError("a grid of no programs")
-        if self.slip == "512 rows of an insert":
-            slot_mapping = slot_mapping[:512]
-        q = dense(q) if self.slip == "q of insert" else q
-        kv = dense(kv) if self.slip == "kv of insert" else kv
-        table = dense(table) if self.slip == "angles" else table
-        eps = 1e-6 if self.slip == "eps fixed" else eps * (self.slip != "no eps")
-        if self.slip == "slot 0 for want of slots" and not slot_mapping.shape[0]:
-            slot_mapping = torch.zeros_like(positions[:1])
         angles = table.roll(1, 0) if self.slip == "next position" else table
         super().qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, angles, eps)
         if self.slip == "kv rotated in place":
             kv.copy_(kernels.rotated(kv, positions, table))
 
     def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
-        k = dense(k) if self.slip == "k of insert" else k
-        if self.slip == "no rows" and not k.shape[0]:
-            raise RuntimeError("a grid of no programs")
-        if self.slip == "512 rows of an insert":
-            slot_mapping = slot_mapping[:512]
         if self.slip == "floor of a group at 1":
             with mock.patch.object(KVCacheLayout, "amax_floor", 1.0):
                 super().quantize_and_insert_k_cache(k, cache, slot_mapping)
@@ -407,24 +305,12 @@ class Careless(ReferenceBackend):
     ) -> None:  # fmt: skip
         if self.slip == "table packed":
             block_table = block_table.as_strided(block_table.shape, (block_table.shape[1], 1))
-        if self.slip == "32 requests of a gather":
-            gather_lens = (seq_lens if gather_lens is None else gather_lens).clone()
-            gather_lens[32:] = 0
-        if self.slip == "1024 records of a gather" and gather_lens is not None:
-            seq_lens, gather_lens = seq_lens - (gather_lens - 1024).clamp(min=0), gather_lens.clamp(max=1024)
-        if self.slip == "1024 blocks of a gather":
-            block_table = block_table[:, :1024]
-            seq_lens = seq_lens.clamp(max=block_table.shape[1] * cache.block_size)
         super().dequantize_and_gather_k_cache(out, cache, seq_lens, gather_lens, block_table, offset)
         if self.slip == "gather clears the rest" and gather_lens is not None:
             out[:, :offset] = 0
 
     def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Tensor, num_groups: int) -> Tensor:
-        o, wo_a = dense(o) if self.slip == "o" else o, dense(wo_a) if self.slip == "weights" else wo_a
-        angles = (dense(table) if self.slip == "angles" else table).clone()
-        if self.slip == "512 rows of a projection":
-            o = o.clone()
-            o[512:] = 0
+        angles = table.clone()
         if self.slip == "rotated forward":
             angles[:, table.shape[1] // 2 :] *= -1
         return super().inv_rope_o_proj(o, positions, angles, wo_a, num_groups)
