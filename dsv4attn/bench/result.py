@@ -60,6 +60,10 @@ class Run:
     """Of the peers."""
     host: tuple[Mapping[str, object], ...] = ()
     """What core costs the host, by backend and kind of layer."""
+    asked: int = 0
+    """Cases that were to be measured."""
+    ran: int | None = None
+    """Cases that were measured before the run was interrupted; None: all of them."""
 
     @property
     def failures(self) -> list[Row]:
@@ -68,8 +72,12 @@ class Run:
 
     @property
     def ok(self) -> bool:
-        """Whether something was measured, and nothing of ours was wrong."""
-        return not self.failures and any([*self.host, *(row.median for row in self.rows if not row.is_peer)])
+        """Whether something was measured, nothing of ours was wrong, and nothing was left out."""
+        return (
+            self.ran is None
+            and not self.failures
+            and any([*self.host, *(row.median for row in self.rows if not row.is_peer)])
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -91,6 +99,9 @@ class Run:
             "unavailable": dict(self.unavailable),
             "versions": dict(self.versions),
             "host": [dict(share) for share in self.host],
+            "complete": self.ran is None,
+            "asked": self.asked,
+            "ran": self.asked if self.ran is None else self.ran,
         }
 
 
@@ -119,6 +130,8 @@ def load(path: Path, option: str) -> Run:
             told["unavailable"],
             told["versions"],
             tuple(told["host"]),
+            told.get("asked", 0),
+            None if told.get("complete", True) else told["ran"],
         )
     except (KeyError, TypeError) as error:
         actual = f"{path}, in which something is missing or too much: {error}"

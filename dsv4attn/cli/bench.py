@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from attrs import evolve, frozen
 
-from dsv4attn.cli import FAILED, OK, print_json
+from dsv4attn.cli import FAILED, INTERRUPTED, OK, print_json
 from dsv4attn.cli.common import console
 from dsv4attn.cli.conform import target_file, written
 from dsv4attn.errors import NoBackendError
@@ -106,6 +106,8 @@ def bench(
 
     --peers calls other libraries through their public functions, if they can be imported. --compare exits with 1 if
     something got slower by more than noise. Files of --json are read by --compare and --from, on any machine.
+
+    Ctrl-C ends the run with the cases that were measured, marked incomplete, and exit code 130.
     """
     from dsv4attn.bench import compare as comparing
     from dsv4attn.bench import report
@@ -135,6 +137,8 @@ def bench(
             out.print(report.comparison_text(compared))
     if plot:
         _draw(run, plot)
+    if run.ran is not None and not source:
+        ctx.exit(INTERRUPTED)
     ctx.exit(OK if run.ok and (compared is None or compared.ok) else FAILED)
 
 
@@ -184,19 +188,25 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
     cases = cases_of([kernel for kernel in what if kernel not in ("scaling", "host")], presets, size)
     cases += scaling_cases(small=place.type == "cpu") if "scaling" in what else []
     hosts = host_cases() if "host" in what else []
-    rows, host = [], []
+    rows, host, ran, stopped = [], [], 0, False
     with _progress(1 + len(cases) + len(hosts), shown=shown) as begin:
         begin("roofline")
         runner = Runner(place, backends, [PEERS[name] for name in libraries], size.rounds)
-        for case in cases:
-            begin(case.name)
-            rows += runner.run(case)
-        for case in hosts:
-            begin(case.name)
-            shares, failed = runner.host(case)
-            host += shares
-            rows += failed
-        roofline, rows = runner.settled(rows)
+        try:
+            for case in cases:
+                begin(case.name)
+                rows += runner.run(case)
+                ran += 1
+            for case in hosts:
+                begin(case.name)
+                shares, failed = runner.host(case)
+                host += shares
+                rows += failed
+                ran += 1
+        except KeyboardInterrupt:
+            # what was measured was worth its time; a first roofline is there already
+            stopped = True
+        roofline, rows = (runner.roofline, rows) if stopped else runner.settled(rows)
     here = [peer.name for peer in runner.peers]
     return Run(
         machine=this_machine(place),
@@ -208,6 +218,8 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
         unavailable=runner.unavailable,
         versions=peer_versions(here),
         host=tuple(host),
+        asked=len(cases) + len(hosts),
+        ran=ran if stopped else None,
     )
 
 

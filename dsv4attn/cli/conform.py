@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from dsv4attn.cli import FAILED, OK, print_json
+from dsv4attn.cli import FAILED, INTERRUPTED, OK, print_json
 from dsv4attn.cli.common import console, grid
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from dsv4attn.testing.conform import Certificate, Outcome
 
-__all__ = ["conform", "grouped", "progress_bar", "target_file", "written"]
+__all__ = ["conform", "grouped", "progress_bar", "show_failures", "target_file", "written"]
 
 SHOWN = 8
-"""Failures shown in full; the others by name, and the certificate has all of them."""
+"""Kinds of failures shown in full, and cases named of each; the certificate has all of them."""
 
 
 def _pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
@@ -78,7 +79,8 @@ def conform(
 
     Every case is judged by a float64 oracle that shares no code with any backend; the error budgets follow from the
     formats. Cases that the backend's support refuses are not run, and its reasons are shown. docs/contract.md has the
-    clauses. Exit code 0: every case that was executed passed; 1: one failed, or none was executed; 2: bad input.
+    clauses. Exit code 0: every case that was executed passed; 1: one failed, or none was executed; 2: bad input; 130:
+    interrupted by Ctrl-C, which keeps what has run in a certificate that is marked incomplete.
     """
     from dsv4attn.errors import BrokenBackendError
     from dsv4attn.testing.case import chosen as matching
@@ -95,14 +97,16 @@ def conform(
     with progress_bar(len(cases), shown=not as_json) as progress:
         certificate = run(subject, cases, chosen=chosen, progress=progress)
     told = certificate.as_json()
-    target = output or (None if chosen or as_json else Path(f"dsv4attn-{backend}.json"))
+    # an incomplete certificate does not replace a complete one unasked
+    usual = f"dsv4attn-{backend}{'.incomplete' if certificate.interrupted else ''}.json"
+    target = output or (None if chosen or as_json else Path(usual))
     if target:
         written(target, json.dumps(told, indent=1, allow_nan=False) + "\n")
     if as_json:
         print_json(told)
     else:
         _show(certificate, target)
-    ctx.exit(OK if certificate.ok else FAILED)
+    ctx.exit(INTERRUPTED if certificate.interrupted else OK if certificate.ok else FAILED)
 
 
 @contextmanager
@@ -143,18 +147,37 @@ def _show(certificate: Certificate, target: Path | None) -> None:
     for state in ("refused", "skipped"):
         if told := grouped(certificate.of(state)):
             out.print(grid([(state, told)], ["yellow" if state == "refused" else "dim"]))
-    failed = certificate.of("failed")
-    for outcome in failed[:SHOWN]:
-        out.print(f"  failed  {outcome.case.id}", style="bold red")
-        out.print(Padding(outcome.case.says, (0, 0, 0, 10)), style="dim")
-        out.print(Padding(outcome.message, (0, 0, 0, 10)))
-    if rest := failed[SHOWN:]:
-        out.print(Padding(f"and {len(rest)} more: {', '.join(o.case.name for o in rest)}", (0, 0, 0, 2)), style="red")
+    show_failures(out, certificate.outcomes)
     out.print()
     style = "bold green" if certificate.ok else "bold red"
     out.print(Padding(f"{certificate.verdict}  ({certificate.seconds:.0f} s)", (0, 0, 0, 2)), style=style)
     if target:
         out.print(f"  certificate: {target}", soft_wrap=True)
+
+
+def show_failures(out: Console, outcomes: Iterable[Outcome], title: str = "failed") -> None:
+    """Print equal failures once: the first case and what it says, then how many and which others fail alike."""
+    from rich.padding import Padding
+
+    from dsv4attn.testing.conform import Failures
+
+    groups = Failures.grouped(outcomes)
+    for group in groups[:SHOWN]:
+        case, others = group.first.case, [o.case.name for o in group.outcomes[1:]]
+        out.print(f"  {title}  {case.id}", style="bold red", soft_wrap=True)
+        out.print(Padding(case.says, (0, 0, 0, 10)), style="dim")
+        out.print(Padding(group.first.message, (0, 0, 0, 10)))
+        if others:
+            more = "" if len(others) <= SHOWN else f" and {len(others) - SHOWN} more"
+            names = ", ".join(others[:SHOWN])
+            out.print(
+                Padding(f"{len(group.outcomes)} cases fail alike: also {names}{more}", (0, 0, 0, 10)), style="red"
+            )
+    if rest := groups[SHOWN:]:
+        names = ", ".join(f"{group.first.case.name} ({len(group.outcomes)})" for group in rest)
+        count = sum(len(group.outcomes) for group in rest)
+        text = f"and {count} more, of {len(rest)} other kinds: {names}"
+        out.print(Padding(text, (0, 0, 0, 2)), style="red")
 
 
 def grouped(outcomes: Sequence[Outcome]) -> list[str]:
@@ -177,7 +200,7 @@ def _table(certificate: Certificate) -> Table:
     table.add_column("clauses", no_wrap=True, min_width=21)
     for column in ("passed", "failed", "refused", "skipped"):
         table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
-    table.add_column("nearest to its budget", overflow="ellipsis", no_wrap=True)
+    table.add_column("nearest to its budget", overflow="fold")
     for letter, title in GROUPS.items():
         mine = [o for o in certificate.outcomes if any(clause[0] == letter for clause in o.case.clauses)]
         if not mine:
@@ -190,5 +213,5 @@ def _table(certificate: Certificate) -> Table:
             near = f"{worst.measure.shown:>5} {worst.case.name}"
         style = "red" if counts[1] else "" if counts[0] else "yellow"
         cells = [Text(str(n or "-"), style="bold red" if i == 1 and n else "") for i, n in enumerate(counts)]
-        table.add_row(Text(f"{letter}  {title}", style=style), *cells, Text(near, style=style, overflow="ellipsis"))
+        table.add_row(Text(f"{letter}  {title}", style=style), *cells, Text(near, style=style, overflow="fold"))
     return table

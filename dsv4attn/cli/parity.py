@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dsv4attn.cli import FAILED, OK, print_json
+from dsv4attn.cli import FAILED, INTERRUPTED, OK, print_json
 from dsv4attn.cli.common import console, grid
-from dsv4attn.cli.conform import grouped, progress_bar, target_file, written
+from dsv4attn.cli.conform import grouped, progress_bar, show_failures, target_file, written
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["parity"]
 
+_NOT_RUN = "skipped"
 _STYLES = {"passed": "", "failed": "bold red", "refused": "yellow", "skipped": "dim"}
 _FORMS = "reference,reference:prefill_keys=paged,reference:decode_indices=ragged:prefill_indices=ragged"
 
@@ -44,7 +45,7 @@ def parity(
 
     Each number is the largest error of a case against a float64 oracle, as a fraction of the budget that follows from
     the formats; "same" means equal bits. Exit code 0: every case that was executed passed; 1: one failed, or a backend
-    executed none; 2: bad input.
+    executed none; 2: bad input; 130: interrupted by Ctrl-C, which keeps what has run, marked incomplete.
     """
     from dsv4attn.errors import BrokenBackendError
     from dsv4attn.testing.case import chosen as matching
@@ -66,7 +67,7 @@ def parity(
         print_json(result.as_json())
     else:
         _show(result, page)
-    ctx.exit(OK if result.ok else FAILED)
+    ctx.exit(INTERRUPTED if result.interrupted else OK if result.ok else FAILED)
 
 
 def _show(result: Parity, page: Path | None) -> None:
@@ -81,8 +82,7 @@ def _show(result: Parity, page: Path | None) -> None:
         for state in ("refused", "skipped"):
             if told := grouped(certificate.of(state)):
                 out.print(grid([(f"{letter} {state}", told)], [_STYLES[state]]))
-        for outcome in certificate.of("failed"):
-            out.print(grid([(f"{letter} failed", [f"{outcome.case.id}: {outcome.message}"])], [_STYLES["failed"]]))
+        show_failures(out, certificate.outcomes, f"{letter} failed")
     out.print()
     for certificate in result.certificates:
         style = "bold green" if certificate.ok else "bold red"
@@ -102,11 +102,11 @@ def _table(result: Parity) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left", caption_style="dim"
     )
-    table.add_column("clauses", overflow="ellipsis", no_wrap=True, max_width=14)
+    table.add_column("clauses", max_width=14)
     table.add_column("case", no_wrap=True)
     for i in range(len(result.names)):
         table.add_column(chr(ord("A") + i), justify="right", no_wrap=True)
     for case, outcomes in result.rows:
-        cells = [Text(cell(outcome), style=_STYLES[outcome.state]) for outcome in outcomes]
+        cells = [Text(cell(outcome), style=_STYLES[outcome.state if outcome else _NOT_RUN]) for outcome in outcomes]
         table.add_row(Text(" ".join(case.clauses), style="dim"), case.name, *cells)
     return table

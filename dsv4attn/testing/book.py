@@ -83,8 +83,13 @@ class Book:
 
     def write(self, slots: Sequence[int] | NDArray[np.int64], rows: F64) -> Book:
         """Write rows [n, D] to slots."""
-        layout = self.cache.layout
-        return self._write(slots, [written(row, layout) for row in rows], [stored(row, layout) for row in rows])
+        layout, made = self.cache.layout, dict[bytes, tuple[U8, F64]]()
+        keys = [row.tobytes() for row in rows]
+        for key, row in zip(keys, rows, strict=True):
+            if key not in made:  # rows may repeat, and the oracle takes its time
+                record = written(row, layout)
+                made[key] = record, found(record, layout) if layout.is_quantised else stored(row, layout)
+        return self._write(slots, [made[key][0] for key in keys], [made[key][1] for key in keys])
 
     def write_records(self, slots: Sequence[int] | NDArray[np.int64], records: Sequence[U8]) -> Book:
         """Write bytes of quantised records to slots."""

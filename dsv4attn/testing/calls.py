@@ -31,6 +31,7 @@ from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.problem import CacheFacts, Problem
 from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.book import Book, Shelf
 from dsv4attn.testing.case import Bench, Wrong, dtype_name
 from dsv4attn.testing.judge import F64, Expected, rounded, tolerance
@@ -41,7 +42,9 @@ __all__ = ["Call", "Lanes"]
 I64 = NDArray[np.int64]
 GARBAGE = (-1, -7, -(2**31), 2**31 - 1, 0x7FC00000)
 """Indices that name nothing; the last is a NaN's bits."""
-Pattern = Literal["plain", "behind", "holes", "outside", "empty", "one", "lone"]
+Pattern = Literal["plain", "behind", "holes", "outside", "empty", "one", "lone", "loud"]
+LOUD, TIMES = 7, 6.0
+"""Keys at the end of a loud row, and how much larger than others they are: to lose one of them is to be wrong."""
 
 
 @attrs.frozen(eq=False)
@@ -64,6 +67,9 @@ class Call:
     behind the lengths stand slots of keys and garbage. "holes", "outside": in between stands -1, or what is outside
     the cache. "empty": some rows, and some segments of others, have no key. "one": one key a row.
     "lone": in each segment one key among lanes of -1, and every third row has none.
+    "loud": rows have all their keys, and the last keys of a row outweigh all others.
+
+    apart: names of arguments (q, out, lse) whose rows lie apart, or "all".
     """
 
     phase: Phase
@@ -78,6 +84,7 @@ class Call:
     """Of the compressed segment."""
     q_dtype: torch.dtype = torch.bfloat16
     sinks: Sequence[float] | None = None
+    apart: str = ""
     seed: int = 0
     device: str = "cpu"
 
@@ -117,12 +124,18 @@ class Call:
             blocks = -(-2 * max(width, 1) // shelf.block_size) if not shelf.gap else 3
             slots = self._live(i, width, blocks * shelf.block_size)
             book = Book.blank(layout, blocks, shelf, self.device)
-            made.append(book.write(slots, normal((self.seed, 11, i), slots, self.layer.head_dim)))
+            rows = normal((self.seed, 11, i), slots % 61 if self._loud(i) else slots, self.layer.head_dim)
+            if self._loud(i):
+                rows[:LOUD] *= TIMES
+            made.append(book.write(slots, rows))
         return made
 
     def _live(self, segment: int, width: int, capacity: int) -> I64:
         count = min(max(capacity // 2, width), capacity - 1)
         return np.random.default_rng((self.seed, 12, segment)).permutation(capacity)[:count]
+
+    def _loud(self, segment: int) -> bool:
+        return self.pattern == "loud" and segment == len(self.widths) - 1
 
     @cached_property
     def lanes(self) -> list[Lanes]:
@@ -150,6 +163,11 @@ class Call:
         elif self.pattern == "lone":
             slots[np.arange(width) != lens[:, None] // 2] = -1
             slots[2::3] = -1
+        elif self._loud(segment):
+            lens = width - np.arange(self.rows) % 3
+            slots = np.stack([rng.permutation(live[LOUD:])[np.arange(width) % len(live[LOUD:])] for _ in lens])
+            for row, length in enumerate(lens):
+                slots[row, length - LOUD : length] = live[:LOUD]
         if self.pattern == "behind":
             junk = rng.choice([*live[:8], *dead[:8], *GARBAGE, capacity], slots.shape)
             slots = np.where(inside, slots, junk)
@@ -202,7 +220,7 @@ class Call:
         max_logits: Tensor | None = None,
         empty_lse: float = -inf,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (out, lse), both NaN before the call. Raises Wrong if a cache or q was written."""
+        """Return (out, lse), both NaN before the call. Raises Wrong if q, a cache or bytes beside rows are written."""
         backend, forms = bench.backend, bench.backend.forms
         lanes = lanes or self.lanes
         form = forms.decode_indices if self.phase is Phase.DECODE else forms.prefill_indices
@@ -213,11 +231,13 @@ class Call:
             pairs = zip(self.books, lanes, strict=True)
             keys = tuple(PagedKeys(book.cache, self._indices(one, form)) for book, one in pairs)
             width = sum(self.widths)
-        q, sink = self._tensor(self.q).to(self.q_dtype), None
+        apart, sink = Apart(self.apart), None
+        q = apart("q", self._tensor(self.q).to(self.q_dtype))
         if self.sinks is not None:
             sink = torch.tensor(self.sinks, dtype=torch.float32, device=self.device)
-        out = torch.full_like(q, torch.nan)
-        lse = torch.full_like(q[..., 0], torch.nan, dtype=torch.float32) if bench.lse else None
+        out = apart("out", torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device))
+        nothing = torch.full(q.shape[:2], torch.nan, dtype=torch.float32, device=q.device)
+        lse = apart("lse", nothing) if bench.lse else None
         workspace = WorkspaceManager(self.device, debug=True)
         specs = backend.scratch(self.phase, self.layer, self.rows, width)
         scratch = workspace.get_simultaneous(*specs, caller=f"{backend.name}.{self.phase.value}")
@@ -225,6 +245,7 @@ class Call:
         call = AttentionCall(self.layer, q, keys, sink, out, lse, scratch, max_logits, empty_lse)
         (backend.decode if self.phase is Phase.DECODE else backend.prefill)(call)
         workspace.check_canaries()
+        apart.check()
         if not torch.equal(q, same_q):
             raise Wrong("q was written")
         if not all(np.array_equal(book.bytes(), old) for book, old in zip(self.books, pages, strict=True)):

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import attrs
 import torch
 
 from dsv4attn.core.contract import Phase
 from dsv4attn.testing import memory
 from dsv4attn.testing import rows as steps
+from dsv4attn.testing.apart import each_apart
 from dsv4attn.testing.book import Shelf
 from dsv4attn.testing.case import Area, Case, Check, Scene
 from dsv4attn.testing.cases_attention import BOTH, MIXED, SINKS, attention_cases
 from dsv4attn.testing.codes import Codes, gathers_every_code
+from dsv4attn.testing.gathering import gathers, gathers_long
 from dsv4attn.testing.scenes import KINDS, call, flash, layout, rows, step
 
 __all__ = ["CASES", "GROUPS"]
@@ -67,11 +70,44 @@ def cache_cases() -> Iterator[Case]:
     for cache, page in (("ocp", 64), ("fnuz", 64), ("interleaved", 16), ("bf16", 64), ("fp32", 32), ("ocp", 2)):
         says = f"records of {cache} pages of {page} are gathered bit for bit, into their own rows only"
         scene = rows(cache, page=page, blocks=4, shelf=Shelf(page, 4608))
-        yield _cache(f"gather-{cache}-{page}", "R1 R2 R3 C4", says, scene, steps.gathers)
+        yield _cache(f"gather-{cache}-{page}", "R1 R2 R3 C4", says, scene, gathers)
     for cache in ("ocp", "fnuz", "interleaved"):
         says = f"all 256 codes of {cache} under 236 scale bytes are gathered exactly"
         codes = Codes.of(phase=Phase.PREFILL, geometry=flash("swa"), layout=layout(cache))
         yield _cache(f"codes-{cache}-gather", "R1 C2", says, codes, gathers_every_code)
+
+
+def odd_cases() -> Iterator[Case]:
+    """The same steps at sizes past every limit, with rows apart, with no row at all, and with an eps that shows."""
+    says = "records of 1,031 keys are written as the oracle writes them"
+    many = rows(count=1031, blocks=17)
+    yield _cache("quantise-1031", "C1 F7", says, many, steps.quantises)
+    says = "1,031 queries are normalised and rotated, and 1,031 keys rotated and written, in one step"
+    yield _cache("insert-1031", "I1 I2 F7", says, many, steps.inserts_both)
+    says = "1,031 outputs are turned back and projected in one step"
+    yield _cache("project-1031", "P1 P2 F7", says, rows(count=1031, groups=8), steps.projects)
+    says = "records of 70 requests are gathered in one step, each by its own row of the block table"
+    yield _cache("gather-requests", "R1 R2 R3 C4 F7", says, rows(blocks=4, requests=70, shelf=Shelf(64, 4608)), gathers)
+    says = "more than 1,024 records of a request are gathered, and the last ones of sequences of 1,048,576"
+    yield _cache("gather-long", "R1 R2 R3 C4 F7", says, rows(blocks=5, shelf=Shelf(64, 4608)), gathers_long)
+    few = rows(count=9)
+    says = "rows of k lie apart, and the records are the same"
+    yield _cache("apart-quantise", "A7 C1", says, few, each_apart("k", steps.quantises))
+    says = "rows of q, of kv or of the table of angles lie apart: the step is the same, and what is beside them stays"
+    check = each_apart("q kv cos_sin_cache all", steps.inserts_both)
+    yield _cache("apart-insert", "A7 I1 I2", says, few, check)
+    says = "rows of o, of the table of angles, or of the weights lie apart, and the projection is the same"
+    check = each_apart("o cos_sin_cache wo_a all", steps.projects)
+    yield _cache("apart-project", "A7 P1", says, few, check)
+    says = "an insert of no keys, or of keys without slots, leaves the cache as it is"
+    yield _cache("quantise-none", "C1 I3 I4", says, few, steps.quantises_nothing)
+    says = "a step without rows leaves the cache as it is, and so do queries without slots, which are processed"
+    yield _cache("insert-none", "C1 I1 I2 I3", says, few, steps.inserts_nothing)
+    for eps, size in ((1e-6, 2.0**-10), (0.02, 0.5)):
+        layer = attrs.evolve(flash("swa"), eps=eps)
+        says = f"an eps of {eps:g}, beside queries so small that it shows, is the one that is added"
+        name = f"qnorm-eps-{'default' if eps == 1e-6 else 'other'}"
+        yield _cache(name, "I1 I5", says, rows(count=9, geometry=layer, size=size), steps.normalises_queries)
 
 
 def memory_cases() -> Iterator[Case]:
@@ -96,7 +132,7 @@ def memory_cases() -> Iterator[Case]:
     says = "records are written to pages behind 2^31 and 2^32 bytes"
     yield _memory("far-insert", "A5 C4", says, rows(shelf=far, count=90), memory.far_inserts)
     says = "records are gathered from pages behind 2^31 and 2^32 bytes"
-    yield _memory("far-gather", "A5 R1", says, rows(shelf=far, blocks=3), steps.gathers)
+    yield _memory("far-gather", "A5 R1", says, rows(shelf=far, blocks=3), gathers)
 
 
 def _cache(name: str, clauses: str, says: str, scene: Scene, check: Check) -> Case:
@@ -107,5 +143,5 @@ def _memory(name: str, clauses: str, says: str, scene: Scene, check: Check) -> C
     return Case(name=name, area=Area.MEMORY, clauses=clauses, says=says, scene=scene, check=check)
 
 
-CASES: tuple[Case, ...] = (*attention_cases(), *cache_cases(), *memory_cases())
+CASES: tuple[Case, ...] = (*attention_cases(), *cache_cases(), *odd_cases(), *memory_cases())
 assert len({case.name for case in CASES}) == len(CASES), "names of cases are unique"

@@ -9,6 +9,8 @@ import torch
 
 from dsv4attn.core.contract import Phase
 from dsv4attn.testing import checks
+from dsv4attn.testing.apart import each_apart
+from dsv4attn.testing.book import Shelf
 from dsv4attn.testing.case import Area, Case, Check, Scene
 from dsv4attn.testing.checks import equals_oracle, same_bits, sharded, step_by_step
 from dsv4attn.testing.codes import Codes, reads_every_code
@@ -43,11 +45,13 @@ def _case(
 def attention_cases() -> Iterator[Case]:
     """All of them."""
     yield from _steps()
+    yield from _sizes()
     for area in (Area.DECODE, Area.PREFILL):
         yield from _shapes(area)
         yield from _contents(area)
         yield from _sinks(area)
         yield from _calls(area)
+        yield from _apart(area)
 
 
 def _steps() -> Iterator[Case]:
@@ -71,8 +75,46 @@ def _steps() -> Iterator[Case]:
     yield _case(Area.DECODE, "verify-ragged", "F3", says, ragged)
     says = "a rank that holds half of the heads computes those heads, with their own sinks"
     yield _case(Area.PREFILL, "slices-of-heads", "S6", says, step("c4a", *MIXED), checks.slices_of_heads)
+
+
+def _sizes() -> Iterator[Case]:
+    """Past every limit that a backend could have without saying so. Rows have few keys, so that the oracle is quick."""
     says = "positions up to 1,048,575 are served"
-    yield _case(Area.DECODE, "million", "M1", says, step("swa", (2**20 - 3, 1), (2**20 - 1, 1)))
+    yield _case(Area.DECODE, "million", "M1 F7", says, step("swa", (2**20 - 3, 1), (2**20 - 1, 1)))
+    for kind in ("c4a", "c128a"):
+        says = f"{kind}: a decode query behind 1,048,575 tokens, and a short one beside it, equal the oracle"
+        yield _case(Area.DECODE, f"million-{kind}", "F7", says, step(kind, (2**20 - 1, 1), (70, 1), distinct=61))
+    says = "c128a: prefill queries behind 1,048,573 tokens, and a short prompt beside them, equal the oracle"
+    yield _case(Area.PREFILL, "million-prefill", "F7", says, step("c128a", (2**20 - 3, 3), (0, 2), distinct=61))
+    says = "decode of 1,031 requests in one step equals the oracle"
+    many = step("c4a", *((7 if i % 16 == 3 else 0, 1) for i in range(1031)), topk="holes")
+    yield _case(Area.DECODE, "requests-decode", "F7", says, many)
+    says = "prefill of 258 requests in one step and one chunk, 1,032 rows, equals the oracle"
+    many = step("c4a", *((0, 4),) * 258, topk="holes", extra_rows=200)
+    yield _case(Area.PREFILL, "requests-prefill", "F7", says, many)
+    for area, phase in PHASE.items():
+        says = f"{area.value} of rows with 8,320 keys, of which the last seven outweigh all others, equals the oracle"
+        scene = call(phase, "loud", "c128a", columns=8192, rows=3, shelves=(Shelf(64), Shelf(2)))
+        yield _case(area, f"keys-8320-{area.value}", "F7 M1", says, scene)
+
+
+def _apart(area: Area) -> Iterator[Case]:
+    """Rows of tensors that are slices of wider ones."""
+    of = area.value
+    says = f"{of}: rows of q, out and lse lie apart, one at a time, and what is beside them stays"
+    one = call(PHASE[area], "holes", rows=5, sinks=SINKS)
+    yield _case(area, f"apart-call-{of}", "A7 F6", says, one, each_apart("q out lse", equals_oracle))
+    says = f"{of}: rows of tables and of indices lie apart, one at a time, and of all tensors together"
+    check = each_apart("topk_indices block_table all", equals_oracle)
+    # short prompts, so that all are in one chunk and a table of several rows is read
+    decode = area is Area.DECODE
+    batch = BOTH[area] if decode else ((0, 7), (20, 6), (30, 3))
+    scene = step("c4a", *batch, select=65, topk="holes")
+    yield _case(area, f"apart-step-{of}", "A7", says, scene, check)
+    says = f"{of}, c128a: rows of block tables lie apart"
+    two = ((300, 1), (140, 1)) if decode else ((130, 6), (140, 3))
+    scene = step("c128a", *two, extra_rows=0 if decode else 140)
+    yield _case(area, f"apart-c128a-{of}", "A7", says, scene, each_apart("block_table", equals_oracle))
 
 
 def _shapes(area: Area) -> Iterator[Case]:

@@ -2,7 +2,7 @@
 
 A case is passed, failed, refused (the backend's support said no, with reasons), or skipped (this machine, or the form
 the backend takes, leaves nothing to judge). Whatever a backend raises is a failed case and no more. Not a single case
-executed is a failure: a green report of nothing proves nothing.
+executed is a failure: a green report of nothing proves nothing. An interrupted run keeps what it has, and never passes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import re
 import time
 import traceback
 from collections import Counter
@@ -28,7 +29,7 @@ from dsv4attn.testing.cases import CASES, GROUPS
 from dsv4attn.testing.judge import multiplying_in
 from dsv4attn.testing.subject import BrokenSupportError, Subject
 
-__all__ = ["SCHEMA", "Certificate", "Outcome", "conform", "environment", "run_case", "versions"]
+__all__ = ["SCHEMA", "Certificate", "Failures", "Outcome", "conform", "environment", "run_case", "versions"]
 
 SCHEMA = 1
 """Version of the certificate's form. It changes when a field changes its meaning or goes."""
@@ -78,9 +79,41 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+NUMBER = re.compile(r"[-+]?(\d[\d.,]*(e[-+]?\d+)?|\b(inf|nan)\b)")
+
+
+@attrs.frozen
+class Failures:
+    """Cases that failed with the same sentence but for its numbers, in the order in which they ran."""
+
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def first(self) -> Outcome:
+        """The case that failed first, whose message stands for all."""
+        return self.outcomes[0]
+
+    @classmethod
+    def grouped(cls, outcomes: Iterable[Outcome]) -> list[Failures]:
+        """Groups in the order of their first cases."""
+        groups: dict[str, list[Outcome]] = {}
+        for outcome in outcomes:
+            if outcome.state == "failed":
+                groups.setdefault(NUMBER.sub("N", outcome.message), []).append(outcome)
+        return [cls(tuple(group)) for group in groups.values()]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        names = [outcome.case.name for outcome in self.outcomes]
+        return {"message": self.first.message, "count": len(names), "first": names[0], "cases": names}
+
+
 @attrs.frozen
 class Certificate:
-    """What a run of the kit has shown."""
+    """What a run of the kit has shown.
+
+    asked: how many cases were to run. interrupted: whether the run was stopped before all of them had.
+    """
 
     subject: Subject
     outcomes: tuple[Outcome, ...]
@@ -88,6 +121,8 @@ class Certificate:
     seconds: float
     chosen: str | None = None
     """The filter, if not all cases were asked for."""
+    asked: int = attrs.Factory(lambda self: len(self.outcomes), takes_self=True)
+    interrupted: bool = False
 
     def of(self, state: str) -> list[Outcome]:
         """Outcomes of one state."""
@@ -100,13 +135,17 @@ class Certificate:
 
     @property
     def ok(self) -> bool:
-        """Whether anything was proven, and nothing refuted."""
-        return self.executed > 0 and not self.of("failed")
+        """Whether anything was proven, nothing refuted, and nothing left out."""
+        return self.executed > 0 and not self.of("failed") and not self.interrupted
 
     @property
     def verdict(self) -> str:
         """One sentence."""
         failed = len(self.of("failed"))
+        if self.interrupted:
+            found = f"{failed} failed" if failed else "none of them failed"
+            ran = f"{len(self.outcomes)} of {self.asked} cases ran"
+            return f"{self.subject.label}: interrupted, which proves nothing: {ran}, {found}"
         if not self.executed:
             return f"{self.subject.label} proves nothing: none of {len(self.outcomes)} cases was executed"
         if failed:
@@ -128,6 +167,8 @@ class Certificate:
             "ok": self.ok,
             "verdict": self.verdict,
             "schema": SCHEMA,
+            "complete": not self.interrupted,
+            "asked": self.asked,
             "backend": subject.name,
             "options": dict(subject.options),
             "products": subject.backend.forms.products.value,
@@ -144,6 +185,7 @@ class Certificate:
             if worst and worst.measure
             else None,
             "clauses": {clause: dict(counts) for clause, counts in self.by_clause().items()},
+            "failures": [failures.as_json() for failures in Failures.grouped(self.outcomes)],
             "cases": [outcome.as_json() for outcome in self.outcomes],
             "date": self.date,
             "seconds": round(self.seconds, 2),
@@ -221,10 +263,14 @@ def conform(
     chosen: str | None = None,
     progress: Callable[[Outcome], None] = lambda _: None,
 ) -> Certificate:
-    """Run cases one after another. `progress` is told of each."""
-    start, outcomes = time.perf_counter(), []
-    date = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
-    for case in cases:
-        outcomes.append(run_case(subject, case))
-        progress(outcomes[-1])
-    return Certificate(subject, tuple(outcomes), date, time.perf_counter() - start, chosen)
+    """Run cases one after another, and call `progress` after each. Ctrl-C ends the run with what it has."""
+    start, outcomes, interrupted = time.perf_counter(), list[Outcome](), False
+    cases, date = list(cases), dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
+    try:
+        for case in cases:
+            outcomes.append(run_case(subject, case))
+            progress(outcomes[-1])
+    except KeyboardInterrupt:
+        interrupted = True
+    seconds = time.perf_counter() - start
+    return Certificate(subject, tuple(outcomes), date, seconds, chosen, len(cases), interrupted)

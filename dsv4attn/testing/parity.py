@@ -21,12 +21,17 @@ __all__ = ["Parity", "cell", "compare", "subjects"]
 
 @attrs.frozen
 class Parity:
-    """What became of each case on each backend."""
+    """What became of each case on each backend. cases: all that were asked for."""
 
     certificates: tuple[Certificate, ...]
     cases: tuple[Case, ...]
     date: str
     chosen: str | None = None
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the run was stopped before all cases had run on all backends."""
+        return any(certificate.interrupted for certificate in self.certificates)
 
     @property
     def names(self) -> list[str]:
@@ -39,29 +44,42 @@ class Parity:
         return all(certificate.ok for certificate in self.certificates)
 
     @property
-    def rows(self) -> list[tuple[Case, list[Outcome]]]:
-        """Each case with its outcome on every backend."""
-        return [(case, [c.outcomes[i] for c in self.certificates]) for i, case in enumerate(self.cases)]
+    def rows(self) -> list[tuple[Case, list[Outcome | None]]]:
+        """Each case that ran with its outcome on every backend; None where it was interrupted before."""
+        ran = max((len(c.outcomes) for c in self.certificates), default=0)
+        return [
+            (case, [c.outcomes[i] if i < len(c.outcomes) else None for c in self.certificates])
+            for i, case in enumerate(self.cases[:ran])
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """Everything, for programs."""
         backends = []
         for certificate in self.certificates:
             whole = certificate.as_json()
-            kept = ("ok", "verdict", "backend", "options", "distribution", "version", "device", "counts", "worst")
-            backends.append({"name": certificate.subject.label, **{key: whole[key] for key in kept}})
+            for key in ("schema", "products", "contract", "versions", "environment", "layouts", "filter", "clauses"):
+                del whole[key]
+            del whole["cases"], whole["date"], whole["seconds"]
+            backends.append({"name": certificate.subject.label, **whole})
         cases = [
             {
                 "name": case.name,
                 "area": case.area.value,
                 "clauses": list(case.clauses),
                 "says": case.says,
-                "results": {name: _result(outcome) for name, outcome in zip(self.names, outcomes, strict=True)},
+                "results": {name: _result(o) for name, o in zip(self.names, outcomes, strict=True) if o is not None},
             }
             for case, outcomes in self.rows
         ]
         facts = {"contract": API_VERSION, "versions": versions(), "environment": environment(), "filter": self.chosen}
-        return {"ok": self.ok, **facts, "backends": backends, "cases": cases, "date": self.date}
+        return {
+            "ok": self.ok,
+            "complete": not self.interrupted,
+            **facts,
+            "backends": backends,
+            "cases": cases,
+            "date": self.date,
+        }
 
 
 def _result(outcome: Outcome) -> dict[str, Any]:
@@ -70,8 +88,10 @@ def _result(outcome: Outcome) -> dict[str, Any]:
     return {key: whole[key] for key in kept}
 
 
-def cell(outcome: Outcome) -> str:
+def cell(outcome: Outcome | None) -> str:
     """An outcome in a word: the part of the budget it used, "same" for equal bits, or why there is none."""
+    if outcome is None:
+        return "not run"
     if outcome.state in ("refused", "skipped"):
         return outcome.state
     measured = outcome.measure is not None and math.isfinite(outcome.measure.fraction)
@@ -100,16 +120,22 @@ def compare(
     chosen: str | None = None,
     progress: Callable[[Outcome], None] = lambda _: None,
 ) -> Parity:
-    """Run every case on every backend, case by case, so that they share the oracle's answer."""
-    cases = tuple(cases)
+    """Run every case on every backend, case by case, so that they share the oracle's answer.
+
+    Ctrl-C ends the run with what it has.
+    """
+    cases, interrupted = tuple(cases), False
     outcomes: list[list[Outcome]] = [[] for _ in trials]
     date = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
-    for case in cases:
-        for subject, mine in zip(trials, outcomes, strict=True):
-            mine.append(run_case(subject, case))
-            progress(mine[-1])
+    try:
+        for case in cases:
+            for subject, mine in zip(trials, outcomes, strict=True):
+                mine.append(run_case(subject, case))
+                progress(mine[-1])
+    except KeyboardInterrupt:
+        interrupted = True
     certificates = tuple(
-        Certificate(subject, tuple(mine), date, sum(o.seconds for o in mine), chosen)
+        Certificate(subject, tuple(mine), date, sum(o.seconds for o in mine), chosen, len(cases), interrupted)
         for subject, mine in zip(trials, outcomes, strict=True)
     )
     return Parity(certificates, cases, date, chosen)

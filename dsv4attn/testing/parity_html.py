@@ -6,18 +6,19 @@ States are told by words and shapes as well as by colours, and the colours are o
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from string import Template
 
 from dsv4attn.core.contract import API_VERSION
+from dsv4attn.testing.case import Case
 from dsv4attn.testing.cases import GROUPS
-from dsv4attn.testing.conform import Certificate, Outcome, environment, versions
+from dsv4attn.testing.conform import Certificate, Failures, Outcome, environment, versions
 from dsv4attn.testing.parity import Parity, cell
 
 __all__ = ["as_html"]
 
 OPEN = 3
-"""Failures whose details are open to begin with."""
+"""Kinds of failures whose first case is open to begin with."""
 
 STYLE = """
 :root{color-scheme:light dark;--ink:#1b2330;--soft:#5b6675;--line:#dde3ea;--page:#f6f8fa;--card:#fff;
@@ -89,7 +90,7 @@ def as_html(parity: Parity) -> str:
     ]
     letters = [f"{_letter(i)} is {_text(name)}" for i, name in enumerate(parity.names)]
     return PAGE.substitute(
-        title=f"dsv4attn parity: {_text(_counted(len(parity.names), 'backend'))}, {len(parity.cases)} cases",
+        title=f"dsv4attn parity: {_text(_counted(len(parity.names), 'backend'))}, {_ran(parity)}",
         style=STYLE,
         facts="".join(facts),
         cards="".join(_card(i, c) for i, c in enumerate(parity.certificates)),
@@ -101,6 +102,11 @@ def as_html(parity: Parity) -> str:
 
 def _text(value: object) -> str:
     return html.escape(str(value))
+
+
+def _ran(parity: Parity) -> str:
+    ran, asked = len(parity.rows), len(parity.cases)
+    return f"interrupted: {ran} of {asked} cases" if parity.interrupted else f"{asked} cases"
 
 
 def _counted(n: int, noun: str) -> str:
@@ -118,46 +124,65 @@ def _tag(state: str, text: str) -> str:
 def _card(i: int, certificate: Certificate) -> str:
     subject, worst = certificate.subject, certificate.worst
     owner = f"{subject.distribution} {subject.version}".strip() or "not registered"
-    state, told = ("passed", "keeps the contract") if certificate.ok else ("failed", "BREAKS the contract")
+    state, verdict = ("passed", "keeps the contract") if certificate.ok else ("failed", "BREAKS the contract")
     if not certificate.executed:
-        told = "PROVES nothing"
+        verdict = "PROVES nothing"
+    elif certificate.interrupted:
+        verdict = f"INTERRUPTED: {len(certificate.outcomes)} of {certificate.asked} cases ran"
     counts = ", ".join(f"{n} {s}" for s in ("passed", "failed", "refused", "skipped") if (n := len(certificate.of(s))))
     near = ""
     if worst is not None and worst.measure is not None:
         near = f"<p>nearest to its budget: {_text(worst.measure.shown)} in {_text(worst.case.name)}</p>"
     return (
         f'<section class="card"><h3>{_letter(i)}: {_text(subject.label)}</h3>'
-        f"<p>{_tag(state, told)}</p>"
+        f"<p>{_tag(state, verdict)}</p>"
         f'<p>{_text(counts)}</p>{near}<p class="soft">{_text(owner)}<br>{_text(subject.device)}: '
         f"{_text(subject.facts)}<br>{certificate.seconds:.0f} s</p></section>"
     )
 
 
+Row = tuple[Case, "list[Outcome | None]"]
+
+
 def _groups(parity: Parity) -> Iterable[str]:
-    """Cases under the clause they name first; the first few failures are open."""
-    opened = 0
+    """Failed cases first, equal failures together; then the others under the clause they name first."""
+    rows = [*parity.rows]
+    of_case = {case.name: (case, outcomes) for case, outcomes in rows}
+    failures = Failures.grouped(o for _, outcomes in rows for o in outcomes if o is not None)
+    # a case that failed in two ways stands under the first
+    shown: set[str] = set()
+    for number, group in enumerate(failures):
+        names = [n for n in dict.fromkeys(o.case.name for o in group.outcomes) if n not in shown]
+        shown.update(names)
+        if names:
+            title = f"{_counted(len(names), 'case')}, first {group.first.case.name}"
+            said = f'<p class="soft">{_text(group.first.message)}</p>'
+            mine = [of_case[name] for name in names]
+            yield _section("Failed", title, mine, parity, said, opened=1 if number < OPEN else 0)
     for letter, title in GROUPS.items():
-        rows = [(case, outcomes) for case, outcomes in parity.rows if case.clauses[0][0] == letter]
-        if not rows:
-            continue
-        yield f'<h2>{letter} <span class="soft">{_text(title)}</span></h2><div class="group">'
-        for case, outcomes in rows:
-            cells = "".join(
-                _tag(o.state, f"{_letter(i)} {cell(o)}" if len(outcomes) > 1 else cell(o))
-                for i, o in enumerate(outcomes)
-            )
-            failed = any(o.state == "failed" for o in outcomes)
-            opened += failed
-            state = " open" if failed and opened <= OPEN else ""
-            detail = "".join(_detail(name, o) for name, o in zip(parity.names, outcomes, strict=True))
-            clauses = ", ".join(case.clauses)
-            yield (
-                f'<details class="row"{state}><summary><span class="name mono">{_text(case.name)}</span>'
-                f'<span class="cells">{cells}</span></summary><div class="detail"><p>{_text(case.says)}</p>'
-                f'<p class="soft">{_text(case.area.value)}; clauses {_text(clauses)}</p>'
-                f"<dl>{detail}</dl></div></details>"
-            )
-        yield "</div>"
+        mine = [row for row in rows if row[0].clauses[0][0] == letter and row[0].name not in shown]
+        if mine:
+            yield _section(letter, title, mine, parity)
+
+
+def _section(head: str, title: str, rows: Sequence[Row], parity: Parity, said: str = "", *, opened: int = 0) -> str:
+    """A heading and its cases, of which the first ones are open."""
+    cases = "".join(_case(*row, parity, opened=i < opened) for i, row in enumerate(rows))
+    return f'<h2>{_text(head)} <span class="soft">{_text(title)}</span></h2>{said}<div class="group">{cases}</div>'
+
+
+def _case(case: Case, outcomes: Sequence[Outcome | None], parity: Parity, *, opened: bool) -> str:
+    cells = "".join(
+        _tag(o.state if o else "skipped", f"{_letter(i)} {cell(o)}" if len(outcomes) > 1 else cell(o))
+        for i, o in enumerate(outcomes)
+    )
+    detail = "".join(_detail(name, o) for name, o in zip(parity.names, outcomes, strict=True) if o is not None)
+    return (
+        f'<details class="row"{" open" if opened else ""}><summary><span class="name mono">{_text(case.name)}</span>'
+        f'<span class="cells">{cells}</span></summary><div class="detail"><p>{_text(case.says)}</p>'
+        f'<p class="soft">{_text(case.area.value)}; clauses {_text(", ".join(case.clauses))}</p>'
+        f"<dl>{detail}</dl></div></details>"
+    )
 
 
 def _detail(name: str, outcome: Outcome) -> str:

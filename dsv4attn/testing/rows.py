@@ -11,24 +11,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.contract import KeyForm
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.problem import CacheFacts, Problem
 from dsv4attn.testing import oracle
+from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.book import Book, Shelf, place_of
-from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong, dtype_name
+from dsv4attn.testing.case import Bench, Measure, Wrong, dtype_name
 from dsv4attn.testing.judge import F64, rounded
 from dsv4attn.testing.world import normal
 
 __all__ = [
     "Rows",
-    "gathers",
+    "inserts_both",
+    "inserts_nothing",
     "inserts_rotated",
     "leaves_rows_behind_the_slots",
     "normalises_queries",
     "projects",
     "quantises",
+    "quantises_nothing",
     "same_pages",
     "writes_only_its_slots",
 ]
@@ -52,6 +54,12 @@ class Rows:
     dtype: torch.dtype = torch.bfloat16
     groups: int = 2
     """Of heads, in the output projection."""
+    size: float = 1.0
+    """Of queries: small ones show eps."""
+    requests: int = 5
+    """Of a gather."""
+    apart: str = ""
+    """Names of arguments (q, kv, k, o, cos_sin_cache, wo_a) whose rows lie apart, or "all"."""
     seed: int = 0
     device: str = "cpu"
 
@@ -94,8 +102,8 @@ class Rows:
     @cached_property
     def queries(self) -> F64:
         """[n, H, D] queries, or outputs to project; heads differ in size."""
-        numbers = np.arange(self.count * self.layer.num_heads).reshape(self.count, -1)
-        sizes = 2.0 ** (np.arange(self.layer.num_heads) % 9 - 4)
+        numbers = np.arange(self.count * self.layer.num_heads).reshape(self.count, self.layer.num_heads)
+        sizes = self.size * 2.0 ** (np.arange(self.layer.num_heads) % 9 - 4)
         return rounded(normal((self.seed, 23), numbers, self.layer.head_dim) * sizes[:, None], self.dtype)
 
     @cached_property
@@ -133,10 +141,11 @@ class Rows:
 def quantises(bench: Bench, rows: Rows) -> Measure:
     """`quantize_and_insert_k_cache` writes the bytes of the format, and nothing else."""
     wanted = rows.blank().write(rows.slots, rows.keys)
-    cache = rows.blank()
-    keys = rows.tensor(rows.keys, rows.dtype)
+    cache, apart = rows.blank(), Apart(rows.apart)
+    keys = apart("k", rows.tensor(rows.keys, rows.dtype))
     before = keys.clone()
     bench.backend.quantize_and_insert_k_cache(keys, cache.cache, rows.tensor(rows.slots))
+    apart.check()
     if not torch.equal(keys, before):
         raise Wrong("the keys themselves were changed")
     return same_pages(rows, cache.bytes(), wanted.bytes())
@@ -172,10 +181,12 @@ def same_pages(rows: Rows, found: NDArray[np.uint8], wanted: NDArray[np.uint8]) 
 
 def _insert(bench: Bench, rows: Rows, book: Book, slots: NDArray[np.int64]) -> Tensor:
     """Run the fused step; returns q. Raises Wrong if kv was changed."""
-    q, kv = rows.tensor(rows.queries, rows.dtype), rows.tensor(rows.keys, rows.dtype)
+    apart, positions = Apart(rows.apart), rows.tensor(rows.positions)
+    q, kv = apart("q", rows.tensor(rows.queries, rows.dtype)), apart("kv", rows.tensor(rows.keys, rows.dtype))
+    table = apart("cos_sin_cache", rows.tensor(rows.table, torch.float32))
     before = kv.clone()
-    table, positions = rows.tensor(rows.table, torch.float32), rows.tensor(rows.positions)
     bench.backend.qnorm_rope_kv_insert(q, kv, book.cache, rows.tensor(slots), positions, table, rows.layer.eps)
+    apart.check()
     if not torch.equal(kv, before):
         raise Wrong("kv was changed: it is rotated as a copy")
     return q
@@ -231,10 +242,42 @@ def leaves_rows_behind_the_slots(bench: Bench, rows: Rows) -> Measure:
 
 def inserts_rotated(bench: Bench, rows: Rows) -> Measure:
     """A rotated copy of kv is written: codes and scales byte for byte, RoPE values as rounded or the neighbour."""
+    book = rows.blank()
+    _insert(bench, rows, book, rows.slots)
+    return _judge_records(rows, book)
+
+
+def inserts_both(bench: Bench, rows: Rows) -> Measure:
+    """The fused step in full: queries in place, and keys as records."""
+    book = rows.blank()
+    q = _insert(bench, rows, book, rows.slots)
+    return max(_judge_queries(rows, q), _judge_records(rows, book), key=_fraction)
+
+
+def inserts_nothing(bench: Bench, rows: Rows) -> Measure:
+    """An insert of no rows, and one of queries without slots, leave the cache as it is."""
+    book = rows.blank().write(rows.slots, rows.keys)
+    before, none = book.bytes(), attrs.evolve(rows, count=0)
+    _insert(bench, none, book, none.slots)
+    q = _insert(bench, rows, book, none.slots)
+    same_pages(rows, book.bytes(), before)
+    return _judge_queries(rows, q)
+
+
+def quantises_nothing(bench: Bench, rows: Rows) -> Measure:
+    """No keys, and keys without slots, leave the cache as it is."""
+    book = rows.blank().write(rows.slots, rows.keys)
+    before = book.bytes()
+    none = rows.tensor(rows.slots[:0])
+    for count in (0, rows.count):
+        bench.backend.quantize_and_insert_k_cache(rows.tensor(rows.keys[:count], rows.dtype), book.cache, none)
+    return same_pages(rows, book.bytes(), before)
+
+
+def _judge_records(rows: Rows, book: Book) -> Measure:
     nope, rope = rows.layer.nope_dim, rows.layer.rope_dim
     turned = np.stack([oracle.apply_rope(row, *rows.turn(i), rope) for i, row in enumerate(rows.keys)])
-    wanted, book = rows.blank().write(rows.slots, turned), rows.blank()
-    _insert(bench, rows, book, rows.slots)
+    wanted = rows.blank().write(rows.slots, turned)
     size, unit = rows.shelf.block_size, FP32_STEPS if rows.layout.dtype == torch.float32 else 2 * BF16
     width = rows.layout.dtype.itemsize if not rows.layout.is_quantised else 1
     tail = slice(nope * width, rows.layout.data_bytes)
@@ -264,40 +307,6 @@ def _values(data: NDArray[np.uint8], count: int) -> F64:
     return data.view("<f4").astype(np.float64)
 
 
-def gathers(bench: Bench, rows: Rows) -> Measure:
-    """`dequantize_and_gather_k_cache` makes rows of records bit for bit, and touches no other row."""
-    if bench.backend.forms.prefill_keys is not KeyForm.GATHERED:
-        raise SkipCase("does not apply: this backend reads pages in prefill and gathers nothing")
-    size, dim = rows.shelf.block_size, rows.layer.head_dim
-    book = rows.blank().write(np.arange(rows.blocks * size), _book_rows(rows))
-    rng = np.random.default_rng((rows.seed, 26))
-    seq_lens = np.array([2 * size, 1, 0, size + 1, 3 * size // 2])
-    takes = np.array([size + 1, 1, 0, 2, 0])
-    # as engines keep them: a column slice of a wider table, -1 and garbage where no block is
-    tables = np.stack([rng.permutation(rows.blocks) for _ in seq_lens])[:, :3]
-    table = rows.tensor(np.concatenate([tables, np.full((len(tables), 4), 2**30)], 1)).int()[:, : tables.shape[1] + 1]
-    for lens, offset in ((None, 0), (takes, 5)):
-        out = torch.full((len(seq_lens), 2 * size + 9, dim), math.nan, dtype=rows.layout.row_dtype, device=rows.device)
-        wanted = out.double().cpu().numpy()
-        gather = None if lens is None else rows.tensor(lens).int()
-        bench.backend.dequantize_and_gather_k_cache(out, book.cache, rows.tensor(seq_lens).int(), gather, table, offset)
-        for i, (length, count) in enumerate(zip(seq_lens, seq_lens if lens is None else lens, strict=True)):
-            for j in range(count):
-                position = length - count + j
-                wanted[i, offset + j] = book.values[tables[i, position // size] * size + position % size]
-        found = out.double().cpu().numpy()
-        same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
-        if not same.all():
-            request, row, column = (int(axis[0]) for axis in (~same).nonzero())
-            got, want = found[request, row, column], wanted[request, row, column]
-            raise Wrong(f"request {request}, row {row}, column {column}: {got:.6g}, expected {want:.6g}")
-    return Measure()
-
-
-def _book_rows(rows: Rows) -> F64:
-    return normal((rows.seed, 27), np.arange(rows.blocks * rows.shelf.block_size), rows.layer.head_dim)
-
-
 def projects(bench: Bench, rows: Rows) -> Measure:
     """Outputs are turned back at the query's position and projected group by group; o itself stays.
 
@@ -306,12 +315,12 @@ def projects(bench: Bench, rows: Rows) -> Measure:
     heads, dim, rope, rank = rows.layer.num_heads, rows.layer.head_dim, rows.layer.rope_dim, 16
     inner = heads // rows.groups * dim
     weight = rounded(normal((rows.seed, 28), np.arange(rows.groups * rank), inner), rows.dtype)
-    o = rows.tensor(rows.queries, rows.dtype)
+    apart = Apart(rows.apart)
+    o, table = apart("o", rows.tensor(rows.queries, rows.dtype)), rows.tensor(rows.table, torch.float32)
     before, unit = o.clone(), BF16 if rows.dtype == torch.bfloat16 else 2.0**-24
-    z = bench.backend.inv_rope_o_proj(
-        o, rows.tensor(rows.positions), rows.tensor(rows.table, torch.float32), rows.tensor(weight, rows.dtype),
-        rows.groups,
-    )  # fmt: skip
+    table, wo_a = apart("cos_sin_cache", table), apart("wo_a", rows.tensor(weight, rows.dtype))
+    z = bench.backend.inv_rope_o_proj(o, rows.tensor(rows.positions), table, wo_a, rows.groups)
+    apart.check()
     if not torch.equal(o, before):
         raise Wrong("o was changed")
     if z.shape != (rows.count, rows.groups, rank) or z.dtype != o.dtype:
@@ -320,11 +329,11 @@ def projects(bench: Bench, rows: Rows) -> Measure:
     turned_part = np.zeros((heads // rows.groups, dim), dtype=bool)
     turned_part[:, -rope:] = True
     parts = turned_part.reshape(-1), np.ones(inner, dtype=bool)
-    worst = Measure(0.0, 1.0)
+    worst, weights = Measure(0.0, 1.0), [np.linalg.norm(grouped[..., p], axis=2) for p in parts]
     for i in range(rows.count):
         wanted = oracle.inverse_rope_project(rows.queries[i], *rows.turn(i), rope, grouped, None)
         x = rows.queries[i].reshape(rows.groups, inner)
-        norms = [np.linalg.norm(x[:, p], axis=1)[:, None] * np.linalg.norm(grouped[..., p], axis=2) for p in parts]
+        norms = [np.linalg.norm(x[:, p], axis=1)[:, None] * w for p, w in zip(parts, weights, strict=True)]
         budget = unit * (norms[0] + np.abs(wanted)) + FP32_STEPS * norms[1]
         errors = np.where(np.isnan(found[i]), math.inf, np.abs(found[i] - wanted) / budget)
         worst = max(worst, Measure(float(errors.max()), 1.0), key=_fraction)

@@ -9,6 +9,7 @@ A prompt cut into chunks, or a verify step cut into single tokens, is one world 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
@@ -31,6 +32,7 @@ from dsv4attn.core.metadata import AttentionMetadata, Batch
 from dsv4attn.core.plan import plan_workspace
 from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.case import dtype_name
 from dsv4attn.testing.judge import F64
 from dsv4attn.testing.pages import Pages, allocate, poison
@@ -50,6 +52,8 @@ class Problem:
     metadata: AttentionMetadata
     attn_sink: Tensor | None
     topk_indices: Tensor | None
+    apart: str = ""
+    """Which of out and lse have rows apart; the other tensors are given."""
 
     def workspace(self, backend: Backend, *, debug: bool = True) -> WorkspaceManager:
         """A workspace as planned for the limits, locked; with canaries when debugging."""
@@ -62,8 +66,9 @@ class Problem:
         self, backend: Backend, workspace: WorkspaceManager | None = None, *, with_lse: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse), both NaN before the run; lse stays NaN unless it is asked for."""
-        workspace = workspace or self.workspace(backend)
-        out, lse = torch.full_like(self.q, math.nan), torch.full_like(self.q[..., 0], math.nan, dtype=torch.float32)
+        workspace, apart, like = workspace or self.workspace(backend), Apart(self.apart), self.q
+        out = apart("out", torch.full(like.shape, math.nan, dtype=like.dtype, device=like.device))
+        lse = apart("lse", torch.full(like.shape[:2], math.nan, dtype=torch.float32, device=like.device))
         forward_mqa(
             self.q,
             self.caches,
@@ -78,6 +83,7 @@ class Problem:
             lse=lse if with_lse else None,
         )
         workspace.check_canaries()
+        apart.check()
         return out, lse
 
 
@@ -98,6 +104,8 @@ class Scenario(World):
     short_prefills: bool = False
     poison: int | None = None
     """Byte over everything in the caches that no query names; rows of q that are padding become NaN."""
+    apart: str = ""
+    """Names of arguments (q, kv, out, lse, topk_indices, block_table, cos_sin_cache) whose rows lie apart, or "all"."""
     device: str = "cpu"
     pages_of: Scenario | None = None
 
@@ -181,16 +189,25 @@ class Scenario(World):
         """Insert what came before this step and is still alive."""
         swa, compressed = self.pages
         for i, (before, *_) in enumerate(self.requests):
+            if not before:
+                continue
             positions = range(swa.live[i][0] // swa.block_size * swa.block_size, before)
             q = np.zeros((len(positions), self.layer.num_heads, self.layer.head_dim))
             slots = self._tensor(swa.slots(i, positions))
             self._insert(backend, caches, [q], [self.key_rows(i, positions)], slots, [*positions])
             if caches.compressed is not None:
-                entries = range(before // self.layer.compress_ratio)
+                entries = self._past_entries(i, before // self.layer.compress_ratio)
                 rows = self._tensor(self.entry_rows(i, entries), self.layout.row_dtype)
                 slots = self._tensor(compressed.slots(i, entries))
                 backend.quantize_and_insert_k_cache(rows, caches.compressed, slots)
         return caches
+
+    def _past_entries(self, request: int, complete: int) -> Sequence[int]:
+        """Entries of a request to insert: all that are complete, but of a million tokens only those that are named."""
+        if self.kind is not LayerKind.C4A or self.distinct is None:
+            return range(complete)
+        mine = (self.visible(row)[1] for row, token in enumerate(self.tokens) if token.request == request)
+        return sorted({entry for entries in mine for entry in entries if entry < complete})
 
     def problem(self, backend: Backend, caches: LayerCaches | None = None, limits: Limits | None = None) -> Problem:
         """Insert the keys of this step; its history too, unless `caches` come from an earlier step."""
@@ -221,12 +238,12 @@ class Scenario(World):
         if self.poison is not None:
             self._poison(q, caches, self.poison)
         sink = None if self.sink_values is None else self._tensor(self.sink_values, torch.float32)
-        topk = self._tensor(self.topk_rows) if self.kind is LayerKind.C4A else None
-        return Problem(self.layer, limits, q, caches, metadata, sink, topk)
+        topk = Apart(self.apart)("topk_indices", self._tensor(self.topk_rows)) if self.kind is LayerKind.C4A else None
+        return Problem(self.layer, limits, q, caches, metadata, sink, topk, self.apart)
 
     def batch(self) -> Batch:
         """The step as a scheduler describes it."""
-        swa, compressed = self.pages
+        (swa, compressed), apart = self.pages, Apart(self.apart)
         slots = [int(swa.slots(t.request, [t.position])[0]) if t.valid else -1 for t in self.tokens]
         starts = torch.tensor([0, *accumulate(r[1] for r in self.requests)], dtype=torch.int32)
         seq_lens = torch.tensor([r[0] + r[1] for r in self.requests], dtype=torch.int32)
@@ -237,18 +254,22 @@ class Scenario(World):
             seq_lens=seq_lens.to(self.device),
             seq_lens_cpu=seq_lens,
             slot_mapping=torch.tensor([*slots, *[-1] * (self.extra_rows // 2)], device=self.device, dtype=torch.int64),
-            block_table=self._tensor(swa.table),
-            compressed_block_table=None if self.kind is LayerKind.SWA else self._tensor(compressed.table),
+            block_table=apart("block_table", self._tensor(swa.table)),
+            compressed_block_table=None
+            if self.kind is LayerKind.SWA
+            else apart("block_table", self._tensor(compressed.table)),
         )
 
     def _insert(
         self, backend: Backend, caches: LayerCaches, q: list[F64], kv: list[F64], slots: Tensor, positions: list[int]
     ) -> Tensor:
         """Insert keys into the window cache; returns the queries, normalised and rotated."""
-        queries = self._tensor(np.concatenate(q), self.q_dtype)
-        keys = self._tensor(np.concatenate(kv), self.layout.row_dtype)
-        places = self._tensor(np.asarray(positions, dtype=np.int64))
-        backend.qnorm_rope_kv_insert(queries, keys, caches.swa, slots, places, self._cos_sin, self.layer.eps)
+        apart, places = Apart(self.apart), self._tensor(np.asarray(positions, dtype=np.int64))
+        queries = apart("q", self._tensor(np.concatenate(q), self.q_dtype))
+        keys = apart("kv", self._tensor(np.concatenate(kv), self.layout.row_dtype))
+        table = apart("cos_sin_cache", self._cos_sin)
+        backend.qnorm_rope_kv_insert(queries, keys, caches.swa, slots, places, table, self.layer.eps)
+        apart.check()
         return queries
 
     def _poison(self, q: Tensor, caches: LayerCaches, byte: int) -> None:

@@ -97,6 +97,9 @@ class World:
     """Every ninth NoPE channel of a key is 20 times as large as the others."""
     first_head: int = 0
     """Number of this rank's first head: the ranks of a model see its heads' rows and sinks."""
+    distinct: int | None = None
+    """Entries with numbers that differ by a multiple of this have equal rows; None: no two have. A million tokens need
+    no more rows than this to be judged."""
     seed: int = 0
 
     @property
@@ -132,7 +135,10 @@ class World:
 
     def entry_rows(self, request: int, numbers: Sequence[int]) -> F64:
         """[n, D] compressed entries as they are stored, rotation included."""
-        return self._rows(ENTRY, request, numbers)
+        return self._rows(ENTRY, request, self._alike(numbers))
+
+    def _alike(self, numbers: Sequence[int]) -> Sequence[int]:
+        return [n % self.distinct for n in numbers] if self.distinct else numbers
 
     def _rows(self, stream: int, request: int, numbers: Sequence[int]) -> F64:
         return self._library.rows(stream, request, numbers)
@@ -184,7 +190,7 @@ class World:
         for t, token in enumerate(self.tokens):
             positions, entries = self.visible(t)
             records = [_record(library, KV, token.request, p) for p in positions]
-            records += [_record(library, ENTRY, token.request, e) for e in entries]
+            records += [_record(library, ENTRY, token.request, e) for e in self._alike(entries)]
             turn = oracle.rope_cos_sin(token.position, frequencies(rope))
             q = oracle.q_norm_rope(self.q_rows(token.request, [token.position])[0], *turn, rope.dim, layer.eps)
             answers.judge(t, rounded(q, self.q_dtype), records, self.sink_values, layer.scale)

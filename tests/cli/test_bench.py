@@ -257,3 +257,31 @@ def test_long_lists_of_changes_are_cut_short() -> None:
     shown = printed(comparison_text(compare(run(old), run(new))))
 
     assert any(line.startswith("slower: and 18 more") for line in shown)
+
+
+def test_g22_ctrl_c_keeps_the_cases_that_were_measured(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pressed in the second of three cases: one is kept, in a file that can be shown again."""
+    from dsv4attn.bench.runner import Runner
+
+    right, begun = Runner.run, []
+
+    def stopped(runner: Runner, case: Any) -> Any:
+        begun.append(case)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        return right(runner, case)
+
+    monkeypatch.setattr(Runner, "run", stopped)
+    code, lines = here.run(
+        "bench", "decode", "--cases", "flash_swa", "--batches", "1,2,3", "--rounds", "1", "--json", "b.json"
+    )
+    told = json.loads(Path("b.json").read_text(encoding="utf-8"))
+
+    assert code == 130
+    assert "interrupted: 1 of 3 cases were measured" in lines
+    assert (told["ok"], told["complete"], told["asked"], told["ran"]) == (False, False, 3, 1)
+    assert len(told["rows"]) == 1
+    assert load(Path("b.json"), "--from").ran == 1
+    code, lines = here.run("bench", "--from", "b.json")
+    assert code == 1
+    assert "interrupted: 1 of 3 cases were measured" in lines

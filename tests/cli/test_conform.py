@@ -102,19 +102,78 @@ def test_a_backend_that_is_wrong_ends_with_1_and_its_failures(here: Machine) -> 
 
     assert code == 1
     assert max(map(len, lines)) <= 80
-    assert "  failed  S3-sink-none-decode" in lines
+    assert "  failed  F5-heads-3-decode" in lines
     text = " ".join(" ".join(lines).split())
     assert "raised RuntimeError: no kernel [image] (in quantize_and_insert_k_cache, dsv4attn_bad_kernels.py:10)" in text
+    assert text.count("no kernel [image]") == 1, "equal failures are one group"
+    assert "4 cases fail alike: also sink-none-decode, " in text
     assert lines[-1].startswith("  bad breaks the contract: ")
     assert here.json("conform", "bad", "--filter", FEW)[0] == 1
 
 
-def test_many_failures_are_named_and_the_first_are_told(here: Machine) -> None:
+def test_many_failures_are_grouped_and_no_more_than_eight_groups_are_shown_in_full(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong(here)
-    _, lines = here.run("conform", "bad", "--filter", "A,S")
+    _, lines = here.run("conform", "bad", "--filter", "A1,S3")
+    failed = [line for line in lines if line.startswith("  failed  ")]
+    _, told = here.json("conform", "bad", "--filter", "A1,S3")
 
-    assert len([line for line in lines if line.startswith("  failed  ")]) == 8
-    assert any(line.startswith("  and ") and " more: " in line for line in lines)
+    assert 1 < len(failed) == len(told["failures"]) <= 8
+    assert told["counts"]["failed"] == sum(group["count"] for group in told["failures"])
+    assert failed[0].endswith(f"-{told['failures'][0]['first']}")
+    assert told["failures"][0]["cases"][0] == told["failures"][0]["first"]
+    monkeypatch.setattr("dsv4attn.cli.conform.SHOWN", 1)
+    _, lines = here.run("conform", "bad", "--filter", "A1,S3")
+    assert [line for line in lines if line.startswith("  failed  ")] == failed[:1]
+    assert any(line.startswith("  and ") and " other kinds: " in line for line in lines)
+
+
+STOPS = """
+from dsv4attn.backends.reference.launch import ReferenceBackend
+
+class Stops(ReferenceBackend):
+    calls = 0
+
+    def decode(self, call):
+        self.calls += 1
+        if self.calls == 5:
+            raise KeyboardInterrupt
+        super().decode(call)
+"""
+
+
+def stops(here: Machine) -> None:
+    """Install a backend that behaves as if Ctrl-C were pressed in its fifth attention."""
+    here.shelf.install("dsv4attn-stop", plugin("stop", factory="dsv4attn_stop_kernels:Stops"))
+    (here.shelf.folder / "dsv4attn_stop_kernels.py").write_text(STOPS, encoding="utf-8")
+    here.shelf.modules.append("dsv4attn_stop_kernels")
+
+
+def test_g22_ctrl_c_keeps_what_ran_in_a_certificate_that_is_marked_incomplete(here: Machine) -> None:
+    stops(here)
+    code, lines = here.run("conform", "stop", "--filter", "call-*-decode", "--output", "c.json")
+    told = json.loads(Path("c.json").read_text(encoding="utf-8"))
+
+    assert code == 130
+    assert "4 of 12 cases ran" in " ".join(" ".join(lines).split())
+    assert (told["ok"], told["complete"], told["asked"]) == (False, False, 12)
+    assert len(told["cases"]) == told["counts"]["passed"] == 4
+    assert told["verdict"] == "stop: interrupted, which proves nothing: 4 of 12 cases ran, none of them failed"
+
+
+def test_an_incomplete_certificate_replaces_no_complete_one(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsv4attn.testing import cases
+
+    stops(here)
+    few = [case for case in cases.CASES if case.name.startswith("call-plain-") or case.name == "sink-none-decode"]
+    monkeypatch.setattr(cases, "CASES", few)
+    Path("dsv4attn-stop.json").write_text("of yesterday", encoding="utf-8")
+    code, lines = here.run("conform", "stop")
+
+    assert code == 130
+    assert lines[-1] == "  certificate: dsv4attn-stop.incomplete.json"
+    assert Path("dsv4attn-stop.json").read_text(encoding="utf-8") == "of yesterday"
 
 
 def test_a_backend_that_refuses_everything_ends_with_1(here: Machine) -> None:
@@ -181,5 +240,6 @@ def test_help_says_what_the_exit_codes_are(here: Machine) -> None:
 
     assert code == 0
     assert (
-        "Exit code 0: every case that was executed passed; 1: one failed, or none was executed; 2: bad input." in text
+        "Exit code 0: every case that was executed passed; 1: one failed, or none was executed; 2: bad input;"
+        " 130: interrupted by Ctrl-C" in text
     )

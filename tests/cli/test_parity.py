@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.machine import Machine, machine, plugin
-from tests.cli.test_conform import heads, wrong
+from tests.cli.test_conform import heads, stops, wrong
 
 FEW = "sink-none-*,quantise-ocp-64,codes-ocp-prefill,heads-3-decode"
 
@@ -78,6 +78,26 @@ def test_bad_input_ends_with_2(here: Machine, args: list[str], said: str) -> Non
     assert said in " ".join(" ".join(lines).split())
 
 
+def test_g22_ctrl_c_keeps_what_ran_in_the_matrix_and_in_the_page(here: Machine) -> None:
+    stops(here)
+    args = ("parity", "--backends", "reference,stop", "--filter", "call-*-decode", "--html", "p.html")
+    code, told = here.json(*args)
+
+    assert code == 130
+    assert (told["ok"], told["complete"]) == (False, False)
+    assert [[*case["results"]] for case in told["cases"]] == [["reference", "stop"]] * 4 + [["reference"]]
+    assert [backend["complete"] for backend in told["backends"]] == [False, False]
+    assert all("passed" not in backend["verdict"] for backend in told["backends"])
+    text = Path("p.html").read_text(encoding="utf-8")
+    assert "interrupted: 5 of 12 cases" in text
+    assert "INTERRUPTED: 4 of 12 cases ran" in text
+    assert "B not run" in text
+    assert "keeps the contract" not in text
+    code, lines = here.run(*args)
+    assert code == 130
+    assert any(line.endswith("not run") for line in lines)
+
+
 class Page(HTMLParser):
     """Which tags are open at the end, what is fetched from elsewhere, and the text."""
 
@@ -125,3 +145,10 @@ def test_the_page_needs_no_other_file_and_tells_states_in_words(here: Machine) -
     assert "torch" in page.text
     assert "no kernel [image]" in page.text
     assert str(Path.cwd()) not in source, "a page is sent to others"
+    # failed cases stand first, equal ones together, and nowhere else
+    heads_of = source[source.index("<h2>Cases</h2>") :].split("<h2>")[2:]
+    assert 'first heads-3-decode</span></h2><p class="soft">raised RuntimeError: no kernel [image]' in heads_of[0]
+    failed = [part.startswith("Failed") for part in heads_of]
+    assert failed == sorted(failed, reverse=True)
+    assert 'class="tag failed"' not in "".join(part for part in heads_of if not part.startswith("Failed"))
+    assert source.count('<span class="name mono">heads-3-decode') == 1

@@ -105,11 +105,6 @@ def test_whatever_a_backend_raises_is_a_failed_case_and_the_run_goes_on(error: B
     assert not certificate.ok
 
 
-def test_an_interrupt_stops_the_run() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        conform(REFERENCE, [case_of(raising(KeyboardInterrupt()))])
-
-
 def test_a_support_that_raises_is_a_failure_and_not_a_refusal() -> None:
     def refusals(problems: Sequence[Problem]) -> list[str]:
         raise BrokenSupportError("its support raised KeyError: 'x'")
@@ -315,3 +310,43 @@ def test_verdicts_say_what_was_proven(certificate: Certificate) -> None:
     assert good.verdict == f"reference keeps the contract: all {len(FEW)} cases passed"
     some = conform(REFERENCE, FEW, chosen="S")
     assert some.verdict == f"reference keeps the contract: all {len(FEW)} cases of the filter 'S' passed"
+
+
+# equal failures, and runs that end early
+
+
+def test_equal_failures_are_one_group_named_by_its_first_case() -> None:
+    says = {
+        "a": "row 3: error of 12 budgets",
+        "b": "other",
+        "c": "row 31: error of 1.5e+04 budgets",
+        "d": "row 1: error of inf budgets",
+    }
+    cases = [case_of(raising(Wrong(text)), name=name) for name, text in says.items()]
+
+    groups = conform(REFERENCE, cases).as_json()["failures"]
+
+    assert groups == [
+        {"message": says["a"], "count": 3, "first": "a", "cases": ["a", "c", "d"]},
+        {"message": "other", "count": 1, "first": "b", "cases": ["b"]},
+    ]
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_g22_a_run_that_is_interrupted_keeps_what_it_has_and_never_passes(*, failing: bool) -> None:
+    first = raising(Wrong("so")) if failing else lambda *_: Measure()
+    cases = [
+        case_of(first, name="one"),
+        case_of(raising(KeyboardInterrupt()), name="two"),
+        case_of(first, name="three"),
+    ]
+    seen: list[str] = []
+
+    certificate = conform(REFERENCE, cases, progress=lambda outcome: seen.append(outcome.case.name))
+
+    assert seen == [outcome.case.name for outcome in certificate.outcomes] == ["one"]
+    assert not certificate.ok
+    assert certificate.interrupted
+    told = "1 failed" if failing else "none of them failed"
+    assert certificate.verdict == f"reference: interrupted, which proves nothing: 1 of 3 cases ran, {told}"
+    assert json.loads(json.dumps(certificate.as_json()))["complete"] is False

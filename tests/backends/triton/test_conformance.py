@@ -43,6 +43,10 @@ ALIKE = (
 )
 PATIENT = {
     "codes-*": "some seconds each; `test_keys` tries every code under every scale",
+    **dict.fromkeys(
+        ("million-*", "requests-*", "*-1031", "gather-long", "keys-8320-prefill"),
+        "more than a thousand programs, or keys, one after another",
+    ),
     **{
         f"{name}-{kind}": "memory is used as on c4a layers, which have more of it"
         for name in ("capped", "plan", "stale")
@@ -79,7 +83,7 @@ class TestPrefill(Room, suite.TestPrefill): ...
 class TestMemory(Room, suite.TestMemory): ...
 
 
-class TestCache(suite.TestCache):
+class TestCache(Room, suite.TestCache):
     @pytest.fixture
     def backend(self) -> Backend | str:
         return "triton"

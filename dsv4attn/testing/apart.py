@@ -1,0 +1,86 @@
+"""Tensors whose rows lie apart, as slices of a fused projection do: `fused[:, :512]`, `big[:, :H]`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from dsv4attn.testing.case import Bench, Measure, Wrong
+
+__all__ = ["Apart", "each_apart"]
+
+FILL = 0xFF
+"""Every byte beside the rows: NaN in floats, -1 in integers."""
+BEFORE, BEHIND = 8, 24
+"""Elements beside a row, in front and behind. Addresses stay multiples of 16 bytes, as those of engines are."""
+NAMES = ("q", "kv", "k", "o", "out", "lse", "topk_indices", "block_table", "cos_sin_cache", "wo_a")
+"""Arguments whose rows may lie apart. No two get the same strides, so that none is read by those of another."""
+HEADS_BEFORE, HEADS_BEHIND = 1, 2
+"""Heads beside those of a token, for tensors [T, H, D]."""
+
+
+class Apart:
+    """Makes tensors with rows apart, and checks afterwards that nothing beside the rows was written.
+
+    names: of the arguments whose rows lie apart, separated by spaces; "all" means each of them.
+    """
+
+    def __init__(self, names: str) -> None:
+        """Begin with no tensor."""
+        self.names = set(names.split())
+        self._made: list[tuple[str, Tensor, tuple[slice, ...]]] = []
+
+    def __call__(self, name: str, values: Tensor) -> Tensor:
+        """The values, with rows apart if this argument is one of the names."""
+        if not self.names & {name, "all"} or values.ndim < 2:
+            return values
+        more = 8 * NAMES.index(name)
+        sizes, inside = [values.shape[0]], [slice(None)]
+        for n in values.shape[1:-1]:
+            sizes.append(n + HEADS_BEFORE + HEADS_BEHIND)
+            inside.append(slice(HEADS_BEFORE, HEADS_BEFORE + n))
+        n, item = values.shape[-1], values.itemsize
+        raw = torch.full((*sizes, (BEFORE + n + BEHIND + more) * item), FILL, dtype=torch.uint8, device=values.device)
+        place = (*inside, slice(BEFORE, BEFORE + n))
+        rows = raw.view(values.dtype)[place]
+        rows.copy_(values)
+        self._made.append((name, raw, (*inside, slice(BEFORE * item, (BEFORE + n) * item))))
+        return rows
+
+    def check(self) -> None:
+        """Raise Wrong if a byte beside the rows has changed."""
+        for name, raw, inside in self._made:
+            now = raw.clone()
+            now[inside] = FILL
+            if changed := int((now != FILL).sum()):
+                raise Wrong(f"{changed} bytes beside the rows of {name} were written")
+
+
+def each_apart(names: str, *checks: Callable[[Bench, Any], Measure]) -> Callable[[Bench, Any], Measure]:
+    """Run checks on a scene once for each argument, with the rows of this one apart, so that a failure names it."""
+
+    def check(bench: Bench, scene: Any) -> Measure:  # noqa: ANN401 - a Scene with a field `apart`
+        measures = []
+        for name in names.split():
+            if name == "lse" and not bench.lse:
+                continue
+            with _naming(name):
+                measures += [each(bench, attrs.evolve(scene, apart=name)) for each in checks]
+        return max(measures, key=lambda measure: measure.fraction)
+
+    return check
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Put the argument in front of what is wrong."""
+    try:
+        yield
+    except Wrong as wrong:
+        where = "rows of all tensors apart" if name == "all" else f"rows of {name} apart"
+        raise Wrong(f"{where}: {wrong}", wrong.measure) from wrong

@@ -1,0 +1,152 @@
+"""Backends that serve some sizes in part, or read a tensor by strides that they assume: more plants for the kit."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core import indices
+from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys
+from dsv4attn.core.layout import PagedKVCache
+from tests.testing.plants import attend
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """What stands where a tensor begins, if its rows are taken to follow each other."""
+    return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride(), tensor.storage_offset())
+
+
+def assumed_dense(*names: str) -> Callable[[AttentionCall], None]:
+    """Arguments whose rows are taken to follow each other."""
+
+    def wrong(call: AttentionCall) -> None:
+        given = {name: getattr(call, name) for name in names}
+        changed: dict[str, Any] = {name: None if t is None else dense(t) for name, t in given.items()}
+        attend(attrs.evolve(call, **changed))
+
+    return wrong
+
+
+def heads_follow(call: AttentionCall) -> None:
+    """The stride of tokens is read, that of heads is taken to be the head's size."""
+    q = call.q.as_strided(call.q.shape, (call.q.stride(0), call.q.shape[2], 1), call.q.storage_offset())
+    attend(attrs.evolve(call, q=q))
+
+
+def only_rows(most: int) -> Callable[[AttentionCall], None]:
+    """Rows behind the first ones are forgotten."""
+
+    def cut(rows: Any) -> DenseIndices:
+        return DenseIndices(rows.indices[:most], rows.lens[:most])
+
+    def wrong(call: AttentionCall) -> None:
+        keys: Any = call.keys
+        if isinstance(keys, GatheredKeys):
+            keys = attrs.evolve(keys, rows=cut(keys.rows))
+        else:
+            keys = [attrs.evolve(s, rows=cut(s.rows)) for s in keys]
+        lse = None if call.lse is None else call.lse[:most]
+        attend(attrs.evolve(call, q=call.q[:most], out=call.out[:most], lse=lse, keys=keys))
+
+    return wrong
+
+
+def only_keys(most: int) -> Callable[[AttentionCall], None]:
+    """Keys of a row behind the first ones are forgotten, all segments counted."""
+
+    def wrong(call: AttentionCall) -> None:
+        keys: Any = call.keys
+        gathered = isinstance(keys, GatheredKeys)
+        segments, left = [], torch.full_like(call.q[:, 0, 0], most, dtype=torch.int32)
+        for segment in [keys] if gathered else keys:
+            lens = torch.minimum(segment.rows.lens, left)
+            segments.append(attrs.evolve(segment, rows=DenseIndices(segment.rows.indices, lens)))
+            left = left - lens
+        attend(attrs.evolve(call, keys=segments[0] if gathered else segments))
+
+    return wrong
+
+
+class _Changed:
+    """Index steps of which some get other arguments, by the names of the arguments."""
+
+    def __init__(self, change: Callable[[Any], Any], *names: str) -> None:
+        self.change, self.names = change, names
+
+    def __getattr__(self, name: str) -> Any:
+        true = getattr(indices, name)
+        if not callable(true):
+            return true
+        order = [*inspect.signature(true).parameters]
+
+        def step(*args: Any, **more: Any) -> Any:
+            given = {**dict(zip(order, args, strict=False)), **more}
+            return true(**{k: self.change(v) if k in self.names and v is not None else v for k, v in given.items()})
+
+        return step
+
+
+def steps(change: Callable[[Any], Any], *names: str) -> ReferenceBackend:
+    """A backend whose index steps, those of the builder too, get other arguments."""
+    backend = ReferenceBackend()
+    changed: Any = _Changed(change, *names)
+    backend.steps = backend.builder_steps = changed  # type: ignore[attr-defined]
+    return backend
+
+
+class Partial(ReferenceBackend):
+    """One slip in the steps around attention; `slip` says which."""
+
+    def __init__(self, slip: str) -> None:
+        super().__init__()
+        self.slip = slip
+
+    def _dense(self, slip: str, tensor: Tensor) -> Tensor:
+        return dense(tensor) if self.slip == slip else tensor
+
+    def _inserted(self, rows: Tensor, slot_mapping: Tensor) -> Tensor:
+        if self.slip == "no rows" and not rows.shape[0]:
+            raise RuntimeError("a grid of no programs")
+        return slot_mapping[:512] if self.slip == "512 rows of an insert" else slot_mapping
+
+    def qnorm_rope_kv_insert(
+        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, positions: Tensor, table: Tensor,
+        eps: float,
+    ) -> None:  # fmt: skip
+        slots = self._inserted(kv, slot_mapping)
+        if self.slip == "slot 0 for want of slots" and not slots.shape[0]:
+            slots = torch.zeros_like(positions[:1])
+        eps = 1e-6 if self.slip == "eps fixed" else eps * (self.slip != "no eps")
+        q, kv, table = self._dense("q", q), self._dense("kv", kv), self._dense("angles", table)
+        super().qnorm_rope_kv_insert(q, kv, cache, slots, positions, table, eps)
+
+    def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
+        super().quantize_and_insert_k_cache(self._dense("k", k), cache, self._inserted(k, slot_mapping))
+
+    def dequantize_and_gather_k_cache(
+        self, out: Tensor, cache: PagedKVCache, seq_lens: Tensor, gather_lens: Tensor | None, block_table: Tensor,
+        offset: int,
+    ) -> None:  # fmt: skip
+        block_table = self._dense("block table", block_table)
+        if self.slip == "32 requests of a gather":
+            gather_lens = (seq_lens if gather_lens is None else gather_lens).clone()
+            gather_lens[32:] = 0
+        if self.slip == "1024 records of a gather" and gather_lens is not None:
+            seq_lens, gather_lens = seq_lens - (gather_lens - 1024).clamp(min=0), gather_lens.clamp(max=1024)
+        if self.slip == "1024 blocks of a gather":
+            block_table = block_table[:, :1024]
+            seq_lens = seq_lens.clamp(max=block_table.shape[1] * cache.block_size)
+        super().dequantize_and_gather_k_cache(out, cache, seq_lens, gather_lens, block_table, offset)
+
+    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Tensor, num_groups: int) -> Tensor:
+        o, table, wo_a = self._dense("o", o), self._dense("angles", table), self._dense("weights", wo_a)
+        if self.slip == "512 rows of a projection":
+            o = o.clone()
+            o[512:] = 0
+        return super().inv_rope_o_proj(o, positions, table, wo_a, num_groups)
