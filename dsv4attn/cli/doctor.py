@@ -164,7 +164,7 @@ def _as_json(report: _Report) -> dict[str, Any]:
         "ok": not report.problems,
         "versions": report.versions,
         "devices": [device_json(device) for device in report.devices],
-        "configuration": {"file": report.settings.file, "values": values},
+        "configuration": {"file": report.settings.file, "values": values, "ignored": list(report.settings.ignored)},
         "environment": _environment(),
         "automatic": {p: s.chosen.info.name if s.chosen else None for p, s in report.phases.items()},
         "plugins": [failure_json(failure) for failure in report.registry.failures],
@@ -179,12 +179,13 @@ def _show(report: _Report) -> None:
 
     versions = [f"{name} {version or 'missing'}" for name, version in report.versions.items()]
     values = [f"{key}: {value}  ({source})" for key, value, source in _values(report.settings)]
+    ignored = [f"ignored: {line}" for line in report.settings.ignored]
     left_out = [str(failure) for failure in report.registry.failures if not failure.is_problem]
     environment = [f"{name}={value}" for name, value in _environment().items()]
     rows: list[tuple[str, Sequence[str]]] = [
         ("versions", ["  ".join(versions[:4]), "  ".join(versions[4:])]),
         ("devices", [str(device) for device in report.devices]),
-        ("configuration", [report.settings.file or "no file", *values]),
+        ("configuration", [report.settings.file or "no file", *values, *ignored]),
         ("environment", environment or ["nothing that matters here"]),
         ("backends", [", ".join(report.registry.backends), *left_out]),
         ("automatic", merged({phase: selection.verdict for phase, selection in report.phases.items()})),

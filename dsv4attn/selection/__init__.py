@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from attrs import evolve
+
 from dsv4attn.config import AUTO, PHASES, Setting, Settings, load_settings, parse_request
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.device import DeviceFacts, version_of
@@ -81,7 +83,8 @@ def explain(
         request = Setting(named, "argument") if named else request
     packages = {package for one in registry.backends.values() for package in one.info.packages}
     installed = {package: version_of(package) for package in packages} if facts.present else None
-    return decide(facts, registry.backends, problems, request, registry.failures, installed)
+    selection = decide(facts, registry.backends, problems, request, registry.failures, installed)
+    return evolve(selection, ignored=settings.ignored)
 
 
 def resolve(

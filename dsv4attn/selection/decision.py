@@ -55,6 +55,8 @@ class Selection:
     failures: tuple[PluginFailure, ...] = ()
     error: type[NoBackendError] = field(default=NoBackendError, repr=False)
     verdict: str = ""
+    ignored: tuple[str, ...] = ()
+    """`Settings.ignored`: files of other projects that cannot be read."""
 
     def require(self) -> Registered:
         """The chosen backend; raises NoBackendError, with the whole trace, if there is none."""
@@ -72,6 +74,7 @@ class Selection:
             ("request", [f"{wanted}  ({self.request.source})"]),
             *((candidate.name, candidate.lines) for candidate in self.trace),
             *((failure.plugin, [failure.summary]) for failure in self.failures),
+            *([("ignored", list(self.ignored))] if self.ignored else []),
         ]
 
     def __str__(self) -> str:
