@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import logging
 import os
 import re
+import threading
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -30,6 +34,10 @@ STRANGE = BaseException
 """What a stranger's code may raise without taking us with it: a panic of a Rust extension is no `Exception`.
 KeyboardInterrupt is the user's, and passes everywhere."""
 
+SLOW_S = 1.0
+"""Seconds after which the log names a plugin that is still being loaded."""
+
+_log = logging.getLogger("dsv4attn")
 _HOME = "dsv4attn"
 _HOOK = "dsv4attn_backends"
 _MACHINERY = (
@@ -116,6 +124,11 @@ class _Source:
     load: Callable[[], object]
     built_in: bool = False
 
+    @property
+    def described(self) -> str:
+        """The plugin with its distribution and version."""
+        return f"plugin {self.plugin} ({f'{self.distribution} {self.version}'.strip()})"
+
     def failed(self, stage: str, error: str, cure: str = "", trace: str = "", name: str = "") -> PluginFailure:
         return PluginFailure(self.distribution, name or self.plugin, stage, error, cure, trace, self.version)
 
@@ -195,11 +208,12 @@ def _offers(source: _Source, failures: list[PluginFailure]) -> list[BackendInfo]
     """What one plugin offers; everything else is recorded."""
     stage = "load"
     try:
-        module = source.load()
-        stage = "hooks"
-        hooks = _hooks_of(module, f"{source.distribution}:{source.plugin}")
-        stage = "call"
-        results = _call(getattr(hooks, _HOOK)) or [None]
+        with nullcontext() if source.built_in else _watched(source):
+            module = source.load()
+            stage = "hooks"
+            hooks = _hooks_of(module, f"{source.distribution}:{source.plugin}")
+            stage = "call"
+            results = _call(getattr(hooks, _HOOK)) or [None]
         stage = "descriptor"
         return [info for offered in results for info in _checked(source, offered, failures)]
     except _UnfitError as error:
@@ -209,6 +223,28 @@ def _offers(source: _Source, failures: list[PluginFailure]) -> list[BackendInfo]
     except STRANGE as error:
         failures.append(source.failed(stage, first_line(error), trace=trace_of(error)))
     return []
+
+
+@contextmanager
+def _watched(source: _Source) -> Iterator[None]:
+    """Log the name and the time of a plugin that is slow to load; name it in the KeyboardInterrupt of a Ctrl-C.
+
+    Where logging is not configured, its warnings go to stderr. An extension that holds the GIL delays the first line.
+    """
+    what, began = f"loading {source.described}", time.perf_counter()
+    timer = threading.Timer(SLOW_S, _log.warning, ["dsv4attn: %s ...", what])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(f"while {what}") from error
+    finally:
+        timer.cancel()
+        seconds = time.perf_counter() - began
+        if seconds >= SLOW_S:
+            cure = f"leave it out: DSV4ATTN_PLUGINS_DENY={source.plugin}"
+            _log.warning("dsv4attn: %s ... %.1f s -> if you do not use it, %s", what, seconds, cure)
 
 
 def _call(hook: Callable[..., list[object]]) -> list[object]:

@@ -90,11 +90,13 @@ class _Commands(click.Group):
             else:
                 click.echo(f"error: {error}", err=True)
             code = BAD_INPUT
-        except (click.Abort, KeyboardInterrupt):
+        except (click.Abort, KeyboardInterrupt) as stop:
+            # click wraps the interrupt, which says what was interrupted if that is known
+            during = str(stop.__cause__ if isinstance(stop, click.Abort) and stop.__cause__ else stop)
             if as_json:
-                print_json({"ok": False, "interrupted": True})
+                print_json({"ok": False, "interrupted": True, **({"during": during} if during else {})})
             else:
-                click.echo("interrupted", err=True)
+                click.echo(f"interrupted {during}".strip(), err=True)
             code = INTERRUPTED
         except Exception as error:
             if as_json:
