@@ -181,12 +181,12 @@ def test_a_pyproject_above_the_home_directory_is_not_looked_at(tmp_path: Path, m
 
 # files of others that are broken
 
-BROKEN = {
+BROKEN: dict[str, tuple[bytes, str]] = {
     "not TOML": (b'[project]\nname = = "x"\n', r":2: not valid TOML: "),
     "never closed": (b'[project]\ndependencies = [\n  "dsv4attn",\n', r":3: not valid TOML: "),
     "nested too deeply": (b"a = " + b"[" * 100_000, r":1: not valid TOML: "),
-    "Latin-1": b'[project]\nauthors = ["Andr\xe9"]\n',
-    "UTF-16": '[project]\nname = "x"\n'.encode("utf-16"),
+    "Latin-1": (b'[project]\nauthors = ["Andr\xe9"]\n', r": cannot be read: "),
+    "UTF-16": ('[project]\nname = "x"\n'.encode("utf-16"), r": cannot be read: "),
     "a neighbour's table": (b"[tool.dsv4attn-acme]\nx = = 1\n", r":2: not valid TOML: "),
 }
 
@@ -195,8 +195,7 @@ BROKEN = {
 def test_a_broken_pyproject_of_somebody_else_is_skipped_and_listed(tmp_path: Path, kind: str) -> None:
     below = tmp_path / "a"
     below.mkdir()
-    data, said = BROKEN[kind] if isinstance(BROKEN[kind], tuple) else (BROKEN[kind], ": cannot be read: ")
-    assert isinstance(data, bytes)
+    data, said = BROKEN[kind]
     (below / "pyproject.toml").write_bytes(data)
     settings = load_settings({}, below)
 

@@ -30,6 +30,8 @@ def run_text(run: Run) -> Group:
             f"{roof.bytes_s / 1e9:.4g} GB/s (copy, read + written); medians of {run.rounds} rounds, taken in turn"
         ),
     ]
+    if run.machine.threads_from:
+        parts.append(Text(f"{run.machine.threads_text} ({run.machine.threads_from})"))
     groups: dict[str, list[Row]] = {}
     for row in run.rows:
         groups.setdefault(row.series or row.kernel, []).append(row)

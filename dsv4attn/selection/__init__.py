@@ -117,9 +117,8 @@ def resolve(
     """
     settings = load_settings() if settings is None else settings
     problems = (problem,) if isinstance(problem, Problem) else tuple(problem)
-    known = (
-        registry_of(_request(problems, backend, settings).value, settings=settings) if registry is None else registry
-    )
+    asked = _request(problems, backend, settings).value
+    known = registry_of(asked, settings=settings) if registry is None else registry
     selection = explain(problems, backend=backend, device=device, settings=settings, registry=known)
     if selection.chosen is None and registry is None:
         # an error shows every candidate
@@ -187,7 +186,8 @@ def registered(name: str) -> Registered:
 def load_backend(name: str = "reference", **options: Any) -> Backend:  # noqa: ANN401 - options are the backend's own
     """Build the backend of this name, with the configuration file's options below those given here.
 
-    An explicit choice never falls back, and the name of a built-in backend loads no plugin. Raises UnknownNameError for names nobody has, NoBackendError for plugins that
-    could not be loaded, ArgumentError for options the backend does not take, BrokenBackendError if it cannot be made.
+    An explicit choice never falls back, and the name of a built-in backend loads no plugin. Raises UnknownNameError for
+    names nobody has, NoBackendError for plugins that could not be loaded, ArgumentError for options the backend does
+    not take, BrokenBackendError if it cannot be made.
     """
     return configured(registered(name).info, load_settings(), options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -151,9 +152,11 @@ print(sorted({{"torch", "triton", "numpy"}} & {{*sys.modules}}))
 def test_it_answers_in_under_a_second() -> None:
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        # of the processor: what else runs on this machine takes none of it
+        start = os.times()
         subprocess.run([sys.executable, "-m", "dsv4attn", "backends"], capture_output=True, check=True)
-        seconds.append(time.perf_counter() - start)
+        end = os.times()
+        seconds.append(end.children_user - start.children_user + end.children_system - start.children_system)
 
     assert min(seconds) < 1, f"best of {seconds}"
 

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -74,7 +74,7 @@ def test_commands_that_name_a_built_in_backend_load_no_plugin(shelf: Shelf, comm
 
 def test_whatever_needs_them_loads_the_plugins(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     shelf.install("dsv4attn-acme", TRAP + plugin())
-    asks = {
+    asks: dict[str, Callable[[], object]] = {
         "names": backend_names,
         "another name": lambda: registered("acme"),
         "an automatic choice": lambda: resolve(DECODE),
