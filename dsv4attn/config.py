@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ def load_settings(environ: Mapping[str, str] | None = None, directory: Path | No
     given = os.environ if environ is None else environ
     for name in sorted(given):
         if name.startswith("DSV4ATTN_") and name not in VARIABLES:
-            raise ConfigError(f"environment variable {name}", f"unknown variable{did_you_mean(name, VARIABLES)}")
+            raise ConfigError(f"environment variable {name}", f"unknown variable{_meant(name, VARIABLES)}")
     variables = {name: given[name].strip() for name in VARIABLES if given.get(name, "").strip()}
     path, table, ignored = _read(variables.get("DSV4ATTN_CONFIG"), directory)
     _check(table, str(path))
@@ -253,7 +253,7 @@ def _check(table: Mapping[str, Any], path: str) -> None:
     known = {key.partition(".")[0] for key in KEYS}
     for key, value in table.items():
         if key not in known:
-            raise ConfigError(path, f"unknown key {key!r}{did_you_mean(key, known)}")
+            raise ConfigError(path, f"unknown key {key!r}{_meant(key, known)}")
         if key in ("plugins", "options"):
             if not isinstance(value, dict):
                 raise ConfigError(path, f"{key}: expected a table, got {value!r}")
@@ -264,10 +264,16 @@ def _check(table: Mapping[str, Any], path: str) -> None:
     _check_tables(table, path)
 
 
+def _meant(name: str, known: Iterable[str]) -> str:
+    """The nearest name, and all that there are."""
+    names = sorted(known)
+    return f"{did_you_mean(name, names)} (known: {', '.join(names)})"
+
+
 def _check_tables(table: Mapping[str, Any], path: str) -> None:
     for key, value in table.get("plugins", {}).items():
         if key not in ("allow", "deny"):
-            raise ConfigError(path, f"unknown key 'plugins.{key}'{did_you_mean(key, ('allow', 'deny'))}")
+            raise ConfigError(path, f"unknown key 'plugins.{key}'{_meant(key, ('allow', 'deny'))}")
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise ConfigError(path, f"plugins.{key}: expected a list of names, got {value!r}")
     for name, value in table.get("options", {}).items():

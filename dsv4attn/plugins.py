@@ -23,7 +23,7 @@ from attrs import field, frozen
 from dsv4attn import hookspecs
 from dsv4attn.config import AUTO
 from dsv4attn.core.contract import API_VERSION, BackendInfo
-from dsv4attn.errors import did_you_mean
+from dsv4attn.errors import did_you_mean, leave_out
 
 __all__ = ["BUILT_IN", "STRANGE", "PluginFailure", "PluginRegistry", "Registered", "first_line", "trace_of"]
 
@@ -87,6 +87,7 @@ class PluginFailure:
     """load, hooks, call, descriptor, version, name; denied (as configured); absent, kept (a list names it in vain)."""
     error: str
     cure: str = ""
+    """What to do; every command and error shows the same."""
     traceback: str = ""
     version: str = ""
 
@@ -108,8 +109,8 @@ class PluginFailure:
     @property
     def summary(self) -> str:
         """What is wrong and what to do, on one line without the name, for traces."""
-        cure = self.cure or ("see `dsv4attn doctor`" if self.traceback else "")
-        return f"{self.what}{f' -> {cure}' if cure else ''}"
+        shown = "; `dsv4attn doctor` shows the traceback" if self.traceback else ""
+        return f"{self.what}{f' -> {self.cure}{shown}' if self.cure else ''}"
 
     def __str__(self) -> str:
         """One line for error messages."""
@@ -130,6 +131,7 @@ class _Source:
         return f"plugin {self.plugin} ({f'{self.distribution} {self.version}'.strip()})"
 
     def failed(self, stage: str, error: str, cure: str = "", trace: str = "", name: str = "") -> PluginFailure:
+        cure = cure or f"repair or remove it, or {leave_out(self.plugin)}"
         return PluginFailure(self.distribution, name or self.plugin, stage, error, cure, trace, self.version)
 
     def answers_to(self, pattern: str) -> bool:
@@ -181,7 +183,7 @@ class PluginRegistry:
         for source in rooms + strangers:
             refusal = None if source.built_in else _refusal(source, allow, deny, allow_source, deny_source)
             if refusal:
-                failures.append(source.failed("denied", refusal))
+                failures.append(source.failed("denied", *refusal))
                 continue
             for info in _offers(source, failures):
                 offers[info.name].append((source, info))
@@ -243,8 +245,8 @@ def _watched(source: _Source) -> Iterator[None]:
         timer.cancel()
         seconds = time.perf_counter() - began
         if seconds >= SLOW_S:
-            cure = f"leave it out: DSV4ATTN_PLUGINS_DENY={source.plugin}"
-            _log.warning("dsv4attn: %s ... %.1f s -> if you do not use it, %s", what, seconds, cure)
+            cure = f"if you do not use it, {leave_out(source.plugin)}"
+            _log.warning("dsv4attn: %s ... %.1f s -> %s", what, seconds, cure)
 
 
 def _call(hook: Callable[..., list[object]]) -> list[object]:
@@ -329,23 +331,28 @@ def _settle(name: str, offers: list[tuple[_Source, BackendInfo]], failures: list
     ours = next((offer for offer in offers if offer[0].built_in), None)
     winner = offers[0] if len(offers) == 1 else ours
     owners = sorted({f"plugin {source.plugin} of {source.distribution}" for source, _ in offers})
-    text, cure = f"{name!r} is claimed by {' and by '.join(owners)}", "uninstall one, or deny its plugin"
+    text, cure = f"{name!r} is claimed by {' and by '.join(owners)}", ""
     if ours is not None:
         text, cure = f"{name!r} is the name of a built-in backend", "call it something else"
     elif len(owners) == 1:
         text, cure = f"{name!r} is given to two backends", "give each its own"
-    failures += [source.failed("name", text, cure, name=name) for source, info in offers if (source, info) != winner]
+    for source, info in offers:
+        if (source, info) != winner:
+            failures.append(
+                source.failed("name", text, cure or f"uninstall one, or {leave_out(source.plugin)}", name=name)
+            )
     return None if winner is None else Registered(winner[1], winner[0].distribution, winner[0].version)
 
 
 def _refusal(
     source: _Source, allow: Sequence[str] | None, deny: Sequence[str], allow_source: str, deny_source: str
-) -> str:
+) -> tuple[str, str] | None:
+    """Why a plugin is not loaded, and what to do to have it."""
     if any(source.answers_to(pattern) for pattern in deny):
-        return f"denied by {deny_source}"
+        return f"denied by {deny_source}", "take it off that list to use it"
     if allow is not None and not any(source.answers_to(pattern) for pattern in allow):
-        return f"not allowed by {allow_source}"
-    return ""
+        return f"not allowed by {allow_source}", "add it to that list to use it"
+    return None
 
 
 def _idle(names: Sequence[str], where: str, strangers: Sequence[_Source], *, denied: bool) -> Iterator[PluginFailure]:

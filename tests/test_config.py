@@ -299,7 +299,8 @@ def test_a_deleted_working_directory_is_no_error(tmp_path: Path, monkeypatch: py
 )
 def test_g9_an_unknown_variable_is_an_error_with_a_suggestion(tmp_path: Path, name: str, meant: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"^environment variable {name}: unknown variable; did you mean '{meant}'\?$"
+        ConfigError,
+        match=rf"^environment variable {name}: unknown variable; did you mean '{meant}'\? \(known: DSV4ATTN_B",
     ):
         settings_of(tmp_path, **{name: "1"})
 

@@ -79,8 +79,13 @@ class _Commands(click.Group):
             with redirect_stdout(sys.stderr) if as_json else nullcontext():
                 code = super().main(args, *rest, **{**options, "standalone_mode": False})
         except click.ClickException as error:
+            message = error.format_message()
+            if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+                known = [max(p.opts, key=len) for p in error.ctx.command.params if isinstance(p, click.Option)]
+                message = f"{message} (options: {', '.join(sorted(known))})"
+                error = click.UsageError(message, error.ctx)
             if as_json:
-                _print_error(error, error.format_message())
+                _print_error(error, message)
             else:
                 error.show()
             code = error.exit_code

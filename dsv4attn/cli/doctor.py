@@ -111,8 +111,7 @@ def _judge(report: _Report) -> None:
     settings, registry, device = report.settings, report.registry, report.devices[0]
     for failure in registry.failures:
         if failure.is_problem:
-            cure = failure.cure or f"repair or remove it, or leave it out: DSV4ATTN_PLUGINS_DENY={failure.plugin}"
-            report.problems.append(_Problem(f"{failure.plugin} {failure.what}", cure, failure.traceback))
+            report.problems.append(_Problem(f"{failure.plugin} {failure.what}", failure.cure, failure.traceback))
     for name in settings.options:
         if name not in registry.backends:
             what = f"options.{name} in {settings.file}: no backend has this name"
@@ -120,8 +119,8 @@ def _judge(report: _Report) -> None:
             report.problems.append(_Problem(f"{what}{did_you_mean(name, registry.backends)}", cure))
     broken = {c.name: c for selection in report.phases.values() for c in selection.trace if c.cause is not None}
     for candidate in broken.values():
-        what = f"{candidate.name} {candidate.lines[0]}"
-        report.problems.append(_Problem(what, "tell its authors", trace_of(candidate.cause)))
+        what, _, cure = candidate.lines[0].partition(" -> ")
+        report.problems.append(_Problem(f"{candidate.name} {what}", cure, trace_of(candidate.cause)))
     for phase, unasked in report.phases.items():
         asked = settings.request(phase).value != AUTO
         selection = explain(unasked.problems, device=device, settings=settings, registry=registry) if asked else unasked

@@ -89,6 +89,9 @@ def explain(
     request = _request(problems, backend, settings)
     packages = {package for one in registry.backends.values() for package in one.info.packages}
     installed = {package: version_of(package) for package in packages} if facts.present else None
+    if installed and "triton" in installed:
+        # torch for ROCm and XPU brings it under another name
+        installed["triton"] = facts.triton_version
     selection = decide(facts, registry.backends, problems, request, registry.failures, installed)
     return evolve(selection, ignored=settings.ignored)
 

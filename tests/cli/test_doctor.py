@@ -88,7 +88,10 @@ def test_a_backend_whose_support_raises_is_a_problem(here: Machine) -> None:
     here.shelf.install("dsv4attn-raises", plugin("raises", support="raise KeyError('boom')"))
 
     assert problems(here) == [
-        ("raises is broken: its support raised KeyError: 'boom' (dsv4attn-raises 0.2)", "tell its authors")
+        (
+            "raises is broken: its support raised KeyError: 'boom' (dsv4attn-raises 0.2)",
+            "report it to its authors, or leave it out: DSV4ATTN_PLUGINS_DENY=dsv4attn-raises",
+        )
     ]
     assert "dsv4attn_raises.py" in here.json("doctor")[1]["problems"][0]["trace"]
 
