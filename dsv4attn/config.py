@@ -1,8 +1,10 @@
 """Every environment variable and configuration key, in one place. `docs/selection.md` shows the same tables.
 
 A value comes from the first of: argument, environment, configuration file, default. The file is the one that
-`DSV4ATTN_CONFIG` names; otherwise the nearest one is looked for in the working directory and its parents:
-`dsv4attn.toml`, or the table `[tool.dsv4attn]` of the nearest pyproject.toml.
+`DSV4ATTN_CONFIG` names; otherwise the nearest of these in the working directory and its parents: a `dsv4attn.toml`, or,
+up to the root of the project (the folder with `.git` or `.hg`) or the home directory, a pyproject.toml with a table
+`[tool.dsv4attn]`. Any other pyproject.toml belongs to somebody else: it is skipped, and one that cannot be read is
+listed in `Settings.ignored`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,11 @@ __all__ = ["AUTO", "KEYS", "PHASES", "VARIABLES", "Knob", "Setting", "Settings",
 AUTO = "auto"
 PHASES = ("decode", "prefill")
 FILE = "dsv4attn.toml"
+_PROJECT_FILE = "pyproject.toml"
+_ROOTS = (".git", ".hg")
+"""What the root of a project holds."""
+_OURS = re.compile(r"""^\s*\[?\s*["']?tool["']?\s*\.\s*["']?dsv4attn["']?\s*[].=]""", re.MULTILINE)
+"""The head of our table, or a key of it, in a pyproject.toml that cannot be parsed."""
 
 
 @frozen
@@ -79,6 +86,8 @@ class Settings:
     """The configuration file that was read."""
     sources: Mapping[str, str] = field(factory=dict)
     """Where "plugins.allow" and "plugins.deny" come from, in words; what is not here has its default."""
+    ignored: tuple[str, ...] = ()
+    """A line for each pyproject.toml that was skipped because it cannot be read: file, line and what is wrong."""
 
     def request(self, phase: str) -> Setting:
         """The backend asked for in a phase."""
@@ -90,9 +99,9 @@ def load_settings(environ: Mapping[str, str] | None = None, directory: Path | No
     given = os.environ if environ is None else environ
     for name in sorted(given):
         if name.startswith("DSV4ATTN_") and name not in VARIABLES:
-            raise ConfigError(f"environment variable {name}", f"unknown variable{did_you_mean(name, VARIABLES)}")
+            raise ConfigError(f"environment variable {name}", f"unknown variable{_meant(name, VARIABLES)}")
     variables = {name: given[name].strip() for name in VARIABLES if given.get(name, "").strip()}
-    path, table = _read(variables.get("DSV4ATTN_CONFIG"), directory)
+    path, table, ignored = _read(variables.get("DSV4ATTN_CONFIG"), directory)
     _check(table, str(path))
 
     requests = {phase: Setting(AUTO, "default") for phase in PHASES}
@@ -122,6 +131,7 @@ def load_settings(environ: Mapping[str, str] | None = None, directory: Path | No
         table.get("options", {}),
         None if path is None else str(path),
         sources,
+        ignored,
     )
 
 
@@ -141,36 +151,50 @@ def parse_request(text: str, where: str) -> dict[str, str]:
     return requests
 
 
-def _read(named: str | None, directory: Path | None) -> tuple[Path | None, dict[str, Any]]:
-    """The configuration file and the table it holds for us."""
+_Found = tuple["Path | None", dict[str, Any], tuple[str, ...]]
+
+
+def _read(named: str | None, directory: Path | None) -> _Found:
+    """The configuration file, the table it holds for us, and the files that were ignored."""
     if named is None:
         return _search(directory)
     path = Path(named).expanduser()
     if not _is_file(path):
         raise ConfigError("environment variable DSV4ATTN_CONFIG", f"{named} is not a file that can be read")
-    table = _own_table(path)
+    table = _own_table(path, asked_for=True)
     if table is None:
         raise ConfigError("environment variable DSV4ATTN_CONFIG", f"{named} has no table [tool.dsv4attn]")
-    return path, table
+    return path, table, ()
 
 
-def _search(directory: Path | None) -> tuple[Path | None, dict[str, Any]]:
+def _search(directory: Path | None) -> _Found:
     try:
         start = (directory or Path.cwd()).absolute()
     except OSError:
         # the working directory was deleted under this process
-        return None, {}
-    project = False
+        return None, {}, ()
+    outside, home, ignored = False, _home(), []
     for folder in (start, *start.parents):
-        names = [FILE] if project else [FILE, "pyproject.toml"]
-        for path in (folder / name for name in names):
+        for path in (folder / name for name in ((FILE,) if outside else (FILE, _PROJECT_FILE))):
             if not _is_file(path):
                 continue
-            table = _own_table(path)
+            try:
+                table = _own_table(path)
+            except _ForeignError as error:
+                ignored.append(str(error))
+                continue
             if table is not None:
-                return path, table
-            project = True
-    return None, {}
+                return path, table, tuple(ignored)
+        outside = outside or folder == home or any(_exists(folder / root) for root in _ROOTS)
+    return None, {}, tuple(ignored)
+
+
+def _home() -> Path | None:
+    try:
+        return Path.home()
+    except RuntimeError:
+        # a container's user that has no entry and no HOME
+        return None
 
 
 def _is_file(path: Path) -> bool:
@@ -180,20 +204,39 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _own_table(path: Path) -> dict[str, Any] | None:
-    """All of a file of ours; of a pyproject.toml the part that is ours, if it has one."""
-    text = ""
+def _exists(path: Path) -> bool:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.exists()
+    except OSError:
+        return False
+
+
+class _ForeignError(Exception):
+    """A pyproject.toml cannot be read, and nothing in it is for us."""
+
+
+def _own_table(path: Path, *, asked_for: bool = False) -> dict[str, Any] | None:
+    """All of a file of ours; of a pyproject.toml the part that is ours, if it has one.
+
+    Raises ConfigError if a file cannot be read; _ForeignError if it is a pyproject.toml without a table of ours that
+    nobody asked for.
+    """
+    text, foreign = "", path.name == _PROJECT_FILE and not asked_for
+    try:
+        data = path.read_bytes()
+        # the bytes of letters, whatever the encoding: without the zeros and the byte order mark of UTF-16
+        letters = data.lstrip(b"\xff\xfe\xef\xbb\xbf").replace(b"\0", b"").decode("latin-1")
+        foreign = foreign and not _OURS.search(letters)
+        text = data.decode("utf-8-sig")
         table: Any = tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), f"cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+        raise _unreadable(str(path), f"cannot be read: {error}", foreign=foreign) from error
+    except (ValueError, RecursionError) as error:
         found = re.search(r"at line (\d+)", str(error))
         # what is never closed is noticed at the end
         line = found[1] if found else len(text.splitlines())
-        raise ConfigError(f"{path}:{line}", f"not valid TOML: {error}") from error
-    if path.name == "pyproject.toml":
+        raise _unreadable(f"{path}:{line}", f"not valid TOML: {error}", foreign=foreign) from error
+    if path.name == _PROJECT_FILE:
         tool = table.get("tool")
         table = tool.get("dsv4attn") if isinstance(tool, dict) else None
         if table is not None and not isinstance(table, dict):
@@ -201,12 +244,16 @@ def _own_table(path: Path) -> dict[str, Any] | None:
     return table  # type: ignore[no-any-return]
 
 
+def _unreadable(where: str, problem: str, *, foreign: bool) -> Exception:
+    return _ForeignError(f"{where}: {problem}") if foreign else ConfigError(where, problem)
+
+
 def _check(table: Mapping[str, Any], path: str) -> None:
     """Every key known and of the right type."""
     known = {key.partition(".")[0] for key in KEYS}
     for key, value in table.items():
         if key not in known:
-            raise ConfigError(path, f"unknown key {key!r}{did_you_mean(key, known)}")
+            raise ConfigError(path, f"unknown key {key!r}{_meant(key, known)}")
         if key in ("plugins", "options"):
             if not isinstance(value, dict):
                 raise ConfigError(path, f"{key}: expected a table, got {value!r}")
@@ -217,10 +264,16 @@ def _check(table: Mapping[str, Any], path: str) -> None:
     _check_tables(table, path)
 
 
+def _meant(name: str, known: Iterable[str]) -> str:
+    """The nearest name, and all that there are."""
+    names = sorted(known)
+    return f"{did_you_mean(name, names)} (known: {', '.join(names)})"
+
+
 def _check_tables(table: Mapping[str, Any], path: str) -> None:
     for key, value in table.get("plugins", {}).items():
         if key not in ("allow", "deny"):
-            raise ConfigError(path, f"unknown key 'plugins.{key}'{did_you_mean(key, ('allow', 'deny'))}")
+            raise ConfigError(path, f"unknown key 'plugins.{key}'{_meant(key, ('allow', 'deny'))}")
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise ConfigError(path, f"plugins.{key}: expected a list of names, got {value!r}")
     for name, value in table.get("options", {}).items():

@@ -27,6 +27,7 @@ __all__ = [
     "UnsupportedError",
     "WorkspaceError",
     "did_you_mean",
+    "leave_out",
 ]
 
 
@@ -36,6 +37,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     begun = [candidate for lower, candidate in names.items() if name and lower.startswith(name.lower())]
     close = begun or [names[hit] for hit in difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)]
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def leave_out(plugin: str) -> str:
+    """How to do without a plugin, for the end of an error; plugin: its name or that of its distribution."""
+    return f"leave it out: DSV4ATTN_PLUGINS_DENY={plugin}"
 
 
 class Dsv4AttnError(Exception):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import logging
 import os
 import re
+import threading
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -19,7 +23,7 @@ from attrs import field, frozen
 from dsv4attn import hookspecs
 from dsv4attn.config import AUTO
 from dsv4attn.core.contract import API_VERSION, BackendInfo
-from dsv4attn.errors import did_you_mean
+from dsv4attn.errors import did_you_mean, leave_out
 
 __all__ = ["BUILT_IN", "STRANGE", "PluginFailure", "PluginRegistry", "Registered", "first_line", "trace_of"]
 
@@ -30,6 +34,10 @@ STRANGE = BaseException
 """What a stranger's code may raise without taking us with it: a panic of a Rust extension is no `Exception`.
 KeyboardInterrupt is the user's, and passes everywhere."""
 
+SLOW_S = 1.0
+"""Seconds after which the log names a plugin that is still being loaded."""
+
+_log = logging.getLogger("dsv4attn")
 _HOME = "dsv4attn"
 _HOOK = "dsv4attn_backends"
 _MACHINERY = (
@@ -79,6 +87,7 @@ class PluginFailure:
     """load, hooks, call, descriptor, version, name; denied (as configured); absent, kept (a list names it in vain)."""
     error: str
     cure: str = ""
+    """What to do; every command and error shows the same."""
     traceback: str = ""
     version: str = ""
 
@@ -100,8 +109,8 @@ class PluginFailure:
     @property
     def summary(self) -> str:
         """What is wrong and what to do, on one line without the name, for traces."""
-        cure = self.cure or ("see `dsv4attn doctor`" if self.traceback else "")
-        return f"{self.what}{f' -> {cure}' if cure else ''}"
+        shown = "; `dsv4attn doctor` shows the traceback" if self.traceback else ""
+        return f"{self.what}{f' -> {self.cure}{shown}' if self.cure else ''}"
 
     def __str__(self) -> str:
         """One line for error messages."""
@@ -116,7 +125,13 @@ class _Source:
     load: Callable[[], object]
     built_in: bool = False
 
+    @property
+    def described(self) -> str:
+        """The plugin with its distribution and version."""
+        return f"plugin {self.plugin} ({f'{self.distribution} {self.version}'.strip()})"
+
     def failed(self, stage: str, error: str, cure: str = "", trace: str = "", name: str = "") -> PluginFailure:
+        cure = cure or f"repair or remove it, or {leave_out(self.plugin)}"
         return PluginFailure(self.distribution, name or self.plugin, stage, error, cure, trace, self.version)
 
     def answers_to(self, pattern: str) -> bool:
@@ -168,7 +183,7 @@ class PluginRegistry:
         for source in rooms + strangers:
             refusal = None if source.built_in else _refusal(source, allow, deny, allow_source, deny_source)
             if refusal:
-                failures.append(source.failed("denied", refusal))
+                failures.append(source.failed("denied", *refusal))
                 continue
             for info in _offers(source, failures):
                 offers[info.name].append((source, info))
@@ -195,11 +210,12 @@ def _offers(source: _Source, failures: list[PluginFailure]) -> list[BackendInfo]
     """What one plugin offers; everything else is recorded."""
     stage = "load"
     try:
-        module = source.load()
-        stage = "hooks"
-        hooks = _hooks_of(module, f"{source.distribution}:{source.plugin}")
-        stage = "call"
-        results = _call(getattr(hooks, _HOOK)) or [None]
+        with nullcontext() if source.built_in else _watched(source):
+            module = source.load()
+            stage = "hooks"
+            hooks = _hooks_of(module, f"{source.distribution}:{source.plugin}")
+            stage = "call"
+            results = _call(getattr(hooks, _HOOK)) or [None]
         stage = "descriptor"
         return [info for offered in results for info in _checked(source, offered, failures)]
     except _UnfitError as error:
@@ -209,6 +225,28 @@ def _offers(source: _Source, failures: list[PluginFailure]) -> list[BackendInfo]
     except STRANGE as error:
         failures.append(source.failed(stage, first_line(error), trace=trace_of(error)))
     return []
+
+
+@contextmanager
+def _watched(source: _Source) -> Iterator[None]:
+    """Log the name and the time of a plugin that is slow to load; name it in the KeyboardInterrupt of a Ctrl-C.
+
+    Where logging is not configured, its warnings go to stderr. An extension that holds the GIL delays the first line.
+    """
+    what, began = f"loading {source.described}", time.perf_counter()
+    timer = threading.Timer(SLOW_S, _log.warning, ["dsv4attn: %s ...", what])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(f"while {what}") from error
+    finally:
+        timer.cancel()
+        seconds = time.perf_counter() - began
+        if seconds >= SLOW_S:
+            cure = f"if you do not use it, {leave_out(source.plugin)}"
+            _log.warning("dsv4attn: %s ... %.1f s -> %s", what, seconds, cure)
 
 
 def _call(hook: Callable[..., list[object]]) -> list[object]:
@@ -293,23 +331,28 @@ def _settle(name: str, offers: list[tuple[_Source, BackendInfo]], failures: list
     ours = next((offer for offer in offers if offer[0].built_in), None)
     winner = offers[0] if len(offers) == 1 else ours
     owners = sorted({f"plugin {source.plugin} of {source.distribution}" for source, _ in offers})
-    text, cure = f"{name!r} is claimed by {' and by '.join(owners)}", "uninstall one, or deny its plugin"
+    text, cure = f"{name!r} is claimed by {' and by '.join(owners)}", ""
     if ours is not None:
         text, cure = f"{name!r} is the name of a built-in backend", "call it something else"
     elif len(owners) == 1:
         text, cure = f"{name!r} is given to two backends", "give each its own"
-    failures += [source.failed("name", text, cure, name=name) for source, info in offers if (source, info) != winner]
+    for source, info in offers:
+        if (source, info) != winner:
+            failures.append(
+                source.failed("name", text, cure or f"uninstall one, or {leave_out(source.plugin)}", name=name)
+            )
     return None if winner is None else Registered(winner[1], winner[0].distribution, winner[0].version)
 
 
 def _refusal(
     source: _Source, allow: Sequence[str] | None, deny: Sequence[str], allow_source: str, deny_source: str
-) -> str:
+) -> tuple[str, str] | None:
+    """Why a plugin is not loaded, and what to do to have it."""
     if any(source.answers_to(pattern) for pattern in deny):
-        return f"denied by {deny_source}"
+        return f"denied by {deny_source}", "take it off that list to use it"
     if allow is not None and not any(source.answers_to(pattern) for pattern in allow):
-        return f"not allowed by {allow_source}"
-    return ""
+        return f"not allowed by {allow_source}", "add it to that list to use it"
+    return None
 
 
 def _idle(names: Sequence[str], where: str, strangers: Sequence[_Source], *, denied: bool) -> Iterator[PluginFailure]:

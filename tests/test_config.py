@@ -144,13 +144,117 @@ def test_side_by_side_our_own_file_wins(tmp_path: Path) -> None:
     assert settings_of(tmp_path, 'backend = "own"').decode.value == "own"
 
 
-def test_only_the_nearest_pyproject_is_looked_at(tmp_path: Path) -> None:
+def test_a_pyproject_without_our_table_is_passed_by(tmp_path: Path) -> None:
     below = tmp_path / "a"
     below.mkdir()
     (tmp_path / "pyproject.toml").write_text('[tool.dsv4attn]\nbackend = "outer"', encoding="utf-8")
     (below / "pyproject.toml").write_text("[project]\nname = 'inner'", encoding="utf-8")
 
+    assert load_settings({}, below).decode.value == "outer"
+
+
+@pytest.mark.parametrize("root", [".git", ".hg"])
+def test_a_pyproject_above_the_root_of_the_project_is_not_looked_at_but_a_file_of_ours_is(
+    tmp_path: Path, root: str
+) -> None:
+    below = tmp_path / "project" / "a"
+    below.mkdir(parents=True)
+    (tmp_path / "project" / root).mkdir()
+    (tmp_path / "pyproject.toml").write_text('[tool.dsv4attn]\nbackend = "outer"', encoding="utf-8")
+
     assert load_settings({}, below) == Settings()
+    (tmp_path / "dsv4attn.toml").write_text('backend = "ours"', encoding="utf-8")
+    assert load_settings({}, below).decode.value == "ours"
+    (below.parent / "pyproject.toml").write_text('[tool.dsv4attn]\nbackend = "root"', encoding="utf-8")
+    assert load_settings({}, below).decode.value == "root"
+
+
+def test_a_pyproject_above_the_home_directory_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home" / "a"
+    home.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    (tmp_path / "pyproject.toml").write_text('[tool.dsv4attn]\nbackend = "outer"', encoding="utf-8")
+
+    assert load_settings({}, home) == Settings()
+    assert load_settings({}, home.parent).decode.value == "outer"
+
+
+# files of others that are broken
+
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "not TOML": (b'[project]\nname = = "x"\n', r":2: not valid TOML: "),
+    "never closed": (b'[project]\ndependencies = [\n  "dsv4attn",\n', r":3: not valid TOML: "),
+    "nested too deeply": (b"a = " + b"[" * 100_000, r":1: not valid TOML: "),
+    "Latin-1": (b'[project]\nauthors = ["Andr\xe9"]\n', r": cannot be read: "),
+    "UTF-16": ('[project]\nname = "x"\n'.encode("utf-16"), r": cannot be read: "),
+    "a neighbour's table": (b"[tool.dsv4attn-acme]\nx = = 1\n", r":2: not valid TOML: "),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_pyproject_of_somebody_else_is_skipped_and_listed(tmp_path: Path, kind: str) -> None:
+    below = tmp_path / "a"
+    below.mkdir()
+    data, said = BROKEN[kind]
+    (below / "pyproject.toml").write_bytes(data)
+    settings = load_settings({}, below)
+
+    assert (settings.decode, settings.file) == (Setting("auto", "default"), None)
+    assert len(settings.ignored) == 1
+    assert re.match(rf"{re.escape(str(below / 'pyproject.toml'))}{said}", settings.ignored[0])
+    (tmp_path / "dsv4attn.toml").write_text('backend = "acme"', encoding="utf-8")
+    assert load_settings({}, below).decode.value == "acme"
+    assert load_settings({}, below).ignored == settings.ignored
+
+
+HEADS = [
+    "[tool.dsv4attn]\n",
+    '[tool."dsv4attn"]\n',
+    "[ tool . dsv4attn.options.acme ]\n",
+    "tool.dsv4attn.backend = 'x'\n",
+]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_broken_pyproject_with_our_table_is_an_error(tmp_path: Path, head: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{re.escape(str(tmp_path / 'pyproject.toml'))}:\d: not valid TOML: "):
+        settings_of(tmp_path, f"{head}backend = = 3", name="pyproject.toml")
+    (tmp_path / "pyproject.toml").write_bytes(f"{head}backend = 'é'".encode("utf-16"))
+    with pytest.raises(ConfigError, match=r"pyproject.toml: cannot be read: "):
+        load_settings({}, tmp_path)
+
+
+def test_a_broken_pyproject_that_the_variable_names_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "pyproject.toml"
+    path.write_text("name = = 3", encoding="utf-8")
+
+    with pytest.raises(ConfigError, match=rf"^{re.escape(str(path))}:1: not valid TOML: "):
+        load_settings({"DSV4ATTN_CONFIG": str(path)}, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["dsv4attn.toml", "pyproject.toml"])
+def test_a_folder_of_that_name_is_no_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+
+    assert settings_of(tmp_path) == Settings()
+
+
+@pytest.mark.parametrize(("name", "ours"), [("dsv4attn.toml", True), ("pyproject.toml", False)])
+def test_a_file_without_permission_is_an_error_only_if_it_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, *, ours: bool
+) -> None:
+    def refused(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    (tmp_path / name).touch()
+    monkeypatch.setattr(Path, "read_bytes", refused)
+
+    if ours:
+        with pytest.raises(ConfigError, match=r"dsv4attn.toml: cannot be read: .*Permission denied"):
+            load_settings({}, tmp_path)
+    else:
+        (ignored,) = load_settings({}, tmp_path).ignored
+        assert "pyproject.toml: cannot be read: [Errno 13] Permission denied" in ignored
 
 
 def test_the_variable_names_another_file(tmp_path: Path) -> None:
@@ -195,7 +299,8 @@ def test_a_deleted_working_directory_is_no_error(tmp_path: Path, monkeypatch: py
 )
 def test_g9_an_unknown_variable_is_an_error_with_a_suggestion(tmp_path: Path, name: str, meant: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"^environment variable {name}: unknown variable; did you mean '{meant}'\?$"
+        ConfigError,
+        match=rf"^environment variable {name}: unknown variable; did you mean '{meant}'\? \(known: DSV4ATTN_B",
     ):
         settings_of(tmp_path, **{name: "1"})
 

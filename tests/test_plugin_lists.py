@@ -37,9 +37,10 @@ def test_a_denied_plugin_is_not_even_imported(shelf: Shelf, name: str) -> None:
     shelf.install("dsv4attn-acme", "raise SystemError('was imported')")
     failure = only_failure(shelf.registry(deny=[name], deny_source="plugins.deny in x.toml"))
 
+    cure = "take it off that list to use it"
     assert failure.stage == "denied"
     assert not failure.is_problem
-    assert str(failure) == "acme not loaded: denied by plugins.deny in x.toml (dsv4attn-acme 0.2)"
+    assert str(failure) == f"acme not loaded: denied by plugins.deny in x.toml (dsv4attn-acme 0.2) -> {cure}"
 
 
 def test_with_a_list_of_allowed_plugins_no_others_are_loaded(shelf: Shelf) -> None:

@@ -51,7 +51,10 @@ class Change:
 
 @frozen
 class Comparison:
-    """What two runs have in common, and what only one of them has. comparable: both are of the same machine."""
+    """What two runs have in common, and what only one of them has.
+
+    comparable: both are of the same machine, on a CPU with the same number of threads.
+    """
 
     old_machine: str
     new_machine: str
@@ -92,7 +95,13 @@ def compare(old: Run, new: Run) -> Comparison:
     changes = [_change(row, after[key]) for key, row in timed.items() if key in after]
     only_old = [", ".join(key) for key in timed if key not in after]
     only_new = [", ".join(key) for key, row in after.items() if row.median and key not in timed]
-    return Comparison(old.machine.name, new.machine.name, changes, only_old, only_new)
+    return Comparison(_place(old), _place(new), changes, only_old, only_new)
+
+
+def _place(run: Run) -> str:
+    """The machine; on a CPU also how many threads, without which its times say nothing."""
+    machine = run.machine
+    return f"{machine.name}, threads {machine.threads}" if machine.arch == "cpu" else machine.name
 
 
 def _keyed(run: Run) -> dict[tuple[str, str], Row]:

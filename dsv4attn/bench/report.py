@@ -32,6 +32,8 @@ def run_text(run: Run) -> Group:
     ]
     if run.ran is not None:
         parts.append(Text(f"interrupted: {run.ran} of {run.asked} cases were measured", style="bold red"))
+    if run.machine.threads_from:
+        parts.append(Text(f"{run.machine.threads_text} ({run.machine.threads_from})"))
     groups: dict[str, list[Row]] = {}
     for row in run.rows:
         groups.setdefault(row.series or row.kernel, []).append(row)

@@ -27,7 +27,10 @@ SCHEMA = "dsv4attn-bench/1"
 
 @frozen
 class Machine:
-    """What a time depends on. name: of the accelerator, or of the CPU."""
+    """What a time depends on. name: of the accelerator, or of the CPU.
+
+    cores: of the CPU that may be used, 0 if nobody looked. threads_from: where the number of threads is from, in words.
+    """
 
     name: str
     arch: str
@@ -36,12 +39,20 @@ class Machine:
     python: str
     dsv4attn: str
     threads: int
+    cores: int = 0
+    threads_from: str = ""
 
     def __str__(self) -> str:
         """One line, for titles."""
-        threads = f", {self.threads} thread{'s' * (self.threads != 1)}" if self.arch == "cpu" else ""
+        threads = f", {self.threads_text}" if self.arch == "cpu" else ""
         triton = f", Triton {self.triton}" if self.triton else ""
         return f"{self.name}{threads}, torch {self.torch}{triton}, dsv4attn {self.dsv4attn}"
+
+    @property
+    def threads_text(self) -> str:
+        """Threads of the CPU, and of how many cores if that is known."""
+        of = f" of {self.cores} core{'s' * (self.cores != 1)}" if self.cores else ""
+        return f"{self.threads} thread{'s' * (self.threads != 1)}{of}"
 
 
 @frozen
@@ -138,12 +149,12 @@ def load(path: Path, option: str) -> Run:
         raise ArgumentError(option, expected=expected, actual=actual) from error
 
 
-def this_machine(device: torch.device) -> Machine:
-    """The one that measures."""
+def this_machine(device: torch.device, cores: int = 0, threads_from: str = "") -> Machine:
+    """The one that measures. cores, threads_from: as in `Machine`."""
     facts = DeviceFacts.here(device)
     name = _cpu_name() if facts.kind == "cpu" else facts.name
     versions = torch.__version__, facts.triton_version, platform.python_version(), __version__
-    return Machine(name, facts.arch, *versions, torch.get_num_threads())
+    return Machine(name, facts.arch, *versions, torch.get_num_threads(), cores, threads_from)
 
 
 def now() -> str:

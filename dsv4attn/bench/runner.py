@@ -20,7 +20,7 @@ from dsv4attn.bench.step import make_step, products
 from dsv4attn.bench.subjects import Subject, Task, make_task
 from dsv4attn.core.contract import Backend, Products
 from dsv4attn.errors import Dsv4AttnError
-from dsv4attn.selection import explain
+from dsv4attn.selection import explain, registry_of
 
 __all__ = ["FAILED", "MEASURED", "REFUSED", "WRONG", "Row", "Runner", "geomeans"]
 
@@ -173,7 +173,7 @@ class Runner:
 
     def _why_not(self, case: Case, name: str, backend: Backend) -> str:
         form = backend.forms.prefill_keys
-        selection = explain(problem_of(case, form), backend=name, device=self.device)
+        selection = explain(problem_of(case, form), backend=name, device=self.device, registry=registry_of(name))
         if selection.chosen is not None:
             return ""
         return " ".join(" ".join(line.split()) for c in selection.trace if c.name == name for line in c.lines)

@@ -79,8 +79,13 @@ class _Commands(click.Group):
             with redirect_stdout(sys.stderr) if as_json else nullcontext():
                 code = super().main(args, *rest, **{**options, "standalone_mode": False})
         except click.ClickException as error:
+            message = error.format_message()
+            if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+                known = [max(p.opts, key=len) for p in error.ctx.command.params if isinstance(p, click.Option)]
+                message = f"{message} (options: {', '.join(sorted(known))})"
+                error = click.UsageError(message, error.ctx)
             if as_json:
-                _print_error(error, error.format_message())
+                _print_error(error, message)
             else:
                 error.show()
             code = error.exit_code
@@ -90,11 +95,13 @@ class _Commands(click.Group):
             else:
                 click.echo(f"error: {error}", err=True)
             code = BAD_INPUT
-        except (click.Abort, KeyboardInterrupt):
+        except (click.Abort, KeyboardInterrupt) as stop:
+            # click wraps the interrupt, which says what was interrupted if that is known
+            during = str(stop.__cause__ if isinstance(stop, click.Abort) and stop.__cause__ else stop)
             if as_json:
-                print_json({"ok": False, "interrupted": True})
+                print_json({"ok": False, "interrupted": True, **({"during": during} if during else {})})
             else:
-                click.echo("interrupted", err=True)
+                click.echo(f"interrupted {during}".strip(), err=True)
             code = INTERRUPTED
         except Exception as error:
             if as_json:

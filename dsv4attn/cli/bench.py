@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,7 @@ def _numbers(_: click.Context, parameter: click.Parameter, value: str | None) ->
 @click.option("--batches", metavar="NUMBERS", callback=_numbers, help="Requests of the decodes, as in 8,64,256.")
 @click.option("--tokens", type=click.IntRange(1), help="Query tokens of the prefills.")
 @click.option("--rounds", type=click.IntRange(1), help="Rounds to take the median of.")
+@click.option("--threads", type=click.IntRange(1), help="Of the CPU.  [default: OMP_NUM_THREADS, or free cores]")
 @click.option("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator, or cpu]")
 @click.option(
     "--peers",
@@ -89,6 +90,7 @@ def bench(
     batches: tuple[int, ...] | None,
     tokens: int | None,
     rounds: int | None,
+    threads: int | None,
     device: str | None,
     peers: str | None,
     save: str | Path | None,
@@ -113,7 +115,7 @@ def bench(
     from dsv4attn.bench import report
     from dsv4attn.bench.result import load
 
-    if source is not None and (what or backends or cases or batches or tokens or rounds or device or peers):
+    if source is not None and (what or backends or cases or batches or tokens or rounds or threads or device or peers):
         raise click.UsageError("--from shows a saved run: it goes with --json, --compare and --plot only")
     old = load(compare, "--compare") if compare else None
     if plot:
@@ -123,7 +125,7 @@ def bench(
     if source:
         run = load(source, "--from")
     else:
-        asked = _Asked(what, backends, cases, batches, tokens, rounds, device, peers)
+        asked = _Asked(what, backends, cases, batches, tokens, rounds, device, peers, threads)
         run = evolve(_measured(asked, shown=save != STDOUT), command=_command(ctx))
     compared = comparing.compare(old, run) if old else None
     if isinstance(save, Path):
@@ -168,6 +170,7 @@ class _Asked:
     rounds: int | None
     device: str | None
     peers: str | None
+    threads: int | None = None
 
 
 def _measured(asked: _Asked, *, shown: bool) -> Run:
@@ -177,7 +180,9 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
     from dsv4attn.bench.result import Run, now, peer_versions, this_machine
     from dsv4attn.bench.runner import Runner
     from dsv4attn.bench.scaling import cliffs, scaling_cases
+    from dsv4attn.cli.threads import Load
 
+    before = Load()
     what = named("measurement", ",".join(asked.what), WHAT, KERNELS)
     presets = named("case", asked.cases, list(PRESETS), list(PRESETS))
     wanted = None if asked.peers == ALL else asked.peers
@@ -189,7 +194,9 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
     cases += scaling_cases(small=place.type == "cpu") if "scaling" in what else []
     hosts = host_cases() if "host" in what else []
     rows, host, ran, stopped = [], [], 0, False
-    with _progress(1 + len(cases) + len(hosts), shown=shown) as begin:
+    # of an accelerator's figures the CPU's threads are no part
+    taken = before.threads(asked.threads) if place.type == "cpu" else None
+    with taken.used() if taken else nullcontext(), _progress(1 + len(cases) + len(hosts), shown=shown) as begin:
         begin("roofline")
         runner = Runner(place, backends, [PEERS[name] for name in libraries], size.rounds)
         try:
@@ -207,9 +214,10 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
             # what was measured was worth its time; a first roofline is there already
             stopped = True
         roofline, rows = (runner.roofline, rows) if stopped else runner.settled(rows)
+        machine = this_machine(place, taken.cores, taken.source) if taken else this_machine(place)
     here = [peer.name for peer in runner.peers]
     return Run(
-        machine=this_machine(place),
+        machine=machine,
         date=now(),
         rounds=size.rounds,
         roofline=roofline,
@@ -267,7 +275,7 @@ def _backends(names: str | None, place: torch.device) -> dict[str, Backend]:
 def _command(ctx: click.Context) -> str:
     """The command as one could type it again, without where its results went."""
     words = ["dsv4attn", "bench", *ctx.params["what"]]
-    for name in ("backends", "cases", "batches", "tokens", "rounds", "device", "peers"):
+    for name in ("backends", "cases", "batches", "tokens", "rounds", "threads", "device", "peers"):
         value = ctx.params[name]
         if value is not None:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -111,8 +111,7 @@ def _judge(report: _Report) -> None:
     settings, registry, device = report.settings, report.registry, report.devices[0]
     for failure in registry.failures:
         if failure.is_problem:
-            cure = failure.cure or f"repair or remove it, or leave it out: DSV4ATTN_PLUGINS_DENY={failure.plugin}"
-            report.problems.append(_Problem(f"{failure.plugin} {failure.what}", cure, failure.traceback))
+            report.problems.append(_Problem(f"{failure.plugin} {failure.what}", failure.cure, failure.traceback))
     for name in settings.options:
         if name not in registry.backends:
             what = f"options.{name} in {settings.file}: no backend has this name"
@@ -120,8 +119,8 @@ def _judge(report: _Report) -> None:
             report.problems.append(_Problem(f"{what}{did_you_mean(name, registry.backends)}", cure))
     broken = {c.name: c for selection in report.phases.values() for c in selection.trace if c.cause is not None}
     for candidate in broken.values():
-        what = f"{candidate.name} {candidate.lines[0]}"
-        report.problems.append(_Problem(what, "tell its authors", trace_of(candidate.cause)))
+        what, _, cure = candidate.lines[0].partition(" -> ")
+        report.problems.append(_Problem(f"{candidate.name} {what}", cure, trace_of(candidate.cause)))
     for phase, unasked in report.phases.items():
         asked = settings.request(phase).value != AUTO
         selection = explain(unasked.problems, device=device, settings=settings, registry=registry) if asked else unasked
@@ -164,7 +163,7 @@ def _as_json(report: _Report) -> dict[str, Any]:
         "ok": not report.problems,
         "versions": report.versions,
         "devices": [device_json(device) for device in report.devices],
-        "configuration": {"file": report.settings.file, "values": values},
+        "configuration": {"file": report.settings.file, "values": values, "ignored": list(report.settings.ignored)},
         "environment": _environment(),
         "automatic": {p: s.chosen.info.name if s.chosen else None for p, s in report.phases.items()},
         "plugins": [failure_json(failure) for failure in report.registry.failures],
@@ -179,12 +178,13 @@ def _show(report: _Report) -> None:
 
     versions = [f"{name} {version or 'missing'}" for name, version in report.versions.items()]
     values = [f"{key}: {value}  ({source})" for key, value, source in _values(report.settings)]
+    ignored = [f"ignored: {line}" for line in report.settings.ignored]
     left_out = [str(failure) for failure in report.registry.failures if not failure.is_problem]
     environment = [f"{name}={value}" for name, value in _environment().items()]
     rows: list[tuple[str, Sequence[str]]] = [
         ("versions", ["  ".join(versions[:4]), "  ".join(versions[4:])]),
         ("devices", [str(device) for device in report.devices]),
-        ("configuration", [report.settings.file or "no file", *values]),
+        ("configuration", [report.settings.file or "no file", *values, *ignored]),
         ("environment", environment or ["nothing that matters here"]),
         ("backends", [", ".join(report.registry.backends), *left_out]),
         ("automatic", merged({phase: selection.verdict for phase, selection in report.phases.items()})),

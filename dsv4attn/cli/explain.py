@@ -135,6 +135,7 @@ def _as_json(selection: Selection) -> dict[str, Any]:
             for c in selection.trace
         ],
         "failures": [failure_json(failure) for failure in selection.failures],
+        "ignored": list(selection.ignored),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from dsv4attn.replay.request import Request
 
 __all__ = ["run"]
+
+LINE_S = 4.0
+"""Seconds between lines of progress where there is no terminal."""
 
 _positive = click.IntRange(min=1)
 _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -65,6 +69,7 @@ def _pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) 
     show_default=True,
     help="Of every number.",
 )
+@click.option("--threads", metavar="N", type=_positive, help="Of the CPU.  [default: OMP_NUM_THREADS, or free cores]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and no progress.")
 @click.pass_context
 def run(
@@ -84,14 +89,19 @@ def run(
     block_size: int,
     check_rows: int,
     seed: int,
+    threads: int | None,
     as_json: bool,
 ) -> None:
     """Serve the requests of a trace through the attention of a model: paged caches, chunked prefill, decode.
 
     One layer of each type is run, on random inputs of realistic size. In every step some rows are computed again by a
-    float64 oracle from raw inputs. Exit code 0: all of them agree; 1: some do not; 2: bad input; 130: interrupted, with
-    a report of what has run.
+    float64 oracle from raw inputs. There are as many threads as cores are free when it begins. Exit code 0: all rows
+    agree; 1: some do not; 2: bad input; 130: interrupted, with a report of what has run.
     """
+    from dsv4attn.cli.threads import Load, wait_passively
+
+    wait_passively()
+    before = Load()
     from attrs import evolve
 
     from dsv4attn.cli.common import chosen_backend, console, geometry_of
@@ -115,8 +125,11 @@ def run(
     facts["q_dtype"] = "float32" if cache == "fp32" else "bfloat16"
     chosen = chosen_backend(backend, options, geometry, config.kinds or geometry.kinds, **facts)
     replay = Replay(geometry, chosen, requests, config)
-    with _progress_bar(replay.total_tokens, shown=not as_json) as progress:
-        report = evolve(replay.run(progress), trace=trace or "generated", options=options)
+    taken = before.threads(threads)
+    with taken.used(), _progress(replay.total_tokens, shown=not as_json) as progress:
+        report = replay.run(progress)
+    setting = {**taken.as_json(), "text": str(taken)}
+    report = evolve(report, trace=trace or "generated", options=options, threads=setting)
     if as_json:
         print_json(report_json(report))
     else:
@@ -150,8 +163,8 @@ def _requests(trace: str | None, max_requests: int | None, max_tokens: int | Non
 
 
 @contextmanager
-def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[Progress], None]]:
-    """A bar on stderr with tokens, speed and the current step; nothing at all where nobody watches."""
+def _progress(total: int, *, shown: bool) -> Iterator[Callable[[Progress], None]]:
+    """Tokens, speed and the current step, on stderr: a bar on a terminal, elsewhere a line every few seconds."""
     from rich import progress as bars
     from rich.console import Console
 
@@ -165,13 +178,19 @@ def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[Progress], N
     )
     bar = bars.Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal))
     task = bar.add_task("run", total=total, speed=0.0, step=0, running=0, waiting=0)
+    began = said = time.perf_counter()
 
     def advance(state: Progress) -> None:
-        elapsed = bar.tasks[task].elapsed
-        speed = state.tokens / elapsed if elapsed else 0.0
+        nonlocal said
+        now = time.perf_counter()
+        speed = state.tokens / (now - began) if now > began else 0.0
         bar.update(
             task, completed=state.tokens, speed=speed, step=state.step, running=state.running, waiting=state.waiting
         )
+        if shown and not console.is_terminal and now - said >= LINE_S:
+            said = now
+            step = f"step {state.step}: {state.running} running, {state.waiting} waiting"
+            click.echo(f"{state.tokens:,}/{total:,} tokens, {speed:,.0f}/s, {step}, {now - began:.0f} s", err=True)
 
     with bar:
         yield advance

@@ -140,6 +140,8 @@ class Report:
     trace: str = "generated"
     options: Mapping[str, str] = field(factory=dict)
     """Options of the backend."""
+    threads: Mapping[str, object] = field(factory=dict)
+    """Threads of the CPU, cores that may be used, and where the number is from; `text` has all in words."""
 
     @property
     def ok(self) -> bool:
@@ -217,6 +219,7 @@ def _head(report: Report) -> list[str]:
     return [
         f"{report.model} on backend {report.backend}{f' ({options})' if options else ''}, cache {report.cache}",
         f"trace {report.trace}",
+        *([str(report.threads["text"])] if report.threads else []),
         f"{report.finished} of {report.requests} requests finished in {report.steps:,} steps",
         f"{total:,} tokens: {phases}{again if report.preemptions else ''}",
         f"{report.wall_s:.1f} s: {', '.join(f'{name} {seconds:.1f}' for name, seconds in spent.items())}",

@@ -14,13 +14,15 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from attrs import evolve
+
 from dsv4attn.config import AUTO, PHASES, Setting, Settings, load_settings, parse_request
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.device import DeviceFacts, version_of
 from dsv4attn.core.pair import PhasedBackend
 from dsv4attn.core.problem import Problem
 from dsv4attn.errors import ArgumentError, NoBackendError, UnknownNameError
-from dsv4attn.plugins import PluginRegistry, Registered
+from dsv4attn.plugins import BUILT_IN, PluginRegistry, Registered
 from dsv4attn.selection.decision import Candidate, Selection, decide
 from dsv4attn.selection.making import build, configured
 
@@ -37,6 +39,7 @@ __all__ = [
     "load_backend",
     "registered",
     "registry_for",
+    "registry_of",
     "resolve",
     "select_backend",
 ]
@@ -45,9 +48,10 @@ _log = logging.getLogger("dsv4attn")
 
 
 @cache
-def _registry(
-    allow: tuple[str, ...] | None, deny: tuple[str, ...], allow_source: str, deny_source: str
-) -> PluginRegistry:
+def _registry(*lists: Any) -> PluginRegistry:  # noqa: ANN401 - those of a registry, or none
+    if not lists:
+        return PluginRegistry.load(entry_points=())
+    allow, deny, allow_source, deny_source = lists
     return PluginRegistry.load(allow=allow, deny=deny, allow_source=allow_source, deny_source=deny_source)
 
 
@@ -55,6 +59,13 @@ def registry_for(settings: Settings) -> PluginRegistry:
     """The registry of this process under some settings; loaded once."""
     keys = ("plugins.allow", "plugins.deny")
     return _registry(settings.allow, settings.deny, *(settings.sources.get(key, key) for key in keys))
+
+
+def registry_of(*names: str, settings: Settings | None = None) -> PluginRegistry:
+    """The registry to find these backends in: no plugin is loaded if all of them are built in."""
+    if names and all(name in BUILT_IN for name in names):
+        return _registry()
+    return registry_for(load_settings() if settings is None else settings)
 
 
 def explain(
@@ -75,13 +86,23 @@ def explain(
     registry = registry_for(settings) if registry is None else registry
     facts = device if isinstance(device, DeviceFacts) else DeviceFacts.here(device)
     problems = (problem,) if isinstance(problem, Problem) else tuple(problem)
+    request = _request(problems, backend, settings)
+    packages = {package for one in registry.backends.values() for package in one.info.packages}
+    installed = {package: version_of(package) for package in packages} if facts.present else None
+    if installed and "triton" in installed:
+        # torch for ROCm and XPU brings it under another name
+        installed["triton"] = facts.triton_version
+    selection = decide(facts, registry.backends, problems, request, registry.failures, installed)
+    return evolve(selection, ignored=settings.ignored)
+
+
+def _request(problems: Sequence[Problem], backend: str | None, settings: Settings) -> Setting:
+    """The backend asked for, and where."""
     request = settings.request(problems[0].phase if problems else "decode")
     if backend is not None and problems:
         named = parse_request(backend, "argument backend").get(problems[0].phase)
         request = Setting(named, "argument") if named else request
-    packages = {package for one in registry.backends.values() for package in one.info.packages}
-    installed = {package: version_of(package) for package in packages} if facts.present else None
-    return decide(facts, registry.backends, problems, request, registry.failures, installed)
+    return request
 
 
 def resolve(
@@ -94,9 +115,18 @@ def resolve(
 ) -> Selection:
     """Like `explain`, but raises NoBackendError with the whole trace if there is none.
 
-    Plan-time only; nothing of this is in a forward. An automatic choice is logged once, with its reason.
+    Plan-time only; nothing of this is in a forward. An automatic choice is logged once, with its reason. If a built-in
+    backend is asked for by name and can run the problem, no plugin is loaded.
     """
-    selection = explain(problem, backend=backend, device=device, settings=settings, registry=registry)
+    settings = load_settings() if settings is None else settings
+    problems = (problem,) if isinstance(problem, Problem) else tuple(problem)
+    asked = _request(problems, backend, settings).value
+    known = registry_of(asked, settings=settings) if registry is None else registry
+    selection = explain(problems, backend=backend, device=device, settings=settings, registry=known)
+    if selection.chosen is None and registry is None:
+        # an error shows every candidate
+        every = registry_for(settings)
+        selection = explain(problems, backend=backend, device=device, settings=settings, registry=every)
     selection.require()
     if selection.request.value == AUTO:
         _log_once(logging.INFO, f"{selection.problems[0].phase} runs on {selection.verdict}")
@@ -127,7 +157,6 @@ def select_backend(
     Raises NoBackendError with the whole trace, or BrokenBackendError if the chosen one cannot be made.
     """
     settings = load_settings() if settings is None else settings
-    registry = registry_for(settings) if registry is None else registry
     facts = device if isinstance(device, DeviceFacts) else DeviceFacts.here(device)
     by_phase = [[p for p in problems if p.phase == phase] for phase in PHASES]
     chosen = [
@@ -137,7 +166,7 @@ def select_backend(
     ]
     if not chosen:
         raise ArgumentError("problems", expected="at least one", actual="none")
-    built = [configured(info, settings, {}) for info in chosen[: 1 if chosen[0] is chosen[-1] else 2]]
+    built = [configured(info, settings, {}) for info in chosen[: 1 if chosen[0].name == chosen[-1].name else 2]]
     return built[0] if len(built) == 1 else PhasedBackend(*built)
 
 
@@ -148,7 +177,7 @@ def backend_names() -> list[str]:
 
 def registered(name: str) -> Registered:
     """The descriptor of this name and who brings it. Raises like `load_backend`; nothing of it is imported."""
-    registry = registry_for(load_settings())
+    registry = registry_of(name)
     if name not in registry.backends:
         failed = [failure.summary for failure in registry.failures if failure.plugin == name]
         if failed:
@@ -160,7 +189,8 @@ def registered(name: str) -> Registered:
 def load_backend(name: str = "reference", **options: Any) -> Backend:  # noqa: ANN401 - options are the backend's own
     """Build the backend of this name, with the configuration file's options below those given here.
 
-    An explicit choice never falls back. Raises UnknownNameError for names nobody has, NoBackendError for plugins that
-    could not be loaded, ArgumentError for options the backend does not take, BrokenBackendError if it cannot be made.
+    An explicit choice never falls back, and the name of a built-in backend loads no plugin. Raises UnknownNameError for
+    names nobody has, NoBackendError for plugins that could not be loaded, ArgumentError for options the backend does
+    not take, BrokenBackendError if it cannot be made.
     """
     return configured(registered(name).info, load_settings(), options)

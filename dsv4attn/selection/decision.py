@@ -7,12 +7,21 @@ from collections.abc import Mapping, Sequence
 from attrs import evolve, field, frozen
 
 from dsv4attn.config import AUTO, Setting
-from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.device import TRITON_SOURCES, DeviceFacts
 from dsv4attn.core.problem import Problem, Reason
-from dsv4attn.errors import AmbiguousBackendError, ArgumentError, BrokenBackendError, NoBackendError, did_you_mean
+from dsv4attn.errors import (
+    AmbiguousBackendError,
+    ArgumentError,
+    BrokenBackendError,
+    NoBackendError,
+    did_you_mean,
+    leave_out,
+)
 from dsv4attn.plugins import STRANGE, PluginFailure, Registered, first_line
 
-__all__ = ["Candidate", "Selection", "decide"]
+__all__ = ["Candidate", "Selection", "decide", "install_cure"]
+
+_HOME = "dsv4attn"
 
 
 @frozen
@@ -36,7 +45,7 @@ class Candidate:
     def lines(self) -> list[str]:
         """One line for each reason, as traces show them."""
         if self.state == "broken":
-            return [f"is broken: {self.note} ({self.owner})"]
+            return [f"is broken: {self.note} ({self.owner}) -> {_broken_cure(self.owner)}"]
         wide = max((len(reason.code) for reason in self.reasons), default=0)
         told = [f"{reason.code:<{wide}}  {reason.text}" for reason in self.reasons]
         said = "" if self.asked else "not asked for; would be refused: "
@@ -55,6 +64,8 @@ class Selection:
     failures: tuple[PluginFailure, ...] = ()
     error: type[NoBackendError] = field(default=NoBackendError, repr=False)
     verdict: str = ""
+    ignored: tuple[str, ...] = ()
+    """`Settings.ignored`: files of other projects that cannot be read."""
 
     def require(self) -> Registered:
         """The chosen backend; raises NoBackendError, with the whole trace, if there is none."""
@@ -72,6 +83,7 @@ class Selection:
             ("request", [f"{wanted}  ({self.request.source})"]),
             *((candidate.name, candidate.lines) for candidate in self.trace),
             *((failure.plugin, [failure.summary]) for failure in self.failures),
+            *([("ignored", list(self.ignored))] if self.ignored else []),
         ]
 
     def __str__(self) -> str:
@@ -133,7 +145,9 @@ def _automatic(device: DeviceFacts, backends: Mapping[str, Registered], asked: M
     first = [name for name in able if backends[name].info.rank is best]
     if len(first) > 1:
         names = " and ".join(f"{name} ({backends[name].owner})" for name in first)
-        verdict = f"{names} have equal rank on {device.arch} -> ask for one by name, or deny the plugin of the other"
+        owner = next((o for name in reversed(first) if (o := backends[name].distribution) != _HOME), _HOME)
+        cure = f"ask for one by name, or take the other and {leave_out(owner)}"
+        verdict = f"{names} have equal rank on {device.arch} -> {cure}"
         return None, verdict, AmbiguousBackendError
     why = f"the only backend native to {device.arch} that can run this call"
     if len(able) > 1:
@@ -152,7 +166,7 @@ def _ask(
         reasons[Reason("DEVICE", device.arch, " or ".join(allowed))] = None
     for package in info.packages:
         if installed.get(package, "") is None:
-            cure = f"pip install {package}"
+            cure = install_cure(package, device)
             reasons[Reason("PACKAGE", f"{package} is not installed", package, cure)] = None
     try:
         for problem in problems:
@@ -164,6 +178,19 @@ def _ask(
         note = f"its support raised {first_line(error)}"
         return Candidate(info.name, one.owner, "broken", tuple(reasons), note, cause=error)
     return Candidate(info.name, one.owner, "refused" if reasons else "supported", tuple(reasons))
+
+
+def _broken_cure(owner: str) -> str:
+    """What to do about a backend whose answer is none."""
+    distribution = owner.partition(" ")[0]
+    return "report it to its authors" + ("" if distribution == _HOME else f", or {leave_out(distribution)}")
+
+
+def install_cure(package: str, device: DeviceFacts) -> str:
+    """How to get a package; Triton comes with torch on some devices."""
+    if package == "triton":
+        return TRITON_SOURCES.get(device.kind, TRITON_SOURCES["cpu"])
+    return f"pip install {package}"
 
 
 def _said(answer: object) -> Sequence[Reason]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dsv4attn.config import Settings
 from dsv4attn.core.contract import Backend, BackendInfo, Forms
-from dsv4attn.core.device import TRITON_SOURCES, DeviceFacts, version_of
+from dsv4attn.core.device import DeviceFacts, version_of
 from dsv4attn.errors import (
     ArgumentError,
     BrokenBackendError,
@@ -18,6 +18,7 @@ from dsv4attn.errors import (
     did_you_mean,
 )
 from dsv4attn.plugins import STRANGE, first_line
+from dsv4attn.selection.decision import install_cure
 
 __all__ = ["build", "configured"]
 
@@ -28,7 +29,8 @@ def configured(info: BackendInfo, settings: Settings, options: Mapping[str, Any]
     where = f"options.{info.name} in {settings.file or 'the settings'}"
     for option in found:
         if option not in info.options:
-            raise ConfigError(where, f"unknown option {option!r}{did_you_mean(option, info.options)}")
+            known = f"(known: {', '.join(info.options) or 'none'})"
+            raise ConfigError(where, f"unknown option {option!r}{did_you_mean(option, info.options)} {known}")
     try:
         return build(info, {**found, **options})
     except (ArgumentError, UnknownNameError) as error:
@@ -56,10 +58,11 @@ def build(info: BackendInfo, options: Mapping[str, Any]) -> Backend:
         if options and isinstance(error, (TypeError, ValueError)):
             actual = f"{dict(options)} ({first_line(error)})"
             raise ArgumentError(f"options of backend {info.name}", expected="values it takes", actual=actual) from error
-        missing = [package for package in info.packages if version_of(package) is None]
-        cure = f" -> pip install {' '.join(missing)}" if missing else ""
+        missing = [package for package in info.packages if package != "triton" and version_of(package) is None]
         if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "triton":
-            cure = f" -> {TRITON_SOURCES.get(DeviceFacts.here().kind, TRITON_SOURCES['cpu'])}"
+            missing.append("triton")
+        here = DeviceFacts.here() if missing else None
+        cure = f" -> {' and '.join(install_cure(package, here) for package in missing)}" if here else ""
         raise _broken(info, f"{first_line(error)}{cure}") from error
     backend: Backend = made
     return backend

@@ -154,7 +154,9 @@ def chosen(cases: Iterable[Case], patterns: str | None) -> list[Case]:
     for pattern in filter(None, (text.strip() for text in patterns.split(","))):
         hits = [case for case in cases if _matches(case, pattern)]
         if not hits:
-            expected = "clauses, their letters, areas, or names of cases"
+            clauses = ", ".join(sorted({clause for case in cases for clause in case.clauses}))
+            areas = ", ".join(dict.fromkeys(case.area.value for case in cases))
+            expected = f"clauses ({clauses}), their letters, areas ({areas}), or names of cases such as {cases[0].name}"
             hint = did_you_mean(pattern, {case.name for case in cases} | {area.value for area in Area})
             raise ArgumentError("filter", expected=expected, actual=f"{pattern!r}, which none has{hint}")
         wanted += hits

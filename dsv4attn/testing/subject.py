@@ -14,7 +14,7 @@ from dsv4attn.core.contract import Backend
 from dsv4attn.core.device import DeviceFacts, version_of
 from dsv4attn.core.problem import Problem
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnknownNameError
-from dsv4attn.selection import explain, load_backend, registered
+from dsv4attn.selection import explain, load_backend, registered, registry_of
 
 __all__ = ["BrokenSupportError", "Subject", "parse_request"]
 
@@ -111,7 +111,8 @@ def _asker(name: str, facts: DeviceFacts) -> Callable[[Sequence[Problem]], list[
         reasons: dict[str, None] = {}
         for phase in dict.fromkeys(problem.phase for problem in problems):
             asked = [problem for problem in problems if problem.phase == phase]
-            (told,) = (c for c in explain(asked, backend=name, device=facts).trace if c.name == name)
+            selection = explain(asked, backend=name, device=facts, registry=registry_of(name))
+            (told,) = (c for c in selection.trace if c.name == name)
             if told.state == "broken":
                 raise BrokenSupportError(told.note) from told.cause
             reasons.update(dict.fromkeys(f"{reason.code}: {reason.text}" for reason in told.reasons))

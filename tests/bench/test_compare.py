@@ -27,6 +27,14 @@ def test_less_than_five_percent_is_noise(us: float, state: str) -> None:
     assert states(row(us=100, **steady), row(us=us, **steady)) == [state]
 
 
+def test_times_of_a_cpu_are_compared_with_the_same_number_of_threads_only() -> None:
+    one, two = (evolve(HERE, arch="cpu", threads=threads, cores=2) for threads in (1, 2))
+
+    assert compare(run([row()], one), run([row()], evolve(one, cores=0))).comparable
+    assert not compare(run([row()], one), run([row()], two)).comparable
+    assert compare(run([row()], HERE), run([row()], evolve(HERE, threads=2))).comparable
+
+
 def test_what_spreads_more_may_differ_more() -> None:
     wide = row(us=100, p10=90e-6, p90=110e-6)
 

@@ -51,6 +51,19 @@ def test_every_time_has_its_error_beside_it(here: Machine) -> None:
     )
 
 
+def test_threads_of_the_cpu_are_chosen_shown_and_saved(here: Machine) -> None:
+    code, lines = here.run("bench", *QUICK, "--threads", "1", width=200)
+
+    assert code == 0
+    assert "1 thread of " in lines[0]
+    assert any(line.startswith("1 thread of ") and line.endswith("(--threads)") for line in lines)
+    _, told = here.json("bench", *QUICK, OMP_NUM_THREADS="1")
+    assert told["machine"]["threads_from"] == "OMP_NUM_THREADS"
+    assert told["machine"]["threads"] <= told["machine"]["cores"]
+    _, told = here.json("bench", *QUICK, OMP_NUM_THREADS="")
+    assert "free at the start" in told["machine"]["threads_from"]
+
+
 def test_all_kernels_are_measured_by_default(here: Machine) -> None:
     code, told = here.json("bench", "--cases", "flash_swa", "--batches", "1", "--tokens", "2", "--rounds", "1")
 

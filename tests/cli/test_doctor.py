@@ -53,6 +53,18 @@ def test_where_every_value_comes_from_is_told(here: Machine) -> None:
     assert told["environment"] == {"DSV4ATTN_BACKEND": "decode=reference", "TRITON_INTERPRET": "0"}
 
 
+def test_a_broken_pyproject_of_somebody_else_is_mentioned_and_no_problem(here: Machine) -> None:
+    path = here.shelf.folder / "pyproject.toml"
+    path.write_bytes(b'authors = ["Andr\xe9"]')
+    _, told = here.json("doctor")
+    _, lines = here.run("doctor", width=400)
+
+    assert told["problems"] == []
+    [ignored] = told["configuration"]["ignored"]
+    assert ignored.startswith(f"{path}: cannot be read: 'utf-8' codec can't decode byte 0xe9")
+    assert f"ignored: {ignored}" in [line.strip() for line in lines]
+
+
 def test_a_broken_plugin_is_a_problem_with_a_traceback_and_a_cure(here: Machine) -> None:
     here.shelf.install("dsv4attn-lib", "def load():\n    raise ImportError('libacme.so [x]')\n\nload()")
     _, told = here.json("doctor")
@@ -76,7 +88,10 @@ def test_a_backend_whose_support_raises_is_a_problem(here: Machine) -> None:
     here.shelf.install("dsv4attn-raises", plugin("raises", support="raise KeyError('boom')"))
 
     assert problems(here) == [
-        ("raises is broken: its support raised KeyError: 'boom' (dsv4attn-raises 0.2)", "tell its authors")
+        (
+            "raises is broken: its support raised KeyError: 'boom' (dsv4attn-raises 0.2)",
+            "report it to its authors, or leave it out: DSV4ATTN_PLUGINS_DENY=dsv4attn-raises",
+        )
     ]
     assert "dsv4attn_raises.py" in here.json("doctor")[1]["problems"][0]["trace"]
 

@@ -99,6 +99,18 @@ def test_the_trace_is_that_of_the_exception(here: Machine) -> None:
     assert lines == str(explain(problem, backend="acme", device=DeviceFacts.here("cpu"))).splitlines()
 
 
+def test_a_broken_pyproject_of_somebody_else_is_mentioned_and_changes_nothing(here: Machine) -> None:
+    (here.shelf.folder / "pyproject.toml").write_text("[project]\nname = = 1", encoding="utf-8")
+    code, told = here.json("explain")
+    path = here.shelf.folder / "pyproject.toml"
+
+    assert (code, told["chosen"]) == (0, "reference")
+    assert told["ignored"] == [f"{path}:2: not valid TOML: Invalid value (at line 2, column 8)"]
+    code, lines = here.run("explain", width=400)
+    assert code == 0
+    assert lines[-1].split(maxsplit=1) == ["ignored", *told["ignored"]]
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_trace_is_folded_under_itself(here: Machine, width: int) -> None:
     here.shelf.install("dsv4attn-lib", "raise ImportError('libacme.so: ' + 'cannot open shared object file ' * 9)")

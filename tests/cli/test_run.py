@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from dsv4attn import selection
@@ -33,6 +34,12 @@ TIMESTAMP,ContextTokens,GeneratedTokens
 TOTALS = {"requests", "finished", "steps", "prefill_tokens", "decode_tokens", "recomputed_tokens", "preemptions"}
 SETTINGS = {"model", "backend", "options", "cache", "trace", "seed", "block_size"}
 SETTINGS |= {"max_num_batched_tokens", "max_num_seqs"}
+
+
+@pytest.fixture(autouse=True)
+def _no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No progress, however slow this machine is today."""
+    monkeypatch.setattr("dsv4attn.cli.run.LINE_S", float("inf"))
 
 
 @pytest.fixture
@@ -126,6 +133,35 @@ def test_the_progress_bar_is_for_people_only(model: str) -> None:
     assert invoke("--model", model, "--max-requests", 1).stderr == ""
 
 
+def test_without_a_terminal_progress_is_plain_lines_on_stderr(
+    model: str, trace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsv4attn.cli.run.LINE_S", 0.0)
+    result = invoke("--model", model, "--trace", trace, "--max-num-batched-tokens", 32)
+    lines = result.stderr.splitlines()
+
+    assert len(lines) == 3 * as_json("--model", model, "--trace", trace, "--max-num-batched-tokens", 32)["steps"]
+    assert all(re.fullmatch(r"\d+/119 tokens, [\d,]+/s, step \d+: \d running, \d waiting, \d+ s", x) for x in lines)
+    assert lines[-1].startswith("119/119 tokens")
+    assert "tokens, " not in result.stdout.partition("\n\n")[0].replace("119 tokens: ", "")
+
+
+def test_the_number_of_threads_is_chosen_shown_and_put_back(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    small = ["--model", model, "--max-requests", "1", "--max-tokens", "8"]
+    monkeypatch.setenv("OMP_NUM_THREADS", str(before))
+
+    told = as_json(*small, "--threads", 1)["threads"]
+    assert (told["count"], told["source"]) == (1, "--threads")
+    assert re.search(r"(?m)^threads 1 of \d+ cores? \(--threads\)$", invoke(*small, "--threads", 1).stdout)
+    assert as_json(*small)["threads"]["source"] == "OMP_NUM_THREADS"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    told = as_json(*small)["threads"]
+    assert 1 <= told["count"] <= told["cores"] <= cores
+    assert "free at the start" in told["source"]
+    assert torch.get_num_threads() == before
+
+
 def test_real_geometry_is_the_default() -> None:
     values = as_json("--max-requests", 1, "--max-tokens", 4, "--layers", "swa")
 
@@ -207,6 +243,7 @@ BAD = [
     (["--max-num-batched-tokens", "-5"], "BadParameter", "-5 is not in the range x>=1"),
     (["--block-size", "0"], "BadParameter", "0 is not in the range x>=1"),
     (["--check-rows", "-1"], "BadParameter", "-1 is not in the range x>=0"),
+    (["--threads", "0"], "BadParameter", "0 is not in the range x>=1"),
     (["--seed", "x"], "BadParameter", "'x' is not a valid integer range"),
 ]
 

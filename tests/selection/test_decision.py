@@ -172,7 +172,9 @@ def test_g9_an_explicit_choice_never_falls_back() -> None:
 
 
 def test_g9_the_error_shows_the_call_the_device_the_request_and_every_candidate() -> None:
-    failure = PluginFailure("acme-kernels", "lib", "load", "ImportError: libacme.so", "", "Traceback ...", "0.3")
+    failure = PluginFailure(
+        "acme-kernels", "lib", "load", "ImportError: libacme.so", "repair it", "Traceback ...", "0.3"
+    )
     selection = choose(
         XPU,
         backend("rocm", "hip", runs_on=("hip",)),
@@ -180,6 +182,7 @@ def test_g9_the_error_shows_the_call_the_device_the_request_and_every_candidate(
         request="xpu",
         failures=[failure],
     )
+    cure = "repair it; `dsv4attn doctor` shows the traceback"
     versions = str(XPU).partition('"  ')[2]
 
     assert str(selection) == "\n".join(
@@ -192,7 +195,7 @@ def test_g9_the_error_shows_the_call_the_device_the_request_and_every_candidate(
             "  rocm       not asked for; would be refused: DEVICE  xpu, needs hip",
             "  xpu        PAGE_SIZE  48, needs a multiple of 16 -> use 64",
             "             HEADS      24, needs 64 or 128 -> pad q",
-            "  lib        failed to load: ImportError: libacme.so (acme-kernels 0.3) -> see `dsv4attn doctor`",
+            f"  lib        failed to load: ImportError: libacme.so (acme-kernels 0.3) -> {cure}",
         ]
     )
 
@@ -246,7 +249,8 @@ def test_g9_support_that_raises_is_broken_with_its_cause() -> None:
     selection = choose(CPU, backend("acme", "cpu", support=raising), request="acme")
 
     assert selection.verdict == "backend 'acme' is broken"
-    assert told(selection)["acme"] == "is broken: its support raised KeyError: 'boom' (dsv4attn-acme 0.2)"
+    cure = "report it to its authors, or leave it out: DSV4ATTN_PLUGINS_DENY=dsv4attn-acme"
+    assert told(selection)["acme"] == f"is broken: its support raised KeyError: 'boom' (dsv4attn-acme 0.2) -> {cure}"
     with pytest.raises(BrokenBackendError) as caught:
         selection.require()
     assert isinstance(caught.value.__cause__, KeyError)

@@ -87,7 +87,7 @@ def test_g9_a_configuration_that_names_a_denied_plugin_says_so(shelf: Shelf) -> 
     with pytest.raises(NoBackendError) as caught:
         resolve(DECODE)
     lines = str(caught.value).splitlines()
-    denied = f"not loaded: denied by plugins.deny in {path} (dsv4attn-acme 0.2)"
+    denied = f"not loaded: denied by plugins.deny in {path} (dsv4attn-acme 0.2) -> take it off that list to use it"
     assert lines[0] == f"backend 'acme' cannot be used: {denied}"
     assert f'  request    "acme"  (backend in {path})' in lines
 
@@ -101,6 +101,7 @@ def test_g9_an_automatic_choice_is_logged_once_with_its_reason(shelf: Shelf, cap
         resolve(DECODE, backend="reference")
 
     why = "is broken: its support raised KeyError: 'boom' (dsv4attn-acme 0.2)"
+    why += " -> report it to its authors, or leave it out: DSV4ATTN_PLUGINS_DENY=dsv4attn-acme"
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "dsv4attn: decode runs on reference: the only backend native to cpu that can run this call"),
         ("WARNING", f"dsv4attn: backend acme was passed over: {why}"),

@@ -10,6 +10,8 @@ from dsv4attn.core.problem import CacheFacts, Problem, Reason
 
 __all__ = ["answers"]
 
+INTERPRETER_CURE = "set TRITON_INTERPRET=1 before Python starts, or ask for reference, which is faster there"
+_ROWS = "allocate the cache as bfloat16 rows"
 _LAYOUTS = {"fp8_ds_mla": ("e4m3fn", "e4m3fnuz"), "rows": ("bfloat16", "float32")}
 _WIDEST = 512
 _OLDEST = 80
@@ -21,7 +23,7 @@ def answers(device: DeviceFacts, problem: Problem) -> Sequence[Reason]:
     for name, cache in (("window cache", problem.swa), ("compressed cache", problem.compressed)):
         if cache is not None and cache.dtype not in _LAYOUTS.get(cache.layout, ()):
             allowed = ", ".join(f"{layout} of {' or '.join(dtypes)}" for layout, dtypes in _LAYOUTS.items())
-            reasons.append(Reason("LAYOUT", f"{name} {cache.layout} of {cache.dtype}", allowed))
+            reasons.append(Reason("LAYOUT", f"{name} {cache.layout} of {cache.dtype}", allowed, _ROWS))
     if problem.compressed is not None and _row_dtype(problem.compressed) != _row_dtype(problem.swa):
         both = f"{problem.swa.dtype} beside {problem.compressed.dtype}"
         reasons.append(
@@ -40,8 +42,7 @@ def _of_device(device: DeviceFacts) -> list[Reason]:
     if device.triton_version is None:
         return [Reason("TRITON", "no Triton", "Triton 3.6 or newer", TRITON_SOURCES[device.kind])]
     if device.kind == "cpu" and not device.interpreted:
-        cure = "set TRITON_INTERPRET=1 before Python starts, or ask for reference, which is faster there"
-        return [Reason("INTERPRETER", "a CPU", "an accelerator, or Triton's interpreter", cure)]
+        return [Reason("INTERPRETER", "a CPU", "an accelerator, or Triton's interpreter", INTERPRETER_CURE)]
     number = re.fullmatch(r"sm_(\d+)", device.arch)
     if number and int(number[1]) < _OLDEST:
         return [Reason("ARCH", device.arch, f"sm_{_OLDEST} or newer: bf16 matrix products")]

@@ -20,6 +20,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton import ready
+from dsv4attn.backends._triton.answers import INTERPRETER_CURE
 from dsv4attn.backends._triton.ready import ALIGNMENT, Constants
 from dsv4attn.errors import ArgumentError
 
@@ -282,7 +283,7 @@ def require_driven(device: torch.device) -> None:
             "device",
             expected="a device that Triton drives",
             actual="the CPU",
-            hint="set TRITON_INTERPRET=1 before Python starts to run the kernels, slowly, on the CPU",
+            hint=INTERPRETER_CURE,
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.problem import CacheFacts, Problem, Reason
 
+_ROWS = "allocate the cache as bfloat16 rows"
 _LAYOUTS = {"fp8_ds_mla": ("e4m3fn", "e4m3fnuz"), "rows": ("bfloat16", "float32")}
 
 
@@ -16,7 +17,7 @@ def support(device: DeviceFacts, problem: Problem) -> Sequence[Reason]:
     for name, cache in (("window cache", problem.swa), ("compressed cache", problem.compressed)):
         if cache is not None and cache.dtype not in _LAYOUTS.get(cache.layout, ()):
             allowed = ", ".join(f"{layout} of {' or '.join(dtypes)}" for layout, dtypes in _LAYOUTS.items())
-            reasons.append(Reason("LAYOUT", f"{name} {cache.layout} of {cache.dtype}", allowed))
+            reasons.append(Reason("LAYOUT", f"{name} {cache.layout} of {cache.dtype}", allowed, _ROWS))
     if problem.compressed is not None and _row_dtype(problem.compressed) != _row_dtype(problem.swa):
         both = f"{problem.swa.dtype} beside {problem.compressed.dtype}"
         reasons.append(
