@@ -122,7 +122,8 @@ class Engine:
 def main(backend: str) -> None:
     """Serve three requests and compare two of them."""
     torch.manual_seed(0)
-    engine = Engine(backend, torch.accelerator.current_accelerator() or torch.device("cpu"))
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    engine = Engine(backend, torch.device("cpu") if device is None else torch.device(device.type, 0))
     scheduler = Scheduler(LIMITS, PAGE, BLOCKS, NEW_TOKENS)
     tokens = torch.randint(VOCAB, (672,)).tolist()
     a, b, c = Request("A", tokens), Request("B", tokens[:560]), Request("C", tokens[:560], use_prefixes=False)
@@ -130,9 +131,7 @@ def main(backend: str) -> None:
     for number in range(1, 20):
         if request := arrivals.get(number):
             scheduler.add(request)
-            click.echo(
-                f"         {request.name} arrives with {len(request.tokens)} tokens, {request.done} in the caches"
-            )
+            click.echo(f"   {request.name} arrives with {len(request.tokens)} tokens, {request.done} in the caches")
         if work := scheduler.schedule():
             click.echo(f"step {number:2}  {', '.join(request.describe(n) for request, n in work)}")
             scheduler.step_done(work, engine.step(work))
