@@ -14,6 +14,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
+from dsv4attn.backends._triton.records import alignment_of_records, record_alignments
 from dsv4attn.backends._triton.runtime import INTERPRETED, Variant, observed
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.sm90.launch import Sm90Backend
@@ -153,6 +154,17 @@ def test_g18_slices_of_any_dims_are_foreseen(name: str, geometry: ModelGeometry)
             asked, known = on.sweep(4, seed), foreseen(on.backend, on.bounds())
 
             assert asked <= known, {str(one) for one in asked - known}
+
+
+@pytest.mark.parametrize("layout", world.layouts(ODD[1]).values(), ids=world.layouts(ODD[1]))
+def test_g18_records_out_of_step_on_aligned_pages_are_foreseen(layout: KVCacheLayout) -> None:
+    item = layout.dtype.itemsize
+    last = layout.record_bytes // item
+    memory = torch.zeros(3, 400 // item, dtype=layout.dtype)
+    pages = PagedKVCache(memory.as_strided((3, 5, last), (400 // item, last, 1)), layout)
+
+    assert memory.data_ptr() % 16 == pages.page_stride % 16 == 0
+    assert alignment_of_records(pages) in record_alignments(layout, aligned=True)
 
 
 @meta_only

@@ -12,7 +12,7 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton import attend
-from dsv4attn.backends._triton.runtime import observed
+from dsv4attn.backends._triton.runtime import INTERPRETED, observed
 from dsv4attn.backends.sm120.names import SparseMLASm120Wrapper, get_padded_num_q_heads
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnsupportedError
 from tests.backends._triton.attending import OCP, Answer, Trial
@@ -30,8 +30,8 @@ TRIALS = {
 }
 
 
-def ran(trial: Trial, wrapper: Any = None, /, deep: Any = "", **more: Any) -> tuple[Any, Any]:
-    """A trial's call through the wrapper: out, and what it returned. deep: arguments that get a singleton axis."""
+def arguments(trial: Trial, deep: str = "") -> dict[str, Any]:
+    """What a trial's call passes to the wrapper. deep: arguments that get a singleton axis."""
     call, _ = trial.call()
     keys: Any = call.keys
     names = ("kv_cache", "indices", "topk_length"), ("extra_kv_cache", "extra_indices", "extra_topk_length")
@@ -40,9 +40,15 @@ def ran(trial: Trial, wrapper: Any = None, /, deep: Any = "", **more: Any) -> tu
         given |= {cache: segment.cache.tensor, indices: segment.rows.indices, lens: segment.rows.lens}
     for name in filter(None, deep.split()):
         given[name] = given[name].unsqueeze(2 if name.endswith("cache") else 1)
-    given["sm_scale"] = trial.layer.scale
+    return {**given, "sm_scale": trial.layer.scale}
+
+
+def ran(trial: Trial, wrapper: Any = None, /, deep: Any = "", **more: Any) -> tuple[Any, Any]:
+    """A trial's call through the wrapper: out, and what it returned."""
+    given = arguments(trial, deep)
     lse = (wrapper or SparseMLASm120Wrapper()).run(**{**given, **more})
-    return call.out, lse
+    out = given["output"]
+    return out.squeeze(1) if out.ndim == 4 else out, lse
 
 
 def expected_lse(trial: Trial, scale: float = 1.0) -> Any:
@@ -139,6 +145,33 @@ def test_answers_are_right_in_memory_that_was_reserved_for_more() -> None:
         trial = evolve(BASE, told=False, tokens=tokens, heads=heads)
         out, _ = ran(trial, wrapper)
         assert trial.error(Answer(out, None, None)) <= 1
+
+
+@pytest.mark.device
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs an accelerator with graphs")
+@pytest.mark.parametrize("maxima", [(4, 128), (None, None)], ids=["maxima", "none"])
+def test_a_captured_run_is_right_after_larger_ones(maxima: tuple[int | None, int | None]) -> None:
+    small = evolve(BASE, told=False, tokens=1)
+    for segment in small.segments:
+        width = segment.slots.shape[1]
+        segment.slots[np.arange(width) >= segment.lens[:, None]] = -1
+        segment.lens[:] = width
+    wrapper, all_columns = SparseMLASm120Wrapper(*maxima), dict.fromkeys(("topk_length", "extra_topk_length"))
+    ran(small, None if maxima[0] else wrapper, **all_columns)  # compiles, and allocates where nothing was said
+    given = {**arguments(small), **all_columns}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wrapper.run(**given)
+    for tokens, heads in ((4, 8), (2, 128), (4 if maxima[0] else 70, 64)):
+        ran(evolve(BASE, told=False, tokens=tokens, heads=heads), wrapper, **all_columns)
+        # whatever was freed is someone else's now
+        spoiled = [torch.full((2**n,), 77, dtype=torch.int32, device=DEVICE) for n in range(8, 24)]
+        given["output"].fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        del spoiled
+
+        assert small.error(Answer(given["output"], None, None)) <= 1, (tokens, heads)
 
 
 def test_heads_are_padded_to_what_flashinfer_has() -> None:
