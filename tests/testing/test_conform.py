@@ -182,11 +182,11 @@ def test_a_measure_beyond_its_budget_or_not_a_number_does_not_hold(measure: Meas
 
 
 def test_cases_are_chosen_by_clause_letter_area_and_name() -> None:
-    assert {case.clauses[0][0] for case in chosen(CASES, "P")} == {"P"}
+    assert all("P" in {clause[0] for clause in case.clauses} for case in chosen(CASES, "P"))
     assert all("A1" in case.clauses for case in chosen(CASES, "A1"))
     assert {case.area for case in chosen(CASES, "memory")} == {Area.MEMORY}
-    assert [case.name for case in chosen(CASES, "far-*, million")] == [
-        "million", "far-decode", "far-prefill", "far-insert", "far-gather",
+    assert [case.name for case in chosen(CASES, "far-*, ragged")] == [
+        "verify-ragged", "far-decode", "far-prefill", "far-insert", "far-gather",
     ]  # fmt: skip
     assert chosen(CASES, None) == list(CASES)
     assert "sink-none-decode" in {case.name for case in chosen(CASES, "sink")}

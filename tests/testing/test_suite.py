@@ -144,7 +144,7 @@ def test_a_failure_says_the_clause_and_what_is_wrong_without_a_traceback_of_ours
 
 
 def test_refusing_everything_fails(run: Run) -> None:
-    result = run("-k", "million or taken", text=REFUSING)
+    result = run("-k", "ragged or taken", text=REFUSING)
 
     result.assert_outcomes(failed=1, skipped=1, deselected=len([c for c in CASES if c.area.value == "decode"]) - 1)
     result.stdout.fnmatch_lines(["*no case of decode is executed: DEVICE: cpu, needs acme"])
@@ -152,7 +152,7 @@ def test_refusing_everything_fails(run: Run) -> None:
 
 def test_a_class_that_names_no_backend_is_told_what_to_do(run: Run) -> None:
     text = "from dsv4attn.testing import suite\nclass TestDecode(suite.TestDecode): ...\n"
-    result = run("-k", "million", text=text)
+    result = run("-k", "ragged", text=text)
 
     result.assert_outcomes(errors=1, deselected=len([c for c in CASES if c.area.value == "decode"]))
     result.stdout.fnmatch_lines(["*NotImplementedError: override the fixture `backend` to return your backend*"])

@@ -124,7 +124,7 @@ def test_an_architecture_has_its_own_numbers(arch: str) -> None:
 SAMPLE = chosen(
     CASES,
     "indexer-garbage-decode,max-logits-decode,lse-prefill,scratch-c4a,call-holes-c4a-decode,"
-    "call-empty-c4a-decode,pair-ocp-fnuz-decode",
+    "call-empty-c4a-decode,pair-ocp-fnuz-decode,apart-call-decode",
 )
 
 

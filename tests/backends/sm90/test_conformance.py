@@ -34,6 +34,7 @@ NOW = (
     "pages-256-256-decode",
     "scratch-*",
     "poison-ocp-decode",
+    "apart-call-decode",
 )
 """Names of cases that are not slow where kernels are interpreted: what the room does otherwise than all others."""
 NOW_GATHERED = (
@@ -48,6 +49,7 @@ NOW_GATHERED = (
     "lse-empty-prefill",
     "scratch-*",
     "gather-ocp-*",
+    "apart-call-prefill",
 )
 """The same, of prefill on gathered rows: both kernels, a step with decode, and what a call may hold."""
 

@@ -40,11 +40,13 @@ ALIKE = (
     "sink-matters",
     "shards",
     "heads",
+    "apart-step",
+    "apart-c128a",
 )
 PATIENT = {
     "codes-*": "some seconds each; `test_keys` tries every code under every scale",
     **dict.fromkeys(
-        ("million-*", "requests-*", "*-1031", "gather-long", "keys-8320-prefill"),
+        ("million-*", "requests-*", "*-1031", "gather-long", "keys-*"),
         "more than a thousand programs, or keys, one after another",
     ),
     **{

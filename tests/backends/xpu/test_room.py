@@ -106,7 +106,7 @@ def test_no_file_names_a_vendors_part_of_torch() -> None:
 # conformance
 
 
-SAMPLE = chosen(CASES, "indexer-garbage-decode,max-logits-decode,lse-prefill,scratch-c4a")
+SAMPLE = chosen(CASES, "indexer-garbage-decode,max-logits-decode,lse-prefill,scratch-c4a,apart-call-decode")
 
 
 @each_form
