@@ -48,7 +48,7 @@ def test_packing_keeps_the_leading_columns_in_their_places(data: st.DataObject) 
 @given(data=st.data())
 @examples(150)
 def test_ragged_translation_equals_the_formula(data: st.DataObject) -> None:
-    """As many places as entries are visible, or as are given, at most K; the visible ones that exist in order, then -1."""
+    """As many places as entries are visible, or as are given, at most K: visible ones that exist, then -1."""
     draw = data.draw
     rows, width, size = draw(st.integers(0, 5)), draw(st.integers(0, 6)), draw(st.sampled_from([1, 2, 8]))
     blocks = st.one_of(st.integers(0, 13), st.sampled_from([-1, 2**31 - 1, 2**30]))

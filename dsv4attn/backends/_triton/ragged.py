@@ -106,7 +106,7 @@ def ragged_translate_kernel(
     scanned: tl.int32,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (max(T, 1),). Slots of a token's visible entries, moved together; -1 behind them, up to the row's length."""
+    """Grid: (max(T, 1),). Slots of a token's visible entries, moved together; -1 behind, up to the row's length."""
     row = tl.program_id(0)
     begin, length = span_of(row, rows, scanned, indptr, row_lens, lens_stride, width, BLOCK)
     token = row.to(tl.int64)

@@ -82,10 +82,8 @@ def compute_global_topk_ragged_indices_and_indptr(
     check_same_device(rows, token_to_req=token_to_req, block_table=block_table, is_valid=is_valid, **optional)
     most = min(block_table.shape[1] * block_size, _ANY_SLOT)
     seen = is_valid[:tokens].to(_INT) * (most if visible_lens is None else visible_lens.clamp(0, most))
-    if visible_lens is None:
-        lens = ((rows >= 0) & (rows < seen[:, None])).sum(1, dtype=_INT)
-    else:
-        lens = seen.clamp(max=width)
+    counted = (rows >= 0) & (rows < seen[:, None]) if visible_lens is None else None
+    lens = seen.clamp(max=width) if counted is None else counted.sum(1, dtype=_INT)
     flat, indptr = new_rows(rows, tokens, width)
     kernels.compute_global_topk_ragged_indices_and_indptr(
         rows, seen, token_to_req[:tokens], block_table, block_size, (flat, indptr), lens

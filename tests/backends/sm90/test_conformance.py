@@ -34,6 +34,7 @@ NOW = (
     "pages-256-256-decode",
     "scratch-*",
     "poison-ocp-decode",
+    "nan-ocp-decode",
 )
 """Names of cases that are not slow where kernels are interpreted: what the room does otherwise than all others."""
 NOW_GATHERED = (

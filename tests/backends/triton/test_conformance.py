@@ -43,6 +43,9 @@ ALIKE = (
 )
 PATIENT = {
     "codes-*": "some seconds each; `test_keys` tries every code under every scale",
+    "nan-*-prefill": "one kernel serves both phases; only the number of rows differs",
+    "nan-interleaved-*": "where scales stand changes no code",
+    "nan-ocp-decode": "`nan-fnuz-decode` goes the same way; `test_keys` tries the NaN codes of both dialects",
     **{
         f"{name}-{kind}": "memory is used as on c4a layers, which have more of it"
         for name in ("capped", "plan", "stale")
