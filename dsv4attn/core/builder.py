@@ -85,7 +85,8 @@ class MetadataBuilder:
         self.short_prefills = short_prefills
         self.steps: BuilderSteps = getattr(backend, "builder_steps", indices) if steps is None else steps
         extend = getattr(backend, "metadata_extension", None)
-        self._extension: MetadataExtension | None = extend and extend(geometry, limits, self.device)
+        with torch.inference_mode(False):  # as `_buffer`
+            self._extension: MetadataExtension | None = extend and extend(geometry, limits, self.device)
         for _, ratio in geometry.layers:
             if compressed_block_tokens % ratio:
                 raise ArgumentError(
@@ -106,10 +107,12 @@ class MetadataBuilder:
                 self._buffer(limits.max_decode_tokens, 1, self._c128a_max),
                 self._buffer(limits.max_decode_tokens),
             )
-            self._entry_numbers = torch.arange(self._c128a_max, dtype=torch.int32, device=self.device)
+            self._entry_numbers = self._buffer(self._c128a_max)
+            torch.arange(self._c128a_max, out=self._entry_numbers)
 
     def _buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+        with torch.inference_mode(False):  # written outside of the mode that it may be made in
+            return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def build(self, batch: Batch) -> DeepseekSparseSWAMetadata:
         """Window metadata of a batch. Raises ArgumentError before it writes anything."""
@@ -207,14 +210,22 @@ class MetadataBuilder:
         )
         return self._extension.extend_compressed(metadata) if self._extension else metadata
 
-    def build_for(self, batch: Batch, kinds: Sequence[LayerKind]) -> dict[LayerKind, AttentionMetadata]:
-        """Metadata of a batch for several kinds of layers that share its block tables."""
+    def build_for(
+        self, batch: Batch, kinds: Sequence[LayerKind], *, full_width: bool = False
+    ) -> dict[LayerKind, AttentionMetadata]:
+        """Metadata of a batch for several kinds of layers that share its block tables.
+
+        full_width: see `build_compressed`.
+        """
         for kind in kinds:
             if kind is not LayerKind.SWA:
                 # all checks before the first write
                 self._checked_entries(batch, kind, self.geometry.layer_of_kind(kind).compress_ratio)
         swa = self.build(batch)
-        compressed = {k: None if k is LayerKind.SWA else self.build_compressed(batch, swa, k) for k in kinds}
+        compressed = {
+            kind: None if kind is LayerKind.SWA else self.build_compressed(batch, swa, kind, full_width=full_width)
+            for kind in kinds
+        }
         return {kind: AttentionMetadata(swa, compressed[kind]) for kind in kinds}
 
     def _checked_entries(self, batch: Batch, kind: LayerKind, ratio: int) -> tuple[Tensor, list[int]]:

@@ -9,7 +9,9 @@ A backend says as data which form of indices and keys it wants; core prepares ex
 4. `lse` is fp32, natural log, without the sink.
 5. Bytes of a cache that no index names never reach an output, whatever they hold.
 6. Addresses are computed in 64 bits.
-7. The last dimension of a tensor has stride 1; rows, and heads of q, o and out, may lie any distance apart.
+7. A NaN in a key that a row names, be it a code, a scale byte or a plain value, makes the row's out, lse and largest
+   logits NaN, in every head and dim. Writers write a NaN so that the key reads as NaN.
+8. The last dimension of a tensor has stride 1; rows, and heads of q, o and out, may lie any distance apart.
 """
 
 from __future__ import annotations
@@ -288,7 +290,9 @@ class Backend(Protocol):
     ) -> None:
         """out[i, offset + j] = record seq_lens[i] - gather_lens[i] + j of request i; all records if lens is None.
 
-        out: [n, M, D] in the layout's row dtype; rows that receive no record keep what they hold.
+        out: [n, M, D] in the layout's row dtype; rows that receive no record keep what they hold. offset: at least 0. A
+        record is absent, and its row not written, if its position is negative, or its column of the block table, or its
+        row of out, does not exist: lengths may be any int32.
         """
 
     def decode(self, call: AttentionCall) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from attrs import evolve, field, frozen, validators
 
+from dsv4attn.core.versions import refuse_v41
 from dsv4attn.errors import ArgumentError, GeometryError, UnknownNameError
 
 __all__ = ["PRESETS", "LayerGeometry", "LayerKind", "ModelGeometry", "Rope", "Yarn"]
@@ -227,7 +228,8 @@ class ModelGeometry:
         config: a path to `config.json` or to the folder that holds it, a dict, or a config object.
         Layers come from `layer_types`, else from `compress_ratios`; entries past `num_hidden_layers` belong to MTP
         layers and are dropped. Without either the schedule is an error: the default of transformers is not the
-        schedule of any released model.
+        schedule of any released model. Raises GeometryError for what is missing or wrong, and ArgumentError for
+        DeepSeek-V4.1, which is not served yet.
         """
         if isinstance(config, (str, Path)):
             path = Path(config)
@@ -277,6 +279,7 @@ def _from_fields(fields: dict[str, Any], name: str) -> ModelGeometry:
             raise GeometryError(f"{name}: field {key!r}: expected a positive integer, got {value!r}")
         return value
 
+    refuse_v41(fields, name)
     model_type = fields.get("model_type", "deepseek_v4")
     if not isinstance(model_type, str) or not model_type.startswith("deepseek_v4"):
         raise GeometryError(f"{name}: field 'model_type': expected 'deepseek_v4', got {model_type!r}")

@@ -197,12 +197,14 @@ def compute_global_topk_ragged_indices_and_indptr(
     block_table: Tensor,
     block_size: int,
     out: tuple[Tensor, Tensor],
+    row_lens: Tensor | None = None,
 ) -> None:
     """Turn request-local entry numbers into ragged rows of slots of the compressed cache.
 
     Arguments are those of `compute_global_topk_indices_and_lens`. out: (flat [>= T*K] int32, indptr [T+1] int32).
     A row has min(visible_lens, K) places: first the slots of its visible entries in their order, then -1. Entry
     numbers are distinct, as an indexer makes them; of repeated ones only that many are kept.
+    row_lens: [T] int32 - places of each row instead.
     """
     slots = torch.empty_like(topk_indices, memory_format=torch.contiguous_format)
     compute_global_topk_indices_and_lens(
@@ -210,7 +212,7 @@ def compute_global_topk_ragged_indices_and_indptr(
     )
     kept, count = _compact(slots, slots >= 0, slots.shape[1])
     behind = torch.arange(slots.shape[1], device=slots.device) >= count[:, None]
-    _pack(kept.masked_fill(behind, -1), visible_lens, out)
+    _pack(kept.masked_fill(behind, -1), visible_lens if row_lens is None else row_lens, out)
 
 
 def _pack(rows: Tensor, lens: Tensor, out: tuple[Tensor, Tensor]) -> None:

@@ -66,6 +66,7 @@ class KVCacheLayout:
 
     `fp8_ds_mla` (448 + 64 dims): 448 fp8 codes and 64 little-endian bf16 RoPE values, 576 bytes of data, then 8 scale
     bytes: one power-of-two exponent (biased by 127) per group of 64 codes and a pad byte. `rows`: plain bf16 or fp32.
+    A NaN code, scale byte 255 of a group in use, or a NaN RoPE value makes the key NaN for every reader.
 
     name: "fp8_ds_mla" or "rows".
     nope_dim: elements of a key without a position, the leading ones.
@@ -267,7 +268,8 @@ class PagedKVCache:
         """A zeroed cache of our own, with the layout's page stride."""
         stride, element = layout.page_stride(block_size), layout.dtype.itemsize
         last = layout.record_bytes // element
-        flat = torch.zeros(num_blocks * stride // element, dtype=layout.dtype, device=device)
+        with torch.inference_mode(False):  # written outside of the mode that it may be made in
+            flat = torch.zeros(num_blocks * stride // element, dtype=layout.dtype, device=device)
         return cls(flat.as_strided((num_blocks, block_size, last), (stride // element, last, 1)), layout)
 
     def _checked_stride(self) -> int:
@@ -302,7 +304,8 @@ class PagedKVCache:
     def region(self, name: str) -> Tensor:
         """[B, P, count] strided, typed view of one field of every record: "nope", "rope", "scale", or "row"."""
         if not self._regions:
-            self._regions = dict(self._views())
+            with torch.inference_mode(False):  # as `allocate`
+                self._regions = dict(self._views())
         return self._regions[name]
 
     def _views(self) -> Iterator[tuple[str, Tensor]]:

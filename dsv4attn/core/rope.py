@@ -38,9 +38,10 @@ def cos_sin_cache(rope: Rope, max_position: int, device: torch.device | str = "c
     Angles are the fp32 product of position and frequency: near position 1M an fp64 angle differs visibly
     from what every engine computes.
     """
-    positions = torch.arange(max_position, dtype=torch.float32, device=device)
-    angles = positions[:, None] * inverse_frequencies(rope, device)
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+    with torch.inference_mode(False), torch.no_grad():  # used in and out of the mode that it may be made in
+        positions = torch.arange(max_position, dtype=torch.float32, device=device)
+        angles = positions[:, None] * inverse_frequencies(rope, device)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> Tensor:

@@ -14,9 +14,11 @@ from dsv4attn.core.contract import Phase
 from dsv4attn.testing import memory
 from dsv4attn.testing import rows as steps
 from dsv4attn.testing.apart import each_apart
+from dsv4attn.testing.beyond import gathers_within
 from dsv4attn.testing.book import Shelf
 from dsv4attn.testing.case import Area, Case, Check, Scene
 from dsv4attn.testing.cases_attention import BOTH, MIXED, SINKS, attention_cases
+from dsv4attn.testing.cases_nan import nan_cases
 from dsv4attn.testing.codes import Codes, gathers_every_code
 from dsv4attn.testing.gathering import gathers, gathers_long
 from dsv4attn.testing.scenes import KINDS, call, flash, layout, rows, step
@@ -71,6 +73,8 @@ def cache_cases() -> Iterator[Case]:
         says = f"records of {cache} pages of {page} are gathered bit for bit, into their own rows only"
         scene = rows(cache, page=page, blocks=4, shelf=Shelf(page, 4608))
         yield _cache(f"gather-{cache}-{page}", "R1 R2 R3 C4", says, scene, gathers)
+    says = "records behind the table, before the first position or past the output are absent, whatever lengths say"
+    yield _cache("beyond-gather", "R3 R4", says, rows(page=4, blocks=4), gathers_within)
     for cache in ("ocp", "fnuz", "interleaved"):
         says = f"all 256 codes of {cache} under 236 scale bytes are gathered exactly"
         codes = Codes.of(phase=Phase.PREFILL, geometry=flash("swa"), layout=layout(cache))
@@ -143,5 +147,5 @@ def _memory(name: str, clauses: str, says: str, scene: Scene, check: Check) -> C
     return Case(name=name, area=Area.MEMORY, clauses=clauses, says=says, scene=scene, check=check)
 
 
-CASES: tuple[Case, ...] = (*attention_cases(), *cache_cases(), *odd_cases(), *memory_cases())
+CASES: tuple[Case, ...] = (*attention_cases(), *cache_cases(), *nan_cases(), *odd_cases(), *memory_cases())
 assert len({case.name for case in CASES}) == len(CASES), "names of cases are unique"

@@ -36,7 +36,7 @@ class Codes(Call):
 
     @cached_property
     def records(self) -> list[U8]:
-        """Bytes of each record. NaN codes are left out: what a reader makes of them is not said."""
+        """Bytes of each record, without NaN codes: those are of `cases_nan`."""
         layout = self.layout
         nans = (0x80,) if layout.fp8_format is Fp8Format.FNUZ else (0x7F, 0xFF)
         codes = np.arange(layout.nope_dim, dtype=np.int64) % 256

@@ -48,20 +48,21 @@ def test_packing_keeps_the_leading_columns_in_their_places(data: st.DataObject) 
 @given(data=st.data())
 @examples(150)
 def test_ragged_translation_equals_the_formula(data: st.DataObject) -> None:
-    """As many places as entries are visible, at most K; the visible ones that exist in order, then -1."""
+    """As many places as entries are visible, or as are given, at most K: visible ones that exist, then -1."""
     draw = data.draw
     rows, width, size = draw(st.integers(0, 5)), draw(st.integers(0, 6)), draw(st.sampled_from([1, 2, 8]))
     blocks = st.one_of(st.integers(0, 13), st.sampled_from([-1, 2**31 - 1, 2**30]))
     table = [[draw(blocks) for _ in range(4)] for _ in range(3)]
     request = [draw(st.sampled_from([0, 1, 2, -1, 3, 2**31 - 1])) for _ in range(rows)]
     visible = [draw(LENGTHS) for _ in range(rows)]
+    given = [draw(LENGTHS) for _ in range(rows)] if draw(st.booleans()) else None
     absent = st.sampled_from([-1, -7, 2**31 - 1, 0x7FC00000, 40])
     topk = [[draw(st.one_of(st.integers(0, 9), absent)) for _ in range(width)] for _ in range(rows)]
     expected = []
-    for r, seen, chosen in zip(request, visible, topk, strict=True):
+    for r, seen, long, chosen in zip(request, visible, given or visible, topk, strict=True):
         there = [e for e in chosen if 0 <= e < seen and 0 <= r < 3 and e // size < 4 and table[r][e // size] >= 0]
         slots = [table[r][e // size] * size + e % size for e in there]
-        slots, places = [s for s in slots if s < 2**31], min(max(seen, 0), width)
+        slots, places = [s for s in slots if s < 2**31], min(max(long, 0), width)
         expected.append((slots + [-1] * width)[:places])
     wide = torch.full((rows, width + 3), 1, dtype=INT)  # any row stride
     wide[:, :width] = torch.tensor(topk, dtype=INT).view(rows, width)
@@ -74,6 +75,7 @@ def test_ragged_translation_equals_the_formula(data: st.DataObject) -> None:
         torch.tensor(table, dtype=INT),
         size,
         out=(flat, indptr),
+        row_lens=None if given is None else int32(given),
     )
 
     assert rows_of(flat, indptr) == expected

@@ -332,7 +332,8 @@ def attention(
             tl.store(lse + at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2), mask=live)
         if max_logits is not None:
             at = token * max_token + head.to(tl.int64) * max_head
-            tl.store(max_logits + at, tl.where(empty, -float("inf"), largest * LN2), mask=live)
+            top = tl.where(empty, -float("inf"), lang.or_nan(largest, total) * LN2)
+            tl.store(max_logits + at, top, mask=live)
         to = tl.multiple_of(out + (token * out_token * UNIT + head.to(tl.int64) * out_head * UNIT), WIDE)
         keep = live
     result = lang.round_to(acc_left * factor[:, None], to.dtype.element_ty, EXACT_CASTS)

@@ -71,9 +71,7 @@ def copy_records(
         column = (group[:, None] * GROUP + member[None, :])[None, :, :]
         live = ((member < GROUP)[None, :])[None, :, :] & (column < NOPE)
         code = tl.load(record[:, None, None] + column, mask=exists[:, None, None] & live, other=0).to(tl.int32)
-        value = dequantize(code, byte[:, :, None], FNUZ)
-        is_nan = code == 0x80 if FNUZ else (code & 0x7F) == 0x7F
-        value = cast(tl.where(is_nan, float("nan"), value), dtype, EXACT_CASTS)
+        value = cast(dequantize(code, byte[:, :, None], FNUZ), dtype, EXACT_CASTS)
         tl.store(target[:, None, None] + column, value, mask=written[:, None, None] & live)
         tail = (record + NOPE).to(tl.pointer_type(tl.bfloat16))
     else:
@@ -122,7 +120,8 @@ def gather_kernel(
     tiles = tl.cdiv(rows, BLOCK_R)
     request = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * BLOCK_R
-    seq_len = tl.load(SEQ_LENS + request)
+    # a request of negative length has no records; and no position wraps around
+    seq_len = tl.maximum(tl.load(SEQ_LENS + request), 0)
     count = seq_len
     if GATHER_LENS is not None:
         count = tl.load(GATHER_LENS + request)

@@ -4,6 +4,9 @@ A tile is two pieces of C columns side by side (one, if a key is narrow), since 
 Three readers, told apart by KIND: WORDS for the model's own 448 + 64 record on aligned pages, four codes at a time;
 BYTES for quantised records of any other dims or place; ROWS for plain ones. A row that is not `ok` reads as zeros and
 touches no memory.
+
+A NaN code makes the values of its word NaN. Which values of a key are NaN does not matter: each of its logits is then,
+and with it the whole row of the output.
 """
 
 from __future__ import annotations
@@ -115,9 +118,11 @@ def codes(words, scale, fnuz, N: tl.constexpr, W: tl.constexpr, ASM: tl.constexp
 
     A code's bits, put where bf16 has exponent and mantissa, are its value times 2^-120 (2^-119 in FNUZ). Two packed
     multiplications put it right, and are exact; one with the product of both powers overflows above byte 134.
+    All four values of a word are NaN if one of its codes is: see above.
     """
+    unit = tl.where(fnuz, 0x7B007B00, 0x7B807B80) if ASM else tl.where(fnuz, 0x7B000000, 0x7B800000)
+    unit = tl.where(lang.has_nan(words, fnuz), 0x7FC07FC0 if ASM else 0x7FC00000, unit)
     if ASM:
-        unit = tl.where(fnuz, 0x7B007B00, 0x7B807B80) + tl.zeros_like(words)
         first, second = tl.inline_asm_elementwise(
             DECODE,
             "=r,=r,r,r,r",
@@ -127,23 +132,18 @@ def codes(words, scale, fnuz, N: tl.constexpr, W: tl.constexpr, ASM: tl.constexp
             pack=1,
         )
     else:
-        first = _half(words, scale, fnuz, 0) | (_half(words, scale, fnuz, 8) << 16)
-        second = _half(words, scale, fnuz, 16) | (_half(words, scale, fnuz, 24) << 16)
+        unit = unit.to(tl.float32, bitcast=True)
+        first = _half(words, scale, unit, 0) | (_half(words, scale, unit, 8) << 16)
+        second = _half(words, scale, unit, 16) | (_half(words, scale, unit, 24) << 16)
     return tl.reshape(tl.join(first, second), [N, 2 * W])
 
 
 @triton.jit
-def _half(words, scale, fnuz, SHIFT: tl.constexpr):
+def _half(words, scale, unit, SHIFT: tl.constexpr):
     """The bf16 bits of one code of each word; the value is exact, so cutting is rounding."""
-    return (_value(words, scale, fnuz, SHIFT).to(tl.int32, bitcast=True) >> 16) & 0xFFFF
-
-
-@triton.jit
-def _value(words, scale, fnuz, SHIFT: tl.constexpr):
     code = words >> SHIFT
     bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
-    unit = tl.where(fnuz, 0x7B000000, 0x7B800000).to(tl.float32, bitcast=True)
-    return bits.to(tl.float32, bitcast=True) * unit * scale
+    return ((bits.to(tl.float32, bitcast=True) * unit * scale).to(tl.int32, bitcast=True) >> 16) & 0xFFFF
 
 
 @triton.jit
@@ -234,7 +234,7 @@ def read_piece(
         is_code = ok[:, None] & (column < NOPE)[None, :]
         code = tl.load(base + (data[:, None] + column[None, :]), mask=is_code, other=0)
         byte = tl.load(base + (scale[:, None] + (column // GROUP)[None, :]), mask=is_code, other=127)
-        value = _value(code.to(tl.int32), lang.power_of_two(byte.to(tl.int32)), fnuz, 0)
+        value = lang.dequantize(code.to(tl.int32), byte.to(tl.int32), fnuz)
         rope = (base + (data + NOPE)).to(tl.pointer_type(tl.bfloat16))[:, None] + (column - NOPE)[None, :]
         is_rope = ok[:, None] & ((column >= NOPE) & (column < NOPE + ROPE))[None, :]
         values = tl.where(is_code, value, tl.load(rope, mask=is_rope, other=0.0).to(tl.float32)).to(DT)

@@ -18,16 +18,41 @@ def power_of_two(byte):
 
 
 @triton.jit
-def dequantize(code, byte, FNUZ: tl.constexpr):
-    """fp32 value of e4m3 codes (int32, 0..255) under E8M0 scale bytes (int32), exact for every finite code.
+def dequantize(code, byte, fnuz):
+    """fp32 value of e4m3 codes (int32, 0..255) under E8M0 scale bytes (int32), exact for every finite code, else NaN.
 
     The code's seven low bits, put where fp32 has exponent and mantissa, are its value times 2^-120 (2^-119 in FNUZ),
     subnormals included. Two multiplications, because one factor of both powers can overflow.
     """
     bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
-    unit: tl.constexpr = 0x7B000000 if FNUZ else 0x7B800000  # 2^119, 2^120
-    value = bits.to(tl.float32, bitcast=True) * tl.full((), unit, tl.int32).to(tl.float32, bitcast=True)
-    return value * power_of_two(byte)
+    unit = tl.where(fnuz, 0x7B000000, 0x7B800000).to(tl.float32, bitcast=True)  # 2^119, 2^120
+    value = bits.to(tl.float32, bitcast=True) * unit * power_of_two(byte)
+    return tl.where(is_nan(code, fnuz), float("nan"), value)
+
+
+@triton.jit
+def is_nan(code, fnuz):
+    """Whether an e4m3 code, int32, is no number: 0x7F and 0xFF, or, in FNUZ, 0x80 alone."""
+    # of a dialect that the kernel knows, the compiler drops the other comparison
+    return tl.where(fnuz, (code & 0xFF) == 0x80, (code & 0x7F) == 0x7F)
+
+
+@triton.jit
+def has_nan(words, fnuz):
+    """Whether one of the four e4m3 codes of each word, int32, is NaN.
+
+    Adding 1 turns a byte's upper bit if the seven below it are ones. FNUZ: subtracting 1 sets it, where it was not set,
+    only in a zero, which 0x80 becomes when its own upper bit is turned. Bytes carry into the next one only from a NaN.
+    """
+    words ^= tl.where(fnuz, -0x7F7F7F80, 0)
+    turned = (words + tl.where(fnuz, -0x01010101, 0x01010101)) ^ words
+    return (turned & ~(words & tl.where(fnuz, -1, 0)) & -0x7F7F7F80) != 0
+
+
+@triton.jit
+def or_nan(largest, total):
+    """The largest logits, or NaN where the total of weights is: maxima pass over a NaN among logits, sums do not."""
+    return tl.where(total == total, largest, total)  # noqa: PLR0124 - NaN is not
 
 
 @triton.jit

@@ -89,12 +89,14 @@ def ragged_translate_kernel(
     indptr,
     topk,
     visible_lens,
+    row_lens,
     token_to_req,
     table,
     topk_stride: tl.int64,
     topk_column_stride: tl.int64,
     width: tl.int32,
     visible_stride: tl.int64,
+    lens_stride: tl.int64,
     request_stride: tl.int64,
     table_stride: tl.int64,
     table_column_stride: tl.int64,
@@ -105,9 +107,9 @@ def ragged_translate_kernel(
     scanned: tl.int32,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (max(T, 1),). Slots of a token's visible entries, moved together; -1 behind them."""
+    """Grid: (max(T, 1),). Slots of a token's visible entries, moved together; -1 behind, up to the row's length."""
     row = tl.program_id(0)
-    begin, length = span_of(row, rows, scanned, indptr, visible_lens, visible_stride, width, BLOCK)
+    begin, length = span_of(row, rows, scanned, indptr, row_lens, lens_stride, width, BLOCK)
     token = row.to(tl.int64)
     request = tl.load(token_to_req + token * request_stride, mask=row < rows, other=-1)
     known = (request >= 0) & (request < num_reqs)
@@ -147,15 +149,17 @@ def compute_global_topk_ragged_indices_and_indptr(
     block_table: Tensor,
     block_size: int,
     out: tuple[Tensor, Tensor],
+    row_lens: Tensor | None = None,
 ) -> None:
     """See `core.indices`."""
     flat, indptr = out
     check_strides(flat=flat, indptr=indptr)
     tokens, width = topk_indices.shape
-    pointers = flat, indptr, topk_indices, visible_lens, token_to_req, block_table
-    strides = visible_lens.stride(0), token_to_req.stride(0), *block_table.stride()
+    row_lens = visible_lens if row_lens is None else row_lens
+    pointers = flat, indptr, topk_indices, visible_lens, row_lens, token_to_req, block_table
+    strides = visible_lens.stride(0), row_lens.stride(0), token_to_req.stride(0), *block_table.stride()
     numbers = *topk_indices.stride(), width, *strides, *block_table.shape, block_size, tokens
-    scanned = _scanned(indptr, visible_lens, tokens, width)
+    scanned = _scanned(indptr, row_lens, tokens, width)
     launch(ragged_translate_kernel, (max(tokens, 1),), (*pointers, *numbers, scanned), {"BLOCK": BLOCK})
 
 

@@ -77,7 +77,7 @@ def reduce(
     if lse is not None:
         tl.store(lse + at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2))
     if max_logits is not None:
-        tl.store(max_logits + (token * max_token + head * max_head), top * LN2)
+        tl.store(max_logits + (token * max_token + head * max_head), lang.or_nan(top, total) * LN2)
     acc *= tl.where(empty, 0.0, factor)
     if table is not None:
         # rounded before it is rotated, as it would be if another kernel did it

@@ -93,13 +93,19 @@ def insert(k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
 def gather(
     out: Tensor, cache: PagedKVCache, seq_lens: Tensor, gather_lens: Tensor | None, block_table: Tensor, offset: int
 ) -> None:
-    """out[i, offset + j] = the record at position seq_lens[i] - gather_lens[i] + j; rows without a record stay."""
-    lens = seq_lens if gather_lens is None else gather_lens
-    columns = torch.arange(out.shape[1] - offset, device=out.device)
-    request, row = (columns < lens[:, None]).nonzero(as_tuple=True)
+    """out[i, offset + j] = the record at position seq_lens[i] - gather_lens[i] + j; rows without a record stay.
+
+    Records in front of the first position, behind the block table, or for rows behind the last one of out, are absent.
+    """
+    seq_lens = seq_lens.long().clamp(min=0)
+    lens = seq_lens if gather_lens is None else gather_lens.long()
+    columns = torch.arange(max(out.shape[1] - offset, 0), device=out.device)
+    positions = (seq_lens - lens)[:, None] + columns
+    inside = (positions >= 0) & (positions < block_table.shape[1] * cache.block_size)
+    request, row = ((columns < lens[:, None]) & inside).nonzero(as_tuple=True)
     for part in tiles(request.shape[0], record_bytes(cache.layout)):
         i, j = request[part], row[part]
-        position = (seq_lens - lens)[i] + j
+        position = positions[i, j]
         block = block_table[i, position // cache.block_size].long()
         exists = (block >= 0) & (block < cache.num_blocks)
         slots = block * cache.block_size + position % cache.block_size

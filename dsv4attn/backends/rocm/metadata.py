@@ -69,8 +69,9 @@ class RaggedBuffers:
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
         """Allocate."""
         self._width = width
-        self._flat = torch.full((max(rows * width, 1),), -1, dtype=torch.int32, device=device)
-        self._indptr = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # written outside of the mode that they may be made in
+            self._flat = torch.full((max(rows * width, 1),), -1, dtype=torch.int32, device=device)
+            self._indptr = torch.zeros(rows + 1, dtype=torch.int32, device=device)
 
     def fill(self, dense: DenseIndices) -> tuple[Tensor, Tensor]:
         """Write rows; (indices [max(rows * width, 1)], indptr [rows + 1]), the same memory for as many rows."""

@@ -61,7 +61,8 @@ def compute_global_topk_ragged_indices_and_indptr(
 
     topk_indices: [T, 1, K] or [T, K] int32, -1 or anything absent wherever it stands. token_to_req: [>= T] int32.
     block_table: [R, N] int32. is_valid: [>= T] bool; other rows are empty. visible_lens: [T] int32, more than the
-    original has: entries each token may see, so that its row is no longer than that.
+    original has: entries each token may see; its row has min(visible_lens, K) places. Without it, a row has as many
+    places as topk_indices has entries of the table, numbers in [0, N * block_size), for its token.
     A row's slots stand together at its front; what its length has besides is -1.
     Raises ArgumentError before any launch.
     """
@@ -81,11 +82,13 @@ def compute_global_topk_ragged_indices_and_indptr(
     check_same_device(rows, token_to_req=token_to_req, block_table=block_table, is_valid=is_valid, **optional)
     most = min(block_table.shape[1] * block_size, _ANY_SLOT)
     seen = is_valid[:tokens].to(_INT) * (most if visible_lens is None else visible_lens.clamp(0, most))
+    counted = (rows >= 0) & (rows < seen[:, None]) if visible_lens is None else None
+    lens = seen.clamp(max=width) if counted is None else counted.sum(1, dtype=_INT)
     flat, indptr = new_rows(rows, tokens, width)
     kernels.compute_global_topk_ragged_indices_and_indptr(
-        rows, seen, token_to_req[:tokens], block_table, block_size, (flat, indptr)
+        rows, seen, token_to_req[:tokens], block_table, block_size, (flat, indptr), lens
     )
-    return flat, indptr, seen.clamp_(max=width)
+    return flat, indptr, lens
 
 
 def combine_topk_swa_indices_ragged(

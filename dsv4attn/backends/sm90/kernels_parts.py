@@ -75,7 +75,7 @@ def add_up(
             tl.store(lse + at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2), mask=live)
         if max_logits is not None:
             at = token * max_token + head.to(tl.int64) * max_head
-            tl.store(max_logits + at, top * LN2, mask=live)
+            tl.store(max_logits + at, lang.or_nan(top, total) * LN2, mask=live)
         to = tl.multiple_of(out + (token * out_token + head.to(tl.int64) * out_head), 16)
         result = lang.round_to(acc, out.dtype.element_ty, EXACT_CASTS)
         tl.store(to[:, None] + column[None, :], result, mask=live[:, None] & (column < 512)[None, :])

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from dsv4attn.backends._triton.keys import DECODE
+from dsv4attn.backends._triton.lang import has_nan
 from dsv4attn.backends.sm90.compat import copy_async, reinterpret
 from dsv4attn.backends.sm90.kernels_schedule import advance, enter, page_of, settle, slots
 
@@ -21,13 +22,16 @@ RAW_S = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def decode(words, scale):
+def decode(words, scale, nan):
     """[64, 16] words of four e4m3 codes, times scales of two equal bf16, as two words each of two bf16 values.
 
     A code's bits, put where bf16 has exponent and mantissa, are its value times 2^-120. Two multiplications put it
     right, and are exact for all codes and scales; one with the product of both powers overflows above byte 134.
+    nan: [64, 16] - words whose values are NaN; None: no word's, and what NaN codes give is undefined.
     """
     unit = gl.full_like(words, 0x7B807B80)
+    if nan is not None:
+        unit = gl.where(nan, 0x7FC07FC0, unit)
     return gl.inline_asm_elementwise(
         DECODE,
         "=r,=r,r,r,r",
@@ -39,11 +43,11 @@ def decode(words, scale):
 
 
 @gluon.jit
-def decoded(words, scales, SHIFT: gl.constexpr):
+def decoded(words, scales, SHIFT: gl.constexpr, nan=None):
     """[64, 16] words of codes as [64, 32] words of two values, under the scale byte that SHIFT tells."""
     byte = (scales >> SHIFT) & 255
     half = gl.where(byte == 0, 0x40, gl.where(byte == 255, 0x7FC0, byte << 7))
-    first, second = decode(words, gl.expand_dims(half * 0x10001, 1) + gl.zeros_like(words))
+    first, second = decode(words, gl.expand_dims(half * 0x10001, 1) + gl.zeros_like(words), nan)
     return gl.reshape(gl.join(first, second), [64, 32])
 
 
@@ -128,16 +132,21 @@ def produce(
         x4 = raw_s[4].load(WORDS_L)
         fetch(raw_s, data, next_ok)
         mbarrier.wait(k_empty.index(b), ((i // 2) & 1) ^ 1)
+        # where one of seven words has a NaN code, the last one's values are NaN: asking once is cheaper
+        nan = has_nan(x6, False)
         y = beside(decoded(x6, high, 16), rope)
         reinterpret(kD.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(y)
+        nan |= has_nan(x4, False) | has_nan(x5, False)
         y = beside(decoded(x4, high, 0), decoded(x5, high, 8))
         reinterpret(kC.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(y)
         x5 = load_words(data, next_ok, 80)
         x6 = load_words(data, next_ok, 96)
         rope = load_rope(data, next_ok)
+        nan |= has_nan(x0, False) | has_nan(x1, False)
         y = beside(decoded(x0, low, 0), decoded(x1, low, 8))
         reinterpret(kA.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(y)
-        y = beside(decoded(x2, low, 16), decoded(x3, low, 24))
+        nan |= has_nan(x2, False) | has_nan(x3, False)
+        y = beside(decoded(x2, low, 16), decoded(x3, low, 24, nan))
         reinterpret(kB.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(y)
         # so late because earlier it takes a register that is not there
         bias_s.index(b).store(gl.where(ok, 0.0, -float("inf")))

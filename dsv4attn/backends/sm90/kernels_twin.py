@@ -167,7 +167,8 @@ def attention(
                 tl.store(lse + at, tl.where(empty, empty_lse, (reference + tl.log2(total)) * LN2), mask=live)
             if max_logits is not None:
                 at = token * max_token + head.to(tl.int64) * max_head
-                tl.store(max_logits + at, tl.where(empty, -float("inf"), largest * LN2), mask=live)
+                top = tl.where(empty, -float("inf"), lang.or_nan(largest, total) * LN2)
+                tl.store(max_logits + at, top, mask=live)
         else:
             line = side * 64 + within
             tl.store(part + line[:, None] * 512 + column[None, :], result)

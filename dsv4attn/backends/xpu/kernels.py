@@ -150,7 +150,7 @@ def attend_leading_values(
 
     empty = total == 0.0
     told = token * H + head
-    tl.store(max_logits + told, tl.where(empty, -float("inf"), largest * LN2), mask=live)
+    tl.store(max_logits + told, tl.where(empty, -float("inf"), lang.or_nan(largest, total) * LN2), mask=live)
     tl.store(lse + told, tl.where(empty, -float("inf"), (largest + tl.log2(total)) * LN2), mask=live)
     if sink is not None:
         # one more logit of value zero; a sink of +inf leaves nothing

@@ -1,4 +1,4 @@
-"""Codes are decoded exactly: all 256 under every scale byte, by plain integers and by the packed assembly.
+"""Codes are decoded exactly: all finite ones under every scale byte, by plain integers and by the packed assembly.
 
 No GPU is needed for the assembly: its text is read here, and run on numpy's integers.
 """
@@ -36,31 +36,60 @@ def defined(*, fnuz: bool) -> tuple[F64, NDArray[np.bool_]]:
     return values * np.ldexp(1.0, BYTES - 127)[:, None], np.isfinite(values) & (BYTES < oracle.E8M0_NAN)[:, None]
 
 
-def decoded(*, fnuz: bool, known: bool, assembly: bool) -> F64:
-    """[256, 256] values, by the kernel."""
-    out = torch.zeros(256, 128, dtype=torch.int32, device=DEVICE)
-    words = torch.from_numpy(WORDS.view(np.int32)).to(DEVICE)
-    scales = torch.from_numpy(BYTES.astype(np.int32)).to(DEVICE)
+def decoded(codes: NDArray[np.uint8], scales: NDArray[Any], *, fnuz: bool, known: bool, assembly: bool) -> F64:
+    """[n, 256] values of codes [n, 256] under scale bytes [n], by the kernel."""
+    n = len(codes)
+    out = torch.zeros(n, 128, dtype=torch.int32, device=DEVICE)
+    words = torch.from_numpy(np.ascontiguousarray(codes).view(np.int32)).to(DEVICE)
+    given = torch.from_numpy(scales.astype(np.int32)).to(DEVICE)
     constants = {"W": 64, "FNUZ": fnuz if known else None, "ASM": assembly}
-    launch(words_kernel, (256 // ROWS.value,), (words, scales, out, int(fnuz)), constants)
+    launch(words_kernel, (n // ROWS.value,), (words, given, out, int(fnuz)), constants)
     return out.cpu().view(torch.bfloat16).double().numpy()
 
 
-@dialects
-@pytest.mark.parametrize("known", [True, False], ids=["constant", "runtime"])
-@pytest.mark.parametrize(
+constant = pytest.mark.parametrize("known", [True, False], ids=["constant", "runtime"])
+either = pytest.mark.parametrize(
     "assembly", [False, pytest.param(True, marks=pytest.mark.skipif(not NVIDIA, reason="PTX needs an NVIDIA GPU"))]
 )
+
+
+@dialects
+@constant
+@either
 def test_every_code_that_bf16_can_hold_is_exact(assembly: bool, known: bool, fnuz: bool) -> None:
     exact, meant = defined(fnuz=fnuz)
     held = meant & (oracle.round_bf16(exact) == exact)
+    # others of its word are NaN with a NaN code
+    codes = np.where(np.isnan(oracle.decode_e4m3(CODES, fnuz)), 0, CODES).astype(np.uint8)
 
-    got = decoded(fnuz=fnuz, known=known, assembly=assembly)
+    got = decoded(codes, BYTES, fnuz=fnuz, known=known, assembly=assembly)
 
     assert held.sum() > 240 * 250
     assert np.array_equal(got[held], exact[held])
     assert np.array_equal(np.signbit(got[held]), np.signbit(exact[held]))
     assert np.isnan(got[oracle.E8M0_NAN]).all()
+
+
+@dialects
+@constant
+@either
+def test_words_with_a_nan_code_are_nan_and_no_others(assembly: bool, known: bool, fnuz: bool) -> None:
+    """Every code beside each that is NaN or next to it, at each place of a word, beside codes that carry or borrow."""
+    edges = [0x00, 0x01, 0x7E, 0x7F, 0x80, 0x81, 0xFE, 0xFF]
+    pairs = np.array([pair for a in range(256) for b in edges for pair in ((a, b), (b, a))])
+    words = np.concatenate([np.full((len(pairs), 4), fill, np.uint8) for fill in (0x00, 0x7E, 0xFE, 0x81)])
+    for i, at in enumerate((0, 1, 2, 1)):
+        words[len(pairs) * i : len(pairs) * (i + 1), at : at + 2] = pairs
+    codes = words.reshape(-1, 256)
+    values = oracle.decode_e4m3(codes, fnuz)
+    wanted = np.isnan(values).reshape(-1, 4).any(-1)
+
+    got = decoded(codes, np.full(len(codes), 127), fnuz=fnuz, known=known, assembly=assembly)
+
+    assert wanted.any()
+    assert np.array_equal(np.isnan(got).reshape(-1, 4).all(-1), wanted)
+    finite = ~np.repeat(wanted, 4).reshape(codes.shape)
+    assert np.array_equal(got[finite], values[finite])
 
 
 # the assembly, without a GPU

@@ -63,7 +63,8 @@ def test_entries_become_slots_of_their_own_request(seed: int, *, deep: bool) -> 
     seen = [rng.randint(0, 7) for _ in range(rows)] if rng.random() < 0.5 else None
     expected = []
     for t, row in enumerate(entries):
-        places = min(width, columns * size if seen is None else min(seen[t], columns * size)) if valid[t] else 0
+        counted = sum(0 <= v < columns * size for v in row)
+        places = (counted if seen is None else min(width, seen[t], columns * size)) if valid[t] else 0
         limit = columns * size if seen is None else seen[t]
         known = [v for v in row if 0 <= v < min(limit, columns * size)] if of[t] < requests else []
         slots = [table[of[t]][v // size] * size + v % size for v in known if table[of[t]][v // size] >= 0]
@@ -77,6 +78,27 @@ def test_entries_become_slots_of_their_own_request(seed: int, *, deep: bool) -> 
     assert flat.shape == (rows * width,)
     assert rows_of(flat, indptr) == expected
     assert lens.tolist() == [len(row) for row in expected]
+
+
+def test_without_visible_lens_a_row_has_the_entries_that_stand_in_it() -> None:
+    """The field's rule: as many places as entries, for a token that is one; an attention over more is another one."""
+    topk = ints(
+        [
+            [2, 0, 1, -1, -1, -1],
+            [-1, -1, -1, -1, -1, -1],
+            [0, -1, 1, -1, -1, -1],
+            [0, 1, 2, 3, 4, 5],
+            [5, 7, -7, 4, 1, 0],
+        ]
+    )
+    valid = torch.tensor([True, True, True, False, True], device=DEVICE)
+
+    flat, indptr, lens = compute_global_topk_ragged_indices_and_indptr(topk, ints([0] * 5), ints([[7, -1]]), 3, valid)
+
+    assert lens.tolist() == [3, 0, 2, 0, 4]
+    assert indptr.tolist() == [0, 3, 3, 5, 5, 9]
+    # entries 4 and 5 are of a block that is gone: their places are there, behind the others
+    assert flat[:9].tolist() == [23, 21, 22, 21, 22, 22, 21, -1, -1]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -35,6 +35,7 @@ NOW = (
     "scratch-*",
     "poison-ocp-decode",
     "apart-call-decode",
+    "nan-ocp-decode",
 )
 """Names of cases that are not slow where kernels are interpreted: what the room does otherwise than all others."""
 NOW_GATHERED = (

@@ -49,6 +49,9 @@ PATIENT = {
         ("million-*", "requests-*", "*-1031", "gather-long", "keys-*"),
         "more than a thousand programs, or keys, one after another",
     ),
+    "nan-*-prefill": "one kernel serves both phases; only the number of rows differs",
+    "nan-interleaved-*": "where scales stand changes no code",
+    "nan-ocp-decode": "`nan-fnuz-decode` goes the same way; `test_keys` tries the NaN codes of both dialects",
     **{
         f"{name}-{kind}": "memory is used as on c4a layers, which have more of it"
         for name in ("capped", "plan", "stale")

@@ -1,0 +1,220 @@
+"""A NaN among selected keys is a failure of the model, and shows: in whole rows, on every path, and in no other row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsv4attn.core.contract import KeyForm, Phase
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout
+from dsv4attn.testing.book import Book
+from dsv4attn.testing.calls import Call, Lanes
+from dsv4attn.testing.case import Area, Bench, Case, Check, Measure, SkipCase, Wrong
+from dsv4attn.testing.checks import bits, judged
+from dsv4attn.testing.judge import F64, U8, written
+from dsv4attn.testing.scenes import flash, layout
+from dsv4attn.testing.world import normal
+
+__all__ = ["Spoiled", "gathers_nan", "inserts_nan", "nan_cases", "shows_nan"]
+
+CLEAN = 16
+"""Slots of each cache that are never spoiled; row t has slot CLEAN + t for itself."""
+Spoil = tuple[str, int, bytes]
+"""What is NaN, and the bytes of a record that make it so, from some byte on."""
+
+
+def spoils(layout: KVCacheLayout) -> list[Spoil]:
+    """A NaN code in each group and at each place of a word, NaN scales of some groups, and NaN RoPE values."""
+    if not layout.is_quantised:
+        size = layout.dtype.itemsize
+        nan = b"\xc0\x7f" if size == 2 else b"\x00\x00\xc0\x7f"
+        return [(f"value of dim {dim}", dim * size, nan) for dim in (0, layout.nope_dim, layout.head_dim - 1)]
+    codes = (0x80, 0x80) if layout.fp8_format is Fp8Format.FNUZ else (0x7F, 0xFF)
+    groups, last = layout.num_groups, layout.nope_dim - 1
+    dims = [min(g * layout.group_size + 5 * g % 4, last) for g in range(groups)] + [last]
+    found = [(f"code 0x{codes[i % 2]:02X} of dim {dim}", dim, bytes([codes[i % 2]])) for i, dim in enumerate(dims)]
+    found += [(f"scale of group {g}", layout.data_bytes + g, b"\xff") for g in (0, groups // 2, groups - 1)]
+    tail = [(0, b"\xc1\xff"), (layout.rope_dim - 1, b"\x81\x7f")]
+    return found + [(f"RoPE value {i}", layout.nope_dim + 2 * i, nan) for i, nan in tail]
+
+
+@attrs.frozen(kw_only=True, eq=False, slots=False)
+class Spoiled(Call):
+    """Rows with a key of their own each, among clean ones. Three rows of four name it, the fourth one does not."""
+
+    spoil: bool = False
+    """Whether the rows' own keys are spoiled."""
+
+    @classmethod
+    def of(cls, phase: Phase, cache: str, kind: str) -> Spoiled:
+        """A call on caches of one layout."""
+        made = layout(cache)
+        rows = len(spoils(made)) * 4 // 3 + 1
+        return cls(phase=phase, geometry=flash(kind), layout=made, kind=kind, columns=8, rows=rows, sinks=[0.5] * 8)
+
+    def owner(self, row: int) -> int:
+        """Segment that has the row's own key."""
+        return row % len(self.widths)
+
+    def named_own(self, row: int) -> bool:
+        """Whether the row's own key is one that it attends."""
+        return row % 4 != 3
+
+    def what(self, row: int) -> Spoil:
+        """How the row's own key is spoiled."""
+        found = spoils(self.layout)
+        return found[(row - row // 4) % len(found)]
+
+    @cached_property
+    def keys(self) -> list[F64]:
+        """[CLEAN + rows, D] keys of each cache."""
+        slots = np.arange(CLEAN + self.rows)
+        return [normal((self.seed, 40, i), slots, self.layer.head_dim) for i in range(len(self.widths))]
+
+    @cached_property
+    def books(self) -> list[Book]:
+        """The caches."""
+        made = []
+        for i, (shelf, keys) in enumerate(zip(self.shelves, self.keys, strict=False)):
+            book = Book.blank(self.layout, -(-len(keys) // shelf.block_size), shelf, self.device)
+            book.write(range(len(keys)), keys)
+            for row in range(self.rows if self.spoil else 0):
+                if self.owner(row) == i:
+                    self._spoil(book, row, keys[CLEAN + row])
+            made.append(book)
+        return made
+
+    def _spoil(self, book: Book, row: int, key: F64) -> None:
+        _, at, nan = self.what(row)
+        if not self.layout.is_quantised:
+            key = key.copy()
+            key[at // self.layout.dtype.itemsize] = np.nan
+            book.write([CLEAN + row], key[None])
+            return
+        record: U8 = written(key, self.layout).copy()
+        record[at : at + len(nan)] = np.frombuffer(nan, dtype=np.uint8)
+        with np.errstate(invalid="ignore"):
+            # a NaN that signals does so here
+            book.write_records([CLEAN + row], [record])
+
+    @cached_property
+    def lanes(self) -> list[Lanes]:
+        """Row t has one to five clean keys in each segment, and its own in one: somewhere among them, or behind."""
+        rng = np.random.default_rng((self.seed, 41))
+        made = []
+        for i, width in enumerate(self.widths):
+            slots, lens = np.full((self.rows, width), -1), np.zeros(self.rows, dtype=np.int64)
+            for row in range(self.rows):
+                n = 1 + row % 5
+                listed = list(rng.choice(CLEAN, n, replace=False))
+                own = self.owner(row) == i
+                at = rng.integers(0, n + 1) if self.named_own(row) else n
+                slots[row, : n + own] = listed[:at] + [CLEAN + row] * own + listed[at:]
+                lens[row] = n + (own and self.named_own(row))
+            made.append(Lanes(slots, lens))
+        return made
+
+
+def shows_nan(bench: Bench, call: Spoiled) -> Measure:
+    """Rows that name a spoiled key are NaN throughout; all others have the bits that they have without it."""
+    clean = _run(bench, call)
+    found = _run(bench, attrs.evolve(call, spoil=True))
+    _compare(call, clean, found, [call.what(row)[0] for row in range(call.rows)])
+    return judged(call, (clean["out"], clean.get("lse")))
+
+
+def _run(bench: Bench, call: Spoiled) -> dict[str, Tensor]:
+    """Results of a call by their names."""
+    top = None
+    if bench.backend.forms.max_logits:
+        top = torch.zeros(call.rows, call.layer.num_heads, dtype=torch.float32, device=call.device)
+    out, lse = call.run(bench, max_logits=top)
+    named = {"out": out, "lse": lse, "max_logits": top}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def _compare(call: Spoiled, clean: dict[str, Tensor], found: dict[str, Tensor], what: Sequence[str]) -> None:
+    """what: of each row, what is NaN in its own key."""
+    for name, tensor in found.items():
+        for row in range(call.rows):
+            numbers = tensor[row][~tensor[row].isnan()]
+            if not call.named_own(row):
+                if not torch.equal(bits(tensor[row]), bits(clean[name][row])):
+                    raise Wrong(f"{name} of row {row} changed with a key behind its length, whose {what[row]} is NaN")
+            elif numbers.numel():
+                told = f"{float(numbers[0]):.6g}, expected NaN"
+                raise Wrong(f"{name} of row {row}, which names a key whose {what[row]} is NaN: {told}")
+
+
+def gathers_nan(bench: Bench, call: Spoiled) -> Measure:
+    """Gathered rows are NaN where their records are, and nowhere else."""
+    if bench.backend.forms.prefill_keys is not KeyForm.GATHERED:
+        raise SkipCase("does not apply: this backend reads pages in prefill and gathers nothing")
+    book, count = attrs.evolve(call, spoil=True).books[0], len(call.keys[0])
+    out = torch.zeros(1, count, call.layer.head_dim, dtype=call.layout.row_dtype, device=call.device)
+    table = torch.arange(book.cache.num_blocks, dtype=torch.int32, device=call.device)[None]
+    lens = torch.tensor([count], dtype=torch.int32, device=call.device)
+    bench.backend.dequantize_and_gather_k_cache(out, book.cache, lens, None, table, 0)
+    found, wanted = out[0].double().cpu().numpy(), book.values[:count]
+    same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
+    if not same.all():
+        slot, dim = (int(axis[0]) for axis in (~same).nonzero())
+        raise Wrong(f"slot {slot}, dim {dim}: read {found[slot, dim]:.6g}, wrote {wanted[slot, dim]:.6g}")
+    return Measure()
+
+
+def inserts_nan(fused: bool, bench: Bench, call: Spoiled) -> Measure:  # noqa: FBT001
+    """Keys that hold a NaN are written so that they read as NaN; keys written beside them are not harmed."""
+    clean, spoiled = _run(bench, call), attrs.evolve(call)
+    rope, dim = call.layer.rope_dim, call.layer.head_dim
+    dims = [row * 37 % dim for row in range(call.rows)]
+    for i, (book, keys) in enumerate(zip(spoiled.books, call.keys, strict=True)):
+        rows = [row for row in range(call.rows) if call.owner(row) == i]
+        values = keys[[CLEAN + row for row in rows]].copy()
+        values[np.arange(len(rows)), [dims[row] for row in rows]] = np.nan
+        k = torch.from_numpy(values).to(call.device, torch.bfloat16)
+        slots = torch.tensor([CLEAN + row for row in rows], device=call.device)
+        if fused:
+            q = torch.zeros(len(rows), call.layer.num_heads, dim, dtype=torch.bfloat16, device=call.device)
+            # of position 0, where nothing is turned
+            table = torch.tensor([[1.0] * (rope // 2) + [0.0] * (rope // 2)], device=call.device)
+            positions = torch.zeros(len(rows), dtype=torch.int64, device=call.device)
+            bench.backend.qnorm_rope_kv_insert(q, k, book.cache, slots, positions, table, call.layer.eps)
+        else:
+            bench.backend.quantize_and_insert_k_cache(k, book.cache, slots)
+    _compare(call, clean, _run(bench, spoiled), [f"dim {dims[row]}" for row in range(call.rows)])
+    return judged(call, (clean["out"], clean.get("lse")))
+
+
+def nan_cases() -> Iterator[Case]:
+    """All of them."""
+    for phase in Phase:
+        for cache in ("ocp", "fnuz", "interleaved", "bf16"):
+            says = f"{phase.value} of {cache} keys: a NaN in a selected key makes its rows NaN, and harms no other row"
+            yield Case(
+                name=f"nan-{cache}-{phase.value}",
+                area=Area(phase.value),
+                clauses="C8 C6",
+                says=says,
+                # one with two segments is enough, since all of them are read alike
+                scene=Spoiled.of(phase, cache, "c4a" if cache == "ocp" else "swa"),
+                check=shows_nan,
+            )
+    for cache in ("ocp", "fnuz", "interleaved"):
+        says = f"NaN codes, scales and RoPE values of {cache} records are gathered as NaN"
+        scene = Spoiled.of(Phase.PREFILL, cache, "swa")
+        yield _cache(f"nan-{cache}-gather", "C8 R1", says, scene, gathers_nan)
+    for cache in ("ocp", "fnuz", "bf16"):
+        for name, fused in (("quantise", False), ("insert", True)):
+            says = f"keys that hold a NaN are written to {cache} records that read as NaN, and the others as they are"
+            scene = attrs.evolve(Spoiled.of(Phase.DECODE, cache, "swa"), rows=5)
+            yield _cache(f"nan-{cache}-{name}", "C8", says, scene, partial(inserts_nan, fused))
+
+
+def _cache(name: str, clauses: str, says: str, scene: Spoiled, check: Check) -> Case:
+    return Case(name=name, area=Area.CACHE, clauses=clauses, says=says, scene=scene, check=check)
