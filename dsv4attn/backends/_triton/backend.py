@@ -140,13 +140,13 @@ class TritonBackend:
         tuning = self._tuning(device)
         yield from indices.variants()
         for layer in bounds.layers:
-            yield from builder_steps.variants(layer.window)
+            yield from builder_steps.variants(layer.window, device.arch)
             here = evolve(bounds, aligned=bounds.aligned and _rows_are_aligned(bounds, layer))
             for layout, _ in here.caches(layer):
                 yield from insert.variants(layout, layer.num_heads, here.q_dtype, here.q_dtype, aligned=here.aligned)
                 yield from gather.variants(layout, aligned=here.aligned)
             dims = layer.num_heads, layer.nope_dim, layer.rope_dim, here.num_groups, here.o_lora_rank
-            yield from projection.variants(*dims, here.q_dtype, here.q_dtype, aligned=here.aligned)
+            yield from projection.variants(*dims, here.q_dtype, here.q_dtype, aligned=here.aligned, arch=device.arch)
             yield from self._attention_variants(here, layer, tuning)
 
     def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
