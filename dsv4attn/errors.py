@@ -84,13 +84,23 @@ class GeometryError(Dsv4AttnError, ValueError):
 class UnknownNameError(Dsv4AttnError, ValueError):
     """A backend, model or layer type of this name does not exist."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], others: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        known: Iterable[str],
+        others: Iterable[str] = (),
+        *,
+        near: Iterable[str] | None = None,
+    ) -> None:
         """Name the kind of thing asked for, the name given, and the names that exist.
 
-        others: a line for each thing that is left out, and could be the one that is meant.
+        others: a line for each thing that is left out, and could be the one that is meant. near: the names that may be
+        suggested, where those are not all.
         """
         self.kind, self.name, self.known = kind, name, sorted(known)
-        first = f"unknown {kind} {name!r}{did_you_mean(name, self.known)} (known: {', '.join(self.known)})"
+        meant = did_you_mean(name, self.known if near is None else near)
+        first = f"unknown {kind} {name!r}{meant} (known: {', '.join(self.known)})"
         super().__init__("\n  ".join([first, *others]))
 
 

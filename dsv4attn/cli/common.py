@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import asdict
 
 from dsv4attn.config import AUTO, PHASES
+from dsv4attn.core.devices import KnownDevice, described
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.problem import Problem
 from dsv4attn.errors import ArgumentError, UnknownNameError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from dsv4attn.core.problem import Reason
     from dsv4attn.plugins import PluginFailure
 
-__all__ = ["chosen_backend", "console", "device_json", "failure_json", "geometry_of", "grid", "reason_json"]
+__all__ = ["chosen_backend", "console", "device_json", "epilog", "failure_json", "geometry_of", "grid", "reason_json"]
 
 
 def geometry_of(model: str) -> ModelGeometry:
@@ -87,6 +88,13 @@ def grid(rows: Sequence[tuple[str, Sequence[str]]], styles: Sequence[str] = (), 
         for j, line in enumerate(lines):
             table.add_row(Text("" if j else f"  {name}", style="bold"), Text(line, style=style))
     return table
+
+
+def epilog(devices: Iterable[KnownDevice]) -> str:
+    """The end of a command's help: names of devices, one architecture a line."""
+    return "\b\nDevices, by architecture or by any of these names:\n" + "\n".join(
+        f"  {line}" for line in described(devices)
+    )
 
 
 def device_json(device: DeviceFacts) -> dict[str, Any]:

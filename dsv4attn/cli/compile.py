@@ -13,7 +13,8 @@ import click
 from attrs import asdict, field, frozen
 
 from dsv4attn.cli import FAILED, OK, print_json
-from dsv4attn.cli.common import console, geometry_of, grid, reason_json
+from dsv4attn.cli.common import console, epilog, geometry_of, grid, reason_json
+from dsv4attn.core.devices import DEVICES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
     from dsv4attn.core.geometry import ModelGeometry
     from dsv4attn.plugins import Registered
 
-__all__ = ["compile_"]
+__all__ = ["bounds_of", "compile_"]
 
+_SAID = {"spills": "spill", "limit": "break a limit", "failed": "do not compile"}
+"""What the summary says of each verdict but "ok"."""
+_STYLES = {"ok": "green", "spills": "yellow", "limit": "bold red", "failed": "bold red"}
 _DTYPES = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32")
 
 
@@ -41,7 +45,7 @@ class _Job:
     outcomes: list[Outcome] = field(factory=list)
 
     @property
-    def broken(self) -> list[Outcome]:
+    def faulty(self) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.reasons]
 
     def __str__(self) -> str:
@@ -49,17 +53,25 @@ class _Job:
         count, unit = len(self.outcomes), "SM" if self.target.is_cuda else "CU"
         kernels = f"{count} kernel{'s' if count > 1 else ''} of {self.backend} for {self.target.name}"
         needed = [outcome.resources for outcome in self.outcomes if outcome.resources]
-        if self.broken or not needed:
-            return f"{len(self.broken)} of {kernels} broke a limit"
+        if self.faulty or not needed:
+            verdicts = [outcome.verdict for outcome in self.faulty]
+            found = [f"{verdicts.count(verdict)} {said}" for verdict, said in _SAID.items() if verdict in verdicts]
+            return f"{kernels}: {', '.join(found) or 'nothing to compile'}"
         shared = f"{max(r.shared for r in needed):,} of {self.target.shared_per_block:,} bytes"
         fewest = min(r.occupancy for r in needed)
         blocks = f"{fewest} block{'s' if fewest > 1 else ''} per {unit}"
         return f"{kernels}: no spills, largest shared memory {shared}, at least {blocks}"
 
 
-@click.command("compile", short_help="Compile every kernel for a device that need not be here.")
+@click.command("compile", short_help="Compile every kernel for a device that need not be here.", epilog=epilog(DEVICES))
 @click.option(
-    "--target", "targets", metavar="NAME", multiple=True, required=True, help="sm_90, gfx942, ...: repeatable."
+    "--target",
+    "--device",
+    "targets",
+    metavar="NAME",
+    multiple=True,
+    required=True,
+    help="h200, mi300x, sm_90, ...: repeatable; see below.",
 )
 @click.option("--backend", metavar="NAME", help="Whose kernels.  [default: every backend that runs there]")
 @click.option("--model", "--preset", metavar="NAME", default="flash", show_default=True, help="flash, pro, or a file.")
@@ -89,9 +101,10 @@ def compile_(
 
     Nothing is launched; no device or driver is needed. The table says what a kernel takes: registers of a thread, bytes
     that a thread spills, shared memory of a block, its warps and their threads, its matrix instructions, and how many
-    blocks fit an SM or CU. No compiler checks that against the device. Results go to Triton's cache
-    (TRITON_CACHE_DIR), where a launch finds them. Exit code 0: nothing spills, every block fits, and 16-bit products
-    use the matrix unit; 1: a limit is broken, or a kernel does not compile; 2: bad input.
+    blocks fit an SM or CU. No compiler checks that against the device. A kernel that "spills" is right, but slow; one
+    over a "limit" may not launch; one that "failed" did not compile. Results go to Triton's cache (TRITON_CACHE_DIR),
+    where a launch finds them. Exit code 0: nothing spills, every block fits, and 16-bit products use the matrix unit;
+    1: a kernel spills, breaks a limit, or does not compile; 2: bad input.
     """
     from dsv4attn.core.device import DeviceFacts
 
@@ -105,7 +118,7 @@ def compile_(
     with _progress_bar(total, shown=not as_json) as progress:
         for job in jobs:
             job.outcomes.extend(compile_all(job.variants, job.target, progress=progress))
-    ok = not any(job.broken for job in jobs)
+    ok = not any(job.faulty for job in jobs)
     if as_json:
         told = {"model": geometry.name, "jobs": [_as_json(job) for job in jobs], "failures": failed}
         print_json({"ok": ok, **told})
@@ -142,6 +155,7 @@ def _jobs(
     kernels: Collection[str],
 ) -> tuple[list[_Job], dict[str, str]]:
     """What there is to compile, and the backends that cannot be asked, each with its error."""
+    from dsv4attn.backends._triton.answers import require_release
     from dsv4attn.core.device import DeviceFacts
     from dsv4attn.errors import ArgumentError, UnknownNameError
 
@@ -151,8 +165,9 @@ def _jobs(
         if error.name != "triton":
             raise
         raise click.UsageError("triton is not installed -> pip install 'dsv4attn[triton]'") from error
-    chosen = [Target.named(name) for name in targets]
-    bounds = [_bounds(geometry, dtype) for dtype in dict.fromkeys(dtypes)]
+    require_release()
+    chosen = [Target.of(DeviceFacts.here_or_named(name).arch) for name in targets]
+    bounds = [bounds_of(geometry, dtype) for dtype in dict.fromkeys(dtypes)]
     loaded, failed = _loaded(backend)
     if not loaded:
         raise click.UsageError("no backend has kernels to compile; `dsv4attn backends` lists them")
@@ -198,7 +213,7 @@ def _loaded(backend: str | None) -> tuple[dict[str, tuple[Registered, CompiledBa
     return loaded, failed
 
 
-def _bounds(geometry: ModelGeometry, dtype: str) -> Bounds:
+def bounds_of(geometry: ModelGeometry, dtype: str) -> Bounds:
     """All that a model asks for, with caches of one type; how large its batches are compiles nothing.
 
     Rows of its tensors begin at multiples of 16 bytes. Forms for others read and write narrower, in the same memory.
@@ -260,6 +275,7 @@ def _as_json(job: _Job) -> dict[str, Any]:
             "kernel": outcome.variant.name,
             "variant": text,
             **(asdict(outcome.resources) if outcome.resources else {}),
+            "verdict": outcome.verdict,
             "reasons": [reason_json(reason) for reason in outcome.reasons],
         }
         for outcome, text in _described(job)
@@ -302,7 +318,7 @@ def _table(described: Iterable[tuple[Outcome, str]]) -> Table:
             counts = need.registers, spilled, need.shared, need.matrix, need.occupancy
             numbers = [f"{count:,}" for count in counts]
             numbers.insert(3, f"{need.threads // need.wave}x{need.wave}")
-        verdict = Text("broken", style="bold red") if outcome.reasons else Text("ok", style="green")
+        verdict = Text(outcome.verdict, style=_STYLES[outcome.verdict])
         table.add_row(Text("" if name == before else name, style="bold"), Text(text), *numbers, verdict)
         before = name
     return table
@@ -313,4 +329,4 @@ def _sum_up(jobs: Iterable[_Job], failed: dict[str, str]) -> None:
     for error in failed.values():
         out.print(f"  not asked: {error}", style="yellow")
     for job in jobs:
-        out.print(f"  {job}", style="bold red" if job.broken else "bold green")
+        out.print(f"  {job}", style="bold red" if job.faulty else "bold green")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dsv4attn.cli import FAILED, OK, print_json
-from dsv4attn.cli.common import console, device_json, failure_json, geometry_of, grid, reason_json
+from dsv4attn.cli.common import console, device_json, epilog, failure_json, geometry_of, grid, reason_json
+from dsv4attn.core.devices import DEVICES
 
 if TYPE_CHECKING:
     from dsv4attn.core.device import DeviceFacts
@@ -19,8 +20,8 @@ _positive = click.IntRange(min=1)
 _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yellow", "broken": "red"}
 
 
-@click.command(short_help="Say which backend would run a problem, and why not the others.")
-@click.option("--device", metavar="NAME", help="cpu, xpu, sm120, gfx942, ...: need not be here.  [default: this one]")
+@click.command(short_help="Say which backend would run a problem, and why not the others.", epilog=epilog(DEVICES))
+@click.option("--device", metavar="NAME", help="h200, mi300x, sm_90, cpu, ...: see below.  [default: this one]")
 @click.option("--model", metavar="NAME", default="flash", show_default=True, help="flash, pro, or a config.json.")
 @click.option("--layer", metavar="KIND", default="c4a", show_default=True, help="swa, c4a or c128a.")
 @click.option(
@@ -108,10 +109,7 @@ def _device(name: str | None) -> DeviceFacts:
     """The device described; this machine's own facts if that is what it has."""
     from dsv4attn.core.device import DeviceFacts
 
-    if name is None:
-        return DeviceFacts.here()
-    named = DeviceFacts.named(name)
-    return next((facts for facts in DeviceFacts.all_here() if facts.arch == named.arch), named)
+    return DeviceFacts.here() if name is None else DeviceFacts.here_or_named(name)
 
 
 def _as_json(selection: Selection) -> dict[str, Any]:

@@ -18,31 +18,15 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from dsv4attn.errors import ArgumentError, UnknownNameError
+from dsv4attn.core.devices import device_named
+from dsv4attn.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceFacts", "is_capturing", "may_have_accelerator", "version_of"]
+__all__ = ["DeviceFacts", "is_capturing", "may_have_accelerator", "release_of", "version_of"]
 
 _DEV = Path("/dev")
-_KNOWN = {
-    "cpu": ("cpu", "a CPU"),
-    "xpu": ("xpu", "Intel GPU"),
-    "npu": ("npu", "Ascend NPU"),
-    "sm_80": ("cuda", "NVIDIA A100"),
-    "sm_86": ("cuda", "NVIDIA RTX 30"),
-    "sm_89": ("cuda", "NVIDIA L40"),
-    "sm_90": ("cuda", "NVIDIA H100 or H200"),
-    "sm_100": ("cuda", "NVIDIA B200"),
-    "sm_103": ("cuda", "NVIDIA B300"),
-    "sm_120": ("cuda", "NVIDIA RTX 50 or RTX PRO 6000"),
-    "sm_121": ("cuda", "NVIDIA GB10"),
-    "gfx90a": ("hip", "AMD MI250"),
-    "gfx942": ("hip", "AMD MI300"),
-    "gfx950": ("hip", "AMD MI350"),
-    "gfx1201": ("hip", "AMD RX 9070"),
-}
 _NODES = ("nvidia*", "kfd", "dri/render*", "dxg", "accel/*", "davinci*", "hl*")
 """What accelerators are called under /dev: NVIDIA, AMD, Intel and others, WSL, compute accelerators, Ascend, Gaudi."""
 _YES = ("1", "true", "on", "yes", "y")
@@ -70,8 +54,15 @@ def version_of(distribution: str) -> str | None:
 @cache
 def _triton_version() -> str | None:
     """Version of whatever provides `triton`: builds of torch for ROCm and XPU bring their own under other names."""
-    names = ("triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-rocm", "triton-xpu", "pytorch-triton")
-    return next((version for name in names if (version := version_of(name))), None)
+    builds = (
+        "pytorch-triton-rocm",
+        "pytorch-triton-xpu",
+        "triton-rocm",
+        "triton-xpu",
+        "pytorch-triton",
+        "triton-windows",
+    )
+    return next((version for name in ("triton", *builds) if (version := version_of(name))), None)
 
 
 TRITON_SOURCES = {
@@ -81,6 +72,20 @@ TRITON_SOURCES = {
     "cpu": "pip install triton",
 }
 """Where Triton comes from, on each kind of device that it drives, or interprets."""
+
+NEWER_TRITON = {
+    "cuda": "pip install 'torch>=2.10', which brings Triton 3.6",
+    "hip": "install a newer torch for ROCm, which brings a newer build of Triton",
+    "xpu": "install a newer torch for XPU, which brings a newer build of Triton",
+    "cpu": "pip install 'triton>=3.6'",
+}
+"""Where a newer Triton comes from."""
+
+
+def release_of(version: str | None) -> tuple[int, int] | None:
+    """(3, 6) of "3.6.0+git1b2c"; None of anything that does not begin with two numbers, such as "any"."""
+    numbers = re.match(r"(\d+)\.(\d+)", version or "")
+    return (int(numbers[1]), int(numbers[2])) if numbers else None
 
 
 @frozen
@@ -141,19 +146,24 @@ class DeviceFacts:
 
     @classmethod
     def named(cls, name: str) -> DeviceFacts:
-        """Facts of a device that need not be here: "cpu", "xpu", "sm120" or "sm_120", "gfx942".
+        """Facts of a device that need not be here, by architecture or product: "cpu", "sm_120", "h200", "gfx942".
 
-        Any sm_* and gfx* is accepted; the others must be known. On an accelerator Triton is taken to be installed, as
-        it is wherever such a device is used.
+        See `devices.DEVICES` for the names; any sm_* and gfx* is accepted too. On an accelerator Triton is taken to be
+        installed, as it is wherever such a device is used.
         """
-        arch = re.sub(r"^sm_?(?=\d)", "sm_", name.strip().lower().partition(":")[0])
-        kind, known = _KNOWN.get(arch, ("", arch))
-        if not kind:
-            kind = "cuda" if re.fullmatch(r"sm_\d+", arch) else "hip" if re.fullmatch(r"gfx[0-9a-f]+", arch) else ""
-        if not kind:
-            raise UnknownNameError("device", name, _KNOWN)
-        triton = _triton_version() or (None if kind == "cpu" else "any")
-        return cls(kind, arch, known, version_of("torch"), triton, present=False)
+        known = device_named(name)
+        triton = _triton_version() or (None if known.kind == "cpu" else "any")
+        return cls(known.kind, known.arch, known.text, version_of("torch"), triton, present=False)
+
+    @classmethod
+    def here_or_named(cls, name: str) -> DeviceFacts:
+        """Facts of a device by name: this machine's own where it has such a device, else those of `named`.
+
+        "cuda", "hip" and "rocm" name this machine's first device of that kind, whatever its architecture.
+        """
+        named = cls.named(name)
+        kind = {"rocm": "hip"}.get(name.strip().lower(), name.strip().lower())
+        return next((facts for facts in cls.all_here() if kind == facts.kind or named.arch == facts.arch), named)
 
     def matches(self, patterns: tuple[str, ...]) -> bool:
         """Whether kind or arch fits one of some shell patterns, such as "sm_12*" or "cpu"."""

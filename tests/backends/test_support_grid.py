@@ -125,7 +125,8 @@ def rooms() -> list[Room]:
         "prefill_indices": [form.value for form in IndexForm],
         "prefill_keys": [form.value for form in KeyForm],
     }
-    accelerator, found = torch.accelerator.current_accelerator(check_available=True), []
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    found = []
     for name, one in sorted(registry_for(load_settings()).backends.items()):
         places = ["cpu"] if accelerator is None or name == "reference" else [accelerator.type, "cpu"]
         runs = [place for place in places if DeviceFacts.here(place).matches(one.info.runs_on + one.info.native)]

@@ -98,9 +98,9 @@ def test_the_table_on_80_columns(here: Machine) -> None:
     assert "kernel variant regs spill shared warps mma fit" in text
     assert "rows x:*bf16 96 0 73,728 4x32 0 2 ok" in text
     assert "x:*fp32 96 0 73,728 4x32 0 2 ok" in text
-    assert "attend 255 2,944 131,072 4x32 1,024 1 broken" in text
+    assert "attend 255 2,944 131,072 4x32 1,024 1 spills" in text
     assert "SPILLS 2000 bytes stored and 944 loaded per thread, needs none ->" in text
-    assert text[-1] == "1 of 3 kernels of acme for sm_90 broke a limit"
+    assert text[-1] == "3 kernels of acme for sm_90: 1 spill"
 
 
 def test_what_is_told_to_programs(here: Machine, compiler: list[tuple[str, int]]) -> None:
@@ -117,10 +117,28 @@ def test_what_is_told_to_programs(here: Machine, compiler: list[tuple[str, int]]
     first, last = told["jobs"][0]["kernels"][0], told["jobs"][1]["kernels"][-1]
     assert (first["kernel"], first["variant"], first["registers"], first["reasons"]) == ("rows", "x:*bf16", 96, [])
     assert [(k["wave"], k["matrix"]) for k in (first, last)] == [(32, 0), (64, 1024)]
+    assert [k["verdict"] for k in told["jobs"][0]["kernels"]] == ["ok", "ok", "spills"]
+    assert last["verdict"] == "limit"
+    assert told["jobs"][1]["summary"] == "6 kernels of acme for gfx942: 6 break a limit"
     assert (last["variant"], [reason["code"] for reason in last["reasons"]]) == (
         "beyond 2 GB",
         ["SHARED_MEMORY", "SPILLS"],
     )
+
+
+def test_targets_have_the_names_that_explain_takes(here: Machine, compiler: list[tuple[str, int]]) -> None:
+    room(here)
+    here.run("compile", "--target", "h200", "--device", "rtx 5090", "--target", "mi355x", "--backend", "acme")
+
+    assert [name for name, _ in compiler] == ["sm_90", "sm_120", "gfx950"]
+
+
+@pytest.mark.parametrize("command", ["compile", "explain"])
+def test_help_lists_the_devices(here: Machine, command: str) -> None:
+    code, lines = here.run(command, "--help")
+
+    assert code == 0
+    assert [" ".join(line.split()) for line in lines if "h200" in line][-1].startswith("sm_90 h100, h200")
 
 
 def test_caches_of_several_types_are_compiled_for_once_each(here: Machine, compiler: list[tuple[str, int]]) -> None:
@@ -142,9 +160,9 @@ def test_a_kernel_that_does_not_compile_has_no_numbers(here: Machine, monkeypatc
     text = " ".join(" ".join(lines).split())
 
     assert code == 1
-    assert "attend - - - - - - broken" in text
+    assert "attend - - - - - - failed" in text
     assert "COMPILER Error: [no] power of 2, needs a kernel that compiles" in text
-    assert "3 of 3 kernels of acme for sm_90 broke a limit" in text
+    assert "3 kernels of acme for sm_90: 3 do not compile" in text
 
 
 def test_without_a_name_every_backend_that_runs_there_is_asked(
@@ -162,7 +180,7 @@ def test_without_a_name_every_backend_that_runs_there_is_asked(
     assert compiler == [("sm_90", 3), ("sm_90", 3), ("sm_120", 3)]
     text = " ".join(" ".join(lines).split())
     assert "not asked: backend 'bad' is broken: acme_room:Broken: RuntimeError: no libacme.so" in text
-    assert [line.split()[5:8] for line in lines[-3:]] == [
+    assert [line.replace(":", "").split()[3:6] for line in lines[-3:]] == [
         ["acme", "for", "sm_90"],
         ["far", "for", "sm_90"],
         ["acme", "for", "sm_120"],
@@ -179,6 +197,8 @@ def test_without_a_name_every_backend_that_runs_there_is_asked(
     ("options", "said"),
     [
         (["--target", "gfx90"], "unknown target 'gfx90'; did you mean 'gfx90a'?"),
+        (["--target", "h2O0"], "unknown device 'h2O0'; did you mean 'h200'?"),
+        (["--target", "b580"], "unknown target 'xpu'"),
         ([], "Missing option '--target'"),
         (["--target", "sm_90", "--backend", "reference"], "expected one with kernels to compile, got 'reference'"),
         (["--target", "sm_90", "--backend", "acmee"], "did you mean 'acme'?"),

@@ -58,7 +58,7 @@ def few(case: DecodeCase | PrefillCase) -> bool:
 
 def patient(lanes: Iterable[str]) -> pytest.MarkDecorator:
     """Lanes for cases of many rows: slow ones where kernels are interpreted."""
-    interpreted = torch.accelerator.current_accelerator(check_available=True) is None
+    interpreted = not torch.accelerator.is_available()
     kernels = [lane for lane in lanes if interpreted and LANES[lane][0] != "reference"]
     params = [pytest.param(lane, marks=pytest.mark.slow if lane in kernels else ()) for lane in lanes]
     return pytest.mark.parametrize("lane", params, indirect=True)
@@ -82,7 +82,7 @@ def lane(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 def device_of(name: str) -> torch.device:
     """Where a backend is tried: on the accelerator, if there is one."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device("cpu") if accelerator is None or name == "reference" else accelerator
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from dsv4attn.core import device as device_module
-from dsv4attn.core.device import DeviceFacts, may_have_accelerator, version_of
+from dsv4attn.core.device import DeviceFacts, may_have_accelerator, release_of, version_of
+from dsv4attn.core.devices import DEVICES
 from dsv4attn.errors import ArgumentError, UnknownNameError
 
 # by name
@@ -43,12 +44,59 @@ def test_any_device_can_be_described_by_its_name(name: str, kind: str, arch: str
     assert str(facts).endswith("described, not here")
 
 
-@pytest.mark.parametrize(("name", "meant"), [("xpuu", "xpu"), ("sm", "sm_"), ("h100", ""), ("gfx", "gfx"), ("", "")])
+@pytest.mark.parametrize(
+    ("names", "arch"),
+    [
+        (["a100"], "sm_80"),
+        (["rtx 3090", "RTX3090"], "sm_86"),
+        (["l40s", "rtx4090", "NVIDIA GeForce RTX 4090"], "sm_89"),
+        (["h100", "H200", "NVIDIA H200", "cuda"], "sm_90"),
+        (["b200"], "sm_100"),
+        (["b300"], "sm_103"),
+        (["rtx5090", "rtx pro 6000"], "sm_120"),
+        (["gb10", "DGX Spark", "dgx-spark"], "sm_121"),
+        (["mi250x"], "gfx90a"),
+        (["mi300x", "AMD Instinct MI300X"], "gfx942"),
+        (["mi355x"], "gfx950"),
+        (["rx 7900", "AMD Radeon RX 7900 XTX"], "gfx1100"),
+        (["strix halo"], "gfx1151"),
+        (["rx 9070"], "gfx1201"),
+        (["b580", "Intel Arc B580"], "xpu"),
+    ],
+)
+def test_devices_have_the_names_that_people_call_them(names: list[str], arch: str) -> None:
+    assert {DeviceFacts.named(name).arch for name in names} == {arch}
+
+
+def test_no_name_means_two_devices() -> None:
+    names = [name for device in DEVICES for name in device.spellings]
+
+    assert len(names) == len({*names})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("xpuu", "xpu"), ("sm", "sm_"), ("gfx", "gfx"), ("h2O0", "h200"), ("mi30O", "mi300"), ("rx580", "rx"), ("", "")],
+)
 def test_a_device_nobody_has_is_an_error_with_a_suggestion(name: str, meant: str) -> None:
     with pytest.raises(UnknownNameError, match=rf"^unknown device '{name}'") as caught:
         DeviceFacts.named(name)
     assert not meant or f"did you mean '{meant}" in str(caught.value)
     assert "sm_90" in str(caught.value)
+    assert "mi300x" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["h2O0", "b", "r", "rtx", "rx", "mi", "mi100", "b999", "a999", "x1", "300", "gb", "l", "m"]
+)
+def test_a_suggestion_is_of_one_vendor(name: str) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        DeviceFacts.named(name)
+    said = str(caught.value).partition(" (known:")[0].partition("did you mean")[2]
+    kinds = {device.kind for device in DEVICES for one in device.spellings if f"'{one}'" in said}
+
+    assert len(kinds) <= 1
+    assert {"h2O0": {"cuda"}, "mi100": {"hip"}}.get(name, kinds) == kinds
 
 
 @pytest.mark.parametrize(
@@ -198,3 +246,23 @@ def test_versions_are_read_without_importing() -> None:
     assert torch.__version__.startswith(str(version_of("torch")))
     assert version_of("no-such-package") is None
     assert version_of("") is None
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("3.6.0", (3, 6)), ("3.10.1", (3, 10)), ("3.5.1+git1b2c", (3, 5)), ("any", None), (None, None), ("", None)],
+)
+def test_a_release_is_the_first_two_numbers_of_a_version(version: str | None, release: tuple[int, int] | None) -> None:
+    assert release_of(version) == release
+
+
+@pytest.mark.parametrize(
+    "distribution", ["triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-xpu", "triton-windows"]
+)
+def test_triton_has_the_version_of_whatever_brings_it(monkeypatch: pytest.MonkeyPatch, distribution: str) -> None:
+    monkeypatch.setattr(device_module, "version_of", lambda name: "3.2.0" if name == distribution else None)
+    device_module._triton_version.cache_clear()
+    try:
+        assert device_module._triton_version() == "3.2.0"
+    finally:
+        device_module._triton_version.cache_clear()

@@ -28,7 +28,7 @@ from dsv4attn.backends._triton.warm import threads
 from dsv4attn.core.problem import Reason
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["Outcome", "Resources", "compile_all", "cross_compile", "distinctions"]
+__all__ = ["Outcome", "Resources", "compile_all", "compile_near", "cross_compile", "distinctions"]
 
 
 def cross_compile(variant: Variant, target: Target, *, far: bool = False) -> Any:
@@ -236,6 +236,17 @@ class Outcome:
     resources: Resources | None
     reasons: tuple[Reason, ...]
 
+    @property
+    def verdict(self) -> str:
+        """In one word: "ok"; "spills", which runs and is slow; "limit", which may not launch; "failed" to compile."""
+        codes = {reason.code for reason in self.reasons}
+        if "COMPILER" in codes:
+            return "failed"
+        # products that wait for each other are what a spill leads to
+        if codes & {"SPILLS", "SCRATCH"} and codes <= {"SPILLS", "SCRATCH", "SERIALISED"}:
+            return "spills"
+        return "limit" if codes else "ok"
+
 
 def compile_all(
     variants: Iterable[Variant], target: Target, *, progress: Callable[[Outcome], None] | None = None
@@ -254,6 +265,11 @@ def compile_all(
             if progress is not None:
                 progress(outcome)
     return outcomes
+
+
+def compile_near(variant: Variant, target: Target) -> Outcome:
+    """Compile one variant, in the form for tensors below 2 GB; errors of the compiler are in the outcome."""
+    return _outcome(variant, target, far=False)
 
 
 def _outcome(variant: Variant, target: Target, *, far: bool) -> Outcome:

@@ -119,6 +119,7 @@ def constants(shape: Shape, tuning: Tuning) -> dict[str, Any]:
         "ASM": tuning.assembly and not INTERPRETED and not exact,
         "CHAINED": tuning.chained or INTERPRETED or exact or block < tuning.heads,
         "PREFETCH": tuning.prefetch and words and not exact,
+        "RELOAD": tuning.reload and not INTERPRETED,
         "EXACT_CASTS": not INTERPRETED,
     }
 
@@ -141,10 +142,7 @@ def power_of_two(n: int) -> int:
 
 
 def splits_of(tokens: int, heads: int, width: int, tuning: Tuning, programs: int) -> int:
-    """How many programs share a token's keys: enough to fill the device, as long as each has a tile to attend.
-
-    A function of shapes, so that plans, captured graphs and launches agree.
-    """
+    """How many programs share a token's keys: enough to fill the device, each with a tile. A function of shapes."""
     blocks = -(-heads // min(tuning.heads, power_of_two(heads)))
     return max(1, min(programs // max(tokens * blocks, 1), -(-width // tuning.keys)))
 
@@ -320,7 +318,13 @@ def _plan_of(call: AttentionCall, tuning: Tuning, run: int, splits: int) -> _Pla
 def _launched(shape: Shape, tuning: Tuning, *, split: bool) -> tuple[Constants, Constants]:
     """Constants of both kernels, as they are launched."""
     chosen = constants(shape, tuning)
-    return Constants({**chosen, "SPLIT": split}), Constants(_reduce_constants(chosen, tuning))
+    return Constants(_cut(chosen, tuning, split)), Constants(_reduce_constants(chosen, tuning))
+
+
+def _cut(chosen: dict[str, Any], tuning: Tuning, split: bool) -> dict[str, Any]:
+    """Constants of `attention` where rows are split over several programs, or are not."""
+    prefetch = chosen["PREFETCH"] and (split or chosen["H"] <= tuning.prefetch_heads)
+    return {**chosen, "SPLIT": split, "PREFETCH": prefetch}
 
 
 def _warps(chosen: dict[str, Any], tuning: Tuning) -> int:
@@ -357,7 +361,7 @@ def variants(shape: Shape, tuning: Tuning, *, sinks: Sequence[bool], lses: Seque
         told = {"sink": "*fp32" if sink else "none", "lse": "*fp32" if lse else "none"}
         parts = dict.fromkeys(("part", "part_lse"), "*fp32" if split else "none")
         types = {**pointers, **told, **parts}
-        yield Variant.told(attention, types, {**chosen, "SPLIT": split}, num_warps=_warps(chosen, tuning))
+        yield Variant.told(attention, types, _cut(chosen, tuning, split), num_warps=_warps(chosen, tuning))
         if split:
             reduced = _reduce_constants(chosen, tuning)
             yield Variant.told(reduce, types, reduced, num_warps=tuning.reduce_warps)

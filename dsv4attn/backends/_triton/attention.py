@@ -127,6 +127,25 @@ def product(a, b, acc, once, CHAINED: tl.constexpr):
     return acc
 
 
+@triton.jit
+def product_in_halves(
+    q_row, column, live, key, acc, D: tl.constexpr, N: tl.constexpr, C: tl.constexpr, DT: tl.constexpr
+):
+    """Acc + q @ key^T over the columns of one piece, half of them at a time, with q read from memory.
+
+    q_row: pointers [BH] to rows of q. column: [C] of q. key: [N, C]. Where a matrix unit's operands take the registers
+    of two, half a piece of each still fits.
+    """
+    first, second = tl.split(tl.trans(tl.reshape(column, (2, C // 2))))
+    key0, key1 = tl.split(tl.permute(tl.reshape(key, (N, 2, C // 2)), (0, 2, 1)))
+    there = live[:, None] & (first < D)[None, :]
+    part = tl.load(q_row[:, None] + first[None, :], mask=there, other=0.0).to(DT)
+    acc = tl.dot(part, tl.trans(key0), acc, input_precision="ieee")
+    there = live[:, None] & (second < D)[None, :]
+    part = tl.load(q_row[:, None] + second[None, :], mask=there, other=0.0).to(DT)
+    return tl.dot(part, tl.trans(key1), acc, input_precision="ieee")
+
+
 @stable_kernel
 def attention(
     q,
@@ -199,6 +218,7 @@ def attention(
     ASM: tl.constexpr,
     CHAINED: tl.constexpr,
     PREFETCH: tl.constexpr,
+    RELOAD: tl.constexpr,
     EXACT_CASTS: tl.constexpr,
 ):
     """Grid: tokens x splits x blocks of BH heads, heads fastest, so that programs that share keys run together.
@@ -297,9 +317,17 @@ def attention(
                     slot, here, fnuz, segment1, KIND1, INTERLEAVED1, UNIT1, NOPE, ROPE, GROUP1, SCALES1, C, PIECES, DT
                 )
             slot = slots_of(tile + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
-        z = product(q_left, tl.trans(left), tl.zeros([BH, N], tl.float32), once, CHAINED)
-        if PIECES == 2:
-            z = product(q_right, tl.trans(right), z, once, CHAINED)
+        z = tl.zeros([BH, N], tl.float32)
+        if RELOAD:
+            # the offset is 0, which the compiler cannot know: no operand of q stays in registers from tile to tile
+            again = q_row + tile * (once - 1)
+            z = product_in_halves(again, left_column, live, left, z, D, N, C, DT)
+            if PIECES == 2:
+                z = product_in_halves(again, right_column, live, right, z, D, N, C, DT)
+        else:
+            z = product(q_left, tl.trans(left), z, once, CHAINED)
+            if PIECES == 2:
+                z = product(q_right, tl.trans(right), z, once, CHAINED)
         if WORDS and PREFETCH:
             slot = slots_of(tile + 2, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
         z = tl.where(here[None, :], z * (scale * LOG2E), -float("inf"))

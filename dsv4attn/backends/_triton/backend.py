@@ -148,13 +148,15 @@ class TritonBackend:
         yield from indices.variants()
         promised = {"aligned": bounds.aligned, "aligned_rows": bounds.aligned_rows}
         for layer in bounds.layers:
-            yield from builder_steps.variants(layer.window)
+            yield from builder_steps.variants(layer.window, device.arch)
             for layout, _ in bounds.caches(layer):
                 yield from insert.variants(layout, layer.num_heads, bounds.q_dtype, **promised)
                 yield from gather.variants(layout, **promised)
             dims = layer.num_heads, layer.nope_dim, layer.rope_dim, bounds.num_groups, bounds.o_lora_rank
             for dtype in bounds.wo_a_dtypes:
-                yield from projection.variants(*dims, bounds.q_dtype, dtype, aligned=bounds.aligned_rows)
+                yield from projection.variants(
+                    *dims, bounds.q_dtype, dtype, aligned=bounds.aligned_rows, arch=device.arch
+                )
             yield from self._attention_variants(bounds, layer, tuning)
 
     def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:

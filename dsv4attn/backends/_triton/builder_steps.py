@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.indices import compute_global_topk_indices_and_lens
 from dsv4attn.backends._triton.lookup import depth_of, request_of, slots_of, variant_of
-from dsv4attn.backends._triton.runtime import Variant, launch, stable_kernel
+from dsv4attn.backends._triton.runtime import Variant, architecture, launch, stable_kernel
 from dsv4attn.core.tensorspec import check_strides
 
 __all__ = [
@@ -30,6 +30,9 @@ BLOCK = 256
 """Tokens, or requests, of a program that writes a number for each."""
 WINDOW_TILE = 2048
 """Slots that a program writes when it writes whole windows."""
+WINDOW_WARPS = {"sm_86": 8, "sm_89": 8}
+"""By architecture; 4 on all others. There 4 warps spill 8 bytes a thread (compiled with Triton 3.9, 2026-11-22; not
+measured)."""
 
 
 def _tile_of(window: int) -> dict[str, int]:
@@ -38,11 +41,18 @@ def _tile_of(window: int) -> dict[str, int]:
     return {"TOKENS": max(WINDOW_TILE // columns, 1), "WINDOW": columns}
 
 
-def variants(window: int) -> Iterator[Variant]:
-    """Every form that the steps of this module can ask for, besides those of `indices`. window: of the model."""
+def _window_warps(arch: str) -> int:
+    return WINDOW_WARPS.get(arch, 4)
+
+
+def variants(window: int, arch: str = "") -> Iterator[Variant]:
+    """Every form that the steps of this module can ask for on an architecture, besides those of `indices`.
+
+    window: of the model. arch: as `DeviceFacts.arch` has it.
+    """
     one = {"BLOCK": BLOCK}
     yield variant_of(token_maps_kernel, one, is_valid="*u1", slot_mapping="*i64")
-    yield variant_of(window_kernel, _tile_of(window), is_valid="*u1")
+    yield variant_of(window_kernel, _tile_of(window), is_valid="*u1", num_warps=_window_warps(arch))
     yield variant_of(gather_lens_kernel, one)
     yield variant_of(compressed_kernel, one, slots="*i64", is_valid="*u1")
 
@@ -159,6 +169,7 @@ def build_window_indices(
             *(*sizes, *strides, *block_table.shape, block_size, window),
         ),
         tile,
+        num_warps=_window_warps(architecture()),
     )
 
 

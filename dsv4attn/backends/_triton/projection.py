@@ -5,7 +5,7 @@ One kernel: a matrix product whose left tiles are rotated, where they need it, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import product
 from typing import Any
@@ -19,7 +19,15 @@ from torch import Tensor
 from dsv4attn.backends._triton.insert import angles_of, rotate
 from dsv4attn.backends._triton.lang import round_to
 from dsv4attn.backends._triton.records import alignment_of_rows, row_alignments
-from dsv4attn.backends._triton.runtime import ALIGNMENT, INTERPRETED, Variant, launch, pointer_type, stable_kernel
+from dsv4attn.backends._triton.runtime import (
+    ALIGNMENT,
+    INTERPRETED,
+    Variant,
+    architecture,
+    launch,
+    pointer_type,
+    stable_kernel,
+)
 
 __all__ = ["inv_rope_o_proj", "variants"]
 
@@ -41,13 +49,24 @@ MIDDLE = Tile(64, 64, 64, 4, 4)
 LARGE = Tile(128, 128, 64, 8, 3)
 PLAIN = Tile(32, 32, 32, 4, 2)
 """fp32 on ordinary units, and rows out of step, which no wide access can read: what fits into registers anywhere."""
+TILES: Mapping[str, tuple[Tile, Tile, Tile]] = dict.fromkeys(
+    ("gfx1100", "gfx1151", "gfx1201"), (SMALL, Tile(64, 64, 64, 8, 4), Tile(128, 64, 32, 8, 3))
+)
+"""Small, middle and large tiles of architectures where those above spill: 256 registers of a thread do not hold them
+(compiled with Triton 3.9, 2026-11-22; not measured)."""
 
 
-def tile_of(tokens: int, dtype: torch.dtype, aligned: int) -> Tile:
+def tiles_of(arch: str) -> tuple[Tile, Tile, Tile]:
+    """Tiles for a few tokens, for up to 128, and for more."""
+    return TILES.get(arch, (SMALL, MIDDLE, LARGE))
+
+
+def tile_of(tokens: int, dtype: torch.dtype, aligned: int, arch: str = "") -> Tile:
     """Tile of a product in this dtype. LARGE ones fill a device of 128 cores from 129 tokens of the model's on."""
     if dtype == torch.float32 or aligned < ALIGNMENT:
         return PLAIN
-    return SMALL if tokens <= 16 else MIDDLE if tokens <= 128 else LARGE
+    small, middle, large = tiles_of(arch)
+    return small if tokens <= 16 else middle if tokens <= 128 else large
 
 
 @stable_kernel
@@ -156,7 +175,7 @@ def inv_rope_o_proj(
     out = o.new_empty(tokens, num_groups, rank) if out is None else out
     dtype = torch.promote_types(o.dtype, wo_a.dtype)
     aligned = alignment_of_rows(o, wo_a)
-    tile = tile_of(MIDDLE.tokens if deterministic else tokens, dtype, aligned)
+    tile = tile_of(MIDDLE.tokens if deterministic else tokens, dtype, aligned, architecture())
     launch(
         project_kernel,
         (num_groups * triton.cdiv(tokens, tile.tokens) * triton.cdiv(rank, tile.ranks),),
@@ -204,11 +223,12 @@ def variants(
     w_dtype: torch.dtype,
     *,
     aligned: bool = True,
+    arch: str = "",
 ) -> Iterator[Variant]:
-    """Every form that the step can ask for; `aligned` if rows of outputs and matrices are, to 16 bytes."""
+    """Every form that the step can ask for on an architecture; `aligned` if rows of outputs and matrices are."""
     dtype, width = torch.promote_types(o_dtype, w_dtype), nope + rope
     aligned = aligned and all(width * each.itemsize % ALIGNMENT == 0 for each in (o_dtype, w_dtype))
-    tiles = [(PLAIN if dtype == torch.float32 else tile, ALIGNMENT) for tile in (SMALL, MIDDLE, LARGE)]
+    tiles = [(PLAIN if dtype == torch.float32 else tile, ALIGNMENT) for tile in tiles_of(arch)]
     if not aligned:
         tiles.append((PLAIN, 1))
     types = {"O": pointer_type(o_dtype), "W": pointer_type(w_dtype), "OUT": pointer_type(o_dtype)}

@@ -20,8 +20,9 @@ from attrs import field, frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton import ready
-from dsv4attn.backends._triton.answers import INTERPRETER_CURE
+from dsv4attn.backends._triton.answers import INTERPRETER_CURE, require_release
 from dsv4attn.backends._triton.ready import ALIGNMENT, Constants
+from dsv4attn.core.device import DeviceFacts
 from dsv4attn.errors import ArgumentError
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Constants",
     "StandIn",
     "Variant",
+    "architecture",
     "device_context",
     "launch",
     "multiprocessors",
@@ -40,6 +42,8 @@ __all__ = [
     "stable_gluon",
     "stable_kernel",
 ]
+
+require_release()
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Kernels run in Triton's interpreter. Read once: Triton decides when a kernel is defined."""
@@ -298,6 +302,12 @@ def device_context(device: torch.device) -> AbstractContextManager[object]:
 
 _HERE = nullcontext()
 _devices = cache(torch.accelerator.device_count)
+
+
+@cache
+def architecture() -> str:
+    """Architecture of the first accelerator, as `DeviceFacts.arch` has it; "cpu" where there is none."""
+    return DeviceFacts.here().arch
 
 
 @cache

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from attrs import frozen
 from triton.backends.compiler import GPUTarget
 
-from dsv4attn.errors import UnknownNameError
+from dsv4attn.core.devices import DEVICES, device_named, unknown
 
 __all__ = ["TARGETS", "Target"]
 
@@ -54,12 +54,15 @@ class Target:
 
     @classmethod
     def named(cls, name: str) -> Target:
-        """The target of this name: "sm_90" or "sm90", "gfx942"."""
-        key = name.strip().lower()
-        key = f"sm_{key[2:].lstrip('_')}" if key.startswith("sm") else key
-        if key not in TARGETS:
-            raise UnknownNameError("target", name, TARGETS)
-        return TARGETS[key]
+        """The target of a device's name: "sm_90" or "sm90", "h200", "gfx942", "mi300x"."""
+        return cls.of(device_named(name).arch)
+
+    @classmethod
+    def of(cls, arch: str) -> Target:
+        """The target of an architecture. Raises UnknownNameError where kernels cannot be compiled for it from here."""
+        if arch not in TARGETS:
+            raise unknown("target", arch, [device for device in DEVICES if device.arch in TARGETS])
+        return TARGETS[arch]
 
     def occupancy(self, registers: int, shared: int, warps: int) -> int:
         """Blocks of one kernel that a unit holds at once; 0 if not even one fits. An estimate."""
@@ -77,6 +80,11 @@ def _cdna(name: str, shared_kb: int) -> Target:
     return Target(name, 64, shared_kb * 1024, shared_kb * 1024, 8, 16, registers_per_thread=512)
 
 
+def _rdna(name: str) -> Target:
+    """A WGP: two CUs that share 128 KB; waves of 32, and 1,536 registers for each of their lanes."""
+    return Target(name, 32, 65536, 131072, 16, 32, 1536, 24, 256)
+
+
 TARGETS: Mapping[str, Target] = {
     target.name: target
     for target in (
@@ -85,12 +93,15 @@ TARGETS: Mapping[str, Target] = {
         _cuda("sm_89", 100, 12, 24),
         _cuda("sm_90", 228, 16, 32),
         _cuda("sm_100", 228, 16, 32),
+        _cuda("sm_103", 228, 16, 32),
         _cuda("sm_120", 100, 12, 24),
         _cuda("sm_121", 100, 12, 24),
         _cdna("gfx90a", 64),
         _cdna("gfx942", 64),
         _cdna("gfx950", 160),
-        Target("gfx1201", 32, 65536, 131072, 16, 32, 1536, 24, 256),
+        _rdna("gfx1100"),
+        _rdna("gfx1151"),
+        _rdna("gfx1201"),
     )
 }
 """By name, as `DeviceFacts.arch` has it."""

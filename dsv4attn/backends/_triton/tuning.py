@@ -8,7 +8,7 @@ from attrs import evolve, frozen
 
 from dsv4attn.core.contract import Phase
 
-__all__ = ["CDNA", "DEFAULT", "HOPPER", "INTERPRETER", "Tuning", "row_of"]
+__all__ = ["CDNA", "COMPILED", "DEFAULT", "HOPPER", "INTERPRETER", "RDNA", "Tuning", "row_of"]
 
 
 @frozen
@@ -30,6 +30,10 @@ class Tuning:
     """Whether both products of a tile may share one layout; see `attention.product`."""
     prefetch: bool = True
     """Whether the next tile's records are in flight, in registers, while a tile is multiplied."""
+    prefetch_heads: int = 2**31
+    """Most heads of a layer whose rows are prefetched where one program attends a whole row."""
+    reload: bool = False
+    """Whether q is loaded anew for each tile, where registers are too few to hold it beside the keys."""
     assembly: bool = False
     """Whether codes are decoded four at a time in PTX; otherwise by plain integer operations."""
     run: int = 16
@@ -44,16 +48,25 @@ class Tuning:
         return self.prefill or self if phase is Phase.PREFILL else self
 
 
+COMPILED = "compiled with Triton 3.9, 2026-11-22: no spills, fits; not measured on this hardware"
+"""What a row was chosen by that has run on no such device."""
+
 _MEASURED = "H200, torch 2.11, Triton 3.6, 2026-11-22: dsv4attn bench decode prefill --backend triton"
-_HOPPER = Tuning(chained=False, assembly=True, measured=_MEASURED)
+# rows of 128 heads that are not cut spill 20 to 24 bytes a thread when they prefetch (compiled with Triton 3.9); that
+# they do not prefetch is not measured
+_HOPPER = Tuning(chained=False, assembly=True, prefetch_heads=64, measured=_MEASURED)
 # with enough programs in flight, loads ahead serve nobody: without them 64 heads take 2 % less, 128 the same
 HOPPER = evolve(_HOPPER, prefill=evolve(_HOPPER, prefetch=False))
 """sm_90, for every room whose kernel is the shared one."""
 
 # each block of heads unpacks keys anew, so 64 of them; 32 keys spill, with Triton 3.6 or where rows are gathered, and
 # 8 warps take 50 % more instructions for each key
-CDNA = Tuning(heads=64, keys=16, warps=4, run=32, measured="compiled, not measured")
+CDNA = Tuning(heads=64, keys=16, warps=4, run=32, measured=COMPILED)
 """gfx942 and gfx950, likewise."""
+
+# a thread has 256 registers, and operands of the matrix unit take many: q is not held, and a tile has 16 keys
+RDNA = Tuning(heads=16, keys=16, warps=8, narrow_warps=8, prefetch=False, reload=True, measured=COMPILED)
+"""gfx1100, gfx1151 and gfx1201, likewise."""
 
 INTERPRETER = Tuning(keys=128, measured="interpreted: large tiles, because there each operation costs the same")
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dsv4attn.backends._triton.tuning import CDNA, DEFAULT, HOPPER, INTERPRETER, Tuning
-
-_COMPILED = "compiled, not measured"
+from dsv4attn.backends._triton.tuning import CDNA, COMPILED, DEFAULT, HOPPER, INTERPRETER, RDNA, Tuning
 
 ROWS: Mapping[str, Tuning] = {
     # fits 64 KiB of local memory and any register file
-    DEFAULT: Tuning(heads=16, keys=32, warps=4, prefetch=False, measured=_COMPILED),
+    DEFAULT: Tuning(heads=16, keys=32, warps=4, prefetch=False, measured=COMPILED),
     "cpu": INTERPRETER,
     "sm_90": HOPPER,
     "gfx942": CDNA,
     "gfx950": CDNA,
+    "gfx1100": RDNA,
+    "gfx1151": RDNA,
+    "gfx1201": RDNA,
 }

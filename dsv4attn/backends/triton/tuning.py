@@ -7,21 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dsv4attn.backends._triton.tuning import CDNA, DEFAULT, HOPPER, INTERPRETER, Tuning
-
-_COMPILED = "compiled, not measured"
+from dsv4attn.backends._triton.tuning import CDNA, COMPILED, DEFAULT, HOPPER, INTERPRETER, RDNA, Tuning
 
 ROWS: Mapping[str, Tuning] = {
     # fits 64 KiB of shared memory and any register file
-    DEFAULT: Tuning(heads=16, keys=32, warps=4, prefetch=False, measured=_COMPILED),
+    DEFAULT: Tuning(heads=16, keys=32, warps=4, prefetch=False, measured=COMPILED),
     "cpu": INTERPRETER,
-    "sm_80": Tuning(heads=32, keys=32, warps=8, assembly=True, measured=_COMPILED),
-    "sm_86": Tuning(heads=32, keys=32, warps=8, assembly=True, measured=_COMPILED),
-    "sm_89": Tuning(heads=32, keys=32, warps=8, assembly=True, measured=_COMPILED),
+    "sm_80": Tuning(heads=32, keys=32, warps=8, assembly=True, measured=COMPILED),
+    "sm_86": Tuning(heads=32, keys=32, warps=8, assembly=True, measured=COMPILED),
+    "sm_89": Tuning(heads=32, keys=32, warps=8, assembly=True, measured=COMPILED),
     "sm_90": HOPPER,
-    "sm_100": Tuning(heads=32, keys=32, warps=8, assembly=True, measured=_COMPILED),
-    "sm_120": Tuning(heads=32, keys=32, warps=8, assembly=True, measured=_COMPILED),
-    "sm_121": Tuning(heads=32, keys=32, warps=8, assembly=True, measured=_COMPILED),
+    "sm_100": Tuning(heads=32, keys=32, warps=8, assembly=True, measured=COMPILED),
+    "sm_103": Tuning(heads=32, keys=32, warps=8, assembly=True, measured=COMPILED),
+    "sm_120": Tuning(heads=32, keys=32, warps=8, assembly=True, measured=COMPILED),
+    "sm_121": Tuning(heads=32, keys=32, warps=8, assembly=True, measured=COMPILED),
     "gfx942": CDNA,
     "gfx950": CDNA,
+    "gfx1100": RDNA,
+    "gfx1151": RDNA,
+    "gfx1201": RDNA,
 }

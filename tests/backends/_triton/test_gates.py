@@ -1,31 +1,57 @@
-"""The rooms' kernels, compiled for devices that are not here: nothing spills, every block fits, products use matrices.
+"""Every target of the table, compiled for without a card: nothing spills, every block fits, products use matrices.
 
-The attention kernel is what fills a device, so CI compiles it for every target; all other kernels take a minute a
-target, and are for `-m slow`.
+The normal run compiles, for each target, the form of the attention kernel that needs most, and the steps whose numbers
+are the target's own (`fullest.CASES`). Every kernel, preset, dialect and backend takes minutes a target: `-m slow`.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
 import pytest
 
-from tests.backends._triton.gates import broken_limits
+from dsv4attn.backends._triton.targets import TARGETS
+from tests.backends._triton.fullest import CASES
+from tests.backends._triton.gates import ROOT, broken_limits
 
-TARGETS = ("sm_80", "sm_90", "sm_120", "gfx942", "gfx950")
+BACKENDS = ("triton", "xpu", "rocm", "sm120")
+
+
+@pytest.fixture(scope="module")
+def fullest() -> dict[str, list[dict[str, Any]]]:
+    """Outcomes by target, from one process that interprets nothing."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "tests.backends._triton.fullest"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=ROOT)
+
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+    return found
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_attention_of_the_generic_room_keeps_every_limit(target: str) -> None:
-    assert broken_limits("triton", [target], "--kernel", "attention", "--kernel", "reduce") == []
+def test_the_fullest_kernels_keep_every_limit(target: str, fullest: dict[str, list[dict[str, Any]]]) -> None:
+    found = fullest[target]
+
+    assert {one["kernel"] for one in found} == {"attention", *CASES[target].others}
+    assert {one["kernel"]: one["reasons"] for one in found if one["verdict"] != "ok"} == {}
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_attention_of_the_intel_room_keeps_every_limit(target: str) -> None:
-    assert broken_limits("xpu", [target], "--kernel", "attention") == []
+def test_no_target_is_left_out() -> None:
+    assert set(CASES) == set(TARGETS)
+    assert {case.model for case in CASES.values()} == {"flash", "pro"}
+    assert {case.dtype for case in CASES.values()} == {"e4m3fn", "e4m3fnuz"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("room", ["triton", "xpu", "rocm"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("model", ["flash", "pro"])
-def test_every_kernel_of_every_room_keeps_every_limit(room: str, target: str, model: str) -> None:
-    assert broken_limits(room, [target], "--model", model) == []
+@pytest.mark.parametrize("dtype", ["e4m3fn", "e4m3fnuz"])
+def test_every_kernel_of_every_backend_keeps_every_limit(backend: str, target: str, model: str, dtype: str) -> None:
+    assert broken_limits(backend, [target], "--model", model, "--dtype", dtype) == []

@@ -1,0 +1,120 @@
+"""The table of devices that are known by name: what people call them, and the architecture each one has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from attrs import frozen
+
+from dsv4attn.errors import UnknownNameError, did_you_mean
+
+__all__ = ["DEVICES", "KnownDevice", "described", "device_named", "unknown"]
+
+
+@frozen
+class KnownDevice:
+    """A device that can be asked about without being present.
+
+    arch: what compilers call it, "sm_90"; of CPU, Intel and Ascend the kind.
+    kind: "cuda", "hip", "xpu", "npu" or "cpu".
+    text: vendor and family, for people.
+    names: product names, in lower case, without spaces and dashes.
+    """
+
+    arch: str
+    kind: str
+    text: str
+    names: tuple[str, ...] = ()
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """The architecture and every product name."""
+        return self.arch, *self.names
+
+
+DEVICES: tuple[KnownDevice, ...] = (
+    KnownDevice("cpu", "cpu", "a CPU"),
+    KnownDevice("sm_80", "cuda", "NVIDIA A100", ("a100", "a800", "a30")),
+    KnownDevice("sm_86", "cuda", "NVIDIA RTX 30", ("rtx3090", "rtx3080", "a40", "a10", "rtxa6000")),
+    KnownDevice("sm_89", "cuda", "NVIDIA L40 or RTX 40", ("l40s", "l40", "l4", "rtx4090", "rtx4080", "rtx6000ada")),
+    KnownDevice("sm_90", "cuda", "NVIDIA H100 or H200", ("h100", "h200", "h800", "h20", "gh200", "cuda")),
+    KnownDevice("sm_100", "cuda", "NVIDIA B200", ("b200", "gb200")),
+    KnownDevice("sm_103", "cuda", "NVIDIA B300", ("b300", "gb300")),
+    KnownDevice("sm_120", "cuda", "NVIDIA RTX 50 or RTX PRO 6000", ("rtx5090", "rtx5080", "rtxpro6000")),
+    KnownDevice("sm_121", "cuda", "NVIDIA GB10", ("gb10", "dgxspark")),
+    KnownDevice("gfx90a", "hip", "AMD MI250", ("mi250x", "mi250", "mi210")),
+    KnownDevice("gfx942", "hip", "AMD MI300", ("mi300x", "mi300a", "mi300", "mi325x", "hip", "rocm")),
+    KnownDevice("gfx950", "hip", "AMD MI350", ("mi355x", "mi350x")),
+    KnownDevice("gfx1100", "hip", "AMD RX 7900", ("rx7900xtx", "rx7900xt", "rx7900", "w7900")),
+    KnownDevice("gfx1151", "hip", "AMD Strix Halo", ("strixhalo", "radeon8060s")),
+    KnownDevice("gfx1201", "hip", "AMD RX 9070", ("rx9070xt", "rx9070")),
+    KnownDevice("xpu", "xpu", "Intel GPU", ("b580", "b570", "b60", "a770", "max1550")),
+    KnownDevice("npu", "npu", "Ascend NPU", ("ascend",)),
+)
+"""One row an architecture. "cuda", "hip" and "rocm" mean the device of this machine; where it has none of that kind,
+they mean the row they stand in."""
+
+_BY_NAME = {name: device for device in DEVICES for name in device.spellings}
+_WORDS = re.compile(r"nvidia|geforce|amd|instinct|radeon(?=\s*(?:rx|pro))|intel|arc(?=\s)|tesla")
+
+
+def device_named(name: str) -> KnownDevice:
+    """The device of a name: "h200", "RTX 5090", "sm90", "gfx942:xnack-".
+
+    Any sm_* and gfx* is accepted, also one that the table lacks. Raises UnknownNameError otherwise; what it suggests
+    is of the vendor whose names begin with the same letters.
+    """
+    lower = name.strip().lower()
+    arch = re.sub(r"^sm_?(?=\d)", "sm_", lower.partition(":")[0])
+    product = re.sub(r"[\s_-]", "", _WORDS.sub("", lower))
+    found = _BY_NAME.get(arch) or _BY_NAME.get(product)
+    if found is None and re.fullmatch(r"sm_\d+", arch):
+        found = KnownDevice(arch, "cuda", arch)
+    if found is None and re.fullmatch(r"gfx[0-9a-f]+", arch):
+        found = KnownDevice(arch, "hip", arch)
+    if found is None:
+        raise unknown("device", name, DEVICES)
+    return found
+
+
+def unknown(what: str, name: str, devices: Iterable[KnownDevice]) -> UnknownNameError:
+    """The error for a name that none of some devices has, which lists theirs."""
+    known = [*devices]
+    return UnknownNameError(what, name, [n for d in known for n in d.spellings], near=_near(name, known))
+
+
+def _near(name: str, devices: Iterable[KnownDevice]) -> list[str]:
+    """Names that may be meant, all of one vendor.
+
+    Of the vendor whose names alone share the leading letters, as only AMD's begin with "mi"; else, of the vendor of
+    the nearest name.
+    """
+    by_kind: dict[str, list[str]] = {}
+    for device in devices:
+        by_kind.setdefault(device.kind, []).extend(device.spellings)
+    lower = re.sub(r"[\s-]", "", name.strip().lower())
+    # a letter typed for a digit
+    alike = [n for names in by_kind.values() for n in names if n.replace("o", "0") == lower.replace("o", "0")]
+    if alike:
+        return alike
+    letters = _letters(lower)
+    same = [names for names in by_kind.values() if letters in map(_letters, names)]
+    if len(same) == 1:
+        return same[0]
+    every = [n for names in by_kind.values() for n in names]
+    begun = [names for names in by_kind.values() if any(n.startswith(lower) for n in names)]
+    nearest = did_you_mean(lower, every)
+    if len(begun) > 1 or not nearest:
+        return []
+    return next((names for names in by_kind.values() if any(f"'{n}'" in nearest for n in names)), [])
+
+
+def _letters(name: str) -> str:
+    return "".join(re.findall(r"^[a-z]+", name))
+
+
+def described(devices: Iterable[KnownDevice] = DEVICES) -> Iterator[str]:
+    """A line for each device: architecture, then its names."""
+    for device in devices:
+        yield f"{device.arch:<8}{', '.join(device.names) or device.text}"

@@ -1,0 +1,77 @@
+"""One or two kernels for each target, compiled; what they need, as JSON. Run as a program, outside the interpreter.
+
+Of each target: the form of the attention kernel that needs most (both segments, lse, parts where rows are cut, or none
+where whole rows need more), and the steps whose numbers are the target's own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from attrs import frozen
+
+from dsv4attn.backends._triton.aot import compile_near
+from dsv4attn.backends._triton.runtime import Variant
+from dsv4attn.backends._triton.targets import TARGETS
+from dsv4attn.cli.common import geometry_of
+from dsv4attn.cli.compile import bounds_of
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.selection import load_backend
+
+__all__ = ["CASES", "Case"]
+
+
+@frozen
+class Case:
+    """backend, model, dtype: as `dsv4attn compile` takes them. cut: the attention form of rows that are cut.
+
+    others: kernels besides `attention`, all their forms.
+    """
+
+    backend: str = "triton"
+    model: str = "flash"
+    dtype: str = "e4m3fn"
+    cut: bool = True
+    others: tuple[str, ...] = ()
+
+    def wants(self, variant: Variant) -> bool:
+        """Whether a form is one of this case's."""
+        types, constants = dict(variant.types), dict(variant.constants)
+        if variant.name != "attention":
+            return variant.name in self.others
+        fullest = constants.get("SEGMENTS") == 2 and types["lse"] != "none" and types["sink"] != "none"
+        return fullest and (types["part"] != "none") is self.cut and types["cache0"] == "*u8"
+
+
+CASES = {
+    "sm_80": Case(model="pro", dtype="e4m3fnuz"),
+    "sm_86": Case(others=("window_kernel",)),
+    "sm_89": Case(model="pro", dtype="e4m3fnuz", others=("window_kernel",)),
+    "sm_90": Case(model="pro", cut=False),
+    "sm_100": Case(dtype="e4m3fnuz", cut=False),
+    "sm_103": Case(model="pro"),
+    "sm_120": Case("sm120", cut=False),
+    "sm_121": Case("sm120", model="pro", dtype="e4m3fnuz"),
+    "gfx90a": Case("rocm", dtype="e4m3fnuz"),
+    "gfx942": Case("rocm", model="pro", dtype="e4m3fnuz"),
+    "gfx950": Case("rocm"),
+    "gfx1100": Case("rocm", cut=False, others=("project_kernel",)),
+    "gfx1151": Case("triton", model="pro"),
+    "gfx1201": Case("rocm", model="pro", others=("project_kernel",)),
+}
+"""By target: presets, dialects and backends in turn. All of them for each target: `test_gates`, with `-m slow`."""
+
+
+def outcomes(target: str, case: Case) -> list[dict[str, Any]]:
+    """Name, verdict and reasons of each form of a case."""
+    bounds, facts = bounds_of(geometry_of(case.model), case.dtype), DeviceFacts.named(target)
+    made: Any = load_backend(case.backend)
+    wanted = [v for v in dict.fromkeys(made.kernel_variants(bounds, facts)) if case.wants(v)]
+    found = [compile_near(variant, TARGETS[target]) for variant in wanted]
+    return [{"kernel": o.variant.name, "verdict": o.verdict, "reasons": [*map(str, o.reasons)]} for o in found]
+
+
+if __name__ == "__main__":
+    print(json.dumps({target: outcomes(target, CASES[target]) for target in sys.argv[1:] or CASES}))
