@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from attrs import asdict
 
@@ -90,7 +90,7 @@ def console() -> Console:
     plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
     if columns or not piped:
         return Whole(**plain)
-    return Whole(**plain, width=_ENDLESS, file=_Trimmed(sys.stdout))
+    return Whole(**plain, width=_ENDLESS, file=cast("TextIO", _Trimmed(sys.stdout)))
 
 
 def _uncut(shown: object, *, fold: bool) -> None:
