@@ -80,10 +80,10 @@ def _figures(run: Run) -> Iterator[tuple[str, Figure]]:
     for kernel in (*ATTENTION, "step"):
         rows = [row for row in plain if row.kernel == kernel]
         if rows:
-            yield kernel, _bars(run, rows, colours, _TITLES[kernel], "TFLOP/s")
+            yield kernel, _bars(run, rows, colours, _TITLES[kernel], _SPEED)
     rows = [row for row in plain if row.kernel in _MEMORY]
     if rows:
-        yield "memory", _bars(run, rows, colours, _TITLES["memory"], "GB/s")
+        yield "memory", _bars(run, rows, colours, _TITLES["memory"], _TRAFFIC)
     lines = [row for row in timed if row.series]
     if lines:
         yield "scaling", _scaling(run, lines, colours)
@@ -96,6 +96,18 @@ _TITLES = {
     "memory": "Cache steps: insert, quantize, gather",
     "step": "Whole steps of forward_mqa",
 }
+_NAMES = {"flash_mla": "FlashMLA", "vllm": "vLLM", "flashinfer": "FlashInfer"}
+"""Peers as their authors write them."""
+_SPEED = "arithmetic rate (TFLOP/s)"
+_TRAFFIC = "memory rate (GB/s)"
+_GROWS = {
+    "batch": "requests of the batch",
+    "context-c128": "context (tokens)",
+    "context-c4": "context (tokens)",
+    "topk": "compressed keys of a token",
+    "requests": "requests of a prefill",
+}
+_METHOD = "whole calls by `dsv4attn bench`, gaps between their kernels included"
 _MEMORY = ("insert", "quantize", "gather")
 
 
@@ -118,7 +130,9 @@ def _figure(run: Run, size: tuple[float, float], title: str, note: str) -> Figur
     figure = New(figsize=size)
     figure.text(0.012, 1 - 0.12 / size[1], title, fontsize=13, fontweight="bold", va="top")
     figure.text(0.012, 1 - 0.38 / size[1], note, fontsize=9, color=_INK, va="top")
-    figure.text(0.012, 0.06 / size[1], f"{run.machine}, {run.date} UTC", fontsize=7.5, color=_FAINT, va="bottom")
+    figure.text(
+        0.012, 0.06 / size[1], f"{run.machine}, {run.date} UTC; {_METHOD}", fontsize=7.5, color=_FAINT, va="bottom"
+    )
     return figure
 
 
@@ -129,7 +143,7 @@ def _legend(figure: Figure, colours: dict[str, str], names: Sequence[str], heigh
         text = figure.text(
             right,
             1 - 0.15 / height,
-            name,
+            _named(name),
             color=colours[_peer(name)],
             fontsize=10,
             fontweight="bold",
@@ -146,7 +160,7 @@ def _bars(run: Run, rows: Sequence[Row], colours: dict[str, str], title: str, un
     by_preset = rows[0].kernel in ("decode", "step")
     for row in rows:
         kernel, preset, label = row.case.split(" ", 2)
-        panel = preset if by_preset else kernel if unit == "GB/s" else ""
+        panel = preset if by_preset else kernel if unit == _TRAFFIC else ""
         group = label.replace(" ", "\n") if by_preset else f"{preset}\n{label}"
         panels.setdefault(panel, {}).setdefault(group, []).append(row)
     names = list(dict.fromkeys(row.by for row in rows))
@@ -156,17 +170,15 @@ def _bars(run: Run, rows: Sequence[Row], colours: dict[str, str], title: str, un
     lines = -(-len(panels) // columns)
     # panels of presets have three lines of title, those of steps one, a lone panel none
     head = 1.35 if by_preset else 0.8 if panels.keys() == {""} else 1.0
-    foot, height = 0.62 if by_preset else 0.75, 2.6
-    size = (max(1.4 + inches * max(counts) * columns, 7.5), head + foot + height * lines + 0.75 * (lines - 1))
-    note = (
-        f"{unit}, higher is better. Above each bar: microseconds, median of {run.rounds}. Line: roofline of this run."
-    )
+    foot, height = 0.82 if by_preset else 0.95, 2.6
+    size = (max(1.4 + inches * max(counts) * columns, 7.5), head + foot + height * lines + 0.95 * (lines - 1))
+    note = f"Higher is better. On bars: time, median of {run.rounds}; speed by another library's. Line: roofline."
     figure = _figure(run, size, title, note)
     _legend(figure, colours, names, size[1])
     ratios = counts if lines == 1 else None
     axes = figure.subplots(lines, columns, sharey=True, squeeze=False, width_ratios=ratios).flatten()
     edges = {"left": 0.62 / size[0], "right": 0.99, "top": 1 - head / size[1], "bottom": foot / size[1]}
-    figure.subplots_adjust(**edges, wspace=0.06, hspace=0.95 / height)
+    figure.subplots_adjust(**edges, wspace=0.06, hspace=1.2 / height)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     for i, (axis, (panel, groups)) in enumerate(zip(axes, panels.items(), strict=False)):
@@ -177,6 +189,7 @@ def _bars(run: Run, rows: Sequence[Row], colours: dict[str, str], title: str, un
             axis.tick_params(left=False)
         else:
             axis.set_ylabel(unit)
+        axis.set_xlabel("requests of the batch (b)" if by_preset else "layer and shape of the case")
     return figure
 
 
@@ -191,32 +204,48 @@ def _described(panel: str) -> str:
 
 
 def _panel(axis: Axes, groups: dict[str, list[Row]], names: Sequence[str], colours: dict[str, str], unit: str) -> None:
-    width = 0.84 / len(names)
+    width, highest = 0.84 / len(names), 0.0
     for place, rows in enumerate(groups.values()):
         roof = 0.0
         for row in rows:
             left = place - 0.42 + names.index(row.by) * width
-            height = (row.tflops if unit == "TFLOP/s" else row.gbytes) or 0.0
+            height = (row.tflops if unit == _SPEED else row.gbytes) or 0.0
             assert row.median
             axis.bar(left, height, width * 0.92, align="edge", color=colours[_peer(row.by)], linewidth=0)
             axis.annotate(
-                _us(row.median),
+                _label(row),
                 (left + 0.46 * width, height),
                 (0, 2),
                 textcoords="offset points",
                 ha="center",
                 va="bottom",
                 fontsize=6.5,
-                rotation=90 if len(names) > 3 else 0,
+                rotation=90 if row.vs or len(names) > 3 else 0,
                 color=_INK,
             )
+            highest = max(highest, height if row.vs else 0.0)
             roof = max(roof, height / (row.roofline or 1.0))
         axis.plot([place - 0.46, place + 0.46], [roof, roof], color=_INK, linewidth=1.2, solid_capstyle="butt")
     axis.set_xticks(range(len(groups)), list(groups))
     axis.tick_params(axis="x", length=0)
     axis.set_xlim(-0.55, len(groups) - 0.45)
+    if highest:
+        # below the title, labels on end included
+        axis.set_ylim(0, max(axis.get_ylim()[1], 1.65 * highest))
     axis.grid(axis="y", color="#E5E5E5", linewidth=0.6)
     axis.set_axisbelow(True)
+
+
+def _named(by: str) -> str:
+    """A backend, or a peer as its authors write it."""
+    return by.replace(_peer(by), _NAMES.get(_peer(by), _peer(by)))
+
+
+def _label(row: Row) -> str:
+    """Time, and speed by that of each peer: the numbers of the table."""
+    assert row.median
+    ratios = [f"{ratio:.2f}x {_named(peer)}" for peer, ratio in row.vs.items()]
+    return ", ".join([f"{_us(row.median)} us", *ratios])
 
 
 def _us(seconds: float) -> str:
@@ -229,20 +258,22 @@ def _scaling(run: Run, rows: Sequence[Row], colours: dict[str, str]) -> Figure:
     lines = [series for series in SERIES if any(row.series == series for row in rows)]
     columns = min(len(lines), 3)
     height = -(-len(lines) // columns)
-    size = (4.0 * columns + 0.4, 3.1 * height + 1.1)
+    size = (4.3 * columns + 0.4, 3.3 * height + 1.1)
     note = (
         f"Microseconds, median of {run.rounds}, lower is better. Dashed: roofline of this run. Ring: time outgrows work"
     )
     figure = _figure(run, size, "How time grows", note)
     axes = figure.subplots(height, columns, squeeze=False).flatten()
     figure.subplots_adjust(
-        left=0.6 / size[0], right=0.98, top=1 - 1.0 / size[1], bottom=0.62 / size[1], wspace=0.2, hspace=0.38
+        left=0.6 / size[0], right=0.98, top=1 - 1.0 / size[1], bottom=0.8 / size[1], wspace=0.28, hspace=0.5
     )
     for axis in axes[len(lines) :]:
         axis.set_visible(False)
     for axis, series in zip(axes, lines, strict=False):
         _line(axis, run, [row for row in rows if row.series == series], colours)
         axis.set_title(SERIES[series], loc="left", fontsize=9, fontweight="bold")
+        axis.set_xlabel(_GROWS[series])
+        axis.set_ylabel("time (us)")
     names = list(dict.fromkeys(row.by for row in rows))
     _legend(figure, colours, list(dict.fromkeys(_peer(name) for name in names)), size[1])
     return figure

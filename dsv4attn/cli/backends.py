@@ -140,9 +140,8 @@ def _table(found: list[dict[str, Any]], wide: int) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("backend", min_width=wide, no_wrap=True)
-    for column in ("state", "native", "runs"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("from", overflow="fold")
+    for column in ("state", "native", "runs", "from"):
+        table.add_column(column, overflow="fold")
     marks = {True: "yes", False: "no", None: ""}
     for row in found:
         style, owner = _STYLES.get(row["state"], "red"), f"{row['distribution']} {row['version']}".strip()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from attrs import asdict
 
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
     from dsv4attn.plugins import PluginFailure
 
 __all__ = ["chosen_backend", "console", "device_json", "epilog", "failure_json", "geometry_of", "grid", "reason_json"]
+
+_ENDLESS = 10_000
+"""Columns of a pipe."""
 
 
 def geometry_of(model: str) -> ModelGeometry:
@@ -66,10 +72,63 @@ def chosen_backend(
 
 
 def console() -> Console:
-    """Standard output, in which nothing but what we style is styled: brackets in an error message are no markup."""
+    """Standard output, in which nothing but what we style is styled: brackets in an error message are no markup.
+
+    In a pipe or a file nothing of a table is cut: COLUMNS says where lines are folded, without it they are not, and no
+    line ends with blanks.
+    """
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, emoji=False)
+    piped, columns = not sys.stdout.isatty(), os.environ.get("COLUMNS", "").isdigit()
+
+    class Whole(Console):
+        def print(self, *objects: Any, **options: Any) -> None:  # noqa: ANN401 - rich's own
+            if piped:
+                for one in objects:
+                    _uncut(one, fold=columns)
+            super().print(*objects, **{"crop": False, **options})
+
+    plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+    if columns or not piped:
+        return Whole(**plain)
+    return Whole(**plain, width=_ENDLESS, file=cast("TextIO", _Trimmed(sys.stdout)))
+
+
+def _uncut(shown: object, *, fold: bool) -> None:
+    """Let the columns of all tables in something take the width they need, or fold what is too wide."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.table import Table
+
+    if isinstance(shown, Padding):
+        _uncut(shown.renderable, fold=fold)
+    elif isinstance(shown, Group):
+        for one in shown.renderables:
+            _uncut(one, fold=fold)
+    elif isinstance(shown, Table):
+        for column in shown.columns:
+            if not fold:
+                column.max_width = None
+            if column.overflow == "ellipsis":
+                column.overflow, column.no_wrap = "fold", column.no_wrap and not fold
+
+
+class _Trimmed(io.TextIOBase):
+    """A stream without the blanks that fill lines up to the width of the console; whole lines are written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def write(self, text: str, /) -> int:
+        self._stream.write("\n".join(line.rstrip() for line in text.split("\n")))
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
 
 
 def grid(rows: Sequence[tuple[str, Sequence[str]]], styles: Sequence[str] = (), *, wide: int = 0) -> Table:

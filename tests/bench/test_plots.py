@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from dsv4attn.bench.cases import KERNELS, PRESETS, Size, cases_of
 from dsv4attn.bench.plots import check_folder, draw
+from dsv4attn.bench.report import run_text
 from dsv4attn.bench.result import Run
 from dsv4attn.bench.runner import Row
 from dsv4attn.bench.scaling import cliffs, scaling_cases
@@ -71,9 +74,28 @@ def test_bars_are_as_high_as_the_rates_and_labelled_with_times(tmp_path: Path, f
     (figure,) = figures
     axis = figure.axes[0]
     assert [bar.get_height() for bar in axis.patches] == pytest.approx([200.0, 800.0])
-    assert {"100", "25.0", "b=8"} <= {*words(figure).split("\n")}
+    assert {"100 us", "25.0 us", "b=8"} <= {*words(figure).split("\n")}
     # flops per least time
     assert axis.lines[0].get_ydata()[0] == pytest.approx(2e10 / 1e-5 / 1e12)
+
+
+def test_each_bar_says_its_speed_by_that_of_a_peer_as_the_table_does(tmp_path: Path, figures: list[Any]) -> None:
+    told = run([row(us=100.0, vs={"flash_mla": 1.253}), row(by="flash_mla", us=125.3, is_peer=True)])
+    draw(told, tmp_path)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(run_text(told))
+
+    assert "100 us, 1.25x FlashMLA" in words(figures[0]).split("\n")
+    assert "1.25" in console.export_text()
+
+
+def test_axes_have_names_and_units_and_the_method_is_named(tmp_path: Path, figures: list[Any]) -> None:
+    draw(everything(), tmp_path)
+    for figure in figures:
+        assert "whole calls by `dsv4attn bench`" in words(figure)
+        shown = [axis for axis in figure.axes if axis.get_visible()]
+        assert all(axis.get_xlabel() for axis in shown)
+        assert any(unit in shown[0].get_ylabel() for unit in ("(TFLOP/s)", "(GB/s)", "(us)"))
 
 
 def test_what_has_no_time_has_no_bar(tmp_path: Path, figures: list[Any]) -> None:

@@ -88,10 +88,10 @@ def test_a_missing_triton_is_cured_as_the_device_wants_it(
 
 def test_an_unknown_option_of_a_backend_is_answered_with_those_there_are(here: Machine) -> None:
     with pytest.raises(ArgumentError, match=r"expected one of tuning, deterministic, got .*; did you mean 'tuning'\?$"):
-        load_backend("triton", tunning="sm_90")
-    (here.shelf.folder / "dsv4attn.toml").write_text("options.triton.tunning = 'sm_90'", encoding="utf-8")
+        load_backend("triton", tunings="sm_90")
+    (here.shelf.folder / "dsv4attn.toml").write_text("options.triton.tunings = 'sm_90'", encoding="utf-8")
     with pytest.raises(
-        ConfigError, match=r"unknown option 'tunning'; did you mean .* \(known: tuning, deterministic\)"
+        ConfigError, match=r"unknown option 'tunings'; did you mean .* \(known: tuning, deterministic\)"
     ):
         load_backend("triton")
 
@@ -102,7 +102,7 @@ NAMES = [
     (["bench", "decod"], "unknown measurement 'decod'; did you mean 'decode'? (known: decode, gather, host, insert, "),
     (["bench", "--cases", "flash"], "(known: flash_c128, flash_c4, flash_swa, pro_c128, pro_c4)"),
     (["bench", "--peers", "flashmla"], "(known: flash_mla, flashinfer, vllm)"),
-    (["bench", "--backends", "refrence"], "(known: reference, rocm, sm120, sm90, triton, xpu)"),
+    (["bench", "--backends", "reverence"], "(known: reference, rocm, sm120, sm90, triton, xpu)"),
     (["conform", "reference", "--filter", "sinkk"], "expected clauses (A1, A2, "),
     (["run", "--cache", "fp4"], "(known: bf16, fp32, fp8_ds_mla)"),
     (["explain", "--layer", "c5a"], "(known: c128a, c4a, swa)"),
@@ -120,8 +120,8 @@ def test_an_error_about_a_name_on_the_command_line_lists_the_names(here: Machine
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("bakend = 'x'", "'bakend'; did you mean 'backend'? (known: backend, decode, options, plugins, prefill)"),
-        ("plugins.alow = []", "'plugins.alow'; did you mean 'allow'? (known: allow, deny)"),
+        ("backends = 'x'", "'backends'; did you mean 'backend'? (known: backend, decode, options, plugins, prefill)"),
+        ("plugins.allows = []", "'plugins.allows'; did you mean 'allow'? (known: allow, deny)"),
     ],
 )
 def test_an_unknown_key_is_answered_with_those_there_are(here: Machine, text: str, said: str) -> None:

@@ -26,7 +26,7 @@ ROWS = (
         ("cpu",),
         16,
         64,
-        "2 shared cores, 2026-11-20, `dsv4attn bench --backend acme --tokens 128 --prefix 2048 --decodes 8`: "
+        "2 shared cores, 2026-11-20, `dsv4attn bench decode prefill --backend acme --tokens 128 --batches 8`: "
         "from 32 to 256 keys nothing differs by more than the noise",
         default=True,
     ),

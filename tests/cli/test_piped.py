@@ -1,0 +1,64 @@
+"""Tables in a pipe or a file: nothing is cut, COLUMNS folds, and without it every row is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dsv4attn.cli import main
+from dsv4attn.core import device
+from tests.bench.rows import ROOF
+from tests.wheels import Shelf, plugin
+
+LONG = "a-distribution-of-a-vendor-with-a-rather-long-name-for-its-many-products"
+COMMANDS = {
+    "backends": (["backends"], f"{LONG} 0.2"),
+    "explain": (["explain", "--backend", "acme"], f"({LONG} 0.2)"),
+    "doctor": (["doctor"], "decode and prefill: reference: the only backend native to cpu that can run this call"),
+    "run": (["run", "--max-requests", "1", "--max-tokens", "4", "--layers", "swa"], "temporaries beside it, at most"),
+    "bench": (["bench", "decode", "--cases", "flash_swa", "--batches", "1", "--rounds", "1"], "flash_swa"),
+    "conform": (["conform", "reference", "--filter", "lse-decode"], "lse-decode"),
+    "parity": (
+        ["parity", "--backends", "reference,reference:prefill_keys=paged", "--filter", "scratch-swa"],
+        "scratch-swa",
+    ),
+}
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(device, "may_have_accelerator", lambda: False)
+    monkeypatch.setattr("dsv4attn.bench.runner.Roofline.measure", lambda _: ROOF)
+    with Shelf(tmp_path) as made:
+        made.install(LONG, plugin(support="raise KeyError('boom')"), point="acme")
+        yield made
+
+
+def piped(args: list[str], columns: str | None) -> list[str]:
+    """Lines of a command whose standard output is no terminal."""
+    result = CliRunner().invoke(main, args, env={"COLUMNS": columns, "OMP_NUM_THREADS": "1"})
+    assert result.exit_code in (0, 1), result.output
+    return result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_pipe_gets_whole_lines(shelf: Shelf, name: str) -> None:
+    args, whole = COMMANDS[name]
+    lines = piped(args, None)
+
+    assert any(whole in line for line in lines), "\n".join(lines)
+    assert "…" not in "".join(lines)
+    assert lines == [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize("name", ["backends", "explain", "run", "conform", "parity"])
+def test_columns_fold_a_pipe_and_cut_nothing(shelf: Shelf, name: str) -> None:
+    args, _ = COMMANDS[name]
+    folded = piped(args, "60")
+
+    assert "…" not in "".join(folded)
+    assert max(len(line.rstrip()) for line in folded) <= 60
