@@ -235,7 +235,14 @@ def play_tapes() -> None:
     from triton.language import core
     from triton.runtime import interpreter
 
-    needed = ("interpreter_builder", "interpreter_semantic", "_patch_attr", "_patch_lang_tensor", "GridExecutor")
+    needed = (
+        "_LangPatchScope",
+        "interpreter_builder",
+        "interpreter_semantic",
+        "_patch_attr",
+        "_patch_lang_tensor",
+        "GridExecutor",
+    )
     if not all(hasattr(interpreter, name) for name in needed):
         return
     PLAYING = tapes = Tapes(interpreter, core)
