@@ -1,5 +1,7 @@
 """Small kernels for the tests of tapes, and calls of them."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -247,4 +247,4 @@ def _plain(value: Any, handle: Any) -> bool:
     """Whether a value is a handle, or holds none."""
     if isinstance(value, (list, tuple)):
         return all(_plain(one, handle) and not isinstance(one, handle) for one in value)
-    return not hasattr(value, "materialize_pointers")
+    return not hasattr(type(value), "materialize_pointers")
