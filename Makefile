@@ -12,8 +12,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile 
 INPUTS := pyproject.toml constraints.txt
 # kernels are tested in Triton's interpreter. Builds of torch for accelerators bring their own Triton, which stays.
 TRITON := triton==3.9.0
-# the sm120 room's calls are held against the real package. What it needs on a GPU (gigabytes) it does not need for that.
-FLASHINFER := flashinfer-python==0.7.2.post1
+# the sm120 backend's calls are held against the real package. What it needs on a GPU (gigabytes) it does not need for
+# that; so it stands in a folder of its own, which only the tests read, and pip misses nothing in the environment.
+FLASHINFER := --no-deps --upgrade --target $(VENV)/flashinfer flashinfer-python==0.7.2.post1
 FLASHINFER_NEEDS := apache-tvm-ffi nvidia-ml-py requests
 
 .DEFAULT_GOAL := help
@@ -54,15 +55,13 @@ $(VENV)/.stamp-run: $(VENV)/.stamp-venv $(INPUTS)
 	@touch $@
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-venv $(INPUTS)
-	$(PIP) -e '.[test]'
+	$(PIP) -e '.[test]' $(FLASHINFER_NEEDS)
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
-	$(PIP) --no-deps $(FLASHINFER)
-	$(PIP) $(FLASHINFER_NEEDS)
+	$(PIP) $(FLASHINFER)
 	@touch $(VENV)/.stamp-run $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-venv $(INPUTS)
-	$(PIP) -e '.[dev]'
+	$(PIP) -e '.[dev]' $(FLASHINFER_NEEDS)
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
-	$(PIP) --no-deps $(FLASHINFER)
-	$(PIP) $(FLASHINFER_NEEDS)
+	$(PIP) $(FLASHINFER)
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@

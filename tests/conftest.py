@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,9 @@ if not torch.accelerator.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     patch_interpreter()
+
+# the package that the sm120 backend can call stands beside the environment: see the Makefile.
+sys.path.append(str(Path(sys.prefix) / "flashinfer"))
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")

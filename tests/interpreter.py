@@ -11,6 +11,10 @@ import dataclasses
 import inspect
 from typing import Any
 
+import numpy as np
+
+from tests.tapes import play_tapes
+
 
 def patch_interpreter() -> None:
     """Do all of it. Triton must be imported as an interpreter afterwards, or have been before."""
@@ -18,6 +22,9 @@ def patch_interpreter() -> None:
     forget_overflows()
     remember_dtypes()
     remember_blocks()
+    remember_casts()
+    remember_members()
+    play_tapes()
 
 
 def patch_once_a_launch() -> None:
@@ -37,6 +44,7 @@ def patch_once_a_launch() -> None:
             super().restore()
 
     def once(function: Any) -> Any:
+        function = inspect.unwrap(function)
         names = function.__globals__
         if id(names) not in named:
             # with the names themselves, so that nobody else gets their number
@@ -109,6 +117,44 @@ def remember_blocks() -> None:
 
     core.block_type.__init__ = of_block
     core.tensor.__init__ = of_tensor
+
+
+def remember_casts() -> None:
+    """Look narrow floats up: all values of a type are cast once."""
+    from triton.runtime import interpreter
+
+    convert = getattr(interpreter, "_convert_float", None)
+    if convert is None:
+        return
+    tables: dict[Any, Any] = {}
+
+    def looked_up(given: Any, of: Any, to: Any, rounding: Any) -> Any:
+        if of.primitive_bitwidth > 16:
+            return convert(given, of, to, rounding)
+        key = of.name, to.name, rounding
+        kind = np.dtype(f"uint{of.primitive_bitwidth}")
+        if key not in tables:
+            tables[key] = convert(np.arange(2**of.primitive_bitwidth, dtype=kind), of, to, rounding)
+        return tables[key][np.ascontiguousarray(given).view(kind)]
+
+    interpreter._convert_float = looked_up
+
+
+def remember_members() -> None:
+    """Search a module or a class for operations of the language once."""
+    from triton.runtime import interpreter
+
+    found: dict[Any, list[tuple[str, Any]]] = {}
+    is_builtin = interpreter.tl.core.is_builtin
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        if package not in found:
+            found[package] = [(name, one) for name, one in inspect.getmembers(package) if is_builtin(one)]
+        for name, one in found[package]:
+            interpreter._patch_attr(package, name, one, builder, scope)
+
+    if hasattr(interpreter, "_LangPatchScope") and hasattr(interpreter, "_patch_builtin"):
+        interpreter._patch_builtin = patch_builtin
 
 
 def _attributes(make: Any, type: Any) -> dict[str, Any]:  # noqa: A002 - its name in Triton

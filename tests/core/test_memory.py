@@ -71,12 +71,13 @@ def plan_of(problem: Problem, backend: ReferenceBackend) -> WorkspacePlan:
     return plan_workspace(problem.layer, problem.limits, backend, problem.caches.swa.layout)
 
 
+@pytest.mark.parametrize("problems", [PROBLEMS // 5, pytest.param(PROBLEMS, marks=pytest.mark.slow)])
 @all_forms
 @all_kinds
-def test_g11_the_plan_is_never_exceeded_by_10000_random_problems(kind: LayerKind, form: str) -> None:
+def test_g11_the_plan_is_never_exceeded_by_10000_random_problems(kind: LayerKind, form: str, problems: int) -> None:
     """Really run, each in a workspace locked at its plan; a third with a backend whose scratch is not monotone."""
     rng = random.Random(f"{kind.value} {form}")
-    share = -(-PROBLEMS // (len(LayerKind) * len(NAMES)))
+    share = -(-problems // (len(LayerKind) * len(NAMES)))
     used, whole = Counter[str](), Counter[str]()
     forms = BACKENDS[form].forms
     scratchy = ScratchBackend(
