@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from dsv4attn.backends._triton import answers as module
 from dsv4attn.backends._triton.answers import require_release
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import ModelGeometry
@@ -39,7 +38,7 @@ def test_newer_releases_are_taken(version: str) -> None:
 def test_kernels_are_not_imported_with_an_old_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     require_release()
     old = evolve(DeviceFacts.named("cpu"), triton_version="3.3.1")
-    monkeypatch.setattr(module.DeviceFacts, "named", lambda _: old)
+    monkeypatch.setattr(DeviceFacts, "named", lambda _: old)
 
     with pytest.raises(ArgumentError, match=r"triton: expected Triton 3.6 or newer, got Triton 3.3.1 -> pip install"):
         require_release()
