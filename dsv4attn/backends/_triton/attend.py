@@ -119,7 +119,7 @@ def constants(shape: Shape, tuning: Tuning) -> dict[str, Any]:
         "ASM": tuning.assembly and not INTERPRETED and not exact,
         "CHAINED": tuning.chained or INTERPRETED or exact or block < tuning.heads,
         "PREFETCH": tuning.prefetch and words and not exact,
-        "RELOAD": tuning.reload and not INTERPRETED,
+        "RELOAD": tuning.reload and not exact,
         "EXACT_CASTS": not INTERPRETED,
     }
 
