@@ -22,6 +22,7 @@ from attrs import frozen
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from dsv4attn.backends._triton.gluon_exit import release_at_exit
 from dsv4attn.backends._triton.runtime import INTERPRETED, Variant
 from dsv4attn.backends._triton.targets import MAX_THREADS, Target
 from dsv4attn.backends._triton.warm import threads
@@ -55,6 +56,7 @@ def _source_of(kernel: Any) -> Any:
         return ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    release_at_exit()
     return GluonASTSource
 
 

@@ -69,6 +69,8 @@ def test_every_form_keeps_every_limit(words: str) -> None:
 def test_fewer_registers_for_a_role_are_found() -> None:
     done = outside(str(Path(__file__).with_name("compiles.py")), "planted")
     assert done.returncode == 0, done.stderr
+    # where kernels were not in Triton's cache, this needs `gluon_exit`
+    assert "leaked" not in done.stderr
 
     assert json.loads(done.stdout) == {"*u8": ["SPILLS", "SERIALISED"], "*bf16": ["SPILLS", "SERIALISED"]}
 

@@ -1,0 +1,34 @@
+"""How a process that cross-compiled Gluon kernels ends without a leak report of Triton's bindings.
+
+Triton's library fetches the classes of Gluon layouts once and holds them for ever. Through the globals of their methods
+they hold the bindings' types too, and at exit the bindings report every type and function as leaked. Nothing outside
+the library can make it let go of the classes, so the methods are removed from them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from contextlib import suppress
+from functools import cache
+
+__all__ = ["release_at_exit"]
+
+_GLUON = "triton.experimental.gluon.language"
+
+
+@cache
+def release_at_exit() -> None:
+    """Have `_release` called when the interpreter ends."""
+    atexit.register(_release)
+
+
+def _release() -> None:
+    modules = [module for name, module in [*sys.modules.items()] if name.startswith(_GLUON)]
+    named = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    layouts = {base for one in named if one.__name__.endswith("Layout") for base in one.__mro__}
+    for layout in layouts:
+        if layout.__module__.startswith(_GLUON):
+            for name in [*vars(layout)]:
+                with suppress(AttributeError, TypeError):  # what belongs to the class itself
+                    delattr(layout, name)
