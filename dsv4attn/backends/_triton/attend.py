@@ -251,9 +251,8 @@ class _Plan:
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
-"""Every layer of every step asks for the same. A key must hold whatever a plan's constants and numbers follow from, and
-also all by which the two kernels' forms differ besides: the device, dtypes, and which pointers are None. Not the number
-of tokens, which is that of programs and nothing else."""
+"""By all that constants and numbers follow from, and by which forms of the two kernels differ besides: the device,
+dtypes, and which pointers are None; not by the number of tokens, which only programs follow from."""
 _MOST_PLANS = 1024
 
 
