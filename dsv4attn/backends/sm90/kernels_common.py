@@ -8,8 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dsv4attn.backends._triton import lang
-
 __all__ = [
     "FLAT_S",
     "KEYS_S",
@@ -99,8 +97,8 @@ def write_sums(
             gl.store(lse + at, gl.where(empty, empty_lse, (reference + gl.log2(total)) * LN2), mask=head < H)
         if max_logits is not None:
             at = t.to(gl.int64) * max_token + head.to(gl.int64) * max_head
-            top = gl.where(empty, -float("inf"), lang.or_nan(largest, total) * LN2)
-            gl.store(max_logits + at, top, mask=head < H)
+            # maxima pass over a NaN among logits, and the total of weights does not; a finite one adds nothing
+            gl.store(max_logits + at, gl.where(empty, -float("inf"), largest * LN2 + total * 0.0), mask=head < H)
     else:
         aside = side * 64 + within
         gl.store(part_lse + aside, gl.where(empty, -float("inf"), reference + gl.log2(total)))

@@ -231,7 +231,9 @@ def weighed(s, every, bias_s, weights, reference, scale, MINE: gl.constexpr):
     p_s, reference_s, p_full = weights
     z = s * (scale * LOG2E)
     if every == 0:
-        z = z + gl.expand_dims(bias_s.index(MINE).load(gl.SliceLayout(0, SCORES_L)), 0)
+        # chosen, not added: a padding row's q may be NaN, and so are its products with keys that are not there
+        bias = gl.expand_dims(bias_s.index(MINE).load(gl.SliceLayout(0, SCORES_L)), 0)
+        z = gl.where(bias == 0.0, z, -float("inf"))
     most = gl.max(z, 1)
     moved = gl.where(most > reference + TOLERANCE, most, reference)
     p = gl.exp2(z - gl.expand_dims(moved, 1))
