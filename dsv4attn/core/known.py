@@ -53,13 +53,13 @@ class PagedCall(NamedTuple):
 class Known(NamedTuple):
     """A decode call whose step was checked, and all that call and checks follow from, besides backend and layer.
 
-    swa, compressed, limits: compared by identity. caches, tensors: shapes, strides, dtypes and devices. topk_address:
-    of the entry numbers, which `call` reads: the same tensor object may have been given other memory since.
+    swa, compressed, limits: compared by identity. caches, tensors: shapes, strides, dtypes and devices. topk: the memory
+    of the entry numbers that `call` reads, in a tensor of its own: the caller's may be given other memory.
     """
 
     swa: DeepseekSparseSWAMetadata
     compressed: FlashMLASparseMetadata | None
-    topk_address: int | None
+    topk: Tensor | None
     limits: Limits
     caches: Sequence[object]
     tensors: Sequence[object]
@@ -72,7 +72,7 @@ class Known(NamedTuple):
             and isinstance(caches, LayerCaches)
             and metadata.swa is self.swa
             and metadata.compressed is self.compressed
-            and address_of(topk) == self.topk_address
+            and address_of(topk) == address_of(self.topk)
             and limits is self.limits
             and caches.told == self.caches
             and tell(*tensors) == self.tensors

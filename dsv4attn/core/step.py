@@ -25,7 +25,7 @@ from dsv4attn.core.contract import (
     RaggedIndices,
 )
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
-from dsv4attn.core.known import Known, PagedCall, Room, Rows, Work, address_of
+from dsv4attn.core.known import Known, PagedCall, Room, Rows, Work
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
@@ -111,7 +111,8 @@ class Step:
         if call is None:
             call = self._paged(Phase.DECODE, slice(0, n), self._decode_window(), self._decode_entries(n), form)
             seen = self.caches.told, tell(*self._tensors())
-            known = Known(swa, compressed, address_of(self.topk_indices), self.limits, *seen, call)
+            topk = None if self.topk_indices is None else self.topk_indices.detach()
+            known = Known(swa, compressed, topk, self.limits, *seen, call)
             self.workspace.keep((id(self.backend), id(self.layer)), _DECODE, known)
         self._run(Phase.DECODE, call)
 
