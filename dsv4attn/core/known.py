@@ -53,8 +53,8 @@ class PagedCall(NamedTuple):
 class Known(NamedTuple):
     """A decode call whose step was checked, and all that call and checks follow from, besides backend and layer.
 
-    swa, compressed, limits: compared by identity. caches, tensors: shapes, strides, dtypes and devices. topk: the memory
-    of the entry numbers that `call` reads, in a tensor of its own: the caller's may be given other memory.
+    swa, compressed, limits: compared by identity. caches, tensors: shapes, strides, dtypes and devices. topk: a tensor
+    of its own over the entry numbers that `call` reads: the caller's may be given other memory.
     """
 
     swa: DeepseekSparseSWAMetadata

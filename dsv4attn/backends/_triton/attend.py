@@ -317,13 +317,7 @@ def _plan_of(call: AttentionCall, tuning: Tuning, run: int, splits: int) -> _Pla
 def _launched(shape: Shape, tuning: Tuning, *, split: bool) -> tuple[Constants, Constants]:
     """Constants of both kernels, as they are launched."""
     chosen = constants(shape, tuning)
-    return Constants(_cut(chosen, tuning, split)), Constants(_reduce_constants(chosen, tuning))
-
-
-def _cut(chosen: dict[str, Any], tuning: Tuning, split: bool) -> dict[str, Any]:
-    """Constants of `attention` where rows are split over several programs, or are not."""
-    prefetch = chosen["PREFETCH"] and (split or chosen["H"] <= tuning.prefetch_heads)
-    return {**chosen, "SPLIT": split, "PREFETCH": prefetch}
+    return Constants({**chosen, "SPLIT": split}), Constants(_reduce_constants(chosen, tuning))
 
 
 def _warps(chosen: dict[str, Any], tuning: Tuning) -> int:
@@ -360,7 +354,7 @@ def variants(shape: Shape, tuning: Tuning, *, sinks: Sequence[bool], lses: Seque
         told = {"sink": "*fp32" if sink else "none", "lse": "*fp32" if lse else "none"}
         parts = dict.fromkeys(("part", "part_lse"), "*fp32" if split else "none")
         types = {**pointers, **told, **parts}
-        yield Variant.told(attention, types, _cut(chosen, tuning, split), num_warps=_warps(chosen, tuning))
+        yield Variant.told(attention, types, {**chosen, "SPLIT": split}, num_warps=_warps(chosen, tuning))
         if split:
             reduced = _reduce_constants(chosen, tuning)
             yield Variant.told(reduce, types, reduced, num_warps=tuning.reduce_warps)

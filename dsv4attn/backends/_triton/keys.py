@@ -121,8 +121,11 @@ def codes(words, scale, fnuz, N: tl.constexpr, W: tl.constexpr, ASM: tl.constexp
     All four values of a word are NaN if one of its codes is: see above.
     """
     unit = tl.where(fnuz, 0x7B007B00, 0x7B807B80) if ASM else tl.where(fnuz, 0x7B000000, 0x7B800000)
-    unit = tl.where(lang.has_nan(words, fnuz), 0x7FC07FC0 if ASM else 0x7FC00000, unit)
+    nan = lang.has_nan(words, fnuz)
     if ASM:
+        unit += tl.zeros_like(words)
+        # here the scale, as another unit would take registers that are not there
+        scale = tl.where(nan, 0x7FC07FC0, scale)
         first, second = tl.inline_asm_elementwise(
             DECODE,
             "=r,=r,r,r,r",
@@ -132,7 +135,7 @@ def codes(words, scale, fnuz, N: tl.constexpr, W: tl.constexpr, ASM: tl.constexp
             pack=1,
         )
     else:
-        unit = unit.to(tl.float32, bitcast=True)
+        unit = tl.where(nan, 0x7FC00000, unit).to(tl.float32, bitcast=True)
         first = _half(words, scale, unit, 0) | (_half(words, scale, unit, 8) << 16)
         second = _half(words, scale, unit, 16) | (_half(words, scale, unit, 24) << 16)
     return tl.reshape(tl.join(first, second), [N, 2 * W])

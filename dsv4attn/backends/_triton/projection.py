@@ -47,7 +47,7 @@ SMALL = Tile(16, 64, 64, 4, 6)
 """A few tokens: the matrices are read once, with much of them in flight."""
 MIDDLE = Tile(64, 64, 64, 4, 4)
 LARGE = Tile(128, 128, 64, 8, 3)
-PLAIN = Tile(32, 32, 32, 4, 2)
+PLAIN = Tile(32, 32, 16, 4, 2)
 """fp32 on ordinary units, and rows out of step, which no wide access can read: what fits into registers anywhere."""
 TILES: Mapping[str, tuple[Tile, Tile, Tile]] = dict.fromkeys(
     ("gfx1100", "gfx1151", "gfx1201"), (SMALL, Tile(64, 64, 64, 8, 4), Tile(128, 64, 32, 8, 3))

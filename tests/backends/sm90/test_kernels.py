@@ -240,7 +240,7 @@ OF_ROWS = {
     "an odd last tile is left out": ("schedule", "(last - first + 1) // 2", "(last - first) // 2"),
     "what weights are relative to, as the largest logit": (
         "twin",
-        '-float("inf"), largest * LN2',
+        '-float("inf"), lang.or_nan(largest, total) * LN2',
         "0.0, reference * LN2",
     ),
     "the same of a part": ("twin", '-float("inf"), largest))', '-float("inf"), reference))'),
