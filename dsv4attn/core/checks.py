@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.contract import AttentionCall, GatheredKeys, RaggedIndices
+from dsv4attn.core.contract import AttentionCall, Forms, GatheredKeys, RaggedIndices
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, FlashMLASparseMetadata
 from dsv4attn.core.tensorspec import check_strides, check_tensor, has_dense_rows
+from dsv4attn.core.values import check_type, shown
+from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
 __all__ = [
@@ -20,11 +22,22 @@ __all__ = [
     "check_call",
     "check_compressed",
     "check_insert",
+    "check_parts",
     "check_projection",
     "check_same_device",
 ]
 
 _Q_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def check_parts(backend: object, workspace: object, layer: object, limits: object) -> None:
+    """Raise ArgumentError unless what a layer is bound to has the types that every step takes for granted."""
+    if not isinstance(getattr(backend, "forms", None), Forms):
+        cure = "pass what load_backend(name) or select_backend(problem) returns"
+        raise ArgumentError("backend", expected="a backend", actual=shown(backend), hint=cure)
+    check_type("workspace", workspace, WorkspaceManager, cure="pass a WorkspaceManager(device), one for all layers")
+    check_type("layer", layer, LayerGeometry, cure="pass geometry.layer(i) or geometry.layer_of_kind(kind)")
+    check_type("limits", limits, Limits, cure="pass the Limits that the workspace is planned for")
 
 
 def check_call(

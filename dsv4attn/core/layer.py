@@ -82,9 +82,9 @@ class DeepseekV4MLAAttention:
 
     def bind_kv_cache(self, swa: PagedKVCache, compressed: PagedKVCache | None = None) -> None:
         """Give the layer its caches. Raises LayoutMismatchError unless they are what the layer was declared with."""
+        caches = LayerCaches(swa, compressed)
         check_cache("swa cache", swa, self.geometry)
         check_layout(swa.layout, self.swa_layout or swa.layout, f"swa cache of {self.prefix}")
-        caches = LayerCaches(swa, compressed)
         if self.geometry.kind is not LayerKind.SWA:
             check_compressed(caches, self.geometry)
         if compressed is not None:
