@@ -105,11 +105,11 @@ def test_batches_of_nothing_and_of_padding_requests_are_good(query: list[int], s
 META_BATCH: list[tuple[dict[str, Any], str]] = [
     ({"num_reqs": -1}, r"Batch\.num_reqs: expected a count >= 0, got -1"),
     ({"num_reqs": 3}, r"Batch\.query_start_loc: expected \[R\+1\] int32 with R=3, got \[3\] int32"),
-    ({"num_reqs": "2"}, r"Batch\.num_reqs: expected a count >= 0, got 2"),
+    ({"num_reqs": "2"}, r"Batch\.num_reqs: expected a count >= 0, got '2'"),
     ({"seq_lens": torch.ones(2, dtype=I64)}, r"Batch\.seq_lens: expected \[R\] int32 with R=2, got \[2\] int64"),
     ({"seq_lens": torch.ones(1, 2, dtype=I32)}, r"Batch\.seq_lens: .*got \[1, 2\] int32"),
-    ({"seq_lens": [5, 6]}, r"Batch\.seq_lens: expected a tensor \[R\] int32, got list"),
-    ({"seq_lens": None}, r"Batch\.seq_lens: expected a tensor \[R\] int32, got NoneType"),
+    ({"seq_lens": [5, 6]}, r"Batch\.seq_lens: expected a tensor \[R\] int32 with R=2, got list"),
+    ({"seq_lens": None}, r"Batch\.seq_lens: expected a tensor \[R\] int32 with R=2, got NoneType"),
     ({"slot_mapping": torch.ones(4, dtype=I32)}, r"Batch\.slot_mapping: expected \[S\] int64, got \[4\] int32"),
     (
         {"block_table": torch.ones(3, 64, dtype=I32)},

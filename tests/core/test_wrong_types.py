@@ -91,3 +91,49 @@ def test_a_bound_layer_refuses_tensors_as_caches_and_keeps_those_it_has() -> Non
 
     assert layer.caches is had
     assert LIMITS.max_workspace_bytes is None
+
+
+C4A_BUFFER = torch.zeros(64, 3, dtype=torch.int32)
+TABLE = torch.zeros(512, 8)
+BOUND: list[tuple[str, Any, str]] = [
+    ("attn_sink", torch.zeros(8)[::2], r"a dense tensor, of stride 1, got strides \[2\]"),
+    ("attn_sink", torch.zeros(5), r"\[H\] float32 with H=4, got \[5\] float32$"),
+    ("attn_sink", torch.zeros(4).bfloat16(), r"\[H\] float32 .*bfloat16 -> pass attn_sink.to\(torch.float32\)"),
+    (
+        "topk_indices_buffer",
+        C4A_BUFFER.long(),
+        r"\[_, K\] int32 with K=3, .* -> allocate topk_indices_buffer as torch.int32",
+    ),
+    ("topk_indices_buffer", C4A_BUFFER.repeat(1, 2)[:, ::2], r"stride 1 in the last dimension.* -> write to a dense"),
+    ("topk_indices_buffer", torch.zeros(64, 4, dtype=torch.int32), r"at most 3 columns, got \[64, 4\]"),
+    ("topk_indices_buffer", C4A_BUFFER[0], r"\[_, K\] int32 with K=3, got \[3\] int32$"),
+    ("cos_sin_cache", TABLE.bfloat16(), r"\[_, 8\] float32, .* -> pass cos_sin_cache.to\(torch.float32\)"),
+    ("cos_sin_cache", TABLE[:, :4], r"\[_, 8\] float32, got \[512, 4\] float32$"),
+    ("cos_sin_cache", None, r"a tensor \[_, 8\] float32, got NoneType"),
+    ("geometry", MODEL, "a LayerGeometry, got ModelGeometry"),
+    ("limits", 4096, "a Limits, got int"),
+    ("backend", "triton", "a backend, got 'triton'"),
+    ("workspace", "cpu", "a WorkspaceManager, got 'cpu' -> pass a WorkspaceManager, or None"),
+]
+
+
+@pytest.mark.parametrize(("argument", "value", "said"), BOUND, ids=[f"{a}: {s[:40]}" for a, _, s in BOUND])
+def test_a_layer_checks_what_it_is_bound_to_under_their_own_names(argument: str, value: object, said: str) -> None:
+    arguments: dict[str, Any] = {
+        "geometry": MODEL.layer_of_kind("c4a"),
+        "limits": LIMITS,
+        "backend": ds.load_backend("reference"),
+        "attn_sink": None,
+        "cos_sin_cache": TABLE,
+        "topk_indices_buffer": C4A_BUFFER,
+    }
+    assert ds.DeepseekV4MLAAttention("l", **arguments).topk_indices_buffer is C4A_BUFFER
+    with pytest.raises(ArgumentError, match=f"^{argument}: expected {said}"):
+        ds.DeepseekV4MLAAttention("l", **{**arguments, argument: value})
+
+
+def test_layers_without_an_indexer_take_any_buffer() -> None:
+    geometry, backend = MODEL.layer_of_kind(SWA), ds.load_backend("reference")
+    ds.DeepseekV4MLAAttention(
+        "l", geometry, LIMITS, backend, attn_sink=None, cos_sin_cache=TABLE, topk_indices_buffer=TABLE
+    )
