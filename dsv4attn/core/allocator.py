@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+from dsv4attn.core.values import check_count
 from dsv4attn.errors import ArgumentError, OutOfPagesError
 
 __all__ = ["BlockAllocator", "BlockTable"]
@@ -23,7 +24,7 @@ class BlockAllocator:
 
     def __init__(self, num_blocks: int, *, shuffle_seed: int | None = None) -> None:
         """Start with every block free."""
-        self.num_blocks = _count("num_blocks", num_blocks, 0)
+        self.num_blocks = check_count("num_blocks", num_blocks, 0)
         self._free = list(range(num_blocks - 1, -1, -1))
         self._taken = bytearray(num_blocks)
         self._random = None if shuffle_seed is None else random.Random(shuffle_seed)  # noqa: S311 - nothing secret
@@ -35,7 +36,7 @@ class BlockAllocator:
 
     def allocate(self, n: int) -> list[int]:
         """Take `n` blocks, or raise `OutOfPagesError` and take none."""
-        if _count("n", n, 0) > len(self._free):
+        if check_count("n", n, 0) > len(self._free):
             raise OutOfPagesError(
                 f"allocate: {n} blocks needed, {len(self._free)} of {self.num_blocks} are free "
                 "-> give the cache more blocks, or serve fewer or shorter requests at a time"
@@ -78,13 +79,13 @@ class BlockTable:
     def __init__(self, allocator: BlockAllocator, tokens_per_block: int) -> None:
         """Start empty."""
         self._allocator = allocator
-        self.tokens_per_block = _count("tokens_per_block", tokens_per_block, 1)
+        self.tokens_per_block = check_count("tokens_per_block", tokens_per_block, 1)
         self.blocks: list[int] = []
         self._released = 0
 
     def missing(self, num_tokens: int) -> int:
         """Return how many blocks `ensure(num_tokens)` would take."""
-        wanted = -(-_count("num_tokens", num_tokens, 0) // self.tokens_per_block)
+        wanted = -(-check_count("num_tokens", num_tokens, 0) // self.tokens_per_block)
         return max(wanted - len(self.blocks), 0)
 
     def ensure(self, num_tokens: int) -> None:
@@ -96,7 +97,7 @@ class BlockTable:
 
         A sliding window calls this with the oldest position that a later query can still see.
         """
-        end = min(_count("token", token, 0) // self.tokens_per_block, len(self.blocks))
+        end = min(check_count("token", token, 0) // self.tokens_per_block, len(self.blocks))
         if end > self._released:
             self._allocator.free(self.blocks[self._released : end])
             self.blocks[self._released : end] = [-1] * (end - self._released)
@@ -107,9 +108,3 @@ class BlockTable:
         self._allocator.free(self.blocks[self._released :])
         self.blocks = []
         self._released = 0
-
-
-def _count(argument: str, value: int, minimum: int) -> int:
-    if type(value) is not int or value < minimum:
-        raise ArgumentError(argument, expected=f"an integer of at least {minimum}", actual=repr(value))
-    return value

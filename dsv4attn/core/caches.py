@@ -10,9 +10,11 @@ from attrs import frozen
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.tensorspec import tell
+from dsv4attn.core.values import check_type
 
 __all__ = ["LayerCaches"]
 
+_CURE = "pass PagedKVCache(tensor, layout), or PagedKVCache.allocate(...)"
 _WIDEST = 16
 """Bytes that a load takes at once, if an address is a multiple of them."""
 
@@ -27,6 +29,12 @@ class LayerCaches:
 
     swa: PagedKVCache
     compressed: PagedKVCache | None = None
+
+    def __attrs_post_init__(self) -> None:
+        """Check the types: a tensor alone does not say what its bytes mean."""
+        check_type("swa", self.swa, PagedKVCache, cure=_CURE)
+        if self.compressed is not None:
+            check_type("compressed", self.compressed, PagedKVCache, cure=_CURE)
 
     @cached_property
     def told(self) -> list[object]:

@@ -6,25 +6,44 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.contract import AttentionCall, GatheredKeys, RaggedIndices
+from dsv4attn.core.contract import AttentionCall, Forms, GatheredKeys, RaggedIndices
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, FlashMLASparseMetadata
 from dsv4attn.core.tensorspec import check_strides, check_tensor, has_dense_rows
+from dsv4attn.core.values import check_type, shown
+from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
 __all__ = [
     "check_attention_strides",
+    "check_bound",
     "check_cache",
     "check_call",
     "check_compressed",
     "check_insert",
+    "check_parts",
     "check_projection",
     "check_same_device",
+    "check_topk",
 ]
 
 _Q_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def check_parts(backend: object, workspace: object, layer: object, limits: object) -> None:
+    """Raise ArgumentError unless what all steps of a layer share has the types that they take for granted."""
+    _check_owner(backend, layer, limits)
+    check_type("workspace", workspace, WorkspaceManager, cure="pass a WorkspaceManager(device), one for all layers")
+
+
+def _check_owner(backend: object, layer: object, limits: object, *, layer_name: str = "layer") -> None:
+    if not isinstance(getattr(backend, "forms", None), Forms):
+        cure = "pass what load_backend(name) or select_backend(problem) returns"
+        raise ArgumentError("backend", expected="a backend", actual=shown(backend), hint=cure)
+    check_type(layer_name, layer, LayerGeometry, cure="pass geometry.layer(i) or geometry.layer_of_kind(kind)")
+    check_type("limits", limits, Limits, cure="pass the Limits that the workspace is planned for")
 
 
 def check_call(
@@ -60,7 +79,7 @@ def _check_each(
             raise ArgumentError(name, expected=wanted.__name__, actual=type(value).__name__)
     letters = {"H": layer.num_heads, "D": layer.head_dim}
     check_tensor("q", q, "T H D", _Q_DTYPES, letters)
-    check_tensor("out", out, "T H D", q.dtype, letters, written=True)
+    check_tensor("out", out, "T H D", q.dtype, letters, written=True, like="q")
     if attn_sink is not None:
         check_tensor("attn_sink", attn_sink, "H", torch.float32, letters)
     if lse is not None:
@@ -77,7 +96,7 @@ def _check_each(
     check_same_device(q, **{"metadata.swa": metadata.swa.block_table, "metadata.compressed": part})
     check_metadata(metadata, caches, layer, limits, q.shape[0])
     if layer.kind is LayerKind.C4A:
-        check_tensor("topk_indices", topk_indices, "_ K", torch.int32, {})
+        check_topk("topk_indices", topk_indices, layer)
         assert topk_indices is not None
         rows, columns = topk_indices.shape
         if rows < metadata.swa.num_actual_tokens or columns > layer.topk:
@@ -175,6 +194,29 @@ def _has_dims(cache: PagedKVCache, layer: LayerGeometry) -> bool:
     return layout.rope_dim == layer.rope.dim and layout.nope_dim + layout.rope_dim == layer.head_dim
 
 
+def check_bound(
+    backend: object,
+    geometry: LayerGeometry,
+    limits: object,
+    attn_sink: Tensor | None,
+    cos_sin_cache: Tensor,
+    topk_indices_buffer: Tensor | None,
+) -> None:
+    """Raise ArgumentError unless the arguments of a bound layer fit each other.
+
+    The buffer may come later, and other layers than c4a never look at it.
+    """
+    _check_owner(backend, geometry, limits, layer_name="geometry")
+    if attn_sink is not None:
+        check_tensor("attn_sink", attn_sink, "H", torch.float32, {"H": geometry.num_heads})
+    check_tensor("cos_sin_cache", cos_sin_cache, f"_ {geometry.rope_dim}", torch.float32, {})
+    buffer, name = topk_indices_buffer, "topk_indices_buffer"
+    if geometry.kind is LayerKind.C4A and buffer is not None:
+        check_topk(name, buffer, geometry, written=True)
+        if buffer.shape[1] > geometry.topk:
+            raise ArgumentError(name, expected=f"at most {geometry.topk} columns", actual=list(buffer.shape))
+
+
 def check_cache(argument: str, cache: PagedKVCache, layer: LayerGeometry) -> None:
     """Check that a cache holds keys of this layer's dims."""
     if not _has_dims(cache, layer):
@@ -200,6 +242,12 @@ def check_compressed(caches: LayerCaches, layer: LayerGeometry) -> None:
             expected=f"rows that read as {caches.swa.layout.row_dtype}, like the window cache",
             actual=cache.layout.fingerprint,
         )
+
+
+def check_topk(argument: str, value: object, layer: LayerGeometry, *, written: bool = False) -> None:
+    """Check what an indexer leaves for a c4a layer, but for how many rows and columns there are."""
+    columns = value.shape[1] if isinstance(value, Tensor) and value.ndim == 2 else layer.topk
+    check_tensor(argument, value, "_ K", torch.int32, {"K": columns}, written=written)
 
 
 def check_same_device(q: Tensor, **others: Tensor | None) -> None:
@@ -277,7 +325,7 @@ def check_insert(
     """Raise ArgumentError unless the arguments of the q-norm + RoPE + KV insert step fit each other."""
     letters = {"H": layer.num_heads, "D": layer.head_dim}
     check_tensor("q", q, "T H D", _Q_DTYPES, letters, written=True)
-    check_tensor("kv", kv, "T D", q.dtype, letters)
+    check_tensor("kv", kv, "T D", q.dtype, letters, like="q")
     check_tensor("positions", positions, "T", torch.int64, letters)
     check_tensor("slot_mapping", slot_mapping, "_", torch.int64, letters)
     check_tensor("cos_sin_cache", cos_sin_cache, f"_ {layer.rope_dim}", torch.float32, {})

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.checks import check_call
+from dsv4attn.core.checks import check_call, check_parts
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.limits import Limits
@@ -45,12 +45,19 @@ def forward_mqa(
     locked and too small.
     """
     if metadata is None:
+        check_parts(backend, workspace, layer, limits)
         check_call(q, caches, None, out, layer, limits, attn_sink, topk_indices, lse)
         workspace.reserve(plan_workspace(layer, limits, backend, caches.swa.layout), caller="warm-up")
         out.zero_()
         return
     step = Step(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
-    if not step.is_known():
+    try:
+        known = step.is_known()
+    except AttributeError:
+        check_parts(backend, workspace, layer, limits)  # a workspace that is none remembers no step
+        raise
+    if not known:
+        check_parts(backend, workspace, layer, limits)
         check_call(q, caches, metadata, out, layer, limits, attn_sink, topk_indices, lse)
     step.require()
     # named ranges for whoever profiles, and nothing for everybody else

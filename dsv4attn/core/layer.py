@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.checks import check_cache, check_compressed, check_insert, check_projection
+from dsv4attn.core.checks import check_bound, check_cache, check_compressed, check_insert, check_projection
 from dsv4attn.core.context import get_forward_context
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.forward import forward_mqa
@@ -22,6 +22,7 @@ from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.values import check_type
 from dsv4attn.core.workspace import WorkspaceManager, current_workspace_manager
 from dsv4attn.errors import Dsv4AttnError
 
@@ -41,7 +42,7 @@ class DeepseekV4MLAAttention:
     cos_sin_cache: [positions, rope_dim] fp32 of this layer's own table (`core.rope.cos_sin_cache`).
     topk_indices_buffer: [max tokens, K] int32, filled by the indexer before each call; c4a layers only. swa_layout,
     compressed_layout: what the caches bound later must be; default: what is bound first. workspace: default: the
-    context's manager.
+    context's manager. Raises ArgumentError unless all of it fits the layer.
     """
 
     def __init__(
@@ -60,6 +61,11 @@ class DeepseekV4MLAAttention:
         workspace: WorkspaceManager | None = None,
     ) -> None:
         """Hold everything, run nothing."""
+        check_bound(backend, geometry, limits, attn_sink, cos_sin_cache, topk_indices_buffer)
+        if workspace is not None:
+            check_type(
+                "workspace", workspace, WorkspaceManager, cure="pass a WorkspaceManager, or None for the context's"
+            )
         self.prefix, self.swa_prefix = prefix, swa_prefix or f"{prefix}.swa_cache"
         self.geometry, self.limits, self.backend = _one(geometry), limits, backend
         self.attn_sink, self.cos_sin_cache = attn_sink, cos_sin_cache
@@ -82,9 +88,9 @@ class DeepseekV4MLAAttention:
 
     def bind_kv_cache(self, swa: PagedKVCache, compressed: PagedKVCache | None = None) -> None:
         """Give the layer its caches. Raises LayoutMismatchError unless they are what the layer was declared with."""
+        caches = LayerCaches(swa, compressed)
         check_cache("swa cache", swa, self.geometry)
         check_layout(swa.layout, self.swa_layout or swa.layout, f"swa cache of {self.prefix}")
-        caches = LayerCaches(swa, compressed)
         if self.geometry.kind is not LayerKind.SWA:
             check_compressed(caches, self.geometry)
         if compressed is not None:

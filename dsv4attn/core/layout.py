@@ -14,9 +14,12 @@ from attrs import asdict, evolve, field, frozen, validators
 from torch import Tensor
 
 from dsv4attn.core.tensorspec import has_dense_rows
+from dsv4attn.core.values import check_count, check_type
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
 __all__ = ["Arrangement", "Fp8Format", "KVCacheLayout", "PagedKVCache", "Region", "check_layout"]
+
+_LAYOUTS = "pass KVCacheLayout.fp8_ds_mla() or KVCacheLayout.rows()"
 
 
 class Fp8Format(str, Enum):
@@ -241,6 +244,8 @@ class PagedKVCache:
 
     def __init__(self, tensor: Tensor, layout: KVCacheLayout, *, block_size: int | None = None) -> None:
         """Bind a tensor to a layout."""
+        check_type("cache tensor", tensor, Tensor, cure="pass memory as a tensor, or PagedKVCache.allocate(...)")
+        check_type("layout", layout, KVCacheLayout, cure=_LAYOUTS)
         if tensor.dtype != layout.dtype:
             raise ArgumentError("cache tensor", expected=f"dtype {layout.dtype} for {layout.name}", actual=tensor.dtype)
         last = layout.record_bytes if layout.is_quantised else layout.head_dim
@@ -266,6 +271,9 @@ class PagedKVCache:
         cls, layout: KVCacheLayout, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
     ) -> PagedKVCache:
         """A zeroed cache of our own, with the layout's page stride."""
+        check_type("layout", layout, KVCacheLayout, cure=_LAYOUTS)
+        check_count("num_blocks", num_blocks, 0)
+        check_count("block_size", block_size, 1)
         stride, element = layout.page_stride(block_size), layout.dtype.itemsize
         last = layout.record_bytes // element
         with torch.inference_mode(False):  # written outside of the mode that it may be made in

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from attrs import field, frozen, validators
 
+from dsv4attn.core.values import at_least
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["Limits"]
 
-_positive = validators.ge(1)
+_positive = at_least(1)
 
 
 @frozen
@@ -28,8 +29,8 @@ class Limits:
     max_num_reqs: int = field(validator=_positive)
     max_num_batched_tokens: int = field(validator=_positive)
     max_model_len: int = field(validator=_positive)
-    num_speculative_tokens: int = field(default=0, validator=validators.ge(0))
-    max_workspace_bytes: int | None = None
+    num_speculative_tokens: int = field(default=0, validator=at_least(0))
+    max_workspace_bytes: int | None = field(default=None, validator=validators.optional(at_least(0)))
     max_index_elements: int = field(default=2**21, validator=_positive)
 
     def __attrs_post_init__(self) -> None:

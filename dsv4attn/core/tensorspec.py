@@ -59,7 +59,7 @@ def check_declared(instance: Any) -> None:  # noqa: ANN401 - any attrs instance
         if letter:
             value = getattr(instance, f.name)
             if not isinstance(value, int) or value < 0:
-                raise ArgumentError(f"{owner}.{f.name}", expected="a count >= 0", actual=value)
+                raise ArgumentError(f"{owner}.{f.name}", expected="a count >= 0", actual=repr(value))
             letters[letter] = value
     device: torch.device | None = None
     for f in fields:
@@ -86,11 +86,12 @@ def check_tensor(
     *,
     written: bool = False,
     any_strides: bool = False,
+    like: str = "",
 ) -> None:
     """Check one tensor against a declared shape, a dtype and the rule of strides.
 
     letters: sizes that are bound; those that are not get bound. written: see `check_strides`. any_strides: only torch
-    reads it, which follows every stride.
+    reads it, which follows every stride. like: the tensor whose dtype this one must have, for the error.
     """
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     before = letters.copy()
@@ -100,11 +101,17 @@ def check_tensor(
             check_strides(written=(name,) if written else (), **{name: value})
         return
     wanted = f"[{', '.join(shape.split())}] {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
+    wanted += f" like {like}" if like else ""
+    used = {letter for letter, _ in _dims(shape)}
+    bound = ", ".join(f"{k}={v}" for k, v in before.items() if k in used)
+    wanted += f" with {bound}" if bound else ""
     if not isinstance(value, Tensor):
         raise ArgumentError(name, expected=f"a tensor {wanted}", actual=type(value).__name__)
-    bound = ", ".join(f"{k}={v}" for k, v in before.items() if k in shape)
     actual = f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    raise ArgumentError(name, expected=f"{wanted}{f' with {bound}' if bound else ''}", actual=actual)
+    hint, argument = "", name.rpartition(".")[2]
+    if value.dtype not in dtypes and dtypes[0].itemsize > 1:  # bytes of a cache are no numbers to convert
+        hint = f"allocate {argument} as {dtypes[0]}" if written else f"pass {argument}.to({dtypes[0]})"
+    raise ArgumentError(name, expected=wanted, actual=actual, hint=hint)
 
 
 def check_strides(*, written: Container[str] = (), **tensors: Tensor | None) -> None:

@@ -282,7 +282,10 @@ def current_workspace_manager() -> WorkspaceManager:
     """The manager of this context (thread or task), set by `use_workspace`. There is no process-wide one."""
     manager = _current.get()
     if manager is None:
-        raise Dsv4AttnError("no workspace manager in this context -> run inside `with use_workspace(manager):`")
+        raise Dsv4AttnError(
+            "no workspace manager in this context -> run inside `with use_workspace(manager):`, or bind "
+            "the layer to one, DeepseekV4MLAAttention(workspace=manager)"
+        )
     return manager
 
 

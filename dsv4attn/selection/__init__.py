@@ -21,6 +21,7 @@ from dsv4attn.core.contract import Backend
 from dsv4attn.core.device import DeviceFacts, version_of
 from dsv4attn.core.pair import PhasedBackend
 from dsv4attn.core.problem import Problem
+from dsv4attn.core.values import check_type
 from dsv4attn.errors import ArgumentError, NoBackendError, UnknownNameError
 from dsv4attn.plugins import BUILT_IN, PluginRegistry, Registered
 from dsv4attn.selection.decision import Candidate, Selection, decide
@@ -156,6 +157,8 @@ def select_backend(
 
     Raises NoBackendError with the whole trace, or BrokenBackendError if the chosen one cannot be made.
     """
+    for problem in problems:
+        check_type("problems", problem, Problem, cure="pass Problem.of(layer, phase='decode') and one for 'prefill'")
     settings = load_settings() if settings is None else settings
     facts = device if isinstance(device, DeviceFacts) else DeviceFacts.here(device)
     by_phase = [[p for p in problems if p.phase == phase] for phase in PHASES]
@@ -193,4 +196,5 @@ def load_backend(name: str = "reference", **options: Any) -> Backend:  # noqa: A
     names nobody has, NoBackendError for plugins that could not be loaded, ArgumentError for options the backend does
     not take, BrokenBackendError if it cannot be made.
     """
+    check_type("name", name, str, cure=f"pass one of {', '.join(BUILT_IN)}, or a plugin's, or call select_backend")
     return configured(registered(name).info, load_settings(), options)

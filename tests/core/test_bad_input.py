@@ -77,23 +77,35 @@ def test_the_good_call_works_and_writes_no_cache(kind: LayerKind) -> None:
 
 
 OUTPUTS: list[tuple[str, Any, str]] = [
-    ("out", torch.full((PADDED, 5, 32), 7.0), r"\[T, H, D\] float32 with H=4, D=32, T=34, got \[34, 5, 32\] float32"),
+    (
+        "out",
+        torch.full((PADDED, 5, 32), 7.0),
+        r"\[T, H, D\] float32 like q with H=4, D=32, T=34, got \[34, 5, 32\] float32$",
+    ),
     ("out", torch.full((PADDED + 1, 4, 32), 7.0), r".* got \[35, 4, 32\] float32"),
     ("out", torch.full((PADDED, 4, 16), 7.0), r".* got \[34, 4, 16\] float32"),
     ("out", torch.full((PADDED, 128), 7.0), r".* got \[34, 128\] float32"),
-    ("out", torch.full((PADDED, 4, 32), 7.0, dtype=BF16), r"\[T, H, D\] float32 .* got \[34, 4, 32\] bfloat16"),
+    (
+        "out",
+        torch.full((PADDED, 4, 32), 7.0, dtype=BF16),
+        r"\[T, H, D\] float32 like q .* got \[34, 4, 32\] bfloat16 -> allocate out as torch.float32",
+    ),
     ("out", torch.empty(PADDED, 4, 32, device="meta"), "a tensor on cpu, like q, got one on meta"),
-    ("out", None, r"a tensor \[T, H, D\] float32, got NoneType"),
+    ("out", None, r"a tensor \[T, H, D\] float32 like q with H=4, D=32, T=34, got NoneType"),
     ("q", torch.ones(PADDED, 3, 32), r"\[T, H, D\] bfloat16 or float32 with H=4, D=32, got \[34, 3, 32\] float32"),
     ("q", torch.ones(PADDED, 8, 32), r".* got \[34, 8, 32\]"),
     ("q", torch.ones(PADDED, 4, 40), r".* got \[34, 4, 40\]"),
     ("q", torch.ones(PADDED, 1, 4, 32), r".* got \[34, 1, 4, 32\]"),
-    ("q", torch.ones(PADDED, 4, 32, dtype=torch.float16), r".* got \[34, 4, 32\] float16"),
+    (
+        "q",
+        torch.ones(PADDED, 4, 32, dtype=torch.float16),
+        r".* got \[34, 4, 32\] float16 -> pass q.to\(torch.bfloat16\)",
+    ),
     ("attn_sink", torch.zeros(5), r"\[H\] float32 with H=4, got \[5\] float32"),
     ("attn_sink", torch.zeros(1, 4), r".* got \[1, 4\] float32"),
-    ("attn_sink", torch.zeros(4, dtype=BF16), r".* got \[4\] bfloat16"),
+    ("attn_sink", torch.zeros(4, dtype=BF16), r".* got \[4\] bfloat16 -> pass attn_sink.to\(torch.float32\)"),
     ("attn_sink", torch.zeros(4, device="meta"), "a tensor on cpu, like q, got one on meta"),
-    ("attn_sink", 0.0, r"a tensor \[H\] float32, got float"),
+    ("attn_sink", 0.0, r"a tensor \[H\] float32 with H=4, got float"),
     ("lse", torch.zeros(PADDED, 5), r"\[T, H\] float32 with H=4, T=34, got \[34, 5\] float32"),
     ("lse", torch.zeros(TOKENS, 4), r".* got \[31, 4\] float32"),
     ("lse", torch.zeros(4, PADDED), r".* got \[4, 34\] float32"),
@@ -113,9 +125,12 @@ def test_a_tensor_of_the_wrong_shape_dtype_or_device_is_refused(
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (None, r"a tensor \[_, K\] int32, got NoneType"),
-        (torch.zeros(PADDED, 3, dtype=torch.int64), r"\[_, K\] int32, got \[34, 3\] int64"),
-        (torch.zeros(PADDED, 1, 3, dtype=I32), r"\[_, K\] int32, got \[34, 1, 3\] int32"),
+        (None, r"a tensor \[_, K\] int32 with K=3, got NoneType"),
+        (
+            torch.zeros(PADDED, 3, dtype=torch.int64),
+            r"\[_, K\] int32 with K=3, got \[34, 3\] int64 -> pass topk_indices.to\(torch.int32\)",
+        ),
+        (torch.zeros(PADDED, 1, 3, dtype=I32), r"\[_, K\] int32 with K=3, got \[34, 1, 3\] int32$"),
         (torch.zeros(TOKENS - 1, 3, dtype=I32), r"a row for each of 31 tokens, at most 3 columns, got \[30, 3\]"),
         (torch.zeros(PADDED, 4, dtype=I32), r"a row for each of 31 tokens, at most 3 columns, got \[34, 4\]"),
         (torch.zeros(PADDED, 3, dtype=I32, device="meta"), "a tensor on cpu, like q, got one on meta"),

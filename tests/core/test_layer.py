@@ -318,7 +318,7 @@ def test_a_layer_without_caches_or_workspace_or_owner_says_so() -> None:
         case.run()
     case = bound(LayerKind.SWA)
     case.layer.workspace = None
-    with pytest.raises(Dsv4AttnError, match="use_workspace"):
+    with pytest.raises(Dsv4AttnError, match=r"use_workspace.* or .*MLAAttention\(workspace=manager\)"):
         case.run()
     q, kv, positions, handle = case.q, case.kv, case.positions, case.layer.handle
     del case
@@ -365,7 +365,9 @@ def test_kv_has_the_dtype_of_q() -> None:
     before = cache.swa.tensor.clone()
     with (
         set_forward_context(case.metadata),
-        pytest.raises(ArgumentError, match=r"^kv: expected \[T, D\] bfloat16 .*got \[.*\] float32"),
+        pytest.raises(
+            ArgumentError, match=r"^kv: expected \[T, D\] bfloat16 like q .*got \[.*\] float32 -> pass kv.to\(torch.bfl"
+        ),
     ):
         case.layer.fused_qnorm_rope_kv_insert(q, case.kv.float(), case.positions)
 

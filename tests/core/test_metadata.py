@@ -105,11 +105,11 @@ def test_batches_of_nothing_and_of_padding_requests_are_good(query: list[int], s
 META_BATCH: list[tuple[dict[str, Any], str]] = [
     ({"num_reqs": -1}, r"Batch\.num_reqs: expected a count >= 0, got -1"),
     ({"num_reqs": 3}, r"Batch\.query_start_loc: expected \[R\+1\] int32 with R=3, got \[3\] int32"),
-    ({"num_reqs": "2"}, r"Batch\.num_reqs: expected a count >= 0, got 2"),
+    ({"num_reqs": "2"}, r"Batch\.num_reqs: expected a count >= 0, got '2'"),
     ({"seq_lens": torch.ones(2, dtype=I64)}, r"Batch\.seq_lens: expected \[R\] int32 with R=2, got \[2\] int64"),
     ({"seq_lens": torch.ones(1, 2, dtype=I32)}, r"Batch\.seq_lens: .*got \[1, 2\] int32"),
-    ({"seq_lens": [5, 6]}, r"Batch\.seq_lens: expected a tensor \[R\] int32, got list"),
-    ({"seq_lens": None}, r"Batch\.seq_lens: expected a tensor \[R\] int32, got NoneType"),
+    ({"seq_lens": [5, 6]}, r"Batch\.seq_lens: expected a tensor \[R\] int32 with R=2, got list"),
+    ({"seq_lens": None}, r"Batch\.seq_lens: expected a tensor \[R\] int32 with R=2, got NoneType"),
     ({"slot_mapping": torch.ones(4, dtype=I32)}, r"Batch\.slot_mapping: expected \[S\] int64, got \[4\] int32"),
     (
         {"block_table": torch.ones(3, 64, dtype=I32)},
@@ -219,7 +219,7 @@ GOOD = batch([1, 2, 9], [40, 5, 29])
 BAD_BATCHES: list[tuple[Callable[[], Batch], str]] = [
     (lambda: batch([1, 9], [40, 8]), r"seq_lens\[1\]: expected at least the 9 query tokens of this step, got 8 -> "),
     (lambda: batch([1, 9], [0, 9]), r"seq_lens\[0\]: expected at least the 1 query tokens of this step, got 0"),
-    (lambda: batch([1, 9], [257, 9]), r"seq_lens\[0\]: expected at most 256, got 257"),
+    (lambda: batch([1, 9], [257, 9]), r"seq_lens\[0\]: expected at most 256, got 257 -> raise Limits.max_model_len$"),
     (
         lambda: batch([9, 1], [9, 5]),
         "query_start_loc: expected decode requests .at most 2 query tokens. before prefill",
@@ -228,8 +228,11 @@ BAD_BATCHES: list[tuple[Callable[[], Batch], str]] = [
         lambda: batch([1, 9, 0, 2], [5, 9, 0, 5]),
         "got request 3 with 2 after request 1 with 9 -> order the batch by phase",
     ),
-    (lambda: batch([1] * 7, [5] * 7), "batch requests: expected at most 6, got 7"),
-    (lambda: batch([32, 33], [32, 33]), "batch tokens: expected at most 64, got 65 -> raise Limits"),
+    (lambda: batch([1] * 7, [5] * 7), "batch requests: expected at most 6, got 7 -> raise Limits.max_num_reqs$"),
+    (
+        lambda: batch([32, 33], [32, 33]),
+        "batch tokens: expected at most 64, got 65 -> raise Limits.max_num_batched",
+    ),
     (lambda: batch([3, -1], [9, 9]), "query_start_loc: expected ascending values that begin with 0"),
     (
         lambda: batch([1, 2], [9, 9], query_start_loc_cpu=torch.tensor([1, 2, 4], dtype=I32)),
@@ -319,8 +322,8 @@ def test_padding_rows_may_name_no_block_at_all(steps: str) -> None:
 
 
 @all_builder_steps
-def test_tokens_without_a_slot_are_padding(steps: str) -> None:
-    made = builder(steps=STEPS[steps]).build(batch([1, 2], [5, 9], slot_mapping=torch.tensor([0])))
+def test_tokens_with_a_negative_slot_are_padding(steps: str) -> None:
+    made = builder(steps=STEPS[steps]).build(batch([1, 2], [5, 9], slot_mapping=torch.tensor([0, -1, -1])))
 
     assert made.is_valid_token.tolist() == [True, False, False]
     assert made.decode_swa_lens.tolist() == [5, 0, 0]
