@@ -77,8 +77,10 @@ def explain(
     Nothing is launched, and the device need not be here: packages of a device that is only described are taken to be
     installed. Exit code 0: a backend was chosen; 1: none can run it, or the choice is a tie; 2: bad input.
     """
+    from dsv4attn.config import load_settings
     from dsv4attn.core.problem import Problem
     from dsv4attn.selection import explain as explained
+    from dsv4attn.selection.making import check_options
 
     problem = Problem.of(
         geometry_of(model),
@@ -97,7 +99,10 @@ def explain(
         deterministic=deterministic,
         lse=lse,
     )
-    selection = explained(problem, backend=backend, device=_device(device))
+    settings = load_settings()
+    selection = explained(problem, backend=backend, device=_device(device), settings=settings)
+    if selection.chosen is not None:
+        check_options(selection.chosen.info, settings)
     if as_json:
         print_json(_as_json(selection))
     else:

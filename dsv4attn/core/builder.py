@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -173,6 +173,7 @@ class MetadataBuilder:
         full_width: give the C128A table the width of `max_model_len` whatever the batch, as a captured graph needs.
         """
         layer = self.geometry.layer_of_kind(kind)
+        kind = layer.kind
         ratio, tokens, decodes = layer.compress_ratio, swa.num_actual_tokens, swa.num_decode_tokens
         table, entries = self._checked_entries(batch, kind, ratio)
         records = self.compressed_block_tokens // ratio
@@ -211,16 +212,20 @@ class MetadataBuilder:
         return self._extension.extend_compressed(metadata) if self._extension else metadata
 
     def build_for(
-        self, batch: Batch, kinds: Sequence[LayerKind], *, full_width: bool = False
+        self, batch: Batch, kinds: Iterable[LayerKind | str], *, full_width: bool = False
     ) -> dict[LayerKind, AttentionMetadata]:
         """Metadata of a batch for several kinds of layers that share its block tables.
 
-        full_width: see `build_compressed`.
+        kinds: several of them, also by name, "c4a". full_width: see `build_compressed`.
         """
-        for kind in kinds:
-            if kind is not LayerKind.SWA:
+        if isinstance(kinds, str) or not isinstance(kinds, Iterable):
+            raise ArgumentError("kinds", expected="a list of kinds", actual=repr(kinds), hint="pass a list, ['c4a']")
+        layers = [self.geometry.layer_of_kind(kind) for kind in kinds]
+        kinds = [layer.kind for layer in layers]
+        for layer in layers:
+            if layer.kind is not LayerKind.SWA:
                 # all checks before the first write
-                self._checked_entries(batch, kind, self.geometry.layer_of_kind(kind).compress_ratio)
+                self._checked_entries(batch, layer.kind, layer.compress_ratio)
         swa = self.build(batch)
         compressed = {
             kind: None if kind is LayerKind.SWA else self.build_compressed(batch, swa, kind, full_width=full_width)
@@ -265,7 +270,7 @@ class MetadataBuilder:
         return rows, lens[:n]
 
     def _host_lens(self, batch: Batch) -> tuple[list[int], list[int]]:
-        """Query and sequence lengths on the host, checked against each other and the limits."""
+        """Query and sequence lengths on the host, checked against each other, `slot_mapping` and the limits."""
         starts, seq_lens = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
         query_lens = [b - a for a, b in pairwise(starts)]
         if starts[0] != 0 or min(query_lens, default=0) < 0:
@@ -278,15 +283,22 @@ class MetadataBuilder:
                     actual=seq_len,
                     hint="seq_lens counts tokens after this step: prefix plus query",
                 )
-            if seq_len > self.limits.max_model_len:
-                raise ArgumentError(f"seq_lens[{i}]", expected=f"at most {self.limits.max_model_len}", actual=seq_len)
-        for name, value, bound in (
-            ("requests", batch.num_reqs, self.limits.max_num_reqs),
-            ("tokens", starts[-1], self.limits.max_num_batched_tokens),
-        ):
-            if value > bound:
-                raise ArgumentError(f"batch {name}", expected=f"at most {bound}", actual=value, hint="raise Limits")
+            self._check_limit(f"seq_lens[{i}]", seq_len, "max_model_len")
+        self._check_limit("batch requests", batch.num_reqs, "max_num_reqs")
+        self._check_limit("batch tokens", starts[-1], "max_num_batched_tokens")
+        if batch.slot_mapping.shape[0] < starts[-1]:
+            raise ArgumentError(
+                "slot_mapping",
+                expected=f"at least {starts[-1]} elements, one for each token of the batch",
+                actual=f"{batch.slot_mapping.shape[0]} elements",
+                hint="give a slot for each token, -1 for those of padding",
+            )
         return query_lens, seq_lens
+
+    def _check_limit(self, what: str, value: int, field: str) -> None:
+        bound = getattr(self.limits, field)
+        if value > bound:
+            raise ArgumentError(what, expected=f"at most {bound}", actual=value, hint=f"raise Limits.{field}")
 
     @staticmethod
     def _check_table(name: str, table: Tensor, query_lens: list[int], records: list[int], per_block: int) -> None:
@@ -316,8 +328,7 @@ class MetadataBuilder:
         request = indices.token_to_req_indices(batch.query_start_loc, tokens)
         position = indices.positions_of(batch.query_start_loc, batch.seq_lens, request)
         valid = torch.zeros(tokens, dtype=torch.bool, device=self.device)
-        known = min(tokens, batch.slot_mapping.shape[0])
-        valid[:known] = batch.slot_mapping[:known] >= 0
+        valid[:] = batch.slot_mapping[:tokens] >= 0
         slots, lens = indices.window_indices(
             position, valid, request, batch.block_table, self.swa_block_size, self.geometry.window
         )

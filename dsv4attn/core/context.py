@@ -11,12 +11,12 @@ from attrs import frozen
 
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
-from dsv4attn.errors import ArgumentError, NoForwardContextError
+from dsv4attn.errors import ArgumentError, NoForwardContextError, UnknownNameError
 
 __all__ = ["ForwardContext", "get_forward_context", "set_forward_context"]
 
 Metadata: TypeAlias = (
-    "Mapping[LayerKind, AttentionMetadata] | Mapping[str, DeepseekSparseSWAMetadata | FlashMLASparseMetadata | None]"
+    "Mapping[LayerKind, AttentionMetadata] | Mapping[str, AttentionMetadata] | Mapping[str, DeepseekSparseSWAMetadata | FlashMLASparseMetadata | None]"
 )
 
 
@@ -53,6 +53,17 @@ def _missing(key: str, wanted: type, found: object, metadata: Mapping[Any, Any],
     return f"attn_metadata[{key!r}]: expected {wanted.__name__}, got {got} (keys: {keys})"
 
 
+def _by_kind(metadata: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The same with kinds for their names, where it is metadata by kind of layer."""
+    if not isinstance(next(iter(metadata.values()), None), AttentionMetadata):
+        return metadata
+    kinds = [kind.value for kind in LayerKind]
+    for key in metadata:
+        if key not in kinds:
+            raise UnknownNameError("layer kind in attn_metadata", str(key), kinds)
+    return {LayerKind(key): both for key, both in metadata.items()}
+
+
 _context: ContextVar[ForwardContext | None] = ContextVar("dsv4attn_forward", default=None)
 
 
@@ -62,7 +73,8 @@ def set_forward_context(attn_metadata: Metadata | None) -> Iterator[ForwardConte
 
     attn_metadata: what `MetadataBuilder.build_for` returned, metadata by kind of layer. Or a mapping by prefix: the
     `prefix` of each layer to its compressed metadata, its `swa_prefix` to its window metadata. None is the warm-up:
-    layers reserve memory and zero their output. Raises ArgumentError for anything else.
+    layers reserve memory and zero their output. Raises ArgumentError for anything else, UnknownNameError for kinds that
+    do not exist.
     """
     if attn_metadata is not None and not isinstance(attn_metadata, Mapping):
         raise ArgumentError(
@@ -71,7 +83,7 @@ def set_forward_context(attn_metadata: Metadata | None) -> Iterator[ForwardConte
             actual=type(attn_metadata).__name__,
             hint="give all that build_for returned, not the metadata of one kind",
         )
-    context = ForwardContext(attn_metadata)
+    context = ForwardContext(None if attn_metadata is None else _by_kind(attn_metadata))
     token = _context.set(context)
     try:
         yield context
