@@ -1,5 +1,4 @@
-"""What an engine has already, in small, for `engine.py`: requests, a scheduler with a prefix cache, a model,
-and a choice of backend that says what it chose."""
+"""What an engine has already, in small, for `engine.py`: requests, a scheduler, a model, a choice of backend."""
 
 from __future__ import annotations
 
@@ -8,8 +7,17 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from dsv4attn import Backend, BlockAllocator, Dsv4AttnError, LayerGeometry, Limits, ModelGeometry, Problem
-from dsv4attn import explain, select_backend
+from dsv4attn import (
+    Backend,
+    BlockAllocator,
+    Dsv4AttnError,
+    LayerGeometry,
+    Limits,
+    ModelGeometry,
+    Problem,
+    explain,
+    select_backend,
+)
 
 HIDDEN, VOCAB = 256, 1000
 

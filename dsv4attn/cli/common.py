@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -75,7 +76,7 @@ def console() -> Console:
     """Standard output, in which nothing but what we style is styled: brackets in an error message are no markup.
 
     In a pipe or a file nothing of a table is cut: COLUMNS says where lines are folded, without it they are not, and no
-    line ends with blanks.
+    line ends with blanks. Signs that its encoding lacks are written in others.
     """
     from rich.console import Console
 
@@ -89,9 +90,11 @@ def console() -> Console:
             super().print(*objects, **{"crop": False, **options})
 
     plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+    whole_signs = _has_signs(sys.stdout.encoding)
+    stream = sys.stdout if whole_signs else cast("TextIO", _Plain(sys.stdout))
     if columns or not piped:
-        return Whole(**plain)
-    return Whole(**plain, width=_ENDLESS, file=cast("TextIO", _Trimmed(sys.stdout)))
+        return Whole(**plain, file=None if whole_signs else stream)
+    return Whole(**plain, width=_ENDLESS, file=cast("TextIO", _Trimmed(stream)))
 
 
 def _uncut(shown: object, *, fold: bool) -> None:
@@ -113,8 +116,8 @@ def _uncut(shown: object, *, fold: bool) -> None:
                 column.overflow, column.no_wrap = "fold", column.no_wrap and not fold
 
 
-class _Trimmed(io.TextIOBase):
-    """A stream without the blanks that fill lines up to the width of the console; whole lines are written."""
+class _Around(io.TextIOBase):
+    """A stream that changes what is written to another one."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -123,12 +126,43 @@ class _Trimmed(io.TextIOBase):
     def encoding(self) -> str:  # type: ignore[override]
         return self._stream.encoding
 
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
     def write(self, text: str, /) -> int:
-        self._stream.write("\n".join(line.rstrip() for line in text.split("\n")))
+        self._stream.write(self.changed(text))
         return len(text)
+
+    def changed(self, text: str) -> str:
+        raise NotImplementedError
 
     def flush(self) -> None:
         self._stream.flush()
+
+
+class _Trimmed(_Around):
+    """Without the blanks that fill lines up to the width of the console; whole lines are written."""
+
+    def changed(self, text: str) -> str:
+        return "\n".join(line.rstrip() for line in text.split("\n"))
+
+
+class _Plain(_Around):
+    """In what the encoding of a stream has: `<=` and `+-`, and escapes for other letters."""
+
+    def changed(self, text: str) -> str:
+        # a second character takes the place of a blank beside it: columns stay where they are, if there are two
+        text = re.sub(r"≤(\S*)( (?= ))?", r"<=\1", text)
+        text = re.sub(r"((?<= ) )?±", "+-", text)
+        return text.encode(self.encoding, "backslashreplace").decode(self.encoding)
+
+
+def _has_signs(encoding: str | None) -> bool:
+    # a stream of text alone has no encoding
+    return encoding is None or encoding.lower().startswith("utf")
 
 
 def grid(rows: Sequence[tuple[str, Sequence[str]]], styles: Sequence[str] = (), *, wide: int = 0) -> Table:

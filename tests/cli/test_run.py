@@ -236,7 +236,7 @@ BAD = [
     (["--option", "prefil_keys=paged"], "ArgumentError", "did you mean 'prefill_keys'?"),
     (["--option", "prefill_keys"], "BadParameter", "expected key=value"),
     (["--option", "prefill_keys=page"], "UnknownNameError", "unknown prefill_keys form 'page'"),
-    (["--trace", "no/such/trace"], "TraceError", "no/such/trace:0: cannot be read"),
+    (["--trace", "no/such/trace"], "TraceError", "no/such/trace: cannot be read: No such file or directory -> give"),
     (["--max-kv-mib", "1", "--block-size", "4096"], "ArgumentError", "max_kv_bytes: expected at least"),
     (["--max-tokens", "1"], "BadParameter", "1 is not in the range x>=2"),
     (["--max-requests", "0"], "BadParameter", "0 is not in the range x>=1"),

@@ -60,7 +60,11 @@ def test_its_check_fails_if_a_prefix_hit_takes_over_pages_in_the_wrong_order(
     ("args", "variable", "said"),
     [
         (["--backend", "refernz"], "", "'refernz' cannot be used: no backend has this name; did you mean 'reference'?"),
-        (["--backend", "rocm"], "", "backend 'rocm' cannot run this call; INTERPRETER  a CPU, needs an accelerator, or"),
+        (
+            ["--backend", "rocm"],
+            "",
+            "backend 'rocm' cannot run this call; INTERPRETER  a CPU, needs an accelerator, or",
+        ),
         ([], "rocm", "backend 'rocm' cannot run this call; INTERPRETER"),
         ([], "decode=", "environment variable DSV4ATTN_BACKEND: expected NAME or"),
     ],
