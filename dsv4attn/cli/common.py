@@ -7,13 +7,14 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from attrs import asdict
 
 from dsv4attn.config import AUTO, PHASES
-from dsv4attn.core.devices import KnownDevice, described
+from dsv4attn.core.devices import DEVICES, KnownDevice, described
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.problem import Problem
 from dsv4attn.errors import ArgumentError, UnknownNameError
@@ -27,8 +28,25 @@ if TYPE_CHECKING:
     from dsv4attn.core.problem import Reason
     from dsv4attn.plugins import PluginFailure
 
-__all__ = ["chosen_backend", "console", "device_json", "epilog", "failure_json", "geometry_of", "grid", "reason_json"]
+__all__ = [
+    "chosen_backend",
+    "console",
+    "device_facts",
+    "device_json",
+    "epilog",
+    "failure_json",
+    "geometry_of",
+    "grid",
+    "reason_json",
+]
 
+_ANY = "any sm_* and gfx* is taken too; `nvidia-smi --query-gpu=compute_cap --format=csv` and `rocminfo` say which"
+_MAKERS = {
+    "nvidia": "of NVIDIA, name a card (h200, rtx4090) or an architecture (sm_90): any sm_* is taken",
+    "amd": "of AMD, name a card (mi300x, rx9070) or an architecture (gfx942): any gfx* is taken",
+    "intel": "of Intel, name xpu",
+}
+"""What to do about the name of a maker."""
 _ENDLESS = 10_000
 """Columns of a pipe."""
 
@@ -42,6 +60,32 @@ def geometry_of(model: str) -> ModelGeometry:
         if path.exists() or path.suffix == ".json" or len(path.parts) > 1:
             return ModelGeometry.from_config(path)
         raise
+
+
+def device_facts(name: str) -> DeviceFacts:
+    """Facts of a device by name, this machine's own where it has such a one.
+
+    sm_90a and sm_120f, as compilers call what has features of one architecture or family, are their architecture. An
+    unknown name is answered with close ones of its own family alone: V100 is no misspelt H100.
+    """
+    from dsv4attn.core.device import DeviceFacts
+
+    try:
+        return DeviceFacts.here_or_named(re.sub(r"^(\s*sm_?\d+)[af]\s*$", r"\1", name, flags=re.IGNORECASE))
+    except UnknownNameError as error:
+        lower = re.sub(r"[\s_-]", "", name.lower())
+        maker = next((line for word, line in _MAKERS.items() if lower.startswith(word)), "")
+        raise UnknownNameError("device", name, error.known, [maker or _ANY], near=_family(lower, error.known)) from None
+
+
+def _family(name: str, known: Iterable[str]) -> list[str]:
+    """Names of devices that may be meant: as long, and with the same letters in front, or what the name begins."""
+    letters = re.split(r"\d", name)[0]
+    near = [n for n in known if re.split(r"\d", n)[0].rstrip("_") == letters and (name == letters or len(n) == len(name))]
+    if name == letters and not near:
+        near = get_close_matches(name, known, n=1, cutoff=0.8)
+    kinds = {device.kind for device in DEVICES for one in near if one in device.spellings}
+    return near if len(kinds) == 1 else []
 
 
 def chosen_backend(
