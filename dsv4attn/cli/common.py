@@ -81,7 +81,9 @@ def device_facts(name: str) -> DeviceFacts:
 def _family(name: str, known: Iterable[str]) -> list[str]:
     """Names of devices that may be meant: as long, and with the same letters in front, or what the name begins."""
     letters = re.split(r"\d", name)[0]
-    near = [n for n in known if re.split(r"\d", n)[0].rstrip("_") == letters and (name == letters or len(n) == len(name))]
+    near = [
+        n for n in known if re.split(r"\d", n)[0].rstrip("_") == letters and (name == letters or len(n) == len(name))
+    ]
     if name == letters and not near:
         near = get_close_matches(name, known, n=1, cutoff=0.8)
     kinds = {device.kind for device in DEVICES for one in near if one in device.spellings}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from attrs import evolve
 
-from dsv4attn.cli import FAILED, OK, print_json
+from dsv4attn.cli import FAILED, OK, Whole, print_json
 from dsv4attn.cli.common import (
     console,
     device_facts,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["explain"]
 
-_positive = click.IntRange(min=1)
+_positive = Whole(min=1)
 _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yellow", "broken": "red"}
 
 
@@ -38,7 +38,7 @@ _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yel
     "--phase", type=click.Choice(["decode", "prefill"]), default="decode", show_default=True, help="Which call."
 )
 @click.option("--heads", metavar="N", type=_positive, help="Query heads on this device.  [default: the model's]")
-@click.option("--topk", metavar="N", type=click.IntRange(min=0), help="Selected entries.  [default: the model's]")
+@click.option("--topk", metavar="N", type=Whole(min=0), help="Selected entries.  [default: the model's]")
 @click.option("--page-size", metavar="N", type=_positive, default=64, show_default=True, help="Of the window cache.")
 @click.option(
     "--compressed-page-size", metavar="N", type=_positive, help="Of the other.  [default: 256 tokens' entries]"
@@ -133,7 +133,7 @@ def _assumed(device: DeviceFacts) -> str:
     """What is taken for granted of an architecture that was described, and that nothing here knows."""
     if device.present or any(device.arch == known.arch for known in DEVICES):
         return ""
-    return f"unknown architecture, served by the generic row of each backend"
+    return "unknown architecture, served by the generic row of each backend"
 
 
 def _as_json(selection: Selection) -> dict[str, Any]:

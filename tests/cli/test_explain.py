@@ -142,6 +142,7 @@ def test_a_trace_is_folded_under_itself(here: Machine, width: int) -> None:
         (["--model", "flsh"], "unknown model 'flsh'"),
         (["--model", "no/config.json"], "no such file"),
         (["--heads", "0"], "0 is not in the range"),
+        (["--heads", "1e3"], "'1e3' is not a valid whole number"),
         (["--dtype", "fp4"], "'fp4' is not one of"),
         (["--phase", "both"], "'both' is not one of"),
         (["--layer", "swa", "--topk", "512"], "topk: expected 0 on a window-only layer"),
