@@ -153,6 +153,6 @@ class TraceError(Dsv4AttnError, ValueError):
     """A request trace cannot be read; nothing of it has been run."""
 
     def __init__(self, path: str, line: int, problem: str) -> None:
-        """Name the file, the 1-based line, and what is wrong with it."""
+        """Name the file, the 1-based line, or 0 for the file as a whole, and what is wrong with it."""
         self.path, self.line, self.problem = path, line, problem
-        super().__init__(f"{path}:{line}: {problem}")
+        super().__init__(f"{path}:{line}: {problem}" if line else f"{path}: {problem}")

@@ -1,7 +1,7 @@
 """A small engine on dsv4attn's public API: paged caches, chunked prefill, mixed batches, a prefix hit.
 
-    python examples/engine.py                     # on the reference backend
-    python examples/engine.py --backend triton    # on this machine's GPU
+    python examples/engine.py                       # on the backend that `dsv4attn backends` calls automatic
+    python examples/engine.py --backend reference   # or as DSV4ATTN_BACKEND and dsv4attn.toml say
 
 The attention is DeepSeek-V4-Flash's on one of eight tensor-parallel ranks: one layer each of swa, c4a and c128a with 8
 heads of 512. Scheduler and model are stand-ins (`engine_parts.py`). Requests A, B and C begin with the same 512 tokens:
@@ -15,7 +15,7 @@ from functools import reduce
 import click
 import torch
 from attrs import evolve
-from engine_parts import HIDDEN, VOCAB, Request, Scheduler, StandIn, norm
+from engine_parts import HIDDEN, VOCAB, Request, Scheduler, StandIn, chosen_backend, norm
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -52,9 +52,9 @@ def bind(kind: ds.LayerKind, backend: ds.Backend, workspace: ds.WorkspaceManager
 class Engine:
     """Three bound layers. Everything is allocated before the first step."""
 
-    def __init__(self, backend: str, device: torch.device) -> None:
+    def __init__(self, backend: ds.Backend, device: torch.device) -> None:
         """Plan, reserve and lock the workspace; bind the layers; make the builder of metadata."""
-        self.device, self.backend, workspace = device, ds.load_backend(backend), ds.WorkspaceManager(device)
+        self.device, self.backend, workspace = device, backend, ds.WorkspaceManager(device)
         plans = [ds.plan_workspace(MODEL.layer_of_kind(k), LIMITS, self.backend, LAYOUT) for k in MODEL.kinds]
         workspace.reserve(reduce(ds.WorkspacePlan.union, plans))
         workspace.lock()
@@ -118,12 +118,13 @@ class Engine:
 
 
 @click.command(help=__doc__)
-@click.option("--backend", default="reference", show_default=True, help="A name that `dsv4attn backends` lists.")
-def main(backend: str) -> None:
+@click.option("--backend", metavar="NAME", help="One that `dsv4attn backends` lists.  [default: as `explain` says]")
+def main(backend: str | None) -> None:
     """Serve three requests and compare two of them."""
     torch.manual_seed(0)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    engine = Engine(backend, torch.device("cpu") if device is None else torch.device(device.type, 0))
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.device("cpu") if kind is None else torch.device(kind.type, 0)
+    engine = Engine(chosen_backend(MODEL, LIMITS, backend, device), device)
     scheduler = Scheduler(LIMITS, PAGE, BLOCKS, NEW_TOKENS)
     tokens = torch.randint(VOCAB, (672,)).tolist()
     a, b, c = Request("A", tokens), Request("B", tokens[:560]), Request("C", tokens[:560], use_prefixes=False)

@@ -1,12 +1,23 @@
-"""What an engine has already, in small, for `engine.py`: requests, a scheduler with a prefix cache, a model."""
+"""What an engine has already, in small, for `engine.py`: requests, a scheduler, a model, a choice of backend."""
 
 from __future__ import annotations
 
+import click
 import torch
 from attrs import define, field
 from torch import Tensor
 
-from dsv4attn import BlockAllocator, LayerGeometry, Limits, ModelGeometry
+from dsv4attn import (
+    Backend,
+    BlockAllocator,
+    Dsv4AttnError,
+    LayerGeometry,
+    Limits,
+    ModelGeometry,
+    Problem,
+    explain,
+    select_backend,
+)
 
 HIDDEN, VOCAB = 256, 1000
 
@@ -84,6 +95,32 @@ class Scheduler:
             pages = tuple(table[: end // size] for table, size in zip(request.tables, self.page, strict=True))
             if self.prefixes.setdefault(tuple(request.tokens[:end]), pages) is pages:
                 request.shared = end
+
+
+def chosen_backend(model: ModelGeometry, limits: Limits, name: str | None, device: torch.device) -> Backend:
+    """The backend of all layers: the one named, else as DSV4ATTN_BACKEND, dsv4attn.toml or selection say.
+
+    Prints which one it is, and why. One that cannot be had is an error of one line.
+    """
+    says: dict[str, list[str]] = {}
+    problems = [
+        Problem.of(model, kind, phase, max_model_len=limits.max_model_len)
+        for phase in ("decode", "prefill")
+        for kind in model.kinds
+    ]
+    try:
+        for phase in ("decode", "prefill"):
+            selection = explain([p for p in problems if p.phase == phase], backend=name, device=device)
+            if selection.chosen is None:
+                why = [line for candidate in selection.trace if candidate.asked for line in candidate.lines]
+                raise click.ClickException("; ".join([selection.verdict, *why]))
+            says.setdefault(f"{selection.verdict}  ({selection.request.source})", []).append(phase)
+        backend = select_backend(*problems, backend=name, device=device)
+    except Dsv4AttnError as error:
+        raise click.ClickException(str(error)) from None
+    for text, phases in says.items():
+        click.echo(f"{' and '.join(phases)} on {text}")
+    return backend
 
 
 def norm(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,16 @@ def test_an_example_that_prints_something_else_is_found() -> None:
     assert promised(["print(1)  # -> 2\n"]) != printed(["print(1)  # -> 2\n"])
     with pytest.raises(NameError):
         printed(["print(nothing)\n"])
+
+
+def test_the_trace_it_shows_is_served_by_the_command_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    [(name, trace, command)] = re.findall(r"```\ncat > (\S+) << END\n(.*?)END\ndsv4attn (.*?)\n```", README, re.DOTALL)
+    (tmp_path / name).write_text(trace, encoding="utf-8")
+    done = CliRunner().invoke(main, [*shlex.split(command), "--layers", "swa"], env={"OMP_NUM_THREADS": "1"})
+
+    assert done.exit_code == 0, done.output
+    assert "2 of 2 requests finished" in done.stdout
 
 
 def test_the_table_of_commands_lists_exactly_the_commands_there_are() -> None:
@@ -121,3 +132,13 @@ def test_a_dead_link_is_found(tmp_path: Path) -> None:
 
 def test_the_readme_has_every_page_of_the_docs() -> None:
     assert {f"docs/{path.name}" for path in ROOT.glob("docs/*.md")} <= set(links(README))
+
+
+def test_the_changelog_has_each_heading_once_in_one_order_between_blank_lines() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    order = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Known limits"]
+
+    for version in text.split("\n## ")[1:]:
+        titles = re.findall(r"^### (.+)$", version, re.MULTILINE)
+        assert titles == [title for title in order if title in titles]
+    assert not re.search(r"[^\n]\n#|^#[^\n]*\n[^\n]", text, re.MULTILINE)

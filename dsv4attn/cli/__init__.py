@@ -15,7 +15,7 @@ import click
 from dsv4attn import __version__
 from dsv4attn.errors import Dsv4AttnError, did_you_mean
 
-__all__ = ["main", "print_json"]
+__all__ = ["Whole", "main", "print_json"]
 
 _COMMANDS = {
     "backends": ("dsv4attn.cli.backends:backends", "List the backends, and which of them run on this machine."),
@@ -39,6 +39,12 @@ _stdout: ContextVar[TextIO | None] = ContextVar("stdout", default=None)
 def print_json(told: object) -> None:
     """Print the one object of `--json`. What anybody else prints meanwhile, such as a plugin, goes to stderr."""
     click.echo(json.dumps(told, allow_nan=False), file=_stdout.get())
+
+
+class Whole(click.IntRange):
+    """A whole number within bounds. click speaks of a valid integer range where it means a number."""
+
+    name = "whole number"
 
 
 class _Commands(click.Group):

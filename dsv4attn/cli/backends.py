@@ -57,7 +57,7 @@ def backends(*, as_json: bool) -> None:
         print_json({"ok": True, **facts, "backends": found})
         return
     requests = {phase: settings.request(phase) for phase in phases}
-    wanted = merged({phase: f"{asked.value}  ({asked.source})" for phase, asked in requests.items()})
+    wanted = merged({p: f"{a.value}  ({a.source}){_absent(a.value, registry)}" for p, a in requests.items()})
     verdicts = merged({phase: selection.verdict for phase, selection in phases.items()})
     from rich.padding import Padding
 
@@ -131,6 +131,16 @@ def merged(told: Mapping[str, str]) -> list[str]:
     if len(set(told.values())) == 1:
         told = {" and ".join(told): next(iter(told.values()))}
     return [f"{phase}: {text}" for phase, text in told.items()]
+
+
+def _absent(asked: str, registry: PluginRegistry) -> str:
+    """What is wrong with the name of a backend that is asked for, if no backend has it."""
+    from dsv4attn.config import AUTO
+    from dsv4attn.errors import did_you_mean
+
+    if asked == AUTO or asked in registry.backends:
+        return ""
+    return f": no backend has this name, so every call is refused{did_you_mean(asked, registry.backends)}"
 
 
 def _table(found: list[dict[str, Any]], wide: int) -> Table:

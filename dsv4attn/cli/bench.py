@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from attrs import evolve, frozen
 
-from dsv4attn.cli import FAILED, INTERRUPTED, OK, print_json
+from dsv4attn.cli import FAILED, INTERRUPTED, OK, Whole, print_json
 from dsv4attn.cli.common import console
 from dsv4attn.cli.conform import target_file, written
 from dsv4attn.errors import NoBackendError
@@ -54,9 +54,9 @@ def _numbers(_: click.Context, parameter: click.Parameter, value: str | None) ->
 @click.option("--backend", "--backends", "backends", metavar="NAMES", help="Backends.  [default: those native here]")
 @click.option("--cases", metavar="NAMES", help="flash_c4, pro_c4, flash_c128, pro_c128, flash_swa.  [default: all]")
 @click.option("--batches", metavar="NUMBERS", callback=_numbers, help="Requests of the decodes, as in 8,64,256.")
-@click.option("--tokens", type=click.IntRange(1), help="Query tokens of the prefills.")
-@click.option("--rounds", type=click.IntRange(1), help="Rounds to take the median of.")
-@click.option("--threads", type=click.IntRange(1), help="Of the CPU.  [default: OMP_NUM_THREADS, or free cores]")
+@click.option("--tokens", type=Whole(1), help="Query tokens of the prefills.")
+@click.option("--rounds", type=Whole(1), help="Rounds to take the median of.")
+@click.option("--threads", type=Whole(1), help="Of the CPU.  [default: OMP_NUM_THREADS, or free cores]")
 @click.option("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator, or cpu]")
 @click.option(
     "--peers",

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from attrs import asdict
 
 from dsv4attn.config import AUTO, PHASES
-from dsv4attn.core.devices import KnownDevice, described
+from dsv4attn.core.devices import DEVICES, KnownDevice, described
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.problem import Problem
 from dsv4attn.errors import ArgumentError, UnknownNameError
@@ -26,8 +28,25 @@ if TYPE_CHECKING:
     from dsv4attn.core.problem import Reason
     from dsv4attn.plugins import PluginFailure
 
-__all__ = ["chosen_backend", "console", "device_json", "epilog", "failure_json", "geometry_of", "grid", "reason_json"]
+__all__ = [
+    "chosen_backend",
+    "console",
+    "device_facts",
+    "device_json",
+    "epilog",
+    "failure_json",
+    "geometry_of",
+    "grid",
+    "reason_json",
+]
 
+_ANY = "any sm_* and gfx* is taken too; `nvidia-smi --query-gpu=compute_cap --format=csv` and `rocminfo` say which"
+_MAKERS = {
+    "nvidia": "of NVIDIA, name a card (h200, rtx4090) or an architecture (sm_90): any sm_* is taken",
+    "amd": "of AMD, name a card (mi300x, rx9070) or an architecture (gfx942): any gfx* is taken",
+    "intel": "of Intel, name xpu",
+}
+"""What to do about the name of a maker."""
 _ENDLESS = 10_000
 """Columns of a pipe."""
 
@@ -41,6 +60,34 @@ def geometry_of(model: str) -> ModelGeometry:
         if path.exists() or path.suffix == ".json" or len(path.parts) > 1:
             return ModelGeometry.from_config(path)
         raise
+
+
+def device_facts(name: str) -> DeviceFacts:
+    """Facts of a device by name, this machine's own where it has such a one.
+
+    sm_90a and sm_120f, as compilers call what has features of one architecture or family, are their architecture. An
+    unknown name is answered with close ones of its own family alone: V100 is no misspelt H100.
+    """
+    from dsv4attn.core.device import DeviceFacts
+
+    try:
+        return DeviceFacts.here_or_named(re.sub(r"^(\s*sm_?\d+)[af]\s*$", r"\1", name, flags=re.IGNORECASE))
+    except UnknownNameError as error:
+        lower = re.sub(r"[\s_-]", "", name.lower())
+        maker = next((line for word, line in _MAKERS.items() if lower.startswith(word)), "")
+        raise UnknownNameError("device", name, error.known, [maker or _ANY], near=_family(lower, error.known)) from None
+
+
+def _family(name: str, known: Iterable[str]) -> list[str]:
+    """Names of devices that may be meant: as long, and with the same letters in front, or what the name begins."""
+    letters = re.split(r"\d", name)[0]
+    near = [
+        n for n in known if re.split(r"\d", n)[0].rstrip("_") == letters and (name == letters or len(n) == len(name))
+    ]
+    if name == letters and not near:
+        near = get_close_matches(name, known, n=1, cutoff=0.8)
+    kinds = {device.kind for device in DEVICES for one in near if one in device.spellings}
+    return near if len(kinds) == 1 else []
 
 
 def chosen_backend(
@@ -75,7 +122,7 @@ def console() -> Console:
     """Standard output, in which nothing but what we style is styled: brackets in an error message are no markup.
 
     In a pipe or a file nothing of a table is cut: COLUMNS says where lines are folded, without it they are not, and no
-    line ends with blanks.
+    line ends with blanks. Signs that its encoding lacks are written in others.
     """
     from rich.console import Console
 
@@ -89,9 +136,11 @@ def console() -> Console:
             super().print(*objects, **{"crop": False, **options})
 
     plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+    whole_signs = _has_signs(sys.stdout.encoding)
+    stream = sys.stdout if whole_signs else cast("TextIO", _Plain(sys.stdout))
     if columns or not piped:
-        return Whole(**plain)
-    return Whole(**plain, width=_ENDLESS, file=cast("TextIO", _Trimmed(sys.stdout)))
+        return Whole(**plain, file=None if whole_signs else stream)
+    return Whole(**plain, width=_ENDLESS, file=cast("TextIO", _Trimmed(stream)))
 
 
 def _uncut(shown: object, *, fold: bool) -> None:
@@ -113,8 +162,8 @@ def _uncut(shown: object, *, fold: bool) -> None:
                 column.overflow, column.no_wrap = "fold", column.no_wrap and not fold
 
 
-class _Trimmed(io.TextIOBase):
-    """A stream without the blanks that fill lines up to the width of the console; whole lines are written."""
+class _Around(io.TextIOBase):
+    """A stream that changes what is written to another one."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -123,12 +172,43 @@ class _Trimmed(io.TextIOBase):
     def encoding(self) -> str:  # type: ignore[override]
         return self._stream.encoding
 
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
     def write(self, text: str, /) -> int:
-        self._stream.write("\n".join(line.rstrip() for line in text.split("\n")))
+        self._stream.write(self.changed(text))
         return len(text)
+
+    def changed(self, text: str) -> str:
+        raise NotImplementedError
 
     def flush(self) -> None:
         self._stream.flush()
+
+
+class _Trimmed(_Around):
+    """Without the blanks that fill lines up to the width of the console; whole lines are written."""
+
+    def changed(self, text: str) -> str:
+        return "\n".join(line.rstrip() for line in text.split("\n"))
+
+
+class _Plain(_Around):
+    """In what the encoding of a stream has: `<=` and `+-`, and escapes for other letters."""
+
+    def changed(self, text: str) -> str:
+        # a second character takes the place of a blank beside it: columns stay where they are, if there are two
+        text = re.sub(r"≤(\S*)( (?= ))?", r"<=\1", text)
+        text = re.sub(r"((?<= ) )?±", "+-", text)
+        return text.encode(self.encoding, "backslashreplace").decode(self.encoding)
+
+
+def _has_signs(encoding: str | None) -> bool:
+    # a stream of text alone has no encoding
+    return encoding is None or encoding.lower().startswith("utf")
 
 
 def grid(rows: Sequence[tuple[str, Sequence[str]]], styles: Sequence[str] = (), *, wide: int = 0) -> Table:

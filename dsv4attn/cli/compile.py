@@ -13,7 +13,7 @@ import click
 from attrs import asdict, field, frozen
 
 from dsv4attn.cli import FAILED, OK, print_json
-from dsv4attn.cli.common import console, epilog, geometry_of, grid, reason_json
+from dsv4attn.cli.common import console, device_facts, epilog, geometry_of, grid, reason_json
 from dsv4attn.core.devices import DEVICES
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _jobs(
             raise
         raise click.UsageError("triton is not installed -> pip install 'dsv4attn[triton]'") from error
     require_release()
-    chosen = [Target.of(DeviceFacts.here_or_named(name).arch) for name in targets]
+    chosen = [Target.of(device_facts(name).arch) for name in targets]
     bounds = [bounds_of(geometry, dtype) for dtype in dict.fromkeys(dtypes)]
     loaded, failed = _loaded(backend)
     if not loaded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["conform", "grouped", "progress_bar", "show_failures", "target_file", "written"]
 
+LINE_S = 4.0
+"""Seconds between lines of progress where there is no terminal."""
 SHOWN = 8
 """Kinds of failures shown in full, and cases named of each; the certificate has all of them."""
 
@@ -111,7 +114,7 @@ def conform(
 
 @contextmanager
 def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[Outcome], None]]:
-    """A bar on stderr with the case that ran last; nothing at all where nobody watches."""
+    """The case that ran last, on stderr: a bar on a terminal, elsewhere a line every few seconds."""
     from rich import progress as bars
     from rich.console import Console
 
@@ -125,12 +128,16 @@ def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[Outcome], Non
     )
     bar = bars.Progress(*columns, console=out, transient=True, disable=not (shown and out.is_terminal))
     task = bar.add_task("conform", total=total, failed=0, case="")
-    failed = 0
+    done = failed = 0
+    began = said = time.perf_counter()
 
     def advance(outcome: Outcome) -> None:
-        nonlocal failed
-        failed += outcome.state == "failed"
+        nonlocal done, failed, said
+        done, failed, now = done + 1, failed + (outcome.state == "failed"), time.perf_counter()
         bar.update(task, advance=1, failed=failed, case=outcome.case.name)
+        if shown and not out.is_terminal and now - said >= LINE_S:
+            said = now
+            click.echo(f"{done}/{total} cases, {failed} failed, {outcome.case.name}, {now - began:.0f} s", err=True)
 
     with bar:
         yield advance
@@ -196,7 +203,10 @@ def _table(certificate: Certificate) -> Table:
 
     from dsv4attn.testing.cases import GROUPS
 
-    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    caption = (
+        "A case counts under each of its clauses. Nearest: largest error as a fraction of its budget, and its case."
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=0, caption=caption, caption_justify="left", caption_style="dim")
     table.add_column("clauses", no_wrap=True, min_width=21)
     for column in ("passed", "failed", "refused", "skipped"):
         table.add_column(column, justify="right", no_wrap=True, min_width=len(column))

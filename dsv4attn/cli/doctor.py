@@ -104,9 +104,10 @@ def _examine() -> _Report:
 def _judge(report: _Report) -> None:
     """What is wrong with what was found."""
     from dsv4attn.config import AUTO
-    from dsv4attn.errors import did_you_mean
+    from dsv4attn.errors import BrokenBackendError, ConfigError, did_you_mean
     from dsv4attn.plugins import trace_of
     from dsv4attn.selection import explain
+    from dsv4attn.selection.making import check_options
 
     settings, registry, device = report.settings, report.registry, report.devices[0]
     for failure in registry.failures:
@@ -117,6 +118,14 @@ def _judge(report: _Report) -> None:
             what = f"options.{name} in {settings.file}: no backend has this name"
             cure = "correct the name, or remove the table: it reaches nobody"
             report.problems.append(_Problem(f"{what}{did_you_mean(name, registry.backends)}", cure))
+            continue
+        try:
+            check_options(registry.backends[name].info, settings)
+        except ConfigError as error:
+            report.problems.append(_Problem(str(error), f"correct it: {name} refuses to load with these options"))
+        except BrokenBackendError as error:
+            cure = f"report it to the authors of {registry.backends[name].owner}"
+            report.problems.append(_Problem(str(error), cure, trace_of(error.__cause__) if error.__cause__ else ""))
     broken = {c.name: c for selection in report.phases.values() for c in selection.trace if c.cause is not None}
     for candidate in broken.values():
         what, _, cure = candidate.lines[0].partition(" -> ")

@@ -5,9 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
+from attrs import evolve
 
-from dsv4attn.cli import FAILED, OK, print_json
-from dsv4attn.cli.common import console, device_json, epilog, failure_json, geometry_of, grid, reason_json
+from dsv4attn.cli import FAILED, OK, Whole, print_json
+from dsv4attn.cli.common import (
+    console,
+    device_facts,
+    device_json,
+    epilog,
+    failure_json,
+    geometry_of,
+    grid,
+    reason_json,
+)
 from dsv4attn.core.devices import DEVICES
 
 if TYPE_CHECKING:
@@ -16,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["explain"]
 
-_positive = click.IntRange(min=1)
+_positive = Whole(min=1)
 _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yellow", "broken": "red"}
 
 
@@ -28,7 +38,7 @@ _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yel
     "--phase", type=click.Choice(["decode", "prefill"]), default="decode", show_default=True, help="Which call."
 )
 @click.option("--heads", metavar="N", type=_positive, help="Query heads on this device.  [default: the model's]")
-@click.option("--topk", metavar="N", type=click.IntRange(min=0), help="Selected entries.  [default: the model's]")
+@click.option("--topk", metavar="N", type=Whole(min=0), help="Selected entries.  [default: the model's]")
 @click.option("--page-size", metavar="N", type=_positive, default=64, show_default=True, help="Of the window cache.")
 @click.option(
     "--compressed-page-size", metavar="N", type=_positive, help="Of the other.  [default: 256 tokens' entries]"
@@ -77,8 +87,10 @@ def explain(
     Nothing is launched, and the device need not be here: packages of a device that is only described are taken to be
     installed. Exit code 0: a backend was chosen; 1: none can run it, or the choice is a tie; 2: bad input.
     """
+    from dsv4attn.config import load_settings
     from dsv4attn.core.problem import Problem
     from dsv4attn.selection import explain as explained
+    from dsv4attn.selection.making import check_options
 
     problem = Problem.of(
         geometry_of(model),
@@ -97,7 +109,12 @@ def explain(
         deterministic=deterministic,
         lse=lse,
     )
-    selection = explained(problem, backend=backend, device=_device(device))
+    settings = load_settings()
+    selection = explained(problem, backend=backend, device=_device(device), settings=settings)
+    if selection.request.source == "argument" and "=" in (backend or ""):
+        selection = evolve(selection, request=evolve(selection.request, source=f"argument {backend}"))
+    if selection.chosen is not None:
+        check_options(selection.chosen.info, settings)
     if as_json:
         print_json(_as_json(selection))
     else:
@@ -109,7 +126,14 @@ def _device(name: str | None) -> DeviceFacts:
     """The device described; this machine's own facts if that is what it has."""
     from dsv4attn.core.device import DeviceFacts
 
-    return DeviceFacts.here() if name is None else DeviceFacts.here_or_named(name)
+    return DeviceFacts.here() if name is None else device_facts(name)
+
+
+def _assumed(device: DeviceFacts) -> str:
+    """What is taken for granted of an architecture that was described, and that nothing here knows."""
+    if device.present or any(device.arch == known.arch for known in DEVICES):
+        return ""
+    return "unknown architecture, served by the generic row of each backend"
 
 
 def _as_json(selection: Selection) -> dict[str, Any]:
@@ -120,6 +144,7 @@ def _as_json(selection: Selection) -> dict[str, Any]:
         "phase": selection.problems[0].phase,
         "problem": str(selection.problems[0]),
         "device": device_json(selection.device),
+        "assumed": _assumed(selection.device),
         "request": {"value": selection.request.value, "source": selection.request.source},
         "candidates": [
             {
@@ -141,5 +166,8 @@ def _show(selection: Selection) -> None:
     """The same trace as an exception has, folded to the width of the terminal."""
     out = console()
     out.print(selection.verdict, style="bold green" if selection.chosen else "bold red", soft_wrap=False)
+    rows = selection.rows
+    if assumed := _assumed(selection.device):
+        rows[1] = ("device", [*rows[1][1], assumed])
     styles = ["", "", ""] + [_STYLES.get(c.state, "") for c in selection.trace]
-    out.print(grid(selection.rows, styles + ["red"] * len(selection.failures)))
+    out.print(grid(rows, styles + ["red"] * len(selection.failures)))

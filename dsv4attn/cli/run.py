@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dsv4attn.cli import FAILED, INTERRUPTED, OK, print_json
+from dsv4attn.cli import FAILED, INTERRUPTED, OK, Whole, print_json
 
 if TYPE_CHECKING:
     from dsv4attn.core.geometry import LayerKind
@@ -21,7 +22,7 @@ __all__ = ["run"]
 LINE_S = 4.0
 """Seconds between lines of progress where there is no terminal."""
 
-_positive = click.IntRange(min=1)
+_positive = Whole(min=1)
 _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -45,9 +46,7 @@ def _pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) 
 @click.option("--layers", metavar="KINDS", help="Of swa,c4a,c128a.  [default: all that the model has]")
 @click.option("--cache", metavar="NAME", default="fp8_ds_mla", show_default=True, help="fp8_ds_mla, bf16 or fp32.")
 @click.option("--max-requests", metavar="N", type=_positive, help="Read so many requests of the trace.")
-@click.option(
-    "--max-tokens", metavar="N", type=click.IntRange(min=2), help="Shrink longer requests, prompt and output alike."
-)
+@click.option("--max-tokens", metavar="N", type=Whole(min=2), help="Shrink longer requests, prompt and output alike.")
 @click.option(
     "--max-num-batched-tokens", metavar="N", type=_positive, default=1024, show_default=True, help="Tokens of a step."
 )
@@ -59,12 +58,12 @@ def _pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) 
     "--block-size", metavar="N", type=_positive, default=64, show_default=True, help="Records in a window page."
 )
 @click.option(
-    "--check-rows", metavar="N", type=click.IntRange(min=0), default=2, show_default=True, help="Rows checked per step."
+    "--check-rows", metavar="N", type=Whole(min=0), default=2, show_default=True, help="Rows checked per step."
 )
 @click.option(
     "--seed",
     metavar="N",
-    type=click.IntRange(min=0, max=2**32 - 1),
+    type=Whole(min=0, max=2**32 - 1),
     default=0,
     show_default=True,
     help="Of every number.",
@@ -105,6 +104,7 @@ def run(
     from attrs import evolve
 
     from dsv4attn.cli.common import chosen_backend, console, geometry_of
+    from dsv4attn.errors import ArgumentError
     from dsv4attn.replay.engine import Replay, ReplayConfig
     from dsv4attn.replay.report import as_json as report_json
     from dsv4attn.replay.report import as_text
@@ -124,7 +124,14 @@ def run(
     facts: dict[str, object] = {"swa_page_size": block_size, "dtype": _KV_DTYPES.get(cache, "e4m3fn"), "lse": True}
     facts["q_dtype"] = "float32" if cache == "fp32" else "bfloat16"
     chosen = chosen_backend(backend, options, geometry, config.kinds or geometry.kinds, **facts)
-    replay = Replay(geometry, chosen, requests, config)
+    try:
+        replay = Replay(geometry, chosen, requests, config)
+    except ArgumentError as error:
+        if error.argument != "max_kv_bytes":
+            raise
+        # in the words and the unit of the command line
+        expected = re.sub(r"\d+", lambda found: str(-(-int(found[0]) // 2**20)), error.expected, count=1)
+        raise ArgumentError("--max-kv-mib", expected=expected, actual=max_kv_mib, hint=error.hint) from error
     taken = before.threads(threads)
     with taken.used(), _progress(replay.total_tokens, shown=not as_json) as progress:
         report = replay.run(progress)

@@ -236,11 +236,11 @@ def _sections(report: Report) -> list[tuple[str, list[tuple[str, list[str]]]]]:
         return name, [f"{value:.1%}" for value in values]
 
     speed = [
-        row("tokens/s", lambda x: f"{x.tokens_per_s:,.0f}"),
+        row("tokens/s", lambda x: f"{x.tokens_per_s:,.0f}" if x.tokens else "-"),
         shares("share of time", report.shares()),
-        row("  q-norm, RoPE, insert", lambda x: f"{x.seconds.insert:.2f} s"),
-        row("  attention", lambda x: f"{x.seconds.attend:.2f} s"),
-        row("  inverse RoPE, projection", lambda x: f"{x.seconds.project:.2f} s"),
+        row("  q-norm, RoPE, insert", lambda x: f"{x.seconds.insert:.2f} s" if x.tokens else "-"),
+        row("  attention", lambda x: f"{x.seconds.attend:.2f} s" if x.tokens else "-"),
+        row("  inverse RoPE, projection", lambda x: f"{x.seconds.project:.2f} s" if x.tokens else "-"),
         row("layers in the model", lambda x: str(x.layers_in_model)),
         shares("share with all layers", report.model_shares()),
     ]

@@ -161,8 +161,10 @@ def _ask(
     """Every reason one backend has, whatever was requested."""
     info = one.info
     reasons: dict[Reason, None] = {}
-    if not device.matches(info.runs_on + info.native):
-        allowed = dict.fromkeys(info.runs_on + info.native)
+    elsewhere = not device.matches(info.runs_on + info.native)
+    if elsewhere:
+        # people read sm_12x where a shell pattern has a star
+        allowed = dict.fromkeys(pattern.replace("*", "x") for pattern in info.runs_on + info.native)
         reasons[Reason("DEVICE", device.arch, " or ".join(allowed))] = None
     for package in info.packages:
         if installed.get(package, "") is None:
@@ -171,7 +173,9 @@ def _ask(
     try:
         for problem in problems:
             # one line each, even if several problems have the same
-            reasons.update(dict.fromkeys(_said(info.support(device, problem))))
+            said = _said(info.support(device, problem))
+            # what it says of such a device is the same once more
+            reasons.update(dict.fromkeys(r for r in said if not (elsewhere and r.code == "DEVICE")))
     except KeyboardInterrupt:
         raise
     except STRANGE as error:

@@ -6,21 +6,26 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from attrs import evolve
+
 from dsv4attn.config import Settings
 from dsv4attn.core.contract import Backend, BackendInfo, Forms
 from dsv4attn.core.device import DeviceFacts, version_of
+from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.problem import Problem, Reason
 from dsv4attn.errors import (
     ArgumentError,
     BrokenBackendError,
     ConfigError,
     Dsv4AttnError,
+    NoBackendError,
     UnknownNameError,
     did_you_mean,
 )
 from dsv4attn.plugins import STRANGE, first_line
 from dsv4attn.selection.decision import install_cure
 
-__all__ = ["build", "configured"]
+__all__ = ["build", "check_options", "configured"]
 
 
 def configured(info: BackendInfo, settings: Settings, options: Mapping[str, Any]) -> Backend:
@@ -39,8 +44,27 @@ def configured(info: BackendInfo, settings: Settings, options: Mapping[str, Any]
         raise
 
 
+def check_options(info: BackendInfo, settings: Settings) -> None:
+    """Raise what every load would raise because of the configuration's options; nothing if there are none.
+
+    A value is known to be right only once the backend takes it, so it is made. What it lacks on this machine is no
+    mistake in a file, and is not raised.
+    """
+    if not settings.options.get(info.name):
+        return
+    try:
+        configured(info, settings, {})
+    except NoBackendError as error:
+        if isinstance(error, BrokenBackendError):
+            raise
+
+
 def build(info: BackendInfo, options: Mapping[str, Any]) -> Backend:
-    """Import and make a backend. Raises BrokenBackendError, with the cause, if its implementation cannot be had."""
+    """Import and make a backend.
+
+    Raises NoBackendError, as selection would, if a package that it needs is not installed; BrokenBackendError, with the
+    cause, if its implementation cannot be had although all of them are.
+    """
     for option in options:
         if option not in info.options:
             raise ArgumentError(
@@ -48,9 +72,8 @@ def build(info: BackendInfo, options: Mapping[str, Any]) -> Backend:
                 expected=f"one of {', '.join(info.options) or 'none'}",
                 actual=f"an unknown option{did_you_mean(option, info.options)}",
             )
-    module, _, factory = info.factory.partition(":")
     try:
-        made = getattr(importlib.import_module(module), factory)(**options)
+        made = _factory(info)(**options)
         _check_made(info, made)
     except (Dsv4AttnError, KeyboardInterrupt):
         raise
@@ -58,14 +81,49 @@ def build(info: BackendInfo, options: Mapping[str, Any]) -> Backend:
         if options and isinstance(error, (TypeError, ValueError)):
             actual = f"{dict(options)} ({first_line(error)})"
             raise ArgumentError(f"options of backend {info.name}", expected="values it takes", actual=actual) from error
-        missing = [package for package in info.packages if package != "triton" and version_of(package) is None]
-        if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "triton":
-            missing.append("triton")
-        here = DeviceFacts.here() if missing else None
-        cure = f" -> {' and '.join(install_cure(package, here) for package in missing)}" if here else ""
-        raise _broken(info, f"{first_line(error)}{cure}") from error
+        lacks = _lacking(info, error) if isinstance(error, ImportError) else []
+        if lacks:
+            told = "; ".join(f"{reason.code}  {reason.text}" for reason in lacks)
+            raise NoBackendError(f"backend {info.name!r} cannot run here: {told}") from error
+        raise _broken(info, first_line(error)) from error
     backend: Backend = made
     return backend
+
+
+def _factory(info: BackendInfo) -> Any:  # noqa: ANN401 - a stranger's callable
+    module, _, factory = info.factory.partition(":")
+    try:
+        return getattr(importlib.import_module(module), factory)
+    except ArgumentError as error:
+        # a package that is too old says so when it is imported
+        raise NoBackendError(f"backend {info.name!r} cannot run here: {error}") from error
+
+
+def _lacking(info: BackendInfo, error: ImportError) -> list[Reason]:
+    """The reasons that selection would have, if an import failed because packages are not installed."""
+    missing = [package for package in info.packages if package != "triton" and version_of(package) is None]
+    without_triton = (error.name or "").partition(".")[0] == "triton" and not _importable("triton")
+    if not missing and not without_triton:
+        return []
+    here = DeviceFacts.here()
+    reasons = []
+    if without_triton:
+        bare, problem = evolve(here, triton_version=None), Problem.of(ModelGeometry.preset("flash"))
+        reasons = [reason for reason in info.support(bare, problem) if reason.code == "TRITON"]
+        missing += [] if reasons else ["triton"]
+    packages = [Reason("PACKAGE", f"{name} is not installed", name, install_cure(name, here)) for name in missing]
+    return packages + reasons
+
+
+def _importable(name: str) -> bool:
+    """Whether there is a module of this name, in order or not."""
+    try:
+        importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except STRANGE as error:
+        return not (isinstance(error, ModuleNotFoundError) and error.name == name)
+    return True
 
 
 def _check_made(info: BackendInfo, made: Any) -> None:  # noqa: ANN401 - whatever a stranger's factory made

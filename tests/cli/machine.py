@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from dsv4attn.cli import main
 from dsv4attn.core import device
 from tests.wheels import Shelf, plugin
 
-__all__ = ["Machine", "machine", "plugin"]
+__all__ = ["Machine", "machine", "plugin", "without_triton"]
 
 
 @define
@@ -50,3 +51,12 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
         monkeypatch.delenv(name, raising=False)
     with Shelf(tmp_path) as shelf:
         yield Machine(shelf)
+
+
+def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uninstall Triton: no metadata, no module, and none of what was imported with it."""
+    monkeypatch.setattr(device, "_triton_version", lambda: None)
+    for name in [*sys.modules]:
+        if name == "triton" or name.startswith(("triton.", "dsv4attn.backends.")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)

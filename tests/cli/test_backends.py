@@ -168,3 +168,12 @@ def test_the_help_says_what_the_states_and_exit_codes_mean(here: Machine) -> Non
     for state in ("automatic", "available", "unavailable", "broken", "failed", "denied", "absent"):
         assert any(line.startswith(f"  {state}  ") for line in lines)
     assert any("Exit code 0" in line for line in lines)
+
+
+def test_a_request_for_a_backend_that_is_not_there_says_so(here: Machine) -> None:
+    (here.shelf.folder / "dsv4attn.toml").write_text("backend = 'refernz'", encoding="utf-8")
+    said = " ".join(here.run("backends", width=400)[1])
+
+    assert "): no backend has this name, so every call is refused; did you mean 'reference'?" in said
+    (here.shelf.folder / "dsv4attn.toml").write_text("backend = 'reference'", encoding="utf-8")
+    assert "no backend has this name" not in " ".join(here.run("backends", width=400)[1])

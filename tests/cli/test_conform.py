@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from dsv4attn.cli import main
 from tests.cli.machine import Machine, machine, plugin
 
 FEW = "sink-none-*,quantise-ocp-64,lse-decode,heads-3-decode"
@@ -243,3 +245,17 @@ def test_help_says_what_the_exit_codes_are(here: Machine) -> None:
         "Exit code 0: every case that was executed passed; 1: one failed, or none was executed; 2: bad input;"
         " 130: interrupted by Ctrl-C" in text
     )
+
+
+def test_without_a_terminal_progress_is_plain_lines_on_stderr(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv4attn.cli.conform.LINE_S", 0.0, raising=False)
+    result = CliRunner().invoke(main, ["conform", "reference", "--filter", "lse-decode"])
+
+    assert result.stderr == "1/1 cases, 0 failed, lse-decode, 0 s\n"
+    assert CliRunner().invoke(main, ["conform", "reference", "--filter", "lse-decode", "--json"]).stderr == ""
+
+
+def test_the_table_says_what_its_columns_count(here: Machine) -> None:
+    said = " ".join(" ".join(here.run("conform", "reference", "--filter", "lse-decode")[1]).split())
+
+    assert "A case counts under each of its clauses. Nearest: largest error as a fraction of its budget" in said

@@ -11,9 +11,9 @@ from dsv4attn.core import device
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import ModelGeometry
 from dsv4attn.core.problem import Problem
-from dsv4attn.errors import ArgumentError, ConfigError, Dsv4AttnError
+from dsv4attn.errors import ArgumentError, ConfigError, Dsv4AttnError, NoBackendError
 from dsv4attn.selection import explain, load_backend, resolve
-from tests.cli.machine import Machine, machine, plugin
+from tests.cli.machine import Machine, machine, plugin, without_triton
 
 DECODE = Problem.of(ModelGeometry.preset("flash"))
 LEAVE_OUT = "leave it out: DSV4ATTN_PLUGINS_DENY="
@@ -81,6 +81,29 @@ def test_a_missing_triton_is_cured_as_the_device_wants_it(
     assert cures == {device.TRITON_SOURCES[name]}
     # as torch for ROCm brings it, under another name
     assert "PACKAGE" not in str(explain(DECODE, backend="acme", device=DeviceFacts(name, "x", "GPU", "2.11", "3.6")))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("run", "--backend", "rocm", "--layers", "swa", "--max-requests", "1"),
+        ("conform", "rocm"),
+        ("parity", "--backends", "reference,rocm"),
+        ("bench", "decode", "--backends", "rocm"),
+    ],
+)
+def test_a_missing_triton_is_one_verdict_in_every_command(
+    here: Machine, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]
+) -> None:
+    without_triton(monkeypatch)
+    code, lines = here.run(*args, width=400)
+    refusal = "TRITON  no Triton, needs Triton 3.6 or newer -> pip install triton"
+
+    assert code == 2
+    assert lines[0].startswith("error: backend 'rocm' cannot run ")
+    assert refusal in " ".join(lines)
+    with pytest.raises(NoBackendError, match=r"^backend 'rocm' cannot run here: TRITON  no Triton, needs Triton 3\.6"):
+        load_backend("rocm")
 
 
 # names that exist

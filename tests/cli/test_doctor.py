@@ -9,7 +9,7 @@ import pytest
 
 import dsv4attn
 from dsv4attn.core.device import DeviceFacts
-from tests.cli.machine import Machine, machine, plugin
+from tests.cli.machine import Machine, machine, plugin, without_triton
 
 
 @pytest.fixture
@@ -121,6 +121,47 @@ def test_options_that_reach_nobody_are_a_problem(here: Machine) -> None:
     (here.shelf.folder / "dsv4attn.toml").write_text("options.refernz.a = 1", encoding="utf-8")
 
     assert "no backend has this name; did you mean 'reference'?" in problems(here)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("reference.foo = 1", "unknown option 'foo' (known: decode_indices, prefill_indices, prefill_keys)"),
+        ("reference.decode_indices = 'raged'", "unknown decode_indices form 'raged'; did you mean 'ragged'?"),
+        ("rocm.nonsense = 1", "unknown option 'nonsense' (known: tuning, deterministic)"),
+        ("triton.tuning = 'sm_1'", "tuning: expected 'auto' or a row of the triton room"),
+    ],
+)
+def test_options_with_which_a_backend_refuses_to_load_are_a_problem(here: Machine, line: str, said: str) -> None:
+    path = here.shelf.folder / "dsv4attn.toml"
+    path.write_text(f"options.{line}", encoding="utf-8")
+    [(what, cure)] = problems(here)
+    name = line.partition(".")[0]
+
+    assert what.startswith(f"options.{name} in {path}: {said}")
+    assert cure == f"correct it: {name} refuses to load with these options"
+    code, told = here.json("explain", "--backend", "reference")
+    assert code == (2 if name == "reference" else 0)
+    assert name != "reference" or said in told["error"]["message"]
+
+
+def test_options_that_make_a_backend_break_are_a_problem_with_its_traceback(here: Machine) -> None:
+    source = plugin(factory="dsv4attn_acme:make", options={"tile": 4}) + "\n\ndef make(tile):\n    return None\n"
+    here.shelf.install("dsv4attn-acme", source)
+    (here.shelf.folder / "dsv4attn.toml").write_text("options.acme.tile = 8", encoding="utf-8")
+
+    [(what, cure)] = problems(here)
+    assert what.startswith("backend 'acme' is broken: dsv4attn_acme:make: it made NoneType")
+    assert cure == "report it to the authors of dsv4attn-acme 0.2"
+
+
+def test_right_options_of_a_backend_that_lacks_triton_are_no_problem(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_triton(monkeypatch)
+    (here.shelf.folder / "dsv4attn.toml").write_text("options.xpu.deterministic = true", encoding="utf-8")
+
+    assert problems(here) == []
 
 
 def test_a_device_without_an_automatic_backend_is_a_problem(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

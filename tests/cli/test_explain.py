@@ -142,6 +142,7 @@ def test_a_trace_is_folded_under_itself(here: Machine, width: int) -> None:
         (["--model", "flsh"], "unknown model 'flsh'"),
         (["--model", "no/config.json"], "no such file"),
         (["--heads", "0"], "0 is not in the range"),
+        (["--heads", "1e3"], "'1e3' is not a valid whole number"),
         (["--dtype", "fp4"], "'fp4' is not one of"),
         (["--phase", "both"], "'both' is not one of"),
         (["--layer", "swa", "--topk", "512"], "topk: expected 0 on a window-only layer"),
@@ -161,3 +162,59 @@ def test_a_device_that_is_here_is_not_only_described(monkeypatch: pytest.MonkeyP
 
     assert command._device("sm90") is real
     assert not command._device("sm120").present
+
+
+@pytest.mark.parametrize(("name", "unknown"), [("sm_999", True), ("gfx1234", True), ("sm_90", False), ("h200", False)])
+def test_an_architecture_that_nothing_knows_is_said_to_be_unknown(here: Machine, name: str, unknown: bool) -> None:
+    _, told = here.json("explain", "--device", name)
+    lines = " ".join(here.run("explain", "--device", name, width=200)[1])
+    said = "unknown architecture, served by the generic row of each backend"
+
+    assert told["assumed"] == (said if unknown else "")
+    assert (said in lines) is unknown
+
+
+@pytest.mark.parametrize(("name", "arch"), [("sm90a", "sm_90"), ("sm_120a", "sm_120"), ("SM_100f", "sm_100")])
+def test_what_compilers_call_an_architecture_with_its_features_is_the_architecture(
+    here: Machine, name: str, arch: str
+) -> None:
+    _, told = here.json("explain", "--device", name)
+
+    assert (told["device"]["arch"], told["assumed"]) == (arch, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("v100", "unknown device 'v100' (known: "),
+        ("tpu", "unknown device 'tpu' (known: "),
+        ("rx580", "unknown device 'rx580' (known: "),
+        ("a", "unknown device 'a' (known: "),
+        ("rtx4060", "did you mean 'rtx4090'? (known: "),
+        ("h2O0", "did you mean 'h200'? (known: "),
+        ("xpuu", "did you mean 'xpu'? (known: "),
+        ("v100", "any sm_* and gfx* is taken too"),
+        ("nvidia", "of NVIDIA, name a card (h200, rtx4090) or an architecture (sm_90): any sm_* is taken"),
+        ("amd", "of AMD, name a card (mi300x, rx9070)"),
+        ("intel", "of Intel, name xpu"),
+    ],
+)
+def test_a_suggestion_is_a_close_name_of_the_same_family(here: Machine, name: str, said: str) -> None:
+    code, told = here.json("explain", "--device", name)
+
+    assert code == 2
+    assert said in told["error"]["message"]
+
+
+def test_a_device_that_a_backend_does_not_run_on_is_one_reason_without_patterns(here: Machine) -> None:
+    _, told = here.json("explain", "--device", "npu")
+    reasons = {c["name"]: [reason["text"] for reason in c["reasons"]] for c in told["candidates"]}
+
+    assert reasons["sm120"] == ["npu, needs cuda or hip or xpu or cpu or sm_12x"]
+    assert {len(texts) for name, texts in reasons.items() if name != "reference"} == {1}
+
+
+def test_a_request_for_one_phase_is_shown_as_it_was_typed(here: Machine) -> None:
+    _, told = here.json("explain", "--backend", "decode=reference")
+
+    assert told["request"] == {"value": "reference", "source": "argument decode=reference"}

@@ -55,6 +55,30 @@ def test_a_pipe_gets_whole_lines(shelf: Shelf, name: str) -> None:
     assert lines == [line.rstrip() for line in lines]
 
 
+@pytest.mark.parametrize("columns", [None, "80"])
+@pytest.mark.parametrize("charset", ["ascii", "latin-1", "cp437"])
+@pytest.mark.parametrize("name", ["run", "bench"])
+def test_what_an_encoding_lacks_is_written_in_others(
+    shelf: Shelf, name: str, charset: str, columns: str | None
+) -> None:
+    args, environ = COMMANDS[name][0], {"COLUMNS": columns, "OMP_NUM_THREADS": "1"}
+    whole, plain = (CliRunner(charset=c).invoke(main, args, env=environ) for c in ("utf-8", charset))
+    signs = {"run": ("(≤", "(<="), "bench": ("±", "+-")}[name]
+
+    assert whole.exit_code == plain.exit_code == 0, plain.output
+    assert plain.stdout.isascii()
+    assert signs[0] in whole.stdout
+    assert signs[1] in plain.stdout
+
+
+def test_letters_that_an_encoding_lacks_are_escaped(shelf: Shelf) -> None:
+    shelf.install("dsv4attn-é", "raise ImportError('ü')", point="odd")
+    result = CliRunner(charset="ascii").invoke(main, ["backends"], env={"COLUMNS": "200"})
+
+    assert result.exit_code == 0, result.output
+    assert "ImportError: \\xfc" in result.stdout
+
+
 @pytest.mark.parametrize("name", ["backends", "explain", "run", "conform", "parity"])
 def test_columns_fold_a_pipe_and_cut_nothing(shelf: Shelf, name: str) -> None:
     args, _ = COMMANDS[name]

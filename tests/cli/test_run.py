@@ -195,6 +195,20 @@ def test_ctrl_c_leaves_a_partial_report(model: str, trace: str, monkeypatch: pyt
     assert "interrupted" in result.stdout
 
 
+def test_layers_that_have_not_run_have_no_speed(model: str, trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stopped(bugs.Interrupted):
+        def prefill(self, call: object) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(selection, "load_backend", lambda *_, **__: Stopped(0))
+    result = invoke("--model", model, "--trace", trace)
+    rows = {line.strip().split("  ")[0]: line.split()[-3:] for line in result.stdout.splitlines() if line.strip()}
+
+    assert result.exit_code == 130
+    for name in ("tokens/s", "q-norm, RoPE, insert", "attention", "inverse RoPE, projection"):
+        assert rows[name] == ["-", "-", "-"], name
+
+
 def test_a_signal_leaves_a_partial_report(model: str) -> None:
     code = """
 import signal, sys, time
@@ -236,15 +250,16 @@ BAD = [
     (["--option", "prefil_keys=paged"], "ArgumentError", "did you mean 'prefill_keys'?"),
     (["--option", "prefill_keys"], "BadParameter", "expected key=value"),
     (["--option", "prefill_keys=page"], "UnknownNameError", "unknown prefill_keys form 'page'"),
-    (["--trace", "no/such/trace"], "TraceError", "no/such/trace:0: cannot be read"),
-    (["--max-kv-mib", "1", "--block-size", "4096"], "ArgumentError", "max_kv_bytes: expected at least"),
+    (["--trace", "no/such/trace"], "TraceError", "no/such/trace: cannot be read: No such file or directory -> give"),
+    (["--max-kv-mib", "1"], "ArgumentError", "--max-kv-mib: expected at least 5, so that request 1 (1064"),
+    (["--max-kv-mib", "1"], "ArgumentError", "fits, got 1 -> allow more memory"),
     (["--max-tokens", "1"], "BadParameter", "1 is not in the range x>=2"),
     (["--max-requests", "0"], "BadParameter", "0 is not in the range x>=1"),
     (["--max-num-batched-tokens", "-5"], "BadParameter", "-5 is not in the range x>=1"),
     (["--block-size", "0"], "BadParameter", "0 is not in the range x>=1"),
     (["--check-rows", "-1"], "BadParameter", "-1 is not in the range x>=0"),
     (["--threads", "0"], "BadParameter", "0 is not in the range x>=1"),
-    (["--seed", "x"], "BadParameter", "'x' is not a valid integer range"),
+    (["--seed", "x"], "BadParameter", "'x' is not a valid whole number"),
 ]
 
 

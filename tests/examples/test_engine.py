@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from dsv4attn.core import device
 from tests.examples.shop import ROOT
 
 ENGINE = ROOT / "examples" / "engine.py"
@@ -53,6 +54,56 @@ def test_its_check_fails_if_a_prefix_hit_takes_over_pages_in_the_wrong_order(
 
     assert done.exit_code == 1, done.output
     assert done.output.splitlines()[-1].startswith("NOT EQUAL: ")
+
+
+@pytest.mark.parametrize(
+    ("args", "variable", "said"),
+    [
+        (["--backend", "refernz"], "", "'refernz' cannot be used: no backend has this name; did you mean 'reference'?"),
+        (
+            ["--backend", "rocm"],
+            "",
+            "backend 'rocm' cannot run this call; INTERPRETER  a CPU, needs an accelerator, or",
+        ),
+        ([], "rocm", "backend 'rocm' cannot run this call; INTERPRETER"),
+        ([], "decode=", "environment variable DSV4ATTN_BACKEND: expected NAME or"),
+    ],
+)
+def test_a_backend_that_cannot_be_had_is_an_error_of_one_line(
+    engine: ModuleType, monkeypatch: pytest.MonkeyPatch, args: list[str], variable: str, said: str
+) -> None:
+    monkeypatch.setattr(device, "_triton_version", lambda: "3.9")
+    monkeypatch.setattr(device, "may_have_accelerator", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    done = CliRunner().invoke(engine.main, args, env={"DSV4ATTN_BACKEND": variable})
+
+    assert isinstance(done.exception, SystemExit)
+    assert done.exit_code == 1
+    [line] = done.output.splitlines()
+    assert line.startswith("Error: ")
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("args", "variable", "said"),
+    [
+        ([], "", "decode and prefill on reference: the only backend native to cpu that can run this call  (default)"),
+        (["--backend", "reference"], "rocm", "decode and prefill on reference: asked for by name  (argument)"),
+        ([], "reference", "reference: asked for by name  (environment variable DSV4ATTN_BACKEND)"),
+    ],
+)
+def test_it_says_which_backend_runs_and_where_the_choice_is_from(
+    engine: ModuleType, monkeypatch: pytest.MonkeyPatch, args: list[str], variable: str, said: str
+) -> None:
+    def stop(backend: Any, _: Any) -> None:
+        raise SystemExit(f"made {backend.name}")
+
+    monkeypatch.setattr(device, "may_have_accelerator", lambda: False)
+    monkeypatch.setattr(engine, "Engine", stop)
+    done = CliRunner().invoke(engine.main, args, env={"DSV4ATTN_BACKEND": variable})
+
+    assert said in done.output.splitlines()[0]
+    assert done.output.splitlines()[1] == "made reference"
 
 
 def test_it_uses_public_names_alone() -> None:

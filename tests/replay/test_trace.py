@@ -43,7 +43,7 @@ def problem_of(path: Path, *, line: int) -> str:
     with pytest.raises(TraceError) as caught:
         read_trace(path)
     assert caught.value.line == line
-    assert str(caught.value).startswith(f"{path}:{line}: ")
+    assert str(caught.value).startswith(f"{path}:{line}: " if line else f"{path}: ")
     return caught.value.problem
 
 

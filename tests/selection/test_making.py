@@ -166,7 +166,7 @@ def test_an_implementation_that_is_not_there_is_broken_with_its_cause(shelf: She
     assert isinstance(caught.value.__cause__, (ImportError, AttributeError))
 
 
-def test_a_missing_package_is_named_beside_the_error_it_causes() -> None:
+def test_a_missing_package_is_a_refusal_as_selection_words_it() -> None:
     info = BackendInfo(
         name="acme",
         api="1.0",
@@ -177,8 +177,11 @@ def test_a_missing_package_is_named_beside_the_error_it_causes() -> None:
         packages=("no-such-package",),
     )
 
-    with pytest.raises(BrokenBackendError, match=r"-> pip install no-such-package$"):
+    refusal = "PACKAGE  no-such-package is not installed, needs no-such-package -> pip install no-such-package"
+    with pytest.raises(NoBackendError, match=rf"^backend 'acme' cannot run here: {refusal}$") as caught:
         build(info, {})
+    assert type(caught.value) is NoBackendError
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
 def test_g6_nothing_of_a_backend_is_imported_before_it_has_won(shelf: Shelf) -> None:
@@ -219,4 +222,6 @@ def test_a_room_without_triton_says_where_it_comes_from(room: str) -> None:
     code = f"import sys; sys.modules['triton'] = None\nfrom dsv4attn import load_backend; load_backend({room!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
-    assert re.search(r"BrokenBackendError: .* -> (pip install triton|reinstall torch)", done.stderr), done.stderr
+    said = rf"NoBackendError: backend '{room}' cannot run here: TRITON  no Triton, needs Triton 3.6 or newer -> "
+    assert re.search(said + "(pip install triton|reinstall torch)", done.stderr), done.stderr
+    assert "BrokenBackendError" not in done.stderr
