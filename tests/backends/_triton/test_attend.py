@@ -13,7 +13,7 @@ from attrs import evolve
 
 from dsv4attn.backends._triton import attend
 from dsv4attn.backends._triton.runtime import INTERPRETED, observed
-from dsv4attn.backends._triton.tuning import HOPPER, Tuning
+from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.workspace import simultaneous_bytes
@@ -60,19 +60,6 @@ def test_q_read_anew_for_each_tile_gives_what_the_oracle_gives() -> None:
             assert error <= 1, f"seed {seed}: {error:.3g} budgets, {trial}"
 
     assert {dict(form.constants)["RELOAD"] for form in seen if form.name == "attention"} == {True, False}
-
-
-def test_rows_of_many_heads_prefetch_where_they_are_split_only() -> None:
-    """On sm_90, where registers are too few for the rest (Triton 3.9)."""
-    segment = attend.Segment.of(OCP, aligned=True)
-    for heads, split, prefetches in ((64, False, True), (128, False, False), (128, True, True)):
-        shape = attend.Shape(heads, 448, 64, (segment,), torch.bfloat16, 8, ragged=False)
-        (form, *_) = [
-            v
-            for v in attend.variants(shape, HOPPER, sinks=[True], lses=[True])
-            if v.name == "attention" and dict(v.constants)["SPLIT"] is split
-        ]
-        assert dict(form.constants)["PREFETCH"] is prefetches
 
 
 def test_the_seeds_reach_every_corner() -> None:
