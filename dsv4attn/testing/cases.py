@@ -111,7 +111,7 @@ def odd_cases() -> Iterator[Case]:
     says = "queries and keys are rotated at positions beyond 65,536"
     yield _cache("insert-positions", "I1 I2 I5", says, few, steps.inserts_both)
     says = "outputs are turned back at positions beyond 65,536"
-    yield _cache("project-positions", "P1", says, few, steps.projects)
+    yield _cache("project-positions", "P1 P2", says, few, steps.projects)
     says = "bf16 outputs are projected by fp32 matrices"
     yield _cache("project-fp32-weights", "P1 P2", says, rows(count=9, weight_dtype=torch.float32), steps.projects)
     for eps, size in ((1e-6, 2.0**-10), (0.02, 0.5)):
