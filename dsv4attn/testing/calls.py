@@ -123,7 +123,7 @@ class Call:
     @cached_property
     def _signs(self) -> F64:
         """[D] signs of the common part of huge keys."""
-        return np.sign(normal((self.seed, 14), np.zeros(1, dtype=np.int64), self.layer.head_dim)[0])
+        return np.asarray(np.sign(normal((self.seed, 14), np.zeros(1, dtype=np.int64), self.layer.head_dim)[0]))
 
     @cached_property
     def widths(self) -> list[int]:

@@ -55,7 +55,7 @@ def cache_cases() -> Iterator[Case]:
     yield _cache("quantise-gaps", "C1 C4 C6", says, gap, steps.quantises)
     says = "slots that are negative or do not exist are skipped, and no other byte is written"
     yield _cache("insert-skips", "I3 C6", says, gap, slots.writes_only_its_slots)
-    says = "rows without a slot, or behind the slot mapping, have their q processed and nothing inserted; others are written"
+    says = "rows without a slot, or behind the slot mapping, have their q processed, and only other rows are inserted"
     yield _cache("insert-padding", "I3 I1 I2 C6", says, gap, slots.inserts_only_its_slots)
     for name, dtype, cache in (("bf16", torch.bfloat16, "ocp"), ("fp32", torch.float32, "fp32")):
         scene = rows(cache, dtype=dtype)
@@ -113,7 +113,7 @@ def odd_cases() -> Iterator[Case]:
     says = "outputs are turned back at positions beyond 65,536"
     yield _cache("project-positions", "P1 P2", says, few, steps.projects)
     says = "bf16 outputs are projected by fp32 matrices"
-    yield _cache("project-fp32-weights", "P1 P2", says, rows(count=9, weight_dtype=torch.float32), steps.projects)
+    yield _cache("project-mixed", "P1 P2", says, rows(count=9, weight_dtype=torch.float32), steps.projects)
     for eps, size in ((1e-6, 2.0**-10), (0.02, 0.5)):
         layer = attrs.evolve(flash("swa"), eps=eps)
         says = f"an eps of {eps:g}, beside queries so small that it shows, is the one that is added"

@@ -14,8 +14,8 @@ from dsv4attn.testing.book import Shelf
 from dsv4attn.testing.case import Area, Case, Check, Scene
 from dsv4attn.testing.checks import equals_oracle, same_bits, sharded, step_by_step
 from dsv4attn.testing.codes import Codes, reads_every_code
-from dsv4attn.testing.sharing import layers_share
 from dsv4attn.testing.scenes import KINDS, call, flash, layout, step
+from dsv4attn.testing.sharing import layers_share
 from dsv4attn.testing.world import tiny_geometry
 
 __all__ = ["attention_cases"]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.problem import CacheFacts, Problem
 from dsv4attn.testing import oracle
 from dsv4attn.testing.apart import Apart
@@ -40,7 +40,8 @@ __all__ = [
 BF16, FP32_STEPS = 2.0**-8, 2.0**-20
 """What one rounding to bf16 costs a value at most, and what the few fp32 operations before it do."""
 POSITIONS, FAR_POSITIONS = 64, 70_000
-"""Rows of the table of cosines and sines, in most cases and in those whose positions need more than 16 bits. Its angles are random, so that only a backend that reads it is right."""
+"""Rows of the table of cosines and sines, in most cases and in those whose positions need more than 16 bits. Its angles
+are random, so that only a backend that reads it is right."""
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)

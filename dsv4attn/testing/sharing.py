@@ -26,13 +26,14 @@ def layers_share(bench: Bench, scene: Scenario) -> Measure:
     first = problems[0]
     # the caller's buffer: each layer's indexer writes into it
     buffer = None if first.topk_indices is None else first.topk_indices.clone()
-    shared = {"layer": first.layer, "limits": first.limits, "metadata": first.metadata, "topk_indices": buffer}
     workspace = first.workspace(bench.backend, debug=False)
     measures, results = [], list[tuple[Problem, object]]()
     for n, (one, problem) in enumerate(chain.from_iterable(repeat([*zip(scenes, problems, strict=True)], 2))):
         if buffer is not None and problem.topk_indices is not None:
             buffer.copy_(problem.topk_indices)
-        layer = attrs.evolve(problem, **shared)
+        layer = attrs.evolve(
+            problem, layer=first.layer, limits=first.limits, metadata=first.metadata, topk_indices=buffer
+        )
         out, lse = layer.run(bench.backend, workspace, with_lse=bench.lse)
         results.append((layer, (out, lse)))  # alive, so that no two layers have one address
         try:

@@ -1,4 +1,4 @@
-"""Slots that are negative, do not exist, or are cut to another one by 32 bits: inserts skip them and write the others."""
+"""Slots that are negative, do not exist, or become others in 32 bits: both inserts skip them and write the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _wild(rows: Rows) -> I64:
     """Slots of all rows but the last five; some are no slots, and become free ones where bits are lost."""
     capacity = rows.blocks * rows.shelf.block_size
     free = np.setdiff1d(np.arange(capacity), rows.slots)
-    slots = rows.slots[: rows.count - 5].copy()
+    slots: I64 = rows.slots[: rows.count - 5].copy()
     slots[[0, 3, 4, 9, 12]] = [-1, -7, capacity, 2**40, -(2**40)]
     slots[[15, 16, 20, 21]] = [2**32 + free[0], -(2**32) + free[1], capacity + 3, -(2**63)]
     return slots

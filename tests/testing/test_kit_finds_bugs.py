@@ -128,7 +128,7 @@ UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
         "far-compressed-decode,far-compressed-prefill",
     ),
     "positions of 16 bits": (plants_shared.Positions, "insert-positions,project-positions"),
-    "fp32 weights read as bf16": (plants_shared.OneType, "project-fp32-weights"),
+    "fp32 weights read as bf16": (plants_shared.OneType, "project-mixed"),
     "no running maximum": (
         lambda: calls(plants_shared.without_maximum),
         "logits-swa-decode,logits-c4a-decode,logits-swa-prefill,logits-c4a-prefill",
