@@ -42,9 +42,12 @@ __all__ = ["Call", "Lanes"]
 I64 = NDArray[np.int64]
 GARBAGE = (-1, -7, -(2**31), 2**31 - 1, 0x7FC00000)
 """Indices that name nothing; the last is a NaN's bits."""
-Pattern = Literal["plain", "behind", "holes", "outside", "empty", "one", "lone", "loud"]
+Pattern = Literal["plain", "behind", "holes", "outside", "empty", "one", "lone", "loud", "twice", "huge"]
 LOUD, TIMES = 7, 6.0
 """Keys at the end of a loud row, and how much larger than others they are: to lose one of them is to be wrong."""
+LEVEL, SPREAD = 2.5, 0.5
+"""Size of the common part of huge keys, and of what differs: with queries of size 2 or 3 and 512 dims, logits of about
+113 and 170, or -113 and -170."""
 
 
 @attrs.frozen(eq=False)
@@ -68,6 +71,8 @@ class Call:
     the cache. "empty": some rows, and some segments of others, have no key. "one": one key a row.
     "lone": in each segment one key among lanes of -1, and every third row has none.
     "loud": rows have all their keys, and the last keys of a row outweigh all others.
+    "twice": every other lane repeats the one before it.
+    "huge": all logits of a row and head are above 88, or all below -88, where fp32 has no exponential.
 
     apart: names of arguments (q, out, lse) whose rows lie apart, or "all".
     """
@@ -109,7 +114,16 @@ class Call:
     def q(self) -> F64:
         """[T, H, D] queries."""
         numbers = np.arange(self.rows * self.layer.num_heads).reshape(self.rows, -1)
+        if self.pattern == "huge":
+            # the sign alternates from row to row and from head to head, the size too; fp8 holds all of them
+            row, head = np.indices(numbers.shape)
+            return np.asarray((-1.0) ** (row + head) * (2 + head // 2 % 2))[..., None] * self._signs
         return rounded(normal((self.seed, 10), numbers, self.layer.head_dim), self.q_dtype)
+
+    @cached_property
+    def _signs(self) -> F64:
+        """[D] signs of the common part of huge keys."""
+        return np.asarray(np.sign(normal((self.seed, 14), np.zeros(1, dtype=np.int64), self.layer.head_dim)[0]))
 
     @cached_property
     def widths(self) -> list[int]:
@@ -127,6 +141,8 @@ class Call:
             rows = normal((self.seed, 11, i), slots % 61 if self._loud(i) else slots, self.layer.head_dim)
             if self._loud(i):
                 rows[:LOUD] *= TIMES
+            if self.pattern == "huge":
+                rows = SPREAD * rows + LEVEL * self._signs
             made.append(book.write(slots, rows))
         return made
 
@@ -163,6 +179,8 @@ class Call:
         elif self.pattern == "lone":
             slots[np.arange(width) != lens[:, None] // 2] = -1
             slots[2::3] = -1
+        elif self.pattern == "twice":
+            slots[:, 1::2] = slots[:, : width // 2 * 2 : 2]
         elif self._loud(segment):
             lens = width - np.arange(self.rows) % 3
             slots = np.stack([rng.permutation(live[LOUD:])[np.arange(width) % len(live[LOUD:])] for _ in lens])

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from dsv4attn.core.contract import Phase
-from dsv4attn.testing import memory
+from dsv4attn.testing import memory, slots
 from dsv4attn.testing import rows as steps
 from dsv4attn.testing.apart import each_apart
 from dsv4attn.testing.beyond import gathers_within
@@ -54,9 +54,9 @@ def cache_cases() -> Iterator[Case]:
     gap = rows(shelf=Shelf(64, 4608))
     yield _cache("quantise-gaps", "C1 C4 C6", says, gap, steps.quantises)
     says = "slots that are negative or do not exist are skipped, and no other byte is written"
-    yield _cache("insert-skips", "I3 C6", says, gap, steps.writes_only_its_slots)
-    says = "rows behind the slot mapping have their q processed and nothing inserted"
-    yield _cache("insert-padding", "I3 I1", says, gap, steps.leaves_rows_behind_the_slots)
+    yield _cache("insert-skips", "I3 C6", says, gap, slots.writes_only_its_slots)
+    says = "rows without a slot, or behind the slot mapping, have their q processed, and only other rows are inserted"
+    yield _cache("insert-padding", "I3 I1 I2 C6", says, gap, slots.inserts_only_its_slots)
     for name, dtype, cache in (("bf16", torch.bfloat16, "ocp"), ("fp32", torch.float32, "fp32")):
         scene = rows(cache, dtype=dtype)
         says = f"{name} queries are normalised and rotated with the table's own angles, in place"
@@ -107,6 +107,13 @@ def odd_cases() -> Iterator[Case]:
     yield _cache("quantise-none", "C1 I3 I4", says, few, steps.quantises_nothing)
     says = "a step without rows leaves the cache as it is, and so do queries without slots, which are processed"
     yield _cache("insert-none", "C1 I1 I2 I3", says, few, steps.inserts_nothing)
+    few = rows(count=9, table_rows=steps.FAR_POSITIONS)
+    says = "queries and keys are rotated at positions beyond 65,536"
+    yield _cache("insert-positions", "I1 I2 I5", says, few, steps.inserts_both)
+    says = "outputs are turned back at positions beyond 65,536"
+    yield _cache("project-positions", "P1 P2", says, few, steps.projects)
+    says = "bf16 outputs are projected by fp32 matrices"
+    yield _cache("project-mixed", "P1 P2", says, rows(count=9, weight_dtype=torch.float32), steps.projects)
     for eps, size in ((1e-6, 2.0**-10), (0.02, 0.5)):
         layer = attrs.evolve(flash("swa"), eps=eps)
         says = f"an eps of {eps:g}, beside queries so small that it shows, is the one that is added"
@@ -133,8 +140,13 @@ def memory_cases() -> Iterator[Case]:
         says = f"{phase.value} reads pages behind 2^31 and 2^32 bytes"
         scene = call(phase, "plain", "swa", shelves=(far, far), sinks=SINKS)
         yield _memory(f"far-{phase.value}", "A5", says, scene, memory.far)
+        says = f"{phase.value} reads pages of the compressed cache behind 2^31 and 2^32 bytes"
+        scene = call(phase, "plain", "c4a", shelves=(Shelf(64), attrs.evolve(far, block_size=32)), sinks=SINKS)
+        yield _memory(f"far-compressed-{phase.value}", "A5", says, scene, memory.far)
     says = "records are written to pages behind 2^31 and 2^32 bytes"
-    yield _memory("far-insert", "A5 C4", says, rows(shelf=far, count=90), memory.far_inserts)
+    yield _memory("far-insert", "A5 C4", says, rows(shelf=far, count=90), slots.far_inserts)
+    says = "rotated keys are written to pages behind 2^31 and 2^32 bytes"
+    yield _memory("far-insert-fused", "A5 C4", says, rows(shelf=far, count=90), slots.far_rotated)
     says = "records are gathered from pages behind 2^31 and 2^32 bytes"
     yield _memory("far-gather", "A5 R1", says, rows(shelf=far, blocks=3), gathers)
 

@@ -15,6 +15,7 @@ from dsv4attn.testing.case import Area, Case, Check, Scene
 from dsv4attn.testing.checks import equals_oracle, same_bits, sharded, step_by_step
 from dsv4attn.testing.codes import Codes, reads_every_code
 from dsv4attn.testing.scenes import KINDS, call, flash, layout, step
+from dsv4attn.testing.sharing import layers_share
 from dsv4attn.testing.world import tiny_geometry
 
 __all__ = ["attention_cases"]
@@ -70,6 +71,13 @@ def _steps() -> Iterator[Case]:
         says = f"{kind}: a prompt gives the same however it is cut, down to token by token, and leaves the same bytes"
         prompt, check = step(kind, (118, 14)), step_by_step((14,), (7, 7), (1, 13), (9, 1, 4), (1,) * 14)
         yield _case(Area.PREFILL, f"chunks-{kind}", "F4 F2", says, prompt, check)
+    for kind in KINDS:
+        says = f"{kind}: layers of one step, on one metadata object and one workspace, each equal the oracle, twice"
+        scene = step(kind, (300, 1), (70, 1), (9, 1), topk="holes", select=65)
+        yield _case(Area.DECODE, f"layers-{kind}", "F8", says, scene, layers_share)
+    says = "layers of one step with decode and prefill requests each equal the oracle, twice"
+    scene = step("c4a", *MIXED, topk="holes", select=65)
+    yield _case(Area.PREFILL, "layers-mixed", "F8 F2", says, scene, layers_share)
     ragged = step("c4a", (300, 1), (126, 3), (64, 2), (5, 4), (9, 0), (0, 1), num_speculative_tokens=3)
     says = "requests of one step may have different numbers of tokens, or none"
     yield _case(Area.DECODE, "verify-ragged", "F3", says, ragged)
@@ -216,6 +224,7 @@ def _calls(area: Area) -> Iterator[Case]:
         ("holes", "A1", "-1 among the slots is absent: no key, not a zero key"),
         ("outside", "A2", "indices outside the cache are absent"),
         ("empty", "B1 B4", "rows, and segments of rows, without keys: exactly 0, lse -inf"),
+        ("twice", "A8", "a slot that a row lists twice counts twice"),
     )
     for pattern, clauses, what in patterns:
         for kind in ("swa", "c4a"):
@@ -226,6 +235,9 @@ def _calls(area: Area) -> Iterator[Case]:
     for columns in (0, 1):
         scene = call(phase, "plain", columns=columns)
         yield _case(area, f"call-columns-{columns}-{of}", "B4 F5", says, scene)
+    for kind, sinks in (("swa", None), ("c4a", SINKS)):
+        says = f"{of}, {kind}: logits of 113 and 170, and rows whose logits are all -113 or -170, give finite answers"
+        yield _case(area, f"logits-{kind}-{of}", "M2", says, call(phase, "huge", kind, sinks=sinks))
     for count in (2, 3, 8):
         says = f"{of}: keys dealt to {count} shards, some empty, merge by lse, and then with the sink, to the whole"
         scene = call(phase, "holes", sinks=SINKS)

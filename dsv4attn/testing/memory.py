@@ -18,10 +18,9 @@ from dsv4attn.core.workspace import simultaneous_bytes
 from dsv4attn.testing.calls import Call
 from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.checks import equals_oracle, judged, require_same_bits, worst
-from dsv4attn.testing.rows import Rows, same_pages
 from dsv4attn.testing.scenario import Scenario
 
-__all__ = ["FAR", "capped", "far", "far_inserts", "fits_the_plan", "scratch_is_bounded", "stale", "temporaries"]
+__all__ = ["FAR", "capped", "far", "fits_the_plan", "scratch_is_bounded", "stale", "temporaries"]
 
 FAR = 2**31 + 4608 * 1000
 """Gap that puts a second page behind 2^31 bytes and a third one behind 2^32."""
@@ -135,11 +134,3 @@ def far(bench: Bench, call: Call) -> Measure:
     """Pages behind 2^31 and 2^32 bytes are read where they are."""
     # a copy, so that its gigabytes are given back
     return equals_oracle(bench, attrs.evolve(call))
-
-
-def far_inserts(bench: Bench, rows: Rows) -> Measure:
-    """Records are written to pages behind 2^31 and 2^32 bytes."""
-    wanted = rows.blank().write(rows.slots, rows.keys).bytes()
-    book = rows.blank()
-    bench.backend.quantize_and_insert_k_cache(rows.tensor(rows.keys, rows.dtype), book.cache, rows.tensor(rows.slots))
-    return same_pages(rows, book.bytes(), wanted)

@@ -266,7 +266,7 @@ class Scenario(World):
         """Insert keys into the window cache; returns the queries, normalised and rotated."""
         apart, places = Apart(self.apart), self._tensor(np.asarray(positions, dtype=np.int64))
         queries = apart("q", self._tensor(np.concatenate(q), self.q_dtype))
-        keys = apart("kv", self._tensor(np.concatenate(kv), self.layout.row_dtype))
+        keys = apart("kv", self._tensor(np.concatenate(kv), self.q_dtype))  # kv has q's dtype
         table = apart("cos_sin_cache", self._cos_sin)
         backend.qnorm_rope_kv_insert(queries, keys, caches.swa, slots, places, table, self.layer.eps)
         apart.check()

@@ -146,7 +146,8 @@ class World:
     @cached_property
     def _library(self) -> _Library:
         layer, compressed = self.layer, self.compressed_layout or self.layout
-        return _Library(self.seed, layer.nope_dim, layer.rope, self.layout, compressed, self.outliers)
+        dtype = torch.bfloat16 if self.q_dtype == torch.bfloat16 else self.layout.row_dtype
+        return _Library(self.seed, layer.nope_dim, layer.rope, self.layout, compressed, self.outliers, dtype)
 
     @cached_property
     def sink_values(self) -> F64 | None:
@@ -227,13 +228,15 @@ class _Library:
     layout: KVCacheLayout
     compressed_layout: KVCacheLayout
     outliers: bool
+    dtype: torch.dtype
+    """Rows are drawn with values of this type, which q and the cache can hold."""
 
     def rows(self, stream: int, request: int, numbers: Sequence[int]) -> F64:
         """[n, D] rows of a stream, before rotation."""
         width = self.nope_dim + self.rope.dim
         rows = normal((self.seed, stream, request), np.asarray(numbers, dtype=np.int64), width)
         rows[:, 1 : self.nope_dim : 9] *= 20 if self.outliers else 1
-        return rounded(rows, self.layout.row_dtype)
+        return rounded(rows, self.dtype)
 
 
 @lru_cache(maxsize=2**14)

@@ -219,7 +219,9 @@ def test_g8_its_twelve_lines_of_test_run_the_whole_kit(mixed: Place) -> None:
     (mixed.folder / "tests").mkdir()
     for file in ("pyproject.toml", "tests/test_conformance.py"):
         (mixed.folder / file).write_text((ACME / file).read_text(encoding="utf-8"), encoding="utf-8")
-    told = mixed.run("-m", "pytest", "-p", "no:cacheprovider").stdout
+    # large cases take a minute on a CPU, and `tests/testing/test_conform.py` runs them on the reference
+    small = "not requests and not keys-8320 and not million and not 1031 and not gather-long"
+    told = mixed.run("-m", "pytest", "-p", "no:cacheprovider", "-k", small).stdout
     lines = (mixed.folder / "tests" / "test_conformance.py").read_text(encoding="utf-8").split("\n")
     counts = {what: int(n) for n, what in re.findall(r"(\d+) (passed|skipped|failed)", told.splitlines()[-1])}
 

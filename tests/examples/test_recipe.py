@@ -10,18 +10,23 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import attrs
 import click
 import pytest
 
+from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.cli import main
 from dsv4attn.config import FILE
+from dsv4attn.core import indices
 from dsv4attn.core.contract import Backend, BackendInfo, Forms, IndexForm, KeyForm, Rank
 from dsv4attn.core.geometry import ModelGeometry
 from dsv4attn.core.problem import Problem
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.conform import conform
+from dsv4attn.testing.subject import Subject
 from tests.examples.shop import ACME, OFFLINE, PIP, ROOT, environment
 
 TEXT = (ROOT / "docs" / "writing-a-backend.md").read_text(encoding="utf-8")
@@ -33,7 +38,7 @@ MADE = ("dsv4attn-zephyr.json", FILE, "known.txt")
 """What is not there before somebody makes it."""
 
 SHORT = {
-    "pytest": "pytest -q -p no:cacheprovider -k lse",
+    "python -m pytest": "python -m pytest -q -p no:cacheprovider -k lse-decode",
     "dsv4attn conform zephyr": "dsv4attn conform zephyr --filter lse-decode --output dsv4attn-zephyr.json",
     "dsv4attn conform zephyr --filter memory": "dsv4attn conform zephyr --filter scratch-swa,stale-swa",
 }
@@ -49,11 +54,13 @@ def test_the_recipe_works_as_it_stands(tmp_path: Path) -> None:
     offline = shlex.join([*OFFLINE, "--target", str(site)])
     for name, start, more in (
         ("dsv4attn", [sys.executable, "-m", "dsv4attn"], ""),
-        ("pytest", [sys.executable, "-m", "pytest"], ""),
+        ("python", [sys.executable], ""),
         ("pip", PIP, offline),
     ):
         program = programs / name
-        program.write_text(f'#!/bin/sh\nexec {shlex.join(start)} "$@" {more}\n', encoding="utf-8")
+        # a folder of its own takes no editable install
+        left_out = 'for a; do shift; [ "$a" = -e ] || set -- "$@" "$a"; done\n' if name == "pip" else ""
+        program.write_text(f'#!/bin/sh\n{left_out}exec {shlex.join(start)} "$@" {more}\n', encoding="utf-8")
         program.chmod(0o755)
     script = "\n".join(["set -ex", *(SHORT.get(line, line) for line in LINES)])
     env = environment([site])
@@ -94,6 +101,19 @@ def test_every_command_it_names_exists(text: str) -> None:
     assert {word for word in words if word.startswith("--")} <= known
     if "--filter" in words:
         assert chosen(CASES, words[words.index("--filter") + 1])
+
+
+def test_g22_the_filter_of_the_first_method_judges_it_alone() -> None:
+    class OnlyQuantises:
+        name, forms, steps = "zephyr", ReferenceBackend().forms, indices
+        quantize_and_insert_k_cache = ReferenceBackend.quantize_and_insert_k_cache
+
+    (patterns,) = re.findall(r"\| `quantize_and_insert_k_cache` \| `dsv4attn conform zephyr --filter '(.*?)'`", TEXT)
+    made: Any = OnlyQuantises()
+    certificate = conform(Subject.of(made), [c for c in chosen(CASES, patterns) if c.name != "quantise-1031"])
+
+    assert [(o.case.name, o.message) for o in certificate.outcomes if o.state != "passed"] == []
+    assert certificate.executed > 10
 
 
 def test_every_option_it_names_by_itself_exists() -> None:

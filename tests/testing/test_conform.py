@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import attrs
@@ -57,10 +58,20 @@ FORMS = {
 }
 
 
+# more rows, keys or requests than kernels may take for granted: the reference has no such limits, and a tile of it is a
+# tile in every form, so that one form shows that the cases are right
+LARGE = ("requests-*", "keys-*", "million*", "*-1031", "gather-long", "gather-requests")
+
+
+def large(case: Case) -> bool:
+    return any(fnmatchcase(case.name, pattern) for pattern in LARGE)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_the_reference_keeps_the_contract_in_every_form(form: str) -> None:
     options, patterns = FORMS[form]
-    certificate = conform(Subject.named("reference", options=options), chosen(CASES, patterns), chosen=patterns)
+    cases = [case for case in chosen(CASES, patterns) if not patterns or not large(case)]
+    certificate = conform(Subject.named("reference", options=options), cases, chosen=patterns)
 
     assert [(o.case.name, o.message) for o in certificate.of("failed")] == []
     assert certificate.of("refused") == []
@@ -186,7 +197,8 @@ def test_cases_are_chosen_by_clause_letter_area_and_name() -> None:
     assert all("A1" in case.clauses for case in chosen(CASES, "A1"))
     assert {case.area for case in chosen(CASES, "memory")} == {Area.MEMORY}
     assert [case.name for case in chosen(CASES, "far-*, ragged")] == [
-        "verify-ragged", "far-decode", "far-prefill", "far-insert", "far-gather",
+        "verify-ragged", "far-decode", "far-compressed-decode", "far-prefill", "far-compressed-prefill", "far-insert",
+        "far-insert-fused", "far-gather",
     ]  # fmt: skip
     assert chosen(CASES, None) == list(CASES)
     assert "sink-none-decode" in {case.name for case in chosen(CASES, "sink")}

@@ -13,8 +13,9 @@ from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import conform
 from dsv4attn.testing.subject import Subject
-from tests.testing import plants, plants_sizes
+from tests.testing import plants, plants_shared, plants_sizes
 from tests.testing.plants import Careless, Scratch, calls, paged, with_caches, with_rows, with_top
+from tests.testing.plants_shared import Slots
 from tests.testing.plants_sizes import Partial
 
 # a plant, the cases it is tried on, the clauses that must fail, and those that must still pass.
@@ -104,7 +105,45 @@ UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
     "no eps": (lambda: Partial("no eps"), "qnorm-eps-default,qnorm-eps-other"),
     "an insert of no rows raises": (lambda: Partial("no rows"), "quantise-none,insert-none"),
     "without slots, slot 0 is written": (lambda: Partial("slot 0 for want of slots"), "insert-none"),
+    "the first layer's sink serves all": (
+        lambda: calls(plants_shared.first_layers("attn_sink")),
+        "layers-swa,layers-c4a,layers-c128a,layers-mixed",
+    ),
+    "the first layer's q serves all": (
+        lambda: calls(plants_shared.first_layers("q"), "decode"),
+        "layers-swa,layers-c4a,layers-c128a",
+    ),
+    "the first layer's caches serve all": (
+        lambda: calls(plants_shared.first_layers("keys"), "decode"),
+        "layers-swa,layers-c4a,layers-c128a",
+    ),
+    "the first layer's slots are replayed": (plants_shared.replaying, "layers-c4a,layers-mixed"),
+    "-7 wraps around in the fused insert": (lambda: Slots(plants_shared.wrapped), "insert-padding"),
+    "slots past the last become the last": (lambda: Slots(plants_shared.last), "insert-padding"),
+    "slots past the last are written": (lambda: Slots(plants_shared.unbounded), "insert-padding"),
+    "slots of 32 bits in the fused insert": (lambda: Slots(plants_shared.of_32_bits), "insert-padding"),
+    "int32 addresses in the fused insert": (lambda: Slots(plants_shared.near_pages), "far-insert-fused"),
+    "int32 addresses of the compressed cache": (
+        lambda: calls(plants_shared.near_compressed, made=plants.paged()),
+        "far-compressed-decode,far-compressed-prefill",
+    ),
+    "positions of 16 bits": (plants_shared.Positions, "insert-positions,project-positions"),
+    "fp32 weights read as bf16": (plants_shared.OneType, "project-mixed"),
+    "no running maximum": (
+        lambda: calls(plants_shared.without_maximum),
+        "logits-swa-decode,logits-c4a-decode,logits-swa-prefill,logits-c4a-prefill",
+    ),
+    "a slot listed twice counts once": (
+        lambda: calls(plants_shared.once),
+        "call-twice-swa-decode,call-twice-c4a-decode,call-twice-swa-prefill,call-twice-c4a-prefill",
+    ),
 }
+
+
+def test_g22_the_kit_calls_the_fused_insert_as_the_contract_has_it() -> None:
+    certificate = conform(Subject.of(plants_shared.Strict()), chosen(CASES, "I,dtype-*,layout-*,layers-*,dims-swa-*"))
+
+    assert [(o.case.name, o.message) for o in certificate.of("failed")] == []
 
 
 @pytest.mark.parametrize("plant", UNSEEN)

@@ -1,0 +1,80 @@
+"""Slots that are negative, do not exist, or become others in 32 bits: both inserts skip them and write the rest."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.testing.book import Book, place_of
+from dsv4attn.testing.case import Bench, Measure, Wrong
+from dsv4attn.testing.rows import Rows, insert, judge_queries, judge_records, same_pages
+
+__all__ = ["far_inserts", "far_rotated", "inserts_only_its_slots", "writes_only_its_slots"]
+
+I64 = NDArray[np.int64]
+
+
+def _wild(rows: Rows) -> I64:
+    """Slots of all rows but the last five; some are no slots, and become free ones where bits are lost."""
+    capacity = rows.blocks * rows.shelf.block_size
+    free = np.setdiff1d(np.arange(capacity), rows.slots)
+    slots: I64 = rows.slots[: rows.count - 5].copy()
+    slots[[0, 3, 4, 9, 12]] = [-1, -7, capacity, 2**40, -(2**40)]
+    slots[[15, 16, 20, 21]] = [2**32 + free[0], -(2**32) + free[1], capacity + 3, -(2**63)]
+    return slots
+
+
+def _with_a_page_behind(rows: Rows) -> tuple[Book, PagedKVCache]:
+    """A cache in a larger one, whose last page belongs to somebody else."""
+    book = attrs.evolve(rows, blocks=rows.blocks + 1).blank()
+    return book, PagedKVCache(book.cache.tensor[:-1], rows.layout)
+
+
+def writes_only_its_slots(bench: Bench, rows: Rows) -> Measure:
+    """Slots that are negative or do not exist, and rows behind the slots, write nothing."""
+    slots = _wild(rows)
+    live = _live(rows, slots)
+    (wanted, _), (book, cache) = _with_a_page_behind(rows), _with_a_page_behind(rows)
+    wanted.write(slots[live], rows.keys[live])
+    bench.backend.quantize_and_insert_k_cache(
+        rows.tensor(rows.keys, rows.dtype)[: len(slots)], cache, rows.tensor(slots)
+    )
+    return same_pages(rows, book.bytes(), wanted.bytes())
+
+
+def inserts_only_its_slots(bench: Bench, rows: Rows) -> Measure:
+    """The same of the fused step: all queries are processed, keys of real slots are written, and nothing else is."""
+    slots = _wild(rows)
+    book, cache = _with_a_page_behind(rows)
+    before = book.bytes()
+    measure = judge_queries(rows, insert(bench, rows, cache, slots))
+    size = rows.shelf.block_size
+    allowed = np.zeros(before.shape, dtype=bool)
+    for slot in slots[_live(rows, slots)]:
+        allowed[int(slot) // size, place_of(rows.layout, int(slot) % size, size)] = True
+    wrong = np.argwhere((book.bytes() != before) & ~allowed)
+    if len(wrong):
+        page, byte = wrong[0].tolist()
+        raise Wrong(f"{len(wrong)} bytes were written that belong to no slot of the step, first {byte} of page {page}")
+    return max(measure, judge_records(rows, book, slots), key=lambda m: m.fraction)
+
+
+def _live(rows: Rows, slots: I64) -> I64:
+    return np.flatnonzero((slots >= 0) & (slots < rows.blocks * rows.shelf.block_size))
+
+
+def far_inserts(bench: Bench, rows: Rows) -> Measure:
+    """Records are written to pages behind 2^31 and 2^32 bytes."""
+    wanted = rows.blank().write(rows.slots, rows.keys).bytes()
+    book = rows.blank()
+    bench.backend.quantize_and_insert_k_cache(rows.tensor(rows.keys, rows.dtype), book.cache, rows.tensor(rows.slots))
+    return same_pages(rows, book.bytes(), wanted)
+
+
+def far_rotated(bench: Bench, rows: Rows) -> Measure:
+    """The same of the fused step."""
+    book = rows.blank()
+    insert(bench, rows, book.cache, rows.slots)
+    return judge_records(rows, book, rows.slots)

@@ -1,0 +1,169 @@
+"""Backends that share too much between layers, cut numbers to fewer bits, or know no running maximum: more plants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from dsv4attn.backends.reference import kernels
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core import indices
+from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys
+from dsv4attn.core.layout import PagedKVCache
+from tests.testing.plants import attend, int32_offsets
+
+
+def first_layers(name: str) -> Callable[[AttentionCall], None]:
+    """An argument of the first layer stays in what may be kept, and serves the other layers of the step."""
+
+    def wrong(call: AttentionCall) -> None:
+        if call.kept is not None:
+            given = call.kept.setdefault(name, getattr(call, name))
+            call = attrs.evolve(call, **{name: given})
+        attend(call)
+
+    return wrong
+
+
+class _Replays:
+    """Index steps of which one returns a function that writes what the first layer had."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(indices, name)
+
+    def compute_global_topk_indices_and_lens(self, *args: Any, out: tuple[Tensor, Tensor]) -> Callable[[], None]:
+        true: Any = indices.compute_global_topk_indices_and_lens
+        true(*args, out=out)
+        first = [tensor.clone() for tensor in out]
+
+        def again() -> None:
+            for tensor, values in zip(out, first, strict=True):
+                tensor.copy_(values)
+
+        return again
+
+
+def replaying() -> Any:
+    """A backend that translates top-k values once a step."""
+    backend: Any = ReferenceBackend()
+    backend.steps = _Replays()
+    return backend
+
+
+class Slots(ReferenceBackend):
+    """The fused insert takes other slots, or another cache, than it is given."""
+
+    def __init__(self, change: Callable[[Tensor, PagedKVCache], tuple[Tensor, PagedKVCache]]) -> None:
+        super().__init__()
+        self.change = change
+
+    def qnorm_rope_kv_insert(
+        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, positions: Tensor, table: Tensor,
+        eps: float,
+    ) -> None:  # fmt: skip
+        slots, pages = self.change(slot_mapping, cache)
+        super().qnorm_rope_kv_insert(q, kv, pages, slots, positions, table, eps)
+
+
+def wrapped(slots: Tensor, cache: PagedKVCache) -> tuple[Tensor, PagedKVCache]:
+    """-1 is skipped, and other negative slots count from the end."""
+    return slots.where(slots >= -1, slots % cache.capacity), cache
+
+
+def last(slots: Tensor, cache: PagedKVCache) -> tuple[Tensor, PagedKVCache]:
+    """Slots behind the last one are taken to be the last one."""
+    return slots.clamp(max=cache.capacity - 1), cache
+
+
+def unbounded(slots: Tensor, cache: PagedKVCache) -> tuple[Tensor, PagedKVCache]:
+    """Slots just behind the last one are written to the memory there."""
+    t = cache.tensor
+    left = t.untyped_storage().nbytes() // t.itemsize - t.storage_offset() - t[0].numel()
+    more = t.as_strided((1 + left // t.stride(0), *t.shape[1:]), t.stride())
+    return slots, PagedKVCache(more, cache.layout)
+
+
+def of_32_bits(slots: Tensor, cache: PagedKVCache) -> tuple[Tensor, PagedKVCache]:
+    """Slots are cast to int32."""
+    return slots.int().long(), cache
+
+
+def near_pages(slots: Tensor, cache: PagedKVCache) -> tuple[Tensor, PagedKVCache]:
+    """Addresses of pages have 32 bits."""
+    return slots, int32_offsets(cache)
+
+
+class Strict(ReferenceBackend):
+    """Asserts what core has checked: types of the fused insert's arguments."""
+
+    def qnorm_rope_kv_insert(
+        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, positions: Tensor, table: Tensor,
+        eps: float,
+    ) -> None:  # fmt: skip
+        assert kv.dtype == q.dtype
+        assert (slot_mapping.dtype, positions.dtype, table.dtype) == (torch.int64, torch.int64, torch.float32)
+        super().qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, table, eps)
+
+
+class Positions(ReferenceBackend):
+    """Positions have 16 bits in the steps around attention."""
+
+    def qnorm_rope_kv_insert(
+        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, positions: Tensor, table: Tensor,
+        eps: float,
+    ) -> None:  # fmt: skip
+        super().qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions % 2**16, table, eps)
+
+    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Tensor, num_groups: int) -> Tensor:
+        return super().inv_rope_o_proj(o, positions % 2**16, table, wo_a, num_groups)
+
+
+class OneType(ReferenceBackend):
+    """The bytes of projection matrices are read as o's type."""
+
+    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Tensor, num_groups: int) -> Tensor:
+        return super().inv_rope_o_proj(o, positions, table, wo_a.view(o.dtype)[:, : wo_a.shape[1]], num_groups)
+
+
+def without_maximum(call: AttentionCall) -> None:
+    """Sums of exp(z), with nothing subtracted from z."""
+    every = slice(0, call.q.shape[0])
+    gathered = isinstance(call.keys, GatheredKeys)
+    k, present = kernels.read_gathered(call.keys, every) if gathered else kernels.read_paged(call.keys, every)  # type: ignore[arg-type]
+    z = torch.bmm(call.q.float(), k.mT) * call.layer.scale
+    p = z.exp().masked_fill(~present[:, None], 0)
+    total = p.sum(-1, keepdim=True)
+    row_lse = total.log()
+    weight = 1 if call.attn_sink is None else torch.sigmoid(row_lse - call.attn_sink[:, None])
+    call.out.copy_(torch.bmm(p, k) * (weight / total).masked_fill(~present.any(1)[:, None, None], 0))
+    if call.lse is not None:
+        call.lse.copy_(row_lse[..., 0])
+
+
+def near_compressed(call: AttentionCall) -> None:
+    """Addresses of pages have 32 bits in the compressed cache."""
+    if not isinstance(call.keys, GatheredKeys):
+        window, *rest = call.keys
+        call = attrs.evolve(call, keys=[window, *(attrs.evolve(s, cache=int32_offsets(s.cache)) for s in rest)])
+    attend(call)
+
+
+def once(call: AttentionCall) -> None:
+    """A slot that a row lists again is dropped."""
+
+    def distinct(rows: Any) -> DenseIndices:
+        found = rows.indices.clone()
+        for i, row in enumerate(found.tolist()):
+            for j, index in enumerate(row):
+                if index in row[:j]:
+                    found[i, j] = -1
+        return DenseIndices(found, rows.lens)
+
+    keys: Any = call.keys
+    gathered = isinstance(keys, GatheredKeys)
+    made = [attrs.evolve(segment, rows=distinct(segment.rows)) for segment in ([keys] if gathered else keys)]
+    attend(attrs.evolve(call, keys=made[0] if gathered else made))
