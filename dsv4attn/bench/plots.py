@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from dsv4attn.bench.cases import ATTENTION, PRESETS, WINDOW
@@ -130,9 +131,9 @@ def _figure(run: Run, size: tuple[float, float], title: str, note: str) -> Figur
     figure = New(figsize=size)
     figure.text(0.012, 1 - 0.12 / size[1], title, fontsize=13, fontweight="bold", va="top")
     figure.text(0.012, 1 - 0.38 / size[1], note, fontsize=9, color=_INK, va="top")
-    figure.text(
-        0.012, 0.06 / size[1], f"{run.machine}, {run.date} UTC; {_METHOD}", fontsize=7.5, color=_FAINT, va="bottom"
-    )
+    # some 17 letters of this size to an inch
+    foot = fill(f"{run.machine}, {run.date} UTC; {_METHOD}", int(17 * size[0]))
+    figure.text(0.012, 0.06 / size[1], foot, fontsize=7.5, color=_FAINT, va="bottom")
     return figure
 
 
