@@ -238,6 +238,11 @@ def _calls(area: Area) -> Iterator[Case]:
     for kind, sinks in (("swa", None), ("c4a", SINKS)):
         says = f"{of}, {kind}: logits of 113 and 170, and rows whose logits are all -113 or -170, give finite answers"
         yield _case(area, f"logits-{kind}-{of}", "M2", says, call(phase, "huge", kind, sinks=sinks))
+    says = f"{of}: a softmax scale of 0.1, instead of head_dim ** -0.5, is the one that is used"
+    yield _case(area, f"softmax-scale-{of}", "M1", says, call(phase, "plain", softmax_scale=0.1, sinks=SINKS))
+    says = f"{of}: pages of bf16 rows lie further apart than their rows ask for"
+    apart = call(phase, "plain", cache="bf16", shelves=(Shelf(64, 4608), Shelf(32, 4096)))
+    yield _case(area, f"gaps-bf16-{of}", "C4", says, apart)
     for count in (2, 3, 8):
         says = f"{of}: keys dealt to {count} shards, some empty, merge by lse, and then with the sink, to the whole"
         scene = call(phase, "holes", sinks=SINKS)
