@@ -73,10 +73,11 @@ def _steps() -> Iterator[Case]:
         yield _case(Area.PREFILL, f"chunks-{kind}", "F4 F2", says, prompt, check)
     for kind in KINDS:
         says = f"{kind}: layers of one step, on one metadata object and one workspace, each equal the oracle, twice"
-        scene = step(kind, (300, 1), (70, 1), (9, 1), topk="holes", select=65)
+        # short contexts: the history of three layers is inserted
+        scene = step(kind, (130 if kind == "c128a" else 40, 1), (9, 1), topk="holes", select=9)
         yield _case(Area.DECODE, f"layers-{kind}", "F8", says, scene, layers_share)
     says = "layers of one step with decode and prefill requests each equal the oracle, twice"
-    scene = step("c4a", *MIXED, topk="holes", select=65)
+    scene = step("c4a", (40, 1), (9, 1), (0, 7), (30, 6), topk="holes", select=9)
     yield _case(Area.PREFILL, "layers-mixed", "F8 F2", says, scene, layers_share)
     ragged = step("c4a", (300, 1), (126, 3), (64, 2), (5, 4), (9, 0), (0, 1), num_speculative_tokens=3)
     says = "requests of one step may have different numbers of tokens, or none"
