@@ -50,7 +50,8 @@ PATIENT = {
         "more than a thousand programs, or keys, one after another",
     ),
     **dict.fromkeys(
-        ("layers-swa", "layers-c128a", "layers-mixed"), "three layers of history; `layers-c4a` shares all that layers share"
+        ("layers-swa", "layers-c128a", "layers-mixed"),
+        "three layers of history; `layers-c4a` shares all that layers share",
     ),
     "nan-*-prefill": "one kernel serves both phases; only the number of rows differs",
     "nan-interleaved-*": "where scales stand changes no code",
