@@ -89,6 +89,8 @@ class Call:
     """Of the compressed segment."""
     q_dtype: torch.dtype = torch.bfloat16
     sinks: Sequence[float] | None = None
+    softmax_scale: float | None = None
+    """Instead of head_dim ** -0.5."""
     apart: str = ""
     seed: int = 0
     device: str = "cpu"
@@ -96,7 +98,7 @@ class Call:
     @property
     def layer(self) -> LayerGeometry:
         """The layer's geometry."""
-        return self.geometry.layer_of_kind(self.kind)
+        return attrs.evolve(self.geometry.layer_of_kind(self.kind), softmax_scale=self.softmax_scale)
 
     def named_layouts(self) -> list[KVCacheLayout]:
         """Layouts of all caches."""

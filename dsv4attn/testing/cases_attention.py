@@ -73,10 +73,11 @@ def _steps() -> Iterator[Case]:
         yield _case(Area.PREFILL, f"chunks-{kind}", "F4 F2", says, prompt, check)
     for kind in KINDS:
         says = f"{kind}: layers of one step, on one metadata object and one workspace, each equal the oracle, twice"
-        scene = step(kind, (300, 1), (70, 1), (9, 1), topk="holes", select=65)
+        # short contexts: the history of three layers is inserted
+        scene = step(kind, (130 if kind == "c128a" else 40, 1), (9, 1), topk="holes", select=9)
         yield _case(Area.DECODE, f"layers-{kind}", "F8", says, scene, layers_share)
     says = "layers of one step with decode and prefill requests each equal the oracle, twice"
-    scene = step("c4a", *MIXED, topk="holes", select=65)
+    scene = step("c4a", (40, 1), (9, 1), (0, 7), (30, 6), topk="holes", select=9)
     yield _case(Area.PREFILL, "layers-mixed", "F8 F2", says, scene, layers_share)
     ragged = step("c4a", (300, 1), (126, 3), (64, 2), (5, 4), (9, 0), (0, 1), num_speculative_tokens=3)
     says = "requests of one step may have different numbers of tokens, or none"
@@ -238,6 +239,11 @@ def _calls(area: Area) -> Iterator[Case]:
     for kind, sinks in (("swa", None), ("c4a", SINKS)):
         says = f"{of}, {kind}: logits of 113 and 170, and rows whose logits are all -113 or -170, give finite answers"
         yield _case(area, f"logits-{kind}-{of}", "M2", says, call(phase, "huge", kind, sinks=sinks))
+    says = f"{of}: a softmax scale of 0.1, instead of head_dim ** -0.5, is the one that is used"
+    yield _case(area, f"softmax-scale-{of}", "M1", says, call(phase, "plain", softmax_scale=0.1, sinks=SINKS))
+    says = f"{of}: pages of bf16 rows lie further apart than their rows ask for"
+    apart = call(phase, "plain", cache="bf16", shelves=(Shelf(64, 4608), Shelf(32, 4096)))
+    yield _case(area, f"gaps-bf16-{of}", "C4", says, apart)
     for count in (2, 3, 8):
         says = f"{of}: keys dealt to {count} shards, some empty, merge by lse, and then with the sink, to the whole"
         scene = call(phase, "holes", sinks=SINKS)

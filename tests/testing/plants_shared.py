@@ -144,6 +144,11 @@ def without_maximum(call: AttentionCall) -> None:
         call.lse.copy_(row_lse[..., 0])
 
 
+def own_scale(call: AttentionCall) -> None:
+    """The softmax scale is worked out from the dims."""
+    attend(attrs.evolve(call, layer=attrs.evolve(call.layer, softmax_scale=None)))
+
+
 def near_compressed(call: AttentionCall) -> None:
     """Addresses of pages have 32 bits in the compressed cache."""
     if not isinstance(call.keys, GatheredKeys):

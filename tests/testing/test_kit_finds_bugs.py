@@ -133,6 +133,14 @@ UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: calls(plants_shared.without_maximum),
         "logits-swa-decode,logits-c4a-decode,logits-swa-prefill,logits-c4a-prefill",
     ),
+    "the softmax scale of the dims": (
+        lambda: calls(plants_shared.own_scale),
+        "softmax-scale-decode,softmax-scale-prefill",
+    ),
+    "bf16 pages taken to be packed": (
+        lambda: calls(plants.with_caches(plants.packed_pages), made=plants.paged()),
+        "gaps-bf16-decode,gaps-bf16-prefill",
+    ),
     "a slot listed twice counts once": (
         lambda: calls(plants_shared.once),
         "call-twice-swa-decode,call-twice-c4a-decode,call-twice-swa-prefill,call-twice-c4a-prefill",

@@ -49,6 +49,10 @@ PATIENT = {
         ("million-*", "requests-*", "*-1031", "gather-long", "keys-*"),
         "more than a thousand programs, or keys, one after another",
     ),
+    **dict.fromkeys(
+        ("layers-swa", "layers-c128a", "layers-mixed"),
+        "three layers of history; `layers-c4a` shares all that layers share",
+    ),
     "nan-*-prefill": "one kernel serves both phases; only the number of rows differs",
     "nan-interleaved-*": "where scales stand changes no code",
     "nan-ocp-decode": "`nan-fnuz-decode` goes the same way; `test_keys` tries the NaN codes of both dialects",
