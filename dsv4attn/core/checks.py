@@ -23,6 +23,7 @@ __all__ = [
     "check_call",
     "check_compressed",
     "check_insert",
+    "check_keys",
     "check_parts",
     "check_projection",
     "check_same_device",
@@ -311,6 +312,13 @@ def check_attention_strides(call: AttentionCall) -> None:
         check_strides(indices=rows.indices, **{"indptr" if isinstance(rows, RaggedIndices) else "lens": ends})
         if isinstance(segment, GatheredKeys):
             check_strides(kv=segment.kv)
+
+
+def check_keys(k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
+    """Check keys that go to a cache as they are, for backends that are called without a layer."""
+    check_tensor("k", k, f"_ {cache.layout.head_dim}", _Q_DTYPES, {})
+    check_tensor("slot_mapping", slot_mapping, "_", torch.int64, {})
+    check_same_device(k, slot_mapping=slot_mapping, cache=cache.tensor)
 
 
 def check_insert(

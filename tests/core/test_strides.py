@@ -220,6 +220,28 @@ def test_g21_a_step_refuses_strided_elements_and_serves_strided_rows(
 
 
 @pytest.mark.parametrize("backend", [ReferenceBackend(), GenericBackend()], ids=lambda backend: backend.name)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("k", torch.zeros(5, 24)),
+        ("k", torch.zeros(5, 48)),
+        ("k", torch.zeros(5, 2, 32)),
+        ("k", torch.zeros(5, 32, dtype=torch.float16)),
+        ("slot_mapping", torch.zeros(5, dtype=I32)),
+        ("slot_mapping", torch.zeros(5, 1, dtype=torch.int64)),
+    ],
+    ids=["narrow", "wide", "heads", "fp16", "int32", "a column"],
+)
+def test_keys_of_another_shape_or_dtype_are_refused_before_a_write(backend: Any, name: str, value: Tensor) -> None:
+    arguments = {**steps()["quantize_and_insert_k_cache"][0], name: value}
+    before = bytes_of([arguments["cache"].tensor])
+
+    with pytest.raises(ArgumentError, match=f"^{name}: expected "):
+        backend.quantize_and_insert_k_cache(**arguments)
+    assert all(map(torch.equal, bytes_of([arguments["cache"].tensor]), before))
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend(), GenericBackend()], ids=lambda backend: backend.name)
 def test_g21_a_bound_layer_refuses_them_too(backend: Any) -> None:
     geometry, arguments, table = MODEL.layer_of_kind(SWA), good(SWA), cos_sin_cache(MODEL.layer(0).rope, 256)
     layer = DeepseekV4MLAAttention("l", geometry, LIMITS, backend, attn_sink=torch.zeros(4), cos_sin_cache=table)

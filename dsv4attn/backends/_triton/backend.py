@@ -15,6 +15,7 @@ from dsv4attn.backends._triton.runtime import Variant, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning, row_of
 from dsv4attn.backends._triton.warm import warm
 from dsv4attn.core.bounds import Bounds
+from dsv4attn.core.checks import check_keys
 from dsv4attn.core.contract import (
     AttentionCall,
     BuilderSteps,
@@ -93,7 +94,7 @@ class TritonBackend:
 
     def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
         """See `contract.Backend`."""
-        check_strides(k=k, slot_mapping=slot_mapping)
+        check_keys(k, cache, slot_mapping)
         insert.quantize_and_insert_k_cache(k, cache, slot_mapping)
 
     def qnorm_rope_kv_insert(

@@ -233,7 +233,7 @@ def variants(
         tiles.append((PLAIN, 1))
     types = {"O": pointer_type(o_dtype), "W": pointer_type(w_dtype), "OUT": pointer_type(o_dtype)}
     types |= {"POSITIONS": "*i64", "TABLE": "*fp32"}
-    # results are made here, or by whoever gives them
+    # results are made here or given by the caller
     outs = row_alignments(rank, o_dtype, aligned=True)
     for (tile, rows), out in product(dict.fromkeys(tiles), outs):
         constants = _constants(tile, heads // num_groups, rank, nope, rope, dtype, rows, out)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
 from dsv4attn.core import indices
-from dsv4attn.core.checks import check_attention_strides
+from dsv4attn.core.checks import check_attention_strides, check_keys
 from dsv4attn.core.contract import AttentionCall, Forms, IndexForm, IndexSteps, KeyForm, Phase
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import PagedKVCache
@@ -68,7 +68,7 @@ class ReferenceBackend:
 
     def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
         """See `contract.Backend`."""
-        check_strides(k=k, slot_mapping=slot_mapping)
+        check_keys(k, cache, slot_mapping)
         for part in kernels.tiles(min(k.shape[0], slot_mapping.shape[0]), kernels.record_bytes(cache.layout)):
             kernels.insert(k[part], cache, slot_mapping[part])
 
