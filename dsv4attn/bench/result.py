@@ -29,7 +29,7 @@ SCHEMA = "dsv4attn-bench/1"
 class Machine:
     """What a time depends on. name: of the accelerator, or of the CPU.
 
-    cores: of the CPU that may be used, 0 if nobody looked. threads_from: where the number of threads is from, in words.
+    cores: of the CPU that may be used, 0 if not counted. threads_from: where the number of threads is from, in words.
     """
 
     name: str
