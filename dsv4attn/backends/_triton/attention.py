@@ -146,6 +146,59 @@ def product_in_halves(
     return tl.dot(part, tl.trans(key1), acc, input_precision="ieee")
 
 
+@triton.jit
+def product_in_steps(
+    q_row,
+    live,
+    slot,
+    ok,
+    fnuz,
+    segment,
+    acc,
+    KIND: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    UNIT: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    C: tl.constexpr,
+    DT: tl.constexpr,
+):
+    """Acc + q @ key^T with both read from memory, 64 columns at a time.
+
+    q_row: pointers [BH] to rows of q. C: columns of a padded key, which is read once more for the other product: on
+    RDNA, one that is held beside operands of the matrix unit spills.
+    """
+    base, size, stride, row_stride = segment[0], segment[1], segment[2], segment[3]
+    W: tl.constexpr = min(C, 64)
+    for step in tl.static_range(C // W):
+        column = step * W + tl.arange(0, W)
+        there = live[:, None] & (column < NOPE + ROPE)[None, :]
+        part = tl.load(q_row[:, None] + column[None, :], mask=there, other=0.0).to(DT)
+        key = keys.read_piece(
+            base,
+            slot,
+            ok,
+            size,
+            stride,
+            row_stride,
+            fnuz,
+            step * W,
+            W,
+            KIND,
+            INTERLEAVED,
+            UNIT,
+            NOPE,
+            ROPE,
+            GROUP,
+            SCALES,
+            DT,
+        )
+        acc = tl.dot(part, tl.trans(key), acc, input_precision="ieee")
+    return acc
+
+
 @stable_kernel
 def attention(
     q,
@@ -283,6 +336,9 @@ def attention(
     for tile in tl.range(first, last):
         inside = tile < first_tiles
         fnuz = FNUZ0 if FNUZ0 == FNUZ1 else inside == FNUZ0
+        z = tl.zeros([BH, N], tl.float32)
+        # the offset is 0, which the compiler cannot know: no operand of q stays in registers from tile to tile
+        again = q_row + tile * (once - 1)
         if WORDS:
             if not PREFETCH:
                 ok, x0, x1, x2, x3, rope, low, high = fetch(
@@ -305,6 +361,25 @@ def attention(
                     chosen(inside, page_stride0, page_stride1, SEGMENTS),
                     chosen(inside, row_stride0, row_stride1, SEGMENTS),
                 )
+                if RELOAD:
+                    z = product_in_steps(
+                        again,
+                        live,
+                        slot,
+                        here,
+                        fnuz,
+                        segment,
+                        z,
+                        KIND0,
+                        INTERLEAVED0,
+                        UNIT0,
+                        NOPE,
+                        ROPE,
+                        GROUP0,
+                        SCALES0,
+                        C * PIECES,
+                        DT,
+                    )
                 left, right = read(
                     slot, here, fnuz, segment, KIND0, INTERLEAVED0, UNIT0, NOPE, ROPE, GROUP0, SCALES0, C, PIECES, DT
                 )
@@ -317,14 +392,11 @@ def attention(
                     slot, here, fnuz, segment1, KIND1, INTERLEAVED1, UNIT1, NOPE, ROPE, GROUP1, SCALES1, C, PIECES, DT
                 )
             slot = slots_of(tile + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
-        z = tl.zeros([BH, N], tl.float32)
-        if RELOAD:
-            # the offset is 0, which the compiler cannot know: no operand of q stays in registers from tile to tile
-            again = q_row + tile * (once - 1)
+        if RELOAD and (WORDS or not SAME):
             z = product_in_halves(again, left_column, live, left, z, D, N, C, DT)
             if PIECES == 2:
                 z = product_in_halves(again, right_column, live, right, z, D, N, C, DT)
-        else:
+        elif not RELOAD:
             z = product(q_left, tl.trans(left), z, once, CHAINED)
             if PIECES == 2:
                 z = product(q_right, tl.trans(right), z, once, CHAINED)

@@ -31,7 +31,7 @@ class Tuning:
     prefetch: bool = True
     """Whether the next tile's records are in flight, in registers, while a tile is multiplied."""
     reload: bool = False
-    """Whether q is loaded anew for each tile, where registers are too few to hold it beside the keys."""
+    """Whether registers are too few to hold q and keys: q is loaded for each tile, plain keys for each product."""
     assembly: bool = False
     """Whether codes are decoded four at a time in PTX; otherwise by plain integer operations."""
     run: int = 16
@@ -61,12 +61,8 @@ HOPPER = Tuning(chained=False, assembly=True, prefetch=False, measured=_MEASURED
 CDNA = Tuning(heads=64, keys=16, warps=4, run=32, measured=COMPILED)
 """gfx942 and gfx950, likewise."""
 
-_RDNA = (
-    "compiled with Triton 3.9, 2026-11-22: no spills on pages, 8 (gfx1201) to 800 bytes a thread (gfx1100) on gathered "
-    "rows; not measured on this hardware"
-)
 # a thread has 256 registers, and operands of the matrix unit take many: q is not held, and a tile has 16 keys
-RDNA = Tuning(heads=16, keys=16, warps=8, narrow_warps=8, prefetch=False, reload=True, measured=_RDNA)
+RDNA = Tuning(heads=16, keys=16, warps=8, narrow_warps=8, prefetch=False, reload=True, measured=COMPILED)
 """gfx1100, gfx1151 and gfx1201, likewise."""
 
 INTERPRETER = Tuning(keys=128, measured="interpreted: large tiles, because there each operation costs the same")

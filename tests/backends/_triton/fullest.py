@@ -27,13 +27,14 @@ __all__ = ["CASES", "Case"]
 class Case:
     """backend, model, dtype: as `dsv4attn compile` takes them. cut: the attention form of rows that are cut.
 
-    others: kernels besides `attention`, all their forms.
+    gathered: the form over gathered rows too. others: kernels besides `attention`, all their forms.
     """
 
     backend: str = "triton"
     model: str = "flash"
     dtype: str = "e4m3fn"
     cut: bool = True
+    gathered: bool = False
     others: tuple[str, ...] = ()
 
     def wants(self, variant: Variant) -> bool:
@@ -41,8 +42,9 @@ class Case:
         types, constants = dict(variant.types), dict(variant.constants)
         if variant.name != "attention":
             return variant.name in self.others
-        fullest = constants.get("SEGMENTS") == 2 and types["lse"] != "none" and types["sink"] != "none"
-        return fullest and (types["part"] != "none") is self.cut and types["cache0"] == "*u8"
+        rows = types["cache0"] != "*u8"
+        fullest = constants["SEGMENTS"] == (1 if rows else 2) and types["lse"] != "none" and types["sink"] != "none"
+        return fullest and (types["part"] != "none") is self.cut and (self.gathered or not rows)
 
 
 CASES = {
@@ -57,7 +59,7 @@ CASES = {
     "gfx90a": Case("rocm", dtype="e4m3fnuz"),
     "gfx942": Case("rocm", model="pro", dtype="e4m3fnuz"),
     "gfx950": Case("rocm"),
-    "gfx1100": Case("rocm", cut=False, others=("project_kernel",)),
+    "gfx1100": Case("rocm", cut=False, gathered=True, others=("project_kernel",)),
     "gfx1151": Case("triton", model="pro"),
     "gfx1201": Case("rocm", model="pro", others=("project_kernel",)),
 }

@@ -51,7 +51,7 @@ def test_any_call_equals_the_oracle_and_writes_nothing_but_its_outputs(start: in
 
 
 def test_q_read_anew_for_each_tile_gives_what_the_oracle_gives() -> None:
-    """As the tuning of RDNA asks for: q is read half a piece at a time."""
+    """As the tuning of RDNA asks for: q is read half a piece at a time, or 64 columns beside 64 of the keys."""
     with observed() as seen:
         for seed in range(8):
             trial = any_trial(seed)
