@@ -22,16 +22,15 @@ ROWS = tl.constexpr(2)
 
 DECODE = tl.constexpr("""
 {
-.reg .b32 a, b, c, d, zero;
+.reg .b32 low, high, a, b, zero;
 mov.b32 zero, 0x80008000;
-prmt.b32 a, $2, 0, 0x1404;
-prmt.b32 b, $2, 0, 0x3424;
-shr.u32 c, a, 4;
-shr.u32 d, b, 4;
-and.b32 c, c, 0x07f007f0;
-and.b32 d, d, 0x07f007f0;
-lop3.b32 a, a, 0x80008000, c, 0xea;
-lop3.b32 b, b, 0x80008000, d, 0xea;
+shr.u32 high, $2, 4;
+and.b32 high, high, 0x07070707;
+lop3.b32 high, $2, 0x80808080, high, 0xea;
+shl.b32 low, $2, 4;
+and.b32 low, low, 0xf0f0f0f0;
+prmt.b32 a, low, high, 0x5140;
+prmt.b32 b, low, high, 0x7362;
 fma.rn.bf16x2 a, a, $4, zero;
 fma.rn.bf16x2 b, b, $4, zero;
 fma.rn.bf16x2 $0, a, $3, zero;
@@ -40,7 +39,7 @@ fma.rn.bf16x2 $1, b, $3, zero;
 """)
 """PTX that makes $0 and $1, two bf16 values each, of four e4m3 codes $2, a scale $3 and unit $4, each twice in a word.
 
-Each code goes to the upper byte of its half, where the sign is in place already.
+The upper bytes of all four values are made at once, and so are the lower ones; then they are put beside each other.
 """
 
 

@@ -8,8 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
-from dsv4attn.backends._triton.keys import DECODE
-from dsv4attn.backends._triton.lang import has_nan
 from dsv4attn.backends.sm90.compat import copy_async, reinterpret
 from dsv4attn.backends.sm90.kernels_schedule import advance, enter, page_of, settle, slots
 
@@ -21,34 +19,86 @@ KEY_WORDS_S = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 RAW_S = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
 
 
+def _decoder(*, last: bool) -> str:
+    """PTX that decodes four words of e4m3 codes, as `keys.DECODE` does one.
+
+    $0..$7: of each word its first two values, then of each its last two. $8: the largest code so far, twice, at least
+    $20: without its sign, where bf16 has exponent and mantissa. $12..$15: words. $16: four scale bytes, of which $24
+    picks one. What would be equal in all four operands is read from the first.
+    last: whether the values of the last word are NaN if the largest code is.
+    """
+    lines = [
+        ".reg .b32 scale, unit, zero, seen, t;",
+        ".reg .b32 low<4>, high<4>, a<4>, b<4>;",
+        ".reg .pred p;",
+        "mov.b32 zero, 0x80008000;",
+        "mov.b32 unit, 0x7b807b80;",
+        # a bf16 power of two, twice; of byte 0 the subnormal 2^-127
+        "prmt.b32 scale, $16, 0, $24;",
+        "shl.b32 scale, scale, 7;",
+        "max.u32 scale, scale, 0x00400040;",
+        "mov.b32 seen, $20;",
+    ]
+    for i in range(4):
+        lines += [
+            # this half first: with Triton 3.9, the other order spills
+            f"shl.b32 low{i}, ${12 + i}, 4;",
+            f"and.b32 low{i}, low{i}, 0xf0f0f0f0;",
+            f"shr.u32 high{i}, ${12 + i}, 4;",
+            f"and.b32 high{i}, high{i}, 0x07070707;",
+            f"lop3.b32 high{i}, ${12 + i}, 0x80808080, high{i}, 0xea;",
+            f"prmt.b32 a{i}, low{i}, high{i}, 0x5140;",
+            f"prmt.b32 b{i}, low{i}, high{i}, 0x7362;",
+            # bits of bf16 are ordered like those of f16: one instruction on Hopper
+            f"abs.f16x2 low{i}, a{i};",
+            f"abs.f16x2 high{i}, b{i};",
+            f"max.f16x2 low{i}, low{i}, high{i};",
+            f"max.f16x2 seen, seen, low{i};",
+            f"fma.rn.bf16x2 a{i}, a{i}, unit, zero;",
+            f"fma.rn.bf16x2 b{i}, b{i}, unit, zero;",
+        ]
+        if last and i == 3:
+            lines += [
+                "add.u32 t, seen, 0x00100010;",
+                "and.b32 t, t, 0x08000800;",
+                "setp.ne.u32 p, t, 0;",
+                "selp.b32 scale, 0x7fc07fc0, scale, p;",
+            ]
+        lines += [f"fma.rn.bf16x2 ${i}, a{i}, scale, zero;", f"fma.rn.bf16x2 ${4 + i}, b{i}, scale, zero;"]
+    lines += [f"mov.b32 ${8 + i}, seen;" for i in range(4)]
+    return "{\n" + "\n".join(lines) + "\n}\n"
+
+
+DECODE = gl.constexpr(_decoder(last=False))
+LAST = gl.constexpr(_decoder(last=True))
+_OPERANDS = gl.constexpr(",".join(["=&r"] * 12 + ["r"] * 16))
+
+
 @gluon.jit
-def decode(words, scale, nan):
-    """[64, 16] words of four e4m3 codes, times scales of two equal bf16, as two words each of two bf16 values.
+def decoded(words, scales, seen, BYTE: gl.constexpr, TEXT: gl.constexpr):
+    """[64, 16] words of codes as [64, 32] words of two bf16 values, under the scale byte BYTE of [64]; and `seen`.
 
     A code's bits, put where bf16 has exponent and mantissa, are its value times 2^-120. Two multiplications put it
     right, and are exact for all codes and scales; one with the product of both powers overflows above byte 134.
-    nan: [64, 16] - words whose values are NaN; None: no word's, and what NaN codes give is undefined.
+    seen: [64, 16], the largest code so far as TEXT has it, 0x07F0 in either half if one was NaN; alike in all of a
+    thread, whose words are of one key.
     """
-    unit = gl.full_like(words, 0x7B807B80)
-    if nan is not None:
-        unit = gl.where(nan, 0x7FC07FC0, unit)
-    return gl.inline_asm_elementwise(
-        DECODE,
-        "=r,=r,r,r,r",
-        [words, scale, unit],
-        dtype=(gl.int32, gl.int32),
+    zeros = gl.zeros_like(words)
+    first, second, seen = gl.inline_asm_elementwise(
+        TEXT,
+        _OPERANDS,
+        [words, gl.expand_dims(scales, 1) + zeros, seen, zeros + (0x4040 + 0x0101 * BYTE)],
+        dtype=(gl.int32, gl.int32, gl.int32),
         is_pure=True,
-        pack=1,
+        pack=4,
     )
+    return gl.reshape(gl.join(first, second), [64, 32]), seen
 
 
 @gluon.jit
-def decoded(words, scales, SHIFT: gl.constexpr, nan=None):
-    """[64, 16] words of codes as [64, 32] words of two values, under the scale byte that SHIFT tells."""
-    byte = (scales >> SHIFT) & 255
-    half = gl.where(byte == 0, 0x40, gl.where(byte == 255, 0x7FC0, byte << 7))
-    first, second = decode(words, gl.expand_dims(half * 0x10001, 1) + gl.zeros_like(words), nan)
-    return gl.reshape(gl.join(first, second), [64, 32])
+def spoilt(scales):
+    """int32, the upper bits of whose bytes are set where one of four scale bytes is 255, and so a NaN."""
+    return (~scales - 0x01010101) & scales
 
 
 @gluon.jit
@@ -132,22 +182,24 @@ def produce(
         x4 = raw_s[4].load(WORDS_L)
         fetch(raw_s, data, next_ok)
         mbarrier.wait(k_empty.index(b), ((i // 2) & 1) ^ 1)
-        # where one of seven words has a NaN code, the last one's values are NaN: asking once is cheaper
-        nan = has_nan(x6, False)
-        y = beside(decoded(x6, high, 16), rope)
-        reinterpret(kD.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(y)
-        nan |= has_nan(x4, False) | has_nan(x5, False)
-        y = beside(decoded(x4, high, 0), decoded(x5, high, 8))
-        reinterpret(kC.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(y)
+        # where one of seven words has a NaN code, the last one's values are NaN: asking once is cheaper. Of the eight
+        # scale bytes the last means nothing
+        none = (spoilt(low) | spoilt(high & 0xFFFFFF)) & -0x7F7F7F80
+        seen = gl.expand_dims(gl.where(none != 0, 0x07F007F0, 0), 1) + gl.zeros_like(x6)
+        y, seen = decoded(x6, high, seen, 2, DECODE)
+        reinterpret(kD.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(beside(y, rope))
+        y, seen = decoded(x4, high, seen, 0, DECODE)
+        z, seen = decoded(x5, high, seen, 1, DECODE)
+        reinterpret(kC.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(beside(y, z))
         x5 = load_words(data, next_ok, 80)
         x6 = load_words(data, next_ok, 96)
         rope = load_rope(data, next_ok)
-        nan |= has_nan(x0, False) | has_nan(x1, False)
-        y = beside(decoded(x0, low, 0), decoded(x1, low, 8))
-        reinterpret(kA.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(y)
-        nan |= has_nan(x2, False) | has_nan(x3, False)
-        y = beside(decoded(x2, low, 16), decoded(x3, low, 24, nan))
-        reinterpret(kB.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(y)
+        y, seen = decoded(x0, low, seen, 0, DECODE)
+        z, seen = decoded(x1, low, seen, 1, DECODE)
+        reinterpret(kA.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(beside(y, z))
+        y, seen = decoded(x2, low, seen, 2, DECODE)
+        z, seen = decoded(x3, low, seen, 3, LAST)
+        reinterpret(kB.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(beside(y, z))
         # so late because earlier it takes a register that is not there
         bias_s.index(b).store(gl.where(ok, 0.0, -float("inf")))
         fence_async_shared()

@@ -16,7 +16,7 @@ __all__ = ["broken_limits"]
 
 ROOT = Path(__file__).resolve().parents[3]
 MULTIPLYING = ("attention", "project_kernel")
-"""Kernels whose products belong on the matrix unit, unless caches are fp32."""
+"""Kernels whose products belong on the matrix unit, unless caches or matrices are fp32."""
 
 
 def broken_limits(backend: str, targets: Sequence[str], *options: str, cache: Path | None = None) -> list[str]:
@@ -40,7 +40,8 @@ def broken_limits(backend: str, targets: Sequence[str], *options: str, cache: Pa
     for job in jobs:
         for kernel in job["kernels"]:
             said = [f"{reason['code']} {reason['text']}" for reason in kernel["reasons"]]
-            if kernel["kernel"] in MULTIPLYING and "float32" not in options and not kernel.get("matrix"):
+            exact = "float32" in options or "*fp32" in kernel["variant"]
+            if kernel["kernel"] in MULTIPLYING and not exact and not kernel.get("matrix"):
                 said.append("no matrix instructions")
             found += [f"{job['target']} {kernel['kernel']} [{kernel['variant']}] {line}" for line in said]
     return found

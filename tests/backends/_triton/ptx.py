@@ -1,0 +1,98 @@
+"""The little PTX that kernels are written in, run on numpy's integers: assembly is tested without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsv4attn.testing import oracle
+from dsv4attn.testing.judge import F64
+
+__all__ = ["instructions", "of_bf16", "run"]
+
+U32 = Any  # what numpy makes of shifted uint32 arrays depends on its version
+
+
+def prmt(a: U32, b: U32, selector: int) -> U32:
+    """Four bytes picked from the eight of b and a, a's first."""
+    pool = [(a >> (8 * i)) & 255 for i in range(4)] + [(b >> (8 * i)) & 255 for i in range(4)]
+    picked = [pool[(selector >> (4 * i)) & 7] << (8 * i) for i in range(4)]
+    return picked[0] | picked[1] | picked[2] | picked[3]
+
+
+def lop3(a: U32, b: U32, c: U32, table: int) -> U32:
+    """Any function of three bits: bit 4a + 2b + c of its table."""
+    found = np.zeros_like(a)
+    for i in range(8):
+        if table >> i & 1:
+            found |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return found
+
+
+def of_bf16(bits: U32) -> F64:
+    """Values of the lower halves."""
+    values: F64 = ((bits & 0xFFFF) << 16).astype(np.uint32).view(np.float32).astype(np.float64)
+    return values
+
+
+def to_bf16(values: F64) -> U32:
+    """Bits of values, rounded once; NaN as CUDA makes it."""
+    bits = np.ascontiguousarray(oracle.round_bf16(values).astype(np.float32)).view(np.uint32) >> 16
+    return np.where(np.isnan(values), np.uint32(0x7FFF), bits)
+
+
+def halves(function: Callable[..., U32], *operands: U32) -> U32:
+    """A function of 16 bits, of both halves."""
+    low, high = (function(*(((a >> s) & 0xFFFF).astype(np.uint16) for a in operands)) for s in (0, 16))
+    return low.astype(np.uint32) | (high.astype(np.uint32) << 16)
+
+
+def largest_f16(a: NDArray[np.uint16], b: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    """The larger of two numbers of f16, which has the other one's bits where one is NaN."""
+    return np.fmax(a.view(np.float16), b.view(np.float16)).view(np.uint16)
+
+
+def fma(a: U32, b: U32, c: U32) -> U32:
+    """Both halves of a * b + c: exact in float64, then rounded once."""
+    with np.errstate(all="ignore"):
+        low, high = (to_bf16(of_bf16(a >> s) * of_bf16(b >> s) + of_bf16(c >> s)) for s in (0, 16))
+    return low | (high << 16)
+
+
+OPERATIONS: dict[str, Callable[..., U32]] = {
+    "mov.b32": lambda a: a,
+    "prmt.b32": lambda a, b, s: prmt(a, b, int(s.flat[0])),
+    "shr.u32": lambda a, n: a >> n,
+    "shl.b32": lambda a, n: a << n,
+    "and.b32": lambda a, b: a & b,
+    "lop3.b32": lambda a, b, c, t: lop3(a, b, c, int(t.flat[0])),
+    "add.u32": lambda a, b: a + b,
+    "max.u32": np.maximum,
+    "fma.rn.bf16x2": fma,
+    "abs.f16x2": lambda a: a & 0x7FFF7FFF,
+    "max.f16x2": lambda a, b: halves(largest_f16, a, b),
+    "setp.ne.u32": lambda a, b: a != b,
+    "selp.b32": lambda a, b, p: np.where(p, a, b),
+}
+"""By name, of arrays of uint32."""
+
+
+def instructions(text: str) -> list[str]:
+    """Those of a block of assembly, without declarations."""
+    lines = [line.strip().rstrip(";") for line in text.strip(" \n{}").split("\n")]
+    return [line for line in lines if line and not line.startswith((".reg", "{", "}"))]
+
+
+def run(lines: Sequence[str], operands: Mapping[str, U32]) -> dict[str, U32]:
+    """Registers after some instructions; operands: "$2" and so on, alike in shape."""
+    registers = dict(operands)
+    shape = next(iter(operands.values())).shape
+    for line in lines:
+        name, _, rest = line.partition(" ")
+        target, *given = (word.strip() for word in rest.split(","))
+        values = [registers[w] if w in registers else np.full(shape, int(w, 0), np.uint32) for w in given]
+        registers[target] = OPERATIONS[name](*values)
+    return registers
