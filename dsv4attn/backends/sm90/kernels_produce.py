@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
-from dsv4attn.backends.sm90.compat import copy_async, reinterpret
+from dsv4attn.backends.sm90.compat import ROPE_FIRST, copy_async, reinterpret
 from dsv4attn.backends.sm90.kernels_schedule import advance, enter, page_of, settle, slots
 
 WORDS_L = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
@@ -191,9 +191,12 @@ def produce(
         y, seen = decoded(x4, high, seen, 0, DECODE)
         z, seen = decoded(x5, high, seen, 1, DECODE)
         reinterpret(kC.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(beside(y, z))
+        if ROPE_FIRST:
+            rope = load_rope(data, next_ok)
         x5 = load_words(data, next_ok, 80)
         x6 = load_words(data, next_ok, 96)
-        rope = load_rope(data, next_ok)
+        if not ROPE_FIRST:
+            rope = load_rope(data, next_ok)
         y, seen = decoded(x0, low, seen, 0, DECODE)
         z, seen = decoded(x1, low, seen, 1, DECODE)
         reinterpret(kA.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(beside(y, z))
