@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from dsv4attn.core.limits import Limits
     from dsv4attn.core.merge import apply_sink, merge_lse
     from dsv4attn.core.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
-    from dsv4attn.core.plan import plan_workspace
     from dsv4attn.core.problem import CacheFacts, Problem, Reason
     from dsv4attn.core.rope import cos_sin_cache
     from dsv4attn.core.workspace import WorkspaceManager, WorkspacePlan, current_workspace_manager, use_workspace
+    from dsv4attn.core.workspace_plan import plan_workspace
     from dsv4attn.errors import Dsv4AttnError
     from dsv4attn.selection import explain, load_backend, resolve, select_backend
 
@@ -95,7 +95,7 @@ _MODULE_OF = {
         "core.limits": ("Limits",),
         "core.merge": ("apply_sink", "merge_lse"),
         "core.metadata": ("AttentionMetadata", "Batch", "DeepseekSparseSWAMetadata", "FlashMLASparseMetadata"),
-        "core.plan": ("plan_workspace",),
+        "core.workspace_plan": ("plan_workspace",),
         "core.problem": ("CacheFacts", "Problem", "Reason"),
         "core.rope": ("cos_sin_cache",),
         "core.workspace": ("WorkspaceManager", "WorkspacePlan", "current_workspace_manager", "use_workspace"),

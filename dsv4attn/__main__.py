@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from dsv4attn.cli import main
+from dsv4attn.tools.cli import main
 
 main()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from dsv4attn.cli import main
+from dsv4attn.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -24,9 +24,9 @@ from dsv4attn.core.contract import (
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.core.layout import PagedKVCache
-from dsv4attn.core.plan import ragged_specs
 from dsv4attn.core.problem import CacheFacts, Problem
 from dsv4attn.core.workspace import WorkspaceManager, current_workspace_manager
+from dsv4attn.core.workspace_plan import ragged_specs
 from dsv4attn.errors import Dsv4AttnError
 from dsv4attn.selection import load_backend, resolve
 

@@ -27,8 +27,8 @@ from attrs import field, frozen
 
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.index_ops import BuilderSteps, IndexSteps, MetadataExtension, RaggedSteps
 from dsv4attn.core.problem import Problem, Reason
-from dsv4attn.core.steps import BuilderSteps, IndexSteps, MetadataExtension, RaggedSteps
 from dsv4attn.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from dsv4attn.core.bounds import Bounds
     from dsv4attn.core.geometry import ModelGeometry
     from dsv4attn.core.layout import PagedKVCache
     from dsv4attn.core.limits import Limits
+    from dsv4attn.core.warmup_spec import Bounds
     from dsv4attn.core.workspace import BufferSpec
 
 __all__ = [

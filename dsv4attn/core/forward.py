@@ -12,9 +12,9 @@ from dsv4attn.core.contract import Backend
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
-from dsv4attn.core.plan import plan_workspace
-from dsv4attn.core.step import Step
+from dsv4attn.core.run import Step
 from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.workspace_plan import plan_workspace
 
 __all__ = ["forward_mqa"]
 

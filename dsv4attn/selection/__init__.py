@@ -19,7 +19,7 @@ from attrs import evolve
 from dsv4attn.config import AUTO, PHASES, Setting, Settings, load_settings, parse_request
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.device import DeviceFacts, version_of
-from dsv4attn.core.pair import PhasedBackend
+from dsv4attn.core.phased import PhasedBackend
 from dsv4attn.core.problem import Problem
 from dsv4attn.core.values import check_type
 from dsv4attn.errors import ArgumentError, NoBackendError, UnknownNameError

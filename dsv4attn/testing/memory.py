@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from dsv4attn.core.contract import Phase
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.plan import plan_workspace
 from dsv4attn.core.workspace import simultaneous_bytes
+from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.testing.calls import Call
 from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.checks import equals_oracle, judged, require_same_bits, worst

@@ -29,9 +29,9 @@ from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, Batch
-from dsv4attn.core.plan import plan_workspace
 from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.case import dtype_name
 from dsv4attn.testing.judge import F64

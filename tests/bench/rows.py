@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dsv4attn.bench.result import Machine, Run
-from dsv4attn.bench.roofline import Roofline
-from dsv4attn.bench.runner import MEASURED, Row
+from dsv4attn.tools.bench.result import Machine, Run
+from dsv4attn.tools.bench.roofline import Roofline
+from dsv4attn.tools.bench.runner import MEASURED, Row
 
 ROOF = Roofline(bytes_s=1e12, flops_s=1e14, dtype="bfloat16")
 HERE = Machine("Toy", "sm_90", "2.11", "3.6", "3.12", "0.1.0", 1)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from attrs import define, field
 
-from dsv4attn.bench.clock import Clock, Spread
-from dsv4attn.bench.roofline import Roofline
+from dsv4attn.tools.bench.clock import Clock, Spread
+from dsv4attn.tools.bench.roofline import Roofline
 
 
 def test_a_spread_is_a_median_between_tenths() -> None:

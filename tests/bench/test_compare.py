@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from dsv4attn.bench.compare import compare
-from dsv4attn.bench.result import SCHEMA, load, peer_versions
-from dsv4attn.bench.runner import FAILED, WRONG, Row
-from dsv4attn.bench.scaling import SERIES, Cliff, cliffs, scaling_cases
 from dsv4attn.errors import ArgumentError
+from dsv4attn.tools.bench.compare import compare
+from dsv4attn.tools.bench.result import SCHEMA, load, peer_versions
+from dsv4attn.tools.bench.runner import FAILED, WRONG, Row
+from dsv4attn.tools.bench.scaling import SERIES, Cliff, cliffs, scaling_cases
 from tests.bench.rows import HERE, row, run
 
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.bench.cases import KERNELS, PRESETS, Case, Size, cases_of, decodes, named
-from dsv4attn.bench.inputs import LAYOUT, Inputs, make_inputs
-from dsv4attn.bench.records import read
-from dsv4attn.bench.reference import Error, attention, error, limit, normalised, rotated
 from dsv4attn.core.contract import Products
 from dsv4attn.core.geometry import LayerKind, Rope
 from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.errors import UnknownNameError
 from dsv4attn.testing import oracle
+from dsv4attn.tools.bench.cases import KERNELS, PRESETS, Case, Size, cases_of, decodes, named
+from dsv4attn.tools.bench.inputs import LAYOUT, Inputs, make_inputs
+from dsv4attn.tools.bench.records import read
+from dsv4attn.tools.bench.reference import Error, attention, error, limit, normalised, rotated
 
 CPU = torch.device("cpu")
 RAGGED = ((0, 17), (500, 1), (300, 2))
@@ -99,7 +99,7 @@ def test_the_reference_agrees_with_the_oracle(name: str) -> None:
 def test_the_reference_works_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_inputs(small("flash_c4"), CPU)
     whole = attention(inputs)
-    monkeypatch.setattr("dsv4attn.bench.reference._TILE_BYTES", 1)
+    monkeypatch.setattr("dsv4attn.tools.bench.reference._TILE_BYTES", 1)
 
     torch.testing.assert_close(attention(inputs), whole)
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.bench.cases import PRESETS, Case
-from dsv4attn.bench.inputs import LAYOUT, make_inputs
-from dsv4attn.bench.peers import PEERS, peer_subject
-from dsv4attn.bench.reference import attention, error
-from dsv4attn.bench.subjects import make_task
 from dsv4attn.compat import flash_mla
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.errors import UnsupportedError
+from dsv4attn.tools.bench.cases import PRESETS, Case
+from dsv4attn.tools.bench.inputs import LAYOUT, make_inputs
+from dsv4attn.tools.bench.peers import PEERS, peer_subject
+from dsv4attn.tools.bench.reference import attention, error
+from dsv4attn.tools.bench.subjects import make_task
 
 CPU = torch.device("cpu")
 MODULES = {"flash_mla": "flash_mla", "vllm": "vllm.v1.attention.ops.flashmla", "flashinfer": "flashinfer.mla"}
@@ -75,7 +75,7 @@ def sparse_mla(**given: Any) -> None:
     pairs = [(given["swa_kv_cache"], given["sparse_indices"], given["swa_topk_lens"])]
     if "compressed_kv_cache" in given:
         pairs.append((given["compressed_kv_cache"], given["extra_sparse_indices"], given["extra_sparse_topk_lens"]))
-    from dsv4attn.bench.records import read
+    from dsv4attn.tools.bench.records import read
 
     for t, q in enumerate(given["query"].float()):
         # [pages, 1, page, 584]: heads second

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dsv4attn.bench.cases import KERNELS, PRESETS, Size, cases_of
-from dsv4attn.bench.plots import check_folder, draw
-from dsv4attn.bench.report import run_text
-from dsv4attn.bench.result import Run
-from dsv4attn.bench.runner import Row
-from dsv4attn.bench.scaling import cliffs, scaling_cases
 from dsv4attn.errors import ArgumentError
+from dsv4attn.tools.bench.cases import KERNELS, PRESETS, Size, cases_of
+from dsv4attn.tools.bench.plots import check_folder, draw
+from dsv4attn.tools.bench.report import run_text
+from dsv4attn.tools.bench.result import Run
+from dsv4attn.tools.bench.runner import Row
+from dsv4attn.tools.bench.scaling import cliffs, scaling_cases
 from tests.bench.rows import row, run
 
 

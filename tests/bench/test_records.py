@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4attn.bench.records import fill, read, write
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.testing import oracle
+from dsv4attn.tools.bench.records import fill, read, write
 
 LAYOUTS = [
     KVCacheLayout.fp8_ds_mla(),

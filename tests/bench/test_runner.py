@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.bench.cases import KERNELS, Size, cases_of, decodes
-from dsv4attn.bench.runner import FAILED, MEASURED, REFUSED, WRONG, Row, Runner, geomeans
 from dsv4attn.core.contract import AttentionCall, Backend
 from dsv4attn.errors import UnsupportedError
+from dsv4attn.tools.bench.cases import KERNELS, Size, cases_of, decodes
+from dsv4attn.tools.bench.runner import FAILED, MEASURED, REFUSED, WRONG, Row, Runner, geomeans
 from tests.bench.rows import ROOF, row
 
 SIZE = Size((2,), 3, 5, 20, 2)
@@ -21,7 +21,7 @@ SIZE = Size((2,), 3, 5, 20, 2)
 
 @pytest.fixture(autouse=True)
 def _known_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsv4attn.bench.runner.Roofline.measure", lambda _: ROOF)
+    monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: ROOF)
 
 
 def runner(backend: Backend, peers: Sequence[Any] = (), name: str = "reference") -> Runner:
@@ -185,7 +185,9 @@ def test_whoever_breaks_while_being_prepared_is_a_row() -> None:
 
 def test_a_backend_that_says_no_is_asked_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     told = [SimpleNamespace(name="reference", lines=["HEADS  64, needs 8"])]
-    monkeypatch.setattr("dsv4attn.bench.runner.explain", lambda *_, **__: SimpleNamespace(chosen=None, trace=told))
+    monkeypatch.setattr(
+        "dsv4attn.tools.bench.runner.explain", lambda *_, **__: SimpleNamespace(chosen=None, trace=told)
+    )
     backend = Planted(one_nan)
     (row_,) = rows(backend, "decode")
 
@@ -196,7 +198,7 @@ def test_inputs_that_do_not_fit_are_rows(monkeypatch: pytest.MonkeyPatch) -> Non
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 9 GiB")
 
-    monkeypatch.setattr("dsv4attn.bench.runner.make_task", full)
+    monkeypatch.setattr("dsv4attn.tools.bench.runner.make_task", full)
     (told,) = rows(ReferenceBackend(), "decode")
     assert told.state == REFUSED
     assert "do not fit this machine" in told.reason
@@ -221,7 +223,7 @@ class Peer:
 
 
 def right(inputs: Any) -> torch.Tensor:
-    from dsv4attn.bench.reference import attention
+    from dsv4attn.tools.bench.reference import attention
 
     return attention(inputs).bfloat16()
 
@@ -287,8 +289,8 @@ def test_geometric_means_are_by_kernel_and_peer() -> None:
 
 
 def test_decodes_of_one_token_are_decodes() -> None:
-    from dsv4attn.bench.attend import problem_of
-    from dsv4attn.bench.cases import PRESETS, Case
+    from dsv4attn.tools.bench.attend import problem_of
+    from dsv4attn.tools.bench.cases import PRESETS, Case
 
     preset = PRESETS["flash_c4"]
     phases = [problem_of(Case("step", preset, "", r)).phase for r in (decodes(preset, 3), ((10, 7),))]
@@ -298,7 +300,7 @@ def test_decodes_of_one_token_are_decodes() -> None:
 def test_the_roofline_is_measured_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     one = runner(ReferenceBackend())
     faster = type(ROOF)(ROOF.bytes_s, 2 * ROOF.flops_s, ROOF.dtype)
-    monkeypatch.setattr("dsv4attn.bench.runner.Roofline.measure", lambda _: faster)
+    monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: faster)
     roof, (told,) = one.settled([row(flops=10**12, bytes=1)])
 
     assert roof == faster

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.bench.cases import PRESETS, Case, Preset, host_cases
-from dsv4attn.bench.inputs import make_inputs
-from dsv4attn.bench.overhead import Overhead, overhead
-from dsv4attn.bench.reference import attention, error
-from dsv4attn.bench.step import make_step, products
 from dsv4attn.core.contract import AttentionCall, Phase
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.workspace import BufferSpec, simultaneous_bytes
+from dsv4attn.tools.bench.cases import PRESETS, Case, Preset, host_cases
+from dsv4attn.tools.bench.inputs import make_inputs
+from dsv4attn.tools.bench.overhead import Overhead, overhead
+from dsv4attn.tools.bench.reference import attention, error
+from dsv4attn.tools.bench.step import make_step, products
 
 CPU = torch.device("cpu")
 KINDS = ["flash_swa", "flash_c4", "flash_c128"]
@@ -78,7 +78,7 @@ def test_each_road_of_the_overhead_but_the_idle_one_leads_to_the_same_output(nam
         return 1.0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dsv4attn.bench.overhead.seconds", note)
+        patch.setattr("dsv4attn.tools.bench.overhead.seconds", note)
         told = overhead(step, rounds=4)
 
     assert [len(times) for times in (told.direct_s, told.plain_s, told.bound_s, told.idle_s)] == [4, 4, 4, 4]

@@ -13,8 +13,8 @@ import pytest
 from attrs import define
 from click.testing import CliRunner
 
-from dsv4attn.cli import main
 from dsv4attn.core import device
+from dsv4attn.tools.cli import main
 from tests.wheels import Shelf, plugin
 
 __all__ = ["Machine", "machine", "plugin", "without_triton"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from dsv4attn.cli import main
+from dsv4attn.tools.cli import main
 from tests.cli.machine import Machine, machine, plugin
 
 
@@ -137,7 +137,7 @@ def test_torch_is_not_imported_on_a_machine_without_accelerators(tmp_path: Path,
 import pathlib, sys
 from dsv4attn.core import device
 device._DEV = pathlib.Path({str(tmp_path)!r})
-from dsv4attn.cli import main
+from dsv4attn.tools.cli import main
 try:
     main([{command!r}])
 except SystemExit as done:

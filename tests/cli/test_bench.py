@@ -15,12 +15,12 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.bench.report import comparison_text, run_text
-from dsv4attn.bench.result import load
-from dsv4attn.bench.runner import FAILED, REFUSED, WRONG
-from dsv4attn.bench.scaling import Cliff
-from dsv4attn.cli import main
 from dsv4attn.core.contract import AttentionCall
+from dsv4attn.tools.bench.report import comparison_text, run_text
+from dsv4attn.tools.bench.result import load
+from dsv4attn.tools.bench.runner import FAILED, REFUSED, WRONG
+from dsv4attn.tools.bench.scaling import Cliff
+from dsv4attn.tools.cli import main
 from tests.bench.rows import HERE, ROOF, row, run
 from tests.cli.machine import Machine, machine
 
@@ -29,7 +29,7 @@ QUICK = ("decode", "--cases", "flash_swa", "--batches", "2", "--rounds", "2")
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    monkeypatch.setattr("dsv4attn.bench.runner.Roofline.measure", lambda _: ROOF)
+    monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: ROOF)
     with machine(tmp_path, monkeypatch) as one:
         yield one
 
@@ -88,7 +88,7 @@ def test_all_kernels_are_measured_by_default(here: Machine) -> None:
 
 
 def test_steps_scaling_and_the_host_are_asked_for_by_name(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsv4attn.bench.overhead.seconds", lambda call, _: call() or 1.0)
+    monkeypatch.setattr("dsv4attn.tools.bench.overhead.seconds", lambda call, _: call() or 1.0)
     code, told = here.json(
         "bench", "step", "scaling", "host", "--cases", "flash_swa", "--batches", "1", "--tokens", "2", "--rounds", "1"
     )
@@ -121,7 +121,7 @@ def test_nothing_measured_is_a_failure(here: Machine, monkeypatch: pytest.Monkey
     def refuse(*_: Any) -> str:
         return "HEADS 64, needs 8"
 
-    monkeypatch.setattr("dsv4attn.bench.runner.Runner._why_not", refuse)
+    monkeypatch.setattr("dsv4attn.tools.bench.runner.Runner._why_not", refuse)
     code, lines = here.run("bench", *QUICK)
     assert code == 1
     assert "refused: decode flash_swa b=2, reference: HEADS 64, needs 8" in lines
@@ -186,7 +186,7 @@ def test_a_mistake_is_found_before_anything_runs(
     def never(*_: Any) -> None:
         raise AssertionError("it ran")
 
-    monkeypatch.setattr("dsv4attn.bench.runner.Runner.run", never)
+    monkeypatch.setattr("dsv4attn.tools.bench.runner.Runner.run", never)
     (tmp_path / "file").write_text("", encoding="utf-8")
     code, lines = here.run("bench", *arguments, width=400)
 
@@ -264,7 +264,7 @@ def test_the_end_names_ratios_cliffs_and_reasons() -> None:
 
 
 def test_long_lists_of_changes_are_cut_short() -> None:
-    from dsv4attn.bench.compare import compare
+    from dsv4attn.tools.bench.compare import compare
 
     old, new = ([row(f"decode a b={i}", us=us) for i in range(30)] for us in (50, 100))
     shown = printed(comparison_text(compare(run(old), run(new))))
@@ -274,7 +274,7 @@ def test_long_lists_of_changes_are_cut_short() -> None:
 
 def test_g22_ctrl_c_keeps_the_cases_that_were_measured(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pressed in the second of three cases: one is kept, in a file that can be shown again."""
-    from dsv4attn.bench.runner import Runner
+    from dsv4attn.tools.bench.runner import Runner
 
     right, begun = Runner.run, []
 

@@ -14,17 +14,17 @@ import pytest
 from dsv4attn import selection
 
 # imported here, while kernels are still interpreted: commands run in an environment of their own
-from dsv4attn.backends._triton import aot
-from dsv4attn.backends._triton.aot import Outcome, Resources
-from dsv4attn.backends._triton.runtime import Variant
-from dsv4attn.backends._triton.targets import Target
+from dsv4attn.backends._triton.compiling import aot
+from dsv4attn.backends._triton.compiling.aot import Outcome, Resources
+from dsv4attn.backends._triton.compiling.targets import Target
+from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.core.problem import Reason
 from dsv4attn.plugins import PluginRegistry
 from tests.cli.machine import Machine, machine, plugin
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOM = """
-from dsv4attn.backends._triton.runtime import Variant
+from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from tests.backends._triton.fakes import attend_of, rows_of
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from dsv4attn.cli import main
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
+from dsv4attn.tools.cli import main
 from tests.cli.machine import Machine, machine, plugin
 
 FEW = "sink-none-*,quantise-ocp-64,lse-decode,heads-3-decode"
@@ -127,7 +127,7 @@ def test_many_failures_are_grouped_and_no_more_than_eight_groups_are_shown_in_fu
     assert told["counts"]["failed"] == sum(group["count"] for group in told["failures"])
     assert failed[0].endswith(f"-{told['failures'][0]['first']}")
     assert told["failures"][0]["cases"][0] == told["failures"][0]["first"]
-    monkeypatch.setattr("dsv4attn.cli.conform.SHOWN", 1)
+    monkeypatch.setattr("dsv4attn.tools.cli.conform.SHOWN", 1)
     _, lines = here.run("conform", "bad", "--filter", "A1,S3")
     assert [line for line in lines if line.startswith("  failed  ")] == failed[:1]
     assert any(line.startswith("  and ") and " other kinds: " in line for line in lines)
@@ -251,7 +251,7 @@ def test_help_says_what_the_exit_codes_are(here: Machine) -> None:
 
 
 def test_without_a_terminal_progress_is_plain_lines_on_stderr(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsv4attn.cli.conform.LINE_S", 0.0, raising=False)
+    monkeypatch.setattr("dsv4attn.tools.cli.conform.LINE_S", 0.0, raising=False)
     result = CliRunner().invoke(main, ["conform", "reference", "--filter", "lse-decode"])
 
     assert result.stderr == "1/1 cases, 0 failed, lse-decode, 0 s\n"

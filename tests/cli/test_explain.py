@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dsv4attn.cli import explain as command
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import ModelGeometry
 from dsv4attn.core.problem import Problem
 from dsv4attn.selection import explain
+from dsv4attn.tools.cli import explain as command
 from tests.cli.machine import Machine, machine, plugin
 
 

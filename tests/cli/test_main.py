@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 import dsv4attn
-from dsv4attn import cli
 from dsv4attn.errors import ArgumentError
+from dsv4attn.tools import cli
 
 
 def invoke(*args: str) -> Any:
@@ -37,9 +37,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_help_names_every_command_and_loads_none() -> None:
     code = (
-        "import sys; from click.testing import CliRunner; from dsv4attn.cli import main; "
+        "import sys; from click.testing import CliRunner; from dsv4attn.tools.cli import main; "
         "print(CliRunner().invoke(main, ['--help']).output); "
-        "heavy = {'torch', 'numpy', 'rich', 'dsv4attn.cli.run', 'dsv4attn.cli.bench'}; "
+        "heavy = {'torch', 'numpy', 'rich', 'dsv4attn.tools.cli.run', 'dsv4attn.tools.cli.bench'}; "
         "print(sorted(heavy & {*sys.modules}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

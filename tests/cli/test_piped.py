@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dsv4attn.cli import main
 from dsv4attn.core import device
+from dsv4attn.tools.cli import main
 from tests.bench.rows import ROOF
 from tests.wheels import Shelf, plugin
 
@@ -32,7 +32,7 @@ COMMANDS = {
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(device, "may_have_accelerator", lambda: False)
-    monkeypatch.setattr("dsv4attn.bench.runner.Roofline.measure", lambda _: ROOF)
+    monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: ROOF)
     with Shelf(tmp_path) as made:
         made.install(LONG, plugin(support="raise KeyError('boom')"), point="acme")
         yield made

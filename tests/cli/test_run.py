@@ -16,8 +16,8 @@ import torch
 from click.testing import CliRunner
 
 from dsv4attn import selection
-from dsv4attn.cli import main
-from dsv4attn.cli.run import run
+from dsv4attn.tools.cli import main
+from dsv4attn.tools.cli.run import run
 from tests.replay import bugs
 from tests.replay.small import CONFIG
 
@@ -39,7 +39,7 @@ SETTINGS |= {"max_num_batched_tokens", "max_num_seqs"}
 @pytest.fixture(autouse=True)
 def _no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """No progress, however slow this machine is today."""
-    monkeypatch.setattr("dsv4attn.cli.run.LINE_S", float("inf"))
+    monkeypatch.setattr("dsv4attn.tools.cli.run.LINE_S", float("inf"))
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_the_progress_bar_is_for_people_only(model: str) -> None:
 def test_without_a_terminal_progress_is_plain_lines_on_stderr(
     model: str, trace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dsv4attn.cli.run.LINE_S", 0.0)
+    monkeypatch.setattr("dsv4attn.tools.cli.run.LINE_S", 0.0)
     result = invoke("--model", model, "--trace", trace, "--max-num-batched-tokens", 32)
     lines = result.stderr.splitlines()
 
@@ -212,8 +212,8 @@ def test_layers_that_have_not_run_have_no_speed(model: str, trace: str, monkeypa
 def test_a_signal_leaves_a_partial_report(model: str) -> None:
     code = """
 import signal, sys, time
-from dsv4attn.cli import main
-from dsv4attn.replay import engine
+from dsv4attn.tools.cli import main
+from dsv4attn.tools.replay import engine
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests behind its back has it ignored
 run = engine.Replay.run
 def wait(state):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4attn.cli import threads
-from dsv4attn.cli.threads import Load, Threads, core_limit, wait_passively
+from dsv4attn.tools.cli import threads
+from dsv4attn.tools.cli.threads import Load, Threads, core_limit, wait_passively
 
 INF = float("inf")
 
@@ -127,7 +127,7 @@ def test_on_this_machine_it_is_a_number_of_its_cores() -> None:
 
 
 def test_threads_wait_passively_unless_the_environment_or_torch_has_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import os, dsv4attn.cli.threads as t; t.wait_passively(); print(os.environ['OMP_WAIT_POLICY'])"
+    code = "import os, dsv4attn.tools.cli.threads as t; t.wait_passively(); print(os.environ['OMP_WAIT_POLICY'])"
     for given, expected in ((None, "passive"), ("active", "active")):
         environ = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
         environ |= {"OMP_WAIT_POLICY": given} if given else {}

@@ -15,7 +15,7 @@ from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import Batch
-from dsv4attn.core.plan import plan_workspace
+from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.scenario import Problem
 from dsv4attn.testing.world import tiny_geometry

@@ -12,8 +12,8 @@ from dsv4attn.core.contract import BuilderSteps
 STEPS: dict[str, BuilderSteps] = {"torch": indices}
 _reason = "Triton is not installed"
 if find_spec("triton"):
-    from dsv4attn.backends._triton import builder_steps
-    from dsv4attn.backends._triton.runtime import INTERPRETED
+    from dsv4attn.backends._triton.index_ops import builder as builder_steps
+    from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 
     STEPS["triton"] = builder_steps
     _reason = "" if INTERPRETED else "kernels are compiled here, and cannot run on the CPU"

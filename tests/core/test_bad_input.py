@@ -15,8 +15,8 @@ from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.metadata import AttentionMetadata
-from dsv4attn.core.plan import plan_workspace
 from dsv4attn.core.workspace import WorkspaceManager, WorkspacePlan
+from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.errors import ArgumentError, LayoutMismatchError, WorkspaceError
 from tests.core.calls import (
     BF16,

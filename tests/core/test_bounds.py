@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4attn.core.bounds import Bounds
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.limits import Limits
+from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.errors import ArgumentError
 
 FLASH, PRO = ModelGeometry.preset("flash"), ModelGeometry.preset("pro")

@@ -14,7 +14,7 @@ from dsv4attn.core.builder import MetadataBuilder
 from dsv4attn.core.contract import AttentionCall
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.layout import PagedKVCache
-from dsv4attn.core.step import Step
+from dsv4attn.core.run import Step
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry
 from tests.core.forms import BACKENDS, KINDS, NAMES, all_forms, all_kinds, assert_same_bits

@@ -13,8 +13,8 @@ import pytest
 
 import dsv4attn
 from dsv4attn.core import contract, tensorspec
-from dsv4attn.core.bounds import Bounds
 from dsv4attn.core.metadata import Batch
+from dsv4attn.core.warmup_spec import Bounds
 
 FOUND = {name: getattr(module, name) for module in (dsv4attn, contract) for name in module.__all__}
 CLASSES: list[type[Any]] = [cls for cls in {*FOUND.values(), Bounds} if isinstance(cls, type) and attrs.has(cls)]

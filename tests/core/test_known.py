@@ -14,13 +14,13 @@ import torch
 from attrs import evolve, exceptions
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core import known
+from dsv4attn.core import prepared
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.contract import AttentionCall
 from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.core.step import Step
+from dsv4attn.core.run import Step
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.testing.scenario import Problem, Scenario
 from tests.core.calls import C4A, F32, I32, KINDS, LAYOUT, good
@@ -108,8 +108,8 @@ def test_no_bad_call_is_taken_for_a_good_one(kind: LayerKind) -> None:
 
 def test_a_look_that_forgets_tensors_or_caches_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(known, "tell", lambda *_: [])
-        patch.setattr("dsv4attn.core.step.tell", lambda *_: [])
+        patch.setattr(prepared, "tell", lambda *_: [])
+        patch.setattr("dsv4attn.core.run.tell", lambda *_: [])
         assert waved_through(C4A)[0]
     monkeypatch.setattr(LayerCaches, "told", property(lambda _: []))
     assert waved_through(C4A)[0]

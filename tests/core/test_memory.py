@@ -19,8 +19,8 @@ from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.plan import plan_workspace
 from dsv4attn.core.workspace import BufferSpec, WorkspaceManager, WorkspacePlan, simultaneous_bytes
+from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.errors import ArgumentError, CanaryError, WorkspaceError
 from dsv4attn.testing.scenario import Problem, Scenario
 from tests.core.forms import BACKENDS, NAMES, all_forms, all_kinds, assert_same_bits, backend_of

@@ -11,7 +11,6 @@ import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core import indices
-from dsv4attn.core.bounds import Bounds
 from dsv4attn.core.contract import (
     AttentionCall,
     Backend,
@@ -27,9 +26,10 @@ from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.pair import PhasedBackend
-from dsv4attn.core.plan import plan_workspace
+from dsv4attn.core.phased import PhasedBackend
+from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.core.workspace import BufferSpec
+from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import tiny_geometry
 

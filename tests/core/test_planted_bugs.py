@@ -19,7 +19,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core import indices
 from dsv4attn.core.contract import AttentionCall, IndexSteps
 from dsv4attn.core.layout import Fp8Format
-from dsv4attn.core.step import Step
+from dsv4attn.core.run import Step
 from dsv4attn.testing.scenario import Scenario
 from tests.core.forms import BACKENDS, NAMES, backend_of
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton import builder_steps
-from dsv4attn.backends._triton import indices as triton_indices
+from dsv4attn.backends._triton.index_ops import builder as builder_steps
+from dsv4attn.backends._triton.index_ops import dense as triton_indices
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core import indices

@@ -17,7 +17,6 @@ import click
 import pytest
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.cli import main
 from dsv4attn.config import FILE
 from dsv4attn.core import indices
 from dsv4attn.core.contract import Backend, BackendInfo, Forms, IndexForm, KeyForm, Rank
@@ -27,6 +26,7 @@ from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import conform
 from dsv4attn.testing.subject import Subject
+from dsv4attn.tools.cli import main
 from tests.examples.shop import ACME, OFFLINE, PIP, ROOT, environment
 
 TEXT = (ROOT / "docs" / "writing-a-backend.md").read_text(encoding="utf-8")

@@ -17,9 +17,9 @@ from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, Batch
-from dsv4attn.core.plan import plan_workspace
 from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.workspace_plan import plan_workspace
 from tests.parity.hf import Trace
 
 SWA_BLOCK, COMPRESSED_BLOCK_TOKENS = 4, 32

@@ -8,9 +8,9 @@ from typing import Any
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.replay.engine import Replay, ReplayConfig
-from dsv4attn.replay.report import Report
-from dsv4attn.replay.request import Request
+from dsv4attn.tools.replay.engine import Replay, ReplayConfig
+from dsv4attn.tools.replay.report import Report
+from dsv4attn.tools.replay.request import Request
 
 CONFIG: dict[str, Any] = {
     "num_attention_heads": 4,

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.replay.check import choose_rows, tolerance_of
-from dsv4attn.replay.report import SHOWN_FAILURES, CheckResult, Errors, as_json
-from dsv4attn.replay.workload import Tokens, Workload
+from dsv4attn.tools.replay.check import choose_rows, tolerance_of
+from dsv4attn.tools.replay.report import SHOWN_FAILURES, CheckResult, Errors, as_json
+from dsv4attn.tools.replay.workload import Tokens, Workload
 from tests.replay import bugs
 from tests.replay.small import GEOMETRY, requests_of, run, verdicts
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, UnknownNameError
-from dsv4attn.replay.engine import Progress
-from dsv4attn.replay.trace import generated_trace, shrink
+from dsv4attn.tools.replay.engine import Progress
+from dsv4attn.tools.replay.trace import generated_trace, shrink
 from tests.replay.bugs import Interrupted
 from tests.replay.small import CONFIG, GEOMETRY, LENGTHS, replay, requests_of, run
 

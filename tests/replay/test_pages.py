@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4attn.errors import ArgumentError
-from dsv4attn.replay.pages import PagedBlocks, PoolSizes
-from dsv4attn.replay.request import Request
-from dsv4attn.replay.scheduler import Scheduler
+from dsv4attn.tools.replay.pages import PagedBlocks, PoolSizes
+from dsv4attn.tools.replay.request import Request
+from dsv4attn.tools.replay.scheduler import Scheduler
 from tests.replay.small import requests_of
 
 PLENTY = 1 << 40

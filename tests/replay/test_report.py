@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 from rich.console import Console
 
-from dsv4attn.replay.report import CheckResult, Errors, LayerReport, Report, Seconds, as_json, as_text
+from dsv4attn.tools.replay.report import CheckResult, Errors, LayerReport, Report, Seconds, as_json, as_text
 
 LIMITS = Errors(4e-3, 8e-3, 8e-3)
 

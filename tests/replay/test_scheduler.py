@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dsv4attn.core.allocator import BlockAllocator, BlockTable
 from dsv4attn.errors import ArgumentError, OutOfPagesError
-from dsv4attn.replay.scheduler import Scheduled, Scheduler, Step
-from dsv4attn.replay.trace import Request, generated_trace
+from dsv4attn.tools.replay.scheduler import Scheduled, Scheduler, Step
+from dsv4attn.tools.replay.trace import Request, generated_trace
 
 WINDOW = 8
 

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4attn.errors import ArgumentError, TraceError
-from dsv4attn.replay.trace import (
+from dsv4attn.tools.replay.trace import (
     HASH_BLOCK_TOKENS,
     MAX_REQUEST_TOKENS,
     Request,

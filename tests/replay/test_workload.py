@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.replay.request import Request
-from dsv4attn.replay.workload import _STRIDES, LARGEST_KEY_WEIGHT, Tokens, Workload
+from dsv4attn.tools.replay.request import Request
+from dsv4attn.tools.replay.workload import _STRIDES, LARGEST_KEY_WEIGHT, Tokens, Workload
 from tests.replay.small import GEOMETRY, requests_of
 
 C4A = LayerKind.C4A

@@ -16,7 +16,7 @@ from dsv4attn.core import device
 from dsv4attn.core.contract import BackendInfo, Forms, IndexForm, KeyForm
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.pair import PhasedBackend
+from dsv4attn.core.phased import PhasedBackend
 from dsv4attn.core.problem import Problem
 from dsv4attn.errors import ArgumentError, BrokenBackendError, ConfigError, NoBackendError, UnknownNameError
 from dsv4attn.selection import build, load_backend, select_backend

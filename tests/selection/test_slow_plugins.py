@@ -153,7 +153,7 @@ def test_a_signal_during_a_slow_import_ends_the_command_with_the_name_of_the_plu
     shelf.install("dsv4attn-acme", "import time\ntime.sleep(60)\n")
     code = (
         "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from dsv4attn.cli import main\nmain(['backends'])"
+        "from dsv4attn.tools.cli import main\nmain(['backends'])"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(shelf.folder), *filter(None, sys.path)])}
     with subprocess.Popen(

@@ -1,6 +1,6 @@
-"""Triton steps that rooms share; not a room.
+"""Triton that backends share; nothing in here registers a backend.
 
-`lang` holds the arithmetic that kernels have in common, `runtime` how a kernel is launched, `warm` how all of them are
-compiled before that, `aot` and `targets` what they need on devices that are not here. Every other file is one step: its
-kernels, the launcher under the field's name, and `variants`, all compiled forms that the launcher can ask for.
+`attention`, `cache` and `index_ops` hold kernels and what launches them, `projection` the output's. `launching` goes from
+arguments to a compiled kernel, `compiling` compiles for devices that are not here. `support` says what Triton can do on
+a device, and imports neither torch nor Triton.
 """

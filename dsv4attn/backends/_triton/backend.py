@@ -9,12 +9,15 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton import attend, builder_steps, gather, indices, insert, projection
-from dsv4attn.backends._triton.records import row_alignments
-from dsv4attn.backends._triton.runtime import Variant, multiprocessors
+from dsv4attn.backends._triton import projection
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.cache import gather, insert
+from dsv4attn.backends._triton.cache.records import row_alignments
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.index_ops import builder, dense
+from dsv4attn.backends._triton.launching.runtime import multiprocessors
+from dsv4attn.backends._triton.launching.warmup import warm
 from dsv4attn.backends._triton.tuning import Tuning, row_of
-from dsv4attn.backends._triton.warm import warm
-from dsv4attn.core.bounds import Bounds
 from dsv4attn.core.checks import check_keys
 from dsv4attn.core.contract import (
     AttentionCall,
@@ -29,6 +32,7 @@ from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
+from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.core.workspace import BufferSpec
 from dsv4attn.errors import ArgumentError
 
@@ -45,8 +49,8 @@ class TritonBackend:
     name: str
     rows: Mapping[str, Tuning]
     forms = Forms(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
-    steps: IndexSteps = indices
-    builder_steps: BuilderSteps = builder_steps
+    steps: IndexSteps = dense
+    builder_steps: BuilderSteps = builder
 
     @property
     def _ragged(self) -> bool:
@@ -146,10 +150,10 @@ class TritonBackend:
     def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:
         """See `contract.CompiledBackend`."""
         tuning = self._tuning(device)
-        yield from indices.variants()
+        yield from dense.variants()
         promised = {"aligned": bounds.aligned, "aligned_rows": bounds.aligned_rows}
         for layer in bounds.layers:
-            yield from builder_steps.variants(layer.window, device.arch)
+            yield from builder.variants(layer.window, device.arch)
             for layout, _ in bounds.caches(layer):
                 yield from insert.variants(layout, layer.num_heads, bounds.q_dtype, **promised)
                 yield from gather.variants(layout, **promised)

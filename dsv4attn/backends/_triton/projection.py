@@ -16,18 +16,11 @@ import triton.language as tl
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton.insert import angles_of, rotate
-from dsv4attn.backends._triton.lang import round_to
-from dsv4attn.backends._triton.records import alignment_of_rows, row_alignments
-from dsv4attn.backends._triton.runtime import (
-    ALIGNMENT,
-    INTERPRETED,
-    Variant,
-    architecture,
-    launch,
-    pointer_type,
-    stable_kernel,
-)
+from dsv4attn.backends._triton.cache.insert import angles_of, rotate
+from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
+from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.runtime import ALIGNMENT, INTERPRETED, architecture, launch, stable_kernel
+from dsv4attn.backends._triton.numerics import round_to
 
 __all__ = ["inv_rope_o_proj", "variants"]
 

@@ -12,7 +12,7 @@ import torch
 from attrs import define, fields
 from torch import Tensor
 
-from dsv4attn.backends._triton.ragged import build_ragged_indices_from_dense
+from dsv4attn.backends._triton.index_ops.ragged import build_ragged_indices_from_dense
 from dsv4attn.core.builder import c128a_columns
 from dsv4attn.core.contract import DenseIndices, RaggedIndices
 from dsv4attn.core.geometry import LayerKind, ModelGeometry

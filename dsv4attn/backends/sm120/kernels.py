@@ -11,8 +11,9 @@ import triton.language as tl
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton.attend import Again, may_go_again
-from dsv4attn.backends._triton.runtime import Constants, Variant, stable_kernel
+from dsv4attn.backends._triton.attention.attend import Again, may_go_again
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.runtime import Constants, stable_kernel
 from dsv4attn.core.contract import AttentionCall, PagedKeys
 
 __all__ = ["Copies", "Results", "prepare", "settle", "variants"]

@@ -9,19 +9,19 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.backend import TritonBackend
-from dsv4attn.backends._triton.runtime import Variant
+from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends.sm120 import flashinfer
 from dsv4attn.backends.sm120.choice import ARCHS
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.kernels import variants
 from dsv4attn.backends.sm120.probe import HEADS
 from dsv4attn.backends.sm120.tuning import ROWS
-from dsv4attn.core.bounds import Bounds
 from dsv4attn.core.chunking import round_up
 from dsv4attn.core.contract import AttentionCall, Forms, KeyForm, Phase, Products
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.problem import CacheFacts, Problem, Reason
+from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.core.workspace import ALIGNMENT, BufferSpec, simultaneous_bytes
 from dsv4attn.errors import ArgumentError, UnsupportedError
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dsv4attn.backends._triton.support import support
 from dsv4attn.backends.sm90.choice import notes
-from dsv4attn.backends.sm90.support import support
 from dsv4attn.core.contract import API_VERSION, BackendInfo, Rank
 from dsv4attn.hookspecs import hookimpl
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from dsv4attn.backends._triton import lang
-from dsv4attn.backends._triton.attention import LN2, LOG2E, NOTHING
-from dsv4attn.backends._triton.runtime import stable_kernel
+from dsv4attn.backends._triton import numerics
+from dsv4attn.backends._triton.attention.kernel import LN2, LOG2E, NOTHING
+from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
 
 @stable_kernel
@@ -75,7 +75,7 @@ def add_up(
             tl.store(lse + at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2), mask=live)
         if max_logits is not None:
             at = token * max_token + head.to(tl.int64) * max_head
-            tl.store(max_logits + at, lang.or_nan(top, total) * LN2, mask=live)
+            tl.store(max_logits + at, numerics.or_nan(top, total) * LN2, mask=live)
         to = tl.multiple_of(out + (token * out_token + head.to(tl.int64) * out_head), 16)
-        result = lang.round_to(acc, out.dtype.element_ty, EXACT_CASTS)
+        result = numerics.round_to(acc, out.dtype.element_ty, EXACT_CASTS)
         tl.store(to[:, None] + column[None, :], result, mask=live[:, None] & (column < 512)[None, :])

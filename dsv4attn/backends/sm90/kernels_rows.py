@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dsv4attn.backends._triton.runtime import stable_gluon
+from dsv4attn.backends._triton.launching.runtime import stable_gluon
 from dsv4attn.backends.sm90.compat import copy_async
 from dsv4attn.backends.sm90.kernels_common import (
     FLAT_S,

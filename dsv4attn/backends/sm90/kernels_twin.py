@@ -12,10 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4attn.backends._triton import lang
-from dsv4attn.backends._triton.attention import LN2, LOG2E, NOTHING
-from dsv4attn.backends._triton.keys import widen
-from dsv4attn.backends._triton.runtime import stable_kernel
+from dsv4attn.backends._triton import numerics
+from dsv4attn.backends._triton.attention.kernel import LN2, LOG2E, NOTHING
+from dsv4attn.backends._triton.attention.keys import widen
+from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends.sm90.kernels_schedule import (
     ROWS,
     TOLERANCE,
@@ -42,7 +42,7 @@ def read_page(data, scale, ok):
     code = tl.load(data.to(tl.pointer_type(tl.uint8))[:, None] + column, mask=is_code, other=0)
     byte = tl.load(scale.to(tl.pointer_type(tl.uint8))[:, None] + column // 64, mask=is_code, other=127)
     rope = tl.load(data.to(tl.pointer_type(tl.bfloat16))[:, None] + (column - 224), mask=is_rope, other=0.0)
-    value = lang.dequantize(code.to(tl.int32), byte.to(tl.int32), False)
+    value = numerics.dequantize(code.to(tl.int32), byte.to(tl.int32), False)
     return tl.where(is_code, value, widen(rope, tl.float32))
 
 
@@ -161,13 +161,13 @@ def attention(
         result = acc * tl.where(empty, 0.0, factor)[:, None]
         if whole:
             to = out + token * out_token + head.to(tl.int64)[:, None] * out_head + column[None, :]
-            tl.store(to, lang.round_to(result, out.dtype.element_ty, False), mask=live[:, None])
+            tl.store(to, numerics.round_to(result, out.dtype.element_ty, False), mask=live[:, None])
             if lse is not None:
                 at = token * lse_token + head.to(tl.int64) * lse_head
                 tl.store(lse + at, tl.where(empty, empty_lse, (reference + tl.log2(total)) * LN2), mask=live)
             if max_logits is not None:
                 at = token * max_token + head.to(tl.int64) * max_head
-                top = tl.where(empty, -float("inf"), lang.or_nan(largest, total) * LN2)
+                top = tl.where(empty, -float("inf"), numerics.or_nan(largest, total) * LN2)
                 tl.store(max_logits + at, top, mask=live)
         else:
             line = side * 64 + within

@@ -11,22 +11,23 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton import attend
-from dsv4attn.backends._triton.attend import Again, divider, may_go_again
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.attention.attend import Again, divider, may_go_again
 from dsv4attn.backends._triton.backend import TritonBackend
-from dsv4attn.backends._triton.ready import is_plain
-from dsv4attn.backends._triton.runtime import INTERPRETED, Constants, Variant, multiprocessors
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.ready import is_plain
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.backends.sm90.choice import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_parts import add_up
 from dsv4attn.backends.sm90.kernels_schedule import PAGES
 from dsv4attn.backends.sm90.kernels_schedule import ROWS as BF16_ROWS
 from dsv4attn.backends.sm90.tuning import PAGED, ROWED, ROWS, Roles
-from dsv4attn.core.bounds import Bounds
 from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, KeyForm, PagedKeys, Phase
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
+from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.core.workspace import ALIGNMENT, BufferSpec
 from dsv4attn.errors import ArgumentError
 

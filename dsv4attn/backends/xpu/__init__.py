@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsv4attn.backends.xpu.support import support
+from dsv4attn.backends._triton.support import support
 from dsv4attn.core.contract import API_VERSION, BackendInfo, Rank
 from dsv4attn.hookspecs import hookimpl
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from dsv4attn.backends._triton import lang
-from dsv4attn.backends._triton.attention import LN2, LOG2E, NOTHING
-from dsv4attn.backends._triton.gather import copy_records
-from dsv4attn.backends._triton.runtime import stable_kernel
+from dsv4attn.backends._triton import numerics
+from dsv4attn.backends._triton.attention.kernel import LN2, LOG2E, NOTHING
+from dsv4attn.backends._triton.cache.gather import copy_records
+from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
 
 @stable_kernel
@@ -150,15 +150,15 @@ def attend_leading_values(
 
     empty = total == 0.0
     told = token * H + head
-    tl.store(max_logits + told, tl.where(empty, -float("inf"), lang.or_nan(largest, total) * LN2), mask=live)
+    tl.store(max_logits + told, tl.where(empty, -float("inf"), numerics.or_nan(largest, total) * LN2), mask=live)
     tl.store(lse + told, tl.where(empty, -float("inf"), (largest + tl.log2(total)) * LN2), mask=live)
     if sink is not None:
         # one more logit of value zero; a sink of +inf leaves nothing
         total += tl.exp2(tl.load(sink + head, mask=live, other=0.0) * LOG2E - largest)
     factor = tl.where(empty, 0.0, 1.0 / total)
     to = (out + (token * out_token + head.to(tl.int64) * out_head))[:, None] + column[None, :]
-    result = lang.round_to(acc_left * factor[:, None], out.dtype.element_ty, EXACT_CASTS)
+    result = numerics.round_to(acc_left * factor[:, None], out.dtype.element_ty, EXACT_CASTS)
     tl.store(to, result, mask=live[:, None] & (column < DV)[None, :])
     if PIECES == 2:
-        result = lang.round_to(acc_right * factor[:, None], out.dtype.element_ty, EXACT_CASTS)
+        result = numerics.round_to(acc_right * factor[:, None], out.dtype.element_ty, EXACT_CASTS)
         tl.store(to + C, result, mask=live[:, None] & (C + column < DV)[None, :])

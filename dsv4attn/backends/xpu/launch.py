@@ -12,20 +12,20 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.backend import TritonBackend
-from dsv4attn.backends._triton.gather import TILE, WARPS
-from dsv4attn.backends._triton.records import (
+from dsv4attn.backends._triton.cache.gather import TILE, WARPS
+from dsv4attn.backends._triton.cache.records import (
     alignment_of_records,
     alignment_of_rows,
     place,
     record_alignments,
     record_constants,
 )
-from dsv4attn.backends._triton.runtime import ALIGNMENT, Variant, launch, pointer_type
+from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.runtime import ALIGNMENT, launch
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.xpu import kernels
 from dsv4attn.backends.xpu.tuning import DECODE, FUSED, GATHERED, ROWS, RUN_BYTES
 from dsv4attn.core import workspace
-from dsv4attn.core.bounds import Bounds
 from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.chunking import round_up
 from dsv4attn.core.contract import (
@@ -40,6 +40,7 @@ from dsv4attn.core.contract import (
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.core.workspace import BufferSpec
 from dsv4attn.errors import ArgumentError
 

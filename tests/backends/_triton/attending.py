@@ -18,8 +18,8 @@ from attrs import evolve, frozen
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.backends._triton import attend
-from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope

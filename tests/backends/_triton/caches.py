@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
 
 CPU = torch.device("cpu")

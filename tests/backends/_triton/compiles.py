@@ -18,10 +18,11 @@ import triton
 from attrs import asdict
 from triton.runtime.driver import driver
 
-from dsv4attn.backends._triton import runtime, warm
-from dsv4attn.backends._triton.aot import Resources, compile_all, cross_compile
-from dsv4attn.backends._triton.runtime import Variant, launch
-from dsv4attn.backends._triton.targets import TARGETS
+from dsv4attn.backends._triton.compiling.aot import Resources, compile_all, cross_compile
+from dsv4attn.backends._triton.compiling.targets import TARGETS
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching import runtime, warmup
+from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.fakes import FakeDriver, attend_of, cpu_args, rows_of
 from tests.backends._triton.kernels_small import broken, careless, rows
@@ -94,15 +95,15 @@ def warmed() -> dict[str, Any]:
         driver.set_active(fake)
         rows.device_caches.clear()
         runtime.FAR_FORMS = not target.is_cuda
-        with warm.compiled() as first, logged() as lines:
-            count = warm.warm(variants, DEVICE, name="acme")
-        with warm.compiled() as again:
-            warm.warm(variants, DEVICE)
-        with warm.compiled() as inside:
+        with warmup.compiled() as first, logged() as lines:
+            count = warmup.warm(variants, DEVICE, name="acme")
+        with warmup.compiled() as again:
+            warmup.warm(variants, DEVICE)
+        with warmup.compiled() as inside:
             _launch()
             if runtime.FAR_FORMS:
                 _launch(far=True)
-        with warm.compiled() as outside:
+        with warmup.compiled() as outside:
             _launch(unaligned=True)
         keys = {kernel.hash for kernel in rows.device_caches[0][0].values()}
         ahead = [

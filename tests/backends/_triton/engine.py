@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.backend import TritonBackend
-from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.bounds import Bounds
 from dsv4attn.core.builder import MetadataBuilder
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.context import set_forward_context
@@ -25,9 +24,10 @@ from dsv4attn.core.layer import DeepseekV4MLAAttention
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
-from dsv4attn.core.plan import plan_workspace
 from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.testing.world import tiny_geometry
 from tests.backends._triton.caches import DEVICE
 

@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from dsv4attn.backends._triton.runtime import Variant
+from dsv4attn.backends._triton.compiling.variant import Variant
 from tests.backends._triton.kernels_small import attend, rows
 
 __all__ = ["FakeDriver", "attend_of", "cpu_args", "rows_of"]

@@ -12,13 +12,13 @@ from typing import Any
 
 from attrs import frozen
 
-from dsv4attn.backends._triton.aot import compile_near
-from dsv4attn.backends._triton.runtime import Variant
-from dsv4attn.backends._triton.targets import TARGETS
-from dsv4attn.cli.common import geometry_of
-from dsv4attn.cli.compile import bounds_of
+from dsv4attn.backends._triton.compiling.aot import compile_near
+from dsv4attn.backends._triton.compiling.targets import TARGETS
+from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.selection import load_backend
+from dsv4attn.tools.cli.common import geometry_of
+from dsv4attn.tools.cli.compile import bounds_of
 
 __all__ = ["CASES", "Case"]
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from dsv4attn.backends._triton import keys
-from dsv4attn.backends._triton.runtime import stable_kernel
+from dsv4attn.backends._triton.attention import keys
+from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
 __all__ = ["ROWS", "words_kernel"]
 

@@ -21,9 +21,11 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from dsv4attn.backends import _triton, sm120, xpu
-from dsv4attn.backends._triton import attend, ready, runtime
-from dsv4attn.backends._triton.runtime import Constants, launch, observed
-from dsv4attn.backends._triton.targets import TARGETS
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.compiling.targets import TARGETS
+from dsv4attn.backends._triton.compiling.variant import options as options_of
+from dsv4attn.backends._triton.launching import ready, runtime
+from dsv4attn.backends._triton.launching.runtime import Constants, launch, observed
 from tests.backends._triton.fakes import FakeDriver, cpu_args, rows_of
 from tests.backends._triton.kernels_gluon import single
 from tests.backends._triton.kernels_small import careless, rows, valued
@@ -74,7 +76,7 @@ def roads(
         launch(kernel, (3, 2), args, constants, **options)
         took.append("triton" if ROAD.count > before else "ready")
     extra = {name: value for name, value in options.items() if name not in ("num_warps", "fp_fusion")}
-    told = runtime.options(options.get("num_warps", 4), 1, fp_fusion=options.get("fp_fusion", True), **extra)
+    told = options_of(options.get("num_warps", 4), 1, fp_fusion=options.get("fp_fusion", True), **extra)
     kernel[(3, 2)](*args, **constants, **told)
     first, second, alone = (list(passed) for passed in fake.launched)
     for passed in (first, second, alone):
@@ -171,7 +173,7 @@ def again() -> dict[str, Any]:
         before = ROAD.count
         place.launch(3, given, free=attend.may_go_again(given))
         took = "triton" if ROAD.count > before else "ready" if looked else "bound"
-        rows[(3,)](*given, *numbers, **CONSTANTS, **runtime.options(4, 1))
+        rows[(3,)](*given, *numbers, **CONSTANTS, **options_of(4, 1))
         ours, theirs = (list(passed) for passed in where.launched)
         del ours[METADATA], theirs[METADATA]
         same = all(a is b or (isinstance(b, (int, float)) and a == b) for a, b in zip(ours, theirs, strict=True))
@@ -210,8 +212,8 @@ def slow() -> list[str]:
     """Kernels of rooms that are launched by Triton's road every time."""
     found = []
     for package in (_triton, sm120, xpu):
-        for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            if info.name.rpartition(".")[2] in ("names", "flashinfer"):
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if info.name.rpartition(".")[2] in ("vllm_api", "flashinfer_api", "flashinfer"):
                 continue
             module = importlib.import_module(info.name)
             kernels = [one for one in vars(module).values() if isinstance(one, JITFunction) and one.do_not_specialize]

@@ -16,7 +16,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.backends._triton import attend, attention, keys, reduce
+from dsv4attn.backends._triton.attention import attend, combine, kernel, keys
 from dsv4attn.core.contract import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.layout import PagedKVCache
 from tests.backends._triton.attending import Answer, Trial
@@ -30,21 +30,20 @@ _NORESERVE = 0x4000
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, new: str) -> None:
-    """Let `attend` launch kernels of whose source (attention, keys or reduce) one piece of text is another."""
-    sources = {one.__name__.rpartition(".")[2]: inspect.getsource(one) for one in (keys, attention, reduce)}
+    """Let `attend` launch kernels of whose source (module: keys, attention or reduce) one piece of text is another."""
+    modules = {"keys": keys, "attention": kernel, "reduce": combine}
+    sources = {name: inspect.getsource(one) for name, one in modules.items()}
     assert old in sources[module], f"{module} has no {old!r} any more: plant the bug anew"
     sources[module] = sources[module].replace(old, new)
-    begin = "from dsv4attn.backends._triton import keys, lang"
+    begin = "from dsv4attn.backends._triton.attention import keys\n"
     assert begin in sources["attention"]
     # a name of its own each time, as compilers remember files by their names
     name = f"planted_keys_{folder.name}"
-    sources["attention"] = sources["attention"].replace(
-        begin, f"import {name} as keys\nfrom dsv4attn.backends._triton import lang"
-    )
+    sources["attention"] = sources["attention"].replace(begin, f"import {name} as keys\n")
     monkeypatch.setitem(sys.modules, name, _imported(folder / f"{name}.py", sources["keys"]))
-    for kernel in ("attention", "reduce"):
-        made = _imported(folder / f"planted_{kernel}_{folder.name}.py", sources[kernel])
-        monkeypatch.setattr(attend, kernel, getattr(made, kernel))
+    for each in ("attention", "reduce"):
+        made = _imported(folder / f"planted_{each}_{folder.name}.py", sources[each])
+        monkeypatch.setattr(attend, each, getattr(made, each))
 
 
 def _imported(path: Path, source: str) -> ModuleType:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.bounds import Bounds
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry
 from tests.backends._triton.caches import DEVICE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from dsv4attn.backends._triton.answers import require_release
+from dsv4attn.backends._triton.support import require_release
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import ModelGeometry
 from dsv4attn.core.problem import Problem

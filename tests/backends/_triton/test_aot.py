@@ -14,10 +14,11 @@ import pytest
 import torch
 import triton.language as tl
 
-from dsv4attn.backends._triton import warm
-from dsv4attn.backends._triton.aot import Resources, compile_all, cross_compile, distinctions
-from dsv4attn.backends._triton.runtime import INTERPRETED, Variant, launch, observed, stable_kernel
-from dsv4attn.backends._triton.targets import TARGETS, Target
+from dsv4attn.backends._triton.compiling.aot import Resources, compile_all, cross_compile, distinctions
+from dsv4attn.backends._triton.compiling.targets import TARGETS, Target
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching import warmup
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, observed, stable_kernel
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.errors import ArgumentError, UnknownNameError
 from tests.backends._triton.fakes import attend_of, cpu_args, rows_of
@@ -164,8 +165,8 @@ def test_interpreted_kernels_cannot_be_compiled() -> None:
 
 @interpreted
 def test_interpreted_kernels_are_only_counted() -> None:
-    with warm.compiled() as seen:
-        assert warm.warm([rows_of(), rows_of(), rows_of(x="*fp32")], torch.device("cpu")) == 2
+    with warmup.compiled() as seen:
+        assert warmup.warm([rows_of(), rows_of(), rows_of(x="*fp32")], torch.device("cpu")) == 2
         launch(rows, (2,), cpu_args(), dict(rows_of().constants))
 
     assert seen == []
@@ -269,12 +270,12 @@ def test_targets_are_devices_by_the_same_name(name: str) -> None:
 def test_g18_on_this_device_a_warm_kernel_does_not_compile_again() -> None:
     device = torch.accelerator.current_accelerator()
     assert device is not None
-    with warm.compiled() as first:
-        warm.warm([rows_of()], device)
-    with warm.compiled() as inside:
+    with warmup.compiled() as first:
+        warmup.warm([rows_of()], device)
+    with warmup.compiled() as inside:
         args = [arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in cpu_args()]
         launch(rows, (2,), args, dict(rows_of().constants))
-    with warm.compiled() as outside:
+    with warmup.compiled() as outside:
         launch(rows, (2,), [*args[:2], torch.ones(64, device=device), *args[3:]], dict(rows_of().constants))
 
     assert [name for name, _ in first] == ["rows"]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton import attend
-from dsv4attn.backends._triton.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import KVCacheLayout

@@ -9,7 +9,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton import attend
+from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4attn.backends._triton import builder_steps as kernels
-from dsv4attn.backends._triton import indices as index_kernels
-from dsv4attn.backends._triton.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.index_ops import builder as kernels
+from dsv4attn.backends._triton.index_ops import dense as index_kernels
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.core import indices as definition
 from dsv4attn.core.builder import MetadataBuilder
 from dsv4attn.core.contract import BuilderSteps

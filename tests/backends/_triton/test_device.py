@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.backend import TritonBackend
-from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.backends.xpu.launch import XpuBackend

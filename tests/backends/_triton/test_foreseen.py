@@ -14,19 +14,20 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.backends._triton.records import alignment_of_records, record_alignments
-from dsv4attn.backends._triton.runtime import INTERPRETED, Variant, observed
+from dsv4attn.backends._triton.cache.records import alignment_of_records, record_alignments
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm120.launch import Sm120Backend
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.backends.xpu.launch import XpuBackend
-from dsv4attn.core.bounds import Bounds
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.pair import PhasedBackend
+from dsv4attn.core.phased import PhasedBackend
+from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import world
 from dsv4attn.testing.world import tiny_geometry

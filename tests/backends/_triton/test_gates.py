@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dsv4attn.backends._triton.targets import TARGETS
+from dsv4attn.backends._triton.compiling.targets import TARGETS
 from tests.backends._triton.fullest import CASES
 from tests.backends._triton.gates import ROOT, broken_limits
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton import gather
-from dsv4attn.backends._triton.records import place
-from dsv4attn.backends._triton.runtime import observed
+from dsv4attn.backends._triton.cache import gather
+from dsv4attn.backends._triton.cache.records import place
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.reference import kernels as reference
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.testing import oracle

@@ -13,9 +13,11 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4attn.backends._triton import attend, ragged
-from dsv4attn.backends._triton import indices as kernels
-from dsv4attn.backends._triton.runtime import INTERPRETED, Variant, observed
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.index_ops import dense as kernels
+from dsv4attn.backends._triton.index_ops import ragged
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.core import indices
 from dsv4attn.core.contract import PageTable, RaggedSteps
 from dsv4attn.testing.scenario import Scenario

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton import insert
-from dsv4attn.backends._triton.records import writer_constants
-from dsv4attn.backends._triton.runtime import launch, observed
+from dsv4attn.backends._triton.cache import insert
+from dsv4attn.backends._triton.cache.records import writer_constants
+from dsv4attn.backends._triton.launching.runtime import launch, observed
 from dsv4attn.backends.reference import kernels as reference
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.testing import oracle

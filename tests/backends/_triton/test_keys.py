@@ -14,8 +14,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from dsv4attn.backends._triton import keys
-from dsv4attn.backends._triton.runtime import INTERPRETED, launch
+from dsv4attn.backends._triton.attention import keys
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import F64
 from tests.backends._triton.caches import DEVICE

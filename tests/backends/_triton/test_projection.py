@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton import projection
-from dsv4attn.backends._triton.runtime import observed
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.testing import oracle
 from tests.backends._triton.caches import DEVICE, draw, each_dtype, seeded, strided
 

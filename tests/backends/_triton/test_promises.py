@@ -12,8 +12,9 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton import warm
-from dsv4attn.backends._triton.runtime import FAR_FORMS, INTERPRETED, Variant, observed
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching import warmup
+from dsv4attn.backends._triton.launching.runtime import FAR_FORMS, INTERPRETED, observed
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.contract import DenseIndices, GatheredKeys, Phase
 from dsv4attn.core.device import DeviceFacts
@@ -226,7 +227,7 @@ def test_g18_after_a_warm_up_a_thousand_steps_compile_nothing(kind: LayerKind) -
     limits = Limits(max_num_reqs=16, max_num_batched_tokens=512, max_model_len=4096, num_speculative_tokens=1)
     on = Engine(GenericBackend(), FLASH, limits, kind, DEVICE)
     on.backend.warmup(on.bounds(), DEVICE)
-    with warm.compiled() as compiled, observed() as seen:
+    with warmup.compiled() as compiled, observed() as seen:
         serve(on, 1000, Random(2))
     torch.accelerator.synchronize()
 

@@ -9,9 +9,9 @@ from random import Random
 import pytest
 import torch
 
-from dsv4attn.backends._triton import ragged
-from dsv4attn.backends._triton.lookup import BLOCK
-from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.backends._triton.index_ops import ragged
+from dsv4attn.backends._triton.index_ops.common import BLOCK
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.core import indices as definition
 from tests.backends._triton.ragged_trials import pack, translate_ragged
 from tests.backends._triton.trials import DEVICE, INT, Trial, planted, small_rounds, there

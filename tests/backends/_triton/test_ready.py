@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4attn.backends._triton import ready
-from dsv4attn.backends._triton.runtime import INTERPRETED, Constants
+from dsv4attn.backends._triton.launching import ready
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants
 from tests.backends._triton.fakes import cpu_args, rows_of
 from tests.backends._triton.kernels_small import rows
 
@@ -159,7 +159,7 @@ def test_an_interpreted_kernel_has_no_form() -> None:
 @pytest.mark.device
 @pytest.mark.skipif(INTERPRETED, reason="needs an accelerator")
 def test_both_roads_write_the_same_on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsv4attn.backends._triton.runtime import launch
+    from dsv4attn.backends._triton.launching.runtime import launch
 
     device = torch.accelerator.current_accelerator()
     x = torch.arange(512, dtype=torch.float32, device=device).bfloat16()

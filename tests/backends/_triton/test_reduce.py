@@ -11,8 +11,8 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton import attend
-from dsv4attn.backends._triton.runtime import INTERPRETED, launch, observed
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, observed
 from dsv4attn.backends._triton.tuning import Tuning
 from tests.backends._triton.attending import TINY, Answer, Trial
 from tests.backends._triton.caches import DEVICE

@@ -21,7 +21,7 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.core import indices as definition
 from dsv4attn.core.contract import PageTable
 

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from attrs import asdict, evolve
 
-from dsv4attn.backends._triton import attend, projection, ragged
-from dsv4attn.backends._triton.aot import Resources, cross_compile
-from dsv4attn.backends._triton.attend import Segment
-from dsv4attn.backends._triton.runtime import Variant
-from dsv4attn.backends._triton.targets import TARGETS
+from dsv4attn.backends._triton import projection
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.attention.attend import Segment
+from dsv4attn.backends._triton.compiling.aot import Resources, cross_compile
+from dsv4attn.backends._triton.compiling.targets import TARGETS
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.index_ops import ragged
+from dsv4attn.backends._triton.launching.warmup import threads
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.backends._triton.warm import threads
 from dsv4attn.backends.rocm.tuning import ROWS
 from dsv4attn.core.contract import Phase
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout

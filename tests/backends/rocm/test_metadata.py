@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4attn.backends._triton import indices as kernels
-from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.backends._triton.index_ops import dense as kernels
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.rocm.metadata import (
     DeepseekV4ROCMAiterMLASparseMetadata,
@@ -34,7 +34,7 @@ from dsv4attn.core.metadata import (
     DeepseekSparseSWAMetadata,
     FlashMLASparseMetadata,
 )
-from dsv4attn.core.pair import PhasedBackend
+from dsv4attn.core.phased import PhasedBackend
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import tiny_geometry

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsv4attn.backends._triton import projection, runtime
-from dsv4attn.backends._triton.runtime import observed
+from dsv4attn.backends._triton import projection
+from dsv4attn.backends._triton.compiling import variant
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.rocm import weights
-from dsv4attn.backends.rocm.names_output import rocm_inv_rope_einsum
+from dsv4attn.backends.rocm.vllm_api_output import rocm_inv_rope_einsum
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import F64
@@ -195,7 +196,7 @@ def test_turned_rows_compile_nothing_of_their_own() -> None:
 
     assert len(seen) == 3
     assert len(set(seen)) == 1
-    assert "turned" in runtime._careless(projection.project_kernel)
+    assert "turned" in variant._careless(projection.project_kernel)
     assert set(seen) <= set(told)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.backends.rocm.names_ragged import (
+from dsv4attn.backends.rocm.vllm_api_ragged import (
     build_ragged_indices_from_dense,
     combine_topk_swa_indices_ragged,
     compute_global_topk_ragged_indices_and_indptr,

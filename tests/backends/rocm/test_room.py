@@ -11,13 +11,13 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton import attend, ragged
-from dsv4attn.backends._triton.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.index_ops import ragged
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.rocm import INFO
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.rocm.tuning import ROWS
-from dsv4attn.core.bounds import Bounds
 from dsv4attn.core.contract import (
     AttentionCall,
     GatheredKeys,
@@ -32,6 +32,7 @@ from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.problem import Problem
+from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError
 from dsv4attn.plugins import PluginRegistry

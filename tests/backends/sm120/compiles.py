@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 
-from dsv4attn.backends._triton.aot import compile_all, cross_compile
-from dsv4attn.backends._triton.targets import TARGETS
+from dsv4attn.backends._triton.compiling.aot import compile_all, cross_compile
+from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends.sm120.kernels import variants
 
 TARGET = TARGETS["sm_120"]

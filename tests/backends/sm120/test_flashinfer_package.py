@@ -16,7 +16,7 @@ import attrs
 import pytest
 import torch
 
-from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.probe import Found, find, reasons
 from dsv4attn.core.geometry import LayerKind, ModelGeometry

@@ -11,9 +11,9 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton import attend
-from dsv4attn.backends._triton.runtime import INTERPRETED, observed
-from dsv4attn.backends.sm120.names import SparseMLASm120Wrapper, get_padded_num_q_heads
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends.sm120.flashinfer_api import SparseMLASm120Wrapper, get_padded_num_q_heads
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnsupportedError
 from tests.backends._triton.attending import OCP, Answer, Trial
 from tests.backends._triton.caches import DEVICE
@@ -98,7 +98,7 @@ def test_without_lengths_all_columns_count() -> None:
 
 
 def test_few_tokens_share_rows_and_many_do_not_and_both_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    import dsv4attn.backends.sm120.names as module
+    import dsv4attn.backends.sm120.flashinfer_api as module
 
     monkeypatch.setattr(module, "_MOST_SPLIT_TOKENS", 1)
     few, many = evolve(BASE, told=False, tokens=1), evolve(BASE, told=False)

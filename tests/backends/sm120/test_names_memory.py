@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dsv4attn.backends._triton import attend
 from dsv4attn.backends._triton.arguments import layer_of
+from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.backends.sm120 import names_memory as memory
-from dsv4attn.backends.sm120.names import SparseMLASm120Wrapper
-from dsv4attn.backends.sm120.names_memory import WrapperMemory
+from dsv4attn.backends.sm120 import flashinfer_memory as memory
+from dsv4attn.backends.sm120.flashinfer_api import SparseMLASm120Wrapper
+from dsv4attn.backends.sm120.flashinfer_memory import WrapperMemory
 from dsv4attn.core.contract import AttentionCall
 from dsv4attn.core.workspace import simultaneous_bytes
 from dsv4attn.errors import ArgumentError

@@ -8,8 +8,8 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton.runtime import INTERPRETED
-from dsv4attn.backends.rocm import names_ragged
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends.rocm import vllm_api_ragged as names_ragged
 from dsv4attn.backends.sm120 import flashinfer
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention, remember
 from dsv4attn.backends.sm120.launch import Sm120Backend

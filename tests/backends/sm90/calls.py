@@ -9,8 +9,8 @@ import pytest
 import torch
 from attrs import evolve, frozen
 
-from dsv4attn.backends._triton import attend
-from dsv4attn.backends._triton.attend import attend as shared
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.attention.attend import attend as shared
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.contract import AttentionCall, Phase
 from dsv4attn.core.workspace import WorkspaceManager, simultaneous_bytes

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dsv4attn.backends._triton.aot import compile_all, cross_compile, distinctions
-from dsv4attn.backends._triton.runtime import Variant
-from dsv4attn.backends._triton.targets import TARGETS
+from dsv4attn.backends._triton.compiling.aot import compile_all, cross_compile, distinctions
+from dsv4attn.backends._triton.compiling.targets import TARGETS
+from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends.sm90.kernels_schedule import PAGES, ROWS
 from dsv4attn.backends.sm90.launch import variants
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from dsv4attn.backends._triton.runtime import stable_kernel
+from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends.sm90.kernels_schedule import (
     advance,
     enter,

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.contract import Backend
 from dsv4attn.testing import suite

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dsv4attn.backends._triton.aot import Resources
-from dsv4attn.backends._triton.targets import TARGETS
+from dsv4attn.backends._triton.compiling.aot import Resources
+from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends.sm90.tuning import PAGED, ROWED
 from tests.backends._triton.gates import ROOT, broken_limits
 

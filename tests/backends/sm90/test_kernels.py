@@ -14,7 +14,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import PAGED
@@ -240,7 +240,7 @@ OF_ROWS = {
     "an odd last tile is left out": ("schedule", "(last - first + 1) // 2", "(last - first) // 2"),
     "what weights are relative to, as the largest logit": (
         "twin",
-        '-float("inf"), lang.or_nan(largest, total) * LN2',
+        '-float("inf"), numerics.or_nan(largest, total) * LN2',
         "0.0, reference * LN2",
     ),
     "the same of a part": ("twin", '-float("inf"), largest))', '-float("inf"), reference))'),

@@ -14,16 +14,17 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.backends._triton import warm
-from dsv4attn.backends._triton.runtime import INTERPRETED, Variant, observed, pointer_type
+from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching import warmup
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend, _planned
-from dsv4attn.core.bounds import Bounds
 from dsv4attn.core.contract import KeyForm, Phase
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
+from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.core.workspace import simultaneous_bytes
 from tests.backends._triton.attending import BF16_ROWS, FNUZ, OCP, Trial
 from tests.backends._triton.engine import Engine, launching_nothing
@@ -206,7 +207,7 @@ def test_a_step_on_the_device_neither_synchronises_nor_allocates_nor_compiles(ki
         torch.cuda.set_sync_debug_mode("error")
     try:
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        with warm.compiled() as fresh:
+        with warmup.compiled() as fresh:
             on.attend(tokens, metadata)
         after = torch.cuda.memory_stats()["allocation.all.allocated"]
     finally:

@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 from dsv4attn import errors
-from dsv4attn.backends._triton.runtime import multiprocessors, observed
+from dsv4attn.backends._triton.launching.runtime import multiprocessors, observed
 from dsv4attn.backends.sm90 import INFO, launch
 from dsv4attn.backends.sm90.choice import notes
 from dsv4attn.backends.sm90.launch import Sm90Backend, _kind_of
@@ -20,8 +20,8 @@ from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.plan import plan_workspace
 from dsv4attn.core.problem import Problem
+from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.plugins import PluginRegistry
 from dsv4attn.selection import explain, load_backend
 from tests.backends._triton.caches import DEVICE

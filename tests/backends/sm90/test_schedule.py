@@ -13,8 +13,8 @@ from attrs import frozen
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dsv4attn.backends._triton.attend import divider
-from dsv4attn.backends._triton.runtime import INTERPRETED, launch
+from dsv4attn.backends._triton.attention.attend import divider
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch
 from dsv4attn.backends.sm90.kernels_schedule import COST
 from tests.backends._triton.caches import DEVICE
 from tests.backends.sm90.kernels_walk import pages, walk

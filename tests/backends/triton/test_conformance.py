@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 
 import pytest
 
-from dsv4attn.backends._triton.runtime import INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.contract import Backend
 from dsv4attn.testing import suite

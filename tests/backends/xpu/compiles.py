@@ -10,16 +10,16 @@ import sys
 
 import torch
 
-from dsv4attn.backends._triton.aot import compile_all
-from dsv4attn.backends._triton.targets import TARGETS
-from dsv4attn.backends.xpu import launch, names
+from dsv4attn.backends._triton.compiling.aot import compile_all
+from dsv4attn.backends._triton.compiling.targets import TARGETS
+from dsv4attn.backends.xpu import launch, vllm_api
 from dsv4attn.core.layout import KVCacheLayout
 
 
 def outcomes(target: str) -> list[list[str]]:
     """For each kernel, the limits that it breaks."""
     (gathering,) = launch.variants(KVCacheLayout.fp8_ds_mla(), second=True)
-    *_, attending = names.variants(128, 512, 576, torch.bfloat16)
+    *_, attending = vllm_api.variants(128, 512, 576, torch.bfloat16)
     made = compile_all([gathering, attending], TARGETS[target])
     return [[outcome.variant.name, *map(str, outcome.reasons)] for outcome in made]
 

@@ -15,11 +15,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4attn.backends._triton import attend, insert
-from dsv4attn.backends._triton.runtime import observed
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.cache import insert
+from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.backends.xpu import names
-from dsv4attn.backends.xpu.names import (
+from dsv4attn.backends.xpu import vllm_api
+from dsv4attn.backends.xpu.vllm_api import (
     get_padded_num_q_heads,
     triton_bf16_mla_sparse_interface,
     xpu_qnorm_rope_kv_fp8_insert,
@@ -160,13 +161,13 @@ def test_a_planted_bug_of_the_interface_is_found(
     bug: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = [Asked.draw(seed, 3, 3, 300, 260, 40, dtype=torch.float32, more=True) for seed in (0, 1)]
-    monkeypatch.setattr(names, "kernels", planted(tmp_path, bug))
+    monkeypatch.setattr(vllm_api, "kernels", planted(tmp_path, bug))
 
     assert any(asked.error(asked.run()) > 1 for asked in calls) == (bug != ("", ""))
 
 
 def test_forms_of_the_interface_are_known_ahead() -> None:
-    wanted = set(names.variants(3, 32, 40, torch.bfloat16))
+    wanted = set(vllm_api.variants(3, 32, 40, torch.bfloat16))
     with observed() as seen:
         for more in (False, True):
             Asked.draw(9, 2, 3, 40, 32, 8, dtype=torch.bfloat16, more=more).run()

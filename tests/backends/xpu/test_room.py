@@ -14,16 +14,17 @@ import pytest
 import torch
 
 import dsv4attn
-from dsv4attn.backends._triton import attend
-from dsv4attn.backends._triton.runtime import INTERPRETED, Variant, observed
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.xpu import INFO, launch
 from dsv4attn.backends.xpu.launch import XpuBackend
 from dsv4attn.backends.xpu.tuning import ROWS
-from dsv4attn.core.bounds import Bounds
 from dsv4attn.core.contract import AttentionCall, KeyForm, Phase, Rank
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.problem import Problem
+from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError
 from dsv4attn.plugins import PluginRegistry

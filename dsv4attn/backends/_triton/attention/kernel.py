@@ -1,0 +1,444 @@
+"""The attention kernel of every Triton room: selected keys read from pages or rows inside the loop.
+
+One program attends a block of heads of one token over a run of tiles of N keys, window first, then the compressed
+segment, in one softmax. Runs are cut where few tokens would leave a device idle; a second kernel then adds the parts
+up in their order, so that the same cut gives the same bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsv4attn.backends._triton import numerics
+from dsv4attn.backends._triton.attention import keys
+from dsv4attn.backends._triton.launching.runtime import stable_kernel
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NOTHING = tl.constexpr(-1e30)
+"""Where the running maximum starts: finite, so that a tile without keys makes no NaN."""
+
+
+@triton.jit
+def columns_of(rows, lens, token, width, stride, RAGGED: tl.constexpr):
+    """Address of a token's first index, and how many of its columns count. stride: of RAGGED lists, their capacity."""
+    if RAGGED:
+        # whatever indptr holds, nothing outside the list is read
+        start = tl.maximum(tl.load(lens + token), 0)
+        end = tl.minimum(tl.maximum(tl.load(lens + token + 1), 0).to(tl.int64), stride).to(tl.int32)
+        row, count = rows + start.to(tl.int64), end - start
+    else:
+        row, count = rows + token * stride, tl.load(lens + token)
+    return row, tl.minimum(tl.maximum(count, 0), width)
+
+
+@triton.jit
+def chosen(inside, a, b, SEGMENTS: tl.constexpr):
+    """Of two numbers, the one of the segment a tile belongs to."""
+    if SEGMENTS == 2:
+        a = tl.where(inside, a, b)
+    return a
+
+
+@triton.jit
+def address(inside, a, b, SEGMENTS: tl.constexpr):
+    """The same of two pointers."""
+    if SEGMENTS == 2:
+        a = tl.where(inside, a.to(tl.int64), b.to(tl.int64)).to(a.dtype)
+    return a
+
+
+@triton.jit
+def paging(inside, a, b, SEGMENTS: tl.constexpr):
+    """The same of what `keys.place` divides by."""
+    return (
+        chosen(inside, a[0], b[0], SEGMENTS),
+        chosen(inside, a[1], b[1], SEGMENTS),
+        chosen(inside, a[2], b[2], SEGMENTS),
+    )
+
+
+@triton.jit
+def slots_of(tile, last, first_tiles, row0, row1, len0, len1, N: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Indices of a tile's N columns, -1 behind its segment's length and in tiles past the last."""
+    column = tl.arange(0, N)
+    inside = tile < first_tiles
+    # one address, chosen: a loop body for each segment would double the code
+    row = address(inside, row0, row1, SEGMENTS)
+    column += chosen(inside, tile, tile - first_tiles, SEGMENTS) * N
+    length = tl.where(tile < last, chosen(inside, len0, len1, SEGMENTS), 0)
+    return tl.load(row + column, mask=column < length, other=-1)
+
+
+@triton.jit
+def fetch(tile, slot, first_tiles, segment0, segment1, nothing, INTERLEAVED: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Which of a tile's slots exist, and the raw words of their records."""
+    inside = tile < first_tiles
+    ok = (slot >= 0) & (slot < chosen(inside, segment0[4], segment1[4], SEGMENTS))
+    base = address(inside, segment0[0], segment1[0], SEGMENTS)
+    size = paging(inside, segment0[1], segment1[1], SEGMENTS)
+    stride = chosen(inside, segment0[2], segment1[2], SEGMENTS)
+    x0, x1, x2, x3, rope, low, high = keys.load_words(base, slot, ok, size, stride, nothing, INTERLEAVED)
+    return ok, x0, x1, x2, x3, rope, low, high
+
+
+@triton.jit
+def read(
+    slot,
+    ok,
+    fnuz,
+    segment,
+    KIND: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    UNIT: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    C: tl.constexpr,
+    PIECES: tl.constexpr,
+    DT: tl.constexpr,
+):
+    """Both pieces of a tile of keys that are not words; of a narrow key the second is the first."""
+    base, size, stride, row_stride = segment[0], segment[1], segment[2], segment[3]
+    left = keys.read_piece(
+        base, slot, ok, size, stride, row_stride, fnuz, 0, C, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP, SCALES, DT
+    )
+    right = left
+    if PIECES == 2:
+        right = keys.read_piece(
+            base, slot, ok, size, stride, row_stride, fnuz, C, C, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP, SCALES, DT
+        )
+    return left, right
+
+
+@triton.jit
+def product(a, b, acc, once, CHAINED: tl.constexpr):
+    """Acc + a @ b. Unless CHAINED, in a loop that runs once.
+
+    A compiler that sees this product feed another one gives each warp whole rows, so that on Hopper both warp groups
+    compute the same logits. A loop's result hides the chain, and they share the columns.
+    """
+    if CHAINED:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    else:
+        for _ in range(once):
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def product_in_halves(
+    q_row, column, live, key, acc, D: tl.constexpr, N: tl.constexpr, C: tl.constexpr, DT: tl.constexpr
+):
+    """Acc + q @ key^T over the columns of one piece, half of them at a time, with q read from memory.
+
+    q_row: pointers [BH] to rows of q. column: [C] of q. key: [N, C]. Where a matrix unit's operands take the registers
+    of two, half a piece of each still fits.
+    """
+    first, second = tl.split(tl.trans(tl.reshape(column, (2, C // 2))))
+    key0, key1 = tl.split(tl.permute(tl.reshape(key, (N, 2, C // 2)), (0, 2, 1)))
+    there = live[:, None] & (first < D)[None, :]
+    part = tl.load(q_row[:, None] + first[None, :], mask=there, other=0.0).to(DT)
+    acc = tl.dot(part, tl.trans(key0), acc, input_precision="ieee")
+    there = live[:, None] & (second < D)[None, :]
+    part = tl.load(q_row[:, None] + second[None, :], mask=there, other=0.0).to(DT)
+    return tl.dot(part, tl.trans(key1), acc, input_precision="ieee")
+
+
+@triton.jit
+def product_in_steps(
+    q_row,
+    live,
+    slot,
+    ok,
+    fnuz,
+    segment,
+    acc,
+    KIND: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    UNIT: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    C: tl.constexpr,
+    DT: tl.constexpr,
+):
+    """Acc + q @ key^T with both read from memory, 64 columns at a time.
+
+    q_row: pointers [BH] to rows of q. C: columns of a padded key, which is read once more for the other product: on
+    RDNA, one that is held beside operands of the matrix unit spills.
+    """
+    base, size, stride, row_stride = segment[0], segment[1], segment[2], segment[3]
+    W: tl.constexpr = min(C, 64)
+    for step in tl.static_range(C // W):
+        column = step * W + tl.arange(0, W)
+        there = live[:, None] & (column < NOPE + ROPE)[None, :]
+        part = tl.load(q_row[:, None] + column[None, :], mask=there, other=0.0).to(DT)
+        key = keys.read_piece(
+            base,
+            slot,
+            ok,
+            size,
+            stride,
+            row_stride,
+            fnuz,
+            step * W,
+            W,
+            KIND,
+            INTERLEAVED,
+            UNIT,
+            NOPE,
+            ROPE,
+            GROUP,
+            SCALES,
+            DT,
+        )
+        acc = tl.dot(part, tl.trans(key), acc, input_precision="ieee")
+    return acc
+
+
+@stable_kernel
+def attention(
+    q,
+    out,
+    lse,
+    max_logits,
+    sink,
+    part,
+    part_lse,
+    part_max,
+    cache0,
+    rows0,
+    lens0,
+    cache1,
+    rows1,
+    lens1,
+    q_token: tl.int64,
+    q_head: tl.int64,
+    out_token: tl.int64,
+    out_head: tl.int64,
+    lse_token: tl.int64,
+    lse_head: tl.int64,
+    max_token: tl.int64,
+    max_head: tl.int64,
+    width0: tl.int32,
+    index_stride0: tl.int64,
+    page_size0: tl.int32,
+    page_factor0: tl.int32,
+    page_log0: tl.int32,
+    page_stride0: tl.int64,
+    row_stride0: tl.int64,
+    capacity0: tl.int32,
+    width1: tl.int32,
+    index_stride1: tl.int64,
+    page_size1: tl.int32,
+    page_factor1: tl.int32,
+    page_log1: tl.int32,
+    page_stride1: tl.int64,
+    row_stride1: tl.int64,
+    capacity1: tl.int32,
+    splits: tl.int32,
+    tiles_per_split: tl.int32,
+    once: tl.int32,
+    scale: tl.float32,
+    empty_lse: tl.float32,
+    H: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    KIND0: tl.constexpr,
+    KIND1: tl.constexpr,
+    INTERLEAVED0: tl.constexpr,
+    INTERLEAVED1: tl.constexpr,
+    FNUZ0: tl.constexpr,
+    FNUZ1: tl.constexpr,
+    GROUP0: tl.constexpr,
+    GROUP1: tl.constexpr,
+    SCALES0: tl.constexpr,
+    SCALES1: tl.constexpr,
+    UNIT0: tl.constexpr,
+    UNIT1: tl.constexpr,
+    RAGGED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    UNIT: tl.constexpr,
+    BH: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    PIECES: tl.constexpr,
+    DT: tl.constexpr,
+    ASM: tl.constexpr,
+    CHAINED: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    RELOAD: tl.constexpr,
+    EXACT_CASTS: tl.constexpr,
+):
+    """Grid: tokens x splits x blocks of BH heads, heads fastest, so that programs that share keys run together.
+
+    q, out: [T, H, D] in strides of UNITs. cache0: bytes or rows of the window's cache, or the gathered rows; cache1,
+    rows1, lens1: the compressed segment's. rows, lens: indices [T, width] and [T], or, RAGGED, flat and [T + 1].
+    SPLIT: write to part [T, splits, H, D] fp32 and part_lse, part_max [T, splits, H] (base 2) instead of out, lse,
+    max_logits.
+    tiles_per_split: tiles of each run, or 0 to share a row's tiles evenly. once: 1. empty_lse: of a row without keys.
+    """
+    D: tl.constexpr = NOPE + ROPE
+    BLOCKS: tl.constexpr = (H + BH - 1) // BH
+    SAME: tl.constexpr = SEGMENTS == 1 or (
+        KIND0 == KIND1 and INTERLEAVED0 == INTERLEAVED1 and UNIT0 == UNIT1 and GROUP0 == GROUP1
+    )
+    pid = tl.program_id(0)
+    head = (pid % BLOCKS) * BH + tl.arange(0, BH)
+    split = (pid // BLOCKS) % splits
+    token = (pid // (BLOCKS * splits)).to(tl.int64)
+    live = head < H
+    left_column, right_column = keys.columns(C, KIND0 == keys.WORDS)
+
+    # strides and addresses are multiples of UNIT elements; the compiler believes it and loads wide
+    WIDE: tl.constexpr = UNIT * (q.dtype.element_ty.primitive_bitwidth // 8)
+    q_row = tl.multiple_of(q + (token * q_token * UNIT + head.to(tl.int64) * q_head * UNIT), WIDE)
+    q_left = tl.load(
+        q_row[:, None] + left_column[None, :], mask=live[:, None] & (left_column < D)[None, :], other=0.0
+    ).to(DT)
+    acc_left = tl.zeros([BH, C], tl.float32)
+    if PIECES == 2:
+        there = live[:, None] & (right_column < D)[None, :]
+        q_right = tl.load(q_row[:, None] + right_column[None, :], mask=there, other=0.0).to(DT)
+        acc_right = tl.zeros([BH, C], tl.float32)
+
+    row0, len0 = columns_of(rows0, lens0, token, width0, index_stride0, RAGGED)
+    first_tiles = tl.cdiv(len0, N)
+    tiles = first_tiles
+    row1, len1 = row0, len0
+    if SEGMENTS == 2:
+        row1, len1 = columns_of(rows1, lens1, token, width1, index_stride1, RAGGED)
+        tiles += tl.cdiv(len1, N)
+    if tiles_per_split > 0:
+        first = tl.minimum(split * tiles_per_split, tiles)
+        last = tl.minimum(first + tiles_per_split, tiles)
+    else:
+        first = (tiles.to(tl.int64) * split // splits).to(tl.int32)
+        last = (tiles.to(tl.int64) * (split + 1) // splits).to(tl.int32)
+
+    paging0, paging1 = (page_size0, page_factor0, page_log0), (page_size1, page_factor1, page_log1)
+    segment0 = (cache0, paging0, page_stride0, row_stride0, capacity0)
+    segment1 = (cache1, paging1, page_stride1, row_stride1, capacity1)
+    slot = slots_of(first, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+    WORDS: tl.constexpr = KIND0 == keys.WORDS
+    if WORDS and PREFETCH:
+        ok, x0, x1, x2, x3, rope, low, high = fetch(
+            first, slot, first_tiles, segment0, segment1, once - 1, INTERLEAVED0, SEGMENTS
+        )
+        slot = slots_of(first + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+
+    largest = tl.full([BH], NOTHING, tl.float32)
+    total = tl.zeros([BH], tl.float32)
+    for tile in tl.range(first, last):
+        inside = tile < first_tiles
+        fnuz = FNUZ0 if FNUZ0 == FNUZ1 else inside == FNUZ0
+        z = tl.zeros([BH, N], tl.float32)
+        # the offset is 0, which the compiler cannot know: no operand of q stays in registers from tile to tile
+        again = q_row + tile * (once - 1)
+        if WORDS:
+            if not PREFETCH:
+                ok, x0, x1, x2, x3, rope, low, high = fetch(
+                    tile, slot, first_tiles, segment0, segment1, once - 1, INTERLEAVED0, SEGMENTS
+                )
+                slot = slots_of(tile + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+            here = ok
+            left, right = keys.unpack_words(x0, x1, x2, x3, rope, low, high, fnuz, N, DT, ASM)
+            if PREFETCH:
+                # the next tile's loads are in flight while this one is multiplied
+                ok, x0, x1, x2, x3, rope, low, high = fetch(
+                    tile + 1, slot, first_tiles, segment0, segment1, once - 1, INTERLEAVED0, SEGMENTS
+                )
+        else:
+            here = (slot >= 0) & (slot < chosen(inside, capacity0, capacity1, SEGMENTS))
+            if SAME:
+                segment = (
+                    address(inside, cache0, cache1, SEGMENTS),
+                    paging(inside, paging0, paging1, SEGMENTS),
+                    chosen(inside, page_stride0, page_stride1, SEGMENTS),
+                    chosen(inside, row_stride0, row_stride1, SEGMENTS),
+                )
+                if RELOAD:
+                    z = product_in_steps(
+                        again,
+                        live,
+                        slot,
+                        here,
+                        fnuz,
+                        segment,
+                        z,
+                        KIND0,
+                        INTERLEAVED0,
+                        UNIT0,
+                        NOPE,
+                        ROPE,
+                        GROUP0,
+                        SCALES0,
+                        C * PIECES,
+                        DT,
+                    )
+                left, right = read(
+                    slot, here, fnuz, segment, KIND0, INTERLEAVED0, UNIT0, NOPE, ROPE, GROUP0, SCALES0, C, PIECES, DT
+                )
+            elif inside:
+                left, right = read(
+                    slot, here, fnuz, segment0, KIND0, INTERLEAVED0, UNIT0, NOPE, ROPE, GROUP0, SCALES0, C, PIECES, DT
+                )
+            else:
+                left, right = read(
+                    slot, here, fnuz, segment1, KIND1, INTERLEAVED1, UNIT1, NOPE, ROPE, GROUP1, SCALES1, C, PIECES, DT
+                )
+            slot = slots_of(tile + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+        if RELOAD and (WORDS or not SAME):
+            z = product_in_halves(again, left_column, live, left, z, D, N, C, DT)
+            if PIECES == 2:
+                z = product_in_halves(again, right_column, live, right, z, D, N, C, DT)
+        elif not RELOAD:
+            z = product(q_left, tl.trans(left), z, once, CHAINED)
+            if PIECES == 2:
+                z = product(q_right, tl.trans(right), z, once, CHAINED)
+        if WORDS and PREFETCH:
+            slot = slots_of(tile + 2, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+        z = tl.where(here[None, :], z * (scale * LOG2E), -float("inf"))
+        grown = tl.maximum(largest, tl.max(z, 1))
+        shrink = tl.exp2(largest - grown)
+        p = tl.exp2(z - grown[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        weights = p.to(DT)
+        acc_left = tl.dot(weights, left, acc_left * shrink[:, None], input_precision="ieee")
+        if PIECES == 2:
+            acc_right = tl.dot(weights, right, acc_right * shrink[:, None], input_precision="ieee")
+        largest = grown
+
+    empty = total == 0.0
+    if SPLIT:
+        row = ((token * splits + split) * H + head).to(tl.int64)
+        tl.store(part_lse + row, tl.where(empty, -float("inf"), largest + tl.log2(total)), mask=live)
+        if part_max is not None:
+            tl.store(part_max + row, tl.where(empty, -float("inf"), largest), mask=live)
+        factor = tl.where(empty, 0.0, 1.0 / total)
+        to, keep = tl.multiple_of(part + row * D, 4 * (16 if D % 16 == 0 else 1)), head < tl.where(first < last, H, 0)
+    else:
+        factor = 1.0 / total
+        if sink is not None:
+            # one more logit of value zero; a sink of +inf leaves nothing
+            factor = 1.0 / (total + tl.exp2(tl.load(sink + head, mask=live, other=0.0) * LOG2E - largest))
+        factor = tl.where(empty, 0.0, factor)
+        at = token * lse_token + head.to(tl.int64) * lse_head
+        if lse is not None:
+            tl.store(lse + at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2), mask=live)
+        if max_logits is not None:
+            at = token * max_token + head.to(tl.int64) * max_head
+            top = tl.where(empty, -float("inf"), numerics.or_nan(largest, total) * LN2)
+            tl.store(max_logits + at, top, mask=live)
+        to = tl.multiple_of(out + (token * out_token * UNIT + head.to(tl.int64) * out_head * UNIT), WIDE)
+        keep = live
+    result = numerics.round_to(acc_left * factor[:, None], to.dtype.element_ty, EXACT_CASTS)
+    tl.store(to[:, None] + left_column[None, :], result, mask=keep[:, None] & (left_column < D)[None, :])
+    if PIECES == 2:
+        result = numerics.round_to(acc_right * factor[:, None], to.dtype.element_ty, EXACT_CASTS)
+        tl.store(to[:, None] + right_column[None, :], result, mask=keep[:, None] & (right_column < D)[None, :])

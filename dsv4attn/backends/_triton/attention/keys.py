@@ -1,0 +1,243 @@
+"""Reading keys inside an attention loop: from slots to a tile of rows, in the dtype of the matrix product.
+
+A tile is two pieces of C columns side by side (one, if a key is narrow), since a register file holds no whole tile.
+Three readers, told apart by KIND: WORDS for the model's own 448 + 64 record on aligned pages, four codes at a time;
+BYTES for quantised records of any other dims or place; ROWS for plain ones. A row that is not `ok` reads as zeros and
+touches no memory.
+
+A NaN code makes the values of its word NaN. Which values of a key are NaN does not matter: each of its logits is then,
+and with it the whole row of the output.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsv4attn.backends._triton import numerics
+
+WORDS = tl.constexpr(0)
+BYTES = tl.constexpr(1)
+ROWS = tl.constexpr(2)
+
+DECODE = tl.constexpr("""
+{
+.reg .b32 low, high, a, b, zero;
+mov.b32 zero, 0x80008000;
+shr.u32 high, $2, 4;
+and.b32 high, high, 0x07070707;
+lop3.b32 high, $2, 0x80808080, high, 0xea;
+shl.b32 low, $2, 4;
+and.b32 low, low, 0xf0f0f0f0;
+prmt.b32 a, low, high, 0x5140;
+prmt.b32 b, low, high, 0x7362;
+fma.rn.bf16x2 a, a, $4, zero;
+fma.rn.bf16x2 b, b, $4, zero;
+fma.rn.bf16x2 $0, a, $3, zero;
+fma.rn.bf16x2 $1, b, $3, zero;
+}
+""")
+"""PTX that makes $0 and $1, two bf16 values each, of four e4m3 codes $2, a scale $3 and unit $4, each twice in a word.
+
+The upper bytes of all four values are made at once, and so are the lower ones; then they are put beside each other.
+"""
+
+
+@triton.jit
+def place(slot, ok, paging, page_stride):
+    """Byte offset of each slot's page, int64, and the slot's number in the page; zeros where not ok.
+
+    paging: page size, and factor and log of `attend.divider`, since a division takes twenty instructions.
+    """
+    slot = tl.where(ok, slot, 0)
+    page_size, factor, log = paging
+    twice = slot.to(tl.uint32, bitcast=True) << 1
+    page = (tl.umulhi(twice, factor.to(tl.uint32, bitcast=True)) >> log.to(tl.uint32)).to(tl.int32)
+    return page.to(tl.int64) * page_stride, (slot - page * page_size).to(tl.int64)
+
+
+@triton.jit
+def load_words(base, slot, ok, paging, page_stride16, nothing, INTERLEAVED: tl.constexpr):
+    """Raw int32 words of a record of 448 codes, 64 bf16 values and 8 scale bytes: 32 + 32 + 32 + 16, 32, 1, 1 a row.
+
+    They stay words so that a loop can carry them from one tile to the next, one register for four codes.
+    """
+    page, place_ = place(slot, ok, paging, page_stride16.to(tl.int64) * 16)
+    if INTERLEAVED:
+        data = tl.multiple_of((base + (page + place_ * 584)).to(tl.pointer_type(tl.int32)), 8)
+        scale = tl.multiple_of((base + (page + place_ * 584 + 576)).to(tl.pointer_type(tl.int32)), 8)
+    else:
+        data = tl.multiple_of((base + (page + place_ * 576)).to(tl.pointer_type(tl.int32)), 16)
+        behind = page + paging[0].to(tl.int64) * 576
+        scale = tl.multiple_of((base + (behind + place_ * 8)).to(tl.pointer_type(tl.int32)), 8)
+    of, mask = tl.arange(0, 32)[None, :], ok[:, None]
+    short = tl.arange(0, 16)[None, :]
+    # `nothing` is 0, which the compiler cannot know: a thread takes two words here, and so has what belongs to its rope
+    x0 = tl.load(data[:, None] + of, mask=mask, other=0)
+    x1 = tl.load(data[:, None] + (32 + of), mask=mask, other=0)
+    x2 = tl.load(data[:, None] + (64 + of), mask=mask, other=0)
+    x3 = tl.load(data[:, None] + (2 * nothing + 96 + short), mask=mask, other=0)
+    rope = tl.load(data[:, None] + (112 + of), mask=mask, other=0)
+    low = tl.load(scale, mask=ok, other=0)
+    high = tl.load(scale + 1, mask=ok, other=0)
+    return x0, x1, x2, x3, rope, low, high
+
+
+@triton.jit
+def halves(words, N: tl.constexpr, W: tl.constexpr, DT: tl.constexpr):
+    """[N, W] int32 of two bf16 values each as [N, 2 * W] in DT."""
+    if tl.bfloat16 == DT:
+        low, high = (words & 0xFFFF).to(tl.uint16), ((words >> 16) & 0xFFFF).to(tl.uint16)
+    else:
+        low, high = words << 16, words & -0x10000
+    return tl.reshape(tl.join(low, high), [N, 2 * W]).to(DT, bitcast=True)
+
+
+@triton.jit
+def scale_of(bits, ASM: tl.constexpr):
+    """2^(byte - 127) of the lowest byte: fp32, or for ASM int32 of the same bf16 twice."""
+    byte = bits & 255
+    if ASM:
+        half = tl.where(byte == 0, 0x40, tl.where(byte == 255, 0x7FC0, byte << 7))
+        scale = half | (half << 16)
+    else:
+        scale = numerics.power_of_two(byte)
+    return scale
+
+
+@triton.jit
+def spread(scale, N: tl.constexpr):
+    """[N, 2] as [N, 32], each over 16 words."""
+    return tl.reshape(tl.broadcast_to(scale[:, :, None], [N, 2, 16]), [N, 32])
+
+
+@triton.jit
+def codes(words, scale, fnuz, N: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+    """Words [N, W] of four e4m3 codes, under scales [N, W] as `scale_of` makes them, as [N, 2 * W] of two bf16 values.
+
+    A code's bits, put where bf16 has exponent and mantissa, are its value times 2^-120 (2^-119 in FNUZ). Two packed
+    multiplications put it right, and are exact; one with the product of both powers overflows above byte 134.
+    All four values of a word are NaN if one of its codes is: see above.
+    """
+    unit = tl.where(fnuz, 0x7B007B00, 0x7B807B80) if ASM else tl.where(fnuz, 0x7B000000, 0x7B800000)
+    nan = numerics.has_nan(words, fnuz)
+    if ASM:
+        unit += tl.zeros_like(words)
+        # here the scale, as another unit would take registers that are not there
+        scale = tl.where(nan, 0x7FC07FC0, scale)
+        first, second = tl.inline_asm_elementwise(
+            DECODE,
+            "=r,=r,r,r,r",
+            [words, scale, unit],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        unit = tl.where(nan, 0x7FC00000, unit).to(tl.float32, bitcast=True)
+        first = _half(words, scale, unit, 0) | (_half(words, scale, unit, 8) << 16)
+        second = _half(words, scale, unit, 16) | (_half(words, scale, unit, 24) << 16)
+    return tl.reshape(tl.join(first, second), [N, 2 * W])
+
+
+@triton.jit
+def _half(words, scale, unit, SHIFT: tl.constexpr):
+    """The bf16 bits of one code of each word; the value is exact, so cutting is rounding."""
+    code = words >> SHIFT
+    bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
+    return ((bits.to(tl.float32, bitcast=True) * unit * scale).to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+
+
+@triton.jit
+def unpack_words(x0, x1, x2, x3, rope, low, high, fnuz, N: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr):
+    """Both pieces, [N, 256] each, of what `load_words` gave; `columns` tells their order."""
+    # a scale stands for 64 codes: made once, and spread over the 16 words that need it
+    shift = (tl.arange(0, 2) * 8)[None, :]
+    k0 = codes(x0, spread(scale_of(low[:, None] >> shift, ASM), N), fnuz, N, 32, ASM)
+    k1 = codes(x1, spread(scale_of(low[:, None] >> (shift + 16), ASM), N), fnuz, N, 32, ASM)
+    k2 = codes(x2, spread(scale_of(high[:, None] >> shift, ASM), N), fnuz, N, 32, ASM)
+    k3 = codes(x3, tl.broadcast_to(scale_of(high >> 16, ASM)[:, None], [N, 16]), fnuz, N, 16, ASM)
+    # eight columns of codes, then eight of the rope, in each thread: see `columns`
+    pair = tl.join(tl.reshape(k3, [N, 8, 4]), tl.reshape(rope, [N, 8, 4]))
+    k3 = tl.reshape(tl.permute(pair, (0, 1, 3, 2)), [N, 64])
+    left, right = beside(k0, k1, N, 64), beside(k2, k3, N, 64)
+    return halves(left, N, 128, DT), halves(right, N, 128, DT)
+
+
+@triton.jit
+def columns(C: tl.constexpr, AS_WORDS: tl.constexpr):
+    """Which column of a key stands at each place of the left and of the right piece.
+
+    The last 128 of a record read as words alternate, eight columns of codes and eight of the rope: in their order they
+    would have to change threads, and a product does not mind theirs, as long as q and the output have the same.
+    """
+    left = tl.arange(0, C)
+    right = C + left
+    if AS_WORDS:
+        turn = left - 128
+        right = tl.where(left < 128, right, 384 + turn // 8 % 2 * 64 + turn // 16 * 8 + turn % 8)
+    return left, right
+
+
+@triton.jit
+def beside(left, right, N: tl.constexpr, W: tl.constexpr):
+    """[N, W] and [N, W] as [N, 2 * W]."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [N, 2 * W])
+
+
+@triton.jit
+def widen(values, DT: tl.constexpr):
+    """Loaded values in DT; bf16 becomes fp32 by its bits, because interpreted casts lose subnormal numbers."""
+    if values.dtype == tl.bfloat16 and tl.bfloat16 != DT:
+        values = (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return values.to(DT)
+
+
+@triton.jit
+def read_piece(
+    base,
+    slot,
+    ok,
+    paging,
+    page_stride,
+    row_stride,
+    fnuz,
+    FIRST: tl.constexpr,
+    C: tl.constexpr,
+    KIND: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    UNIT: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    DT: tl.constexpr,
+):
+    """Columns FIRST .. FIRST + C of each slot's key, [N, C] in DT; columns behind the last are zero.
+
+    page_stride, row_stride: in UNITs, elements of rows and bytes of records; the latter know their own row stride.
+    SCALES: bytes of a record's scales.
+    """
+    page, of = place(slot, ok, paging, page_stride.to(tl.int64) * UNIT)
+    column = FIRST + tl.arange(0, C)
+    if KIND == ROWS:
+        WIDE: tl.constexpr = UNIT * (base.dtype.element_ty.primitive_bitwidth // 8)
+        row = tl.multiple_of(base + (page + of * row_stride * UNIT), WIDE)
+        mask = ok[:, None] & (column < NOPE + ROPE)[None, :]
+        values = widen(tl.load(row[:, None] + column[None, :], mask=mask, other=0.0), DT)
+    else:
+        DATA: tl.constexpr = NOPE + 2 * ROPE
+        if INTERLEAVED:
+            data = page + of * (DATA + SCALES)
+            scale = data + DATA
+        else:
+            data = page + of * DATA
+            scale = page + paging[0].to(tl.int64) * DATA + of * SCALES
+        is_code = ok[:, None] & (column < NOPE)[None, :]
+        code = tl.load(base + (data[:, None] + column[None, :]), mask=is_code, other=0)
+        byte = tl.load(base + (scale[:, None] + (column // GROUP)[None, :]), mask=is_code, other=127)
+        value = numerics.dequantize(code.to(tl.int32), byte.to(tl.int32), fnuz)
+        rope = (base + (data + NOPE)).to(tl.pointer_type(tl.bfloat16))[:, None] + (column - NOPE)[None, :]
+        is_rope = ok[:, None] & ((column >= NOPE) & (column < NOPE + ROPE))[None, :]
+        values = tl.where(is_code, value, tl.load(rope, mask=is_rope, other=0.0).to(tl.float32)).to(DT)
+    return values

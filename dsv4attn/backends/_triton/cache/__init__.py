@@ -1,0 +1,1 @@
+"""Writing keys to caches and gathering them."""

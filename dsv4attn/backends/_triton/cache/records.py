@@ -1,0 +1,117 @@
+"""Where the records of a cache stand and what they look like, as arguments of a kernel.
+
+All arithmetic on layouts stays in `core.layout`: a kernel gets strides and offsets at run time, so how a page is
+arranged compiles nothing, and as constants only what decides the shape of its tiles.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4attn.backends._triton.launching.runtime import ALIGNMENT, INTERPRETED
+from dsv4attn.backends._triton.numerics import round_to
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+
+__all__ = [
+    "alignment_of_records",
+    "alignment_of_rows",
+    "cast",
+    "place",
+    "record_alignments",
+    "record_constants",
+    "row_alignments",
+    "writer_constants",
+]
+
+
+def place(cache: PagedKVCache) -> tuple[int, int, int, int]:
+    """Where records stand: (page_stride, data_stride, scale_offset, scale_stride), in elements of the cache's tensor.
+
+    Record i of block b has its data at b * page_stride + i * data_stride, and its scales at b * page_stride +
+    scale_offset + i * scale_stride.
+    """
+    if cache.layout.is_quantised:
+        return cache.page_stride, *_strides(cache.layout, cache.block_size)
+    return cache.page_stride // cache.tensor.element_size(), cache.tensor.stride(1), 0, 0
+
+
+@cache
+def _strides(layout: KVCacheLayout, block_size: int) -> tuple[int, int, int]:
+    nope, _, scale = layout.regions(block_size)
+    return nope.stride, scale.offset, scale.stride
+
+
+def _accesses(layout: KVCacheLayout) -> tuple[int, int]:
+    """Bytes of the widest access of use, and of an element. Eight codes are one access, and 16 bytes as bf16."""
+    return (8, 1) if layout.is_quantised else (ALIGNMENT, layout.dtype.itemsize)
+
+
+def alignment_of_records(cache: PagedKVCache) -> int:
+    """Bytes that divide the address of every record, as far as it is of use."""
+    wide, narrow = _accesses(cache.layout)
+    page_stride, data_stride, _, _ = place(cache)
+    step = cache.tensor.data_ptr() | (page_stride | data_stride) * cache.tensor.element_size()
+    return narrow if step % wide else wide
+
+
+def record_alignments(layout: KVCacheLayout, *, aligned: bool) -> tuple[int, ...]:
+    """What `alignment_of_records` can be. aligned: whether caches, pages, and rows of plain ones are, to 16 bytes."""
+    wide, narrow = _accesses(layout)
+    data, *_ = layout.regions(1)
+    return (wide,) if aligned and data.stride % wide == 0 else (wide, narrow)
+
+
+def row_alignments(width: int, dtype: torch.dtype, *, aligned: bool) -> tuple[int, ...]:
+    """What `alignment_of_rows` can be of rows of so many elements. aligned: whether they are promised to be."""
+    return (ALIGNMENT,) if aligned and width * dtype.itemsize % ALIGNMENT == 0 else (ALIGNMENT, 1)
+
+
+def alignment_of_rows(*tensors: Tensor) -> int:
+    """Bytes that divide the address of every row, along the last dimension: those of the widest access, or 1."""
+    for tensor in tensors:
+        step, element = tensor.data_ptr(), tensor.element_size()
+        for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
+            # the stride of a dimension of size one means nothing
+            if size > 1:
+                step |= stride * element
+        if step % ALIGNMENT:
+            return 1
+    return ALIGNMENT
+
+
+def _bits(x: float) -> int:
+    """Of a positive number as fp32. Such bits are ordered like their numbers."""
+    return int(struct.unpack("<i", struct.pack("<f", x))[0])
+
+
+@cache
+def record_constants(layout: KVCacheLayout) -> dict[str, Any]:
+    """What a record looks like. GROUP is 0 if it is not quantised."""
+    return {
+        "NOPE": layout.nope_dim,
+        "ROPE": layout.rope_dim,
+        "GROUP": layout.group_size,
+        "FNUZ": layout.fp8_format is Fp8Format.FNUZ,
+        "EXACT_CASTS": not INTERPRETED,
+    }
+
+
+@cache
+def writer_constants(layout: KVCacheLayout) -> dict[str, Any]:
+    """The same, and how a writer rounds: the largest code and the smallest maximum of a group, by their bits."""
+    return {**record_constants(layout), "LARGEST": _bits(layout.fp8_max), "FLOOR": _bits(layout.amax_floor)}
+
+
+@triton.jit
+def cast(x, DT: tl.constexpr, EXACT_CASTS: tl.constexpr):
+    """Round x to dtype DT, to nearest even; what has that dtype stays bit for bit as it is."""
+    if x.dtype == DT:
+        return x
+    return round_to(x.to(tl.float32), DT, EXACT_CASTS)

@@ -1,0 +1,1 @@
+"""Compiling for devices that are not here, and what a kernel needs there."""

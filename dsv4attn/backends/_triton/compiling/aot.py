@@ -1,0 +1,317 @@
+"""Cross-compilation: what a kernel becomes on a device that is not here, and what it needs there.
+
+What is compiled is what a launch there would compile, under the same key of Triton's cache: arguments go through the
+JIT's own binder, which needs no driver. Nothing is loaded and nothing runs. Kernels of one target are compiled in
+threads; most of the time is spent outside the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import triton
+from attrs import frozen
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from dsv4attn.backends._triton.compiling.gluon_exit import release_at_exit
+from dsv4attn.backends._triton.compiling.targets import MAX_THREADS, Target
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends._triton.launching.warmup import threads
+from dsv4attn.core.problem import Reason
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["Outcome", "Resources", "compile_all", "compile_near", "cross_compile", "distinctions"]
+
+
+def cross_compile(variant: Variant, target: Target, *, far: bool = False) -> Any:
+    """Compile a variant for a target; Triton's compiled kernel, with its texts in `asm`.
+
+    far: the form for tensors beyond 2 GB, which differs on AMD only. Raises ArgumentError where kernels are
+    interpreted, and for a parameter whose value would be compiled in; and whatever the compiler raises.
+    """
+    _require_compiler()
+    _require_unspecialised(variant)
+    kernel, backend = variant.kernel, make_backend(target.gpu)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    keywords = {**dict(variant.constants), **variant.options}
+    bound, specialization, _ = bind(*variant.stand_ins(far=far), **keywords)
+    packed = kernel._pack_args(backend, keywords, bound, specialization, None)  # noqa: SLF001 - no public name
+    options, signature, constants, attributes = packed
+    source = _source_of(kernel)(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target.gpu, options=options.__dict__)
+
+
+def _source_of(kernel: Any) -> Any:
+    """What the compiler takes: it has two languages."""
+    if not kernel.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    release_at_exit()
+    return GluonASTSource
+
+
+def _require_compiler() -> None:
+    if INTERPRETED:
+        raise ArgumentError(
+            "TRITON_INTERPRET",
+            expected="unset when Python starts, because kernels that are interpreted cannot be compiled",
+            actual=os.environ.get("TRITON_INTERPRET", "set"),
+            hint="start a Python without it; `dsv4attn compile` does",
+        )
+
+
+def _require_unspecialised(variant: Variant) -> None:
+    """Check that the value of no run-time integer compiles anything."""
+    parameters = {parameter.name: parameter for parameter in variant.kernel.params}
+    for name in [name for name, text in variant.types if text == "int"]:
+        parameter = parameters[name]
+        if not (parameter.annotation_type and parameter.do_not_specialize):
+            raise ArgumentError(
+                f"parameter {name} of kernel {variant.name}",
+                expected="an integer with a width, not specialised",
+                actual="one that is specialised" if parameter.annotation_type else "one without annotation",
+                hint=f"annotate it as tl.int32 or tl.int64, and list it in @triton.jit(do_not_specialize=[{name!r}])",
+            )
+
+
+@frozen
+class Resources:
+    """What one block of a compiled kernel needs.
+
+    registers: of a thread; vector and accumulation registers on AMD. spill_stores, spill_loads: bytes of a thread that
+    found no register (on AMD registers spilled, times four). stack: bytes of a thread, spills included. shared: bytes.
+    occupancy: blocks that a unit of the target holds at once. wave: threads that run in step. matrix: matrix
+    instructions in the assembly. products: products of 16-bit matrices that the source asks for. serialised: what the
+    assembler says of matrix instructions that had to wait for each other. roles: warps, and registers of each of their
+    threads, where a block's warps have different work; then `registers` is what all of them start with.
+    """
+
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack: int
+    shared: int
+    threads: int
+    occupancy: int
+    wave: int
+    matrix: int = 0
+    products: int = 0
+    serialised: tuple[str, ...] = ()
+    roles: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, kernel: Any, target: Target) -> Resources:
+        """Read them off a compiled kernel."""
+        registers, stores, loads, stack, serialised = _from_ptx(kernel) if target.is_cuda else _from_amdgcn(kernel)
+        shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
+        occupancy = target.occupancy(registers, shared, warps)
+        wave = target.warp_size if target.is_cuda else _largest(r"\.wavefront_size:\s+(\d+)", kernel.asm["amdgcn"])
+        matrix = len(_MATRIX.findall(kernel.asm["ptx" if target.is_cuda else "amdgcn"]))
+        # Gluon begins behind this stage
+        products = len(_PRODUCT.findall(kernel.asm.get("ttir", "")))
+        need = registers, stores, loads, stack, shared, warps * wave, occupancy
+        return cls(*need, wave, matrix, products, serialised, _roles(kernel))
+
+    def reasons(self, target: Target) -> list[Reason]:
+        """Every limit of the target that is broken; none of them stops the compiler."""
+        allowed, found = target.shared_per_block, []
+        if self.shared > allowed:
+            cure = "smaller tiles, or fewer stages"
+            found.append(Reason("SHARED_MEMORY", f"{self.shared:,} bytes", f"at most {allowed:,} in a block", cure))
+        if self.threads > MAX_THREADS:
+            found.append(Reason("THREADS", self.threads, f"at most {MAX_THREADS} in a block", "fewer warps"))
+        if self.registers > target.registers_per_thread:
+            found.append(Reason("REGISTERS", self.registers, f"at most {target.registers_per_thread} in a thread"))
+        file, taken = 4 * target.warp_size * target.registers, sum(w * target.warp_size * r for w, r in self.roles)
+        if taken > file:
+            cure = "fewer registers for one of the roles"
+            found.append(Reason("REGISTER_FILE", f"{taken:,} in all roles", f"at most {file:,} in a block", cure))
+        if self.spill_stores or self.spill_loads:
+            actual = f"{self.spill_stores} bytes stored and {self.spill_loads} loaded per thread"
+            found.append(Reason("SPILLS", actual, "none", "smaller tiles, or more warps"))
+        elif self.stack:
+            found.append(Reason("SCRATCH", f"{self.stack} bytes of a thread", "none", "no arrays in memory"))
+        if self.wave != target.warp_size:
+            found.append(Reason("WAVE", f"{self.wave} threads in a wave", target.warp_size))
+        if self.products and not self.matrix:
+            cure = "a dtype and a tile that the matrix unit takes"
+            found.append(Reason("MATRIX", "products without matrix instructions", "at least one", cure))
+        if self.serialised:
+            cure = "fewer registers in flight"
+            found.append(Reason("SERIALISED", self.serialised[0], "matrix instructions that overlap", cure))
+        if not self.occupancy and not found:
+            found.append(Reason("OCCUPANCY", "no block fits", "at least one", "fewer warps, or smaller tiles"))
+        return found
+
+
+_MATRIX = re.compile(
+    r"^\s*(?:@\S+\s+)?(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_s?mfmac?_|v_s?wmmac?_)", re.MULTILINE
+)
+"""A matrix instruction, at the start of a line of assembly."""
+_PRODUCT = re.compile(r"= tt\.dot .*: tensor<\w+x(?:bf|f)16> \*")
+"""A product of 16-bit matrices in the first stage of the compiler, where every target is alike."""
+
+_ptxas_flags: list[tuple[str, ...]] = [("--regAllocOptLevel=2",), ()]
+"""What releases of Triton pass to the assembler, the one that was right last time first."""
+
+
+def _from_ptx(kernel: Any) -> tuple[int, int, int, int, tuple[str, ...]]:
+    """Assemble once more, to hear what Triton did not tell: with its own flags, as the same bytes prove."""
+    told = ""
+    for flags in list(_ptxas_flags):
+        heard, same = _assemble(kernel, flags)
+        if same:
+            _ptxas_flags.insert(0, _ptxas_flags.pop(_ptxas_flags.index(flags)))
+            told = heard
+            break
+        told = told or heard
+    lost = "Potential Performance Loss: "
+    serialised = tuple(line.partition(lost)[2].strip() for line in told.splitlines() if lost in line)
+    numbers = (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads", r"(\d+) bytes stack")
+    registers, stores, loads, stack = (_largest(pattern, told) for pattern in numbers)
+    return registers, stores, loads, stack, serialised
+
+
+def _assemble(kernel: Any, flags: Sequence[str]) -> tuple[str, bool]:
+    """What the assembler says of a kernel, and whether it makes the same bytes of it."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    arch = kernel.metadata.target.arch
+    fused = () if kernel.metadata.enable_fp_fusion else ("--fmad=false",)
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(kernel.asm["ptx"], encoding="utf-8")
+        name = f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}"
+        command = [get_ptxas(arch).path, "-lineinfo", *fused, "-v", *flags, name, str(source), "-o", str(binary)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - Triton's own tool
+        same = done.returncode == 0 and binary.read_bytes() == kernel.asm["cubin"]
+    return done.stderr, same
+
+
+def _roles(kernel: Any) -> tuple[tuple[int, int], ...]:
+    """Warps and registers of each role of a warp-specialised kernel of NVIDIA; empty for all others.
+
+    The first role, of as many warps as the kernel was written for, takes what the others leave: the assembly says it
+    first after what it had while it was alone.
+    """
+    text = kernel.asm.get("ttgir", "")
+    told = re.search(r"requestedRegisters = array<i32: ([\d, ]+)>", text)
+    if told is None:
+        return ()
+    warps = [int(n) for n in re.findall(r"^\s*partition\d+\(.*num_warps\((\d+)\)", text, re.MULTILINE)]
+    asked = [int(n) for n in told[1].split(",")]
+    (first,) = re.findall(r'"ttg.num-warps" = (\d+)', text)
+    _, rest, *_ = (int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", kernel.asm["ptx"]))
+    return (int(first), rest), *zip(warps, asked, strict=True)
+
+
+def _from_amdgcn(kernel: Any) -> tuple[int, int, int, int, tuple[str, ...]]:
+    """Read the kernel's descriptor. On CDNA `.vgpr_count` counts accumulation registers too."""
+    text = kernel.asm["amdgcn"]
+    registers, spilled, stack = (
+        _largest(rf"\.{name}:\s+(\d+)", text)
+        for name in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
+    )
+    return registers, 4 * spilled, 4 * spilled, stack, ()
+
+
+def _largest(pattern: str, text: str) -> int:
+    return max(map(int, re.findall(pattern, text)), default=0)
+
+
+@frozen
+class Outcome:
+    """A form of a kernel on a target: what it needs there, or why it could not be compiled."""
+
+    variant: Variant
+    far: bool
+    resources: Resources | None
+    reasons: tuple[Reason, ...]
+
+    @property
+    def verdict(self) -> str:
+        """In one word: "ok"; "spills", which runs and is slow; "limit", which may not launch; "failed" to compile."""
+        codes = {reason.code for reason in self.reasons}
+        if "COMPILER" in codes:
+            return "failed"
+        # products that wait for each other are what a spill leads to
+        if codes & {"SPILLS", "SCRATCH"} and codes <= {"SPILLS", "SCRATCH", "SERIALISED"}:
+            return "spills"
+        return "limit" if codes else "ok"
+
+
+def compile_all(
+    variants: Iterable[Variant], target: Target, *, progress: Callable[[Outcome], None] | None = None
+) -> list[Outcome]:
+    """Compile variants for a target, each once, and in both forms on AMD. No kernel stops another.
+
+    progress: called with each outcome, in the order of the result, as soon as those before it are there. Raises
+    ArgumentError where kernels are interpreted.
+    """
+    _require_compiler()
+    forms = [(variant, far) for variant in dict.fromkeys(variants) for far in (False, True)[: 2 - target.is_cuda]]
+    outcomes = []
+    with ThreadPoolExecutor(threads()) as executor:
+        for outcome in executor.map(lambda form: _outcome(form[0], target, far=form[1]), forms):
+            outcomes.append(outcome)
+            if progress is not None:
+                progress(outcome)
+    return outcomes
+
+
+def compile_near(variant: Variant, target: Target) -> Outcome:
+    """Compile one variant, in the form for tensors below 2 GB; errors of the compiler are in the outcome."""
+    return _outcome(variant, target, far=False)
+
+
+def _outcome(variant: Variant, target: Target, *, far: bool) -> Outcome:
+    try:
+        resources = Resources.of(cross_compile(variant, target, far=far), target)
+    except Exception as error:  # noqa: BLE001 - whatever a compiler raises
+        return Outcome(variant, far, None, (Reason("COMPILER", _said(error), "a kernel that compiles"),))
+    return Outcome(variant, far, resources, tuple(resources.reasons(target)))
+
+
+def _said(error: BaseException) -> str:
+    """What a compiler says at the place where it gave up; around it stands the source that led there."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
+
+
+def distinctions(variants: Sequence[Variant]) -> dict[Variant, str]:
+    """What tells each variant from the others of its kernel's name, in few words; nothing for an only one."""
+    by_name: dict[str, list[Variant]] = defaultdict(list)
+    for variant in variants:
+        by_name[variant.name].append(variant)
+    told = {}
+    for alike in by_name.values():
+        parts = [_parts(variant) for variant in alike]
+        columns = {key: [mine.get(key, "") for mine in parts] for mine in parts for key in mine}
+        # of those that change together, one says it
+        chosen = {tuple(map(column.index, column)): key for key, column in reversed([*columns.items()])}
+        kept = [key for key, column in columns.items() if len({*column}) > 1 and key in chosen.values()]
+        told.update({variant: " ".join(columns[key][i] for key in kept) for i, variant in enumerate(alike)})
+    return told
+
+
+def _parts(variant: Variant) -> dict[str, str]:
+    types = {name: f"{name}:{text.replace(':1', ' unaligned')}" for name, text in variant.types}
+    constants = {name: f"{name}={_word(value)}" for name, value in variant.constants}
+    return {**types, **constants, " warps": f"{variant.num_warps} warps", " stages": f"{variant.num_stages} stages"}
+
+
+def _word(value: object) -> str:
+    return str(value).rpartition(".")[2] if type(value).__name__ == "dtype" else str(value)

@@ -1,0 +1,166 @@
+"""One compiled form of a kernel: what a launch, a warm-up and a cross-compilation agree on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from dsv4attn.backends._triton.launching.ready import ALIGNMENT
+
+__all__ = ["StandIn", "Variant", "options", "pointer_type"]
+
+_POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*u1",
+}
+_DTYPES = {name: dtype for dtype, name in _POINTERS.items()}
+_VALUES = {"none": None, "int": 1, "fp32": 1.0}
+
+
+@frozen
+class StandIn:
+    """Stands for a tensor where nothing but its type, its alignment and its size matter.
+
+    far: its memory does not end within 2 GB. address: where its first element stands.
+    """
+
+    dtype: torch.dtype
+    address: int = 0
+    far: bool = False
+
+    def data_ptr(self) -> int:
+        """What Triton takes for the address."""
+        return self.address
+
+    def ptr_range(self) -> int:
+        """What Triton takes for the size, in bytes, on AMD."""
+        return 2**32 if self.far else 0
+
+
+def _freeze(items: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(dict(items).items(), key=lambda item: item[0]))
+
+
+@frozen
+class Variant:
+    """One compiled form of a kernel. Two are equal when the compiler cannot tell them apart.
+
+    types: of the parameters that are not constants: "*bf16", "int" of whatever width, "fp32", "none" for an optional
+    pointer that is not given; ":1" behind a pointer that is not aligned to 16 bytes, where the kernel minds. extra:
+    further options of the compiler, such as maxnreg.
+    """
+
+    kernel: Any
+    types: tuple[tuple[str, str], ...] = field(converter=_freeze)
+    constants: tuple[tuple[str, Any], ...] = field(converter=_freeze)
+    num_warps: int = 4
+    num_stages: int = 1
+    fp_fusion: bool = True
+    extra: tuple[tuple[str, Any], ...] = field(default=(), converter=_freeze)
+
+    def __attrs_post_init__(self) -> None:
+        """Put the types into the order of the parameters, and forget what compiles nothing."""
+        given, careless = dict(self.types), _careless(self.kernel)
+        names = [name for name in self.kernel.arg_names if name in given]
+        types = tuple((name, _canonical(given[name], careless=name in careless)) for name in names)
+        object.__setattr__(self, "types", types)
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel."""
+        return str(self.kernel.fn.__name__)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a launch passes to the compiler beside the arguments."""
+        return options(self.num_warps, self.num_stages, fp_fusion=self.fp_fusion, **dict(self.extra))
+
+    def stand_ins(self, *, far: bool = False) -> list[Any]:
+        """Arguments that compile to this form, in order: no memory is touched.
+
+        far: pointers may reach beyond 2 GB, which makes a difference on AMD.
+        """
+        return [_stand_in(text, far=far) for _, text in self.types]
+
+    @classmethod
+    def of(
+        cls,
+        kernel: Any,
+        args: Sequence[Any],
+        constants: Mapping[str, Any],
+        num_warps: int,
+        num_stages: int,
+        *,
+        fp_fusion: bool = True,
+        **extra: Any,
+    ) -> Variant:
+        """What a launch with these arguments compiles."""
+        names = [name for name in kernel.arg_names if name not in constants]
+        types = zip(names, map(_type_of, args), strict=True)
+        return cls(kernel, types, constants, num_warps, num_stages, fp_fusion, extra)
+
+    @classmethod
+    def told(
+        cls,
+        kernel: Any,
+        types: Mapping[str, str],
+        constants: Mapping[str, Any],
+        *,
+        num_warps: int = 4,
+        num_stages: int = 1,
+        fp_fusion: bool = True,
+        **extra: Any,
+    ) -> Variant:
+        """The form of a kernel with parameters of these types; those that are not named are integers."""
+        names = [name for name in kernel.arg_names if name not in constants]
+        named = [(name, types.get(name, "int")) for name in names]
+        return cls(kernel, named, constants, num_warps, num_stages, fp_fusion, extra)
+
+
+def options(num_warps: int, num_stages: int, *, fp_fusion: bool = True, **extra: Any) -> dict[str, Any]:
+    """Compiler options of every launch. Fusion is said aloud: releases of Triton differ in their default."""
+    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fp_fusion, **extra}
+
+
+def _careless(kernel: Any) -> set[str]:
+    """Parameters whose alignment a kernel does not want to know."""
+    given = getattr(kernel, "kwargs", None) or vars(kernel)
+    listed = [*(given.get("do_not_specialize") or ()), *(given.get("do_not_specialize_on_alignment") or ())]
+    return {kernel.arg_names[name] if isinstance(name, int) else name for name in listed}
+
+
+def _canonical(text: str, *, careless: bool) -> str:
+    if re.fullmatch(r"[iu]\d+", text):
+        return "int"
+    return text.removesuffix(":1") if careless else text
+
+
+def _stand_in(text: str, *, far: bool) -> Any:
+    if text in _VALUES:
+        return _VALUES[text]
+    dtype, _, unaligned = text.partition(":")
+    return StandIn(_DTYPES[dtype], 1 if unaligned else 0, far)
+
+
+def _type_of(arg: Any) -> str:
+    if arg is None:
+        return "none"
+    if isinstance(arg, Tensor):
+        return _POINTERS[arg.dtype] + ("" if arg.data_ptr() % ALIGNMENT == 0 else ":1")
+    return "fp32" if isinstance(arg, float) else "int"
+
+
+def pointer_type(dtype: torch.dtype) -> str:
+    """How `Variant.types` calls a pointer to this dtype."""
+    return _POINTERS[dtype]

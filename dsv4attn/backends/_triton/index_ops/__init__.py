@@ -1,0 +1,1 @@
+"""Index arithmetic as kernels: dense rows, ragged lists, and what the metadata builder needs."""

@@ -1,0 +1,169 @@
+"""How a kernel is launched, and what a launch compiles: one description, `Variant`, serves `warmup` and `aot` too.
+
+Run-time integers are annotated with their width and never specialised, so that their values compile nothing. What
+does compile is told by the constants of a launch, the dtypes of its pointers, whether those are aligned, and which
+optional ones are None. On AMD every form exists twice: `FAR_FORMS`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from dsv4attn.backends._triton.compiling.variant import StandIn, Variant, options
+from dsv4attn.backends._triton.launching import ready
+from dsv4attn.backends._triton.launching.ready import ALIGNMENT, Constants
+from dsv4attn.backends._triton.support import INTERPRETER_CURE, require_release
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.errors import ArgumentError
+
+__all__ = [
+    "ALIGNMENT",
+    "FAR_FORMS",
+    "INTERPRETED",
+    "Constants",
+    "architecture",
+    "device_context",
+    "launch",
+    "multiprocessors",
+    "observed",
+    "require_driven",
+    "stable_gluon",
+    "stable_kernel",
+]
+
+require_release()
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+"""Kernels run in Triton's interpreter. Read once: Triton decides when a kernel is defined."""
+
+FAR_FORMS: bool = torch.version.hip is not None
+"""Triton for AMD compiles loads from a tensor below 2 GB without branches, with offsets of 32 bits, and decides this
+for each tensor of each launch. Here it is all of them or none: two forms of a kernel, which a warm-up can foresee."""
+_FAR = 2**31
+
+
+def stable_kernel(function: Any) -> Any:
+    """`triton.jit` that compiles one form whatever the numbers and the alignment of pointers.
+
+    Parameters annotated as numbers are never specialised. Those without annotation are pointers; a kernel that wants
+    wide accesses is told by a constant that they are possible.
+    """
+    return triton.jit(function, **_unspecialised(function))
+
+
+def stable_gluon(function: Any) -> Any:
+    """The same of a kernel in Gluon, which no interpreter runs."""
+    from triton.experimental import gluon
+
+    return gluon.jit(function, **_unspecialised(function))
+
+
+def _unspecialised(function: Any) -> dict[str, list[str]]:
+    parameters = inspect.signature(function).parameters.values()
+    return {
+        "do_not_specialize": [p.name for p in parameters if p.annotation in {"tl.int32", "tl.int64", "tl.float32"}],
+        "do_not_specialize_on_alignment": [p.name for p in parameters if p.annotation is p.empty],
+    }
+
+
+_observers: list[Callable[[Variant], None]] = []
+
+
+@contextmanager
+def observed() -> Iterator[list[Variant]]:
+    """Collect what is launched meanwhile, for tests and for whoever wonders."""
+    seen: list[Variant] = []
+    _observers.append(seen.append)
+    try:
+        yield seen
+    finally:
+        _observers.remove(seen.append)
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: Sequence[Any],
+    constants: Mapping[str, Any],
+    *,
+    num_warps: int = 4,
+    num_stages: int = 1,
+    fp_fusion: bool = True,
+    **extra: Any,
+) -> None:
+    """Run a kernel on the device of its first argument, a tensor; nothing happens when the grid is empty.
+
+    args: tensors, numbers and None, in the order of the parameters that are not in `constants`. fp_fusion: whether a
+    product may be added before it is rounded, which is faster, and rounds unlike torch does. extra: further options of
+    the compiler, such as maxnreg. What Triton's environment says of compilation is read at a form's first launch.
+    Raises ArgumentError for a CPU tensor unless kernels are interpreted.
+    """
+    if 0 in grid:
+        return
+    device = args[0].device
+    index = device.index
+    if index is None:
+        require_driven(device)
+    for observe in _observers:
+        observe(Variant.of(kernel, args, constants, num_warps, num_stages, fp_fusion=fp_fusion, **extra))
+    far = FAR_FORMS and any(isinstance(arg, Tensor) and arg.untyped_storage().nbytes() >= _FAR for arg in args)
+    with device_context(device):
+        form = ready.form_of(kernel, args, constants, index or 0, far, num_warps, num_stages, fp_fusion, **extra)
+        if ready.launched(form, grid, args):
+            return
+        given = args
+        if far:
+            given = [StandIn(arg.dtype, arg.data_ptr(), far=True) if isinstance(arg, Tensor) else arg for arg in args]
+        compiled = kernel[grid](*given, **constants, **options(num_warps, num_stages, fp_fusion=fp_fusion, **extra))
+        ready.remember(form, compiled, constants)
+
+
+def require_driven(device: torch.device) -> None:
+    """Raise ArgumentError for the CPU unless kernels are interpreted."""
+    if device.type == "cpu" and not INTERPRETED:
+        raise ArgumentError(
+            "device",
+            expected="a device that Triton drives",
+            actual="the CPU",
+            hint=INTERPRETER_CURE,
+        )
+
+
+def device_context(device: torch.device) -> AbstractContextManager[object]:
+    """Where Triton launches and compiles: on this device, of several."""
+    index: int | None = device.index
+    if index is None or device.type == "cpu" or _devices() <= 1:
+        return _HERE
+    context: AbstractContextManager[object] = torch.get_device_module(device).device(index)
+    return context
+
+
+_HERE = nullcontext()
+_devices = cache(torch.accelerator.device_count)
+
+
+@cache
+def architecture() -> str:
+    """Architecture of the first accelerator, as `DeviceFacts.arch` has it; "cpu" where there is none."""
+    return DeviceFacts.here().arch
+
+
+@cache
+def multiprocessors() -> int:
+    """Units of the first accelerator that run programs; a few where there is none, so that rows are cut there too."""
+    if not torch.accelerator.is_available():
+        return 4
+    device = torch.accelerator.current_accelerator()
+    properties = torch.get_device_module(device).get_device_properties(0)
+    for name in ("multi_processor_count", "gpu_subslice_count", "max_compute_units"):
+        if count := getattr(properties, name, 0):
+            return int(count)
+    return 64

@@ -1,0 +1,74 @@
+"""What every Triton room can answer before it looks closer. Imports neither torch nor triton."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from dsv4attn.core.device import NEWER_TRITON, TRITON_SOURCES, DeviceFacts, release_of
+from dsv4attn.core.problem import CacheFacts, Problem, Reason
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["require_release", "support"]
+
+INTERPRETER_CURE = "set TRITON_INTERPRET=1 before Python starts, or ask for reference, which is faster there"
+_ROWS = "allocate the cache as bfloat16 rows"
+_LAYOUTS = {"fp8_ds_mla": ("e4m3fn", "e4m3fnuz"), "rows": ("bfloat16", "float32")}
+_WIDEST = 512
+_OLDEST = 80
+_OLDEST_TRITON = 3, 6
+"""What older releases lack: 3.2 and 3.3 `triton.knobs`; 3.2 to 3.4 the JIT's argument packing, by which kernels are
+compiled before a launch. With 3.5 the kernels compile, but have run nowhere."""
+
+
+def support(device: DeviceFacts, problem: Problem) -> Sequence[Reason]:
+    """All reasons why the shared kernels cannot serve a problem on a device."""
+    reasons = [*_of_device(device)]
+    for name, cache in (("window cache", problem.swa), ("compressed cache", problem.compressed)):
+        if cache is not None and cache.dtype not in _LAYOUTS.get(cache.layout, ()):
+            allowed = ", ".join(f"{layout} of {' or '.join(dtypes)}" for layout, dtypes in _LAYOUTS.items())
+            reasons.append(Reason("LAYOUT", f"{name} {cache.layout} of {cache.dtype}", allowed, _ROWS))
+    if problem.compressed is not None and _row_dtype(problem.compressed) != _row_dtype(problem.swa):
+        both = f"{problem.swa.dtype} beside {problem.compressed.dtype}"
+        reasons.append(
+            Reason("LAYOUT_PAIR", both, "two caches that read as the same type", "use one row type for both")
+        )
+    if problem.q_dtype not in ("bfloat16", "float32"):
+        reasons.append(Reason("Q_DTYPE", problem.q_dtype, "bfloat16 or float32", "cast q"))
+    if problem.layer.head_dim > _WIDEST:
+        reasons.append(Reason("HEAD_DIM", problem.layer.head_dim, f"at most {_WIDEST}"))
+    return reasons
+
+
+def _of_device(device: DeviceFacts) -> list[Reason]:
+    if device.kind not in TRITON_SOURCES:
+        return [Reason("DEVICE", device.kind, "a device that Triton drives: cuda, hip or xpu", "ask for reference")]
+    if device.triton_version is None:
+        return [Reason("TRITON", "no Triton", "Triton 3.6 or newer", TRITON_SOURCES[device.kind])]
+    old = _older(device)
+    if old is not None:
+        return [old]
+    if device.kind == "cpu" and not device.interpreted:
+        return [Reason("INTERPRETER", "a CPU", "an accelerator, or Triton's interpreter", INTERPRETER_CURE)]
+    number = re.fullmatch(r"sm_(\d+)", device.arch)
+    if number and int(number[1]) < _OLDEST:
+        return [Reason("ARCH", device.arch, f"sm_{_OLDEST} or newer: bf16 matrix products")]
+    return []
+
+
+def _older(device: DeviceFacts) -> Reason | None:
+    release = release_of(device.triton_version)
+    if release is None or release >= _OLDEST_TRITON:
+        return None
+    return Reason("TRITON", f"Triton {device.triton_version}", "Triton 3.6 or newer", NEWER_TRITON[device.kind])
+
+
+def require_release() -> None:
+    """Raise ArgumentError if the Triton of this installation is too old to compile or launch the kernels."""
+    old = _older(DeviceFacts.named("cpu"))
+    if old is not None:
+        raise ArgumentError("triton", expected=old.allowed, actual=old.actual, hint=old.cure)
+
+
+def _row_dtype(cache: CacheFacts) -> str:
+    return "float32" if cache.dtype == "float32" else "bfloat16"

@@ -1,0 +1,262 @@
+"""The field's names for attention: what engines call on AMD GPUs today, on this room's kernels.
+
+Engines that use `forward_mqa` need none of it. What the originals get wrong is right here: an absent entry never
+reads a neighbour's row, none is lost because others are absent, and every cache is read in its own dialect.
+Index lists have theirs in `names_ragged`, the output projection in `names_output`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4attn.backends._triton.arguments import FLOATS, as_rows, layer_of
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.index_ops.ragged import build_ragged_indices_from_dense
+from dsv4attn.backends.rocm.launch import RocmBackend
+from dsv4attn.backends.rocm.vllm_api_ragged import check_at_least, check_indptr, new_rows
+from dsv4attn.core.checks import check_same_device
+from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, PagedKeys, Phase, RaggedIndices
+from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.tensorspec import check_tensor
+from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.errors import ArgumentError
+
+__all__ = [
+    "rocm_sparse_attn_decode",
+    "rocm_sparse_attn_prefill",
+]
+
+_INT = torch.int32
+_MOST_HEADS, _WIDEST = 128, 512
+_MOST = 2**31 - 1
+_TYPES = {torch.float8_e4m3fn: Fp8Format.OCP, torch.float8_e4m3fnuz: Fp8Format.FNUZ}
+_backend = cache(RocmBackend)
+_layout = cache(KVCacheLayout.fp8_ds_mla)
+
+
+def rocm_sparse_attn_decode(
+    q: Tensor,
+    kv_cache: Tensor | PagedKVCache | None,
+    swa_k_cache: Tensor | PagedKVCache,
+    swa_only: bool,  # noqa: FBT001 - the field's signature
+    topk_indices: Tensor | None,
+    topk_lens: Tensor | None,
+    swa_indices: Tensor | None,
+    swa_lens: Tensor | None,
+    swa_ragged_indices: Tensor | None,
+    swa_ragged_indptr: Tensor | None,
+    topk_ragged_indices: Tensor | None,
+    topk_ragged_indptr: Tensor | None,
+    attn_sink: Tensor | None,
+    scale: float,
+    head_dim: int,
+    nope_head_dim: int,
+    rope_head_dim: int,
+    output: Tensor,
+    *,
+    swa_fp8_format: Fp8Format | str = Fp8Format.OCP,
+    fp8_format: Fp8Format | str = Fp8Format.OCP,
+    positions: Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
+    workspace: WorkspaceManager | None = None,
+) -> int:
+    """Attention of each row of q over its slots of the window cache and, unless swa_only, of the compressed one.
+
+    q, output: [T, H, head_dim] bf16 or fp32, H at most 128, head_dim at most 512; output is written in full. caches:
+    [B, P, bytes of a record] of one-byte type, or PagedKVCache. swa_fp8_format and fp8_format say their dialects; a
+    type of fp8, or a layout, that says another is refused. Each has its own page size, stride and capacity.
+    Ragged rows, indices [capacity] and indptr [T + 1] int32, win where both are given; else indices [T, 1, K] or [T, K]
+    int32 and lens [T] int32. The topk arguments and kv_cache are not looked at when swa_only. attn_sink: [>= H] fp32.
+    More than the original has: positions [T] int64 and cos_sin_cache [P, rope_head_dim] fp32, to undo the rotation of
+    the output where parts of rows are added up anyway; workspace, with which several programs can share a row.
+    Returns how many leading rows had their rotation undone: T or 0. What indptr holds is checked on the CPU; on a
+    device nothing outside the lists is read, whatever it holds. Raises ArgumentError before any launch.
+    """
+    letters = _check_dims(q, head_dim, nope_head_dim, rope_head_dim)
+    check_tensor("output", output, "T H D", q.dtype, letters, written=True)
+    sink = _sink_of(attn_sink, q)
+    check_same_device(q, output=output, attn_sink=sink)
+    dims = nope_head_dim, rope_head_dim
+    rows = _rows_of(q, "swa_", swa_indices, swa_lens, swa_ragged_indices, swa_ragged_indptr)
+    segments = [PagedKeys(_cache_of("swa_k_cache", swa_k_cache, q, *dims, swa_fp8_format), rows)]
+    if not swa_only:
+        rows = _rows_of(q, "topk_", topk_indices, topk_lens, topk_ragged_indices, topk_ragged_indptr)
+        segments.append(PagedKeys(_cache_of("kv_cache", kv_cache, q, *dims, fp8_format), rows))
+    angles = _angles(q, positions, cos_sin_cache, rope_head_dim)
+    if len({type(each.rows) for each in segments}) > 1:
+        segments = [PagedKeys(each.cache, _all_ragged(each.rows, each.cache.capacity)) for each in segments]
+    layer = layer_of(q.shape[1], head_dim, rope_head_dim, float(scale))
+    return _attend(Phase.DECODE, layer, q, segments, sink, output, workspace, angles)
+
+
+def rocm_sparse_attn_prefill(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor | None,
+    topk_length: Tensor | None,
+    scale: float,
+    head_dim: int,
+    nope_head_dim: int,
+    rope_head_dim: int,
+    attn_sink: Tensor | None,
+    output: Tensor,
+    ragged_indices: Tensor | None = None,
+    ragged_indptr: Tensor | None = None,
+    *,
+    workspace: WorkspaceManager | None = None,
+) -> None:
+    """Attention of each row of q over the gathered keys it names.
+
+    q, output: [T, H, head_dim] bf16 or fp32. kv: [S, 1, head_dim] bf16 or fp32. Ragged rows win where both are given,
+    and what is dense may then have no columns; else indices [T, 1, K] or [T, K] int32 and topk_length [T] int32, or
+    None for all columns: an absent entry is skipped wherever it stands, and none is lost for it.
+    Everything else as in `rocm_sparse_attn_decode`.
+    """
+    letters = _check_dims(q, head_dim, nope_head_dim, rope_head_dim)
+    check_tensor("kv", kv, "_ 1 D", FLOATS, letters)
+    check_tensor("output", output, "T H D", q.dtype, letters, written=True)
+    sink = _sink_of(attn_sink, q)
+    check_same_device(q, kv=kv, output=output, attn_sink=sink)
+    rows = as_rows(indices)
+    if topk_length is None and rows is not None and (ragged_indices is None or ragged_indptr is None):
+        topk_length = rows.new_full(rows.shape[:1], rows.shape[-1])
+    chosen = _rows_of(q, "", rows, topk_length, ragged_indices, ragged_indptr, lens_name="topk_length")
+    layer = layer_of(q.shape[1], head_dim, rope_head_dim, float(scale))
+    _attend(Phase.PREFILL, layer, q, GatheredKeys(kv.squeeze(1), chosen), sink, output, workspace, None)
+
+
+# what they have in common
+
+
+def _attend(
+    phase: Phase,
+    layer: LayerGeometry,
+    q: Tensor,
+    keys: list[PagedKeys] | GatheredKeys,
+    sink: Tensor | None,
+    out: Tensor,
+    workspace: WorkspaceManager | None,
+    angles: tuple[Tensor, Tensor] | None,
+) -> int:
+    """Launch; how many leading rows had their rotation undone."""
+    backend = _backend()
+    scratch: Any = ()
+    if workspace is not None:
+        width = sum(_width_of(each.rows) for each in ([keys] if isinstance(keys, GatheredKeys) else keys))
+        specs = backend.scratch(phase, layer, q.shape[0], width)
+        scratch = workspace.get_simultaneous(*specs, lane=phase.value, caller=f"rocm_sparse_attn_{phase.value}")
+    call = AttentionCall(layer, q, keys, sink, out, None, scratch)
+    return attend.attend(call, backend.tuning.of(phase), angles=angles)
+
+
+def _width_of(rows: DenseIndices | RaggedIndices) -> int:
+    return rows.width if isinstance(rows, RaggedIndices) else rows.indices.shape[1]
+
+
+def _check_dims(q: Tensor, head_dim: int, nope: int, rope: int) -> dict[str, int]:
+    """The letters of q, whose dims are within the contract."""
+    if (nope + rope, nope > 0, rope > 0) != (head_dim, True, True):
+        raise ArgumentError("head_dim", expected=f"nope_head_dim + rope_head_dim = {nope} + {rope}", actual=head_dim)
+    if head_dim > _WIDEST:
+        raise ArgumentError("head_dim", expected=f"at most {_WIDEST}", actual=head_dim)
+    letters = {"D": head_dim}
+    check_tensor("q", q, "T H D", FLOATS, letters)
+    if not 1 <= q.shape[1] <= _MOST_HEADS:
+        raise ArgumentError("q", expected=f"1 to {_MOST_HEADS} heads", actual=q.shape[1])
+    return letters
+
+
+def _sink_of(sink: Tensor | None, q: Tensor) -> Tensor | None:
+    """The sinks of q's heads. Engines pad heads, and may give more."""
+    if sink is None:
+        return None
+    check_tensor("attn_sink", sink, "_", torch.float32, {})
+    check_at_least("attn_sink", sink, q.shape[1])
+    return sink[: q.shape[1]]
+
+
+def _cache_of(
+    name: str, given: Tensor | PagedKVCache | None, q: Tensor, nope: int, rope: int, dialect: Fp8Format | str
+) -> PagedKVCache:
+    """A cache in its dialect, on the device of q."""
+    allowed = [each.value for each in Fp8Format]
+    if dialect not in (*Fp8Format, *allowed):
+        raise ArgumentError("fp8_format", expected=" or ".join(allowed), actual=repr(dialect))
+    dialect = Fp8Format(dialect)
+    if isinstance(given, PagedKVCache):
+        layout = given.layout
+        if (layout.nope_dim, layout.rope_dim, layout.is_quantised) != (nope, rope, True):
+            raise ArgumentError(
+                name, expected=f"records of {nope} fp8 and {rope} bf16 values", actual=layout.fingerprint
+            )
+        if layout.fp8_format is not dialect:
+            _refuse_dialect(name, dialect, layout.fingerprint)
+        check_same_device(q, **{name: given.tensor})
+        return given
+    layout = _layout(nope, rope, fp8_format=dialect)
+    check_tensor(name, given, f"_ _ {layout.record_bytes}", (torch.uint8, *_TYPES), {})
+    assert given is not None
+    if given.dtype is not torch.uint8:
+        if _TYPES[given.dtype] is not dialect:
+            _refuse_dialect(name, dialect, given.dtype)
+        given = given.view(torch.uint8)
+    check_same_device(q, **{name: given})
+    return PagedKVCache(given, layout)
+
+
+def _refuse_dialect(name: str, dialect: Fp8Format, actual: object) -> None:
+    hint = "the same byte means half as much in e4m3fnuz: say for each cache who wrote it"
+    raise ArgumentError(name, expected=f"fp8 of dialect {dialect.value}, as told", actual=actual, hint=hint)
+
+
+def _rows_of(
+    q: Tensor,
+    name: str,
+    indices: Tensor | None,
+    lens: Tensor | None,
+    flat: Tensor | None,
+    indptr: Tensor | None,
+    lens_name: str = "lens",
+) -> DenseIndices | RaggedIndices:
+    """What rows select, ragged if that is given."""
+    if flat is not None and indptr is not None:
+        names = f"{name}ragged_indices", f"{name}ragged_indptr"
+        check_tensor(names[0], flat, "_", _INT, {})
+        check_tensor(names[1], indptr, "T+1", _INT, {"T": q.shape[0]})
+        check_same_device(q, **dict(zip(names, (flat, indptr), strict=True)))
+        check_indptr(names[1], indptr, flat.shape[0])
+        return RaggedIndices(flat, indptr, min(flat.shape[0], _MOST))
+    rows, letters = as_rows(indices), {"T": q.shape[0]}
+    names = f"{name}indices", f"{name}{lens_name}"
+    check_tensor(names[0], rows, "T K", _INT, letters)
+    check_tensor(names[1], lens, "T", _INT, letters)
+    check_same_device(q, **dict(zip(names, (rows, lens), strict=True)))
+    assert rows is not None
+    assert lens is not None
+    return DenseIndices(rows, lens)
+
+
+def _all_ragged(rows: DenseIndices | RaggedIndices, num_slots: int) -> RaggedIndices:
+    if isinstance(rows, RaggedIndices):
+        return rows
+    out = new_rows(rows.indices, *rows.indices.shape)
+    build_ragged_indices_from_dense(rows.indices, rows.lens, num_slots, out)
+    return RaggedIndices(*out, rows.indices.shape[1])
+
+
+def _angles(q: Tensor, positions: Tensor | None, table: Tensor | None, rope: int) -> tuple[Tensor, Tensor] | None:
+    if positions is None and table is None:
+        return None
+    check_tensor("positions", positions, "T", torch.int64, {"T": q.shape[0]})
+    check_tensor("cos_sin_cache", table, f"_ {rope}", torch.float32, {})
+    check_same_device(q, positions=positions, cos_sin_cache=table)
+    assert positions is not None
+    assert table is not None
+    if rope % 2 or not table.shape[0]:
+        raise ArgumentError("cos_sin_cache", expected="positions, and an even number of columns", actual=[*table.shape])
+    return positions, table

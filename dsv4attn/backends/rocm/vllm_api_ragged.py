@@ -1,0 +1,222 @@
+"""The field's names for ragged index lists: flat indices, and indptr, where each row begins.
+
+Nothing here reads a length on the host: memory is allocated from shapes, and what lies behind indptr[-1] is undefined.
+An absent entry never becomes a neighbour's row, and none is lost because others are absent.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dsv4attn.backends._triton.arguments import as_rows, check_optional
+from dsv4attn.backends._triton.index_ops import ragged as kernels
+from dsv4attn.backends._triton.index_ops.dense import combine_topk_swa_indices
+from dsv4attn.core.checks import check_same_device
+from dsv4attn.core.indices import positions_of, token_to_req_indices
+from dsv4attn.core.tensorspec import check_tensor
+from dsv4attn.core.workspace_plan import ragged_specs
+from dsv4attn.errors import ArgumentError
+
+__all__ = [
+    "build_ragged_indices_from_dense",
+    "check_at_least",
+    "check_indptr",
+    "combine_topk_swa_indices_ragged",
+    "compute_global_topk_ragged_indices_and_indptr",
+    "copy_ragged_to_graph_buffers",
+    "new_rows",
+]
+
+_INT = torch.int32
+_ANY_SLOT = 2**31 - 1
+
+
+def build_ragged_indices_from_dense(indices: Tensor, lengths: Tensor, num_rows: int = -1) -> tuple[Tensor, Tensor]:
+    """Dense rows as (flat [T * K], indptr [T + 1]): the first `lengths` columns of each, absent ones as -1.
+
+    indices: [T, K] int32. lengths: [T] int32. num_rows: rows of keys there are, to which entries may point; -1 for not
+    saying. Entries of `flat` at or behind indptr[-1] are undefined. Raises ArgumentError before any launch.
+    """
+    letters: dict[str, int] = {}
+    check_tensor("indices", indices, "T K", _INT, letters)
+    check_tensor("lengths", lengths, "T", _INT, letters)
+    check_same_device(indices, lengths=lengths)
+    flat, indptr = new_rows(indices, *indices.shape)
+    kernels.build_ragged_indices_from_dense(indices, lengths, _ANY_SLOT if num_rows < 0 else num_rows, (flat, indptr))
+    return flat, indptr
+
+
+def compute_global_topk_ragged_indices_and_indptr(
+    topk_indices: Tensor,
+    token_to_req: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    is_valid: Tensor,
+    visible_lens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Entry numbers of requests as ragged slots: (flat [T * K], indptr [T + 1], lens [T]).
+
+    topk_indices: [T, 1, K] or [T, K] int32, -1 or anything absent wherever it stands. token_to_req: [>= T] int32.
+    block_table: [R, N] int32. is_valid: [>= T] bool; other rows are empty. visible_lens: [T] int32, more than the
+    original has: entries each token may see; its row has min(visible_lens, K) places. Without it, a row has as many
+    places as topk_indices has entries of the table, numbers in [0, N * block_size), for its token.
+    A row's slots stand together at its front; what its length has besides is -1.
+    Raises ArgumentError before any launch.
+    """
+    rows, letters = as_rows(topk_indices), dict[str, int]()
+    check_tensor("topk_indices", rows, "T K", _INT, letters)
+    check_tensor("block_table", block_table, "_ _", _INT, {})
+    assert rows is not None
+    tokens, width = rows.shape
+    for name, each, dtype in (("token_to_req", token_to_req, _INT), ("is_valid", is_valid, torch.bool)):
+        check_tensor(name, each, "_", dtype, {})
+        if each.shape[0] < tokens:
+            raise ArgumentError(name, expected=f"at least {tokens} elements, one for each token", actual=each.shape[0])
+    check_optional("visible_lens", visible_lens, "T", _INT, letters)
+    if block_size < 1:
+        raise ArgumentError("block_size", expected="at least 1", actual=block_size)
+    optional = {"visible_lens": visible_lens}
+    check_same_device(rows, token_to_req=token_to_req, block_table=block_table, is_valid=is_valid, **optional)
+    most = min(block_table.shape[1] * block_size, _ANY_SLOT)
+    seen = is_valid[:tokens].to(_INT) * (most if visible_lens is None else visible_lens.clamp(0, most))
+    counted = (rows >= 0) & (rows < seen[:, None]) if visible_lens is None else None
+    lens = seen.clamp(max=width) if counted is None else counted.sum(1, dtype=_INT)
+    flat, indptr = new_rows(rows, tokens, width)
+    kernels.compute_global_topk_ragged_indices_and_indptr(
+        rows, seen, token_to_req[:tokens], block_table, block_size, (flat, indptr), lens
+    )
+    return flat, indptr, lens
+
+
+def combine_topk_swa_indices_ragged(
+    topk_indices: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    gather_lens: Tensor,
+    window_size: int,
+    compress_ratio: int,
+    topk: int,
+    M: int,  # noqa: N803 - the field's letters
+    N: int,  # noqa: N803
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Selected entries, then the window, of each token of a chunk as ragged rows of the gathered keys.
+
+    topk_indices: [t, >= topk] int32 entry numbers; with topk 0 only its rows count. query_start_loc: [n + 1] int32 of
+    any base. seq_lens, gather_lens: [n] int32. M: rows of each request. N: its first window row.
+    Returns (flat [t * (topk + window_size)], indptr [t + 1], lens [t]). Raises ArgumentError before any launch.
+    """
+    letters: dict[str, int] = {}
+    check_tensor("topk_indices", topk_indices, "t _", _INT, letters)
+    check_tensor("seq_lens", seq_lens, "n", _INT, letters)
+    check_tensor("gather_lens", gather_lens, "n", _INT, letters)
+    check_tensor("query_start_loc", query_start_loc, "n+1", _INT, letters)
+    check_same_device(topk_indices, query_start_loc=query_start_loc, seq_lens=seq_lens, gather_lens=gather_lens)
+    for name, number, least in (
+        ("window_size", window_size, 1),
+        ("compress_ratio", compress_ratio, 1),
+        ("topk", topk, 0),
+    ):
+        if number < least:
+            raise ArgumentError(name, expected=f"at least {least}", actual=number)
+    if topk > topk_indices.shape[1]:
+        raise ArgumentError(
+            "topk", expected=f"at most the {topk_indices.shape[1]} columns of topk_indices", actual=topk
+        )
+    if letters["t"] and not letters["n"]:
+        raise ArgumentError("topk_indices", expected="no rows where there are no requests", actual=letters["t"])
+    tokens = topk_indices.shape[0]
+    starts = query_start_loc - query_start_loc[:1]
+    valid = torch.ones(tokens, dtype=torch.bool, device=starts.device)
+    seen = None
+    if topk:
+        request = token_to_req_indices(starts, tokens)
+        seen = ((positions_of(starts, seq_lens, request) + 1) // compress_ratio).to(_INT)
+    dense = torch.empty(tokens, topk + window_size, dtype=_INT, device=starts.device)
+    lens = torch.empty(tokens, dtype=_INT, device=starts.device)
+    combine_topk_swa_indices(
+        topk_indices if topk else None,
+        seen,
+        valid,
+        starts,
+        seq_lens,
+        gather_lens,
+        window_size,
+        topk,
+        M,
+        N,
+        (dense, lens),
+    )
+    flat, indptr = new_rows(dense, *dense.shape)
+    kernels.build_ragged_indices_from_dense(dense, lens, _ANY_SLOT, (flat, indptr))
+    return flat, indptr, lens
+
+
+def copy_ragged_to_graph_buffers(
+    ragged_indices: Tensor,
+    ragged_indptr: Tensor,
+    indices_buffer: Tensor,
+    indptr_buffer: Tensor,
+    num_rows: int,
+    max_entries_per_row: int,
+) -> tuple[Tensor, Tensor]:
+    """Copy ragged rows to where a captured graph reads them; returns the views it is to be given.
+
+    ragged_indices: [capacity] int32. ragged_indptr: [num_rows + 1] int32. indices_buffer: [>= num_rows *
+    max_entries_per_row, and >= capacity] int32. indptr_buffer: [>= num_rows + 1] int32.
+    Returns (indices [max(num_rows * max_entries_per_row, 1)], indptr [num_rows + 1]): where they are and how long they
+    are follows from num_rows alone. Raises ArgumentError before anything is copied.
+    """
+    for name, number in (("num_rows", num_rows), ("max_entries_per_row", max_entries_per_row)):
+        if number < 0:
+            raise ArgumentError(name, expected="at least 0", actual=number)
+    check_tensor("ragged_indptr", ragged_indptr, "T+1", _INT, {"T": num_rows})
+    places = max(num_rows * max_entries_per_row, 1)
+    for name, each in (
+        ("ragged_indices", ragged_indices),
+        ("indices_buffer", indices_buffer),
+        ("indptr_buffer", indptr_buffer),
+    ):
+        check_tensor(name, each, "_", _INT, {})
+    check_at_least("indices_buffer", indices_buffer, max(places, ragged_indices.shape[0]))
+    check_at_least("indptr_buffer", indptr_buffer, num_rows + 1)
+    check_same_device(ragged_indices, ragged_indptr=ragged_indptr)
+    check_same_device(indices_buffer, indptr_buffer=indptr_buffer)
+    check_indptr("ragged_indptr", ragged_indptr, ragged_indices.shape[0])
+    if ragged_indices.shape[0]:
+        indices_buffer[: ragged_indices.shape[0]].copy_(ragged_indices, non_blocking=True)
+    indptr_buffer[: num_rows + 1].copy_(ragged_indptr, non_blocking=True)
+    return indices_buffer[:places], indptr_buffer[: num_rows + 1]
+
+
+# what they have in common
+
+
+def check_indptr(name: str, indptr: Tensor, capacity: int) -> None:
+    """Where rows begin, as far as it can be looked at without waiting for a device."""
+    if indptr.device.type != "cpu":
+        return
+    values = indptr.tolist()
+    if values[0] != 0:
+        raise ArgumentError(f"{name}[0]", expected="0, where the first row begins", actual=values[0])
+    for i, (begin, end) in enumerate(pairwise(values)):
+        if end < begin:
+            raise ArgumentError(f"{name}[{i + 1}]", expected=f"at least {begin}, where row {i} begins", actual=end)
+    if values[-1] > capacity:
+        raise ArgumentError(f"{name}[{len(values) - 1}]", expected=f"at most the {capacity} indices", actual=values[-1])
+
+
+def new_rows(like: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Memory of a ragged list of `rows` rows of at most `width` entries."""
+    if rows * width > _ANY_SLOT:
+        raise ArgumentError("indices", expected="fewer than 2^31 in all", actual=f"{rows} rows of {width}")
+    flat, indptr = (like.new_empty(shape, dtype=dtype) for shape, dtype in ragged_specs(rows, width))
+    return flat, indptr
+
+
+def check_at_least(name: str, tensor: Tensor, count: int) -> None:
+    """Raise ArgumentError if a vector is too short."""
+    if tensor.shape[0] < count:
+        raise ArgumentError(name, expected=f"at least {count} elements", actual=tensor.shape[0])

@@ -1,0 +1,265 @@
+"""The wrapper that engines hold one of per layer on SM120, on this room's own kernel.
+
+Its constructor and `run` are those of `flashinfer.mla.SparseMLASm120Wrapper`, so that it stands in where that one does
+not serve: any head count up to 128 without padding, any top-k, any page size, exact products of bf16.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import log
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4attn.backends._triton.arguments import check_optional, layer_of
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.launching.runtime import multiprocessors
+from dsv4attn.backends.sm120.flashinfer_memory import WrapperMemory, device_of
+from dsv4attn.backends.sm120.launch import Sm120Backend
+from dsv4attn.core.checks import check_same_device
+from dsv4attn.core.contract import AttentionCall, DenseIndices, PagedKeys
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.tensorspec import check_tensor
+from dsv4attn.errors import ArgumentError, UnsupportedError
+
+__all__ = ["SparseMLASm120Wrapper", "get_padded_num_q_heads"]
+
+_D, _ROPE, _RECORD = 512, 64, 584
+_MOST_HEADS, _MOST_TOKENS, _MOST_SPLIT_TOKENS = 128, 2**31 - 1, 64
+_LOG2E = 1 / log(2)
+_backend = cache(lambda: Sm120Backend(kernel="own"))
+_layout = cache(KVCacheLayout.fp8_ds_mla)
+
+
+def get_padded_num_q_heads(num_heads: int) -> int:
+    """Heads that q of FlashInfer's kernels must have; this room pads by itself, and its own kernel takes any number."""
+    sizes = (8, 16, 32, 64, _MOST_HEADS)
+    if not 1 <= num_heads <= sizes[-1]:
+        raise ArgumentError("num_heads", expected=f"1 to {_MOST_HEADS}", actual=num_heads)
+    return next(size for size in sizes if size >= num_heads)
+
+
+class _Rows(NamedTuple):
+    """One segment: its cache, and what the rows select of it; lens is None where all columns count."""
+
+    cache: PagedKVCache
+    indices: Tensor
+    lens: Tensor | None
+
+
+class SparseMLASm120Wrapper:
+    """Attention on fp8 pages for one layer and stream.
+
+    max_num_tokens, max_num_heads: both or neither, the largest call. With them all memory of the wrapper is allocated
+    here, on `device` or the current accelerator, and stays where it is: any call within them can be captured, and a
+    captured graph stays valid whatever runs later. Without them it is allocated on `device`, or in the first call on
+    the device of its q; memory for lengths then grows outside captures, and what a captured graph may use is not freed.
+    Of the other arguments of the original only what means DeepSeek-V4's fp8 record is taken: d_v 512, kv_scale_format
+    "auto", kv_cache_format "fp8"; compute_precision is "default" or "bf16", which are the same here.
+    Raises ArgumentError or UnsupportedError.
+    """
+
+    def __init__(
+        self,
+        max_num_tokens: int | None = None,
+        max_num_heads: int | None = None,
+        *,
+        d_v: int = _D,
+        kv_scale_format: str = "auto",
+        kv_cache_format: str = "fp8",
+        extra_kv_fp4: bool = False,
+        compute_precision: str = "default",
+        device: torch.device | str | None = None,
+        backend: str = "auto",
+    ) -> None:
+        """Check the arguments, and allocate the memory of all calls if the maxima are given."""
+        if (max_num_tokens is None) != (max_num_heads is None):
+            missing = "max_num_tokens" if max_num_tokens is None else "max_num_heads"
+            raise ArgumentError(missing, expected="both maxima or neither", actual=None)
+        for name, most, limit in (
+            ("max_num_tokens", max_num_tokens, _MOST_TOKENS),
+            ("max_num_heads", max_num_heads, _MOST_HEADS),
+        ):
+            if most is not None and not 1 <= most <= limit:
+                raise ArgumentError(name, expected=f"1 to {limit}", actual=most)
+        for name, value, taken in (
+            ("d_v", d_v, (_D,)),
+            ("kv_scale_format", kv_scale_format, ("auto",)),
+            ("kv_cache_format", kv_cache_format, ("fp8",)),
+            ("extra_kv_fp4", extra_kv_fp4, (False,)),
+            ("compute_precision", compute_precision, ("default", "bf16")),
+            ("backend", backend, ("auto", "sparse")),
+        ):
+            if value not in taken:
+                raise UnsupportedError(name, expected=" or ".join(map(repr, taken)), actual=repr(value))
+        self._most = max_num_tokens, max_num_heads
+        self._memory: WrapperMemory | None = None
+        if device is not None or max_num_tokens is not None:
+            self._memory = self._allocated(device_of(device))
+
+    def run(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        indices: Tensor,
+        output: Tensor,
+        sm_scale: float,
+        *,
+        topk_length: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        extra_kv_cache: Tensor | None = None,
+        extra_indices: Tensor | None = None,
+        extra_topk_length: Tensor | None = None,
+        out_lse: Tensor | None = None,
+        mid_out: Tensor | None = None,
+        mid_lse: Tensor | None = None,
+        prefill_impl: str | None = None,
+        return_lse: bool = False,
+        lse_scale: float = 1.0,
+    ) -> Tensor | None:
+        """Attend, and write `output`; returns the lse if asked for.
+
+        q: [T, H, 512] or [T, 1, H, 512] bf16, H up to 128. output: the same, of either rank. kv_cache, extra_kv_cache:
+        uint8 [B, P, 584] or [B, P, 1, 584], each with its own page size and page stride. indices, extra_indices:
+        [T, K] or [T, 1, K] int32 slots; -1 and slots that do not exist are absent. topk_length, extra_topk_length: [T]
+        int32, leading columns that count, or None for all. attn_sink: [H] fp32.
+        out_lse: [>= T, H] fp32. Its logarithm has base 2 and includes the sink; lse_scale multiplies it, so that ln 2
+        makes it natural. A row without keys gives zeros, and the sink's lse or -inf.
+        mid_out, mid_lse: memory for parts of rows, contiguous; as many are made as fit. Without it the wrapper's own.
+        prefill_impl: None, "auto" or "mg"; there is one implementation. Up to 64 tokens rows are shared by several
+        programs, behind that not; results are the same. Nothing is launched for no tokens.
+        Raises ArgumentError or UnsupportedError before any launch: for a call past the maxima or on another device than
+        the wrapper's memory; and, in a wrapper without maxima, for a captured call that needs memory first.
+        """
+        q, out = _flat("q", q, _D), _flat("output", output, _D)
+        letters = {"D": _D}
+        check_tensor("q", q, "T H D", torch.bfloat16, letters)
+        check_tensor("output", out, "T H D", torch.bfloat16, letters, written=True)
+        check_optional("attn_sink", attn_sink, "H", torch.float32, letters)
+        tokens, heads = letters["T"], letters["H"]
+        self._check_size(tokens, heads)
+        if prefill_impl not in (None, "auto", "mg"):
+            expected = "None, 'auto' or 'mg': there is one implementation"
+            raise UnsupportedError("prefill_impl", expected=expected, actual=repr(prefill_impl))
+        segments = [_segment(q, "", kv_cache, indices, topk_length)]
+        if extra_kv_cache is not None or extra_indices is not None:
+            segments.append(_segment(q, "extra_", extra_kv_cache, extra_indices, extra_topk_length))
+        elif extra_topk_length is not None:
+            raise ArgumentError("extra_topk_length", expected="None without extra_kv_cache", actual="a tensor")
+        lse = self._lse_of(q, out_lse, wanted=return_lse)
+        check_same_device(q, output=out, attn_sink=attn_sink, out_lse=lse)
+        if not tokens:
+            return lse if return_lse else None
+        if not segments[0].indices.shape[1]:
+            raise ArgumentError("indices", expected="at least one column", actual=0)
+        layer = layer_of(heads, _D, _ROPE, float(sm_scale))
+        tuning = _backend().tuning
+        width = sum(rows.indices.shape[1] for rows in segments)
+        splits = attend.splits_of(tokens, heads, width, tuning, multiprocessors())
+        splits = splits if tokens <= _MOST_SPLIT_TOKENS else 1
+        lens = None if all(rows.lens is not None for rows in segments) else self._own(q).lens(tokens)
+        parts = self._parts(q, splits, mid_out, mid_lse)
+        keys = [PagedKeys(rows.cache, DenseIndices(rows.indices, _lens_of(rows, lens))) for rows in segments]
+        attend.attend(AttentionCall(layer, q, keys, attn_sink, out, lse, parts), tuning)
+        if lse is not None:
+            _to_base_two(lse, attn_sink, lse_scale)
+        return lse if return_lse else None
+
+    def _check_size(self, tokens: int, heads: int) -> None:
+        if not 1 <= heads <= _MOST_HEADS:
+            raise ArgumentError("q", expected=f"1 to {_MOST_HEADS} heads", actual=heads)
+        for name, value, most in zip(("tokens", "heads"), (tokens, heads), self._most, strict=True):
+            if most is not None and value > most:
+                raise ArgumentError("q", expected=f"at most max_num_{name}={most} {name}", actual=value)
+
+    def _lse_of(self, q: Tensor, out_lse: Tensor | None, *, wanted: bool) -> Tensor | None:
+        tokens, heads, _ = q.shape
+        if out_lse is not None:
+            check_tensor("out_lse", out_lse, f"_ {heads}", torch.float32, {}, written=True)
+            if out_lse.shape[0] < tokens:
+                raise ArgumentError("out_lse", expected=f"at least {tokens} rows", actual=out_lse.shape[0])
+            return out_lse[:tokens]
+        return q.new_empty((tokens, heads), dtype=torch.float32) if wanted else None
+
+    def _allocated(self, device: torch.device) -> WrapperMemory:
+        tokens, heads = self._most
+        return WrapperMemory(device, _backend().tuning, tokens=tokens or 0, heads=heads or _MOST_HEADS)
+
+    def _own(self, q: Tensor) -> WrapperMemory:
+        """The wrapper's memory, which is where q is; made now by a wrapper that was given neither maxima nor device."""
+        if self._memory is None:
+            self._memory = self._allocated(q.device)
+        if q.device != self._memory.device:
+            expected = f"a tensor on {self._memory.device}, where the wrapper's memory is"
+            raise ArgumentError("q", expected=expected, actual=f"one on {q.device}", hint=f"device={str(q.device)!r}")
+        return self._memory
+
+    def _parts(self, q: Tensor, splits: int, mid_out: Tensor | None, mid_lse: Tensor | None) -> list[Tensor]:
+        """Memory of the parts of each row: the caller's, as far as it reaches, or the wrapper's own."""
+        tokens, heads, dim = q.shape
+        if mid_out is not None and mid_lse is not None:
+            flat = [_bytes_of(name, each, q) for name, each in (("mid_out", mid_out), ("mid_lse", mid_lse))]
+            rows = tokens * heads
+            splits = min(splits, flat[0].numel() // (rows * dim), flat[1].numel() // rows)
+            if splits < 2:
+                return []
+            shape = tokens, splits, heads
+            values = flat[0][: rows * splits * dim].view(*shape, dim)
+            return [values, flat[1][: rows * splits].view(shape)]
+        if (mid_out is None) != (mid_lse is None):
+            missing = "mid_out" if mid_out is None else "mid_lse"
+            raise ArgumentError(missing, expected="both mid_out and mid_lse, or neither", actual=None)
+        if splits < 2:
+            return []
+        return self._own(q).parts(attend.scratch(tokens, layer_of(heads, dim, _ROPE, 1.0), splits))
+
+
+def _lens_of(rows: _Rows, lens: Tensor | None) -> Tensor:
+    found = lens if rows.lens is None else rows.lens
+    assert found is not None
+    return found
+
+
+def _flat(name: str, tensor: Tensor, last: int) -> Tensor:
+    """[T, 1, H, last] as [T, H, last]; whatever else it is, a check will say."""
+    if tensor.ndim == 4:
+        if tensor.shape[1] != 1:
+            raise ArgumentError(name, expected=f"[T, H, {last}] or [T, 1, H, {last}]", actual=list(tensor.shape))
+        return tensor.squeeze(1)
+    return tensor
+
+
+def _segment(q: Tensor, name: str, cache: Tensor | None, indices: Tensor | None, lens: Tensor | None) -> _Rows:
+    """One cache and what the rows select of it, checked."""
+    rows = indices.squeeze(1) if isinstance(indices, Tensor) and indices.ndim == 3 else indices
+    letters = {"T": q.shape[0]}
+    check_tensor(f"{name}indices", rows, "T K", torch.int32, letters)
+    check_optional(f"{name}topk_length", lens, "T", torch.int32, letters)
+    owner = f"{name}kv_cache"
+    if isinstance(cache, Tensor) and cache.ndim == 4 and cache.shape[2] == 1:
+        cache = cache.squeeze(2)
+    check_tensor(owner, cache, f"_ _ {_RECORD}", torch.uint8, {})
+    check_same_device(q, **{owner: cache, f"{name}indices": rows, f"{name}topk_length": lens})
+    assert cache is not None
+    assert rows is not None
+    return _Rows(PagedKVCache(cache, _layout()), rows, lens)
+
+
+def _bytes_of(name: str, tensor: Tensor, q: Tensor) -> Tensor:
+    """A caller's memory as a flat fp32 vector."""
+    check_same_device(q, **{name: tensor})
+    if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+        raise ArgumentError(name, expected="contiguous memory that begins at a multiple of 16 bytes", actual="other")
+    flat = tensor.view(-1).view(torch.uint8)
+    return flat[: flat.numel() // 4 * 4].view(torch.float32)
+
+
+def _to_base_two(lse: Tensor, sink: Tensor | None, scale: float) -> None:
+    """Natural and without the sink, as kernels write it, to base 2 with it; in place."""
+    lse.mul_(_LOG2E)
+    if sink is not None:
+        torch.logaddexp2(lse, (sink * _LOG2E).expand_as(lse), out=lse)
+    if scale != 1.0:
+        lse.mul_(scale)

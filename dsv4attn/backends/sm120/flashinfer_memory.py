@@ -1,0 +1,81 @@
+"""Memory that `SparseMLASm120Wrapper` owns. A captured graph may use all of it, so none of it is freed or moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, multiprocessors
+from dsv4attn.backends._triton.tuning import Tuning
+from dsv4attn.core.device import DeviceFacts, is_capturing
+from dsv4attn.core.workspace import ALIGNMENT, BufferSpec, WorkspaceManager, WorkspacePlan
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["WrapperMemory", "device_of"]
+
+_LANE, _DIM = "decode", 512
+_ALL_COLUMNS = 2**31 - 1
+"""Length of a row of which every column counts: kernels look at no column behind the last."""
+_FEW = 64
+"""Rows of the first lengths, where the most tokens are not known."""
+
+
+class WrapperMemory:
+    """What launches of one wrapper read and write besides the caller's tensors.
+
+    Parts of rows: enough for any call of at most `heads` heads, from the beginning. Lengths of rows of which every
+    column counts: for `tokens` rows from the beginning, and for more when they come; longer ones stand beside the
+    shorter ones. Raises ArgumentError where it would be allocated during a capture, because it would be the graph's.
+    """
+
+    def __init__(self, device: torch.device, tuning: Tuning, *, tokens: int, heads: int) -> None:
+        """Allocate it on a device. tokens: 0 if the most are not known. tuning: the numbers that calls run with."""
+        self.device = device
+        self._require_no_capture("the first call of a wrapper without maxima")
+        self._workspace, self._lens = WorkspaceManager(device), list[Tensor]()
+        # rows have several parts only while programs are left over: parts x blocks of heads are at most all programs.
+        # A block has at most so many heads; each part has a value of every dim, and two numbers, for each of them
+        lines = multiprocessors() * min(heads, tuning.heads)
+        self._workspace.reserve(WorkspacePlan({_LANE: 4 * lines * (_DIM + 2) + 3 * ALIGNMENT}))
+        self._workspace.lock()
+        if tokens:
+            self._lengthen(tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return self._workspace.total_bytes + sum(lens.nbytes for lens in self._lens)
+
+    def parts(self, specs: Sequence[BufferSpec]) -> list[Tensor]:
+        """Views for the parts of rows, as `attend.scratch` asks for them; the same memory in every call."""
+        return self._workspace.get_simultaneous(*specs, lane=_LANE, caller="SparseMLASm120Wrapper.run")
+
+    def lens(self, tokens: int) -> Tensor:
+        """[tokens] int32: every column counts, however many there are."""
+        longest = self._lens[-1].shape[0] if self._lens else 0
+        if longest < tokens:
+            self._require_no_capture(f"{tokens} rows without lengths")
+            # twice as many each time, so that all of them together are at most twice the last
+            self._lengthen(max(tokens, 2 * longest, _FEW))
+        return self._lens[-1][:tokens]
+
+    def _lengthen(self, tokens: int) -> None:
+        with torch.inference_mode(False):  # they outlive the mode of the call that made them
+            self._lens.append(torch.full((tokens,), _ALL_COLUMNS, dtype=torch.int32, device=self.device))
+
+    def _require_no_capture(self, what: str) -> None:
+        if is_capturing(self.device):
+            expected = "a call whose memory was there before its capture"
+            hint = "give max_num_tokens and max_num_heads, or run it eagerly once"
+            raise ArgumentError("q", expected=expected, actual=what, hint=hint)
+
+
+def device_of(device: torch.device | str | None) -> torch.device:
+    """A device with its number, as tensors say it; None: the current accelerator. Raises ArgumentError if it is not."""
+    if device is None:
+        found = None if INTERPRETED else torch.accelerator.current_accelerator()
+        device = found or torch.device("cpu")
+    DeviceFacts.here(device)
+    return torch.empty(0, device=device).device

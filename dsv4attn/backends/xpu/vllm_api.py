@@ -1,0 +1,291 @@
+"""The field's names: what engines call on Intel GPUs today, with their arguments, on this room's kernels.
+
+Engines that use `forward_mqa` need none of it. What the originals get wrong is right here: sinks count, absent keys do
+not, and no call loops over tokens or reads lengths on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4attn.backends._triton.arguments import FLOATS, as_rows, check_optional, layer_of
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.cache import insert
+from dsv4attn.backends._triton.cache.records import alignment_of_rows
+from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.runtime import ALIGNMENT, INTERPRETED, launch
+from dsv4attn.backends.xpu import kernels
+from dsv4attn.backends.xpu.launch import XpuBackend
+from dsv4attn.backends.xpu.tuning import ROWS
+from dsv4attn.core.checks import check_insert, check_same_device
+from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, PagedKeys, Phase
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.tensorspec import check_tensor
+from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.errors import ArgumentError
+
+__all__ = [
+    "get_padded_num_q_heads",
+    "triton_bf16_mla_sparse_interface",
+    "variants",
+    "xpu_qnorm_rope_kv_fp8_insert",
+    "xpu_sparse_decode_fp8",
+]
+
+_ROPE_DIM = 64
+_WIDEST, _TAIL = 512, 128
+"""Dims of values, and of what a key has behind them, that a program holds."""
+_SMALL = ROWS["xpu"]
+"""Tiles that fit every device, also with a tail behind the values."""
+_fused = cache(lambda: XpuBackend(decode="fused"))
+_layout = cache(KVCacheLayout.fp8_ds_mla)
+
+
+def get_padded_num_q_heads(num_heads: int) -> int:
+    """Heads that q must have: as many as there are."""
+    return num_heads
+
+
+def triton_bf16_mla_sparse_interface(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    block_dpe: int = 64,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    out: Tensor | None = None,
+    max_logits: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of each row of q over the rows of kv that it names; returns (out, max_logits, lse).
+
+    q: [T, H, Dqk] bf16 or fp32. kv: [S, 1, Dqk]; its first d_v dims are the values. indices: [T, 1, K] or [T, K] int32;
+    what is not in 0 .. S - 1 is absent. block_dpe: dims of a key behind its values (V3.2: 64 of 576), or 0 for not
+    saying; V4's values are whole keys, which takes 0.
+    More than the original has: any H, K and d_v up to 512; attn_sink: [H] fp32; topk_length: [T] int32, leading columns
+    that count; memory for the results, out: [T, H, d_v] like q, max_logits and lse: [T, H] fp32, contiguous.
+    lse is the natural logarithm, without the sink; rows without keys have lse and max_logits -inf, and out 0.
+    Raises ArgumentError before any launch.
+    """
+    rows = as_rows(indices)
+    _check_interface(q, kv, rows, d_v, block_dpe, attn_sink, topk_length, out, max_logits, lse)
+    assert rows is not None
+    out = q.new_empty(*q.shape[:2], d_v) if out is None else out
+    max_logits = q.new_empty(q.shape[:2], dtype=torch.float32) if max_logits is None else max_logits
+    lse = torch.empty_like(max_logits) if lse is None else lse
+    if d_v < q.shape[2]:
+        _attend_leading_values(q, kv, rows, topk_length, sm_scale, attn_sink, out, max_logits, lse)
+        return out, max_logits, lse
+    if topk_length is None:
+        topk_length = rows.new_full(rows.shape[:1], rows.shape[1])
+    keys = GatheredKeys(kv.squeeze(1), DenseIndices(rows, topk_length))
+    layer = layer_of(q.shape[1], d_v, min(_ROPE_DIM, d_v), float(sm_scale))
+    _fused().prefill(AttentionCall(layer, q, keys, attn_sink, out, lse, max_logits=max_logits))
+    return out, max_logits, lse
+
+
+def xpu_sparse_decode_fp8(
+    q: Tensor,
+    kv_cache: Tensor | None,
+    swa_kv_cache: Tensor,
+    swa_only: bool,  # noqa: FBT001 - the field's signature
+    topk_indices: Tensor | None,
+    topk_lens: Tensor | None,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+    attn_sink: Tensor | None,
+    softmax_scale: float,
+    head_dim: int,
+    nope_head_dim: int,
+    rope_head_dim: int,
+    out: Tensor,
+    *,
+    workspace: WorkspaceManager | None = None,
+) -> None:
+    """Attention of each row of q over its slots of the window cache and, unless swa_only, of the compressed one.
+
+    q, out: [T, H, head_dim] bf16 or fp32; out is written in full. caches: uint8 [B, P, bytes of a record], pages any
+    even number of bytes apart; kv_cache and the topk arguments are not looked at when swa_only. indices: [T, 1, K] or
+    [T, K] int32 slots. lens: [T] int32, leading columns that count. attn_sink: [H] fp32, or None.
+    More than the original has: workspace, with which several programs can share a row; without it none is needed.
+    Raises ArgumentError before any launch.
+    """
+    if (nope_head_dim + rope_head_dim, nope_head_dim > 0, rope_head_dim > 0) != (head_dim, True, True):
+        parts = f"{nope_head_dim} + {rope_head_dim}"
+        raise ArgumentError("head_dim", expected=f"nope_head_dim + rope_head_dim = {parts}", actual=head_dim)
+    letters = {"D": head_dim}
+    check_tensor("q", q, "T H D", FLOATS, letters)
+    check_tensor("out", out, "T H D", q.dtype, letters, written=True)
+    check_optional("attn_sink", attn_sink, "H", torch.float32, letters)
+    check_same_device(q, out=out, attn_sink=attn_sink)
+    layout = _layout(nope_head_dim, rope_head_dim)
+    segments = [_segment(q, layout, dict(letters), "swa", swa_kv_cache, swa_indices, swa_lens)]
+    if not swa_only:
+        segments.append(_segment(q, layout, dict(letters), "topk", kv_cache, topk_indices, topk_lens))
+    width = swa_indices.shape[-1] + (0 if swa_only or topk_indices is None else topk_indices.shape[-1])
+    layer, backend = layer_of(q.shape[1], head_dim, rope_head_dim, float(softmax_scale)), _fused()
+    scratch: Any = ()
+    if workspace is not None:
+        specs = backend.scratch(Phase.DECODE, layer, q.shape[0], width)
+        scratch = workspace.get_simultaneous(*specs, lane=Phase.DECODE.value, caller="xpu_sparse_decode_fp8")
+    backend.decode(AttentionCall(layer, q, segments, attn_sink, out, None, scratch))
+
+
+def xpu_qnorm_rope_kv_fp8_insert(
+    q: Tensor,
+    kv: Tensor,
+    swa_kv_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    eps: float,
+    block_size: int,
+) -> None:
+    """Normalise and rotate q in place; rotate a copy of kv and write it to its slots of the window cache.
+
+    q: [T, H, D], kv: [T, D], both bf16 or fp32, any row stride. swa_kv_cache: uint8 [B, P, bytes of a record] or
+    [B, bytes of a page]. slot_mapping: [<= T] int64, negative for none; rows behind it have their q processed only.
+    positions: [T] int64. cos_sin_cache: [positions, rope dims] fp32. No copy of kv is made in memory.
+    Raises ArgumentError before any launch.
+    """
+    letters: dict[str, int] = {}
+    check_tensor("q", q, "T H D", FLOATS, letters)
+    check_tensor("cos_sin_cache", cos_sin_cache, "_ R", torch.float32, letters)
+    heads, head_dim, rope_dim = letters["H"], letters["D"], letters["R"]
+    if not 0 < rope_dim < head_dim:
+        raise ArgumentError("cos_sin_cache", expected=f"fewer columns than the {head_dim} dims of q", actual=rope_dim)
+    cache = PagedKVCache(swa_kv_cache, _layout(head_dim - rope_dim, rope_dim), block_size=block_size)
+    layer = layer_of(heads, head_dim, rope_dim, 1.0)
+    check_insert(q, kv, positions, slot_mapping, cos_sin_cache, cache, layer)
+    insert.qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, cos_sin_cache, eps)
+
+
+# what they have in common
+
+
+def _segment(
+    q: Tensor,
+    layout: KVCacheLayout,
+    letters: dict[str, int],
+    name: str,
+    cache: Tensor | None,
+    selected: Tensor | None,
+    lens: Tensor | None,
+) -> PagedKeys:
+    """One cache and what the rows select of it, checked."""
+    indices = as_rows(selected)
+    check_tensor(f"{name}_indices", indices, "T K", torch.int32, letters)
+    check_tensor(f"{name}_lens", lens, "T", torch.int32, letters)
+    owner = "swa_kv_cache" if name == "swa" else "kv_cache"
+    check_tensor(owner, cache, f"_ _ {layout.record_bytes}", torch.uint8, {})
+    check_same_device(q, **{owner: cache, f"{name}_indices": indices, f"{name}_lens": lens})
+    assert cache is not None
+    assert indices is not None
+    assert lens is not None
+    return PagedKeys(PagedKVCache(cache, layout), DenseIndices(indices, lens))
+
+
+# attention whose values are a part of its keys
+
+
+def _check_interface(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor | None,
+    d_v: int,
+    block_dpe: int,
+    attn_sink: Tensor | None,
+    topk_length: Tensor | None,
+    out: Tensor | None,
+    max_logits: Tensor | None,
+    lse: Tensor | None,
+) -> None:
+    """Raise ArgumentError unless the arguments of the interface fit each other."""
+    letters: dict[str, int] = {}
+    check_tensor("q", q, "T H D", FLOATS, letters)
+    check_tensor("kv", kv, "_ 1 D", FLOATS, letters)
+    check_tensor("indices", indices, "T K", torch.int32, letters)
+    check_optional("attn_sink", attn_sink, "H", torch.float32, letters)
+    check_optional("topk_length", topk_length, "T", torch.int32, letters)
+    dims = q.shape[2]
+    if not 0 < d_v <= min(dims, _WIDEST):
+        raise ArgumentError("d_v", expected=f"1 .. {min(dims, _WIDEST)}", actual=d_v)
+    if dims - d_v > _TAIL:
+        raise ArgumentError("q", expected=f"at most {d_v} + {_TAIL} dims for d_v={d_v}", actual=dims)
+    if block_dpe not in (0, dims - d_v):
+        expected = " or ".join(map(str, sorted({0, dims - d_v})))
+        raise ArgumentError("block_dpe", expected=f"{expected}, the dims of q behind d_v={d_v}", actual=block_dpe)
+    if out is not None:
+        check_tensor("out", out, f"T H {d_v}", q.dtype, letters, written=True)
+    for name, told in (("max_logits", max_logits), ("lse", lse)):
+        check_optional(name, told, "T H", torch.float32, letters)
+        if told is not None and not told.is_contiguous():
+            raise ArgumentError(name, expected="contiguous memory", actual=list(told.stride()))
+    optional = {"attn_sink": attn_sink, "topk_length": topk_length, "out": out}
+    check_same_device(q, kv=kv, indices=indices, max_logits=max_logits, lse=lse, **optional)
+
+
+def _attend_leading_values(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lens: Tensor | None,
+    scale: float,
+    sink: Tensor | None,
+    out: Tensor,
+    max_logits: Tensor,
+    lse: Tensor,
+) -> None:
+    """Launch the kernel for keys that are longer than their values."""
+    constants = _constants(q.shape[1], out.shape[2], q.shape[2], (q.dtype, kv.dtype), alignment_of_rows(kv))
+    launch(
+        kernels.attend_leading_values,
+        (q.shape[0] * triton.cdiv(q.shape[1], constants["BH"]),),
+        (
+            q, kv, indices, lens, sink, out, max_logits, lse,
+            q.stride(0), q.stride(1), kv.stride(0), indices.stride(0), out.stride(0), out.stride(1),
+            indices.shape[1], min(kv.shape[0], 2**31 - 1), float(scale),
+        ),
+        constants,
+        num_warps=_SMALL.warps,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _constants(heads: int, d_v: int, d_qk: int, dtypes: tuple[torch.dtype, torch.dtype], rows: int) -> dict[str, Any]:
+    values, exact = attend.power_of_two(d_v), torch.float32 in dtypes
+    pieces = 1 if values <= 256 else 2
+    return {
+        "H": heads,
+        "DV": d_v,
+        "DQK": d_qk,
+        "ROW_ALIGNED": rows,
+        "BH": _SMALL.heads,
+        "N": _SMALL.keys,
+        "C": values // pieces,
+        "PIECES": pieces,
+        "TAIL": attend.power_of_two(d_qk - d_v),
+        "DT": tl.float32 if INTERPRETED or exact else tl.bfloat16,
+        "EXACT_CASTS": not INTERPRETED,
+    }
+
+
+def variants(heads: int, d_v: int, d_qk: int, dtype: torch.dtype) -> Iterator[Variant]:
+    """Every form of the interface for q and contiguous kv of this dtype whose values are a part of its keys."""
+    rows = 1 if d_qk * dtype.itemsize % ALIGNMENT else ALIGNMENT
+    constants = _constants(heads, d_v, d_qk, (dtype, dtype), rows)
+    types = dict.fromkeys(("q", "kv", "out"), pointer_type(dtype)) | {"indices": "*i32", "scale": "fp32"}
+    types |= dict.fromkeys(("max_logits", "lse"), "*fp32")
+    for lens, sink in product(("none", "*i32"), ("none", "*fp32")):
+        told = types | {"lens": lens, "sink": sink}
+        yield Variant.told(kernels.attend_leading_values, told, constants, num_warps=_SMALL.warps)

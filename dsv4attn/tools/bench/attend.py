@@ -1,0 +1,123 @@
+"""A backend's own attention on the inputs of a case, as core would call it, and whether it would take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from dsv4attn.core.contract import (
+    AttentionCall,
+    Backend,
+    DenseIndices,
+    GatheredKeys,
+    IndexForm,
+    KeyForm,
+    PagedKeys,
+    Phase,
+    RaggedIndices,
+)
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.problem import CacheFacts, Problem
+from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.workspace_plan import ragged_specs
+from dsv4attn.tools.bench.cases import Case
+from dsv4attn.tools.bench.inputs import Inputs
+
+__all__ = ["attend", "gather_rows", "problem_of"]
+
+_ROWS = KVCacheLayout.rows()
+
+
+def problem_of(case: Case, prefill_keys: KeyForm = KeyForm.PAGED) -> Problem:
+    """The support question of a case. On gathered rows there is one segment, told as the window."""
+    preset = case.preset
+    if case.kernel == "prefill-rows":
+        swa = CacheFacts("rows", "bfloat16", 1) if prefill_keys is KeyForm.PAGED else CacheFacts()
+        return Problem("prefill", _rows_layer(case), swa)
+    # insert, quantize and gather are part of either phase
+    decodes = case.kernel not in ("prefill", "step") or case.tokens <= len(case.requests)
+    phase = "decode" if decodes else "prefill"
+    if preset.kind is LayerKind.SWA:
+        return Problem.of(preset.layer, phase=phase)
+    return Problem.of(preset.layer, phase=phase, topk=preset.columns, compressed_page_size=preset.page)
+
+
+def attend(backend: Backend, inputs: Inputs, out: Tensor) -> Callable[[], None]:
+    """The call, ready to run. Ragged lists are made in it, and rows gathered, where the backend wants them."""
+    kernel, forms, q = inputs.case.kernel, backend.forms, inputs.q
+    phase = Phase.DECODE if kernel == "decode" else Phase.PREFILL
+    form = forms.decode_indices if phase is Phase.DECODE else forms.prefill_indices
+    gathered = phase is Phase.PREFILL and forms.prefill_keys is KeyForm.GATHERED
+    on_rows = gathered or kernel == "prefill-rows"
+    layer = _rows_layer(inputs.case) if kernel == "prefill-rows" else inputs.layer
+    lists = [_combined(inputs, forms.index_alignment)] if on_rows else [segment.slots for segment in inputs.segments]
+    widths = [dense.indices.shape[1] for dense in lists]
+    ragged = [spec for w in widths for spec in ragged_specs(q.shape[0], w)] if form is IndexForm.RAGGED else []
+    specs = [*ragged, *backend.scratch(phase, layer, q.shape[0], sum(widths))]
+    views = WorkspaceManager(q.device).get_simultaneous(*specs, caller=f"{backend.name}.{phase.value}")
+    formed: list[DenseIndices | RaggedIndices] = list(lists)
+    if ragged:
+        formed = [RaggedIndices(views[2 * i], views[2 * i + 1], w) for i, w in enumerate(widths)]
+
+    steps: list[Callable[[], None]] = []
+    keys: Sequence[PagedKeys] | GatheredKeys
+    if on_rows:
+        assert inputs.rows is not None
+        rows = inputs.rows
+        if kernel == "prefill":
+            rows = torch.full_like(rows, torch.nan)
+            steps.append(lambda: gather_rows(backend, inputs, rows))
+        flat = rows.flatten(0, 1)
+        keys = GatheredKeys(flat, formed[0]) if gathered else [PagedKeys(_as_pages(flat), formed[0])]
+        slots = [flat.shape[0]]
+    else:
+        keys = [PagedKeys(segment.cache, f) for segment, f in zip(inputs.segments, formed, strict=True)]
+        slots = [segment.cache.capacity for segment in inputs.segments]
+    call = AttentionCall(layer, q, keys, inputs.sink, out, None, views[len(ragged) :])
+    for dense, target, count in zip(lists, formed, slots, strict=True):
+        if isinstance(target, RaggedIndices):
+            steps.append(_packing(backend, dense, target, count))
+    attention = backend.decode if phase is Phase.DECODE else backend.prefill
+
+    def run() -> None:
+        for step in steps:
+            step()
+        attention(call)
+
+    return run
+
+
+def gather_rows(backend: Backend, inputs: Inputs, rows: Tensor) -> None:
+    """All records that a prefill needs, from pages to rows [R, M, D]."""
+    for segment, offset in zip(inputs.segments, (0, inputs.offset), strict=False):
+        backend.dequantize_and_gather_k_cache(
+            rows, segment.cache, segment.seq_lens, segment.gather_lens, segment.table, offset
+        )
+
+
+def _packing(backend: Backend, dense: DenseIndices, ragged: RaggedIndices, slots: int) -> Callable[[], None]:
+    out = ragged.indices, ragged.indptr
+    return lambda: backend.steps.build_ragged_indices_from_dense(dense.indices, dense.lens, slots, out=out)
+
+
+def _as_pages(rows: Tensor) -> PagedKVCache:
+    """Rows [S, D] as pages of one row, which is how a backend that reads pages takes them."""
+    return PagedKVCache(rows[:, None], _ROWS)
+
+
+def _combined(inputs: Inputs, alignment: int) -> DenseIndices:
+    assert inputs.combined is not None
+    dense = inputs.combined
+    short = -dense.indices.shape[1] % alignment
+    return evolve(dense, indices=torch.nn.functional.pad(dense.indices, (0, short), value=-1)) if short else dense
+
+
+def _rows_layer(case: Case) -> LayerGeometry:
+    """Gathered rows as the only segment of a layer: all columns are its window."""
+    layer = case.preset.layer
+    rope, window = Rope(layer.rope_dim, 10000.0), layer.window + case.preset.columns
+    return LayerGeometry(LayerKind.SWA, 1, layer.num_heads, layer.head_dim, rope, window, 0)

@@ -1,0 +1,169 @@
+"""Inputs of a case, made on the device from a seed. Letters: T tokens, H heads, D dims, R requests, W window."""
+
+from __future__ import annotations
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from dsv4attn.core.contract import DenseIndices
+from dsv4attn.core.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.tools.bench.cases import HEAD_DIM, WINDOW, WINDOW_PAGE, Case
+from dsv4attn.tools.bench.records import fill, read
+
+__all__ = ["LAYOUT", "Inputs", "Segment", "make_inputs", "query"]
+
+LAYOUT = KVCacheLayout.fp8_ds_mla()
+_ELEMENTS = 2**24
+"""Random numbers drawn at a time to choose keys from."""
+
+
+@frozen(eq=False)
+class Segment:
+    """One cache and what is taken of it.
+
+    slots: [T, K] in the cache, and in lens [T] how many of a row count. local: the same keys as places in what is
+    gathered of a request. table: [R, N] int32 pages. seq_lens, gather_lens: [R] int32, records of a request and how
+    many of the last are gathered.
+    """
+
+    cache: PagedKVCache
+    slots: DenseIndices
+    local: Tensor
+    table: Tensor
+    seq_lens: Tensor
+    gather_lens: Tensor
+
+
+@frozen(eq=False)
+class Inputs:
+    """Attention over pages, and the same over rows. q: [T, H, D] bf16. sink: [H] fp32.
+
+    rows: [R, M, D] bf16: each request's window records, then from `offset` on its compressed ones. combined: the keys
+    of each token as rows of that. Both None except for prefill kernels.
+    """
+
+    case: Case
+    layer: LayerGeometry
+    q: Tensor
+    sink: Tensor
+    segments: tuple[Segment, ...]
+    rows: Tensor | None
+    offset: int
+    combined: DenseIndices | None
+    keys: int
+    """Keys of all tokens."""
+    records: int
+    """Different records among them."""
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of q . k and p . v, and nothing else."""
+        return 4 * self.layer.num_heads * self.layer.head_dim * self.keys
+
+    @property
+    def bytes(self) -> int:
+        """What no attention can avoid to move: every record once, q, out, and one index for each key."""
+        paged = self.case.kernel != "prefill-rows"
+        record = LAYOUT.record_bytes if paged else 2 * HEAD_DIM
+        return self.records * record + 2 * self.q.numel() * self.q.element_size() + 4 * self.keys
+
+
+def query(case: Case, device: torch.device, generator: torch.Generator) -> Tensor:
+    """[T, H, D] bf16, each element N(0, 1), as q-norm leaves it; with keys of that size logits are N(0, 1) too."""
+    shape = (case.tokens, case.preset.heads, HEAD_DIM)
+    return torch.randn(shape, generator=generator, device=device).bfloat16()
+
+
+def make_inputs(case: Case, device: torch.device) -> Inputs:
+    """Caches full of random keys, pages in random order, indices as an engine would make them."""
+    preset, generator = case.preset, torch.Generator(device).manual_seed(case.seed)
+    prefix, count = torch.tensor(case.requests, device=device).unbind(1)
+    seqs = prefix + count
+    request = torch.repeat_interleave(torch.arange(len(case.requests), device=device), count)
+    position = torch.arange(case.tokens, device=device) - (count.cumsum(0) - count)[request] + prefix[request]
+
+    first = (prefix - WINDOW + 1).clamp_min(0)
+    start = (position - WINDOW + 1).clamp_min(0)
+    wanted = start[:, None] + torch.arange(WINDOW, device=device)
+    lens = (position + 1).clamp_max(WINDOW)
+    segments = [_segment(WINDOW_PAGE, first, seqs, seqs - first, wanted, lens, request, generator)]
+    keys = int(lens.sum())
+    if preset.kind is not LayerKind.SWA:
+        entries, visible = seqs // preset.ratio, (position + 1) // preset.ratio
+        if preset.kind is LayerKind.C4A:
+            wanted = _chosen(visible, int(entries.max()), preset.topk, generator)
+        else:
+            wanted = torch.arange(preset.columns, device=device).expand(case.tokens, -1)
+        lens = visible.clamp_max(preset.topk)
+        nothing = torch.zeros_like(entries)
+        segments.append(_segment(preset.page, nothing, entries, entries, wanted, lens, request, generator))
+        keys += int(lens.sum())
+    rows, offset, combined = None, 0, None
+    if case.kernel in ("prefill", "prefill-rows"):
+        rows, offset, combined = _gathered(segments, request)
+    gathered = int(sum(segment.gather_lens.sum() for segment in segments))
+    q = query(case, device, generator)
+    sink = torch.randn(preset.heads, generator=generator, device=device)
+    return Inputs(case, preset.layer, q, sink, tuple(segments), rows, offset, combined, keys, min(keys, gathered))
+
+
+def _segment(
+    page: int,
+    first: Tensor,
+    ends: Tensor,
+    gathered: Tensor,
+    wanted: Tensor,
+    lens: Tensor,
+    request: Tensor,
+    generator: torch.Generator,
+) -> Segment:
+    """A cache in which request r has its records first[r] .. ends[r]; before those its pages are gone."""
+    device = first.device
+    column = torch.arange(max(-(-int(ends.max()) // page), 1), device=device)
+    there = (column >= (first // page)[:, None]) & (column * page < ends[:, None])
+    blocks = max(int(there.sum()), 1)
+    table = torch.full(there.shape, -1, dtype=torch.int32, device=device)
+    table[there] = torch.randperm(blocks, generator=generator, device=device)[: int(there.sum())].int()
+    cache = PagedKVCache.allocate(LAYOUT, blocks, page, device)
+    fill(cache, generator)
+    absent = torch.arange(wanted.shape[1], device=device) >= lens[:, None]
+    pages = table[request[:, None], (wanted // page).clamp(0, table.shape[1] - 1)]
+    slots = (pages * page + wanted % page).masked_fill_(absent, -1).int()
+    local = (wanted - first[request][:, None]).masked_fill(absent, -1)
+    return Segment(cache, DenseIndices(slots, lens.int()), local, table, ends.int(), gathered.int())
+
+
+def _chosen(visible: Tensor, most: int, topk: int, generator: torch.Generator) -> Tensor:
+    """[T, K] distinct numbers below visible [T], in no order, and behind them whatever is left over."""
+    out = torch.zeros(visible.shape[0], topk, dtype=torch.int64, device=visible.device)
+    numbers, taken = torch.arange(most, device=visible.device), min(topk, most)
+    for part in torch.arange(visible.shape[0], device=visible.device).split(max(_ELEMENTS // max(most, 1), 1)):
+        draw = torch.rand(part.shape[0], most, generator=generator, device=visible.device)
+        draw.masked_fill_(numbers >= visible[part, None], 2.0)
+        out[part, :taken] = draw.topk(taken, largest=False).indices
+    return out
+
+
+def _gathered(segments: list[Segment], request: Tensor) -> tuple[Tensor, int, DenseIndices]:
+    """Rows as gathering leaves them, where the compressed ones begin, and combined indices without holes."""
+    widths = [int(segment.gather_lens.max()) for segment in segments]
+    requests, device = segments[0].table.shape[0], request.device
+    rows = torch.zeros(requests, sum(widths), HEAD_DIM, dtype=torch.bfloat16, device=device)
+    columns, offset = [], 0
+    for segment, width in zip(segments, widths, strict=True):
+        place = torch.arange(width, device=device)
+        for r in range(requests):
+            n, page = int(segment.gather_lens[r]), segment.cache.block_size
+            record = int(segment.seq_lens[r]) - n + place[:n]
+            slots = segment.table[r][record // page].long() * page + record % page
+            rows[r, offset : offset + n] = read(segment.cache, slots).bfloat16()
+        absent = segment.local < 0
+        columns.append((segment.local + offset + request[:, None] * rows.shape[1]).masked_fill_(absent, -1))
+        offset += width
+    combined = torch.cat(columns, 1)
+    # those that count first, each in its order
+    order = (combined < 0).int().argsort(dim=1, stable=True)
+    lens = (combined >= 0).sum(1).int()
+    return rows, widths[0], DenseIndices(combined.gather(1, order).int(), lens)

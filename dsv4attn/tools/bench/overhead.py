@@ -1,0 +1,137 @@
+"""What the road from a bound layer to its backend costs the host, at one decode token."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from attrs import evolve, field, frozen
+
+from dsv4attn.core.context import set_forward_context
+from dsv4attn.core.contract import Backend
+from dsv4attn.core.layer import DeepseekV4MLAAttention
+from dsv4attn.tools.bench.step import Step
+
+__all__ = ["Overhead", "overhead", "seconds"]
+
+
+@frozen
+class Overhead:
+    """Seconds of single calls, taken in turn.
+
+    direct: the backend's own steps on arguments made before. plain: `forward_mqa` with the backend in hand. bound: the
+    layer's op, which finds backend and metadata by itself. idle: the same op over steps that do nothing: what is left
+    is core's time on the host. Each call follows one that computes, so on a CPU core's code is out of its caches.
+    """
+
+    layer: str
+    direct_s: Sequence[float] = field(repr=False)
+    plain_s: Sequence[float] = field(repr=False)
+    bound_s: Sequence[float] = field(repr=False)
+    idle_s: Sequence[float] = field(repr=False)
+
+    def us(self, name: str) -> float:
+        """Microseconds of one of the four: a tenth of its calls took less. What takes more is disturbed by others."""
+        return 1e6 * float(statistics.quantiles(getattr(self, f"{name}_s"), n=10, method="inclusive")[0])
+
+    def percent(self, name: str) -> float:
+        """What a road takes more than `direct`, in percent."""
+        return 100 * (self.us(name) / self.us("direct") - 1)
+
+    def __str__(self) -> str:
+        """One line."""
+        direct, plain, bound, idle = (self.us(name) for name in ("direct", "plain", "bound", "idle"))
+        return (
+            f"one decode token, {self.layer}: {direct:.0f} us in the backend's own steps on arguments made before, "
+            f"{plain:.0f} us ({self.percent('plain'):+.1f} %) through forward_mqa, {bound:.0f} us "
+            f"({self.percent('bound'):+.1f} %) through a bound layer; {idle:.0f} us through one whose steps do nothing"
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values."""
+        times = {f"{name}_us": self.us(name) for name in ("direct", "plain", "bound", "idle")}
+        return {"layer": self.layer, **times, **{f"{name}_percent": self.percent(name) for name in ("plain", "bound")}}
+
+
+def overhead(step: Step, *, rounds: int = 200) -> Overhead:
+    """Measure a step of one decode token."""
+    bound, idle = _bound(step, step.backend), _bound(step, _instead(step.backend, _nothing))
+    kv, positions = step.q[:, 0], torch.zeros(1, dtype=torch.int64, device=step.q.device)
+
+    def through(layer: DeepseekV4MLAAttention) -> Callable[[], None]:
+        return lambda: layer.forward_mqa(step.q, kv, positions, step.out)
+
+    metadata = {bound.prefix: step.metadata.compressed, bound.swa_prefix: step.metadata.swa}
+    times: tuple[list[float], ...] = ([], [], [], [])
+    with torch.inference_mode(), set_forward_context(metadata):
+        direct = _own_steps(step)
+        roads = direct, step.run, through(bound), through(idle)
+        # nobody waits for an idle call: it leaves an accelerator nothing to do
+        devices = *[step.q.device] * 3, torch.device("cpu")
+        for counted in range(-rounds // 4, rounds):
+            for measured, timed, device in zip(times, roads, devices, strict=True):
+                took = seconds(timed, device)
+                if counted >= 0:
+                    measured.append(took)
+            direct()  # the first call of the next round, too, shall follow one that computes
+    return Overhead(step.layer.kind.value, *times)
+
+
+def seconds(call: Callable[[], None], device: torch.device) -> float:
+    """Seconds of one call as the host sees it, on an accelerator until the device is idle."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    if module is not None:
+        module.synchronize()
+    start = time.perf_counter()
+    call()
+    if module is not None:
+        module.synchronize()
+    return time.perf_counter() - start
+
+
+def _bound(step: Step, backend: Backend) -> DeepseekV4MLAAttention:
+    layer = DeepseekV4MLAAttention(
+        "layer",
+        step.layer,
+        step.limits,
+        backend,
+        attn_sink=step.attn_sink,
+        cos_sin_cache=step.q.new_zeros(1, step.layer.rope_dim, dtype=torch.float32),
+        topk_indices_buffer=step.topk_indices,
+        workspace=step.workspace,
+    )
+    layer.bind_kv_cache(step.caches.swa, step.caches.compressed)
+    return layer
+
+
+def _own_steps(step: Step) -> Callable[[], None]:
+    """What core asks of the backend for this step, with the very arguments, and nothing else."""
+    asked: list[Callable[[], Any]] = []
+
+    def note(call: Callable[..., None], *arguments: object, **out: object) -> None:
+        asked.append(partial(call, *arguments, **out))
+
+    evolve(step, backend=_instead(step.backend, note)).run()
+
+    def run() -> None:
+        for i, call in enumerate(asked):
+            asked[i] = call() or call  # a step may tell how to do the same again, which core heeds too
+
+    return run
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """A step that does nothing."""
+
+
+def _instead(backend: Backend, act: Callable[..., None]) -> Backend:
+    """A backend that wants what another wants, but gives each step and its arguments to `act`."""
+    names = "compute_global_topk_indices_and_lens", "build_ragged_indices_from_dense"
+    steps = SimpleNamespace(**{name: partial(act, getattr(backend.steps, name)) for name in names})
+    same = {name: getattr(backend, name) for name in ("name", "forms", "scratch")}
+    return cast("Backend", SimpleNamespace(**same, steps=steps, decode=partial(act, backend.decode)))

@@ -1,0 +1,214 @@
+"""Other libraries' kernels on our inputs, through their public functions.
+
+A peer says why it is not here, or makes a subject of a case; whatever it raises becomes the row's reason. What it
+returns is judged like everything else. None of them is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core.contract import Backend
+from dsv4attn.errors import UnsupportedError
+from dsv4attn.tools.bench.attend import gather_rows
+from dsv4attn.tools.bench.cases import HEAD_DIM
+from dsv4attn.tools.bench.inputs import Inputs
+from dsv4attn.tools.bench.subjects import Subject, Task
+
+__all__ = ["PEERS", "Peer", "peer_subject"]
+
+_WORKSPACE_BYTES = 128 * 2**20
+
+
+class Peer(Protocol):
+    """Another library. Calls return [T, H, D]."""
+
+    name: str
+    reads_pages: bool
+    """Whether its prefill does; what it needs instead is gathered by a backend of ours, inside the timed call."""
+
+    def available(self) -> str | None:
+        """Why it cannot be used here, or None."""
+
+    def decode(self, inputs: Inputs) -> Callable[[], Tensor]:
+        """Attention on pages."""
+
+    def prefill(self, inputs: Inputs, rows: Tensor) -> Callable[[], Tensor]:
+        """Attention over the combined rows, `rows` being the matrix of them [S, D]; or on pages, if it reads pages."""
+
+
+def _missing(module: str, *names: str) -> str | None:
+    """Why functions of a module cannot be had, or None."""
+    package = module.partition(".")[0]
+    try:
+        importlib.import_module(package)
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        return f"{package} is not installed" if error.name == package else f"{package} lacks a module: {error.name}"
+    except Exception as error:  # noqa: BLE001 - whatever a stranger's package does when it is imported
+        return f"cannot be imported: {type(error).__name__}: {error}"
+    lacks = [name for name in names if not hasattr(found, name)]
+    return f"{module} has no {', '.join(lacks)}" if lacks else None
+
+
+class FlashMLA:
+    """DeepSeek's kernels, as their own package has them or as an engine ships them."""
+
+    reads_pages = False
+    _functions = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd", "get_mla_metadata")
+
+    def __init__(self, name: str = "flash_mla", module: str = "flash_mla", asks: str = "") -> None:
+        """name: in tables. asks: function of the module that returns (supported, why not)."""
+        self.name, self._module, self._asks = name, module, asks
+
+    def available(self) -> str | None:
+        """Why it cannot be used here, or None."""
+        why = _missing(self._module, *self._functions)
+        if why or not self._asks:
+            return why
+        asked = getattr(importlib.import_module(self._module), self._asks, None)
+        supported, reason = asked() if asked else (True, None)
+        return None if supported else str(reason or "not supported here")
+
+    def decode(self, inputs: Inputs) -> Callable[[], Tensor]:
+        """Its decode, one query token a sequence."""
+        module = importlib.import_module(self._module)
+        window, *rest = inputs.segments
+        optional: dict[str, Any] = {}
+        for extra in rest:
+            optional = {
+                "extra_k_cache": extra.cache.tensor.unsqueeze(2),
+                "extra_indices_in_kvcache": extra.slots.indices.unsqueeze(1),
+                "extra_topk_length": extra.slots.lens,
+            }
+        q, cache = inputs.q.unsqueeze(1), window.cache.tensor.unsqueeze(2)
+        plan = module.get_mla_metadata()[0]
+        call = partial(
+            module.flash_mla_with_kvcache,
+            q=q,
+            k_cache=cache,
+            block_table=None,
+            cache_seqlens=None,
+            head_dim_v=HEAD_DIM,
+            tile_scheduler_metadata=plan,
+            num_splits=None,
+            softmax_scale=inputs.layer.scale,
+            is_fp8_kvcache=True,
+            indices=window.slots.indices.unsqueeze(1),
+            attn_sink=inputs.sink,
+            topk_length=window.slots.lens,
+            **optional,
+        )
+        return lambda: call()[0].squeeze(1)
+
+    def prefill(self, inputs: Inputs, rows: Tensor) -> Callable[[], Tensor]:
+        """Its prefill over gathered rows."""
+        module, combined = importlib.import_module(self._module), inputs.combined
+        assert combined is not None
+        call = partial(
+            module.flash_mla_sparse_fwd,
+            q=inputs.q,
+            kv=rows.unsqueeze(1),
+            indices=combined.indices.unsqueeze(1),
+            sm_scale=inputs.layer.scale,
+            d_v=HEAD_DIM,
+            attn_sink=inputs.sink,
+            topk_length=combined.lens,
+        )
+        return lambda: call()[0]
+
+
+class FlashInfer:
+    """FlashInfer's sparse MLA for this format, on pages in both phases; it has kernels for SM120 only."""
+
+    name = "flashinfer"
+    reads_pages = True
+    _module, _function = "flashinfer.mla", "trtllm_batch_decode_sparse_mla_dsv4"
+
+    def available(self) -> str | None:
+        """Why it cannot be used here, or None."""
+        return _missing(self._module, self._function)
+
+    def decode(self, inputs: Inputs) -> Callable[[], Tensor]:
+        """Its one function; more than 64 tokens make it a prefill."""
+        function = getattr(importlib.import_module(self._module), self._function)
+        window, *rest = inputs.segments
+        optional: dict[str, Any] = {}
+        for extra in rest:
+            optional = {
+                "compressed_kv_cache": extra.cache.tensor.unsqueeze(1),
+                "extra_sparse_indices": extra.slots.indices,
+                "extra_sparse_topk_lens": extra.slots.lens,
+            }
+        out = torch.empty_like(inputs.q)
+        call = partial(
+            function,
+            query=inputs.q,
+            swa_kv_cache=window.cache.tensor.unsqueeze(1),
+            workspace_buffer=torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=out.device),
+            sparse_indices=window.slots.indices,
+            swa_topk_lens=window.slots.lens,
+            sinks=inputs.sink,
+            bmm1_scale=inputs.layer.scale,
+            bmm2_scale=1.0,
+            out=out,
+            **optional,
+        )
+
+        def run() -> Tensor:
+            call()
+            return out
+
+        return run
+
+    def prefill(self, inputs: Inputs, rows: Tensor) -> Callable[[], Tensor]:
+        """The same on pages."""
+        if inputs.case.kernel == "prefill-rows":
+            raise UnsupportedError("prefill-rows", expected="pages", actual="gathered rows, which it does not take")
+        return self.decode(inputs)
+
+
+PEERS: dict[str, Peer] = {
+    "flash_mla": FlashMLA(),
+    "vllm": FlashMLA("vllm", "vllm.v1.attention.ops.flashmla", "is_flashmla_sparse_supported"),
+    "flashinfer": FlashInfer(),
+}
+
+
+def peer_subject(peer: Peer, task: Task, gatherers: Sequence[Backend]) -> Subject:
+    """A peer on a case. gatherers: backends of ours; the first gathers rows for a peer that does not read pages.
+
+    The result is what the last call returned, and before the first NaN: a peer may bring its own memory.
+    """
+    inputs = task.inputs
+    if inputs is None:
+        raise UnsupportedError("kernel", expected="attention", actual=task.case.kernel)
+    name, before, note = peer.name, None, ""
+    if inputs.case.kernel == "decode":
+        call = peer.decode(inputs)
+    else:
+        assert inputs.rows is not None
+        rows = inputs.rows
+        if inputs.case.kernel == "prefill" and not peer.reads_pages:
+            if not gatherers:
+                raise UnsupportedError("prefill", expected="a backend that gathers for it", actual="none that runs")
+            rows, name = torch.full_like(rows, torch.nan), f"{name} + gather"
+            before, note = partial(gather_rows, gatherers[0], inputs, rows), f"rows gathered by {gatherers[0].name}"
+        call = peer.prefill(inputs, rows.flatten(0, 1))
+    last = [torch.full_like(inputs.q, torch.nan)]
+
+    def run() -> None:
+        if before is not None:
+            before()
+        last[0] = call()
+
+    def reset() -> None:
+        last[0].fill_(torch.nan)
+
+    return Subject(name, run, reset, lambda: last, note)

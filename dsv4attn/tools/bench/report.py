@@ -1,0 +1,137 @@
+"""A run as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dsv4attn.tools.bench.compare import Comparison
+from dsv4attn.tools.bench.result import Run
+from dsv4attn.tools.bench.runner import FAILED, MEASURED, REFUSED, WRONG, Row, geomeans
+
+__all__ = ["comparison_text", "run_text"]
+
+_STYLES = {WRONG: "bold red", FAILED: "red", REFUSED: "yellow"}
+SHOWN = 12
+"""Lines of each kind of change that are printed; JSON has all."""
+
+
+def run_text(run: Run) -> Group:
+    """Head, one table for each kernel, ratios, cliffs."""
+    roof = run.roofline
+    parts: list[RenderableType] = [
+        Text(f"{run.machine}, {run.date} UTC", style="bold"),
+        Text(
+            f"roofline of this run: {roof.flops_s / 1e12:.3g} TFLOP/s ({roof.dtype} matrix product), "
+            f"{roof.bytes_s / 1e9:.4g} GB/s (copy, read + written); medians of {run.rounds} rounds, taken in turn"
+        ),
+    ]
+    if run.ran is not None:
+        parts.append(Text(f"interrupted: {run.ran} of {run.asked} cases were measured", style="bold red"))
+    if run.machine.threads_from:
+        parts.append(Text(f"{run.machine.threads_text} ({run.machine.threads_from})"))
+    groups: dict[str, list[Row]] = {}
+    for row in run.rows:
+        groups.setdefault(row.series or row.kernel, []).append(row)
+    for title, rows in groups.items():
+        parts.append(_table(title, rows))
+    parts.extend(_lines(run))
+    return Group(*parts)
+
+
+def _table(title: str, rows: list[Row]) -> Table:
+    """One line for each row; what has no time is told below, where there is room for reasons."""
+    peers = list(dict.fromkeys(peer for row in rows for peer in row.vs))
+    headings = ["case", "by", "time us", "spread", "TFLOP/s", "GB/s", "roofline", "error", *(f"x {p}" for p in peers)]
+    lines, before = [], ""
+    for row in rows:
+        # the kernel stands in the title
+        case = row.case.partition(" ")[2]
+        ratios = [f"{row.vs[peer]:.2f}" if peer in row.vs else "" for peer in peers]
+        lines.append([case if case != before else "", row.by, *_numbers(row), *ratios])
+        before = case
+    heading = f"scaling: {title}" if rows[0].series else title
+    table = Table(
+        title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False
+    )
+    for i, name in enumerate(headings):
+        # never cut off: a narrow terminal folds the line instead
+        wide = max(len(name), *(len(line[i]) for line in lines))
+        table.add_column(name, justify="left" if i < 2 else "right", no_wrap=True, min_width=wide)
+    for row, line in zip(rows, lines, strict=True):
+        style = _STYLES.get(row.state, "dim" if row.is_peer else "")
+        table.add_row(*(Text(cell, style=style) for cell in line))
+    return table
+
+
+def _numbers(row: Row) -> list[str]:
+    """Time, spread, rates, error. Whatever there is no time for has no rate."""
+    error = "-" if row.error is None else f"{row.error:.1e}"
+    if not row.median or row.p10 is None or row.p90 is None:
+        return [row.state if row.state != MEASURED else "-", "", "", "", "", error]
+    us = 1e6 * row.median
+    spread = 50 * (row.p90 - row.p10) / row.median
+    return [
+        (f"{us:,.1f}" if us < 10_000 else f"{us:,.0f}") + "*" * row.exposed,
+        f"±{spread:.1f}%",
+        _rate(row.tflops),
+        _rate(row.gbytes),
+        f"{100 * (row.roofline or 0.0):.0f}%",
+        error,
+    ]
+
+
+def _rate(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.3f}"
+
+
+def _lines(run: Run) -> Iterator[Text]:
+    for (kernel, by, peer), ratio in geomeans(run.rows).items():
+        count = sum(1 for row in run.rows if (row.series or row.kernel, row.by) == (kernel, by) and peer in row.vs)
+        yield Text(f"{kernel}: {by} runs at {ratio:.2f} of {peer}'s speed (geometric mean of {count} cases)")
+    if any(row.exposed for row in run.rows):
+        yield Text("*: the host's own time is part of it: the call waits for the device, or takes long to enqueue")
+    for by, note in dict.fromkeys((row.by, row.reason) for row in run.rows if row.state == MEASURED and row.reason):
+        yield Text(f"{by}: {note}")
+    for cliff in run.cliffs:
+        yield Text(f"cliff: {cliff}", style="yellow")
+    if not run.cliffs and any(row.series and row.median for row in run.rows):
+        yield Text("no cliff: from point to point time never grows by more than 1.3 times what work does")
+    for share in run.host:
+        yield Text(f"{share['by']}, {share['text']}")
+    for name, why in run.unavailable.items():
+        yield Text(f"not here: {name}: {why}", style="yellow")
+    for row in run.rows:
+        if row.state != MEASURED:
+            yield Text(f"{row.state}: {row.case}, {row.by}: {row.reason}", style=_STYLES[row.state])
+
+
+def comparison_text(told: Comparison) -> Group:
+    """Changes beyond noise by name, and what only one run has."""
+    lines = []
+    if not told.comparable:
+        text = (
+            f"measured on {told.old_machine!r} then and {told.new_machine!r} now: such ratios say nothing of the code"
+        )
+        lines.append(Text(f"warning: {text}", style="bold yellow"))
+    for state, style in (("slower", "red"), ("lost", "red"), ("faster", "green")):
+        changes = told.of(state)
+        lines += [Text(f"{state}: {change}", style=style) for change in changes[:SHOWN]]
+        if rest := len(changes) - SHOWN:
+            lines += [Text(f"{state}: and {rest} more", style=style)] if rest > 0 else []
+    for title, names in (("only before", told.only_old), ("only now", told.only_new)):
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            lines.append(Text(f"{title}: {'; '.join(names[:SHOWN])}{more}", style="yellow"))
+    if told.speed is None:
+        lines.append(Text("nothing was measured in both runs", style="yellow"))
+    else:
+        same = len(told.of("same"))
+        lines.append(Text(f"{told.speed:.3f} of the speed before (geometric mean); {same} rows within noise"))
+    return Group(*lines)

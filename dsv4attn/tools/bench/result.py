@@ -1,0 +1,178 @@
+"""One run as a value: where and when it was, what came out; written to and read from JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import asdict, field, frozen
+
+from dsv4attn import __version__
+from dsv4attn.core.device import DeviceFacts, version_of
+from dsv4attn.errors import ArgumentError
+from dsv4attn.tools.bench.roofline import Roofline
+from dsv4attn.tools.bench.runner import FAILED, WRONG, Row, geomeans
+from dsv4attn.tools.bench.scaling import Cliff
+
+__all__ = ["SCHEMA", "Machine", "Run", "load", "now", "peer_versions", "this_machine"]
+
+SCHEMA = "dsv4attn-bench/1"
+"""Changes whenever a field changes its meaning or goes away."""
+
+
+@frozen
+class Machine:
+    """What a time depends on. name: of the accelerator, or of the CPU.
+
+    cores: of the CPU that may be used, 0 if not counted. threads_from: where the number of threads is from, in words.
+    """
+
+    name: str
+    arch: str
+    torch: str
+    triton: str | None
+    python: str
+    dsv4attn: str
+    threads: int
+    cores: int = 0
+    threads_from: str = ""
+
+    def __str__(self) -> str:
+        """One line, for titles."""
+        threads = f", {self.threads_text}" if self.arch == "cpu" else ""
+        triton = f", Triton {self.triton}" if self.triton else ""
+        return f"{self.name}{threads}, torch {self.torch}{triton}, dsv4attn {self.dsv4attn}"
+
+    @property
+    def threads_text(self) -> str:
+        """Threads of the CPU, and of how many cores if that is known."""
+        of = f" of {self.cores} core{'s' * (self.cores != 1)}" if self.cores else ""
+        return f"{self.threads} thread{'s' * (self.threads != 1)}{of}"
+
+
+@frozen
+class Run:
+    """Everything one command measured. unavailable: peers that are not here, and why."""
+
+    machine: Machine
+    date: str
+    rounds: int
+    roofline: Roofline
+    rows: tuple[Row, ...]
+    command: str = ""
+    cliffs: tuple[Cliff, ...] = ()
+    unavailable: Mapping[str, str] = field(factory=dict)
+    versions: Mapping[str, str] = field(factory=dict)
+    """Of the peers."""
+    host: tuple[Mapping[str, object], ...] = ()
+    """What core costs the host, by backend and kind of layer."""
+    asked: int = 0
+    """Cases that were to be measured."""
+    ran: int | None = None
+    """Cases that were measured before the run was interrupted; None: all of them."""
+
+    @property
+    def failures(self) -> list[Row]:
+        """Rows of ours without a time although the backend took the case."""
+        return [row for row in self.rows if not row.is_peer and row.state in (WRONG, FAILED)]
+
+    @property
+    def ok(self) -> bool:
+        """Whether something was measured, nothing of ours was wrong, and nothing was left out."""
+        return (
+            self.ran is None
+            and not self.failures
+            and any([*self.host, *(row.median for row in self.rows if not row.is_peer)])
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        means = [
+            {"kernel": kernel, "by": by, "peer": peer, "speed": ratio}
+            for (kernel, by, peer), ratio in geomeans(self.rows).items()
+        ]
+        return {
+            "ok": self.ok,
+            "schema": SCHEMA,
+            "machine": asdict(self.machine),
+            "date": self.date,
+            "command": self.command,
+            "rounds": self.rounds,
+            "roofline": asdict(self.roofline),
+            "rows": [row.as_json() for row in self.rows],
+            "geometric_means": means,
+            "cliffs": [cliff.as_json() for cliff in self.cliffs],
+            "unavailable": dict(self.unavailable),
+            "versions": dict(self.versions),
+            "host": [dict(share) for share in self.host],
+            "complete": self.ran is None,
+            "asked": self.asked,
+            "ran": self.asked if self.ran is None else self.ran,
+        }
+
+
+def load(path: Path, option: str) -> Run:
+    """A run that was saved. Raises ArgumentError, which names the option, for anything else."""
+    expected = "a file that `dsv4attn bench --json FILE` wrote"
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArgumentError(option, expected=expected, actual=f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ArgumentError(option, expected=expected, actual=f"{path}, which is no JSON: {error}") from error
+    schema = told.get("schema") if isinstance(told, dict) else None
+    if schema != SCHEMA:
+        hint = "measure again with the version at hand" if schema else ""
+        raise ArgumentError(option, expected=f"{expected} ({SCHEMA})", actual=f"{path}: schema {schema}", hint=hint)
+    try:
+        return Run(
+            Machine(**told["machine"]),
+            told["date"],
+            told["rounds"],
+            Roofline(**told["roofline"]),
+            tuple(Row.from_json(row) for row in told["rows"]),
+            told["command"],
+            tuple(Cliff(**cliff) for cliff in told["cliffs"]),
+            told["unavailable"],
+            told["versions"],
+            tuple(told["host"]),
+            told.get("asked", 0),
+            None if told.get("complete", True) else told["ran"],
+        )
+    except (KeyError, TypeError) as error:
+        actual = f"{path}, in which something is missing or too much: {error}"
+        raise ArgumentError(option, expected=expected, actual=actual) from error
+
+
+def this_machine(device: torch.device, cores: int = 0, threads_from: str = "") -> Machine:
+    """The one that measures. cores, threads_from: as in `Machine`."""
+    facts = DeviceFacts.here(device)
+    name = _cpu_name() if facts.kind == "cpu" else facts.name
+    versions = torch.__version__, facts.triton_version, platform.python_version(), __version__
+    return Machine(name, facts.arch, *versions, torch.get_num_threads(), cores, threads_from)
+
+
+def now() -> str:
+    """The date and minute, UTC."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
+
+
+def peer_versions(names: Sequence[str]) -> dict[str, str]:
+    """Versions of the distributions that peers come in, as far as they are installed as such."""
+    distributions = {"flash_mla": "flash-mla", "vllm": "vllm", "flashinfer": "flashinfer-python"}
+    found = {name: version_of(distributions.get(name, name)) for name in names}
+    return {name: version for name, version in found.items() if version}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return named or platform.processor() or platform.machine()

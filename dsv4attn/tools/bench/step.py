@@ -1,0 +1,120 @@
+"""A whole step of one layer: `forward_mqa` with its metadata, on the same inputs as the kernels it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from dsv4attn.core.builder import MetadataBuilder
+from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.contract import Backend
+from dsv4attn.core.forward import forward_mqa
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import AttentionMetadata, Batch
+from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.tools.bench.cases import WINDOW_PAGE
+from dsv4attn.tools.bench.inputs import LAYOUT, Inputs
+
+__all__ = ["Step", "make_step", "products"]
+
+_TILE = 16
+
+
+@frozen(eq=False)
+class Step:
+    """Everything `forward_mqa` takes."""
+
+    layer: LayerGeometry
+    limits: Limits
+    backend: Backend
+    caches: LayerCaches
+    metadata: AttentionMetadata
+    workspace: WorkspaceManager
+    q: Tensor
+    out: Tensor
+    attn_sink: Tensor
+    topk_indices: Tensor | None
+
+    def run(self) -> None:
+        """The step being timed."""
+        forward_mqa(
+            self.q,
+            self.caches,
+            self.metadata,
+            self.backend,
+            self.workspace,
+            self.out,
+            layer=self.layer,
+            limits=self.limits,
+            attn_sink=self.attn_sink,
+            topk_indices=self.topk_indices,
+        )
+
+
+def make_step(inputs: Inputs, backend: Backend) -> Step:
+    """Metadata from a builder, memory planned and locked, as an engine has them."""
+    case, device = inputs.case, inputs.q.device
+    window, *rest = inputs.segments
+    model = ModelGeometry.preset(case.preset.name.partition("_")[0])
+    layer = model.layer_of_kind(case.preset.kind)
+    seqs = torch.tensor([before + count for before, count in case.requests], dtype=torch.int32)
+    counts = torch.tensor([count for _, count in case.requests], dtype=torch.int32)
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    limits = Limits(len(case.requests), case.tokens, max(int(seqs.max()), WINDOW_PAGE))
+    builder = MetadataBuilder(model, limits, swa_block_size=WINDOW_PAGE, device=device, backend=backend)
+    # a token's own slot is the last of its window
+    last = (window.slots.lens - 1).long()[:, None]
+    batch = Batch(
+        num_reqs=len(case.requests),
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=seqs.to(device),
+        seq_lens_cpu=seqs,
+        slot_mapping=window.slots.indices.gather(1, last)[:, 0].long(),
+        block_table=window.table,
+        compressed_block_table=rest[0].table if rest else None,
+    )
+    workspace = WorkspaceManager(device)
+    workspace.reserve(plan_workspace(layer, limits, backend, LAYOUT))
+    workspace.lock()
+    return Step(
+        layer,
+        limits,
+        backend,
+        LayerCaches(window.cache, rest[0].cache if rest else None),
+        builder.build_for(batch, [layer.kind])[layer.kind],
+        workspace,
+        inputs.q,
+        torch.empty_like(inputs.q),
+        inputs.sink,
+        rest[0].local.int() if layer.kind is LayerKind.C4A else None,
+    )
+
+
+def products(inputs: Inputs) -> Callable[[], None]:
+    """Q . k and p . v of every row over as many keys as it has, operands at hand and results written in place.
+
+    Rows come in tiles of equal key counts (their mean), in fp32 on a CPU, which multiplies that fastest, else in bf16.
+    """
+    layer, device = inputs.layer, inputs.q.device
+    keys_per_row = sum(segment.slots.lens for segment in inputs.segments)
+    assert isinstance(keys_per_row, Tensor)
+    counts = [max(round(float(part.float().mean())), 1) for part in keys_per_row.cpu().split(_TILE)]
+    rows = min(_TILE, keys_per_row.shape[0])
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    q = torch.randn(rows, layer.num_heads, layer.head_dim, device=device).to(dtype)
+    k = torch.randn(rows, max(counts), layer.head_dim, device=device).to(dtype)
+    p = torch.empty(rows, layer.num_heads, max(counts), device=device, dtype=dtype)
+    o = torch.empty_like(q)
+
+    def run() -> None:
+        for count in counts:
+            torch.bmm(q, k[:, :count].mT, out=p[..., :count])
+            torch.bmm(p[..., :count], k[:, :count], out=o)
+
+    return run

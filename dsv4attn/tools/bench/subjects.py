@@ -1,0 +1,129 @@
+"""Those who are measured: a call that is ready to run, and where its results are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from dsv4attn.core.contract import Backend
+from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.tools.bench.attend import attend
+from dsv4attn.tools.bench.cases import ATTENTION, HEAD_DIM, Case
+from dsv4attn.tools.bench.inputs import LAYOUT, Inputs, make_inputs, query
+from dsv4attn.tools.bench.records import fill, read, write
+from dsv4attn.tools.bench.reference import attention, normalised, rotated
+from dsv4attn.tools.bench.step import make_step
+
+__all__ = ["Subject", "Task", "make_task"]
+
+
+@frozen(eq=False)
+class Subject:
+    """One who is measured on one case. reset: spoil the results, so that only the call can make them right."""
+
+    name: str
+    run: Callable[[], None]
+    reset: Callable[[], None]
+    results: Callable[[], Sequence[Tensor]]
+    note: str = ""
+
+
+@frozen(eq=False)
+class Task:
+    """A case with its inputs and its right answer. inputs: of attention. subject: makes one out of a backend."""
+
+    case: Case
+    flops: int
+    bytes: int
+    expected: Sequence[Tensor] = field(repr=False)
+    subject: Callable[[str, Backend], Subject] = field(repr=False)
+    inputs: Inputs | None = field(default=None, repr=False)
+
+
+def make_task(case: Case, device: torch.device) -> Task:
+    """Make inputs, and compute what is right."""
+    if case.kernel in (*ATTENTION, "step"):
+        return _attention(case, device)
+    return _gather(case, device) if case.kernel == "gather" else _insert(case, device)
+
+
+def _attention(case: Case, device: torch.device) -> Task:
+    inputs = make_inputs(case, device)
+    expected = attention(inputs)
+
+    def subject(name: str, backend: Backend) -> Subject:
+        if case.kernel == "step":
+            step = make_step(inputs, backend)
+            return Subject(name, step.run, lambda: _spoil(step.out), lambda: [step.out])
+        out = torch.empty_like(inputs.q)
+        return Subject(name, attend(backend, inputs, out), lambda: _spoil(out), lambda: [out])
+
+    return Task(case, inputs.flops, inputs.bytes, [expected], subject, inputs)
+
+
+def _spoil(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        tensor.fill_(torch.nan)
+
+
+def _insert(case: Case, device: torch.device) -> Task:
+    """Rows of one request into random slots; `insert` normalises and rotates on the way."""
+    generator = torch.Generator(device).manual_seed(case.seed)
+    tokens, layer, whole = case.tokens, case.preset.layer, case.kernel == "insert"
+    kv = torch.randn(tokens, HEAD_DIM, generator=generator, device=device).bfloat16()
+    cache = PagedKVCache.allocate(LAYOUT, -(-tokens // 64) + 1, 64, device)
+    slots = torch.randperm(cache.capacity, generator=generator, device=device)[:tokens]
+    positions = torch.arange(tokens, device=device)
+    table = cos_sin_cache(layer.rope, tokens, device)
+    given = 3 * query(case, device, generator) if whole else kv
+    wanted = PagedKVCache.allocate(LAYOUT, cache.num_blocks, 64, device)
+    write(wanted, slots, rotated(kv, table).bfloat16() if whole else kv)
+    expected = [read(wanted, slots)]
+    if whole:
+        expected.append(rotated(normalised(given, layer.eps), table))
+
+    def subject(name: str, backend: Backend) -> Subject:
+        q = given.clone()
+
+        def run() -> None:
+            if whole:
+                backend.qnorm_rope_kv_insert(q, kv, cache, slots, positions, table, layer.eps)
+            else:
+                backend.quantize_and_insert_k_cache(kv, cache, slots)
+
+        def reset() -> None:
+            # 0xFF is NaN as a code, as a bf16 and as a scale
+            cache.tensor.fill_(0xFF)
+            q.copy_(given)
+
+        return Subject(name, run, reset, lambda: [read(cache, slots), *([q] if whole else [])])
+
+    moved = tokens * (LAYOUT.record_bytes + 2 * HEAD_DIM) + (4 * given.numel() if whole else 0)
+    return Task(case, 0, moved, expected, subject)
+
+
+def _gather(case: Case, device: torch.device) -> Task:
+    generator = torch.Generator(device).manual_seed(case.seed)
+    page, requests = case.preset.page, len(case.requests)
+    lens = torch.tensor([n for n, _ in case.requests], dtype=torch.int32, device=device)
+    most = int(lens.max())
+    table = torch.randperm(requests * -(-most // page), generator=generator, device=device).int().view(requests, -1)
+    cache = PagedKVCache.allocate(LAYOUT, table.numel(), page, device)
+    fill(cache, generator)
+    record = torch.arange(most, device=device)
+    slots = table[:, record // page].long() * page + record % page
+    expected = torch.stack([read(cache, row) for row in slots])
+
+    def subject(name: str, backend: Backend) -> Subject:
+        out = torch.empty(requests, most, HEAD_DIM, dtype=torch.bfloat16, device=device)
+
+        def run() -> None:
+            backend.dequantize_and_gather_k_cache(out, cache, lens, None, table, 0)
+
+        return Subject(name, run, lambda: _spoil(out), lambda: [out])
+
+    return Task(case, 0, requests * most * (LAYOUT.record_bytes + 2 * HEAD_DIM), [expected], subject)

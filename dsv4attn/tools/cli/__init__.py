@@ -1,0 +1,137 @@
+"""The command line. Each command lives in a module of its own, imported when it is called: `--help` is quick."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
+from contextvars import ContextVar
+from typing import Any, NoReturn, TextIO
+
+import click
+
+from dsv4attn import __version__
+from dsv4attn.errors import Dsv4AttnError, did_you_mean
+
+__all__ = ["Whole", "main", "print_json"]
+
+_COMMANDS = {
+    "backends": ("dsv4attn.tools.cli.backends:backends", "List the backends, and which of them run on this machine."),
+    "bench": ("dsv4attn.tools.cli.bench:bench", "Time every kernel beside the roofline and other libraries."),
+    "compile": ("dsv4attn.tools.cli.compile:compile_", "Compile every kernel for a device that need not be here."),
+    "conform": ("dsv4attn.tools.cli.conform:conform", "Run the conformance kit on a backend, and write a certificate."),
+    "doctor": (
+        "dsv4attn.tools.cli.doctor:doctor",
+        "Look for what is wrong with this installation, and say what to do.",
+    ),
+    "explain": ("dsv4attn.tools.cli.explain:explain", "Say which backend would run a problem, and why not the others."),
+    "parity": ("dsv4attn.tools.cli.parity:parity", "Compare backends with the oracle, case by case."),
+    "run": ("dsv4attn.tools.cli.run:run", "Serve a request trace through the attention, checked while it runs."),
+}
+"""Commands by name: where they are, and what the list of commands says of them."""
+
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes. FAILED: a check failed, or something broke that should not."""
+
+_stdout: ContextVar[TextIO | None] = ContextVar("stdout", default=None)
+"""Where the object of `--json` goes."""
+
+
+def print_json(told: object) -> None:
+    """Print the one object of `--json`. What anybody else prints meanwhile, such as a plugin, goes to stderr."""
+    click.echo(json.dumps(told, allow_nan=False), file=_stdout.get())
+
+
+class Whole(click.IntRange):
+    """A whole number within bounds. click speaks of a valid integer range where it means a number."""
+
+    name = "whole number"
+
+
+class _Commands(click.Group):
+    """Loads commands late, and gives all of them the same manners when something is wrong.
+
+    An error of ours is one line on stderr and exit code 2, never a traceback; with `--json` it is one object with
+    `ok` false on stdout instead. What we did not expect keeps its traceback.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, attribute = _COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+            known = ", ".join(sorted(_COMMANDS))
+            ctx.fail(f"unknown command {args[0]!r}{did_you_mean(args[0], _COMMANDS)} (known: {known})")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # click would import every command for its help
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in sorted(_COMMANDS.items())])
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> NoReturn:  # noqa: ANN401 - click's own
+        args = list(sys.argv[1:] if args is None else args)
+        as_json = _prints_json(args)
+        _stdout.set(sys.stdout)
+        try:
+            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+                code = super().main(args, *rest, **{**options, "standalone_mode": False})
+        except click.ClickException as error:
+            message = error.format_message()
+            if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+                known = [max(p.opts, key=len) for p in error.ctx.command.params if isinstance(p, click.Option)]
+                message = f"{message} (options: {', '.join(sorted(known))})"
+                error = click.UsageError(message, error.ctx)
+            if as_json:
+                _print_error(error, message)
+            else:
+                error.show()
+            code = error.exit_code
+        except Dsv4AttnError as error:
+            if as_json:
+                _print_error(error, str(error))
+            else:
+                click.echo(f"error: {error}", err=True)
+            code = BAD_INPUT
+        except (click.Abort, KeyboardInterrupt) as stop:
+            # click wraps the interrupt, which says what was interrupted if that is known
+            during = str(stop.__cause__ if isinstance(stop, click.Abort) and stop.__cause__ else stop)
+            if as_json:
+                print_json({"ok": False, "interrupted": True, **({"during": during} if during else {})})
+            else:
+                click.echo(f"interrupted {during}".strip(), err=True)
+            code = INTERRUPTED
+        except Exception as error:
+            if as_json:
+                _print_error(error, str(error))
+            raise
+        sys.exit(code if isinstance(code, int) else OK)
+
+
+def _prints_json(args: Sequence[str]) -> bool:
+    """Whether stdout is for one object. `--json FILE`, which bench has, leaves it to people."""
+    if "--json" not in args:
+        return False
+    behind = args[args.index("--json") + 1 :]
+    return args[0] != "bench" or not behind or behind[0].startswith("-")
+
+
+def _print_error(error: Exception, message: str) -> None:
+    print_json({"ok": False, "error": {"type": type(error).__name__, "message": message}})
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="dsv4attn")
+def main() -> None:
+    """DeepSeek-V4 attention: one device-neutral core, one thin room of kernels for each accelerator."""

@@ -1,0 +1,167 @@
+"""`dsv4attn backends`: what is installed, and what of it runs on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dsv4attn.tools.cli import print_json
+from dsv4attn.tools.cli.common import console, device_json, grid, reason_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dsv4attn.core.device import DeviceFacts
+    from dsv4attn.plugins import PluginRegistry
+    from dsv4attn.selection import Selection
+
+__all__ = ["automatic", "backends", "merged"]
+
+_STYLES = {"automatic": "green", "available": "", "unavailable": "yellow", "denied": "dim", "absent": "yellow"}
+MODEL = "flash"
+"""The model whose layers are asked about."""
+
+
+@click.command(short_help="List the backends, and which of them run on this machine.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def backends(*, as_json: bool) -> None:
+    """List the backends, and which of them run on this machine.
+
+    Asked for every kind of layer of DeepSeek-V4-Flash, decode and prefill; `dsv4attn explain` asks for one problem.
+
+    \b
+    automatic    chosen when nothing is asked for
+    available    runs here when asked for by name
+    unavailable  cannot run here; the reasons say why
+    broken       raised, or answered nonsense, when asked
+    failed       its plugin cannot be used; `dsv4attn doctor` has the traceback
+    denied       left out by configuration
+    absent       named by configuration, not installed
+
+    Exit code 0: listed, whatever the states; 2: bad input.
+    """  # noqa: D301 - click wants the character
+    from dsv4attn.config import load_settings
+    from dsv4attn.core.device import DeviceFacts
+    from dsv4attn.selection import registry_for
+
+    settings, device = load_settings(), DeviceFacts.here()
+    registry = registry_for(settings)
+    phases = automatic(registry, device)
+    found = listed(registry, device, phases)
+    if as_json:
+        asked = {phase: settings.request(phase).value for phase in phases}
+        chosen = {phase: s.chosen.info.name if s.chosen else None for phase, s in phases.items()}
+        facts = {"device": device_json(device), "request": asked, "automatic": chosen}
+        print_json({"ok": True, **facts, "backends": found})
+        return
+    requests = {phase: settings.request(phase) for phase in phases}
+    wanted = merged({p: f"{a.value}  ({a.source}){_absent(a.value, registry)}" for p, a in requests.items()})
+    verdicts = merged({phase: selection.verdict for phase, selection in phases.items()})
+    from rich.padding import Padding
+
+    wide = max(len(name) for name in ("automatic", *(row["name"] for row in found)))
+    out = console()
+    out.print(grid([("device", [str(device)]), ("request", wanted), ("automatic", verdicts)], wide=wide))
+    out.print(Padding(_table(found, wide), (0, 0, 0, 1)))
+    styles = [_STYLES.get(row["state"], "red") for row in found]
+    out.print(grid([(row["name"], _why(row)) for row in found], styles, wide=wide))
+
+
+def automatic(registry: PluginRegistry, device: DeviceFacts) -> dict[str, Selection]:
+    """What would be chosen on a device for each phase of a released model, if nothing were asked for."""
+    from dsv4attn.config import PHASES, Settings
+    from dsv4attn.core.geometry import ModelGeometry
+    from dsv4attn.core.problem import Problem
+    from dsv4attn.selection import explain
+
+    geometry = ModelGeometry.preset(MODEL)
+    problems = {phase: [Problem.of(geometry, kind, phase) for kind in geometry.kinds] for phase in PHASES}
+    return {
+        phase: explain(asked, device=device, settings=Settings(), registry=registry)
+        for phase, asked in problems.items()
+    }
+
+
+def listed(registry: PluginRegistry, device: DeviceFacts, phases: Mapping[str, Selection]) -> list[dict[str, Any]]:
+    """Every backend, and every plugin that cannot be used, as told to programs."""
+    rows = []
+    for i, (name, one) in enumerate(registry.backends.items()):
+        told = [selection.trace[i] for selection in phases.values()]
+        states = {candidate.state for candidate in told}
+        reasons = list(dict.fromkeys(reason for candidate in told for reason in candidate.reasons))
+        state = "unavailable" if reasons else "available"
+        state = "automatic" if "chosen" in states else state
+        state = "broken" if "broken" in states else state
+        notes = [c.lines[0] if c.state == "broken" else c.note for c in told if c.state in ("broken", "not native")]
+        rows.append(
+            {
+                "name": name,
+                "distribution": one.distribution,
+                "version": one.version,
+                "state": state,
+                "native": device.matches(one.info.native),
+                "runnable": state in ("automatic", "available"),
+                "reasons": [reason_json(reason) for reason in reasons],
+                "note": notes[0] if notes else one.info.summary,
+            }
+        )
+    for failure in registry.failures:
+        if failure.stage == "kept":
+            continue
+        reason = {"code": failure.stage.upper(), "actual": failure.error, "allowed": "", "cure": failure.cure}
+        rows.append(
+            {
+                "name": failure.plugin,
+                "distribution": failure.distribution,
+                "version": failure.version,
+                "state": failure.stage if failure.stage in ("denied", "absent") else "failed",
+                "native": None,
+                "runnable": False,
+                "reasons": [{**reason, "text": failure.summary}],
+                "note": failure.summary,
+            }
+        )
+    return rows
+
+
+def merged(told: Mapping[str, str]) -> list[str]:
+    """One line for each phase, or one for both if they are alike."""
+    if len(set(told.values())) == 1:
+        told = {" and ".join(told): next(iter(told.values()))}
+    return [f"{phase}: {text}" for phase, text in told.items()]
+
+
+def _absent(asked: str, registry: PluginRegistry) -> str:
+    """What is wrong with the name of a backend that is asked for, if no backend has it."""
+    from dsv4attn.config import AUTO
+    from dsv4attn.errors import did_you_mean
+
+    if asked == AUTO or asked in registry.backends:
+        return ""
+    return f": no backend has this name, so every call is refused{did_you_mean(asked, registry.backends)}"
+
+
+def _table(found: list[dict[str, Any]], wide: int) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("backend", min_width=wide, no_wrap=True)
+    for column in ("state", "native", "runs", "from"):
+        table.add_column(column, overflow="fold")
+    marks = {True: "yes", False: "no", None: ""}
+    for row in found:
+        style, owner = _STYLES.get(row["state"], "red"), f"{row['distribution']} {row['version']}".strip()
+        name, state = Text(row["name"], style="bold"), Text(row["state"], style=style)
+        table.add_row(name, state, marks[row["native"]], marks[row["runnable"]], Text(owner))
+    return table
+
+
+def _why(row: dict[str, Any]) -> list[str]:
+    """Reasons, or one sentence."""
+    wide = max((len(reason["code"]) for reason in row["reasons"]), default=0)
+    told = [f"{reason['code']:<{wide}}  {reason['text']}" for reason in row["reasons"] if reason["allowed"]]
+    return told or [row["note"]]

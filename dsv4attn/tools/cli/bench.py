@@ -1,0 +1,310 @@
+"""`dsv4attn bench`: how fast every kernel is, beside what the machine could do and beside other libraries."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from attrs import evolve, frozen
+
+from dsv4attn.errors import NoBackendError
+from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, Whole, print_json
+from dsv4attn.tools.cli.common import console
+from dsv4attn.tools.cli.conform import target_file, written
+
+if TYPE_CHECKING:
+    import torch
+
+    from dsv4attn.core.contract import Backend
+    from dsv4attn.tools.bench.cases import Size
+    from dsv4attn.tools.bench.compare import Comparison
+    from dsv4attn.tools.bench.result import Run
+
+__all__ = ["bench"]
+
+STDOUT = "-"
+ALL = "all"
+
+
+def _file_or_stdout(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | Path | None:
+    from dsv4attn.tools.bench.cases import WHAT
+
+    if value in WHAT:
+        raise click.BadParameter(f"{value!r} would be its file: put --json last, or name a file", param=parameter)
+    return value if value in (None, STDOUT) else target_file(ctx, parameter, value)
+
+
+def _numbers(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """`8,64,256`."""
+    if value is None:
+        return None
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise click.BadParameter(f"{value!r}: expected numbers above 0 with commas, as in 8,64,256", param=parameter)
+    return tuple(int(part) for part in parts)
+
+
+@click.command(short_help="Time every kernel beside the roofline and other libraries.")
+@click.argument("what", nargs=-1)
+@click.option("--backend", "--backends", "backends", metavar="NAMES", help="Backends.  [default: those native here]")
+@click.option("--cases", metavar="NAMES", help="flash_c4, pro_c4, flash_c128, pro_c128, flash_swa.  [default: all]")
+@click.option("--batches", metavar="NUMBERS", callback=_numbers, help="Requests of the decodes, as in 8,64,256.")
+@click.option("--tokens", type=Whole(1), help="Query tokens of the prefills.")
+@click.option("--rounds", type=Whole(1), help="Rounds to take the median of.")
+@click.option("--threads", type=Whole(1), help="Of the CPU.  [default: OMP_NUM_THREADS, or free cores]")
+@click.option("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator, or cpu]")
+@click.option(
+    "--peers",
+    metavar="[NAMES]",
+    is_flag=False,
+    flag_value=ALL,
+    help="Other libraries too: flash_mla, vllm, flashinfer; without names, all.",
+)
+@click.option(
+    "--json",
+    "save",
+    metavar="[FILE]",
+    is_flag=False,
+    flag_value=STDOUT,
+    callback=_file_or_stdout,
+    help="Write the numbers to FILE; without one, print one JSON object and nothing else.",
+)
+@click.option(
+    "--compare", metavar="OLD", type=click.Path(path_type=Path), help="Name what is slower than in that file."
+)
+@click.option("--plot", metavar="DIR", type=click.Path(path_type=Path), help="Draw pictures into a folder.")
+@click.option(
+    "--from", "source", metavar="FILE", type=click.Path(path_type=Path), help="Measure nothing, show that file."
+)
+@click.pass_context
+def bench(
+    ctx: click.Context,
+    what: tuple[str, ...],
+    backends: str | None,
+    cases: str | None,
+    batches: tuple[int, ...] | None,
+    tokens: int | None,
+    rounds: int | None,
+    threads: int | None,
+    device: str | None,
+    peers: str | None,
+    save: str | Path | None,
+    compare: Path | None,
+    plot: Path | None,
+    source: Path | None,
+) -> None:
+    """Time WHAT: decode, prefill, prefill-rows, insert, quantize, gather (these six by default), step, scaling, host.
+
+    Every result is held against an independent reference before and after it is timed; what is wrong gets no time, and
+    exit code 1. Times are medians of rounds in which everybody takes turns; the roofline is measured in the same run.
+
+    step: whole steps of forward_mqa, beside their bare matrix products. scaling: batch, context, top-k and requests
+    grow, and cliffs are named, where time outgrows work. host: what a bound layer costs the host.
+
+    --peers calls other libraries through their public functions, if they can be imported. --compare exits with 1 if
+    something got slower by more than noise. Files of --json are read by --compare and --from, on any machine.
+
+    Ctrl-C ends the run with the cases that were measured, marked incomplete, and exit code 130.
+    """
+    from dsv4attn.tools.bench import compare as comparing
+    from dsv4attn.tools.bench import report
+    from dsv4attn.tools.bench.result import load
+
+    if source is not None and (what or backends or cases or batches or tokens or rounds or threads or device or peers):
+        raise click.UsageError("--from shows a saved run: it goes with --json, --compare and --plot only")
+    old = load(compare, "--compare") if compare else None
+    if plot:
+        from dsv4attn.tools.bench.plots import check_folder
+
+        check_folder(plot)
+    if source:
+        run = load(source, "--from")
+    else:
+        asked = _Asked(what, backends, cases, batches, tokens, rounds, device, peers, threads)
+        run = evolve(_measured(asked, shown=save != STDOUT), command=_command(ctx))
+    compared = comparing.compare(old, run) if old else None
+    if isinstance(save, Path):
+        written(save, json.dumps(run.as_json(), indent=1, allow_nan=False) + "\n")
+    if save == STDOUT:
+        print_json(_told(run, compared))
+    else:
+        out = console()
+        out.print(report.run_text(run), crop=False)
+        if compared:
+            out.print(report.comparison_text(compared))
+    if plot:
+        _draw(run, plot)
+    if run.ran is not None and not source:
+        ctx.exit(INTERRUPTED)
+    ctx.exit(OK if run.ok and (compared is None or compared.ok) else FAILED)
+
+
+def _told(run: Run, compared: Comparison | None) -> dict[str, Any]:
+    told = run.as_json()
+    if compared:
+        told |= {"ok": run.ok and compared.ok, "compared": compared.as_json()}
+    return told
+
+
+def _draw(run: Run, folder: Path) -> None:
+    from dsv4attn.tools.bench.plots import draw
+
+    for path in draw(run, folder):
+        click.echo(f"drawn: {path}", err=True)
+
+
+@frozen
+class _Asked:
+    """The options of a measurement, as they were given."""
+
+    what: Sequence[str]
+    backends: str | None
+    cases: str | None
+    batches: tuple[int, ...] | None
+    tokens: int | None
+    rounds: int | None
+    device: str | None
+    peers: str | None
+    threads: int | None = None
+
+
+def _measured(asked: _Asked, *, shown: bool) -> Run:
+    """Find out what is asked for, before anything slow, and measure it."""
+    from dsv4attn.tools.bench.cases import KERNELS, PRESETS, WHAT, cases_of, host_cases, named, sizes
+    from dsv4attn.tools.bench.peers import PEERS
+    from dsv4attn.tools.bench.result import Run, now, peer_versions, this_machine
+    from dsv4attn.tools.bench.runner import Runner
+    from dsv4attn.tools.bench.scaling import cliffs, scaling_cases
+    from dsv4attn.tools.cli.threads import Load
+
+    before = Load()
+    what = named("measurement", ",".join(asked.what), WHAT, KERNELS)
+    presets = named("case", asked.cases, list(PRESETS), list(PRESETS))
+    wanted = None if asked.peers == ALL else asked.peers
+    libraries = named("peer", wanted, list(PEERS), list(PEERS) if asked.peers else [])
+    place = _device(asked.device)
+    backends = _backends(asked.backends, place)
+    size = _size(asked, sizes(place.type))
+    cases = cases_of([kernel for kernel in what if kernel not in ("scaling", "host")], presets, size)
+    cases += scaling_cases(small=place.type == "cpu") if "scaling" in what else []
+    hosts = host_cases() if "host" in what else []
+    rows, host, ran, stopped = [], [], 0, False
+    # of an accelerator's figures the CPU's threads are no part
+    taken = before.threads(asked.threads) if place.type == "cpu" else None
+    with taken.used() if taken else nullcontext(), _progress(1 + len(cases) + len(hosts), shown=shown) as begin:
+        begin("roofline")
+        runner = Runner(place, backends, [PEERS[name] for name in libraries], size.rounds)
+        try:
+            for case in cases:
+                begin(case.name)
+                rows += runner.run(case)
+                ran += 1
+            for case in hosts:
+                begin(case.name)
+                shares, failed = runner.host(case)
+                host += shares
+                rows += failed
+                ran += 1
+        except KeyboardInterrupt:
+            # what was measured was worth its time; a first roofline is there already
+            stopped = True
+        roofline, rows = (runner.roofline, rows) if stopped else runner.settled(rows)
+        machine = this_machine(place, taken.cores, taken.source) if taken else this_machine(place)
+    here = [peer.name for peer in runner.peers]
+    return Run(
+        machine=machine,
+        date=now(),
+        rounds=size.rounds,
+        roofline=roofline,
+        rows=tuple(rows),
+        cliffs=tuple(cliffs(rows)),
+        unavailable=runner.unavailable,
+        versions=peer_versions(here),
+        host=tuple(host),
+        asked=len(cases) + len(hosts),
+        ran=ran if stopped else None,
+    )
+
+
+def _size(asked: _Asked, size: Size) -> Size:
+    """What is measured here by default, but for what was said."""
+    return evolve(
+        size,
+        batches=asked.batches or size.batches,
+        tokens=asked.tokens or size.tokens,
+        inserted=asked.tokens or size.inserted,
+        rounds=asked.rounds or size.rounds,
+    )
+
+
+def _device(name: str | None) -> torch.device:
+    """The one named, which has to be here, or the first accelerator, or the CPU."""
+    import torch
+
+    from dsv4attn.core.device import DeviceFacts
+
+    if name is not None:
+        facts = DeviceFacts.here(name)
+        return torch.device("cpu" if facts.kind == "cpu" else name)
+    accelerator = torch.accelerator.current_accelerator() if DeviceFacts.here().kind != "cpu" else None
+    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
+
+
+def _backends(names: str | None, place: torch.device) -> dict[str, Backend]:
+    """Those named, all of which must be there, or all that are native to the device and can be made."""
+    from dsv4attn.core.device import DeviceFacts
+    from dsv4attn.selection import backend_names, load_backend, registered
+
+    if names:
+        return {name: load_backend(name) for name in dict.fromkeys(n.strip() for n in names.split(","))}
+    facts, made = DeviceFacts.here(place), {}
+    for name in backend_names():
+        if facts.matches(registered(name).info.native):
+            try:
+                made[name] = load_backend(name)
+            except NoBackendError as broken:
+                click.echo(f"left out: {name}: {str(broken).splitlines()[0]}", err=True)
+    return made
+
+
+def _command(ctx: click.Context) -> str:
+    """The command as one could type it again, without where its results went."""
+    words = ["dsv4attn", "bench", *ctx.params["what"]]
+    for name in ("backends", "cases", "batches", "tokens", "rounds", "threads", "device", "peers"):
+        value = ctx.params[name]
+        if value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            words += [f"--{name}", *([] if (name, text) == ("peers", ALL) else [text])]
+    return shlex.join(words)
+
+
+@contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr with the case that is running; nothing at all where nobody watches."""
+    from rich import progress as bars
+    from rich.console import Console
+
+    out = Console(stderr=True)
+    columns = (
+        bars.BarColumn(bar_width=None),
+        bars.MofNCompleteColumn(),
+        bars.TextColumn("{task.description}", markup=False),
+        bars.TimeElapsedColumn(),
+    )
+    # drawn between cases only: a thread that draws meanwhile would be measured too
+    watched = shown and out.is_terminal
+    bar = bars.Progress(*columns, console=out, transient=True, auto_refresh=False, disable=not watched)
+    task, begun = bar.add_task("", total=total), 0
+
+    def begin(name: str) -> None:
+        nonlocal begun
+        bar.update(task, completed=begun, description=name, refresh=True)
+        begun += 1
+
+    with bar:
+        yield begin

@@ -1,0 +1,332 @@
+"""`dsv4attn compile`: what every kernel needs on a device that need not be here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+from attrs import asdict, field, frozen
+
+from dsv4attn.core.devices import DEVICES
+from dsv4attn.tools.cli import FAILED, OK, print_json
+from dsv4attn.tools.cli.common import console, device_facts, epilog, geometry_of, grid, reason_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dsv4attn.backends._triton.compiling.aot import Outcome
+    from dsv4attn.backends._triton.compiling.targets import Target
+    from dsv4attn.backends._triton.compiling.variant import Variant
+    from dsv4attn.core.contract import CompiledBackend
+    from dsv4attn.core.geometry import ModelGeometry
+    from dsv4attn.core.warmup_spec import Bounds
+    from dsv4attn.plugins import Registered
+
+__all__ = ["bounds_of", "compile_"]
+
+_SAID = {"spills": "spill", "limit": "break a limit", "failed": "do not compile"}
+"""What the summary says of each verdict but "ok"."""
+_STYLES = {"ok": "green", "spills": "yellow", "limit": "bold red", "failed": "bold red"}
+_DTYPES = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32")
+
+
+@frozen
+class _Job:
+    """The kernels of one backend on one target, and what came out of them."""
+
+    target: Target
+    backend: str
+    variants: list[Variant]
+    outcomes: list[Outcome] = field(factory=list)
+
+    @property
+    def faulty(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.reasons]
+
+    def __str__(self) -> str:
+        """One line."""
+        count, unit = len(self.outcomes), "SM" if self.target.is_cuda else "CU"
+        kernels = f"{count} kernel{'s' if count > 1 else ''} of {self.backend} for {self.target.name}"
+        needed = [outcome.resources for outcome in self.outcomes if outcome.resources]
+        if self.faulty or not needed:
+            verdicts = [outcome.verdict for outcome in self.faulty]
+            found = [f"{verdicts.count(verdict)} {said}" for verdict, said in _SAID.items() if verdict in verdicts]
+            return f"{kernels}: {', '.join(found) or 'nothing to compile'}"
+        shared = f"{max(r.shared for r in needed):,} of {self.target.shared_per_block:,} bytes"
+        fewest = min(r.occupancy for r in needed)
+        blocks = f"{fewest} block{'s' if fewest > 1 else ''} per {unit}"
+        return f"{kernels}: no spills, largest shared memory {shared}, at least {blocks}"
+
+
+@click.command("compile", short_help="Compile every kernel for a device that need not be here.", epilog=epilog(DEVICES))
+@click.option(
+    "--target",
+    "--device",
+    "targets",
+    metavar="NAME",
+    multiple=True,
+    required=True,
+    help="h200, mi300x, sm_90, ...: repeatable; see below.",
+)
+@click.option("--backend", metavar="NAME", help="Whose kernels.  [default: every backend that runs there]")
+@click.option("--model", "--preset", metavar="NAME", default="flash", show_default=True, help="flash, pro, or a file.")
+@click.option(
+    "--dtype",
+    "dtypes",
+    type=click.Choice(_DTYPES),
+    multiple=True,
+    default=_DTYPES[:1],
+    show_default=True,
+    help="Of both caches: repeatable.",
+)
+@click.option("--kernel", "kernels", metavar="NAME", multiple=True, help="This one only: repeatable.  [default: all]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def compile_(
+    ctx: click.Context,
+    *,
+    targets: tuple[str, ...],
+    backend: str | None,
+    model: str,
+    dtypes: tuple[str, ...],
+    kernels: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Compile every kernel that a model can ask for, with the Triton that is installed, for devices by name.
+
+    Nothing is launched; no device or driver is needed. The table says what a kernel takes: registers of a thread, bytes
+    that a thread spills, shared memory of a block, its warps and their threads, its matrix instructions, and how many
+    blocks fit an SM or CU. No compiler checks that against the device. A kernel that "spills" is right, but slow; one
+    over a "limit" may not launch; one that "failed" did not compile. Results go to Triton's cache (TRITON_CACHE_DIR),
+    where a launch finds them. Exit code 0: nothing spills, every block fits, and 16-bit products use the matrix unit;
+    1: a kernel spills, breaks a limit, or does not compile; 2: bad input.
+    """
+    from dsv4attn.core.device import DeviceFacts
+
+    geometry = geometry_of(model)
+    if DeviceFacts.here("cpu").interpreted:
+        ctx.exit(_elsewhere(targets, backend, model, dtypes, kernels, as_json=as_json))
+    jobs, failed = _jobs(targets, backend, geometry, dtypes, kernels)
+    from dsv4attn.backends._triton.compiling.aot import compile_all
+
+    total = sum(len(job.variants) * (1 if job.target.is_cuda else 2) for job in jobs)
+    with _progress_bar(total, shown=not as_json) as progress:
+        for job in jobs:
+            job.outcomes.extend(compile_all(job.variants, job.target, progress=progress))
+    ok = not any(job.faulty for job in jobs)
+    if as_json:
+        told = {"model": geometry.name, "jobs": [_as_json(job) for job in jobs], "failures": failed}
+        print_json({"ok": ok, **told})
+    else:
+        for job in jobs:
+            _show(job)
+        _sum_up(jobs, failed)
+    ctx.exit(OK if ok else FAILED)
+
+
+def _elsewhere(
+    targets: Iterable[str],
+    backend: str | None,
+    model: str,
+    dtypes: Iterable[str],
+    kernels: Iterable[str],
+    *,
+    as_json: bool,
+) -> int:
+    """Run this command in a Python that does not interpret kernels: what that decides is read only once."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    options = [*(("--target", name) for name in targets), *(("--dtype", name) for name in dtypes), ("--model", model)]
+    options += [("--backend", backend)] if backend else []
+    options += [("--kernel", name) for name in kernels]
+    command = [sys.executable, "-m", "dsv4attn", "compile", *(word for option in options for word in option)]
+    return subprocess.run([*command, *(["--json"] if as_json else [])], env=environ, check=False).returncode  # noqa: S603 - ourselves
+
+
+def _jobs(
+    targets: Iterable[str],
+    backend: str | None,
+    geometry: ModelGeometry,
+    dtypes: Iterable[str],
+    kernels: Collection[str],
+) -> tuple[list[_Job], dict[str, str]]:
+    """What there is to compile, and the backends that cannot be asked, each with its error."""
+    from dsv4attn.backends._triton.support import require_release
+    from dsv4attn.core.device import DeviceFacts
+    from dsv4attn.errors import ArgumentError, UnknownNameError
+
+    try:
+        from dsv4attn.backends._triton.compiling.targets import Target
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise click.UsageError("triton is not installed -> pip install 'dsv4attn[triton]'") from error
+    require_release()
+    chosen = [Target.of(device_facts(name).arch) for name in targets]
+    bounds = [bounds_of(geometry, dtype) for dtype in dict.fromkeys(dtypes)]
+    loaded, failed = _loaded(backend)
+    if not loaded:
+        raise click.UsageError("no backend has kernels to compile; `dsv4attn backends` lists them")
+    jobs, names = [], set[str]()
+    for target in dict.fromkeys(chosen):
+        facts = DeviceFacts.named(target.name)
+        mine = {name: made for name, (one, made) in loaded.items() if facts.matches(one.info.runs_on)}
+        if not mine:
+            patterns = sorted({pattern for one, _ in loaded.values() for pattern in one.info.runs_on})
+            expected = f"a device of {' or '.join(loaded)}: {', '.join(patterns)}"
+            raise ArgumentError("--target", expected=expected, actual=target.name)
+        for name, made in mine.items():
+            variants = [_checked(name, v) for b in bounds for v in made.kernel_variants(b, facts)]
+            names |= {variant.name for variant in variants}
+            wanted = [v for v in dict.fromkeys(variants) if not kernels or v.name in kernels]
+            jobs.append(_Job(target, name, wanted))
+    for name in kernels:
+        if name not in names:
+            raise UnknownNameError("kernel", name, names)
+    return jobs, failed
+
+
+def _loaded(backend: str | None) -> tuple[dict[str, tuple[Registered, CompiledBackend]], dict[str, str]]:
+    """The backends whose kernels can be compiled; the one that is named must be."""
+    from dsv4attn.config import load_settings
+    from dsv4attn.errors import ArgumentError, Dsv4AttnError
+    from dsv4attn.selection import load_backend, registered, registry_for
+
+    known = registry_for(load_settings()).backends if backend is None else {backend: registered(backend)}
+    loaded, failed = {}, {}
+    for name, one in known.items():
+        try:
+            made: Any = load_backend(name)
+        except Dsv4AttnError as error:
+            if backend is not None:
+                raise
+            failed[name] = str(error).splitlines()[0]
+            continue
+        if hasattr(made, "kernel_variants"):
+            loaded[name] = (one, made)
+        elif backend is not None:
+            raise ArgumentError("--backend", expected="one with kernels to compile", actual=repr(backend))
+    return loaded, failed
+
+
+def bounds_of(geometry: ModelGeometry, dtype: str) -> Bounds:
+    """All that a model asks for, with caches of one type; how large its batches are compiles nothing.
+
+    Rows of its tensors begin at multiples of 16 bytes. Forms for others read and write narrower, in the same memory.
+    """
+    import torch
+
+    from dsv4attn.core.layout import Fp8Format, KVCacheLayout
+    from dsv4attn.core.limits import Limits
+    from dsv4attn.core.warmup_spec import Bounds
+
+    dims = geometry.head_dim - geometry.rope_dim, geometry.rope_dim
+    if dtype in tuple(Fp8Format):
+        layout = KVCacheLayout.fp8_ds_mla(*dims, fp8_format=Fp8Format(dtype))
+    else:
+        layout = KVCacheLayout.rows(*dims, dtype=getattr(torch, dtype))
+    return Bounds.of(geometry, Limits(256, 8192, geometry.max_position), swa=layout, aligned_rows=True)
+
+
+def _checked(backend: str, variant: object) -> Variant:
+    from dsv4attn.backends._triton.compiling.variant import Variant
+    from dsv4attn.errors import ArgumentError
+
+    if not isinstance(variant, Variant):
+        raise ArgumentError(f"kernel_variants of {backend}", expected="Variants", actual=type(variant).__name__)
+    return variant
+
+
+@contextmanager
+def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[Outcome], None]]:
+    """A bar on stderr with the kernel that was compiled last; nothing at all where nobody watches."""
+    from rich import progress as bars
+    from rich.console import Console
+
+    out = Console(stderr=True)
+    columns = (
+        bars.BarColumn(bar_width=None),
+        bars.MofNCompleteColumn(),
+        bars.TextColumn("{task.description}", markup=False),
+        bars.TimeElapsedColumn(),
+    )
+    bar = bars.Progress(*columns, console=out, transient=True, disable=not (shown and out.is_terminal))
+    task = bar.add_task("", total=total)
+    with bar:
+        yield lambda outcome: bar.update(task, advance=1, description=outcome.variant.name)
+
+
+def _described(job: _Job) -> list[tuple[Outcome, str]]:
+    """Each outcome with what tells its variant from others, kernel by kernel."""
+    from dsv4attn.backends._triton.compiling.aot import distinctions
+
+    told, order = distinctions(job.variants), [variant.kernel for variant in job.variants]
+    outcomes = sorted(job.outcomes, key=lambda outcome: order.index(outcome.variant.kernel))
+    return [(o, " ".join(filter(None, [told[o.variant], "beyond 2 GB" if o.far else ""]))) for o in outcomes]
+
+
+def _as_json(job: _Job) -> dict[str, Any]:
+    kernels = [
+        {
+            "kernel": outcome.variant.name,
+            "variant": text,
+            **(asdict(outcome.resources) if outcome.resources else {}),
+            "verdict": outcome.verdict,
+            "reasons": [reason_json(reason) for reason in outcome.reasons],
+        }
+        for outcome, text in _described(job)
+    ]
+    return {"target": job.target.name, "backend": job.backend, "summary": str(job), "kernels": kernels}
+
+
+def _show(job: _Job) -> None:
+    from rich.padding import Padding
+
+    out, described = console(), _described(job)
+    out.print(grid([("target", [job.target.name]), ("backend", [job.backend])]))
+    out.print(Padding(_table(described), (0, 0, 0, 1)))
+    for outcome, text in described:
+        if outcome.reasons:
+            rows: Sequence[str] = [str(reason) for reason in outcome.reasons]
+            out.print(grid([(outcome.variant.name, [text or "only variant"]), ("", rows)], ["", "red"]))
+
+
+def _table(described: Iterable[tuple[Outcome, str]]) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    caption = "warps: of a block, times their threads. mma: matrix instructions. fit: blocks that an SM or CU holds."
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left", caption_style="dim"
+    )
+    table.add_column("kernel", overflow="fold", max_width=24)
+    table.add_column("variant", overflow="fold")
+    for column in ("regs", "spill", "shared", "warps", "mma", "fit"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    before = ""
+    for outcome, text in described:
+        need, name = outcome.resources, outcome.variant.name.removesuffix("_kernel")
+        numbers = ["-"] * 6
+        if need is not None:
+            spilled = need.spill_stores + need.spill_loads
+            counts = need.registers, spilled, need.shared, need.matrix, need.occupancy
+            numbers = [f"{count:,}" for count in counts]
+            numbers.insert(3, f"{need.threads // need.wave}x{need.wave}")
+        verdict = Text(outcome.verdict, style=_STYLES[outcome.verdict])
+        table.add_row(Text("" if name == before else name, style="bold"), Text(text), *numbers, verdict)
+        before = name
+    return table
+
+
+def _sum_up(jobs: Iterable[_Job], failed: dict[str, str]) -> None:
+    out = console()
+    for error in failed.values():
+        out.print(f"  not asked: {error}", style="yellow")
+    for job in jobs:
+        out.print(f"  {job}", style="bold red" if job.faulty else "bold green")

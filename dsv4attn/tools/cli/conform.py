@@ -1,0 +1,227 @@
+"""`dsv4attn conform`: run the conformance kit on a backend, and write a certificate."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
+from dsv4attn.tools.cli.common import console, grid
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from dsv4attn.testing.conform import Certificate, Outcome
+
+__all__ = ["conform", "grouped", "progress_bar", "show_failures", "target_file", "written"]
+
+LINE_S = 4.0
+"""Seconds between lines of progress where there is no terminal."""
+SHOWN = 8
+"""Kinds of failures shown in full, and cases named of each; the certificate has all of them."""
+
+
+def _pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """`--option key=value`, any number of times."""
+    for value in values:
+        if "=" not in value:
+            raise click.BadParameter(f"{value!r}: expected key=value, as in prefill_keys=paged", param=parameter)
+    return dict(value.split("=", 1) for value in values)
+
+
+def target_file(_: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
+    """A file that can be written, found out before anything runs."""
+    if value is None:
+        return None
+    path = Path(value)
+    if path.is_dir() or not path.parent.is_dir():
+        raise click.BadParameter(f"{value!r}: expected a file in a folder that exists", param=parameter)
+    return path
+
+
+def written(path: Path, text: str) -> None:
+    """Write a file, or say in one line why not."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.UsageError(f"{path} cannot be written: {error.strerror}") from error
+
+
+@click.command(short_help="Run the conformance kit on a backend, and write a certificate.")
+@click.argument("backend")
+@click.option("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator it runs on, or cpu]")
+@click.option("--option", "options", metavar="KEY=VALUE", multiple=True, callback=_pairs, help="Option of the backend.")
+@click.option("--filter", "chosen", metavar="PATTERNS", help="Clauses (S, A1), areas (decode) or cases (sink-*).")
+@click.option("--json", "as_json", is_flag=True, help="Print the certificate, and nothing else.")
+@click.option(
+    "--output",
+    metavar="FILE",
+    callback=target_file,
+    help="Where the certificate goes.  [default: dsv4attn-BACKEND.json, unless --filter or --json is given]",
+)
+@click.pass_context
+def conform(
+    ctx: click.Context,
+    backend: str,
+    device: str | None,
+    options: dict[str, str],
+    chosen: str | None,
+    output: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Run the conformance kit on BACKEND, on this machine, and write a certificate.
+
+    Every case is judged by a float64 oracle that shares no code with any backend; the error budgets follow from the
+    formats. Cases that the backend's support refuses are not run, and its reasons are shown. docs/contract.md has the
+    clauses. Exit code 0: every case that was executed passed; 1: one failed, or none was executed; 2: bad input; 130:
+    interrupted by Ctrl-C, which keeps what has run in a certificate that is marked incomplete.
+    """
+    from dsv4attn.errors import BrokenBackendError
+    from dsv4attn.testing.case import chosen as matching
+    from dsv4attn.testing.cases import CASES
+    from dsv4attn.testing.conform import conform as run
+    from dsv4attn.testing.subject import Subject
+
+    cases = matching(CASES, chosen)
+    try:
+        subject = Subject.named(backend, device=device, options=options)
+    except BrokenBackendError as error:
+        # not the user's mistake: the backend is there, and fails
+        raise click.ClickException(str(error)) from error
+    with progress_bar(len(cases), shown=not as_json) as progress:
+        certificate = run(subject, cases, chosen=chosen, progress=progress)
+    told = certificate.as_json()
+    # an incomplete certificate does not replace a complete one unasked
+    usual = f"dsv4attn-{backend}{'.incomplete' if certificate.interrupted else ''}.json"
+    target = output or (None if chosen or as_json else Path(usual))
+    if target:
+        written(target, json.dumps(told, indent=1, allow_nan=False) + "\n")
+    if as_json:
+        print_json(told)
+    else:
+        _show(certificate, target)
+    ctx.exit(INTERRUPTED if certificate.interrupted else OK if certificate.ok else FAILED)
+
+
+@contextmanager
+def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[Outcome], None]]:
+    """The case that ran last, on stderr: a bar on a terminal, elsewhere a line every few seconds."""
+    from rich import progress as bars
+    from rich.console import Console
+
+    out = Console(stderr=True)
+    columns = (
+        bars.BarColumn(bar_width=None),
+        bars.MofNCompleteColumn(),
+        bars.TextColumn("{task.fields[failed]} failed", style="red"),
+        bars.TextColumn("{task.fields[case]}", markup=False),
+        bars.TimeElapsedColumn(),
+    )
+    bar = bars.Progress(*columns, console=out, transient=True, disable=not (shown and out.is_terminal))
+    task = bar.add_task("conform", total=total, failed=0, case="")
+    done = failed = 0
+    began = said = time.perf_counter()
+
+    def advance(outcome: Outcome) -> None:
+        nonlocal done, failed, said
+        done, failed, now = done + 1, failed + (outcome.state == "failed"), time.perf_counter()
+        bar.update(task, advance=1, failed=failed, case=outcome.case.name)
+        if shown and not out.is_terminal and now - said >= LINE_S:
+            said = now
+            click.echo(f"{done}/{total} cases, {failed} failed, {outcome.case.name}, {now - began:.0f} s", err=True)
+
+    with bar:
+        yield advance
+
+
+def _show(certificate: Certificate, target: Path | None) -> None:
+    from rich.padding import Padding
+
+    subject, out = certificate.subject, console()
+    owner = f"{subject.distribution} {subject.version}".strip() or "not registered"
+    head = [("backend", [f"{subject.label}  ({owner})"]), ("device", [f"{subject.device}: {subject.facts}"])]
+    out.print(grid(head))
+    out.print(Padding(_table(certificate), (0, 0, 0, 1)))
+    for state in ("refused", "skipped"):
+        if told := grouped(certificate.of(state)):
+            out.print(grid([(state, told)], ["yellow" if state == "refused" else "dim"]))
+    show_failures(out, certificate.outcomes)
+    out.print()
+    style = "bold green" if certificate.ok else "bold red"
+    out.print(Padding(f"{certificate.verdict}  ({certificate.seconds:.0f} s)", (0, 0, 0, 2)), style=style)
+    if target:
+        out.print(f"  certificate: {target}", soft_wrap=True)
+
+
+def show_failures(out: Console, outcomes: Iterable[Outcome], title: str = "failed") -> None:
+    """Print equal failures once: the first case and what it says, then how many and which others fail alike."""
+    from rich.padding import Padding
+
+    from dsv4attn.testing.conform import Failures
+
+    groups = Failures.grouped(outcomes)
+    for group in groups[:SHOWN]:
+        case, others = group.first.case, [o.case.name for o in group.outcomes[1:]]
+        out.print(f"  {title}  {case.id}", style="bold red", soft_wrap=True)
+        out.print(Padding(case.says, (0, 0, 0, 10)), style="dim")
+        out.print(Padding(group.first.message, (0, 0, 0, 10)))
+        if others:
+            more = "" if len(others) <= SHOWN else f" and {len(others) - SHOWN} more"
+            names = ", ".join(others[:SHOWN])
+            out.print(
+                Padding(f"{len(group.outcomes)} cases fail alike: also {names}{more}", (0, 0, 0, 10)), style="red"
+            )
+    if rest := groups[SHOWN:]:
+        names = ", ".join(f"{group.first.case.name} ({len(group.outcomes)})" for group in rest)
+        count = sum(len(group.outcomes) for group in rest)
+        text = f"and {count} more, of {len(rest)} other kinds: {names}"
+        out.print(Padding(text, (0, 0, 0, 2)), style="red")
+
+
+def grouped(outcomes: Sequence[Outcome]) -> list[str]:
+    """One line for each reason, with how many cases have it."""
+    cases: dict[str, list[str]] = defaultdict(list)
+    for outcome in outcomes:
+        for reason in outcome.reasons:
+            cases[reason].append(outcome.case.name)
+    return [f"{len(names):>3} x {reason}" for reason, names in sorted(cases.items(), key=lambda item: -len(item[1]))]
+
+
+def _table(certificate: Certificate) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from dsv4attn.testing.cases import GROUPS
+
+    caption = (
+        "A case counts under each of its clauses. Nearest: largest error as a fraction of its budget, and its case."
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=0, caption=caption, caption_justify="left", caption_style="dim")
+    table.add_column("clauses", no_wrap=True, min_width=21)
+    for column in ("passed", "failed", "refused", "skipped"):
+        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
+    table.add_column("nearest to its budget", overflow="fold")
+    for letter, title in GROUPS.items():
+        mine = [o for o in certificate.outcomes if any(clause[0] == letter for clause in o.case.clauses)]
+        if not mine:
+            continue
+        counts = [sum(o.state == state for o in mine) for state in ("passed", "failed", "refused", "skipped")]
+        measured = [o for o in mine if o.measure and o.measure.budget]
+        worst = max(measured, key=lambda o: o.measure.fraction if o.measure else 0.0, default=None)
+        near = " same bits" if counts[0] else ""
+        if worst and worst.measure:
+            near = f"{worst.measure.shown:>5} {worst.case.name}"
+        style = "red" if counts[1] else "" if counts[0] else "yellow"
+        cells = [Text(str(n or "-"), style="bold red" if i == 1 and n else "") for i, n in enumerate(counts)]
+        table.add_row(Text(f"{letter}  {title}", style=style), *cells, Text(near, style=style, overflow="fold"))
+    return table

@@ -1,0 +1,212 @@
+"""`dsv4attn doctor`: what this installation is made of, what is wrong with it, and what to do next."""
+
+from __future__ import annotations
+
+import os
+import platform
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+from attrs import asdict, define, field, frozen
+
+from dsv4attn import __version__
+from dsv4attn.tools.cli import FAILED, OK, print_json
+from dsv4attn.tools.cli.backends import automatic, merged
+from dsv4attn.tools.cli.common import console, device_json, failure_json, grid
+
+if TYPE_CHECKING:
+    from dsv4attn.config import Settings
+    from dsv4attn.core.device import DeviceFacts
+    from dsv4attn.plugins import PluginRegistry
+    from dsv4attn.selection import Selection
+
+__all__ = ["doctor"]
+
+_PACKAGES = ("torch", "triton", "attrs", "pluggy", "click", "rich", "numpy")
+_RELATED = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "TRITON_INTERPRET",
+    "ZE_AFFINITY_MASK",
+)
+"""Variables of others that change which devices and kernels there are."""
+
+
+@frozen
+class _Problem:
+    """What is wrong, what to do, and the traceback if there is one."""
+
+    what: str
+    cure: str
+    trace: str = ""
+
+
+@define
+class _Report:
+    """What was found."""
+
+    versions: dict[str, str | None]
+    devices: list[DeviceFacts]
+    settings: Settings
+    registry: PluginRegistry
+    phases: dict[str, Selection] = field(factory=dict)
+    problems: list[_Problem] = field(factory=list)
+
+
+@click.command(short_help="Look for what is wrong with this installation, and say what to do.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def doctor(ctx: click.Context, *, as_json: bool) -> None:
+    """Look for what is wrong with this installation, and say what to do.
+
+    Shows versions, devices, configuration and where it comes from, environment variables, and every plugin that cannot
+    be used, with its traceback. Nothing is launched. Exit code 0: nothing is wrong; 1: something is.
+    """
+    report = _examine()
+    if as_json:
+        print_json(_as_json(report))
+    else:
+        _show(report)
+    ctx.exit(FAILED if report.problems else OK)
+
+
+def _examine() -> _Report:
+    """Everything, whatever is broken."""
+    from dsv4attn.config import Settings, load_settings
+    from dsv4attn.core.device import DeviceFacts, version_of
+    from dsv4attn.errors import ConfigError
+    from dsv4attn.selection import registry_for
+
+    versions = {"dsv4attn": __version__, "python": platform.python_version()}
+    problems = []
+    try:
+        settings = load_settings()
+    except ConfigError as error:
+        settings = Settings()
+        problems.append(_Problem(f"configuration: {error}", "correct it; everything above is without it"))
+    try:
+        devices = DeviceFacts.all_here()
+    except Exception as error:  # noqa: BLE001 - a broken torch or driver is what a doctor is for
+        devices = [DeviceFacts.named("cpu")]
+        cure, trace = "see whether `python -c 'import torch'` works", traceback.format_exc()
+        problems.append(_Problem(f"devices: {type(error).__name__}: {error}", cure, trace))
+    registry = registry_for(settings)
+    found = {**versions, **{package: version_of(package) for package in _PACKAGES}}
+    found["triton"] = devices[0].triton_version
+    report = _Report(found, devices, settings, registry, automatic(registry, devices[0]), problems)
+    _judge(report)
+    return report
+
+
+def _judge(report: _Report) -> None:
+    """What is wrong with what was found."""
+    from dsv4attn.config import AUTO
+    from dsv4attn.errors import BrokenBackendError, ConfigError, did_you_mean
+    from dsv4attn.plugins import trace_of
+    from dsv4attn.selection import explain
+    from dsv4attn.selection.making import check_options
+
+    settings, registry, device = report.settings, report.registry, report.devices[0]
+    for failure in registry.failures:
+        if failure.is_problem:
+            report.problems.append(_Problem(f"{failure.plugin} {failure.what}", failure.cure, failure.traceback))
+    for name in settings.options:
+        if name not in registry.backends:
+            what = f"options.{name} in {settings.file}: no backend has this name"
+            cure = "correct the name, or remove the table: it reaches nobody"
+            report.problems.append(_Problem(f"{what}{did_you_mean(name, registry.backends)}", cure))
+            continue
+        try:
+            check_options(registry.backends[name].info, settings)
+        except ConfigError as error:
+            report.problems.append(_Problem(str(error), f"correct it: {name} refuses to load with these options"))
+        except BrokenBackendError as error:
+            cure = f"report it to the authors of {registry.backends[name].owner}"
+            report.problems.append(_Problem(str(error), cure, trace_of(error.__cause__) if error.__cause__ else ""))
+    broken = {c.name: c for selection in report.phases.values() for c in selection.trace if c.cause is not None}
+    for candidate in broken.values():
+        what, _, cure = candidate.lines[0].partition(" -> ")
+        report.problems.append(_Problem(f"{candidate.name} {what}", cure, trace_of(candidate.cause)))
+    for phase, unasked in report.phases.items():
+        asked = settings.request(phase).value != AUTO
+        selection = explain(unasked.problems, device=device, settings=settings, registry=registry) if asked else unasked
+        if selection.chosen is None:
+            verdict, _, cure = selection.verdict.partition(" -> ")
+            cure = f"{cure}{'; ' if cure else ''}`dsv4attn explain --phase {phase}` says why"
+            report.problems.append(_Problem(f"{phase}: {verdict}", cure))
+
+
+def _values(settings: Settings) -> list[tuple[str, str, str]]:
+    """(key, effective value, where it comes from)."""
+    told = [(phase, settings.request(phase).value, settings.request(phase).source) for phase in ("decode", "prefill")]
+    lists = {"plugins.allow": settings.allow, "plugins.deny": settings.deny}
+    for key, names in lists.items():
+        shown = "all" if names is None else ", ".join(names) or "none"
+        told.append((key, shown, settings.sources.get(key, "default")))
+    for name, options in settings.options.items():
+        shown = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        told.append((f"options.{name}", shown or "none", str(settings.file)))
+    return told
+
+
+def _environment() -> dict[str, str]:
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith("DSV4ATTN_") or name in _RELATED}
+
+
+def _next(report: _Report) -> list[str]:
+    """What to do: the cures, or what one does with a healthy installation."""
+    if report.problems:
+        return list(dict.fromkeys(problem.cure for problem in report.problems))
+    return [
+        f"`dsv4attn run` serves a small trace on this machine's {report.devices[0].arch} and checks it",
+        "`dsv4attn explain --device sm120 --heads 64` answers for any problem on any device",
+    ]
+
+
+def _as_json(report: _Report) -> dict[str, Any]:
+    values = [{"key": key, "value": value, "source": source} for key, value, source in _values(report.settings)]
+    return {
+        "ok": not report.problems,
+        "versions": report.versions,
+        "devices": [device_json(device) for device in report.devices],
+        "configuration": {"file": report.settings.file, "values": values, "ignored": list(report.settings.ignored)},
+        "environment": _environment(),
+        "automatic": {p: s.chosen.info.name if s.chosen else None for p, s in report.phases.items()},
+        "plugins": [failure_json(failure) for failure in report.registry.failures],
+        "problems": [asdict(problem) for problem in report.problems],
+        "next": _next(report),
+    }
+
+
+def _show(report: _Report) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    versions = [f"{name} {version or 'missing'}" for name, version in report.versions.items()]
+    values = [f"{key}: {value}  ({source})" for key, value, source in _values(report.settings)]
+    ignored = [f"ignored: {line}" for line in report.settings.ignored]
+    left_out = [str(failure) for failure in report.registry.failures if not failure.is_problem]
+    environment = [f"{name}={value}" for name, value in _environment().items()]
+    rows: list[tuple[str, Sequence[str]]] = [
+        ("versions", ["  ".join(versions[:4]), "  ".join(versions[4:])]),
+        ("devices", [str(device) for device in report.devices]),
+        ("configuration", [report.settings.file or "no file", *values, *ignored]),
+        ("environment", environment or ["nothing that matters here"]),
+        ("backends", [", ".join(report.registry.backends), *left_out]),
+        ("automatic", merged({phase: selection.verdict for phase, selection in report.phases.items()})),
+    ]
+    out = console()
+    out.print(grid(rows))
+    out.print()
+    if not report.problems:
+        out.print("  nothing is wrong", style="bold green")
+        out.print(grid([("next", _next(report))]))
+    wide = len(str(len(report.problems)))
+    for i, problem in enumerate(report.problems):
+        told = [(f"{i + 1:>{wide}}", [problem.what]), ("", [f"-> {problem.cure}"])]
+        out.print(grid(told, ["red"], wide=wide))
+        if problem.trace:
+            out.print(Padding(Text(problem.trace.rstrip(), style="dim"), (0, 0, 0, wide + 4)))

@@ -1,0 +1,173 @@
+"""`dsv4attn explain`: which backend would run a problem, and why not the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+from attrs import evolve
+
+from dsv4attn.core.devices import DEVICES
+from dsv4attn.tools.cli import FAILED, OK, Whole, print_json
+from dsv4attn.tools.cli.common import (
+    console,
+    device_facts,
+    device_json,
+    epilog,
+    failure_json,
+    geometry_of,
+    grid,
+    reason_json,
+)
+
+if TYPE_CHECKING:
+    from dsv4attn.core.device import DeviceFacts
+    from dsv4attn.selection import Selection
+
+__all__ = ["explain"]
+
+_positive = Whole(min=1)
+_STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yellow", "broken": "red"}
+
+
+@click.command(short_help="Say which backend would run a problem, and why not the others.", epilog=epilog(DEVICES))
+@click.option("--device", metavar="NAME", help="h200, mi300x, sm_90, cpu, ...: see below.  [default: this one]")
+@click.option("--model", metavar="NAME", default="flash", show_default=True, help="flash, pro, or a config.json.")
+@click.option("--layer", metavar="KIND", default="c4a", show_default=True, help="swa, c4a or c128a.")
+@click.option(
+    "--phase", type=click.Choice(["decode", "prefill"]), default="decode", show_default=True, help="Which call."
+)
+@click.option("--heads", metavar="N", type=_positive, help="Query heads on this device.  [default: the model's]")
+@click.option("--topk", metavar="N", type=Whole(min=0), help="Selected entries.  [default: the model's]")
+@click.option("--page-size", metavar="N", type=_positive, default=64, show_default=True, help="Of the window cache.")
+@click.option(
+    "--compressed-page-size", metavar="N", type=_positive, help="Of the other.  [default: 256 tokens' entries]"
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["e4m3fn", "e4m3fnuz", "bfloat16", "float32"]),
+    default="e4m3fn",
+    show_default=True,
+    help="Of both caches.",
+)
+@click.option("--q-dtype", metavar="NAME", default="bfloat16", show_default=True, help="Of the queries.")
+@click.option("--max-model-len", metavar="N", type=_positive, help="Longest sequence.  [default: 1,048,576]")
+@click.option("--no-sink", is_flag=True, help="The layer has no sinks.")
+@click.option("--query-len", metavar="N", type=_positive, default=1, show_default=True, help="Tokens of a decode.")
+@click.option("--capture", is_flag=True, help="The call is captured in a graph.")
+@click.option("--deterministic", is_flag=True, help="Bits must not depend on the batch.")
+@click.option("--lse", is_flag=True, help="The log-sum-exp is wanted too.")
+@click.option("--backend", metavar="NAME", help="Ask for this one.  [default: environment, configuration, automatic]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def explain(
+    ctx: click.Context,
+    *,
+    device: str | None,
+    model: str,
+    layer: str,
+    phase: str,
+    heads: int | None,
+    topk: int | None,
+    page_size: int,
+    compressed_page_size: int | None,
+    dtype: str,
+    q_dtype: str,
+    max_model_len: int | None,
+    no_sink: bool,
+    query_len: int,
+    capture: bool,
+    deterministic: bool,
+    lse: bool,
+    backend: str | None,
+    as_json: bool,
+) -> None:
+    """Say which backend would run a problem, and why not the others.
+
+    Nothing is launched, and the device need not be here: packages of a device that is only described are taken to be
+    installed. Exit code 0: a backend was chosen; 1: none can run it, or the choice is a tie; 2: bad input.
+    """
+    from dsv4attn.config import load_settings
+    from dsv4attn.core.problem import Problem
+    from dsv4attn.selection import explain as explained
+    from dsv4attn.selection.making import check_options
+
+    problem = Problem.of(
+        geometry_of(model),
+        layer,
+        phase,
+        heads=heads,
+        topk=topk,
+        swa_page_size=page_size,
+        compressed_page_size=compressed_page_size,
+        dtype=dtype,
+        q_dtype=q_dtype,
+        max_model_len=max_model_len or 1_048_576,
+        sink=not no_sink,
+        query_len=query_len,
+        capture=capture,
+        deterministic=deterministic,
+        lse=lse,
+    )
+    settings = load_settings()
+    selection = explained(problem, backend=backend, device=_device(device), settings=settings)
+    if selection.request.source == "argument" and "=" in (backend or ""):
+        selection = evolve(selection, request=evolve(selection.request, source=f"argument {backend}"))
+    if selection.chosen is not None:
+        check_options(selection.chosen.info, settings)
+    if as_json:
+        print_json(_as_json(selection))
+    else:
+        _show(selection)
+    ctx.exit(FAILED if selection.chosen is None else OK)
+
+
+def _device(name: str | None) -> DeviceFacts:
+    """The device described; this machine's own facts if that is what it has."""
+    from dsv4attn.core.device import DeviceFacts
+
+    return DeviceFacts.here() if name is None else device_facts(name)
+
+
+def _assumed(device: DeviceFacts) -> str:
+    """What is taken for granted of an architecture that was described, and that nothing here knows."""
+    if device.present or any(device.arch == known.arch for known in DEVICES):
+        return ""
+    return "unknown architecture, served by the generic row of each backend"
+
+
+def _as_json(selection: Selection) -> dict[str, Any]:
+    return {
+        "ok": selection.chosen is not None,
+        "chosen": None if selection.chosen is None else selection.chosen.info.name,
+        "verdict": selection.verdict,
+        "phase": selection.problems[0].phase,
+        "problem": str(selection.problems[0]),
+        "device": device_json(selection.device),
+        "assumed": _assumed(selection.device),
+        "request": {"value": selection.request.value, "source": selection.request.source},
+        "candidates": [
+            {
+                "name": c.name,
+                "from": c.owner,
+                "state": c.state,
+                "reasons": [reason_json(reason) for reason in c.reasons],
+                "note": c.note,
+                "ways": list(c.ways),
+            }
+            for c in selection.trace
+        ],
+        "failures": [failure_json(failure) for failure in selection.failures],
+        "ignored": list(selection.ignored),
+    }
+
+
+def _show(selection: Selection) -> None:
+    """The same trace as an exception has, folded to the width of the terminal."""
+    out = console()
+    out.print(selection.verdict, style="bold green" if selection.chosen else "bold red", soft_wrap=False)
+    rows = selection.rows
+    if assumed := _assumed(selection.device):
+        rows[1] = ("device", [*rows[1][1], assumed])
+    styles = ["", "", ""] + [_STYLES.get(c.state, "") for c in selection.trace]
+    out.print(grid(rows, styles + ["red"] * len(selection.failures)))

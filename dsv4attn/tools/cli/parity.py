@@ -1,0 +1,112 @@
+"""`dsv4attn parity`: whether backends compute the same thing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
+from dsv4attn.tools.cli.common import console, grid
+from dsv4attn.tools.cli.conform import grouped, progress_bar, show_failures, target_file, written
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.table import Table
+
+    from dsv4attn.testing.parity import Parity
+
+__all__ = ["parity"]
+
+_NOT_RUN = "skipped"
+_STYLES = {"passed": "", "failed": "bold red", "refused": "yellow", "skipped": "dim"}
+_FORMS = "reference,reference:prefill_keys=paged,reference:decode_indices=ragged:prefill_indices=ragged"
+
+
+@click.command(short_help="Compare backends with the oracle, case by case.")
+@click.option(
+    "--backends",
+    metavar="NAME[:OPTION=VALUE],...",
+    default=_FORMS,
+    help="Backends to compare.  [default: the reference in three of its forms]",
+)
+@click.option("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator each runs on, or cpu]")
+@click.option("--filter", "chosen", metavar="PATTERNS", help="Clauses (S, A1), areas (decode) or cases (sink-*).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--html", "page", metavar="FILE", callback=target_file, help="Write a report to look at, in one file, and to send."
+)
+@click.pass_context
+def parity(
+    ctx: click.Context, backends: str, device: str | None, chosen: str | None, page: Path | None, *, as_json: bool
+) -> None:
+    """Run the cases of the conformance kit on several backends.
+
+    Each number is the largest error of a case against a float64 oracle, as a fraction of the budget that follows from
+    the formats; "same" means equal bits. Exit code 0: every case that was executed passed; 1: one failed, or a backend
+    executed none; 2: bad input; 130: interrupted by Ctrl-C, which keeps what has run, marked incomplete.
+    """
+    from dsv4attn.errors import BrokenBackendError
+    from dsv4attn.testing.case import chosen as matching
+    from dsv4attn.testing.cases import CASES
+    from dsv4attn.testing.parity import compare, subjects
+
+    cases = matching(CASES, chosen)
+    try:
+        trials = subjects(backends, device=device)
+    except BrokenBackendError as error:
+        raise click.ClickException(str(error)) from error
+    with progress_bar(len(cases) * len(trials), shown=not as_json) as progress:
+        result = compare(trials, cases, chosen=chosen, progress=progress)
+    if page:
+        from dsv4attn.testing.parity_html import as_html
+
+        written(page, as_html(result))
+    if as_json:
+        print_json(result.as_json())
+    else:
+        _show(result, page)
+    ctx.exit(INTERRUPTED if result.interrupted else OK if result.ok else FAILED)
+
+
+def _show(result: Parity, page: Path | None) -> None:
+    from rich.padding import Padding
+
+    out = console()
+    devices = dict.fromkeys(f"{c.subject.device}: {c.subject.facts}" for c in result.certificates)
+    names = [(chr(ord("A") + i), [c.subject.label]) for i, c in enumerate(result.certificates)]
+    out.print(grid([("device", list(devices)), *names]))
+    out.print(Padding(_table(result), (0, 0, 0, 1)))
+    for (letter, _), certificate in zip(names, result.certificates, strict=True):
+        for state in ("refused", "skipped"):
+            if told := grouped(certificate.of(state)):
+                out.print(grid([(f"{letter} {state}", told)], [_STYLES[state]]))
+        show_failures(out, certificate.outcomes, f"{letter} failed")
+    out.print()
+    for certificate in result.certificates:
+        style = "bold green" if certificate.ok else "bold red"
+        out.print(Padding(certificate.verdict, (0, 0, 0, 2)), style=style)
+    if page:
+        out.print(f"  report: {page}", soft_wrap=True)
+
+
+def _table(result: Parity) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from dsv4attn.testing.parity import cell
+
+    caption = "Largest error as a fraction of its budget; same: equal bits."
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left", caption_style="dim"
+    )
+    table.add_column("clauses", max_width=14)
+    table.add_column("case", no_wrap=True)
+    for i in range(len(result.names)):
+        table.add_column(chr(ord("A") + i), justify="right", no_wrap=True)
+    for case, outcomes in result.rows:
+        cells = [Text(cell(outcome), style=_STYLES[outcome.state if outcome else _NOT_RUN]) for outcome in outcomes]
+        table.add_row(Text(" ".join(case.clauses), style="dim"), case.name, *cells)
+    return table

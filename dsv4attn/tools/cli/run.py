@@ -1,0 +1,203 @@
+"""`dsv4attn run`: serve a request trace through the attention of a model, checked while it runs."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, Whole, print_json
+
+if TYPE_CHECKING:
+    from dsv4attn.core.geometry import LayerKind
+    from dsv4attn.tools.replay.engine import Progress
+    from dsv4attn.tools.replay.request import Request
+
+__all__ = ["run"]
+
+LINE_S = 4.0
+"""Seconds between lines of progress where there is no terminal."""
+
+_positive = Whole(min=1)
+_KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+def _pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """`--option key=value`, any number of times."""
+    for value in values:
+        if "=" not in value:
+            raise click.BadParameter(f"{value!r}: expected key=value, as in prefill_keys=paged", param=parameter)
+    return dict(value.split("=", 1) for value in values)
+
+
+@click.command(short_help="Serve a request trace through the attention, checked while it runs.")
+@click.option(
+    "--model", metavar="NAME", default="flash", show_default=True, help="flash, pro, or a config.json or its folder."
+)
+@click.option(
+    "--trace", metavar="FILE", help="Mooncake JSONL, or Azure or BurstGPT CSV.  [default: a small built-in one]"
+)
+@click.option("--backend", metavar="NAME", help="Backend to run.  [default: as `dsv4attn explain` says]")
+@click.option("--option", "options", metavar="KEY=VALUE", multiple=True, callback=_pairs, help="Option of the backend.")
+@click.option("--layers", metavar="KINDS", help="Of swa,c4a,c128a.  [default: all that the model has]")
+@click.option("--cache", metavar="NAME", default="fp8_ds_mla", show_default=True, help="fp8_ds_mla, bf16 or fp32.")
+@click.option("--max-requests", metavar="N", type=_positive, help="Read so many requests of the trace.")
+@click.option("--max-tokens", metavar="N", type=Whole(min=2), help="Shrink longer requests, prompt and output alike.")
+@click.option(
+    "--max-num-batched-tokens", metavar="N", type=_positive, default=1024, show_default=True, help="Tokens of a step."
+)
+@click.option(
+    "--max-num-seqs", metavar="N", type=_positive, default=32, show_default=True, help="Requests running at once."
+)
+@click.option("--max-kv-mib", metavar="N", type=_positive, default=2048, show_default=True, help="Memory for KV pages.")
+@click.option(
+    "--block-size", metavar="N", type=_positive, default=64, show_default=True, help="Records in a window page."
+)
+@click.option(
+    "--check-rows", metavar="N", type=Whole(min=0), default=2, show_default=True, help="Rows checked per step."
+)
+@click.option(
+    "--seed",
+    metavar="N",
+    type=Whole(min=0, max=2**32 - 1),
+    default=0,
+    show_default=True,
+    help="Of every number.",
+)
+@click.option("--threads", metavar="N", type=_positive, help="Of the CPU.  [default: OMP_NUM_THREADS, or free cores]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and no progress.")
+@click.pass_context
+def run(
+    ctx: click.Context,
+    *,
+    model: str,
+    trace: str | None,
+    backend: str | None,
+    options: dict[str, str],
+    layers: str | None,
+    cache: str,
+    max_requests: int | None,
+    max_tokens: int | None,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_kv_mib: int,
+    block_size: int,
+    check_rows: int,
+    seed: int,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Serve the requests of a trace through the attention of a model: paged caches, chunked prefill, decode.
+
+    One layer of each type is run, on random inputs of realistic size. In every step some rows are computed again by a
+    float64 oracle from raw inputs. There are as many threads as cores are free when it begins. Exit code 0: all rows
+    agree; 1: some do not; 2: bad input; 130: interrupted, with a report of what has run.
+    """
+    from dsv4attn.tools.cli.threads import Load, wait_passively
+
+    wait_passively()
+    before = Load()
+    from attrs import evolve
+
+    from dsv4attn.errors import ArgumentError
+    from dsv4attn.tools.cli.common import chosen_backend, console, geometry_of
+    from dsv4attn.tools.replay.engine import Replay, ReplayConfig
+    from dsv4attn.tools.replay.report import as_json as report_json
+    from dsv4attn.tools.replay.report import as_text
+
+    geometry = geometry_of(model)
+    config = ReplayConfig(
+        kinds=_kinds(layers),
+        cache=cache,
+        block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_kv_bytes=max_kv_mib * 2**20,
+        check_rows=check_rows,
+        seed=seed,
+    )
+    requests = _requests(trace, max_requests, max_tokens, seed)
+    facts: dict[str, object] = {"swa_page_size": block_size, "dtype": _KV_DTYPES.get(cache, "e4m3fn"), "lse": True}
+    facts["q_dtype"] = "float32" if cache == "fp32" else "bfloat16"
+    chosen = chosen_backend(backend, options, geometry, config.kinds or geometry.kinds, **facts)
+    try:
+        replay = Replay(geometry, chosen, requests, config)
+    except ArgumentError as error:
+        if error.argument != "max_kv_bytes":
+            raise
+        # in the words and the unit of the command line
+        expected = re.sub(r"\d+", lambda found: str(-(-int(found[0]) // 2**20)), error.expected, count=1)
+        raise ArgumentError("--max-kv-mib", expected=expected, actual=max_kv_mib, hint=error.hint) from error
+    taken = before.threads(threads)
+    with taken.used(), _progress(replay.total_tokens, shown=not as_json) as progress:
+        report = replay.run(progress)
+    setting = {**taken.as_json(), "text": str(taken)}
+    report = evolve(report, trace=trace or "generated", options=options, threads=setting)
+    if as_json:
+        print_json(report_json(report))
+    else:
+        console().print(as_text(report))
+    ctx.exit(INTERRUPTED if report.interrupted else OK if report.ok else FAILED)
+
+
+def _kinds(layers: str | None) -> list[LayerKind] | None:
+    """Layer types in the order swa, c4a, c128a, each once."""
+    if layers is None:
+        return None
+    from dsv4attn.core.geometry import LayerKind
+    from dsv4attn.errors import UnknownNameError
+
+    known = [kind.value for kind in LayerKind]
+    asked = [name.strip().lower() for name in layers.split(",")]
+    for name in asked:
+        if name not in known:
+            raise UnknownNameError("layer kind", name, known)
+    return [kind for kind in LayerKind if kind.value in asked]
+
+
+def _requests(trace: str | None, max_requests: int | None, max_tokens: int | None, seed: int) -> list[Request]:
+    from dsv4attn.tools.replay.trace import generated_trace, read_trace, shrink
+
+    if trace is None:
+        requests = generated_trace(seed, max_requests or 6)
+    else:
+        requests = read_trace(trace, max_requests=max_requests)
+    return shrink(requests, max_tokens) if max_tokens else requests
+
+
+@contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[Callable[[Progress], None]]:
+    """Tokens, speed and the current step, on stderr: a bar on a terminal, elsewhere a line every few seconds."""
+    from rich import progress as bars
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    columns = (
+        bars.BarColumn(bar_width=None),
+        bars.TextColumn("{task.completed:,.0f}/{task.total:,.0f} tokens"),
+        bars.TextColumn("{task.fields[speed]:,.0f}/s"),
+        bars.TextColumn("step {task.fields[step]}: {task.fields[running]} running, {task.fields[waiting]} waiting"),
+        bars.TimeElapsedColumn(),
+    )
+    bar = bars.Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal))
+    task = bar.add_task("run", total=total, speed=0.0, step=0, running=0, waiting=0)
+    began = said = time.perf_counter()
+
+    def advance(state: Progress) -> None:
+        nonlocal said
+        now = time.perf_counter()
+        speed = state.tokens / (now - began) if now > began else 0.0
+        bar.update(
+            task, completed=state.tokens, speed=speed, step=state.step, running=state.running, waiting=state.waiting
+        )
+        if shown and not console.is_terminal and now - said >= LINE_S:
+            said = now
+            step = f"step {state.step}: {state.running} running, {state.waiting} waiting"
+            click.echo(f"{state.tokens:,}/{total:,} tokens, {speed:,.0f}/s, {step}, {now - began:.0f} s", err=True)
+
+    with bar:
+        yield advance

@@ -1,0 +1,181 @@
+"""Rows of a running replay, computed a second time from raw inputs by the float64 oracle, and compared.
+
+Nothing of the backend's is reused: raw q and keys come from the workload again, are normalised, rotated, quantised and
+read back by the oracle's own functions, and attended with the sink. What is compared:
+
+- out: per head, the norm of the difference divided by the norm of the oracle's row; the largest over heads;
+- lse: the largest absolute difference over heads;
+- projection: as out, over a seeded sample of the projected values of all groups together.
+
+Tolerances follow from the formats. A value rounded to bf16 is off by at most u = 2^-8 of itself, and over a vector by
+at most u / sqrt(3) in root mean square. Two such roundings happen to a row of out: its own, and that of the softmax
+weights where matrix units want bf16 (the reference keeps fp32); they are independent and add up to u sqrt(2/3). The
+inputs are the same bits on both sides except where fp32 and fp64 disagree about a tie: then an element of q or of a
+rotated key is one bf16 step off. One such step of a q in [2, 4), 2^-6, on the loudest channel w moves the logits by
+2^-6 w / sqrt(D) in root mean square, and out by the same relative amount. So
+
+    out <= hypot(u sqrt(2/3), 2^-6 w / sqrt(D))      (3.8e-3 for D = 512)
+    lse <= 2^-6 * 4 w / sqrt(D)                      (8.3e-3; |k| is four deviations there, and nothing is averaged)
+    projection <= twice that of out                  (out, the inverse rotation and z rounded; 64 samples scatter)
+
+With fp32 rows no format rounds anything, and fp32 sums of a few thousand terms bound all three at 1e-5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from attrs import asdict
+from torch import Tensor
+
+from dsv4attn.core.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout
+from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import F64
+from dsv4attn.tools.replay.report import CheckResult, Errors
+from dsv4attn.tools.replay.workload import I64, LARGEST_KEY_WEIGHT, Tokens, Workload
+
+__all__ = ["RowChecker", "choose_rows", "tolerance_of"]
+
+_SAMPLED_RANKS = 8
+"""Projected values compared in each group."""
+_KEPT_KEYS = 8192
+"""Keys remembered between rows; decode steps ask for nearly the same ones again."""
+
+
+def tolerance_of(layer: LayerGeometry, dtype: torch.dtype) -> Errors:
+    """Largest errors that the formats explain; see the module for the derivation."""
+    if dtype == torch.float32:
+        return Errors(1e-5, 1e-5, 1e-5)
+    step = 2.0**-6 * LARGEST_KEY_WEIGHT / math.sqrt(layer.head_dim)
+    out = math.hypot(2.0**-8 * math.sqrt(2 / 3), step)
+    return Errors(out, 4 * step, 2 * out)
+
+
+def choose_rows(tokens: Tokens, layer: LayerGeometry, count: int, random: np.random.Generator) -> I64:
+    """Up to `count` different rows of a step: half of them, rounded up, at edges if there are any, the rest anywhere.
+
+    Edges, most wanted first: positions where the window fills up or begins to slide and the first of a sequence;
+    the first and last token of a chunk; tokens that complete an entry. Equal ones are drawn.
+    """
+    position, row = tokens.positions, tokens.rows
+    new_request = row[1:] != row[:-1]
+    chunk_edge = np.concatenate([[True], new_request]) | np.concatenate([new_request, [True]])
+    window_edge = np.isin(position, (0, layer.window - 1, layer.window))
+    completes = (position + 1) % layer.compress_ratio == 0 if layer.compress_ratio > 1 else np.zeros_like(window_edge)
+    rank = 4 * window_edge + 2 * chunk_edge + completes
+    by_rank = np.argsort(-(rank + random.random(len(tokens))))
+    edges = by_rank[: min(-(-count // 2), int((rank > 0).sum()))]
+    rest = random.permutation(np.setdiff1d(np.arange(len(tokens)), edges))
+    return np.concatenate([edges, rest[: count - len(edges)]])
+
+
+class RowChecker:
+    """Checks rows of one layer type and remembers the largest errors."""
+
+    def __init__(self, layer: LayerGeometry, layout: KVCacheLayout, workload: Workload, wo_a: Tensor) -> None:
+        """Bind what the rows are made from. wo_a: [G * rank, H / G * D]."""
+        self._layer, self._layout, self._workload = layer, layout, workload
+        yarn = layer.rope.yarn
+        stretch = None if yarn is None else oracle.Yarn(**asdict(yarn))
+        self._inv_freq = oracle.rope_inv_freq(layer.rope_dim, layer.rope.theta, stretch)
+        self._sink = workload.sink(layer.kind).double().numpy()
+        self._wo_a = wo_a.unflatten(0, (workload.geometry.o_groups, -1)).numpy()
+        self._window_keys: dict[tuple[int, int], F64] = {}
+        self._entries: dict[int, F64] = {}
+        self.result = CheckResult(tolerance=tolerance_of(layer, workload.dtype))
+
+    def check(
+        self, step: int, tokens: Tokens, chosen: I64, out: Tensor, lse: Tensor, z: Tensor, random: np.random.Generator
+    ) -> None:
+        """Compare the chosen rows of a step. out: [T, H, D]. lse: [T, H]. z: [T, G, rank]."""
+        rank = self._wo_a.shape[1]
+        for i in chosen.tolist():
+            row, position = int(tokens.rows[i]), int(tokens.positions[i])
+            cos, sin = oracle.rope_cos_sin(position, self._inv_freq)
+            expected, expected_lse = self._attended(row, position, cos, sin)
+            ranks = random.permutation(rank)[:_SAMPLED_RANKS]
+            weight = self._wo_a[:, ranks].astype(np.float64)
+            projected = oracle.inverse_rope_project(expected, cos, sin, self._layer.rope_dim, weight, None)
+            errors = Errors(
+                out=_relative(out[i].double().numpy(), expected),
+                lse=_largest(np.abs(lse[i].double().numpy() - expected_lse)),
+                projection=_relative(z[i].double().numpy()[:, ranks].ravel(), projected.ravel()),
+            )
+            self.result.add(errors, f"step {step}, request {self._workload.requests[row].index}, position {position}")
+
+    def _attended(self, row: int, position: int, cos: F64, sin: F64) -> tuple[F64, F64]:
+        """The row itself: (out [H, D], lse [H])."""
+        layer, workload = self._layer, self._workload
+        here = _tokens(workload, row, [position])
+        raw = workload.q_rows(workload.q_numbers(layer.kind, here))[0].double().numpy()
+        q = self._rounded(oracle.q_norm_rope(raw, cos, sin, layer.rope_dim, layer.eps))
+        selected = None
+        if layer.kind is LayerKind.C4A:
+            selected = [e for e in workload.topk(layer.kind, here)[0].tolist() if e != -1]
+        positions, entries = oracle.visible_keys(position, layer.window, layer.compress_ratio, selected)
+        keys = [*self._keys_at(row, positions), *self._entries_at(row, entries)]
+        return oracle.attend_row(q, np.stack(keys), self._sink, layer.scale)
+
+    def _keys_at(self, row: int, positions: Sequence[int]) -> list[F64]:
+        """Window keys as a reader of the cache sees them."""
+        tokens = _tokens(self._workload, row, positions)
+        wanted = list(zip(self._workload.kv_numbers(self._layer.kind, tokens).tolist(), positions, strict=True))
+        if len(self._window_keys) > _KEPT_KEYS:
+            self._window_keys.clear()
+        for number, position in wanted:
+            if (number, position) not in self._window_keys:
+                cos, sin = oracle.rope_cos_sin(position, self._inv_freq)
+                raw = self._workload.key_rows(np.array([number]))[0].double().numpy()
+                rotated = self._rounded(oracle.apply_rope(raw, cos, sin, self._layer.rope_dim))
+                self._window_keys[number, position] = self._stored(rotated)
+        return [self._window_keys[key] for key in wanted]
+
+    def _entries_at(self, row: int, entries: Sequence[int]) -> list[F64]:
+        """Compressed entries as a reader of the cache sees them. Their raw rows are rotated already."""
+        ratio = self._layer.compress_ratio
+        tokens = _tokens(self._workload, row, [e * ratio + ratio - 1 for e in entries])
+        wanted = self._workload.entry_numbers(self._layer.kind, tokens).tolist()
+        if len(self._entries) > _KEPT_KEYS:
+            self._entries.clear()
+        for number in wanted:
+            if number not in self._entries:
+                self._entries[number] = self._stored(self._workload.key_rows(np.array([number]))[0].double().numpy())
+        return [self._entries[number] for number in wanted]
+
+    def _rounded(self, values: F64) -> F64:
+        """What the type of q and of raw keys keeps."""
+        if self._workload.dtype == torch.float32:
+            return values.astype(np.float32).astype(np.float64)
+        return oracle.round_bf16(values)
+
+    def _stored(self, key: F64) -> F64:
+        """What the cache keeps of a key."""
+        layout = self._layout
+        if not layout.is_quantised:
+            return (
+                key.astype(np.float32).astype(np.float64) if layout.dtype == torch.float32 else oracle.round_bf16(key)
+            )
+        dims = {"nope_dim": layout.nope_dim, "rope_dim": layout.rope_dim, "group_size": layout.group_size}
+        fnuz, scale_bytes = layout.fp8_format is Fp8Format.FNUZ, layout.scale_bytes
+        record = oracle.quantize_record(key, **dims, fnuz=fnuz, scale_bytes=scale_bytes)
+        return oracle.dequantize_record(record, **dims, fnuz=fnuz, scale_bytes=scale_bytes)
+
+
+def _tokens(workload: Workload, row: int, positions: Sequence[int]) -> Tokens:
+    return workload.tokens(np.full(len(positions), row, np.int64), np.array(positions, np.int64))
+
+
+def _relative(actual: F64, expected: F64) -> float:
+    """Norm of the difference over the norm of the expected vector, the largest over rows."""
+    error, size = np.linalg.norm(actual - expected, axis=-1), np.linalg.norm(expected, axis=-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _largest(np.where(error == 0, 0.0, error / size))
+
+
+def _largest(errors: F64) -> float:
+    """The largest, or infinity when one is not a number."""
+    return math.inf if np.isnan(errors).any() else float(errors.max())

@@ -1,0 +1,234 @@
+"""The replay itself: continuous batching over a paged cache, one layer of each type, checked while it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import Attribute, field, frozen
+
+from dsv4attn.core.builder import MetadataBuilder
+from dsv4attn.core.contract import Backend
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import Batch
+from dsv4attn.core.workspace import WorkspacePlan
+from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.errors import ArgumentError, UnknownNameError
+from dsv4attn.tools.replay.lane import Lane, PageBytes, Shared, timed
+from dsv4attn.tools.replay.pages import COMPRESSED_BLOCK_TOKENS, PagedBlocks, PoolSizes
+from dsv4attn.tools.replay.report import Report
+from dsv4attn.tools.replay.request import Request, check_count
+from dsv4attn.tools.replay.scheduler import Scheduler, Step
+from dsv4attn.tools.replay.workload import Tokens, Workload
+
+__all__ = ["CACHES", "Progress", "Replay", "ReplayConfig"]
+
+CACHES = ("fp8_ds_mla", "bf16", "fp32")
+"""Names of `ReplayConfig.cache`. With `fp32`, queries and keys are fp32 too, so that no format rounds anything."""
+
+
+def _at_least(minimum: int) -> Callable[[Any, Attribute[int], int], None]:
+    return lambda _, attribute, value: check_count(attribute.name, value, minimum)
+
+
+@frozen
+class ReplayConfig:
+    """How to serve. kinds: None means all that the model has. check_rows: per step and layer type."""
+
+    kinds: Sequence[LayerKind] | None = None
+    cache: str = "fp8_ds_mla"
+    block_size: int = field(default=64, validator=_at_least(1))
+    max_num_batched_tokens: int = field(default=1024, validator=_at_least(1))
+    max_num_seqs: int = field(default=32, validator=_at_least(1))
+    max_kv_bytes: int = field(default=2 * 2**30, validator=_at_least(1))
+    check_rows: int = field(default=2, validator=_at_least(0))
+    seed: int = field(default=0, validator=_at_least(0))
+
+
+@frozen
+class Progress:
+    """State in the middle of a step, or at its end."""
+
+    tokens: int
+    """Tokens served, those that a preemption lost not counted. A step counts in parts, layer type by layer type."""
+    step: int
+    running: int
+    waiting: int
+
+
+class Replay:
+    """Serves requests through one layer of each type. Everything that can be wrong with them is found here.
+
+    Raises ArgumentError or UnknownNameError on bad input, before anything runs.
+    """
+
+    def __init__(
+        self, geometry: ModelGeometry, backend: Backend, requests: Sequence[Request], config: ReplayConfig
+    ) -> None:
+        """Size the pools, allocate caches and buffers, reserve and lock the workspace."""
+        self.geometry, self.backend, self.config, self.requests = geometry, backend, config, tuple(requests)
+        layers = [geometry.layer_of_kind(kind) for kind in config.kinds or geometry.kinds]
+        layout, dtype = _layout_of(config.cache, geometry)
+        self._limits = _limits_of(self.requests, geometry, config)
+        pages = [PageBytes.of(layer, layout, config.block_size) for layer in layers]
+        sizes = PoolSizes.of(
+            self.requests,
+            window=geometry.window,
+            block_size=config.block_size,
+            max_num_seqs=self._limits.max_num_reqs,
+            max_num_batched_tokens=self._limits.max_num_batched_tokens,
+            window_page_bytes=sum(page.window for page in pages),
+            compressed_page_bytes=sum(page.compressed for page in pages),
+            max_bytes=config.max_kv_bytes,
+        )
+        self._blocks = PagedBlocks(sizes, config.block_size, geometry.window, config.seed)
+        self._scheduler = Scheduler(
+            self.requests,
+            max_num_batched_tokens=self._limits.max_num_batched_tokens,
+            max_num_seqs=self._limits.max_num_reqs,
+            blocks=self._blocks,
+        )
+        self._builder = MetadataBuilder(
+            geometry,
+            self._limits,
+            swa_block_size=config.block_size,
+            compressed_block_tokens=COMPRESSED_BLOCK_TOKENS,
+            num_swa_blocks=sizes.window,
+            num_compressed_blocks=sizes.compressed,
+            backend=backend,
+        )
+        self._workload = Workload(geometry, self.requests, config.seed, dtype)
+        plans = [plan_workspace(layer, self._limits, backend, layout) for layer in layers]
+        shared = Shared.of(
+            backend,
+            self._limits,
+            layout,
+            config.block_size,
+            self._workload,
+            reduce(WorkspacePlan.union, plans),
+            check_rows=config.check_rows,
+            seed=config.seed,
+        )
+        self._lanes = [Lane(layer, shared, sizes, plan) for layer, plan in zip(layers, plans, strict=True)]
+        self._other_s = {"inputs": 0.0, "scheduling": 0.0, "checks": 0.0}
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens to serve, if nothing is preempted."""
+        return sum(request.attention_tokens for request in self.requests)
+
+    def run(self, progress: Callable[[Progress], None] = lambda _: None) -> Report:
+        """Serve everything, calling `progress` after each layer type of each step.
+
+        On Ctrl-C the report of what has run until then is returned, marked as interrupted.
+        """
+        started, interrupted = time.perf_counter(), False
+        try:
+            with torch.inference_mode():
+                while self._run_step(progress):
+                    pass
+        except KeyboardInterrupt:
+            interrupted = True
+        return self._report(time.perf_counter() - started, interrupted=interrupted)
+
+    def _run_step(self, progress: Callable[[Progress], None]) -> bool:
+        with timed(self._other_s, "scheduling"):
+            step = self._scheduler.next_step()
+            if step is None:
+                return False
+            tokens, batch = self._describe(step)
+            metadata = self._builder.build_for(batch, [lane.layer.kind for lane in self._lanes])
+        done, running, waiting = self._scheduler.counters, self._scheduler.num_running, self._scheduler.num_waiting
+        number, served = done.steps + 1, done.prefill_tokens + done.decode_tokens - done.recomputed_tokens
+        for i, lane in enumerate(self._lanes, 1):
+            lane.step(number, tokens, metadata[lane.layer.kind], self._other_s)
+            progress(Progress(served + step.num_tokens * i // len(self._lanes), number, running, waiting))
+        with timed(self._other_s, "scheduling"):
+            self._scheduler.step_done(step)
+            self._blocks.slide(step)
+        return True
+
+    def _describe(self, step: Step) -> tuple[Tokens, Batch]:
+        """Describe a step to the workload and to the metadata builder."""
+        entries, size = step.scheduled, self.config.block_size
+        query_lens = np.array([entry.query_len for entry in entries])
+        ends = query_lens.cumsum()
+        request = np.repeat(np.arange(len(entries)), query_lens)
+        first = np.array([entry.seq_len for entry in entries]) - ends
+        positions = np.arange(step.num_tokens) + first[request]
+        rows = np.array([self._workload.row_of[entry.request.index] for entry in entries])[request]
+        table, *compressed = self._blocks.tables(entries)
+        slots = table.numpy()[request, positions // size].astype(np.int64) * size + positions % size
+        starts = torch.tensor([0, *ends.tolist()], dtype=torch.int32)
+        seq_lens = torch.tensor([entry.seq_len for entry in entries], dtype=torch.int32)
+        batch = Batch(
+            num_reqs=len(entries),
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=seq_lens,
+            seq_lens_cpu=seq_lens,
+            slot_mapping=torch.from_numpy(slots),
+            block_table=table,
+            compressed_block_table=compressed[0] if compressed else None,
+        )
+        return self._workload.tokens(rows, positions), batch
+
+    def _report(self, wall_s: float, *, interrupted: bool) -> Report:
+        done, config = self._scheduler.counters, self.config
+        for lane in self._lanes:
+            window, compressed = self._blocks.peak_window, self._blocks.peak_compressed
+            lane.report.kv_bytes_peak = window * lane.page.window + compressed * lane.page.compressed
+        return Report(
+            model=self.geometry.name,
+            backend=self.backend.name,
+            cache=config.cache,
+            seed=config.seed,
+            block_size=config.block_size,
+            max_num_batched_tokens=self._limits.max_num_batched_tokens,
+            max_num_seqs=self._limits.max_num_reqs,
+            requests=len(self.requests),
+            layers=[lane.report for lane in self._lanes],
+            finished=done.finished,
+            steps=done.steps,
+            prefill_tokens=done.prefill_tokens,
+            decode_tokens=done.decode_tokens,
+            recomputed_tokens=done.recomputed_tokens,
+            preemptions=done.preemptions,
+            wall_s=wall_s,
+            other_s=self._other_s,
+            interrupted=interrupted,
+        )
+
+
+def _layout_of(cache: str, geometry: ModelGeometry) -> tuple[KVCacheLayout, torch.dtype]:
+    """Layout of all caches, and the dtype of queries and raw keys."""
+    nope, rope = geometry.head_dim - geometry.rope_dim, geometry.rope_dim
+    if cache == "fp8_ds_mla":
+        return KVCacheLayout.fp8_ds_mla(nope, rope), torch.bfloat16
+    if cache not in CACHES:
+        raise UnknownNameError("cache", cache, CACHES)
+    dtype = torch.bfloat16 if cache == "bf16" else torch.float32
+    return KVCacheLayout.rows(nope, rope, dtype=dtype), dtype
+
+
+def _limits_of(requests: Sequence[Request], geometry: ModelGeometry, config: ReplayConfig) -> Limits:
+    """Bounds of every step to come; the longest request counts, not what the model could take."""
+    if not requests:
+        raise ArgumentError("requests", expected="at least one", actual="none")
+    longest = max(requests, key=lambda request: request.attention_tokens)
+    if longest.attention_tokens > geometry.max_position:
+        raise ArgumentError(
+            f"request {longest.index}",
+            expected=f"at most the {geometry.max_position} positions of {geometry.name}",
+            actual=f"{longest.attention_tokens} tokens",
+            hint="shrink the requests (--max-tokens)",
+        )
+    # no step can be larger than all requests together, whatever was allowed
+    tokens = min(config.max_num_batched_tokens, sum(request.attention_tokens for request in requests))
+    return Limits(min(config.max_num_seqs, tokens, len(requests)), tokens, longest.attention_tokens)

@@ -1,0 +1,203 @@
+"""The published trace formats, line by line: `detect` looks at the first line, `Form.parse` turns a line into a `Row`.
+
+Whatever is wrong with a line is a `BadLineError` that names the field; `trace` adds the file and the line number.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta, timezone
+from reprlib import repr as short
+from typing import NamedTuple
+
+from attrs import frozen
+
+from dsv4attn.errors import did_you_mean
+from dsv4attn.tools.replay.request import HASH_BLOCK_TOKENS, hash_blocks
+
+__all__ = ["MAX_REQUEST_TOKENS", "BadLineError", "Form", "Row", "detect"]
+
+MAX_REQUEST_TOKENS = 1 << 20
+"""Longest prompt plus output of one request: the context length of the models (1,048,576 tokens)."""
+
+_MAX_TIMESTAMP = 1 << 53
+_CSV_COLUMNS = {
+    "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    "burstgpt": ("Timestamp", "Request tokens", "Response tokens"),
+}
+_INTEGER = re.compile(r"-?[0-9]{1,18}")
+_DECIMAL = re.compile(r"-?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
+_ISO_TIME = re.compile(
+    r"(?P<day>\d{4}-\d\d-\d\d)[ T](?P<clock>\d\d:\d\d:\d\d)(\.(?P<fraction>\d{1,9}))?(?P<zone>Z|[-+]\d\d:\d\d)?",
+    re.ASCII,
+)
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+
+
+class BadLineError(Exception):
+    """What is wrong with one line."""
+
+
+@frozen
+class Row:
+    """One record, its arrival still in the units of its `Form`."""
+
+    arrival: int | float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+
+
+@frozen
+class Form:
+    """How to read the lines of one file."""
+
+    name: str
+    unit: int
+    """Units of `Row.arrival` in one second."""
+    relative: bool
+    """Whether arrivals count from the earliest request instead of the trace's own zero."""
+    has_header: bool
+    """Whether the first line is a header and not a record."""
+    parse: Callable[[str], Row | None]
+    """Turns one line into a row, or into None when the line is to be skipped."""
+
+
+def detect(text: str) -> Form:
+    """Recognise the format by the first line of the file."""
+    start = text.lstrip()[:1]
+    if start == "{":
+        return Form("mooncake", unit=1000, relative=False, has_header=False, parse=_parse_mooncake)
+    if start == "[":
+        raise BadLineError("expected one JSON object a line, got a JSON array -> write one request a line")
+    columns = _csv_fields(text)
+    lower = [column.lower() for column in columns]
+    for name, wanted in _CSV_COLUMNS.items():
+        if all(column.lower() in lower for column in wanted):
+            when, prompt, output = (_Column(column, lower.index(column.lower())) for column in wanted)
+            azure = name == "azure"
+            table = _Csv(len(columns), when, prompt, output, _iso_nanoseconds if azure else _seconds)
+            return Form(name, unit=10**9 if azure else 1, relative=azure, has_header=True, parse=table.parse)
+    raise BadLineError(_header_problem(text, columns))
+
+
+def _header_problem(text: str, columns: Sequence[str]) -> str:
+    if text.startswith("version https://git-lfs"):
+        return "this is a Git LFS pointer, not the trace -> run `git lfs pull` where it came from"
+    known = [column for wanted in _CSV_COLUMNS.values() for column in wanted]
+    unknown = [column for column in columns if column.lower() not in {name.lower() for name in known}]
+    guesses = [f"; column {short(column)}{guess}" for column in unknown if (guess := did_you_mean(column, known))]
+    forms = " or ".join(f"'{','.join(wanted)}' ({name})" for name, wanted in _CSV_COLUMNS.items())
+    expected = f"expected a header with {forms}, or a JSON object a line (mooncake)"
+    return f"unrecognised header {short(text)}: {expected}{''.join(guesses[:3])}"
+
+
+def _parse_mooncake(text: str) -> Row:
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError as error:
+        what = error.msg.removesuffix(" at")
+        raise BadLineError(f"truncated or malformed JSON: {what} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise BadLineError(f"malformed JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise BadLineError(f"expected a JSON object, got {short(record)}")
+    for name in ("timestamp", "input_length", "output_length"):
+        if name not in record:
+            raise BadLineError(f"{name}: missing field (this line has {short(list(record))})")
+    row = Row(
+        _timestamp("timestamp", record["timestamp"], "milliseconds"),
+        _integer("input_length", record["input_length"], 1),
+        _integer("output_length", record["output_length"], 1),
+        _hash_ids(record.get("hash_ids", [])),
+    )
+    _check_total("input_length + output_length", row)
+    blocks = hash_blocks(row.input_length)
+    if len(row.hash_ids) > blocks:
+        expected = f"at most {blocks} ids, one for each {HASH_BLOCK_TOKENS} of the {row.input_length} prompt tokens"
+        raise BadLineError(f"hash_ids: expected {expected}, got {len(row.hash_ids)}")
+    return row
+
+
+class _Column(NamedTuple):
+    name: str
+    place: int
+
+
+@frozen
+class _Csv:
+    width: int
+    when: _Column
+    prompt: _Column
+    output: _Column
+    arrival: Callable[[str, str], int | float]
+
+    def parse(self, text: str) -> Row | None:
+        cells = _csv_fields(text)
+        if len(cells) != self.width:
+            absent = [column.name for column in (self.when, self.prompt, self.output) if column.place >= len(cells)]
+            missing = f" ({', '.join(absent)} missing)" if absent else ""
+            raise BadLineError(f"expected {self.width} columns as in the header, got {len(cells)}{missing}")
+        arrived = self.arrival(self.when.name, cells[self.when.place])
+        generated = _integer(self.output.name, _as_number(cells[self.output.place]), 0)
+        prompt = _integer(self.prompt.name, _as_number(cells[self.prompt.place]), 1 if generated else 0)
+        row = Row(arrived, prompt, generated)
+        _check_total(f"{self.prompt.name} + {self.output.name}", row)
+        return row if generated else None
+
+
+def _csv_fields(text: str) -> list[str]:
+    try:
+        return [cell.strip() for cell in next(csv.reader([text], strict=True))]
+    except csv.Error as error:
+        raise BadLineError(f"malformed CSV: {error}") from None
+
+
+def _as_number(text: str) -> int | str:
+    return int(text) if _INTEGER.fullmatch(text) else text
+
+
+def _integer(name: str, value: object, minimum: int) -> int:
+    if type(value) is not int or value < minimum:
+        raise BadLineError(f"{name}: expected an integer of at least {minimum}, got {short(value)}")
+    return value
+
+
+def _check_total(name: str, row: Row) -> None:
+    total = row.input_length + row.output_length
+    if total > MAX_REQUEST_TOKENS:
+        expected = f"at most {MAX_REQUEST_TOKENS} tokens together (the longest context of the models)"
+        raise BadLineError(f"{name}: expected {expected}, got {short(total)}")
+
+
+def _hash_ids(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise BadLineError(f"hash_ids: expected a list of integers, got {short(value)}")
+    return tuple(_integer(f"hash_ids[{place}]", item, 0) for place, item in enumerate(value))
+
+
+def _timestamp(name: str, value: object, unit: str) -> int | float:
+    # bool is an int and NaN is a float; the comparison refuses NaN and both infinities
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_TIMESTAMP:
+        raise BadLineError(f"{name}: expected {unit} from 0 to 2^53, got {short(value)}")
+    return value
+
+
+def _seconds(name: str, text: str) -> int | float:
+    return _timestamp(name, float(text) if _DECIMAL.fullmatch(text) else text, "seconds")
+
+
+def _iso_nanoseconds(name: str, text: str) -> int:
+    problem = f"{name}: expected a date and time such as 2023-11-16 18:15:46.6805900, got {short(text)}"
+    match = _ISO_TIME.fullmatch(text)
+    if match is None:
+        raise BadLineError(problem)
+    try:
+        zone = (match["zone"] or "Z").replace("Z", "+00:00")
+        moment = datetime.fromisoformat(f"{match['day']} {match['clock']}{zone}")
+    except ValueError as error:
+        raise BadLineError(f"{problem} ({error})") from None
+    return (moment - _EPOCH) // timedelta(seconds=1) * 10**9 + int((match["fraction"] or "").ljust(9, "0"))

@@ -1,0 +1,181 @@
+"""Request traces: reading the published formats, shrinking them, and a small built-in one.
+
+The format is found by content, never by file name:
+
+- *Mooncake*: one JSON object a line, `timestamp` (milliseconds), `input_length`, `output_length`, and optionally
+  `hash_ids`, the ids of the prompt's 512-token blocks (equal ids = equal tokens). Other fields are ignored.
+- *Azure* CSV: columns `TIMESTAMP` (ISO date and time, up to nine fractional digits, UTC unless an offset is written),
+  `ContextTokens`, `GeneratedTokens`.
+- *BurstGPT* CSV: columns `Timestamp` (seconds), `Request tokens`, `Response tokens`. Further columns are ignored.
+
+Nothing is returned before every line that was asked for has passed. Three things of real logs are accepted on
+purpose: requests out of time order are sorted by arrival (stable); blank lines at the end are dropped; a CSV row with
+0 generated tokens is a request that failed where it was recorded (BurstGPT keeps them), so it is skipped and counted
+in `Trace.skipped`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+from attrs import evolve, frozen
+
+from dsv4attn.errors import TraceError
+from dsv4attn.tools.replay.formats import MAX_REQUEST_TOKENS, BadLineError, Form, Row, detect
+from dsv4attn.tools.replay.request import HASH_BLOCK_TOKENS, Request, check_count, hash_blocks
+
+__all__ = [
+    "HASH_BLOCK_TOKENS",
+    "MAX_REQUEST_TOKENS",
+    "Request",
+    "Trace",
+    "generated_trace",
+    "load_trace",
+    "read_trace",
+    "shrink",
+]
+
+_MAX_LINE_BYTES = 1 << 20
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"BZh")
+
+
+@frozen
+class Trace:
+    """A trace that has been read and checked."""
+
+    requests: tuple[Request, ...]
+    """In arrival order."""
+
+    form: str
+    """`mooncake`, `azure` or `burstgpt`."""
+
+    skipped: int
+    """CSV rows left out because they generated nothing."""
+
+
+def read_trace(path: str | os.PathLike[str], *, max_requests: int | None = None) -> list[Request]:
+    """Return the requests of `load_trace`, for callers who need neither the format nor the count of skipped rows."""
+    return list(load_trace(path, max_requests=max_requests).requests)
+
+
+def load_trace(path: str | os.PathLike[str], *, max_requests: int | None = None) -> Trace:
+    """Read and check a trace file; the text of this module describes the formats.
+
+    With `max_requests`, reading stops after that many requests in file order, and what follows is not looked at.
+    Raises `TraceError` with the 1-based line (0: the file as a whole) and the field at fault; nothing is returned then.
+    """
+    if max_requests is not None:
+        check_count("max_requests", max_requests, 1)
+    name = os.fspath(path)
+    try:
+        with Path(name).open("rb") as file:
+            form, rows, skipped = _read_rows(name, file, max_requests)
+    except OSError as error:
+        cure = "give a file: Mooncake JSON lines, or an Azure or BurstGPT CSV"
+        raise TraceError(name, 0, f"cannot be read: {error.strerror or error} -> {cure}") from error
+    rows.sort(key=lambda row: row.arrival)
+    start = rows[0].arrival if form.relative else 0
+    requests = tuple(
+        Request(index, (row.arrival - start) / form.unit, row.input_length, row.output_length, row.hash_ids)
+        for index, row in enumerate(rows)
+    )
+    return Trace(requests, form.name, skipped)
+
+
+def _read_rows(name: str, file: IO[bytes], max_requests: int | None) -> tuple[Form, list[Row], int]:
+    form: Form | None = None
+    rows: list[Row] = []
+    number = skipped = 0
+    for number, text in _numbered_lines(name, file):
+        try:
+            if form is None:
+                form = detect(text)
+                if form.has_header:
+                    continue
+            row = form.parse(text)
+        except BadLineError as bad:
+            raise TraceError(name, number, str(bad)) from None
+        if row is None:
+            skipped += 1
+        else:
+            rows.append(row)
+            if len(rows) == max_requests:
+                break
+    if form is None:
+        raise TraceError(name, 1, "the file is empty: expected at least one request")
+    if not rows:
+        why = f"each of its {skipped} rows has 0 generated tokens" if skipped else "nothing follows its header"
+        raise TraceError(name, number, f"the trace holds no request: {why}")
+    return form, rows, skipped
+
+
+def _numbered_lines(name: str, file: IO[bytes]) -> Iterator[tuple[int, str]]:
+    """Yield every line that is not blank with its number; blank lines may only stand at the end."""
+    blank = 0
+    # a bounded read, so that a file without line ends is refused before it fills the memory
+    for number, raw in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES + 1), b""), 1):
+        if number == 1 and raw.startswith(_COMPRESSED):
+            raise TraceError(name, number, "the file is compressed -> unpack it first")
+        if len(raw) > _MAX_LINE_BYTES:
+            raise TraceError(name, number, f"line longer than {_MAX_LINE_BYTES} bytes: this is not a trace")
+        try:
+            text = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            problem = f"not UTF-8 text (byte 0x{error.object[error.start]:02x})"
+            raise TraceError(name, number, problem) from None
+        if not text.strip():
+            blank = blank or number
+        elif blank:
+            raise TraceError(name, blank, "blank line before the end of the trace: a record is missing")
+        else:
+            yield number, text
+
+
+def shrink(requests: Iterable[Request], max_tokens: int) -> list[Request]:
+    """Shrink every longer request to exactly `max_tokens`, prompt plus output.
+
+    The ratio of prompt to output is kept as far as whole tokens allow, at least one of each, and `hash_ids` keeps the
+    blocks that the shorter prompt still touches.
+    """
+    check_count("max_tokens", max_tokens, 2)
+    return [_shrunk(request, max_tokens) for request in requests]
+
+
+def _shrunk(request: Request, max_tokens: int) -> Request:
+    total = request.input_length + request.output_length
+    if total <= max_tokens:
+        return request
+    nearest = (2 * request.input_length * max_tokens + total) // (2 * total)
+    prompt = min(max(nearest, 1), max_tokens - 1)
+    ids = request.hash_ids[: hash_blocks(prompt)]
+    return evolve(request, input_length=prompt, output_length=max_tokens - prompt, hash_ids=ids)
+
+
+def generated_trace(seed: int, n: int = 6) -> list[Request]:
+    """Return a small synthetic trace, the same for the same arguments.
+
+    Every six requests hold a 1-token prompt, prompts on both sides of the 128-token window, a short one, and two longer
+    than one 512-token block, which share that first block. They arrive within milliseconds, in an order drawn from the
+    seed.
+    """
+    check_count("n", n, 1)
+    rng = random.Random(seed)  # noqa: S311 - nothing secret
+    lengths: list[int] = []
+    while len(lengths) < n:
+        six = [1, 127, rng.choice((128, 129)), rng.randint(20, 120), rng.randint(513, 700), rng.randint(1025, 1500)]
+        rng.shuffle(six)
+        lengths += six
+    requests: list[Request] = []
+    arrival_ms, next_id = 0, 1
+    for index, length in enumerate(lengths[:n]):
+        ids = list(range(next_id, next_id + hash_blocks(length)))
+        next_id += len(ids)
+        if length > HASH_BLOCK_TOKENS:
+            ids[0] = 0
+        requests.append(Request(index, arrival_ms / 1000, length, rng.randint(2, 24), tuple(ids)))
+        arrival_ms += rng.randint(0, 20)
+    return requests
