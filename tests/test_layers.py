@@ -232,6 +232,26 @@ def test_the_table_is_closed_and_has_no_cycle() -> None:
     assert done == set(MAY_IMPORT)
 
 
+def circle(sources: dict[str, str]) -> set[str]:
+    """Modules of core that import each other in a circle, by whatever kind of import."""
+    graph = {}
+    for name, source in sources.items():
+        targets = {target for _, target, _ in imports(ast.parse(source), name, is_package=False)}
+        graph[name] = {".".join(target.split(".")[:3]) for target in targets} & {*sources} - {name}
+    while free := {name for name, needs in graph.items() if not needs & {*graph}}:
+        graph = {name: needs for name, needs in graph.items() if name not in free}
+    return {*graph}
+
+
+def test_core_has_no_circle() -> None:
+    sources = {module_name(p): p.read_text(encoding="utf-8") for p in FILES if p.parent == PACKAGE / "core"}
+
+    assert circle(sources) == set()
+    planted = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dsv4attn.core.contract import Forms\n"
+    found = circle({**sources, "dsv4attn.core.keys": sources["dsv4attn.core.keys"] + planted})
+    assert found >= {"dsv4attn.core.keys", "dsv4attn.core.contract"}
+
+
 def test_no_file_outgrows_its_budget() -> None:
     sizes = {
         p: len(p.read_text(encoding="utf-8").splitlines()) for p in [*FILES, *sorted((ROOT / "tests").rglob("*.py"))]

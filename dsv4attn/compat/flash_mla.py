@@ -32,7 +32,8 @@ from dsv4attn.compat.arguments import (
     refuse,
 )
 from dsv4attn.compat.direct import HEAD_DIM, attend, largest_logits, plan
-from dsv4attn.core.contract import DenseIndices, KeyForm, Phase
+from dsv4attn.core.contract import KeyForm, Phase
+from dsv4attn.core.keys import DenseIndices
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.contract import AttentionCall, Forms, GatheredKeys, RaggedIndices
+from dsv4attn.core.contract import AttentionCall, Forms
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.keys import GatheredKeys, RaggedIndices
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, FlashMLASparseMetadata

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dsv4attn.core.contract import PageTable
+    from dsv4attn.core.keys import PageTable
     from dsv4attn.core.metadata import DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 
 __all__ = ["BuilderSteps", "IndexSteps", "MetadataExtension", "RaggedSteps"]

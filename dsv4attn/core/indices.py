@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4attn.core.contract import PageTable
+from dsv4attn.core.keys import PageTable
 
 __all__ = [
     "build_compressed_slot_mapping",

@@ -15,8 +15,8 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
-from dsv4attn.core.contract import RaggedIndices
 from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.keys import RaggedIndices
 from dsv4attn.core.tensorspec import check_declared, size, tensor
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.contract import DenseIndices, RaggedIndices
+from dsv4attn.core.keys import DenseIndices, RaggedIndices
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.core.tensorspec import tell

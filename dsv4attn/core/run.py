@@ -12,19 +12,9 @@ from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.chunking import PrefillChunk, plan_prefill_chunks, round_up
-from dsv4attn.core.contract import (
-    AttentionCall,
-    Backend,
-    DenseIndices,
-    GatheredKeys,
-    IndexForm,
-    KeyForm,
-    PagedKeys,
-    PageTable,
-    Phase,
-    RaggedIndices,
-)
+from dsv4attn.core.contract import AttentionCall, Backend, IndexForm, KeyForm, Phase
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, PageTable, RaggedIndices
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata

@@ -17,17 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.contract import (
-    AttentionCall,
-    DenseIndices,
-    GatheredKeys,
-    IndexForm,
-    KeyForm,
-    PagedKeys,
-    Phase,
-    RaggedIndices,
-)
+from dsv4attn.core.contract import AttentionCall, IndexForm, KeyForm, Phase
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.problem import CacheFacts, Problem
 from dsv4attn.core.workspace import WorkspaceManager

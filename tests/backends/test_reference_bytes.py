@@ -13,8 +13,9 @@ from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import AttentionCall, DenseIndices, PagedKeys
+from dsv4attn.core.contract import AttentionCall
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
+from dsv4attn.core.keys import DenseIndices, PagedKeys
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.testing import oracle
 

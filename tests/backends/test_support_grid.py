@@ -15,18 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4attn.config import Settings, load_settings
-from dsv4attn.core.contract import (
-    AttentionCall,
-    DenseIndices,
-    GatheredKeys,
-    IndexForm,
-    KeyForm,
-    PagedKeys,
-    Phase,
-    RaggedIndices,
-)
+from dsv4attn.core.contract import AttentionCall, IndexForm, KeyForm, Phase
 from dsv4attn.core.device import DeviceFacts, version_of
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.problem import CacheFacts, Problem, Reason
 from dsv4attn.core.workspace import WorkspaceManager

@@ -12,8 +12,9 @@ import torch
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.compat import direct
 from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
-from dsv4attn.core.contract import AttentionCall, Forms, GatheredKeys, IndexForm, Phase, RaggedIndices
+from dsv4attn.core.contract import AttentionCall, Forms, IndexForm, Phase
 from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.keys import GatheredKeys, RaggedIndices
 from dsv4attn.core.problem import CacheFacts, Problem
 from dsv4attn.core.workspace import BufferSpec, WorkspaceManager, use_workspace
 from dsv4attn.errors import NoBackendError, WorkspaceError

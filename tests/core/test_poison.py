@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.contract import AttentionCall
 from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.testing.pages import body
 from dsv4attn.testing.scenario import Problem, Scenario

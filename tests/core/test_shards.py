@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4attn.core.contract import AttentionCall, DenseIndices, PagedKeys, RaggedIndices
+from dsv4attn.core.contract import AttentionCall
 from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.indices import build_ragged_indices_from_dense
+from dsv4attn.core.keys import DenseIndices, PagedKeys, RaggedIndices
 from dsv4attn.core.merge import apply_sink, merge_lse
 from dsv4attn.testing.scenario import Problem, Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry

@@ -9,7 +9,8 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys
+from dsv4attn.core.contract import AttentionCall
+from dsv4attn.core.keys import DenseIndices, GatheredKeys
 from dsv4attn.core.layout import PagedKVCache
 from tests.replay.small import GEOMETRY
 

@@ -191,8 +191,9 @@ IMPORTS = (
     "hookspecs",
     "backends.reference",
     "core.contract",
+    "core.keys",
     "core.problem",
-    "core.pair",
+    "core.phased",
 )
 HEAVY = ("torch", "triton", "numpy")
 CHOOSE = """

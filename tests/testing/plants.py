@@ -13,8 +13,9 @@ from torch import Tensor
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core import indices
-from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, PagedKeys, Phase
+from dsv4attn.core.contract import AttentionCall, Phase
 from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.workspace import BufferSpec
 

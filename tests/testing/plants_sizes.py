@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core import indices
-from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys
+from dsv4attn.core.contract import AttentionCall
+from dsv4attn.core.keys import DenseIndices, GatheredKeys
 from dsv4attn.core.layout import PagedKVCache
 from tests.testing.plants import attend
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import AttentionCall, GatheredKeys, PagedKeys
+from dsv4attn.core.contract import AttentionCall
+from dsv4attn.core.keys import GatheredKeys, PagedKeys
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES

@@ -12,7 +12,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from dsv4attn.core.contract import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.rope import apply_rope
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from dsv4attn.backends.sm120.kernels import Copies, Results
 from dsv4attn.backends.sm120.probe import TILE, Found, find, forget, reasons
 from dsv4attn.core.chunking import round_up
-from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, PagedKeys
+from dsv4attn.core.contract import AttentionCall
 from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.layout import KVCacheLayout, check_layout
 from dsv4attn.core.workspace import BufferSpec
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnsupportedError

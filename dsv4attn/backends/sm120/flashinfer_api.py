@@ -19,7 +19,8 @@ from dsv4attn.backends._triton.launching.runtime import multiprocessors
 from dsv4attn.backends.sm120.flashinfer_memory import WrapperMemory, device_of
 from dsv4attn.backends.sm120.launch import Sm120Backend
 from dsv4attn.core.checks import check_same_device
-from dsv4attn.core.contract import AttentionCall, DenseIndices, PagedKeys
+from dsv4attn.core.contract import AttentionCall
+from dsv4attn.core.keys import DenseIndices, PagedKeys
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.errors import ArgumentError, UnsupportedError

@@ -14,7 +14,8 @@ from torch import Tensor
 from dsv4attn.backends._triton.attention.attend import Again, may_go_again
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import Constants, stable_kernel
-from dsv4attn.core.contract import AttentionCall, PagedKeys
+from dsv4attn.core.contract import AttentionCall
+from dsv4attn.core.keys import PagedKeys
 
 __all__ = ["Copies", "Results", "prepare", "settle", "variants"]
 

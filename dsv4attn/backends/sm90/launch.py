@@ -24,8 +24,9 @@ from dsv4attn.backends.sm90.kernels_schedule import PAGES
 from dsv4attn.backends.sm90.kernels_schedule import ROWS as BF16_ROWS
 from dsv4attn.backends.sm90.tuning import PAGED, ROWED, ROWS, Roles
 from dsv4attn.core.checks import check_attention_strides
-from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, KeyForm, PagedKeys, Phase
+from dsv4attn.core.contract import AttentionCall, KeyForm, Phase
 from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
 from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.core.workspace import ALIGNMENT, BufferSpec

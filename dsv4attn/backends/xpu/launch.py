@@ -28,17 +28,10 @@ from dsv4attn.backends.xpu.tuning import DECODE, FUSED, GATHERED, ROWS, RUN_BYTE
 from dsv4attn.core import workspace
 from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.chunking import round_up
-from dsv4attn.core.contract import (
-    AttentionCall,
-    DenseIndices,
-    Forms,
-    GatheredKeys,
-    KeyForm,
-    PagedKeys,
-    Phase,
-)
+from dsv4attn.core.contract import AttentionCall, Forms, KeyForm, Phase
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.core.workspace import BufferSpec

@@ -26,7 +26,8 @@ from dsv4attn.backends.xpu import kernels
 from dsv4attn.backends.xpu.launch import XpuBackend
 from dsv4attn.backends.xpu.tuning import ROWS
 from dsv4attn.core.checks import check_insert, check_same_device
-from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, PagedKeys, Phase
+from dsv4attn.core.contract import AttentionCall, Phase
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.core.workspace import WorkspaceManager

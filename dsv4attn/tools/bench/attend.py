@@ -8,18 +8,9 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.core.contract import (
-    AttentionCall,
-    Backend,
-    DenseIndices,
-    GatheredKeys,
-    IndexForm,
-    KeyForm,
-    PagedKeys,
-    Phase,
-    RaggedIndices,
-)
+from dsv4attn.core.contract import AttentionCall, Backend, IndexForm, KeyForm, Phase
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.problem import CacheFacts, Problem
 from dsv4attn.core.workspace import WorkspaceManager

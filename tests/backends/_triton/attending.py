@@ -21,8 +21,9 @@ from torch import Tensor
 from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.contract import AttentionCall
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.testing.book import place_of
 from dsv4attn.testing.judge import F64, Expected, found, rounded, tolerance

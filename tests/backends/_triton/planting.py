@@ -17,7 +17,7 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention import attend, combine, kernel, keys
-from dsv4attn.core.contract import DenseIndices, GatheredKeys, PagedKeys
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.layout import PagedKVCache
 from tests.backends._triton.attending import Answer, Trial
 

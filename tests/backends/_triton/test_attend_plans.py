@@ -11,8 +11,9 @@ from attrs import evolve
 
 from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.contract import AttentionCall
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
 
 LAYER = LayerGeometry(LayerKind.C4A, 4, 4, 512, Rope(64, 1e4), 16, 8)

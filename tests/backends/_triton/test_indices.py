@@ -19,7 +19,8 @@ from dsv4attn.backends._triton.index_ops import dense as kernels
 from dsv4attn.backends._triton.index_ops import ragged
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.core import indices
-from dsv4attn.core.contract import PageTable, RaggedSteps
+from dsv4attn.core.contract import RaggedSteps
+from dsv4attn.core.keys import PageTable
 from dsv4attn.testing.scenario import Scenario
 from tests.backends._triton.ragged_trials import pack, translate_ragged
 from tests.backends._triton.trials import (

@@ -16,9 +16,10 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching import warmup
 from dsv4attn.backends._triton.launching.runtime import FAR_FORMS, INTERPRETED, observed
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.contract import DenseIndices, GatheredKeys, Phase
+from dsv4attn.core.contract import Phase
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.keys import DenseIndices, GatheredKeys
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.workspace import simultaneous_bytes

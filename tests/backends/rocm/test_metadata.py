@@ -25,8 +25,9 @@ from dsv4attn.backends.rocm.metadata import (
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core import indices as definition
 from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.contract import Backend, RaggedIndices
+from dsv4attn.core.contract import Backend
 from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.keys import RaggedIndices
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import (
     AttentionMetadata,

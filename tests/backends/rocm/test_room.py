@@ -18,18 +18,10 @@ from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.rocm import INFO
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.rocm.tuning import ROWS
-from dsv4attn.core.contract import (
-    AttentionCall,
-    GatheredKeys,
-    IndexForm,
-    KeyForm,
-    PagedKeys,
-    Phase,
-    RaggedIndices,
-    Rank,
-)
+from dsv4attn.core.contract import AttentionCall, IndexForm, KeyForm, Phase, Rank
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.keys import GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.problem import Problem
 from dsv4attn.core.warmup_spec import Bounds

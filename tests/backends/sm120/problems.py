@@ -15,8 +15,9 @@ from torch import Tensor
 
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.probe import Found
-from dsv4attn.core.contract import AttentionCall, DenseIndices, PagedKeys
+from dsv4attn.core.contract import AttentionCall
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
+from dsv4attn.core.keys import DenseIndices, PagedKeys
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.problem import CacheFacts, Problem
 from dsv4attn.core.workspace import WorkspaceManager

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
-from dsv4attn.core.contract import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError, LayoutMismatchError, UnsupportedError
 from dsv4attn.testing.judge import tolerance

@@ -16,9 +16,10 @@ from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.kernels import Copies, Results
 from dsv4attn.backends.sm120.launch import Sm120Backend
-from dsv4attn.core.contract import AttentionCall, DenseIndices, PagedKeys
+from dsv4attn.core.contract import AttentionCall
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.keys import DenseIndices, PagedKeys
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.warmup_spec import Bounds

@@ -94,7 +94,7 @@ def test_an_intel_gpu_has_its_own_numbers() -> None:
 
 def test_no_file_names_a_vendors_part_of_torch() -> None:
     """Streams, events and devices are reached through `torch.get_device_module`."""
-    files = [path for room in ("xpu", "_triton") for path in (PACKAGE / "backends" / room).glob("*.py")]
+    files = [path for room in ("xpu", "_triton") for path in (PACKAGE / "backends" / room).rglob("*.py")]
     named = re.compile(r"\btorch\.(cuda|xpu)\b|from torch import .*\b(cuda|xpu)\b|getattr\(torch, ")
     found = [f"{path.name}: {line}" for path in files for line in path.read_text().splitlines() if named.search(line)]
 

@@ -20,8 +20,9 @@ from dsv4attn.backends._triton.launching import ready, runtime
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, launch
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.checks import check_attention_strides
-from dsv4attn.core.contract import AttentionCall, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.contract import AttentionCall
 from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.keys import GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
 from dsv4attn.core.workspace import ALIGNMENT, BufferSpec
 

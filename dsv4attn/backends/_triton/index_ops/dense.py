@@ -23,7 +23,7 @@ from dsv4attn.backends._triton.index_ops.ragged import (
 )
 from dsv4attn.backends._triton.launching.ready import is_plain
 from dsv4attn.backends._triton.launching.runtime import Constants, launch, stable_kernel
-from dsv4attn.core.contract import PageTable
+from dsv4attn.core.keys import PageTable
 from dsv4attn.core.tensorspec import check_strides
 
 __all__ = [

@@ -1,0 +1,100 @@
+"""Which keys a token attends to, and where they stand: what metadata, index steps and calls are made of."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    # descriptors must load where torch is not wanted yet
+    from torch import Tensor
+
+    from dsv4attn.core.layout import PagedKVCache
+
+__all__ = ["DenseIndices", "GatheredKeys", "PageTable", "PagedKeys", "RaggedIndices"]
+
+# what is made in every call has no slots: frozen classes with slots take twice as long to make
+
+
+@frozen(slots=False)
+class DenseIndices:
+    """Selected keys as a matrix.
+
+    indices: [T, K] int32, any row stride - in any order; -1, or anything outside the cache, is no key.
+    lens: [T] int32 - leading columns that may be looked at.
+    """
+
+    indices: Tensor
+    lens: Tensor
+
+    @cached_property
+    def width(self) -> int:
+        """K."""
+        return self.indices.shape[1]
+
+    @cached_property
+    def planned_by(self) -> tuple[Any, ...]:
+        """What may be planned by, whatever the rows hold: looked at once, where layers share them."""
+        indices, lens = self.indices, self.lens
+        return False, indices.shape[1], indices.stride(), indices.dtype, lens.stride(), lens.dtype
+
+
+@frozen(slots=False)
+class RaggedIndices:
+    """Selected keys as one list: row i is indices[indptr[i] : indptr[i + 1]].
+
+    indices: [capacity] int32, undefined from indptr[-1] on - in any order; -1, or outside the cache, is no key.
+    indptr: [T + 1] int32 - where rows begin and end, ascending from 0.
+    width: most entries that a row can have; known without reading the device.
+    """
+
+    indices: Tensor
+    indptr: Tensor
+    width: int
+
+    @cached_property
+    def planned_by(self) -> tuple[Any, ...]:
+        """As that of dense rows."""
+        indices, indptr = self.indices, self.indptr
+        return True, self.width, indices.shape[0], indices.stride(), indices.dtype, indptr.stride(), indptr.dtype
+
+
+@frozen
+class PageTable:
+    """Where the records of some requests stand.
+
+    block_table: [n, N] int32 - record j of request i is in block_table[i, j // block_size]; blocks outside
+       [0, num_blocks) are gone.
+    block_size: records of a block.
+    num_blocks: blocks of the cache.
+    """
+
+    block_table: Tensor
+    block_size: int
+    num_blocks: int
+
+
+@frozen(slots=False)
+class PagedKeys:
+    """A segment of keys in pages.
+
+    cache: the cache they stand in.
+    rows: the keys of each token: global slots, block * block_size + offset, of this cache.
+    """
+
+    cache: PagedKVCache
+    rows: DenseIndices | RaggedIndices
+
+
+@frozen(slots=False)
+class GatheredKeys:
+    """Keys in contiguous rows.
+
+    kv: [S, D] in the layout's row dtype; rows without an index that names them are uninitialised.
+    rows: the keys of each token: row numbers of kv.
+    """
+
+    kv: Tensor
+    rows: DenseIndices | RaggedIndices
