@@ -1,4 +1,4 @@
-"""What the README shows is what happens, and what README and docs link to is there."""
+"""What README, engine guide and the page of commands show is what happens, and what pages link to is there."""
 
 from __future__ import annotations
 
@@ -12,25 +12,31 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from dsv4attn import errors
 from dsv4attn.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CHANGELOG.md",
-    *sorted(ROOT.glob("docs/*.md")),
-    *sorted(ROOT.glob("examples/*/*.md")),
-]
+GUIDE = (ROOT / "docs" / "engine-guide.md").read_text(encoding="utf-8")
+COMMANDS = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+OURS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [*OURS, *sorted(ROOT.glob("examples/*/*.md"))]
+
+
+def python(page: str) -> list[str]:
+    """Python examples of a page."""
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+EXAMPLES = python(README)
 
 
 def printed(examples: list[str]) -> list[str]:
-    """Lines that Python examples print, one after the other in one namespace, as somebody types them."""
+    """Lines that Python examples print, one after the other in one namespace."""
     names: dict[str, object] = {"__name__": "__main__"}
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for example in examples:
-            exec(compile(example, "README.md", "exec"), names)  # noqa: S102 - our own text
+            exec(compile(example, "a page", "exec"), names)  # noqa: S102 - our own text
     return out.getvalue().splitlines()
 
 
@@ -39,10 +45,15 @@ def promised(examples: list[str]) -> list[str]:
     return re.findall(r"# -> (.+)$", "\n".join(examples), re.MULTILINE)
 
 
-def test_the_python_examples_run_in_order_and_print_what_they_say() -> None:
+@pytest.mark.parametrize("page", [README, GUIDE], ids=["README.md", "engine-guide.md"])
+def test_the_python_examples_run_in_order_and_print_what_they_say(page: str) -> None:
     torch.manual_seed(0)
 
-    assert promised(EXAMPLES) == printed(EXAMPLES)
+    assert promised(python(page)) == printed(python(page))
+
+
+def test_the_readme_is_short_enough_to_be_read() -> None:
+    assert len(README.splitlines()) <= 150
 
 
 def test_there_is_a_bound_c4a_layer_a_decode_step_and_flash_mla() -> None:
@@ -54,6 +65,23 @@ def test_there_is_a_bound_c4a_layer_a_decode_step_and_flash_mla() -> None:
         assert name in text
 
 
+def test_the_guide_shows_each_thing_an_engine_does() -> None:
+    text = "".join(python(GUIDE))
+
+    assert len(promised(python(GUIDE))) >= 9
+    for name in (
+        *('"swa", "c4a", "c128a"', "plan_workspace(", ".lock()", "Batch(", "pad_to=4", "num_speculative_tokens=2"),
+        *("set_forward_context(None)", ".warmup(Bounds.of(", "CUDAGraph()", "full_width=True", "PhasedBackend("),
+    ):
+        assert name in text
+
+
+def test_every_error_the_guide_names_exists() -> None:
+    named = set(re.findall(r"\b\w+Error\b", GUIDE))
+    assert {"ArgumentError", "WorkspaceError", "NoForwardContextError", "NoBackendError"} <= named
+    assert named <= set(errors.__all__)
+
+
 def test_an_example_that_prints_something_else_is_found() -> None:
     assert promised(["print(1)  # -> 2\n"]) != printed(["print(1)  # -> 2\n"])
     with pytest.raises(NameError):
@@ -62,7 +90,8 @@ def test_an_example_that_prints_something_else_is_found() -> None:
 
 def test_the_trace_it_shows_is_served_by_the_command_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    [(name, trace, command)] = re.findall(r"```\ncat > (\S+) << END\n(.*?)END\ndsv4attn (.*?)\n```", README, re.DOTALL)
+    shown = re.findall(r"```\ncat > (\S+) << END\n(.*?)END\ndsv4attn (.*?)\n```", COMMANDS, re.DOTALL)
+    [(name, trace, command)] = shown
     (tmp_path / name).write_text(trace, encoding="utf-8")
     done = CliRunner().invoke(main, [*shlex.split(command), "--layers", "swa"], env={"OMP_NUM_THREADS": "1"})
 
@@ -71,16 +100,20 @@ def test_the_trace_it_shows_is_served_by_the_command_it_shows(tmp_path: Path, mo
 
 
 def test_the_table_of_commands_lists_exactly_the_commands_there_are() -> None:
-    listed = set(re.findall(r"^\| `dsv4attn (\w+)[^`]*` \|", README, re.MULTILINE))
+    listed = set(re.findall(r"^\| `dsv4attn (\w+)[^`]*` \|", COMMANDS, re.MULTILINE))
     shown = CliRunner().invoke(main, ["--help"]).output.partition("Commands:")[2]
     assert listed == set(re.findall(r"^  (\w+)", shown, re.MULTILINE))
 
 
-def test_every_make_target_it_names_exists() -> None:
+@pytest.mark.parametrize("page", OURS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_make_target_a_page_names_exists(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"(?:`|^)make (\w+)", README, re.MULTILINE))
-    assert {"run", "test"} <= targets
+    targets = set(re.findall(r"(?:`|^)make (\w+)", page.read_text(encoding="utf-8"), re.MULTILINE))
     assert targets <= set(re.findall(r"^(\w+):", makefile, re.MULTILINE))
+
+
+def test_the_readme_has_the_two_commands_for_a_clone() -> None:
+    assert {"run", "test"} <= set(re.findall(r"(?:`|^)make (\w+)", README, re.MULTILINE))
 
 
 def test_every_path_of_the_layout_exists() -> None:
