@@ -351,6 +351,15 @@ class MetadataBuilder:
                 expected=f"below the {capacity} slots of the window cache, or negative for padding",
                 actual=int(batch.slot_mapping[t]),
             )
+        stale = batch.slot_mapping[tokens:] >= 0
+        if bool(stale.any()):
+            t = tokens + int(stale.nonzero()[0])
+            raise ArgumentError(
+                f"slot_mapping[{t}]",
+                expected=f"a negative slot behind the {tokens} tokens of the batch",
+                actual=int(batch.slot_mapping[t]),
+                hint="fill what pads the batch with -1, or a key of padding is written to this slot",
+            )
 
     def _check_blocks(self, table: Tensor, query_lens: list[int], entries: list[int], records: int) -> None:
         """Find blocks outside a compressed cache among those that hold visible entries."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 from dsv4attn.errors import ArgumentError
@@ -10,10 +11,16 @@ __all__ = ["at_least", "check_count", "check_type", "shown"]
 
 
 def check_count(argument: str, value: object, minimum: int) -> int:
-    """The value, if it is an integer of at least `minimum`; otherwise ArgumentError."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+    """The value, if it is an integer of at least `minimum`, one of numpy's too; otherwise ArgumentError."""
+    number = None if isinstance(value, bool) else _integer(value)
+    if number is None or number < minimum:
         raise ArgumentError(argument, expected=f"an integer of at least {minimum}", actual=repr(value))
-    return value
+    return number
+
+
+def _integer(value: object) -> int | None:
+    """The value as an int, if it is any kind of integer."""
+    return int(value) if isinstance(value, Integral) else None
 
 
 def check_type(argument: str, value: object, wanted: type, *, cure: str) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dsv4attn.core.context import set_forward_context
 from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import AttentionMetadata, Batch
 from dsv4attn.errors import ArgumentError, NoForwardContextError, UnknownNameError
 from tests.core.calls import metadata_of
 from tests.core.steps import STEPS, all_builder_steps
@@ -35,6 +37,25 @@ def test_the_step_itself_takes_tokens_past_the_slot_mapping_for_padding(steps: s
 
     assert request.tolist() == [0, 1, 1]
     assert valid.tolist() == [True, False, False]
+
+
+@all_builder_steps
+def test_stale_slots_behind_the_tokens_are_refused_where_values_are_checked(steps: str) -> None:
+    def build(last: int) -> Batch:
+        return batch([1, 2], [5, 9], slot_mapping=torch.tensor([4, 7, 8, -1, last]))
+
+    said = (
+        r"^slot_mapping\[4\]: expected a negative slot behind the 3 tokens of the batch, got 0 -> fill .* with -1"
+    )
+    refused(builder(steps=STEPS[steps], validate=True), lambda: build(0), said)
+    assert builder(steps=STEPS[steps], validate=True).build(build(-1)).num_actual_tokens == 3
+    assert builder(steps=STEPS[steps], validate=False).build(build(0)).num_actual_tokens == 3
+
+
+def test_counts_may_be_integers_of_numpy() -> None:
+    counts: list[Any] = [np.int64(2), np.int32(8), 64]
+
+    assert Limits(*counts) == Limits(2, 8, 64)
 
 
 def test_a_builder_takes_kinds_by_name_and_answers_by_kind() -> None:

@@ -138,7 +138,11 @@ def attention(
                 ok, data, scales = page_of(slot, inside, cache0, cache1, paging, SEGMENTS)
                 keys = read_page(data, scales, ok)
             z = tl.dot(query, tl.trans(keys), input_precision="ieee") * (scale * LOG2E)
-            z += tl.where(ok, 0.0, -float("inf"))[None, :]
+            # as the roles do: a NaN in q reaches a row of pages whose keys are all absent, and no row of gathered keys
+            if KIND == ROWS:
+                z = tl.where(ok[None, :], z, -float("inf"))
+            else:
+                z += tl.where(ok, 0.0, -float("inf"))[None, :]
             most = tl.max(z, 1)
             largest = tl.maximum(largest, most)
             moved = tl.where(most > reference + tolerance, most, reference)
