@@ -124,6 +124,17 @@ def test_every_path_of_the_layout_exists() -> None:
         assert (ROOT / path).exists(), path
 
 
+def test_every_file_of_the_road_and_of_what_to_change_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = [
+        name for line in text.splitlines() if line.startswith("| `") for name in re.findall(r"`([\w/<>]+\.py)`", line)
+    ]
+    named += re.findall(r"`((?:core|backends|selection|testing|tools)/[\w/.]*)`", text)
+
+    assert len(named) > 25
+    assert [name for name in named if "<" not in name and not [*(ROOT / "dsv4attn").rglob(name.rstrip("/"))]] == []
+
+
 def links(text: str) -> list[str]:
     """Targets of the links and pictures of a page, without those in code."""
     prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
