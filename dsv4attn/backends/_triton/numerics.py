@@ -4,6 +4,8 @@ fp8 is read and written by integer operations, so no device needs the type. Inte
 bit patterns and casts to bf16 cut bits off: a kernel then computes in fp32 (constant DT) and rounds by itself.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 import triton
@@ -67,3 +69,11 @@ def round_to(x, DT: tl.constexpr, EXACT_CASTS: tl.constexpr):
         # the upper half is a bf16; a cast would lose subnormal numbers
         rounded = (nearest >> 16).to(tl.int16).to(DT, bitcast=True)
     return rounded
+
+
+@triton.jit
+def cast(x, DT: tl.constexpr, EXACT_CASTS: tl.constexpr):
+    """Round x to dtype DT, to nearest even; what has that dtype stays bit for bit as it is."""
+    if x.dtype == DT:
+        return x
+    return round_to(x.to(tl.float32), DT, EXACT_CASTS)

@@ -15,7 +15,7 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
-from dsv4attn.backends.sm120.kernels import Copies, Results
+from dsv4attn.backends.sm120.flashinfer_launches import Copies, Results
 from dsv4attn.backends.sm120.probe import TILE, Found, find, forget, reasons
 from dsv4attn.core.chunking import round_up
 from dsv4attn.core.contract import AttentionCall

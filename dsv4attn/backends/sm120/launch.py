@@ -13,7 +13,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends.sm120 import flashinfer
 from dsv4attn.backends.sm120.choice import ARCHS
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
-from dsv4attn.backends.sm120.kernels import variants
+from dsv4attn.backends.sm120.flashinfer_launches import variants
 from dsv4attn.backends.sm120.probe import HEADS
 from dsv4attn.backends.sm120.tuning import ROWS
 from dsv4attn.core.chunking import round_up

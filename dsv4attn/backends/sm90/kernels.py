@@ -11,6 +11,8 @@ the one that its readers wait for. What `k_full` says of a place of keys, `k_emp
 much the sums so far shrink, `n` is the number of tiles of a row, `f` what a row is multiplied with and where it goes.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 import triton.language as tl

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
-from dsv4attn.backends._triton.attention.kernel import LN2, LOG2E, NOTHING
+from dsv4attn.backends._triton.attention.kernels import LN2, LOG2E, NOTHING
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
-from dsv4attn.backends._triton.attention.kernel import LN2, LOG2E, NOTHING
+from dsv4attn.backends._triton.attention.kernels import LN2, LOG2E, NOTHING
 from dsv4attn.backends._triton.attention.keys import widen
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends.sm90.kernels_schedule import (

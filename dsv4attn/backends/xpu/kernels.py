@@ -1,12 +1,14 @@
 """Kernels of the Intel room: gathering what decode rows select, and attention whose values are a part of its keys."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
-from dsv4attn.backends._triton.attention.kernel import LN2, LOG2E, NOTHING
-from dsv4attn.backends._triton.cache.gather import copy_records
+from dsv4attn.backends._triton.attention.kernels import LN2, LOG2E, NOTHING
+from dsv4attn.backends._triton.cache.kernels_gather import copy_records
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4attn.backends._triton.cache.insert import quantize
+from dsv4attn.backends._triton.cache.kernels_insert import quantize
 
 __all__ = ["GROUPS", "groups_kernel"]
 

@@ -16,7 +16,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.backends._triton.attention import attend, combine, kernel, keys
+from dsv4attn.backends._triton.attention import attend, kernels, kernels_combine, keys
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.layout import PagedKVCache
 from tests.backends._triton.attending import Answer, Trial
@@ -31,7 +31,7 @@ _NORESERVE = 0x4000
 
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, new: str) -> None:
     """Let `attend` launch kernels of whose source (module: keys, attention or reduce) one piece of text is another."""
-    modules = {"keys": keys, "attention": kernel, "reduce": combine}
+    modules = {"keys": keys, "attention": kernels, "reduce": kernels_combine}
     sources = {name: inspect.getsource(one) for name, one in modules.items()}
     assert old in sources[module], f"{module} has no {old!r} any more: plant the bug anew"
     sources[module] = sources[module].replace(old, new)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import dense as kernels
-from dsv4attn.backends._triton.index_ops import ragged
+from dsv4attn.backends._triton.index_ops import kernels_dense, kernels_ragged, ragged
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.core import indices
 from dsv4attn.core.contract import RaggedSteps
@@ -249,7 +249,7 @@ PLANTED: list[tuple[Callable[[Random], Trial], str, Any]] = [
 @pytest.mark.parametrize(("make", "name", "bug"), PLANTED, ids=[f"{make.__name__}-{n}" for make, n, _ in PLANTED])
 def test_a_planted_bug_is_found(make: Any, name: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     is_step = name in {trial.step for trial in (step(Random(0)) for step in STEPS)}
-    for module in (kernels, ragged):
+    for module in (kernels, ragged, kernels_dense, kernels_ragged):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, with_changed(name, bug) if is_step else triton.jit(bug))
     with small_rounds(kernels, ragged):

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 
-from dsv4attn.backends._triton.index_ops import ragged
+from dsv4attn.backends._triton.index_ops import kernels_ragged, ragged
 from dsv4attn.backends._triton.index_ops.common import BLOCK
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.core import indices as definition
@@ -120,7 +120,7 @@ IN_RAGGED: dict[str, tuple[Callable[[Random], Trial], str, str]] = {
 @pytest.mark.parametrize("name", IN_RAGGED)
 def test_a_bug_in_the_text_of_the_ragged_steps_is_found(name: str, tmp_path: Path) -> None:
     make, right, wrong = IN_RAGGED[name]
-    changed = planted(ragged, tmp_path, right, wrong)
+    changed = planted(ragged, kernels_ragged, tmp_path, right, wrong)
     with small_rounds(changed):
         assert not all(make(Random(seed)).agrees(changed) for seed in range(150))
 
@@ -128,7 +128,7 @@ def test_a_bug_in_the_text_of_the_ragged_steps_is_found(name: str, tmp_path: Pat
 @interpreted
 @ragged_steps
 def test_a_copy_without_a_bug_is_right(make: Callable[[Random], Trial], tmp_path: Path) -> None:
-    copy = planted(ragged, tmp_path, "", "")
+    copy = planted(ragged, kernels_ragged, tmp_path, "", "")
     with small_rounds(copy):
         assert all(make(Random(seed)).agrees(copy) for seed in range(60))
 

@@ -123,19 +123,28 @@ def _end(outs: list[Tensor]) -> int:
     return max(int(outs[1][-1]), 0)
 
 
-def planted(module: ModuleType, folder: Path, right: str, wrong: str) -> ModuleType:
-    """Return a copy of a module of kernels with a bug in place of what is right; two empty texts are no bug."""
-    text = inspect.getsource(module)
+def planted(launcher: ModuleType, kernels: ModuleType, folder: Path, right: str, wrong: str) -> ModuleType:
+    """Return a copy of a launcher, and of its kernels with a bug in place of what is right; empty texts are no bug."""
+    text = inspect.getsource(kernels)
     assert not right or text.count(right) == 1, f"the kernels no longer say {right!r} once"
-    # a name of its own each time, as compilers remember files by their names
-    path = folder / f"planted_{folder.name}.py"
-    path.write_text(text.replace(right, wrong) if right else text, encoding="utf-8")
+    # names of their own each time, as compilers remember files by their names
+    made = _imported(folder / f"planted_kernels_{folder.name}.py", text.replace(right, wrong) if right else text)
+    copy = _imported(folder / f"planted_{folder.name}.py", inspect.getsource(launcher))
+    launched = [name for name in vars(launcher) if name.endswith("_kernel") and hasattr(kernels, name)]
+    assert launched, "the launcher takes no kernel from that file"
+    for name in launched:
+        setattr(copy, name, getattr(made, name))
+    return copy
+
+
+def _imported(path: Path, source: str) -> ModuleType:
+    path.write_text(source, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class _Recorder(TorchDispatchMode):

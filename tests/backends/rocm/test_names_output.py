@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsv4attn.backends._triton import projection
+from dsv4attn.backends._triton import kernels_projection, projection
 from dsv4attn.backends._triton.compiling import variant
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.rocm import weights
@@ -196,7 +196,7 @@ def test_turned_rows_compile_nothing_of_their_own() -> None:
 
     assert len(seen) == 3
     assert len(set(seen)) == 1
-    assert "turned" in variant._careless(projection.project_kernel)
+    assert "turned" in variant._careless(kernels_projection.project_kernel)
     assert set(seen) <= set(told)
 
 

@@ -7,7 +7,7 @@ import re
 
 from dsv4attn.backends._triton.compiling.aot import compile_all, cross_compile
 from dsv4attn.backends._triton.compiling.targets import TARGETS
-from dsv4attn.backends.sm120.kernels import variants
+from dsv4attn.backends.sm120.flashinfer_launches import variants
 
 TARGET = TARGETS["sm_120"]
 

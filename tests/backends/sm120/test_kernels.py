@@ -14,7 +14,7 @@ from attrs import evolve
 
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
-from dsv4attn.backends.sm120.kernels import Copies, Results
+from dsv4attn.backends.sm120.flashinfer_launches import Copies, Results
 from dsv4attn.backends.sm120.launch import Sm120Backend
 from dsv4attn.core.contract import AttentionCall
 from dsv4attn.core.device import DeviceFacts

@@ -12,8 +12,8 @@ import triton.language as tl
 from attrs import define, evolve, frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton.attention.combine import reduce
-from dsv4attn.backends._triton.attention.kernel import attention
+from dsv4attn.backends._triton.attention.kernels import attention
+from dsv4attn.backends._triton.attention.kernels_combine import reduce
 from dsv4attn.backends._triton.attention.keys import BYTES, ROWS, WORDS
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching import ready, runtime

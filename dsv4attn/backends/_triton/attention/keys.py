@@ -9,6 +9,8 @@ A NaN code makes the values of its word NaN. Which values of a key are NaN does 
 and with it the whole row of the output.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 import triton
@@ -60,7 +62,8 @@ def place(slot, ok, paging, page_stride):
 def load_words(base, slot, ok, paging, page_stride16, nothing, INTERLEAVED: tl.constexpr):
     """Raw int32 words of a record of 448 codes, 64 bf16 values and 8 scale bytes: 32 + 32 + 32 + 16, 32, 1, 1 a row.
 
-    They stay words so that a loop can carry them from one tile to the next, one register for four codes.
+    base: pointer to a cache's uint8 pages. slot, ok: [N] int32 and bool. Words stay words so that a loop can carry them
+    from one tile to the next, one register for four codes.
     """
     page, place_ = place(slot, ok, paging, page_stride16.to(tl.int64) * 16)
     if INTERLEAVED:
@@ -215,6 +218,7 @@ def read_piece(
 ):
     """Columns FIRST .. FIRST + C of each slot's key, [N, C] in DT; columns behind the last are zero.
 
+    base: pointer to a cache's uint8 pages, or to rows. slot, ok: [N] int32 and bool.
     page_stride, row_stride: in UNITs, elements of rows and bytes of records; the latter know their own row stride.
     SCALES: bytes of a record's scales.
     """

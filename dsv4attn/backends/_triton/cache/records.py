@@ -11,18 +11,14 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import ALIGNMENT, INTERPRETED
-from dsv4attn.backends._triton.numerics import round_to
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 
 __all__ = [
     "alignment_of_records",
     "alignment_of_rows",
-    "cast",
     "place",
     "record_alignments",
     "record_constants",
@@ -107,11 +103,3 @@ def record_constants(layout: KVCacheLayout) -> dict[str, Any]:
 def writer_constants(layout: KVCacheLayout) -> dict[str, Any]:
     """The same, and how a writer rounds: the largest code and the smallest maximum of a group, by their bits."""
     return {**record_constants(layout), "LARGEST": _bits(layout.fp8_max), "FLOOR": _bits(layout.amax_floor)}
-
-
-@triton.jit
-def cast(x, DT: tl.constexpr, EXACT_CASTS: tl.constexpr):
-    """Round x to dtype DT, to nearest even; what has that dtype stays bit for bit as it is."""
-    if x.dtype == DT:
-        return x
-    return round_to(x.to(tl.float32), DT, EXACT_CASTS)

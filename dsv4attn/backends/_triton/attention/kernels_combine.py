@@ -4,13 +4,15 @@ A few at a time, always the same ones together, so that the same cut gives the s
 among them, and bits do not tell how many of these follow the last part with keys.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
-from dsv4attn.backends._triton.attention.kernel import LN2, LOG2E, NOTHING
-from dsv4attn.backends._triton.cache.insert import angles_of, rotate
+from dsv4attn.backends._triton.attention.kernels import LN2, LOG2E, NOTHING
+from dsv4attn.backends._triton.cache.kernels_insert import angles_of, rotate
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
 
@@ -45,6 +47,9 @@ def reduce(
 ):
     """Grid: (tokens x H,). Adds the parts of a row up, N at a time, and applies the sink.
 
+    part: [tokens, splits, H, D] fp32. part_lse, part_max: [tokens, splits, H] fp32, base 2; part_max is None where
+    max_logits is. out: [tokens, H, D] in strides of UNITs. lse, max_logits: [tokens, H] fp32, or None. sink: [H] fp32,
+    or None.
     N: parts that are loaded together, a power of two: one after the other, each would wait for the one before it.
     positions, table: [tokens] int64 and cosines and sines [num_positions, ROPE], to undo the rotation too; else None.
     """

@@ -5,6 +5,8 @@ segment, in one softmax. Runs are cut where few tokens would leave a device idle
 up in their order, so that the same cut gives the same bits.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
 from __future__ import annotations
 
 import triton
@@ -22,7 +24,10 @@ NOTHING = tl.constexpr(-1e30)
 
 @triton.jit
 def columns_of(rows, lens, token, width, stride, RAGGED: tl.constexpr):
-    """Address of a token's first index, and how many of its columns count. stride: of RAGGED lists, their capacity."""
+    """Address of a token's first index, and how many of its columns count.
+
+    rows, lens: [T, width] int32, rows `stride` apart, and [T] int32; RAGGED: flat [stride] and [T + 1], both int32.
+    """
     if RAGGED:
         # whatever indptr holds, nothing outside the list is read
         start = tl.maximum(tl.load(lens + token), 0)
@@ -61,7 +66,10 @@ def paging(inside, a, b, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def slots_of(tile, last, first_tiles, row0, row1, len0, len1, N: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Indices of a tile's N columns, -1 behind its segment's length and in tiles past the last."""
+    """Indices of a tile's N columns, -1 behind its segment's length and in tiles past the last.
+
+    row0, row1: pointers to [len0] and [len1] int32, as `columns_of` returns them.
+    """
     column = tl.arange(0, N)
     inside = tile < first_tiles
     # one address, chosen: a loop body for each segment would double the code
@@ -73,7 +81,10 @@ def slots_of(tile, last, first_tiles, row0, row1, len0, len1, N: tl.constexpr, S
 
 @triton.jit
 def fetch(tile, slot, first_tiles, segment0, segment1, nothing, INTERLEAVED: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Which of a tile's slots exist, and the raw words of their records."""
+    """Which of a tile's slots exist, and the raw words of their records.
+
+    segment0, segment1: pointer to a cache's uint8 pages, paging of `keys.place`, page stride, row stride, capacity.
+    """
     inside = tile < first_tiles
     ok = (slot >= 0) & (slot < chosen(inside, segment0[4], segment1[4], SEGMENTS))
     base = address(inside, segment0[0], segment1[0], SEGMENTS)
@@ -100,7 +111,10 @@ def read(
     PIECES: tl.constexpr,
     DT: tl.constexpr,
 ):
-    """Both pieces of a tile of keys that are not words; of a narrow key the second is the first."""
+    """Both pieces of a tile of keys that are not words; of a narrow key the second is the first.
+
+    segment: pointer to the pages or rows of a cache, paging of `keys.place`, page stride, row stride.
+    """
     base, size, stride, row_stride = segment[0], segment[1], segment[2], segment[3]
     left = keys.read_piece(
         base, slot, ok, size, stride, row_stride, fnuz, 0, C, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP, SCALES, DT
@@ -277,8 +291,9 @@ def attention(
 ):
     """Grid: tokens x splits x blocks of BH heads, heads fastest, so that programs that share keys run together.
 
-    q, out: [T, H, D] in strides of UNITs. cache0: bytes or rows of the window's cache, or the gathered rows; cache1,
-    rows1, lens1: the compressed segment's. rows, lens: indices [T, width] and [T], or, RAGGED, flat and [T + 1].
+    q, out: [T, H, D] in strides of UNITs. lse, max_logits: [T, H] fp32, or None. sink: [H] fp32, or None. cache0: bytes
+    or rows of the window's cache, or the gathered rows; cache1, rows1, lens1: the compressed segment's. rows, lens:
+    int32 indices [T, width] and [T], or, RAGGED, flat and [T + 1].
     SPLIT: write to part [T, splits, H, D] fp32 and part_lse, part_max [T, splits, H] (base 2) instead of out, lse,
     max_logits.
     tiles_per_split: tiles of each run, or 0 to share a row's tiles evenly. once: 1. empty_lse: of a row without keys.

@@ -1,0 +1,168 @@
+"""Kernels that read records of a cache and write them, dequantised, to rows.
+
+Each program copies a few records, so that a thread has several loads in flight, and gives up at once where a request
+is shorter than the longest could be: the grid follows from shapes alone.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsv4attn.backends._triton.launching.runtime import stable_kernel
+from dsv4attn.backends._triton.numerics import cast, dequantize
+
+
+@triton.jit
+def copy_records(
+    target,
+    written,
+    CACHE,
+    block,
+    row,
+    exists,
+    page_stride,
+    data_stride,
+    scale_offset,
+    scale_stride,
+    ALIGNED: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    FNUZ: tl.constexpr,
+    EXACT_CASTS: tl.constexpr,
+):
+    """Write records to rows that begin at target [R] pointers, where written [R]; those that do not exist are zeros.
+
+    block, row: [R] int64. Nothing is read of a record that does not exist. ALIGNED: as in `insert_key`.
+    CACHE: pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows.
+    """
+    dtype: tl.constexpr = target.dtype.element_ty
+    page = CACHE + block * page_stride
+    record = tl.multiple_of(page + row * data_stride, ALIGNED)
+    if GROUP > 0:
+        groups: tl.constexpr = triton.cdiv(NOPE, GROUP)
+        # [R, G]
+        group = tl.arange(0, triton.next_power_of_2(groups))
+        scales = (page + scale_offset + row * scale_stride)[:, None] + group[None, :]
+        byte = tl.load(scales, mask=exists[:, None] & (group < groups)[None, :], other=0).to(tl.int32)
+        # [R, G, S]
+        member = tl.arange(0, triton.next_power_of_2(GROUP))
+        column = (group[:, None] * GROUP + member[None, :])[None, :, :]
+        live = ((member < GROUP)[None, :])[None, :, :] & (column < NOPE)
+        code = tl.load(record[:, None, None] + column, mask=exists[:, None, None] & live, other=0).to(tl.int32)
+        value = cast(dequantize(code, byte[:, :, None], FNUZ), dtype, EXACT_CASTS)
+        tl.store(target[:, None, None] + column, value, mask=written[:, None, None] & live)
+        tail = (record + NOPE).to(tl.pointer_type(tl.bfloat16))
+    else:
+        # [R, D]
+        column = tl.arange(0, triton.next_power_of_2(NOPE))[None, :]
+        value = tl.load(record[:, None] + column, mask=exists[:, None] & (column < NOPE), other=0.0)
+        tl.store(target[:, None] + column, cast(value, dtype, EXACT_CASTS), mask=written[:, None] & (column < NOPE))
+        tail = record + NOPE
+    if ROPE > 0:
+        # [R, ROPE]
+        column = tl.arange(0, triton.next_power_of_2(ROPE))[None, :]
+        value = tl.load(tail[:, None] + column, mask=exists[:, None] & (column < ROPE), other=0.0)
+        at = target[:, None] + (NOPE + column)
+        tl.store(at, cast(value, dtype, EXACT_CASTS), mask=written[:, None] & (column < ROPE))
+
+
+@stable_kernel
+def gather_kernel(
+    OUT,
+    CACHE,
+    SEQ_LENS,
+    GATHER_LENS,
+    BLOCK_TABLE,
+    rows: tl.int32,
+    offset: tl.int32,
+    out_stride: tl.int64,
+    row_stride: tl.int64,
+    table_stride: tl.int64,
+    table_width: tl.int32,
+    num_blocks: tl.int32,
+    block_size: tl.int32,
+    page_stride: tl.int64,
+    data_stride: tl.int64,
+    scale_offset: tl.int64,
+    scale_stride: tl.int64,
+    BLOCK_R: tl.constexpr,
+    ROW_ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    FNUZ: tl.constexpr,
+    EXACT_CASTS: tl.constexpr,
+):
+    """Grid (n * ceil(rows / BLOCK_R),): BLOCK_R rows of one request, the first one at `offset`.
+
+    OUT: [n, offset + rows, NOPE + ROPE]. SEQ_LENS, GATHER_LENS: [n] int32; without GATHER_LENS all records of a request
+    are wanted. BLOCK_TABLE: [n, table_width] int32. CACHE: num_blocks pages, `page_stride` elements apart: uint8, or
+    bf16 or fp32 where keys are plain rows.
+    """
+    tiles = tl.cdiv(rows, BLOCK_R)
+    request = (tl.program_id(0) // tiles).to(tl.int64)
+    first = tl.program_id(0) % tiles * BLOCK_R
+    # a request of negative length has no records; and no position wraps around
+    seq_len = tl.maximum(tl.load(SEQ_LENS + request), 0)
+    count = seq_len
+    if GATHER_LENS is not None:
+        count = tl.load(GATHER_LENS + request)
+    if first < count:
+        # [R]
+        row = first + tl.arange(0, BLOCK_R)
+        position = seq_len - count + row
+        column = position // block_size
+        wanted = (row < count) & (row < rows) & (position >= 0) & (column < table_width)
+        block = tl.load(BLOCK_TABLE + request * table_stride + column, mask=wanted, other=-1)
+        exists = wanted & (block >= 0) & (block < num_blocks)
+        target = tl.multiple_of(OUT + request * out_stride + (offset + row).to(tl.int64) * row_stride, ROW_ALIGNED)
+        copy_records(
+            target, exists, CACHE, block.to(tl.int64), (position % block_size).to(tl.int64), exists,
+            page_stride, data_stride, scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, FNUZ, EXACT_CASTS,
+        )  # fmt: skip
+
+
+@stable_kernel
+def gather_slots_kernel(
+    OUT,
+    CACHE,
+    SLOTS,
+    rows: tl.int64,
+    row_stride: tl.int64,
+    slot_stride: tl.int64,
+    width: tl.int32,
+    num_blocks: tl.int32,
+    block_size: tl.int32,
+    page_stride: tl.int64,
+    data_stride: tl.int64,
+    scale_offset: tl.int64,
+    scale_stride: tl.int64,
+    BLOCK_R: tl.constexpr,
+    ROW_ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    FNUZ: tl.constexpr,
+    EXACT_CASTS: tl.constexpr,
+):
+    """Grid (ceil(rows / BLOCK_R),): BLOCK_R rows.
+
+    OUT: [rows, NOPE + ROPE]. SLOTS: [rows / width, width] int32, its rows `slot_stride` apart.
+    CACHE: num_blocks pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows.
+    """
+    # [R]
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    slot = tl.load(SLOTS + row // width * slot_stride + row % width, mask=row < rows, other=-1)
+    block = slot // block_size
+    exists = (slot >= 0) & (block < num_blocks)
+    copy_records(
+        tl.multiple_of(OUT + row * row_stride, ROW_ALIGNED), row < rows, CACHE, block.to(tl.int64),
+        (slot % block_size).to(tl.int64), exists, page_stride, data_stride, scale_offset, scale_stride,
+        ALIGNED, NOPE, ROPE, GROUP, FNUZ, EXACT_CASTS,
+    )  # fmt: skip

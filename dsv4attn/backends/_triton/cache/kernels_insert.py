@@ -1,0 +1,247 @@
+"""Kernels that write keys to a cache: rotated, rounded, quantised and stored; and q normalised and rotated.
+
+Everything happens in one kernel and in registers, so no copy of the keys is ever in memory. Quantisation is integer
+arithmetic on the bits of fp32 numbers: every device writes the same bytes, and so does the interpreter.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsv4attn.backends._triton.launching.runtime import stable_kernel
+from dsv4attn.backends._triton.numerics import cast, power_of_two, round_to
+
+
+@triton.jit
+def encode_e4m3(x, FNUZ: tl.constexpr, LARGEST: tl.constexpr):
+    """Codes, int32, of fp32 x: nearest even, subnormals too, at most LARGEST, given by its bits. NaN stays NaN.
+
+    The upper bits of a normal fp32 number are its code but for the bias. Below the smallest normal code, adding a
+    number whose last bit is worth a subnormal step rounds to a whole number of steps.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    sign, size = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
+    is_nan = size > 0x7F800000
+    size = tl.minimum(size, LARGEST)
+    shift: tl.constexpr = 119 if FNUZ else 120
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (shift << 3)
+    anchor: tl.constexpr = (shift + 21) << 23
+    steps = size.to(tl.float32, bitcast=True) + tl.full((), anchor, tl.int32).to(tl.float32, bitcast=True)
+    code = tl.where(size < ((shift + 1) << 23), steps.to(tl.int32, bitcast=True) - anchor, normal)
+    if FNUZ:
+        # 0x80 is no zero but NaN
+        return tl.where(is_nan, 0x80, tl.where(code == 0, 0, code | sign))
+    return tl.where(is_nan, 0x7F, code) | sign
+
+
+@triton.jit
+def quantize(x, FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr):
+    """Codes [G, S] and scale bytes [G], int32, of groups x [G, S] fp32 that are bf16 values.
+
+    The byte is that of the smallest power of two with amax / 2^e <= largest, found by comparing exponents and
+    mantissas: no division, no logarithm. Infinities and NaN get 254, the last byte that is a number.
+    """
+    amax = tl.maximum(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), FLOOR)
+    larger = ((amax & 0x7FFFFF) > (LARGEST & 0x7FFFFF)).to(tl.int32)
+    byte = tl.where(amax >= 0x7F800000, 254, (amax >> 23) - (LARGEST >> 23) + 127 + larger)
+    return encode_e4m3(x * power_of_two(254 - byte)[:, None], FNUZ, LARGEST), byte
+
+
+@triton.jit
+def rotate(even, odd, cos, sin):
+    """A pair turned by its angle."""
+    return even * cos - odd * sin, odd * cos + even * sin
+
+
+@triton.jit
+def angles_of(position, TABLE, table_stride, num_positions):
+    """Where the cosines and sines of a position stand; `position` points to it, int64.
+
+    TABLE: [num_positions, 2 * angles] fp32, the cosines of a position before its sines. Positions of padding rows may
+    be anything. Their rows are garbage anyway, and must only not fault.
+    """
+    return TABLE + tl.minimum(tl.maximum(tl.load(position), 0), num_positions - 1) * table_stride
+
+
+@triton.jit
+def insert_key(
+    key,
+    angles,
+    CACHE,
+    slot,
+    num_blocks,
+    block_size,
+    page_stride,
+    data_stride,
+    scale_offset,
+    scale_stride,
+    ALIGNED: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    FNUZ: tl.constexpr,
+    LARGEST: tl.constexpr,
+    FLOOR: tl.constexpr,
+    EXACT_CASTS: tl.constexpr,
+):
+    """Write the key at `key` to its slot, if there is such a slot.
+
+    key: pointer to [NOPE + ROPE], bf16 or fp32. angles: pointer to [ROPE] fp32, its cosines before its sines; None if
+    it is rotated. ALIGNED: bytes that divide the address of every record. CACHE: num_blocks pages, `page_stride`
+    elements apart: uint8, or bf16 or fp32 where keys are plain rows.
+    """
+    block, row = slot // block_size, slot % block_size
+    if (slot >= 0) & (block < num_blocks):
+        page = CACHE + block * page_stride
+        record = tl.multiple_of(page + row * data_stride, ALIGNED)
+        if GROUP > 0:
+            groups: tl.constexpr = triton.cdiv(NOPE, GROUP)
+            scales: tl.constexpr = triton.cdiv(groups, 8) * 8
+            # [G, S]
+            group, member = tl.arange(0, triton.next_power_of_2(scales)), tl.arange(0, triton.next_power_of_2(GROUP))
+            column = group[:, None] * GROUP + member[None, :]
+            live = (member < GROUP)[None, :] & (column < NOPE)
+            x = cast(tl.load(key + column, mask=live, other=0.0), tl.bfloat16, EXACT_CASTS)
+            codes, byte = quantize(x.to(tl.float32), FNUZ, LARGEST, FLOOR)
+            tl.store(record + column, codes.to(tl.uint8), mask=live)
+            byte = tl.where(group < groups, byte, 0).to(tl.uint8)
+            tl.store(page + scale_offset + row * scale_stride + group, byte, mask=group < scales)
+            tail = (record + NOPE).to(tl.pointer_type(tl.bfloat16))
+        else:
+            # [D]
+            column = tl.arange(0, triton.next_power_of_2(NOPE))
+            x = tl.load(key + column, mask=column < NOPE, other=0.0)
+            tl.store(record + column, cast(x, CACHE.dtype.element_ty, EXACT_CASTS), mask=column < NOPE)
+            tail = record + NOPE
+
+        if ROPE > 0:
+            # [ROPE / 2] pairs; that of an odd dimension, which nobody rotates, lacks its second half
+            pair = tl.arange(0, triton.next_power_of_2(triton.cdiv(ROPE, 2)))
+            first, second = 2 * pair < ROPE, 2 * pair + 1 < ROPE
+            even = tl.load(key + NOPE + 2 * pair, mask=first, other=0.0)
+            odd = tl.load(key + NOPE + 2 * pair + 1, mask=second, other=0.0)
+            if angles is not None:
+                cos = tl.load(angles + pair, mask=second, other=1.0)
+                sin = tl.load(angles + ROPE // 2 + pair, mask=second, other=0.0)
+                # a rotated key is rounded to its own type before the cache's
+                even, odd = rotate(even.to(tl.float32), odd.to(tl.float32), cos, sin)
+                even = round_to(even, key.dtype.element_ty, EXACT_CASTS)
+                odd = round_to(odd, key.dtype.element_ty, EXACT_CASTS)
+            tl.store(tail + 2 * pair, cast(even, tail.dtype.element_ty, EXACT_CASTS), mask=first)
+            tl.store(tail + 2 * pair + 1, cast(odd, tail.dtype.element_ty, EXACT_CASTS), mask=second)
+
+
+@stable_kernel
+def insert_kernel(
+    K,
+    CACHE,
+    SLOTS,
+    k_stride: tl.int64,
+    num_blocks: tl.int32,
+    block_size: tl.int32,
+    page_stride: tl.int64,
+    data_stride: tl.int64,
+    scale_offset: tl.int64,
+    scale_stride: tl.int64,
+    ROW_ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    FNUZ: tl.constexpr,
+    LARGEST: tl.constexpr,
+    FLOOR: tl.constexpr,
+    EXACT_CASTS: tl.constexpr,
+):
+    """Grid (n,): each program writes one key.
+
+    K: [n, NOPE + ROPE], bf16 or fp32. SLOTS: [n] int64. ROW_ALIGNED: bytes that divide the address of every row of K.
+    CACHE: num_blocks pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    key = tl.multiple_of(K + token * k_stride, ROW_ALIGNED)
+    insert_key(
+        key, None, CACHE, tl.load(SLOTS + token).to(tl.int64), num_blocks, block_size, page_stride, data_stride,
+        scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, FNUZ, LARGEST, FLOOR, EXACT_CASTS,
+    )  # fmt: skip
+
+
+@stable_kernel
+def qnorm_rope_kv_insert_kernel(
+    Q,
+    KV,
+    CACHE,
+    SLOTS,
+    POSITIONS,
+    TABLE,
+    q_stride: tl.int64,
+    head_stride: tl.int64,
+    kv_stride: tl.int64,
+    table_stride: tl.int64,
+    num_positions: tl.int64,
+    num_slots: tl.int64,
+    eps: tl.float32,
+    num_blocks: tl.int32,
+    block_size: tl.int32,
+    page_stride: tl.int64,
+    data_stride: tl.int64,
+    scale_offset: tl.int64,
+    scale_stride: tl.int64,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    ROW_ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    FNUZ: tl.constexpr,
+    LARGEST: tl.constexpr,
+    FLOOR: tl.constexpr,
+    EXACT_CASTS: tl.constexpr,
+):
+    """Grid (T * parts,): of each token, the first program writes its key, the others take BLOCK_H heads each.
+
+    Q: [T, HEADS, NOPE + ROPE], overwritten. KV: [T, NOPE + ROPE]. SLOTS: [num_slots] int64; tokens behind them are not
+    inserted. POSITIONS: [T] int64. TABLE: [num_positions, ROPE] fp32, cosines before sines.
+    CACHE: num_blocks pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows.
+    """
+    parts: tl.constexpr = triton.cdiv(HEADS, BLOCK_H) + 1
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    part = tl.program_id(0) % parts
+    if part == 0:
+        if token < num_slots:
+            angles = angles_of(POSITIONS + token, TABLE, table_stride, num_positions)
+            key = tl.multiple_of(KV + token * kv_stride, ROW_ALIGNED)
+            insert_key(
+                key, angles, CACHE, tl.load(SLOTS + token).to(tl.int64), num_blocks, block_size, page_stride,
+                data_stride, scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, FNUZ, LARGEST, FLOOR,
+                EXACT_CASTS,
+            )  # fmt: skip
+    else:
+        # an odd number of dims before the rotated ones: the tile begins one column early, so that pairs are pairs
+        early: tl.constexpr = NOPE % 2
+        block: tl.constexpr = triton.next_power_of_2(NOPE + ROPE + early)
+        head = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        column = tl.arange(0, block) - early
+        live = (head < HEADS)[:, None] & (column < NOPE + ROPE)[None, :]
+        if early:
+            live &= (column >= 0)[None, :]
+        # [BLOCK_H, D]
+        row = tl.multiple_of(Q + token * q_stride + head * head_stride, ROW_ALIGNED)
+        x = tl.load(row[:, None] + column[None, :], mask=live, other=0.0).to(tl.float32)
+        # only now, so that x is on its way while a position and its angles are fetched
+        angles = angles_of(POSITIONS + token, TABLE, table_stride, num_positions)
+        pair = tl.arange(0, block // 2) - (NOPE + early) // 2
+        turned = (pair >= 0) & (pair < ROPE // 2)
+        cos = tl.load(angles + pair, mask=turned, other=1.0)
+        sin = tl.load(angles + ROPE // 2 + pair, mask=turned, other=0.0)
+        x *= tl.rsqrt(tl.sum(x * x, 1) / (NOPE + ROPE) + eps)[:, None]
+        # [BLOCK_H, D / 2] twice
+        even, odd = tl.split(tl.reshape(x, (BLOCK_H, block // 2, 2)))
+        turned_even, turned_odd = rotate(even, odd, cos[None, :], sin[None, :])
+        even, odd = tl.where(turned[None, :], turned_even, even), tl.where(turned[None, :], turned_odd, odd)
+        x = tl.reshape(tl.join(even, odd), (BLOCK_H, block))
+        tl.store(row[:, None] + column[None, :], round_to(x, Q.dtype.element_ty, EXACT_CASTS), mask=live)

@@ -1,0 +1,159 @@
+"""Kernels of the metadata builder, once a step: maps of tokens, windows, lengths, and slots of new entries."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsv4attn.backends._triton.index_ops.kernels_common import request_of, slots_of
+from dsv4attn.backends._triton.launching.runtime import stable_kernel
+
+
+@stable_kernel
+def token_maps_kernel(
+    token_to_req,
+    is_valid,
+    starts,
+    slot_mapping,
+    num_tokens: tl.int32,
+    num_slots: tl.int32,
+    starts_stride: tl.int64,
+    slot_stride: tl.int64,
+    num_reqs: tl.int32,
+    depth: tl.int32,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (T / BLOCK,). Request of each token, and whether it has a slot.
+
+    token_to_req: [num_tokens] int32. is_valid: [num_tokens] bool. starts: [num_reqs + 1] int32.
+    slot_mapping: [num_slots] int64.
+    """
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    request = request_of(token, starts, starts_stride, 0, num_reqs, depth)
+    slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=token < num_slots, other=-1)
+    tl.store(token_to_req + token, request, mask=token < num_tokens)
+    tl.store(is_valid + token, slot >= 0, mask=token < num_tokens)
+
+
+@triton.jit
+def positions_of(token, request, starts, starts_stride, seq_lens, seq_stride, num_reqs):
+    """Absolute position (int64) of tokens, of any shape; the token number itself if there is no such request.
+
+    starts: [num_reqs + 1] int32. seq_lens: [num_reqs] int32.
+    """
+    known = (request >= 0) & (request < num_reqs)
+    end = tl.load(starts + (request + 1).to(tl.int64) * starts_stride, mask=known, other=0)
+    seq_len = tl.load(seq_lens + request.to(tl.int64) * seq_stride, mask=known, other=0)
+    return token.to(tl.int64) + (seq_len - end)
+
+
+@stable_kernel
+def window_kernel(
+    rows,
+    lens,
+    token_to_req,
+    is_valid,
+    starts,
+    seq_lens,
+    table,
+    rows_stride: tl.int64,
+    num_rows: tl.int32,
+    num_lens: tl.int32,
+    first: tl.int32,
+    starts_stride: tl.int64,
+    seq_stride: tl.int64,
+    table_stride: tl.int64,
+    table_column_stride: tl.int64,
+    num_reqs: tl.int32,
+    num_columns: tl.int32,
+    block_size: tl.int32,
+    window: tl.int32,
+    TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Grid: (lens / TOKENS,). Windows of TOKENS rows; row 0 is token `first`. Lengths behind the last row are 0.
+
+    rows: [num_rows, window] int32. lens: [num_lens] int32. token_to_req: [num_rows] int32. is_valid: [num_rows] bool.
+    starts: [num_reqs + 1] int32. seq_lens: [num_reqs] int32. table: [num_reqs, num_columns] int32.
+    """
+    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = row < num_rows
+    request = tl.load(token_to_req + row, mask=inside, other=0)
+    position = positions_of(first + row, request, starts, starts_stride, seq_lens, seq_stride, num_reqs)
+    valid = tl.load(is_valid + row, mask=inside, other=0)
+    start = tl.maximum(position - (window - 1), 0)
+    count = tl.where(inside & (valid != 0), tl.maximum(position + 1 - start, 0), 0)
+    tl.store(lens + row, count.to(tl.int32), mask=row < num_lens)
+    # [TOKENS, WINDOW]
+    column = tl.arange(0, WINDOW)[None, :]
+    blocks = table + request.to(tl.int64)[:, None] * table_stride
+    visible = column < count[:, None]
+    slot = slots_of(start[:, None] + column, visible, blocks, table_column_stride, num_columns, block_size)
+    place = rows + row.to(tl.int64)[:, None] * rows_stride + column
+    tl.store(place, slot.to(tl.int32), mask=inside[:, None] & (column < window))
+
+
+@stable_kernel
+def gather_lens_kernel(
+    lens,
+    starts,
+    seq_lens,
+    num_reqs: tl.int32,
+    starts_stride: tl.int64,
+    seq_stride: tl.int64,
+    window: tl.int32,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (n / BLOCK,). Window rows of each request.
+
+    lens, seq_lens: [num_reqs] int32. starts: [num_reqs + 1] int32.
+    """
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = request < num_reqs
+    start = starts + request.to(tl.int64) * starts_stride
+    query_len = tl.load(start + starts_stride, mask=inside, other=0) - tl.load(start, mask=inside, other=0)
+    prefix = tl.load(seq_lens + request.to(tl.int64) * seq_stride, mask=inside, other=0) - query_len
+    seen = tl.minimum(prefix, window - 1) + query_len
+    tl.store(lens + request, tl.where(query_len == 0, 0, seen), mask=inside)
+
+
+@stable_kernel
+def compressed_kernel(
+    slots,
+    lens,
+    token_to_req,
+    is_valid,
+    starts,
+    seq_lens,
+    table,
+    num_tokens: tl.int32,
+    num_slots: tl.int32,
+    num_lens: tl.int32,
+    starts_stride: tl.int64,
+    seq_stride: tl.int64,
+    table_stride: tl.int64,
+    table_column_stride: tl.int64,
+    num_reqs: tl.int32,
+    num_columns: tl.int32,
+    block_size: tl.int32,
+    ratio: tl.int32,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (slots / BLOCK,). Entry that each token completes, and how many it sees; nothing behind the last token.
+
+    slots: [num_slots] int64. lens: [num_lens] int32. token_to_req: [num_tokens] int32. is_valid: [num_tokens] bool.
+    starts: [num_reqs + 1] int32. seq_lens: [num_reqs] int32. table: [num_reqs, num_columns] int32.
+    """
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < num_tokens
+    request = tl.load(token_to_req + token, mask=inside, other=0)
+    position = positions_of(token, request, starts, starts_stride, seq_lens, seq_stride, num_reqs)
+    valid = tl.load(is_valid + token, mask=inside, other=0)
+    seen = tl.where(inside & (valid != 0) & (position >= 0), position + 1, 0)
+    completes = (seen > 0) & (seen % ratio == 0)
+    blocks = table + request.to(tl.int64) * table_stride
+    slot = slots_of(position // ratio, completes, blocks, table_column_stride, num_columns, block_size)
+    tl.store(slots + token, slot, mask=token < num_slots)
+    tl.store(lens + token, (seen // ratio).to(tl.int32), mask=token < num_lens)

@@ -1,0 +1,127 @@
+"""Launches around FlashInfer: the copies that its kernels need of a call, and what becomes of their results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import cast
+
+from attrs import frozen
+from torch import Tensor
+
+from dsv4attn.backends._triton.attention.attend import Again, may_go_again
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.runtime import Constants
+from dsv4attn.backends.sm120.kernels import prepare, settle
+from dsv4attn.core.contract import AttentionCall
+from dsv4attn.core.keys import PagedKeys
+
+__all__ = ["Copies", "Results", "variants"]
+
+_COLUMNS, _HEADS = 1024, 8
+_BEFORE, _BEHIND = (
+    {unit: Constants({"UNIT": unit, **sizes, "HEADS": _HEADS, "MOST": 128, "D": 512}) for unit in (1, 8)}
+    for sizes in ({"COLUMNS": _COLUMNS}, {})
+)
+"""By the elements of which the strides of q, or of out, are multiples."""
+_LARGEST_SLOT = 2**31 - 1
+
+
+@frozen(eq=False)
+class Copies:
+    """Launches of `prepare` for calls of one form, dtypes and device included. rows: segments with copied indices."""
+
+    rows: tuple[int, ...]
+    pieces: int
+    again: Again
+
+    @classmethod
+    def of(cls, call: AttentionCall, wide: int, rows: Sequence[tuple[int, PagedKeys, int]]) -> Copies:
+        """wide: heads of the copies of q and sink, 0 for none. rows: segments, and columns of the copies of theirs."""
+        q, sink = call.q, call.attn_sink
+        unit = _unit(q.stride()) if wide else 8
+        numbers = [*_units(q.stride(), unit), 0 if sink is None else sink.stride(0), q.shape[1], wide]
+        for _, segment, room in rows:
+            indices, capacity = segment.rows.indices, segment.cache.capacity
+            numbers += (indices.shape[1], room, *indices.stride(), min(capacity, _LARGEST_SLOT))
+        numbers += (0,) * (5 * (2 - len(rows)))
+        pieces = max(1, -(-wide // _HEADS), *(-(-room // _COLUMNS) for *_, room in rows))
+        return cls(tuple(i for i, *_ in rows), pieces, Again(prepare, _BEFORE[unit], (*numbers, pieces)))
+
+    def launch(
+        self,
+        call: AttentionCall,
+        wide_q: Tensor | None,
+        wide_sink: Tensor | None,
+        to: Sequence[Tensor],
+        *,
+        usual: bool = True,
+    ) -> None:
+        """Fill wide_q [T, wide, D], wide_sink [wide], and the copied ones of `to`, which has one for each segment.
+
+        usual: whether what is filled has the dtypes it has in other launches.
+        """
+        q, keys = call.q, cast("Sequence[PagedKeys]", call.keys)
+        rows = [keys[i].rows.indices for i in self.rows]
+        none = (None,) * (2 - len(rows))
+        sink = None if wide_sink is None else call.attn_sink
+        pointers = q, sink, *rows, *none, wide_q, wide_sink, *[to[i] for i in self.rows], *none
+        self.again.launch(q.shape[0] * self.pieces, pointers, free=usual and may_go_again(pointers))
+
+
+@frozen(eq=False)
+class Results:
+    """Launches of `settle` for calls of one form, dtypes and device included. lse: whether it is written."""
+
+    lse: bool
+    pieces: int
+    again: Again
+
+    @classmethod
+    def of(cls, call: AttentionCall, wide: int, lse: Tensor | None, *, out: bool, direct: bool) -> Results:
+        """wide: heads of what FlashInfer wrote. lse, out: whether they are written. direct: whether lse is already."""
+        strides = call.out.stride()
+        unit = _unit(strides) if out else 8
+        to = (0, 0) if lse is None else lse.stride()
+        pieces = -(-call.q.shape[1] // _HEADS) if out else 1
+        numbers = *(to if direct else (wide, 1)), *to, *_units(strides, unit), call.q.shape[1], wide, pieces
+        return cls(lse is not None, pieces, Again(settle, _BEHIND[unit], (*numbers, call.empty_lse)))
+
+    def launch(self, told: Tensor, wide_out: Tensor | None, call: AttentionCall, *, usual: bool = True) -> None:
+        """told: what FlashInfer wrote as lse. wide_out: what it wrote as output; None if that is `call.out`.
+
+        usual: whether both have the dtypes they have in other launches.
+        """
+        out, lse = None if wide_out is None else call.out, call.lse if self.lse else None
+        pointers = told, lse, wide_out, out
+        self.again.launch(call.q.shape[0] * self.pieces, pointers, free=usual and may_go_again(pointers))
+
+
+def _unit(strides: Sequence[int]) -> int:
+    """Elements of 16 bytes if rows are dense and begin at multiples of them, else 1. The tensor is known to do so."""
+    *outer, last = strides
+    return 8 if last == 1 and not any(stride % 8 for stride in outer) else 1
+
+
+def _units(strides: Sequence[int], unit: int) -> tuple[int, ...]:
+    token, head, dim = strides
+    return token // unit, head // unit, dim
+
+
+def variants(
+    sinks: Sequence[bool], lses: Sequence[bool], *, padded: bool, copies: bool, aligned: bool
+) -> Iterator[Variant]:
+    """Every form that calls can ask for. padded: whether heads are. copies: whether rows of indices are."""
+    units = (8,) if aligned or not padded else (8, 1)
+    for unit, sink, segments in product(units, sinks if padded else (False,), (1, 2) if copies else (0,)):
+        if padded or segments:
+            types = dict.fromkeys(("sink", "wide_sink"), "*fp32" if sink else "none")
+            types |= {"q": "*bf16", "wide_q": "*bf16" if padded else "none"}
+            for i in range(2):
+                types |= dict.fromkeys((f"rows{i}", f"to{i}"), "*i32" if i < segments else "none")
+            yield Variant.told(prepare, types, _BEFORE[unit])
+    for unit, lse in product(units, lses):
+        if padded or lse:
+            types = {"told": "*fp32", "lse": "*fp32" if lse else "none", "empty_lse": "fp32"}
+            types |= dict.fromkeys(("wide_out", "out"), "*bf16" if padded else "none")
+            yield Variant.told(settle, types, _BEHIND[unit])
