@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import triton
 from attrs import frozen
@@ -27,13 +26,14 @@ from dsv4attn.backends._triton.compiling.targets import MAX_THREADS, Target
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends._triton.launching.warmup import threads
+from dsv4attn.backends._triton.untyped import CompiledKernel, Kernel
 from dsv4attn.core.problem import Reason
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["Outcome", "Resources", "compile_all", "compile_near", "cross_compile", "distinctions"]
 
 
-def cross_compile(variant: Variant, target: Target, *, far: bool = False) -> Any:
+def cross_compile(variant: Variant, target: Target, *, far: bool = False) -> CompiledKernel:
     """Compile a variant for a target; Triton's compiled kernel, with its texts in `asm`.
 
     far: the form for tensors beyond 2 GB, which differs on AMD only. Raises ArgumentError where kernels are
@@ -51,14 +51,15 @@ def cross_compile(variant: Variant, target: Target, *, far: bool = False) -> Any
     return triton.compile(source, target=target.gpu, options=options.__dict__)
 
 
-def _source_of(kernel: Any) -> Any:
+def _source_of(kernel: Kernel) -> Callable[..., object]:
     """What the compiler takes: it has two languages."""
-    if not kernel.is_gluon():
-        return ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
+    source: Callable[..., object] = ASTSource
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
 
-    release_at_exit()
-    return GluonASTSource
+        release_at_exit()
+        source = GluonASTSource
+    return source
 
 
 def _require_compiler() -> None:
@@ -111,7 +112,7 @@ class Resources:
     roles: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, kernel: Any, target: Target) -> Resources:
+    def of(cls, kernel: CompiledKernel, target: Target) -> Resources:
         """Read them off a compiled kernel."""
         registers, stores, loads, stack, serialised = _from_ptx(kernel) if target.is_cuda else _from_amdgcn(kernel)
         shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
@@ -123,7 +124,7 @@ class Resources:
         need = registers, stores, loads, stack, shared, warps * wave, occupancy
         return cls(*need, wave, matrix, products, serialised, _roles(kernel))
 
-    def reasons(self, target: Target) -> list[Reason]:
+    def reasons(self, target: Target) -> list[Reason]:  # noqa: C901 - one limit after the other
         """Every limit of the target that is broken; none of them stops the compiler."""
         allowed, found = target.shared_per_block, []
         if self.shared > allowed:
@@ -166,7 +167,7 @@ _ptxas_flags: list[tuple[str, ...]] = [("--regAllocOptLevel=2",), ()]
 """What releases of Triton pass to the assembler, the one that was right last time first."""
 
 
-def _from_ptx(kernel: Any) -> tuple[int, int, int, int, tuple[str, ...]]:
+def _from_ptx(kernel: CompiledKernel) -> tuple[int, int, int, int, tuple[str, ...]]:
     """Assemble once more, to hear what Triton did not tell: with its own flags, as the same bytes prove."""
     told = ""
     for flags in list(_ptxas_flags):
@@ -183,7 +184,7 @@ def _from_ptx(kernel: Any) -> tuple[int, int, int, int, tuple[str, ...]]:
     return registers, stores, loads, stack, serialised
 
 
-def _assemble(kernel: Any, flags: Sequence[str]) -> tuple[str, bool]:
+def _assemble(kernel: CompiledKernel, flags: Sequence[str]) -> tuple[str, bool]:
     """What the assembler says of a kernel, and whether it makes the same bytes of it."""
     from triton.backends.nvidia.compiler import get_ptxas
 
@@ -199,7 +200,7 @@ def _assemble(kernel: Any, flags: Sequence[str]) -> tuple[str, bool]:
     return done.stderr, same
 
 
-def _roles(kernel: Any) -> tuple[tuple[int, int], ...]:
+def _roles(kernel: CompiledKernel) -> tuple[tuple[int, int], ...]:
     """Warps and registers of each role of a warp-specialised kernel of NVIDIA; empty for all others.
 
     The first role, of as many warps as the kernel was written for, takes what the others leave: the assembly says it
@@ -216,7 +217,7 @@ def _roles(kernel: Any) -> tuple[tuple[int, int], ...]:
     return (int(first), rest), *zip(warps, asked, strict=True)
 
 
-def _from_amdgcn(kernel: Any) -> tuple[int, int, int, int, tuple[str, ...]]:
+def _from_amdgcn(kernel: CompiledKernel) -> tuple[int, int, int, int, tuple[str, ...]]:
     """Read the kernel's descriptor. On CDNA `.vgpr_count` counts accumulation registers too."""
     text = kernel.asm["amdgcn"]
     registers, spilled, stack = (

@@ -11,6 +11,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.ready import ALIGNMENT
+from dsv4attn.backends._triton.untyped import Kernel
 
 __all__ = ["StandIn", "Variant", "options", "pointer_type"]
 
@@ -25,7 +26,7 @@ _POINTERS = {
     torch.bool: "*u1",
 }
 _DTYPES = {name: dtype for dtype, name in _POINTERS.items()}
-_VALUES = {"none": None, "int": 1, "fp32": 1.0}
+_VALUES: Mapping[str, float | None] = {"none": None, "int": 1, "fp32": 1.0}
 
 
 @frozen
@@ -61,7 +62,7 @@ class Variant:
     further options of the compiler, such as maxnreg.
     """
 
-    kernel: Any
+    kernel: Kernel
     types: tuple[tuple[str, str], ...] = field(converter=_freeze)
     constants: tuple[tuple[str, Any], ...] = field(converter=_freeze)
     num_warps: int = 4
@@ -86,7 +87,7 @@ class Variant:
         """What a launch passes to the compiler beside the arguments."""
         return options(self.num_warps, self.num_stages, fp_fusion=self.fp_fusion, **dict(self.extra))
 
-    def stand_ins(self, *, far: bool = False) -> list[Any]:
+    def stand_ins(self, *, far: bool = False) -> list[StandIn | float | None]:
         """Arguments that compile to this form, in order: no memory is touched.
 
         far: pointers may reach beyond 2 GB, which makes a difference on AMD.
@@ -96,14 +97,14 @@ class Variant:
     @classmethod
     def of(
         cls,
-        kernel: Any,
+        kernel: Kernel,
         args: Sequence[Any],
         constants: Mapping[str, Any],
         num_warps: int,
         num_stages: int,
         *,
         fp_fusion: bool = True,
-        **extra: Any,
+        **extra: object,
     ) -> Variant:
         """What a launch with these arguments compiles."""
         names = [name for name in kernel.arg_names if name not in constants]
@@ -113,14 +114,14 @@ class Variant:
     @classmethod
     def told(
         cls,
-        kernel: Any,
+        kernel: Kernel,
         types: Mapping[str, str],
         constants: Mapping[str, Any],
         *,
         num_warps: int = 4,
         num_stages: int = 1,
         fp_fusion: bool = True,
-        **extra: Any,
+        **extra: object,
     ) -> Variant:
         """The form of a kernel with parameters of these types; those that are not named are integers."""
         names = [name for name in kernel.arg_names if name not in constants]
@@ -128,12 +129,12 @@ class Variant:
         return cls(kernel, named, constants, num_warps, num_stages, fp_fusion, extra)
 
 
-def options(num_warps: int, num_stages: int, *, fp_fusion: bool = True, **extra: Any) -> dict[str, Any]:
+def options(num_warps: int, num_stages: int, *, fp_fusion: bool = True, **extra: object) -> dict[str, Any]:
     """Compiler options of every launch. Fusion is said aloud: releases of Triton differ in their default."""
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fp_fusion, **extra}
 
 
-def _careless(kernel: Any) -> set[str]:
+def _careless(kernel: Kernel) -> set[str]:
     """Parameters whose alignment a kernel does not want to know."""
     given = getattr(kernel, "kwargs", None) or vars(kernel)
     listed = [*(given.get("do_not_specialize") or ()), *(given.get("do_not_specialize_on_alignment") or ())]
@@ -146,14 +147,14 @@ def _canonical(text: str, *, careless: bool) -> str:
     return text.removesuffix(":1") if careless else text
 
 
-def _stand_in(text: str, *, far: bool) -> Any:
+def _stand_in(text: str, *, far: bool) -> StandIn | float | None:
     if text in _VALUES:
         return _VALUES[text]
     dtype, _, unaligned = text.partition(":")
     return StandIn(_DTYPES[dtype], 1 if unaligned else 0, far)
 
 
-def _type_of(arg: Any) -> str:
+def _type_of(arg: object) -> str:
     if arg is None:
         return "none"
     if isinstance(arg, Tensor):

@@ -16,6 +16,8 @@ import triton
 from torch import Tensor
 from triton.runtime.driver import driver
 
+from dsv4attn.backends._triton.untyped import CompiledKernel, Kernel
+
 __all__ = ["ALIGNMENT", "Bound", "Constants", "Form", "bound", "form_of", "is_plain", "launched", "remember", "watched"]
 
 ALIGNMENT = 16
@@ -64,7 +66,7 @@ class _Kernel:
     count: of arguments. minded: pointers whose alignment compiles.
     """
 
-    def __init__(self, kernel: Any, count: int, pointers: int, minded: Sequence[int]) -> None:
+    def __init__(self, kernel: Kernel, count: int, pointers: int, minded: Sequence[int]) -> None:
         self.kernel, self.count, self.pointers, self.minded = kernel, count, pointers, minded
         self.ready: dict[tuple[Any, ...], _Ready] = {}
 
@@ -77,7 +79,7 @@ _kernels: dict[int, _Kernel] = {}
 
 
 def form_of(
-    kernel: Any, args: Sequence[Any], constants: Mapping[str, Any], index: int, *options: Any, **extra: Any
+    kernel: Kernel, args: Sequence[Any], constants: Mapping[str, Any], index: int, *options: object, **extra: object
 ) -> Form | None:
     """All that a launch on device `index` compiles by. None: there may be more, which only Triton knows.
 
@@ -105,7 +107,7 @@ def _told(items: Mapping[str, Any]) -> tuple[Any, ...]:
     return (*items.items(), *map(type, items.values()))
 
 
-def _known(kernel: Any) -> _Kernel | None:
+def _known(kernel: Kernel) -> _Kernel | None:
     """None for a kernel that compiles for values, or whose pointers, numbers and constants stand in another order."""
     if not isinstance(kernel, triton.JITFunction):
         return None
@@ -191,7 +193,7 @@ def bound(form: Form | None, numbers: Sequence[Any]) -> Bound | None:
     return None if form is None or ready is None else Bound(form, ready, numbers)
 
 
-def remember(form: Form | None, compiled: Any, constants: Mapping[str, Any]) -> None:
+def remember(form: Form | None, compiled: CompiledKernel, constants: Mapping[str, Any]) -> None:
     """Know from now on what Triton has compiled and launched for a form."""
     if form is None or not _is_understood(compiled) or _watched(form[0].kernel):
         return
@@ -204,7 +206,7 @@ def remember(form: Form | None, compiled: Any, constants: Mapping[str, Any]) -> 
     known.ready[key] = _Ready(*_road(compiled, count), tail, kernel.device_caches[index], compiled)
 
 
-def _road(compiled: Any, count: int) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...], bool]:
+def _road(compiled: CompiledKernel, count: int) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...], bool]:
     """How to launch what was compiled with `count` arguments: `call`, `head`, `middle` and `together` of `_Ready`.
 
     Triton's launcher finds out in every launch that a kernel needs no memory of its own, and hands all to a function
@@ -231,7 +233,7 @@ def _road(compiled: Any, count: int) -> tuple[Callable[..., None], tuple[Any, ..
     return launcher, (), own, False
 
 
-def _is_understood(compiled: Any) -> bool:
+def _is_understood(compiled: CompiledKernel) -> bool:
     """Whether we have read how this Triton launches for this kind of device."""
     if not isinstance(compiled, triton.compiler.CompiledKernel):
         return False
@@ -239,7 +241,7 @@ def _is_understood(compiled: Any) -> bool:
     return (3, 6) <= version <= (3, 9) and driver.active.get_current_target().backend in ("cuda", "hip")
 
 
-def _watched(kernel: Any) -> bool:
+def _watched(kernel: Kernel) -> bool:
     """Whether somebody, such as a profiler, has asked Triton to tell of launches of a kernel."""
     return bool(kernel.pre_run_hooks) or watched()
 

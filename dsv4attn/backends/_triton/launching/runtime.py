@@ -21,6 +21,7 @@ from dsv4attn.backends._triton.compiling.variant import StandIn, Variant, option
 from dsv4attn.backends._triton.launching import ready
 from dsv4attn.backends._triton.launching.ready import ALIGNMENT, Constants
 from dsv4attn.backends._triton.support import INTERPRETER_CURE, require_release
+from dsv4attn.backends._triton.untyped import Kernel
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.errors import ArgumentError
 
@@ -50,7 +51,7 @@ for each tensor of each launch. Here it is all of them or none: two forms of a k
 _FAR = 2**31
 
 
-def stable_kernel(function: Any) -> Any:
+def stable_kernel(function: Callable[..., object]) -> Kernel:
     """`triton.jit` that compiles one form whatever the numbers and the alignment of pointers.
 
     Parameters annotated as numbers are never specialised. Those without annotation are pointers; a kernel that wants
@@ -59,14 +60,14 @@ def stable_kernel(function: Any) -> Any:
     return triton.jit(function, **_unspecialised(function))
 
 
-def stable_gluon(function: Any) -> Any:
+def stable_gluon(function: Callable[..., object]) -> Kernel:
     """The same of a kernel in Gluon, which no interpreter runs."""
     from triton.experimental import gluon
 
     return gluon.jit(function, **_unspecialised(function))
 
 
-def _unspecialised(function: Any) -> dict[str, list[str]]:
+def _unspecialised(function: Callable[..., object]) -> dict[str, list[str]]:
     parameters = inspect.signature(function).parameters.values()
     return {
         "do_not_specialize": [p.name for p in parameters if p.annotation in {"tl.int32", "tl.int64", "tl.float32"}],
@@ -89,7 +90,7 @@ def observed() -> Iterator[list[Variant]]:
 
 
 def launch(
-    kernel: Any,
+    kernel: Kernel,
     grid: tuple[int, ...],
     args: Sequence[Any],
     constants: Mapping[str, Any],
@@ -97,7 +98,7 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 1,
     fp_fusion: bool = True,
-    **extra: Any,
+    **extra: object,
 ) -> None:
     """Run a kernel on the device of its first argument, a tensor; nothing happens when the grid is empty.
 

@@ -19,6 +19,7 @@ import triton
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching import runtime
 from dsv4attn.backends._triton.launching.runtime import device_context, require_driven
+from dsv4attn.backends._triton.untyped import CompiledKernel
 
 __all__ = ["compiled", "threads", "warm"]
 
@@ -55,11 +56,11 @@ def warm(variants: Iterable[Variant], device: torch.device, *, name: str = "a ba
     return len(forms)
 
 
-def _compile(variant: Variant, *, far: bool) -> Any:
+def _compile(variant: Variant, *, far: bool) -> CompiledKernel:
     return variant.kernel.warmup(*variant.stand_ins(far=far), grid=(1,), **dict(variant.constants), **variant.options)
 
 
-def _load(kernel: Any) -> None:
+def _load(kernel: CompiledKernel) -> None:
     """Load a binary, which otherwise the first launch would do, maybe while a graph is captured."""
     done = kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel
     # a property that loads when it is read
@@ -76,7 +77,7 @@ def compiled() -> Iterator[list[tuple[str, bool]]]:
     knobs = triton.knobs.compilation
     before = knobs.listener
 
-    def listen(**told: Any) -> None:
+    def listen(**told: Any) -> None:  # noqa: ANN401 - what Triton says
         seen.append((told["src"].name, told["cache_hit"]))
         if before is not None:
             before(**told)
