@@ -7,6 +7,7 @@ what a module knows of is what matters, not when it is loaded.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -250,6 +251,51 @@ def test_core_has_no_circle() -> None:
     planted = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dsv4attn.core.contract import Forms\n"
     found = circle({**sources, "dsv4attn.core.keys": sources["dsv4attn.core.keys"] + planted})
     assert found >= {"dsv4attn.core.keys", "dsv4attn.core.contract"}
+
+
+JITS = {"jit", "stable_kernel", "stable_gluon"}
+
+
+def mixture(source: str) -> list[str]:
+    """Public host functions and classes of a file with kernels; "untyped" for a file that has none and is not strict.
+
+    A kernel is a function that one of JITS decorates. Private host functions may make constants of kernels.
+    """
+    kernels: list[str] = []
+    host: list[str] = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            marks = [mark.func if isinstance(mark, ast.Call) else mark for mark in node.decorator_list]
+            names = {mark.attr if isinstance(mark, ast.Attribute) else getattr(mark, "id", "") for mark in marks}
+            (kernels if names & JITS else host).append(node.name)
+    if kernels:
+        return [name for name in host if not name.startswith("_")]
+    return ["untyped"] if re.search("^# mypy: .*allow", source, re.MULTILINE) else []
+
+
+def backend_sources() -> dict[str, str]:
+    return {module_name(p): p.read_text(encoding="utf-8") for p in FILES if PACKAGE / "backends" in p.parents}
+
+
+def test_a_file_holds_kernels_or_the_host_functions_that_launch_them() -> None:
+    """No exception: what launches kernels is typed strictly, and a kernel file is the only one that is not."""
+    sources = backend_sources()
+
+    assert {name: found for name, source in sources.items() if (found := mixture(source))} == {}
+    # the rule saw the kernels: a file of each with one more host function breaks it
+    extra = "\n\ndef one_more(x: int) -> int:\n    return x\n"
+    broken = {name for name, source in sources.items() if mixture(source + extra) == ["one_more"]}
+    assert broken >= {f"dsv4attn.backends.{name}.kernels" for name in ("_triton.attention", "sm90", "sm120", "xpu")}
+    assert len(broken) > 15
+
+
+@pytest.mark.parametrize("mark", ["triton.jit", "gluon.jit", "stable_kernel", "stable_gluon", "triton.jit(debug=True)"])
+def test_a_kernel_beside_its_launcher_is_found(mark: str) -> None:
+    launcher = backend_sources()["dsv4attn.backends._triton.cache.gather"]
+    public = {"dequantize_and_gather_k_cache", "dequant_gather_slots", "variants"}
+
+    assert set(mixture(f"{launcher}\n\n@{mark}\ndef planted(x):\n    return x\n")) == public
+    assert mixture(f"# mypy: ignore-errors, allow-untyped-defs\n{launcher}") == ["untyped"]
 
 
 def test_no_file_outgrows_its_budget() -> None:
