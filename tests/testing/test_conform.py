@@ -67,8 +67,10 @@ def large(case: Case) -> bool:
     return any(fnmatchcase(case.name, pattern) for pattern in LARGE)
 
 
-# the last one pairs what two of the others have
-@pytest.mark.parametrize("form", [*[*FORMS][:3], pytest.param("paged-ragged", marks=pytest.mark.slow)])
+# on pages is what other backends' tests do too
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=pytest.mark.slow if form.startswith("paged") else ()) for form in FORMS]
+)
 def test_the_reference_keeps_the_contract_in_every_form(form: str) -> None:
     options, patterns = FORMS[form]
     cases = [case for case in chosen(CASES, patterns) if not patterns or not large(case)]
