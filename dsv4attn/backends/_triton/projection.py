@@ -145,4 +145,4 @@ def variants(
     outs = row_alignments(rank, o_dtype, aligned=True)
     for (tile, rows), out in product(dict.fromkeys(tiles), outs):
         constants = _constants(tile, heads // num_groups, rank, nope, rope, dtype, rows, out)
-        yield Variant.told(project_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
+        yield Variant.from_types(project_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)

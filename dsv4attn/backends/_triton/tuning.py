@@ -50,8 +50,8 @@ COMPILED = "compiled with Triton 3.9, 2026-11-22: no spills, fits; not measured 
 """What a row was chosen by that has run on no such device."""
 
 _MEASURED = "H200, torch 2.11, Triton 3.6, 2026-11-22: dsv4attn bench decode prefill --backend triton"
-# records in flight spill 4 to 24 bytes a thread, with Triton 3.6 and 3.9. Without them 8 tokens decode 6 % faster, 256
-# tokens 5 to 8 % slower: 1.025 of the time in the geometric mean of 12 shapes
+# records in flight spill 4 to 24 bytes a thread, with Triton 3.6 and 3.9. Without them 8 tokens decode 1 to 8 % faster,
+# 256 tokens 5 to 8 % slower: 1.024 of the time in the geometric mean of 12 shapes
 HOPPER = Tuning(chained=False, assembly=True, prefetch=False, measured=_MEASURED)
 """sm_90, for every backend whose kernel is the shared one."""
 

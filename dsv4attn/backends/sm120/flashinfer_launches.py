@@ -119,9 +119,9 @@ def variants(
             types |= {"q": "*bf16", "wide_q": "*bf16" if padded else "none"}
             for i in range(2):
                 types |= dict.fromkeys((f"rows{i}", f"to{i}"), "*i32" if i < segments else "none")
-            yield Variant.told(prepare, types, _BEFORE[unit])
+            yield Variant.from_types(prepare, types, _BEFORE[unit])
     for unit, lse in product(units, lses):
         if padded or lse:
             types = {"told": "*fp32", "lse": "*fp32" if lse else "none", "empty_lse": "fp32"}
             types |= dict.fromkeys(("wide_out", "out"), "*bf16" if padded else "none")
-            yield Variant.told(settle, types, _BEHIND[unit])
+            yield Variant.from_types(settle, types, _BEHIND[unit])

@@ -348,6 +348,6 @@ def variants(segments: int, kind: int, heads: int, *, sinks: Sequence[bool], lse
     types |= dict.fromkeys(("rows0", "lens0", "rows1", "lens1"), "*i32") | {"cache0": cache, "cache1": cache}
     for sink, lse in product(sinks, lses):
         told = {**types, "sink": "*fp32" if sink else "none", "lse": "*fp32" if lse else "none"}
-        yield Variant.told(attention, told, constants)
+        yield Variant.from_types(attention, told, constants)
         for _, chosen in adding:
-            yield Variant.told(add_up, told, chosen, num_warps=roles.warps)
+            yield Variant.from_types(add_up, told, chosen, num_warps=roles.warps)

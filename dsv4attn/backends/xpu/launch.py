@@ -196,6 +196,6 @@ def variants(layout: KVCacheLayout, *, second: bool, aligned: bool = True) -> It
     types |= dict.fromkeys(("PACKED", "LENS_OUT", "INDICES", "LENS"), "*i32")
     types["BEFORE"] = "*i32" if second else "none"
     for records in record_alignments(layout, aligned=aligned):
-        yield Variant.told(
+        yield Variant.from_types(
             kernels.gather_selected, types, _constants(layout, _aligned_rows(layout), records), num_warps=WARPS
         )

@@ -289,4 +289,4 @@ def variants(heads: int, d_v: int, d_qk: int, dtype: torch.dtype) -> Iterator[Va
     types |= dict.fromkeys(("max_logits", "lse"), "*fp32")
     for lens, sink in product(("none", "*i32"), ("none", "*fp32")):
         told = types | {"lens": lens, "sink": sink}
-        yield Variant.told(kernels.attend_leading_values, told, constants, num_warps=_SMALL.warps)
+        yield Variant.from_types(kernels.attend_leading_values, told, constants, num_warps=_SMALL.warps)

@@ -356,10 +356,10 @@ def variants(shape: Shape, tuning: Tuning, *, sinks: Sequence[bool], lses: Seque
         told = {"sink": "*fp32" if sink else "none", "lse": "*fp32" if lse else "none"}
         parts = dict.fromkeys(("part", "part_lse"), "*fp32" if split else "none")
         types = {**pointers, **told, **parts}
-        yield Variant.told(attention, types, {**chosen, "SPLIT": split}, num_warps=_warps(chosen, tuning))
+        yield Variant.from_types(attention, types, {**chosen, "SPLIT": split}, num_warps=_warps(chosen, tuning))
         if split:
             reduced = _reduce_constants(chosen, tuning)
-            yield Variant.told(reduce, types, reduced, num_warps=tuning.reduce_warps)
+            yield Variant.from_types(reduce, types, reduced, num_warps=tuning.reduce_warps)
 
 
 def _listed(keys: Sequence[PagedKeys] | GatheredKeys) -> list[Any]:

@@ -86,6 +86,6 @@ def variants(layout: KVCacheLayout, *, aligned: bool = True, aligned_rows: bool 
     widths = row_alignments(layout.head_dim, layout.row_dtype, aligned=aligned_rows)
     for rows, records in product(widths, record_alignments(layout, aligned=aligned)):
         constants = _constants(layout, rows, records)
-        yield Variant.told(gather_slots_kernel, types, constants, num_warps=WARPS)
+        yield Variant.from_types(gather_slots_kernel, types, constants, num_warps=WARPS)
         for lens in ("none", "*i32"):
-            yield Variant.told(gather_kernel, types | {"GATHER_LENS": lens}, constants, num_warps=WARPS)
+            yield Variant.from_types(gather_kernel, types | {"GATHER_LENS": lens}, constants, num_warps=WARPS)

@@ -96,8 +96,8 @@ def variants(
         for k_dtype in (torch.bfloat16, torch.float32):
             for rows in row_alignments(layout.head_dim, k_dtype, aligned=aligned_rows):
                 plain, named = _insert_constants(layout, rows, records), {**types, "K": pointer_type(k_dtype)}
-                yield Variant.told(insert_kernel, named, plain, num_warps=INSERT_WARPS, fp_fusion=False)
+                yield Variant.from_types(insert_kernel, named, plain, num_warps=INSERT_WARPS, fp_fusion=False)
         named = {**types, "Q": pointer_type(dtype), "KV": pointer_type(dtype)}
         for rows in row_alignments(layout.head_dim, dtype, aligned=aligned_rows):
             fused = _fused_constants(layout, heads, rows, records)
-            yield Variant.told(qnorm_rope_kv_insert_kernel, named, fused, num_warps=FUSED_WARPS, fp_fusion=False)
+            yield Variant.from_types(qnorm_rope_kv_insert_kernel, named, fused, num_warps=FUSED_WARPS, fp_fusion=False)

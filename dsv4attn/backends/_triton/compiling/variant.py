@@ -55,7 +55,7 @@ def _freeze(items: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[tuple
 
 @frozen
 class Variant:
-    """One compiled form of a kernel. Two are equal when the compiler cannot tell them apart.
+    """One compiled form of a kernel. Two are equal when they compile to the same code.
 
     types: of the parameters that are not constants: "*bf16", "int" of whatever width, "fp32", "none" for an optional
     pointer that is not given; ":1" behind a pointer that is not aligned to 16 bytes, where the kernel minds. extra:
@@ -112,7 +112,7 @@ class Variant:
         return cls(kernel, types, constants, num_warps, num_stages, fp_fusion, extra)
 
     @classmethod
-    def told(
+    def from_types(
         cls,
         kernel: Kernel,
         types: Mapping[str, str],
