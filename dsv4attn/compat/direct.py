@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.core.contract import AttentionCall, Backend, IndexForm, KeyForm, Phase
+from dsv4attn.core.contract import AttentionCall, Backend, Extras, IndexForm, KeyForm, Phase
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
@@ -113,7 +113,7 @@ def attend(
     else:
         keys = tuple(PagedKeys(c, formed(r, c.capacity)) for c, r in zip(sources, rows, strict=True))
     there = backend.forms.empty_lse
-    call = AttentionCall(layer, q, keys, attn_sink, out, lse, views, max_logits, inf if there else -inf)
+    call = AttentionCall(layer, q, keys, attn_sink, out, lse, views, Extras(max_logits, inf if there else -inf))
     (backend.decode if phase is Phase.DECODE else backend.prefill)(call)
     if not there:
         lse.nan_to_num_(nan=nan, posinf=inf, neginf=inf)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsv4attn.core import indices
 from dsv4attn.core.chunking import round_up
-from dsv4attn.core.contract import Backend, BuilderSteps, MetadataExtension
+from dsv4attn.core.contract import Backend, BuilderSteps, MetadataExtension, complete
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
@@ -83,10 +83,13 @@ class MetadataBuilder:
         self.num_swa_blocks, self.num_compressed_blocks = num_swa_blocks, num_compressed_blocks
         self.validate = self.device.type == "cpu" if validate is None else validate
         self.short_prefills = short_prefills
-        self.steps: BuilderSteps = getattr(backend, "builder_steps", indices) if steps is None else steps
-        extend = getattr(backend, "metadata_extension", None)
-        with torch.inference_mode(False):  # as `_buffer`
-            self._extension: MetadataExtension | None = extend and extend(geometry, limits, self.device)
+        whole = None if backend is None else complete(backend)
+        own = None if whole is None else whole.builder_steps
+        self.steps: BuilderSteps = steps or own or indices
+        self._extension: MetadataExtension | None = None
+        if whole is not None:
+            with torch.inference_mode(False):  # as `_buffer`
+                self._extension = whole.metadata_extension(geometry, limits, self.device)
         for _, ratio in geometry.layers:
             if compressed_block_tokens % ratio:
                 raise ArgumentError(

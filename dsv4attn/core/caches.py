@@ -9,14 +9,12 @@ from attrs import frozen
 
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import PagedKVCache
-from dsv4attn.core.tensorspec import tell
+from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.values import check_type
 
 __all__ = ["LayerCaches"]
 
 _CURE = "pass PagedKVCache(tensor, layout), or PagedKVCache.allocate(...)"
-_WIDEST = 16
-"""Bytes that a load takes at once, if an address is a multiple of them."""
 
 
 @frozen(slots=False)
@@ -37,16 +35,11 @@ class LayerCaches:
             check_type("compressed", self.compressed, PagedKVCache, cure=_CURE)
 
     @cached_property
-    def told(self) -> list[object]:
-        """All by which calls of two layers can differ because of their caches, but for the addresses.
-
-        Of these it is told whether they are multiples of what a load takes at once.
-        """
+    def signature(self) -> tuple[object, ...]:
+        """Of both caches: the signature of the tensor, the layout's fingerprint and the page size."""
         caches = [self.swa] if self.compressed is None else [self.swa, self.compressed]
-        told = tell(*[cache.tensor for cache in caches])
-        for cache in caches:
-            told += (cache.layout, cache.block_size, cache.tensor.data_ptr() % _WIDEST)
-        return told
+        formats = [(cache.layout.fingerprint, cache.block_size) for cache in caches]
+        return *signature(*[cache.tensor for cache in caches]), *formats
 
     def segments(self, layer: LayerGeometry) -> Sequence[PagedKVCache]:
         """The caches a layer reads. Its kind decides, not what happens to be bound."""

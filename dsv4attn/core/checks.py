@@ -12,9 +12,10 @@ from dsv4attn.core.keys import GatheredKeys, RaggedIndices
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, FlashMLASparseMetadata
-from dsv4attn.core.tensorspec import check_strides, check_tensor, has_dense_rows
+from dsv4attn.core.tensorspec import check_strides, check_tensor
 from dsv4attn.core.values import check_type, shown
 from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.workspace_plan import window_columns
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
 __all__ = [
@@ -25,19 +26,12 @@ __all__ = [
     "check_compressed",
     "check_insert",
     "check_keys",
-    "check_parts",
     "check_projection",
     "check_same_device",
     "check_topk",
 ]
 
 _Q_DTYPES = (torch.bfloat16, torch.float32)
-
-
-def check_parts(backend: object, workspace: object, layer: object, limits: object) -> None:
-    """Raise ArgumentError unless what all steps of a layer share has the types that they take for granted."""
-    _check_owner(backend, layer, limits)
-    check_type("workspace", workspace, WorkspaceManager, cure="pass a WorkspaceManager(device), one for all layers")
 
 
 def _check_owner(backend: object, layer: object, limits: object, *, layer_name: str = "layer") -> None:
@@ -52,6 +46,8 @@ def check_call(
     q: Tensor,
     caches: LayerCaches,
     metadata: AttentionMetadata | None,
+    backend: object,
+    workspace: object,
     out: Tensor,
     layer: LayerGeometry,
     limits: Limits,
@@ -60,22 +56,8 @@ def check_call(
     lse: Tensor | None,
 ) -> None:
     """Raise ArgumentError or LayoutMismatchError unless the arguments of `forward_mqa` fit each other."""
-    if not _fits(q, caches, metadata, out, layer, limits, attn_sink, topk_indices, lse):
-        _check_each(q, caches, metadata, out, layer, limits, attn_sink, topk_indices, lse)
-
-
-def _check_each(
-    q: Tensor,
-    caches: LayerCaches,
-    metadata: AttentionMetadata | None,
-    out: Tensor,
-    layer: LayerGeometry,
-    limits: Limits,
-    attn_sink: Tensor | None,
-    topk_indices: Tensor | None,
-    lse: Tensor | None,
-) -> None:
-    """The rules of `check_call`, one by one, each with its words."""
+    _check_owner(backend, layer, limits)
+    check_type("workspace", workspace, WorkspaceManager, cure="pass a WorkspaceManager(device), one for all layers")
     for name, value, wanted in (("caches", caches, LayerCaches), ("metadata", metadata, AttentionMetadata)):
         if not isinstance(value, wanted) and (value is not None or name != "metadata"):
             raise ArgumentError(name, expected=wanted.__name__, actual=type(value).__name__)
@@ -107,88 +89,6 @@ def _check_each(
                 expected=f"a row for each of {metadata.swa.num_actual_tokens} tokens, at most {layer.topk} columns",
                 actual=[rows, columns],
             )
-
-
-def _fits(
-    q: object,
-    caches: object,
-    metadata: object,
-    out: object,
-    layer: LayerGeometry,
-    limits: Limits,
-    attn_sink: object,
-    topk_indices: Tensor | None,
-    lse: object,
-) -> bool:
-    """Whether `_check_each` would pass, in a third of its time: this is all that a good call of every layer pays.
-
-    No is no verdict, only a reason to look at each rule.
-    """
-    if not (isinstance(q, Tensor) and isinstance(caches, LayerCaches) and isinstance(metadata, AttentionMetadata)):
-        return False
-    swa, compressed, cache = metadata.swa, metadata.compressed, caches.compressed
-    shape, device, heads = q.shape, q.device, layer.num_heads
-    tokens = swa.num_decode_tokens + swa.num_prefill_tokens
-    return (
-        q.dtype in _Q_DTYPES
-        and len(shape) == 3
-        and shape[1] == heads
-        and shape[2] == layer.head_dim
-        and (q.is_contiguous() or has_dense_rows(q))
-        and _is(out, shape, q.dtype, device, written=True)
-        and (attn_sink is None or _is(attn_sink, (heads,), torch.float32, device))
-        and (lse is None or _is(lse, shape[:2], torch.float32, device, written=True))
-        and _has_dims(caches.swa, layer)
-        and caches.swa.tensor.device == device
-        and (cache is None or cache.tensor.device == device)
-        and swa.block_table.device == device
-        and (compressed is None or compressed.block_table.device == device)
-        and (topk_indices is None or topk_indices.device == device)
-        and swa.block_size == caches.swa.block_size
-        and swa.window_size == layer.window
-        and (layer.kind is LayerKind.SWA or _compressed_fits(caches, compressed, layer, tokens, topk_indices))
-        and tokens <= shape[0]
-        and tokens <= limits.max_num_batched_tokens
-        and swa.num_decode_tokens <= limits.max_decode_tokens
-        and swa.num_decodes + swa.num_prefills <= limits.max_num_reqs
-        and swa.max_seq_len <= limits.max_model_len
-    )
-
-
-def _compressed_fits(
-    caches: LayerCaches, part: object, layer: LayerGeometry, tokens: int, topk_indices: Tensor | None
-) -> bool:
-    """Whether a compressed cache, its metadata and what the indexer left fit a layer that reads them."""
-    cache, window = caches.compressed, caches.swa.layout
-    if cache is None or not isinstance(part, FlashMLASparseMetadata):
-        return False
-    return (
-        (cache.layout is window or (_has_dims(cache, layer) and cache.layout.row_dtype == window.row_dtype))
-        and part.compress_ratio == layer.compress_ratio
-        and part.records_per_block == cache.block_size
-        and part.num_actual_tokens == tokens
-        and (layer.kind is not LayerKind.C4A or _chosen_fit(topk_indices, tokens, layer.topk))
-    )
-
-
-def _chosen_fit(topk_indices: object, tokens: int, topk: int) -> bool:
-    if not isinstance(topk_indices, Tensor):
-        return False
-    shape = topk_indices.shape
-    fits = topk_indices.dtype == torch.int32 and len(shape) == 2 and shape[0] >= tokens and shape[1] <= topk
-    return fits and has_dense_rows(topk_indices)
-
-
-def _is(
-    value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, written: bool = False
-) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and value.shape == shape
-        and value.dtype == dtype
-        and value.device == device
-        and (value.is_contiguous() or has_dense_rows(value, written=written))
-    )
 
 
 def _has_dims(cache: PagedKVCache, layer: LayerGeometry) -> bool:
@@ -298,6 +198,7 @@ def check_metadata(
         ("decode tokens", swa.num_decode_tokens, limits.max_decode_tokens, "limits"),
         ("requests", swa.num_decodes + swa.num_prefills, limits.max_num_reqs, "limits"),
         ("max_seq_len", swa.max_seq_len, limits.max_model_len, "limits"),
+        ("window columns", swa.decode_swa_indices.shape[2], window_columns(layer, limits), "decode_window_columns"),
     ):
         if actual > bound:
             raise ArgumentError(f"metadata: {name}", expected=f"at most {bound} ({where})", actual=actual)

@@ -16,26 +16,24 @@ A backend says as data which form of indices and keys it wants; core prepares ex
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum, IntEnum
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from math import inf
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
-from attrs import field, frozen
+from attrs import frozen
 
-from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.descriptor import API_VERSION, BackendInfo, Rank
 from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.index_ops import BuilderSteps, IndexSteps, MetadataExtension, RaggedSteps
+from dsv4attn.core.index_ops import BuilderSteps, IndexStep, IndexSteps, MetadataExtension, RaggedSteps
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, PageTable, RaggedIndices
-from dsv4attn.core.problem import Problem, Reason
-from dsv4attn.errors import ArgumentError
 
 if TYPE_CHECKING:
     # descriptors must load where torch is not wanted yet
     import torch
     from torch import Tensor
 
+    from dsv4attn.core.device import DeviceFacts
     from dsv4attn.core.geometry import ModelGeometry
     from dsv4attn.core.layout import PagedKVCache
     from dsv4attn.core.limits import Limits
@@ -46,14 +44,16 @@ __all__ = [
     "API_VERSION",
     "AttentionCall",
     "Backend",
+    "BackendDefaults",
     "BackendInfo",
     "BuilderSteps",
-    "CompiledBackend",
+    "CompleteBackend",
     "DenseIndices",
-    "ExtendingBackend",
+    "Extras",
     "Forms",
     "GatheredKeys",
     "IndexForm",
+    "IndexStep",
     "IndexSteps",
     "KeyForm",
     "MetadataExtension",
@@ -64,6 +64,8 @@ __all__ = [
     "RaggedIndices",
     "RaggedSteps",
     "Rank",
+    "Run",
+    "complete",
 ]
 
 
@@ -120,7 +122,23 @@ class Forms:
     products: Products = Products.BF16
 
 
-# what is made in every call has no slots: frozen classes with slots take twice as long to make
+@frozen
+class Extras:
+    """What callers other than `forward_mqa` may want of a call.
+
+    max_logits: [T, H] fp32 or None - the largest z of each row, -inf for rows without keys; given only to backends
+       whose forms say so.
+    empty_lse: what lse says of rows without keys; -inf unless the backend's forms say so.
+    """
+
+    max_logits: Tensor | None = None
+    empty_lse: float = -inf
+
+
+_PLAIN = Extras()
+
+
+# made in every call of a wrapped backend: frozen classes with slots take twice as long to make
 @frozen(slots=False)
 class AttentionCall:
     """One attention over selected keys, all segments in one softmax.
@@ -132,11 +150,7 @@ class AttentionCall:
     out: [T, H, D] like q - written in full.
     lse: [T, H] fp32 or None - natural log, without the sink.
     scratch: the views this backend asked for.
-    max_logits: [T, H] fp32 or None - the largest z of each row, -inf for rows without keys; given only to backends
-       whose forms say so.
-    empty_lse: what lse says of rows without keys.
-    kept: where a backend may keep what follows from a call but for the addresses of q, attn_sink, out, lse and caches:
-       calls that differ in these alone are given the same, as long as the memory of scratch stays. None: there is none.
+    extras: see `Extras`.
     """
 
     layer: LayerGeometry
@@ -146,9 +160,40 @@ class AttentionCall:
     out: Tensor
     lse: Tensor | None
     scratch: Sequence[Tensor] = ()
-    max_logits: Tensor | None = None
-    empty_lse: float = -inf
-    kept: dict[object, Any] | None = None
+    extras: Extras = _PLAIN
+
+    def at(
+        self, q: Tensor, out: Tensor, lse: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
+    ) -> AttentionCall:
+        """The same call at other addresses. Arguments as those of `Run`; rows behind those of the call are cut off."""
+        tokens, keys = self.q.shape[0], self.keys
+        if tokens < q.shape[0]:
+            q, out, lse = q[:tokens], out[:tokens], None if lse is None else lse[:tokens]
+        if not isinstance(keys, GatheredKeys):
+            keys = [PagedKeys(cache, segment.rows) for cache, segment in zip(caches, keys, strict=True)]
+        return AttentionCall(self.layer, q, keys, attn_sink, out, lse, self.scratch, self.extras)
+
+    @property
+    def caches(self) -> Sequence[PagedKVCache]:
+        """Of each paged segment; none where keys are gathered."""
+        return () if isinstance(self.keys, GatheredKeys) else [segment.cache for segment in self.keys]
+
+    @property
+    def max_logits(self) -> Tensor | None:
+        """Of `extras`."""
+        return self.extras.max_logits
+
+    @property
+    def empty_lse(self) -> float:
+        """Of `extras`."""
+        return self.extras.empty_lse
+
+
+Run: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Sequence[PagedKVCache]], None]"
+"""A prepared call: `run(q, out, lse, attn_sink, caches)`.
+
+caches: one for each paged segment; not looked at where keys are gathered. The tensors differ in nothing but addresses,
+modulo `tensorspec.ALIGNMENT`, from those the call was prepared with; q, out and lse may have more rows behind."""
 
 
 class Backend(Protocol):
@@ -226,86 +271,64 @@ class Backend(Protocol):
         """
 
 
-class ExtendingBackend(Backend, Protocol):
-    """A backend with metadata of its own; `MetadataBuilder(backend=...)` asks for it."""
+class BackendDefaults(Protocol):
+    """What a backend need not bring, each saying "none". Derive from it, or bring some of its parts without.
 
-    def metadata_extension(self, geometry: ModelGeometry, limits: Limits, device: torch.device) -> MetadataExtension:
-        """Allocate the buffers for every batch within the limits."""
+    builder_steps: index arithmetic of `MetadataBuilder`; None: torch's.
+    """
 
+    builder_steps: BuilderSteps | None = None
 
-class CompiledBackend(Backend, Protocol):
-    """A backend whose kernels are compiled where they run: which ones can be known before the first call."""
+    @property
+    def translate_to_ragged(self) -> Callable[..., object] | None:
+        """The step that `RaggedSteps` has beside those of `IndexSteps`; None where `steps` has it not."""
+        return getattr(cast("Backend", self).steps, "compute_global_topk_ragged_indices_and_indptr", None)
+
+    def prepare(self, phase: Phase, call: AttentionCall) -> Run:
+        """Check and plan a call once, for all layers of a kind in a step; nothing is launched or written.
+
+        keys, scratch and extras of the call are bound; the rest is given in every run. This default calls `decode` or
+        `prefill`.
+        """
+        attend: Callable[[AttentionCall], None] = getattr(self, phase.value)
+        return lambda *addresses: attend(call.at(*addresses))
+
+    def metadata_extension(
+        self, geometry: ModelGeometry, limits: Limits, device: torch.device
+    ) -> MetadataExtension | None:
+        """Allocate the buffers of the backend's own metadata for every batch within the limits; None: it has none."""
+        return None
 
     def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterable[object]:
         """Every compiled form that calls within the bounds can ask for on such a device, which need not be here.
 
         Forms are hashable, and equal if they are compiled once.
         """
+        return ()
 
     def warmup(self, bounds: Bounds, device: torch.device) -> int:
         """Compile all of them for a device that is here, and return how many; afterwards no call compiles anything."""
+        return 0
 
 
-class Rank(IntEnum):
-    """Who goes first when several backends are native to a device."""
-
-    REFERENCE = 0
-    GENERIC = 1
-    VENDOR = 2
+class CompleteBackend(BackendDefaults, Backend, Protocol):
+    """A backend with all of `BackendDefaults`, its own or the defaults."""
 
 
-API_VERSION = "1.0"
-"""Version of this contract. A minor step only adds; a backend of another major version is refused."""
+def complete(backend: Backend) -> CompleteBackend:
+    """The backend itself if it derives from `BackendDefaults`, else one that has its parts, and defaults for the rest.
 
-
-@frozen(kw_only=True)
-class BackendInfo:
-    """Descriptor of a backend, importable anywhere: neither torch nor triton nor a vendor's package is touched.
-
-    name: what users write; unique among all backends.
-    factory: `package.module:callable`, imported and called with the options once the backend has won.
-    support: every reason why not, for a whole problem; empty means yes, and a yes never fails at launch.
-    summary: one line for `dsv4attn backends`.
-    native: kinds or archs, as shell patterns, on which it may be chosen automatically: ("sm_12*",).
-    runs_on: where it can run when asked for by name; whatever is native, at least.
-    rank: who goes first when several backends are native to a device.
-    packages: distributions the implementation imports; missing ones make it unavailable.
-    options: options the factory takes, with their defaults.
-    notes: how it would serve a problem that it takes, a line each, for a backend that has several ways.
-    api: version of the contract it was written for, written out: "1.0". A default would follow ours and say nothing.
+    The only place that asks what a backend brings.
     """
+    return cast("CompleteBackend", backend if BackendDefaults in type(backend).__mro__ else _Completed(backend))
 
-    name: str
-    factory: str
-    support: Callable[[DeviceFacts, Problem], Sequence[Reason]]
-    summary: str
-    native: tuple[str, ...]
-    runs_on: tuple[str, ...] = ("*",)
-    rank: Rank = Rank.VENDOR
-    packages: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(factory=dict)
-    notes: Callable[[DeviceFacts, Problem], Sequence[str]] | None = None
-    api: str
 
-    def __attrs_post_init__(self) -> None:
-        """Check the types, as a descriptor comes from a stranger and is trusted from here on."""
-        for name in ("name", "factory", "summary", "api"):
-            if not isinstance(getattr(self, name), str):
-                self._wrong(name, "a string")
-        for name in ("native", "runs_on", "packages"):
-            value = getattr(self, name)
-            if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
-                self._wrong(name, "a tuple of strings")
-        if not re.fullmatch(r"[\w.]+:\w+", self.factory):
-            self._wrong("factory", "'package.module:callable'")
-        if not callable(self.support):
-            self._wrong("support", "a function")
-        if self.notes is not None and not callable(self.notes):
-            self._wrong("notes", "a function, or None")
-        if not isinstance(self.rank, Rank):
-            self._wrong("rank", "a Rank")
-        if not isinstance(self.options, Mapping):
-            self._wrong("options", "a dict")
+class _Completed(BackendDefaults):
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        for name in ("prepare", "builder_steps", "metadata_extension", "kernel_variants", "warmup"):
+            if hasattr(backend, name):
+                setattr(self, name, getattr(backend, name))
 
-    def _wrong(self, name: str, expected: str) -> NoReturn:
-        raise ArgumentError(f"BackendInfo.{name}", expected=expected, actual=repr(getattr(self, name)))
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the backend has
+        return getattr(self._backend, name)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import inf
+
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.checks import check_call, check_parts
-from dsv4attn.core.contract import Backend
+from dsv4attn.core.checks import check_call
+from dsv4attn.core.contract import Backend, KeyForm, complete
+from dsv4attn.core.gathered import GatheredCall
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
-from dsv4attn.core.run import Step
+from dsv4attn.core.paged import PagedCall
+from dsv4attn.core.prepared import MOST_STEPS, Part, PreparedStep
+from dsv4attn.core.step import Step
+from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import plan_workspace
 
@@ -45,40 +52,51 @@ def forward_mqa(
     locked and too small.
     """
     if metadata is None:
-        check_parts(backend, workspace, layer, limits)
-        check_call(q, caches, None, out, layer, limits, attn_sink, topk_indices, lse)
+        check_call(q, caches, None, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
         workspace.reserve(plan_workspace(layer, limits, backend, caches.swa.layout), caller="warm-up")
         out.zero_()
         return
-    step = Step(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
     try:
-        known = step.is_known()
+        prepared = metadata.swa.prepared
+        objects = id(backend), id(layer), id(limits), id(workspace), id(metadata.compressed)
+        tensors = signature(q, out, attn_sink, lse, topk_indices)
+        key = objects, workspace.debug, torch.is_inference_mode_enabled(), caches.signature, tensors
     except AttributeError:
-        check_parts(backend, workspace, layer, limits)  # a workspace that is none remembers no step
+        check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
         raise
-    if not known:
-        check_parts(backend, workspace, layer, limits)
-        check_call(q, caches, metadata, out, layer, limits, attn_sink, topk_indices, lse)
-    step.require()
-    # named ranges for whoever profiles, and nothing for everybody else
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 - no public name says it
-        _run_named(step)
-    else:
-        step.prefill()
-        step.decode()
-    tokens = metadata.swa.num_actual_tokens
-    if tokens < q.shape[0]:
-        out[tokens:].zero_()
+    step: PreparedStep | None = prepared.get(key)
+    if step is None or step.parts is None:
+        check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
+        whole = complete(backend)
+        given = Step(q, caches, metadata, whole, workspace, out, layer, limits, attn_sink, topk_indices, lse)
+        owners = backend, layer, limits, workspace, metadata.compressed
+        step = PreparedStep(metadata.swa.num_actual_tokens, _prepare(given), owners)
+        if workspace.reusable:
+            if len(prepared) >= MOST_STEPS:
+                prepared.clear()
+            prepared[key] = step
+            workspace.release_on_growth(step)
+    profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001 - no public name says it
+    for part in step.parts or ():
+        run = record_function(part.name)(part.run) if profiled else part.run
+        run(q, out, lse, attn_sink, topk_indices, caches)
+    if step.tokens < q.shape[0]:
+        out[step.tokens :].zero_()
         if lse is not None:
-            lse[tokens:].fill_(float("-inf"))
+            lse[step.tokens :].fill_(-inf)
 
 
-def _run_named(step: Step) -> None:
-    """Run both phases, each in a range of its own in the profile."""
-    kind, swa = step.layer.kind.value, step.metadata.swa
-    if swa.num_prefill_tokens:
-        with record_function(f"dsv4attn::prefill[{kind}]"):
-            step.prefill()
-    if swa.num_decode_tokens:
-        with record_function(f"dsv4attn::decode[{kind}]"):
-            step.decode()
+def _prepare(step: Step) -> Iterable[Part]:
+    """The calls of a step: prefill chunk by chunk, on gathered rows or on pages, then all decode tokens on pages.
+
+    Memory is required for all of them first, so that a workspace too small refuses before the first write. Where each
+    request of views has to be seen, a call is prepared just before it runs.
+    """
+    of_chunk = GatheredCall if step.backend.forms.prefill_keys is KeyForm.GATHERED else PagedCall.of_chunk
+    calls = [of_chunk(step, chunk) for chunk in step.chunks()]
+    if step.metadata.swa.num_decode_tokens:
+        calls.append(PagedCall.of_decode(step))
+    for call in calls if len(calls) > 1 else ():
+        call.require()
+    parts = (call.prepare() for call in calls)
+    return [*parts] if step.workspace.reusable else parts

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from functools import update_wrapper
+from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +15,42 @@ if TYPE_CHECKING:
     from dsv4attn.core.keys import PageTable
     from dsv4attn.core.metadata import DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 
-__all__ = ["BuilderSteps", "IndexSteps", "MetadataExtension", "RaggedSteps"]
+__all__ = ["BuilderSteps", "IndexStep", "IndexSteps", "MetadataExtension", "RaggedSteps", "prepare_index_step"]
+
+_P = ParamSpec("_P")
+
+
+class IndexStep(Generic[_P]):
+    """An index step that can be prepared once and run for every layer of a kind.
+
+    It decorates the function that prepares: checks the arguments, binds all of them but the first, and returns
+    `run(first)`, which computes. `first` may be another tensor in each run: of the same signature, with more rows
+    behind those it was prepared with. Called, a step prepares and runs at once.
+    """
+
+    def __init__(self, prepare: Callable[Concatenate[Tensor, _P], Callable[[Tensor], None]]) -> None:
+        """prepare: as the class says."""
+        self.prepare = prepare
+        update_wrapper(self, prepare)
+
+    def __call__(self, first: Tensor, *rest: _P.args, **options: _P.kwargs) -> None:
+        """Compute once."""
+        self.prepare(first, *rest, **options)(first)
+
+
+def prepare_index_step(
+    step: Callable[..., object], first: Tensor, *rest: object, out: tuple[Tensor, Tensor]
+) -> Callable[[Tensor], None]:
+    """`run(first)` of any step, as `IndexStep` says. A plain function is called with all its arguments each time."""
+    if isinstance(step, IndexStep):
+        prepared: Callable[[Tensor], None] = step.prepare(first, *rest, out=out)
+        return prepared
+    rows = first.shape[0]
+
+    def run(first: Tensor) -> None:
+        step(first[:rows], *rest, out=out)
+
+    return run
 
 
 class IndexSteps(Protocol):
@@ -28,12 +64,8 @@ class IndexSteps(Protocol):
         block_table: Tensor,
         block_size: int,
         out: tuple[Tensor, Tensor],
-    ) -> Callable[[], None] | None:
-        """Local entry numbers to global slots.
-
-        May return what does the same again, for the same tensors with other values in them: layers of a kind share
-        their metadata, the buffer of the indexer, and `out`.
-        """
+    ) -> object:
+        """Local entry numbers to global slots. What it returns is not looked at."""
 
     def combine_topk_swa_indices(
         self,
@@ -111,7 +143,7 @@ class BuilderSteps(Protocol):
         block_table: Tensor,
         block_size: int,
         out: tuple[Tensor, Tensor],
-    ) -> Callable[[], None] | None:
+    ) -> object:
         """The same as in `IndexSteps`, for the C128A table."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attrs import frozen
 
@@ -34,12 +34,6 @@ class DenseIndices:
         """K."""
         return self.indices.shape[1]
 
-    @cached_property
-    def planned_by(self) -> tuple[Any, ...]:
-        """What may be planned by, whatever the rows hold: looked at once, where layers share them."""
-        indices, lens = self.indices, self.lens
-        return False, indices.shape[1], indices.stride(), indices.dtype, lens.stride(), lens.dtype
-
 
 @frozen(slots=False)
 class RaggedIndices:
@@ -53,12 +47,6 @@ class RaggedIndices:
     indices: Tensor
     indptr: Tensor
     width: int
-
-    @cached_property
-    def planned_by(self) -> tuple[Any, ...]:
-        """As that of dense rows."""
-        indices, indptr = self.indices, self.indptr
-        return True, self.width, indices.shape[0], indices.stride(), indices.dtype, indptr.stride(), indptr.dtype
 
 
 @frozen

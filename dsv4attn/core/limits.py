@@ -24,6 +24,8 @@ class Limits:
     max_workspace_bytes: cap on the prefill lane of the workspace, in bytes; None is no cap. A smaller cap means more
        and smaller chunks, never another result.
     max_index_elements: cap on tokens x columns of the index matrix of one prefill chunk.
+    decode_window_columns: most columns of `decode_swa_indices`; 0 is the model's window, as `MetadataBuilder` makes
+       them. Metadata of an engine's own may have wider rows, say for a draft block whose tokens see each other.
     """
 
     max_num_reqs: int = field(validator=_positive)
@@ -32,6 +34,7 @@ class Limits:
     num_speculative_tokens: int = field(default=0, validator=at_least(0))
     max_workspace_bytes: int | None = field(default=None, validator=validators.optional(at_least(0)))
     max_index_elements: int = field(default=2**21, validator=_positive)
+    decode_window_columns: int = field(default=0, validator=at_least(0))
 
     def __attrs_post_init__(self) -> None:
         """Check that the bounds fit each other."""

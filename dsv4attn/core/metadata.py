@@ -11,6 +11,9 @@ Letters beside those of `geometry`: Rd, Rp requests, Td, Tp tokens of the decode
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import Any
+
 import torch
 from attrs import define, frozen
 from torch import Tensor
@@ -18,6 +21,7 @@ from torch import Tensor
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.keys import RaggedIndices
 from dsv4attn.core.tensorspec import check_declared, size, tensor
+from dsv4attn.errors import ArgumentError
 
 __all__ = [
     "AttentionMetadata",
@@ -82,7 +86,8 @@ class DeepseekSparseSWAMetadata:
     query_start_loc_cpu: [R+1] int32 - of the batch, on the host.
     is_valid_token: [T] bool - False for padding rows.
     token_to_req_indices: [T] int32 - request of each token.
-    decode_swa_indices: [Td, 1, W] int32 - slots of each decode token's window in ascending position, then -1.
+    decode_swa_indices: [Td, 1, >= W] int32 - slots of each decode token's window in ascending position, then -1. More
+       than W columns are for metadata of an engine's own, see `Limits.decode_window_columns`.
     decode_swa_lens: [Td] int32 - how many slots each row has.
     prefill_swa_indices: [Tp, 1, W] int32 - the same for prefill tokens.
     prefill_swa_lens: [Tp] int32 - how many slots each row has.
@@ -107,7 +112,7 @@ class DeepseekSparseSWAMetadata:
     query_start_loc_cpu: Tensor = tensor("R+1", torch.int32, cpu=True, copied=True)
     is_valid_token: Tensor = tensor("T", torch.bool)
     token_to_req_indices: Tensor = tensor("T", torch.int32)
-    decode_swa_indices: Tensor = tensor("Td 1 W", torch.int32)
+    decode_swa_indices: Tensor = tensor("Td 1 _", torch.int32)
     decode_swa_lens: Tensor = tensor("Td", torch.int32)
     prefill_swa_indices: Tensor = tensor("Tp 1 W", torch.int32)
     prefill_swa_lens: Tensor = tensor("Tp", torch.int32)
@@ -119,8 +124,17 @@ class DeepseekSparseSWAMetadata:
     def __attrs_post_init__(self) -> None:
         """Check every declared field."""
         check_declared(self)
+        columns = self.decode_swa_indices.shape[2]
+        if columns < self.window_size:
+            expected = f"at least the {self.window_size} columns of the window"
+            raise ArgumentError("DeepseekSparseSWAMetadata.decode_swa_indices", expected=expected, actual=columns)
 
-    @property
+    @cached_property
+    def prepared(self) -> dict[object, Any]:
+        """Prepared steps of layers that attend with these metadata, see `core.prepared`."""
+        return {}
+
+    @cached_property
     def num_actual_tokens(self) -> int:
         """Tokens of the batch, without padding."""
         return self.num_decode_tokens + self.num_prefill_tokens

@@ -1,84 +1,50 @@
-"""What layers of a kind share within a step: worked out and checked for the first, known for the others.
+"""Prepared steps: checked and planned for the first layer of a kind, run by every layer that differs in addresses.
 
-All of it stands in a workspace, by `keep` and `recall`, and goes with its memory.
+A prepared step is an entry of `DeepseekSparseSWAMetadata.prepared` and lives as long as these metadata. Its key holds
+what may not differ: backend, layer, limits, workspace and compressed metadata by identity, and the signatures of caches
+and tensors (`tensorspec.signature`). Addresses, and what tensors hold, may differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable
 
+from attrs import define, frozen
 from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.keys import DenseIndices, RaggedIndices
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
-from dsv4attn.core.tensorspec import tell
 
-__all__ = ["Known", "PagedCall", "Room", "Rows", "Work", "address_of"]
+__all__ = ["MOST_STEPS", "Part", "PreparedStep"]
 
-Rows: TypeAlias = DenseIndices | RaggedIndices
-"""Slots that each token of a call attends to."""
-Work: TypeAlias = Callable[[], Callable[[], None] | None]
-"""A step of a backend with its arguments. What it returns does the same again, faster."""
+MOST_STEPS = 64
+"""Prepared steps of one metadata object: kinds of layers times sizes of padding are far fewer."""
 
 
-class Room(NamedTuple):
-    """What a call on pages has in the workspace. slots, ragged: of each segment, where its rows are not there already.
+@frozen(eq=False)
+class Part:
+    """One call of a backend, with all bound but addresses.
 
-    scratch: the backend's own. kept: whom the room is known by.
+    name: in profiles.
+    run: `run(q, out, lse, attn_sink, topk_indices, caches)` fills the index buffers of the call, and attends.
     """
 
-    slots: tuple[DenseIndices | None, ...]
-    ragged: tuple[RaggedIndices | None, ...]
-    scratch: Sequence[Tensor]
-    kept: tuple[object, ...]
+    name: str
+    run: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, LayerCaches], None]
 
 
-class PagedCall(NamedTuple):
-    """A call on pages, but for the addresses of q, out, lse, sink and caches.
+@define(eq=False)
+class PreparedStep:
+    """One step of one kind of layers.
 
-    tokens: whom it is for. rows: of each segment. work: what writes those of them that are not there already, to be run
-    before every call. found: what the backend keeps of it.
+    tokens: of the batch; rows of q behind them are padding.
+    parts: calls of the backend, in order; None once their views of the workspace were released.
+    owners: the objects that the key names by identity.
     """
 
-    tokens: slice
-    rows: tuple[Rows, ...]
-    work: list[Work]
-    room: Room
-    found: dict[object, Any]
+    tokens: int
+    parts: Iterable[Part] | None
+    owners: tuple[object, ...]
 
-
-class Known(NamedTuple):
-    """A decode call whose step was checked, and all that call and checks follow from, besides backend and layer.
-
-    swa, compressed, limits: compared by identity. caches, tensors: shapes, strides, dtypes and devices. topk: a tensor
-    of its own over the entry numbers that `call` reads: the caller's may be given other memory.
-    """
-
-    swa: DeepseekSparseSWAMetadata
-    compressed: FlashMLASparseMetadata | None
-    topk: Tensor | None
-    limits: Limits
-    caches: Sequence[object]
-    tensors: Sequence[object]
-    call: PagedCall
-
-    def serves(self, metadata: object, topk: object, limits: object, caches: object, tensors: Sequence[object]) -> bool:
-        """Whether a step differs from this one in addresses alone. tensors: q, out, attn_sink, lse and topk."""
-        return (
-            isinstance(metadata, AttentionMetadata)
-            and isinstance(caches, LayerCaches)
-            and metadata.swa is self.swa
-            and metadata.compressed is self.compressed
-            and address_of(topk) == address_of(self.topk)
-            and limits is self.limits
-            and caches.told == self.caches
-            and tell(*tensors) == self.tensors
-        )
-
-
-def address_of(value: object) -> int | None:
-    """Where a tensor's memory begins; None for what is no tensor."""
-    return value.data_ptr() if isinstance(value, Tensor) else None
+    def release(self) -> None:
+        """Drop the views of a workspace whose memory moved; the next layer prepares the step again."""
+        self.parts = None

@@ -20,7 +20,16 @@ from torch import Tensor
 
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["check_declared", "check_strides", "check_tensor", "has_dense_rows", "size", "tell", "tensor"]
+__all__ = [
+    "ALIGNMENT",
+    "check_declared",
+    "check_strides",
+    "check_tensor",
+    "has_dense_rows",
+    "signature",
+    "size",
+    "tensor",
+]
 
 _KEY = "dsv4attn.tensor"
 _SIZE = "dsv4attn.size"
@@ -168,15 +177,20 @@ def _fits(actual: torch.Size, shape: str, letters: dict[str, int]) -> bool:
     return True
 
 
-def tell(*values: object) -> list[object]:
-    """All that is told of tensors but for their addresses and what they hold. Equal where nothing differs.
+ALIGNMENT = 16
+"""Bytes that a load takes at once, where an address is a multiple of them."""
 
-    What is neither a tensor nor None is like nothing else.
+
+def signature(*values: object) -> tuple[object, ...]:
+    """The signature of tensors: type, dtype, shape, strides, device, and address modulo ALIGNMENT of each.
+
+    A prepared step may depend on nothing else of the tensors it is called with. Addresses and values are not part of
+    it. None has a signature; any other value has one that equals no other.
     """
-    told: list[object] = []
+    found: list[object] = []
     for value in values:
         if isinstance(value, Tensor):
-            told += (type(value), value.dtype, value.shape, value.stride(), value.device)
+            found += (type(value), value.dtype, value.shape, value.stride(), value.device, value.data_ptr() % ALIGNMENT)
         else:
-            told.append(None if value is None else object())
-    return told
+            found.append(None if value is None else object())
+    return tuple(found)

@@ -7,11 +7,12 @@ next call, whoever makes it, gets the same memory again. Lanes keep a captured d
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 from attrs import field, frozen
@@ -103,6 +104,13 @@ class WorkspacePlan:
         return WorkspacePlan(lanes, max(self.transient_bytes, other.transient_bytes))
 
 
+class Holder(Protocol):
+    """Something that holds views of a workspace beyond the call that requested them."""
+
+    def release(self) -> None:
+        """Drop all views."""
+
+
 class WorkspaceManager:
     """Views into reusable scratch memory.
 
@@ -117,9 +125,7 @@ class WorkspaceManager:
         self._typed: dict[str, dict[tuple[torch.dtype, bool], Tensor]] = {}
         self._made: dict[str, dict[tuple[tuple[BufferSpec, ...], bool], tuple[Tensor, ...]]] = {}
         """Views given out before, by lane. They go with the buffer, which they keep alive."""
-        self._kept: dict[str, dict[tuple[Hashable, bool], Any]] = {}
-        # a manager that counts requests, or gives out other memory, shall see each of them
-        self._asked_each_time = type(self).get_simultaneous is not WorkspaceManager.get_simultaneous
+        self._holders: WeakSet[Holder] = WeakSet()
         self._canaries: dict[str, list[tuple[int, int, str]]] = {}
         self._locked = False
 
@@ -189,23 +195,17 @@ class WorkspaceManager:
             known = made[key] = tuple(self._view(place, lane) for place in places)
         return [*known]
 
-    def recall(self, key: Hashable, lane: str) -> Any:  # noqa: ANN401 - whatever was kept
-        """What was kept of this lane under a key; None if it has to be made, which in debug it always has.
+    @property
+    def reusable(self) -> bool:
+        """Whether views may be used again without another request: not in debug mode, which fills each anew.
 
-        A key must tell all that follows from shapes, and callers apart; what is kept must hold what a key knows by
-        identity. Recalled views are as good as new ones of `get_simultaneous`: earlier ones become garbage.
+        A subclass with a `get_simultaneous` of its own sees every request.
         """
-        if self.debug or self._canaries or self._asked_each_time:
-            return None
-        kept = self._kept.get(lane)
-        return None if kept is None else kept.get((key, torch.is_inference_mode_enabled()))
+        return not self.debug and type(self).get_simultaneous is WorkspaceManager.get_simultaneous
 
-    def keep(self, key: Hashable, lane: str, value: Any) -> None:  # noqa: ANN401 - whatever is made of views
-        """Find it again by `recall`, as long as the memory of the lane stays where it is."""
-        kept = self._kept.setdefault(lane, {})
-        if len(kept) >= _MOST_MADE:
-            kept.clear()
-        kept[key, torch.is_inference_mode_enabled()] = value
+    def release_on_growth(self, holder: Holder) -> None:
+        """Call `holder.release()` when memory moves: its views are garbage then, and keep the old memory alive."""
+        self._holders.add(holder)
 
     def _fit(self, specs: tuple[BufferSpec, ...], lane: str, caller: str) -> tuple[_Place, ...]:
         """Make room for some requests and say where they go."""
@@ -258,7 +258,9 @@ class WorkspaceManager:
         self._canaries.pop(lane, None)
         self._typed.pop(lane, None)
         self._made.pop(lane, None)
-        self._kept.pop(lane, None)
+        for holder in [*self._holders]:
+            holder.release()
+        self._holders.clear()
         self._buffers[lane], self._typed[lane] = _aligned_bytes(size, self.device), {}
 
 

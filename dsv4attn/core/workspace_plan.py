@@ -11,7 +11,7 @@ from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.workspace import ALIGNMENT, BufferSpec, WorkspacePlan, simultaneous_bytes
 
-__all__ = ["plan_workspace", "prefill_bounds", "ragged_specs"]
+__all__ = ["plan_workspace", "prefill_bounds", "ragged_specs", "window_columns"]
 
 _INT = torch.int32
 
@@ -46,7 +46,7 @@ def plan_workspace(layer: LayerGeometry, limits: Limits, backend: Backend, layou
         Phase.PREFILL.value: _prefill_bytes(layer, limits, backend, layout, bounds),
     }
     tokens = limits.max_num_batched_tokens
-    width = decode_columns(layer, limits) + layer.window
+    width = decode_columns(layer, limits) + window_columns(layer, limits)
     width = max(width, widest_columns(layer, limits, bounds.alignment))
     transient = max(
         backend.transient_bytes(layer, tokens, width, max(bounds.rows, tokens)),
@@ -62,14 +62,19 @@ def decode_columns(layer: LayerGeometry, limits: Limits) -> int:
     return round_up(entries, 128) if layer.kind is LayerKind.C128A else widest_topk(layer, limits)
 
 
+def window_columns(layer: LayerGeometry, limits: Limits) -> int:
+    """Most columns of a decode row's window."""
+    return max(layer.window, limits.decode_window_columns)
+
+
 def _decode_bytes(layer: LayerGeometry, limits: Limits, backend: Backend) -> int:
-    tokens, columns = limits.max_decode_tokens, decode_columns(layer, limits)
+    tokens, columns, window = limits.max_decode_tokens, decode_columns(layer, limits), window_columns(layer, limits)
     specs: list[BufferSpec] = []
     if layer.kind is LayerKind.C4A:
         specs += [((tokens, columns), _INT), ((tokens,), _INT)]
     if backend.forms.decode_indices is IndexForm.RAGGED:
-        specs += ragged_specs(tokens, layer.window) + (ragged_specs(tokens, columns) if columns else [])
-    width = columns + layer.window
+        specs += ragged_specs(tokens, window) + (ragged_specs(tokens, columns) if columns else [])
+    width = columns + window
     return simultaneous_bytes(specs) + _scratch_bound(Phase.DECODE, layer, tokens, width, backend)
 
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.contract import AttentionCall, IndexForm, KeyForm, Phase
+from dsv4attn.core.contract import AttentionCall, Extras, IndexForm, KeyForm, Phase
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import KVCacheLayout
@@ -254,7 +254,7 @@ class Call:
         specs = backend.scratch(self.phase, self.layer, self.rows, width)
         scratch = workspace.get_simultaneous(*specs, caller=f"{backend.name}.{self.phase.value}")
         same_q, pages = q.clone(), [book.bytes() for book in self.books]
-        call = AttentionCall(self.layer, q, keys, sink, out, lse, scratch, max_logits, empty_lse)
+        call = AttentionCall(self.layer, q, keys, sink, out, lse, scratch, Extras(max_logits, empty_lse))
         (backend.decode if self.phase is Phase.DECODE else backend.prefill)(call)
         workspace.check_canaries()
         apart.check()

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core import forward
 from dsv4attn.core.builder import MetadataBuilder
 from dsv4attn.core.contract import AttentionCall
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.layout import PagedKVCache
-from dsv4attn.core.run import Step
+from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry
 from tests.core.forms import BACKENDS, KINDS, NAMES, all_forms, all_kinds, assert_same_bits
@@ -130,13 +131,12 @@ def test_batches_without_work_are_legal(requests: list[tuple[int, int]], kind: L
 def test_whether_prefill_or_decode_runs_first_does_not_matter(kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(kind=kind, requests=MIXED[:5], poison=0xFF)
     problems = {name: scenario.problem(backend) for name, backend in BACKENDS.items()}
-    forward = {name: problems[name].run(BACKENDS[name]) for name in NAMES}
-    prefill, decode = Step.prefill, Step.decode
-    monkeypatch.setattr(Step, "prefill", decode)
-    monkeypatch.setattr(Step, "decode", prefill)
+    right = {name: problems[name].run(BACKENDS[name]) for name in NAMES}
+    prepare = forward._prepare
+    monkeypatch.setattr(forward, "_prepare", lambda step: [*prepare(step)][::-1])
 
     for name in NAMES:
-        assert_same_bits(problems[name].run(BACKENDS[name]), forward[name])
+        assert_same_bits(problems[name].run(BACKENDS[name], WorkspaceManager()), right[name])
 
 
 @all_kinds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +15,13 @@ from dsv4attn.core import indices
 from dsv4attn.core.contract import (
     AttentionCall,
     Backend,
-    CompiledBackend,
-    ExtendingBackend,
+    BackendDefaults,
     Forms,
     IndexForm,
     KeyForm,
     MetadataExtension,
     Phase,
+    complete,
 )
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
@@ -41,16 +42,11 @@ LAYER = tiny_geometry().layer_of_kind("c4a")
 
 
 class Recorder(ReferenceBackend):
-    """A reference that tells what it was asked, and asks for a little scratch."""
+    """A reference that asks for a little scratch."""
 
-    def __init__(self, name: str, log: list[tuple[str, str]], size: int) -> None:
+    def __init__(self, name: str, size: int) -> None:
         super().__init__()
-        self.name, self.log, self.size, self.forms = name, log, size, FORMS[name]
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in PARTS:
-            super().__getattribute__("log").append((super().__getattribute__("name"), name))
-        return super().__getattribute__(name)
+        self.name, self.size, self.forms = name, size, FORMS[name]
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
         return [((tokens, self.size), torch.uint8)]
@@ -69,23 +65,23 @@ class Recorder(ReferenceBackend):
 PARTS = {name for name, _ in inspect.getmembers(ReferenceBackend, inspect.isfunction) if not name.startswith("_")}
 
 
-def pair(decode: int = 3, prefill: int = 5) -> tuple[PhasedBackend, list[tuple[str, str]]]:
-    log: list[tuple[str, str]] = []
-    return PhasedBackend(Recorder("decode", log, decode), Recorder("prefill", log, prefill)), log
+def pair(decode: int = 3, prefill: int = 5) -> PhasedBackend:
+    return PhasedBackend(Recorder("decode", decode), Recorder("prefill", prefill))
 
 
 def test_it_has_every_part_that_the_contract_asks_for() -> None:
-    made, _ = pair()
+    made = pair()
     backend: Backend = made
     members = {name for name in {*vars(Backend), *Backend.__annotations__} if not name.startswith("_")}
 
     assert {name for name in members if not hasattr(backend, name)} == set()
     for name in members - {"name", "forms", "steps"}:
-        assert inspect.signature(getattr(PhasedBackend, name)) == inspect.signature(getattr(Backend, name))
+        wanted = inspect.signature(partial(getattr(Backend, name), made))
+        assert inspect.signature(getattr(made, name)) == wanted
 
 
 def test_each_phase_has_the_forms_of_its_own_backend() -> None:
-    made, _ = pair()
+    made = pair()
 
     assert made.forms == Forms(IndexForm.RAGGED, IndexForm.RAGGED, KeyForm.GATHERED, 64)
     assert made.name == "decode+prefill"
@@ -93,7 +89,7 @@ def test_each_phase_has_the_forms_of_its_own_backend() -> None:
 
 @pytest.mark.parametrize(("phase", "bytes_of_a_token"), [(Phase.DECODE, 3), (Phase.PREFILL, 5)])
 def test_scratch_is_that_of_the_phase(phase: Phase, bytes_of_a_token: int) -> None:
-    made, _ = pair()
+    made = pair()
 
     assert made.scratch(phase, LAYER, 7, 100) == [((7, bytes_of_a_token), torch.uint8)]
     assert made.scratch_bound(phase, LAYER, 1024, 100) == 1024 * bytes_of_a_token
@@ -101,11 +97,11 @@ def test_scratch_is_that_of_the_phase(phase: Phase, bytes_of_a_token: int) -> No
 
 @pytest.mark.parametrize(("decode", "prefill"), [(3, 5), (5, 3)])
 def test_temporaries_are_bounded_by_the_larger_of_both(decode: int, prefill: int) -> None:
-    assert pair(decode, prefill)[0].transient_bytes(LAYER, 1, 1, 1) == 5
+    assert pair(decode, prefill).transient_bytes(LAYER, 1, 1, 1) == 5
 
 
 def test_a_plan_holds_the_lanes_of_both() -> None:
-    made, _ = pair()
+    made = pair()
     limits, layout = Limits(4, 64, 256), KVCacheLayout.fp8_ds_mla(24, 8)
     alone = [plan_workspace(LAYER, limits, made.of(phase), layout).lanes[phase.value] for phase in Phase]
 
@@ -125,26 +121,23 @@ PLACES = {
 @pytest.mark.parametrize(("name", "place"), PLACES.items())
 def test_all_that_a_decode_step_runs_is_the_decode_backends(name: str, place: str) -> None:
     """It may be captured as a whole, and only that backend was asked whether it can be."""
-    made, log = pair()
-    nothing: Any = torch.empty(0)
-    with pytest.raises((AttributeError, IndexError, TypeError, RuntimeError, ValueError)):
-        getattr(made, name)(*[nothing] * (len(inspect.signature(getattr(made, name)).parameters)))
+    made = pair()
+    method = getattr(made, name)
 
-    assert log[0] == (place, name)
+    assert method.__name__ == name
+    assert method.__self__ is made.of(Phase(place))
     assert made.steps is made.of(Phase.DECODE).steps
 
 
 def test_every_method_has_its_place() -> None:
-    assert {*PLACES} == PARTS - {"scratch", "scratch_bound", "transient_bytes"}
+    optional = {name for name in vars(BackendDefaults) if not name.startswith("_")}
+    assert {*PLACES} == PARTS - optional - {"scratch", "scratch_bound", "transient_bytes"}
 
 
 @pytest.mark.parametrize("kind", list(LayerKind))
 def test_a_mixed_batch_on_a_pair_equals_the_oracle(kind: LayerKind) -> None:
-    made, log = pair()
+    made = pair()
     Scenario(kind=kind, requests=[(40, 1), (17, 1), (0, 21), (33, 9)]).check(made)
-
-    assert {("decode", "decode"), ("prefill", "prefill"), ("prefill", "dequantize_and_gather_k_cache")} <= {*log}
-    assert ("decode", "prefill") not in log
 
 
 @pytest.mark.parametrize(("decode", "prefill"), [(False, False), (False, True), (True, False), (True, True)])
@@ -168,22 +161,24 @@ class Extending(ReferenceBackend):
 
 def test_what_a_builder_asks_for_is_the_decode_backends() -> None:
     own, other = Extending(), Extending()
-    other.builder_steps = None  # type: ignore[assignment]
+    vars(other)["builder_steps"] = None
     made: Any = PhasedBackend(own, other)
 
     assert made.builder_steps is indices
-    assert made.metadata_extension == own.metadata_extension
-    assert made.metadata_extension != other.metadata_extension
+    with pytest.raises(NotImplementedError):
+        made.metadata_extension(tiny_geometry(), LIMITS, CPU)
 
 
-@pytest.mark.parametrize("name", ["builder_steps", "metadata_extension"])
-def test_what_the_decode_backend_does_not_bring_the_pair_does_not_have(name: str) -> None:
+def test_what_the_decode_backend_does_not_bring_the_pair_does_not_have() -> None:
     """Nor does it take the prefill backend's, whose metadata the decode backend would not know."""
-    assert hasattr(Extending(), name)
-    assert not hasattr(PhasedBackend(ReferenceBackend(), Extending()), name)
+    made = PhasedBackend(ReferenceBackend(), Extending())
+
+    assert made.builder_steps is None
+    assert made.metadata_extension(tiny_geometry(), LIMITS, CPU) is None
 
 
-BOUNDS, CPU = Bounds.of(tiny_geometry(), Limits(4, 64, 256)), torch.device("cpu")
+LIMITS = Limits(4, 64, 256)
+BOUNDS, CPU = Bounds.of(tiny_geometry(), LIMITS), torch.device("cpu")
 
 
 class Compiled(ReferenceBackend):
@@ -231,26 +226,59 @@ def test_a_backend_that_serves_both_phases_is_warmed_once() -> None:
     assert len(compiled.warmed) == 1
 
 
-@pytest.mark.parametrize("name", ["kernel_variants", "warmup"])
-def test_what_neither_compiles_the_pair_does_not_claim(name: str) -> None:
-    assert not hasattr(PhasedBackend(ReferenceBackend(), ReferenceBackend()), name)
+def test_a_pair_of_backends_that_compile_nothing_compiles_nothing() -> None:
+    made = PhasedBackend(ReferenceBackend(), ReferenceBackend())
+
+    assert list(made.kernel_variants(BOUNDS, DeviceFacts.named("cpu"))) == []
+    assert made.warmup(BOUNDS, CPU) == 0
 
 
 def test_one_that_only_warms_up_claims_no_forms() -> None:
     one = ReferenceBackend()
     vars(one)["warmup"] = lambda _bounds, _device: 7
-    made: Any = PhasedBackend(one, Compiled(["a"]))
+    made = PhasedBackend(one, Compiled(["a"]))
 
     assert made.warmup(BOUNDS, CPU) == 8
-    assert not hasattr(PhasedBackend(one, ReferenceBackend()), "kernel_variants")
+    assert list(PhasedBackend(one, ReferenceBackend()).kernel_variants(BOUNDS, DeviceFacts.named("cpu"))) == []
 
 
 def test_every_optional_part_of_the_contract_is_forwarded() -> None:
-    """Whatever a later version of the contract adds beside `Backend` needs a rule here."""
-    optional = {name for extra in (CompiledBackend, ExtendingBackend) for name in vars(extra)} - {*vars(Backend)}
-    optional = {name for name in optional if not name.startswith("_")} | {"builder_steps"}
-    full: Any = Compiled(["a"])
-    full.builder_steps, full.metadata_extension = indices, Extending().metadata_extension
+    """Whatever a later version of the contract adds to `BackendDefaults` needs a rule in `PhasedBackend`."""
+    optional = {name for name in vars(BackendDefaults) if not name.startswith("_")} - {"translate_to_ragged"}
 
-    assert optional == {"builder_steps", "metadata_extension", "kernel_variants", "warmup"}
-    assert {name for name in optional if hasattr(PhasedBackend(full, full), name)} == optional
+    assert optional == {"builder_steps", "metadata_extension", "kernel_variants", "prepare", "warmup"}
+    assert optional - {"builder_steps"} <= vars(PhasedBackend).keys()
+
+
+class Plain:
+    """A backend that derives from nothing, and brings what `Backend` names and one optional part."""
+
+    name, forms = "plain", Forms()
+    steps = indices
+
+    def __init__(self) -> None:
+        self.ran = list[str]()
+
+    def decode(self, call: AttentionCall) -> None:
+        self.ran.append("decode")
+
+    def prefill(self, call: AttentionCall) -> None:
+        self.ran.append("prefill")
+
+    def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Sequence[object]:
+        return ["a"]
+
+
+def test_a_backend_that_derives_from_nothing_gets_the_defaults_beside_its_own_parts() -> None:
+    plain: Any = Plain()
+    whole = complete(plain)
+    call = AttentionCall(tiny_geometry().layer_of_kind("swa"), torch.zeros(1, 4, 32), (), None, torch.zeros(1), None)
+    for phase in Phase:
+        whole.prepare(phase, call)(call.q, call.out, None, None, ())
+
+    assert plain.ran == ["decode", "prefill"]
+    assert (whole.name, whole.warmup(BOUNDS, CPU), whole.builder_steps) == ("plain", 0, None)
+    assert list(whole.kernel_variants(BOUNDS, DeviceFacts.named("cpu"))) == ["a"]
+    assert whole.translate_to_ragged is indices.compute_global_topk_ragged_indices_and_indptr
+    own: Any = ReferenceBackend()
+    assert complete(own) is own

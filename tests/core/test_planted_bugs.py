@@ -19,7 +19,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core import indices
 from dsv4attn.core.contract import AttentionCall, IndexSteps
 from dsv4attn.core.layout import Fp8Format
-from dsv4attn.core.run import Step
+from dsv4attn.core.step import Step
 from dsv4attn.testing.scenario import Scenario
 from tests.core.forms import BACKENDS, NAMES, backend_of
 
@@ -281,5 +281,5 @@ def test_token_addresses_that_follow_the_shape_of_a_page_are_flagged(monkeypatch
 
 
 def test_a_prefill_that_never_runs_leaves_nan_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Step, "prefill", Step.require)
+    monkeypatch.setattr(Step, "chunks", lambda _: ())
     assert flagged(scenario_of("swa"), BACKENDS["gathered-dense"])

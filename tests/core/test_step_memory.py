@@ -116,60 +116,23 @@ def test_more_tokens_read_more_rows_of_the_indexer_s_one_buffer(form: str) -> No
         assert_same_bits(same.run(BACKENDS[form], shared), problem.run(BACKENDS[form]))
 
 
-def test_a_backend_lives_as_long_as_the_workspace_that_knows_it_and_no_longer() -> None:
+def test_a_backend_lives_as_long_as_metadata_that_it_is_prepared_for_and_no_longer() -> None:
     backend, shared = Particular(7), WorkspaceManager()
-    alive = weakref.ref(backend)
-    for problem in problems(backend):
+    alive, given = weakref.ref(backend), problems(backend)
+    for problem in given:
         problem.run(backend, shared)
-    del backend, problem
+    del backend
     gc.collect()
     assert alive() is not None, "another one could have its place, and be taken for it"
-    del shared
+    del problem, given
     gc.collect()
     assert alive() is None
 
 
-def test_what_is_kept_of_a_lane_is_found_as_long_as_its_memory_stays() -> None:
-    manager = WorkspaceManager()
-    views = manager.get_simultaneous(((4,), torch.float32), lane="decode")
-    manager.keep("key", "decode", views)
-    assert manager.recall("key", "decode") is views
-    assert manager.recall("other", "decode") is None
-    assert manager.recall("key", "prefill") is None
-
-    manager.get_simultaneous(((4,), torch.float32), lane="prefill")
-    assert manager.recall("key", "decode") is views
-    manager.get_simultaneous(((4000,), torch.float32), lane="decode")
-    assert manager.recall("key", "decode") is None
-
-
-def test_what_is_kept_in_inference_mode_is_for_inference_mode() -> None:
-    manager = WorkspaceManager()
-    with torch.inference_mode():
-        manager.keep("key", "decode", 1)
-        assert manager.recall("key", "decode") == 1
-    assert manager.recall("key", "decode") is None
-
-
-def test_nothing_is_recalled_where_each_request_has_to_be_seen() -> None:
-    class Counting(WorkspaceManager):
-        def get_simultaneous(self, *specs: Any, **options: Any) -> list[torch.Tensor]:
-            return super().get_simultaneous(*specs, **options)
-
-    for manager in (WorkspaceManager(debug=True), Counting()):
-        manager.keep("key", "decode", 1)
-        assert manager.recall("key", "decode") is None
-    was_debugged = WorkspaceManager(debug=True)
-    was_debugged.get_simultaneous(((4,), torch.float32))
-    was_debugged.debug = False
-    was_debugged.keep("key", "decode", 1)
-    assert was_debugged.recall("key", "decode") is None
-
-
-def test_what_is_kept_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_are_remembered_for_so_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "_MOST_MADE", 3)
     manager = WorkspaceManager()
     for n in range(10):
-        manager.keep(n, "decode", n)
-        assert manager.recall(n, "decode") == n
-        assert len(manager._kept["decode"]) <= 3
+        (view,) = manager.get_simultaneous(((n + 1,), torch.float32), lane="decode")
+        assert manager.get_simultaneous(((n + 1,), torch.float32), lane="decode")[0] is view
+        assert len(manager._made["decode"]) <= 3

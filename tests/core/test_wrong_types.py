@@ -47,8 +47,10 @@ def test_a_call_refuses_them_after_steps_that_are_known(argument: str, value: ob
 
 def test_an_error_of_a_workspace_of_ones_own_is_not_hidden() -> None:
     class Broken(ds.WorkspaceManager):
-        def recall(self, *_: object) -> None:
+        def require(self, *_: object, **__: object) -> None:
             raise AttributeError("mine")
+
+        get_simultaneous = require  # type: ignore[assignment]
 
     with pytest.raises(AttributeError, match=r"^mine$"):
         forward_mqa(**{**good(SWA), "workspace": Broken()})

@@ -12,40 +12,56 @@ from torch import Tensor
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core import indices
-from dsv4attn.core.contract import AttentionCall
+from dsv4attn.core.contract import AttentionCall, Phase, Run
+from dsv4attn.core.index_ops import IndexStep
 from dsv4attn.core.keys import DenseIndices, GatheredKeys
 from dsv4attn.core.layout import PagedKVCache
 from tests.testing.plants import attend, int32_offsets
 
 
-def first_layers(name: str) -> Callable[[AttentionCall], None]:
-    """An argument of the first layer stays in what may be kept, and serves the other layers of the step."""
+class FirstLayers(ReferenceBackend):
+    """A prepared call binds an argument of the first layer, which then serves the other layers of the step.
 
-    def wrong(call: AttentionCall) -> None:
-        if call.kept is not None:
-            given = call.kept.setdefault(name, getattr(call, name))
-            call = attrs.evolve(call, **{name: given})
-        attend(call)
+    number: of the argument of `Run`. phase: whose calls do so.
+    """
 
-    return wrong
+    def __init__(self, number: int, phase: str = "") -> None:
+        super().__init__()
+        self._number, self._phase = number, phase
+
+    def prepare(self, phase: Phase, call: AttentionCall) -> Run:
+        prepared = super().prepare(phase, call)
+        right: Any = prepared
+        first = call.q, call.out, call.lse, call.attn_sink, call.caches
+        if not phase.value.startswith(self._phase):
+            return prepared
+
+        def wrong(*given: Any) -> None:
+            right(*[first[i] if i == self._number else one for i, one in enumerate(given)])
+
+        return wrong
 
 
 class _Replays:
-    """Index steps of which one returns a function that writes what the first layer had."""
+    """Index steps of which one, prepared, writes what the first layer had."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(indices, name)
 
-    def compute_global_topk_indices_and_lens(self, *args: Any, out: tuple[Tensor, Tensor]) -> Callable[[], None]:
+    @IndexStep
+    @staticmethod
+    def compute_global_topk_indices_and_lens(
+        topk: Tensor, *args: Any, out: tuple[Tensor, Tensor]
+    ) -> Callable[[Tensor], None]:
         true: Any = indices.compute_global_topk_indices_and_lens
-        true(*args, out=out)
+        true(topk, *args, out=out)
         first = [tensor.clone() for tensor in out]
 
-        def again() -> None:
+        def replay(_: Tensor) -> None:
             for tensor, values in zip(out, first, strict=True):
                 tensor.copy_(values)
 
-        return again
+        return replay
 
 
 def replaying() -> Any:

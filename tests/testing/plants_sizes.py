@@ -97,7 +97,7 @@ def steps(change: Callable[[Any], Any], *names: str) -> ReferenceBackend:
     """A backend whose index steps, those of the builder too, get other arguments."""
     backend = ReferenceBackend()
     changed: Any = _Changed(change, *names)
-    backend.steps = backend.builder_steps = changed  # type: ignore[attr-defined]
+    backend.steps = backend.builder_steps = changed
     return backend
 
 

@@ -18,19 +18,20 @@ from dsv4attn.backends._triton.index_ops import builder, dense
 from dsv4attn.backends._triton.launching.runtime import multiprocessors
 from dsv4attn.backends._triton.launching.warmup import warm
 from dsv4attn.backends._triton.tuning import Tuning, row_of
-from dsv4attn.core.checks import check_keys
 from dsv4attn.core.contract import (
     AttentionCall,
+    BackendDefaults,
     BuilderSteps,
     Forms,
     IndexForm,
     IndexSteps,
     KeyForm,
     Phase,
+    Run,
 )
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.tensorspec import check_strides
 from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.core.workspace import BufferSpec
@@ -39,7 +40,7 @@ from dsv4attn.errors import ArgumentError
 __all__ = ["TritonBackend"]
 
 
-class TritonBackend:
+class TritonBackend(BackendDefaults):
     """Attention on pages in both phases. A room says its name and its tuning, and overrides what it does otherwise.
 
     tuning: row of the room's table; "auto" takes the device's own. deterministic: no row's bits depend on what else is
@@ -96,47 +97,23 @@ class TritonBackend:
         """None: kernels write where they are told."""
         return 0
 
-    def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
-        """See `contract.Backend`."""
-        check_keys(k, cache, slot_mapping)
-        insert.quantize_and_insert_k_cache(k, cache, slot_mapping)
+    quantize_and_insert_k_cache = staticmethod(insert.quantize_and_insert_k_cache)
+    qnorm_rope_kv_insert = staticmethod(insert.qnorm_rope_kv_insert)
+    dequantize_and_gather_k_cache = staticmethod(gather.dequantize_and_gather_k_cache)
 
-    def qnorm_rope_kv_insert(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        cache: PagedKVCache,
-        slot_mapping: Tensor,
-        positions: Tensor,
-        cos_sin_cache: Tensor,
-        eps: float,
-    ) -> None:
-        """See `contract.Backend`. One kernel: no copy of kv is made."""
-        tensors = {"q": q, "kv": kv, "slot_mapping": slot_mapping, "positions": positions}
-        check_strides(written=("q",), cos_sin_cache=cos_sin_cache, **tensors)
-        insert.qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, cos_sin_cache, eps)
-
-    def dequantize_and_gather_k_cache(
-        self,
-        out: Tensor,
-        cache: PagedKVCache,
-        seq_lens: Tensor,
-        gather_lens: Tensor | None,
-        block_table: Tensor,
-        offset: int,
-    ) -> None:
-        """See `contract.Backend`."""
-        tensors = {"out": out, "seq_lens": seq_lens, "gather_lens": gather_lens, "block_table": block_table}
-        check_strides(written=("out",), **tensors)
-        gather.dequantize_and_gather_k_cache(out, cache, seq_lens, gather_lens, block_table, offset)
+    def prepare(self, phase: Phase, call: AttentionCall) -> Run:
+        """See `contract.BackendDefaults`. One kernel for both phases; it takes gathered rows too."""
+        if phase is Phase.PREFILL:
+            return attend.prepare(call, self.tuning.of(phase))
+        return attend.prepare(call, self.tuning, tiles_per_split=self.tuning.run if self.deterministic else 0)
 
     def decode(self, call: AttentionCall) -> None:
         """See `contract.Backend`."""
-        attend.attend(call, self.tuning, tiles_per_split=self.tuning.run if self.deterministic else 0)
+        self.prepare(Phase.DECODE, call)(call.q, call.out, call.lse, call.attn_sink, call.caches)
 
     def prefill(self, call: AttentionCall) -> None:
-        """See `contract.Backend`. The same kernel; it takes gathered rows too."""
-        attend.attend(call, self.tuning.of(Phase.PREFILL))
+        """See `contract.Backend`."""
+        self.prepare(Phase.PREFILL, call)(call.q, call.out, call.lse, call.attn_sink, call.caches)
 
     def inv_rope_o_proj(
         self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, num_groups: int
@@ -148,7 +125,7 @@ class TritonBackend:
         )
 
     def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:
-        """See `contract.CompiledBackend`."""
+        """See `contract.BackendDefaults`."""
         tuning = self._tuning(device)
         yield from dense.variants()
         promised = {"aligned": bounds.aligned, "aligned_rows": bounds.aligned_rows}
@@ -192,7 +169,7 @@ class TritonBackend:
                 yield from attend.variants(shape, numbers, sinks=bounds.with_sink, lses=bounds.with_lse)
 
     def warmup(self, bounds: Bounds, device: torch.device) -> int:
-        """See `contract.CompiledBackend`."""
+        """See `contract.BackendDefaults`."""
         return warm(self.kernel_variants(bounds, DeviceFacts.here(device)), device, name=self.name)
 
 

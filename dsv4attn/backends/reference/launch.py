@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4attn.backends.reference import kernels
 from dsv4attn.core import indices
 from dsv4attn.core.checks import check_attention_strides, check_keys
-from dsv4attn.core.contract import AttentionCall, Forms, IndexForm, IndexSteps, KeyForm, Phase
+from dsv4attn.core.contract import AttentionCall, BackendDefaults, Forms, IndexForm, IndexSteps, KeyForm, Phase
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
@@ -31,7 +31,7 @@ def _form(kind: type[AnyForm], option: str, value: AnyForm | str) -> AnyForm:
         raise UnknownNameError(f"{option} form", str(value), names) from None
 
 
-class ReferenceBackend:
+class ReferenceBackend(BackendDefaults):
     """Plain torch. Takes every form of keys and indices, so that core can be proven in all of them."""
 
     name = "reference"
@@ -106,8 +106,8 @@ class ReferenceBackend:
     def decode(self, call: AttentionCall) -> None:
         """See `contract.Backend`."""
         check_attention_strides(call)
-        told = call.lse, call.max_logits, call.empty_lse
-        kernels.attend(call.q, call.keys, call.layer.scale, call.attn_sink, call.out, *told)
+        results = call.out, call.lse, call.max_logits, call.empty_lse
+        kernels.attend(call.q, call.keys, call.layer.scale, call.attn_sink, *results)
 
     def prefill(self, call: AttentionCall) -> None:
         """See `contract.Backend`. The reference has one attention for both phases."""

@@ -28,5 +28,5 @@ class RocmBackend(TritonBackend):
     )
 
     def metadata_extension(self, geometry: ModelGeometry, limits: Limits, device: torch.device) -> RocmMetadata:
-        """See `contract.ExtendingBackend`."""
+        """See `contract.BackendDefaults`."""
         return RocmMetadata(geometry, limits, device)

@@ -18,10 +18,11 @@ from torch import Tensor
 from dsv4attn.backends.sm120.flashinfer_launches import Copies, Results
 from dsv4attn.backends.sm120.probe import TILE, Found, find, forget, reasons
 from dsv4attn.core.chunking import round_up
-from dsv4attn.core.contract import AttentionCall
+from dsv4attn.core.contract import AttentionCall, Run
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.layout import KVCacheLayout, check_layout
+from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.workspace import BufferSpec
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnsupportedError
 
@@ -96,7 +97,6 @@ class FlashInferAttention:
         self._plans: dict[tuple[int, ...], _Plan] = {}
         self._forms: dict[tuple[object, ...], _Form] = {}
         self._views: dict[int, _View] = {}
-        self._layout = _LAYOUT
 
     def scratch(self, layer: LayerGeometry, tokens: int, width: int, extra_width: int) -> Sequence[BufferSpec]:
         """Views that `run` needs for so many rows of `width` and `extra_width` columns, of the second cache if any.
@@ -141,12 +141,18 @@ class FlashInferAttention:
             form = self._form(call)
         except Dsv4AttnError:
             return None
-        return form if len(call.scratch) == len(form.plan.specs) else None
+        asked, given = [tuple(shape) for shape, _ in form.plan.specs], [tuple(view.shape) for view in call.scratch]
+        return form if asked == given else None
+
+    def prepare(self, call: AttentionCall, form: _Form | None = None) -> Run:
+        """See `contract.BackendDefaults`. form: of this call, from `fit`. Raises as `run` does."""
+        form = form or self._form(call)
+        return lambda *addresses: self.run(call.at(*addresses), call.scratch, form)
 
     def run(self, call: AttentionCall, scratch: Sequence[Tensor], form: _Form | None = None) -> None:
         """Attend. scratch: views as `scratch` says for this call's widths. No memory is allocated, nothing is read.
 
-        form: of this very call, from `fit`. With an lse and a sink, FlashInfer runs twice: without the sink for the
+        form: of this call, from `fit`. With an lse and a sink, FlashInfer runs twice: without the sink for the
         lse, with it for out, so that asking for an lse changes no bit of out.
         Raises ArgumentError, before a result is written, for tensors it cannot take, and UnsupportedError in a capture
         of shapes that never ran before.
@@ -234,36 +240,26 @@ class FlashInferAttention:
         return known
 
     def _form(self, call: AttentionCall) -> _Form:
-        """What follows from a call's shapes. Raises unless FlashInfer can load it, and bytes mean what it thinks."""
-        q, out, lse, sink = call.q, call.out, call.lse, call.attn_sink
-        start, keys = q.data_ptr() | out.data_ptr(), _paged(call)
-        # all that FlashInfer plans by, that the checks look at, and that is launched around it
-        seen: list[object] = [q.device, q.dtype, out.dtype, q.shape, q.stride(), out.stride(), call.max_logits is None]
-        seen += (
-            None if lse is None else (lse.dtype, lse.stride(), call.empty_lse),
-            None if sink is None else (sink.dtype, sink.stride()),
-        )
+        """What follows from a call's signature. Raises unless FlashInfer can load it, and bytes mean what it thinks."""
+        tensors, sizes, keys = [call.q, call.out, call.lse, call.attn_sink], [], _paged(call)
         for segment in keys:
             rows, cache = segment.rows, segment.cache
-            seen += (rows.planned_by, rows.indices.shape[0], cache.num_blocks, cache.block_size, cache.page_stride)
-            if cache.layout is not self._layout and cache.layout != self._layout:
-                check_layout(cache.layout, _LAYOUT, "cache")
-                self._layout = cache.layout
-            start |= cache.tensor.data_ptr()
-        key = tuple(seen)
+            tensors += [rows.indices, rows.lens, cache.tensor]
+            sizes.append((cache.layout.fingerprint, cache.block_size))
+        key = signature(*tensors), *sizes, call.layer.scale, call.empty_lse, call.max_logits is None
         form = self._forms.get(key)
-        if form is None:
-            form = remember(self._forms, key, self._formed(call))
-        if start % 16:
-            begins = [q, out, *(segment.cache.tensor for segment in keys)]
-            actual = [tensor.data_ptr() % 16 for tensor in begins]
-            expected = "q, out and caches to begin at multiples of 16 bytes"
-            raise ArgumentError("tensors", expected=expected, actual=f"{actual} bytes behind one", hint=_COPY)
-        return form
+        return form or remember(self._forms, key, self._formed(call))
 
     def _formed(self, call: AttentionCall) -> _Form:
         """Raise ArgumentError for what FlashInfer would refuse whatever its memory; else say what follows from it."""
         q, lse, keys = call.q, call.lse, _paged(call)
+        for segment in keys:
+            check_layout(segment.cache.layout, _LAYOUT, "cache")
+        begins = [q, call.out, *(segment.cache.tensor for segment in keys)]
+        if any(tensor.data_ptr() % 16 for tensor in begins):
+            actual = [tensor.data_ptr() % 16 for tensor in begins]
+            expected = "q, out and caches to begin at multiples of 16 bytes"
+            raise ArgumentError("tensors", expected=expected, actual=f"{actual} bytes behind one", hint=_COPY)
         if call.max_logits is not None:
             raise ArgumentError("max_logits", expected="None: FlashInfer does not tell them", actual="a tensor")
         if q.dtype is not torch.bfloat16:

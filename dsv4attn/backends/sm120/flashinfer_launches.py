@@ -9,9 +9,8 @@ from typing import cast
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton.attention.attend import Again, may_go_again
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.runtime import Constants
+from dsv4attn.backends._triton.launching.runtime import Constants, Launch
 from dsv4attn.backends.sm120.kernels import prepare, settle
 from dsv4attn.core.contract import AttentionCall
 from dsv4attn.core.keys import PagedKeys
@@ -33,7 +32,7 @@ class Copies:
 
     rows: tuple[int, ...]
     pieces: int
-    again: Again
+    kernel: Launch
 
     @classmethod
     def of(cls, call: AttentionCall, wide: int, rows: Sequence[tuple[int, PagedKeys, int]]) -> Copies:
@@ -46,7 +45,7 @@ class Copies:
             numbers += (indices.shape[1], room, *indices.stride(), min(capacity, _LARGEST_SLOT))
         numbers += (0,) * (5 * (2 - len(rows)))
         pieces = max(1, -(-wide // _HEADS), *(-(-room // _COLUMNS) for *_, room in rows))
-        return cls(tuple(i for i, *_ in rows), pieces, Again(prepare, _BEFORE[unit], (*numbers, pieces)))
+        return cls(tuple(i for i, *_ in rows), pieces, Launch(prepare, _BEFORE[unit], (*numbers, pieces)))
 
     def launch(
         self,
@@ -59,14 +58,14 @@ class Copies:
     ) -> None:
         """Fill wide_q [T, wide, D], wide_sink [wide], and the copied ones of `to`, which has one for each segment.
 
-        usual: whether what is filled has the dtypes it has in other launches.
+        usual: whether the filled tensors have the dtypes they have in other launches.
         """
         q, keys = call.q, cast("Sequence[PagedKeys]", call.keys)
         rows = [keys[i].rows.indices for i in self.rows]
         none = (None,) * (2 - len(rows))
         sink = None if wide_sink is None else call.attn_sink
         pointers = q, sink, *rows, *none, wide_q, wide_sink, *[to[i] for i in self.rows], *none
-        self.again.launch(q.shape[0] * self.pieces, pointers, free=usual and may_go_again(pointers))
+        (self.kernel if usual else self.kernel.once)(q.shape[0] * self.pieces, pointers)
 
 
 @frozen(eq=False)
@@ -75,7 +74,7 @@ class Results:
 
     lse: bool
     pieces: int
-    again: Again
+    kernel: Launch
 
     @classmethod
     def of(cls, call: AttentionCall, wide: int, lse: Tensor | None, *, out: bool, direct: bool) -> Results:
@@ -85,16 +84,16 @@ class Results:
         to = (0, 0) if lse is None else lse.stride()
         pieces = -(-call.q.shape[1] // _HEADS) if out else 1
         numbers = *(to if direct else (wide, 1)), *to, *_units(strides, unit), call.q.shape[1], wide, pieces
-        return cls(lse is not None, pieces, Again(settle, _BEHIND[unit], (*numbers, call.empty_lse)))
+        return cls(lse is not None, pieces, Launch(settle, _BEHIND[unit], (*numbers, call.empty_lse)))
 
     def launch(self, told: Tensor, wide_out: Tensor | None, call: AttentionCall, *, usual: bool = True) -> None:
         """told: what FlashInfer wrote as lse. wide_out: what it wrote as output; None if that is `call.out`.
 
-        usual: whether both have the dtypes they have in other launches.
+        usual: whether both have the dtypes that they have in other launches.
         """
         out, lse = None if wide_out is None else call.out, call.lse if self.lse else None
         pointers = told, lse, wide_out, out
-        self.again.launch(call.q.shape[0] * self.pieces, pointers, free=usual and may_go_again(pointers))
+        (self.kernel if usual else self.kernel.once)(call.q.shape[0] * self.pieces, pointers)
 
 
 def _unit(strides: Sequence[int]) -> int:

@@ -17,7 +17,7 @@ from dsv4attn.backends.sm120.flashinfer_launches import variants
 from dsv4attn.backends.sm120.probe import HEADS
 from dsv4attn.backends.sm120.tuning import ROWS
 from dsv4attn.core.chunking import round_up
-from dsv4attn.core.contract import AttentionCall, Forms, KeyForm, Phase, Products
+from dsv4attn.core.contract import AttentionCall, Forms, KeyForm, Phase, Products, Run
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.problem import CacheFacts, Problem, Reason
@@ -134,18 +134,19 @@ class Sm120Backend(TritonBackend):
                 bound += round_up(simultaneous_bytes(list(specs)), ALIGNMENT)
         return bound
 
-    def decode(self, call: AttentionCall) -> None:
-        """See `contract.Backend`."""
-        if not self._by_vendor(Phase.DECODE, call):
-            super().decode(call)
-
-    def prefill(self, call: AttentionCall) -> None:
-        """See `contract.Backend`."""
-        if not self._by_vendor(Phase.PREFILL, call):
-            super().prefill(call)
+    def prepare(self, phase: Phase, call: AttentionCall) -> Run:
+        """See `contract.BackendDefaults`. By FlashInfer if it serves the call."""
+        vendor = self.vendor
+        if isinstance(vendor, Reason) or self.reasons(phase, call.layer, call.q.shape[0]):
+            return super().prepare(phase, call)
+        form = vendor.fit(call) if self._kernel == AUTO else None
+        if form is None and self._kernel == AUTO:
+            # planned by shapes for FlashInfer, and not its kind of memory: our kernel needs no scratch
+            return super().prepare(phase, evolve(call, scratch=()))
+        return vendor.prepare(call, form)
 
     def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:
-        """See `contract.CompiledBackend`. What stands around FlashInfer's kernels too, whether or not it is there."""
+        """See `contract.BackendDefaults`. What stands around FlashInfer's kernels too, whether or not it is there."""
         yield from super().kernel_variants(bounds, device)
         if self._kernel == FLASHINFER or (self._kernel == AUTO and device.matches(ARCHS)):
             sinks, lses, copies = bounds.with_sink, bounds.with_lse, not self._in_range
@@ -153,22 +154,6 @@ class Sm120Backend(TritonBackend):
                 yield from variants(sinks, lses, padded=padded, copies=copies, aligned=bounds.aligned_rows)
 
     def warmup(self, bounds: Bounds, device: torch.device) -> int:
-        """See `contract.CompiledBackend`. FlashInfer is imported here, and compiles when its shapes run first."""
+        """See `contract.BackendDefaults`. FlashInfer is imported here, and compiles when its shapes run first."""
         _ = self.vendor
         return super().warmup(bounds, device)
-
-    def _by_vendor(self, phase: Phase, call: AttentionCall) -> bool:
-        """Run a call by FlashInfer if it serves it; nothing has happened if it does not."""
-        vendor = self.vendor
-        if isinstance(vendor, Reason) or self.reasons(phase, call.layer, call.q.shape[0]):
-            return False
-        form = vendor.fit(call) if self._kernel == AUTO else None
-        if form is None and self._kernel == AUTO:
-            # planned by shapes for FlashInfer, and not its kind of memory: our kernel needs no scratch
-            self._own(phase, evolve(call, scratch=()))
-            return True
-        vendor.run(call, call.scratch, form)
-        return True
-
-    def _own(self, phase: Phase, call: AttentionCall) -> None:
-        (super().decode if phase is Phase.DECODE else super().prefill)(call)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention import attend
-from dsv4attn.backends._triton.attention.attend import Again, divider, may_go_again
+from dsv4attn.backends._triton.attention.attend import divider
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.ready import is_plain
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, multiprocessors
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.backends.sm90.choice import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_parts import add_up
@@ -24,10 +24,10 @@ from dsv4attn.backends.sm90.kernels_schedule import PAGES
 from dsv4attn.backends.sm90.kernels_schedule import ROWS as BF16_ROWS
 from dsv4attn.backends.sm90.tuning import PAGED, ROWED, ROWS, Roles
 from dsv4attn.core.checks import check_attention_strides
-from dsv4attn.core.contract import AttentionCall, KeyForm, Phase
+from dsv4attn.core.contract import AttentionCall, KeyForm, Phase, Run
 from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
-from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
+from dsv4attn.core.keys import DenseIndices, GatheredKeys
+from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.core.workspace import ALIGNMENT, BufferSpec
 from dsv4attn.errors import ArgumentError
@@ -95,48 +95,20 @@ class Sm90Backend(TritonBackend):
             return super().scratch_bound(phase, layer, max_tokens, max_width)
         return _programs(layer.num_heads) * 2 * HEADS * (DIM + 2) * 4 + max(max_tokens, 1) * 8 + 4 * ALIGNMENT
 
-    def decode(self, call: AttentionCall) -> None:
-        """See `contract.Backend`."""
-        if not self._serve(call):
-            super().decode(self._shared(Phase.DECODE, call))
-
-    def prefill(self, call: AttentionCall) -> None:
-        """See `contract.Backend`. Either form of keys is served, whichever core was asked for."""
-        if not self._serve(call):
-            super().prefill(self._shared(Phase.PREFILL, call))
-
-    def _serve(self, call: AttentionCall) -> bool:
-        """Run a call by the room's own kernel if that can; nothing has happened if not."""
-        if len(call.scratch) != 4:
-            return False
-        q, out, lse, top, sink, kept = call.q, call.out, call.lse, call.max_logits, call.attn_sink, call.kept
-        low = (q.data_ptr() | out.data_ptr()) % WIDE
-        known: tuple[_Plan, bool] | None = None if kept is None else kept.get(low)
-        plan = known[0] if known else _planned(call)
-        if plan is None:
-            return False
-        if not plan.adders:
-            return True
-        part, part_lse, part_max, table = call.scratch
-        maxima = None if top is None else part_max
-        given = (q, out, lse, top, sink, part, part_lse, maxima, table, *_pointers(call.keys))
-        plain = known[1] if known else is_plain(given)
-        if kept is not None and not known:
-            kept[low] = plan, plain
-        free = plain and may_go_again(())
-        plan.attention.launch(plan.programs, given, free=free)
-        plan.adding.launch(plan.adders, (part, part_lse, maxima, table, out, lse, top, sink), free=free)
-        return True
-
-    def _shared(self, phase: Phase, call: AttentionCall) -> AttentionCall:
-        """The same call with scratch as the shared kernel asks for it."""
-        if len(call.scratch) != 4:
-            return call
-        tokens = call.q.shape[0]
-        splits = self._splits(phase, call.layer, tokens, _width(call))
-        views = [spec for spec, _ in attend.scratch(tokens, call.layer, splits)]
-        memory = zip(call.scratch, views, strict=False)
-        return evolve(call, scratch=[own.view(-1)[: _size(shape)].view(*shape) for own, shape in memory])
+    def prepare(self, phase: Phase, call: AttentionCall) -> Run:
+        """See `contract.BackendDefaults`. Either form of keys is served, whichever core was asked for."""
+        if not call.scratch or not self._may_serve(call.layer):
+            return super().prepare(phase, call)
+        check_attention_strides(call)
+        found = _segments_of(call)
+        if found is not None:
+            return _prepare(call, *found)
+        # the parts of the shared kernel, in the same memory
+        splits = self._splits(phase, call.layer, call.q.shape[0], _width(call))
+        shapes = [shape for shape, _ in attend.scratch(call.q.shape[0], call.layer, splits)]
+        pairs = zip(call.scratch, shapes, strict=False)
+        parts = [own.view(-1)[: prod(shape)].view(*shape) for own, shape in pairs]
+        return super().prepare(phase, evolve(call, scratch=parts))
 
     def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """The room's own forms, and the shared ones where calls may go there."""
@@ -165,98 +137,46 @@ def _programs(heads: int) -> int:
     return max(multiprocessors() // blocks, 1) * blocks
 
 
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
+def _prepare(call: AttentionCall, kind: int, numbers: Sequence[int]) -> Run:
+    """Launches of the own kernel, which leaves parts of rows, and of the one that combines them."""
+    q, top, keys = call.q, call.max_logits, call.keys
+    tokens, heads, _ = q.shape
+    kernel, roles = _own(kind)
+    constants, combining = _constants(1 if isinstance(keys, GatheredKeys) else len(keys), kind, heads)
+    each, chosen = combining[tokens * heads > roles.few]
+    results = [*call.out.stride()[:2]]
+    for optional in (call.lse, top):
+        results += (0, 0) if optional is None else optional.stride()
+    scale, empty_lse = call.layer.scale, call.empty_lse
+    own = Launch(kernel, constants, (*q.stride()[:2], *results, *numbers, tokens, roles.least, scale, empty_lse))
+    combine = Launch(add_up, chosen, (*results, empty_lse), roles.warps)
+    programs, combiners = _programs(heads) if tokens else 0, tokens * each
+    part, part_lse, part_max, table = call.scratch
+    maxima = None if top is None else part_max
+    gathered = keys.kv if isinstance(keys, GatheredKeys) else None
+    rows: list[Any] = [keys.rows] if isinstance(keys, GatheredKeys) else [segment.rows for segment in keys]
+    # the only segment stands in the places of two
+    (first, first_lens), (last, last_lens) = ((one.indices, one.lens) for one in (rows[0], rows[-1]))
+
+    def run(
+        q: Tensor, out: Tensor, lse: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
+    ) -> None:
+        one, other = (caches[0].tensor, caches[-1].tensor) if gathered is None else (gathered, gathered)
+        parts = part, part_lse, maxima, table
+        own(programs, (q, out, lse, top, attn_sink, *parts, one, first, first_lens, other, last, last_lens))
+        combine(combiners, (*parts, out, lse, top, attn_sink))
+
+    return run
 
 
-@frozen(eq=False)
-class _Plan:
-    """What follows from shapes, strides, dtypes, alignments and the device.
-
-    attention, adding: launches of both kernels. programs, adders: how many programs they have; 0 adders: no rows.
-    """
-
-    attention: Again
-    adding: Again
-    programs: int
-    adders: int
-
-
-_plans: dict[tuple[Any, ...], tuple[_Plan | None, tuple[Any, ...]]] = {}
-"""Every layer of every step asks for the same; with layouts, which keys know by identity. A key holds all that numbers
-and constants follow from, and all by which forms differ besides: the device, dtypes, and which pointers are None."""
-_MOST_PLANS = 1024
-
-
-def _planned(call: AttentionCall) -> _Plan | None:
-    """The plan of a call; None if the shared kernel serves."""
-    q, out, lse, top, sink, layer = call.q, call.out, call.lse, call.max_logits, call.attn_sink, call.layer
-    seen: list[Any] = [layer.nope_dim, layer.softmax_scale, call.empty_lse, q.get_device(), q.dtype, out.dtype, q.shape]
-    seen += (
-        q.stride(),
-        out.stride(),
-        (q.data_ptr() | out.data_ptr()) % WIDE,
-        sink if sink is None else (sink.dtype, sink.stride()),
-    )
-    seen += (lse if lse is None else (lse.dtype, lse.stride()), top if top is None else (top.dtype, top.stride()))
-    keys: Any = (call.keys,) if isinstance(call.keys, GatheredKeys) else call.keys
-    for segment in keys:
-        rows = segment.rows
-        if not isinstance(rows, DenseIndices):
-            return None
-        if isinstance(segment, GatheredKeys):
-            tensor = segment.kv
-        else:
-            tensor = segment.cache.tensor
-            seen += (id(segment.cache.layout), segment.cache.block_size)
-        seen += (rows.planned_by, tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % WIDE)
-    key = tuple(seen)
-    known = _plans.get(key)
-    if known is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        layouts = () if isinstance(call.keys, GatheredKeys) else tuple(one.cache.layout for one in keys)
-        known = _plans[key] = _plan_of(call), layouts
-    return known[0]
-
-
-def _pointers(keys: Sequence[PagedKeys] | GatheredKeys) -> Sequence[Any]:
-    """Of both segments, dense ones, an only one standing for both."""
-    if isinstance(keys, GatheredKeys):
-        rows: Any = keys.rows
-        return (keys.kv, rows.indices, rows.lens) * 2
-    first: Any = keys[0]
-    last: Any = keys[-1]
-    one, other = first.rows, last.rows
-    return first.cache.tensor, one.indices, one.lens, last.cache.tensor, other.indices, other.lens
-
-
-def _plan_of(call: AttentionCall) -> _Plan | None:
-    check_attention_strides(call)
+def _segments_of(call: AttentionCall) -> tuple[int, Sequence[int]] | None:
+    """Kind and numbers of the keys; None if the shared kernel serves the call."""
     q, out, keys = call.q, call.out, call.keys
     if q.dtype != torch.bfloat16 or out.dtype != torch.bfloat16 or not (_is_wide(q) and _is_wide(out)):
         return None
-    found = _rows(keys) if isinstance(keys, GatheredKeys) else _segments(keys)
-    if found is None:
-        return None
-    kind, numbers = found
-    tokens, heads, _ = q.shape
-    to = [*out.stride()[:2]]
-    for told in (call.lse, call.max_logits):
-        to += (0, 0) if told is None else told.stride()
-    attention, roles = _own(kind)
-    constants, adding = _constants(1 if isinstance(keys, GatheredKeys) else len(keys), kind, heads)
-    each, chosen = adding[tokens * heads > roles.few]
-    given = (*q.stride()[:2], *to, *numbers, tokens, roles.least, call.layer.scale, call.empty_lse)
-    return _Plan(
-        Again(attention, constants, given),
-        Again(add_up, chosen, (*to, call.empty_lse), roles.warps),
-        _programs(heads),
-        tokens * each,
-    )
+    if isinstance(keys, GatheredKeys):
+        return _rows(keys)
+    return _segments(keys) if all(isinstance(segment.rows, DenseIndices) for segment in keys) else None
 
 
 def _own(kind: int) -> tuple[Any, Roles]:

@@ -28,11 +28,11 @@ from dsv4attn.backends.xpu.tuning import DECODE, FUSED, GATHERED, ROWS, RUN_BYTE
 from dsv4attn.core import workspace
 from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.chunking import round_up
-from dsv4attn.core.contract import AttentionCall, Forms, KeyForm, Phase
+from dsv4attn.core.contract import AttentionCall, Forms, KeyForm, Phase, Run
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.core.workspace import BufferSpec
 from dsv4attn.errors import ArgumentError
@@ -44,14 +44,14 @@ COLUMNS = 16
 
 
 @frozen
-class Run:
+class GatherTile:
     """Tokens that are gathered at the same time, and columns of each."""
 
     tokens: int
     columns: int
 
     @classmethod
-    def of(cls, tokens: int, width: int, head_dim: int) -> Run:
+    def of(cls, tokens: int, width: int, head_dim: int) -> GatherTile:
         """As many as fit, of so many tokens with `width` selected keys; at least one."""
         columns = round_up(max(width, 1), COLUMNS)
         return cls(max(min(tokens, RUN_BYTES // (2 * columns * head_dim)), 1), columns)
@@ -93,7 +93,7 @@ class XpuBackend(TritonBackend):
         """Parts of the rows; before them, where decode gathers: keys, packed indices and lengths of one run."""
         if phase is Phase.PREFILL or not self.gathers:
             return super().scratch(phase, layer, tokens, width)
-        run = Run.of(tokens, width, layer.head_dim)
+        run = GatherTile.of(tokens, width, layer.head_dim)
         gathered = [
             ((run.rows, layer.head_dim), torch.bfloat16),
             ((run.tokens, run.columns), torch.int32),
@@ -110,11 +110,10 @@ class XpuBackend(TritonBackend):
         gathered = rows * (row_bytes + 4) + 4 * tokens + 3 * workspace.ALIGNMENT
         return round_up(gathered + super().scratch_bound(phase, layer, tokens, columns), workspace.ALIGNMENT)
 
-    def decode(self, call: AttentionCall) -> None:
-        """See `contract.Backend`. Where keys are gathered: run after run, each in the same scratch memory."""
-        if not self.gathers:
-            super().decode(call)
-            return
+    def prepare(self, phase: Phase, call: AttentionCall) -> Run:
+        """See `contract.BackendDefaults`. Where keys are gathered: run after run, each in the same scratch memory."""
+        if phase is Phase.PREFILL or not self.gathers:
+            return super().prepare(phase, call)
         check_attention_strides(call)
         segments: Any = call.keys
         kv, packed, lens, *parts = call.scratch
@@ -122,23 +121,31 @@ class XpuBackend(TritonBackend):
         if row_dtype != kv.dtype:
             kv = kv.view(-1).view(row_dtype).view(-1, kv.shape[1])
         step = min(kv.shape[0] // packed.shape[1], packed.shape[0])
+        runs = []
         for first in range(0, call.q.shape[0], step):
-            part = slice(first, first + step)
-            q, out = call.q[part], call.out[part]
-            lse, max_logits = _rows_of(call.lse, part), _rows_of(call.max_logits, part)
-            n = q.shape[0]
-            rows = DenseIndices(packed[:n], lens[:n])
-            gather_selected(kv, rows, segments, part)
-            scratch = [each[:n] for each in parts]
-            keys = GatheredKeys(kv, rows)
-            super().decode(evolve(call, q=q, keys=keys, out=out, lse=lse, scratch=scratch, max_logits=max_logits))
+            part = slice(first, min(first + step, call.q.shape[0]))
+            n = part.stop - first
+            rows, scratch = DenseIndices(packed[:n], lens[:n]), [each[:n] for each in parts]
+            extras = evolve(call.extras, max_logits=_rows_of(call.max_logits, part))
+            one = evolve(call, q=call.q[part], out=call.out[part], lse=_rows_of(call.lse, part), extras=extras)
+            attend = super().prepare(phase, evolve(one, keys=GatheredKeys(kv, rows), scratch=scratch))
+            runs.append((part, rows, attend))
+
+        def run(
+            q: Tensor, out: Tensor, lse: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
+        ) -> None:
+            for part, rows, attend in runs:
+                gather_selected(kv, rows, [evolve(s, cache=c) for s, c in zip(segments, caches, strict=True)], part)
+                attend(q[part], out[part], _rows_of(lse, part), attn_sink, ())
+
+        return run
 
     def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """Gathered rows in prefill; in decode the same, or pages."""
         yield from self._gathered_variants(bounds, layer, tuning)
 
     def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:
-        """See `contract.CompiledBackend`. Only what the chosen form of decode asks for."""
+        """See `contract.BackendDefaults`. Only what the chosen form of decode asks for."""
         yield from super().kernel_variants(bounds, device)
         tuning, gathers = self._tuning(device), self._gathers(device)
         for layer in bounds.layers:

@@ -13,7 +13,8 @@ import torch
 from attrs import evolve, field, frozen
 
 from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.contract import Backend
+from dsv4attn.core.contract import Backend, complete
+from dsv4attn.core.index_ops import IndexStep, prepare_index_step
 from dsv4attn.core.layer import DeepseekV4MLAAttention
 from dsv4attn.tools.bench.step import Step
 
@@ -110,28 +111,37 @@ def _bound(step: Step, backend: Backend) -> DeepseekV4MLAAttention:
 
 
 def _own_steps(step: Step) -> Callable[[], None]:
-    """What core asks of the backend for this step, with the very arguments, and nothing else."""
+    """What core runs of the backend for this step, prepared, with the very arguments, and nothing else."""
     asked: list[Callable[[], Any]] = []
 
-    def note(call: Callable[..., None], *arguments: object, **out: object) -> None:
-        asked.append(partial(call, *arguments, **out))
+    def noting(run: Callable[..., None]) -> Callable[..., None]:
+        return lambda *arguments: asked.append(partial(run, *arguments))
 
-    evolve(step, backend=_instead(step.backend, note)).run()
+    evolve(step, backend=_instead(step.backend, noting)).run()
 
     def run() -> None:
-        for i, call in enumerate(asked):
-            asked[i] = call() or call  # a step may tell how to do the same again, which core heeds too
+        for call in asked:
+            call()
 
     return run
 
 
-def _nothing(*_: object, **__: object) -> None:
-    """A step that does nothing."""
+def _nothing(_: Callable[..., None]) -> Callable[..., None]:
+    """In the place of a run, one that does nothing."""
+    return lambda *_: None
 
 
-def _instead(backend: Backend, act: Callable[..., None]) -> Backend:
-    """A backend that wants what another wants, but gives each step and its arguments to `act`."""
+def _instead(backend: Backend, change: Callable[[Callable[..., None]], Callable[..., None]]) -> Backend:
+    """A backend that wants what another wants, and runs something else than the other has prepared."""
+    whole = complete(backend)
+
+    def changed(step: Callable[..., object]) -> IndexStep[...]:
+        return IndexStep(lambda first, *rest, out: change(prepare_index_step(step, first, *rest, out=out)))
+
     names = "compute_global_topk_indices_and_lens", "build_ragged_indices_from_dense"
-    steps = SimpleNamespace(**{name: partial(act, getattr(backend.steps, name)) for name in names})
+    steps = {name: changed(getattr(backend.steps, name)) for name in names}
+    if whole.translate_to_ragged is not None:
+        steps["compute_global_topk_ragged_indices_and_indptr"] = changed(whole.translate_to_ragged)
     same = {name: getattr(backend, name) for name in ("name", "forms", "scratch")}
-    return cast("Backend", SimpleNamespace(**same, steps=steps, decode=partial(act, backend.decode)))
+    prepare = lambda phase, call: change(whole.prepare(phase, call))  # noqa: E731 - an attribute
+    return cast("Backend", SimpleNamespace(**same, steps=SimpleNamespace(**steps), prepare=prepare))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dsv4attn.backends._triton.compiling.aot import Outcome
     from dsv4attn.backends._triton.compiling.targets import Target
     from dsv4attn.backends._triton.compiling.variant import Variant
-    from dsv4attn.core.contract import CompiledBackend
+    from dsv4attn.core.contract import CompleteBackend
     from dsv4attn.core.geometry import ModelGeometry
     from dsv4attn.core.warmup_spec import Bounds
     from dsv4attn.plugins import Registered
@@ -190,9 +190,10 @@ def _jobs(
     return jobs, failed
 
 
-def _loaded(backend: str | None) -> tuple[dict[str, tuple[Registered, CompiledBackend]], dict[str, str]]:
+def _loaded(backend: str | None) -> tuple[dict[str, tuple[Registered, CompleteBackend]], dict[str, str]]:
     """The backends whose kernels can be compiled; the one that is named must be."""
     from dsv4attn.config import load_settings
+    from dsv4attn.core.contract import BackendDefaults, complete
     from dsv4attn.errors import ArgumentError, Dsv4AttnError
     from dsv4attn.selection import load_backend, registered, registry_for
 
@@ -206,8 +207,9 @@ def _loaded(backend: str | None) -> tuple[dict[str, tuple[Registered, CompiledBa
                 raise
             failed[name] = str(error).splitlines()[0]
             continue
-        if hasattr(made, "kernel_variants"):
-            loaded[name] = (one, made)
+        whole = complete(made)
+        if getattr(whole.kernel_variants, "__func__", None) is not BackendDefaults.kernel_variants:
+            loaded[name] = (one, whole)
         elif backend is not None:
             raise ArgumentError("--backend", expected="one with kernels to compile", actual=repr(backend))
     return loaded, failed

@@ -21,7 +21,7 @@ from torch import Tensor
 from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.core.contract import AttentionCall
+from dsv4attn.core.contract import AttentionCall, Extras
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
@@ -175,7 +175,7 @@ class Trial:
             rows = self.tokens, self.splits, self.heads
             sizes = (*rows, self.layer.head_dim), rows, rows
             parts = [torch.full(size, math.nan, device=DEVICE) for size in sizes]
-        return AttentionCall(self.layer, q, self._keys(), sink, out, told[0], parts, told[1]), bases
+        return AttentionCall(self.layer, q, self._keys(), sink, out, told[0], parts, Extras(told[1])), bases
 
     def _keys(self) -> Sequence[PagedKeys] | GatheredKeys:
         if not self.form.startswith("gathered"):

@@ -21,11 +21,10 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from dsv4attn.backends import _triton, sm120, xpu
-from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import options as options_of
-from dsv4attn.backends._triton.launching import ready, runtime
-from dsv4attn.backends._triton.launching.runtime import Constants, launch, observed
+from dsv4attn.backends._triton.launching import compiled, runtime
+from dsv4attn.backends._triton.launching.runtime import Constants, Launch, launch, observed
 from tests.backends._triton.fakes import FakeDriver, cpu_args, rows_of
 from tests.backends._triton.kernels_gluon import single
 from tests.backends._triton.kernels_small import careless, rows, valued
@@ -155,23 +154,23 @@ def other_roads() -> dict[str, Any]:
 
 
 def again() -> dict[str, Any]:
-    """Roads of one `Again`, and whether it passed what Triton passes; "bound" is the shortest road."""
+    """Roads of one `Launch`, and whether it passed what Triton passes; "bound" is the shortest road."""
     fake, args = on(), cpu_args()
     pointers, numbers = tuple(args[:4]), tuple(args[4:])
-    place, looked = attend.Again(rows, Constants(CONSTANTS), numbers), list[Any]()
+    place, looked = Launch(rows, Constants(CONSTANTS), numbers), list[Any]()
     told: dict[str, Any] = {}
 
     def looking(*args: Any, **options: Any) -> None:
         looked.append(args)
         launch(*args, **options)
 
-    vars(attend)["launch"] = looking
+    vars(runtime)["launch"] = looking
 
     def road(*, where: FakeDriver = fake, given: Sequence[Any] = pointers) -> list[str]:
         where.launched.clear()
         looked.clear()
         before = ROAD.count
-        place.launch(3, given, free=attend.may_go_again(given))
+        place(3, given)
         took = "triton" if ROAD.count > before else "ready" if looked else "bound"
         rows[(3,)](*given, *numbers, **CONSTANTS, **options_of(4, 1))
         ours, theirs = (list(passed) for passed in where.launched)
@@ -188,19 +187,19 @@ def again() -> dict[str, Any]:
         rows.add_pre_run_hook(a_hook)
         told["pre_run"] = road()
         rows.pre_run_hooks.clear()
-        told["subclass"] = road(given=(args[0].as_subclass(Subclass), *pointers[1:]))
         with observed() as seen:
             told["observed"] = [*road(), len(seen)]
         told["after"] = road()
-        runtime.FAR_FORMS = True
-        told["far"] = road()
-        runtime.FAR_FORMS = False
-        ready._several, fake.get_current_device = lambda: True, lambda: 1  # type: ignore[assignment, method-assign]
-        told["elsewhere"] = place.bound is not None and place.bound.launch(3, pointers)
-        ready._several = lambda: False  # type: ignore[assignment]
+        runtime.FAR_FORMS, near = True, place
+        place = Launch(rows, Constants(CONSTANTS), numbers)
+        told["far"] = [road()[0], road()[0]]
+        runtime.FAR_FORMS, place = False, near
+        vars(runtime)["_devices"], fake.get_current_device = lambda: 2, lambda: 1  # type: ignore[method-assign]
+        told["elsewhere"] = road()[0] == "bound"
+        vars(runtime)["_devices"], fake.get_current_device = lambda: 1, lambda: 0  # type: ignore[method-assign]
         other = on()
         told["driver"] = [road(where=other), road(where=other)]
-    vars(attend)["launch"] = launch
+    vars(runtime)["launch"] = launch
     return told
 
 
@@ -217,7 +216,7 @@ def slow() -> list[str]:
                 continue
             module = importlib.import_module(info.name)
             kernels = [one for one in vars(module).values() if isinstance(one, JITFunction) and one.do_not_specialize]
-            found += [kernel.fn.__name__ for kernel in kernels if ready._known(kernel) is None]
+            found += [kernel.fn.__name__ for kernel in kernels if compiled._entry(kernel) is None]
     return found
 
 
@@ -240,14 +239,14 @@ def launchers() -> dict[str, Any]:
             marks = {name: object() for name in ("arg_annotations", "kernel_signature", "launch_pdl")}
             vars(one).update({**sizes, **marks, "launch_cooperative_grid": object(), "gsan_enabled": False, **changed})
             one.launch = lambda *args, passed=passed: passed.append(args)
-            compiled = SimpleNamespace(run=one, function=object(), packed_metadata=object())
+            built: Any = SimpleNamespace(run=one, function=object(), packed_metadata=object())
             args = [object() for _ in range(5)]
-            call, head, middle, together = ready._road(compiled, len(args) + 2)
-            ours = ready._Ready(call, head, middle, together, (8, 9), None, compiled)
+            call, head, middle, together = compiled._handed(built, len(args) + 2)
+            ours = compiled.Compiled(call, head, middle, together, (8, 9), None, built)
             name = " ".join([launcher.__name__, *changed])
             if call is not one:
                 ours.launch((2, 3, 4), 0, args)
-                one(2, 3, 4, 0, compiled.function, compiled.packed_metadata, None, None, None, *args, 8, 9)
+                one(2, 3, 4, 0, built.function, built.packed_metadata, None, None, None, *args, 8, 9)
             told[name] = [call is not one, passed[:1] == passed[1:]]
     return told
 
@@ -255,9 +254,10 @@ def launchers() -> dict[str, Any]:
 @contextmanager
 def taking_cpu_tensors() -> Iterator[None]:
     """Let tensors of the CPU stand for others."""
-    runtime.INTERPRETED = True
+    required = runtime.require_driven
+    vars(runtime)["require_driven"] = lambda _: None
     yield
-    runtime.INTERPRETED = False
+    vars(runtime)["require_driven"] = required
 
 
 FACTS: dict[str, Callable[[], Any]] = {f.__name__: f for f in (forms, other_roads, again, slow, launchers)}

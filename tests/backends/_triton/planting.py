@@ -17,6 +17,7 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention import attend, kernels, kernels_combine, keys
+from dsv4attn.core.contract import Extras
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.layout import PagedKVCache
 from tests.backends._triton.attending import Answer, Trial
@@ -106,6 +107,6 @@ def far_away(trial: Trial) -> Answer:
                 rows = evolve(rows, indices=land.spread(rows.indices))
             found.append(PagedKeys(land.cache(segment.cache), rows))
     assert out is not None
-    call = evolve(call, q=land.spread(call.q), keys=found, out=out.fill_(math.nan), lse=lse, max_logits=top)
+    call = evolve(call, q=land.spread(call.q), keys=found, out=out.fill_(math.nan), lse=lse, extras=Extras(top))
     attend.attend(call, trial.tuning, tiles_per_split=trial.run)
     return Answer(*(None if one is None else one.clone() for one in (out, lse, top)))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching import warmup
 from dsv4attn.backends._triton.launching.runtime import FAR_FORMS, INTERPRETED, observed
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.contract import Phase
+from dsv4attn.core.contract import Phase, Run
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.keys import DenseIndices, GatheredKeys
@@ -94,7 +94,7 @@ class Careless(GenericBackend):
         super().__init__()
         self.slip = slip
 
-    def decode(self, call: Any) -> None:
+    def prepare(self, phase: Phase, call: Any) -> Run:
         rows = call.keys[0].rows
         if self.slip == "reads":
             rows.lens.max().item()
@@ -104,7 +104,7 @@ class Careless(GenericBackend):
             rows.lens.cpu()
         else:
             torch.zeros_like(call.out)
-        super().decode(call)
+        return super().prepare(phase, call)
 
 
 @meta_only

@@ -21,6 +21,7 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsv4attn.backends._triton.launching.compiled import Constants
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.core import indices as definition
 from dsv4attn.core.keys import PageTable
@@ -29,6 +30,7 @@ DEVICE = torch.device("cpu") if INTERPRETED else torch.accelerator.current_accel
 INT, LONG, BOOL = torch.int32, torch.int64, torch.bool
 NUMBERS = [-1, -7, 2**31 - 1, 0x7FC00000, -(2**31)]
 """What stands where an entry number should: absent, garbage, the bits of a NaN."""
+EIGHT = Constants({"BLOCK": 8})
 BLOCKS = [-1, -(2**31), 2**31 - 1, 2**30, 2**28]
 """Dead blocks; 4 * 2^30 and 16 * 2^28 wrap around to 0 in 32 bits."""
 _UNTOUCHED = 77
@@ -40,7 +42,7 @@ def small_rounds(*modules: ModuleType) -> Iterator[None]:
     """Let every block size of these modules be small. On a device they stay: what is compiled there is what runs."""
     with pytest.MonkeyPatch.context() as patch:
         for module in modules if INTERPRETED else ():
-            for name, value in {"BLOCK": 8, "WINDOW_TILE": 16, "SCAN_BLOCK": 8, "FEW": 12}.items():
+            for name, value in {"BLOCK": 8, "WINDOW_TILE": 16, "CONSTANTS": EIGHT, "_SCAN": EIGHT, "FEW": 12}.items():
                 if hasattr(module, name):
                     patch.setattr(module, name, value)
         yield

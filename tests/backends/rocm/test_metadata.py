@@ -372,7 +372,7 @@ def test_a_layer_makes_only_the_lists_that_its_metadata_lacks(kind: LayerKind, w
     backend.steps = steps
 
     assert_same_bits(problem.run(backend), clean)
-    assert steps.calls == CALLS[kind][whose]
+    assert sorted(steps.calls) == sorted(CALLS[kind][whose])
 
 
 def test_a_pair_has_the_metadata_of_the_backend_that_decodes() -> None:

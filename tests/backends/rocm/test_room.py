@@ -12,13 +12,12 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.attention import attend
-from dsv4attn.backends._triton.index_ops import ragged
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.rocm import INFO
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.rocm.tuning import ROWS
-from dsv4attn.core.contract import AttentionCall, IndexForm, KeyForm, Phase, Rank
+from dsv4attn.core.contract import AttentionCall, IndexForm, KeyForm, Phase, Rank, Run
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.keys import GatheredKeys, PagedKeys, RaggedIndices
@@ -311,11 +310,11 @@ def test_g11_a_prefill_writes_into_what_is_there(kind: LayerKind) -> None:
 class Careless(RocmBackend):
     """Reads how long rows are, as who sizes a list by its contents would."""
 
-    def decode(self, call: AttentionCall) -> None:
+    def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         keys: Any = call.keys
         for segment in keys:
             segment.rows.indptr[-1].item()
-        super().decode(call)
+        return super().prepare(phase, call)
 
 
 @interpreted
@@ -324,15 +323,13 @@ def test_g11_a_planted_read_is_seen() -> None:
         step(Careless(), LayerKind.SWA, [(300, 1)])
 
 
-def test_decode_makes_views_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_makes_views_and_nothing_else() -> None:
     trial = Trial(layouts=(OCP, FNUZ), pages=(64, 2), widths=(40, 30), tokens=5, form="ragged")
-    backend, workspace, launched = RocmBackend(), WorkspaceManager(DEVICE), list[Any]()
-    for module in (attend, ragged):
-        monkeypatch.setattr(module, "launch", lambda *args, **_: launched.append(args))
+    backend, workspace = RocmBackend(), WorkspaceManager(DEVICE)
     call, _ = trial.call()
     specs = backend.scratch(Phase.DECODE, trial.layer, trial.tokens, sum(trial.widths))
     call = evolve(call, scratch=workspace.get_simultaneous(*specs))
-    with operations() as ran:
+    with launching_nothing(), observed() as launched, operations() as ran:
         backend.decode(call)
 
     assert launched

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.probe import Found
-from dsv4attn.core.contract import AttentionCall
+from dsv4attn.core.contract import AttentionCall, Extras
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.core.keys import DenseIndices, PagedKeys
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
@@ -142,7 +142,9 @@ class Trial:
         """The call, outputs NaN, scratch not there yet."""
         told = torch.full((self.tokens, self.heads), torch.nan, device=DEVICE) if lse else None
         out = torch.full_like(self.q, torch.nan)
-        return AttentionCall(self.layer, self.q, self.keys(pad=pad), self.sink, out, told, empty_lse=empty_lse)
+        return AttentionCall(
+            self.layer, self.q, self.keys(pad=pad), self.sink, out, told, extras=Extras(empty_lse=empty_lse)
+        )
 
     def run(self, attention: FlashInferAttention, call: AttentionCall) -> AttentionCall:
         """Run it over scratch full of NaN, and of slots that hold NaN, and look behind every view of it."""

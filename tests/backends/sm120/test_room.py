@@ -15,7 +15,7 @@ from dsv4attn.backends.sm120 import flashinfer
 from dsv4attn.backends.sm120.choice import notes
 from dsv4attn.backends.sm120.launch import Sm120Backend
 from dsv4attn.core import indices
-from dsv4attn.core.contract import KeyForm, Phase, Products
+from dsv4attn.core.contract import Extras, KeyForm, Phase, Products
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import ModelGeometry
 from dsv4attn.core.problem import Problem, Reason
@@ -57,7 +57,7 @@ def planned(backend: Sm120Backend, trial: Trial, phase: Phase = Phase.DECODE) ->
     call, _ = trial.call()
     specs = backend.scratch(phase, trial.layer, trial.tokens, sum(trial.widths[: len(trial.layouts)]))
     scratch = WorkspaceManager(call.q.device).get_simultaneous(*specs)
-    return evolve(call, q=call.q.contiguous(), out=call.out.contiguous(), scratch=scratch, max_logits=None)
+    return evolve(call, q=call.q.contiguous(), out=call.out.contiguous(), scratch=scratch, extras=Extras())
 
 
 BASE = Trial(layouts=(OCP, OCP), pages=(64, 2), widths=(128, 40), tokens=2, heads=8)
@@ -124,7 +124,7 @@ def test_what_is_not_its_kind_of_memory_goes_to_our_kernel(trial: Trial, there: 
 
 def test_the_largest_logits_go_to_our_kernel(there: type[Counting]) -> None:
     backend = Sm120Backend()
-    call = evolve(planned(backend, BASE), max_logits=torch.full((2, 8), math.nan, device=BASE.call()[0].q.device))
+    call = evolve(planned(backend, BASE), extras=Extras(torch.full((2, 8), math.nan, device=BASE.call()[0].q.device)))
     backend.decode(call)
 
     assert there.ran == 0
@@ -137,7 +137,7 @@ def test_an_order_is_not_changed_into_something_else(there: type[Counting], monk
         backend.decode(planned(backend, evolve(BASE, layouts=(FNUZ, OCP))))
     call = planned(backend, BASE)
     with pytest.raises(ArgumentError, match="max_logits"):
-        backend.decode(evolve(call, max_logits=torch.zeros(2, 8, device=call.q.device)))
+        backend.decode(evolve(call, extras=Extras(torch.zeros(2, 8, device=call.q.device))))
     monkeypatch.setattr(flashinfer, "find", lambda: found(Counting, old=True))
     old = Sm120Backend(kernel="flashinfer")
     call = planned(old, BASE)  # whose second cache has pages of 2

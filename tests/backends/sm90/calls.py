@@ -10,7 +10,7 @@ import torch
 from attrs import evolve, frozen
 
 from dsv4attn.backends._triton.attention import attend
-from dsv4attn.backends._triton.attention.attend import attend as shared
+from dsv4attn.backends._triton.attention.attend import prepare as shared
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.contract import AttentionCall, Phase
 from dsv4attn.core.workspace import WorkspaceManager, simultaneous_bytes
@@ -50,11 +50,11 @@ def run(
     one = backend or Sm90Backend()
     call, asked = change(planned(one, trial, phase)), []
 
-    def asking(*args: Any, **keywords: Any) -> int:
+    def asking(*args: Any, **keywords: Any) -> Any:
         asked.append(1)
         return shared(*args, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend, "attend", asking)
+        patch.setattr(attend, "prepare", asking)
         (one.decode if phase is Phase.DECODE else one.prefill)(call)
     return Result(not asked, trial.error(Answer(call.out, call.lse, call.max_logits)), call)

@@ -26,8 +26,6 @@ def planted(folder: Path, old: str, new: str) -> ModuleType:
 
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, new: str) -> None:
     """Let the backend launch kernels of whose source (schedule, twin or parts) one piece of text is another."""
-    # a plan knows the kernel that it launches: none of before may stay, and none of these may be left
-    monkeypatch.setattr(launch, "_plans", {})
     if module == "parts":
         monkeypatch.setattr(launch, "add_up", _changed(folder, kernels_parts, old, new).add_up)
         return

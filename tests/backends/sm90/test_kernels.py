@@ -19,7 +19,7 @@ from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import PAGED
 from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd
-from dsv4attn.core.contract import Phase
+from dsv4attn.core.contract import Extras, Phase
 from tests.backends._triton.attending import BF16_ROWS, FNUZ, FP32_ROWS, OCP, SPLIT_OCP, TINY, Trial
 from tests.backends._triton.caches import DEVICE
 from tests.backends.sm90.calls import run
@@ -82,7 +82,6 @@ def test_parts_are_added_up_alike_by_few_programs_and_by_many(
     heads: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "PAGED", evolve(PAGED, few=few))
-    monkeypatch.setattr(launch, "_plans", {})
     # one row, of so many parts that they take several rounds
     result = run(Trial(layouts=(OCP,), widths=(1400,) if heads == 3 else (300,), tokens=1, heads=heads, seed=20))
 
@@ -107,7 +106,7 @@ def test_a_call_without_scratch_goes_to_the_shared_kernel() -> None:
 @pytest.mark.parametrize("empty", [math.inf, 0.0])
 @pytest.mark.parametrize("trial", [evolve(BASE, tokens=7, seed=2), evolve(BASE, widths=(0, 0), tokens=2)])
 def test_rows_without_keys_are_told_as_the_call_wants_it(trial: Trial, empty: float) -> None:
-    result = run(trial, change=lambda call: evolve(call, empty_lse=empty, max_logits=None))
+    result = run(trial, change=lambda call: evolve(call, extras=Extras(empty_lse=empty)))
     expected, _ = trial.expected
     lse = result.call.lse
     assert lse is not None

@@ -17,8 +17,7 @@ from attrs import evolve
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching import warmup
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
-from dsv4attn.backends.sm90 import launch
-from dsv4attn.backends.sm90.launch import Sm90Backend, _planned
+from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.contract import KeyForm, Phase
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
@@ -158,32 +157,22 @@ def test_scratch_keeps_within_its_bound(kind: str, heads: int) -> None:
                     assert simultaneous_bytes(list(backend.scratch(phase, layer, tokens, width))) <= bound
 
 
-def test_a_plan_is_made_once_for_calls_that_differ_in_memory_alone() -> None:
-    trial = Trial(widths=(40, 70), tokens=2, seed=9)
-    first, again = (_planned(trial.call()[0]) for _ in range(2))
-
-    assert first is not None
-    assert again is first
-    call, _ = trial.call()
-    assert _planned(call) is _planned(evolve(call, attn_sink=call.attn_sink.clone()))  # type: ignore[union-attr]
-    for other in (evolve(call, empty_lse=1.0), evolve(call, lse=None), evolve(call, q=call.q[:1], out=call.out[:1])):
-        assert _planned(other) is not _planned(call)
-
-
-def test_a_plan_that_is_kept_serves_the_next_call_but_none_of_other_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, kept = Sm90Backend(), dict[object, Any]()
-    call = evolve(planned(backend, Trial(widths=(40, 70), tokens=2, seed=9)), kept=kept)
-    heads = call.q.shape[1]
-    q = torch.zeros(2, heads, 520, dtype=torch.bfloat16, device=call.q.device)
+def test_a_prepared_call_launches_the_same_for_other_memory_and_the_shared_kernel_for_other_alignments() -> None:
+    backend = Sm90Backend()
+    call = planned(backend, Trial(widths=(40, 70), tokens=2, seed=9))
+    sink = call.attn_sink
+    assert sink is not None
+    q = torch.zeros(2, call.q.shape[1], 520, dtype=torch.bfloat16, device=call.q.device)
     call = evolve(call, q=q[..., :512])
     with launching_nothing(), observed() as seen:
-        assert backend._serve(call)
-        assert len(kept) == 1
-        assert not backend._serve(evolve(call, q=q[..., 1:513]))
-        monkeypatch.setattr(launch, "_planned", lambda _: pytest.fail("planned again"))
-        assert backend._serve(evolve(call, q=q[..., 8:]))
+        run = backend.prepare(Phase.DECODE, call)
+        run(call.q, call.out, call.lse, call.attn_sink, call.caches)
+        run(q[..., 8:], call.out, call.lse, sink.clone(), call.caches)
+        backend.decode(evolve(call, q=q[..., 1:513]))
 
-    assert seen[:2] == seen[2:]
+    assert len(seen) >= 5
+    assert seen[:2] == seen[2:4]
+    assert seen[4].kernel is not seen[0].kernel
 
 
 @pytest.mark.device

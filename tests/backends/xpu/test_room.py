@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import dsv4attn
-from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.xpu import INFO, launch
@@ -35,6 +34,7 @@ from dsv4attn.testing.conform import run_case
 from dsv4attn.testing.subject import Subject
 from tests.backends._triton.attending import OCP, Trial
 from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.engine import launching_nothing
 from tests.backends._triton.rooms import bounds_of, problems
 from tests.backends._triton.trials import operations
 
@@ -179,14 +179,11 @@ VIEWS = {"slice", "view", "select", "as_strided", "alias"}
 
 def host_operations(backend: XpuBackend, trial: Trial, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """What torch is asked to do by decode, beside launches."""
-    launched: list[Any] = []
-    for module in (attend, launch):
-        monkeypatch.setattr(module, "launch", lambda *args, **_: launched.append(args))
     workspace = WorkspaceManager(DEVICE)
     call, _ = trial.call()
     scratch = workspace.get_simultaneous(*backend.scratch(Phase.DECODE, trial.layer, trial.tokens, sum(trial.widths)))
-    call = AttentionCall(call.layer, call.q, call.keys, call.attn_sink, call.out, call.lse, scratch, call.max_logits)
-    with operations() as ran:
+    call = AttentionCall(call.layer, call.q, call.keys, call.attn_sink, call.out, call.lse, scratch, call.extras)
+    with launching_nothing(), observed() as launched, operations() as ran:
         backend.decode(call)
 
     assert launched

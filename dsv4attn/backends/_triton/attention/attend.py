@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Any
 
 import torch
 import triton.language as tl
-from attrs import define, evolve, frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention.kernels import attention
 from dsv4attn.backends._triton.attention.kernels_combine import reduce
 from dsv4attn.backends._triton.attention.keys import BYTES, ROWS, WORDS
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
-from dsv4attn.backends._triton.launching import ready, runtime
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, launch
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.checks import check_attention_strides
-from dsv4attn.core.contract import AttentionCall
+from dsv4attn.core.contract import AttentionCall, Run
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.keys import GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
+from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.workspace import ALIGNMENT, BufferSpec
 
 __all__ = [
-    "Again",
     "Segment",
     "Shape",
     "attend",
     "constants",
-    "may_go_again",
+    "prepare",
     "scratch",
     "scratch_bound",
     "splits_of",
@@ -166,156 +164,73 @@ def scratch_bound(layer: LayerGeometry, rows: int) -> int:
 
 
 def attend(
-    call: AttentionCall,
-    tuning: Tuning,
-    *,
-    tiles_per_split: int = 0,
-    angles: tuple[Tensor, Tensor] | None = None,
+    call: AttentionCall, tuning: Tuning, *, tiles_per_split: int = 0, angles: tuple[Tensor, Tensor] | None = None
 ) -> int:
-    """Attend over the keys of a call. Rows are shared by as many programs as `call.scratch` has parts.
+    """Attend over the keys of one call; see `prepare`. Returns how many leading rows were rotated back: all, or none.
+
+    angles: positions [T] int64 and the table of cosines and sines. The output's rotation is undone where parts of rows
+    are combined, and not where a row is one part.
+    """
+    run = prepare(call, tuning, tiles_per_split=tiles_per_split, angles=angles)
+    run(call.q, call.out, call.lse, call.attn_sink, call.caches)
+    return call.q.shape[0] if angles is not None and call.scratch else 0
+
+
+def prepare(
+    call: AttentionCall, tuning: Tuning, *, tiles_per_split: int = 0, angles: tuple[Tensor, Tensor] | None = None
+) -> Run:
+    """Plan the launches of a call. As many programs share a row as `call.scratch` has parts for it.
 
     tiles_per_split: tiles of `tuning.keys` in each part, so that a row is cut the same whatever the batch; the parts
-    must be enough for the longest row. 0: a row's tiles are shared evenly.
-    angles: positions [T] int64 and the table of cosines and sines, to undo the rotation of the output where parts are
-    added up anyway. Returns how many leading rows that happened to: all, or, where rows are not shared, none.
+    must be enough for the longest row. 0: a row's tiles are shared evenly. angles: see `attend`.
     """
-    q, out, lse, top, sink, parts = call.q, call.out, call.lse, call.max_logits, call.attn_sink, call.scratch
-    tokens, heads, _ = q.shape
-    if not tokens:
-        return 0
-    part, part_lse, maxima = (parts[0], parts[1], parts[2] if top is not None else None) if parts else _NO_PARTS
-    splits = 1 if part is None else part.shape[1]
-    pointers, plan = _planned(call, tuning, tiles_per_split, splits)
-    given = (q, out, lse, top, sink, part, part_lse, maxima, *pointers)
-    free = may_go_again(given)
-    plan.attention.launch(tokens * splits * plan.blocks, given, free=free)
-    if part is None:
-        return 0
-    if angles is None:
-        given = (part, part_lse, maxima, out, lse, top, sink, None, None)
-        plan.reduce.launch(tokens * heads, given, free=free)
-        return 0
-    numbers = *plan.to, splits, angles[1].stride(0), angles[1].shape[0], call.empty_lse
-    args = part, part_lse, maxima, out, lse, top, sink, *angles, *numbers
-    launch(reduce, (tokens * heads,), args, plan.reduce.constants, num_warps=tuning.reduce_warps)
-    return tokens
-
-
-_NO_PARTS = None, None, None
-
-
-def may_go_again(pointers: Iterable[Any]) -> bool:
-    """Whether nobody watches or traces launches, and none of the tensors has to be looked at each time."""
-    if runtime._observers or runtime.FAR_FORMS or torch.compiler.is_dynamo_compiling():  # noqa: SLF001 - no public name
-        return False
-    return ready.is_plain(pointers) and not ready.watched()
-
-
-@define(eq=False)
-class Again:
-    """Launches of a kernel over and over, in which only pointers and the number of programs change.
-
-    Whoever has one sees to it that device, dtypes, and which pointers are None, are the same in each launch. bound:
-    how it goes, once Triton has compiled it.
-    """
-
-    kernel: Any
-    constants: Constants
-    numbers: tuple[float, ...]
-    warps: int = 4
-    bound: ready.Bound | None = None
-
-    def launch(self, programs: int, pointers: Sequence[Any], *, free: bool) -> None:
-        """Launch so many programs on the device of the first pointer. free: as `may_go_again` says of the pointers."""
-        free = free and programs > 0
-        if free and self.bound is not None and self.bound.launch(programs, pointers):
-            return
-        args = (*pointers, *self.numbers)
-        launch(self.kernel, (programs,), args, self.constants, num_warps=self.warps)
-        if free:
-            # what `launch` tells a form by: not far, one stage, products added before they are rounded
-            told = pointers[0].device.index or 0, False, self.warps, 1, True
-            self.bound = ready.bound(ready.form_of(self.kernel, args, self.constants, *told), self.numbers)
-
-
-@frozen(eq=False)
-class _Plan:
-    """What follows from shapes, strides, dtypes, alignments and the device. blocks: programs of a part of a token.
-
-    to: numbers that say where results go. kept: what the key of the plan knows by identity, and may not go before it.
-    """
-
-    attention: Again
-    reduce: Again
-    blocks: int
-    to: tuple[int, ...]
-    kept: tuple[Any, ...]
-
-
-_plans: dict[tuple[Any, ...], _Plan] = {}
-"""By all that constants and numbers follow from, and by which forms of the two kernels differ besides: the device,
-dtypes, and which pointers are None; not by the number of tokens, which only programs follow from."""
-_MOST_PLANS = 1024
-
-
-def _planned(call: AttentionCall, tuning: Tuning, run: int, splits: int) -> tuple[list[Tensor], _Plan]:
-    """Pointers of the segments, and the plan of a call. run: tiles of `tuning.keys` in each part."""
-    q, out, lse, top, sink = call.q, call.out, call.lse, call.max_logits, call.attn_sink
-    layer, keys, parts = call.layer, call.keys, call.scratch
-    # the kernels too, of which a test may have others
-    seen: list[Any] = [id(attention), id(reduce), id(tuning), run, splits]
-    seen += (layer.head_dim, layer.rope.dim, layer.softmax_scale, call.empty_lse)
-    seen += (q.get_device(), q.dtype, out.dtype, q.shape[1], q.stride(), out.stride())
-    seen += ((q.data_ptr() | out.data_ptr()) % 16, sink if sink is None else (sink.dtype, sink.stride()))
-    seen += (lse if lse is None else (lse.dtype, lse.stride()), top if top is None else (top.dtype, top.stride()))
-    seen += [part.dtype for part in parts[:3]]
-    pointers: list[Tensor] = []
-    for segment in (keys,) if isinstance(keys, GatheredKeys) else keys:
-        rows = segment.rows
-        if isinstance(segment, GatheredKeys):
-            tensor = segment.kv
-            seen += (rows.planned_by, tensor.data_ptr() % 16, tensor.dtype, tensor.shape[0], tensor.stride())
-        else:
-            cache = segment.cache
-            tensor, layout = cache.tensor, cache.layout
-            seen += (rows.planned_by, tensor.data_ptr() % 16, id(layout), cache.num_blocks, cache.block_size)
-            # a cache's dtype is its layout's, and its strides are but for those of plain rows
-            seen += (cache.page_stride, None if layout.is_quantised else tensor.stride())
-        pointers += (tensor, rows.indices, rows.indptr if isinstance(rows, RaggedIndices) else rows.lens)
-    key = tuple(seen)
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        plan = _plans[key] = _plan_of(call, tuning, run, splits)
-    return pointers if len(pointers) > 3 else pointers * 2, plan
-
-
-def _plan_of(call: AttentionCall, tuning: Tuning, run: int, splits: int) -> _Plan:
     check_attention_strides(call)
-    q, out, layer, keys = call.q, call.out, call.layer, call.keys
+    q, out, layer, keys, top = call.q, call.out, call.layer, call.keys, call.max_logits
+    tokens, heads, _ = q.shape
+    part, part_lse, maxima = (
+        (*call.scratch[:2], call.scratch[2] if top is not None else None) if call.scratch else _NONE
+    )
+    splits = 1 if part is None else part.shape[1]
     segments, numbers = _segments(keys)
     (q_token, q_head, _), (out_token, out_head, _) = q.stride(), out.stride()
     unit = min(_unit(q, q_token, q_head), _unit(out, out_token, out_head))
-    ragged = isinstance(_listed(keys)[0], RaggedIndices)
-    shape = Shape(q.shape[1], layer.nope_dim, layer.rope_dim, segments, q.dtype, unit, ragged)
+    rows = _listed(keys)
+    ragged = isinstance(rows[0], RaggedIndices)
+    shape = Shape(heads, layer.nope_dim, layer.rope_dim, segments, q.dtype, unit, ragged)
     chosen = constants(shape, tuning)
-    to = [out_token // unit, out_head // unit]
-    for told in (call.lse, call.max_logits):
-        to += (0, 0) if told is None else told.stride()
-    constant, reduced = _launched(shape, tuning, split=bool(call.scratch))
+    results = [out_token // unit, out_head // unit]
+    for optional in (call.lse, top):
+        results += (0, 0) if optional is None else optional.stride()
+    attention_constants, combine_constants = _launched(shape, tuning, split=part is not None)
     # a tile may be smaller than the tuning says, and a part must not
-    how = splits, run * tuning.keys // chosen["N"], 1, layer.scale, call.empty_lse
-    return _Plan(
-        Again(attention, constant, (q_token // unit, q_head // unit, *to, *numbers, *how), _warps(chosen, tuning)),
-        Again(reduce, reduced, (*to, splits, 0, 0, call.empty_lse), tuning.reduce_warps),
-        -(-q.shape[1] // chosen["BH"]),
-        tuple(to),
-        (tuning, *([] if isinstance(keys, GatheredKeys) else [segment.cache.layout for segment in keys])),
-    )
+    cut = splits, tiles_per_split * tuning.keys // chosen["N"], 1, layer.scale, call.empty_lse
+    strides = q_token // unit, q_head // unit, *results
+    attention_launch = Launch(attention, attention_constants, (*strides, *numbers, *cut), _warps(chosen, tuning))
+    positions, table = angles or (None, None)
+    turns = (0, 0) if table is None else (table.stride(0), table.shape[0])
+    combine = Launch(reduce, combine_constants, (*results, splits, *turns, call.empty_lse), tuning.reduce_warps)
+    programs, combining = tokens * splits * -(-heads // chosen["BH"]), 0 if part is None else tokens * heads
+    indices, ends = [row.indices for row in rows], [row.indptr if ragged else row.lens for row in rows]
+    # the only segment stands in the places of two
+    first, first_ends, last, last_ends = indices[0], ends[0], indices[-1], ends[-1]
+    gathered = (keys.kv,) if isinstance(keys, GatheredKeys) else None
+
+    def run(
+        q: Tensor, out: Tensor, lse: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
+    ) -> None:
+        one, other = (caches[0].tensor, caches[-1].tensor) if gathered is None else (gathered[0], gathered[0])
+        results = q, out, lse, top, attn_sink, part, part_lse, maxima
+        attention_launch(programs, (*results, one, first, first_ends, other, last, last_ends))
+        if combining:
+            combine(combining, (part, part_lse, maxima, out, lse, top, attn_sink, positions, table))
+
+    return run
 
 
-@lru_cache(maxsize=512)  # plans that differ in strides alone share what compiles
+_NONE = None, None, None
+
+
+@lru_cache(maxsize=512)  # calls that differ in strides alone share what compiles
 def _launched(shape: Shape, tuning: Tuning, *, split: bool) -> tuple[Constants, Constants]:
     """Constants of both kernels, as they are launched."""
     chosen = constants(shape, tuning)

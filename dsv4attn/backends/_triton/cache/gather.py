@@ -25,6 +25,7 @@ from dsv4attn.backends._triton.cache.records import (
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.tensorspec import check_strides
 
 __all__ = ["dequant_gather_slots", "dequantize_and_gather_k_cache", "variants"]
 
@@ -36,6 +37,8 @@ def dequantize_and_gather_k_cache(
     out: Tensor, cache: PagedKVCache, seq_lens: Tensor, gather_lens: Tensor | None, block_table: Tensor, offset: int
 ) -> None:
     """out[i, offset + j] = record seq_lens[i] - gather_lens[i] + j of request i; see `contract.Backend`."""
+    tensors = {"out": out, "seq_lens": seq_lens, "gather_lens": gather_lens, "block_table": block_table}
+    check_strides(written=("out",), **tensors)
     rows = out.shape[1] - offset
     constants = _constants(cache.layout, alignment_of_rows(out), alignment_of_records(cache))
     launch(

@@ -24,7 +24,9 @@ from dsv4attn.backends._triton.cache.records import (
 )
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import launch
+from dsv4attn.core.checks import check_keys
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.tensorspec import check_strides
 
 __all__ = ["qnorm_rope_kv_insert", "quantize_and_insert_k_cache", "variants"]
 
@@ -37,6 +39,7 @@ INSERT_WARPS = 1
 
 def quantize_and_insert_k_cache(k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
     """Write rotated keys k [n, D], bf16 or fp32, to their slots; see `contract.Backend`."""
+    check_keys(k, cache, slot_mapping)
     launch(
         insert_kernel,
         (min(k.shape[0], slot_mapping.shape[0]),),
@@ -57,6 +60,8 @@ def qnorm_rope_kv_insert(
     eps: float,
 ) -> None:
     """Normalise and rotate q [T, H, D] in place; rotate a copy of kv [T, D] and insert it; see `contract.Backend`."""
+    tensors = {"q": q, "kv": kv, "slot_mapping": slot_mapping, "positions": positions}
+    check_strides(written=("q",), cos_sin_cache=cos_sin_cache, **tensors)
     constants = _fused_constants(cache.layout, q.shape[1], alignment_of_rows(q, kv), alignment_of_records(cache))
     launch(
         qnorm_rope_kv_insert_kernel,

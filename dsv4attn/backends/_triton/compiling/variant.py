@@ -10,7 +10,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton.launching.ready import ALIGNMENT
+from dsv4attn.backends._triton.launching.compiled import ALIGNMENT
 from dsv4attn.backends._triton.untyped import Kernel
 
 __all__ = ["StandIn", "Variant", "options", "pointer_type"]

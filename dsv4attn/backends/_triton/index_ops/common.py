@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.compiled import Constants
 from dsv4attn.backends._triton.untyped import Kernel
 
-__all__ = ["BLOCK", "depth_of", "variant_of"]
+__all__ = ["BLOCK", "CONSTANTS", "depth_of", "variant_of"]
 
 BLOCK = 1024
 """Columns a program looks at together; wider rows take several rounds."""
+CONSTANTS = Constants({"BLOCK": BLOCK})
 
 _INTEGERS = {"tl.int32", "tl.int64"}
 

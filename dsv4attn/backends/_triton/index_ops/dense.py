@@ -7,22 +7,19 @@ any strides; outputs have unit stride along rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 
-import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.attention.attend import Again, may_go_again
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import ragged
-from dsv4attn.backends._triton.index_ops.common import BLOCK, depth_of, variant_of
+from dsv4attn.backends._triton.index_ops.common import BLOCK, CONSTANTS, depth_of, variant_of
 from dsv4attn.backends._triton.index_ops.kernels_dense import combine_kernel, translate_kernel
 from dsv4attn.backends._triton.index_ops.ragged import (
     build_ragged_indices_from_dense,
     compute_global_topk_ragged_indices_and_indptr,
 )
-from dsv4attn.backends._triton.launching.ready import is_plain
-from dsv4attn.backends._triton.launching.runtime import Constants, launch
+from dsv4attn.backends._triton.launching.runtime import Launch, launch
+from dsv4attn.core.index_ops import IndexStep
 from dsv4attn.core.keys import PageTable
 from dsv4attn.core.tensorspec import check_strides
 
@@ -47,6 +44,7 @@ def variants() -> Iterator[Variant]:
             yield variant_of(combine_kernel, one, *entries, *pages, is_valid="*u1")
 
 
+@IndexStep
 def compute_global_topk_indices_and_lens(
     topk_indices: Tensor,
     visible_lens: Tensor,
@@ -54,28 +52,19 @@ def compute_global_topk_indices_and_lens(
     block_table: Tensor,
     block_size: int,
     out: tuple[Tensor, Tensor],
-) -> Callable[[], None]:
-    """See `core.indices`. Returns what does it again."""
+) -> Callable[[Tensor], None]:
+    """See `core.indices`."""
     slots, lens = out
     check_strides(written=("slots",), slots=slots, lens=lens)
     tokens, width = topk_indices.shape
-    pointers = slots, lens, topk_indices, visible_lens, token_to_req, block_table
     strides = visible_lens.stride(0), token_to_req.stride(0), *block_table.stride()
     numbers = slots.stride(0), *topk_indices.stride(), width, *strides, *block_table.shape, block_size
-    translation = _translation(numbers, topk_indices.device, *[pointer.dtype for pointer in pointers])
-    plain = is_plain(pointers)
+    launch = Launch(translate_kernel, CONSTANTS, numbers)
 
-    def again() -> None:
-        translation.launch(tokens, pointers, free=plain and may_go_again(()))
+    def run(topk_indices: Tensor) -> None:
+        launch(tokens, (slots, lens, topk_indices, visible_lens, token_to_req, block_table))
 
-    again()
-    return again
-
-
-@lru_cache(maxsize=256)
-def _translation(numbers: tuple[int, ...], device: torch.device, *dtypes: torch.dtype) -> Again:
-    """One for all launches that pass these numbers, on a device, with pointers of these dtypes."""
-    return Again(translate_kernel, Constants({"BLOCK": BLOCK}), numbers)
+    return run
 
 
 def combine_topk_swa_indices(
@@ -109,7 +98,7 @@ def combine_topk_swa_indices(
     sizes = num_reqs, depth_of(num_reqs), window, topk, rows, offset
     strides = [vector.stride(0) for vector in vectors]
     numbers = indices.stride(0), width, *chosen, *strides, *sizes, *_numbers_of(compressed), *_numbers_of(swa)
-    launch(combine_kernel, (tokens if num_reqs else 0,), (*pointers, *numbers), {"BLOCK": BLOCK})
+    launch(combine_kernel, (tokens if num_reqs else 0,), (*pointers, *numbers), CONSTANTS)
 
 
 def _numbers_of(pages: PageTable | None) -> tuple[int, ...]:

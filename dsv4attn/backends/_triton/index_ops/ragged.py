@@ -7,14 +7,16 @@ in the square of the rows, so with more than FEW one program, `scan_kernel`, add
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.index_ops.common import BLOCK, variant_of
+from dsv4attn.backends._triton.index_ops.common import BLOCK, CONSTANTS, variant_of
 from dsv4attn.backends._triton.index_ops.kernels_ragged import pack_kernel, ragged_translate_kernel, scan_kernel
-from dsv4attn.backends._triton.launching.runtime import launch
+from dsv4attn.backends._triton.launching.runtime import Constants, Launch
+from dsv4attn.core.index_ops import IndexStep
 from dsv4attn.core.tensorspec import check_strides
 
 __all__ = ["build_ragged_indices_from_dense", "compute_global_topk_ragged_indices_and_indptr", "variants"]
@@ -23,17 +25,28 @@ FEW = 4096
 """Rows up to which another launch would take longer than the sums."""
 SCAN_BLOCK, SCAN_WARPS = 4096, 8
 """Rows that the one program adds up together."""
+_SCAN = Constants({"BLOCK": SCAN_BLOCK})
 
 
-def build_ragged_indices_from_dense(indices: Tensor, lens: Tensor, num_slots: int, out: tuple[Tensor, Tensor]) -> None:
+@IndexStep
+def build_ragged_indices_from_dense(
+    indices: Tensor, lens: Tensor, num_slots: int, out: tuple[Tensor, Tensor]
+) -> Callable[[Tensor], None]:
     """See `core.indices`."""
     flat, indptr = out
     check_strides(flat=flat, indptr=indptr)
     rows, width = indices.shape
-    numbers = *indices.stride(), width, lens.stride(0), num_slots, rows, _scanned(indptr, lens, rows, width)
-    launch(pack_kernel, (max(rows, 1),), (flat, indptr, indices, lens, *numbers), {"BLOCK": BLOCK})
+    numbers = *indices.stride(), width, lens.stride(0), num_slots, rows, int(rows > FEW)
+    scan, pack = _scan(indptr, lens, rows, width), Launch(pack_kernel, CONSTANTS, numbers)
+
+    def run(indices: Tensor) -> None:
+        scan()
+        pack(max(rows, 1), (flat, indptr, indices, lens))
+
+    return run
 
 
+@IndexStep
 def compute_global_topk_ragged_indices_and_indptr(
     topk_indices: Tensor,
     visible_lens: Tensor,
@@ -42,25 +55,27 @@ def compute_global_topk_ragged_indices_and_indptr(
     block_size: int,
     out: tuple[Tensor, Tensor],
     row_lens: Tensor | None = None,
-) -> None:
+) -> Callable[[Tensor], None]:
     """See `core.indices`."""
     flat, indptr = out
     check_strides(flat=flat, indptr=indptr)
     tokens, width = topk_indices.shape
-    row_lens = visible_lens if row_lens is None else row_lens
-    pointers = flat, indptr, topk_indices, visible_lens, row_lens, token_to_req, block_table
-    strides = visible_lens.stride(0), row_lens.stride(0), token_to_req.stride(0), *block_table.stride()
-    numbers = *topk_indices.stride(), width, *strides, *block_table.shape, block_size, tokens
-    scanned = _scanned(indptr, row_lens, tokens, width)
-    launch(ragged_translate_kernel, (max(tokens, 1),), (*pointers, *numbers, scanned), {"BLOCK": BLOCK})
+    lens = visible_lens if row_lens is None else row_lens
+    strides = visible_lens.stride(0), lens.stride(0), token_to_req.stride(0), *block_table.stride()
+    numbers = *topk_indices.stride(), width, *strides, *block_table.shape, block_size, tokens, int(tokens > FEW)
+    scan, translate = _scan(indptr, lens, tokens, width), Launch(ragged_translate_kernel, CONSTANTS, numbers)
+
+    def run(topk_indices: Tensor) -> None:
+        scan()
+        translate(max(tokens, 1), (flat, indptr, topk_indices, visible_lens, lens, token_to_req, block_table))
+
+    return run
 
 
-def _scanned(indptr: Tensor, lens: Tensor, rows: int, width: int) -> int:
-    """Fill indptr if there are many rows; 1 if so, 0 if every program is to find its own place."""
-    if rows <= FEW:
-        return 0
-    launch(scan_kernel, (1,), (indptr, lens, lens.stride(0), width, rows), {"BLOCK": SCAN_BLOCK}, num_warps=SCAN_WARPS)
-    return 1
+def _scan(indptr: Tensor, lens: Tensor, rows: int, width: int) -> Callable[[], None]:
+    """Fill indptr, if there are more rows than programs should add up for themselves."""
+    launch = Launch(scan_kernel, _SCAN, (lens.stride(0), width, rows), SCAN_WARPS)
+    return partial(launch, int(rows > FEW), (indptr, lens))
 
 
 def variants() -> Iterator[Variant]:

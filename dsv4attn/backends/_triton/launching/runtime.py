@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.driver import driver
 
 from dsv4attn.backends._triton.compiling.variant import StandIn, Variant, options
-from dsv4attn.backends._triton.launching import ready
-from dsv4attn.backends._triton.launching.ready import ALIGNMENT, Constants
+from dsv4attn.backends._triton.launching import compiled
+from dsv4attn.backends._triton.launching.compiled import ALIGNMENT, Compiled, Constants
 from dsv4attn.backends._triton.support import INTERPRETER_CURE, require_release
 from dsv4attn.backends._triton.untyped import Kernel
 from dsv4attn.core.device import DeviceFacts
@@ -30,6 +31,7 @@ __all__ = [
     "FAR_FORMS",
     "INTERPRETED",
     "Constants",
+    "Launch",
     "architecture",
     "device_context",
     "launch",
@@ -117,14 +119,75 @@ def launch(
         observe(Variant.of(kernel, args, constants, num_warps, num_stages, fp_fusion=fp_fusion, **extra))
     far = FAR_FORMS and any(isinstance(arg, Tensor) and arg.untyped_storage().nbytes() >= _FAR for arg in args)
     with device_context(device):
-        form = ready.form_of(kernel, args, constants, index or 0, far, num_warps, num_stages, fp_fusion, **extra)
-        if ready.launched(form, grid, args):
+        form = compiled.form_of(kernel, args, constants, index or 0, far, num_warps, num_stages, fp_fusion, **extra)
+        found = compiled.find(form)
+        if found is not None:
+            x, y, z = (*grid, 1, 1)[:3]
+            found.launch((x, y, z), index or 0, args)
             return
         given = args
         if far:
             given = [StandIn(arg.dtype, arg.data_ptr(), far=True) if isinstance(arg, Tensor) else arg for arg in args]
-        compiled = kernel[grid](*given, **constants, **options(num_warps, num_stages, fp_fusion=fp_fusion, **extra))
-        ready.remember(form, compiled, constants)
+        built = kernel[grid](*given, **constants, **options(num_warps, num_stages, fp_fusion=fp_fusion, **extra))
+        compiled.remember(form, built, constants)
+
+
+class Launch:
+    """A kernel with constants and numbers bound: `launch(programs, pointers)`, over and over.
+
+    Device, dtypes and types of the pointers, and which of them are None, must be the same in each launch, and so must
+    the alignment of those whose alignment compiles to another form. Hooks, observers, tracing, another driver and
+    another current device are seen in each launch.
+    """
+
+    __slots__ = ("_compiled", "_index", "_tail", "constants", "kernel", "numbers", "warps")
+
+    def __init__(self, kernel: Kernel, constants: Constants, numbers: tuple[float, ...], warps: int = 4) -> None:
+        """numbers: all arguments behind the pointers. warps: of a program."""
+        self.kernel, self.constants, self.numbers, self.warps = kernel, constants, numbers, warps
+        self._compiled: Compiled | None = None
+        self._index, self._tail = 0, numbers
+
+    def __call__(self, programs: int, pointers: Sequence[Any]) -> None:
+        """Launch so many programs on the device of the first pointer; none: nothing happens."""
+        if INTERPRETED and programs and not _observers:
+            self.kernel[(programs,)](*pointers, *self.numbers, **self.constants)
+            return
+        found, kernel, index = self._compiled, self.kernel, self._index
+        if (
+            found is None
+            or not programs
+            or found.home is not kernel.device_caches.get(index)
+            or _observers
+            or compiled.hooked(kernel)
+            or torch.compiler.is_dynamo_compiling()
+            or (_devices() > 1 and driver.active.get_current_device() != index)
+        ):
+            self._by_form(programs, pointers)
+            return
+        call, head, middle, together, *_ = found
+        stream = driver.active.get_current_stream(index)
+        # as `Compiled.launch`, which would cost a call
+        if together:
+            call(*head, programs, 1, 1, stream, *middle, (*pointers, *self._tail))
+        else:
+            call(*head, programs, 1, 1, stream, *middle, *pointers, *self._tail)
+
+    def once(self, programs: int, pointers: Sequence[Any]) -> None:
+        """Launch with pointers of any dtypes."""
+        launch(self.kernel, (programs,), (*pointers, *self.numbers), self.constants, num_warps=self.warps)
+
+    def _by_form(self, programs: int, pointers: Sequence[Any]) -> None:
+        """Launch, and keep what was compiled unless memory may be far in the next launch."""
+        self.once(programs, pointers)
+        if programs and not FAR_FORMS and not INTERPRETED:
+            self._index = pointers[0].device.index or 0
+            # the options that `launch` has by default: not far, one stage, products added before they are rounded
+            options = False, self.warps, 1, True
+            args = (*pointers, *self.numbers)
+            form = compiled.form_of(self.kernel, args, self.constants, self._index, *options)
+            found = self._compiled = compiled.find(form)
+            self._tail = (*self.numbers, *(found.tail if found else ()))
 
 
 def require_driven(device: torch.device) -> None:

@@ -1,20 +1,23 @@
-"""What `attend` keeps of a call is used again for calls that are the same in all it follows from, and for no others."""
+"""A prepared attention launches for every layer what would be launched for it alone, and what differs is compared."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from attrs import evolve
 
 from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.launching.runtime import Launch
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.core.contract import AttentionCall
+from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.contract import AttentionCall, Extras
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.tensorspec import signature
 
 LAYER = LayerGeometry(LayerKind.C4A, 4, 4, 512, Rope(64, 1e4), 16, 8)
 TUNING = Tuning(heads=16, keys=32)
@@ -66,7 +69,7 @@ OTHERS: dict[str, Callable[[], tuple[AttentionCall, Tuning, int]]] = {
     ),
     "lse": lambda: (call_of(lse=torch.zeros(2, 4)), TUNING, 0),
     "lse strides": lambda: (call_of(lse=torch.zeros(2, 6)[:, :4]), TUNING, 0),
-    "max logits": lambda: (call_of(max_logits=torch.zeros(2, 4)), TUNING, 0),
+    "max logits": lambda: (call_of(extras=Extras(torch.zeros(2, 4))), TUNING, 0),
     "scale": lambda: (call_of(layer=evolve(LAYER, softmax_scale=0.5)), TUNING, 0),
     "dims": lambda: (call_of(layer=evolve(LAYER, rope=Rope(32, 1e4))), TUNING, 0),
     "tuning": lambda: (call_of(), evolve(TUNING, keys=16), 0),
@@ -108,39 +111,66 @@ OTHERS: dict[str, Callable[[], tuple[AttentionCall, Tuning, int]]] = {
 }
 
 
-def asked(call: AttentionCall, tuning: Tuning, run: int) -> Any:
-    return attend._planned(call, tuning, run, call.scratch[0].shape[1] if call.scratch else 1)[1]
+BOUND = {
+    *("scale", "dims", "tuning", "run", "parts", "one part"),
+    *("width", "row stride", "one cache", "gathered", "more gathered", "ragged", "ragged width", "capacity"),
+}
+"""What a prepared call has bound: the layer, the backend's tuning, scratch, and the rows of the metadata."""
 
 
-def facts(plan: Any) -> tuple[Any, ...]:
-    launches = [(dict(each.constants), each.numbers, each.warps) for each in (plan.attention, plan.reduce)]
-    return *launches, plan.blocks, plan.to
+class Recorded(Launch):
+    """A launch that is noted, and not run."""
+
+    noted: ClassVar[list[Any]] = []
+
+    def __call__(self, programs: int, pointers: Sequence[Any]) -> None:
+        dtypes = [None if pointer is None else pointer.dtype for pointer in pointers]
+        self.noted.append((self.kernel, dict(self.constants), self.numbers, self.warps, programs, dtypes))
 
 
 @pytest.fixture(autouse=True)
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend, "_plans", {})
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend, "Launch", Recorded)
+
+
+def launches(call: AttentionCall, tuning: Tuning = TUNING, run: int = 0) -> list[Any]:
+    """All that a call launches, but for addresses."""
+    Recorded.noted.clear()
+    attend.attend(call, tuning, tiles_per_split=run)
+    return [*Recorded.noted]
+
+
+def key_of(call: AttentionCall) -> tuple[object, ...]:
+    """What core compares of a call before a prepared one serves it."""
+    tensors = signature(call.q, call.out, call.attn_sink, call.lse)
+    return tensors, LayerCaches(*call.caches).signature if call.caches else None
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_call_that_differs_gets_a_plan_of_its_own(name: str) -> None:
-    for make in OTHERS.values():
-        asked(*make())  # whatever may be mistaken for it
-    plain, before = asked(call_of(), TUNING, 0), asked(*OTHERS[name]())
-    attend._plans.clear()
+def test_calls_that_launch_something_else_differ_in_what_is_bound_or_compared(name: str) -> None:
     call, tuning, run = OTHERS[name]()
-    alone = attend._plan_of(call, tuning, run, call.scratch[0].shape[1] if call.scratch else 1)
 
-    assert facts(before) == facts(alone)
-    assert facts(before) != facts(plain)
+    assert launches(call, tuning, run) != launches(call_of())
+    assert (key_of(call) != key_of(call_of())) or name in BOUND or call.max_logits is not None
 
 
-def test_the_same_call_on_other_memory_and_of_more_tokens_has_the_same_plan() -> None:
-    q = torch.zeros(5, 4, 512, dtype=torch.bfloat16)
-    keys = [PagedKeys(cache(), dense(tokens=5)), PagedKeys(cache(), dense(4, tokens=5))]
+def test_calls_that_are_compared_as_equal_launch_the_same_on_other_memory() -> None:
+    one, other = call_of(), call_of()
 
-    assert asked(call_of(), TUNING, 0) is asked(call_of(), TUNING, 0)
-    assert asked(call_of(), TUNING, 0) is asked(call_of(q=q, out=torch.zeros_like(q), keys=keys), TUNING, 0)
+    assert key_of(one) == key_of(other)
+    assert launches(one) == launches(other)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_prepared_call_launches_for_other_tensors_what_is_launched_for_them_alone(name: str) -> None:
+    call, tuning, run = OTHERS[name]()
+    alone = launches(call, tuning, run)
+    prepared = attend.prepare(call, tuning, tiles_per_split=run)
+    more = [torch.cat([one, one])[: one.shape[0] + 1] if one.is_contiguous() else one for one in (call.q, call.out)]
+    Recorded.noted.clear()
+    prepared(more[0], more[1], call.lse, call.attn_sink, call.caches)
+
+    assert Recorded.noted == alone
 
 
 def ints(dtype: torch.dtype) -> DenseIndices:
@@ -152,38 +182,16 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"attn_sink": torch.zeros(4)}, {"attn_sink": torch.zeros(4).bfloat16()}),
     ({}, {"out": torch.zeros(2, 4, 512)}),
     ({"lse": torch.zeros(2, 4)}, {"lse": torch.zeros(2, 4).double()}),
-    ({"max_logits": torch.zeros(2, 4)}, {"max_logits": torch.zeros(2, 4).double()}),
-    ({}, {"empty_lse": 0.0}),
-    ({}, {"rows": ints(torch.int64)}),
-    ({}, {"rows": DenseIndices(ints(INT).indices, torch.zeros(2).long())}),
-    ({"scratch": parts(1)}, {"scratch": [part.double() for part in parts(1)]}),
-    ({"scratch": parts(1)}, {"scratch": [*parts(1)[:1], *(part.bfloat16() for part in parts(1)[1:])]}),
 ]
 
 
 @pytest.mark.parametrize(("usual", "other"), FORMS)
-def test_calls_that_launch_other_forms_have_other_plans(usual: dict[str, Any], other: dict[str, Any]) -> None:
-    """A plan's launches are not looked at again: dtypes, what is None and the numbers are the plan's."""
-    assert asked(call_of(**usual), TUNING, 0) is not asked(call_of(**other), TUNING, 0)
-    assert asked(call_of(**other), TUNING, 0) is asked(call_of(**other), TUNING, 0)
+def test_calls_that_launch_other_forms_are_compared_as_different(usual: dict[str, Any], other: dict[str, Any]) -> None:
+    assert key_of(call_of(**usual)) != key_of(call_of(**other))
 
 
-def test_plans_that_differ_in_strides_share_what_compiles() -> None:
-    one, other = asked(call_of(), TUNING, 0), asked(call_of(first=cache(gap=16)), TUNING, 0)
+def test_calls_that_differ_in_strides_share_what_compiles() -> None:
+    shape = attend.Shape(4, 448, 64, (attend.Segment.of(LAYOUT, aligned=True),) * 2, torch.bfloat16, 8, ragged=False)
+    one, other = (attend._launched(shape, TUNING, split=False) for _ in range(2))
 
-    assert one is not other
-    assert one.attention.constants is other.attention.constants
-
-
-def test_a_plan_keeps_whatever_it_is_known_by() -> None:
-    layout, tuning = KVCacheLayout.fp8_ds_mla(), evolve(TUNING, keys=16)
-    plan = asked(call_of(first=cache(layout)), tuning, 0)
-
-    assert {id(tuning), id(layout)} <= {id(one) for one in plan.kept}
-
-
-def test_plans_do_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend, "_MOST_PLANS", 3)
-    for width in range(1, 9):
-        asked(call_of(rows=dense(width)), TUNING, 0)
-        assert len(attend._plans) <= 3
+    assert one[0] is other[0]

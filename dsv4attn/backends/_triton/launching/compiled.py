@@ -1,0 +1,202 @@
+"""Compiled kernels of this process, and launches of them past Triton's launcher: the one memo of launches.
+
+Triton's `JITFunction.run` looks at every argument of every launch, and its launchers (`CudaLauncher.__call__` and
+`HIPLauncher.__call__` of releases 3.6 to 3.9, in triton/backends/nvidia/driver.py and amd/driver.py) hand them to a
+function of the driver. The first launch of a form takes that way. Later launches of the form call the driver's function
+with what it would be handed. Kernels, hooks, tensors and releases that this file does not know take Triton's way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.driver import driver
+
+from dsv4attn.backends._triton.untyped import CompiledKernel, Kernel
+
+__all__ = ["ALIGNMENT", "Compiled", "Constants", "Form", "find", "form_of", "hooked", "remember"]
+
+ALIGNMENT = 16
+"""Bytes. A pointer aligned to them compiles to wider loads than one that is not."""
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+"""Types of pointers. Others, such as subclasses that stand for tensors, are Triton's to judge."""
+_MOST = 1024
+"""Forms of one kernel."""
+
+
+class Constants(dict[str, Any]):
+    """Constants of a kernel, compared by identity and never changed. A plain dict is compared by its items."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__, __ne__ = object.__eq__, object.__ne__
+
+
+class Compiled(NamedTuple):
+    """A compiled form, and what a launch hands to the driver.
+
+    call: the driver's function. head: its arguments before the grid. middle: those behind the stream. together: whether
+    the kernel's arguments go as one tuple. tail: the constants behind them, which the driver skips. home: Triton's
+    entry of the kernel on its device; another driver has another. owner: keeps the code loaded.
+    """
+
+    call: Callable[..., None]
+    head: tuple[Any, ...]
+    middle: tuple[Any, ...]
+    together: bool
+    tail: tuple[Any, ...]
+    home: Any
+    owner: Any
+
+    def launch(self, grid: tuple[int, int, int], index: int, args: Sequence[Any]) -> None:
+        stream = driver.active.get_current_stream(index)
+        if self.together:
+            self.call(*self.head, *grid, stream, *self.middle, (*args, *self.tail))
+        else:
+            self.call(*self.head, *grid, stream, *self.middle, *args, *self.tail)
+
+
+class _Kernel:
+    """A kernel whose forms follow from dtypes of pointers and from constants alone, and these forms.
+
+    count: arguments that are not constants. pointers: how many of them are pointers, which come first. aligned: indices
+    of pointers whose alignment compiles to another form.
+    """
+
+    def __init__(self, kernel: Kernel, count: int, pointers: int, aligned: Sequence[int]) -> None:
+        self.kernel, self.count, self.pointers, self.aligned = kernel, count, pointers, aligned
+        self.forms: dict[tuple[Any, ...], Compiled] = {}
+
+
+Form: TypeAlias = tuple[_Kernel, int, tuple[Any, ...]]
+"""A launch's kernel, the number of its device, and the key of its form."""
+
+_kernels: dict[int, _Kernel] = {}
+"""By identity, since Triton's own hash of a kernel takes microseconds. An entry keeps its kernel alive."""
+
+
+def form_of(
+    kernel: Kernel, args: Sequence[Any], constants: Mapping[str, Any], index: int, *options: object, **extra: object
+) -> Form | None:
+    """The form of a launch on device `index`; None where only Triton can say.
+
+    args: in the order of the parameters that are not in `constants`. options, extra: of the compiler.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    entry = _kernels.get(id(kernel)) or _entry(kernel)
+    if entry is None or len(args) != entry.count:
+        return None
+    pointers = args[: entry.pointers]
+    if not _PLAIN.issuperset(map(type, pointers)):
+        return None
+    items = constants if type(constants) is Constants else _typed(constants)
+    key = items, index, options, *[None if pointer is None else pointer.dtype for pointer in pointers]
+    if extra:
+        key = *key, *_typed(extra)
+    if entry.aligned:
+        key = *key, *[pointers[i] is not None and pointers[i].data_ptr() % ALIGNMENT == 0 for i in entry.aligned]
+    return entry, index, key
+
+
+def _typed(items: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Names, values, and types of values: 1 and True are equal, and compile to different code."""
+    return (*items.items(), *map(type, items.values()))
+
+
+def _entry(kernel: Kernel) -> _Kernel | None:
+    """None for a kernel that compiles for values, or whose pointers, numbers and constants stand in another order."""
+    if not isinstance(kernel, triton.JITFunction):
+        return None
+    order, aligned = [], []
+    for i, parameter in enumerate(kernel.params):
+        number = parameter.annotation_type
+        if parameter.is_constexpr:
+            order.append(2)
+        elif not number:
+            order.append(0)
+            aligned += [] if parameter.do_not_specialize_on_alignment else [i]
+        elif parameter.do_not_specialize or number.startswith("fp"):
+            order.append(1)
+        else:
+            return None
+    if order != sorted(order):
+        return None
+    first = order.count(0)
+    entry = _kernels[id(kernel)] = _Kernel(kernel, first + order.count(1), first, aligned)
+    return entry
+
+
+def find(form: Form | None) -> Compiled | None:
+    """What was compiled for a form on the driver that is active; None if Triton has to launch it."""
+    if form is None:
+        return None
+    entry, index, key = form
+    compiled = entry.forms.get(key)
+    if compiled is None or compiled.home is not entry.kernel.device_caches.get(index) or hooked(entry.kernel):
+        return None
+    return compiled
+
+
+def remember(form: Form | None, compiled: CompiledKernel, constants: Mapping[str, Any]) -> None:
+    """Keep what Triton has compiled and launched for a form."""
+    if form is None or not _is_understood(compiled) or hooked(form[0].kernel):
+        return
+    entry, index, key = form
+    kernel = entry.kernel
+    tail = tuple(constants[name] for name in kernel.arg_names[entry.count :])
+    if len(entry.forms) >= _MOST:
+        entry.forms.clear()
+    handed = _handed(compiled, len(kernel.arg_names))
+    entry.forms[key] = Compiled(*handed, tail, kernel.device_caches[index], compiled)
+
+
+def _handed(compiled: CompiledKernel, count: int) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...], bool]:
+    """`call`, `head`, `middle` and `together` of `Compiled`, for a kernel of `count` arguments.
+
+    A copy of Triton's launcher is called with marks in the place of grid, stream and arguments, and with a driver's
+    function that records. A launcher that looks at a mark, say to allocate memory for each program, fails; then, and
+    where a launcher is built otherwise, the launcher itself is called in every launch.
+    """
+    launcher, own = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+    recorded: list[tuple[Any, ...]] = []
+    marks, args = tuple(object() for _ in range(4)), tuple(object() for _ in range(count))
+    try:
+        function, asked = launcher.launch, copy(launcher)
+        asked.launch = lambda *passed: recorded.append(passed)
+        asked(*marks, *own, *args)
+        (passed,) = recorded
+        first = passed.index(marks[0])
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return launcher, (), own, False
+    head, rest = passed[:first], passed[first + 4 :]
+    if passed[first : first + 4] == marks and rest[-1:] == (args,):
+        return function, head, rest[:-1], True
+    if passed[first : first + 4] == marks and rest[-count:] == args:
+        return function, head, rest[:-count], False
+    return launcher, (), own, False
+
+
+def _is_understood(compiled: CompiledKernel) -> bool:
+    """Whether this file mirrors the launcher of this release for this kind of device."""
+    if not isinstance(compiled, triton.compiler.CompiledKernel):
+        return False
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    return (3, 6) <= version <= (3, 9) and driver.active.get_current_target().backend in ("cuda", "hip")
+
+
+def hooked(kernel: Kernel) -> bool:
+    """Whether a profiler, or another caller of Triton's hooks, is to see each launch of a kernel."""
+    knobs = triton.knobs.runtime
+    enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
+    return bool(
+        kernel.pre_run_hooks
+        or (enter is not None and getattr(enter, "calls", True))
+        or (leave is not None and getattr(leave, "calls", True))
+        or getattr(knobs, "add_stages_inspection_hook", None) is not None
+    )

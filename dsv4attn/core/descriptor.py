@@ -1,0 +1,81 @@
+"""The descriptor of a backend, importable anywhere: neither torch nor triton nor a vendor's package is touched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NoReturn
+
+from attrs import field, frozen
+
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.problem import Problem, Reason
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["API_VERSION", "BackendInfo", "Rank"]
+
+
+class Rank(IntEnum):
+    """Who goes first when several backends are native to a device."""
+
+    REFERENCE = 0
+    GENERIC = 1
+    VENDOR = 2
+
+
+API_VERSION = "1.1"
+"""Version of this contract. A minor step only adds; a backend of another major version is refused."""
+
+
+@frozen(kw_only=True)
+class BackendInfo:
+    """What selection knows of a backend.
+
+    name: what users write; unique among all backends.
+    factory: `package.module:callable`, imported and called with the options once the backend has won.
+    support: every reason why not, for a whole problem; empty means yes, and a yes never fails at launch.
+    summary: one line for `dsv4attn backends`.
+    native: kinds or archs, as shell patterns, on which it may be chosen automatically: ("sm_12*",).
+    runs_on: where it can run when asked for by name; whatever is native, at least.
+    rank: who goes first when several backends are native to a device.
+    packages: distributions the implementation imports; missing ones make it unavailable.
+    options: options the factory takes, with their defaults.
+    notes: how it would serve a problem that it takes, a line each, for a backend that has several ways.
+    api: version of the contract it was written for, written out: "1.0". A default would follow ours and say nothing.
+    """
+
+    name: str
+    factory: str
+    support: Callable[[DeviceFacts, Problem], Sequence[Reason]]
+    summary: str
+    native: tuple[str, ...]
+    runs_on: tuple[str, ...] = ("*",)
+    rank: Rank = Rank.VENDOR
+    packages: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(factory=dict)
+    notes: Callable[[DeviceFacts, Problem], Sequence[str]] | None = None
+    api: str
+
+    def __attrs_post_init__(self) -> None:
+        """Check the types, as a descriptor comes from a stranger and is trusted from here on."""
+        for name in ("name", "factory", "summary", "api"):
+            if not isinstance(getattr(self, name), str):
+                self._wrong(name, "a string")
+        for name in ("native", "runs_on", "packages"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
+                self._wrong(name, "a tuple of strings")
+        if not re.fullmatch(r"[\w.]+:\w+", self.factory):
+            self._wrong("factory", "'package.module:callable'")
+        if not callable(self.support):
+            self._wrong("support", "a function")
+        if self.notes is not None and not callable(self.notes):
+            self._wrong("notes", "a function, or None")
+        if not isinstance(self.rank, Rank):
+            self._wrong("rank", "a Rank")
+        if not isinstance(self.options, Mapping):
+            self._wrong("options", "a dict")
+
+    def _wrong(self, name: str, expected: str) -> NoReturn:
+        raise ArgumentError(f"BackendInfo.{name}", expected=expected, actual=repr(getattr(self, name)))

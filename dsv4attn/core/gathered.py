@@ -1,0 +1,105 @@
+"""A call of a backend on gathered rows: a prefill chunk's keys are made contiguous, then attended to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.chunking import PrefillChunk, round_up
+from dsv4attn.core.contract import IndexForm, Phase
+from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.index_ops import prepare_index_step
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PageTable, RaggedIndices
+from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.prepared import Part
+from dsv4attn.core.step import INT, BackendCall, Rows, Step
+from dsv4attn.core.workspace import BufferSpec
+from dsv4attn.core.workspace_plan import ragged_specs
+
+__all__ = ["GatheredCall"]
+
+
+class GatheredCall(BackendCall):
+    """Attention of a prefill chunk over rows [requests * (entries + window rows), D] in the workspace."""
+
+    def __init__(self, step: Step, chunk: PrefillChunk) -> None:
+        """Plan the views: rows, combined indices and lengths, three lengths of each request, starts of queries."""
+        n, t, forms = chunk.num_requests, chunk.num_tokens, step.backend.forms
+        width = round_up(chunk.topk + step.layer.window, forms.index_alignment)
+        self._chunk, self._ragged = chunk, forms.prefill_indices is IndexForm.RAGGED
+        specs: list[BufferSpec] = [
+            ((n, chunk.entries + chunk.gather, step.layer.head_dim), step.caches.swa.layout.row_dtype),
+            ((t, width), INT),
+            ((t,), INT),
+            ((3, n), INT),
+            ((n + 1,), INT),
+        ]
+        specs += ragged_specs(t, width) if self._ragged else []
+        super().__init__(step, Phase.PREFILL, step.prefill_tokens(chunk), specs, width)
+
+    def prepare(self) -> Part:
+        """Bind everything but the addresses that differ between layers."""
+        step, chunk, layer, tokens = self.step, self._chunk, self.step.layer, self.tokens
+        swa, compressed, backend = step.metadata.swa, step.metadata.compressed, step.backend
+        kv, combined, lens, per_request, starts, *views = self.views()
+        n, t, rows = chunk.num_requests, chunk.num_tokens, chunk.entries + chunk.gather
+        requests, first = slice(chunk.request_start, chunk.request_end), swa.num_decodes + chunk.request_start
+        seq_lens, gather_lens, entry_lens = per_request.unbind(0)
+        from_batch = swa.prefill_seq_lens[requests], swa.prefill_gather_lens[requests]
+        query_starts, valid = swa.query_start_loc[first : first + n + 1], swa.is_valid_token[tokens]
+        window, entries = _page_table(step.caches.swa, swa.block_table[first : first + n]), None
+        if layer.kind is not LayerKind.SWA and compressed is not None and step.caches.compressed is not None:
+            entries = _page_table(step.caches.compressed, compressed.block_table[first : first + n])
+        visible = None if compressed is None else compressed.compressed_lens[tokens]
+        numbers = step.local_entries(chunk)
+        indexer = layer.kind is LayerKind.C4A
+        keys: Rows = DenseIndices(combined, lens)
+        pack = None
+        if self._ragged:
+            flat, indptr = views.pop(0), views.pop(0)
+            build = backend.steps.build_ragged_indices_from_dense
+            pack = prepare_index_step(build, combined, lens, n * rows, out=(flat, indptr))
+            keys = RaggedIndices(flat, indptr, keys.width)
+        attend = self.attention(GatheredKeys(kv.view(n * rows, layer.head_dim), keys), views)
+
+        def measure() -> None:
+            """Lengths of each request's rows, from those on the device: on the host may stand upper bounds."""
+            torch.sub(from_batch[0], chunk.tail, out=seq_lens)
+            gather_lens.copy_(from_batch[1])
+            starts.copy_(query_starts)
+            if chunk.is_slice:
+                torch.clamp(seq_lens, max=t + layer.window - 1, out=gather_lens)
+                starts[1:].copy_(starts[:1]).add_(t)
+            if entries is not None:
+                torch.div(seq_lens, layer.compress_ratio, rounding_mode="floor", out=entry_lens)
+
+        def run(
+            q: Tensor,
+            out: Tensor,
+            lse: Tensor | None,
+            attn_sink: Tensor | None,
+            topk_indices: Tensor | None,
+            caches: LayerCaches,
+        ) -> None:
+            measure()
+            gather = backend.dequantize_and_gather_k_cache
+            if entries is not None and caches.compressed is not None:
+                gather(kv, caches.compressed, entry_lens, None, entries.block_table, 0)
+            gather(kv, caches.swa, seq_lens, gather_lens, window.block_table, chunk.entries)
+            chosen = topk_indices[tokens] if indexer and topk_indices is not None else numbers
+            sizes = layer.window, chunk.topk, rows, chunk.entries
+            lengths = visible, valid, starts, seq_lens, gather_lens
+            combine, to = backend.steps.combine_topk_swa_indices, (combined, lens)
+            combine(chosen, *lengths, *sizes, out=to, swa=window, compressed=entries)
+            if pack is not None:
+                pack(combined)
+            if tokens.start:
+                q, out, lse = q[tokens], out[tokens], None if lse is None else lse[tokens]
+            attend(q, out, lse, attn_sink, ())
+
+        return Part(self.name, run)
+
+
+def _page_table(cache: PagedKVCache, table: Tensor) -> PageTable:
+    return PageTable(table, cache.block_size, cache.num_blocks)

@@ -1,0 +1,105 @@
+"""The arguments of one `forward_mqa`, and what every call of a backend in it shares: tokens, views, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.chunking import PrefillChunk, plan_prefill_chunks
+from dsv4attn.core.contract import AttentionCall, CompleteBackend, Phase, Run
+from dsv4attn.core.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.workspace import BufferSpec, WorkspaceManager
+from dsv4attn.core.workspace_plan import prefill_bounds
+
+__all__ = ["INT", "BackendCall", "Rows", "Step"]
+
+INT = torch.int32
+Rows: TypeAlias = DenseIndices | RaggedIndices
+"""The keys of each token of a call."""
+
+
+@frozen(eq=False, slots=False)
+class Step:
+    """The arguments of a `forward_mqa`, checked."""
+
+    q: Tensor
+    caches: LayerCaches
+    metadata: AttentionMetadata
+    backend: CompleteBackend
+    workspace: WorkspaceManager
+    out: Tensor
+    layer: LayerGeometry
+    limits: Limits
+    attn_sink: Tensor | None
+    topk_indices: Tensor | None
+    lse: Tensor | None
+
+    @cached_property
+    def segments(self) -> Sequence[PagedKVCache]:
+        """The caches that this kind of layer reads."""
+        return self.caches.segments(self.layer)
+
+    def chunks(self) -> Sequence[PrefillChunk]:
+        """The prefill part, cut so that no chunk needs more memory than planned."""
+        swa = self.metadata.swa
+        if not swa.num_prefill_tokens:
+            return ()
+        bounds = prefill_bounds(self.layer, self.limits, self.backend, self.caches.swa.layout)
+        lens = swa.prefill_seq_lens_cpu.tolist(), swa.prefill_query_lens_cpu.tolist()
+        return [chunk for chunk in plan_prefill_chunks(*lens, self.layer, bounds) if chunk.num_tokens]
+
+    def local_entries(self, chunk: PrefillChunk) -> Tensor | None:
+        """Entry numbers of a chunk's tokens: the indexer's, or simply all of them; None on window-only layers."""
+        compressed, tokens = self.metadata.compressed, self.prefill_tokens(chunk)
+        if self.layer.kind is LayerKind.C4A and self.topk_indices is not None:
+            return self.topk_indices[tokens]
+        if self.layer.kind is LayerKind.C128A and compressed is not None:
+            numbers = compressed.c128a_prefill_topk_indices
+            width = max(chunk.topk, 1)
+            return None if numbers is None else numbers[chunk.token_start : chunk.token_end, :width]
+        return None
+
+    def prefill_tokens(self, chunk: PrefillChunk) -> slice:
+        """A chunk's tokens among those of the batch."""
+        first = self.metadata.swa.num_decode_tokens
+        return slice(first + chunk.token_start, first + chunk.token_end)
+
+
+class BackendCall:
+    """One call of a backend in a step.
+
+    tokens: of the batch, that it attends for. specs: views of the workspace before the backend's own scratch. width:
+    index columns of a token. name: in profiles.
+    """
+
+    def __init__(self, step: Step, phase: Phase, tokens: slice, specs: Sequence[BufferSpec], width: int) -> None:
+        """Plan, and request nothing yet."""
+        self.step, self.phase, self.tokens = step, phase, tokens
+        scratch = step.backend.scratch(phase, step.layer, tokens.stop - tokens.start, width)
+        self._specs, self._caller = [*specs, *scratch], f"{step.backend.name}.{phase.value}"
+        self.name = f"dsv4attn::{phase.value}[{step.layer.kind.value}]"
+
+    def require(self) -> None:
+        """Raise WorkspaceError unless the views will fit."""
+        self.step.workspace.require(*self._specs, lane=self.phase.value, caller=self._caller)
+
+    def views(self) -> list[Tensor]:
+        """The views asked for, and scratch behind them."""
+        return self.step.workspace.get_simultaneous(*self._specs, lane=self.phase.value, caller=self._caller)
+
+    def attention(self, keys: Sequence[PagedKeys] | GatheredKeys, scratch: Sequence[Tensor]) -> Run:
+        """The backend's attention, prepared."""
+        step, tokens = self.step, self.tokens
+        lse = None if step.lse is None else step.lse[tokens]
+        call = AttentionCall(step.layer, step.q[tokens], keys, step.attn_sink, step.out[tokens], lse, scratch)
+        return step.backend.prepare(self.phase, call)
