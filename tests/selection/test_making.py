@@ -22,6 +22,7 @@ from dsv4attn.errors import ArgumentError, BrokenBackendError, ConfigError, NoBa
 from dsv4attn.plugins import BUILT_IN
 from dsv4attn.selection import build, load_backend, select_backend
 from tests.backends.built_in import triton_backends
+from tests.cli.machine import device_of_no_backend
 from tests.wheels import Shelf, plugin
 
 FLASH = ModelGeometry.preset("flash")
@@ -85,11 +86,11 @@ def test_a_phase_that_nobody_runs_is_an_error_of_that_phase(shelf: Shelf) -> Non
     assert isinstance(select_backend(*DECODE, *PREFILL, backend="decode=acme"), PhasedBackend)
 
 
-def test_a_machine_without_a_backend_is_told_before_anything_is_made() -> None:
+def test_a_machine_without_a_backend_is_told_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        NoBackendError, match=r"^no backend native to npu can run this call -> ask for reference by name\n"
+        NoBackendError, match=r"^no backend native to abacus can run this call -> ask for reference by name\n"
     ):
-        select_backend(*DECODE, device=DeviceFacts.named("npu"))
+        select_backend(*DECODE, device=DeviceFacts.named(device_of_no_backend(monkeypatch)))
 
 
 def test_nothing_to_run_is_an_error() -> None:
