@@ -28,7 +28,7 @@ from dsv4attn.errors import did_you_mean, leave_out
 __all__ = ["BUILT_IN", "STRANGE", "PluginFailure", "PluginRegistry", "Registered", "first_line", "trace_of"]
 
 BUILT_IN = ("reference", "rocm", "sm120", "sm90", "triton", "xpu")
-"""Rooms under `dsv4attn.backends`, as strings: they are plugins like any other."""
+"""Folders under `dsv4attn.backends`, plugins like any other. No other file lists them: `tests/test_one_line.py`."""
 
 STRANGE = BaseException
 """What a stranger's code may raise without taking us with it: a panic of a Rust extension is no `Exception`.

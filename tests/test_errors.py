@@ -28,8 +28,8 @@ EXAMPLES: list[tuple[Dsv4AttnError, str, type[Exception]]] = [
     (UnsupportedError("heads", expected="even", actual=3), "heads: expected even, got 3", ArgumentError),
     (GeometryError("config: field 'x' is missing"), "config: field 'x' is missing", ValueError),
     (
-        UnknownNameError("backend", "reverence", ["xpu", "reference"]),
-        "unknown backend 'reverence'; did you mean 'reference'? (known: reference, xpu)",
+        UnknownNameError("backend", "reverence", ["zinc", "reference"]),
+        "unknown backend 'reverence'; did you mean 'reference'? (known: reference, zinc)",
         ValueError,
     ),
     (UnknownNameError("backend", "zzz", ["xpu"]), "unknown backend 'zzz' (known: xpu)", ValueError),

@@ -13,20 +13,22 @@ from typing import Any
 import pytest
 
 import dsv4attn
+from tests.backends.built_in import packages
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dsv4attn"
-VENDORS = [
+ENGINES = {
     "aiter",
     "cutlass",
     "deep_gemm",
     "flash_mla",
-    "flashinfer",
     "intel_extension_for_pytorch",
     "sglang",
     "tilelang",
     "vllm",
-]
+}
+"""Engines and kernel libraries of the field, imported by a backend or not."""
+VENDORS = sorted(ENGINES | {*packages()} - {"attrs", "numpy", "torch", "triton"})
 HEAVY = ["torch", "triton", "numpy", *VENDORS]
 CORE = sorted(f"dsv4attn.core.{p.stem}" for p in (PACKAGE / "core").glob("*.py") if p.stem != "__init__")
 SECONDS = 0.3
@@ -99,6 +101,10 @@ def test_g6_a_core_module_loads_neither_triton_nor_a_vendor() -> None:
     found.pop("torch", None)
 
     assert found == {}
+
+
+def test_what_backends_import_is_watched() -> None:
+    assert "flashinfer" in VENDORS
 
 
 def test_there_are_core_modules() -> None:

@@ -285,7 +285,8 @@ def test_a_file_holds_kernels_or_the_host_functions_that_launch_them() -> None:
     # the rule saw the kernels: a file of each with one more host function breaks it
     extra = "\n\ndef one_more(x: int) -> int:\n    return x\n"
     broken = {name for name, source in sources.items() if mixture(source + extra) == ["one_more"]}
-    assert broken >= {f"dsv4attn.backends.{name}.kernels" for name in ("_triton.attention", "sm90", "sm120", "xpu")}
+    compiled = {name for name, source in sources.items() if name.endswith(".kernels") and "import triton" in source}
+    assert broken >= compiled >= {"dsv4attn.backends._triton.attention.kernels"}
     assert len(broken) > 15
 
 

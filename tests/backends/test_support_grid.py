@@ -25,6 +25,7 @@ from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.plugins import PluginRegistry
 from dsv4attn.selection import explain, load_backend, registry_for
 from dsv4attn.testing import oracle
+from tests.backends.built_in import known_devices
 from tests.core.strategies import examples
 
 FLASH = ModelGeometry.preset("flash")
@@ -33,8 +34,7 @@ TOPK = (0, 1, 63, 64, 65, 127, 128, 192, 256, 512, 640, 1024, 1152, 2048)
 PAGES = (1, 2, 16, 32, 64, 128, 256)
 HEADS = range(1, 129)
 KINDS, PHASES = tuple(LayerKind), tuple(Phase)
-DEVICES = ("cpu", "sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "sm121")
-OTHERS = ("gfx90a", "gfx942", "gfx950", "gfx1201", "xpu", "npu")
+DEVICES = known_devices()
 
 
 def problem_of(
@@ -48,7 +48,7 @@ def problem_of(
 # answers, for any device
 
 
-@pytest.mark.parametrize("name", [*DEVICES, *OTHERS])
+@pytest.mark.parametrize("name", DEVICES)
 def test_g3_every_point_of_the_grid_is_answered_at_plan_time(name: str) -> None:
     """Some room says yes everywhere; where nothing is native the reference must be asked for by name."""
     device, registry = DeviceFacts.named(name), PluginRegistry.load(entry_points=[])
@@ -86,7 +86,7 @@ def grid(kind: LayerKind, phase: Phase, whole: bool) -> Iterator[Problem]:
 def test_g3_every_backend_answers_the_whole_grid_for_every_device(kind: LayerKind, phase: Phase, whole: bool) -> None:
     """Nothing is raised or left unsaid, on any device, whether it is here or not; and some backend says yes."""
     supports = [one.info.support for one in PluginRegistry.load(entry_points=[]).backends.values()]
-    devices = [DeviceFacts.named(name) for name in (*DEVICES, *OTHERS)]
+    devices = [DeviceFacts.named(name) for name in DEVICES]
     for problem in grid(kind, phase, whole):
         for device in devices:
             answers = [support(device, problem) for support in supports]

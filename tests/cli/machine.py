@@ -13,11 +13,11 @@ import pytest
 from attrs import define
 from click.testing import CliRunner
 
-from dsv4attn.core import device
+from dsv4attn.core import device, devices
 from dsv4attn.tools.cli import main
 from tests.wheels import Shelf, plugin
 
-__all__ = ["Machine", "machine", "plugin", "without_triton"]
+__all__ = ["Machine", "device_of_no_backend", "machine", "plugin", "without_triton"]
 
 
 @define
@@ -51,6 +51,12 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
         monkeypatch.delenv(name, raising=False)
     with Shelf(tmp_path) as shelf:
         yield Machine(shelf)
+
+
+def device_of_no_backend(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a device that is added to the table of devices, and to which no backend is native."""
+    monkeypatch.setitem(devices._BY_NAME, "abacus", devices.KnownDevice("abacus", "abacus", "an abacus"))
+    return "abacus"
 
 
 def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from dsv4attn.plugins import BUILT_IN
 from dsv4attn.tools.cli import main
+from tests.backends.built_in import triton_backends
 from tests.cli.machine import Machine, machine, plugin
 
 
@@ -44,15 +46,13 @@ def test_what_is_told_to_programs(here: Machine) -> None:
         "bolt": "available",
         "lib": "failed",
         "raises": "broken",
-        "reference": "automatic",
-        "rocm": "unavailable",
-        "sm120": "unavailable",
-        "sm90": "unavailable",
-        "triton": "unavailable",
-        "xpu": "unavailable",
         "zinc": "denied",
+        **{name: "unavailable" if rows[name]["reasons"] else "available" for name in BUILT_IN},
+        "reference": "automatic",
     }
-    assert {name for name, row in rows.items() if row["runnable"]} == {"bolt", "reference"}
+    assert all(rows[name]["reasons"] for name in triton_backends())
+    runnable = {name for name in BUILT_IN if not rows[name]["reasons"]}
+    assert {name for name, row in rows.items() if row["runnable"]} == {"bolt", *runnable} >= {"reference"}
     assert {name for name, row in rows.items() if row["native"]} == {"reference"}
     assert rows["bolt"]["reasons"] == rows["reference"]["reasons"] == []
     assert rows["acme"]["reasons"] == [

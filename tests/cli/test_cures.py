@@ -12,6 +12,7 @@ from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import ModelGeometry
 from dsv4attn.core.problem import Problem
 from dsv4attn.errors import ArgumentError, ConfigError, Dsv4AttnError, NoBackendError
+from dsv4attn.plugins import BUILT_IN
 from dsv4attn.selection import explain, load_backend, resolve
 from tests.cli.machine import Machine, machine, plugin, without_triton
 
@@ -125,7 +126,7 @@ NAMES = [
     (["bench", "decod"], "unknown measurement 'decod'; did you mean 'decode'? (known: decode, gather, host, insert, "),
     (["bench", "--cases", "flash"], "(known: flash_c128, flash_c4, flash_swa, pro_c128, pro_c4)"),
     (["bench", "--peers", "flashmla"], "(known: flash_mla, flashinfer, vllm)"),
-    (["bench", "--backends", "reverence"], "(known: reference, rocm, sm120, sm90, triton, xpu)"),
+    (["bench", "--backends", "reverence"], f"(known: {', '.join(sorted(BUILT_IN))})"),
     (["conform", "reference", "--filter", "sinkk"], "expected clauses (A1, A2, "),
     (["run", "--cache", "fp4"], "(known: bf16, fp32, fp8_ds_mla)"),
     (["explain", "--layer", "c5a"], "(known: c128a, c4a, swa)"),

@@ -9,7 +9,7 @@ import pytest
 
 import dsv4attn
 from dsv4attn.core.device import DeviceFacts
-from tests.cli.machine import Machine, machine, plugin, without_triton
+from tests.cli.machine import Machine, device_of_no_backend, machine, plugin, without_triton
 
 
 @pytest.fixture
@@ -165,11 +165,12 @@ def test_right_options_of_a_backend_that_lacks_triton_are_no_problem(
 
 
 def test_a_device_without_an_automatic_backend_is_a_problem(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceFacts, "all_here", lambda: [DeviceFacts.named("npu")])
+    unserved = DeviceFacts.named(device_of_no_backend(monkeypatch))
+    monkeypatch.setattr(DeviceFacts, "all_here", lambda: [unserved])
 
     assert problems(here) == [
         (
-            f"{phase}: no backend native to npu can run this call",
+            f"{phase}: no backend native to abacus can run this call",
             f"ask for reference by name; `dsv4attn explain --phase {phase}` says why",
         )
         for phase in ("decode", "prefill")

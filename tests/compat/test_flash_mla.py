@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from dsv4attn.compat.direct import forget_choices
 from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from dsv4attn.core.geometry import ModelGeometry
 from dsv4attn.errors import NoBackendError
 from dsv4attn.selection import backend_names
+from tests.backends.built_in import launching_alike
 from tests.compat.flash_mla_cases import (
     BIG_DECODE,
     BIG_PREFILL,
@@ -38,8 +41,8 @@ LANES: dict[str, tuple[str, Mapping[str, str]]] = {
     "reference-paged-ragged": ("reference", {**RAGGED, "prefill_keys": "paged"}),
 }
 DECODE_LANES = [lane for lane in LANES if "paged" not in lane]
-TWINS = {"sm120"}
-"""Lanes in which the triton room's kernel runs in the triton room's way."""
+TWINS = launching_alike(ModelGeometry.preset("flash")) if find_spec("triton") else []
+"""Backends that launch, on a CPU, the generic backend's kernels and no others."""
 
 
 def ours(lanes: Iterable[str]) -> pytest.MarkDecorator:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4attn.core.contract import Backend
+from dsv4attn.core.contract import Backend, Rank
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.plugins import BUILT_IN
 from dsv4attn.selection import load_backend
+from tests.backends.built_in import infos, launching_alike
 from tests.parity.serving import Mode
 from tests.parity.test_hf import (
     MODE,
@@ -21,6 +21,7 @@ from tests.parity.test_hf import (
     TOLERANCE,
     error,
     every_kind,
+    geometry,
     judged,
     modes,
     parity,
@@ -32,10 +33,12 @@ pytest.importorskip("triton", reason="needs Triton")
 pytestmark = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="sequences are served on the CPU, where kernels are interpreted"
 )
-# without FlashInfer the sm120 room is the triton room under another name, and so is the sm90 room in other dims
-TWINS = {"sm120", "sm90"}
+TWINS = launching_alike(geometry())
+"""Backends that launch, in these dims and on a CPU, the generic backend's kernels and no others."""
 ROOMS = [
-    pytest.param(name, marks=pytest.mark.slow if name in TWINS else ()) for name in BUILT_IN if name != "reference"
+    pytest.param(name, marks=pytest.mark.slow if name in TWINS else ())
+    for name, info in infos().items()
+    if info.rank is not Rank.REFERENCE
 ]
 SEED = 0
 

@@ -21,7 +21,7 @@ FLASH = ModelGeometry.preset("flash")
 PRO = ModelGeometry.preset("pro")
 DECODE, PREFILL = Problem.of(FLASH, "c4a", "decode"), Problem.of(FLASH, "c4a", "prefill")
 AUTO = Setting("auto", "default")
-CPU, SM90, XPU = (DeviceFacts.named(name) for name in ("cpu", "sm90", "xpu"))
+CPU, SM90, XPU = (DeviceFacts.named(name) for name in ("cpu", "h200", "b580"))
 HEADS = Reason("HEADS", 24, "64 or 128", "pad q")
 
 

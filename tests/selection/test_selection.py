@@ -22,14 +22,14 @@ from dsv4attn.core.problem import Problem
 from dsv4attn.errors import ArgumentError, ConfigError, NoBackendError
 from dsv4attn.plugins import PluginRegistry
 from dsv4attn.selection import backend_names, explain, resolve
+from tests.backends.built_in import known_devices, of_rank
 from tests.wheels import Shelf, plugin
 
 FLASH = ModelGeometry.preset("flash")
 PRO = ModelGeometry.preset("pro")
 DECODE, PREFILL = Problem.of(FLASH, "c4a", "decode"), Problem.of(FLASH, "c4a", "prefill")
 SM90 = DeviceFacts.named("sm90")
-NVIDIA = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "sm121")
-DEVICES = ("cpu", *NVIDIA, "gfx90a", "gfx942", "gfx950", "gfx1201", "xpu", "npu")
+DEVICES = known_devices()
 
 
 # the order of wishes, on the real registry
@@ -153,7 +153,7 @@ def test_g1_every_problem_has_a_backend_on_every_device(name: str) -> None:
 
     chosen = automatic(name, registry)
 
-    if device.kind in ("cuda", "hip", "xpu"):
+    if native_of(device, registry) - {*of_rank(Rank.REFERENCE)}:
         assert None not in chosen
         ranks = {registry.backends[winner].info.rank for winner in chosen if winner}
         assert Rank.REFERENCE not in ranks
@@ -161,13 +161,25 @@ def test_g1_every_problem_has_a_backend_on_every_device(name: str) -> None:
         assert chosen == {"reference" if name == "cpu" else None}
 
 
-@pytest.mark.parametrize("name", [name for name in DEVICES if name not in ("cpu", "npu")])
-def test_g1_the_generic_room_alone_serves_every_device_of_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a vendor's room refuses has somewhere to go."""
-    rooms = tuple(room for room in plugins.BUILT_IN if room.rpartition(".")[2] in ("triton", "reference"))
-    monkeypatch.setattr(plugins, "BUILT_IN", rooms)
+def native_of(device: DeviceFacts, registry: PluginRegistry) -> set[str]:
+    """Names of the backends that are native to a device."""
+    return {name for name, one in registry.backends.items() if device.matches(one.info.native)}
 
-    assert automatic(name, PluginRegistry.load(entry_points=[])) == {"triton"}
+
+def test_g1_every_device_of_triton_has_a_native_backend() -> None:
+    registry = PluginRegistry.load(entry_points=[])
+
+    for name in known_devices("cuda", "hip", "xpu"):
+        assert native_of(DeviceFacts.named(name), registry) >= {*of_rank(Rank.GENERIC)}
+
+
+@pytest.mark.parametrize("name", known_devices("cuda", "hip", "xpu"))
+def test_g1_the_generic_room_alone_serves_every_device_of_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generic backend takes what a vendor's backend refuses."""
+    generic = of_rank(Rank.GENERIC)
+    monkeypatch.setattr(plugins, "BUILT_IN", (*generic, *of_rank(Rank.REFERENCE)))
+
+    assert automatic(name, PluginRegistry.load(entry_points=[])) == {*generic}
 
 
 @pytest.mark.parametrize("name", ["sm70", "sm75"])

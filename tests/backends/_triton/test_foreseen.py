@@ -19,9 +19,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.backends.sm120.launch import Sm120Backend
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.backends.xpu.launch import XpuBackend
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
@@ -32,6 +30,7 @@ from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import world
 from dsv4attn.testing.world import tiny_geometry
 from tests.backends._triton.engine import Engine, launching_nothing
+from tests.backends.built_in import forms
 
 META = torch.device("meta")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -45,15 +44,10 @@ LAYOUTS = {
 }
 """Of caches, and the dtype of q."""
 BACKENDS: dict[str, Callable[[], Any]] = {
+    **forms(),
     # with this tuning rows are cut on a machine of few units, too
     "triton": lambda: GenericBackend(tuning="sm_90"),
-    "sm90": Sm90Backend,
-    "sm90 gathered": lambda: Sm90Backend(prefill="gathered"),
-    "sm120": Sm120Backend,
-    "rocm": RocmBackend,
-    "xpu fused": lambda: XpuBackend(decode="fused"),
-    "xpu gathered": lambda: XpuBackend(decode="gathered"),
-    "sm90 with rocm": lambda: PhasedBackend(Sm90Backend(), RocmBackend()),
+    "Hopper with ROCm": lambda: PhasedBackend(Sm90Backend(), RocmBackend()),
 }
 # on a device `test_promises` runs a thousand steps behind a warm-up
 meta_only = pytest.mark.skipif(not INTERPRETED, reason="torch's meta device stands for the device under test")
@@ -147,7 +141,7 @@ ODD = (
 
 @meta_only
 @pytest.mark.parametrize("geometry", ODD, ids=lambda geometry: str(geometry.head_dim))
-@pytest.mark.parametrize("name", ["triton", "xpu gathered"])
+@pytest.mark.parametrize("name", forms())
 def test_g18_slices_of_any_dims_are_foreseen(name: str, geometry: ModelGeometry) -> None:
     for seed, (cache, dtype) in enumerate((world.layouts(geometry)[one], BF16) for one in ("ocp", "bf16")):
         for kind in (LayerKind.SWA, LayerKind.C4A):

@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 
 from dsv4attn.backends._triton.compiling.targets import TARGETS
+from dsv4attn.core.device import DeviceFacts
 from tests.backends._triton.fullest import CASES
 from tests.backends._triton.gates import ROOT, broken_limits
+from tests.backends.built_in import triton_backends
 
-BACKENDS = ("triton", "xpu", "rocm", "sm120")
+PAIRS = [(backend, target) for target in TARGETS for backend in triton_backends(DeviceFacts.named(target))]
+"""Each target of the table with each Triton backend that runs on it."""
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +52,7 @@ def test_no_target_is_left_out() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "target"), PAIRS)
 @pytest.mark.parametrize("model", ["flash", "pro"])
 @pytest.mark.parametrize("dtype", ["e4m3fn", "e4m3fnuz"])
 def test_every_kernel_of_every_backend_keeps_every_limit(backend: str, target: str, model: str, dtype: str) -> None:

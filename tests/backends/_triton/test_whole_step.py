@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -13,9 +12,8 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
-from dsv4attn.backends.rocm.launch import RocmBackend
-from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.context import set_forward_context
+from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.layer import DeepseekV4MLAAttention
 from dsv4attn.core.limits import Limits
@@ -25,8 +23,9 @@ from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.testing.world import tiny_geometry
 from tests.backends._triton.caches import DEVICE
 from tests.backends._triton.engine import Engine, Interpreted, Request
+from tests.backends.built_in import class_of, triton_backends
 
-BACKENDS: dict[str, Callable[..., TritonBackend]] = {"triton": GenericBackend, "rocm": RocmBackend}
+BACKENDS: dict[str, type[TritonBackend]] = {name: class_of(name) for name in triton_backends(DeviceFacts.here())}
 REQS = 4 if INTERPRETED else 8
 LIMITS = Limits(REQS, 16 if INTERPRETED else 64, 100 if INTERPRETED else 4096)
 

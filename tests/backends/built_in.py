@@ -1,0 +1,120 @@
+"""Lists of built-in backends for tests, derived from the table BUILT_IN and from what each backend's folder declares.
+
+A backend enters these lists with its line in BUILT_IN. Tests of all Triton backends try each with its default options
+and, where `tests/backends/<name>/forms.py` exists, with those that it declares as FORMS: options by name of the form.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dsv4attn import plugins
+from dsv4attn.core.contract import BackendInfo, Rank
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.devices import DEVICES
+from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.warmup_spec import Bounds
+
+__all__ = ["class_of", "forms", "infos", "known_devices", "launching_alike", "of_rank", "packages", "triton_backends"]
+
+PACKAGE = Path(plugins.__file__).parent
+
+
+def infos() -> dict[str, BackendInfo]:
+    """The descriptor of every built-in backend, by its name."""
+    registry = plugins.PluginRegistry.load(entry_points=[])
+    assert sorted(registry.backends) == sorted(plugins.BUILT_IN), [str(failure) for failure in registry.failures]
+    return {name: one.info for name, one in registry.backends.items()}
+
+
+def of_rank(rank: Rank) -> list[str]:
+    """Names of the built-in backends of a rank: "reference" is the only one of Rank.REFERENCE."""
+    return [name for name, info in infos().items() if info.rank is rank]
+
+
+def runs(info: BackendInfo, device: DeviceFacts) -> bool:
+    """Whether a descriptor names a device."""
+    return device.matches(info.native + info.runs_on)
+
+
+def triton_backends(device: DeviceFacts | None = None) -> list[str]:
+    """Names of the backends whose class derives from TritonBackend; with a device, of those that run on it.
+
+    The source of the factory's module is read, not imported: the list is the same on a machine without Triton.
+    """
+    return [
+        name
+        for name, info in infos().items()
+        if (device is None or runs(info, device)) and "TritonBackend" in _imported(info.factory.partition(":")[0])
+    ]
+
+
+def _imported(module: str) -> set[str]:
+    spec = find_spec(module)
+    assert spec is not None, module
+    assert spec.origin is not None, module
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    return {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+
+
+def class_of(name: str) -> Any:
+    """The class, or another callable, that a backend's descriptor names as its factory."""
+    module, _, attribute = infos()[name].factory.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def forms(device: DeviceFacts | None = None) -> dict[str, Callable[..., Any]]:
+    """Constructors of the Triton backends in their default form, and, as "name form", in the forms they declare."""
+    made: dict[str, Callable[..., Any]] = {}
+    for name in triton_backends(device):
+        made[name] = class_of(name)
+        made |= {f"{name} {form}": partial(class_of(name), **options) for form, options in _declared(name).items()}
+    return made
+
+
+def _declared(name: str) -> Mapping[str, Mapping[str, Any]]:
+    module = f"tests.backends.{name}.forms"
+    try:
+        found: Mapping[str, Mapping[str, Any]] = importlib.import_module(module).FORMS
+    except ModuleNotFoundError as error:
+        if not module.startswith(error.name or "?"):
+            raise
+        return {}
+    return found
+
+
+def launching_alike(geometry: ModelGeometry) -> list[str]:
+    """Names of the backends that ask, on a CPU, for exactly the kernels of the generic backend: its twins there."""
+    bounds, cpu = Bounds.of(geometry, Limits(8, 64, 4096)), DeviceFacts.named("cpu")
+    asked = {name: {*class_of(name)().kernel_variants(bounds, cpu)} for name in triton_backends(cpu)}
+    generic = of_rank(Rank.GENERIC)
+    return [name for name in asked if name not in generic and asked[name] in [asked[one] for one in generic]]
+
+
+def known_devices(*kinds: str) -> list[str]:
+    """Architectures of the table of devices, of these kinds or of all."""
+    return [device.arch for device in DEVICES if not kinds or device.kind in kinds]
+
+
+def packages() -> list[str]:
+    """Top-level packages that the backends' files import, as statements or by name, besides Python's own and ours."""
+    found = set[str]()
+    for path in PACKAGE.joinpath("backends").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add(node.module or "")
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+                first = node.args[0]
+                found |= {str(first.value)} if isinstance(first, ast.Constant) else set()
+    tops = {name.partition(".")[0] for name in found}
+    return sorted(tops - {*sys.stdlib_module_names, "dsv4attn", "__future__"})

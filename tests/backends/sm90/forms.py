@@ -1,0 +1,7 @@
+"""Forms of the sm90 backend that tests of all Triton backends try besides its default."""
+
+from __future__ import annotations
+
+__all__ = ["FORMS"]
+
+FORMS = {"gathered": {"prefill": "gathered"}}

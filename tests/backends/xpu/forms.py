@@ -1,0 +1,7 @@
+"""Forms of the xpu backend that tests of all Triton backends try besides its default."""
+
+from __future__ import annotations
+
+__all__ = ["FORMS"]
+
+FORMS = {"fused": {"decode": "fused"}, "gathered": {"decode": "gathered"}}
