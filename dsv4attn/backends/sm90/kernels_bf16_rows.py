@@ -105,7 +105,7 @@ SHRINK_REGISTERS = gl.constexpr(",".join(["=&f"] * _PACK + ["f"] * 2 * _PACK))
 
 
 @gluon.jit
-def shrunk(acc, shrink):
+def rescaled(acc, shrink):
     """[64, 256] times [64], which mostly is 1. Instructions, since Gluon has no branch that one warp takes alone."""
     by = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, HALF_L)), 1) + gl.zeros_like(acc)
     return gl.inline_asm_elementwise(SHRINK, SHRINK_REGISTERS, [acc, by], dtype=gl.float32, is_pure=False, pack=PACK)
@@ -131,7 +131,7 @@ def arrive_copied(bar):
 
 
 @gluon.jit
-def mark(smem, ok, TILE: gl.constexpr):
+def store_mask(smem, ok, TILE: gl.constexpr):
     """Store which keys of a tile are there, and whether all are: then no role reads the first."""
     smem.bias.index(TILE).store(gl.where(ok, 0.0, -float("inf")))
     smem.every.index(TILE).store(single(gl.min(ok.to(gl.int32), 0), gl.int32))
@@ -172,17 +172,17 @@ def produce(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
             ok_b, key_b = row_of(segment, slot_b)
             slot_a = row_slots(segment, t, n0, last, k + 2, row)
             slot_b = row_slots(segment, t, n0, last, k + 3, row)
-            # halves in the order of their products. Marks go with the half that only their reader releases
+            # halves in the order of their products. A mask goes with the half that only its reader releases
             mbarrier.wait(smem.l_empty.index(0), (i & 1) ^ 1)
             copy_half(smem.k_left.index(0), key_a, ok_a, 0)
-            mark(smem, ok_a, 0)
+            store_mask(smem, ok_a, 0)
             arrive_copied(smem.l_full.index(0))
             mbarrier.wait(smem.r_empty.index(0), (i & 1) ^ 1)
             copy_half(smem.k_right.index(0), key_a, ok_a, 256)
             arrive_copied(smem.r_full.index(0))
             mbarrier.wait(smem.r_empty.index(1), (i & 1) ^ 1)
             copy_half(smem.k_right.index(1), key_b, ok_b, 256)
-            mark(smem, ok_b, 1)
+            store_mask(smem, ok_b, 1)
             arrive_copied(smem.r_full.index(1))
             mbarrier.wait(smem.l_empty.index(1), (i & 1) ^ 1)
             copy_half(smem.k_left.index(1), key_b, ok_b, 0)
@@ -204,7 +204,7 @@ def produce(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
 
 
 @gluon.jit
-def multiplied(smem, phase, MINE: gl.constexpr):
+def start_qk(smem, phase, MINE: gl.constexpr):
     """Begin the product of q and the own tile, whose halves arrive in different order."""
     zero = here(gl.to_tensor(0))
     s = gl.zeros([64, 64], gl.float32, layout=SCORES_L)
@@ -223,17 +223,17 @@ def multiplied(smem, phase, MINE: gl.constexpr):
 
 
 @gluon.jit
-def added(acc, half, p, shrink, TILE: gl.constexpr):
+def start_pv(acc, half, p, shrink, TILE: gl.constexpr):
     """Begin to accumulate a tile's weighted keys in the own half, once that has shrunk.
 
     Own weights come from shared memory too: from registers, of which there are too few, products would not overlap.
     """
     tile = here(gl.to_tensor(0)) + TILE
-    return warpgroup_mma(p.index(tile), half.index(tile), shrunk(acc, shrink), is_async=True)
+    return warpgroup_mma(p.index(tile), half.index(tile), rescaled(acc, shrink), is_async=True)
 
 
 @gluon.jit
-def weighed(s, every, smem, reference, scale, MINE: gl.constexpr):
+def softmax(s, every, smem, reference, scale, MINE: gl.constexpr):
     """Write the own tile's weights: (their sum, their reference, factors of the sums so far, its largest logits)."""
     z = s * (scale * LOG2E)
     if every == 0:
@@ -251,7 +251,7 @@ def weighed(s, every, smem, reference, scale, MINE: gl.constexpr):
 
 
 @gluon.jit
-def taken_over(smem, phase, reference, total, OTHER: gl.constexpr):
+def other_softmax(smem, phase, reference, total, OTHER: gl.constexpr):
     """Wait for the other role's weights: (their reference, factors of the sums so far, the total then)."""
     mbarrier.wait(smem.p_full.index(OTHER), phase)
     moved = smem.reference.index(OTHER).load(gl.SliceLayout(1, SCORES_L))
@@ -260,7 +260,7 @@ def taken_over(smem, phase, reference, total, OTHER: gl.constexpr):
 
 
 @gluon.jit
-def nothing():
+def initial_sums():
     """At a row's begin: the reference of its weights, their total, and the largest logit."""
     none = gl.full([64], NOTHING, gl.float32, layout=gl.SliceLayout(1, SCORES_L))
     return none, gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES_L)), none
@@ -288,8 +288,8 @@ def left(query, results, smem, H: gl.constexpr):
     mbarrier.wait(smem.n_full.index(0), 0)
     pairs = scalar(smem.pairs.index(0))
     mbarrier.wait(smem.q_full.index(0), 0)
-    s = multiplied(smem, 0, LEFT)
-    reference, total, largest = nothing()
+    s = start_qk(smem, 0, LEFT)
+    reference, total, largest = initial_sums()
     done = gl.zeros([64, 256], gl.float32, layout=HALF_L)
     # rows in one loop of pairs: a product begun before its end crosses from row to row
     while pairs > 0:
@@ -298,15 +298,15 @@ def left(query, results, smem, H: gl.constexpr):
         s = warpgroup_mma_wait(0, [s])
         k += 1
         mbarrier.arrive(smem.q_empty.index(0), count=1, pred=k == pairs)
-        more, reference, shrink, most = weighed(s, every, smem, reference, query.scale, LEFT)
+        more, reference, shrink, most = softmax(s, every, smem, reference, query.scale, LEFT)
         total = total * shrink + more
         if max_logits is not None:
             largest = gl.maximum(largest, most)
-        acc = added(done, smem.k_left, smem.p, shrink, LEFT)
-        reference, shrink, total = taken_over(smem, i & 1, reference, total, RIGHT)
+        acc = start_pv(done, smem.k_left, smem.p, shrink, LEFT)
+        reference, shrink, total = other_softmax(smem, i & 1, reference, total, RIGHT)
         done = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(smem.l_empty.index(LEFT), count=1)
-        acc = added(done, smem.k_left, smem.p, shrink, RIGHT)
+        acc = start_pv(done, smem.k_left, smem.p, shrink, RIGHT)
         of_row = pairs
         if k == of_row:
             store_sums(smem, total, largest, max_logits, LEFT)
@@ -316,13 +316,13 @@ def left(query, results, smem, H: gl.constexpr):
         done = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(smem.l_empty.index(RIGHT), count=1)
         # the next row's as well: it runs while this one is written
-        s = multiplied(smem, (i + 1) & 1, LEFT)
+        s = start_qk(smem, (i + 1) & 1, LEFT)
         if k == of_row:
             # through the memory of the own weights: `right` has used them, since it released the keys of that product,
             # and others are there already
             finish(query, results, smem, done, total, reference, largest, j, H, LEFT)
             done = gl.zeros([64, 256], gl.float32, layout=HALF_L)
-            reference, total, largest = nothing()
+            reference, total, largest = initial_sums()
             k = k * 0
             j += 1
         i += 1
@@ -338,26 +338,26 @@ def right(query, results, smem, H: gl.constexpr):
     mbarrier.wait(smem.n_full.index(0), 0)
     pairs = scalar(smem.pairs.index(0))
     while pairs > 0:
-        reference, total, largest = nothing()
+        reference, total, largest = initial_sums()
         acc = warpgroup_mma_init(gl.zeros([64, 256], gl.float32, layout=HALF_L))
         mbarrier.wait(smem.q_full.index(0), j & 1)
         for k in range(pairs):
             done = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(smem.r_empty.index(RIGHT), count=1, pred=k > 0)
             mbarrier.wait(smem.go.index(0), i & 1)
-            s = multiplied(smem, i & 1, RIGHT)
+            s = start_qk(smem, i & 1, RIGHT)
             every = scalar(smem.every.index(1))
-            reference, shrink, total = taken_over(smem, i & 1, reference, total, LEFT)
+            reference, shrink, total = other_softmax(smem, i & 1, reference, total, LEFT)
             s = warpgroup_mma_wait(0, [s])
             mbarrier.arrive(smem.q_empty.index(0), count=1, pred=k + 1 == pairs)
-            acc = added(done, smem.k_right, smem.p, shrink, LEFT)
-            more, reference, shrink, most = weighed(s, every, smem, reference, query.scale, RIGHT)
+            acc = start_pv(done, smem.k_right, smem.p, shrink, LEFT)
+            more, reference, shrink, most = softmax(s, every, smem, reference, query.scale, RIGHT)
             total = total * shrink + more
             if max_logits is not None:
                 largest = gl.maximum(largest, most)
             done = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(smem.r_empty.index(LEFT), count=1)
-            acc = added(done, smem.k_right, smem.p, shrink, RIGHT)
+            acc = start_pv(done, smem.k_right, smem.p, shrink, RIGHT)
             i += 1
         store_sums(smem, total, largest, max_logits, RIGHT)
         done = warpgroup_mma_wait(0, [acc])

@@ -1,4 +1,4 @@
-"""The role that brings keys in fp8 pages: from slots to tiles of bf16 in shared memory."""
+"""The role that loads and decodes keys in fp8 pages: from slots to tiles of bf16 in shared memory."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -135,7 +135,7 @@ def codes():
 
 @gluon.jit
 def fetch(raw_s, data, ok):
-    """Start to copy the first 320 codes of each key; the rest, for which there is no room, waits in registers."""
+    """Start to copy the first 320 codes of each key to shared memory, which is too small for the other 128."""
     of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
     p = gl.multiple_of(gl.expand_dims(data, 1) + gl.expand_dims(of, 0), [1, 16])
     mask = gl.expand_dims(ok, 1) & (gl.expand_dims(of, 0) < 16)
@@ -198,7 +198,7 @@ def produce(keys, chunk, t, pos, count, smem):
         y, seen = decoded(x2, low, seen, 2, DECODE)
         z, seen = decoded(x3, low, seen, 3, LAST)
         store_words(smem.k1, b, y, z)
-        # so late because earlier it takes a register that is not there
+        # stored late: earlier, this takes one register more than the role has
         smem.bias.index(b).store(gl.where(ok, 0.0, -float("inf")))
         fence_async_shared()
         mbarrier.arrive(smem.k_full.index(b), count=1)
