@@ -1,4 +1,4 @@
-"""What both Gluon kernels of Hopper are made of: numbers, layouts, and steps of a few lines."""
+"""What the roles of both Gluon kernels share: layouts, barriers, and steps of a few lines."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -8,27 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-__all__ = [
-    "FLAT_S",
-    "KEYS_S",
-    "LINE_L",
-    "LOG2E",
-    "NOTHING",
-    "ONE_L",
-    "SCORES_L",
-    "WIDE_L",
-    "barriers",
-    "here",
-    "load_sink",
-    "scalar",
-    "single",
-    "write_sums",
-]
-
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-NOTHING = gl.constexpr(-1e30)
-"""Where the running maximum starts: finite, so that a tile without keys makes no NaN."""
+from dsv4attn.backends._triton.attention.kernels import LOG2E
 
 SCORES_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 """Of products of q and a tile, 64 heads by 64 keys."""
@@ -43,25 +23,25 @@ FLAT_S = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @gluon.jit
 def here(x):
-    """x, int32, worked out where it stands: what follows from it is not carried through a loop in registers."""
+    """x, int32, computed at its use: values that follow from it are not carried through a loop in registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def scalar(view):
-    """The number that one place of shared memory holds."""
+    """The number that a view of one element of shared memory holds."""
     return gl.max(view.load(ONE_L), 0)
 
 
 @gluon.jit
 def single(x, DT: gl.constexpr):
-    """A number as what `scalar` reads."""
+    """A number in the form that `scalar` reads."""
     return gl.full([1], x, DT, layout=ONE_L)
 
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """So many barriers, whose phase ends after so many arrivals."""
+    """COUNT barriers, whose phase ends after ARRIVALS arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for b in gl.static_range(COUNT):
         mbarrier.init(made.index(b), count=ARRIVALS)
@@ -70,7 +50,7 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def load_sink(sink, head0, H: gl.constexpr):
-    """[64] fp32 in shared memory: sinks of a block of heads, in base 2; nothing where there are none."""
+    """[64] fp32 in shared memory: sinks of a block of heads, in base 2; undefined if there are none."""
     sink_s = gl.allocate_shared_memory(gl.float32, [64], FLAT_S)
     if sink is not None:
         head = head0 + gl.arange(0, 64, layout=ONE_L)
@@ -79,28 +59,20 @@ def load_sink(sink, head0, H: gl.constexpr):
 
 
 @gluon.jit
-def write_sums(
-    lse, max_logits, part_lse, part_max, to, t, whole, side, total, reference, largest, empty_lse, head0,
-    H: gl.constexpr,
-):  # fmt: skip
-    """What row t of 64 heads sums to, and its largest logit; of a row that is not whole, in place `side` of parts.
+def normalized(sink, sink_s, total, reference, whole):
+    """[64] factors of a row's sums: 1 / total, with the sink if the row is whole, and 0 for a row without keys."""
+    factor = 1.0 / total
+    if whole:  # noqa: SIM102 - a value, and a constant
+        if sink is not None:
+            # one more logit of value zero; a sink of +inf leaves nothing
+            factor = 1.0 / (total + gl.exp2(sink_s.load(gl.SliceLayout(1, SCORES_L)) - reference))
+    return gl.where(total == 0.0, 0.0, factor)
 
-    total: of weights below `reference`, which is of base 2, as is largest; both [64] in rows of SCORES_L.
-    """
-    _out_token, _out_head, lse_token, lse_head, max_token, max_head = to
-    within = here(gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES_L)))
-    empty = total == 0.0
-    if whole:
-        head = head0 + within
-        if lse is not None:
-            at = t.to(gl.int64) * lse_token + head.to(gl.int64) * lse_head
-            gl.store(lse + at, gl.where(empty, empty_lse, (reference + gl.log2(total)) * LN2), mask=head < H)
-        if max_logits is not None:
-            at = t.to(gl.int64) * max_token + head.to(gl.int64) * max_head
-            # maxima pass over a NaN among logits, and the total of weights does not; a finite one adds nothing
-            gl.store(max_logits + at, gl.where(empty, -float("inf"), largest * LN2 + total * 0.0), mask=head < H)
-    else:
-        aside = side * 64 + within
-        gl.store(part_lse + aside, gl.where(empty, -float("inf"), reference + gl.log2(total)))
-        if max_logits is not None:
-            gl.store(part_max + aside, gl.where(empty, -float("inf"), largest))
+
+@gluon.jit
+def write_part(part, result, place, FIRST: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr):
+    """N columns of 64 heads of a row that is split, from FIRST on. place: of its first element in part."""
+    line = here(gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)))
+    across = FIRST + gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
+    aside = gl.multiple_of(part + place + line * 512, [16])
+    gl.store(gl.expand_dims(aside, 1) + gl.expand_dims(across, 0), result)

@@ -1,4 +1,4 @@
-"""What follows attention: rows that a cut went through are added up from their parts, in the order of programs."""
+"""The combine kernel: rows that were split are combined from their parts, in the order of programs."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -13,30 +13,23 @@ from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
 @stable_kernel
 def add_up(
-    part,
-    part_lse,
-    part_max,
-    table,
-    out,
-    lse,
-    max_logits,
-    sink,
-    out_token: tl.int64,
-    out_head: tl.int64,
-    lse_token: tl.int64,
-    lse_head: tl.int64,
-    max_token: tl.int64,
-    max_head: tl.int64,
+    part,  # [programs, 2, 64, 512] fp32
+    part_lse,  # [programs, 2, 64] fp32
+    part_max,  # [programs, 2, 64] fp32, or None
+    table,  # [T, 2] int32
+    out,  # [T, H, 512] bf16
+    lse,  # [T, H] fp32, or None
+    max_logits,  # [T, H] fp32, or None
+    sink,  # [H] fp32, or None
+    out_token: tl.int64, out_head: tl.int64,
+    lse_token: tl.int64, lse_head: tl.int64, max_token: tl.int64, max_head: tl.int64,
     empty_lse: tl.float32,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    N: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
-):
-    """Grid: (T x blocks of R heads,). Nothing happens to rows that are whole: their attention wrote them.
+    H: tl.constexpr, R: tl.constexpr, N: tl.constexpr, EXACT_CASTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (T x blocks of R heads,). Rows that are whole are left as their attention wrote them.
 
-    part, part_lse, part_max, table, and the results: as in `kernels.attention`; the first part of a row is the one
-    that its first program calls 1, and the parts of all others are their 0. N: parts that are loaded together.
+    Arguments are as the fields of `Results` have them. The first part of a row is side 1 of its first program, and all
+    others are side 0 of theirs. R: heads of a program. N: parts that are loaded together.
     """
     BLOCKS: tl.constexpr = (H + 63) // 64
     EACH: tl.constexpr = (H + R - 1) // R

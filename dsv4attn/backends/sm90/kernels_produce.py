@@ -1,4 +1,4 @@
-"""The role that brings keys in fp8 pages: from slots to tiles of bf16 in shared memory."""
+"""The role that loads and decodes keys in fp8 pages: from slots to tiles of bf16 in shared memory."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from dsv4attn.backends.sm90.compat import ROPE_FIRST, copy_async, reinterpret
-from dsv4attn.backends.sm90.kernels_schedule import advance, enter, page_of, settle, slots
+from dsv4attn.backends.sm90.kernels_schedule import advance, begin, page_of, slots
 
 WORDS_L = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
 """Of 64 codes of each key, as words: four threads have a key's, eight warps a tile."""
@@ -102,9 +102,10 @@ def spoilt(scales):
 
 
 @gluon.jit
-def beside(a, b):
-    """[64, 32] and [64, 32] as [64, 64]."""
-    return gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [64, 64])
+def store_words(stages, b, first, second):
+    """Write [64, 32] and [64, 32] words as 128 columns of tile b."""
+    words = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [64, 64])
+    reinterpret(stages.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(words)
 
 
 @gluon.jit
@@ -127,8 +128,14 @@ def load_rope(data, ok):
 
 
 @gluon.jit
+def codes():
+    """Shared memory of 64 codes of each key."""
+    return gl.allocate_shared_memory(gl.int32, [64, 16], RAW_S)
+
+
+@gluon.jit
 def fetch(raw_s, data, ok):
-    """Start to copy the first 320 codes of each key; the rest, for which there is no room, waits in registers."""
+    """Start to copy the first 320 codes of each key to shared memory, which is too small for the other 128."""
     of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
     p = gl.multiple_of(gl.expand_dims(data, 1) + gl.expand_dims(of, 0), [1, 16])
     mask = gl.expand_dims(ok, 1) & (gl.expand_dims(of, 0) < 16)
@@ -138,59 +145,47 @@ def fetch(raw_s, data, ok):
 
 
 @gluon.jit
-def produce(
-    keys_s, raw_s, bias_s, k_full, k_empty, caches, rows, lens, strides, paging, line, count, SEGMENTS: gl.constexpr
-):
-    """Fill places of keys with the tiles of a chunk, one after the other, and say which keys are there.
+def produce(keys, chunk, t, pos, count, smem):
+    """Fill stages of keys with the count tiles of a chunk, one after the other, and store which keys are there.
 
-    While a tile is decoded, the next one's codes are on their way, and the slots of the one behind it are known.
+    While a tile is decoded, the next one's codes are being copied, and the slots of the one behind it are loaded.
     """
-    kA, kB, kC, kD = keys_s
-    tokens, width0, width1, lo, hi, _chunk, extra, t, pos = line
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, WORDS_L))
-    n0, n1, k, last = enter(lens[0], lens[1], t, pos, lo, hi, tokens, width0, width1, SEGMENTS)
-    t, pos, n0, n1, k, last = settle(
-        lens[0], lens[1], t, pos, lo, hi, extra, tokens, width0, width1, n0, n1, k, last, SEGMENTS
-    )
-    slot, inside = slots(rows[0], rows[1], strides[0], strides[1], t, tokens, k, n0, n1, row, SEGMENTS)
-    ok, data, scale = page_of(slot, inside, caches[0], caches[1], paging, SEGMENTS)
-    fetch(raw_s, data, ok)
+    walk = begin(keys, chunk, t, pos)
+    slot, inside = slots(keys, chunk, walk, row)
+    ok, data, scale = page_of(keys, slot, inside)
+    fetch(smem.raw, data, ok)
     x5 = load_words(data, ok, 80)
     x6 = load_words(data, ok, 96)
     rope = load_rope(data, ok)
     scales = gl.load(scale, mask=ok, other=0)
-    t, pos, n0, n1, k, last = advance(
-        lens[0], lens[1], t, pos, lo, hi, extra, tokens, width0, width1, n0, n1, k, last, SEGMENTS
-    )
-    slot, inside = slots(rows[0], rows[1], strides[0], strides[1], t, tokens, k, n0, n1, row, SEGMENTS)
-    next_slot, next_inside = slot, inside
-    t, pos, n0, n1, k, last = advance(
-        lens[0], lens[1], t, pos, lo, hi, extra, tokens, width0, width1, n0, n1, k, last, SEGMENTS
-    )
-    slot, inside = slots(rows[0], rows[1], strides[0], strides[1], t, tokens, k, n0, n1, row, SEGMENTS)
-    next_ok, data, scale = page_of(next_slot, next_inside, caches[0], caches[1], paging, SEGMENTS)
+    walk = advance(keys, chunk, walk)
+    next_slot, next_inside = slots(keys, chunk, walk, row)
+    walk = advance(keys, chunk, walk)
+    slot, inside = slots(keys, chunk, walk, row)
+    next_ok, data, scale = page_of(keys, next_slot, next_inside)
     for i in range(count):
         b = i % 2
         next_scales = gl.load(scale, mask=next_ok, other=0)
         low = scales.to(gl.int32)
         high = (scales >> 32).to(gl.int32)
         async_copy.wait_group(0)
-        x0 = raw_s[0].load(WORDS_L)
-        x1 = raw_s[1].load(WORDS_L)
-        x2 = raw_s[2].load(WORDS_L)
-        x3 = raw_s[3].load(WORDS_L)
-        x4 = raw_s[4].load(WORDS_L)
-        fetch(raw_s, data, next_ok)
-        mbarrier.wait(k_empty.index(b), ((i // 2) & 1) ^ 1)
-        # where one of seven words has a NaN code, the last one's values are NaN: asking once is cheaper. Of the eight
-        # scale bytes the last means nothing
+        x0 = smem.raw[0].load(WORDS_L)
+        x1 = smem.raw[1].load(WORDS_L)
+        x2 = smem.raw[2].load(WORDS_L)
+        x3 = smem.raw[3].load(WORDS_L)
+        x4 = smem.raw[4].load(WORDS_L)
+        fetch(smem.raw, data, next_ok)
+        mbarrier.wait(smem.k_empty.index(b), ((i // 2) & 1) ^ 1)
+        # where one of seven words has a NaN code, the last one's values are NaN: one test is cheaper. The last of the
+        # eight scale bytes is padding
         none = (spoilt(low) | spoilt(high & 0xFFFFFF)) & -0x7F7F7F80
         seen = gl.expand_dims(gl.where(none != 0, 0x07F007F0, 0), 1) + gl.zeros_like(x6)
         y, seen = decoded(x6, high, seen, 2, DECODE)
-        reinterpret(kD.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(beside(y, rope))
+        store_words(smem.k3, b, y, rope)
         y, seen = decoded(x4, high, seen, 0, DECODE)
         z, seen = decoded(x5, high, seen, 1, DECODE)
-        reinterpret(kC.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(beside(y, z))
+        store_words(smem.k2, b, y, z)
         if ROPE_FIRST:
             rope = load_rope(data, next_ok)
         x5 = load_words(data, next_ok, 80)
@@ -199,18 +194,16 @@ def produce(
             rope = load_rope(data, next_ok)
         y, seen = decoded(x0, low, seen, 0, DECODE)
         z, seen = decoded(x1, low, seen, 1, DECODE)
-        reinterpret(kA.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(beside(y, z))
+        store_words(smem.k0, b, y, z)
         y, seen = decoded(x2, low, seen, 2, DECODE)
         z, seen = decoded(x3, low, seen, 3, LAST)
-        reinterpret(kB.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(beside(y, z))
-        # so late because earlier it takes a register that is not there
-        bias_s.index(b).store(gl.where(ok, 0.0, -float("inf")))
+        store_words(smem.k1, b, y, z)
+        # stored late: earlier, this takes one register more than the role has
+        smem.bias.index(b).store(gl.where(ok, 0.0, -float("inf")))
         fence_async_shared()
-        mbarrier.arrive(k_full.index(b), count=1)
+        mbarrier.arrive(smem.k_full.index(b), count=1)
         ok = next_ok
         scales = next_scales
-        next_ok, data, scale = page_of(slot, inside, caches[0], caches[1], paging, SEGMENTS)
-        t, pos, n0, n1, k, last = advance(
-            lens[0], lens[1], t, pos, lo, hi, extra, tokens, width0, width1, n0, n1, k, last, SEGMENTS
-        )
-        slot, inside = slots(rows[0], rows[1], strides[0], strides[1], t, tokens, k, n0, n1, row, SEGMENTS)
+        next_ok, data, scale = page_of(keys, slot, inside)
+        walk = advance(keys, chunk, walk)
+        slot, inside = slots(keys, chunk, walk, row)

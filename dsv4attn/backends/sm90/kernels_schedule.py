@@ -1,43 +1,32 @@
-"""Which program attends which tiles, and where a tile's keys stand: what the Gluon kernels and their twin share.
+"""What the Gluon kernels and their twin share: bundles of arguments, the tile scheduler, addresses, and row sums.
 
-All rows of a call are laid on one line, tile after tile, and the line is cut into as many chunks as there are programs.
-A tile is 64 keys of one segment; a row has the tiles of its window, then those of its compressed segment. A row without
-keys has a place of one tile, so that somebody writes it. A row that a cut goes through is written in parts, which
-`kernels_parts` adds up: a program has at most two of them, one that began before its chunk and one that goes on behind.
+All rows of a call form one line of tiles, and the line is cut into as many chunks as there are programs. A tile is 64
+keys of one segment; a row has the tiles of its window, then those of its compressed segment. A row without keys takes
+the place of one tile, so that one program writes it. A row that a cut goes through is split: each of its programs
+writes a part, and `kernels_parts` combines them. A program has at most two parts: of a row that began before its chunk,
+and of one that continues behind it.
 
-Where rows differ, each takes COST tiles more on the line, for what a program does once for a row. Where they do not,
-chunks are whole rows, or equal parts of a row, whenever that is not much longer: then few rows or none have parts.
+Where rows differ, each takes COST tiles more on the line, for the work that a program does once for a row. Where they
+do not, chunks are whole rows, or equal parts of a row, whenever that is not much longer: then few rows or none split.
 
-These are functions of Triton's first language. Called from Gluon they are compiled as Gluon, so vectors come from the
-caller, who alone knows their layout; and no number here is a Python literal that a loop changes, since its type would.
+These are functions of plain Triton. Called from Gluon they are compiled as Gluon, so vectors come from the caller,
+which alone knows their layout; and no number here is a Python literal that a loop changes, since its type would.
+
+Bundles of arguments are named tuples. Triton's cache key covers the functions that build and read them, and not their
+fields: these only change together with those functions.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: PYI024 - fields have no types of Python's
 
 from __future__ import annotations
+
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
-__all__ = [
-    "COST",
-    "PAGES",
-    "ROWS",
-    "TILE",
-    "TOLERANCE",
-    "advance",
-    "enter",
-    "page_of",
-    "pairs_of",
-    "part_of",
-    "row_of",
-    "row_slots",
-    "settle",
-    "share",
-    "slots",
-    "tiles_of",
-    "told",
-]
+from dsv4attn.backends._triton.attention.kernels import LN2
 
 PAGES = tl.constexpr(0)
 """Keys are records of 448 codes and 64 bf16 values, and scales in the page's footer."""
@@ -46,8 +35,40 @@ ROWS = tl.constexpr(1)
 TILE = tl.constexpr(64)
 COST = tl.constexpr(2)
 TOLERANCE = tl.constexpr(8.0)
-"""How far, in base 2, a row's largest logit may exceed what the weights of gathered keys are relative to."""
+"""How far, in base 2, a row's largest logit may exceed the reference of its weights, of gathered keys."""
 _MOST = tl.constexpr(1 << 30)
+
+
+Query = namedtuple("Query", "q token head scale head0")
+"""The queries of a block of heads.
+
+q: [T, H, 512] bf16; token, head: its strides. scale: of logits. head0: first of the block's 64 heads.
+"""
+Segment = namedtuple("Segment", "cache rows lens width stride size factor log pitch count")
+"""Keys of one segment, and which of them each row attends.
+
+cache: pages of records, or [count, 512] bf16. rows: [T, width] int32, slots; stride: from row to row of them. lens: [T]
+int32, columns that count. size: slots of a page; factor, log: its `attend.divider`. pitch: units of 16 bytes from page
+to page, or from key to key of bf16 rows. count: slots.
+"""
+Keys = namedtuple("Keys", "first second")
+"""Both segments of a row; the second may be None."""
+Chunk = namedtuple("Chunk", "tokens lo hi length extra")
+"""A program's chunk of the line, [lo, hi).
+
+tokens: rows of the call. length: tiles of every chunk. extra: tiles that a row takes beside its own.
+"""
+Results = namedtuple(
+    "Results",
+    "out lse max_logits sink part part_lse part_max table "
+    "out_token out_head lse_token lse_head max_token max_head empty_lse",
+)
+"""Where a program writes. lse, max_logits, sink and part_max may be None.
+
+out: [T, H, 512] bf16. lse, max_logits: [T, H] fp32, natural units. sink: [H] fp32, an input. part: [programs, 2, 64,
+512] fp32; part_lse, part_max: [programs, 2, 64] fp32, base 2. table: [T, 2] int32, see `store_split`. Strides of out,
+lse and max_logits, by token and by head. empty_lse: lse of a row without keys.
+"""
 
 
 @triton.jit
@@ -57,12 +78,13 @@ def cdiv(a, b):
 
 
 @triton.jit
-def lengths(lens0, lens1, t, there, width0, width1, SEGMENTS: tl.constexpr):
+def lengths(keys, t, there):
     """Columns of row t that count, in each segment; zeros where the row is not there."""
-    n0 = tl.minimum(tl.maximum(tl.load(lens0 + t, mask=there, other=0), 0), width0)
+    first, second = keys.first, keys.second
+    n0 = tl.minimum(tl.maximum(tl.load(first.lens + t, mask=there, other=0), 0), first.width)
     n1 = n0 * 0
-    if SEGMENTS == 2:
-        n1 = tl.minimum(tl.maximum(tl.load(lens1 + t, mask=there, other=0), 0), width1)
+    if second is not None:
+        n1 = tl.minimum(tl.maximum(tl.load(second.lens + t, mask=there, other=0), 0), second.width)
     return n0, n1
 
 
@@ -74,23 +96,23 @@ def tiles_of(n0, n1):
 
 @triton.jit
 def _tiles(n):
-    # a shift: whoever divides has to think of negative numbers
+    # a shift: a division would have to consider negative numbers
     return (n + 63) >> 6
 
 
 @triton.jit
-def share(lens0, lens1, tokens, width0, width1, part, parts, least, at, SEGMENTS: tl.constexpr, BT: tl.constexpr):
-    """The chunk of program `part` of `parts`: (lo, hi, chunk, extra, t, pos, count).
+def share(keys, tokens, part, parts, least, at, BT: tl.constexpr):
+    """The chunk of program `part` of `parts`: (Chunk, t, pos, count).
 
-    least: tiles of the shortest chunk. at: 0 .. BT. Of the line: the chunk is [lo, hi), all chunks are `chunk` long,
-    each row takes `extra` more than its tiles, and the first row with a tile here, t, begins at pos. count: tiles here.
+    least: tiles of the shortest chunk. at: 0 .. BT. t: the first row with a tile in the chunk; pos: where on the line
+    that row begins. count: tiles of the chunk.
     """
     zero = tokens * 0
     work, longest, shortest = zero, zero, zero + _MOST
     for base in range(0, tokens, BT):
         t = base + at
         there = t < tokens
-        n0, n1 = lengths(lens0, lens1, t, there, width0, width1, SEGMENTS)
+        n0, n1 = lengths(keys, t, there)
         m = tl.maximum(tiles_of(n0, n1), 1)
         work += tl.sum(tl.where(there, m, 0), 0)
         longest = tl.maximum(longest, tl.max(tl.where(there, m, 0), 0))
@@ -101,14 +123,14 @@ def share(lens0, lens1, tokens, width0, width1, part, parts, least, at, SEGMENTS
     aligned = tl.where(even >= longest, rows, pieces)
     uniform = (longest == shortest) & (aligned <= even + even // 16 + COST)
     extra = tl.where(uniform, 0, COST)
-    chunk = tl.where(uniform, aligned, tl.maximum(cdiv(work + COST * tokens, parts), least))
-    lo = part * chunk
-    hi = lo + chunk
+    length = tl.where(uniform, aligned, tl.maximum(cdiv(work + COST * tokens, parts), least))
+    lo = part * length
+    hi = lo + length
     first, pos, before, count = zero, zero, zero, zero
     for base in range(0, tokens, BT):
         t = base + at
         there = t < tokens
-        n0, n1 = lengths(lens0, lens1, t, there, width0, width1, SEGMENTS)
+        n0, n1 = lengths(keys, t, there)
         n = tiles_of(n0, n1)
         m = tl.where(there, tl.maximum(n, 1) + extra, 0)
         end = before + tl.cumsum(m, 0)
@@ -119,61 +141,75 @@ def share(lens0, lens1, tokens, width0, width1, part, parts, least, at, SEGMENTS
         mine = tl.maximum(tl.minimum(hi, start + n) - tl.maximum(lo, start), 0)
         count += tl.sum(tl.where(there, mine, 0), 0)
         before += tl.sum(m, 0)
-    return lo, hi, chunk, extra, first, pos, count
+    chunk = Chunk(tokens, lo, hi, length, extra)
+    return chunk, first, pos, count
 
 
 @triton.jit
-def enter(lens0, lens1, t, pos, lo, hi, tokens, width0, width1, SEGMENTS: tl.constexpr):
-    """Row t, which begins at pos of the line: its lengths, and its first tile here and the one behind its last.
+def enter(keys, chunk, t, pos):
+    """Row t, which begins at pos of the line: its lengths, its first tile in the chunk and the one behind its last.
 
     Of a row that is not there all are 0.
     """
-    n0, n1 = lengths(lens0, lens1, t, t < tokens, width0, width1, SEGMENTS)
-    return n0, n1, tl.maximum(lo - pos, 0), tl.minimum(hi - pos, tiles_of(n0, n1))
+    n0, n1 = lengths(keys, t, t < chunk.tokens)
+    return n0, n1, tl.maximum(chunk.lo - pos, 0), tl.minimum(chunk.hi - pos, tiles_of(n0, n1))
 
 
 @triton.jit
-def settle(lens0, lens1, t, pos, lo, hi, extra, tokens, width0, width1, n0, n1, k, last, SEGMENTS: tl.constexpr):
-    """Where a walk over tiles stands, once it has left rows that have no tile from k on. Behind all, t is `tokens`.
+def begin(keys, chunk, t, pos):
+    """The first tile of a chunk, whose first row is t, as a walk: (t, pos, n0, n1, k, last).
 
-    What is carried from tile to tile is as little as can be: it takes registers that keys need.
+    k: a tile of row t, which begins at pos of the line and has lengths n0 and n1. last: one behind its last tile here.
     """
-    while (k >= last) & (t < tokens):
-        pos += tl.maximum(tiles_of(n0, n1), 1) + extra
+    n0, n1, k, last = enter(keys, chunk, t, pos)
+    return _settle(keys, chunk, t, pos, n0, n1, k, last)
+
+
+@triton.jit
+def advance(keys, chunk, walk):
+    """The next tile of a walk over a chunk, maybe of a later row."""
+    t, pos, n0, n1, k, last = walk
+    return _settle(keys, chunk, t, pos, n0, n1, k + 1, last)
+
+
+@triton.jit
+def _settle(keys, chunk, t, pos, n0, n1, k, last):
+    """A walk, once it has left rows that have no tile from k on. Behind all rows, t is `tokens`.
+
+    As little as possible is carried from tile to tile: it takes registers that keys need.
+    """
+    while (k >= last) & (t < chunk.tokens):
+        pos += tl.maximum(tiles_of(n0, n1), 1) + chunk.extra
         t += 1
-        t = tl.where(pos >= hi, tokens, t)
-        n0, n1, k, last = enter(lens0, lens1, t, pos, lo, hi, tokens, width0, width1, SEGMENTS)
+        t = tl.where(pos >= chunk.hi, chunk.tokens, t)
+        n0, n1, k, last = enter(keys, chunk, t, pos)
     return t, pos, n0, n1, k, last
 
 
 @triton.jit
-def advance(lens0, lens1, t, pos, lo, hi, extra, tokens, width0, width1, n0, n1, k, last, SEGMENTS: tl.constexpr):
-    """The next tile of a walk over a chunk, maybe of a later row."""
-    return settle(lens0, lens1, t, pos, lo, hi, extra, tokens, width0, width1, n0, n1, k + 1, last, SEGMENTS)
-
-
-@triton.jit
-def slots(rows0, rows1, stride0, stride1, t, tokens, k, n0, n1, row, SEGMENTS: tl.constexpr):
-    """Indices of tile k of row t, and whether (1 or 0) it belongs to the window. row: 0 .. TILE.
+def slots(keys, chunk, walk, row):
+    """Indices of a walk's tile, and whether (1 or 0) it belongs to the window. row: 0 .. TILE.
 
     -1 where a column is behind the segment's length, and everywhere if the row is not there.
     """
+    t, _pos, n0, n1, k, _last = walk
+    first, second = keys.first, keys.second
     before = _tiles(n0)
     inside = (k < before).to(tl.int32)
-    at = rows0 + t.to(tl.int64) * stride0
+    at = first.rows + t.to(tl.int64) * first.stride
     column = k * TILE + row
     length = n0
-    if SEGMENTS == 2:  # noqa: SIM102 - a constant, and a value
+    if second is not None:  # noqa: SIM102 - a constant, and a value
         if k >= before:
-            at = rows1 + t.to(tl.int64) * stride1
+            at = second.rows + t.to(tl.int64) * second.stride
             column = (k - before) * TILE + row
             length = n1
-    return tl.load(at + column, mask=column < tl.where(t < tokens, length, 0), other=-1), inside
+    return tl.load(at + column, mask=column < tl.where(t < chunk.tokens, length, 0), other=-1), inside
 
 
 @triton.jit
 def pairs_of(first, last):
-    """Pairs in which the tiles of a row are attended that is one segment; the last may be half a pair, or an empty one.
+    """Pairs in which the tiles of a row of one segment are attended; the last may be half a pair, or an empty one.
 
     first: the row's first tile here, last: the one behind its last.
     """
@@ -181,13 +217,14 @@ def pairs_of(first, last):
 
 
 @triton.jit
-def row_slots(rows, stride, t, n, last, k, row):
-    """Indices of tile k of row t that is one segment, -1 behind its n columns. row: 0 .. TILE.
+def row_slots(segment, t, n, last, k, row):
+    """Indices of tile k of row t of one segment, -1 behind its n columns. row: 0 .. TILE.
 
-    -1 too from tile `last` on: that belongs to another program, even where it stands beside an own one in a pair.
+    -1 too from tile `last` on: that belongs to another program, even where it is the second of a pair.
     """
     column = k * TILE + row
-    return tl.load(rows + t.to(tl.int64) * stride + column, mask=column < tl.minimum(n, last * TILE), other=-1)
+    at = segment.rows + t.to(tl.int64) * segment.stride
+    return tl.load(at + column, mask=column < tl.minimum(n, last * TILE), other=-1)
 
 
 @triton.jit
@@ -197,46 +234,71 @@ def umulhi(a, b):
 
 
 @triton.jit
-def page_of(slot, inside, cache0, cache1, paging, SEGMENTS: tl.constexpr):
+def page_of(keys, slot, inside):
     """Which slots exist, and of each the address of its data, int32 words, and of its eight scale bytes, one int64.
 
-    paging: of both segments, size of a page, factor and log of `attend.divider`, sixteenths of its stride in bytes,
-    slots. Of a slot that does not exist the addresses are those of slot 0, and nobody may read them.
+    inside: whether the slots are of the first segment. The addresses of a slot that does not exist are those of slot 0,
+    and must not be read.
     """
-    size, factor, log, pitch, count = paging[0], paging[1], paging[2], paging[3], paging[4]
-    base = cache0
-    if SEGMENTS == 2:  # noqa: SIM102 - a constant, and a value
+    first, second = keys.first, keys.second
+    size, factor, log, pitch, count, base = first.size, first.factor, first.log, first.pitch, first.count, first.cache
+    if second is not None:  # noqa: SIM102 - a constant, and a value
         if inside == 0:
-            size, factor, log, pitch, count = paging[5], paging[6], paging[7], paging[8], paging[9]
-            base = cache1
+            size, factor, log, pitch = second.size, second.factor, second.log, second.pitch
+            count, base = second.count, second.cache
     ok = (slot >= 0) & (slot < count)
     slot = tl.where(ok, slot, 0)
     twice = slot.to(tl.uint32, bitcast=True) << 1
     page = (umulhi(twice, factor.to(tl.uint32, bitcast=True)) >> log.to(tl.uint32)).to(tl.int32)
-    of = slot - page * size
+    at = slot - page * size
     start = page.to(tl.int64) * pitch.to(tl.int64) * 16
-    data = base + start + of.to(tl.int64) * 576
-    scale = base + start + (size.to(tl.int64) * 576 + of.to(tl.int64) * 8)
+    data = base + start + at.to(tl.int64) * 576
+    scale = base + start + (size.to(tl.int64) * 576 + at.to(tl.int64) * 8)
     return ok, data.to(tl.pointer_type(tl.int32)), scale.to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
-def row_of(slot, cache, pitch, count):
-    """Which rows exist, and the address of each. pitch: eighths of the elements from row to row."""
-    ok = (slot >= 0) & (slot < count)
-    return ok, cache + tl.where(ok, slot, 0).to(tl.int64) * pitch.to(tl.int64) * 8
+def row_of(segment, slot):
+    """Which rows exist, and the address of each."""
+    ok = (slot >= 0) & (slot < segment.count)
+    return ok, segment.cache + tl.where(ok, slot, 0).to(tl.int64) * segment.pitch.to(tl.int64) * 8
 
 
 @triton.jit
-def part_of(program, pos, lo):
-    """Place, [program, side], of the part of a row that is not whole; 1: the row begins in the chunk."""
-    return program * 2 + (pos >= lo).to(tl.int32)
+def part_of(chunk, program, pos):
+    """Place, [program, side], of the part of a row that is split; side 1: the row begins in the chunk."""
+    return program * 2 + (pos >= chunk.lo).to(tl.int32)
 
 
 @triton.jit
-def told(table, t, pos, n, lo, chunk):
-    """Tell who shares row t: the number of its first program (of those for one block of heads), and how many."""
-    own = lo // chunk
-    until = (pos + tl.maximum(n, 1) - 1) // chunk
+def store_split(table, chunk, t, pos, n):
+    """Store which programs share row t of n tiles: the first (of those for one block of heads), and how many."""
+    own = chunk.lo // chunk.length
+    until = (pos + tl.maximum(n, 1) - 1) // chunk.length
     tl.store(table + t * 2, own)
     tl.store(table + t * 2 + 1, until - own + 1)
+
+
+@triton.jit
+def write_sums(results, t, whole, side, total, reference, largest, head0, within, H: tl.constexpr):
+    """Write lse and the largest logit of row t of 64 heads; of a row that is split, those of its part at `side`.
+
+    total: [64], sum of the weights relative to `reference`, which is of base 2, as `largest` is. within: 0 .. 64.
+    """
+    empty = total == 0.0
+    if whole:
+        head = head0 + within
+        if results.lse is not None:
+            at = t.to(tl.int64) * results.lse_token + head.to(tl.int64) * results.lse_head
+            lse = results.lse + at
+            tl.store(lse, tl.where(empty, results.empty_lse, (reference + tl.log2(total)) * LN2), mask=head < H)
+        if results.max_logits is not None:
+            at = t.to(tl.int64) * results.max_token + head.to(tl.int64) * results.max_head
+            top = results.max_logits + at
+            # maxima pass over a NaN among logits, and the total of weights does not; a finite one adds nothing
+            tl.store(top, tl.where(empty, -float("inf"), largest * LN2 + total * 0.0), mask=head < H)
+    else:
+        aside = side * 64 + within
+        tl.store(results.part_lse + aside, tl.where(empty, -float("inf"), reference + tl.log2(total)))
+        if results.max_logits is not None:
+            tl.store(results.part_max + aside, tl.where(empty, -float("inf"), largest))

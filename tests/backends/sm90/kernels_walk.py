@@ -8,17 +8,19 @@ import triton.language as tl
 
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends.sm90.kernels_schedule import (
+    Keys,
+    Segment,
     advance,
+    begin,
     enter,
     page_of,
     pairs_of,
     part_of,
     row_slots,
-    settle,
     share,
     slots,
+    store_split,
     tiles_of,
-    told,
 )
 
 __all__ = ["pages", "walk"]
@@ -53,43 +55,42 @@ def walk(
     """
     program, row = tl.program_id(0), tl.arange(0, 64)
     at = tl.arange(0, BT)
-    lo, hi, chunk, extra, t, pos, count = share(
-        lens0, lens1, tokens, width0, width1, program, tl.num_programs(0), least, at, SEGMENTS, BT
-    )
-    n0, n1, k, last = enter(lens0, lens1, t, pos, lo, hi, tokens, width0, width1, SEGMENTS)
-    u, start, n0, n1, k, last = settle(
-        lens0, lens1, t, pos, lo, hi, extra, tokens, width0, width1, n0, n1, k, last, SEGMENTS
-    )
+    none = tokens * 0
+    first = Segment(chunks, rows0, lens0, width0, stride0, none, none, none, none, none)
+    second = None
+    if SEGMENTS == 2:
+        second = Segment(chunks, rows1, lens1, width1, stride1, none, none, none, none, none)
+    keys = Keys(first, second)
+    chunk, t, pos, count = share(keys, tokens, program, tl.num_programs(0), least, at, BT)
+    step = begin(keys, chunk, t, pos)
     walked = count * 0
-    while u < tokens:
-        slot, inside = slots(rows0, rows1, stride0, stride1, u, tokens, k, n0, n1, row, SEGMENTS)
+    while step[0] < tokens:
+        slot, inside = slots(keys, chunk, step, row)
         to = program * most + walked
         tl.store(indices + to * 64 + row, slot)
-        tl.store(tiles + to * 3, u)
-        tl.store(tiles + to * 3 + 1, k)
+        tl.store(tiles + to * 3, step[0])
+        tl.store(tiles + to * 3 + 1, step[4])
         tl.store(tiles + to * 3 + 2, inside)
         walked += 1
-        u, start, n0, n1, k, last = advance(
-            lens0, lens1, u, start, lo, hi, extra, tokens, width0, width1, n0, n1, k, last, SEGMENTS
-        )
+        step = advance(keys, chunk, step)
     written, tile = count * 0, count * 0
-    while (pos < hi) & (t < tokens):
-        n0, n1, first, last = enter(lens0, lens1, t, pos, lo, hi, tokens, width0, width1, SEGMENTS)
+    while (pos < chunk.hi) & (t < tokens):
+        n0, n1, begun, last = enter(keys, chunk, t, pos)
         n = tiles_of(n0, n1)
         to = rows + (program * most + written) * 4
         tl.store(to, t)
-        tl.store(to + 1, first)
+        tl.store(to + 1, begun)
         tl.store(to + 2, last)
-        tl.store(to + 3, tl.where((first == 0) & (last == n), -1, part_of(program, pos, lo)))
+        tl.store(to + 3, tl.where((begun == 0) & (last == n), -1, part_of(chunk, program, pos)))
         if SEGMENTS == 1:
-            for of in range(first, first + 2 * pairs_of(first, last)):
+            for of in range(begun, begun + 2 * pairs_of(begun, last)):
                 to = paired + (program * 2 * most + tile) * 64
-                tl.store(to + row, row_slots(rows0, stride0, t, n0, last, of, row))
+                tl.store(to + row, row_slots(first, t, n0, last, of, row))
                 tile += 1
-        if first == 0:
-            told(table, t, pos, n, lo, chunk)
+        if begun == 0:
+            store_split(table, chunk, t, pos, n)
         written += 1
-        pos += tl.maximum(n, 1) + extra
+        pos += tl.maximum(n, 1) + chunk.extra
         t += 1
     tl.store(chunks + program * 3, count)
     tl.store(chunks + program * 3 + 1, walked)
@@ -110,8 +111,8 @@ def pages(
 ):
     """Grid: (1,). out: [3, N] int64, whether each given slot exists, and offsets of its data and of its scales."""
     at = tl.arange(0, N)
-    paging = (size, factor, log, pitch, count, size, factor, log, pitch, count)
-    ok, data, scale = page_of(tl.load(given + at), 1, cache, cache, paging, 1)
+    keys = Keys(Segment(cache, cache, cache, size, size, size, factor, log, pitch, count), None)
+    ok, data, scale = page_of(keys, tl.load(given + at), 1)
     base = cache.to(tl.int64)
     tl.store(out + at, ok.to(tl.int64))
     tl.store(out + N + at, data.to(tl.int64) - base)

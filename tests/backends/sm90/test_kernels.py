@@ -162,7 +162,7 @@ PLANTS = {
         "slot = tl.where(ok, slot, 0)\n",
         "slot = tl.where(ok, slot, 0)\n    ok = slot >= 0\n",
     ),
-    "scales of the record before": ("schedule", "of.to(tl.int64) * 8)", "(of.to(tl.int64) // 2 * 2) * 8)"),
+    "scales of the record before": ("schedule", "at.to(tl.int64) * 8)", "(at.to(tl.int64) // 2 * 2) * 8)"),
     "the wrong part": ("parts", "tl.where(which == 0, 1, 0)", "tl.where(which == 0, 0, 1)"),
     "parts of one row weigh the same": (
         "parts",
@@ -171,8 +171,12 @@ PLANTS = {
     ),
     "parts without the sink": ("parts", "if sink is not None:", "if sink is None:"),
     "the sink in every part": ("twin", "        if whole:  # noqa", "        if total.shape[0] > 0:  # noqa"),
-    "an empty row's lse": ("twin", "tl.where(empty, empty_lse,", "tl.where(empty, 1.0,"),
-    "a row that is not whole is written": ("twin", "        whole = (first == 0)", "        whole = (first <= last)"),
+    "an empty row's lse": ("schedule", "tl.where(empty, results.empty_lse,", "tl.where(empty, 1.0,"),
+    "a row that is not whole is written": (
+        "twin",
+        "        whole = (first_tile == 0)",
+        "        whole = (first_tile <= last)",
+    ),
     "one tile is left out": ("schedule", "tl.minimum(hi, start + n)", "tl.minimum(hi - 1, start + n)"),
     "the smallest of the largest logits": ("parts", "tl.max(its_top, 0)", "tl.min(its_top, 0)"),
 }
@@ -222,29 +226,29 @@ def test_weights_that_are_relative_to_less_than_the_largest_logit_are_right_and_
 OF_ROWS = {
     "a row behind the last": (
         "schedule",
-        "(slot < count)\n    return ok, cache",
-        "(slot <= count)\n    return ok, cache",
+        "(slot < segment.count)",
+        "(slot <= segment.count)",
     ),
     "the row before": (
         "schedule",
-        "cache + tl.where(ok, slot, 0).to(tl.int64) * pitch",
-        "cache + tl.where(ok, slot // 2 * 2, 0).to(tl.int64) * pitch",
+        "tl.where(ok, slot, 0).to(tl.int64)",
+        "tl.where(ok, slot // 2 * 2, 0).to(tl.int64)",
     ),
     "rows without the gap between them": (
         "schedule",
-        "tl.where(ok, slot, 0).to(tl.int64) * pitch.to(tl.int64) * 8",
+        "tl.where(ok, slot, 0).to(tl.int64) * segment.pitch.to(tl.int64) * 8",
         "tl.where(ok, slot, 0).to(tl.int64) * 512",
     ),
     "the tile behind an odd last one": ("schedule", "tl.minimum(n, last * TILE)", "n"),
     "an odd last tile is left out": ("schedule", "(last - first + 1) // 2", "(last - first) // 2"),
     "what weights are relative to, as the largest logit": (
-        "twin",
-        '-float("inf"), numerics.or_nan(largest, total) * LN2',
+        "schedule",
+        '-float("inf"), largest * LN2',
         "0.0, reference * LN2",
     ),
-    "the same of a part": ("twin", '-float("inf"), largest))', '-float("inf"), reference))'),
+    "the same of a part": ("schedule", '-float("inf"), largest))', '-float("inf"), reference))'),
     "the largest logit, as what weights are relative to": (
-        "twin",
+        "schedule",
         "(reference + tl.log2(total)) * LN2",
         "(largest + tl.log2(total)) * LN2",
     ),

@@ -1,0 +1,256 @@
+"""The roles of the kernel for keys in fp8 pages: three roles of one block work on tiles of 64 keys at the same time.
+
+`produce`, eight warps, reads keys, decodes them and writes tiles to one of two stages of shared memory. `scores`, four
+warps, multiplies q with a tile, computes each row's softmax, and accumulates the first 128 columns of the output.
+`values`, four warps, accumulates the other 384, with the weights and the factors that `scores` writes to shared memory.
+Blocks are as many as the device has multiprocessors, and each attends a chunk of all rows: `kernels_schedule`. The next
+row's q and its first tiles arrive while a row is still being written.
+
+A barrier of shared memory counts roles, not threads, and has phases: the role that fills a stage waits for the phase
+before the one that its readers wait for.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: PYI024 - fields have no types of Python's
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import allocate_shared_memory as allocate
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from dsv4attn.backends._triton.attention.kernels import LOG2E, NOTHING
+from dsv4attn.backends.sm90.compat import copy_async
+from dsv4attn.backends.sm90.kernels_common import (
+    FLAT_S,
+    KEYS_S,
+    SCORES_L,
+    WIDE_L,
+    barriers,
+    here,
+    load_sink,
+    normalized,
+    scalar,
+    single,
+    write_part,
+)
+from dsv4attn.backends.sm90.kernels_produce import codes, produce
+from dsv4attn.backends.sm90.kernels_schedule import enter, part_of, store_split, tiles_of, write_sums
+
+OUT_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+"""Of 128 columns of the output."""
+WEIGHTS_L = gl.constexpr(gl.DotOperandLayout(0, OUT_L.value, 2))
+STORE_L = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 128],
+    )
+)
+"""Sixteen bytes of bf16 in each thread, and in the warp that has them in OUT_L already."""
+
+
+Shared = namedtuple(
+    "Shared",
+    "q k0 k1 k2 k3 raw p alpha bias factor note where sink "
+    "k_full k_empty p_full p_empty f_full f_empty n_full n_empty go",
+)
+"""Shared memory of a block. Barriers: *_full ends when a stage is written, *_empty when all its readers are done.
+
+q: [4, 64, 128] bf16. k0 to k3: [2, 64, 128] bf16, columns of two tiles; bias: [2, 64] fp32, 0 or -inf for each key.
+raw: five of [64, 16] int32, codes. p, alpha: [1, 64, 64] bf16 and [1, 64] fp32, a tile's weights, and factors of the
+sums so far. factor: [64] fp32, of a row's sums; where: int64, its place in the output; sink: [64] fp32. note: int32,
+tiles of the next row, or -1. k, p, f, n: barriers of keys, of p and alpha, of factor and where, and of note. go: the
+next product of q has begun.
+"""
+
+
+@gluon.jit
+def load_q(query, q_s, t, tokens, H: gl.constexpr):
+    """Start to copy q of row t, zeros for heads and rows that are not there."""
+    head = query.head0 + here(gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_L)))
+    column = gl.arange(0, 128, layout=gl.SliceLayout(0, WIDE_L))
+    row = query.q + t.to(gl.int64) * query.token
+    p = row + gl.expand_dims(head.to(gl.int64) * query.head, 1) + gl.expand_dims(column, 0)
+    p = gl.multiple_of(p, [1, 16])
+    mask = gl.expand_dims((head < H) & (t < tokens), 1) & (gl.expand_dims(column, 0) < 128)
+    for g in gl.static_range(4):
+        copy_async(q_s.index(g), p + 128 * g, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
+    """Products of q and keys, the softmax of each row, and the first 128 columns of its output."""
+    program = gl.program_id(0)
+    load_q(query, smem.q, t, chunk.tokens, H)
+    i = gl.to_tensor(0)
+    j = gl.to_tensor(0)
+    while (pos < chunk.hi) & (t < chunk.tokens):
+        n0, n1, first, last = enter(keys, chunk, t, pos)
+        n = tiles_of(n0, n1)
+        mbarrier.wait(smem.n_empty.index(0), (j & 1) ^ 1)
+        smem.note.store(single(last - first, gl.int32))
+        async_copy.wait_group(0)
+        fence_async_shared()
+        mbarrier.arrive(smem.n_full.index(0), count=1)
+        largest = gl.full([64], NOTHING, gl.float32, layout=gl.SliceLayout(1, SCORES_L))
+        total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES_L))
+        acc = warpgroup_mma_init(gl.zeros([64, 128], gl.float32, layout=OUT_L))
+        for k in range(first, last):
+            b = i % 2
+            zero = here(gl.to_tensor(0))
+            mbarrier.wait(smem.k_full.index(b), (i // 2) & 1)
+            s = gl.zeros([64, 64], gl.float32, layout=SCORES_L)
+            s = warpgroup_mma(smem.q.index(zero + 0), smem.k0.index(b).permute((1, 0)), s, use_acc=False, is_async=True)
+            s = warpgroup_mma(smem.q.index(zero + 1), smem.k1.index(b).permute((1, 0)), s, is_async=True)
+            # these come first: `values` multiplies the tile before during the softmax of this one
+            mbarrier.arrive(smem.go.index(0), count=1, pred=k > first)
+            s = warpgroup_mma(smem.q.index(zero + 2), smem.k2.index(b).permute((1, 0)), s, is_async=True)
+            s = warpgroup_mma(smem.q.index(zero + 3), smem.k3.index(b).permute((1, 0)), s, is_async=True)
+            s, done = warpgroup_mma_wait(0, [s, acc])
+            mbarrier.arrive(smem.k_empty.index(1 - b), count=1, pred=k > first)
+            bias = smem.bias.index(b).load(gl.SliceLayout(0, SCORES_L))
+            z = s * (query.scale * LOG2E) + gl.expand_dims(bias, 0)
+            grown = gl.maximum(largest, gl.max(z, 1))
+            shrink = gl.exp2(largest - grown)
+            p = gl.exp2(z - gl.expand_dims(grown, 1))
+            largest = grown
+            w = p.to(gl.bfloat16)
+            mbarrier.wait(smem.p_empty.index(0), (i & 1) ^ 1)
+            smem.p.index(0).store(w)
+            smem.alpha.index(0).store(shrink)
+            fence_async_shared()
+            mbarrier.arrive(smem.p_full.index(0), count=1)
+            total = total * shrink + gl.sum(p, 1)
+            done = done * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, OUT_L)), 1)
+            acc = warpgroup_mma(gl.convert_layout(w, WEIGHTS_L), smem.k0.index(b), done, is_async=True)
+            i += 1
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(smem.go.index(0), count=1, pred=last > first)
+        mbarrier.arrive(smem.k_empty.index((i - 1) % 2), count=1, pred=last > first)
+        whole = (first == 0) & (last == n)
+        side = part_of(chunk, program, pos)
+        factor = normalized(results.sink, smem.sink, total, largest, whole)
+        mbarrier.wait(smem.f_empty.index(0), (j & 1) ^ 1)
+        smem.factor.store(factor)
+        place = t.to(gl.int64) * results.out_token + query.head0 * results.out_head
+        if whole == 0:
+            place = -1 - side.to(gl.int64) * (64 * 512)
+        smem.where.store(single(place, gl.int64))
+        mbarrier.arrive(smem.f_full.index(0), count=1)
+        load_q(query, smem.q, t + 1, chunk.tokens, H)
+        result = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT_L)), 1)
+        write(results, result, place, 0, H)
+        within = here(gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES_L)))
+        write_sums(results, t, whole, side, total, largest, largest, query.head0, within, H)
+        if first == 0:
+            store_split(results.table, chunk, t, pos, n)
+        pos += gl.maximum(n, 1) + chunk.extra
+        t += 1
+        j += 1
+    async_copy.wait_group(0)
+    mbarrier.wait(smem.n_empty.index(0), (j & 1) ^ 1)
+    smem.note.store(single(-1, gl.int32))
+    mbarrier.arrive(smem.n_full.index(0), count=1)
+
+
+@gluon.jit
+def write(results, result, place, FIRST: gl.constexpr, H: gl.constexpr):
+    """128 columns of 64 heads, from FIRST on. place: of the first head in out, or -1 minus its offset in part."""
+    out = results.out
+    if place >= 0:
+        row = here(gl.arange(0, 64, layout=gl.SliceLayout(1, STORE_L)))
+        column = FIRST + gl.arange(0, 128, layout=gl.SliceLayout(0, STORE_L))
+        head0 = 0 if H <= 64 else (gl.program_id(0) % ((H + 63) // 64)) * 64
+        to = gl.multiple_of(out + place + row * results.out_head, [16])
+        wide = gl.convert_layout(result.to(out.dtype.element_ty), STORE_L)
+        mask = gl.expand_dims(head0 + row < H, 1) & (gl.expand_dims(column, 0) < 512)
+        gl.store(gl.expand_dims(to, 1) + gl.expand_dims(column, 0), wide, mask=mask)
+    else:
+        write_part(results.part, result, -1 - place, FIRST, 128, OUT_L)
+
+
+@gluon.jit
+def values(results, smem, H: gl.constexpr):
+    """The last 384 columns of the output."""
+    i = gl.to_tensor(0)
+    j = gl.to_tensor(0)
+    mbarrier.wait(smem.n_full.index(0), 0)
+    count = scalar(smem.note)
+    mbarrier.arrive(smem.n_empty.index(0), count=1)
+    while count >= 0:
+        b_acc = gl.zeros([64, 128], gl.float32, layout=OUT_L)
+        c_acc = gl.zeros([64, 128], gl.float32, layout=OUT_L)
+        d_acc = gl.zeros([64, 128], gl.float32, layout=OUT_L)
+        for _ in range(count):
+            b = i % 2
+            mbarrier.wait(smem.p_full.index(0), i & 1)
+            p = smem.p.index(0)
+            shrink = gl.expand_dims(smem.alpha.index(0).load(gl.SliceLayout(1, OUT_L)), 1)
+            b_acc = b_acc * shrink
+            c_acc = c_acc * shrink
+            d_acc = d_acc * shrink
+            # after the next products of q, so that `scores` never waits for these
+            mbarrier.wait(smem.go.index(0), i & 1)
+            b_acc = warpgroup_mma(p, smem.k1.index(b), b_acc, is_async=True)
+            c_acc = warpgroup_mma(p, smem.k2.index(b), c_acc, is_async=True)
+            d_acc = warpgroup_mma(p, smem.k3.index(b), d_acc, is_async=True)
+            b_acc, c_acc, d_acc = warpgroup_mma_wait(0, [b_acc, c_acc, d_acc])
+            mbarrier.arrive(smem.k_empty.index(b), count=1)
+            mbarrier.arrive(smem.p_empty.index(0), count=1)
+            i += 1
+        mbarrier.wait(smem.f_full.index(0), j & 1)
+        factor = gl.expand_dims(smem.factor.load(gl.SliceLayout(1, OUT_L)), 1)
+        place = scalar(smem.where)
+        mbarrier.arrive(smem.f_empty.index(0), count=1)
+        write(results, b_acc * factor, place, 128, H)
+        write(results, c_acc * factor, place, 256, H)
+        write(results, d_acc * factor, place, 384, H)
+        j += 1
+        mbarrier.wait(smem.n_full.index(0), j & 1)
+        count = scalar(smem.note)
+        mbarrier.arrive(smem.n_empty.index(0), count=1)
+
+
+@gluon.jit
+def attend_pages(
+    query, keys, results, chunk, t, pos, count, H: gl.constexpr, VALUES: gl.constexpr, PRODUCE: gl.constexpr
+):
+    """Attend a chunk of count tiles, whose first row is t, at pos of the line. VALUES, PRODUCE: registers of roles."""
+    smem = Shared(
+        q=allocate(gl.bfloat16, [4, 64, 128], KEYS_S),
+        # one memory for each 128 columns: the compiler confuses parts of one
+        k0=allocate(gl.bfloat16, [2, 64, 128], KEYS_S), k1=allocate(gl.bfloat16, [2, 64, 128], KEYS_S),
+        k2=allocate(gl.bfloat16, [2, 64, 128], KEYS_S), k3=allocate(gl.bfloat16, [2, 64, 128], KEYS_S),
+        raw=(codes(), codes(), codes(), codes(), codes()),
+        p=allocate(gl.bfloat16, [1, 64, 64], KEYS_S), alpha=allocate(gl.float32, [1, 64], FLAT_S),
+        bias=allocate(gl.float32, [2, 64], FLAT_S), factor=allocate(gl.float32, [64], FLAT_S),
+        note=allocate(gl.int32, [1], FLAT_S), where=allocate(gl.int64, [1], FLAT_S),
+        sink=load_sink(results.sink, query.head0, H),
+        k_full=barriers(2, 1), k_empty=barriers(2, 2), go=barriers(1, 1),
+        p_full=barriers(1, 1), p_empty=barriers(1, 1), f_full=barriers(1, 1), f_empty=barriers(1, 1),
+        n_full=barriers(1, 1), n_empty=barriers(1, 1),
+    )  # fmt: skip
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (scores, (query, keys, results, chunk, t, pos, smem, H)),
+            (values, (results, smem, H)),
+            (produce, (keys, chunk, t, pos, count, smem)),
+        ],
+        worker_num_warps=[4, 8],
+        worker_num_regs=[VALUES, PRODUCE],
+    )
