@@ -44,7 +44,7 @@ class Request:
     logits: list[Tensor] = field(factory=list)
 
     def describe(self, n: int) -> str:
-        """Say what the next n tokens are."""
+        """Describe the next n tokens."""
         last = self.done + n - 1
         return f"{self.name} prefills {self.done}..{last}" if n > 1 else f"{self.name} decodes {last}"
 

@@ -97,7 +97,7 @@ def odd_cases() -> Iterator[Case]:
     few = rows(count=9)
     says = "rows of k lie apart, and the records are the same"
     yield _cache("apart-quantise", "A7 C1", says, few, each_apart("k", steps.quantises))
-    says = "rows of q, of kv or of the table of angles lie apart: the step is the same, and what is beside them stays"
+    says = "rows of q, of kv or of the table of angles lie apart: the step is the same, and memory beside them stays"
     check = each_apart("q kv cos_sin_cache all", steps.inserts_both)
     yield _cache("apart-insert", "A7 I1 I2", says, few, check)
     says = "rows of o, of the table of angles, or of the weights lie apart, and the projection is the same"

@@ -110,7 +110,7 @@ def _sizes() -> Iterator[Case]:
 def _apart(area: Area) -> Iterator[Case]:
     """Rows of tensors that are slices of wider ones."""
     of = area.value
-    says = f"{of}: rows of q, out and lse lie apart, one at a time, and what is beside them stays"
+    says = f"{of}: rows of q, out and lse lie apart, one at a time, and memory beside them stays"
     one = call(PHASE[area], "holes", rows=5, sinks=SINKS)
     yield _case(area, f"apart-call-{of}", "A7 F6", says, one, each_apart("q out lse", equals_oracle))
     says = f"{of}: rows of tables and of indices lie apart, one at a time, and of all tensors together"

@@ -213,7 +213,7 @@ def _cache_of(
 
 def _refuse_dialect(name: str, dialect: Fp8Format, actual: object) -> None:
     hint = "the same byte means half as much in e4m3fnuz: say for each cache who wrote it"
-    raise ArgumentError(name, expected=f"fp8 of dialect {dialect.value}, as told", actual=actual, hint=hint)
+    raise ArgumentError(name, expected=f"fp8 of dialect {dialect.value}, as declared", actual=actual, hint=hint)
 
 
 def _rows_of(

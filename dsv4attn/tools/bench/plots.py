@@ -255,7 +255,7 @@ def _us(seconds: float) -> str:
 
 
 def _scaling(run: Run, rows: Sequence[Row], colours: dict[str, str]) -> Figure:
-    """Time over what grows, both in powers of two; dashed: what the roofline allows; rings: cliffs."""
+    """Time over the size that grows, both in powers of two. Dashed: time of the roofline. Rings: cliffs."""
     lines = [series for series in SERIES if any(row.series == series for row in rows)]
     columns = min(len(lines), 3)
     height = -(-len(lines) // columns)

@@ -1,4 +1,4 @@
-"""`dsv4attn backends`: what is installed, and what of it runs on this machine."""
+"""`dsv4attn backends`: lists the installed backends, with their states on this machine."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _judge(report: _Report) -> None:
     for name in settings.options:
         if name not in registry.backends:
             what = f"options.{name} in {settings.file}: no backend has this name"
-            cure = "correct the name, or remove the table: it reaches nobody"
+            cure = "correct the name, or remove the table: no backend reads it"
             report.problems.append(_Problem(f"{what}{did_you_mean(name, registry.backends)}", cure))
             continue
         try:
