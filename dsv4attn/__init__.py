@@ -1,4 +1,4 @@
-"""DeepSeek-V4 attention with one device-neutral core and one thin room of kernels per accelerator.
+"""DeepSeek-V4 attention with one device-neutral core and one thin backend per accelerator.
 
 The public names are loaded on first use: importing this package imports neither torch nor triton nor numpy.
 Exceptions are in `dsv4attn.errors`; all of them are `Dsv4AttnError`.
@@ -77,7 +77,7 @@ __all__ = [
     "use_workspace",
 ]
 
-# where each name lives. `__all__` and the block above say the same to readers and type checkers; a test compares them.
+# the module of each name. `__all__` and the block above have the same names for type checkers; a test compares them.
 _MODULE_OF = {
     name: module
     for module, names in {
@@ -107,9 +107,9 @@ _MODULE_OF = {
 
 
 if not TYPE_CHECKING:
-    # hidden from type checkers, which would take it to mean that every name exists.
+    # hidden from type checkers, for which it would mean that every name exists.
     def __getattr__(name: str) -> object:
-        """Import the module a public name lives in, and keep the value for the next time."""
+        """Import the module of a public name, and store the value for later accesses."""
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
@@ -118,5 +118,5 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    """List the public names, loaded or not, besides what is here already."""
+    """List the public names, loaded or not, and all other names of the module."""
     return sorted({*globals(), *__all__})

@@ -1,9 +1,9 @@
-"""Every environment variable and configuration key, in one place. `docs/selection.md` shows the same tables.
+"""Reads the settings: every environment variable and configuration key. `docs/selection.md` shows the same tables.
 
 A value comes from the first of: argument, environment, configuration file, default. The file is the one that
 `DSV4ATTN_CONFIG` names; otherwise the nearest of these in the working directory and its parents: a `dsv4attn.toml`, or,
 up to the root of the project (the folder with `.git` or `.hg`) or the home directory, a pyproject.toml with a table
-`[tool.dsv4attn]`. Any other pyproject.toml belongs to somebody else: it is skipped, and one that cannot be read is
+`[tool.dsv4attn]`. Any other pyproject.toml belongs to another project: it is skipped, and one that cannot be read is
 listed in `Settings.ignored`.
 """
 
@@ -32,14 +32,19 @@ PHASES = ("decode", "prefill")
 FILE = "dsv4attn.toml"
 _PROJECT_FILE = "pyproject.toml"
 _ROOTS = (".git", ".hg")
-"""What the root of a project holds."""
+"""Folders in the root of a project."""
 _OURS = re.compile(r"""^\s*\[?\s*["']?tool["']?\s*\.\s*["']?dsv4attn["']?\s*[].=]""", re.MULTILINE)
 """The head of our table, or a key of it, in a pyproject.toml that cannot be parsed."""
 
 
 @frozen
 class Knob:
-    """A variable or a key, as the documentation shows it."""
+    """A variable or a key, as the documentation shows it.
+
+    default: value if it is not set.
+    values: allowed values.
+    meaning: one phrase.
+    """
 
     default: str
     values: str
@@ -52,7 +57,7 @@ VARIABLES: Mapping[str, Knob] = {
     "DSV4ATTN_PLUGINS_ALLOW": Knob("unset", "comma-separated names", "like `plugins.allow`, and instead of it"),
     "DSV4ATTN_PLUGINS_DENY": Knob("unset", "comma-separated names", "like `plugins.deny`, and instead of it"),
 }
-"""A variable that is set to nothing counts as unset."""
+"""A variable with an empty value counts as unset."""
 
 KEYS: Mapping[str, Knob] = {
     "backend": Knob("`auto`", "`NAME` or `auto`", "backend of both phases"),
@@ -62,12 +67,16 @@ KEYS: Mapping[str, Knob] = {
     "plugins.deny": Knob("none", "list of names", "plugins or distributions not to load"),
     "options.NAME": Knob("none", "table", "options for the backend of this name"),
 }
-"""Names of plugins and distributions may be shell patterns such as `acme-*`; `*` denies all that is not built in."""
+"""Names of plugins and distributions may be shell patterns such as `acme-*`; `*` denies everything but built-ins."""
 
 
 @frozen
 class Setting:
-    """A value and where it comes from, in words for error messages."""
+    """A value and its origin.
+
+    value: the value.
+    source: where it comes from, in words for error messages.
+    """
 
     value: str
     source: str
@@ -75,7 +84,17 @@ class Setting:
 
 @frozen
 class Settings:
-    """What the user asked for."""
+    """Settings of the user.
+
+    decode: backend of decode.
+    prefill: backend of prefill.
+    allow: plugins or distributions to load, or None for all.
+    deny: plugins or distributions not to load.
+    options: options by name of the backend.
+    file: configuration file that was read, or None.
+    sources: origin of "plugins.allow" and "plugins.deny", in words; a key that is missing has its default.
+    ignored: a line for each pyproject.toml that was skipped because it cannot be read: file, line and problem.
+    """
 
     decode: Setting = Setting(AUTO, "default")
     prefill: Setting = Setting(AUTO, "default")
@@ -83,14 +102,11 @@ class Settings:
     deny: tuple[str, ...] = ()
     options: Mapping[str, Mapping[str, Any]] = field(factory=dict)
     file: str | None = None
-    """The configuration file that was read."""
     sources: Mapping[str, str] = field(factory=dict)
-    """Where "plugins.allow" and "plugins.deny" come from, in words; what is not here has its default."""
     ignored: tuple[str, ...] = ()
-    """A line for each pyproject.toml that was skipped because it cannot be read: file, line and what is wrong."""
 
     def request(self, phase: str) -> Setting:
-        """The backend asked for in a phase."""
+        """The requested backend of a phase."""
         return self.decode if phase == "decode" else self.prefill
 
 
@@ -155,7 +171,7 @@ _Found = tuple["Path | None", dict[str, Any], tuple[str, ...]]
 
 
 def _read(named: str | None, directory: Path | None) -> _Found:
-    """The configuration file, the table it holds for us, and the files that were ignored."""
+    """The configuration file, its table for this package, and the files that were ignored."""
     if named is None:
         return _search(directory)
     path = Path(named).expanduser()
@@ -193,7 +209,7 @@ def _home() -> Path | None:
     try:
         return Path.home()
     except RuntimeError:
-        # a container's user that has no entry and no HOME
+        # the user of a container may have neither a passwd entry nor HOME
         return None
 
 
@@ -212,19 +228,19 @@ def _exists(path: Path) -> bool:
 
 
 class _ForeignError(Exception):
-    """A pyproject.toml cannot be read, and nothing in it is for us."""
+    """A pyproject.toml cannot be read, and has no table of this package."""
 
 
 def _own_table(path: Path, *, asked_for: bool = False) -> dict[str, Any] | None:
-    """All of a file of ours; of a pyproject.toml the part that is ours, if it has one.
+    """The table of a dsv4attn.toml, or the table [tool.dsv4attn] of a pyproject.toml if it has one.
 
-    Raises ConfigError if a file cannot be read; _ForeignError if it is a pyproject.toml without a table of ours that
-    nobody asked for.
+    Raises ConfigError if a file cannot be read; _ForeignError if it is a pyproject.toml without our table and
+    `asked_for` is false.
     """
     text, foreign = "", path.name == _PROJECT_FILE and not asked_for
     try:
         data = path.read_bytes()
-        # the bytes of letters, whatever the encoding: without the zeros and the byte order mark of UTF-16
+        # letters of any encoding: without the zeros and the byte order mark of UTF-16
         letters = data.lstrip(b"\xff\xfe\xef\xbb\xbf").replace(b"\0", b"").decode("latin-1")
         foreign = foreign and not _OURS.search(letters)
         text = data.decode("utf-8-sig")
@@ -233,7 +249,7 @@ def _own_table(path: Path, *, asked_for: bool = False) -> dict[str, Any] | None:
         raise _unreadable(str(path), f"cannot be read: {error}", foreign=foreign) from error
     except (ValueError, RecursionError) as error:
         found = re.search(r"at line (\d+)", str(error))
-        # what is never closed is noticed at the end
+        # a bracket or string that is never closed is reported at the end of the file
         line = found[1] if found else len(text.splitlines())
         raise _unreadable(f"{path}:{line}", f"not valid TOML: {error}", foreign=foreign) from error
     if path.name == _PROJECT_FILE:
@@ -249,11 +265,11 @@ def _unreadable(where: str, problem: str, *, foreign: bool) -> Exception:
 
 
 def _check(table: Mapping[str, Any], path: str) -> None:
-    """Every key known and of the right type."""
-    known = {key.partition(".")[0] for key in KEYS}
+    """Raise ConfigError for an unknown key or a value of the wrong type."""
+    names = {key.partition(".")[0] for key in KEYS}
     for key, value in table.items():
-        if key not in known:
-            raise ConfigError(path, f"unknown key {key!r}{_meant(key, known)}")
+        if key not in names:
+            raise ConfigError(path, f"unknown key {key!r}{_meant(key, names)}")
         if key in ("plugins", "options"):
             if not isinstance(value, dict):
                 raise ConfigError(path, f"{key}: expected a table, got {value!r}")
@@ -264,9 +280,9 @@ def _check(table: Mapping[str, Any], path: str) -> None:
     _check_tables(table, path)
 
 
-def _meant(name: str, known: Iterable[str]) -> str:
-    """The nearest name, and all that there are."""
-    names = sorted(known)
+def _meant(name: str, allowed: Iterable[str]) -> str:
+    """The nearest allowed name, and all allowed names."""
+    names = sorted(allowed)
     return f"{did_you_mean(name, names)} (known: {', '.join(names)})"
 
 

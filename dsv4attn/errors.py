@@ -1,8 +1,8 @@
 """Every exception of the package.
 
-Each one says which argument or line is wrong, what was expected, what came, and what to do about it.
-All derive from `Dsv4AttnError`; those caused by a bad value are also `ValueError`, so that a caller who
-knows nothing of this package still catches them by their usual name.
+Each message names the argument or line at fault, the expected and the actual value, and the cure. All derive from
+`Dsv4AttnError`. Errors of a bad value are also `ValueError`, so that code without an import of this package can catch
+them.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ __all__ = [
 ]
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the names this one begins, or the nearest one, or an empty string."""
-    names = {candidate.lower(): candidate for candidate in sorted(known)}
+    names = {candidate.lower(): candidate for candidate in sorted(candidates)}
     begun = [candidate for lower, candidate in names.items() if name and lower.startswith(name.lower())]
     close = begun or [names[hit] for hit in difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)]
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def leave_out(plugin: str) -> str:
-    """How to do without a plugin, for the end of an error; plugin: its name or that of its distribution."""
+    """The cure that leaves a plugin out, for the end of an error. plugin: its name or that of its distribution."""
     return f"leave it out: DSV4ATTN_PLUGINS_DENY={plugin}"
 
 
@@ -48,7 +48,7 @@ class Dsv4AttnError(Exception):
     """Base of every error this package raises on purpose."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Survive a trip between processes, although `__init__` of most errors does not take the message."""
+        """Support pickling, although `__init__` of most errors does not take the message."""
         return _unpickled, (type(self), self.args), self.__dict__
 
 
@@ -63,7 +63,7 @@ class ArgumentError(Dsv4AttnError, ValueError):
     """
 
     def __init__(self, argument: str, *, expected: str, actual: object, hint: str = "") -> None:
-        """Build the message from its four parts: which argument, what was expected, what came, what to do."""
+        """Build the message from its four parts: argument, expected value, actual value, cure."""
         self.argument, self.expected, self.actual, self.hint = argument, expected, actual, hint
         cure = f" -> {hint}" if hint else ""
         super().__init__(f"{argument}: expected {expected}, got {actual}{cure}")
@@ -93,10 +93,10 @@ class UnknownNameError(Dsv4AttnError, ValueError):
         *,
         near: Iterable[str] | None = None,
     ) -> None:
-        """Name the kind of thing asked for, the name given, and the names that exist.
+        """Build the message from the kind of name, the given name, and the names that exist.
 
-        others: a line for each thing that is left out, and could be the one that is meant. near: the names that may be
-        suggested, where those are not all.
+        others: a line for each candidate that is left out and may be the meant one, such as a failed plugin. near: the
+        names that may be suggested, or None for all of `known`.
         """
         self.kind, self.name, self.known = kind, name, sorted(known)
         meant = did_you_mean(name, self.known if near is None else near)
@@ -108,7 +108,7 @@ class WorkspaceError(Dsv4AttnError, RuntimeError):
     """A locked workspace is too small for a request."""
 
     def __init__(self, *, needed: int, has: int, caller: str, lane: str) -> None:
-        """Say how many bytes were needed, how many there are, and who asked."""
+        """Build the message from needed bytes, available bytes, caller and lane."""
         self.needed, self.has, self.caller, self.lane = needed, has, caller, lane
         super().__init__(
             f"workspace: {caller} needs {needed} bytes in lane {lane!r}, which is locked at {has} bytes "
@@ -117,7 +117,7 @@ class WorkspaceError(Dsv4AttnError, RuntimeError):
 
 
 class CanaryError(Dsv4AttnError, RuntimeError):
-    """Someone wrote past the end of a workspace view (debug mode only)."""
+    """A kernel wrote past the end of a workspace view (debug mode only)."""
 
 
 class NoForwardContextError(Dsv4AttnError, RuntimeError):
@@ -125,10 +125,10 @@ class NoForwardContextError(Dsv4AttnError, RuntimeError):
 
 
 class ConfigError(Dsv4AttnError, ValueError):
-    """An environment variable or a configuration file says something that cannot be meant."""
+    """An environment variable or a configuration file has an invalid value."""
 
     def __init__(self, where: str, problem: str) -> None:
-        """Name the variable or the file, and what is wrong."""
+        """Build the message from the variable or file, and the problem."""
         self.where, self.problem = where, problem
         super().__init__(f"{where}: {problem}")
 
@@ -142,7 +142,7 @@ class AmbiguousBackendError(NoBackendError):
 
 
 class BrokenBackendError(NoBackendError):
-    """A backend raised where it should have answered, or cannot be imported although it claims to be available."""
+    """A backend's support raised, or the backend cannot be imported or made although its packages are installed."""
 
 
 class OutOfPagesError(Dsv4AttnError, RuntimeError):
@@ -150,9 +150,9 @@ class OutOfPagesError(Dsv4AttnError, RuntimeError):
 
 
 class TraceError(Dsv4AttnError, ValueError):
-    """A request trace cannot be read; nothing of it has been run."""
+    """A request trace cannot be read; none of its requests has run."""
 
     def __init__(self, path: str, line: int, problem: str) -> None:
-        """Name the file, the 1-based line, or 0 for the file as a whole, and what is wrong with it."""
+        """Build the message from the file, the 1-based line, or 0 for the file as a whole, and the problem."""
         self.path, self.line, self.problem = path, line, problem
         super().__init__(f"{path}:{line}: {problem}" if line else f"{path}: {problem}")

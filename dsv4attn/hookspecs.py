@@ -1,4 +1,4 @@
-"""The plugin contract.
+"""The plugin contract: the hook that a plugin implements, and the rules for its module.
 
 A plugin is a Python module that an entry point of the group `dsv4attn` names:
 
@@ -16,18 +16,19 @@ It implements hooks by their names, marked with `hookimpl`:
 
 **What the module may do.** It is imported in every process that selects a backend, also in those that never run one of
 its own: it must import neither torch nor triton nor a vendor's package, touch no device, read no file and start no
-thread. What it returns are descriptors; the implementation that a descriptor names is imported after it has won.
-Hooks must be functions in the module itself: names that a module would only make up when asked for are not looked at.
+thread. Its hook returns descriptors; the implementation that a descriptor names is imported after it was chosen.
+Hooks must be functions in the module itself: names from a module's `__getattr__` are ignored.
 
-**What happens when it fails.** Each plugin is loaded and called alone. Whatever goes wrong in one (an import error, a
-raising hook, a misspelt hook name, a value of the wrong type, a name somebody else has) is recorded with its traceback
-under the name of its distribution, shown by `dsv4attn backends` and `dsv4attn doctor` and in every selection error,
-and changes nothing for anybody else. Users can leave a plugin out: `plugins.deny`, or `DSV4ATTN_PLUGINS_DENY`.
+**What happens when it fails.** Each plugin is loaded and called alone. A failure of one (an import error, a raising
+hook, a misspelt hook name, a value of the wrong type, a name of another plugin's backend) is recorded with its
+traceback under the name of its distribution. It is shown by `dsv4attn backends` and `dsv4attn doctor` and in every
+selection error, and does not affect other plugins. Users can leave a plugin out: `plugins.deny`, or
+`DSV4ATTN_PLUGINS_DENY`.
 
 **Order.** The order of plugins, of distributions and of descriptors means nothing, here or anywhere later.
 
-**Workers.** Plugins are loaded again in every spawned process, and are there already in a forked one. Both see what
-their parent saw, provided that a plugin always returns the same.
+**Workers.** Plugins are loaded again in every spawned process; a forked process has them already. Both have the same
+backends as their parent, provided that a plugin always returns the same descriptors.
 
 **Versions.** The contract is versioned (`contract.API_VERSION`). Minor versions only add: hooks may gain arguments,
 which an implementation is free not to declare, and classes may gain fields with defaults. A backend states the version
@@ -56,15 +57,15 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def dsv4attn_backends() -> Sequence[BackendInfo]:  # type: ignore[empty-body]
-    """Return the descriptors of the backends this plugin brings.
+    """Return the descriptors of the backends of this plugin.
 
     Called once in every process, when a backend is first selected or listed. Return the same value every time: workers
-    rely on seeing what their parent saw. Do not look at the hardware here and leave descriptors out: `native`,
-    `runs_on` and `support` say where a backend serves, and a backend that is not listed cannot be explained to the user
-    who asks why it was not chosen.
+    must have the same backends as their parent. Do not omit descriptors depending on the hardware: `native`, `runs_on`
+    and `support` state where a backend serves, and for a backend that is not listed no trace can show why it was not
+    chosen.
 
     :return: a list or tuple of `contract.BackendInfo`. Names are lower-case letters, digits, `.`, `_` and `-`, unique
         among all backends (take the name of your distribution or your device) and not `auto`. When two distributions
-        bring the same name, neither gets it; a name of a built-in backend stays with the built-in one. A descriptor
-        that is refused does not take the others of its plugin with it.
+        use the same name, neither gets it; a name of a built-in backend stays with the built-in one. Refusing one
+        descriptor does not affect the others of its plugin.
     """

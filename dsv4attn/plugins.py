@@ -1,4 +1,4 @@
-"""Finding backends: built-in rooms and entry points, each loaded and called alone."""
+"""Finds backends: the built-in ones and those of entry points, each plugin loaded and called alone."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ BUILT_IN = ("reference", "rocm", "sm120", "sm90", "triton", "xpu")
 """Folders under `dsv4attn.backends`, plugins like any other. No other file lists them: `tests/test_one_line.py`."""
 
 STRANGE = BaseException
-"""What a stranger's code may raise without taking us with it: a panic of a Rust extension is no `Exception`.
-KeyboardInterrupt is the user's, and passes everywhere."""
+"""Exceptions of plugin code that are caught: a Rust panic is no `Exception`. KeyboardInterrupt is always raised."""
 
 SLOW_S = 1.0
 """Seconds after which the log names a plugin that is still being loaded."""
@@ -47,24 +46,24 @@ _MACHINERY = (
     __file__,
     f"{Path(__file__).with_name('selection')}{os.sep}",
 )
-"""Files between us and a plugin's own code, in a traceback."""
+"""Files of a traceback between this package and a plugin's own code."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _STAGES = {
     "load": "failed to load",
     "hooks": "is not a plugin",
-    "call": "failed to tell its backends",
-    "descriptor": "told something else than backends",
+    "call": "failed to list its backends",
+    "descriptor": "listed something else than backends",
     "version": "is incompatible",
     "name": "name refused",
     "denied": "not loaded",
     "absent": "is not installed",
-    "kept": "is loaded nevertheless",
+    "built-in": "is loaded nevertheless",
 }
 
 
 @frozen
 class Registered:
-    """A backend that can be chosen, and the distribution it comes from."""
+    """A backend that can be chosen. info: its descriptor. distribution, version: of its package; version may be ""."""
 
     info: BackendInfo
     distribution: str
@@ -78,16 +77,19 @@ class Registered:
 
 @frozen
 class PluginFailure:
-    """A plugin, or a backend of it, that cannot be used; or an entry of a list of names that nothing answers to."""
+    """A plugin, or a backend of it, that cannot be used; or an entry of a list of names that has no effect.
+
+    distribution, version: of its package; both may be "".
+    plugin: name of the entry point, of the refused backend, or of the entry in the list.
+    stage: load, hooks, call, descriptor, version, name; denied (as configured); absent, built-in (a list entry).
+    error: the failure in words. cure: the same text in every command and error. traceback: of its exception, or "".
+    """
 
     distribution: str
     plugin: str
-    """Name of the entry point, of the backend refused, or of the entry in the list."""
     stage: str
-    """load, hooks, call, descriptor, version, name; denied (as configured); absent, kept (a list names it in vain)."""
     error: str
     cure: str = ""
-    """What to do; every command and error shows the same."""
     traceback: str = ""
     version: str = ""
 
@@ -98,17 +100,17 @@ class PluginFailure:
 
     @property
     def is_problem(self) -> bool:
-        """Whether something is wrong; a denied plugin is as the user wants it."""
+        """Whether it is a failure; a denied plugin is what the user configured."""
         return self.stage != "denied"
 
     @property
     def what(self) -> str:
-        """What is wrong, on one line without the name."""
+        """The failure, on one line without the name."""
         return f"{_STAGES[self.stage]}: {self.error}{f' ({self.owner})' if self.owner else ''}"
 
     @property
     def summary(self) -> str:
-        """What is wrong and what to do, on one line without the name, for traces."""
+        """The failure and its cure, on one line without the name, for traces."""
         shown = "; `dsv4attn doctor` shows the traceback" if self.traceback else ""
         return f"{self.what}{f' -> {self.cure}{shown}' if self.cure else ''}"
 
@@ -140,7 +142,7 @@ class _Source:
 
 
 class _UnfitError(Exception):
-    """A plugin that raised nothing and yet is none: its text and cure say all."""
+    """A plugin that raised nothing but breaks the plugin contract: text and cure for its failure."""
 
     def __init__(self, text: str, cure: str = "") -> None:
         self.cure = cure
@@ -151,7 +153,7 @@ class _UnfitError(Exception):
 class PluginRegistry:
     """All backends of this process. Building it twice, or in a spawned worker, gives the same content.
 
-    backends: by name, in order of names. failures: what could not be used, in an order that means nothing.
+    backends: by name, in order of names. failures: plugins and backends that cannot be used, in an undefined order.
     """
 
     backends: Mapping[str, Registered] = field(factory=dict)
@@ -170,9 +172,9 @@ class PluginRegistry:
         """Load built-ins and entry points. Never raises because of a plugin.
 
         allow, deny: names of entry points or distributions, or shell patterns; with `allow`, only those are loaded,
-        and `deny` wins. Built-in rooms are subject to neither. *_source: where the lists come from, for messages.
+        and `deny` wins. Built-in backends are subject to neither. *_source: origin of the lists, for messages.
         """
-        rooms = [_Source(room, _HOME, "", _room(room), built_in=True) for room in BUILT_IN]
+        built_in = [_Source(name, _HOME, "", _built_in(name), built_in=True) for name in BUILT_IN]
         strangers = [_source_of(point) for point in (_discovered() if entry_points is None else entry_points)]
         strangers.sort(key=lambda source: (source.distribution, source.plugin, source.version))
         failures = [
@@ -180,7 +182,7 @@ class PluginRegistry:
             *_idle(deny, deny_source, strangers, denied=True),
         ]
         offers: dict[str, list[tuple[_Source, BackendInfo]]] = defaultdict(list)
-        for source in rooms + strangers:
+        for source in built_in + strangers:
             refusal = None if source.built_in else _refusal(source, allow, deny, allow_source, deny_source)
             if refusal:
                 failures.append(source.failed("denied", *refusal))
@@ -196,7 +198,7 @@ class PluginRegistry:
 
 
 def first_line(error: BaseException) -> str:
-    """Type and message of an exception on one line, whatever a stranger put into it."""
+    """Type and message of an exception on one line, for any exception of a plugin."""
     try:
         text = str(error)
     except KeyboardInterrupt:
@@ -207,7 +209,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _offers(source: _Source, failures: list[PluginFailure]) -> list[BackendInfo]:
-    """What one plugin offers; everything else is recorded."""
+    """The usable descriptors of one plugin; its failures are recorded."""
     stage = "load"
     try:
         with nullcontext() if source.built_in else _watched(source):
@@ -250,12 +252,12 @@ def _watched(source: _Source) -> Iterator[None]:
 
 
 def _call(hook: Callable[..., list[object]]) -> list[object]:
-    """Call a hook with everything that this minor version of the contract passes."""
+    """Call a hook with all arguments of this minor version of the contract."""
     return hook()
 
 
 def trace_of(error: BaseException | None) -> str:
-    """The traceback of what a stranger raised, from the first line that is their own."""
+    """The traceback of a plugin's exception, from the first line of the plugin's own code."""
     if error is None:
         return ""
     frames = error.__traceback__
@@ -265,7 +267,7 @@ def trace_of(error: BaseException | None) -> str:
 
 
 def _hooks_of(module: object, name: str) -> pluggy.HookRelay:
-    """The hooks of one plugin, with a manager of its own: nothing of it touches another."""
+    """The hooks of one plugin, in a plugin manager of its own, so that plugins cannot affect each other."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     try:
@@ -273,8 +275,7 @@ def _hooks_of(module: object, name: str) -> pluggy.HookRelay:
         manager.check_pending()
     except pluggy.PluginValidationError as error:
         text = " ".join(str(error).split())
-        unknown = re.match(r"unknown hook '(\w+)'", text)
-        if unknown:
+        if unknown := re.match(r"unknown hook '(\w+)'", text):
             raise _UnfitError(f"unknown hook {unknown[1]!r}{did_you_mean(unknown[1], [_HOOK])}") from error
         text = text.rpartition("hookimpl definition: ")[2]
         raise _UnfitError(text, f"install a release of it for contract {API_VERSION}, or a newer dsv4attn") from error
@@ -284,10 +285,9 @@ def _hooks_of(module: object, name: str) -> pluggy.HookRelay:
 
 
 def _functions_of(module: object) -> ModuleType:
-    """A module with nothing but the functions of a plugin.
+    """A module with only the functions of a plugin.
 
-    pluggy asks a plugin for all its attributes. An arbitrary object may do anything then, `isinstance` included, and a
-    module with lazy names would import what they stand for.
+    pluggy reads all attributes, which may run code of an arbitrary object, also in `isinstance`, or import lazy names.
     """
     if not issubclass(type(module), ModuleType):
         is_class = issubclass(type(module), type)
@@ -297,7 +297,7 @@ def _functions_of(module: object) -> ModuleType:
     members = ModuleType.__getattribute__(module, "__dict__")
     bare = ModuleType(members.get("__name__", "plugin"))
     for name, value in members.items():
-        # not `__dir__` and `__getattr__`: they make up names
+        # not `__dir__` and `__getattr__`: they can produce lazy names
         if issubclass(type(value), (FunctionType, BuiltinFunctionType)) and not name.startswith("__"):
             vars(bare)[name] = value
     return bare
@@ -327,7 +327,7 @@ def _kind(value: object) -> str:
 
 
 def _settle(name: str, offers: list[tuple[_Source, BackendInfo]], failures: list[PluginFailure]) -> Registered | None:
-    """One name, one backend: ours keeps its name, two strangers both lose it."""
+    """One backend for each name: a built-in backend has precedence, and of two plugins neither gets the name."""
     ours = next((offer for offer in offers if offer[0].built_in), None)
     winner = offers[0] if len(offers) == 1 else ours
     owners = sorted({f"plugin {source.plugin} of {source.distribution}" for source, _ in offers})
@@ -347,7 +347,7 @@ def _settle(name: str, offers: list[tuple[_Source, BackendInfo]], failures: list
 def _refusal(
     source: _Source, allow: Sequence[str] | None, deny: Sequence[str], allow_source: str, deny_source: str
 ) -> tuple[str, str] | None:
-    """Why a plugin is not loaded, and what to do to have it."""
+    """Why a plugin is not loaded, and the cure."""
     if any(source.answers_to(pattern) for pattern in deny):
         return f"denied by {deny_source}", "take it off that list to use it"
     if allow is not None and not any(source.answers_to(pattern) for pattern in allow):
@@ -356,28 +356,29 @@ def _refusal(
 
 
 def _idle(names: Sequence[str], where: str, strangers: Sequence[_Source], *, denied: bool) -> Iterator[PluginFailure]:
-    """Entries of a list that do nothing: a misspelt one would do so silently."""
-    known = {name for source in strangers for name in (source.plugin, source.distribution)}
+    """Entries of a list that have no effect. Without this, a misspelt entry would be silent."""
+    names_found = {name for source in strangers for name in (source.plugin, source.distribution)}
     for name in names:
         if name in BUILT_IN and denied:
-            yield PluginFailure(_HOME, name, "kept", f"built in, named by {where}", "ask for another backend by name")
+            cure = "ask for another backend by name"
+            yield PluginFailure(_HOME, name, "built-in", f"built in, named by {where}", cure)
         elif name not in ("*", *BUILT_IN) and not any(source.answers_to(name) for source in strangers):
-            error = f"named by {where}{did_you_mean(name, known)}"
+            error = f"named by {where}{did_you_mean(name, names_found)}"
             yield PluginFailure("", name, "absent", error, "correct it, or take it off the list")
 
 
 def _discovered() -> list[importlib.metadata.EntryPoint]:
-    """Entry points of our group, past distributions whose own metadata cannot be read."""
+    """Entry points of our group. Distributions with unreadable metadata are skipped."""
     try:
         return list(importlib.metadata.entry_points(group=hookspecs.GROUP))
-    except Exception:  # noqa: BLE001 - one malformed entry_points.txt on the path makes this fail for everybody
+    except Exception:  # noqa: BLE001 - one malformed entry_points.txt on the path makes this fail for all distributions
         found: dict[str, list[importlib.metadata.EntryPoint]] = {}
         for distribution in importlib.metadata.distributions():
             try:
                 points = [point for point in distribution.entry_points if point.group == hookspecs.GROUP]
-                # the first on the path hides others of its name, as it does for imports
+                # the first distribution on the path hides later ones of the same name, as in imports
                 found.setdefault(_normal(distribution.metadata["Name"]), points)
-            except Exception:  # noqa: BLE001, S112 - it is somebody else's, and was broken before we came
+            except Exception:  # noqa: BLE001, S112 - metadata of another package
                 continue
         return [point for points in found.values() for point in points]
 
@@ -390,7 +391,7 @@ def _source_of(point: importlib.metadata.EntryPoint) -> _Source:
     return _Source(point.name, distribution, version, point.load)
 
 
-def _room(name: str) -> Callable[[], object]:
+def _built_in(name: str) -> Callable[[], object]:
     return lambda: importlib.import_module(f"dsv4attn.backends.{name}")
 
 

@@ -102,7 +102,7 @@ class Engine:
         return (norm(x[batch.query_start_loc[1:] - 1]) @ self.head.T).float().cpu()
 
     def layer(self, index: int, x: Tensor, positions: Tensor, metadata: ds.AttentionMetadata) -> Tensor:
-        """One layer: store what all tokens of the step bring, then attend."""
+        """One layer: store keys and entries of all tokens of the step, then attend."""
         attention, model = self.layers[index]
         q, kv = model.q_and_kv(x)
         attention.fused_qnorm_rope_kv_insert(q, kv, positions)

@@ -1,4 +1,4 @@
-"""What an engine has already, in small, for `engine.py`: requests, a scheduler, a model, a choice of backend."""
+"""Small stand-ins for the parts of an engine that `engine.py` needs: requests, scheduler, model, backend choice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,16 @@ HIDDEN, VOCAB = 256, 1000
 
 @define(eq=False)
 class Request:
-    """done: tokens in the caches. shared: of these, on pages of the prefix cache. tables: pages by kind of cache."""
+    """A request of the engine.
+
+    name: for the output.
+    tokens: prompt and generated tokens.
+    use_prefixes: whether it may use pages of the prefix cache.
+    tables: pages by kind of cache.
+    done: tokens in the caches.
+    shared: tokens of these on pages of the prefix cache.
+    logits: [VOCAB] fp32 of each generated token.
+    """
 
     name: str
     tokens: list[int]
@@ -35,7 +44,7 @@ class Request:
     logits: list[Tensor] = field(factory=list)
 
     def describe(self, n: int) -> str:
-        """Say what the next n tokens are."""
+        """Describe the next n tokens."""
         last = self.done + n - 1
         return f"{self.name} prefills {self.done}..{last}" if n > 1 else f"{self.name} decodes {last}"
 
@@ -43,7 +52,7 @@ class Request:
 class Scheduler:
     """Continuous batching over paged caches.
 
-    page: tokens that a page of each kind of cache stands for, the largest last. blocks: how many pages there are.
+    page: tokens of a page of each kind of cache, the largest last. blocks: number of pages of each kind.
     Prefixes end at multiples of the largest page; their pages stay until the end.
     """
 
@@ -55,7 +64,7 @@ class Scheduler:
         self.prefixes: dict[tuple[int, ...], tuple[list[int], ...]] = {}
 
     def add(self, request: Request) -> None:
-        """Admit a request, with the pages of its longest known prefix. At least one token remains to be computed."""
+        """Admit a request, with the pages of its longest cached prefix. At least one token remains to be computed."""
         page = self.page[-1]
         for end in range((len(request.tokens) - 1) // page * page, 0, -page):
             if request.use_prefixes and (pages := self.prefixes.get(tuple(request.tokens[:end]))):
@@ -90,7 +99,7 @@ class Scheduler:
                     pool.free(table[request.shared // size :])
 
     def _remember(self, request: Request) -> None:
-        """Give the full pages of a prompt to the prefix cache, unless it knows the prefix."""
+        """Give the full pages of a prompt to the prefix cache, unless it has the prefix already."""
         for end in range(self.page[-1], len(request.tokens) + 1, self.page[-1]):
             pages = tuple(table[: end // size] for table, size in zip(request.tables, self.page, strict=True))
             if self.prefixes.setdefault(tuple(request.tokens[:end]), pages) is pages:
@@ -98,9 +107,9 @@ class Scheduler:
 
 
 def chosen_backend(model: ModelGeometry, limits: Limits, name: str | None, device: torch.device) -> Backend:
-    """The backend of all layers: the one named, else as DSV4ATTN_BACKEND, dsv4attn.toml or selection say.
+    """The backend of all layers: the named one, else that of DSV4ATTN_BACKEND, dsv4attn.toml or selection.
 
-    Prints which one it is, and why. One that cannot be had is an error of one line.
+    Prints its name and why it was chosen. A backend that cannot be loaded is an error of one line.
     """
     says: dict[str, list[str]] = {}
     problems = [

@@ -1,4 +1,4 @@
-"""FlashMLA's arguments: checked under its names, and turned into what backends take."""
+"""Checks FlashMLA's arguments, with its names in errors, and converts them to the arguments of backends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OTHER_RECORDS = {656: "of DeepSeek-V3.2", 528: "of DeepSeek-V4.1", 288: "of Dee
 
 
 def refuse(argument: str, actual: object, hint: str) -> NoReturn:
-    """Raise UnsupportedError: FlashMLA has it, this package does not."""
+    """Raise UnsupportedError for a feature of FlashMLA that this package lacks."""
     raise UnsupportedError(argument, expected="sparse attention of DeepSeek-V4", actual=actual, hint=hint)
 
 
@@ -69,7 +69,7 @@ def check_sink(attn_sink: Tensor | None, q: Tensor, letters: dict[str, int]) -> 
 
 
 def check_out(out: Tensor | None, q: Tensor) -> Tensor:
-    """The tensor to write to."""
+    """The given output tensor, checked, or a new one like q."""
     if out is None:
         return q.new_empty(q.shape)
     check_tensor("out", out, " ".join(map(str, q.shape)), q.dtype, {}, written=True)
@@ -80,7 +80,7 @@ def check_out(out: Tensor | None, q: Tensor) -> Tensor:
 def paged_segment(
     prefix: str, q: Tensor, cache: Tensor, indices: Tensor | None, length: Tensor | None, letters: dict[str, int]
 ) -> tuple[PagedKVCache, DenseIndices]:
-    """One cache and what is selected of it, with FlashMLA's names in errors."""
+    """One cache and its index rows, checked, with FlashMLA's names in errors."""
     name = f"{prefix}k_cache"
     record = next(iter(getattr(cache, "shape", ())[-1:]), 0)
     if record in _OTHER_RECORDS:
@@ -109,7 +109,7 @@ def index_rows(
     shape: str,
     letters: dict[str, int],
 ) -> DenseIndices:
-    """Index rows of all queries, one after another: the first letter of `shape` counts what a length belongs to."""
+    """Index rows of all queries, one after another. Lengths have the size of the first letter of `shape`."""
     check_tensor(names[0], indices, shape, torch.int32, letters)
     assert indices is not None
     if length is not None:
@@ -121,7 +121,7 @@ def index_rows(
     flat = indices.flatten(0, 1)
     if length is None:
         return DenseIndices(flat, torch.full(flat.shape[:1], width, dtype=torch.int32, device=q.device))
-    # host values cost nothing to read; elsewhere it would synchronise
+    # only lengths in host memory are read; reading others would synchronise
     if length.device.type == "cpu" and length.numel():
         least, most = int(length.min()), int(length.max())
         if least < 0 or most > width:

@@ -1,4 +1,4 @@
-"""Attention over keys that the caller names itself, without a step's metadata: what front doors have in common."""
+"""Attention over keys that the caller's indices name, without a step's metadata: shared by the compat interfaces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["HEAD_DIM", "ROPE_DIM", "attend", "forget_choices", "largest_logits",
 
 HEAD_DIM, ROPE_DIM = 512, 64
 TILE_BYTES = 64 * 2**20
-"""Temporaries a tile of `largest_logits` may take."""
+"""Most bytes of temporaries of a tile of `largest_logits`."""
 
 _backend = lru_cache(maxsize=None)(load_backend)
 
@@ -47,12 +47,12 @@ def plan(
 ) -> tuple[Backend, LayerGeometry]:
     """Choose the backend for one kind of call, and describe its layer. Computed once for each kind of call.
 
-    `width` columns of indices are told as the window, `extra_width` as the selected entries of a second cache. In
-    prefill there is no cache, only bf16 rows: those are what gathering leaves of any cache, and a backend that reads
-    pages has to take them as pages of one row.
+    `width` columns of indices are described as the window, `extra_width` as the selected entries of a second cache. In
+    prefill there is no cache, only bf16 rows, as gathering writes them. A backend that reads pages takes them as pages
+    of one row.
     """
     kind, ratio = (LayerKind.C4A, 4) if extra_width else (LayerKind.SWA, 1)
-    rope = Rope(ROPE_DIM, 10000.0)  # keys arrive rotated: nobody reads the angles
+    rope = Rope(ROPE_DIM, 10000.0)  # keys are rotated already: the angles are not used
     layer = LayerGeometry(kind, ratio, heads, HEAD_DIM, rope, width, extra_width, softmax_scale=scale)
     extra = CacheFacts(page_size=extra_page_size) if extra_width else None
     dtype = str(q_dtype).removeprefix("torch.")
@@ -68,7 +68,7 @@ def plan(
 
 
 def forget_choices() -> None:
-    """Let the next call look at environment, configuration and plugins again."""
+    """Clear the cached choices, so that the next call reads environment, configuration and plugins again."""
     plan.cache_clear()
     _backend.cache_clear()
 
@@ -85,12 +85,12 @@ def attend(
     lse: Tensor,
     max_logits: Tensor | None = None,
 ) -> None:
-    """Call the backend with its own form of indices, and with scratch memory.
+    """Call the backend with the form of indices that it takes, and with scratch memory.
 
     q, out: [T, H, D]. sources: a cache for each of `rows`, or the key rows [S, D] for the only one. lse: [T, H] fp32.
     +inf for rows without keys, as FlashMLA has it. max_logits: the same, only for backends whose forms have them.
-    Scratch is the context's workspace if one is set, otherwise memory of this call alone: what the allocator does with
-    it is right on every stream and in captured graphs.
+    Scratch is the context's workspace if one is set, otherwise memory allocated for this call alone. The allocator
+    handles that memory correctly on every stream and in captured graphs.
     """
     n, widths = q.shape[0], [r.indices.shape[1] for r in rows]
     form = backend.forms.decode_indices if phase is Phase.DECODE else backend.forms.prefill_indices

@@ -7,8 +7,8 @@ rows of 512 dims. Beyond FlashMLA: any number of heads, q in fp32, empty batches
 Not served, and refused with UnsupportedError: dense attention (`indices=None`, `flash_attn_varlen_*`), keys of 576 dims
 (V3.2, 656-byte records) and the 528- and 288-byte records of V4.1.
 
-The backend of a kind of call is chosen when its first call comes - `backend=`, then `DSV4ATTN_BACKEND`, configuration
-file, automatic - as decode or as prefill, and then kept: run every kind once before capturing a graph. Arguments are
+The backend of a kind of call is chosen in its first call - `backend=`, then `DSV4ATTN_BACKEND`, configuration file,
+automatic - as decode or as prefill, and then cached: run every kind once before capturing a graph. Arguments are
 checked by shape, dtype and device; only lengths in host memory are checked by value.
 """
 
@@ -52,11 +52,29 @@ _ROWS = KVCacheLayout.rows()
 
 @define
 class FlashMLASchedMeta:
-    """What `get_mla_metadata` returns. Backends plan by themselves: it only remembers the shapes of its first call."""
+    """Result of `get_mla_metadata`. Backends plan by themselves: it only stores the shapes of its first call.
+
+    have_initialized: whether a call has used it.
+    config: shapes of that call, or None.
+    tile_scheduler_metadata: always None; FlashMLA's field.
+    num_splits: always None; FlashMLA's field.
+    """
 
     @frozen
     class Config:
-        """Shapes that all calls with one FlashMLASchedMeta share."""
+        """Shapes that all calls with one FlashMLASchedMeta share.
+
+        b: batch size.
+        s_q: queries of a sequence.
+        h_q: query heads.
+        page_block_size: records of a page.
+        h_k: key heads.
+        causal: flag of the call.
+        is_fp8_kvcache: flag of the call.
+        topk: columns of the indices.
+        extra_page_block_size: records of a page of the extra cache, or None.
+        extra_topk: columns of the extra indices, or None.
+        """
 
         b: int
         s_q: int
@@ -111,12 +129,12 @@ def flash_mla_with_kvcache(
     topk_length, extra_topk_length: [b] int32 in 0 .. topk - leading columns that count, for all queries of a sequence.
     attn_sink: [h_q] fp32, one more logit with value zero; -inf is none, +inf makes the output zero.
     softmax_scale: 512 ** -0.5 if None. out: where to write, like q. backend: name of the one to use.
-    block_table, cache_seqlens are not looked at: indices say everything. num_splits must be None, causal False,
+    block_table, cache_seqlens are not read: indices name all keys. num_splits must be None, causal False,
     is_fp8_kvcache True, head_dim_v 512, tile_scheduler_metadata one of `get_mla_metadata` whose first call had the
     same shapes.
 
     Returns (out [b, s_q, h_q, 512] like q, lse [b, h_q, s_q] fp32: natural log, without the sink). A query without keys
-    gets zeros and lse +inf. What stands in records that nobody names is never seen, NaN included.
+    gets zeros and lse +inf. Records without an index have no effect, even with NaN.
     Raises ArgumentError, UnsupportedError, or NoBackendError, before anything is written.
     """
     if indices is None:
@@ -198,7 +216,7 @@ def flash_mla_sparse_fwd(
 
 
 def _check_shapes(meta: object, q: Tensor, sizes: Sequence[tuple[int, int]]) -> None:
-    """Remember the shapes of a first call; raise ArgumentError if a later one has others. sizes: (columns, page)."""
+    """Store the shapes of a first call; raise ArgumentError if a later one has others. sizes: (columns, page)."""
     name = "tile_scheduler_metadata"
     if not isinstance(meta, FlashMLASchedMeta):
         hint = "pass the first result of dsv4attn.compat.flash_mla.get_mla_metadata()"

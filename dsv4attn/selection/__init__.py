@@ -1,10 +1,10 @@
-"""Which backend runs a problem, and why not the others.
+"""Selects the backend of a problem: `select_backend`, `explain`, `load_backend`, and the registry behind them.
 
-`decide` is a pure function of facts; everything here only gathers those facts. An explicit choice never falls back, an
-automatic one considers backends native to the device, vendor before generic, and two of equal rank are an error.
-Whatever the outcome, the trace says it of every candidate.
+`decide` is a pure function of facts; this module gathers those facts. An explicit choice never falls back. An automatic
+choice considers backends native to the device, vendor before generic; two of equal rank are an error. The trace has the
+outcome and the reasons of every candidate.
 
-`select_backend` is the one call an engine needs; `explain` is the same question without an exception.
+`select_backend` is the one call that an engine needs; `explain` gives the same choice without raising.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def registry_for(settings: Settings) -> PluginRegistry:
 
 
 def registry_of(*names: str, settings: Settings | None = None) -> PluginRegistry:
-    """The registry to find these backends in: no plugin is loaded if all of them are built in."""
+    """The registry that has these backends. If all of them are built in, no plugin is loaded."""
     if names and all(name in BUILT_IN for name in names):
         return _registry()
     return registry_for(load_settings() if settings is None else settings)
@@ -77,9 +77,9 @@ def explain(
     settings: Settings | None = None,
     registry: PluginRegistry | None = None,
 ) -> Selection:
-    """What would be chosen, and why: argument, environment, configuration file, automatic. Nothing is launched.
+    """The choice and its trace: from argument, environment, configuration file, or automatic. Nothing is launched.
 
-    problem: one, or several of one phase that one backend shall run. backend: NAME, "auto", or
+    problem: one, or several of one phase that one backend must run. backend: NAME, "auto", or
     "decode=NAME,prefill=NAME". device: of this machine, by default its first accelerator or the CPU; or facts of any
     other, `DeviceFacts.named("sm_120")`, whose packages are taken to be installed.
     """
@@ -91,14 +91,14 @@ def explain(
     packages = {package for one in registry.backends.values() for package in one.info.packages}
     installed = {package: version_of(package) for package in packages} if facts.present else None
     if installed and "triton" in installed:
-        # torch for ROCm and XPU brings it under another name
+        # builds of torch for ROCm and XPU contain Triton under another name
         installed["triton"] = facts.triton_version
     selection = decide(facts, registry.backends, problems, request, registry.failures, installed)
     return evolve(selection, ignored=settings.ignored)
 
 
 def _request(problems: Sequence[Problem], backend: str | None, settings: Settings) -> Setting:
-    """The backend asked for, and where."""
+    """The requested backend, and the source of the request."""
     request = settings.request(problems[0].phase if problems else "decode")
     if backend is not None and problems:
         named = parse_request(backend, "argument backend").get(problems[0].phase)
@@ -116,14 +116,14 @@ def resolve(
 ) -> Selection:
     """Like `explain`, but raises NoBackendError with the whole trace if there is none.
 
-    Plan-time only; nothing of this is in a forward. An automatic choice is logged once, with its reason. If a built-in
-    backend is asked for by name and can run the problem, no plugin is loaded.
+    Call it at plan time, not in a forward. An automatic choice is logged once, with its reason. If a built-in backend
+    is requested by name and can run the problem, no plugin is loaded.
     """
     settings = load_settings() if settings is None else settings
     problems = (problem,) if isinstance(problem, Problem) else tuple(problem)
     asked = _request(problems, backend, settings).value
-    known = registry_of(asked, settings=settings) if registry is None else registry
-    selection = explain(problems, backend=backend, device=device, settings=settings, registry=known)
+    candidates = registry_of(asked, settings=settings) if registry is None else registry
+    selection = explain(problems, backend=backend, device=device, settings=settings, registry=candidates)
     if selection.chosen is None and registry is None:
         # an error shows every candidate
         every = registry_for(settings)
@@ -149,9 +149,9 @@ def select_backend(
     settings: Settings | None = None,
     registry: PluginRegistry | None = None,
 ) -> Backend:
-    """Choose and build the backend of some layers: the one call an engine needs.
+    """Choose and build the backend of some layers: the one call that an engine needs.
 
-    problems: what shall be run, decode and prefill in any order; one backend runs all of a phase. Give all layer kinds
+    problems: decode and prefill problems in any order; one backend runs all problems of a phase. Give all layer kinds
     of a model at once to have one backend for the model, or call once for each kind. Phases are resolved separately;
     if they differ, the result is a `PhasedBackend` of both. Arguments are those of `explain`.
 
@@ -174,12 +174,12 @@ def select_backend(
 
 
 def backend_names() -> list[str]:
-    """Names `load_backend` knows."""
+    """Names that `load_backend` accepts."""
     return sorted(registry_for(load_settings()).backends)
 
 
 def registered(name: str) -> Registered:
-    """The descriptor of this name and who brings it. Raises like `load_backend`; nothing of it is imported."""
+    """The descriptor of this name and its distribution. Raises like `load_backend`; the backend is not imported."""
     registry = registry_of(name)
     if name not in registry.backends:
         failed = [failure.summary for failure in registry.failures if failure.plugin == name]
@@ -193,8 +193,8 @@ def load_backend(name: str = "reference", **options: Any) -> Backend:  # noqa: A
     """Build the backend of this name, with the configuration file's options below those given here.
 
     An explicit choice never falls back, and the name of a built-in backend loads no plugin. Raises UnknownNameError for
-    names nobody has, NoBackendError for plugins that could not be loaded, ArgumentError for options the backend does
-    not take, BrokenBackendError if it cannot be made.
+    names that no backend has, NoBackendError for plugins that could not be loaded, ArgumentError for options that the
+    backend does not take, BrokenBackendError if it cannot be made.
     """
     check_type("name", name, str, cure=f"pass one of {', '.join(BUILT_IN)}, or a plugin's, or call select_backend")
     return configured(registered(name).info, load_settings(), options)

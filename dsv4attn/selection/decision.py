@@ -1,4 +1,4 @@
-"""The decision itself: facts in, a choice and its whole trace out. Nothing here looks at the machine."""
+"""`decide`: a pure function from facts of device, backends and problems to a choice and its trace."""
 
 from __future__ import annotations
 
@@ -26,10 +26,16 @@ _HOME = "dsv4attn"
 
 @frozen
 class Candidate:
-    """What became of one backend. state: chosen, supported, refused, broken, or not native.
+    """One backend in the trace of a selection.
 
-    note: one sentence when there are no reasons. ways: how it serves the problems if it is chosen, in its own words.
-    asked: whether it could have been chosen at all.
+    name: name of the backend.
+    owner: its distribution and version.
+    state: chosen, supported, refused, broken, or not native.
+    reasons: its reasons against the problems.
+    note: one sentence if there are no reasons.
+    ways: lines of its notes on how it serves the problems.
+    asked: whether the request allows it: automatic, or its name.
+    cause: exception of its support, or None.
     """
 
     name: str
@@ -47,14 +53,25 @@ class Candidate:
         if self.state == "broken":
             return [f"is broken: {self.note} ({self.owner}) -> {_broken_cure(self.owner)}"]
         wide = max((len(reason.code) for reason in self.reasons), default=0)
-        told = [f"{reason.code:<{wide}}  {reason.text}" for reason in self.reasons]
+        texts = [f"{reason.code:<{wide}}  {reason.text}" for reason in self.reasons]
         said = "" if self.asked else "not asked for; would be refused: "
-        return [f"{' ' * len(said) if i else said}{line}" for i, line in enumerate(told)] or [self.note, *self.ways]
+        return [f"{' ' * len(said) if i else said}{line}" for i, line in enumerate(texts)] or [self.note, *self.ways]
 
 
 @frozen
 class Selection:
-    """The choice for some problems of one phase, with its trace."""
+    """The choice for some problems of one phase, with its trace.
+
+    problems: the problems.
+    device: facts of the device.
+    request: requested backend, and the source of the request.
+    chosen: the chosen backend, or None.
+    trace: one candidate for each backend.
+    failures: plugins that cannot be used.
+    error: exception class that `require` raises.
+    verdict: one sentence.
+    ignored: `Settings.ignored`: files of other projects that cannot be read.
+    """
 
     problems: tuple[Problem, ...]
     device: DeviceFacts
@@ -65,7 +82,6 @@ class Selection:
     error: type[NoBackendError] = field(default=NoBackendError, repr=False)
     verdict: str = ""
     ignored: tuple[str, ...] = ()
-    """`Settings.ignored`: files of other projects that cannot be read."""
 
     def require(self) -> Registered:
         """The chosen backend; raises NoBackendError, with the whole trace, if there is none."""
@@ -75,7 +91,7 @@ class Selection:
 
     @property
     def rows(self) -> list[tuple[str, list[str]]]:
-        """The trace under its verdict, as the CLI and exceptions print it: a name, and its lines."""
+        """The rows below the verdict, as the CLI and exceptions print them: a name and its lines."""
         wanted = f'"{self.request.value}"' if self.request.value != AUTO else "automatic"
         return [
             ("call", [str(problem) for problem in self.problems]),
@@ -89,7 +105,9 @@ class Selection:
     def __str__(self) -> str:
         """The whole decision."""
         wide = max(len(name) for name, _ in self.rows) + 2
-        lines = [f"  {name if i == 0 else '':<{wide}}{line}" for name, told in self.rows for i, line in enumerate(told)]
+        lines = [
+            f"  {name if i == 0 else '':<{wide}}{line}" for name, texts in self.rows for i, line in enumerate(texts)
+        ]
         return "\n".join([self.verdict, *lines])
 
 
@@ -103,7 +121,7 @@ def decide(
 ) -> Selection:
     """Choose a backend for a problem, or one for several of the same phase. Pure: equal facts give an equal choice.
 
-    installed: versions of packages, None for missing ones; those that are not in it are taken to be there.
+    installed: versions of packages, None for missing ones; packages that are not in it are taken to be installed.
     """
     problems = (problem,) if isinstance(problem, Problem) else tuple(problem)
     if len({p.phase for p in problems}) != 1:
@@ -113,7 +131,7 @@ def decide(
         name, verdict, error = _automatic(device, backends, asked)
     else:
         name, verdict, error = _explicit(request.value, asked, failures)
-    trace = tuple(_told(c, backends[n], device, request.value, chosen=n == name) for n, c in asked.items())
+    trace = tuple(_traced(c, backends[n], device, request.value, chosen=n == name) for n, c in asked.items())
     chosen = None if name is None else backends[name]
     trace = tuple(evolve(c, ways=_ways(chosen, device, problems)) if chosen and c.name == name else c for c in trace)
     return Selection(problems, device, request, chosen, trace, tuple(failures), error, verdict)
@@ -158,12 +176,12 @@ def _automatic(device: DeviceFacts, backends: Mapping[str, Registered], asked: M
 def _ask(
     one: Registered, device: DeviceFacts, problems: Sequence[Problem], installed: Mapping[str, str | None]
 ) -> Candidate:
-    """Every reason one backend has, whatever was requested."""
+    """All reasons of one backend against the problems, independent of the request."""
     info = one.info
     reasons: dict[Reason, None] = {}
     elsewhere = not device.matches(info.runs_on + info.native)
     if elsewhere:
-        # people read sm_12x where a shell pattern has a star
+        # messages show sm_12x for the shell pattern sm_12*
         allowed = dict.fromkeys(pattern.replace("*", "x") for pattern in info.runs_on + info.native)
         reasons[Reason("DEVICE", device.arch, " or ".join(allowed))] = None
     for package in info.packages:
@@ -172,9 +190,9 @@ def _ask(
             reasons[Reason("PACKAGE", f"{package} is not installed", package, cure)] = None
     try:
         for problem in problems:
-            # one line each, even if several problems have the same
+            # equal reasons of several problems are one line
             said = _said(info.support(device, problem))
-            # what it says of such a device is the same once more
+            # the reason DEVICE of such a device is there already
             reasons.update(dict.fromkeys(r for r in said if not (elsewhere and r.code == "DEVICE")))
     except KeyboardInterrupt:
         raise
@@ -185,20 +203,20 @@ def _ask(
 
 
 def _broken_cure(owner: str) -> str:
-    """What to do about a backend whose answer is none."""
+    """The cure for a backend whose support gave no valid answer."""
     distribution = owner.partition(" ")[0]
     return "report it to its authors" + ("" if distribution == _HOME else f", or {leave_out(distribution)}")
 
 
 def install_cure(package: str, device: DeviceFacts) -> str:
-    """How to get a package; Triton comes with torch on some devices."""
+    """The command that installs a package; on some devices Triton comes with torch."""
     if package == "triton":
         return TRITON_SOURCES.get(device.kind, TRITON_SOURCES["cpu"])
     return f"pip install {package}"
 
 
 def _said(answer: object) -> Sequence[Reason]:
-    """The answer of a stranger's support. Nothing but a list can mean yes: neither None nor True nor ''."""
+    """The answer of a plugin's support, checked. Only a list can mean yes: neither None nor True nor ''."""
     if not isinstance(answer, (list, tuple)):
         raise TypeError(f"support returned {type(answer).__name__}, expected a list of Reason")
     for item in answer:
@@ -208,7 +226,7 @@ def _said(answer: object) -> Sequence[Reason]:
 
 
 def _ways(one: Registered, device: DeviceFacts, problems: Sequence[Problem]) -> tuple[str, ...]:
-    """What a stranger's notes say, lines of several problems once. They only inform: no error of theirs is one here."""
+    """Lines of a plugin's notes, each once. Notes only inform: an exception in them becomes a line."""
     notes = one.info.notes
     if notes is None:
         return ()
@@ -220,8 +238,8 @@ def _ways(one: Registered, device: DeviceFacts, problems: Sequence[Problem]) -> 
         return (f"its notes raised {first_line(error)}",)
 
 
-def _told(c: Candidate, one: Registered, device: DeviceFacts, request: str, *, chosen: bool) -> Candidate:
-    """The candidate as the trace shows it."""
+def _traced(c: Candidate, one: Registered, device: DeviceFacts, request: str, *, chosen: bool) -> Candidate:
+    """The candidate with its final state and note for the trace."""
     if chosen:
         return evolve(c, state="chosen", note="chosen")
     c = evolve(c, asked=request in (AUTO, c.name))

@@ -1,4 +1,4 @@
-"""From a descriptor that has won to a backend that runs."""
+"""Builds the chosen backend from its descriptor: checks its options, imports its factory, checks its members."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = ["build", "check_options", "configured"]
 
 
 def configured(info: BackendInfo, settings: Settings, options: Mapping[str, Any]) -> Backend:
-    """Build a backend with the configuration's options below the ones given."""
+    """Build a backend. Given options override those of the configuration."""
     found = settings.options.get(info.name, {})
     where = f"options.{info.name} in {settings.file or 'the settings'}"
     for option in found:
         if option not in info.options:
-            known = f"(known: {', '.join(info.options) or 'none'})"
-            raise ConfigError(where, f"unknown option {option!r}{did_you_mean(option, info.options)} {known}")
+            names = f"(known: {', '.join(info.options) or 'none'})"
+            raise ConfigError(where, f"unknown option {option!r}{did_you_mean(option, info.options)} {names}")
     try:
         return build(info, {**found, **options})
     except (ArgumentError, UnknownNameError) as error:
@@ -45,10 +45,10 @@ def configured(info: BackendInfo, settings: Settings, options: Mapping[str, Any]
 
 
 def check_options(info: BackendInfo, settings: Settings) -> None:
-    """Raise what every load would raise because of the configuration's options; nothing if there are none.
+    """Raise what every load would raise because of the configuration's options; without options nothing is raised.
 
-    A value is known to be right only once the backend takes it, so it is made. What it lacks on this machine is no
-    mistake in a file, and is not raised.
+    Only the backend itself can check a value, so it is made. A package that this machine lacks is no mistake in a file,
+    and is not raised.
     """
     if not settings.options.get(info.name):
         return
@@ -63,7 +63,7 @@ def build(info: BackendInfo, options: Mapping[str, Any]) -> Backend:
     """Import and make a backend.
 
     Raises NoBackendError, as selection would, if a package that it needs is not installed; BrokenBackendError, with the
-    cause, if its implementation cannot be had although all of them are.
+    cause, if all packages are installed and the backend still cannot be imported or made.
     """
     for option in options:
         if option not in info.options:
@@ -83,19 +83,19 @@ def build(info: BackendInfo, options: Mapping[str, Any]) -> Backend:
             raise ArgumentError(f"options of backend {info.name}", expected="values it takes", actual=actual) from error
         lacks = _lacking(info, error) if isinstance(error, ImportError) else []
         if lacks:
-            told = "; ".join(f"{reason.code}  {reason.text}" for reason in lacks)
-            raise NoBackendError(f"backend {info.name!r} cannot run here: {told}") from error
+            texts = "; ".join(f"{reason.code}  {reason.text}" for reason in lacks)
+            raise NoBackendError(f"backend {info.name!r} cannot run here: {texts}") from error
         raise _broken(info, first_line(error)) from error
     backend: Backend = made
     return backend
 
 
-def _factory(info: BackendInfo) -> Any:  # noqa: ANN401 - a stranger's callable
+def _factory(info: BackendInfo) -> Any:  # noqa: ANN401 - a plugin's callable
     module, _, factory = info.factory.partition(":")
     try:
         return getattr(importlib.import_module(module), factory)
     except ArgumentError as error:
-        # a package that is too old says so when it is imported
+        # a package that is too old raises this on import
         raise NoBackendError(f"backend {info.name!r} cannot run here: {error}") from error
 
 
@@ -116,7 +116,7 @@ def _lacking(info: BackendInfo, error: ImportError) -> list[Reason]:
 
 
 def _importable(name: str) -> bool:
-    """Whether there is a module of this name, in order or not."""
+    """Whether there is a module of this name, even if its import fails."""
     try:
         importlib.import_module(name)
     except KeyboardInterrupt:
@@ -126,8 +126,8 @@ def _importable(name: str) -> bool:
     return True
 
 
-def _check_made(info: BackendInfo, made: Any) -> None:  # noqa: ANN401 - whatever a stranger's factory made
-    """That it is a backend, as far as one can see."""
+def _check_made(info: BackendInfo, made: Any) -> None:  # noqa: ANN401 - the result of a plugin's factory
+    """Raise unless the result of a factory has the members of a backend."""
     lacks = [name for name in _MEMBERS if not hasattr(made, name)]
     if lacks:
         raise _broken(info, f"it made {type(made).__name__}, which lacks {', '.join(lacks)}")
@@ -153,4 +153,4 @@ _MEMBERS = (
     "steps",
     "transient_bytes",
 )
-"""What contract 1.0 asks of a backend. What later minor versions add has a default, so this list does not grow."""
+"""Members of a backend in contract 1.0. Members of later minor versions have defaults, so this list does not grow."""

@@ -1,1 +1,1 @@
-"""What a backend author needs to prove a backend right: an independent oracle and the checks built on it."""
+"""The conformance kit: an independent oracle, and cases, checks and pytest classes to prove a backend right."""

@@ -1,4 +1,4 @@
-"""Tensors whose rows lie apart, as slices of a fused projection do: `fused[:, :512]`, `big[:, :H]`."""
+"""Strided tensors for the conformance kit: rows lie apart, as in slices such as `fused[:, :512]` or `big[:, :H]`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Apart:
     """
 
     def __init__(self, names: str) -> None:
-        """Begin with no tensor."""
+        """Start without tensors."""
         self.names = set(names.split())
         self._made: list[tuple[str, Tensor, tuple[slice, ...]]] = []
 
@@ -78,7 +78,7 @@ def each_apart(names: str, *checks: Callable[[Bench, Any], Measure]) -> Callable
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Put the argument in front of what is wrong."""
+    """Put the argument's name in front of the message of a Wrong."""
     try:
         yield
     except Wrong as wrong:

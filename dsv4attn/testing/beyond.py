@@ -1,4 +1,4 @@
-"""Gathering with lengths beyond what is there: the table, the rows of the output, or the first position."""
+"""Gathering with lengths beyond the block table, beyond the rows of the output, or before the first position."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ __all__ = ["gathers_within"]
 MOST = 2**31 - 1
 SEQ_LENS = (9, 40, 3, 5, 0, MOST, -3, -MOST - 1, 6, 2)
 GATHER_LENS = (9, 30, 8, MOST, MOST, 4, 7, MOST, -2, 0)
-"""Of each request: all, past the table, before the first position, past the output, and what no request has."""
+"""Lengths of each request: all records, past the table, before the first position, past the output, and lengths that no
+request has."""
 ROWS = 12
 """Rows of the output that a request has."""
 UNTOUCHED = -3.0
 
 
 def gathers_within(bench: Bench, rows: Rows) -> Measure:
-    """Records that are there go to rows that are there; every other row, and what lies around, stays as it is."""
+    """Records that exist go to rows that exist; every other row, and the memory around the output, stays as it is."""
     if bench.backend.forms.prefill_keys is not KeyForm.GATHERED:
         raise SkipCase("does not apply: this backend reads pages in prefill and gathers nothing")
     size, dim = rows.shelf.block_size, rows.layer.head_dim
     slots = np.arange(rows.blocks * size)
     book = rows.blank().write(slots, normal((rows.seed, 45), slots, dim))
-    # columns behind the table hold blocks that exist, which nobody may read
+    # columns behind the table hold blocks that exist; a gather must not read them
     blocks = np.random.default_rng((rows.seed, 46)).integers(0, rows.blocks, (len(SEQ_LENS), 5))
     table = rows.tensor(blocks).int()[:, :3]
     seq_lens = torch.tensor(SEQ_LENS, dtype=torch.int32, device=rows.device)

@@ -1,4 +1,4 @@
-"""A paged cache that no backend wrote: its bytes come from the oracle, so that a reader is judged alone."""
+"""A paged cache whose bytes the oracle wrote, so that a backend's reader is judged without its writer."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from numpy.typing import NDArray
 from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.testing.case import SkipCase
 from dsv4attn.testing.judge import F64, U8, found, stored, written
+from dsv4attn.testing.pages import BEHIND_PAGE
 
 __all__ = ["Book", "Shelf", "place_of"]
 
 UNWRITTEN = 0xFF
-"""What every byte holds that no record was written to: NaN in every type a cache has."""
-
-BEHIND_PAGE = 4096
-"""Bytes of a gap that are filled: gaps may be gigabytes of memory that was never touched."""
+"""Value of every byte that belongs to no written record: NaN in every type a cache has."""
 
 
 @attrs.frozen
 class Shelf:
-    """Where pages stand in memory.
+    """Placement of pages in memory.
 
-    gap: bytes between pages, beside what the layout asks for. before: bytes in front of the first one.
+    block_size: records of a page.
+    gap: bytes between pages, in addition to the page stride of the layout.
+    before: bytes in front of the first page.
     """
 
     block_size: int = 64
@@ -58,7 +58,7 @@ class Shelf:
 
 
 def place_of(layout: KVCacheLayout, offset: int, block_size: int) -> NDArray[np.int64]:
-    """Byte of a page where each byte of its `offset`-th record stands: data first, then scales."""
+    """Offset in a page of each byte of its `offset`-th record: data first, then scales."""
     data, scales = np.arange(layout.data_bytes), np.arange(layout.scale_bytes)
     if layout.is_quantised and layout.arrangement is Arrangement.SPLIT:
         return np.concatenate(
@@ -69,7 +69,12 @@ def place_of(layout: KVCacheLayout, offset: int, block_size: int) -> NDArray[np.
 
 @attrs.frozen(eq=False)
 class Book:
-    """A cache and what stands in it. values: [capacity, D], NaN in slots that were never written."""
+    """A cache and its contents.
+
+    cache: the paged cache.
+    shelf: placement of its pages.
+    values: [capacity, D] float64, the row that each slot reads as; NaN in slots that were never written.
+    """
 
     cache: PagedKVCache
     shelf: Shelf
@@ -77,7 +82,7 @@ class Book:
 
     @classmethod
     def blank(cls, layout: KVCacheLayout, blocks: int, shelf: Shelf, device: str) -> Book:
-        """A cache in which nothing is written."""
+        """A cache without records."""
         values = np.full((blocks * shelf.block_size, layout.head_dim), math.nan)
         return cls(shelf.memory(layout, blocks, device), shelf, values)
 
@@ -108,6 +113,6 @@ class Book:
         return self
 
     def bytes(self) -> U8:
-        """All pages as they are now [B, bytes], with what stands behind each."""
+        """All pages as they are now [B, bytes], with the bytes of the gap behind each."""
         found: U8 = self.shelf.pages(self.cache, BEHIND_PAGE).cpu().numpy().copy()
         return found

@@ -1,7 +1,7 @@
-"""What a case of the conformance kit is: clauses of the contract, something to run, and what is compared.
+"""The type of a conformance case: clauses of the contract, a scene to run, and a check of the results.
 
-A case asks for nothing by itself: its scene says as `core.problem.Problem`s what a backend must be able to do, so that
-a backend which cannot is asked before it is run, and its reasons stand in the report.
+A scene lists its requirements as `core.problem.Problem`s. The kit asks the backend's support about them before it runs
+the case. If the backend refuses, its reasons are in the report.
 """
 
 from __future__ import annotations
@@ -41,14 +41,18 @@ class Wrong(AssertionError):  # noqa: N818 - as SkipCase
     """The backend's answer breaks a clause."""
 
     def __init__(self, message: str, measure: Measure | None = None) -> None:
-        """Say what is wrong; `measure` where there is a number."""
+        """Take the message, and the measure if the comparison gave a number."""
         self.measure = measure
         super().__init__(message)
 
 
 @attrs.frozen
 class Measure:
-    """Largest error of a case and the budget it has, in the same unit. A budget of 0 asks for equal bits."""
+    """Largest error of a case and its budget.
+
+    error: largest error, in the unit of the budget.
+    budget: largest error allowed; 0 asks for equal bits.
+    """
 
     error: float = 0.0
     budget: float = 0.0
@@ -70,7 +74,7 @@ class Measure:
         return f"{self.fraction:.2f}" if self.fraction < 10 else f"{self.fraction:.0f}"
 
     def hold(self, where: str) -> Measure:
-        """Return this measure if the budget is kept; raise Wrong otherwise."""
+        """Return this measure if its error is within the budget; raise Wrong otherwise."""
         if not self.fraction <= 1:
             raise Wrong(where, self)
         return self
@@ -78,7 +82,12 @@ class Measure:
 
 @attrs.frozen
 class Bench:
-    """What a case is run on. lse: whether this backend gives one."""
+    """A backend and a device to run cases on.
+
+    backend: the backend under test.
+    device: torch device.
+    lse: whether this backend returns an lse.
+    """
 
     backend: Backend
     device: str = "cpu"
@@ -86,21 +95,21 @@ class Bench:
 
 
 class Scene(Protocol):
-    """What a case runs: a `Scenario`, a `Call`, or `Rows`."""
+    """The problem that a case runs: a `Scenario`, a `Call`, or `Rows`."""
 
     @property
     def device(self) -> str:
-        """Torch device it is on."""
+        """Torch device of its tensors."""
 
     def problems(self, *, lse: bool = True) -> Sequence[Problem]:
-        """What a backend must be able to do."""
+        """Problems that a backend must support to run the scene."""
 
     def named_layouts(self) -> Sequence[KVCacheLayout]:
         """Layouts of all caches."""
 
 
 Check = Callable[[Bench, Any], Measure]
-"""What is compared: runs a scene on a bench, raises Wrong or returns how far off the backend was."""
+"""Runs a scene on a bench and compares the results. Raises Wrong, or returns the error of the backend."""
 
 
 def _clauses(value: str | Iterable[str]) -> tuple[str, ...]:
@@ -109,25 +118,32 @@ def _clauses(value: str | Iterable[str]) -> tuple[str, ...]:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Case:
-    """A named case. clauses: of docs/contract.md. says: a sentence that holds exactly if the case passes."""
+    """A named case of the conformance kit.
+
+    name: unique in the kit.
+    area: class of the pytest suite that runs it.
+    clauses: clauses of docs/contract.md that it tests.
+    says: a sentence that holds exactly if the case passes.
+    scene: a `Scene` on the CPU; `on` moves it to a device.
+    check: runs the scene and compares.
+    needs_lse: whether the case is about the lse; other cases run without it where a backend returns none.
+    """
 
     name: str
     area: Area
     clauses: tuple[str, ...] = attrs.field(converter=_clauses)
     says: str
     scene: Any
-    """A `Scene`, on the CPU; `on` moves it."""
     check: Check
     needs_lse: bool = False
-    """Whether the case is about the lse; others are run without it where a backend gives none."""
 
     @property
     def id(self) -> str:
-        """Clauses and name, as tests are called."""
+        """Clauses and name, as in the names of tests."""
         return f"{'.'.join(self.clauses)}-{self.name}"
 
     def run(self, bench: Bench) -> Measure:
-        """Run the case. Raises Wrong if a clause is broken, SkipCase if this machine cannot tell."""
+        """Run the case. Raises Wrong if a clause is broken, SkipCase if this machine cannot run it."""
         return self.check(bench, _on(self, bench.device))
 
 
@@ -164,5 +180,5 @@ def chosen(cases: Iterable[Case], patterns: str | None) -> list[Case]:
 
 
 def _matches(case: Case, pattern: str) -> bool:
-    known = {*case.clauses, *(clause[0] for clause in case.clauses), case.area.value}
-    return pattern in known or fnmatchcase(case.name, pattern) or pattern in case.name.split("-")
+    words = {*case.clauses, *(clause[0] for clause in case.clauses), case.area.value}
+    return pattern in words or fnmatchcase(case.name, pattern) or pattern in case.name.split("-")

@@ -1,4 +1,4 @@
-"""The cases of the conformance kit, as data: `CASES` is all of them, in the order in which they run.
+"""The table of conformance cases. `CASES` has all of them, in the order in which they run.
 
 Clauses are those of docs/contract.md; a test compares both.
 """
@@ -39,7 +39,7 @@ GROUPS = {
     "W": "workspace",
     "D": "same bits again",
 }
-"""What the letters of the clauses stand for."""
+"""Meaning of the letters of the clauses."""
 
 
 def cache_cases() -> Iterator[Case]:
@@ -82,7 +82,7 @@ def cache_cases() -> Iterator[Case]:
 
 
 def odd_cases() -> Iterator[Case]:
-    """The same steps at sizes past every limit, with rows apart, with no row at all, and with an eps that shows."""
+    """Cache cases at sizes past every limit, with rows apart, with no row, and with an eps that changes the result."""
     says = "records of 1,031 keys are written as the oracle writes them"
     many = rows(count=1031, blocks=17)
     yield _cache("quantise-1031", "C1 F7", says, many, steps.quantises)
@@ -97,7 +97,7 @@ def odd_cases() -> Iterator[Case]:
     few = rows(count=9)
     says = "rows of k lie apart, and the records are the same"
     yield _cache("apart-quantise", "A7 C1", says, few, each_apart("k", steps.quantises))
-    says = "rows of q, of kv or of the table of angles lie apart: the step is the same, and what is beside them stays"
+    says = "rows of q, of kv or of the table of angles lie apart: the step is the same, and memory beside them stays"
     check = each_apart("q kv cos_sin_cache all", steps.inserts_both)
     yield _cache("apart-insert", "A7 I1 I2", says, few, check)
     says = "rows of o, of the table of angles, or of the weights lie apart, and the projection is the same"
@@ -122,7 +122,7 @@ def odd_cases() -> Iterator[Case]:
 
 
 def memory_cases() -> Iterator[Case]:
-    """Workspace and addresses; last, because a backend that fails one of them may take the device with it."""
+    """Workspace and addresses. They run last, because a backend that fails one may leave the device unusable."""
     batches = (tuple((before, 1) for before in range(0, 600, 40)), ((0, 60),), ((590, 1), (0, 3), (300, 5)))
     for kind in KINDS:
         says = f"{kind}: batches within the limits run in a workspace planned once, which never grows"

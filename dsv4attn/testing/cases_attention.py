@@ -21,7 +21,7 @@ from dsv4attn.testing.world import tiny_geometry
 __all__ = ["attention_cases"]
 
 DECODES = ((0, 1), (1, 1), (62, 1), (63, 1), (64, 1), (126, 1), (127, 1), (128, 1), (254, 1), (255, 1), (2100, 1))
-"""Around the edges of a page, of the window, and of an entry; and one long context."""
+"""Requests around the edges of a page, of the window, and of an entry, and one long context."""
 PREFILLS = ((0, 5), (60, 9), (122, 12), (252, 6), (1000, 2))
 MIXED = ((300, 1), (9, 1), (0, 7), (130, 6))
 BOTH = {Area.DECODE: ((300, 1), (70, 1), (9, 1)), Area.PREFILL: ((0, 7), (130, 6), (300, 3))}
@@ -44,7 +44,7 @@ def _case(
 
 
 def attention_cases() -> Iterator[Case]:
-    """All of them."""
+    """All cases of decode and prefill."""
     yield from _steps()
     yield from _sizes()
     for area in (Area.DECODE, Area.PREFILL):
@@ -56,7 +56,7 @@ def attention_cases() -> Iterator[Case]:
 
 
 def _steps() -> Iterator[Case]:
-    """Each kind of layer in each phase, and what several steps must agree on."""
+    """Each kind of layer in each phase, and steps that must give equal results."""
     for kind in KINDS:
         says = f"{kind}: queries around every edge of pages, window and entries equal the oracle"
         yield _case(Area.DECODE, f"decode-{kind}", "F1 M1", f"decode, {says}", step(kind, *DECODES))
@@ -87,7 +87,7 @@ def _steps() -> Iterator[Case]:
 
 
 def _sizes() -> Iterator[Case]:
-    """Past every limit that a backend could have without saying so. Rows have few keys, so that the oracle is quick."""
+    """Sizes past every limit that a backend could have silently. Rows have few keys, so that the oracle is quick."""
     says = "positions up to 1,048,575 are served"
     yield _case(Area.DECODE, "million", "M1 F7", says, step("swa", (2**20 - 3, 1), (2**20 - 1, 1)))
     for kind in ("c4a", "c128a"):
@@ -110,7 +110,7 @@ def _sizes() -> Iterator[Case]:
 def _apart(area: Area) -> Iterator[Case]:
     """Rows of tensors that are slices of wider ones."""
     of = area.value
-    says = f"{of}: rows of q, out and lse lie apart, one at a time, and what is beside them stays"
+    says = f"{of}: rows of q, out and lse lie apart, one at a time, and memory beside them stays"
     one = call(PHASE[area], "holes", rows=5, sinks=SINKS)
     yield _case(area, f"apart-call-{of}", "A7 F6", says, one, each_apart("q out lse", equals_oracle))
     says = f"{of}: rows of tables and of indices lie apart, one at a time, and of all tensors together"
@@ -127,7 +127,7 @@ def _apart(area: Area) -> Iterator[Case]:
 
 
 def _shapes(area: Area) -> Iterator[Case]:
-    """Numbers of heads, of selected entries, sizes of pages: runtime values all."""
+    """Numbers of heads and of selected entries, and sizes of pages: all are runtime values."""
     batch, of = BOTH[area], area.value
     for heads in (1, 3, 4, 16, 64, 128):
         says = f"{of} with {heads} heads equals the oracle"
@@ -163,7 +163,7 @@ def _shapes(area: Area) -> Iterator[Case]:
 
 
 def _contents(area: Area) -> Iterator[Case]:
-    """What stands in caches and indices."""
+    """Contents of caches and indices."""
     batch, of = BOTH[area], area.value
     for lanes, clause in (("holes", "A1"), ("garbage", "A2")):
         says = f"{of}: entries stand anywhere among {'-1' if lanes == 'holes' else 'numbers that name nothing'}"

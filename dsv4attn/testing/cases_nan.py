@@ -1,4 +1,4 @@
-"""A NaN among selected keys is a failure of the model, and shows: in whole rows, on every path, and in no other row."""
+"""Cases of NaN keys: a row that selects a NaN key is NaN throughout, on every path, and no other row changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Spoiled", "gathers_nan", "inserts_nan", "nan_cases", "shows_nan"]
 CLEAN = 16
 """Slots of each cache that are never spoiled; row t has slot CLEAN + t for itself."""
 Spoil = tuple[str, int, bytes]
-"""What is NaN, and the bytes of a record that make it so, from some byte on."""
+"""The part of a record that is NaN, the offset of its first byte, and the bytes that make it NaN."""
 
 
 def spoils(layout: KVCacheLayout) -> list[Spoil]:
@@ -45,10 +45,12 @@ def spoils(layout: KVCacheLayout) -> list[Spoil]:
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
 class Spoiled(Call):
-    """Rows with a key of their own each, among clean ones. Three rows of four name it, the fourth one does not."""
+    """Rows with one key of their own each, among clean keys. Three rows of four name it, the fourth does not.
+
+    spoil: whether the rows' own keys are spoiled. Other fields are those of `Call`.
+    """
 
     spoil: bool = False
-    """Whether the rows' own keys are spoiled."""
 
     @classmethod
     def of(cls, phase: Phase, cache: str, kind: str) -> Spoiled:
@@ -62,11 +64,11 @@ class Spoiled(Call):
         return row % len(self.widths)
 
     def named_own(self, row: int) -> bool:
-        """Whether the row's own key is one that it attends."""
+        """Whether the row attends its own key."""
         return row % 4 != 3
 
     def what(self, row: int) -> Spoil:
-        """How the row's own key is spoiled."""
+        """The NaN of the row's own key."""
         found = spoils(self.layout)
         return found[(row - row // 4) % len(found)]
 
@@ -99,7 +101,7 @@ class Spoiled(Call):
         record: U8 = written(key, self.layout).copy()
         record[at : at + len(nan)] = np.frombuffer(nan, dtype=np.uint8)
         with np.errstate(invalid="ignore"):
-            # a NaN that signals does so here
+            # converting a signalling NaN warns
             book.write_records([CLEAN + row], [record])
 
     @cached_property
@@ -139,7 +141,7 @@ def _run(bench: Bench, call: Spoiled) -> dict[str, Tensor]:
 
 
 def _compare(call: Spoiled, clean: dict[str, Tensor], found: dict[str, Tensor], what: Sequence[str]) -> None:
-    """what: of each row, what is NaN in its own key."""
+    """what: the NaN part of each row's own key."""
     for name, tensor in found.items():
         for row in range(call.rows):
             numbers = tensor[row][~tensor[row].isnan()]
@@ -147,8 +149,8 @@ def _compare(call: Spoiled, clean: dict[str, Tensor], found: dict[str, Tensor], 
                 if not torch.equal(bits(tensor[row]), bits(clean[name][row])):
                     raise Wrong(f"{name} of row {row} changed with a key behind its length, whose {what[row]} is NaN")
             elif numbers.numel():
-                told = f"{float(numbers[0]):.6g}, expected NaN"
-                raise Wrong(f"{name} of row {row}, which names a key whose {what[row]} is NaN: {told}")
+                got = f"{float(numbers[0]):.6g}, expected NaN"
+                raise Wrong(f"{name} of row {row}, which names a key whose {what[row]} is NaN: {got}")
 
 
 def gathers_nan(bench: Bench, call: Spoiled) -> Measure:
@@ -192,7 +194,7 @@ def inserts_nan(fused: bool, bench: Bench, call: Spoiled) -> Measure:  # noqa: F
 
 
 def nan_cases() -> Iterator[Case]:
-    """All of them."""
+    """All cases of NaN keys."""
     for phase in Phase:
         for cache in ("ocp", "fnuz", "interleaved", "bf16"):
             says = f"{phase.value} of {cache} keys: a NaN in a selected key makes its rows NaN, and harms no other row"
@@ -201,7 +203,7 @@ def nan_cases() -> Iterator[Case]:
                 area=Area(phase.value),
                 clauses="C8 C6",
                 says=says,
-                # one with two segments is enough, since all of them are read alike
+                # one kind with two segments is enough, since all kinds are read in the same way
                 scene=Spoiled.of(phase, cache, "c4a" if cache == "ocp" else "swa"),
                 check=shows_nan,
             )

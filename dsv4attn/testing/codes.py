@@ -24,9 +24,10 @@ SCALES = range(10, 246)
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
 class Codes(Call):
-    """One key a row, and q is zero: the output is the key.
+    """A call with one key a row and q = 0, so that the output is the key.
 
-    Row t has the scale byte SCALES[t] over all 256 codes, and other ones over the rest of its codes.
+    Row t has the scale byte SCALES[t] over all 256 codes, and other scale bytes over the rest of its codes.
+    Fields are those of `Call`.
     """
 
     @classmethod
@@ -36,7 +37,7 @@ class Codes(Call):
 
     @cached_property
     def records(self) -> list[U8]:
-        """Bytes of each record, without NaN codes: those are of `cases_nan`."""
+        """Bytes of each record, without NaN codes; `cases_nan` tests those."""
         layout = self.layout
         nans = (0x80,) if layout.fp8_format is Fp8Format.FNUZ else (0x7F, 0xFF)
         codes = np.arange(layout.nope_dim, dtype=np.int64) % 256

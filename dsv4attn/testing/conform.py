@@ -1,8 +1,8 @@
-"""Running the kit without pytest, and the certificate it ends in.
+"""Runs the conformance kit without pytest and returns a certificate.
 
 A case is passed, failed, refused (the backend's support said no, with reasons), or skipped (this machine, or the form
-the backend takes, leaves nothing to judge). Whatever a backend raises is a failed case and no more. Not a single case
-executed is a failure: a green report of nothing proves nothing. An interrupted run keeps what it has, and never passes.
+that the backend takes, leaves nothing to judge). An exception of the backend is a failed case, and the run goes on. A
+run that executes no case fails. An interrupted run keeps the outcomes up to then and never passes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dsv4attn.testing.subject import BrokenSupportError, Subject
 __all__ = ["SCHEMA", "Certificate", "Failures", "Outcome", "conform", "environment", "run_case", "versions"]
 
 SCHEMA = 1
-"""Version of the certificate's form. It changes when a field changes its meaning or goes."""
+"""Version of the certificate's JSON. It changes when a field changes its meaning or is removed."""
 
 STATES = ("passed", "failed", "refused", "skipped")
 RELATED = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "OMP_NUM_THREADS")
@@ -43,21 +43,29 @@ SECRET = ("DSV4ATTN_CONFIG", "DIR", "PATH", "HOME")
 
 @attrs.frozen
 class Outcome:
-    """What became of one case. measure: None where nothing was measured."""
+    """Outcome of one case.
+
+    case: the case.
+    state: one of STATES.
+    measure: its error and budget, or None if nothing was measured.
+    message: one line: the failure, or why the case was not run.
+    reasons: reasons of a refusal.
+    trace: traceback of an exception.
+    seconds: duration.
+    without_lse: whether the lse was not judged, because the backend returns none.
+    """
 
     case: Case
     state: str
     measure: Measure | None = None
     message: str = ""
-    """What is wrong, or why it was not run; one line."""
     reasons: tuple[str, ...] = ()
     trace: str = ""
     seconds: float = 0.0
     without_lse: bool = False
-    """Whether the lse went unjudged, because the backend gives none."""
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for programs. Numbers that are not finite are null, and the message says them."""
+        """Everything, for programs. Numbers that are not finite are null here; the message has them."""
         measure = self.measure or Measure(math.nan, math.nan)
         return {
             "name": self.case.name,
@@ -84,7 +92,10 @@ NUMBER = re.compile(r"[-+]?(\d[\d.,]*(e[-+]?\d+)?|\b(inf|nan)\b)")
 
 @attrs.frozen
 class Failures:
-    """Cases that failed with the same sentence but for its numbers, in the order in which they ran."""
+    """Cases that failed with the same message but for its numbers.
+
+    outcomes: in the order in which they ran.
+    """
 
     outcomes: tuple[Outcome, ...]
 
@@ -110,9 +121,15 @@ class Failures:
 
 @attrs.frozen
 class Certificate:
-    """What a run of the kit has shown.
+    """Result of a run of the kit.
 
-    asked: how many cases were to run. interrupted: whether the run was stopped before all of them had.
+    subject: the backend under test.
+    outcomes: one for each case that ran, in order.
+    date: start of the run, UTC.
+    seconds: duration of the run.
+    chosen: the filter, or None for all cases.
+    asked: number of cases of the run.
+    interrupted: whether the run was stopped before all of them had run.
     """
 
     subject: Subject
@@ -120,7 +137,6 @@ class Certificate:
     date: str
     seconds: float
     chosen: str | None = None
-    """The filter, if not all cases were asked for."""
     asked: int = attrs.Factory(lambda self: len(self.outcomes), takes_self=True)
     interrupted: bool = False
 
@@ -130,12 +146,12 @@ class Certificate:
 
     @property
     def executed(self) -> int:
-        """Cases that came to a verdict."""
+        """Number of cases that passed or failed."""
         return len(self.of("passed")) + len(self.of("failed"))
 
     @property
     def ok(self) -> bool:
-        """Whether anything was proven, nothing refuted, and nothing left out."""
+        """Whether a case passed, none failed, and the run was not interrupted."""
         return self.executed > 0 and not self.of("failed") and not self.interrupted
 
     @property
@@ -192,7 +208,7 @@ class Certificate:
         }
 
     def by_clause(self) -> Mapping[str, Counter[str]]:
-        """How many cases of each clause came to which state."""
+        """Number of cases in each state, by clause."""
         counts: dict[str, Counter[str]] = {}
         for outcome in self.outcomes:
             for clause in outcome.case.clauses:
@@ -206,7 +222,7 @@ def _layouts(case: Case) -> Sequence[Any]:
 
 
 def versions() -> dict[str, str]:
-    """What the run was made of."""
+    """Versions of the packages of the run."""
     found = {"python": platform.python_version(), "dsv4attn": dsv4attn.__version__}
     for name in ("torch", "triton", "numpy"):
         try:
@@ -217,7 +233,7 @@ def versions() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """Variables that change what runs."""
+    """Environment variables that affect the run."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -226,7 +242,7 @@ def environment() -> dict[str, str]:
 
 
 def run_case(subject: Subject, case: Case) -> Outcome:
-    """Ask, then run. Never raises what a backend raises."""
+    """Ask the backend's support, then run. An exception of the backend becomes an outcome."""
     start = time.perf_counter()
     outcome = _tried(subject, case)
     return attrs.evolve(outcome, seconds=time.perf_counter() - start)
@@ -249,10 +265,10 @@ def _tried(subject: Subject, case: Case) -> Outcome:
     except BrokenSupportError as error:
         return Outcome(case, "failed", message=str(error), trace=traceback.format_exc())
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a stranger's backend raises
-        told = f"raised {type(error).__name__}: {error}".splitlines()[0]
+        message = f"raised {type(error).__name__}: {error}".splitlines()[0]
         last = traceback.extract_tb(error.__traceback__)[-1]
-        told = f"{told} (in {last.name}, {Path(last.filename).name}:{last.lineno})"
-        return Outcome(case, "failed", message=told, trace=traceback.format_exc(), without_lse=not lse)
+        message = f"{message} (in {last.name}, {Path(last.filename).name}:{last.lineno})"
+        return Outcome(case, "failed", message=message, trace=traceback.format_exc(), without_lse=not lse)
     return Outcome(case, "passed", measure, without_lse=not lse)
 
 
@@ -263,7 +279,7 @@ def conform(
     chosen: str | None = None,
     progress: Callable[[Outcome], None] = lambda _: None,
 ) -> Certificate:
-    """Run cases one after another, and call `progress` after each. Ctrl-C ends the run with what it has."""
+    """Run cases one after another, and call `progress` after each. Ctrl-C ends the run; outcomes up to then stay."""
     start, outcomes, interrupted = time.perf_counter(), list[Outcome](), False
     cases, date = list(cases), dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
     try:

@@ -1,4 +1,4 @@
-"""Gathering: what the cases of `dequantize_and_gather_k_cache` compare."""
+"""Checks of the cases of `dequantize_and_gather_k_cache`: gathered rows against the oracle's records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gathers(bench: Bench, rows: Rows) -> Measure:
     rng = np.random.default_rng((rows.seed, 26))
     seq_lens, takes = 1 + np.arange(rows.requests) % 3, np.ones(rows.requests, dtype=np.int64)
     seq_lens[:5], takes[:5] = [2 * size, 1, 0, size + 1, 3 * size // 2], [size + 1, 1, 0, 2, 0]
-    # as engines keep them: a column slice of a wider table, -1 and garbage where no block is
+    # as in engines: a column slice of a wider table, with -1 and garbage where there is no block
     tables = np.stack([rng.permutation(rows.blocks) for _ in seq_lens])[:, :3]
     table = rows.tensor(np.concatenate([tables, np.full((len(tables), 4), 2**30)], 1)).int()[:, : tables.shape[1] + 1]
     for lens, offset in ((None, 0), (takes, 5)):

@@ -1,4 +1,4 @@
-"""Right or wrong: what a row is once a cache has stored it, what a query should see, and how far off is too far."""
+"""Expected values and tolerances: rows as a cache stores them, the oracle's answer for a query, and error limits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _products: ContextVar[Products] = ContextVar("products", default=Products.BF16)
 
 @contextmanager
 def multiplying_in(products: Products) -> Iterator[None]:
-    """Judge a backend that rounds what it multiplies to this."""
+    """Judge a backend that rounds the operands of its matrix products to this type."""
     token = _products.set(products)
     try:
         yield
@@ -44,7 +44,7 @@ def tolerance(layout: KVCacheLayout, q_dtype: torch.dtype) -> float:
     Outputs are weighted means of keys. Rounding to bf16 costs a value up to 2^-8 of itself, and a vector about 2^-9 of
     its 2-norm: the mean square of a value spread evenly between two neighbours. So rounding out costs 2^-9 of the
     mass, and rounding the weights another 2^-9. Reading fp8 is exact: 4 significand bits times a power of two fit
-    bf16. What fp32 and float64 may round to different neighbours is a value of q or of a key's RoPE part: 2^-8 of it,
+    bf16. A value of q or of a key's RoPE part may round to another neighbour in fp32 than in float64: 2^-8 of it,
     times its share of a logit, which is of order 1. With q in fp32 only keys are rounded. With fp32 keys too, only
     fp32 sums are left: 2^-24 a step, over about 2^7 steps of keys and dims.
     Products in fp8, which has 3 bits behind the point where bf16 has 7, cost 16 times as much: 2^-5 of the mass for the
@@ -63,7 +63,7 @@ def rounded(values: F64, dtype: torch.dtype) -> F64:
 
 
 def stored(row: F64, layout: KVCacheLayout) -> F64:
-    """What a reader finds after this row [D] was written to a cache."""
+    """Row [D] as a cache returns it after it was written."""
     return found(written(row, layout), layout) if layout.is_quantised else rounded(row, layout.dtype)
 
 
@@ -88,7 +88,12 @@ def _sizes(layout: KVCacheLayout) -> dict[str, Any]:
 
 @attrs.frozen(eq=False)
 class Expected:
-    """The oracle's answer. out: [T', H, D], lse: [T', H], mass: [T', H] - sum_j p_j |k_j| times the sink's factor."""
+    """The oracle's answer, float64.
+
+    out: [T', H, D], the output.
+    lse: [T', H], natural, without the sink.
+    mass: [T', H], sum_j p_j |k_j| times the sink's factor.
+    """
 
     out: F64
     lse: F64

@@ -1,4 +1,4 @@
-"""What the cases of memory compare: the plan is an upper bound, scratch is garbage, addresses have 64 bits."""
+"""Checks of memory cases: the workspace plan is an upper bound, scratch starts as garbage, addresses have 64 bits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fits_the_plan(*batches: Sequence[tuple[int, int]]) -> Callable[[Bench, Scena
 
 
 def scratch_is_bounded(bench: Bench, scene: Scenario) -> Measure:
-    """`scratch_bound` is an upper bound of `scratch` for every smaller call: asked, nothing is run."""
+    """`scratch_bound` is an upper bound of `scratch` for every smaller call. Nothing is launched."""
     backend, tokens, width, largest = bench.backend, 257, 2176, 0.0
     for phase in Phase:
         bound = backend.scratch_bound(phase, scene.layer, tokens, width)
@@ -85,7 +85,7 @@ def stale(bench: Bench, scene: Scenario) -> Measure:
 
 
 def capped(bench: Bench, scene: Scenario) -> Measure:
-    """Less memory means more and smaller chunks, never another result."""
+    """A smaller workspace gives more and smaller chunks, and the same result."""
     small = attrs.evolve(scene.limits, max_index_elements=1)
     least = plan_workspace(scene.layer, small, bench.backend, scene.layout).lanes["prefill"]
     measures = [equals_oracle(bench, scene)]
@@ -96,12 +96,12 @@ def capped(bench: Bench, scene: Scenario) -> Measure:
 
 
 class _Meter(TorchDispatchMode):
-    """Bytes of storages that torch made since the mode was entered and that still live: now, and at most."""
+    """Peak bytes of the storages that torch allocated since the mode was entered and that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
-        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}  # noqa: SLF001
@@ -109,9 +109,9 @@ class _Meter(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in given:  # noqa: SLF001
                 storage = tensor.untyped_storage()
-                self._known[key] = StorageWeakRef(storage), storage.nbytes()
-        self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._known.values()))
+                self._storages[key] = StorageWeakRef(storage), storage.nbytes()
+        self._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
         return result
 
 
@@ -123,7 +123,7 @@ def temporaries(bench: Bench, scene: Scenario) -> Measure:
     meter = _Meter()
     with meter:
         out, lse = problem.run(bench.backend, workspace, with_lse=bench.lse)
-    # the results themselves are the caller's, and so is the little that core does once a step
+    # not counted: the results, which are the caller's, and the small tensors that core makes once a step
     mine = out.nbytes + lse.nbytes + 2**16
     used = max(meter.peak - mine, 0)
     where = f"{used} bytes of temporaries, transient_bytes says {allowed}"
@@ -131,6 +131,6 @@ def temporaries(bench: Bench, scene: Scenario) -> Measure:
 
 
 def far(bench: Bench, call: Call) -> Measure:
-    """Pages behind 2^31 and 2^32 bytes are read where they are."""
-    # a copy, so that its gigabytes are given back
+    """Pages behind 2^31 and 2^32 bytes are read at their own addresses."""
+    # a copy, so that its gigabytes are freed afterwards
     return equals_oracle(bench, attrs.evolve(call))

@@ -1,7 +1,7 @@
-"""DeepSeek-V4 attention, written a second time: float64, one row at a time, in numpy.
+"""The oracle: DeepSeek-V4 attention in float64 numpy, one row at a time.
 
-This file is what the rest of the package is judged against, so it shares no code with it. Nothing here is
-fast; every loop is there because the loop is the rule. Letters: H heads, D head dim, K keys, G output groups,
+The rest of the package is judged against this file, so the two share no code. Nothing here is fast; each loop follows
+the written rule. Letters: H heads, D head dim, K keys, G output groups,
 R output rank. A row is always ordered NoPE first, RoPE last; every size is a parameter.
 """
 
@@ -75,7 +75,7 @@ def round_bf16(x: ArrayLike) -> F64:
 
 
 def scale_exponent(amax: float, fp8_max: float) -> int:
-    """Return the smallest e with max(amax, 1e-4) <= fp8_max * 2**e, kept within [-127, 127] (vLLM rule).
+    """Return the smallest e with max(amax, 1e-4) <= fp8_max * 2**e, clamped to [-127, 127] (vLLM rule).
 
     That is ceil(log2(amax / fp8_max)), found by comparing mantissas instead of by a rounded division and log.
     """
@@ -143,7 +143,7 @@ def read_record(
     """Read one token of one raw page.
 
     Split (vLLM, FlashMLA): the data of all tokens comes first, then the scales of all tokens. Otherwise a token's
-    scales follow its own data. Whatever lies between the last scale and the end of the page is padding.
+    scales follow its own data. Bytes between the last scale and the end of the page are padding.
     """
     if not 0 <= token < block_size:
         msg = f"token {token} is outside a page of {block_size}"
@@ -162,7 +162,13 @@ def read_record(
 
 @attrs.frozen
 class Yarn:
-    """How the frequencies of a compressed layer are stretched for long contexts (YaRN, no magnitude scaling)."""
+    """YaRN of a compressed layer: its frequencies are stretched for long contexts, without magnitude scaling.
+
+    factor: context length by the original one.
+    original_max_position: positions of the original context.
+    beta_fast: turns over the original context above which a pair stays unchanged.
+    beta_slow: turns below which the frequency of a pair is divided by the factor.
+    """
 
     factor: float
     original_max_position: int
@@ -184,17 +190,17 @@ def yarn_bounds(rope_dim: int, theta: float, yarn: Yarn) -> tuple[int, int]:
 def rope_inv_freq(rope_dim: int, theta: float, yarn: Yarn | None) -> F32:
     """Return theta**(-2i/rope_dim) for every pair i, in float32 steps as vLLM and HF take them (power, inverse).
 
-    With YaRN fast pairs are kept, slow ones divided by the factor, and those between the bounds blended linearly.
+    With YaRN fast pairs are unchanged, slow ones divided by the factor, and those between the bounds blended linearly.
     """
     powers = np.power(theta, np.arange(0, rope_dim, 2) / rope_dim).astype(np.float32)
-    kept: F32 = np.float32(1) / powers
+    unscaled: F32 = np.float32(1) / powers
     if yarn is None:
-        return kept
+        return unscaled
     low, high = yarn_bounds(rope_dim, theta, yarn)
     width = np.float32(high - low if high != low else 0.001)
     ramp = np.clip((np.arange(rope_dim // 2, dtype=np.float32) - np.float32(low)) / width, 0, 1)
     stretched = np.float32(1) / (np.float32(yarn.factor) * powers)
-    return np.asarray(kept * (np.float32(1) - ramp) + stretched * ramp, dtype=np.float32)
+    return np.asarray(unscaled * (np.float32(1) - ramp) + stretched * ramp, dtype=np.float32)
 
 
 def rope_cos_sin(position: int, inv_freq: F32) -> tuple[F64, F64]:
@@ -226,8 +232,8 @@ def visible_keys(
 ) -> tuple[list[int], list[int]]:
     """Return the window positions and the compressed entries which the query at `position` may see.
 
-    The window ends at the query itself. Entry e stands once its last token, (e + 1) * ratio - 1, is there; the
-    query may sit on that token. `selected` (an indexer's choice) narrows the entries and keeps its order.
+    The window ends at the query itself. Entry e exists once its last token, (e + 1) * ratio - 1, exists; the
+    query may be that token. `selected` (an indexer's choice) narrows the entries and keeps its order.
     """
     positions = list(range(max(position - window + 1, 0), position + 1))
     complete = (position + 1) // compress_ratio if compress_ratio > 1 else 0

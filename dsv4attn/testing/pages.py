@@ -1,4 +1,4 @@
-"""Pages for a scenario: shuffled tables, caches with gaps, and poison on every byte that nobody may read."""
+"""Pages for a scenario: shuffled block tables, caches with gaps, and poison on every byte that no query may read."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 __all__ = ["Pages", "allocate", "body", "poison"]
 
 BEHIND_PAGE = 4096
-"""Bytes of a gap between pages that are poisoned: gaps may be gigabytes of memory that was never touched."""
+"""Bytes at the start of a gap that are filled, poisoned and compared. A gap may be gigabytes of untouched memory."""
 
 
 class Pages:
-    """Which page holds which records of which request.
+    """Block tables of the requests.
 
-    live: records [first, end) of each request that have a page; all other blocks of the table, two columns behind the
-    longest request included, hold `dead`. spare: pages that belong to nobody. Pages are shuffled by `key`.
+    live: records [first, end) of each request that have a page.
+    dead: entry of all other blocks of the table, two columns behind the longest request included.
+    spare: number of pages that belong to no request.
+    key: seed of the order of the pages.
     """
 
     def __init__(
         self, live: Sequence[tuple[int, int]], block_size: int, *, spare: int, dead: int, key: tuple[int, ...]
     ) -> None:
-        """Hand out the pages."""
+        """Assign the pages."""
         blocks = [(first // block_size, -(-end // block_size)) for first, end in live]
         self.block_size, self.live = block_size, list(live)
         self.count = sum(end - first for first, end in blocks) + spare
@@ -65,11 +67,11 @@ def body(cache: PagedKVCache, behind: int = 0) -> Tensor:
 def poison(cache: PagedKVCache, named: NDArray[np.int64], byte: int) -> None:
     """Write `byte` over all of the cache but the records in the slots `named`: other records, pad bytes, gaps."""
     raw = body(cache, BEHIND_PAGE)
-    kept = torch.zeros(raw.shape, dtype=torch.bool)
+    spared = torch.zeros(raw.shape, dtype=torch.bool)
     slots = torch.from_numpy(np.unique(named))
     for region in cache.layout.regions(cache.block_size):
-        # of the scale bytes only those that scale something: the others are padding
+        # only scale bytes of existing groups: the others are padding
         size = cache.layout.num_groups if region.name == "scale" else region.count * region.dtype.itemsize
         start = region.offset + slots % cache.block_size * region.stride
-        kept[(slots // cache.block_size)[:, None], start[:, None] + torch.arange(size)] = True
-    raw.masked_fill_(~kept.to(raw.device), byte)
+        spared[(slots // cache.block_size)[:, None], start[:, None] + torch.arange(size)] = True
+    raw.masked_fill_(~spared.to(raw.device), byte)

@@ -21,7 +21,13 @@ __all__ = ["Parity", "cell", "compare", "subjects"]
 
 @attrs.frozen
 class Parity:
-    """What became of each case on each backend. cases: all that were asked for."""
+    """Outcomes of the same cases on several backends.
+
+    certificates: one for each backend, in the order of the request.
+    cases: all cases of the run, also those that an interrupt left out.
+    date: start of the run, UTC.
+    chosen: the filter, or None for all cases.
+    """
 
     certificates: tuple[Certificate, ...]
     cases: tuple[Case, ...]
@@ -35,7 +41,7 @@ class Parity:
 
     @property
     def names(self) -> list[str]:
-        """Backends, as they were asked for."""
+        """Backends with their options, as in the request."""
         return [certificate.subject.label for certificate in self.certificates]
 
     @property
@@ -83,13 +89,13 @@ class Parity:
 
 
 def _result(outcome: Outcome) -> dict[str, Any]:
-    kept = ("state", "error", "budget", "fraction", "message", "reasons", "seconds")
+    fields = ("state", "error", "budget", "fraction", "message", "reasons", "seconds")
     whole = outcome.as_json()
-    return {key: whole[key] for key in kept}
+    return {key: whole[key] for key in fields}
 
 
 def cell(outcome: Outcome | None) -> str:
-    """An outcome in a word: the part of the budget it used, "same" for equal bits, or why there is none."""
+    """An outcome in a word: the part of the budget that it used, "same" for equal bits, or its state."""
     if outcome is None:
         return "not run"
     if outcome.state in ("refused", "skipped"):
@@ -122,7 +128,7 @@ def compare(
 ) -> Parity:
     """Run every case on every backend, case by case, so that they share the oracle's answer.
 
-    Ctrl-C ends the run with what it has.
+    Ctrl-C ends the run; outcomes up to then are returned.
     """
     cases, interrupted = tuple(cases), False
     outcomes: list[list[Outcome]] = [[] for _ in trials]

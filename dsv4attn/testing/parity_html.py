@@ -1,6 +1,6 @@
-"""The parity matrix as one HTML file that needs nothing else: to look at, on a phone too, and to send.
+"""The parity matrix as one self-contained HTML file, for any screen down to a phone.
 
-States are told by words and shapes as well as by colours, and the colours are ones that colour-blind people tell apart.
+States are shown by words and shapes as well as by colours. Colour-blind readers can distinguish the colours.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _groups(parity: Parity) -> Iterable[str]:
     rows = [*parity.rows]
     of_case = {case.name: (case, outcomes) for case, outcomes in rows}
     failures = Failures.grouped(o for _, outcomes in rows for o in outcomes if o is not None)
-    # a case that failed in two ways stands under the first
+    # a case that failed in two ways is listed under the first
     shown: set[str] = set()
     for number, group in enumerate(failures):
         names = [n for n in dict.fromkeys(o.case.name for o in group.outcomes) if n not in shown]
@@ -193,5 +193,5 @@ def _detail(name: str, outcome: Outcome) -> str:
         said += ": equal bits"
     if outcome.without_lse:
         said += ", lse not judged"
-    told = f"<br>{_text(outcome.message)}" if outcome.message else ""
-    return f'<dt class="mono">{_text(name)}</dt><dd>{_text(said)} ({outcome.seconds:.2f} s){told}</dd>'
+    message = f"<br>{_text(outcome.message)}" if outcome.message else ""
+    return f'<dt class="mono">{_text(name)}</dt><dd>{_text(said)} ({outcome.seconds:.2f} s){message}</dd>'

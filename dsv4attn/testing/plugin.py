@@ -1,14 +1,13 @@
 """pytest plugin for backends, switched on with `-p dsv4attn.testing.plugin`.
 
-It says on which backend and device tests run, takes both from the command line, and reads a file of expected failures
-that a backend keeps in its own repository:
+The backend and the device come from the command line and are shown in pytest's header. The plugin also reads a file of
+expected failures, which belongs in the backend's own repository:
 
     # one test a line: its id, as pytest prints it or from the class on, or the name of a case
     TestDecode::test_case[C2.C5-layout-fnuz-decode]   # no FNUZ on this chip, see ACME-17
     far-insert
 
-A test that is expected to fail and passes is a failure: take its line away. A line that no test answers to is warned
-of.
+A test that is expected to fail and passes is a failure: take its line away. A line that names no test gives a warning.
 """
 
 from __future__ import annotations
@@ -32,14 +31,19 @@ class UnmatchedXfailWarning(pytest.PytestWarning):
 
 @attrs.frozen
 class ExpectedFailure:
-    """A line of the file."""
+    """A line of the file of expected failures.
+
+    line: its number, from 1.
+    test: id or pattern of the test.
+    reason: shown by pytest.
+    """
 
     line: int
     test: str
     reason: str
 
     def matches(self, item: pytest.Item) -> bool:
-        """Whether a test is meant."""
+        """Whether this line names a test."""
         case = getattr(getattr(item, "callspec", None), "params", {}).get("case")
         tail = item.nodeid == self.test or item.nodeid.endswith((f"::{self.test}", f"/{self.test}"))
         return tail or getattr(case, "name", None) == self.test
@@ -64,7 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Find out now what cannot be: an unknown backend, a device that is not here, a file that cannot be read."""
+    """Fail early on an unknown backend, a device that this machine lacks, or a file that cannot be read."""
     from dsv4attn.errors import Dsv4AttnError
 
     try:
@@ -89,7 +93,7 @@ def _subject(config: pytest.Config) -> Subject | None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """What is tested, on what, made of what."""
+    """Backend, device, and versions of the packages below."""
     from dsv4attn.core.contract import API_VERSION
     from dsv4attn.testing.conform import environment, versions
 

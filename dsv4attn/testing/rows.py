@@ -1,4 +1,4 @@
-"""Single steps around attention: what the cases of the cache compare. Every check judges against the oracle."""
+"""Checks of the single steps around attention (insert, quantise, norm, rotation, projection) against the oracle."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 BF16, FP32_STEPS = 2.0**-8, 2.0**-20
-"""What one rounding to bf16 costs a value at most, and what the few fp32 operations before it do."""
+"""Largest relative error of one rounding to bf16, and of the few fp32 operations before it."""
 POSITIONS, FAR_POSITIONS = 64, 70_000
 """Rows of the table of cosines and sines, in most cases and in those whose positions need more than 16 bits. Its angles
 are random, so that only a backend that reads it is right."""
@@ -46,7 +46,24 @@ are random, so that only a backend that reads it is right."""
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
 class Rows:
-    """Rows to write, read, rotate or project; what one means is said by the check."""
+    """Rows to write, read, rotate or project; the check gives them their meaning.
+
+    geometry: the model.
+    layout: layout of the cache.
+    kind: kind of the layer.
+    shelf: placement of the pages.
+    blocks: pages of the cache.
+    count: number of rows.
+    dtype: type of queries, keys and outputs.
+    groups: groups of heads in the output projection.
+    size: scale of the queries; with small ones eps matters.
+    requests: requests of a gather.
+    apart: names of arguments (q, kv, k, o, cos_sin_cache, wo_a) whose rows lie apart, or "all".
+    table_rows: rows of the table of cosines and sines; positions are below it.
+    weight_dtype: type of the weights of the output projection; None means that of its input.
+    seed: seed of all random numbers.
+    device: torch device.
+    """
 
     geometry: ModelGeometry
     layout: KVCacheLayout
@@ -56,17 +73,11 @@ class Rows:
     count: int = 40
     dtype: torch.dtype = torch.bfloat16
     groups: int = 2
-    """Of heads, in the output projection."""
     size: float = 1.0
-    """Of queries: small ones show eps."""
     requests: int = 5
-    """Of a gather."""
     apart: str = ""
-    """Names of arguments (q, kv, k, o, cos_sin_cache, wo_a) whose rows lie apart, or "all"."""
     table_rows: int = POSITIONS
-    """Of cosines and sines: positions are below it."""
     weight_dtype: torch.dtype | None = None
-    """Of the output projection; None: that of its input."""
     seed: int = 0
     device: str = "cpu"
 
@@ -142,7 +153,7 @@ class Rows:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, dtype)
 
     def blank(self) -> Book:
-        """A cache in which nothing is written."""
+        """A cache without records."""
         return Book.blank(self.layout, self.blocks, self.shelf, self.device)
 
 
@@ -160,7 +171,7 @@ def quantises(bench: Bench, rows: Rows) -> Measure:
 
 
 def same_pages(rows: Rows, found: NDArray[np.uint8], wanted: NDArray[np.uint8]) -> Measure:
-    """Pages and what stands behind them hold the wanted bytes."""
+    """Pages, and the gaps behind them, hold the wanted bytes."""
     if np.array_equal(found, wanted):
         return Measure()
     page, byte = (int(i[0]) for i in np.nonzero(found != wanted))
@@ -190,7 +201,7 @@ def judge_queries(rows: Rows, q: Tensor) -> Measure:
     worst, found = Measure(0.0, unit), q.double().cpu().numpy()
     for i in range(rows.count):
         wanted = oracle.q_norm_rope(rows.queries[i], *rows.turn(i), rows.layer.rope_dim, rows.layer.eps)
-        errors = np.abs(found[i] - wanted) / (_sizes(wanted, rows.layer.rope_dim) + 2.0**-126)
+        errors = np.abs(found[i] - wanted) / (_magnitudes(wanted, rows.layer.rope_dim) + 2.0**-126)
         errors = np.where(np.isnan(errors), math.inf, errors)
         if errors.max() > worst.error:
             head, dim = np.unravel_index(errors.argmax(), errors.shape)
@@ -200,8 +211,8 @@ def judge_queries(rows: Rows, q: Tensor) -> Measure:
     return worst
 
 
-def _sizes(values: F64, rope_dim: int) -> F64:
-    """Size of each value; of a rotated one, of its pair, which rounding follows."""
+def _magnitudes(values: F64, rope_dim: int) -> F64:
+    """Magnitude of each value. A rotated value has that of its pair, on which its rounding error depends."""
     sizes = np.abs(values)
     pairs = np.hypot(values[..., -rope_dim::2], values[..., -rope_dim + 1 :: 2])
     sizes[..., -rope_dim:] = np.repeat(pairs, 2, axis=-1)
@@ -248,7 +259,7 @@ def quantises_nothing(bench: Bench, rows: Rows) -> Measure:
 
 
 def judge_records(rows: Rows, book: Book, slots: NDArray[np.int64]) -> Measure:
-    """Records are the rotated keys of their rows. slots: as they were given; the rows' own ones are judged."""
+    """Records are the rotated keys of their rows. slots: the slot mapping of the call; slots of rows are judged."""
     nope, rope = rows.layer.nope_dim, rows.layer.rope_dim
     turned = np.stack([oracle.apply_rope(row, *rows.turn(i), rope) for i, row in enumerate(rows.keys)])
     wanted = rows.blank().write(rows.slots, turned)
@@ -265,7 +276,7 @@ def judge_records(rows: Rows, book: Book, slots: NDArray[np.int64]) -> Measure:
         if not np.array_equal(np.delete(got, tail), np.delete(want, tail)):
             raise Wrong(f"row {i}, slot {slot}: codes or scales are not those of the format")
         values, wants = _values(got[tail], rope), _values(want[tail], rope)
-        errors = np.abs(values - wants) / (_sizes(turned[i], rope)[nope:] + 2.0**-126)
+        errors = np.abs(values - wants) / (_magnitudes(turned[i], rope)[nope:] + 2.0**-126)
         worst = max(worst, Measure(float(np.where(np.isnan(errors), math.inf, errors).max()), unit), key=_fraction)
         worst.hold(f"row {i}, slot {slot}: RoPE values differ from the rotated ones")
     return worst
@@ -286,7 +297,7 @@ def _values(data: NDArray[np.uint8], count: int) -> F64:
 def projects(bench: Bench, rows: Rows) -> Measure:
     """Outputs are turned back at the query's position and projected group by group; o itself stays.
 
-    Rounding the turned values to o's dtype, and the result, is what a backend may lose; sums are fp32.
+    A backend may round the turned values to o's dtype, and the result; sums are fp32.
     """
     heads, dim, rope, rank = rows.layer.num_heads, rows.layer.head_dim, rows.layer.rope_dim, 16
     inner = heads // rows.groups * dim

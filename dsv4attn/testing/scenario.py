@@ -1,9 +1,9 @@
-"""A complete one-layer problem from a few words, run on any backend, with the answer from the float64 oracle.
+"""A complete one-layer step from a short description: memory, metadata, a run on any backend, the oracle's answer.
 
     scenario = Scenario(kind="c4a", requests=[(1000, 1), (0, 40)], poison=0xFF)
     out, lse = scenario.check(backend)
 
-A prompt cut into chunks, or a verify step cut into single tokens, is one world seen in several steps (`at`).
+A prompt in chunks, or a verify step token by token, is one world in several steps (`at`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,17 @@ __all__ = ["Problem", "Scenario"]
 
 @attrs.frozen(eq=False)
 class Problem:
-    """The arguments of one `forward_mqa`, ready to run as often as you like."""
+    """The arguments of one `forward_mqa`, which may run any number of times.
+
+    layer: geometry of the layer.
+    limits: limits of the workspace plan.
+    q: [T, H, D] queries after norm and rotation.
+    caches: window cache and compressed cache, with the keys of the step.
+    metadata: metadata of the step.
+    attn_sink: [H] fp32, or None.
+    topk_indices: [T, K] int32 for c4a layers, or None.
+    apart: names among out and lse whose rows lie apart; the other tensors exist already.
+    """
 
     layer: LayerGeometry
     limits: Limits
@@ -53,7 +63,6 @@ class Problem:
     attn_sink: Tensor | None
     topk_indices: Tensor | None
     apart: str = ""
-    """Which of out and lse have rows apart; the other tensors are given."""
 
     def workspace(self, backend: Backend, *, debug: bool = True) -> WorkspaceManager:
         """A workspace as planned for the limits, locked; with canaries when debugging."""
@@ -89,28 +98,39 @@ class Problem:
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
 class Scenario(World):
-    """A world in memory: pages, tables, metadata. Of `extra_rows` one half has the slot -1, the other has none."""
+    """A world in memory: pages, tables, metadata. It has the fields of `World`, and these.
+
+    swa_block_size: records of a page of the window cache.
+    compressed_block_tokens: tokens of a page of the compressed cache.
+    page_padding: bytes between pages, in addition to the page stride of the layout.
+    spare_pages: pages of each cache that belong to no request.
+    pages_seed: seed of the order of the pages; it changes nothing else.
+    dead_block: entry of block tables where no block is alive.
+    num_speculative_tokens: as in `Limits`.
+    short_prefills: as in `MetadataBuilder`.
+    poison: byte written over all bytes of the caches that no query names, or None. With it, padding rows of q are NaN.
+    apart: arguments (q, kv, out, lse, topk_indices, block_table, cos_sin_cache) whose rows lie apart, or "all".
+    device: torch device.
+    pages_of: scenario whose pages this step shares, or None.
+
+    One half of `extra_rows` has the slot -1, the other half has no slot.
+    """
 
     swa_block_size: int = 4
     compressed_block_tokens: int = 32
     page_padding: int = 0
-    """Bytes from page to page beside what the layout asks for."""
     spare_pages: int = 3
     pages_seed: int = 0
-    """Another order of the pages, and nothing else."""
     dead_block: int = -1
-    """What block tables hold where no block is alive."""
     num_speculative_tokens: int = 0
     short_prefills: bool = False
     poison: int | None = None
-    """Byte over everything in the caches that no query names; rows of q that are padding become NaN."""
     apart: str = ""
-    """Names of arguments (q, kv, out, lse, topk_indices, block_table, cos_sin_cache) whose rows lie apart, or "all"."""
     device: str = "cpu"
     pages_of: Scenario | None = None
 
     def problems(self, *, lse: bool = True) -> list[problem.Problem]:
-        """What a backend must be able to do: one support question for each phase that has work."""
+        """One support question for each phase that has work."""
         layer, threshold, columns = self.layer, 1 + self.num_speculative_tokens, 0
         lens = [count for _, count, *_ in self.requests]
         first = next((i for i, n in enumerate(lens) if n > threshold), len(lens))
@@ -142,11 +162,11 @@ class Scenario(World):
         return [self.layout] if self.kind is LayerKind.SWA else [self.layout, self.compressed_layout or self.layout]
 
     def at(self, *requests: tuple[int, ...]) -> Scenario:
-        """Another step of the same requests (no tokens: to sit it out), on the same pages."""
+        """Another step of the same requests, on the same pages. A request without tokens takes no part in the step."""
         return attrs.evolve(self, requests=requests, pages_of=self.pages_of or self)
 
     def run(self, backend: Backend) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of the step, its history inserted before."""
+        """Insert the history, run the step, and return (out, lse)."""
         return self.problem(backend).run(backend)
 
     def check(self, backend: Backend) -> tuple[Tensor, Tensor]:
@@ -164,7 +184,7 @@ class Scenario(World):
 
     @cached_property
     def pages(self) -> tuple[Pages, Pages]:
-        """Pages of the window cache, where only what a window can reach is alive, and of the compressed cache."""
+        """Pages of the window cache, where only records within reach of a window are alive, and compressed pages."""
         if self.pages_of is not None:
             return self.pages_of.pages
         reach, ratio = self.layer.window - 1, self.layer.compress_ratio
@@ -186,7 +206,7 @@ class Scenario(World):
         return LayerCaches(*made)
 
     def history(self, backend: Backend, caches: LayerCaches) -> LayerCaches:
-        """Insert what came before this step and is still alive."""
+        """Insert the records from before this step that are still alive."""
         swa, compressed = self.pages
         for i, (before, *_) in enumerate(self.requests):
             if not before:
@@ -203,7 +223,7 @@ class Scenario(World):
         return caches
 
     def _past_entries(self, request: int, complete: int) -> Sequence[int]:
-        """Entries of a request to insert: all that are complete, but of a million tokens only those that are named."""
+        """Entries of a request to insert: all complete ones, or with `distinct` only those that a query names."""
         if self.kind is not LayerKind.C4A or self.distinct is None:
             return range(complete)
         mine = (self.visible(row)[1] for row, token in enumerate(self.tokens) if token.request == request)

@@ -1,7 +1,7 @@
-"""What the cases run, said in few words.
+"""Constructors of the scenes of conformance cases: a step, a call, or rows, with defaults.
 
-Geometry is DeepSeek-V4-Flash's own (448 + 64 dims, window 128, ratios 4 and 128) with few tokens and, mostly, few
-heads, so that kernels which know nothing else are judged by every case. Only the cases called `dims-*` ask for another.
+Geometry is that of DeepSeek-V4-Flash (448 + 64 dims, window 128, ratios 4 and 128) with few tokens and, mostly, few
+heads, so that kernels for this geometry alone run every case. Only the cases `dims-*` need another geometry.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GROUP = 64
 
 
 def flash(kind: str, heads: int = HEADS, select: int = 512) -> ModelGeometry:
-    """DeepSeek-V4-Flash with one window-only layer and one of a kind. select: entries an indexer keeps."""
+    """DeepSeek-V4-Flash with one window-only layer and one of a kind. select: entries that an indexer selects."""
     whole = ModelGeometry.preset("flash")
     kinds = {LayerKind.SWA: 1, LayerKind(kind): whole.layer_of_kind(kind).compress_ratio}
     return attrs.evolve(whole, num_heads=heads, o_groups=1, index_topk=select, layers=tuple(kinds.items()))

@@ -1,4 +1,4 @@
-"""Slots that are negative, do not exist, or become others in 32 bits: both inserts skip them and write the rest."""
+"""Checks of inserts with slots that are negative, do not exist, or become other slots in 32 bits: all are skipped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ I64 = NDArray[np.int64]
 
 
 def _wild(rows: Rows) -> I64:
-    """Slots of all rows but the last five; some are no slots, and become free ones where bits are lost."""
+    """Slots of all rows but the last five. Some do not exist, and truncation to 32 bits would make them free slots."""
     capacity = rows.blocks * rows.shelf.block_size
     free = np.setdiff1d(np.arange(capacity), rows.slots)
     slots: I64 = rows.slots[: rows.count - 5].copy()
@@ -27,7 +27,7 @@ def _wild(rows: Rows) -> I64:
 
 
 def _with_a_page_behind(rows: Rows) -> tuple[Book, PagedKVCache]:
-    """A cache in a larger one, whose last page belongs to somebody else."""
+    """A cache inside a larger one, whose last page is not the cache's."""
     book = attrs.evolve(rows, blocks=rows.blocks + 1).blank()
     return book, PagedKVCache(book.cache.tensor[:-1], rows.layout)
 
@@ -45,7 +45,7 @@ def writes_only_its_slots(bench: Bench, rows: Rows) -> Measure:
 
 
 def inserts_only_its_slots(bench: Bench, rows: Rows) -> Measure:
-    """The same of the fused step: all queries are processed, keys of real slots are written, and nothing else is."""
+    """In the fused step all queries are processed, keys with real slots are written, and nothing else is."""
     slots = _wild(rows)
     book, cache = _with_a_page_behind(rows)
     before = book.bytes()
@@ -74,7 +74,7 @@ def far_inserts(bench: Bench, rows: Rows) -> Measure:
 
 
 def far_rotated(bench: Bench, rows: Rows) -> Measure:
-    """The same of the fused step."""
+    """The fused step writes records to pages behind 2^31 and 2^32 bytes."""
     book = rows.blank()
     insert(bench, rows, book.cache, rows.slots)
     return judge_records(rows, book, rows.slots)

@@ -1,4 +1,4 @@
-"""Who is on trial: a backend, the device it runs on, and what it says it can do."""
+"""The subject of a conformance run: a backend, its device, its options, and the answers of its support."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["BrokenSupportError", "Subject", "parse_request"]
 
 
 class BrokenSupportError(Dsv4AttnError):
-    """The backend's support raised, or answered nonsense."""
+    """The backend's support raised, or gave an answer of the wrong type."""
 
 
 def _anything(problems: Sequence[Problem]) -> list[str]:
@@ -29,7 +29,17 @@ def _anything(problems: Sequence[Problem]) -> list[str]:
 
 @attrs.frozen(eq=False)
 class Subject:
-    """A backend and its surroundings. refusals: its reasons against some problems, as text; none means yes."""
+    """A backend under test.
+
+    name: name of the backend.
+    backend: the backend object.
+    device: torch device.
+    facts: facts of that device.
+    distribution: package of the backend, or "".
+    version: version of that package, or "".
+    options: options of the backend.
+    refusals: takes problems and returns the backend's reasons against them, as text; an empty list means yes.
+    """
 
     name: str
     backend: Backend
@@ -42,7 +52,7 @@ class Subject:
 
     @property
     def label(self) -> str:
-        """Name and options, as they are asked for."""
+        """Name and options, as in a request."""
         return ":".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
 
     @classmethod
@@ -57,11 +67,11 @@ class Subject:
         place = device or _place(here, one.info.runs_on + one.info.native)
         facts = _facts(place)
         version = one.version or version_of(one.distribution) or (dsv4attn.__version__ if _is_ours(one) else "")
-        return cls(name, backend, place, facts, one.distribution, version, options, _asker(name, facts))
+        return cls(name, backend, place, facts, one.distribution, version, options, _refusals(name, facts))
 
     @classmethod
     def of(cls, backend: Backend | str, *, device: str | None = None) -> Subject:
-        """A backend that is made already, or `NAME[,option=value]`. One that nobody registered is never refused."""
+        """A backend object, or `NAME[,option=value]`. A backend object without a registered name refuses nothing."""
         if isinstance(backend, str):
             name, options = parse_request(backend)
             return cls.named(name, device=device, options=options)
@@ -72,7 +82,7 @@ class Subject:
             return cls(backend.name, backend, device or "cpu", facts)
         return cls(
             backend.name, backend, device or "cpu", facts, one.distribution, one.version,
-            refusals=_asker(backend.name, facts),
+            refusals=_refusals(backend.name, facts),
         )  # fmt: skip
 
 
@@ -99,23 +109,23 @@ def _facts(device: str) -> DeviceFacts:
 
 
 def _place(here: DeviceFacts, runs_on: tuple[str, ...]) -> str:
-    """Name by which torch knows the first accelerator, if a backend runs there."""
+    """Torch device of the first accelerator if the backend runs there, otherwise "cpu"."""
     if here.kind == "cpu" or not here.matches(runs_on):
         return "cpu"
     return {"hip": "cuda"}.get(here.kind, here.kind)
 
 
-def _asker(name: str, facts: DeviceFacts) -> Callable[[Sequence[Problem]], list[str]]:
+def _refusals(name: str, facts: DeviceFacts) -> Callable[[Sequence[Problem]], list[str]]:
     @cache
     def answer(problems: tuple[Problem, ...]) -> tuple[str, ...]:
         reasons: dict[str, None] = {}
         for phase in dict.fromkeys(problem.phase for problem in problems):
             asked = [problem for problem in problems if problem.phase == phase]
             selection = explain(asked, backend=name, device=facts, registry=registry_of(name))
-            (told,) = (c for c in selection.trace if c.name == name)
-            if told.state == "broken":
-                raise BrokenSupportError(told.note) from told.cause
-            reasons.update(dict.fromkeys(f"{reason.code}: {reason.text}" for reason in told.reasons))
+            (candidate,) = (c for c in selection.trace if c.name == name)
+            if candidate.state == "broken":
+                raise BrokenSupportError(candidate.note) from candidate.cause
+            reasons.update(dict.fromkeys(f"{reason.code}: {reason.text}" for reason in candidate.reasons))
         return tuple(reasons)
 
     return lambda problems: list(answer(tuple(problems)))

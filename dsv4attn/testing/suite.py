@@ -1,4 +1,4 @@
-"""The conformance kit as pytest classes.
+"""The conformance kit as pytest classes, to subclass in a backend's own tests.
 
 A backend's whole test file:
 
@@ -38,17 +38,19 @@ __all__ = ["Fixtures", "TestCache", "TestDecode", "TestMemory", "TestPrefill"]
 
 
 class Fixtures:
-    """What a backend's author says once, in a class that stands in front of the four others."""
+    """Settings of a backend, as the first base class of its four test classes.
+
+    dtypes: types of q to test.
+    skip_layouts: fingerprints of layouts, or parts of them ("e4m3fnuz", "interleaved"), to leave out. A layout that the
+    backend's `support` refuses is skipped without this, with the reason.
+    extra_cases: the backend's own cases.
+    """
 
     # may be overridden
 
     dtypes: ClassVar[Collection[torch.dtype]] = (torch.bfloat16, torch.float32)
-    """Types of q to test."""
     skip_layouts: ClassVar[Collection[str]] = ()
-    """Fingerprints of layouts, or parts of them ("e4m3fnuz", "interleaved"), to leave out. A layout that the backend's
-    `support` refuses is skipped by itself, with the reason."""
     extra_cases: ClassVar[Sequence[Case]] = ()
-    """Cases of the backend's own."""
 
     @pytest.fixture
     def device(self, request: pytest.FixtureRequest) -> str | None:
@@ -60,7 +62,7 @@ class Fixtures:
 
     @pytest.fixture
     def backend(self, request: pytest.FixtureRequest) -> Backend | str:
-        """Name of a registered backend, `NAME,option=value`, or a backend that is made already."""
+        """Name of a registered backend, `NAME,option=value`, or a backend object."""
         name: str | None = request.config.getoption("dsv4_backend", None)
         if name is None:
             raise NotImplementedError("override the fixture `backend` to return your backend or its name")
@@ -68,7 +70,7 @@ class Fixtures:
 
     @pytest.fixture
     def subject(self, backend: Backend | str, device: str | None) -> Subject:
-        """The backend with everything the kit asks of it."""
+        """The backend with its device, options and support."""
         if isinstance(backend, str):
             return _named(backend, device)
         return Subject.of(backend, device=device)
@@ -76,7 +78,7 @@ class Fixtures:
 
 @cache
 def _named(backend: str, device: str | None) -> Subject:
-    """Made once, however many tests ask for it."""
+    """The subject of a name and a device, cached for all tests."""
     return Subject.of(backend, device=device)
 
 
@@ -99,7 +101,7 @@ class _Suite(Fixtures):
         return any(problem.q_dtype not in names for problem in case.scene.problems())
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test for each case, called by its clauses and its name."""
+        """One test for each case, named by its clauses and its name."""
         if "case" in metafunc.fixturenames:
             cases = type(self).cases()
             metafunc.parametrize("case", cases, ids=[case.id for case in cases])
@@ -114,7 +116,7 @@ class _Suite(Fixtures):
             pytest.fail(f"{said}\n{outcome.trace}".rstrip(), pytrace=False)
 
     def test_some_case_is_taken(self, subject: Subject) -> None:
-        """Refusing everything proves nothing, so it fails."""
+        """A backend that refuses every case of the area fails."""
         problems = [case.scene.problems(lse=case.needs_lse) for case in type(self).cases()]
         if all(subject.refusals(asked) for asked in problems):
             reasons = subject.refusals(problems[0]) if problems else ["no case is left"]

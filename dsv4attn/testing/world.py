@@ -1,4 +1,4 @@
-"""Requests and their numbers, without any memory: what the oracle needs to know of a problem, and nothing else.
+"""Requests and their random numbers, without pages or tensors: the inputs of the oracle.
 
 Every number is a function of the seed, the request and the position, so worlds that share a position share its rows,
 whatever else is in the batch, and position 1,048,575 costs no more than position 0.
@@ -25,7 +25,7 @@ __all__ = ["Token", "World", "layouts", "tiny_geometry"]
 
 Q, KV, ENTRY, SINK, TOPK = range(5)  # streams of random numbers
 HEADS = 2**12  # more heads than any model has
-NOBODY = (-1, -7, 2**31 - 1, 0x7FC00000, -(2**31))  # entry numbers that name nothing; the fourth is a NaN's bits
+ABSENT = (-1, -7, 2**31 - 1, 0x7FC00000, -(2**31))  # entry numbers that name nothing; the fourth is a NaN's bits
 
 
 def tiny_geometry(
@@ -69,7 +69,7 @@ def layouts(geometry: ModelGeometry, group_size: int = 16) -> dict[str, KVCacheL
 
 
 class Token(NamedTuple):
-    """A query row of the batch."""
+    """A query row of the batch: number of its request, its position, and whether it is a token or padding."""
 
     request: int
     position: int
@@ -78,28 +78,38 @@ class Token(NamedTuple):
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
 class World:
-    """One layer, one step. requests: (tokens before, tokens of this step[, padding at its end]), decodes first."""
+    """One step of one layer.
+
+    kind: kind of the layer.
+    requests: (tokens before, tokens of this step[, padding at its end]) of each, decodes first.
+    geometry: the model.
+    layout: layout of the window cache.
+    compressed_layout: layout of the compressed cache, or None for that of the window cache; both must read as the same
+    type.
+    q_dtype: type of q and kv.
+    sinks: one for each head, "random", or None for no sinks.
+    topk: rows of the indexer. "clean": valid numbers, then -1. "holes": valid numbers anywhere among -1. "garbage":
+    valid numbers anywhere among numbers that name no entry. "none": no valid number.
+    extra_rows: rows of q behind the batch.
+    outliers: whether every ninth NoPE channel of a key is 20 times as large as the others.
+    first_head: number of this rank's first head; a rank has the rows and sinks of its own heads.
+    distinct: entries whose numbers differ by a multiple of this have equal rows; None means that all rows differ. It
+    limits the rows that are judged for a million tokens.
+    seed: seed of all random numbers.
+    """
 
     kind: LayerKind = attrs.field(default=LayerKind.SWA, converter=LayerKind)
     requests: Sequence[tuple[int, ...]]
     geometry: ModelGeometry = attrs.field(factory=tiny_geometry)
     layout: KVCacheLayout = attrs.Factory(lambda self: layouts(self.geometry)["ocp"], takes_self=True)
     compressed_layout: KVCacheLayout | None = None
-    """Of the compressed cache, where it is not that of the window cache; both must read as the same type."""
     q_dtype: torch.dtype = torch.bfloat16
     sinks: Sequence[float] | Literal["random"] | None = "random"
     topk: Literal["clean", "holes", "garbage", "none"] = "clean"
-    """Rows of the indexer: valid numbers first, then -1; or anywhere, among -1; or among numbers that name nothing; or
-    no valid number at all."""
     extra_rows: int = 0
-    """Rows of q behind the batch."""
     outliers: bool = False
-    """Every ninth NoPE channel of a key is 20 times as large as the others."""
     first_head: int = 0
-    """Number of this rank's first head: the ranks of a model see its heads' rows and sinks."""
     distinct: int | None = None
-    """Entries with numbers that differ by a multiple of this have equal rows; None: no two have. A million tokens need
-    no more rows than this to be judged."""
     seed: int = 0
 
     @property
@@ -157,7 +167,7 @@ class World:
 
     @cached_property
     def topk_rows(self) -> NDArray[np.int32]:
-        """[T', K] what the indexer left; rows behind the batch hold garbage."""
+        """[T', K] output of the indexer; rows behind the batch hold garbage."""
         width = max(self.layer.topk, 1)
         rows = np.full((len(self.tokens) + self.extra_rows, width), 0x7FC00000, dtype=np.int32)
         for row, token in zip(rows, self.tokens, strict=False):
@@ -168,7 +178,7 @@ class World:
                 chosen = chosen[:0]
             elif self.topk != "clean":
                 chosen, places = chosen[: rng.integers(len(chosen) + 1)], rng.permutation(width)
-            row[:] = rng.choice([*NOBODY, complete, complete + 1], width) if self.topk == "garbage" else -1
+            row[:] = rng.choice([*ABSENT, complete, complete + 1], width) if self.topk == "garbage" else -1
             row[places[: len(chosen)]] = chosen
         return rows
 
@@ -204,7 +214,7 @@ class World:
         return error
 
     def judge(self, out: Tensor, lse: Tensor | None) -> tuple[float, str]:
-        """Return the largest error in tolerances, whatever it is, and a sentence about the row that has it."""
+        """Return the largest error in tolerances, of any size, and a sentence about its row."""
         errors = self._expected.errors(out, lse) / tolerance(self.layout, self.q_dtype)
         if not errors.size:
             return 0.0, "no rows"
@@ -220,7 +230,10 @@ class World:
 
 @attrs.frozen
 class _Library:
-    """What the keys of a world depend on: worlds that agree in it share them."""
+    """Parameters of the keys of a world. Worlds with equal parameters share their keys.
+
+    dtype: rows are drawn with values of this type, which q and the cache can hold.
+    """
 
     seed: int
     nope_dim: int
@@ -229,7 +242,6 @@ class _Library:
     compressed_layout: KVCacheLayout
     outliers: bool
     dtype: torch.dtype
-    """Rows are drawn with values of this type, which q and the cache can hold."""
 
     def rows(self, stream: int, request: int, numbers: Sequence[int]) -> F64:
         """[n, D] rows of a stream, before rotation."""
@@ -241,7 +253,7 @@ class _Library:
 
 @lru_cache(maxsize=2**14)
 def _record(library: _Library, stream: int, request: int, number: int) -> F64:
-    """[D] row as a cache has stored it. Remembered, because many worlds look at the same few thousand."""
+    """[D] row as a cache returns it. Cached, because many worlds use the same few thousand rows."""
     row = library.rows(stream, request, [number])[0]
     if stream == KV:
         turn = oracle.rope_cos_sin(number, frequencies(library.rope))

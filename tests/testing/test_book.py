@@ -10,9 +10,10 @@ import torch
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract import Phase
 from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.testing.book import BEHIND_PAGE, UNWRITTEN, Book, Shelf, place_of
+from dsv4attn.testing.book import UNWRITTEN, Book, Shelf, place_of
 from dsv4attn.testing.case import Bench, SkipCase, Wrong
 from dsv4attn.testing.judge import stored
+from dsv4attn.testing.pages import BEHIND_PAGE
 from dsv4attn.testing.scenes import call, layout, step
 from dsv4attn.testing.world import layouts, normal, tiny_geometry
 

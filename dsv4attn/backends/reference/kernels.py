@@ -1,4 +1,4 @@
-"""DeepSeek-V4 attention, step by step, in vectorised torch. Read it top to bottom: this is what every room computes.
+"""DeepSeek-V4 attention in vectorised torch, step by step from top to bottom: the definition for every backend.
 
 Records -> insert and gather -> q-norm and RoPE -> attention over selected keys -> output projection.
 Letters are those of `core.geometry`. All arithmetic is fp32.
@@ -20,7 +20,7 @@ LARGEST_EXPONENT = 254
 """Byte 255 is NaN in the E8M0 format."""
 
 TILE_BYTES = 64 * 2**20
-"""Temporaries a tile may take; large enough that matrix products dominate."""
+"""Most bytes of temporaries of a tile; large enough that matrix products dominate."""
 
 
 # records
@@ -148,7 +148,7 @@ def attend(
     """Attention of every row of q [T, H, D] over its own keys; keys are values.
 
     z_j = scale * q . k_j, lse = ln(sum_j exp z_j), out = sum_j exp(z_j - lse) k_j * sigmoid(lse - sink).
-    The last factor is what one more logit, the sink, with value zero does to a softmax.
+    The last factor is the effect on a softmax of one more logit, the sink, with value zero.
     """
     for part in tiles(q.shape[0], attend_bytes(q.shape[1], q.shape[2], width_of(keys))):
         k, present = read_gathered(keys, part) if isinstance(keys, GatheredKeys) else read_paged(keys, part)
@@ -186,7 +186,7 @@ def read_paged(segments: Sequence[PagedKeys], part: slice) -> tuple[Tensor, Tens
     for segment in segments:
         slots, present = listed(segment.rows, part, segment.cache.capacity)
         picked = read_records(segment.cache, slots.flatten()).unflatten(0, slots.shape)
-        # zero the key, not only its weight: what stands in an absent slot may be NaN
+        # zero the key, not only its weight: an absent slot may hold NaN
         found.append((picked.masked_fill_(~present[..., None], 0), present))
     if len(found) == 1:
         return found[0]

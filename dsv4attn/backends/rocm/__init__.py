@@ -1,11 +1,11 @@
 """AMD GPUs through Triton: gfx942 (MI300) and gfx950 (MI350), and any other that ROCm drives.
 
-Chosen automatically there; asked for by name, also any other GPU that Triton drives, or a CPU under Triton's
-interpreter (TRITON_INTERPRET=1). Indices are ragged: one list, and where each row begins. Decode reads fp8 pages inside
+Chosen automatically there. By name it also runs on any other GPU that Triton drives, or on a CPU under Triton's
+interpreter (TRITON_INTERPRET=1). Indices are ragged: one list, and the start of each row. Decode reads fp8 pages inside
 the attention loop, each cache in its own dialect; prefill attends over gathered rows.
 
 Status: correct in the interpreter and on an NVIDIA H200; compiled for gfx942 and gfx950, it has never run on AMD
-hardware. `dsv4attn conform rocm` is how someone with a card reports.
+hardware. `dsv4attn conform rocm` writes a certificate on such a card.
 """
 
 from __future__ import annotations
@@ -32,5 +32,5 @@ INFO = BackendInfo(
 
 @hookimpl
 def dsv4attn_backends() -> Sequence[BackendInfo]:
-    """This room's one backend."""
+    """Return the descriptor of the `rocm` backend."""
     return [INFO]

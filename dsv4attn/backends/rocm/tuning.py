@@ -1,7 +1,7 @@
-"""Numbers of the ROCm room, per architecture.
+"""Tuning of the ROCm backend, per architecture.
 
-A row that nobody has measured was chosen by cross-compiling: no spills, no scratch memory, matrix instructions, and
-within the device's local memory, with Triton 3.6 and 3.9; among those, by the instructions of the loop for each key.
+Rows without a measurement were chosen by cross-compiling: no spills, no scratch memory, matrix instructions, and within
+the device's local memory, with Triton 3.6 and 3.9; among those, by the instructions of the loop for each key.
 """
 
 from __future__ import annotations

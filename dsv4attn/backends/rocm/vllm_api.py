@@ -1,8 +1,8 @@
-"""The field's names for attention: what engines call on AMD GPUs today, on this room's kernels.
+"""vLLM's attention functions for AMD GPUs, with the same names and arguments, on the kernels of the ROCm backend.
 
-Engines that use `forward_mqa` need none of it. What the originals get wrong is right here: an absent entry never
-reads a neighbour's row, none is lost because others are absent, and every cache is read in its own dialect.
-Index lists have theirs in `names_ragged`, the output projection in `names_output`.
+Engines that use `forward_mqa` do not need them. Different from the originals, an absent entry never reads a neighbour's
+row, no present entry is lost because others are absent, and every cache is read in its own dialect.
+Functions of index lists are in `vllm_api_ragged`, that of the output projection is in `vllm_api_output`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dsv4attn.backends._triton.arguments import FLOATS, as_rows, layer_of
 from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.index_ops.ragged import build_ragged_indices_from_dense
 from dsv4attn.backends.rocm.launch import RocmBackend
-from dsv4attn.backends.rocm.vllm_api_ragged import check_at_least, check_indptr, new_rows
+from dsv4attn.backends.rocm.vllm_api_ragged import INT, INT32_MAX, check_at_least, check_indptr, new_rows
 from dsv4attn.core.checks import check_same_device
 from dsv4attn.core.contract import AttentionCall, Phase
 from dsv4attn.core.geometry import LayerGeometry
@@ -32,9 +32,9 @@ __all__ = [
     "rocm_sparse_attn_prefill",
 ]
 
-_INT = torch.int32
+
 _MOST_HEADS, _WIDEST = 128, 512
-_MOST = 2**31 - 1
+
 _TYPES = {torch.float8_e4m3fn: Fp8Format.OCP, torch.float8_e4m3fnuz: Fp8Format.FNUZ}
 _backend = cache(RocmBackend)
 _layout = cache(KVCacheLayout.fp8_ds_mla)
@@ -44,7 +44,7 @@ def rocm_sparse_attn_decode(
     q: Tensor,
     kv_cache: Tensor | PagedKVCache | None,
     swa_k_cache: Tensor | PagedKVCache,
-    swa_only: bool,  # noqa: FBT001 - the field's signature
+    swa_only: bool,  # noqa: FBT001 - vLLM's signature
     topk_indices: Tensor | None,
     topk_lens: Tensor | None,
     swa_indices: Tensor | None,
@@ -69,14 +69,15 @@ def rocm_sparse_attn_decode(
     """Attention of each row of q over its slots of the window cache and, unless swa_only, of the compressed one.
 
     q, output: [T, H, head_dim] bf16 or fp32, H at most 128, head_dim at most 512; output is written in full. caches:
-    [B, P, bytes of a record] of one-byte type, or PagedKVCache. swa_fp8_format and fp8_format say their dialects; a
-    type of fp8, or a layout, that says another is refused. Each has its own page size, stride and capacity.
-    Ragged rows, indices [capacity] and indptr [T + 1] int32, win where both are given; else indices [T, 1, K] or [T, K]
-    int32 and lens [T] int32. The topk arguments and kv_cache are not looked at when swa_only. attn_sink: [>= H] fp32.
-    More than the original has: positions [T] int64 and cos_sin_cache [P, rope_head_dim] fp32, to undo the rotation of
-    the output where parts of rows are added up anyway; workspace, with which several programs can share a row.
-    Returns how many leading rows had their rotation undone: T or 0. What indptr holds is checked on the CPU; on a
-    device nothing outside the lists is read, whatever it holds. Raises ArgumentError before any launch.
+    [B, P, bytes of a record] of one-byte type, or PagedKVCache. swa_fp8_format and fp8_format are their dialects; a
+    tensor of another fp8 type, or a layout of another dialect, is refused. Each has its own page size, stride and
+    capacity. Ragged rows, indices [capacity] and indptr [T + 1] int32, have precedence if both are given; else indices
+    [T, 1, K] or [T, K] int32 and lens [T] int32. The topk arguments and kv_cache are not read if swa_only. attn_sink:
+    [>= H] fp32.
+    Beyond the original: positions [T] int64 and cos_sin_cache [P, rope_head_dim] fp32, to undo the rotation of the
+    output in the launch that combines splits of rows; workspace, with which several programs can share a row.
+    Returns the number of leading rows whose rotation was undone: T or 0. Values of indptr are checked on the CPU; on a
+    device no value of it makes a kernel read outside the lists. Raises ArgumentError before any launch.
     """
     letters = _check_dims(q, head_dim, nope_head_dim, rope_head_dim)
     check_tensor("output", output, "T H D", q.dtype, letters, written=True)
@@ -113,9 +114,9 @@ def rocm_sparse_attn_prefill(
 ) -> None:
     """Attention of each row of q over the gathered keys it names.
 
-    q, output: [T, H, head_dim] bf16 or fp32. kv: [S, 1, head_dim] bf16 or fp32. Ragged rows win where both are given,
-    and what is dense may then have no columns; else indices [T, 1, K] or [T, K] int32 and topk_length [T] int32, or
-    None for all columns: an absent entry is skipped wherever it stands, and none is lost for it.
+    q, output: [T, H, head_dim] bf16 or fp32. kv: [S, 1, head_dim] bf16 or fp32. Ragged rows have precedence if both are
+    given, and the dense ones may then have no columns; else indices [T, 1, K] or [T, K] int32 and topk_length [T]
+    int32, or None for all columns. An absent entry is skipped at any position, and no present entry is lost for it.
     Everything else as in `rocm_sparse_attn_decode`.
     """
     letters = _check_dims(q, head_dim, nope_head_dim, rope_head_dim)
@@ -131,7 +132,7 @@ def rocm_sparse_attn_prefill(
     _attend(Phase.PREFILL, layer, q, GatheredKeys(kv.squeeze(1), chosen), sink, output, workspace, None)
 
 
-# what they have in common
+# shared by both phases
 
 
 def _attend(
@@ -144,7 +145,7 @@ def _attend(
     workspace: WorkspaceManager | None,
     angles: tuple[Tensor, Tensor] | None,
 ) -> int:
-    """Launch; how many leading rows had their rotation undone."""
+    """Launch, and return the number of leading rows whose rotation was undone."""
     backend = _backend()
     scratch: Any = ()
     if workspace is not None:
@@ -160,7 +161,7 @@ def _width_of(rows: DenseIndices | RaggedIndices) -> int:
 
 
 def _check_dims(q: Tensor, head_dim: int, nope: int, rope: int) -> dict[str, int]:
-    """The letters of q, whose dims are within the contract."""
+    """Check the dims of q, and return its sizes by letter."""
     if (nope + rope, nope > 0, rope > 0) != (head_dim, True, True):
         raise ArgumentError("head_dim", expected=f"nope_head_dim + rope_head_dim = {nope} + {rope}", actual=head_dim)
     if head_dim > _WIDEST:
@@ -173,7 +174,7 @@ def _check_dims(q: Tensor, head_dim: int, nope: int, rope: int) -> dict[str, int
 
 
 def _sink_of(sink: Tensor | None, q: Tensor) -> Tensor | None:
-    """The sinks of q's heads. Engines pad heads, and may give more."""
+    """The sinks of q's heads. Engines that pad heads may give more."""
     if sink is None:
         return None
     check_tensor("attn_sink", sink, "_", torch.float32, {})
@@ -212,7 +213,7 @@ def _cache_of(
 
 def _refuse_dialect(name: str, dialect: Fp8Format, actual: object) -> None:
     hint = "the same byte means half as much in e4m3fnuz: say for each cache who wrote it"
-    raise ArgumentError(name, expected=f"fp8 of dialect {dialect.value}, as told", actual=actual, hint=hint)
+    raise ArgumentError(name, expected=f"fp8 of dialect {dialect.value}, as declared", actual=actual, hint=hint)
 
 
 def _rows_of(
@@ -224,18 +225,18 @@ def _rows_of(
     indptr: Tensor | None,
     lens_name: str = "lens",
 ) -> DenseIndices | RaggedIndices:
-    """What rows select, ragged if that is given."""
+    """The index rows, ragged if those are given."""
     if flat is not None and indptr is not None:
         names = f"{name}ragged_indices", f"{name}ragged_indptr"
-        check_tensor(names[0], flat, "_", _INT, {})
-        check_tensor(names[1], indptr, "T+1", _INT, {"T": q.shape[0]})
+        check_tensor(names[0], flat, "_", INT, {})
+        check_tensor(names[1], indptr, "T+1", INT, {"T": q.shape[0]})
         check_same_device(q, **dict(zip(names, (flat, indptr), strict=True)))
         check_indptr(names[1], indptr, flat.shape[0])
-        return RaggedIndices(flat, indptr, min(flat.shape[0], _MOST))
+        return RaggedIndices(flat, indptr, min(flat.shape[0], INT32_MAX))
     rows, letters = as_rows(indices), {"T": q.shape[0]}
     names = f"{name}indices", f"{name}{lens_name}"
-    check_tensor(names[0], rows, "T K", _INT, letters)
-    check_tensor(names[1], lens, "T", _INT, letters)
+    check_tensor(names[0], rows, "T K", INT, letters)
+    check_tensor(names[1], lens, "T", INT, letters)
     check_same_device(q, **dict(zip(names, (rows, lens), strict=True)))
     assert rows is not None
     assert lens is not None

@@ -1,4 +1,4 @@
-"""Output projection under the name that engines call on AMD GPUs today, on the shared kernel."""
+"""vLLM's function of the output projection on AMD GPUs, on the shared projection kernel."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def rocm_inv_rope_einsum(
     rotary_emb: has `cos_sin_cache`, [positions, rope_head_dim] fp32, cosines then sines. o: [T, H, D] bf16 or fp32, any
     strides but that of the last dimension; it stays as it is. positions: [T] int64; those of padding rows may be
     anything. wo_a: [G * o_lora_rank, H / G * D], a tensor or a module; see `weights.dequantized` for what it may hold.
-    More than the original has: turned_rows, how many leading rows of o have no rotation left to undo, because whoever
-    attended them did it; their positions are not looked at.
+    Beyond the original: turned_rows, the number of leading rows of o whose rotation the attention call has undone
+    already; their positions are not read.
     Raises ArgumentError before any launch.
     """
     table = _table_of(rotary_emb, rope_head_dim)
@@ -51,7 +51,7 @@ def rocm_inv_rope_einsum(
         raise ArgumentError("turned_rows", expected=f"0 .. {tokens}, the rows of o", actual=turned_rows)
     name, weight = weight_of(wo_a)
     width = heads // n_local_groups * dim
-    # an fp8 weight may lie in any way: what is multiplied is its copy
+    # an fp8 weight may have any strides: the product uses its bf16 copy
     shape, is_fp8 = f"{n_local_groups * o_lora_rank} {width}", weight.element_size() == 1
     check_tensor(name, weight, shape, weight.dtype, {}, any_strides=is_fp8)
     tensors = {"positions": positions, "rotary_emb.cos_sin_cache": table, name: weight}

@@ -1,7 +1,7 @@
-"""The field's names for ragged index lists: flat indices, and indptr, where each row begins.
+"""vLLM's functions of ragged index lists on AMD GPUs: flat indices, and indptr, the start of each row.
 
-Nothing here reads a length on the host: memory is allocated from shapes, and what lies behind indptr[-1] is undefined.
-An absent entry never becomes a neighbour's row, and none is lost because others are absent.
+No function reads a length on the host: memory is allocated from shapes, and entries behind indptr[-1] are undefined.
+An absent entry never becomes a neighbour's row, and no present entry is lost because others are absent.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ __all__ = [
     "new_rows",
 ]
 
-_INT = torch.int32
-_ANY_SLOT = 2**31 - 1
+INT = torch.int32
+INT32_MAX = 2**31 - 1
 
 
 def build_ragged_indices_from_dense(indices: Tensor, lengths: Tensor, num_rows: int = -1) -> tuple[Tensor, Tensor]:
     """Dense rows as (flat [T * K], indptr [T + 1]): the first `lengths` columns of each, absent ones as -1.
 
-    indices: [T, K] int32. lengths: [T] int32. num_rows: rows of keys there are, to which entries may point; -1 for not
-    saying. Entries of `flat` at or behind indptr[-1] are undefined. Raises ArgumentError before any launch.
+    indices: [T, K] int32. lengths: [T] int32. num_rows: number of rows of keys, to which entries may point; -1 if not
+    given. Entries of `flat` at or behind indptr[-1] are undefined. Raises ArgumentError before any launch.
     """
     letters: dict[str, int] = {}
-    check_tensor("indices", indices, "T K", _INT, letters)
-    check_tensor("lengths", lengths, "T", _INT, letters)
+    check_tensor("indices", indices, "T K", INT, letters)
+    check_tensor("lengths", lengths, "T", INT, letters)
     check_same_device(indices, lengths=lengths)
     flat, indptr = new_rows(indices, *indices.shape)
-    kernels.build_ragged_indices_from_dense(indices, lengths, _ANY_SLOT if num_rows < 0 else num_rows, (flat, indptr))
+    kernels.build_ragged_indices_from_dense(indices, lengths, INT32_MAX if num_rows < 0 else num_rows, (flat, indptr))
     return flat, indptr
 
 
@@ -59,31 +59,31 @@ def compute_global_topk_ragged_indices_and_indptr(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Entry numbers of requests as ragged slots: (flat [T * K], indptr [T + 1], lens [T]).
 
-    topk_indices: [T, 1, K] or [T, K] int32, -1 or anything absent wherever it stands. token_to_req: [>= T] int32.
-    block_table: [R, N] int32. is_valid: [>= T] bool; other rows are empty. visible_lens: [T] int32, more than the
-    original has: entries each token may see; its row has min(visible_lens, K) places. Without it, a row has as many
-    places as topk_indices has entries of the table, numbers in [0, N * block_size), for its token.
-    A row's slots stand together at its front; what its length has besides is -1.
+    topk_indices: [T, 1, K] or [T, K] int32; -1 or any absent number is allowed at any position. token_to_req: [>= T]
+    int32. block_table: [R, N] int32. is_valid: [>= T] bool; other rows are empty. visible_lens: [T] int32, beyond the
+    original: number of entries that each token may see; its row has min(visible_lens, K) places. Without it, a row has
+    as many places as topk_indices has entries of the table, numbers in [0, N * block_size), for its token.
+    A row's slots are contiguous at its front; the rest of its length is -1.
     Raises ArgumentError before any launch.
     """
     rows, letters = as_rows(topk_indices), dict[str, int]()
-    check_tensor("topk_indices", rows, "T K", _INT, letters)
-    check_tensor("block_table", block_table, "_ _", _INT, {})
+    check_tensor("topk_indices", rows, "T K", INT, letters)
+    check_tensor("block_table", block_table, "_ _", INT, {})
     assert rows is not None
     tokens, width = rows.shape
-    for name, each, dtype in (("token_to_req", token_to_req, _INT), ("is_valid", is_valid, torch.bool)):
+    for name, each, dtype in (("token_to_req", token_to_req, INT), ("is_valid", is_valid, torch.bool)):
         check_tensor(name, each, "_", dtype, {})
         if each.shape[0] < tokens:
             raise ArgumentError(name, expected=f"at least {tokens} elements, one for each token", actual=each.shape[0])
-    check_optional("visible_lens", visible_lens, "T", _INT, letters)
+    check_optional("visible_lens", visible_lens, "T", INT, letters)
     if block_size < 1:
         raise ArgumentError("block_size", expected="at least 1", actual=block_size)
     optional = {"visible_lens": visible_lens}
     check_same_device(rows, token_to_req=token_to_req, block_table=block_table, is_valid=is_valid, **optional)
-    most = min(block_table.shape[1] * block_size, _ANY_SLOT)
-    seen = is_valid[:tokens].to(_INT) * (most if visible_lens is None else visible_lens.clamp(0, most))
+    most = min(block_table.shape[1] * block_size, INT32_MAX)
+    seen = is_valid[:tokens].to(INT) * (most if visible_lens is None else visible_lens.clamp(0, most))
     counted = (rows >= 0) & (rows < seen[:, None]) if visible_lens is None else None
-    lens = seen.clamp(max=width) if counted is None else counted.sum(1, dtype=_INT)
+    lens = seen.clamp(max=width) if counted is None else counted.sum(1, dtype=INT)
     flat, indptr = new_rows(rows, tokens, width)
     kernels.compute_global_topk_ragged_indices_and_indptr(
         rows, seen, token_to_req[:tokens], block_table, block_size, (flat, indptr), lens
@@ -99,7 +99,7 @@ def combine_topk_swa_indices_ragged(
     window_size: int,
     compress_ratio: int,
     topk: int,
-    M: int,  # noqa: N803 - the field's letters
+    M: int,  # noqa: N803 - vLLM's letters
     N: int,  # noqa: N803
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Selected entries, then the window, of each token of a chunk as ragged rows of the gathered keys.
@@ -109,10 +109,10 @@ def combine_topk_swa_indices_ragged(
     Returns (flat [t * (topk + window_size)], indptr [t + 1], lens [t]). Raises ArgumentError before any launch.
     """
     letters: dict[str, int] = {}
-    check_tensor("topk_indices", topk_indices, "t _", _INT, letters)
-    check_tensor("seq_lens", seq_lens, "n", _INT, letters)
-    check_tensor("gather_lens", gather_lens, "n", _INT, letters)
-    check_tensor("query_start_loc", query_start_loc, "n+1", _INT, letters)
+    check_tensor("topk_indices", topk_indices, "t _", INT, letters)
+    check_tensor("seq_lens", seq_lens, "n", INT, letters)
+    check_tensor("gather_lens", gather_lens, "n", INT, letters)
+    check_tensor("query_start_loc", query_start_loc, "n+1", INT, letters)
     check_same_device(topk_indices, query_start_loc=query_start_loc, seq_lens=seq_lens, gather_lens=gather_lens)
     for name, number, least in (
         ("window_size", window_size, 1),
@@ -133,9 +133,9 @@ def combine_topk_swa_indices_ragged(
     seen = None
     if topk:
         request = token_to_req_indices(starts, tokens)
-        seen = ((positions_of(starts, seq_lens, request) + 1) // compress_ratio).to(_INT)
-    dense = torch.empty(tokens, topk + window_size, dtype=_INT, device=starts.device)
-    lens = torch.empty(tokens, dtype=_INT, device=starts.device)
+        seen = ((positions_of(starts, seq_lens, request) + 1) // compress_ratio).to(INT)
+    dense = torch.empty(tokens, topk + window_size, dtype=INT, device=starts.device)
+    lens = torch.empty(tokens, dtype=INT, device=starts.device)
     combine_topk_swa_indices(
         topk_indices if topk else None,
         seen,
@@ -150,7 +150,7 @@ def combine_topk_swa_indices_ragged(
         (dense, lens),
     )
     flat, indptr = new_rows(dense, *dense.shape)
-    kernels.build_ragged_indices_from_dense(dense, lens, _ANY_SLOT, (flat, indptr))
+    kernels.build_ragged_indices_from_dense(dense, lens, INT32_MAX, (flat, indptr))
     return flat, indptr, lens
 
 
@@ -162,24 +162,24 @@ def copy_ragged_to_graph_buffers(
     num_rows: int,
     max_entries_per_row: int,
 ) -> tuple[Tensor, Tensor]:
-    """Copy ragged rows to where a captured graph reads them; returns the views it is to be given.
+    """Copy ragged rows to the buffers that a captured graph reads; returns the views for the capture.
 
     ragged_indices: [capacity] int32. ragged_indptr: [num_rows + 1] int32. indices_buffer: [>= num_rows *
     max_entries_per_row, and >= capacity] int32. indptr_buffer: [>= num_rows + 1] int32.
-    Returns (indices [max(num_rows * max_entries_per_row, 1)], indptr [num_rows + 1]): where they are and how long they
-    are follows from num_rows alone. Raises ArgumentError before anything is copied.
+    Returns (indices [max(num_rows * max_entries_per_row, 1)], indptr [num_rows + 1]), whose addresses and sizes depend
+    on num_rows alone. Raises ArgumentError before anything is copied.
     """
     for name, number in (("num_rows", num_rows), ("max_entries_per_row", max_entries_per_row)):
         if number < 0:
             raise ArgumentError(name, expected="at least 0", actual=number)
-    check_tensor("ragged_indptr", ragged_indptr, "T+1", _INT, {"T": num_rows})
+    check_tensor("ragged_indptr", ragged_indptr, "T+1", INT, {"T": num_rows})
     places = max(num_rows * max_entries_per_row, 1)
     for name, each in (
         ("ragged_indices", ragged_indices),
         ("indices_buffer", indices_buffer),
         ("indptr_buffer", indptr_buffer),
     ):
-        check_tensor(name, each, "_", _INT, {})
+        check_tensor(name, each, "_", INT, {})
     check_at_least("indices_buffer", indices_buffer, max(places, ragged_indices.shape[0]))
     check_at_least("indptr_buffer", indptr_buffer, num_rows + 1)
     check_same_device(ragged_indices, ragged_indptr=ragged_indptr)
@@ -191,11 +191,11 @@ def copy_ragged_to_graph_buffers(
     return indices_buffer[:places], indptr_buffer[: num_rows + 1]
 
 
-# what they have in common
+# shared by these functions
 
 
 def check_indptr(name: str, indptr: Tensor, capacity: int) -> None:
-    """Where rows begin, as far as it can be looked at without waiting for a device."""
+    """Check the starts of rows, if that needs no synchronisation with a device."""
     if indptr.device.type != "cpu":
         return
     values = indptr.tolist()
@@ -210,7 +210,7 @@ def check_indptr(name: str, indptr: Tensor, capacity: int) -> None:
 
 def new_rows(like: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
     """Memory of a ragged list of `rows` rows of at most `width` entries."""
-    if rows * width > _ANY_SLOT:
+    if rows * width > INT32_MAX:
         raise ArgumentError("indices", expected="fewer than 2^31 in all", actual=f"{rows} rows of {width}")
     flat, indptr = (like.new_empty(shape, dtype=dtype) for shape, dtype in ragged_specs(rows, width))
     return flat, indptr

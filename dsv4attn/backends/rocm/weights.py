@@ -1,7 +1,7 @@
-"""Weights of the output projection as its kernel multiplies them: block-scaled fp8 made bf16, once.
+"""Converts block-scaled fp8 weights of the output projection to bf16, and caches the copies.
 
-A copy is kept for as long as its weight lives, and made anew, in the same memory, when the weight or its scale was
-replaced or written.
+A copy is cached for the lifetime of its weight. When the weight or its scale was replaced or written, the copy is
+computed again, in the same memory.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ BLOCK = 128
 """Rows and columns under one scale; the last block of either may be shorter."""
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-# younger than the oldest torch that is supported
+# the oldest supported torch lacks this type
 _E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 _SCALES = ("weight_scale_inv", "weight_scale")
 
 
 def weight_of(wo_a: object) -> tuple[str, Tensor]:
-    """What to call a weight in messages, and the weight: `wo_a.weight`, or a plain tensor itself.
+    """Name of a weight in messages, and the weight: `wo_a.weight`, or a plain tensor itself.
 
     Raises ArgumentError unless it is a matrix of a float dtype, or of one of the two dialects of fp8.
     """
@@ -54,35 +54,35 @@ def dequantized(wo_a: object) -> Tensor:
     wo_a: a module with `weight` [rows, columns] and, if that is fp8, `weight_scale_inv` or `weight_scale`
     [ceil(rows / 128), ceil(columns / 128)]: fp32, E8M0, or raw exponent bytes, uint8. A weight of two bytes or more an
     element is never scaled, even with a scale beside it. Products are fp32, then rounded to bf16.
-    The first call computes, so it belongs before the capture of a graph; later ones look up. Writes that torch does not
-    count, to `weight.data` or in inference mode, go unseen: `forget` the weight after them.
+    The first call computes the copy, so make it before the capture of a graph; later calls return the cached copy.
+    Writes that torch does not count, to `weight.data` or in inference mode, are not noticed: call `forget` after them.
     Raises ArgumentError before anything is computed.
     """
     name, weight = weight_of(wo_a)
     if weight.element_size() > 1:
-        _kept.pop(id(weight), None)
+        _copies.pop(id(weight), None)
         return weight
     scales = {s: scale for s in _SCALES if (scale := getattr(wo_a, s, None)) is not None}
-    known = _kept.get(id(weight))
-    if known is not None and known.is_of(weight, scales):
-        return known.copy
-    # outside inference mode, so that the copy can be written again wherever that will be
+    cached = _copies.get(id(weight))
+    if cached is not None and cached.is_of(weight, scales):
+        return cached.copy
+    # outside inference mode, so that the copy can be written again inside or outside of it
     with torch.inference_mode(mode=False), torch.no_grad():
         factors = _factors(name, weight, scales)
-        old = None if known is None or known.weight() is not weight else known.copy
+        old = None if cached is None or cached.weight() is not weight else cached.copy
         copy = _product(weight, factors, old)
-    _kept[id(weight)] = _Kept.of(weight, scales, copy)
+    _copies[id(weight)] = _Copy.of(weight, scales, copy)
     return copy
 
 
 def forget(wo_a: object) -> None:
-    """Drop the copy that is kept of a weight; the next call of `dequantized` makes another."""
-    _kept.pop(id(weight_of(wo_a)[1]), None)
+    """Drop the cached copy of a weight; the next call of `dequantized` makes another."""
+    _copies.pop(id(weight_of(wo_a)[1]), None)
 
 
 @frozen(eq=False)
-class _Kept:
-    """A copy, and what it was made of. Neither weight nor scale is kept alive."""
+class _Copy:
+    """A cached copy with weak references to its weight and scales, and their states when it was made."""
 
     weight: weakref.ref[Tensor]
     scales: dict[str, weakref.ref[Tensor]]
@@ -90,13 +90,13 @@ class _Kept:
     copy: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor, scales: dict[str, Tensor], copy: Tensor) -> _Kept:
-        """Note what a copy was just made of."""
+    def of(cls, weight: Tensor, scales: dict[str, Tensor], copy: Tensor) -> _Copy:
+        """Record the sources of a new copy."""
         ref = weakref.ref(weight, partial(_drop, id(weight)))
         return cls(ref, {s: weakref.ref(scale) for s, scale in scales.items()}, _states(weight, scales), copy)
 
     def is_of(self, weight: Tensor, scales: dict[str, Tensor]) -> bool:
-        """Whether these are the same tensors with, as far as torch counts writes, the same numbers."""
+        """Whether these are the same tensors and torch has counted no write to them."""
         return (
             self.weight() is weight
             and self.scales.keys() == scales.keys()
@@ -105,19 +105,19 @@ class _Kept:
         )
 
 
-_kept: dict[int, _Kept] = {}
-"""By the identity of the weight."""
+_copies: dict[int, _Copy] = {}
+"""Cached copies by `id` of their weight."""
 
 
 def _drop(key: int, ref: weakref.ref[Tensor]) -> None:
-    """Drop the copy of a weight that is no more, unless its identity has passed on to another."""
-    known = _kept.get(key)
-    if known is not None and known.weight is ref:
-        del _kept[key]
+    """Drop the copy of a weight that was deleted, unless another weight has its `id` already."""
+    cached = _copies.get(key)
+    if cached is not None and cached.weight is ref:
+        del _copies[key]
 
 
 def _states(weight: Tensor, scales: dict[str, Tensor]) -> tuple[Any, ...]:
-    """What changes when one of them is written or its memory replaced."""
+    """A value that changes when the weight or a scale is written or its memory replaced."""
     return tuple(
         (t.data_ptr(), None if t.is_inference() else t._version, t.dtype, t.shape, t.stride())  # noqa: SLF001
         for t in (weight, *scales.values())
@@ -162,7 +162,7 @@ def _powers_of_two(byte: Tensor) -> Tensor:
 def _product(weight: Tensor, factors: Tensor, out: Tensor | None) -> Tensor:
     """Each block times its factor as bf16, a row of blocks at a time; into `out` if that fits.
 
-    The memory stays the same then, which is where a captured graph reads.
+    The memory stays the same then, and a captured graph reads the new values.
     """
     if out is None or (out.shape, out.device) != (weight.shape, weight.device):
         out = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)

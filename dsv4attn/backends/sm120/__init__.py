@@ -1,13 +1,13 @@
 """RTX 5090, RTX PRO 6000 (sm_120) and DGX Spark (sm_121): FlashInfer where it serves a call, our kernel where not.
 
-Chosen automatically there; asked for by name, also any other GPU that Triton drives, or a CPU under Triton's
+Chosen automatically there. By name it also runs on any other GPU that Triton drives, or on a CPU under Triton's
 interpreter (TRITON_INTERPRET=1), with our kernel. Both phases read pages; nothing is gathered. FlashInfer is optional,
-imported only once this room has won on such a card, and rounds queries and weights to fp8; option `precision=bf16`
-leaves every call to our kernel, which does not.
+imported only after this backend was chosen on such a card, and rounds queries and weights to fp8; option
+`precision=bf16` gives every call to our kernel, which does not round them.
 
-Status: our kernel is correct in the interpreter and on an NVIDIA H200, and compiled for sm_120; FlashInfer's is called
-as its package asks, which tests check without a card. Neither has run on SM120 hardware. `dsv4attn conform sm120` is
-how someone with a card reports.
+Status: our kernel is correct in the interpreter and on an NVIDIA H200, and compiled for sm_120; calls of FlashInfer's
+follow its package's interface, which tests check without a card. Neither has run on SM120 hardware. `dsv4attn conform
+sm120` writes a certificate on such a card.
 """
 
 from __future__ import annotations
@@ -36,5 +36,5 @@ INFO = BackendInfo(
 
 @hookimpl
 def dsv4attn_backends() -> Sequence[BackendInfo]:
-    """This room's one backend."""
+    """Return the descriptor of the `sm120` backend."""
     return [INFO]

@@ -1,4 +1,4 @@
-"""Which kernel serves a problem, for `dsv4attn explain`: from facts alone, on any machine; no vendor's import."""
+"""Notes of the sm120 backend for `dsv4attn explain`: FlashInfer or our kernel, from facts alone, without its import."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dsv4attn.core.problem import Problem
 __all__ = ["ARCHS", "notes"]
 
 ARCHS = ("sm_12*",)
-"""Where FlashInfer is asked."""
+"""Architectures on which FlashInfer is used."""
 _NEWEST = "0.7.2"
 
 
 def notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
-    """One line: the kernel, and every reason if it is ours.
+    """One line: the kernel, and if it is our kernel, every reason against FlashInfer.
 
-    Of a FlashInfer that is not imported only the version is known; its kernels are taken to be those of the newest
-    release that we have read. What really is there is asked when the room has won.
+    FlashInfer is not imported here, so only its version is known; its kernels are taken to be those of release _NEWEST.
+    Its real limits are read when this backend was chosen.
     """
     if not device.matches(ARCHS):
         return [f"our kernel: FlashInfer is asked on sm_120 and sm_121, not on {device.arch}"]

@@ -1,7 +1,8 @@
-"""The wrapper that engines hold one of per layer on SM120, on this room's own kernel.
+"""FlashInfer's per-layer wrapper for SM120, with the same name and arguments, on this backend's own kernel.
 
-Its constructor and `run` are those of `flashinfer.mla.SparseMLASm120Wrapper`, so that it stands in where that one does
-not serve: any head count up to 128 without padding, any top-k, any page size, exact products of bf16.
+Its constructor and `run` are those of `flashinfer.mla.SparseMLASm120Wrapper`, so that it can replace that class for
+calls that FlashInfer does not serve: any head count up to 128 without padding, any top-k, any page size, exact products
+of bf16.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _layout = cache(KVCacheLayout.fp8_ds_mla)
 
 
 def get_padded_num_q_heads(num_heads: int) -> int:
-    """Heads that q of FlashInfer's kernels must have; this room pads by itself, and its own kernel takes any number."""
+    """Heads of q in FlashInfer's kernels. This backend pads by itself, and its own kernel takes any number of heads."""
     sizes = (8, 16, 32, 64, _MOST_HEADS)
     if not 1 <= num_heads <= sizes[-1]:
         raise ArgumentError("num_heads", expected=f"1 to {_MOST_HEADS}", actual=num_heads)
@@ -43,7 +44,7 @@ def get_padded_num_q_heads(num_heads: int) -> int:
 
 
 class _Rows(NamedTuple):
-    """One segment: its cache, and what the rows select of it; lens is None where all columns count."""
+    """One segment: its cache, its index rows, and their lengths; lens is None if all columns count."""
 
     cache: PagedKVCache
     indices: Tensor
@@ -54,10 +55,10 @@ class SparseMLASm120Wrapper:
     """Attention on fp8 pages for one layer and stream.
 
     max_num_tokens, max_num_heads: both or neither, the largest call. With them all memory of the wrapper is allocated
-    here, on `device` or the current accelerator, and stays where it is: any call within them can be captured, and a
-    captured graph stays valid whatever runs later. Without them it is allocated on `device`, or in the first call on
-    the device of its q; memory for lengths then grows outside captures, and what a captured graph may use is not freed.
-    Of the other arguments of the original only what means DeepSeek-V4's fp8 record is taken: d_v 512, kv_scale_format
+    here, on `device` or the current accelerator, and is never moved: any call within them can be captured, and a
+    captured graph stays valid after any later call. Without them it is allocated on `device`, or in the first call on
+    the device of its q; memory for lengths then grows outside captures, and memory of a captured graph is not freed.
+    The other arguments of the original must have the values of DeepSeek-V4's fp8 record: d_v 512, kv_scale_format
     "auto", kv_cache_format "fp8"; compute_precision is "default" or "bf16", which are the same here.
     Raises ArgumentError or UnsupportedError.
     """
@@ -128,9 +129,9 @@ class SparseMLASm120Wrapper:
         int32, leading columns that count, or None for all. attn_sink: [H] fp32.
         out_lse: [>= T, H] fp32. Its logarithm has base 2 and includes the sink; lse_scale multiplies it, so that ln 2
         makes it natural. A row without keys gives zeros, and the sink's lse or -inf.
-        mid_out, mid_lse: memory for parts of rows, contiguous; as many are made as fit. Without it the wrapper's own.
-        prefill_impl: None, "auto" or "mg"; there is one implementation. Up to 64 tokens rows are shared by several
-        programs, behind that not; results are the same. Nothing is launched for no tokens.
+        mid_out, mid_lse: memory for splits of rows, contiguous; num_splits is limited to what fits. Without it the
+        wrapper's own. prefill_impl: None, "auto" or "mg"; there is one implementation. Up to 64 tokens several programs
+        share a row, above 64 they do not; results are the same. Nothing is launched for no tokens.
         Raises ArgumentError or UnsupportedError before any launch: for a call past the maxima or on another device than
         the wrapper's memory; and, in a wrapper without maxima, for a captured call that needs memory first.
         """
@@ -189,7 +190,7 @@ class SparseMLASm120Wrapper:
         return WrapperMemory(device, _backend().tuning, tokens=tokens or 0, heads=heads or _MOST_HEADS)
 
     def _own(self, q: Tensor) -> WrapperMemory:
-        """The wrapper's memory, which is where q is; made now by a wrapper that was given neither maxima nor device."""
+        """The wrapper's memory, on the device of q. A wrapper with neither maxima nor device allocates it now."""
         if self._memory is None:
             self._memory = self._allocated(q.device)
         if q.device != self._memory.device:
@@ -198,7 +199,7 @@ class SparseMLASm120Wrapper:
         return self._memory
 
     def _parts(self, q: Tensor, splits: int, mid_out: Tensor | None, mid_lse: Tensor | None) -> list[Tensor]:
-        """Memory of the parts of each row: the caller's, as far as it reaches, or the wrapper's own."""
+        """Memory of the splits of each row: the caller's, as far as it suffices, or the wrapper's own."""
         tokens, heads, dim = q.shape
         if mid_out is not None and mid_lse is not None:
             flat = [_bytes_of(name, each, q) for name, each in (("mid_out", mid_out), ("mid_lse", mid_lse))]
@@ -224,7 +225,7 @@ def _lens_of(rows: _Rows, lens: Tensor | None) -> Tensor:
 
 
 def _flat(name: str, tensor: Tensor, last: int) -> Tensor:
-    """[T, 1, H, last] as [T, H, last]; whatever else it is, a check will say."""
+    """[T, 1, H, last] as [T, H, last]; later checks refuse other shapes."""
     if tensor.ndim == 4:
         if tensor.shape[1] != 1:
             raise ArgumentError(name, expected=f"[T, H, {last}] or [T, 1, H, {last}]", actual=list(tensor.shape))
@@ -233,7 +234,7 @@ def _flat(name: str, tensor: Tensor, last: int) -> Tensor:
 
 
 def _segment(q: Tensor, name: str, cache: Tensor | None, indices: Tensor | None, lens: Tensor | None) -> _Rows:
-    """One cache and what the rows select of it, checked."""
+    """One cache and the index rows into it, checked."""
     rows = indices.squeeze(1) if isinstance(indices, Tensor) and indices.ndim == 3 else indices
     letters = {"T": q.shape[0]}
     check_tensor(f"{name}indices", rows, "T K", torch.int32, letters)
@@ -258,7 +259,7 @@ def _bytes_of(name: str, tensor: Tensor, q: Tensor) -> Tensor:
 
 
 def _to_base_two(lse: Tensor, sink: Tensor | None, scale: float) -> None:
-    """Natural and without the sink, as kernels write it, to base 2 with it; in place."""
+    """Convert an lse in place: from natural without the sink, as kernels write it, to base 2 with the sink."""
     lse.mul_(_LOG2E)
     if sink is not None:
         torch.logaddexp2(lse, (sink * _LOG2E).expand_as(lse), out=lse)

@@ -19,24 +19,24 @@ _LANE, _DIM = "decode", 512
 _ALL_COLUMNS = 2**31 - 1
 """Length of a row of which every column counts: kernels look at no column behind the last."""
 _FEW = 64
-"""Rows of the first lengths, where the most tokens are not known."""
+"""Rows of the first lengths if the largest number of tokens is not given."""
 
 
 class WrapperMemory:
-    """What launches of one wrapper read and write besides the caller's tensors.
+    """Memory of the launches of one wrapper, besides the caller's tensors.
 
-    Parts of rows: enough for any call of at most `heads` heads, from the beginning. Lengths of rows of which every
-    column counts: for `tokens` rows from the beginning, and for more when they come; longer ones stand beside the
-    shorter ones. Raises ArgumentError where it would be allocated during a capture, because it would be the graph's.
+    Splits of rows: enough for any call of at most `heads` heads, allocated at once. Lengths of rows of which every
+    column counts: for `tokens` rows allocated at once, and for more rows on demand; shorter ones stay allocated.
+    Raises ArgumentError instead of allocating during a capture, because that memory would belong to the graph.
     """
 
     def __init__(self, device: torch.device, tuning: Tuning, *, tokens: int, heads: int) -> None:
-        """Allocate it on a device. tokens: 0 if the most are not known. tuning: the numbers that calls run with."""
+        """Allocate on a device. tokens: largest number of tokens, 0 if not given. tuning: that of the calls."""
         self.device = device
         self._require_no_capture("the first call of a wrapper without maxima")
         self._workspace, self._lens = WorkspaceManager(device), list[Tensor]()
-        # rows have several parts only while programs are left over: parts x blocks of heads are at most all programs.
-        # A block has at most so many heads; each part has a value of every dim, and two numbers, for each of them
+        # rows are split only while programs are free: splits x blocks of heads are at most all programs.
+        # A block has at most so many heads; each split has a value of every dim, and two numbers, for each of them
         lines = multiprocessors() * min(heads, tuning.heads)
         self._workspace.reserve(WorkspacePlan({_LANE: 4 * lines * (_DIM + 2) + 3 * ALIGNMENT}))
         self._workspace.lock()
@@ -45,24 +45,24 @@ class WrapperMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of all memory of the wrapper."""
         return self._workspace.total_bytes + sum(lens.nbytes for lens in self._lens)
 
     def parts(self, specs: Sequence[BufferSpec]) -> list[Tensor]:
-        """Views for the parts of rows, as `attend.scratch` asks for them; the same memory in every call."""
+        """Views for the splits of rows, with the specs of `attend.scratch`; the same memory in every call."""
         return self._workspace.get_simultaneous(*specs, lane=_LANE, caller="SparseMLASm120Wrapper.run")
 
     def lens(self, tokens: int) -> Tensor:
-        """[tokens] int32: every column counts, however many there are."""
+        """[tokens] int32 lengths with which every column counts, for any number of columns."""
         longest = self._lens[-1].shape[0] if self._lens else 0
         if longest < tokens:
             self._require_no_capture(f"{tokens} rows without lengths")
-            # twice as many each time, so that all of them together are at most twice the last
+            # at least doubled each time, so that all lengths together are at most twice the last
             self._lengthen(max(tokens, 2 * longest, _FEW))
         return self._lens[-1][:tokens]
 
     def _lengthen(self, tokens: int) -> None:
-        with torch.inference_mode(False):  # they outlive the mode of the call that made them
+        with torch.inference_mode(False):  # later calls outside inference mode use them too
             self._lens.append(torch.full((tokens,), _ALL_COLUMNS, dtype=torch.int32, device=self.device))
 
     def _require_no_capture(self, what: str) -> None:
@@ -73,7 +73,7 @@ class WrapperMemory:
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """A device with its number, as tensors say it; None: the current accelerator. Raises ArgumentError if it is not."""
+    """A device with its index; None means the current accelerator. Raises ArgumentError if there is no such device."""
     if device is None:
         found = None if INTERPRETED else torch.accelerator.current_accelerator()
         device = found or torch.device("cpu")

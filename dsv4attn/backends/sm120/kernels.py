@@ -1,4 +1,4 @@
-"""Kernels around FlashInfer: one puts a call into the shape its kernels take, one takes results back."""
+"""Kernels around FlashInfer: `prepare` pads and copies the inputs of its kernels, `settle` copies results back."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -12,7 +12,7 @@ from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
 @triton.jit
 def copy_row(to, rows, token, first, width, room, stride, column_stride, capacity, COLUMNS: tl.constexpr):
-    """COLUMNS columns of a token's row, to a row of `room`: -1 for slots the cache has not, and behind `width`."""
+    """Copy COLUMNS columns of a token's row to a row of `room` columns: -1 for missing slots, and behind `width`."""
     # [N]
     column = first + tl.arange(0, COLUMNS)
     inside = column < width
@@ -55,8 +55,8 @@ def prepare(
 ):
     """Grid (T * pieces,): a piece is COLUMNS columns of each row of indices, and HEADS heads of q.
 
-    wide_q, wide_sink: copies of q and sink with `wide` heads, the added ones zeros and without a sink. to0, to1: rows
-    of indices that may be passed on. What is None is not copied. q's strides are in units of UNIT elements.
+    wide_q, wide_sink: copies of q and sink with `wide` heads, the added ones zeros and without a sink. to0, to1: index
+    rows for FlashInfer. Arguments that are None are not copied. q's strides are in units of UNIT elements.
     """
     token, piece = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces
     if to0 is not None:
@@ -106,8 +106,8 @@ def settle(
 ):
     """Grid (T * pieces,): a piece is HEADS heads of `out`, which are the first of `wide_out`'s.
 
-    lse: what was told, which may be the same memory, and `empty_lse` for rows without keys. What is None is left.
-    out's strides are in units of UNIT elements.
+    lse: copy of `told`, FlashInfer's lse, which may be the same memory, with `empty_lse` for rows without keys.
+    Arguments that are None are skipped. out's strides are in units of UNIT elements.
     """
     token, piece = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces
     if out is not None:

@@ -1,7 +1,7 @@
-"""Whether FlashInfer's attention for SM120 is here, and what it takes. Imports neither torch nor FlashInfer.
+"""Detects FlashInfer's attention for SM120 and its limits. Importing this module imports neither torch nor FlashInfer.
 
-FlashInfer is asked, not its version: the same name took 25 pairs of heads and widths on pages of 64 in one release, and
-nearly everything in a later one.
+Limits come from FlashInfer's own description, not from its version: the same function took 25 pairs of heads and widths
+on pages of 64 in one release, and nearly everything in a later one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["HEADS", "TILE", "Found", "find", "forget", "reasons"]
 HEADS = (8, 16, 32, 64, 128)
 """Head counts with kernels in both of its phases; others are padded to the next one."""
 TILE = 64
-"""Columns of indices that a tile of its kernels takes. Prefill takes whole tiles only."""
+"""Columns of indices in a tile of its kernels. Prefill takes whole tiles only."""
 OLDEST = (0, 6, 18)
-"""First release whose contract we have read."""
+"""First release whose interface was read for this module."""
 
 _MODULE = "flashinfer.mla"
 _CURE = "pip install -U flashinfer-python"
@@ -32,27 +32,33 @@ _PASSED = (
     *("q", "kv_cache", "indices", "output", "sm_scale", "topk_length", "attn_sink", "extra_kv_cache"),
     *("extra_indices", "extra_topk_length", "out_lse", "mid_out", "mid_lse", "lse_scale"),
 )
-"""Arguments of `SparseMLASm120Wrapper.run` that we give."""
+"""Arguments of `SparseMLASm120Wrapper.run` that this backend passes."""
 
 
 @frozen(eq=False)
 class Found:
-    """FlashInfer's attention and what it says of itself. None in place of a set: every positive number."""
+    """FlashInfer's attention and its own description of its limits.
+
+    version: version of FlashInfer.
+    wrapper: the class `SparseMLASm120Wrapper`.
+    config: its description of this model's cache; has `supports_decode`.
+    heads: head counts with kernels.
+    topks: widths of index rows with kernels; None means every positive number.
+    page_sizes: records of a page with kernels; None means every positive number.
+    max_decode_tokens: most tokens of a call of its decode kernels; larger calls of either phase run prefill kernels.
+    """
 
     version: str
     wrapper: Any = field(repr=False)
-    """The class `SparseMLASm120Wrapper`."""
     config: Any = field(repr=False)
-    """What it says of this model's cache; has `supports_decode`."""
     heads: frozenset[int] = frozenset(HEADS)
     topks: frozenset[int] | None = None
     page_sizes: frozenset[int] | None = None
     max_decode_tokens: int = 64
-    """Most tokens of a call that its decode kernels take; beyond it prefill kernels run, whatever we call the phase."""
 
     @classmethod
     def of(cls, version: str, wrapper: Any, config: Any) -> Found:  # noqa: ANN401 - of a package without types
-        """Read the limits off its own description. What an old one does not say is a fixed set there."""
+        """Read the limits from its own description. Limits that an old release does not describe are a fixed set."""
         any_topk = getattr(config, "topk_is_runtime", False) and config.min_topk <= 1
         any_page = getattr(config, "page_block_size_is_runtime", False)
         pages = getattr(config, "page_block_sizes", ()) or (config.page_block_size,)
@@ -67,24 +73,24 @@ class Found:
         )
 
     def padded(self, heads: int) -> int | None:
-        """Heads that a call over so many has: the next count with kernels, None if there is none."""
+        """Heads of q after padding: the next count with kernels, or None if there is none."""
         return min((count for count in self.heads if count >= heads), default=None)
 
 
 @lru_cache(maxsize=1)
 def find() -> Found | Reason:
-    """Import FlashInfer and return what it can do, or why it cannot be used. Never raises; asked once a process.
+    """Import FlashInfer and return its limits, or the reason why it cannot be used. Never raises; cached per process.
 
     The import takes seconds, and writes a log to its cache directory.
     """
     try:
         return _found()
-    except Exception as error:  # noqa: BLE001 - a broken package may raise anything, and each of it is an answer
+    except Exception as error:  # noqa: BLE001 - a broken package may raise anything, which becomes the reason
         return _reason(f"{type(error).__name__}: {error}", f"an importable {_MODULE}")
 
 
 def forget() -> None:
-    """Let the next `find` look again."""
+    """Clear the cached result of `find`."""
     find.cache_clear()
 
 
@@ -103,10 +109,10 @@ def _found() -> Found | Reason:
     if missing:
         return _reason(f"flashinfer {version}: {'; '.join(missing)}", "a release with sparse MLA for SM120")
     wrapper = module.SparseMLASm120Wrapper
-    known = inspect.signature(wrapper.run).parameters
-    unknown = [name for name in _PASSED if name not in known]
-    if unknown:
-        actual = f"flashinfer {version}, whose SparseMLASm120Wrapper.run has no {', '.join(unknown)}"
+    parameters = inspect.signature(wrapper.run).parameters
+    absent = [name for name in _PASSED if name not in parameters]
+    if absent:
+        actual = f"flashinfer {version}, whose SparseMLASm120Wrapper.run has no {', '.join(absent)}"
         return _reason(actual, f"a run that takes {', '.join(_PASSED)}")
     configs = module.supported_sparse_mla_sm120_configs()
     if "dsv4" not in configs:
@@ -132,8 +138,8 @@ def reasons(
 ) -> list[Reason]:
     """Return all reasons why FlashInfer cannot serve a problem; needs no GPU.
 
-    tokens: most query tokens of a call; None: any number. page_strides: bytes from page to page of each cache, where
-    known. in_range: see `FlashInferAttention`; without a copy, rows of indices must have the width they should have.
+    tokens: most query tokens of a call; None means any number. page_strides: bytes from page to page of each cache, or
+    empty if not known. in_range: see `FlashInferAttention`; without a copy, index rows must have the required width.
     """
     return list(_reasons(found, problem, tokens, page_strides, in_range=in_range))
 
@@ -162,7 +168,7 @@ def _reasons(
     many = tokens is None or tokens > found.max_decode_tokens
     if in_range and many and layer.window % TILE:
         expected = f"a multiple of {TILE}, for more than {found.max_decode_tokens} tokens"
-        yield Reason("WINDOW", layer.window, expected, "let the room copy indices")
+        yield Reason("WINDOW", layer.window, expected, "let the backend copy indices")
     yield from _of_width(found, problem, heads, tokens)
 
 
@@ -177,7 +183,7 @@ def _of_cache(found: Found, name: str, cache: CacheFacts) -> Iterator[Reason]:
 
 
 def _of_width(found: Found, problem: Problem, heads: int | None, tokens: int | None) -> Iterator[Reason]:
-    """Columns of the window, which its tables know as topk; those of the compressed cache are free."""
+    """Reasons about the columns of the window, its `topk`; the columns of the compressed cache may have any number."""
     width = problem.layer.window
     if found.topks is not None and width not in found.topks:
         allowed = f"{_listed(found.topks)} with flashinfer {found.version}"

@@ -1,4 +1,4 @@
-"""Numbers of the SM120 room's own kernel, per architecture."""
+"""Tuning of the SM120 backend's own kernel, per architecture."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from dsv4attn.backends._triton.tuning import COMPILED, DEFAULT, HOPPER, INTERPRETER, RDNA, Tuning
 
-# A block may have 99 KiB of shared memory: 16 heads and 32 keys take 80. With the next tile in flight in registers, one
-# form of the kernel spills.
+# A block may have 99 KiB of shared memory: 16 heads and 32 keys take 80. With the next tile prefetched to registers,
+# one variant of the kernel spills.
 _SM120 = Tuning(heads=16, keys=32, warps=8, narrow_warps=8, prefetch=False, assembly=True, measured=COMPILED)
 
 ROWS: Mapping[str, Tuning] = {

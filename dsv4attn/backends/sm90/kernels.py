@@ -1,4 +1,4 @@
-"""The entry point of Hopper's Gluon kernels: on fp8 pages `kernels_pages`, on bf16 rows `kernels_bf16_rows`."""
+"""The entry point of Hopper's Gluon kernels: on fp8 pages `kernels_pages`, on bf16 rows `kernels_rows`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -8,9 +8,9 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
-from dsv4attn.backends.sm90.kernels_bf16_rows import attend_rows
 from dsv4attn.backends.sm90.kernels_common import LINE_L
 from dsv4attn.backends.sm90.kernels_pages import attend_pages
+from dsv4attn.backends.sm90.kernels_rows import attend_rows
 from dsv4attn.backends.sm90.kernels_schedule import Keys, Query, Results, Segment, share
 
 

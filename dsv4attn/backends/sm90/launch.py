@@ -33,11 +33,9 @@ from dsv4attn.core.workspace import ALIGNMENT, BufferSpec
 from dsv4attn.errors import ArgumentError
 
 if INTERPRETED:
-    from dsv4attn.backends.sm90.kernels_twin import attention as attend_pages
-    from dsv4attn.backends.sm90.kernels_twin import attention as attend_rows
+    from dsv4attn.backends.sm90.kernels_twin import attention
 else:
-    from dsv4attn.backends.sm90.kernels import attention as attend_pages
-    from dsv4attn.backends.sm90.kernels_rows import attention as attend_rows
+    from dsv4attn.backends.sm90.kernels import attention
 
 __all__ = ["Sm90Backend"]
 
@@ -141,14 +139,14 @@ def _prepare(call: AttentionCall, kind: int, numbers: Sequence[int]) -> Run:
     """Launches of the own kernel, which leaves parts of rows, and of the one that combines them."""
     q, top, keys = call.q, call.max_logits, call.keys
     tokens, heads, _ = q.shape
-    kernel, roles = _own(kind)
+    roles = _roles(kind)
     constants, combining = _constants(1 if isinstance(keys, GatheredKeys) else len(keys), kind, heads)
     each, chosen = combining[tokens * heads > roles.few]
     results = [*call.out.stride()[:2]]
     for optional in (call.lse, top):
         results += (0, 0) if optional is None else optional.stride()
     scale, empty_lse = call.layer.scale, call.empty_lse
-    own = Launch(kernel, constants, (*q.stride()[:2], *results, *numbers, tokens, roles.least, scale, empty_lse))
+    own = Launch(attention, constants, (*q.stride()[:2], *results, *numbers, tokens, roles.least, scale, empty_lse))
     combine = Launch(add_up, chosen, (*results, empty_lse), roles.warps)
     programs, combiners = _programs(heads) if tokens else 0, tokens * each
     part, part_lse, part_max, table = call.scratch
@@ -179,15 +177,15 @@ def _segments_of(call: AttentionCall) -> tuple[int, Sequence[int]] | None:
     return _segments(keys) if all(isinstance(segment.rows, DenseIndices) for segment in keys) else None
 
 
-def _own(kind: int) -> tuple[Any, Roles]:
-    """The room's own kernel for one kind of keys, and its numbers."""
-    return (attend_pages, PAGED) if kind == PAGES.value else (attend_rows, ROWED)
+def _roles(kind: int) -> Roles:
+    """Numbers of the own kernel for one kind of keys."""
+    return PAGED if kind == PAGES.value else ROWED
 
 
 @cache
 def _constants(segments: int, kind: int, heads: int) -> tuple[Constants, tuple[tuple[int, Constants], ...]]:
     """Of the kernel; and of `add_up`, with its programs for each token, where heads are few, and else."""
-    _, roles = _own(kind)
+    roles = _roles(kind)
     chosen = {"SEGMENTS": segments, "H": heads, "BT": LINE}
     # the twin is one for both kinds
     chosen |= {"KIND": kind} if INTERPRETED else {"VALUES": roles.values, "PRODUCE": roles.produce}
@@ -260,7 +258,7 @@ def _width(call: AttentionCall) -> int:
 
 def variants(segments: int, kind: int, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]) -> Iterator[Variant]:
     """Every form of these kernels that `forward_mqa` can ask for: it never asks for the largest logits."""
-    attention, roles = _own(kind)
+    roles = _roles(kind)
     constants, adding = _constants(segments, kind, heads)
     cache = "*u8" if kind == PAGES.value else "*bf16"
     types = {"q": "*bf16", "out": "*bf16", "max_logits": "none", "part_max": "none", "table": "*i32"}

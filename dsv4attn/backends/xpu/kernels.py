@@ -1,4 +1,4 @@
-"""Kernels of the Intel room: gathering what decode rows select, and attention whose values are a part of its keys."""
+"""Kernels of the Intel backend: gather of the keys of decode rows, and attention on values in a key's leading dims."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -43,9 +43,9 @@ def gather_selected(
 ):
     """Grid (T * tiles,): BLOCK_R columns of one token's segment, of `width` columns; at least one tile.
 
-    A token has `columns` rows of KV and as many columns of PACKED: its window's first, then the other segment's, whose
-    launch is told the window's lengths, BEFORE, and its width. LENS_OUT: columns of all segments so far. A slot that
-    exists is copied, and PACKED names the row it went to; one that does not is -1, and no row is written for it.
+    A token has `columns` rows of KV and as many columns of PACKED: its window's first, then the other segment's. The
+    launch of the other segment takes the window's lengths, BEFORE, and its width. LENS_OUT: columns of all segments so
+    far. An existing slot is copied, and PACKED has the row of its copy. A missing slot is -1, and no row is written.
     """
     tiles = tl.maximum(tl.cdiv(width, BLOCK_R), 1)
     token = (tl.program_id(0) // tiles).to(tl.int64)

@@ -1,7 +1,7 @@
-"""The field's names: what engines call on Intel GPUs today, with their arguments, on this room's kernels.
+"""vLLM's functions for Intel GPUs, with the same names and arguments, on the kernels of the Intel backend.
 
-Engines that use `forward_mqa` need none of it. What the originals get wrong is right here: sinks count, absent keys do
-not, and no call loops over tokens or reads lengths on the host.
+Engines that use `forward_mqa` do not need them. Different from the originals, sinks count, absent keys do not, and no
+call loops over tokens or reads lengths on the host.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ __all__ = [
 
 _ROPE_DIM = 64
 _WIDEST, _TAIL = 512, 128
-"""Dims of values, and of what a key has behind them, that a program holds."""
+"""Most dims of values, and of the tail of a key behind them, in one program."""
 _SMALL = ROWS["xpu"]
-"""Tiles that fit every device, also with a tail behind the values."""
+"""Tuning whose tiles fit every device, also for keys with a tail behind the values."""
 _fused = cache(lambda: XpuBackend(decode="fused"))
 _layout = cache(KVCacheLayout.fp8_ds_mla)
 
 
 def get_padded_num_q_heads(num_heads: int) -> int:
-    """Heads that q must have: as many as there are."""
+    """Heads that q must have: `num_heads`, without padding."""
     return num_heads
 
 
@@ -71,10 +71,10 @@ def triton_bf16_mla_sparse_interface(
     """Attention of each row of q over the rows of kv that it names; returns (out, max_logits, lse).
 
     q: [T, H, Dqk] bf16 or fp32. kv: [S, 1, Dqk]; its first d_v dims are the values. indices: [T, 1, K] or [T, K] int32;
-    what is not in 0 .. S - 1 is absent. block_dpe: dims of a key behind its values (V3.2: 64 of 576), or 0 for not
-    saying; V4's values are whole keys, which takes 0.
-    More than the original has: any H, K and d_v up to 512; attn_sink: [H] fp32; topk_length: [T] int32, leading columns
-    that count; memory for the results, out: [T, H, d_v] like q, max_logits and lse: [T, H] fp32, contiguous.
+    an index outside 0 .. S - 1 is absent. block_dpe: dims of a key behind its values (V3.2: 64 of 576), or 0 if not
+    given; V4's values are whole keys, which takes 0.
+    Beyond the original: any H, K and d_v up to 512; attn_sink: [H] fp32; topk_length: [T] int32, leading columns that
+    count; memory for the results, out: [T, H, d_v] like q, max_logits and lse: [T, H] fp32, contiguous.
     lse is the natural logarithm, without the sink; rows without keys have lse and max_logits -inf, and out 0.
     Raises ArgumentError before any launch.
     """
@@ -99,7 +99,7 @@ def xpu_sparse_decode_fp8(
     q: Tensor,
     kv_cache: Tensor | None,
     swa_kv_cache: Tensor,
-    swa_only: bool,  # noqa: FBT001 - the field's signature
+    swa_only: bool,  # noqa: FBT001 - vLLM's signature
     topk_indices: Tensor | None,
     topk_lens: Tensor | None,
     swa_indices: Tensor,
@@ -116,9 +116,9 @@ def xpu_sparse_decode_fp8(
     """Attention of each row of q over its slots of the window cache and, unless swa_only, of the compressed one.
 
     q, out: [T, H, head_dim] bf16 or fp32; out is written in full. caches: uint8 [B, P, bytes of a record], pages any
-    even number of bytes apart; kv_cache and the topk arguments are not looked at when swa_only. indices: [T, 1, K] or
-    [T, K] int32 slots. lens: [T] int32, leading columns that count. attn_sink: [H] fp32, or None.
-    More than the original has: workspace, with which several programs can share a row; without it none is needed.
+    even number of bytes apart; kv_cache and the topk arguments are not read if swa_only. indices: [T, 1, K] or [T, K]
+    int32 slots. lens: [T] int32, leading columns that count. attn_sink: [H] fp32, or None.
+    Beyond the original: workspace, with which several programs can share a row; without it no scratch is used.
     Raises ArgumentError before any launch.
     """
     if (nope_head_dim + rope_head_dim, nope_head_dim > 0, rope_head_dim > 0) != (head_dim, True, True):
@@ -171,7 +171,7 @@ def xpu_qnorm_rope_kv_fp8_insert(
     insert.qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, cos_sin_cache, eps)
 
 
-# what they have in common
+# shared by these functions
 
 
 def _segment(
@@ -183,7 +183,7 @@ def _segment(
     selected: Tensor | None,
     lens: Tensor | None,
 ) -> PagedKeys:
-    """One cache and what the rows select of it, checked."""
+    """One cache and the index rows into it, checked."""
     indices = as_rows(selected)
     check_tensor(f"{name}_indices", indices, "T K", torch.int32, letters)
     check_tensor(f"{name}_lens", lens, "T", torch.int32, letters)
@@ -196,7 +196,7 @@ def _segment(
     return PagedKeys(PagedKVCache(cache, layout), DenseIndices(indices, lens))
 
 
-# attention whose values are a part of its keys
+# attention whose values are the leading dims of the keys
 
 
 def _check_interface(
@@ -228,10 +228,10 @@ def _check_interface(
         raise ArgumentError("block_dpe", expected=f"{expected}, the dims of q behind d_v={d_v}", actual=block_dpe)
     if out is not None:
         check_tensor("out", out, f"T H {d_v}", q.dtype, letters, written=True)
-    for name, told in (("max_logits", max_logits), ("lse", lse)):
-        check_optional(name, told, "T H", torch.float32, letters)
-        if told is not None and not told.is_contiguous():
-            raise ArgumentError(name, expected="contiguous memory", actual=list(told.stride()))
+    for name, result in (("max_logits", max_logits), ("lse", lse)):
+        check_optional(name, result, "T H", torch.float32, letters)
+        if result is not None and not result.is_contiguous():
+            raise ArgumentError(name, expected="contiguous memory", actual=list(result.stride()))
     optional = {"attn_sink": attn_sink, "topk_length": topk_length, "out": out}
     check_same_device(q, kv=kv, indices=indices, max_logits=max_logits, lse=lse, **optional)
 
@@ -282,11 +282,11 @@ def _constants(heads: int, d_v: int, d_qk: int, dtypes: tuple[torch.dtype, torch
 
 
 def variants(heads: int, d_v: int, d_qk: int, dtype: torch.dtype) -> Iterator[Variant]:
-    """Every form of the interface for q and contiguous kv of this dtype whose values are a part of its keys."""
+    """Every variant of the kernel for q and contiguous kv of this dtype, with values in the leading dims of keys."""
     rows = 1 if d_qk * dtype.itemsize % ALIGNMENT else ALIGNMENT
     constants = _constants(heads, d_v, d_qk, (dtype, dtype), rows)
     types = dict.fromkeys(("q", "kv", "out"), pointer_type(dtype)) | {"indices": "*i32", "scale": "fp32"}
     types |= dict.fromkeys(("max_logits", "lse"), "*fp32")
     for lens, sink in product(("none", "*i32"), ("none", "*fp32")):
-        told = types | {"lens": lens, "sink": sink}
-        yield Variant.from_types(kernels.attend_leading_values, told, constants, num_warps=_SMALL.warps)
+        signature = types | {"lens": lens, "sink": sink}
+        yield Variant.from_types(kernels.attend_leading_values, signature, constants, num_warps=_SMALL.warps)

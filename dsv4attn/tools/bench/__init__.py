@@ -1,8 +1,8 @@
-"""Measurements. Every speed is compared with others taken in turn, in the same run; times alone move with the machine.
+"""Measurements. Calls that are compared run in turn, in the same run, because times alone vary with the machine.
 
-`cases` says what is measured, `inputs` makes it, `reference` knows the right answer, `subjects` and `peers` are those
-who are measured, `clock` and `roofline` measure, `runner` puts them together, and `report`, `compare` and `plots` show
-what came out. `step` measures whole steps of `forward_mqa`.
+`cases` lists kernels and shapes, `inputs` makes their inputs, `reference` computes the expected results. `subjects` and
+`peers` wrap the calls of backends and of other libraries, `clock` and `roofline` measure, `runner` combines them.
+`report`, `compare` and `plots` show results. `step` measures whole steps of `forward_mqa`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A backend's own attention on the inputs of a case, as core would call it, and whether it would take it."""
+"""A backend's attention on the inputs of a case, called as core calls it, and the support question of that case."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROWS = KVCacheLayout.rows()
 
 
 def problem_of(case: Case, prefill_keys: KeyForm = KeyForm.PAGED) -> Problem:
-    """The support question of a case. On gathered rows there is one segment, told as the window."""
+    """The support question of a case. On gathered rows there is one segment, described as the window."""
     preset = case.preset
     if case.kernel == "prefill-rows":
         swa = CacheFacts("rows", "bfloat16", 1) if prefill_keys is KeyForm.PAGED else CacheFacts()
@@ -38,7 +38,7 @@ def problem_of(case: Case, prefill_keys: KeyForm = KeyForm.PAGED) -> Problem:
 
 
 def attend(backend: Backend, inputs: Inputs, out: Tensor) -> Callable[[], None]:
-    """The call, ready to run. Ragged lists are made in it, and rows gathered, where the backend wants them."""
+    """The call, ready to run. It builds ragged lists and gathers rows if the backend's forms need them."""
     kernel, forms, q = inputs.case.kernel, backend.forms, inputs.q
     phase = Phase.DECODE if kernel == "decode" else Phase.PREFILL
     form = forms.decode_indices if phase is Phase.DECODE else forms.prefill_indices
@@ -96,7 +96,7 @@ def _packing(backend: Backend, dense: DenseIndices, ragged: RaggedIndices, slots
 
 
 def _as_pages(rows: Tensor) -> PagedKVCache:
-    """Rows [S, D] as pages of one row, which is how a backend that reads pages takes them."""
+    """Rows [S, D] as pages of one row, for a backend that reads pages."""
     return PagedKVCache(rows[:, None], _ROWS)
 
 

@@ -1,4 +1,4 @@
-"""What is measured: kernels by name, and the shapes that models give them."""
+"""Benchmark cases: kernels by name, and their shapes in the released models."""
 
 from __future__ import annotations
 
@@ -32,13 +32,21 @@ KERNELS = ("decode", "prefill", "prefill-rows", "insert", "quantize", "gather")
 and store. quantize: quantise and store. gather: pages to bf16 rows."""
 ATTENTION = KERNELS[:3]
 WHAT = (*KERNELS, "step", "scaling", "host")
-"""step: whole steps of `forward_mqa`. scaling: lines along which one thing grows. host: what core costs the host."""
+"""step: whole steps of `forward_mqa`. scaling: lines along which one size grows. host: core's time on the host."""
 HEAD_DIM, ROPE_DIM, WINDOW, WINDOW_PAGE = 512, 64, 128, 64
 
 
 @frozen
 class Preset:
-    """A kind of layer. page: records in a page of the compressed cache. topk: most compressed keys of a token."""
+    """A kind of layer of a model.
+
+    name: unique among presets.
+    kind: kind of the layer.
+    heads: query heads.
+    ratio: compression ratio; 1 for window-only layers.
+    topk: most compressed keys of a token.
+    page: records in a page of the compressed cache.
+    """
 
     name: str
     kind: LayerKind
@@ -49,7 +57,7 @@ class Preset:
 
     @property
     def layer(self) -> LayerGeometry:
-        """What a backend is told."""
+        """Geometry of the layer, as a backend gets it."""
         topk = self.topk if self.kind is LayerKind.C4A else 0
         return LayerGeometry(
             self.kind, self.ratio, self.heads, HEAD_DIM, Rope(ROPE_DIM, 10000.0), WINDOW, topk
@@ -62,7 +70,7 @@ class Preset:
 
     @property
     def context(self) -> int:
-        """Tokens of a request for which there are more entries than a token takes, or just as many on c128a layers."""
+        """Tokens of a request with more entries than a token selects; on c128a layers with just as many."""
         return self.ratio * (max(2048, 2 * self.topk) if self.kind is LayerKind.C4A else self.topk) or 8192
 
 
@@ -80,7 +88,16 @@ PRESETS = {
 
 @frozen
 class Case:
-    """One kernel, one shape. requests: (tokens before, tokens now) of each. series, x: place in a scaling line."""
+    """One kernel on one shape.
+
+    kernel: name of the kernel.
+    preset: kind of layer.
+    label: name of the shape.
+    requests: (tokens before, tokens now) of each request.
+    series: name of the scaling line, or "".
+    x: size that grows along that line.
+    seed: seed of the inputs.
+    """
 
     kernel: str
     preset: Preset
@@ -103,7 +120,14 @@ class Case:
 
 @frozen
 class Size:
-    """How much of everything: what fits a machine. records: of each of eight requests that are gathered."""
+    """Default sizes for a kind of machine.
+
+    batches: requests of the decodes.
+    tokens: query tokens of the prefills.
+    inserted: rows of insert and quantize.
+    records: records of each of the eight requests that are gathered.
+    rounds: rounds to take the median of.
+    """
 
     batches: tuple[int, ...]
     tokens: int
@@ -117,21 +141,21 @@ _ACCELERATOR = Size((8, 64, 256), 2048, 8192, 8192, 20)
 
 
 def sizes(device: str) -> Size:
-    """What is measured on a kind of torch device unless somebody says otherwise: on a CPU, less than a minute of it."""
+    """Default sizes on a kind of torch device. On a CPU the run takes less than a minute."""
     return _SIZES.get(device, _ACCELERATOR)
 
 
-def named(kind: str, given: str | None, known: Sequence[str], default: Sequence[str]) -> list[str]:
-    """Names out of a list with commas. Raises UnknownNameError."""
+def named(kind: str, given: str | None, allowed: Sequence[str], default: Sequence[str]) -> list[str]:
+    """The parts of a comma-separated list, each of which must be in `allowed`. Raises UnknownNameError."""
     names = [name.strip() for name in given.split(",") if name.strip()] if given else list(default)
     for name in names:
-        if name not in known:
-            raise UnknownNameError(kind, name, known)
+        if name not in allowed:
+            raise UnknownNameError(kind, name, allowed)
     return list(dict.fromkeys(names))
 
 
 def cases_of(kernels: Sequence[str], presets: Sequence[str], size: Size) -> list[Case]:
-    """Cases of some kernels, without those that another one repeats."""
+    """Cases of some kernels, without repeated ones."""
     return [case for kernel in kernels for case in _cases(kernel, [PRESETS[name] for name in presets], size)]
 
 
@@ -170,7 +194,7 @@ def host_cases() -> list[Case]:
 
 
 def decodes(preset: Preset, batch: int, context: int | None = None) -> tuple[tuple[int, int], ...]:
-    """Requests of one token: all of one length, or on c128a layers, whose keys follow from it, of any up to that."""
+    """Requests of one token. All have one length; on c128a layers, whose keys depend on it, any length up to that."""
     longest = preset.context if context is None else context
     if preset.kind is LayerKind.C128A and context is None:
         draw = random.Random(batch)  # noqa: S311 - lengths, not secrets
@@ -179,5 +203,5 @@ def decodes(preset: Preset, batch: int, context: int | None = None) -> tuple[tup
 
 
 def with_topk(preset: Preset, topk: int) -> Preset:
-    """The same layer, whose tokens take so many compressed keys."""
+    """The same layer with another number of selected compressed keys."""
     return evolve(preset, topk=topk)

@@ -1,4 +1,4 @@
-"""Seconds of calls that are taken in turn."""
+"""Times calls that run in turn, with flushed caches and the host's time hidden on accelerators."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ _MOST_FLUSHES = 64
 
 @frozen
 class Spread:
-    """Seconds of some rounds in three numbers: the median, and between which eight of ten rounds are.
+    """Seconds of the rounds of one call.
 
-    exposed: in some round the host's own time was part of it, for the device had nothing left to do meanwhile.
+    median: median of the rounds.
+    p10: a tenth of the rounds took less.
+    p90: a tenth of the rounds took more.
+    exposed: whether the host's own time is part of it, because in some round the device became idle meanwhile.
     """
 
     median: float
@@ -41,15 +44,15 @@ class Spread:
 class Clock:
     """Times calls on one device.
 
-    On an accelerator each call runs between two device events, behind writes that throw everything out of the caches.
-    Those writes are repeated until they take twice as long as the host needs to enqueue the call, so that the device
-    is still busy with them when the call's kernels arrive, and the host's time is not measured. Whether that was so is
-    checked in every round, and tried again with more writes if not; a call that itself waits for the device cannot be
-    hidden. On a CPU it is the wall clock, and nothing is flushed.
+    On an accelerator each call runs between two device events, behind writes that flush the caches. Those writes are
+    repeated until they take twice as long as the host needs to enqueue the call. So the device is still busy with them
+    when the call's kernels arrive, and the host's time is not measured. Every round checks this, and is repeated with
+    more writes if it failed. The host's time of a call that itself waits for the device cannot be hidden. On a CPU the
+    clock is the wall clock, and nothing is flushed.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Allocate what is needed to flush."""
+        """Allocate the memory that flushes write."""
         self.device = device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         if self._module is not None:
@@ -74,7 +77,7 @@ class Clock:
         return [Spread.of(taken, exposed=bare) for taken, bare in zip(seconds, exposed, strict=True)]
 
     def _warmed(self, call: Callable[[], None]) -> int:
-        """Run a call until it is warm, and say how many flushes hide its host."""
+        """Run a call until it is warm. Returns the number of flushes that hide its time on the host."""
         host = 0.0
         for _ in range(_WARM_UP):
             self._wait()
@@ -89,7 +92,7 @@ class Clock:
             self._module.synchronize(self.device)
 
     def _span(self, call: Callable[[], object], flushes: int) -> tuple[float, bool]:
-        """Seconds of a call, and whether the device was busy before it until the host was done with it."""
+        """Seconds of a call, and whether the device was busy with flushes until the host had enqueued the call."""
         if self._module is None:
             started = time.perf_counter()
             call()

@@ -1,4 +1,4 @@
-"""Two runs, side by side: what became slower by more than noise."""
+"""Compares two runs: rows that became slower or faster by more than noise, and rows that only one run has."""
 
 from __future__ import annotations
 
@@ -13,21 +13,28 @@ from dsv4attn.tools.bench.runner import Row
 __all__ = ["Change", "Comparison", "compare"]
 
 LEAST = 0.05
-"""A difference below this share of the old time says nothing."""
+"""A difference below this share of the old time is not reported."""
 SPREADS = 3
 """A difference below so many spreads of both runs together is noise."""
 
 
 @frozen
 class Change:
-    """One row in both runs. Seconds; new is None if there is no time any more, and reason says why."""
+    """One row in both runs.
+
+    case: name of the case.
+    by: name of the backend.
+    old: seconds in the old run.
+    new: seconds in the new run, or None if it has no time.
+    noise: seconds; smaller differences are noise.
+    reason: why the new run has no time, or "".
+    """
 
     case: str
     by: str
     old: float
     new: float | None
     noise: float
-    """Difference in seconds that has to be exceeded."""
     reason: str = ""
 
     @property
@@ -51,9 +58,13 @@ class Change:
 
 @frozen
 class Comparison:
-    """What two runs have in common, and what only one of them has.
+    """Rows that two runs have in common, and rows that only one of them has.
 
-    comparable: both are of the same machine, on a CPU with the same number of threads.
+    old_machine: machine of the old run; on a CPU with its number of threads.
+    new_machine: the same of the new run. Runs of different machines are not comparable.
+    changes: rows of both runs.
+    only_old: names of rows of the old run only.
+    only_new: names of rows of the new run only.
     """
 
     old_machine: str
@@ -64,7 +75,7 @@ class Comparison:
 
     @property
     def comparable(self) -> bool:
-        """Whether a ratio of times says something about the code."""
+        """Whether both runs are of the same machine, on a CPU with the same number of threads."""
         return self.old_machine == self.new_machine
 
     def of(self, *states: str) -> list[Change]:
@@ -79,7 +90,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing of ours got slower or lost; across machines there is nothing to say."""
+        """Whether no backend's row became slower or lost its time. Always true across machines."""
         return not (self.comparable and self.of("slower", "lost"))
 
     def as_json(self) -> dict[str, object]:
@@ -89,7 +100,7 @@ class Comparison:
 
 
 def compare(old: Run, new: Run) -> Comparison:
-    """Our rows of both runs. A peer's times are no concern of ours, and a row that never had a time is none."""
+    """Compare the rows of backends. Rows of peers, and rows without a time in the old run, are left out."""
     before, after = _keyed(old), _keyed(new)
     timed = {key: row for key, row in before.items() if row.median}
     changes = [_change(row, after[key]) for key, row in timed.items() if key in after]
@@ -99,7 +110,7 @@ def compare(old: Run, new: Run) -> Comparison:
 
 
 def _place(run: Run) -> str:
-    """The machine; on a CPU also how many threads, without which its times say nothing."""
+    """Name of the machine; on a CPU with its number of threads, on which times depend."""
     machine = run.machine
     return f"{machine.name}, threads {machine.threads}" if machine.arch == "cpu" else machine.name
 

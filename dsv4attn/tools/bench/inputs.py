@@ -21,11 +21,14 @@ _ELEMENTS = 2**24
 
 @frozen(eq=False)
 class Segment:
-    """One cache and what is taken of it.
+    """One cache, and the keys and records that the case reads from it.
 
-    slots: [T, K] in the cache, and in lens [T] how many of a row count. local: the same keys as places in what is
-    gathered of a request. table: [R, N] int32 pages. seq_lens, gather_lens: [R] int32, records of a request and how
-    many of the last are gathered.
+    cache: the paged cache.
+    slots: [T, K] int32 slots of the keys of each token, with their lengths [T].
+    local: [T, K] the same keys as positions among the gathered records of their request.
+    table: [R, N] int32 pages.
+    seq_lens: [R] int32 records of each request.
+    gather_lens: [R] int32 number of its last records that are gathered.
     """
 
     cache: PagedKVCache
@@ -38,10 +41,18 @@ class Segment:
 
 @frozen(eq=False)
 class Inputs:
-    """Attention over pages, and the same over rows. q: [T, H, D] bf16. sink: [H] fp32.
+    """Inputs of attention over pages, and for prefill kernels of the same attention over rows.
 
-    rows: [R, M, D] bf16: each request's window records, then from `offset` on its compressed ones. combined: the keys
-    of each token as rows of that. Both None except for prefill kernels.
+    case: the case.
+    layer: geometry of the layer.
+    q: [T, H, D] bf16.
+    sink: [H] fp32.
+    segments: window cache and, if the layer has one, compressed cache.
+    rows: [R, M, D] bf16, each request's window records and from `offset` on its compressed ones; None without prefill.
+    offset: first row of the compressed records.
+    combined: keys of each token as indices into `rows`; None without prefill.
+    keys: keys of all tokens.
+    records: different records among them.
     """
 
     case: Case
@@ -53,9 +64,7 @@ class Inputs:
     offset: int
     combined: DenseIndices | None
     keys: int
-    """Keys of all tokens."""
     records: int
-    """Different records among them."""
 
     @property
     def flops(self) -> int:
@@ -64,7 +73,7 @@ class Inputs:
 
     @property
     def bytes(self) -> int:
-        """What no attention can avoid to move: every record once, q, out, and one index for each key."""
+        """Least bytes that attention moves: every record once, q, out, and one index for each key."""
         paged = self.case.kernel != "prefill-rows"
         record = LAYOUT.record_bytes if paged else 2 * HEAD_DIM
         return self.records * record + 2 * self.q.numel() * self.q.element_size() + 4 * self.keys
@@ -136,7 +145,7 @@ def _segment(
 
 
 def _chosen(visible: Tensor, most: int, topk: int, generator: torch.Generator) -> Tensor:
-    """[T, K] distinct numbers below visible [T], in no order, and behind them whatever is left over."""
+    """[T, K] distinct numbers below visible [T], in no order. Columns behind them hold arbitrary numbers."""
     out = torch.zeros(visible.shape[0], topk, dtype=torch.int64, device=visible.device)
     numbers, taken = torch.arange(most, device=visible.device), min(topk, most)
     for part in torch.arange(visible.shape[0], device=visible.device).split(max(_ELEMENTS // max(most, 1), 1)):
@@ -163,7 +172,7 @@ def _gathered(segments: list[Segment], request: Tensor) -> tuple[Tensor, int, De
         columns.append((segment.local + offset + request[:, None] * rows.shape[1]).masked_fill_(absent, -1))
         offset += width
     combined = torch.cat(columns, 1)
-    # those that count first, each in its order
+    # keys within the lengths first, in their order
     order = (combined < 0).int().argsort(dim=1, stable=True)
     lens = (combined >= 0).sum(1).int()
     return rows, widths[0], DenseIndices(combined.gather(1, order).int(), lens)

@@ -1,4 +1,4 @@
-"""What the road from a bound layer to its backend costs the host, at one decode token."""
+"""Host overhead of `forward_mqa` and of a bound layer over the backend's own steps, at one decode token."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ __all__ = ["Overhead", "overhead", "seconds"]
 
 @frozen
 class Overhead:
-    """Seconds of single calls, taken in turn.
+    """Seconds of single calls, which run in turn.
 
-    direct: the backend's own steps on arguments made before. plain: `forward_mqa` with the backend in hand. bound: the
-    layer's op, which finds backend and metadata by itself. idle: the same op over steps that do nothing: what is left
-    is core's time on the host. Each call follows one that computes, so on a CPU core's code is out of its caches.
+    layer: name of the layer.
+    direct_s: the backend's own steps on prepared arguments.
+    plain_s: `forward_mqa` with a backend object.
+    bound_s: the op of a bound layer, which looks up backend and metadata.
+    idle_s: the same op over steps that do nothing, which leaves core's time on the host.
+
+    Each call follows one that computes, so on a CPU core's code is out of its caches.
     """
 
     layer: str
@@ -37,11 +41,11 @@ class Overhead:
     idle_s: Sequence[float] = field(repr=False)
 
     def us(self, name: str) -> float:
-        """Microseconds of one of the four: a tenth of its calls took less. What takes more is disturbed by others."""
+        """Microseconds of one of the four, 10th percentile. Slower calls are disturbed by other processes."""
         return 1e6 * float(statistics.quantiles(getattr(self, f"{name}_s"), n=10, method="inclusive")[0])
 
     def percent(self, name: str) -> float:
-        """What a road takes more than `direct`, in percent."""
+        """Additional time over `direct`, in percent."""
         return 100 * (self.us(name) / self.us("direct") - 1)
 
     def __str__(self) -> str:
@@ -72,7 +76,7 @@ def overhead(step: Step, *, rounds: int = 200) -> Overhead:
     with torch.inference_mode(), set_forward_context(metadata):
         direct = _own_steps(step)
         roads = direct, step.run, through(bound), through(idle)
-        # nobody waits for an idle call: it leaves an accelerator nothing to do
+        # an idle call enqueues nothing on an accelerator, so there is nothing to wait for
         devices = *[step.q.device] * 3, torch.device("cpu")
         for counted in range(-rounds // 4, rounds):
             for measured, timed, device in zip(times, roads, devices, strict=True):

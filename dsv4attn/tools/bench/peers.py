@@ -1,7 +1,7 @@
 """Other libraries' kernels on our inputs, through their public functions.
 
-A peer says why it is not here, or makes a subject of a case; whatever it raises becomes the row's reason. What it
-returns is judged like everything else. None of them is imported before it is asked for.
+A peer either returns the reason why it is not available, or makes a subject of a case. An exception of a peer becomes
+the reason of its row. Results of peers are checked like those of backends. A peer is imported only on request.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ _WORKSPACE_BYTES = 128 * 2**20
 
 
 class Peer(Protocol):
-    """Another library. Calls return [T, H, D]."""
+    """Another library. Calls return [T, H, D].
+
+    name: name in tables.
+    reads_pages: whether its prefill reads pages. Otherwise a backend gathers rows for it, inside the timed call.
+    """
 
     name: str
     reads_pages: bool
-    """Whether its prefill does; what it needs instead is gathered by a backend of ours, inside the timed call."""
 
     def available(self) -> str | None:
         """Why it cannot be used here, or None."""
@@ -51,14 +54,14 @@ def _missing(module: str, *names: str) -> str | None:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         return f"{package} is not installed" if error.name == package else f"{package} lacks a module: {error.name}"
-    except Exception as error:  # noqa: BLE001 - whatever a stranger's package does when it is imported
+    except Exception as error:  # noqa: BLE001 - importing another package may raise anything
         return f"cannot be imported: {type(error).__name__}: {error}"
     lacks = [name for name in names if not hasattr(found, name)]
     return f"{module} has no {', '.join(lacks)}" if lacks else None
 
 
 class FlashMLA:
-    """DeepSeek's kernels, as their own package has them or as an engine ships them."""
+    """DeepSeek's kernels, from their own package or from an engine that ships them."""
 
     reads_pages = False
     _functions = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd", "get_mla_metadata")
@@ -182,9 +185,10 @@ PEERS: dict[str, Peer] = {
 
 
 def peer_subject(peer: Peer, task: Task, gatherers: Sequence[Backend]) -> Subject:
-    """A peer on a case. gatherers: backends of ours; the first gathers rows for a peer that does not read pages.
+    """A peer on a case. gatherers: backends; the first gathers rows for a peer that does not read pages.
 
-    The result is what the last call returned, and before the first NaN: a peer may bring its own memory.
+    The result is the tensor that the last call returned, because a peer may allocate its own output. Before the first
+    call it is NaN.
     """
     inputs = task.inputs
     if inputs is None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["check_folder", "draw"]
 
 _OURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-"""Okabe and Ito's colours: people who confuse red and green tell them apart."""
+"""Okabe and Ito's colours, which readers with red-green colour blindness can distinguish."""
 _PEERS = ("#4D4D4D", "#8C8C8C", "#BFBFBF")
 _INK, _FAINT = "#222222", "#777777"
 _DPI = 160
@@ -31,7 +31,7 @@ _WIDEST = 13.0
 
 
 def check_folder(folder: Path) -> None:
-    """Find out before anything is measured whether pictures can be made and kept."""
+    """Check before measuring that matplotlib is installed and that the folder can be written."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -125,7 +125,7 @@ def _peer(by: str) -> str:
 
 
 def _figure(run: Run, size: tuple[float, float], title: str, note: str) -> Figure:
-    """An empty figure with its head: what, where and when."""
+    """An empty figure with title, machine and date."""
     from matplotlib.figure import Figure as New
 
     figure = New(figsize=size)
@@ -255,7 +255,7 @@ def _us(seconds: float) -> str:
 
 
 def _scaling(run: Run, rows: Sequence[Row], colours: dict[str, str]) -> Figure:
-    """Time over what grows, both in powers of two; dashed: what the roofline allows; rings: cliffs."""
+    """Time over the size that grows, both in powers of two. Dashed: time of the roofline. Rings: cliffs."""
     lines = [series for series in SERIES if any(row.series == series for row in rows)]
     columns = min(len(lines), 3)
     height = -(-len(lines) // columns)

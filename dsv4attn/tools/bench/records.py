@@ -1,6 +1,6 @@
-"""Cache records written and read in plain torch, by nobody who is measured.
+"""Writes and reads cache records in plain torch, independently of the backends that are measured.
 
-A second implementation of the bytes that `core.layout` describes, on any device, fast enough for gigabytes.
+This is a second implementation of the formats of `core.layout`, on any device, fast enough for gigabytes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read(cache: PagedKVCache, slots: Tensor) -> Tensor:
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """2 ** exponent in fp32, exact on every device, which a device's own exp2 need not be. From -126 to 127."""
+    """2 ** exponent in fp32 for -126 to 127, exact on every device. A device's own exp2 need not be exact."""
     return ((exponent + 127) << 23).view(torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""The right answer of a case, in fp32 torch on the same device, and how far from it an output is."""
+"""Expected results of a case, in fp32 torch on the same device, and the error of a result."""
 
 from __future__ import annotations
 
@@ -19,23 +19,27 @@ _TILE_BYTES = 2**28
 
 @frozen
 class Error:
-    """total: distance by size, over the whole output (2-norms). worst: the same of the worst row."""
+    """Relative error of a result, in 2-norms.
+
+    total: norm of the difference over the norm of the expected output.
+    worst: the same of the worst row.
+    """
 
     total: float
     worst: float
 
     def within(self, limit: float) -> bool:
-        """Whether an output is right. One row may be further off than all. NaN is not: it is below nothing."""
+        """Whether a result is right. A single row may have a larger error than the whole output. NaN is never right."""
         return self.total <= limit and self.worst <= 5 * limit
 
 
 def limit(products: Products) -> float:
-    """Largest error of a right answer; bf16 products typically leave 2e-3, fp8 products up to 16 times as much."""
+    """Largest error of a right result. bf16 products typically give 2e-3, fp8 products up to 16 times as much."""
     return 1e-2 if products is Products.BF16 else 1e-1
 
 
 def error(pairs: Sequence[tuple[Tensor, Tensor]]) -> Error:
-    """Distance of results from what was expected, the worst of several. Each [..., D]; a row is the last dim."""
+    """Largest error of several (result, expected) pairs. Each is [..., D]; a row is the last dim."""
     totals, worsts = [], []
     for got, expected in pairs:
         tiles = (tensor.flatten(0, -2).split(65536) for tensor in (got, expected))
@@ -48,7 +52,7 @@ def error(pairs: Sequence[tuple[Tensor, Tensor]]) -> Error:
         mean = all_.mean().clamp_min(1e-30)
         totals.append(float((off.sum() / all_.sum().clamp_min(1e-30)).sqrt()))
         worsts.append(float((off / torch.where(all_ > 1e-6 * mean, all_, mean)).max().sqrt()))
-    # `max` would lose a NaN that does not come first
+    # `max` would drop a NaN that is not the first value
     return Error(*(next((v for v in values if v != v), max(values)) for values in (totals, worsts)))  # noqa: PLR0124
 
 

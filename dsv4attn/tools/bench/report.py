@@ -1,4 +1,4 @@
-"""A run as a table for people."""
+"""Prints a benchmark run, and a comparison of two runs, as tables and sentences."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def run_text(run: Run) -> Group:
 
 
 def _table(title: str, rows: list[Row]) -> Table:
-    """One line for each row; what has no time is told below, where there is room for reasons."""
+    """One line for each row with a time. Other rows are listed below the tables, with their reasons."""
     peers = list(dict.fromkeys(peer for row in rows for peer in row.vs))
     headings = ["case", "by", "time us", "spread", "TFLOP/s", "GB/s", "roofline", "error", *(f"x {p}" for p in peers)]
     lines, before = [], ""
     for row in rows:
-        # the kernel stands in the title
+        # the kernel is in the title
         case = row.case.partition(" ")[2]
         ratios = [f"{row.vs[peer]:.2f}" if peer in row.vs else "" for peer in peers]
         lines.append([case if case != before else "", row.by, *_numbers(row), *ratios])
@@ -69,7 +69,7 @@ def _table(title: str, rows: list[Row]) -> Table:
 
 
 def _numbers(row: Row) -> list[str]:
-    """Time, spread, rates, error. Whatever there is no time for has no rate."""
+    """Time, spread, rates, error. A row without a time has no rates."""
     error = "-" if row.error is None else f"{row.error:.1e}"
     if not row.median or row.p10 is None or row.p90 is None:
         return [row.state if row.state != MEASURED else "-", "", "", "", "", error]
@@ -112,26 +112,26 @@ def _lines(run: Run) -> Iterator[Text]:
             yield Text(f"{row.state}: {row.case}, {row.by}: {row.reason}", style=_STYLES[row.state])
 
 
-def comparison_text(told: Comparison) -> Group:
+def comparison_text(both: Comparison) -> Group:
     """Changes beyond noise by name, and what only one run has."""
     lines = []
-    if not told.comparable:
+    if not both.comparable:
         text = (
-            f"measured on {told.old_machine!r} then and {told.new_machine!r} now: such ratios say nothing of the code"
+            f"measured on {both.old_machine!r} then and {both.new_machine!r} now: such ratios say nothing of the code"
         )
         lines.append(Text(f"warning: {text}", style="bold yellow"))
     for state, style in (("slower", "red"), ("lost", "red"), ("faster", "green")):
-        changes = told.of(state)
+        changes = both.of(state)
         lines += [Text(f"{state}: {change}", style=style) for change in changes[:SHOWN]]
         if rest := len(changes) - SHOWN:
             lines += [Text(f"{state}: and {rest} more", style=style)] if rest > 0 else []
-    for title, names in (("only before", told.only_old), ("only now", told.only_new)):
+    for title, names in (("only before", both.only_old), ("only now", both.only_new)):
         if names:
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             lines.append(Text(f"{title}: {'; '.join(names[:SHOWN])}{more}", style="yellow"))
-    if told.speed is None:
+    if both.speed is None:
         lines.append(Text("nothing was measured in both runs", style="yellow"))
     else:
-        same = len(told.of("same"))
-        lines.append(Text(f"{told.speed:.3f} of the speed before (geometric mean); {same} rows within noise"))
+        same = len(both.of("same"))
+        lines.append(Text(f"{both.speed:.3f} of the speed before (geometric mean); {same} rows within noise"))
     return Group(*lines)

@@ -1,4 +1,4 @@
-"""One run as a value: where and when it was, what came out; written to and read from JSON."""
+"""A benchmark run as a value: machine, date, rows; written to and read from JSON."""
 
 from __future__ import annotations
 
@@ -22,14 +22,22 @@ from dsv4attn.tools.bench.scaling import Cliff
 __all__ = ["SCHEMA", "Machine", "Run", "load", "now", "peer_versions", "this_machine"]
 
 SCHEMA = "dsv4attn-bench/1"
-"""Changes whenever a field changes its meaning or goes away."""
+"""Version of the JSON. It changes when a field changes its meaning or is removed."""
 
 
 @frozen
 class Machine:
-    """What a time depends on. name: of the accelerator, or of the CPU.
+    """The machine and the versions of a run.
 
-    cores: of the CPU that may be used, 0 if not counted. threads_from: where the number of threads is from, in words.
+    name: of the accelerator, or of the CPU.
+    arch: architecture, such as sm_90, or "cpu".
+    torch: version of torch.
+    triton: version of Triton, or None.
+    python: version of Python.
+    dsv4attn: version of this package.
+    threads: threads of the CPU.
+    cores: cores of the CPU that the process may use; 0 if not counted.
+    threads_from: where the number of threads comes from, in words.
     """
 
     name: str
@@ -50,14 +58,28 @@ class Machine:
 
     @property
     def threads_text(self) -> str:
-        """Threads of the CPU, and of how many cores if that is known."""
+        """Threads of the CPU, and the number of cores if it was counted."""
         of = f" of {self.cores} core{'s' * (self.cores != 1)}" if self.cores else ""
         return f"{self.threads} thread{'s' * (self.threads != 1)}{of}"
 
 
 @frozen
 class Run:
-    """Everything one command measured. unavailable: peers that are not here, and why."""
+    """Everything that one command measured.
+
+    machine: machine and versions.
+    date: date and minute, UTC.
+    rounds: rounds of each median.
+    roofline: roofline of the machine, measured in the same run.
+    rows: one for each case and each backend or peer.
+    command: the command line.
+    cliffs: points at which time outgrows work.
+    unavailable: peers that are not available, with reasons.
+    versions: versions of the peers.
+    host: core's time on the host, by backend and kind of layer.
+    asked: number of cases of the command.
+    ran: cases that were measured before the run was interrupted, or None for all of them.
+    """
 
     machine: Machine
     date: str
@@ -68,22 +90,18 @@ class Run:
     cliffs: tuple[Cliff, ...] = ()
     unavailable: Mapping[str, str] = field(factory=dict)
     versions: Mapping[str, str] = field(factory=dict)
-    """Of the peers."""
     host: tuple[Mapping[str, object], ...] = ()
-    """What core costs the host, by backend and kind of layer."""
     asked: int = 0
-    """Cases that were to be measured."""
     ran: int | None = None
-    """Cases that were measured before the run was interrupted; None: all of them."""
 
     @property
     def failures(self) -> list[Row]:
-        """Rows of ours without a time although the backend took the case."""
+        """Rows of backends that supported the case and still have no time."""
         return [row for row in self.rows if not row.is_peer and row.state in (WRONG, FAILED)]
 
     @property
     def ok(self) -> bool:
-        """Whether something was measured, nothing of ours was wrong, and nothing was left out."""
+        """Whether something was measured, no backend failed, and no case was left out."""
         return (
             self.ran is None
             and not self.failures
@@ -120,29 +138,29 @@ def load(path: Path, option: str) -> Run:
     """A run that was saved. Raises ArgumentError, which names the option, for anything else."""
     expected = "a file that `dsv4attn bench --json FILE` wrote"
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        saved = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ArgumentError(option, expected=expected, actual=f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise ArgumentError(option, expected=expected, actual=f"{path}, which is no JSON: {error}") from error
-    schema = told.get("schema") if isinstance(told, dict) else None
+    schema = saved.get("schema") if isinstance(saved, dict) else None
     if schema != SCHEMA:
         hint = "measure again with the version at hand" if schema else ""
         raise ArgumentError(option, expected=f"{expected} ({SCHEMA})", actual=f"{path}: schema {schema}", hint=hint)
     try:
         return Run(
-            Machine(**told["machine"]),
-            told["date"],
-            told["rounds"],
-            Roofline(**told["roofline"]),
-            tuple(Row.from_json(row) for row in told["rows"]),
-            told["command"],
-            tuple(Cliff(**cliff) for cliff in told["cliffs"]),
-            told["unavailable"],
-            told["versions"],
-            tuple(told["host"]),
-            told.get("asked", 0),
-            None if told.get("complete", True) else told["ran"],
+            Machine(**saved["machine"]),
+            saved["date"],
+            saved["rounds"],
+            Roofline(**saved["roofline"]),
+            tuple(Row.from_json(row) for row in saved["rows"]),
+            saved["command"],
+            tuple(Cliff(**cliff) for cliff in saved["cliffs"]),
+            saved["unavailable"],
+            saved["versions"],
+            tuple(saved["host"]),
+            saved.get("asked", 0),
+            None if saved.get("complete", True) else saved["ran"],
         )
     except (KeyError, TypeError) as error:
         actual = f"{path}, in which something is missing or too much: {error}"
@@ -150,7 +168,7 @@ def load(path: Path, option: str) -> Run:
 
 
 def this_machine(device: torch.device, cores: int = 0, threads_from: str = "") -> Machine:
-    """The one that measures. cores, threads_from: as in `Machine`."""
+    """The machine of this process. cores, threads_from: as in `Machine`."""
     facts = DeviceFacts.here(device)
     name = _cpu_name() if facts.kind == "cpu" else facts.name
     versions = torch.__version__, facts.triton_version, platform.python_version(), __version__
@@ -163,7 +181,7 @@ def now() -> str:
 
 
 def peer_versions(names: Sequence[str]) -> dict[str, str]:
-    """Versions of the distributions that peers come in, as far as they are installed as such."""
+    """Versions of the peers' distributions, as far as they are installed."""
     distributions = {"flash_mla": "flash-mla", "vllm": "vllm", "flashinfer": "flashinfer-python"}
     found = {name: version_of(distributions.get(name, name)) for name in names}
     return {name: version for name, version in found.items() if version}

@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured in the same run as everything else."""
+"""The roofline of this machine: its copy bandwidth and matrix-product rate, measured in the same run as the cases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ _ROUNDS = 10
 
 @frozen
 class Roofline:
-    """bytes_s: read and written by a large copy. flops_s: of a large matrix product in `dtype`."""
+    """Peak rates of a machine.
+
+    bytes_s: bytes per second, read and written, of a large copy.
+    flops_s: operations per second of a large matrix product.
+    dtype: type of that product.
+    """
 
     bytes_s: float
     flops_s: float
@@ -40,9 +45,9 @@ class Roofline:
         return cls(2 * size / copied, 2 * side**3 / multiplied, str(dtype).removeprefix("torch."))
 
     def best(self, other: Roofline) -> Roofline:
-        """The better of two measurements: whatever else runs on a machine only makes it slower."""
+        """The higher rates of two measurements: other processes can only lower them."""
         return Roofline(max(self.bytes_s, other.bytes_s), max(self.flops_s, other.flops_s), self.dtype)
 
     def seconds(self, flops: float, moved: float) -> float:
-        """Least time of some work: whichever of products and bytes takes longer."""
+        """Least seconds of some work: the larger of its product time and its copy time."""
         return max(flops / self.flops_s, moved / self.bytes_s)

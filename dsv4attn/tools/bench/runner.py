@@ -1,4 +1,4 @@
-"""Check, then time, everybody on every case; nobody who is wrong gets a time."""
+"""Checks, then times, every backend and peer on every case. A wrong result gets no time."""
 
 from __future__ import annotations
 
@@ -25,12 +25,32 @@ from dsv4attn.tools.bench.subjects import Subject, Task, make_task
 __all__ = ["FAILED", "MEASURED", "REFUSED", "WRONG", "Row", "Runner", "geomeans"]
 
 MEASURED, WRONG, FAILED, REFUSED = "measured", "wrong", "failed", "refused"
-"""States of a row. failed: it raised. refused: it said beforehand that it cannot."""
+"""States of a row. wrong: its error is above the limit. failed: it raised. refused: its support said no."""
 
 
 @frozen
 class Row:
-    """What came out for one case and one who ran it. Times in seconds; None wherever there is no time."""
+    """Result of one backend or peer on one case. Times are in seconds, and None without a measurement.
+
+    kernel: kernel of the case.
+    case: name of the case.
+    by: name of the backend or peer.
+    state: one of MEASURED, WRONG, FAILED, REFUSED.
+    is_peer: whether it is another library.
+    reason: why there is no time, or a note.
+    error: relative error of the whole output.
+    worst_row: relative error of the worst row.
+    median: median of the rounds.
+    p10: 10th percentile of the rounds.
+    p90: 90th percentile of the rounds.
+    exposed: whether the host's own time is part of the times.
+    flops: operations of the products.
+    bytes: least bytes to move.
+    least: time that the roofline allows.
+    vs: speed relative to each peer; 2 is twice as fast.
+    series: scaling line of the case, or "".
+    x: size of the case in that line.
+    """
 
     kernel: str
     case: str
@@ -44,19 +64,16 @@ class Row:
     p10: float | None = None
     p90: float | None = None
     exposed: bool = False
-    """Whether the host's own time is part of it."""
     flops: int = 0
     bytes: int = 0
     least: float = 0.0
-    """What the roofline allows."""
     vs: Mapping[str, float] = field(factory=dict)
-    """Speed by that of each peer: 2 is twice as fast."""
     series: str = ""
     x: int = 0
 
     @property
     def roofline(self) -> float | None:
-        """Fraction of what the machine could do."""
+        """Time that the roofline allows, as a fraction of the measured time."""
         return self.least / self.median if self.median else None
 
     @property
@@ -66,29 +83,29 @@ class Row:
 
     @property
     def gbytes(self) -> float | None:
-        """GB/s of what has to be moved."""
+        """GB/s of the least bytes to move."""
         return self.bytes / self.median / 1e9 if self.median else None
 
     def as_json(self) -> dict[str, object]:
-        """Plain values; a number that is none is null."""
+        """Plain values. Numbers that are not finite are null."""
         derived = {"roofline": self.roofline, "tflops": self.tflops, "gbytes": self.gbytes}
-        told = {**asdict(self), **derived}
-        return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in told.items()}
+        values = {**asdict(self), **derived}
+        return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, object]) -> Row:
-        """The inverse of `as_json`; raises KeyError or TypeError where something is missing."""
+    def from_json(cls, values: Mapping[str, object]) -> Row:
+        """The inverse of `as_json`. Raises KeyError or TypeError for a missing field."""
         names = cls.__annotations__
-        return cls(**{name: told[name] for name in names})  # type: ignore[arg-type]
+        return cls(**{name: values[name] for name in names})  # type: ignore[arg-type]
 
 
 class Runner:
-    """Who is measured, where, and how often."""
+    """Runs cases on a device with a set of backends and peers, for a number of rounds."""
 
     def __init__(
         self, device: torch.device, backends: Mapping[str, Backend], peers: Sequence[Peer], rounds: int
     ) -> None:
-        """Ask the peers whether they are here, and measure what the machine can do."""
+        """Check which peers are available, and measure the roofline."""
         self.device, self.backends, self.rounds = device, dict(backends), rounds
         asked = {peer.name: peer.available() for peer in peers}
         self.unavailable = {name: why for name, why in asked.items() if why}
@@ -97,7 +114,7 @@ class Runner:
         self.roofline = Roofline.measure(self.clock)
 
     def run(self, case: Case) -> list[Row]:
-        """Rows of one case, ours first."""
+        """Rows of one case, backends first."""
         with torch.inference_mode():
             try:
                 task = make_task(case, self.device)
@@ -115,7 +132,7 @@ class Runner:
         return _compared([*timed, *rows])
 
     def _spreads(self, running: Sequence[Subject]) -> list[Spread | Exception]:
-        """Times of all in turn; if somebody breaks, of each alone, and of that one what it raised."""
+        """Times of all subjects in turn. If one raises, each is timed alone, and that one gives its exception."""
         if not running:
             return []
         try:
@@ -124,13 +141,13 @@ class Runner:
             return [broken] if len(running) == 1 else [s for one in running for s in self._spreads([one])]
 
     def settled(self, rows: Sequence[Row]) -> tuple[Roofline, list[Row]]:
-        """What the machine can do, measured once more at the end: whichever was more counts, for all rows."""
+        """Measure the roofline again at the end. The higher rates apply to all rows."""
         roof = self.roofline.best(Roofline.measure(self.clock))
         return roof, [evolve(row, least=roof.seconds(row.flops, row.bytes)) for row in rows]
 
     def host(self, case: Case) -> tuple[list[Mapping[str, object]], list[Row]]:
-        """What core costs the host in one step of one token with each backend that takes it, and rows of failures."""
-        told: list[Mapping[str, object]] = []
+        """Host overhead of a step of one token with each backend that supports it, and rows of failures."""
+        shares: list[Mapping[str, object]] = []
         failed = []
         inputs = make_inputs(case, self.device)
         for name, backend in self.backends.items():
@@ -141,11 +158,11 @@ class Runner:
             except Exception as broken:  # noqa: BLE001 - a row, not the end of the run
                 failed.append(self._row(case, name, FAILED, reason=_line(broken)))
             else:
-                told.append({"by": name, **share.as_json(), "text": str(share)})
-        return told, failed
+                shares.append({"by": name, **share.as_json(), "text": str(share)})
+        return shares, failed
 
     def _subjects(self, task: Task) -> tuple[list[Row], list[tuple[Subject, Products, bool]]]:
-        """Rows of those who cannot run, and those who can with their products and whether they are peers."""
+        """Rows of subjects that cannot run, and (subject, type of its products, whether it is a peer) of the others."""
         case, refused = task.case, []
         made: list[tuple[Subject, Products, bool]] = []
         able: list[Backend] = []
@@ -192,7 +209,7 @@ class Runner:
             return evolve(row, state=FAILED, reason=_line(broken))
 
     def _timed(self, task: Task, made: tuple[Subject, Products, bool], row: Row, spread: Spread | Exception) -> Row:
-        """Judge once more, what ran last: what was right at first may not have stayed so. The worse error is told."""
+        """Check again after timing, because later calls may give other results. The row has the larger error."""
         if isinstance(spread, Exception):
             return evolve(row, state=FAILED, reason=f"while it was timed: {_line(spread)}")
         one, coarsest, is_peer = made
@@ -201,19 +218,19 @@ class Runner:
             return evolve(again, reason=f"after {self.rounds} calls: {again.reason}")
         least = self.roofline.seconds(task.flops, task.bytes)
         worse = again if (again.error or 0.0) > (row.error or 0.0) else row
-        told = evolve(worse, flops=task.flops, bytes=task.bytes, least=least)
-        return evolve(told, median=spread.median, p10=spread.p10, p90=spread.p90, exposed=spread.exposed)
+        sized = evolve(worse, flops=task.flops, bytes=task.bytes, least=least)
+        return evolve(sized, median=spread.median, p10=spread.p10, p90=spread.p90, exposed=spread.exposed)
 
     def _row(self, case: Case, by: str, state: str, *, is_peer: bool = False, reason: str = "") -> Row:
         return Row(case.kernel, case.name, by, state, is_peer, reason, series=case.series, x=case.x)
 
 
 def _judged(row: Row, found: Error, coarsest: Products) -> Row:
-    told, most = evolve(row, error=found.total, worst_row=found.worst), limit(coarsest)
+    judged, most = evolve(row, error=found.total, worst_row=found.worst), limit(coarsest)
     if found.within(most):
-        return told
+        return judged
     why = f"worst row {found.worst:.1e}" if found.total <= most else f"error {found.total:.1e}, limit {most:.0e}"
-    return evolve(told, state=WRONG, reason=why)
+    return evolve(judged, state=WRONG, reason=why)
 
 
 def _compared(rows: list[Row]) -> list[Row]:
@@ -225,7 +242,7 @@ def _compared(rows: list[Row]) -> list[Row]:
 
 
 def geomeans(rows: Sequence[Row]) -> dict[tuple[str, str, str], float]:
-    """Geometric mean of the speed by a peer's over all cases of a kernel: (kernel, by, peer) -> ratio."""
+    """Geometric mean of the speed relative to a peer over all cases of a kernel: (kernel, by, peer) -> ratio."""
     logs: dict[tuple[str, str, str], list[float]] = {}
     for row in rows:
         for peer, ratio in row.vs.items():
@@ -234,7 +251,7 @@ def geomeans(rows: Sequence[Row]) -> dict[tuple[str, str, str], float]:
 
 
 def _line(error: BaseException) -> str:
-    """The first line of an exception, with its type unless it is one of ours."""
+    """The first line of an exception, with its type unless it is a Dsv4AttnError."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     ours = isinstance(error, Dsv4AttnError)
     return (first if ours else f"{type(error).__name__}: {first}")[:300]

@@ -1,4 +1,4 @@
-"""How time follows work: lines of cases in which one thing grows."""
+"""Scaling lines: cases in which one size grows, and cliffs, where time grows faster than work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4attn.tools.bench.runner import Row
 __all__ = ["CLIFF", "SERIES", "Cliff", "cliffs", "scaling_cases"]
 
 CLIFF = 1.3
-"""Time may grow so much faster than work from one point to the next."""
+"""Largest ratio of the growth of time to the growth of work from one point to the next without a cliff."""
 
 SERIES = {
     "batch": "decode, requests",
@@ -23,12 +23,20 @@ SERIES = {
     "topk": "decode, compressed keys of a token",
     "requests": "prefill, ragged requests",
 }
-"""Lines, and what grows along each."""
+"""Scaling lines, and the size that grows along each."""
 
 
 @frozen
 class Cliff:
-    """Between two neighbours time grew by more than CLIFF times what work did."""
+    """Two neighbouring points between which time grew by more than CLIFF times the growth of work.
+
+    series: scaling line.
+    by: name of the backend.
+    start: size at the first point.
+    stop: size at the second point.
+    time_ratio: growth of time.
+    work_ratio: growth of work.
+    """
 
     series: str
     by: str
@@ -81,7 +89,7 @@ def _line(series: str, *, small: bool) -> Iterator[Case]:
 
 
 def cliffs(rows: Sequence[Row]) -> list[Cliff]:
-    """Where time grows faster than work. Work is what the roofline allows: products or bytes, whichever bind."""
+    """Cliffs of some rows. Work is the time that the roofline allows: the larger of products and bytes."""
     found = []
     for series, by in dict.fromkeys((row.series, row.by) for row in rows if row.series):
         line = sorted((row for row in rows if (row.series, row.by) == (series, by) and row.median), key=lambda r: r.x)

@@ -1,4 +1,4 @@
-"""A whole step of one layer: `forward_mqa` with its metadata, on the same inputs as the kernels it calls."""
+"""A whole step of one layer, to be timed: `forward_mqa` with its metadata, on the inputs of the attention kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,19 @@ _TILE = 16
 
 @frozen(eq=False)
 class Step:
-    """Everything `forward_mqa` takes."""
+    """The arguments of one `forward_mqa`.
+
+    layer: geometry of the layer.
+    limits: limits of the workspace plan.
+    backend: the backend.
+    caches: window cache and compressed cache.
+    metadata: metadata of the step.
+    workspace: planned and locked workspace.
+    q: [T, H, D] bf16.
+    out: [T, H, D], written by each run.
+    attn_sink: [H] fp32.
+    topk_indices: [T, K] int32 for c4a layers, or None.
+    """
 
     layer: LayerGeometry
     limits: Limits
@@ -41,7 +53,7 @@ class Step:
     topk_indices: Tensor | None
 
     def run(self) -> None:
-        """The step being timed."""
+        """Run the step once."""
         forward_mqa(
             self.q,
             self.caches,
@@ -57,7 +69,7 @@ class Step:
 
 
 def make_step(inputs: Inputs, backend: Backend) -> Step:
-    """Metadata from a builder, memory planned and locked, as an engine has them."""
+    """Make metadata with a builder, and plan and lock the workspace, as an engine does."""
     case, device = inputs.case, inputs.q.device
     window, *rest = inputs.segments
     model = ModelGeometry.preset(case.preset.name.partition("_")[0])
@@ -97,9 +109,9 @@ def make_step(inputs: Inputs, backend: Backend) -> Step:
 
 
 def products(inputs: Inputs) -> Callable[[], None]:
-    """Q . k and p . v of every row over as many keys as it has, operands at hand and results written in place.
+    """Matrix products q . k and p . v of every row over its number of keys, on prepared operands and outputs.
 
-    Rows come in tiles of equal key counts (their mean), in fp32 on a CPU, which multiplies that fastest, else in bf16.
+    Rows are in tiles of equal key counts (their mean). The type is fp32 on a CPU, where it is the fastest, else bf16.
     """
     layer, device = inputs.layer, inputs.q.device
     keys_per_row = sum(segment.slots.lens for segment in inputs.segments)

@@ -1,4 +1,4 @@
-"""Those who are measured: a call that is ready to run, and where its results are."""
+"""Subjects of a benchmark: calls that are ready to run, with their results and expected results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ __all__ = ["Subject", "Task", "make_task"]
 
 @frozen(eq=False)
 class Subject:
-    """One who is measured on one case. reset: spoil the results, so that only the call can make them right."""
+    """A backend or peer on one case.
+
+    name: its name.
+    run: the timed call.
+    reset: overwrites the results, so that a call that writes nothing is wrong.
+    results: returns the results of the last call.
+    note: shown with its row.
+    """
 
     name: str
     run: Callable[[], None]
@@ -34,7 +41,15 @@ class Subject:
 
 @frozen(eq=False)
 class Task:
-    """A case with its inputs and its right answer. inputs: of attention. subject: makes one out of a backend."""
+    """A case with its inputs and its expected results.
+
+    case: the case.
+    flops: operations of its products.
+    bytes: least bytes to move.
+    expected: expected results.
+    subject: makes a subject from the name of a backend and the backend.
+    inputs: inputs of attention kernels, or None.
+    """
 
     case: Case
     flops: int
@@ -45,7 +60,7 @@ class Task:
 
 
 def make_task(case: Case, device: torch.device) -> Task:
-    """Make inputs, and compute what is right."""
+    """Make inputs, and compute the expected results."""
     if case.kernel in (*ATTENTION, "step"):
         return _attention(case, device)
     return _gather(case, device) if case.kernel == "gather" else _insert(case, device)

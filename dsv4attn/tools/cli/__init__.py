@@ -1,4 +1,4 @@
-"""The command line. Each command lives in a module of its own, imported when it is called: `--help` is quick."""
+"""The `dsv4attn` command: its list of commands, exit codes and error output. A command's module is imported on call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ import click
 from dsv4attn import __version__
 from dsv4attn.errors import Dsv4AttnError, did_you_mean
 
-__all__ = ["Whole", "main", "print_json"]
+__all__ = ["LINE_S", "Whole", "main", "pairs", "print_json"]
+
+LINE_S = 4.0
+"""Seconds between lines of progress where stderr is no terminal."""
 
 _COMMANDS = {
     "backends": ("dsv4attn.tools.cli.backends:backends", "List the backends, and which of them run on this machine."),
@@ -30,31 +33,39 @@ _COMMANDS = {
     "parity": ("dsv4attn.tools.cli.parity:parity", "Compare backends with the oracle, case by case."),
     "run": ("dsv4attn.tools.cli.run:run", "Serve a request trace through the attention, checked while it runs."),
 }
-"""Commands by name: where they are, and what the list of commands says of them."""
+"""Commands by name: import path, and line in the list of commands."""
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes. FAILED: a check failed, or something broke that should not."""
+"""Exit codes. FAILED: a check failed, or an unexpected error occurred."""
 
 _stdout: ContextVar[TextIO | None] = ContextVar("stdout", default=None)
-"""Where the object of `--json` goes."""
+"""Stream for the object of `--json`."""
 
 
-def print_json(told: object) -> None:
-    """Print the one object of `--json`. What anybody else prints meanwhile, such as a plugin, goes to stderr."""
-    click.echo(json.dumps(told, allow_nan=False), file=_stdout.get())
+def print_json(values: object) -> None:
+    """Print the one object of `--json`. Other output, such as that of a plugin, goes to stderr meanwhile."""
+    click.echo(json.dumps(values, allow_nan=False), file=_stdout.get())
+
+
+def pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """Parse `--option key=value`, given any number of times."""
+    for value in values:
+        if "=" not in value:
+            raise click.BadParameter(f"{value!r}: expected key=value, as in prefill_keys=paged", param=parameter)
+    return dict(value.split("=", 1) for value in values)
 
 
 class Whole(click.IntRange):
-    """A whole number within bounds. click speaks of a valid integer range where it means a number."""
+    """An integer within bounds that error messages call a whole number, not an integer range as click does."""
 
     name = "whole number"
 
 
 class _Commands(click.Group):
-    """Loads commands late, and gives all of them the same manners when something is wrong.
+    """Imports commands on call, and handles the errors of all of them.
 
-    An error of ours is one line on stderr and exit code 2, never a traceback; with `--json` it is one object with
-    `ok` false on stdout instead. What we did not expect keeps its traceback.
+    A Dsv4AttnError is one line on stderr and exit code 2, never a traceback. With `--json` it is one object with `ok`
+    false on stdout instead. An unexpected exception is shown with its traceback.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -71,8 +82,8 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
-            known = ", ".join(sorted(_COMMANDS))
-            ctx.fail(f"unknown command {args[0]!r}{did_you_mean(args[0], _COMMANDS)} (known: {known})")
+            names = ", ".join(sorted(_COMMANDS))
+            ctx.fail(f"unknown command {args[0]!r}{did_you_mean(args[0], _COMMANDS)} (known: {names})")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -90,8 +101,8 @@ class _Commands(click.Group):
         except click.ClickException as error:
             message = error.format_message()
             if isinstance(error, click.NoSuchOption) and error.ctx is not None:
-                known = [max(p.opts, key=len) for p in error.ctx.command.params if isinstance(p, click.Option)]
-                message = f"{message} (options: {', '.join(sorted(known))})"
+                options_of = [max(p.opts, key=len) for p in error.ctx.command.params if isinstance(p, click.Option)]
+                message = f"{message} (options: {', '.join(sorted(options_of))})"
                 error = click.UsageError(message, error.ctx)
             if as_json:
                 _print_error(error, message)
@@ -105,7 +116,7 @@ class _Commands(click.Group):
                 click.echo(f"error: {error}", err=True)
             code = BAD_INPUT
         except (click.Abort, KeyboardInterrupt) as stop:
-            # click wraps the interrupt, which says what was interrupted if that is known
+            # click wraps the interrupt; its message names the interrupted work if there is one
             during = str(stop.__cause__ if isinstance(stop, click.Abort) and stop.__cause__ else stop)
             if as_json:
                 print_json({"ok": False, "interrupted": True, **({"during": during} if during else {})})
@@ -120,7 +131,7 @@ class _Commands(click.Group):
 
 
 def _prints_json(args: Sequence[str]) -> bool:
-    """Whether stdout is for one object. `--json FILE`, which bench has, leaves it to people."""
+    """Whether stdout is for one JSON object. With `--json FILE`, as in bench, stdout is for text."""
     if "--json" not in args:
         return False
     behind = args[args.index("--json") + 1 :]
@@ -134,4 +145,4 @@ def _print_error(error: Exception, message: str) -> None:
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dsv4attn")
 def main() -> None:
-    """DeepSeek-V4 attention: one device-neutral core, one thin room of kernels for each accelerator."""
+    """DeepSeek-V4 attention: one device-neutral core, one thin backend for each accelerator."""

@@ -1,4 +1,4 @@
-"""`dsv4attn backends`: what is installed, and what of it runs on this machine."""
+"""`dsv4attn backends`: lists the installed backends, with their states on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["automatic", "backends", "merged"]
 
 _STYLES = {"automatic": "green", "available": "", "unavailable": "yellow", "denied": "dim", "absent": "yellow"}
 MODEL = "flash"
-"""The model whose layers are asked about."""
+"""The model whose layers the backends are asked about."""
 
 
 @click.command(short_help="List the backends, and which of them run on this machine.")
@@ -70,7 +70,7 @@ def backends(*, as_json: bool) -> None:
 
 
 def automatic(registry: PluginRegistry, device: DeviceFacts) -> dict[str, Selection]:
-    """What would be chosen on a device for each phase of a released model, if nothing were asked for."""
+    """The automatic choice on a device for each phase of a released model."""
     from dsv4attn.config import PHASES, Settings
     from dsv4attn.core.geometry import ModelGeometry
     from dsv4attn.core.problem import Problem
@@ -85,16 +85,18 @@ def automatic(registry: PluginRegistry, device: DeviceFacts) -> dict[str, Select
 
 
 def listed(registry: PluginRegistry, device: DeviceFacts, phases: Mapping[str, Selection]) -> list[dict[str, Any]]:
-    """Every backend, and every plugin that cannot be used, as told to programs."""
+    """Every backend, and every plugin that cannot be used, as JSON values."""
     rows = []
     for i, (name, one) in enumerate(registry.backends.items()):
-        told = [selection.trace[i] for selection in phases.values()]
-        states = {candidate.state for candidate in told}
-        reasons = list(dict.fromkeys(reason for candidate in told for reason in candidate.reasons))
+        candidates = [selection.trace[i] for selection in phases.values()]
+        states = {candidate.state for candidate in candidates}
+        reasons = list(dict.fromkeys(reason for candidate in candidates for reason in candidate.reasons))
         state = "unavailable" if reasons else "available"
         state = "automatic" if "chosen" in states else state
         state = "broken" if "broken" in states else state
-        notes = [c.lines[0] if c.state == "broken" else c.note for c in told if c.state in ("broken", "not native")]
+        notes = [
+            c.lines[0] if c.state == "broken" else c.note for c in candidates if c.state in ("broken", "not native")
+        ]
         rows.append(
             {
                 "name": name,
@@ -108,7 +110,7 @@ def listed(registry: PluginRegistry, device: DeviceFacts, phases: Mapping[str, S
             }
         )
     for failure in registry.failures:
-        if failure.stage == "kept":
+        if failure.stage == "built-in":
             continue
         reason = {"code": failure.stage.upper(), "actual": failure.error, "allowed": "", "cure": failure.cure}
         rows.append(
@@ -126,15 +128,15 @@ def listed(registry: PluginRegistry, device: DeviceFacts, phases: Mapping[str, S
     return rows
 
 
-def merged(told: Mapping[str, str]) -> list[str]:
-    """One line for each phase, or one for both if they are alike."""
-    if len(set(told.values())) == 1:
-        told = {" and ".join(told): next(iter(told.values()))}
-    return [f"{phase}: {text}" for phase, text in told.items()]
+def merged(phases: Mapping[str, str]) -> list[str]:
+    """One line for each phase, or one for both phases if their texts are equal."""
+    if len(set(phases.values())) == 1:
+        phases = {" and ".join(phases): next(iter(phases.values()))}
+    return [f"{phase}: {text}" for phase, text in phases.items()]
 
 
 def _absent(asked: str, registry: PluginRegistry) -> str:
-    """What is wrong with the name of a backend that is asked for, if no backend has it."""
+    """A note for a requested name that no backend has, else ""."""
     from dsv4attn.config import AUTO
     from dsv4attn.errors import did_you_mean
 
@@ -163,5 +165,5 @@ def _table(found: list[dict[str, Any]], wide: int) -> Table:
 def _why(row: dict[str, Any]) -> list[str]:
     """Reasons, or one sentence."""
     wide = max((len(reason["code"]) for reason in row["reasons"]), default=0)
-    told = [f"{reason['code']:<{wide}}  {reason['text']}" for reason in row["reasons"] if reason["allowed"]]
-    return told or [row["note"]]
+    lines = [f"{reason['code']:<{wide}}  {reason['text']}" for reason in row["reasons"] if reason["allowed"]]
+    return lines or [row["note"]]

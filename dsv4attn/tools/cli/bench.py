@@ -1,4 +1,4 @@
-"""`dsv4attn bench`: how fast every kernel is, beside what the machine could do and beside other libraries."""
+"""`dsv4attn bench`: times of every kernel, with the roofline of the machine and the times of other libraries."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _numbers(_: click.Context, parameter: click.Parameter, value: str | None) ->
     help="Write the numbers to FILE; without one, print one JSON object and nothing else.",
 )
 @click.option(
-    "--compare", metavar="OLD", type=click.Path(path_type=Path), help="Name what is slower than in that file."
+    "--compare", metavar="OLD", type=click.Path(path_type=Path), help="Name the rows that are slower than in that file."
 )
 @click.option("--plot", metavar="DIR", type=click.Path(path_type=Path), help="Draw pictures into a folder.")
 @click.option(
@@ -100,11 +100,12 @@ def bench(
 ) -> None:
     """Time WHAT: decode, prefill, prefill-rows, insert, quantize, gather (these six by default), step, scaling, host.
 
-    Every result is held against an independent reference before and after it is timed; what is wrong gets no time, and
-    exit code 1. Times are medians of rounds in which everybody takes turns; the roofline is measured in the same run.
+    Every result is checked against an independent reference before and after it is timed. A wrong result gets no time,
+    and the exit code is 1. Times are medians of rounds in which all calls run in turn; the roofline is measured in the
+    same run.
 
-    step: whole steps of forward_mqa, beside their bare matrix products. scaling: batch, context, top-k and requests
-    grow, and cliffs are named, where time outgrows work. host: what a bound layer costs the host.
+    step: whole steps of forward_mqa, and their bare matrix products. scaling: batch, context, top-k and requests grow,
+    and cliffs are listed, where time grows faster than work. host: time of a bound layer on the host.
 
     --peers calls other libraries through their public functions, if they can be imported. --compare exits with 1 if
     something got slower by more than noise. Files of --json are read by --compare and --from, on any machine.
@@ -131,7 +132,7 @@ def bench(
     if isinstance(save, Path):
         written(save, json.dumps(run.as_json(), indent=1, allow_nan=False) + "\n")
     if save == STDOUT:
-        print_json(_told(run, compared))
+        print_json(_json_of(run, compared))
     else:
         out = console()
         out.print(report.run_text(run), crop=False)
@@ -144,11 +145,11 @@ def bench(
     ctx.exit(OK if run.ok and (compared is None or compared.ok) else FAILED)
 
 
-def _told(run: Run, compared: Comparison | None) -> dict[str, Any]:
-    told = run.as_json()
+def _json_of(run: Run, compared: Comparison | None) -> dict[str, Any]:
+    values = run.as_json()
     if compared:
-        told |= {"ok": run.ok and compared.ok, "compared": compared.as_json()}
-    return told
+        values |= {"ok": run.ok and compared.ok, "compared": compared.as_json()}
+    return values
 
 
 def _draw(run: Run, folder: Path) -> None:
@@ -160,7 +161,7 @@ def _draw(run: Run, folder: Path) -> None:
 
 @frozen
 class _Asked:
-    """The options of a measurement, as they were given."""
+    """The options of a measurement, as on the command line."""
 
     what: Sequence[str]
     backends: str | None
@@ -174,7 +175,7 @@ class _Asked:
 
 
 def _measured(asked: _Asked, *, shown: bool) -> Run:
-    """Find out what is asked for, before anything slow, and measure it."""
+    """Check all options before anything slow, and measure."""
     from dsv4attn.tools.bench.cases import KERNELS, PRESETS, WHAT, cases_of, host_cases, named, sizes
     from dsv4attn.tools.bench.peers import PEERS
     from dsv4attn.tools.bench.result import Run, now, peer_versions, this_machine
@@ -194,7 +195,7 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
     cases += scaling_cases(small=place.type == "cpu") if "scaling" in what else []
     hosts = host_cases() if "host" in what else []
     rows, host, ran, stopped = [], [], 0, False
-    # of an accelerator's figures the CPU's threads are no part
+    # the CPU's threads do not matter for times on an accelerator
     taken = before.threads(asked.threads) if place.type == "cpu" else None
     with taken.used() if taken else nullcontext(), _progress(1 + len(cases) + len(hosts), shown=shown) as begin:
         begin("roofline")
@@ -211,7 +212,7 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
                 rows += failed
                 ran += 1
         except KeyboardInterrupt:
-            # what was measured was worth its time; a first roofline is there already
+            # rows up to now stay; the first measurement of the roofline applies to them
             stopped = True
         roofline, rows = (runner.roofline, rows) if stopped else runner.settled(rows)
         machine = this_machine(place, taken.cores, taken.source) if taken else this_machine(place)
@@ -232,7 +233,7 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
 
 
 def _size(asked: _Asked, size: Size) -> Size:
-    """What is measured here by default, but for what was said."""
+    """Default sizes, replaced by those of the options."""
     return evolve(
         size,
         batches=asked.batches or size.batches,
@@ -243,7 +244,7 @@ def _size(asked: _Asked, size: Size) -> Size:
 
 
 def _device(name: str | None) -> torch.device:
-    """The one named, which has to be here, or the first accelerator, or the CPU."""
+    """The named device, which must exist here, or the first accelerator, or the CPU."""
     import torch
 
     from dsv4attn.core.device import DeviceFacts
@@ -256,7 +257,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def _backends(names: str | None, place: torch.device) -> dict[str, Backend]:
-    """Those named, all of which must be there, or all that are native to the device and can be made."""
+    """The named backends, all of which must load, or all that are native to the device and load."""
     from dsv4attn.core.device import DeviceFacts
     from dsv4attn.selection import backend_names, load_backend, registered
 
@@ -273,7 +274,7 @@ def _backends(names: str | None, place: torch.device) -> dict[str, Backend]:
 
 
 def _command(ctx: click.Context) -> str:
-    """The command as one could type it again, without where its results went."""
+    """The command line, without the options for its output files."""
     words = ["dsv4attn", "bench", *ctx.params["what"]]
     for name in ("backends", "cases", "batches", "tokens", "rounds", "threads", "device", "peers"):
         value = ctx.params[name]
@@ -285,7 +286,7 @@ def _command(ctx: click.Context) -> str:
 
 @contextmanager
 def _progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr with the case that is running; nothing at all where nobody watches."""
+    """A bar on stderr with the running case; nothing if stderr is no terminal."""
     from rich import progress as bars
     from rich.console import Console
 
@@ -296,7 +297,7 @@ def _progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
         bars.TextColumn("{task.description}", markup=False),
         bars.TimeElapsedColumn(),
     )
-    # drawn between cases only: a thread that draws meanwhile would be measured too
+    # drawn between cases only: a drawing thread would be part of the measurement
     watched = shown and out.is_terminal
     bar = bars.Progress(*columns, console=out, transient=True, auto_refresh=False, disable=not watched)
     task, begun = bar.add_task("", total=total), 0

@@ -1,4 +1,4 @@
-"""What commands share: how a model is named, and how facts and reasons are shown and told to programs."""
+"""Functions that commands share: names of models and devices, and output of facts and reasons as text and JSON."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _MAKERS = {
     "amd": "of AMD, name a card (mi300x, rx9070) or an architecture (gfx942): any gfx* is taken",
     "intel": "of Intel, name xpu",
 }
-"""What to do about the name of a maker."""
+"""Hints for the name of a maker in place of a device."""
 _ENDLESS = 10_000
-"""Columns of a pipe."""
+"""Columns of a console that is a pipe."""
 
 
 def geometry_of(model: str) -> ModelGeometry:
@@ -63,10 +63,10 @@ def geometry_of(model: str) -> ModelGeometry:
 
 
 def device_facts(name: str) -> DeviceFacts:
-    """Facts of a device by name, this machine's own where it has such a one.
+    """Facts of a device by name. If this machine has such a device, they are its own facts.
 
-    sm_90a and sm_120f, as compilers call what has features of one architecture or family, are their architecture. An
-    unknown name is answered with close ones of its own family alone: V100 is no misspelt H100.
+    sm_90a and sm_120f, which compilers use for features of one architecture or family, mean that architecture. For an
+    unknown name only close names of the same family are suggested: V100 is not a misspelt H100.
     """
     from dsv4attn.core.device import DeviceFacts
 
@@ -78,14 +78,14 @@ def device_facts(name: str) -> DeviceFacts:
         raise UnknownNameError("device", name, error.known, [maker or _ANY], near=_family(lower, error.known)) from None
 
 
-def _family(name: str, known: Iterable[str]) -> list[str]:
-    """Names of devices that may be meant: as long, and with the same letters in front, or what the name begins."""
+def _family(name: str, names: Iterable[str]) -> list[str]:
+    """Names of devices that may be meant: equally long with the same letters in front, or beginning with the name."""
     letters = re.split(r"\d", name)[0]
     near = [
-        n for n in known if re.split(r"\d", n)[0].rstrip("_") == letters and (name == letters or len(n) == len(name))
+        n for n in names if re.split(r"\d", n)[0].rstrip("_") == letters and (name == letters or len(n) == len(name))
     ]
     if name == letters and not near:
-        near = get_close_matches(name, known, n=1, cutoff=0.8)
+        near = get_close_matches(name, names, n=1, cutoff=0.8)
     kinds = {device.kind for device in DEVICES for one in near if one in device.spellings}
     return near if len(kinds) == 1 else []
 
@@ -97,9 +97,9 @@ def chosen_backend(
     kinds: Iterable[LayerKind],
     **facts: Any,  # noqa: ANN401 - those of Problem.of
 ) -> Backend:
-    """The backend that runs these layers on the CPU: the one named, else what settings or selection say.
+    """The backend that runs these layers on the CPU: the named one, else that of the settings or of selection.
 
-    options: of the one that runs everything. facts: what is different from the model, as `Problem.of` takes it.
+    options: options of that backend. facts: arguments of `Problem.of` that differ from the model.
     """
     from dsv4attn.selection import load_backend, registered, resolve, select_backend
 
@@ -119,10 +119,10 @@ def chosen_backend(
 
 
 def console() -> Console:
-    """Standard output, in which nothing but what we style is styled: brackets in an error message are no markup.
+    """Standard output without markup: brackets in an error message stay as they are.
 
-    In a pipe or a file nothing of a table is cut: COLUMNS says where lines are folded, without it they are not, and no
-    line ends with blanks. Signs that its encoding lacks are written in others.
+    In a pipe or a file no table is cut. Lines are folded at COLUMNS, or not at all without it. No line ends with
+    blanks. Characters that the encoding lacks are replaced.
     """
     from rich.console import Console
 
@@ -144,7 +144,7 @@ def console() -> Console:
 
 
 def _uncut(shown: object, *, fold: bool) -> None:
-    """Let the columns of all tables in something take the width they need, or fold what is too wide."""
+    """Give the columns of all tables the width that they need, or fold them."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.table import Table
@@ -163,7 +163,7 @@ def _uncut(shown: object, *, fold: bool) -> None:
 
 
 class _Around(io.TextIOBase):
-    """A stream that changes what is written to another one."""
+    """A stream that passes text on to another stream, changed by `changed`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -190,31 +190,31 @@ class _Around(io.TextIOBase):
 
 
 class _Trimmed(_Around):
-    """Without the blanks that fill lines up to the width of the console; whole lines are written."""
+    """Drops the blanks that fill lines up to the width of the console. It writes whole lines."""
 
     def changed(self, text: str) -> str:
         return "\n".join(line.rstrip() for line in text.split("\n"))
 
 
 class _Plain(_Around):
-    """In what the encoding of a stream has: `<=` and `+-`, and escapes for other letters."""
+    """Replaces characters that the encoding of a stream lacks: `<=`, `+-`, and escapes for other letters."""
 
     def changed(self, text: str) -> str:
-        # a second character takes the place of a blank beside it: columns stay where they are, if there are two
+        # the second character replaces one of two adjacent blanks, so that columns stay aligned
         text = re.sub(r"≤(\S*)( (?= ))?", r"<=\1", text)
         text = re.sub(r"((?<= ) )?±", "+-", text)
         return text.encode(self.encoding, "backslashreplace").decode(self.encoding)
 
 
 def _has_signs(encoding: str | None) -> bool:
-    # a stream of text alone has no encoding
+    # a text-only stream has no encoding
     return encoding is None or encoding.lower().startswith("utf")
 
 
 def grid(rows: Sequence[tuple[str, Sequence[str]]], styles: Sequence[str] = (), *, wide: int = 0) -> Table:
-    """Names and their lines, aligned; a line that is too long goes on under itself.
+    """Names and their lines, aligned; a long line is folded under itself.
 
-    styles: of each row's lines. wide: least width of the names.
+    styles: style of each row's lines. wide: least width of the names.
     """
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""`dsv4attn compile`: what every kernel needs on a device that need not be here."""
+"""`dsv4attn compile`: compiles every kernel for named devices and lists registers, shared memory and spills."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 __all__ = ["bounds_of", "compile_"]
 
 _SAID = {"spills": "spill", "limit": "break a limit", "failed": "do not compile"}
-"""What the summary says of each verdict but "ok"."""
+"""Words of the summary for each verdict but "ok"."""
 _STYLES = {"ok": "green", "spills": "yellow", "limit": "bold red", "failed": "bold red"}
 _DTYPES = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32")
 
 
 @frozen
 class _Job:
-    """The kernels of one backend on one target, and what came out of them."""
+    """The kernels of one backend on one target, and the outcomes of their compilation."""
 
     target: Target
     backend: str
@@ -120,8 +120,8 @@ def compile_(
             job.outcomes.extend(compile_all(job.variants, job.target, progress=progress))
     ok = not any(job.faulty for job in jobs)
     if as_json:
-        told = {"model": geometry.name, "jobs": [_as_json(job) for job in jobs], "failures": failed}
-        print_json({"ok": ok, **told})
+        values = {"model": geometry.name, "jobs": [_as_json(job) for job in jobs], "failures": failed}
+        print_json({"ok": ok, **values})
     else:
         for job in jobs:
             _show(job)
@@ -138,13 +138,13 @@ def _elsewhere(
     *,
     as_json: bool,
 ) -> int:
-    """Run this command in a Python that does not interpret kernels: what that decides is read only once."""
+    """Run this command in another Python without TRITON_INTERPRET, which Triton reads only once."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     options = [*(("--target", name) for name in targets), *(("--dtype", name) for name in dtypes), ("--model", model)]
     options += [("--backend", backend)] if backend else []
     options += [("--kernel", name) for name in kernels]
     command = [sys.executable, "-m", "dsv4attn", "compile", *(word for option in options for word in option)]
-    return subprocess.run([*command, *(["--json"] if as_json else [])], env=environ, check=False).returncode  # noqa: S603 - ourselves
+    return subprocess.run([*command, *(["--json"] if as_json else [])], env=environ, check=False).returncode  # noqa: S603 - our own command
 
 
 def _jobs(
@@ -154,7 +154,7 @@ def _jobs(
     dtypes: Iterable[str],
     kernels: Collection[str],
 ) -> tuple[list[_Job], dict[str, str]]:
-    """What there is to compile, and the backends that cannot be asked, each with its error."""
+    """The jobs, and the backends that cannot be loaded, each with its error."""
     from dsv4attn.backends._triton.support import require_release
     from dsv4attn.core.device import DeviceFacts
     from dsv4attn.errors import ArgumentError, UnknownNameError
@@ -197,9 +197,9 @@ def _loaded(backend: str | None) -> tuple[dict[str, tuple[Registered, CompleteBa
     from dsv4attn.errors import ArgumentError, Dsv4AttnError
     from dsv4attn.selection import load_backend, registered, registry_for
 
-    known = registry_for(load_settings()).backends if backend is None else {backend: registered(backend)}
+    candidates = registry_for(load_settings()).backends if backend is None else {backend: registered(backend)}
     loaded, failed = {}, {}
-    for name, one in known.items():
+    for name, one in candidates.items():
         try:
             made: Any = load_backend(name)
         except Dsv4AttnError as error:
@@ -216,9 +216,9 @@ def _loaded(backend: str | None) -> tuple[dict[str, tuple[Registered, CompleteBa
 
 
 def bounds_of(geometry: ModelGeometry, dtype: str) -> Bounds:
-    """All that a model asks for, with caches of one type; how large its batches are compiles nothing.
+    """Bounds of all calls of a model with caches of one type. Kernels do not depend on the size of batches.
 
-    Rows of its tensors begin at multiples of 16 bytes. Forms for others read and write narrower, in the same memory.
+    Rows of tensors are aligned to 16 bytes. Variants for other alignments read and write narrower, in the same memory.
     """
     import torch
 
@@ -245,7 +245,7 @@ def _checked(backend: str, variant: object) -> Variant:
 
 @contextmanager
 def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[Outcome], None]]:
-    """A bar on stderr with the kernel that was compiled last; nothing at all where nobody watches."""
+    """A bar on stderr with the kernel that was compiled last; nothing if stderr is no terminal."""
     from rich import progress as bars
     from rich.console import Console
 
@@ -263,12 +263,12 @@ def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[Outcome], No
 
 
 def _described(job: _Job) -> list[tuple[Outcome, str]]:
-    """Each outcome with what tells its variant from others, kernel by kernel."""
+    """Each outcome with the properties that distinguish its variant from others of the kernel, kernel by kernel."""
     from dsv4attn.backends._triton.compiling.aot import distinctions
 
-    told, order = distinctions(job.variants), [variant.kernel for variant in job.variants]
+    texts, order = distinctions(job.variants), [variant.kernel for variant in job.variants]
     outcomes = sorted(job.outcomes, key=lambda outcome: order.index(outcome.variant.kernel))
-    return [(o, " ".join(filter(None, [told[o.variant], "beyond 2 GB" if o.far else ""]))) for o in outcomes]
+    return [(o, " ".join(filter(None, [texts[o.variant], "beyond 2 GB" if o.far else ""]))) for o in outcomes]
 
 
 def _as_json(job: _Job) -> dict[str, Any]:

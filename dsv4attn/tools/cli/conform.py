@@ -1,4 +1,4 @@
-"""`dsv4attn conform`: run the conformance kit on a backend, and write a certificate."""
+"""`dsv4attn conform`: runs the conformance kit on a backend and writes a certificate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, print_json
+from dsv4attn.tools.cli import FAILED, INTERRUPTED, LINE_S, OK, pairs, print_json
 from dsv4attn.tools.cli.common import console, grid
 
 if TYPE_CHECKING:
@@ -23,22 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["conform", "grouped", "progress_bar", "show_failures", "target_file", "written"]
 
-LINE_S = 4.0
-"""Seconds between lines of progress where there is no terminal."""
+
 SHOWN = 8
 """Kinds of failures shown in full, and cases named of each; the certificate has all of them."""
 
 
-def _pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
-    """`--option key=value`, any number of times."""
-    for value in values:
-        if "=" not in value:
-            raise click.BadParameter(f"{value!r}: expected key=value, as in prefill_keys=paged", param=parameter)
-    return dict(value.split("=", 1) for value in values)
-
-
 def target_file(_: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
-    """A file that can be written, found out before anything runs."""
+    """The path of an output file in a folder that exists, checked before anything runs."""
     if value is None:
         return None
     path = Path(value)
@@ -48,7 +39,7 @@ def target_file(_: click.Context, parameter: click.Parameter, value: str | None)
 
 
 def written(path: Path, text: str) -> None:
-    """Write a file, or say in one line why not."""
+    """Write a file. If that fails, raise a UsageError of one line."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -58,7 +49,7 @@ def written(path: Path, text: str) -> None:
 @click.command(short_help="Run the conformance kit on a backend, and write a certificate.")
 @click.argument("backend")
 @click.option("--device", metavar="DEVICE", help="Torch device.  [default: the first accelerator it runs on, or cpu]")
-@click.option("--option", "options", metavar="KEY=VALUE", multiple=True, callback=_pairs, help="Option of the backend.")
+@click.option("--option", "options", metavar="KEY=VALUE", multiple=True, callback=pairs, help="Option of the backend.")
 @click.option("--filter", "chosen", metavar="PATTERNS", help="Clauses (S, A1), areas (decode) or cases (sink-*).")
 @click.option("--json", "as_json", is_flag=True, help="Print the certificate, and nothing else.")
 @click.option(
@@ -95,18 +86,18 @@ def conform(
     try:
         subject = Subject.named(backend, device=device, options=options)
     except BrokenBackendError as error:
-        # not the user's mistake: the backend is there, and fails
+        # exit code 1 and not 2: the backend exists, and fails
         raise click.ClickException(str(error)) from error
     with progress_bar(len(cases), shown=not as_json) as progress:
         certificate = run(subject, cases, chosen=chosen, progress=progress)
-    told = certificate.as_json()
+    values = certificate.as_json()
     # an incomplete certificate does not replace a complete one unasked
     usual = f"dsv4attn-{backend}{'.incomplete' if certificate.interrupted else ''}.json"
     target = output or (None if chosen or as_json else Path(usual))
     if target:
-        written(target, json.dumps(told, indent=1, allow_nan=False) + "\n")
+        written(target, json.dumps(values, indent=1, allow_nan=False) + "\n")
     if as_json:
-        print_json(told)
+        print_json(values)
     else:
         _show(certificate, target)
     ctx.exit(INTERRUPTED if certificate.interrupted else OK if certificate.ok else FAILED)
@@ -152,8 +143,8 @@ def _show(certificate: Certificate, target: Path | None) -> None:
     out.print(grid(head))
     out.print(Padding(_table(certificate), (0, 0, 0, 1)))
     for state in ("refused", "skipped"):
-        if told := grouped(certificate.of(state)):
-            out.print(grid([(state, told)], ["yellow" if state == "refused" else "dim"]))
+        if lines := grouped(certificate.of(state)):
+            out.print(grid([(state, lines)], ["yellow" if state == "refused" else "dim"]))
     show_failures(out, certificate.outcomes)
     out.print()
     style = "bold green" if certificate.ok else "bold red"
@@ -163,7 +154,7 @@ def _show(certificate: Certificate, target: Path | None) -> None:
 
 
 def show_failures(out: Console, outcomes: Iterable[Outcome], title: str = "failed") -> None:
-    """Print equal failures once: the first case and what it says, then how many and which others fail alike."""
+    """Print equal failures once: the first case with its message, then number and names of the others."""
     from rich.padding import Padding
 
     from dsv4attn.testing.conform import Failures
@@ -188,7 +179,7 @@ def show_failures(out: Console, outcomes: Iterable[Outcome], title: str = "faile
 
 
 def grouped(outcomes: Sequence[Outcome]) -> list[str]:
-    """One line for each reason, with how many cases have it."""
+    """One line for each reason, with the number of its cases."""
     cases: dict[str, list[str]] = defaultdict(list)
     for outcome in outcomes:
         for reason in outcome.reasons:

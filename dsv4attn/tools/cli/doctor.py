@@ -1,4 +1,4 @@
-"""`dsv4attn doctor`: what this installation is made of, what is wrong with it, and what to do next."""
+"""`dsv4attn doctor`: lists versions, devices, configuration and plugins, and finds problems with their cures."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _RELATED = (
     "TRITON_INTERPRET",
     "ZE_AFFINITY_MASK",
 )
-"""Variables of others that change which devices and kernels there are."""
+"""Variables of other packages that affect which devices and kernels there are."""
 
 
 @frozen
 class _Problem:
-    """What is wrong, what to do, and the traceback if there is one."""
+    """A problem in words, its cure, and the traceback if there is one."""
 
     what: str
     cure: str
@@ -46,7 +46,7 @@ class _Problem:
 
 @define
 class _Report:
-    """What was found."""
+    """Facts of the installation, and its problems."""
 
     versions: dict[str, str | None]
     devices: list[DeviceFacts]
@@ -74,7 +74,7 @@ def doctor(ctx: click.Context, *, as_json: bool) -> None:
 
 
 def _examine() -> _Report:
-    """Everything, whatever is broken."""
+    """Collect all facts. A broken part becomes a problem of the report."""
     from dsv4attn.config import Settings, load_settings
     from dsv4attn.core.device import DeviceFacts, version_of
     from dsv4attn.errors import ConfigError
@@ -89,7 +89,7 @@ def _examine() -> _Report:
         problems.append(_Problem(f"configuration: {error}", "correct it; everything above is without it"))
     try:
         devices = DeviceFacts.all_here()
-    except Exception as error:  # noqa: BLE001 - a broken torch or driver is what a doctor is for
+    except Exception as error:  # noqa: BLE001 - a broken torch or driver is a finding
         devices = [DeviceFacts.named("cpu")]
         cure, trace = "see whether `python -c 'import torch'` works", traceback.format_exc()
         problems.append(_Problem(f"devices: {type(error).__name__}: {error}", cure, trace))
@@ -102,7 +102,7 @@ def _examine() -> _Report:
 
 
 def _judge(report: _Report) -> None:
-    """What is wrong with what was found."""
+    """Add the problems of plugins, options and choices to the report."""
     from dsv4attn.config import AUTO
     from dsv4attn.errors import BrokenBackendError, ConfigError, did_you_mean
     from dsv4attn.plugins import trace_of
@@ -116,7 +116,7 @@ def _judge(report: _Report) -> None:
     for name in settings.options:
         if name not in registry.backends:
             what = f"options.{name} in {settings.file}: no backend has this name"
-            cure = "correct the name, or remove the table: it reaches nobody"
+            cure = "correct the name, or remove the table: no backend reads it"
             report.problems.append(_Problem(f"{what}{did_you_mean(name, registry.backends)}", cure))
             continue
         try:
@@ -141,15 +141,15 @@ def _judge(report: _Report) -> None:
 
 def _values(settings: Settings) -> list[tuple[str, str, str]]:
     """(key, effective value, where it comes from)."""
-    told = [(phase, settings.request(phase).value, settings.request(phase).source) for phase in ("decode", "prefill")]
+    values = [(phase, settings.request(phase).value, settings.request(phase).source) for phase in ("decode", "prefill")]
     lists = {"plugins.allow": settings.allow, "plugins.deny": settings.deny}
     for key, names in lists.items():
         shown = "all" if names is None else ", ".join(names) or "none"
-        told.append((key, shown, settings.sources.get(key, "default")))
+        values.append((key, shown, settings.sources.get(key, "default")))
     for name, options in settings.options.items():
         shown = ", ".join(f"{option}={value!r}" for option, value in options.items())
-        told.append((f"options.{name}", shown or "none", str(settings.file)))
-    return told
+        values.append((f"options.{name}", shown or "none", str(settings.file)))
+    return values
 
 
 def _environment() -> dict[str, str]:
@@ -157,7 +157,7 @@ def _environment() -> dict[str, str]:
 
 
 def _next(report: _Report) -> list[str]:
-    """What to do: the cures, or what one does with a healthy installation."""
+    """Next steps: the cures, or commands for a healthy installation."""
     if report.problems:
         return list(dict.fromkeys(problem.cure for problem in report.problems))
     return [
@@ -206,7 +206,7 @@ def _show(report: _Report) -> None:
         out.print(grid([("next", _next(report))]))
     wide = len(str(len(report.problems)))
     for i, problem in enumerate(report.problems):
-        told = [(f"{i + 1:>{wide}}", [problem.what]), ("", [f"-> {problem.cure}"])]
-        out.print(grid(told, ["red"], wide=wide))
+        lines = [(f"{i + 1:>{wide}}", [problem.what]), ("", [f"-> {problem.cure}"])]
+        out.print(grid(lines, ["red"], wide=wide))
         if problem.trace:
             out.print(Padding(Text(problem.trace.rstrip(), style="dim"), (0, 0, 0, wide + 4)))

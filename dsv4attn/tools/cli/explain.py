@@ -1,4 +1,4 @@
-"""`dsv4attn explain`: which backend would run a problem, and why not the others."""
+"""`dsv4attn explain`: shows which backend would run a problem, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -123,15 +123,15 @@ def explain(
 
 
 def _device(name: str | None) -> DeviceFacts:
-    """The device described; this machine's own facts if that is what it has."""
+    """Facts of the named device, or of this machine's own."""
     from dsv4attn.core.device import DeviceFacts
 
     return DeviceFacts.here() if name is None else device_facts(name)
 
 
 def _assumed(device: DeviceFacts) -> str:
-    """What is taken for granted of an architecture that was described, and that nothing here knows."""
-    if device.present or any(device.arch == known.arch for known in DEVICES):
+    """A note for a described device whose architecture is not in the table of devices, else ""."""
+    if device.present or any(device.arch == listed.arch for listed in DEVICES):
         return ""
     return "unknown architecture, served by the generic row of each backend"
 
@@ -163,7 +163,7 @@ def _as_json(selection: Selection) -> dict[str, Any]:
 
 
 def _show(selection: Selection) -> None:
-    """The same trace as an exception has, folded to the width of the terminal."""
+    """Print the trace of a selection, as exceptions have it, folded to the width of the terminal."""
     out = console()
     out.print(selection.verdict, style="bold green" if selection.chosen else "bold red", soft_wrap=False)
     rows = selection.rows

@@ -1,4 +1,4 @@
-"""`dsv4attn parity`: whether backends compute the same thing."""
+"""`dsv4attn parity`: runs the conformance cases on several backends and shows their errors side by side."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def _show(result: Parity, page: Path | None) -> None:
     out.print(Padding(_table(result), (0, 0, 0, 1)))
     for (letter, _), certificate in zip(names, result.certificates, strict=True):
         for state in ("refused", "skipped"):
-            if told := grouped(certificate.of(state)):
-                out.print(grid([(f"{letter} {state}", told)], [_STYLES[state]]))
+            if lines := grouped(certificate.of(state)):
+                out.print(grid([(f"{letter} {state}", lines)], [_STYLES[state]]))
         show_failures(out, certificate.outcomes, f"{letter} failed")
     out.print()
     for certificate in result.certificates:

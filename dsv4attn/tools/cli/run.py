@@ -1,16 +1,16 @@
-"""`dsv4attn run`: serve a request trace through the attention of a model, checked while it runs."""
+"""`dsv4attn run`: serves a request trace through the attention of a model, and checks rows while it runs."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
-from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, Whole, print_json
+from dsv4attn.tools.cli import FAILED, INTERRUPTED, LINE_S, OK, Whole, pairs, print_json
 
 if TYPE_CHECKING:
     from dsv4attn.core.geometry import LayerKind
@@ -19,19 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-LINE_S = 4.0
-"""Seconds between lines of progress where there is no terminal."""
 
 _positive = Whole(min=1)
 _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-
-
-def _pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
-    """`--option key=value`, any number of times."""
-    for value in values:
-        if "=" not in value:
-            raise click.BadParameter(f"{value!r}: expected key=value, as in prefill_keys=paged", param=parameter)
-    return dict(value.split("=", 1) for value in values)
 
 
 @click.command(short_help="Serve a request trace through the attention, checked while it runs.")
@@ -42,7 +32,7 @@ def _pairs(_: click.Context, parameter: click.Parameter, values: Sequence[str]) 
     "--trace", metavar="FILE", help="Mooncake JSONL, or Azure or BurstGPT CSV.  [default: a small built-in one]"
 )
 @click.option("--backend", metavar="NAME", help="Backend to run.  [default: as `dsv4attn explain` says]")
-@click.option("--option", "options", metavar="KEY=VALUE", multiple=True, callback=_pairs, help="Option of the backend.")
+@click.option("--option", "options", metavar="KEY=VALUE", multiple=True, callback=pairs, help="Option of the backend.")
 @click.option("--layers", metavar="KINDS", help="Of swa,c4a,c128a.  [default: all that the model has]")
 @click.option("--cache", metavar="NAME", default="fp8_ds_mla", show_default=True, help="fp8_ds_mla, bf16 or fp32.")
 @click.option("--max-requests", metavar="N", type=_positive, help="Read so many requests of the trace.")
@@ -129,7 +119,7 @@ def run(
     except ArgumentError as error:
         if error.argument != "max_kv_bytes":
             raise
-        # in the words and the unit of the command line
+        # named and in the unit of the command line's option
         expected = re.sub(r"\d+", lambda found: str(-(-int(found[0]) // 2**20)), error.expected, count=1)
         raise ArgumentError("--max-kv-mib", expected=expected, actual=max_kv_mib, hint=error.hint) from error
     taken = before.threads(threads)
@@ -151,11 +141,11 @@ def _kinds(layers: str | None) -> list[LayerKind] | None:
     from dsv4attn.core.geometry import LayerKind
     from dsv4attn.errors import UnknownNameError
 
-    known = [kind.value for kind in LayerKind]
+    names = [kind.value for kind in LayerKind]
     asked = [name.strip().lower() for name in layers.split(",")]
     for name in asked:
-        if name not in known:
-            raise UnknownNameError("layer kind", name, known)
+        if name not in names:
+            raise UnknownNameError("layer kind", name, names)
     return [kind for kind in LayerKind if kind.value in asked]
 
 

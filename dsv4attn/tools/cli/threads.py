@@ -1,7 +1,7 @@
-"""How many CPU threads a command takes: as many as cores are free.
+"""Number of CPU threads of a command: one for each free core.
 
-A pool of threads waits for its slowest member at every operation. Beside one busy process, two threads on two cores
-take several times as long as one: whichever shares its core with that process holds up the other.
+A pool of threads waits for its slowest thread at every operation. Next to one busy process, two threads on two cores
+take several times as long as one, because the thread that shares its core with that process delays the other.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = ["Load", "Threads", "core_limit", "wait_passively"]
 
 VARIABLE = "OMP_NUM_THREADS"
 LEAST_S = 0.3
-"""Seconds over which cores are watched at least: /proc counts in hundredths."""
+"""Least seconds over which idle time is measured: /proc counts in hundredths."""
 MOSTLY = 0.75
-"""A core of which so much is free gets a thread."""
+"""A core gets a thread if at least this fraction of it is free."""
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -29,14 +29,19 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @frozen
 class Threads:
-    """A number of threads, of how many cores this process may use, and where the number is from, in words."""
+    """A number of threads and its origin.
+
+    count: threads.
+    cores: cores that this process may use.
+    source: where the number comes from, in words.
+    """
 
     count: int
     cores: int
     source: str
 
     def __str__(self) -> str:
-        """As reports show it."""
+        """The text of reports."""
         return f"threads {self.count} of {self.cores} core{'s' * (self.cores != 1)} ({self.source})"
 
     def as_json(self) -> dict[str, object]:
@@ -45,7 +50,7 @@ class Threads:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Let torch use this number of threads for a while."""
+        """Let torch use this number of threads inside a `with` block."""
         import torch
 
         before = torch.get_num_threads()
@@ -58,7 +63,13 @@ class Threads:
 
 @frozen
 class Load:
-    """A moment: the cores of this process, seconds that they have idled, and seconds that this process has had."""
+    """Processor times at one moment.
+
+    cores: cores that this process may use.
+    clock: wall clock, seconds.
+    own: processor time of this process, seconds.
+    idle: idle time of those cores, seconds; None if unknown.
+    """
 
     cores: frozenset[int] = field(factory=lambda: frozenset(_allowed()))
     clock: float = field(factory=time.perf_counter)
@@ -70,7 +81,7 @@ class Load:
         return _idle_seconds(self.cores)
 
     def free(self) -> float:
-        """Cores that were free for this process since then; without /proc, those that the load average leaves."""
+        """Cores that were free for this process since that moment; without /proc, computed from the load average."""
         time.sleep(max(0.0, LEAST_S - (time.perf_counter() - self.clock)))
         now = Load(self.cores)
         if self.idle is None or now.idle is None or now.idle == self.idle == 0:
@@ -78,7 +89,7 @@ class Load:
         return (now.idle - self.idle + now.own - self.own) / (now.clock - self.clock)
 
     def threads(self, asked: int | None = None) -> Threads:
-        """The number asked for, or that of OMP_NUM_THREADS, or one for each free core; never more than torch's own."""
+        """The requested number, or OMP_NUM_THREADS, or one for each free core and at most torch's own number."""
         import torch
 
         cores = max(1, int(min(len(self.cores), core_limit())))
@@ -92,7 +103,7 @@ class Load:
 
 
 def wait_passively() -> None:
-    """Let threads without work sleep, not spin, unless the environment says otherwise; too late if torch is loaded."""
+    """Let idle threads sleep, not spin, unless the environment sets it. It has no effect after torch was loaded."""
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

@@ -1,6 +1,6 @@
-"""Replay of a request trace through the attention: what to serve (`trace`) and in which order (`scheduler`).
+"""Replay of a request trace through the attention: `trace` reads the requests, `scheduler` orders them into steps.
 
-A trace is read and a schedule is planned with plain integers; torch is not needed before a step is run.
+Both use plain integers; torch is not needed before a step runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rows of a running replay, computed a second time from raw inputs by the float64 oracle, and compared.
+"""Checks rows of a running replay: the float64 oracle computes them again from raw inputs.
 
-Nothing of the backend's is reused: raw q and keys come from the workload again, are normalised, rotated, quantised and
-read back by the oracle's own functions, and attended with the sink. What is compared:
+The backend's tensors are not used: raw q and keys come from the workload again, are normalised, rotated, quantised and
+read back by the oracle's own functions, and attended with the sink. Compared are:
 
 - out: per head, the norm of the difference divided by the norm of the oracle's row; the largest over heads;
 - lse: the largest absolute difference over heads;
@@ -9,7 +9,7 @@ read back by the oracle's own functions, and attended with the sink. What is com
 
 Tolerances follow from the formats. A value rounded to bf16 is off by at most u = 2^-8 of itself, and over a vector by
 at most u / sqrt(3) in root mean square. Two such roundings happen to a row of out: its own, and that of the softmax
-weights where matrix units want bf16 (the reference keeps fp32); they are independent and add up to u sqrt(2/3). The
+weights where matrix units need bf16 (the reference uses fp32); they are independent and add up to u sqrt(2/3). The
 inputs are the same bits on both sides except where fp32 and fp64 disagree about a tie: then an element of q or of a
 rotated key is one bf16 step off. One such step of a q in [2, 4), 2^-6, on the loudest channel w moves the logits by
 2^-6 w / sqrt(D) in root mean square, and out by the same relative amount. So
@@ -42,8 +42,8 @@ __all__ = ["RowChecker", "choose_rows", "tolerance_of"]
 
 _SAMPLED_RANKS = 8
 """Projected values compared in each group."""
-_KEPT_KEYS = 8192
-"""Keys remembered between rows; decode steps ask for nearly the same ones again."""
+_CACHED_KEYS = 8192
+"""Keys cached between rows; consecutive decode steps use nearly the same keys."""
 
 
 def tolerance_of(layer: LayerGeometry, dtype: torch.dtype) -> Errors:
@@ -56,10 +56,10 @@ def tolerance_of(layer: LayerGeometry, dtype: torch.dtype) -> Errors:
 
 
 def choose_rows(tokens: Tokens, layer: LayerGeometry, count: int, random: np.random.Generator) -> I64:
-    """Up to `count` different rows of a step: half of them, rounded up, at edges if there are any, the rest anywhere.
+    """Up to `count` different rows of a step: half of them, rounded up, at edges if there are any, the rest random.
 
-    Edges, most wanted first: positions where the window fills up or begins to slide and the first of a sequence;
-    the first and last token of a chunk; tokens that complete an entry. Equal ones are drawn.
+    Edges, most important first: positions where the window fills up or begins to slide and the first of a sequence;
+    the first and last token of a chunk; tokens that complete an entry. Among equal ones the choice is random.
     """
     position, row = tokens.positions, tokens.rows
     new_request = row[1:] != row[:-1]
@@ -74,10 +74,10 @@ def choose_rows(tokens: Tokens, layer: LayerGeometry, count: int, random: np.ran
 
 
 class RowChecker:
-    """Checks rows of one layer type and remembers the largest errors."""
+    """Checks rows of one layer type and records the largest errors."""
 
     def __init__(self, layer: LayerGeometry, layout: KVCacheLayout, workload: Workload, wo_a: Tensor) -> None:
-        """Bind what the rows are made from. wo_a: [G * rank, H / G * D]."""
+        """Take the sources of the rows. wo_a: [G * rank, H / G * D]."""
         self._layer, self._layout, self._workload = layer, layout, workload
         yarn = layer.rope.yarn
         stretch = None if yarn is None else oracle.Yarn(**asdict(yarn))
@@ -108,7 +108,7 @@ class RowChecker:
             self.result.add(errors, f"step {step}, request {self._workload.requests[row].index}, position {position}")
 
     def _attended(self, row: int, position: int, cos: F64, sin: F64) -> tuple[F64, F64]:
-        """The row itself: (out [H, D], lse [H])."""
+        """The oracle's row: (out [H, D], lse [H])."""
         layer, workload = self._layer, self._workload
         here = _tokens(workload, row, [position])
         raw = workload.q_rows(workload.q_numbers(layer.kind, here))[0].double().numpy()
@@ -124,7 +124,7 @@ class RowChecker:
         """Window keys as a reader of the cache sees them."""
         tokens = _tokens(self._workload, row, positions)
         wanted = list(zip(self._workload.kv_numbers(self._layer.kind, tokens).tolist(), positions, strict=True))
-        if len(self._window_keys) > _KEPT_KEYS:
+        if len(self._window_keys) > _CACHED_KEYS:
             self._window_keys.clear()
         for number, position in wanted:
             if (number, position) not in self._window_keys:
@@ -139,7 +139,7 @@ class RowChecker:
         ratio = self._layer.compress_ratio
         tokens = _tokens(self._workload, row, [e * ratio + ratio - 1 for e in entries])
         wanted = self._workload.entry_numbers(self._layer.kind, tokens).tolist()
-        if len(self._entries) > _KEPT_KEYS:
+        if len(self._entries) > _CACHED_KEYS:
             self._entries.clear()
         for number in wanted:
             if number not in self._entries:
@@ -147,13 +147,13 @@ class RowChecker:
         return [self._entries[number] for number in wanted]
 
     def _rounded(self, values: F64) -> F64:
-        """What the type of q and of raw keys keeps."""
+        """Values rounded to the type of q and of raw keys."""
         if self._workload.dtype == torch.float32:
             return values.astype(np.float32).astype(np.float64)
         return oracle.round_bf16(values)
 
     def _stored(self, key: F64) -> F64:
-        """What the cache keeps of a key."""
+        """A key as the cache returns it."""
         layout = self._layout
         if not layout.is_quantised:
             return (

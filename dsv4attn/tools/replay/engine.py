@@ -1,4 +1,4 @@
-"""The replay itself: continuous batching over a paged cache, one layer of each type, checked while it runs."""
+"""The replay engine: runs the steps of the scheduler through one layer of each type over paged caches, with checks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,17 @@ def _at_least(minimum: int) -> Callable[[Any, Attribute[int], int], None]:
 
 @frozen
 class ReplayConfig:
-    """How to serve. kinds: None means all that the model has. check_rows: per step and layer type."""
+    """Settings of a replay.
+
+    kinds: layer types to run; None means all of the model.
+    cache: one of CACHES.
+    block_size: records in a page of the window cache.
+    max_num_batched_tokens: most tokens of a step.
+    max_num_seqs: most requests that run at once.
+    max_kv_bytes: bytes of all KV pages.
+    check_rows: rows checked per step and layer type.
+    seed: seed of all random numbers.
+    """
 
     kinds: Sequence[LayerKind] | None = None
     cache: str = "fp8_ds_mla"
@@ -53,17 +63,22 @@ class ReplayConfig:
 
 @frozen
 class Progress:
-    """State in the middle of a step, or at its end."""
+    """State in the middle of a step, or at its end.
+
+    tokens: tokens served, without those that a preemption lost. A step counts in parts, layer type by layer type.
+    step: number of the step.
+    running: requests that have begun.
+    waiting: requests that wait.
+    """
 
     tokens: int
-    """Tokens served, those that a preemption lost not counted. A step counts in parts, layer type by layer type."""
     step: int
     running: int
     waiting: int
 
 
 class Replay:
-    """Serves requests through one layer of each type. Everything that can be wrong with them is found here.
+    """Serves requests through one layer of each type.
 
     Raises ArgumentError or UnknownNameError on bad input, before anything runs.
     """
@@ -218,7 +233,7 @@ def _layout_of(cache: str, geometry: ModelGeometry) -> tuple[KVCacheLayout, torc
 
 
 def _limits_of(requests: Sequence[Request], geometry: ModelGeometry, config: ReplayConfig) -> Limits:
-    """Bounds of every step to come; the longest request counts, not what the model could take."""
+    """Limits of all steps. The longest request bounds them, not the model's longest context."""
     if not requests:
         raise ArgumentError("requests", expected="at least one", actual="none")
     longest = max(requests, key=lambda request: request.attention_tokens)
@@ -229,6 +244,6 @@ def _limits_of(requests: Sequence[Request], geometry: ModelGeometry, config: Rep
             actual=f"{longest.attention_tokens} tokens",
             hint="shrink the requests (--max-tokens)",
         )
-    # no step can be larger than all requests together, whatever was allowed
+    # no step can be larger than all requests together
     tokens = min(config.max_num_batched_tokens, sum(request.attention_tokens for request in requests))
     return Limits(min(config.max_num_seqs, tokens, len(requests)), tokens, longest.attention_tokens)

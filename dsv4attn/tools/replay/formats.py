@@ -1,6 +1,6 @@
 """The published trace formats, line by line: `detect` looks at the first line, `Form.parse` turns a line into a `Row`.
 
-Whatever is wrong with a line is a `BadLineError` that names the field; `trace` adds the file and the line number.
+A bad line raises a `BadLineError` that names the field; `trace` adds the file and the line number.
 """
 
 from __future__ import annotations
@@ -38,12 +38,18 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
 class BadLineError(Exception):
-    """What is wrong with one line."""
+    """A line cannot be parsed; the message names the field."""
 
 
 @frozen
 class Row:
-    """One record, its arrival still in the units of its `Form`."""
+    """One record of a trace file.
+
+    arrival: in units of its `Form`.
+    input_length: prompt tokens.
+    output_length: tokens to generate.
+    hash_ids: ids of the prompt's 512-token blocks, or none.
+    """
 
     arrival: int | float
     input_length: int
@@ -53,17 +59,20 @@ class Row:
 
 @frozen
 class Form:
-    """How to read the lines of one file."""
+    """A trace format.
+
+    name: `mooncake`, `azure` or `burstgpt`.
+    unit: units of `Row.arrival` in one second.
+    relative: whether arrivals count from the earliest request instead of the trace's own zero.
+    has_header: whether the first line is a header and not a record.
+    parse: turns one line into a row, or into None when the line is to be skipped.
+    """
 
     name: str
     unit: int
-    """Units of `Row.arrival` in one second."""
     relative: bool
-    """Whether arrivals count from the earliest request instead of the trace's own zero."""
     has_header: bool
-    """Whether the first line is a header and not a record."""
     parse: Callable[[str], Row | None]
-    """Turns one line into a row, or into None when the line is to be skipped."""
 
 
 def detect(text: str) -> Form:
@@ -87,9 +96,10 @@ def detect(text: str) -> Form:
 def _header_problem(text: str, columns: Sequence[str]) -> str:
     if text.startswith("version https://git-lfs"):
         return "this is a Git LFS pointer, not the trace -> run `git lfs pull` where it came from"
-    known = [column for wanted in _CSV_COLUMNS.values() for column in wanted]
-    unknown = [column for column in columns if column.lower() not in {name.lower() for name in known}]
-    guesses = [f"; column {short(column)}{guess}" for column in unknown if (guess := did_you_mean(column, known))]
+    expected_columns = [column for wanted in _CSV_COLUMNS.values() for column in wanted]
+    unknown = [column for column in columns if column.lower() not in {name.lower() for name in expected_columns}]
+    named = ((column, did_you_mean(column, expected_columns)) for column in unknown)
+    guesses = [f"; column {short(column)}{guess}" for column, guess in named if guess]
     forms = " or ".join(f"'{','.join(wanted)}' ({name})" for name, wanted in _CSV_COLUMNS.items())
     expected = f"expected a header with {forms}, or a JSON object a line (mooncake)"
     return f"unrecognised header {short(text)}: {expected}{''.join(guesses[:3])}"

@@ -1,4 +1,4 @@
-"""One layer type in a replay: its caches, and what happens to the tokens of a step."""
+"""One layer type in a replay: its caches, and insert, attention, projection and check of each step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["Lane", "MeteredWorkspace", "PageBytes", "Shared", "timed"]
 
 @contextmanager
 def timed(seconds: MutableMapping[str, float], name: str) -> Iterator[None]:
-    """Add the time of a block that ends well."""
+    """Add the time of a `with` block that does not raise."""
     start = time.perf_counter()
     yield
     seconds[name] += time.perf_counter() - start
@@ -38,7 +38,11 @@ def timed(seconds: MutableMapping[str, float], name: str) -> Iterator[None]:
 
 @frozen
 class PageBytes:
-    """Bytes of one page in the caches of one layer type; 0 if it has no compressed cache."""
+    """Bytes of one page in the caches of one layer type.
+
+    window: of the window cache.
+    compressed: of the compressed cache; 0 without one.
+    """
 
     window: int
     compressed: int
@@ -52,7 +56,7 @@ class PageBytes:
 
 
 class MeteredWorkspace(WorkspaceManager):
-    """A workspace that remembers the largest request of each of its lanes since `peaks` was last cleared."""
+    """A workspace that records the largest request of each of its lanes since `peaks` was last cleared."""
 
     def __init__(self) -> None:
         """Start with no memory and no requests."""
@@ -69,7 +73,21 @@ class MeteredWorkspace(WorkspaceManager):
 
 @frozen(eq=False)
 class Shared:
-    """What all lanes use, since they run one after another. q, out: [T, H, D]. lse: [T, H] fp32."""
+    """Objects that all lanes share, because they run one after another.
+
+    backend: the backend.
+    limits: limits of all steps.
+    layout: layout of all caches.
+    block_size: records in a page of the window cache.
+    workload: source of the inputs.
+    wo_a: [G * rank, H / G * D] fp32.
+    workspace: reserved and locked.
+    q: [T, H, D].
+    out: [T, H, D] like q.
+    lse: [T, H] fp32.
+    check_rows: rows checked per step.
+    seed: seed of the choice of those rows.
+    """
 
     backend: Backend
     limits: Limits
@@ -133,7 +151,7 @@ class Lane:
         )
 
     def step(self, number: int, tokens: Tokens, metadata: AttentionMetadata, other_s: dict[str, float]) -> None:
-        """Insert, attend, project and check the tokens of a step. Counted only when all of it is done."""
+        """Insert, attend, project and check the tokens of a step. Its numbers are counted when all of this is done."""
         shared, kind, count = self._shared, self.layer.kind, len(tokens)
         backend, workload, compressed = shared.backend, shared.workload, metadata.compressed
         q, out, lse = shared.q[:count], shared.out[:count], shared.lse[:count]
@@ -145,7 +163,7 @@ class Lane:
             positions = torch.from_numpy(tokens.positions)
             random = np.random.default_rng([shared.seed, number, list(LayerKind).index(kind)])
             chosen = choose_rows(tokens, self.layer, shared.check_rows, random)
-            # a row that the backend forgets to write must not pass with what an earlier step left there
+            # a row that the backend does not write must not pass with values of an earlier step
             out[chosen], lse[chosen] = torch.nan, torch.nan
         seconds = {"insert": 0.0, "attend": 0.0, "project": 0.0}
         with timed(seconds, "insert"):

@@ -1,6 +1,6 @@
-"""Pages of a replay: one pool for window caches and one for compressed caches, and each request's tables into them.
+"""Page pools of a replay: one for window caches, one for compressed caches, with the block tables of each request.
 
-Every layer type has tensors of its own; the tables are shared, since all layers of a step hold the same tokens.
+Every layer type has its own tensors. Block tables are shared, because all layers of a step hold the same tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ COMPRESSED_BLOCK_TOKENS = 256
 
 @frozen
 class PoolSizes:
-    """How many pages the window pool and the compressed pool have."""
+    """Sizes of both pools.
+
+    window: pages of the window pool.
+    compressed: pages of the compressed pool.
+    """
 
     window: int
     compressed: int
@@ -42,7 +46,7 @@ class PoolSizes:
         compressed_page_bytes: int,
         max_bytes: int,
     ) -> PoolSizes:
-        """Enough for the `max_num_seqs` longest requests at once; if that exceeds `max_bytes`, what fits into it.
+        """Sizes for the `max_num_seqs` longest requests at once, or as many pages as fit into `max_bytes`.
 
         page bytes: of one page in the caches of all layer types together; 0 if no layer type has such a cache. The
         window pool never runs out. The compressed pool may, if `max_bytes` binds, and then requests are preempted; it
@@ -113,7 +117,7 @@ class PagedBlocks:
             table.release()
 
     def slide(self, step: Step) -> None:
-        """After a step: let go of pages that lie wholly before the window of every token to come."""
+        """After a step, free pages that lie entirely before the window of every later token."""
         for entry in step.scheduled:
             if entry.request.index in self._tables:
                 self._tables[entry.request.index][0].release_before(max(entry.seq_len - self._window + 1, 0))

@@ -1,4 +1,4 @@
-"""What a replay found out: plain data, as JSON values, and as a table."""
+"""Results of a replay: errors, times and memory of each layer type, as plain data, as JSON, and as a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ SHOWN_FAILURES = 5
 
 @frozen
 class Errors:
-    """Errors of checked rows, or their limits; `replay.check` defines and derives them."""
+    """Errors of checked rows, or their limits; `replay.check` defines and derives them.
+
+    out: relative error of the output.
+    lse: absolute error of the lse.
+    projection: relative error of the projected values.
+    """
 
     out: float = 0.0
     lse: float = 0.0
@@ -38,7 +43,14 @@ class Errors:
 
 @define
 class CheckResult:
-    """What the oracle said about the rows of one layer type."""
+    """Checked rows of one layer type.
+
+    tolerance: largest errors allowed.
+    rows: rows that were checked.
+    failed: rows beyond a tolerance.
+    worst: largest errors.
+    failures: one line for each failed row, at most SHOWN_FAILURES.
+    """
 
     tolerance: Errors
     rows: int = 0
@@ -65,18 +77,20 @@ class CheckResult:
 
 @define
 class Seconds:
-    """Time of one layer type, by what the backend was asked to do."""
+    """Seconds of one layer type, by operation.
+
+    insert: q-norm, RoPE and insertion of keys and of compressed entries.
+    attend: `forward_mqa`: index arithmetic, gathering, attention.
+    project: inverse RoPE and grouped output projection.
+    """
 
     insert: float = 0.0
-    """q-norm, RoPE and insertion of keys and of compressed entries."""
     attend: float = 0.0
-    """`forward_mqa`: index arithmetic, gathering, attention."""
     project: float = 0.0
-    """Inverse RoPE and grouped output projection."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all operations."""
         return self.insert + self.attend + self.project
 
     def add(self, insert: float, attend: float, project: float) -> None:
@@ -88,22 +102,30 @@ class Seconds:
 
 @define
 class LayerReport:
-    """One layer that stands for all layers of its type."""
+    """One layer that represents all layers of its type.
+
+    kind: layer type.
+    layers_in_model: layers of this type in the model.
+    kv_bytes_per_token: bytes of a page of the compressed cache per token; the part that grows with the context.
+    window_bytes_per_sequence: bytes of the window pages that one idle sequence can hold; the part that does not grow.
+    kv_bytes_peak: most bytes of pages of both caches in use at once.
+    workspace_bytes_peak: most bytes of the workspace in one call.
+    workspace_bytes_planned: bytes of the workspace plan.
+    transient_bytes_bound: bytes that a call may take from the framework's allocator besides the workspace; 0 for
+    backends with kernels.
+    tokens: tokens served.
+    seconds: time by operation.
+    check: checked rows, or None.
+    """
 
     kind: str
     layers_in_model: int
     kv_bytes_per_token: float
-    """What a page of the compressed cache costs for each token it stands for; the part that grows with the context."""
     window_bytes_per_sequence: int
-    """Pages of the window cache that one idle sequence can hold; the part that does not grow."""
     kv_bytes_peak: int = 0
-    """Pages of both caches that were in use at once, at most."""
     workspace_bytes_peak: int = 0
-    """Most that one call took from the workspace."""
     workspace_bytes_planned: int = 0
-    """What the plan sets aside for it."""
     transient_bytes_bound: int = 0
-    """What a call may take beside the workspace, from the framework's allocator; 0 for backends with kernels."""
     tokens: int = 0
     seconds: Seconds = field(factory=Seconds)
     check: CheckResult | None = None
@@ -116,7 +138,30 @@ class LayerReport:
 
 @define
 class Report:
-    """A whole replay, finished or interrupted."""
+    """A whole replay, finished or interrupted.
+
+    model: name of the model.
+    backend: name of the backend.
+    cache: name of the cache layout.
+    seed: seed of the replay.
+    block_size: records in a page of the window cache.
+    max_num_batched_tokens: most tokens of a step.
+    max_num_seqs: most requests that run at once.
+    requests: requests of the trace.
+    layers: one report for each layer type.
+    finished: requests that were finished.
+    steps: steps that ran.
+    prefill_tokens: tokens served by the prefill parts of steps.
+    decode_tokens: tokens served by the decode parts of steps.
+    recomputed_tokens: tokens that were served again after a preemption.
+    preemptions: number of preemptions.
+    wall_s: duration in seconds.
+    other_s: seconds outside the layers: making inputs, scheduling and metadata, checking.
+    interrupted: whether Ctrl-C ended the run.
+    trace: name of the trace.
+    options: options of the backend.
+    threads: threads of the CPU, cores that may be used, and where the number comes from; `text` has all in words.
+    """
 
     model: str
     backend: str
@@ -135,17 +180,14 @@ class Report:
     preemptions: int = 0
     wall_s: float = 0.0
     other_s: dict[str, float] = field(factory=dict)
-    """Time outside the layers: making inputs, scheduling and metadata, checking."""
     interrupted: bool = False
     trace: str = "generated"
     options: Mapping[str, str] = field(factory=dict)
-    """Options of the backend."""
     threads: Mapping[str, object] = field(factory=dict)
-    """Threads of the CPU, cores that may be used, and where the number is from; `text` has all in words."""
 
     @property
     def ok(self) -> bool:
-        """Whether it ran to its end and no checked row failed."""
+        """Whether the replay ran to its end and no checked row failed."""
         return not self.interrupted and all(layer.check is None or layer.check.ok for layer in self.layers)
 
     def shares(self) -> list[float]:
@@ -172,13 +214,13 @@ def as_json(report: Report) -> dict[str, Any]:
             worst = values["check"]["worst"]
             if not layer.check.rows:
                 values["check"]["ok"] = None  # nothing was checked
-            known = layer.check.rows and math.isfinite
-            worst |= {name: value if known and known(value) else None for name, value in worst.items()}
+            checked = layer.check.rows > 0
+            worst |= {name: value if checked and math.isfinite(value) else None for name, value in worst.items()}
     return plain
 
 
 def as_text(report: Report) -> Any:  # noqa: ANN401 - a rich renderable; rich is imported when something is shown
-    """The same for people: totals, a table with a column for each layer type, and what failed."""
+    """A report as text: totals, a table with a column for each layer type, and failed rows."""
     from rich import box
     from rich.console import Group
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""One request of a trace: how many tokens come in, how many go out, and which prompt blocks it shares."""
+"""A request of a trace: arrival, prompt and output lengths, and hash ids of shared prompt blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4attn.errors import ArgumentError
 __all__ = ["HASH_BLOCK_TOKENS", "Request", "check_count", "hash_blocks"]
 
 HASH_BLOCK_TOKENS = 512
-"""Prompt tokens that one entry of `Request.hash_ids` stands for."""
+"""Prompt tokens of one entry of `Request.hash_ids`."""
 
 
 def hash_blocks(tokens: int) -> int:
@@ -43,22 +43,20 @@ def _finite(_: object, attribute: Attribute[float], value: float) -> None:
 
 @frozen
 class Request:
-    """One request of a trace."""
+    """One request of a trace.
+
+    index: position in arrival order, counted from 0; identifies the request within its trace.
+    arrival_s: arrival in seconds on the trace's own clock (Azure: since its earliest request).
+    input_length: prompt tokens.
+    output_length: tokens to generate; the first one is the output of the step that finishes the prompt.
+    hash_ids: ids of the prompt's 512-token blocks, equal ids meaning equal tokens; empty when the trace has none.
+    """
 
     index: int = field(validator=_at_least(0))
-    """Place in arrival order, counted from 0; identifies the request within its trace."""
-
     arrival_s: float = field(converter=float, validator=_finite)
-    """Arrival in seconds on the trace's own clock (Azure: since its earliest request)."""
-
     input_length: int = field(validator=_at_least(1))
-    """Prompt tokens."""
-
     output_length: int = field(validator=_at_least(1))
-    """Tokens to generate; the first one comes out of the step that finishes the prompt."""
-
     hash_ids: tuple[int, ...] = field(default=(), converter=_as_tuple)
-    """Ids of the prompt's 512-token blocks, equal ids meaning equal tokens; empty when the trace has none."""
 
     @property
     def attention_tokens(self) -> int:

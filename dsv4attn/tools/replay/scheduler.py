@@ -31,7 +31,7 @@ __all__ = ["Counters", "KVBlocks", "Scheduled", "Scheduler", "Step"]
 
 
 class KVBlocks(Protocol):
-    """Where the scheduler asks for cache memory. Tokens are counted from the start of the request."""
+    """The cache memory of the scheduler. Tokens are counted from the start of the request."""
 
     def can_allocate(self, request: Request, num_tokens: int) -> bool:
         """Return whether the request's caches can hold its first `num_tokens` tokens now; yes to n is yes to less."""
@@ -45,7 +45,12 @@ class KVBlocks(Protocol):
 
 @frozen
 class Scheduled:
-    """What one request does in one step: tokens `prefix_len` to `prefix_len + query_len` - 1 go through attention."""
+    """One request in one step: tokens `prefix_len` to `prefix_len + query_len` - 1 go through attention.
+
+    request: the request.
+    prefix_len: tokens computed before.
+    query_len: tokens of this step.
+    """
 
     request: Request
     prefix_len: int
@@ -59,7 +64,13 @@ class Scheduled:
 
 @frozen
 class Step:
-    """One batch: first the entries of at most `decode_threshold` tokens (the decode part), then the rest (prefill)."""
+    """One batch.
+
+    scheduled: first the entries of at most `decode_threshold` tokens (the decode part), then the rest (prefill).
+    num_decodes: entries of the decode part.
+    num_decode_tokens: tokens of the decode part.
+    num_tokens: tokens of the step.
+    """
 
     scheduled: tuple[Scheduled, ...]
     num_decodes: int
@@ -69,36 +80,46 @@ class Step:
 
 @define
 class Counters:
-    """Totals over the steps that are done."""
+    """Totals over the steps that are done.
+
+    steps: number of steps.
+    decode_tokens: tokens served by the decode parts, short prefill chunks included.
+    prefill_tokens: tokens served by the prefill parts.
+    recomputed_tokens: tokens that were served and then lost to a preemption; they are served again.
+    preemptions: number of preemptions.
+    finished: finished requests.
+    """
 
     steps: int = 0
     decode_tokens: int = 0
-    """Tokens served by the decode part of a step, short prefill chunks included."""
     prefill_tokens: int = 0
-    """Tokens served by the prefill part of a step."""
     recomputed_tokens: int = 0
-    """Tokens that were served and then lost to a preemption; they are served again."""
     preemptions: int = 0
     finished: int = 0
 
 
 @define(eq=False)
 class _Running:
+    """A request in the scheduler.
+
+    request: the request.
+    available: prompt tokens plus produced outputs, the tokens that can be fed.
+    computed: tokens whose keys are in the caches.
+    planned: tokens of the step that is planned or run.
+    """
+
     request: Request
-    known: int
-    """Prompt tokens plus outputs produced: the tokens that can be fed."""
+    available: int
     computed: int = 0
-    """Tokens whose keys are in the caches."""
     planned: int = 0
-    """Tokens of the step being planned or run."""
 
     @property
     def remaining(self) -> int:
-        return self.known - self.computed
+        return self.available - self.computed
 
     @property
     def finished(self) -> bool:
-        return self.known == self.request.input_length + self.request.output_length
+        return self.available == self.request.input_length + self.request.output_length
 
 
 class Scheduler:
@@ -141,7 +162,7 @@ class Scheduler:
         self.counters = Counters()
         self._blocks: KVBlocks = _Unlimited() if blocks is None else blocks
         # all running requests arrived before all waiting ones, and both are in arrival order
-        self._waiting = deque(_Running(request, known=request.input_length) for request in ordered)
+        self._waiting = deque(_Running(request, available=request.input_length) for request in ordered)
         self._running: list[_Running] = []
         self._open: Step | None = None
         self._left = 0
@@ -164,7 +185,7 @@ class Scheduler:
         self._left = self.max_num_batched_tokens
         ones = [state for state in self._running if state.remaining == 1]
         for state in ones + [state for state in self._running if state.remaining > 1]:
-            # one of the earlier ones may have preempted this one
+            # an earlier request may have preempted this one
             if self._left and state in self._running:
                 self._grow(state)
         if self.counters.preemptions == preempted:
@@ -183,8 +204,8 @@ class Scheduler:
         for state in self._running:
             state.computed += state.planned
             state.planned = 0
-            # once all known tokens are computed, the last of them yields the next output
-            state.known += state.remaining == 0
+            # once all available tokens are computed, the last of them yields the next output
+            state.available += state.remaining == 0
         finished = tuple(state.request for state in self._running if state.finished)
         self._running = [state for state in self._running if not state.finished]
         for request in finished:
@@ -203,7 +224,7 @@ class Scheduler:
                 if newest is state:
                     return
             elif query > 1:
-                # alone, a smaller chunk is the last resort: a window can let go of blocks between two chunks
+                # a request that runs alone may use a smaller chunk: the window frees blocks between two chunks
                 query //= 2
             else:
                 raise OutOfPagesError(
@@ -242,7 +263,7 @@ class Scheduler:
 
 
 class _Unlimited:
-    """Memory without end."""
+    """Unlimited memory."""
 
     def can_allocate(self, request: Request, num_tokens: int) -> bool:
         return True

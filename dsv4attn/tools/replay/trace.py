@@ -8,10 +8,10 @@ The format is found by content, never by file name:
   `ContextTokens`, `GeneratedTokens`.
 - *BurstGPT* CSV: columns `Timestamp` (seconds), `Request tokens`, `Response tokens`. Further columns are ignored.
 
-Nothing is returned before every line that was asked for has passed. Three things of real logs are accepted on
+Requests are returned only after every requested line was parsed. Three properties of real logs are accepted on
 purpose: requests out of time order are sorted by arrival (stable); blank lines at the end are dropped; a CSV row with
-0 generated tokens is a request that failed where it was recorded (BurstGPT keeps them), so it is skipped and counted
-in `Trace.skipped`.
+0 generated tokens is a request that failed where it was recorded (BurstGPT contains such rows), so it is skipped and
+counted in `Trace.skipped`.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"BZh")
 
 @frozen
 class Trace:
-    """A trace that has been read and checked."""
+    """A trace that has been read and checked.
+
+    requests: in arrival order.
+    form: `mooncake`, `azure` or `burstgpt`.
+    skipped: CSV rows left out because they have 0 generated tokens.
+    """
 
     requests: tuple[Request, ...]
-    """In arrival order."""
-
     form: str
-    """`mooncake`, `azure` or `burstgpt`."""
-
     skipped: int
-    """CSV rows left out because they generated nothing."""
 
 
 def read_trace(path: str | os.PathLike[str], *, max_requests: int | None = None) -> list[Request]:
@@ -65,8 +65,8 @@ def read_trace(path: str | os.PathLike[str], *, max_requests: int | None = None)
 def load_trace(path: str | os.PathLike[str], *, max_requests: int | None = None) -> Trace:
     """Read and check a trace file; the text of this module describes the formats.
 
-    With `max_requests`, reading stops after that many requests in file order, and what follows is not looked at.
-    Raises `TraceError` with the 1-based line (0: the file as a whole) and the field at fault; nothing is returned then.
+    With `max_requests`, reading stops after that many requests in file order; later lines are not read.
+    Raises `TraceError` with the 1-based line (0: the file as a whole) and the field at fault.
     """
     if max_requests is not None:
         check_count("max_requests", max_requests, 1)
@@ -114,7 +114,7 @@ def _read_rows(name: str, file: IO[bytes], max_requests: int | None) -> tuple[Fo
 
 
 def _numbered_lines(name: str, file: IO[bytes]) -> Iterator[tuple[int, str]]:
-    """Yield every line that is not blank with its number; blank lines may only stand at the end."""
+    """Yield every line that is not blank with its number; blank lines are allowed only at the end."""
     blank = 0
     # a bounded read, so that a file without line ends is refused before it fills the memory
     for number, raw in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES + 1), b""), 1):
@@ -138,8 +138,8 @@ def _numbered_lines(name: str, file: IO[bytes]) -> Iterator[tuple[int, str]]:
 def shrink(requests: Iterable[Request], max_tokens: int) -> list[Request]:
     """Shrink every longer request to exactly `max_tokens`, prompt plus output.
 
-    The ratio of prompt to output is kept as far as whole tokens allow, at least one of each, and `hash_ids` keeps the
-    blocks that the shorter prompt still touches.
+    The ratio of prompt to output stays the same as far as whole tokens allow, with at least one of each. `hash_ids` has
+    the blocks that the shorter prompt touches.
     """
     check_count("max_tokens", max_tokens, 2)
     return [_shrunk(request, max_tokens) for request in requests]

@@ -1,8 +1,8 @@
-"""What passes through the attention of a replay: random, but the same number whenever the same token is asked for.
+"""Random inputs of a replay: queries, keys, entries and selections as functions of the seed and the token.
 
-Weights do not exist here, so every row comes from a seeded bank of a few thousand rows, picked by a hash of what the
-token is: equal prompt blocks (`Request.hash_ids`) hold equal tokens, everything else belongs to its request alone.
-A preempted request computes the same rows again, and the checks make theirs without keeping any.
+There are no weights. Every row comes from a seeded bank of a few thousand rows, selected by a hash of the token. Equal
+prompt blocks (`Request.hash_ids`) hold equal tokens; all other tokens belong to one request. A preempted request
+computes the same rows again, and the checks make their rows again without storing any.
 
 - q: N(0, 1) before its norm. Keys: rows of unit RMS times one weight per channel, as a norm leaves them, with a few
   channels much louder than the rest. Compressed entries: rows of that kind, taken to be rotated already.
@@ -42,22 +42,26 @@ _STRIDES = np.array([1057387, 1235191, 1297771, 1458521, 1605341, 1733393, 18777
 
 @frozen(eq=False)
 class Tokens:
-    """Some tokens, by request and position. rows: [T] int64, see `Workload.row_of`. positions: [T] int64."""
+    """Tokens by request and position.
+
+    rows: [T] int64 row numbers of their requests, see `Workload.row_of`.
+    positions: [T] int64.
+    ids: [T] uint64, equal for equal tokens at equal positions.
+    """
 
     rows: I64
     positions: I64
     ids: U64 = field(repr=False)
-    """Which token it is: the same number for equal tokens at equal positions."""
 
     def __len__(self) -> int:
-        """Return how many."""
+        """Return the number of tokens."""
         return len(self.positions)
 
 
 class Workload:
     """Inputs of every layer type, for the tokens of a set of requests.
 
-    dtype: of q and keys, bf16 or fp32. Equal arguments give equal numbers on every machine of the same torch.
+    dtype: of q and keys, bf16 or fp32. Equal arguments give equal numbers on every machine with the same torch.
     """
 
     def __init__(self, geometry: ModelGeometry, requests: Sequence[Request], seed: int, dtype: torch.dtype) -> None:
@@ -83,7 +87,7 @@ class Workload:
         self._random = random
 
     def projection(self) -> Tensor:
-        """A fresh wo_a [G * rank, H / G * D] fp32, scaled to keep magnitudes; the same for all layer types.
+        """A new wo_a [G * rank, H / G * D] fp32, scaled to preserve magnitudes; the same for all layer types.
 
         fp32 because the reference multiplies in fp32 and would convert a bf16 weight again in every step.
         """
@@ -95,7 +99,7 @@ class Workload:
         """The tokens at these positions [T] of these requests [T], given by row number."""
         shared = positions < self._shared[rows]
         block = np.minimum(positions // HASH_BLOCK_TOKENS, self._blocks.shape[1] - 1)
-        # even numbers are blocks that anyone may hold, odd ones are requests
+        # even numbers are blocks that requests can share, odd ones are requests
         owner = np.where(shared, 2 * self._blocks[rows, block], 2 * rows + 1)
         return Tokens(rows, positions, _mixed(_mixed(owner.astype(np.uint64)) + positions.astype(np.uint64)))
 
@@ -113,7 +117,7 @@ class Workload:
         return self._picked(kind, _KV, tokens.ids)
 
     def entry_numbers(self, kind: LayerKind, completing: Tokens) -> I64:
-        """[T] bank rows of the compressed entries that these tokens complete; others get a row nobody asks for."""
+        """[T] bank rows of the compressed entries that these tokens complete; other tokens get an unused row."""
         return self._picked(kind, _ENTRY, completing.ids)
 
     def q_rows(self, numbers: I64, out: Tensor | None = None) -> Tensor:

@@ -47,7 +47,7 @@ def attend(call: AttentionCall, tile_rows: int, tile_tokens: int) -> None:
                 slots, present = listed(segment, part, columns)
                 k = keys[: len(q), : slots.shape[1]]
                 read(segment.cache, slots, k)
-                # the key, and not only its weight: what stands in an absent slot may be NaN
+                # zero the key, and not only its weight: an absent slot may hold NaN
                 k.masked_fill_(~present[..., None], 0)
                 z = torch.bmm(q, k.mT).mul_(call.layer.scale).masked_fill_(~present[:, None], -torch.inf)
                 highest = torch.maximum(top, z.amax(-1, keepdim=True))
@@ -93,7 +93,7 @@ def listed(segment: PagedKeys, part: slice, columns: slice) -> tuple[Tensor, Ten
 
 @cache
 def scale_table(device: torch.device) -> Tensor:
-    """[256] fp32: what a scale byte means; 255 is NaN."""
+    """[256] fp32: value of each scale byte; 255 is NaN."""
     values = [2.0 ** (byte - BIAS) for byte in range(LARGEST_SCALE + 1)]
     return torch.tensor([*values, torch.nan], dtype=torch.float32, device=device)
 
@@ -104,7 +104,7 @@ def group_of(layout: KVCacheLayout, device: torch.device) -> Tensor:
 
 
 def read(cache: PagedKVCache, slots: Tensor, out: Tensor) -> None:
-    """Keys [t, n, D] fp32 in existing slots [t, n]. Regions know where pages begin and where scales stand."""
+    """Keys [t, n, D] fp32 in existing slots [t, n]. Regions are views of data and scales with the strides of pages."""
     page, place = slots // cache.block_size, slots % cache.block_size
     if not cache.layout.is_quantised or cache.layout.fp8_format is None:
         out.copy_(cache.region("row")[page, place])

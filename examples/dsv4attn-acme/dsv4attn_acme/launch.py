@@ -1,4 +1,4 @@
-"""The backend: what it asks of core, how much memory it takes, and calls into `kernels`."""
+"""The backend class: its forms, its memory, and its calls into `kernels`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AcmeBackend:
     steps: IndexSteps = indices
 
     def __init__(self, *, tile_tokens: int | str | None = None) -> None:
-        """Options come from a configuration file as what they are, and from a command line as text."""
+        """Take options: from a configuration file with their types, from a command line as text."""
         row = row_for(DeviceFacts.here())
         if tile_tokens is not None and not str(tile_tokens).isdecimal():
             raise ArgumentError("option tile_tokens of acme", expected="a number", actual=repr(tile_tokens))
@@ -47,7 +47,7 @@ class AcmeBackend:
         return simultaneous_bytes(self.scratch(phase, layer, max_tokens, max_width))
 
     def transient_bytes(self, layer: LayerGeometry, max_tokens: int, max_width: int, max_rows: int) -> int:
-        """What torch allocates for a tile; a kernel that allocates nothing says 0."""
+        """Bytes that torch allocates for a tile; a kernel that allocates nothing returns 0."""
         heads, dim = layer.num_heads, layer.head_dim
         return self.tile_rows * (self.tile_tokens * (16 * dim + 16 * heads + 64) + 24 * dim * heads + 64 * dim)
 

@@ -1,4 +1,4 @@
-"""What the kernels accept. A yes must never fail at launch, so everything they take for granted is asked here."""
+"""`support`: the reasons against a problem. It checks every assumption of the kernels: a yes never fails at launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYOUTS = {"fp8_ds_mla": ("e4m3fn", "e4m3fnuz"), "rows": ("bfloat16",)}
 
 
 def support(device: DeviceFacts, problem: Problem) -> Sequence[Reason]:
-    """All reasons why not, not only the first."""
+    """All reasons against a problem, not only the first."""
     reasons = []
     heads = problem.layer.num_heads
     if heads % HEADS:

@@ -1,4 +1,4 @@
-"""Tile sizes, one row for each chip, with where they come from."""
+"""Tile sizes, one row for each chip, with their measurements."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from dsv4attn.core.device import DeviceFacts
 
 @frozen
 class Row:
-    """archs: shell patterns. tile_rows: query rows at a time. tile_tokens: keys at a time."""
+    """Tile sizes of a chip.
+
+    archs: architectures, as shell patterns.
+    tile_rows: query rows of a tile.
+    tile_tokens: keys of a tile.
+    measured: machine, date and command of the measurement.
+    default: whether unknown chips take this row.
+    """
 
     archs: tuple[str, ...]
     tile_rows: int
     tile_tokens: int
     measured: str
-    """On what, when, and with which command."""
     default: bool = False
-    """Whether unknown chips take this row."""
 
 
 ROWS = (

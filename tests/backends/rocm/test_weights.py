@@ -27,12 +27,12 @@ META = torch.device("meta")
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    before = len(weights._kept)
+    before = len(weights._copies)
     yield
-    if len(weights._kept) > before:
+    if len(weights._copies) > before:
         gc.collect()
 
-    assert len(weights._kept) == before
+    assert len(weights._copies) == before
 
 
 def assert_worth(found: Tensor, wanted: oracle.F64) -> None:
@@ -248,7 +248,7 @@ def test_a_copy_dies_with_its_weight() -> None:
     module = Scaled.draw(10, 40, 50, OCP, "fp32").module()
     copy, scale = weakref.ref(dequantized(module)), weakref.ref(module.weight_scale_inv)
     key = id(module.weight)
-    assert key in weights._kept
+    assert key in weights._copies
     module.weight_scale_inv = None
     gc.collect()
     assert scale() is None, "a scale is not kept alive"
@@ -257,7 +257,7 @@ def test_a_copy_dies_with_its_weight() -> None:
     gc.collect()
 
     assert copy() is None
-    assert key not in weights._kept
+    assert key not in weights._copies
 
 
 def test_the_end_of_one_weight_leaves_one_that_took_its_place() -> None:
@@ -266,7 +266,7 @@ def test_the_end_of_one_weight_leaves_one_that_took_its_place() -> None:
     stale = weakref.ref(torch.ones(1))
     weights._drop(id(module.weight), stale)
 
-    assert id(module.weight) in weights._kept
+    assert id(module.weight) in weights._copies
 
 
 def test_parameters_of_a_module_serve_in_and_out_of_inference_mode() -> None:

@@ -34,8 +34,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, 
     else:
         name = _changed(folder, kernels_schedule, old, new).__name__
         twin = _imported(folder / f"twin_{folder.name}.py", inspect.getsource(kernels_twin).replace(_SCHEDULE, name))
-    for kernel in ("attend_pages", "attend_rows"):
-        monkeypatch.setattr(launch, kernel, twin.attention)
+    monkeypatch.setattr(launch, "attention", twin.attention)
 
 
 def _changed(folder: Path, module: ModuleType, old: str, new: str) -> ModuleType:
