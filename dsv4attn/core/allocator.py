@@ -1,4 +1,4 @@
-"""Physical blocks of a paged cache: who owns which, and each request's table of them.
+"""Allocation of physical blocks of a paged cache, and the block table of each request.
 
 One `BlockAllocator` serves one cache; one `BlockTable` a request and cache. Both are plain Python: the tables become
 tensors only when a step is built. Neither is thread-safe.
@@ -18,8 +18,8 @@ __all__ = ["BlockAllocator", "BlockTable"]
 class BlockAllocator:
     """Hands out the block ids 0 to `num_blocks` - 1.
 
-    With `shuffle_seed` every id comes at random (the same for the same seed and calls), so that a table is never
-    contiguous by luck; without it a fresh allocator counts upwards and reuses what was freed last.
+    With `shuffle_seed` ids come in a random order, reproducible from the seed, so that tables are not contiguous.
+    Without it a fresh allocator counts upwards, and reuses first what was freed last.
     """
 
     def __init__(self, num_blocks: int, *, shuffle_seed: int | None = None) -> None:
@@ -37,10 +37,9 @@ class BlockAllocator:
     def allocate(self, n: int) -> list[int]:
         """Take `n` blocks, or raise `OutOfPagesError` and take none."""
         if check_count("n", n, 0) > len(self._free):
-            raise OutOfPagesError(
-                f"allocate: {n} blocks needed, {len(self._free)} of {self.num_blocks} are free "
-                "-> give the cache more blocks, or serve fewer or shorter requests at a time"
-            )
+            cure = "give the cache more blocks, or serve fewer or shorter requests at a time"
+            have = f"{len(self._free)} of {self.num_blocks} are free"
+            raise OutOfPagesError(f"allocate: {n} blocks needed, {have} -> {cure}")
         if self._random is not None:
             for last in range(len(self._free) - 1, len(self._free) - 1 - n, -1):
                 other = self._random.randint(0, last)
@@ -51,7 +50,7 @@ class BlockAllocator:
         return blocks
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Give blocks back; a block that is not out, or is named twice, raises before any is taken back."""
+        """Free blocks. Raises ArgumentError, and frees none, for a block that is free already or named twice."""
         blocks = list(blocks)
         seen: set[int] = set()
         for block in blocks:

@@ -1,4 +1,4 @@
-"""From a batch to its metadata, in buffers whose addresses never change."""
+"""`MetadataBuilder`: the metadata of a batch, in buffers whose addresses never change."""
 
 from __future__ import annotations
 
@@ -9,23 +9,18 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core import indices
-from dsv4attn.core.chunking import round_up
 from dsv4attn.core.contract import Backend, BuilderSteps, MetadataExtension, complete
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.geometry import TABLE_COLUMNS, LayerKind, ModelGeometry
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["MetadataBuilder", "c128a_columns", "split_decodes_and_prefills"]
 
-_C128A_COLUMNS = 128
-"""Widths of the C128A table are multiples of this, as FlashMLA's kernels ask."""
-
 
 def c128a_columns(geometry: ModelGeometry, limits: Limits) -> int:
-    """Columns of the widest C128A table: an entry for every 128 tokens, rounded up."""
-    entries = -(-limits.max_model_len // geometry.layer_of_kind(LayerKind.C128A).compress_ratio)
-    return round_up(entries, _C128A_COLUMNS)
+    """See `LayerGeometry.table_columns`."""
+    return geometry.layer_of_kind(LayerKind.C128A).table_columns(limits.max_model_len)
 
 
 def split_decodes_and_prefills(
@@ -40,12 +35,10 @@ def split_decodes_and_prefills(
     num_decodes = next((i for i, n in enumerate(query_lens) if n > threshold), len(query_lens))
     for i in range(num_decodes, len(query_lens)):
         if 0 < query_lens[i] <= threshold and not short_prefills:
-            raise ArgumentError(
-                "query_start_loc",
-                expected=f"decode requests (at most {threshold} query tokens) before prefill requests",
-                actual=f"request {i} with {query_lens[i]} after request {num_decodes} with {query_lens[num_decodes]}",
-                hint="order the batch by phase, or build with short_prefills=True to run it as a prefill",
-            )
+            expected = f"decode requests (at most {threshold} query tokens) before prefill requests"
+            actual = f"request {i} with {query_lens[i]} after request {num_decodes} with {query_lens[num_decodes]}"
+            hint = "order the batch by phase, or build with short_prefills=True to run it as a prefill"
+            raise ArgumentError("query_start_loc", expected=expected, actual=actual, hint=hint)
     decode_tokens = sum(query_lens[:num_decodes])
     return num_decodes, len(query_lens) - num_decodes, decode_tokens, sum(query_lens) - decode_tokens
 
@@ -56,10 +49,9 @@ class MetadataBuilder:
     geometry, limits: what batches can be. swa_block_size: records per block of the window cache.
     compressed_block_tokens: tokens a block of a compressed cache stands for. num_swa_blocks, num_compressed_blocks:
     sizes of the caches; without them only negative blocks are found, and what lies past a cache is silently absent.
-    validate: check tensor values; by default only where that costs no synchronisation, on the CPU. short_prefills: see
-    `split_decodes_and_prefills`. backend: whose kernels compute, where it brings some, so that a build allocates
-    nothing on the device, and whose own metadata is made. steps: who computes instead. Nothing is read from a device
-    unless `validate` says so.
+    validate: read and check tensor values; by default on the CPU only, where that costs no synchronisation.
+    short_prefills: see `split_decodes_and_prefills`. backend: its index kernels, if it has any, compute the metadata
+    without an allocation on the device, and its metadata extension is applied. steps: replaces those kernels.
     """
 
     def __init__(
@@ -92,24 +84,20 @@ class MetadataBuilder:
                 self._extension = whole.metadata_extension(geometry, limits, self.device)
         for _, ratio in geometry.layers:
             if compressed_block_tokens % ratio:
-                raise ArgumentError(
-                    "compressed_block_tokens", expected=f"a multiple of ratio {ratio}", actual=compressed_block_tokens
-                )
-        tokens, requests, window = limits.max_num_batched_tokens, limits.max_num_reqs, geometry.window
+                expected = f"a multiple of ratio {ratio}"
+                raise ArgumentError("compressed_block_tokens", expected=expected, actual=compressed_block_tokens)
+        tokens, decodes, window = limits.max_num_batched_tokens, limits.max_decode_tokens, geometry.window
         self._token_to_req = self._buffer(tokens)
         self._is_valid = self._buffer(tokens, dtype=torch.bool)
-        self._decode_swa = self._buffer(limits.max_decode_tokens, 1, window), self._buffer(limits.max_decode_tokens)
+        self._decode_swa = self._buffer(decodes, 1, window), self._buffer(decodes)
         self._prefill_swa = self._buffer(tokens, 1, window), self._buffer(tokens)
-        self._gather_lens = self._buffer(requests)
+        self._gather_lens = self._buffer(limits.max_num_reqs)
         self._slots = {kind: self._buffer(tokens, dtype=torch.int64) for kind in geometry.kinds}
         self._entries = {kind: self._buffer(tokens) for kind in geometry.kinds}
         self._c128a: tuple[Tensor, Tensor] | None = None
         if LayerKind.C128A in geometry.kinds:
             self._c128a_max = c128a_columns(geometry, limits)
-            self._c128a = (
-                self._buffer(limits.max_decode_tokens, 1, self._c128a_max),
-                self._buffer(limits.max_decode_tokens),
-            )
+            self._c128a = self._buffer(decodes, 1, self._c128a_max), self._buffer(decodes)
             self._entry_numbers = self._buffer(self._c128a_max)
             torch.arange(self._c128a_max, out=self._entry_numbers)
 
@@ -128,17 +116,13 @@ class MetadataBuilder:
             self._check_copies(batch, query_lens)
             self._check_slots(batch, tokens)
 
-        starts, lens, table, size = batch.query_start_loc, batch.seq_lens, batch.block_table, self.swa_block_size
+        starts, lens, blocks = batch.query_start_loc, batch.seq_lens, (batch.block_table, self.swa_block_size)
         request, valid = self._token_to_req[:tokens], self._is_valid[:tokens]
         self.steps.build_token_maps(starts, batch.slot_mapping, out=(request, valid))
-        for (rows, counts), part in (
-            (self._decode_swa, slice(0, num_decode_tokens)),
-            (self._prefill_swa, slice(num_decode_tokens, tokens)),
-        ):
-            out = rows[: part.stop - part.start, 0], counts
-            self.steps.build_window_indices(
-                starts, lens, request[part], valid[part], part.start, table, size, window, out=out
-            )
+        phases = (0, num_decode_tokens, self._decode_swa), (num_decode_tokens, tokens, self._prefill_swa)
+        for first, end, (rows, counts) in phases:
+            maps, out = (request[first:end], valid[first:end], first), (rows[: end - first, 0], counts)
+            self.steps.build_window_indices(starts, lens, *maps, *blocks, window, out=out)
         prefill_seq_lens, gather_lens = lens[num_decodes:], self._gather_lens[:num_prefills]
         self.steps.build_gather_lens(starts[num_decodes:], prefill_seq_lens, window, out=gather_lens)
         metadata = DeepseekSparseSWAMetadata(
@@ -181,17 +165,9 @@ class MetadataBuilder:
         table, entries = self._checked_entries(batch, kind, ratio)
         records = self.compressed_block_tokens // ratio
 
-        slots, lens = self._slots[kind], self._entries[kind]
-        self.steps.build_compressed_slot_mapping(
-            batch.query_start_loc,
-            batch.seq_lens,
-            swa.token_to_req_indices,
-            swa.is_valid_token,
-            table,
-            records,
-            ratio,
-            out=(slots, lens),
-        )
+        slots, lens, maps = self._slots[kind], self._entries[kind], (swa.token_to_req_indices, swa.is_valid_token)
+        map_slots = self.steps.build_compressed_slot_mapping
+        map_slots(batch.query_start_loc, batch.seq_lens, *maps, table, records, ratio, out=(slots, lens))
         width = self._c128a_width(max(entries, default=0), full_width=full_width) if kind is LayerKind.C128A else 0
         decode_table, decode_lens = self._c128a_decode(table, lens[:decodes], swa.token_to_req_indices, width, records)
         metadata = FlashMLASparseMetadata(
@@ -224,16 +200,14 @@ class MetadataBuilder:
         if isinstance(kinds, str) or not isinstance(kinds, Iterable):
             raise ArgumentError("kinds", expected="a list of kinds", actual=repr(kinds), hint="pass a list, ['c4a']")
         layers = [self.geometry.layer_of_kind(kind) for kind in kinds]
-        for layer in layers:
-            if layer.kind is not LayerKind.SWA:
-                # all checks before the first write
-                self._checked_entries(batch, layer.kind, layer.compress_ratio)
+        compressed = [layer for layer in layers if layer.kind is not LayerKind.SWA]
+        for layer in compressed:  # all checks before the first write
+            self._checked_entries(batch, layer.kind, layer.compress_ratio)
         swa = self.build(batch)
-        compressed = {
-            kind: None if kind is LayerKind.SWA else self.build_compressed(batch, swa, kind, full_width=full_width)
-            for kind in (layer.kind for layer in layers)
-        }
-        return {kind: AttentionMetadata(swa, part) for kind, part in compressed.items()}
+        made = {layer.kind: AttentionMetadata(swa) for layer in layers}
+        for kind in (layer.kind for layer in compressed):
+            made[kind].compressed = self.build_compressed(batch, swa, kind, full_width=full_width)
+        return made
 
     def _checked_entries(self, batch: Batch, kind: LayerKind, ratio: int) -> tuple[Tensor, list[int]]:
         """Block table of a compressed cache, and how many entries each request has."""
@@ -241,9 +215,8 @@ class MetadataBuilder:
         if ratio == 1:
             raise ArgumentError("kind", expected="a layer kind with a compressed cache", actual=kind.value)
         if table is None:
-            raise ArgumentError(
-                "Batch.compressed_block_table", expected=f"a table for {kind.value} layers", actual=None
-            )
+            expected = f"a table for {kind.value} layers"
+            raise ArgumentError("Batch.compressed_block_table", expected=expected, actual=None)
         query_lens, seq_lens = self._host_lens(batch)
         entries = [n // ratio for n in seq_lens]
         self._check_table("compressed_block_table", table, query_lens, entries, records)
@@ -255,7 +228,7 @@ class MetadataBuilder:
         """Columns of this step's table: a power of two, so that few widths ever occur."""
         if full_width:
             return self._c128a_max
-        return min(max(1 << max(entries - 1, 0).bit_length(), _C128A_COLUMNS), self._c128a_max)
+        return min(max(1 << max(entries - 1, 0).bit_length(), TABLE_COLUMNS), self._c128a_max)
 
     def _c128a_decode(
         self, table: Tensor, visible: Tensor, request: Tensor, width: int, records: int
@@ -264,10 +237,8 @@ class MetadataBuilder:
             return None, None
         n = visible.shape[0]
         rows, lens = self._c128a[0][:n, :, :width], self._c128a[1]
-        numbers = self._entry_numbers[:width].expand(n, width)
-        self.steps.compute_global_topk_indices_and_lens(
-            numbers, visible, request[:n], table, records, out=(rows[:, 0], lens[:n])
-        )
+        numbers, out = self._entry_numbers[:width].expand(n, width), (rows[:, 0], lens[:n])
+        self.steps.compute_global_topk_indices_and_lens(numbers, visible, request[:n], table, records, out=out)
         lens[n:].zero_()
         return rows, lens[:n]
 
@@ -279,46 +250,39 @@ class MetadataBuilder:
             raise ArgumentError("query_start_loc", expected="ascending values that begin with 0", actual=starts)
         for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
             if seq_len < query_len:
-                raise ArgumentError(
-                    f"seq_lens[{i}]",
-                    expected=f"at least the {query_len} query tokens of this step",
-                    actual=seq_len,
-                    hint="seq_lens counts tokens after this step: prefix plus query",
-                )
+                expected = f"at least the {query_len} query tokens of this step"
+                hint = "seq_lens counts tokens after this step: prefix plus query"
+                raise ArgumentError(f"seq_lens[{i}]", expected=expected, actual=seq_len, hint=hint)
             if seq_len > self.limits.max_model_len:
-                raise _beyond(f"seq_lens[{i}]", "max_model_len", self.limits.max_model_len, seq_len)
-        for name, field, value in (
-            ("requests", "max_num_reqs", batch.num_reqs),
-            ("tokens", "max_num_batched_tokens", starts[-1]),
-        ):
-            if value > getattr(self.limits, field):
-                raise _beyond(f"batch {name}", field, getattr(self.limits, field), value)
+                self._check_limit(f"seq_lens[{i}]", "max_model_len", seq_len)
+        self._check_limit("batch requests", "max_num_reqs", batch.num_reqs)
+        self._check_limit("batch tokens", "max_num_batched_tokens", starts[-1])
         if batch.slot_mapping.shape[0] < starts[-1]:
-            raise ArgumentError(
-                "slot_mapping",
-                expected=f"at least {starts[-1]} elements, one for each token of the batch",
-                actual=f"{batch.slot_mapping.shape[0]} elements",
-                hint="give a slot for each token, -1 for those of padding",
-            )
+            expected = f"at least {starts[-1]} elements, one for each token of the batch"
+            actual = f"{batch.slot_mapping.shape[0]} elements"
+            hint = "give a slot for each token, -1 for those of padding"
+            raise ArgumentError("slot_mapping", expected=expected, actual=actual, hint=hint)
         return query_lens, seq_lens
+
+    def _check_limit(self, argument: str, limit: str, value: int) -> None:
+        bound = getattr(self.limits, limit)
+        if value > bound:
+            raise ArgumentError(argument, expected=f"at most {bound}", actual=value, hint=f"raise Limits.{limit}")
 
     @staticmethod
     def _check_table(name: str, table: Tensor, query_lens: list[int], records: list[int], per_block: int) -> None:
         for i, (query_len, count) in enumerate(zip(query_lens, records, strict=True)):
             if query_len and count > table.shape[1] * per_block:
-                raise ArgumentError(
-                    name,
-                    expected=f"at least {-(-count // per_block)} columns for the {count} records of request {i}",
-                    actual=f"{table.shape[1]} columns of {per_block} records",
-                    hint="widen the block table",
-                )
+                expected = f"at least {-(-count // per_block)} columns for the {count} records of request {i}"
+                actual = f"{table.shape[1]} columns of {per_block} records"
+                raise ArgumentError(name, expected=expected, actual=actual, hint="widen the block table")
 
     @staticmethod
     def _check_copies(batch: Batch, query_lens: list[int]) -> None:
-        """Find lengths on the device that the host does not know of."""
-        starts, known = batch.query_start_loc.tolist(), batch.query_start_loc_cpu.tolist()
-        if starts != known:
-            raise ArgumentError("query_start_loc", expected=f"what query_start_loc_cpu holds, {known}", actual=starts)
+        """Find lengths on the device that differ from their copies on the host."""
+        starts, copy = batch.query_start_loc.tolist(), batch.query_start_loc_cpu.tolist()
+        if starts != copy:
+            raise ArgumentError("query_start_loc", expected=f"what query_start_loc_cpu holds, {copy}", actual=starts)
         lens, bounds = batch.seq_lens.tolist(), batch.seq_lens_cpu.tolist()
         for i, (query_len, seq_len, bound) in enumerate(zip(query_lens, lens, bounds, strict=True)):
             if not query_len <= seq_len <= bound:
@@ -331,56 +295,41 @@ class MetadataBuilder:
         position = indices.positions_of(batch.query_start_loc, batch.seq_lens, request)
         valid = torch.zeros(tokens, dtype=torch.bool, device=self.device)
         valid[:] = batch.slot_mapping[:tokens] >= 0
-        slots, lens = indices.window_indices(
-            position, valid, request, batch.block_table, self.swa_block_size, self.geometry.window
-        )
-        capacity = None if self.num_swa_blocks is None else self.num_swa_blocks * self.swa_block_size
-        columns = torch.arange(slots.shape[1], device=slots.device)
-        wrong = (slots < 0) if capacity is None else (slots < 0) | (slots >= capacity)
-        wrong &= columns < lens[:, None]
+        table, size = batch.block_table, self.swa_block_size
+        slots, lens = indices.window_indices(position, valid, request, table, size, self.geometry.window)
+        capacity = None if self.num_swa_blocks is None else self.num_swa_blocks * size
+        wrong = _outside(slots, capacity) & (torch.arange(slots.shape[1], device=slots.device) < lens[:, None])
         if bool(wrong.any()):
             token, column = wrong.nonzero()[0].tolist()
             i, place = int(request[token]), int(position[token] + 1 - lens[token]) + column
-            column, bound = place // self.swa_block_size, _bound(self.num_swa_blocks)
-            raise ArgumentError(
-                f"block_table[{i}, {column}]",
-                expected=f"a block in [0, {bound}) for position {place}, which a query can see",
-                actual=int(batch.block_table[i, column]),
-            )
+            expected = f"a block in [0, {_bound(self.num_swa_blocks)}) for position {place}, which a query can see"
+            actual = int(table[i, place // size])
+            raise ArgumentError(f"block_table[{i}, {place // size}]", expected=expected, actual=actual)
         if capacity is not None and bool((batch.slot_mapping >= capacity).any()):
             t = int((batch.slot_mapping >= capacity).nonzero()[0])
-            raise ArgumentError(
-                f"slot_mapping[{t}]",
-                expected=f"below the {capacity} slots of the window cache, or negative for padding",
-                actual=int(batch.slot_mapping[t]),
-            )
+            expected = f"below the {capacity} slots of the window cache, or negative for padding"
+            raise ArgumentError(f"slot_mapping[{t}]", expected=expected, actual=int(batch.slot_mapping[t]))
         stale = batch.slot_mapping[tokens:] >= 0
         if bool(stale.any()):
             t = tokens + int(stale.nonzero()[0])
-            raise ArgumentError(
-                f"slot_mapping[{t}]",
-                expected=f"a negative slot behind the {tokens} tokens of the batch",
-                actual=int(batch.slot_mapping[t]),
-                hint="fill what pads the batch with -1, or a key of padding is written to this slot",
-            )
+            expected = f"a negative slot behind the {tokens} tokens of the batch"
+            hint = "fill what pads the batch with -1, or a key of padding is written to this slot"
+            raise ArgumentError(f"slot_mapping[{t}]", expected=expected, actual=int(batch.slot_mapping[t]), hint=hint)
 
     def _check_blocks(self, table: Tensor, query_lens: list[int], entries: list[int], records: int) -> None:
         """Find blocks outside a compressed cache among those that hold visible entries."""
         for i, (query_len, count) in enumerate(zip(query_lens, entries, strict=True)):
             used = table[i, : -(-count // records)] if query_len else table[i, :0]
-            bound = self.num_compressed_blocks
-            wrong = (used < 0) if bound is None else (used < 0) | (used >= bound)
+            wrong = _outside(used, self.num_compressed_blocks)
             if bool(wrong.any()):
-                j = int(wrong.nonzero()[0])
-                raise ArgumentError(
-                    f"compressed_block_table[{i}, {j}]",
-                    expected=f"a block in [0, {_bound(bound)}) for entries {j * records} and on",
-                    actual=int(used[j]),
-                )
+                j, bound = int(wrong.nonzero()[0]), _bound(self.num_compressed_blocks)
+                expected = f"a block in [0, {bound}) for entries {j * records} and on"
+                raise ArgumentError(f"compressed_block_table[{i}, {j}]", expected=expected, actual=int(used[j]))
 
 
-def _beyond(what: str, field: str, bound: int, actual: int) -> ArgumentError:
-    return ArgumentError(what, expected=f"at most {bound}", actual=actual, hint=f"raise Limits.{field}")
+def _outside(values: Tensor, bound: int | None) -> Tensor:
+    """Which values are not in [0, bound); without a bound, which are negative."""
+    return (values < 0) if bound is None else (values < 0) | (values >= bound)
 
 
 def _bound(num_blocks: int | None) -> int | str:

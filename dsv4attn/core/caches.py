@@ -1,4 +1,4 @@
-"""The caches of one layer."""
+"""`LayerCaches`: the window cache and the compressed cache of one layer, with their signature."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LayerCaches:
         return *signature(*[cache.tensor for cache in caches]), *formats
 
     def segments(self, layer: LayerGeometry) -> Sequence[PagedKVCache]:
-        """The caches a layer reads. Its kind decides, not what happens to be bound."""
+        """The caches that a layer of this kind reads."""
         if layer.kind is LayerKind.SWA or self.compressed is None:
             return (self.swa,)
         return self.swa, self.compressed

@@ -1,4 +1,4 @@
-"""Argument checks of `forward_mqa`: host values only, no tensor is read, and all before the first write."""
+"""Argument checks of `forward_mqa` and of a bound layer: on host values only, before the first launch."""
 
 from __future__ import annotations
 
@@ -83,17 +83,10 @@ def check_call(
         check_topk("topk_indices", topk_indices, layer)
         assert topk_indices is not None
         rows, columns = topk_indices.shape
-        if rows < metadata.swa.num_actual_tokens or columns > layer.topk:
-            raise ArgumentError(
-                "topk_indices",
-                expected=f"a row for each of {metadata.swa.num_actual_tokens} tokens, at most {layer.topk} columns",
-                actual=[rows, columns],
-            )
-
-
-def _has_dims(cache: PagedKVCache, layer: LayerGeometry) -> bool:
-    layout = cache.layout
-    return layout.rope_dim == layer.rope.dim and layout.nope_dim + layout.rope_dim == layer.head_dim
+        tokens = metadata.swa.num_actual_tokens
+        if rows < tokens or columns > layer.topk:
+            expected = f"a row for each of {tokens} tokens, at most {layer.topk} columns"
+            raise ArgumentError("topk_indices", expected=expected, actual=[rows, columns])
 
 
 def check_bound(
@@ -121,39 +114,32 @@ def check_bound(
 
 def check_cache(argument: str, cache: PagedKVCache, layer: LayerGeometry) -> None:
     """Check that a cache holds keys of this layer's dims."""
-    if not _has_dims(cache, layer):
-        raise LayoutMismatchError(
-            argument,
-            expected=f"a layout of {layer.nope_dim} + {layer.rope_dim} dims, as the model has",
-            actual=cache.layout.fingerprint,
-            hint="make the layout from the model's geometry",
-        )
+    layout = cache.layout
+    if (layout.nope_dim, layout.rope_dim) != (layer.nope_dim, layer.rope_dim):
+        expected = f"a layout of {layer.nope_dim} + {layer.rope_dim} dims, as the model has"
+        hint = "make the layout from the model's geometry"
+        raise LayoutMismatchError(argument, expected=expected, actual=layout.fingerprint, hint=hint)
 
 
 def check_compressed(caches: LayerCaches, layer: LayerGeometry) -> None:
     """Check the compressed cache of a layer that has one."""
-    cache = caches.compressed
+    cache, name = caches.compressed, "caches.compressed"
     if cache is None:
-        raise ArgumentError(
-            "caches.compressed", expected=f"the compressed cache of a {layer.kind.value} layer", actual=None
-        )
-    check_cache("caches.compressed", cache, layer)
+        raise ArgumentError(name, expected=f"the compressed cache of a {layer.kind.value} layer", actual=None)
+    check_cache(name, cache, layer)
     if cache.layout.row_dtype != caches.swa.layout.row_dtype:
-        raise LayoutMismatchError(
-            "caches.compressed",
-            expected=f"rows that read as {caches.swa.layout.row_dtype}, like the window cache",
-            actual=cache.layout.fingerprint,
-        )
+        expected = f"rows that read as {caches.swa.layout.row_dtype}, like the window cache"
+        raise LayoutMismatchError(name, expected=expected, actual=cache.layout.fingerprint)
 
 
 def check_topk(argument: str, value: object, layer: LayerGeometry, *, written: bool = False) -> None:
-    """Check what an indexer leaves for a c4a layer, but for how many rows and columns there are."""
+    """Check the entry numbers that an indexer writes for a c4a layer, except how many rows and columns there are."""
     columns = value.shape[1] if isinstance(value, Tensor) and value.ndim == 2 else layer.topk
     check_tensor(argument, value, "_ K", torch.int32, {"K": columns}, written=written)
 
 
 def check_same_device(q: Tensor, **others: Tensor | None) -> None:
-    """Check that all tensors live where q does."""
+    """Check that all tensors are on the device of q."""
     for name, tensor in others.items():
         if tensor is not None and tensor.device != q.device:
             raise ArgumentError(name, expected=f"a tensor on {q.device}, like q", actual=f"one on {tensor.device}")
@@ -164,34 +150,25 @@ def check_metadata(
 ) -> None:
     """Check that metadata was built for this layer, these caches and these limits."""
     swa, compressed = metadata.swa, metadata.compressed
+    records = "records per block of the"
     facts = [
-        ("metadata.swa.block_size", caches.swa.block_size, swa.block_size, "records per block of the window cache"),
-        ("metadata.swa.window_size", layer.window, swa.window_size, "the model's window"),
+        ("swa.block_size", caches.swa.block_size, swa.block_size, f"{records} window cache"),
+        ("swa.window_size", layer.window, swa.window_size, "the model's window"),
     ]
     if layer.kind is not LayerKind.SWA:
         if not isinstance(compressed, FlashMLASparseMetadata):
-            raise ArgumentError(
-                "metadata.compressed", expected=f"metadata of {layer.kind.value} layers", actual=compressed
-            )
+            expected = f"metadata of {layer.kind.value} layers"
+            raise ArgumentError("metadata.compressed", expected=expected, actual=compressed)
         assert caches.compressed is not None
+        size, ours = caches.compressed.block_size, compressed.records_per_block
         facts += [
-            (
-                "metadata.compressed.compress_ratio",
-                layer.compress_ratio,
-                compressed.compress_ratio,
-                "the layer's ratio",
-            ),
-            (
-                "metadata.compressed.block_size // compress_ratio",
-                caches.compressed.block_size,
-                compressed.records_per_block,
-                "records per block of the compressed cache",
-            ),
-            ("metadata.compressed.num_actual_tokens", swa.num_actual_tokens, compressed.num_actual_tokens, "the batch"),
+            ("compressed.compress_ratio", layer.compress_ratio, compressed.compress_ratio, "the layer's ratio"),
+            ("compressed.block_size // compress_ratio", size, ours, f"{records} compressed cache"),
+            ("compressed.num_actual_tokens", swa.num_actual_tokens, compressed.num_actual_tokens, "the batch"),
         ]
-    for name, expected, actual, what in facts:
-        if expected != actual:
-            raise ArgumentError(name, expected=f"{expected} ({what})", actual=actual)
+    for name, wanted, actual, what in facts:
+        if wanted != actual:
+            raise ArgumentError(f"metadata.{name}", expected=f"{wanted} ({what})", actual=actual)
     for name, actual, bound, where in (
         ("tokens", swa.num_actual_tokens, rows, "the rows of q"),
         ("tokens", swa.num_actual_tokens, limits.max_num_batched_tokens, "limits"),
@@ -205,19 +182,19 @@ def check_metadata(
 
 
 def check_attention_strides(call: AttentionCall) -> None:
-    """Check the strides of a call, for callers that go past `forward_mqa`; once for calls that are alike."""
+    """Check the strides of a call that does not come from `forward_mqa`; once for each signature."""
     tensors = {"q": call.q, "out": call.out, "lse": call.lse, "max_logits": call.max_logits}
     check_strides(written=("out", "lse", "max_logits"), attn_sink=call.attn_sink, **tensors)
     for segment in (call.keys,) if isinstance(call.keys, GatheredKeys) else call.keys:
         rows = segment.rows
-        ends = rows.indptr if isinstance(rows, RaggedIndices) else rows.lens
-        check_strides(indices=rows.indices, **{"indptr" if isinstance(rows, RaggedIndices) else "lens": ends})
+        ends = {"indptr": rows.indptr} if isinstance(rows, RaggedIndices) else {"lens": rows.lens}
+        check_strides(indices=rows.indices, **ends)
         if isinstance(segment, GatheredKeys):
             check_strides(kv=segment.kv)
 
 
 def check_keys(k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
-    """Check keys that go to a cache as they are, for backends that are called without a layer."""
+    """Check rotated keys that are inserted without a layer."""
     check_tensor("k", k, f"_ {cache.layout.head_dim}", _Q_DTYPES, {})
     check_tensor("slot_mapping", slot_mapping, "_", torch.int64, {})
     check_same_device(k, slot_mapping=slot_mapping, cache=cache.tensor)
@@ -242,7 +219,7 @@ def check_insert(
     check_cache("cache", cache, layer)
     tensors = {"kv": kv, "positions": positions, "slot_mapping": slot_mapping, "cos_sin_cache": cos_sin_cache}
     check_same_device(q, **tensors, cache=cache.tensor)
-    # a host value on the CPU costs nothing; elsewhere reading it would synchronise, and such slots are skipped
+    # values are read on the CPU only: on a device that would synchronise, and kernels skip such slots
     if positions.device.type == "cpu" and positions.numel():
         low, high = (int(bound) for bound in positions.aminmax())
         if low < 0 or high >= cos_sin_cache.shape[0]:

@@ -1,9 +1,9 @@
-"""Integer planning of prefill chunks. No tensors.
+"""Cuts the prefill part of a batch into chunks that fit the workspace. Integers only, no tensors.
 
 A chunk is a run of whole requests, or a run of one request's query tokens when that request alone is too large. Two
 areas are bounded: rows gathered (requests x the longest one's rows) and elements of the index matrix (tokens x
-columns). Bounding areas instead of counting requests lets many short prompts share one launch, and keeps one long
-prompt from claiming memory for four.
+columns). With areas bounded, and not the number of requests, many short prompts share one launch, and one long prompt
+does not claim the memory of four.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from attrs import frozen
 
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.limits import Limits
+from dsv4attn.core.values import round_up
 from dsv4attn.core.workspace import ALIGNMENT
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["ChunkBounds", "PrefillChunk", "plan_prefill_chunks", "round_up"]
 
 
-def round_up(n: int, multiple: int) -> int:
-    """Smallest multiple that is at least n."""
-    return -(-n // multiple) * multiple
-
-
 @frozen
 class ChunkBounds:
-    """What a chunk of one layer may cost at most, and how its index columns are rounded."""
+    """Upper bounds of a chunk's memory on one layer.
+
+    rows: gathered rows; 0 for backends that read pages and gather nothing.
+    index_elements: elements of the index matrix, tokens x columns.
+    alignment: columns of the index matrix are rounded up to a multiple of this.
+    """
 
     rows: int
-    """Gathered rows; 0 for backends that read pages and gather nothing."""
     index_elements: int
     alignment: int
 
@@ -46,10 +46,10 @@ class ChunkBounds:
         index_copies: int = 1,
         scratch_bytes: int = 0,
     ) -> ChunkBounds:
-        """Bounds under some limits.
+        """Bounds within `limits`.
 
-        Rows default to one worst-case request; `limits.max_workspace_bytes` lowers them, down to what a single
-        query token at full context needs. scratch_bytes: what the backend takes of the same lane.
+        Without `limits.max_workspace_bytes` a chunk may gather one worst-case request. That cap lowers the bounds, at
+        most to the needs of a single query token at full context. scratch_bytes: the backend's part of the same lane.
         """
         widest = widest_columns(layer, limits, alignment)
         elements = max(min(limits.max_index_elements, limits.max_num_batched_tokens * widest), widest)
@@ -63,13 +63,11 @@ class ChunkBounds:
         cap = (limits.max_workspace_bytes - scratch_bytes) // ALIGNMENT * ALIGNMENT
         floor = least * row_bytes + widest * element + small
         if cap < floor:
-            raise ArgumentError(
-                "max_workspace_bytes",
-                expected=f"at least {round_up(floor, ALIGNMENT) + scratch_bytes}, the cost of one query token at "
-                f"max_model_len={limits.max_model_len}",
-                actual=limits.max_workspace_bytes,
-                hint="raise the cap, lower max_model_len, or use a backend that reads pages in prefill",
-            )
+            least_cap = round_up(floor, ALIGNMENT) + scratch_bytes
+            expected = f"at least {least_cap}, the cost of one query token at max_model_len={limits.max_model_len}"
+            hint = "raise the cap, lower max_model_len, or use a backend that reads pages in prefill"
+            actual = limits.max_workspace_bytes
+            raise ArgumentError("max_workspace_bytes", expected=expected, actual=actual, hint=hint)
         share = 2 if gathered else 1
         elements = min(elements, widest + (cap - floor) // (share * element))
         rows = min(rows, (cap - small - element * elements) // row_bytes)
@@ -77,7 +75,7 @@ class ChunkBounds:
 
 
 def small_bytes(limits: Limits) -> int:
-    """What a chunk needs beside rows and index columns: lengths, offsets, per-request vectors, alignment."""
+    """Bytes of a chunk beside rows and index columns: lengths, offsets, per-request vectors, alignment."""
     return 8 * (limits.max_num_batched_tokens + 1) + 16 * (limits.max_num_reqs + 1) + 8 * ALIGNMENT
 
 
@@ -95,22 +93,26 @@ def widest_columns(layer: LayerGeometry, limits: Limits, alignment: int) -> int:
 
 @frozen
 class PrefillChunk:
-    """Requests [request_start, request_end) and tokens [token_start, token_end) of the prefill part."""
+    """One chunk: requests and tokens are numbered within the prefill part.
+
+    request_start, request_end: first request, and the one behind the last.
+    token_start, token_end: first query token, and the one behind the last.
+    tail: query tokens of a sliced request behind this chunk; its sequence is that much shorter here.
+    entries: N - compressed rows of each request in the workspace, the most that any of them has.
+    gather: window rows of each request in the workspace; M = entries + gather are all rows of a request.
+    topk: compressed columns of the index matrix, the most entries that a query of the chunk can select.
+    is_slice: whether this is a part of one request's query tokens.
+    """
 
     request_start: int
     request_end: int
     token_start: int
     token_end: int
     tail: int
-    """Query tokens of the (single) request behind this chunk: its sequence is cut that much shorter here."""
     entries: int
-    """N: compressed rows set aside for each request; the most any of them has."""
     gather: int
-    """Window rows set aside for each request; entries + gather is the row count M of a request."""
     topk: int
-    """Compressed columns of the index matrix: the most entries a query of the chunk can select."""
     is_slice: bool = False
-    """Whether this is a part of one request's query tokens."""
 
     @property
     def num_requests(self) -> int:
@@ -132,8 +134,7 @@ def plan_prefill_chunks(
     """
     request, token = 0, 0
     while request < len(seq_lens):
-        end, tokens = request, 0
-        entries = gather = topk = 0
+        end, tokens, entries, gather, topk = request, 0, 0, 0, 0
         while end < len(seq_lens):
             cost = _cost(seq_lens[end], query_lens[end], layer, bounds)
             grown = (max(entries, cost[0]), max(gather, cost[1]), max(topk, cost[2]))
@@ -154,7 +155,7 @@ def _cost(seq_len: int, query_len: int, layer: LayerGeometry, bounds: ChunkBound
     if layer.compress_ratio == 1:
         return 0, gather, 0
     entries = seq_len // layer.compress_ratio
-    # combining moves visible entries together, so a short context needs few columns; translating keeps all columns
+    # combining moves visible entries together, so a short context needs few columns; translation needs all of them
     selected = (min(entries, layer.topk) if bounds.rows else layer.topk) if layer.topk else max(entries, 1)
     return entries, gather, selected
 

@@ -1,4 +1,4 @@
-"""The metadata of the step being run, seen by the layers called inside it. Context-local: threads do not mix."""
+"""`set_forward_context`: the metadata of the current step, for the layers called in it. Local to a thread or task."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Metadata: TypeAlias = (
 
 @frozen
 class ForwardContext:
-    """attn_metadata: by kind of layer, or by prefix of a cache layer. None as a whole means warm-up."""
+    """attn_metadata: by kind of layer, or by prefix of a cache layer. None means warm-up."""
 
     attn_metadata: Metadata | None
 
@@ -46,16 +46,14 @@ class ForwardContext:
 def _missing(key: str, wanted: type, found: object, metadata: Mapping[Any, Any], kind: LayerKind) -> str:
     keys = ", ".join(sorted(key.value if isinstance(key, LayerKind) else str(key) for key in metadata)) or "none"
     if any(isinstance(key, LayerKind) for key in metadata):
-        return (
-            f"attn_metadata: expected metadata of {kind.value} layers, got metadata of: {keys} "
-            "-> name every kind of layer that runs in this step in build_for"
-        )
+        cure = "name every kind of layer that runs in this step in build_for"
+        return f"attn_metadata: expected metadata of {kind.value} layers, got metadata of: {keys} -> {cure}"
     got = "nothing" if found is None else type(found).__name__
     return f"attn_metadata[{key!r}]: expected {wanted.__name__}, got {got} (keys: {keys})"
 
 
 def _by_kind(metadata: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """The same with kinds for their names, where it is metadata by kind of layer."""
+    """Metadata by kind of layer, with `LayerKind` for names of kinds; metadata by prefix unchanged."""
     if not isinstance(next(iter(metadata.values()), None), AttentionMetadata):
         return metadata
     kinds = [kind.value for kind in LayerKind]

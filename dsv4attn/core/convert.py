@@ -1,7 +1,6 @@
-"""Identity of KV caches between processes, devices and vendors (promise G20).
+"""KV caches between processes, devices and vendors: `check_compatible` and `convert_cache` (promise G20).
 
-May a reader take these bytes, and if not, can the keys move to bytes it does take? Written to be exact, not fast: what
-transfers and offloads are checked against.
+Both are exact, not fast: they are the reference that transfers and offloads are checked against.
 """
 
 from __future__ import annotations
@@ -27,20 +26,17 @@ LARGEST_EXPONENT, NAN_EXPONENT = 254, 255
 def check_compatible(writer: KVCacheLayout | str, reader: KVCacheLayout | str) -> None:
     """Raise `LayoutMismatchError` unless a reader understands what a writer wrote.
 
-    writer, reader: layouts, or the fingerprints of such, as engines send them in a handshake. Records per page and the
-    distance of pages are not part of a layout: both sides must agree on them beside.
+    writer, reader: layouts, or their fingerprints, as engines send them in a handshake. Records per page and the
+    distance of pages are not part of a layout: both sides must agree on them separately.
     """
     given, wanted = (one if isinstance(one, str) else one.fingerprint for one in (writer, reader))
     if given == wanted:
         return
     mine, theirs = (text.split(":") for text in (given, wanted))
     only = [", ".join(part for part in a if part not in b) for a, b in ((mine, theirs), (theirs, mine))]
-    raise LayoutMismatchError(
-        "cache",
-        expected=f"layout {wanted}",
-        actual=f"{given}: {only[0] or 'nothing'} instead of {only[1] or 'nothing'}",
-        hint="write the reader's layout, or move the keys with convert_cache",
-    )
+    actual = f"{given}: {only[0] or 'nothing'} instead of {only[1] or 'nothing'}"
+    hint = "write the reader's layout, or move the keys with convert_cache"
+    raise LayoutMismatchError("cache", expected=f"layout {wanted}", actual=actual, hint=hint)
 
 
 def convert_cache(source: PagedKVCache, target: PagedKVCache, slots: Tensor | None = None) -> None:
@@ -76,17 +72,14 @@ def convert_cache(source: PagedKVCache, target: PagedKVCache, slots: Tensor | No
 
 
 def _check_pair(source: KVCacheLayout, target: KVCacheLayout) -> None:
-    """That keys of one layout can be keys of the other at all."""
+    """Check that dims and groups of two layouts allow a conversion at all."""
     same = (source.nope_dim, source.rope_dim) == (target.nope_dim, target.rope_dim)
     if target.is_quantised:
         same = same and source.is_quantised and source.group_size == target.group_size
     if not same:
-        raise LayoutMismatchError(
-            "target",
-            expected=f"a layout that holds keys of {source.fingerprint} without loss",
-            actual=target.fingerprint,
-            hint="only records of equal dims and groups, or rows of equal dims, do",
-        )
+        expected = f"a layout that holds keys of {source.fingerprint} without loss"
+        hint = "only records of equal dims and groups, or rows of equal dims, do"
+        raise LayoutMismatchError("target", expected=expected, actual=target.fingerprint, hint=hint)
 
 
 def _converted(source: PagedKVCache, layout: KVCacheLayout, slots: Tensor) -> dict[str, Tensor]:
@@ -97,7 +90,7 @@ def _converted(source: PagedKVCache, layout: KVCacheLayout, slots: Tensor) -> di
     found = {name: source.region(name)[place] for name in ("nope", "rope", "scale")}
     if not layout.is_quantised:
         nope = _dequantised(found["nope"], found["scale"], mine)
-        _check_kept(~nope.isinf().any(-1), layout, slots)  # no code is infinite: it is beyond fp32
+        _check_exact(~nope.isinf().any(-1), layout, slots)  # no code is infinite: it is beyond fp32
         return {"row": _rows(torch.cat([nope, found["rope"].float()], dim=-1), layout, slots)}
     if mine.fp8_format is not layout.fp8_format:
         found["nope"], found["scale"] = _recoded(found["nope"], found["scale"], mine, layout, slots)
@@ -106,7 +99,7 @@ def _converted(source: PagedKVCache, layout: KVCacheLayout, slots: Tensor) -> di
 
 def _rows(values: Tensor, layout: KVCacheLayout, slots: Tensor) -> Tensor:
     rows = values.to(layout.dtype)
-    _check_kept(((rows.float() == values.float()) | values.isnan()).all(-1), layout, slots)
+    _check_exact(((rows.float() == values.float()) | values.isnan()).all(-1), layout, slots)
     return rows
 
 
@@ -138,7 +131,7 @@ def _recoded(
         fits = ~done & (code >= 0).all(-1) & (moved >= 0) & (moved <= LARGEST_EXPONENT)
         new, new_byte = torch.where(fits[..., None], code.to(torch.uint8), new), torch.where(fits, moved, new_byte)
         done = done | fits
-    _check_kept(done.all(-1), target, slots)
+    _check_exact(done.all(-1), target, slots)
     scales = torch.cat([new_byte.to(torch.uint8), scales[:, source.num_groups :]], dim=-1)
     return new.flatten(-2)[:, : source.nope_dim], scales
 
@@ -152,12 +145,10 @@ def _codes(source: Fp8Format, target: Fp8Format, shift: int) -> Tensor:
     return nearest.view(torch.uint8).short().masked_fill(~exact, -1)
 
 
-def _check_kept(kept: Tensor, layout: KVCacheLayout, slots: Tensor) -> None:
-    """kept: [n], whether the record in each slot is the same key in the other layout."""
-    if not bool(kept.all()):
-        raise LayoutMismatchError(
-            "target",
-            expected="a layout that holds every key without loss",
-            actual=f"{layout.fingerprint}, which cannot hold slot {int(slots[~kept][0])}",
-            hint="keep the cache as it is and read it with its own layout, or convert only the slots in use",
-        )
+def _check_exact(exact: Tensor, layout: KVCacheLayout, slots: Tensor) -> None:
+    """exact: [n], whether the record in each slot is the same key in the other layout."""
+    if not bool(exact.all()):
+        expected = "a layout that holds every key without loss"
+        actual = f"{layout.fingerprint}, which cannot hold slot {int(slots[~exact][0])}"
+        hint = "keep the cache as it is and read it with its own layout, or convert only the slots in use"
+        raise LayoutMismatchError("target", expected=expected, actual=actual, hint=hint)

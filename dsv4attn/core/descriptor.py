@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, NoReturn
+from typing import Any
 
 from attrs import field, frozen
 
@@ -17,7 +17,7 @@ __all__ = ["API_VERSION", "BackendInfo", "Rank"]
 
 
 class Rank(IntEnum):
-    """Who goes first when several backends are native to a device."""
+    """The order in which automatic selection tries backends that are native to a device, highest first."""
 
     REFERENCE = 0
     GENERIC = 1
@@ -30,7 +30,7 @@ API_VERSION = "1.1"
 
 @frozen(kw_only=True)
 class BackendInfo:
-    """What selection knows of a backend.
+    """The descriptor of a backend: its name, where it runs, and how to make it.
 
     name: what users write; unique among all backends.
     factory: `package.module:callable`, imported and called with the options once the backend has won.
@@ -38,7 +38,7 @@ class BackendInfo:
     summary: one line for `dsv4attn backends`.
     native: kinds or archs, as shell patterns, on which it may be chosen automatically: ("sm_12*",).
     runs_on: where it can run when asked for by name; whatever is native, at least.
-    rank: who goes first when several backends are native to a device.
+    rank: order of automatic selection, see `Rank`.
     packages: distributions the implementation imports; missing ones make it unavailable.
     options: options the factory takes, with their defaults.
     notes: how it would serve a problem that it takes, a line each, for a backend that has several ways.
@@ -58,24 +58,19 @@ class BackendInfo:
     api: str
 
     def __attrs_post_init__(self) -> None:
-        """Check the types, as a descriptor comes from a stranger and is trusted from here on."""
+        """Check the types: descriptors come from third parties, and nothing checks them again."""
         for name in ("name", "factory", "summary", "api"):
-            if not isinstance(getattr(self, name), str):
-                self._wrong(name, "a string")
+            self._check(name, isinstance(getattr(self, name), str), "a string")
         for name in ("native", "runs_on", "packages"):
             value = getattr(self, name)
-            if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
-                self._wrong(name, "a tuple of strings")
-        if not re.fullmatch(r"[\w.]+:\w+", self.factory):
-            self._wrong("factory", "'package.module:callable'")
-        if not callable(self.support):
-            self._wrong("support", "a function")
-        if self.notes is not None and not callable(self.notes):
-            self._wrong("notes", "a function, or None")
-        if not isinstance(self.rank, Rank):
-            self._wrong("rank", "a Rank")
-        if not isinstance(self.options, Mapping):
-            self._wrong("options", "a dict")
+            strings = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+            self._check(name, strings, "a tuple of strings")
+        self._check("factory", re.fullmatch(r"[\w.]+:\w+", self.factory), "'package.module:callable'")
+        self._check("support", callable(self.support), "a function")
+        self._check("notes", self.notes is None or callable(self.notes), "a function, or None")
+        self._check("rank", isinstance(self.rank, Rank), "a Rank")
+        self._check("options", isinstance(self.options, Mapping), "a dict")
 
-    def _wrong(self, name: str, expected: str) -> NoReturn:
-        raise ArgumentError(f"BackendInfo.{name}", expected=expected, actual=repr(getattr(self, name)))
+    def _check(self, name: str, holds: object, expected: str) -> None:
+        if not holds:
+            raise ArgumentError(f"BackendInfo.{name}", expected=expected, actual=repr(getattr(self, name)))

@@ -1,8 +1,7 @@
-"""What a device is, as plain facts: the input of selection and of every support question.
+"""`DeviceFacts`: the properties of a device that selection and support questions depend on.
 
-Facts can be read off this machine (`DeviceFacts.here`) or made up by name (`DeviceFacts.named("sm_120")`), so that
-every decision about every device can be asked, and tested, anywhere. The only file of core that names a vendor's
-part of torch.
+Facts are read off this machine (`DeviceFacts.here`) or described by name (`DeviceFacts.named("sm_120")`), so that
+decisions about any device can be made, and tested, anywhere. No other file of core names a vendor's part of torch.
 """
 
 from __future__ import annotations
@@ -28,9 +27,11 @@ __all__ = ["DeviceFacts", "is_capturing", "may_have_accelerator", "release_of", 
 
 _DEV = Path("/dev")
 _NODES = ("nvidia*", "kfd", "dri/render*", "dxg", "accel/*", "davinci*", "hl*")
-"""What accelerators are called under /dev: NVIDIA, AMD, Intel and others, WSL, compute accelerators, Ascend, Gaudi."""
+"""Nodes of accelerators under /dev: NVIDIA, AMD, Intel and others, WSL, compute accelerators, Ascend, Gaudi."""
 _YES = ("1", "true", "on", "yes", "y")
-"""What Triton takes for yes."""
+"""Values of TRITON_INTERPRET that Triton reads as true."""
+_BUILDS = ("pytorch-triton-rocm", "pytorch-triton-xpu", "triton-rocm", "triton-xpu", "pytorch-triton", "triton-windows")
+"""Distributions beside triton that provide it: builds of torch for ROCm and XPU bring their own."""
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -53,16 +54,7 @@ def version_of(distribution: str) -> str | None:
 
 @cache
 def _triton_version() -> str | None:
-    """Version of whatever provides `triton`: builds of torch for ROCm and XPU bring their own under other names."""
-    builds = (
-        "pytorch-triton-rocm",
-        "pytorch-triton-xpu",
-        "triton-rocm",
-        "triton-xpu",
-        "pytorch-triton",
-        "triton-windows",
-    )
-    return next((version for name in ("triton", *builds) if (version := version_of(name))), None)
+    return next((version for name in ("triton", *_BUILDS) if (version := version_of(name))), None)
 
 
 TRITON_SOURCES = {
@@ -71,7 +63,7 @@ TRITON_SOURCES = {
     "xpu": "reinstall torch for XPU, which brings its own build of Triton",
     "cpu": "pip install triton",
 }
-"""Where Triton comes from, on each kind of device that it drives, or interprets."""
+"""How to install Triton, for each kind of device."""
 
 NEWER_TRITON = {
     "cuda": "pip install 'torch>=2.10', which brings Triton 3.6",
@@ -79,7 +71,7 @@ NEWER_TRITON = {
     "xpu": "install a newer torch for XPU, which brings a newer build of Triton",
     "cpu": "pip install 'triton>=3.6'",
 }
-"""Where a newer Triton comes from."""
+"""How to install a newer Triton, for each kind of device."""
 
 
 def release_of(version: str | None) -> tuple[int, int] | None:
@@ -90,15 +82,15 @@ def release_of(version: str | None) -> tuple[int, int] | None:
 
 @frozen
 class DeviceFacts:
-    """What a device is. Read it off this machine with `here`, or make it up with `named`.
+    """A device and its software. Read the facts off this machine with `here`, or describe a device with `named`.
 
     kind: "cuda", "hip", "xpu", "cpu", or a third party's torch device type.
     arch: "sm_90", "gfx942", "xpu", ...
-    name: what its maker calls it.
+    name: the vendor's name of the product.
     torch_version: of the installed torch; None without one.
-    triton_version: of whatever provides Triton; None without it.
+    triton_version: of the installed Triton; None without one.
     interpreted: whether Triton kernels run in its interpreter on the CPU (TRITON_INTERPRET=1).
-    present: False for facts made up by name.
+    present: False for facts described by name.
     """
 
     kind: str
@@ -113,8 +105,8 @@ class DeviceFacts:
     def here(cls, device: torch.device | str | None = None) -> DeviceFacts:
         """Facts of a device of this machine; by default its first accelerator, or the CPU.
 
-        torch is imported only if an accelerator may be there: the question must be cheap on a machine without one.
-        Reading the facts of an accelerator starts its runtime, which a process can do only once: fork before, or spawn.
+        torch is imported only if the machine may have an accelerator. Reading the facts of an accelerator starts its
+        runtime, which does not survive a fork: fork before, or spawn.
         """
         if device == "cpu" or (device is None and not may_have_accelerator()):
             return cls._of("cpu", "cpu", "CPU")
@@ -148,16 +140,15 @@ class DeviceFacts:
     def named(cls, name: str) -> DeviceFacts:
         """Facts of a device that need not be here, by architecture or product: "cpu", "sm_120", "h200", "gfx942".
 
-        See `devices.DEVICES` for the names; any sm_* and gfx* is accepted too. On an accelerator Triton is taken to be
-        installed, as it is wherever such a device is used.
+        Names: see `devices.device_named`. On an accelerator Triton is assumed to be installed.
         """
-        known = device_named(name)
-        triton = _triton_version() or (None if known.kind == "cpu" else "any")
-        return cls(known.kind, known.arch, known.text, version_of("torch"), triton, present=False)
+        device = device_named(name)
+        triton = _triton_version() or (None if device.kind == "cpu" else "any")
+        return cls(device.kind, device.arch, device.text, version_of("torch"), triton, present=False)
 
     @classmethod
     def here_or_named(cls, name: str) -> DeviceFacts:
-        """Facts of a device by name: this machine's own where it has such a device, else those of `named`.
+        """Facts of a device by name: read off this machine if it has such a device, else those of `named`.
 
         "cuda", "hip" and "rocm" name this machine's first device of that kind, whatever its architecture.
         """
@@ -182,13 +173,13 @@ class DeviceFacts:
 
 
 def may_have_accelerator() -> bool:
-    """Whether this machine shows anything that torch could know as an accelerator. A no is certain, a yes is not."""
+    """Whether this machine may have an accelerator that torch can use. False is certain, True is not."""
     if not sys.platform.startswith("linux"):
-        # elsewhere nothing can be seen without asking torch, except that macOS has nothing but its own GPU
+        # elsewhere only torch can find out, except that macOS has no other GPU than Apple's
         return sys.platform != "darwin"
     try:
         others = bool(importlib.metadata.entry_points(group="torch.backends"))
-    except Exception:  # noqa: BLE001 - somebody's metadata cannot be read
+    except Exception:  # noqa: BLE001 - the metadata of an installed distribution cannot be read
         others = True
     return others or any(next(_DEV.glob(pattern), None) is not None for pattern in _NODES)
 

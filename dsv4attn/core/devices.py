@@ -1,4 +1,4 @@
-"""The table of devices that are known by name: what people call them, and the architecture each one has."""
+"""`DEVICES`: product names of accelerators, and the architecture of each; `device_named` looks a name up."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["DEVICES", "KnownDevice", "described", "device_named", "unknown"]
 
 @frozen
 class KnownDevice:
-    """A device that can be asked about without being present.
+    """A row of `DEVICES`.
 
-    arch: what compilers call it, "sm_90"; of CPU, Intel and Ascend the kind.
+    arch: the compilers' name, "sm_90"; for CPU, Intel and Ascend the kind.
     kind: "cuda", "hip", "xpu", "npu" or "cpu".
     text: vendor and family, for people.
     names: product names, in lower case, without spaces and dashes.
@@ -52,8 +52,7 @@ DEVICES: tuple[KnownDevice, ...] = (
     KnownDevice("xpu", "xpu", "Intel GPU", ("b580", "b570", "b60", "a770", "max1550")),
     KnownDevice("npu", "npu", "Ascend NPU", ("ascend",)),
 )
-"""One row an architecture. "cuda", "hip" and "rocm" mean the device of this machine; where it has none of that kind,
-they mean the row they stand in."""
+"""One row an architecture. "cuda", "hip" and "rocm" name this machine's device of that kind; without one, their row."""
 
 _BY_NAME = {name: device for device in DEVICES for name in device.spellings}
 _WORDS = re.compile(r"nvidia|geforce|amd|instinct|radeon(?=\s*(?:rx|pro))|intel|arc(?=\s)|tesla")
@@ -62,8 +61,8 @@ _WORDS = re.compile(r"nvidia|geforce|amd|instinct|radeon(?=\s*(?:rx|pro))|intel|
 def device_named(name: str) -> KnownDevice:
     """The device of a name: "h200", "RTX 5090", "sm90", "gfx942:xnack-".
 
-    Any sm_* and gfx* is accepted, also one that the table lacks. Raises UnknownNameError otherwise; what it suggests
-    is of the vendor whose names begin with the same letters.
+    Any sm_* and gfx* is accepted, also one that the table lacks. Raises UnknownNameError otherwise, which suggests
+    names of one vendor.
     """
     lower = name.strip().lower()
     arch = re.sub(r"^sm_?(?=\d)", "sm_", lower.partition(":")[0])
@@ -79,35 +78,29 @@ def device_named(name: str) -> KnownDevice:
 
 
 def unknown(what: str, name: str, devices: Iterable[KnownDevice]) -> UnknownNameError:
-    """The error for a name that none of some devices has, which lists theirs."""
-    known = [*devices]
-    return UnknownNameError(what, name, [n for d in known for n in d.spellings], near=_near(name, known))
+    """The error for a name that none of `devices` has; it lists their names."""
+    rows = [*devices]
+    return UnknownNameError(what, name, [n for row in rows for n in row.spellings], near=_near(name, rows))
 
 
 def _near(name: str, devices: Iterable[KnownDevice]) -> list[str]:
-    """Names that may be meant, all of one vendor.
+    """Names to suggest, all of one vendor.
 
-    Of the vendor whose names alone share the leading letters, as only AMD's begin with "mi"; else, of the vendor of
-    the nearest name.
+    The vendor is the only one whose names share the leading letters, as only AMD's begin with "mi"; else that of the
+    nearest name.
     """
     by_kind: dict[str, list[str]] = {}
     for device in devices:
         by_kind.setdefault(device.kind, []).extend(device.spellings)
-    lower = re.sub(r"[\s-]", "", name.strip().lower())
-    # a letter typed for a digit
-    alike = [n for names in by_kind.values() for n in names if n.replace("o", "0") == lower.replace("o", "0")]
-    if alike:
-        return alike
-    letters = _letters(lower)
-    same = [names for names in by_kind.values() if letters in map(_letters, names)]
-    if len(same) == 1:
-        return same[0]
-    every = [n for names in by_kind.values() for n in names]
-    begun = [names for names in by_kind.values() if any(n.startswith(lower) for n in names)]
-    nearest = did_you_mean(lower, every)
-    if len(begun) > 1 or not nearest:
-        return []
-    return next((names for names in by_kind.values() if any(f"'{n}'" in nearest for n in names)), [])
+    vendors, lower = [*by_kind.values()], re.sub(r"[\s-]", "", name.strip().lower())
+    every = [n for names in vendors for n in names]
+    alike = [n for n in every if n.replace("o", "0") == lower.replace("o", "0")]  # the letter o for a zero
+    letters = [names for names in vendors if _letters(lower) in map(_letters, names)]
+    if alike or len(letters) == 1:
+        return alike or letters[0]
+    begun = [names for names in vendors if any(n.startswith(lower) for n in names)]
+    nearest = "" if len(begun) > 1 else did_you_mean(lower, every)
+    return next((names for names in vendors if any(f"'{n}'" in nearest for n in names)), [])
 
 
 def _letters(name: str) -> str:

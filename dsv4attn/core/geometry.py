@@ -1,4 +1,4 @@
-"""What a DeepSeek-V4 model is, as far as attention cares: heads, dims, window, the schedule of layers.
+"""The geometry of a DeepSeek-V4 model's attention: heads, dims, window, the schedule of layers.
 
 Letters used in every shape of this package:
 
@@ -13,10 +13,11 @@ import json
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from attrs import evolve, field, frozen, validators
 
+from dsv4attn.core.values import round_up
 from dsv4attn.core.versions import refuse_v41
 from dsv4attn.errors import ArgumentError, GeometryError, UnknownNameError
 
@@ -44,6 +45,9 @@ _KIND_OF_TYPE = {
 _TYPE_OF_KIND = {kind: name for name, kind in _KIND_OF_TYPE.items()}
 _positive = validators.ge(1)
 
+TABLE_COLUMNS = 128
+"""Widths of C128A tables are multiples of this, as FlashMLA's kernels require."""
+
 
 @frozen
 class Yarn:
@@ -66,7 +70,7 @@ class Rope:
 
 @frozen
 class LayerGeometry:
-    """One attention layer, which is all that `forward_mqa` and a backend need to know of the model.
+    """One attention layer: the part of the model that `forward_mqa` and a backend read.
 
     kind: swa, c4a or c128a.
     compress_ratio: r - tokens per compressed entry; 1 on window-only layers.
@@ -74,7 +78,7 @@ class LayerGeometry:
     head_dim: D - elements of a head, and of a key; the trailing `rope.dim` carry positions.
     rope: the layer's rotary embedding.
     window: W - tokens that a query sees through the window, itself included.
-    topk: K - entries the indexer keeps for a query of a c4a layer; 0 for the other kinds.
+    topk: K - entries that the indexer selects for a query of a c4a layer; 0 for the other kinds.
     eps: epsilon of the weightless RMSNorm of q.
     softmax_scale: instead of head_dim ** -0.5, for callers that bring their own.
     """
@@ -92,15 +96,12 @@ class LayerGeometry:
     def __attrs_post_init__(self) -> None:
         """Check that the parts fit each other."""
         if (self.kind is LayerKind.SWA) != (self.compress_ratio == 1):
-            raise ArgumentError(
-                "compress_ratio",
-                expected="1 for window-only layers and more than 1 for all others",
-                actual=f"{self.compress_ratio} on a {self.kind.value} layer",
-            )
+            expected = "1 for window-only layers and more than 1 for all others"
+            actual = f"{self.compress_ratio} on a {self.kind.value} layer"
+            raise ArgumentError("compress_ratio", expected=expected, actual=actual)
         if (self.kind is LayerKind.C4A) != (self.topk > 0):
-            raise ArgumentError(
-                "topk", expected="> 0 exactly on c4a layers", actual=f"{self.topk} on {self.kind.value}"
-            )
+            actual = f"{self.topk} on {self.kind.value}"
+            raise ArgumentError("topk", expected="> 0 exactly on c4a layers", actual=actual)
 
     @property
     def rope_dim(self) -> int:
@@ -111,6 +112,10 @@ class LayerGeometry:
     def nope_dim(self) -> int:
         """Elements of a head that carry no position: the leading ones."""
         return self.head_dim - self.rope.dim
+
+    def table_columns(self, max_model_len: int) -> int:
+        """Columns of a c128a layer's widest table: an entry for every `compress_ratio` tokens, rounded up."""
+        return round_up(-(-max_model_len // self.compress_ratio), TABLE_COLUMNS)
 
     @property
     def scale(self) -> float:
@@ -123,12 +128,12 @@ class ModelGeometry:
     """Attention geometry of a whole model. Build it with `from_config` or `preset`.
 
     num_heads: H - query heads. head_dim: D - elements of a head. rope_dim: how many of them, the trailing ones, rotate.
-    window: W - tokens of the sliding window. index_topk: K - entries the indexer keeps for a query of a c4a layer.
+    window: W - tokens of the sliding window. index_topk: K - entries that the indexer selects for a c4a query.
     layers: (kind, compress ratio) of each layer, MTP layers excluded: those are window-only.
     max_position: longest context, in tokens. hidden_size: elements of a token between layers.
     o_groups: G - groups of heads in the output projection. o_lora_rank: elements that it makes of each group.
-    main_theta: base of the frequencies of window-only layers. compress_theta: the same of the others.
-    compress_yarn: frequency scaling of the others; None for none. eps: epsilon of the RMSNorm of q. name: for messages.
+    main_theta: base of the RoPE frequencies of window-only layers. compress_theta: base of the other layers.
+    compress_yarn: frequency scaling of the other layers, or None. eps: epsilon of the RMSNorm of q. name: for messages.
     """
 
     num_heads: int = field(validator=_positive)
@@ -150,9 +155,8 @@ class ModelGeometry:
     def __attrs_post_init__(self) -> None:
         """Check that the parts fit each other."""
         if not 0 < self.rope_dim < self.head_dim or self.rope_dim % 2:
-            raise GeometryError(
-                f"qk_rope_head_dim: expected an even number below head_dim={self.head_dim}, got {self.rope_dim}"
-            )
+            expected = f"an even number below head_dim={self.head_dim}"
+            raise GeometryError(f"qk_rope_head_dim: expected {expected}, got {self.rope_dim}")
         if self.num_heads % self.o_groups:
             raise GeometryError(f"o_groups: expected a divisor of {self.num_heads} heads, got {self.o_groups}")
         if not self.layers:
@@ -186,30 +190,22 @@ class ModelGeometry:
             kind = LayerKind(kind)
         except ValueError:
             raise UnknownNameError("layer kind", str(kind), [k.value for k in LayerKind]) from None
-        for k, ratio in self.layers:
-            if k is kind:
-                return self._layer(kind, ratio)
-        if kind is LayerKind.SWA:
-            return self._layer(kind, 1)
-        raise UnknownNameError(f"layer kind of {self.name}", kind.value, [k.value for k in self.kinds])
+        ratios = {LayerKind.SWA: 1, **dict(reversed(self.layers))}  # of the first layer of each kind
+        if kind not in ratios:
+            raise UnknownNameError(f"layer kind of {self.name}", kind.value, [k.value for k in self.kinds])
+        return self._layer(kind, ratios[kind])
 
     def _layer(self, kind: LayerKind, ratio: int) -> LayerGeometry:
-        rope = (
-            Rope(self.rope_dim, self.main_theta)
-            if kind is LayerKind.SWA
-            else Rope(self.rope_dim, self.compress_theta, self.compress_yarn)
-        )
+        theta, yarn = (self.main_theta, None) if kind is LayerKind.SWA else (self.compress_theta, self.compress_yarn)
+        rope = Rope(self.rope_dim, theta, yarn)
         topk = self.index_topk if kind is LayerKind.C4A else 0
         return LayerGeometry(kind, ratio, self.num_heads, self.head_dim, rope, self.window, topk, self.eps)
 
     def tensor_parallel(self, size: int) -> ModelGeometry:
         """Geometry of one rank: heads and output groups are divided, everything else is replicated."""
         if size < 1 or self.num_heads % size or self.o_groups % size:
-            raise ArgumentError(
-                "tensor parallel size",
-                expected=f"a common divisor of {self.num_heads} heads and {self.o_groups} output groups",
-                actual=size,
-            )
+            expected = f"a common divisor of {self.num_heads} heads and {self.o_groups} output groups"
+            raise ArgumentError("tensor parallel size", expected=expected, actual=size)
         return evolve(self, num_heads=self.num_heads // size, o_groups=self.o_groups // size)
 
     @classmethod
@@ -240,7 +236,7 @@ class ModelGeometry:
         fields = config if isinstance(config, Mapping) else to_dict() if to_dict else getattr(config, "__dict__", None)
         if fields is None:
             raise GeometryError(f"config: expected a path, a dict or a config object, got {type(config).__name__}")
-        # transformers keeps this one as an attribute only
+        # in transformers this is an attribute only
         rope_dim = fields.get("qk_rope_head_dim", getattr(config, "qk_rope_head_dim", None))
         return _from_fields({**fields, "qk_rope_head_dim": rope_dim}, name or "config")
 
@@ -258,6 +254,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return fields
 
 
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _number(fields: Mapping[str, Any], key: str, name: str, default: float | None = None) -> float:
     value = fields.get(key)
     value = default if value is None else value
@@ -272,10 +272,9 @@ def _from_fields(fields: dict[str, Any], name: str) -> ModelGeometry:
     def need(key: str) -> int:
         value = fields.get(key)
         if value is None:
-            raise GeometryError(
-                f"{name}: field {key!r} is missing -> this is not the config.json of a DeepSeek-V4 model"
-            )
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            cure = "this is not the config.json of a DeepSeek-V4 model"
+            raise GeometryError(f"{name}: field {key!r} is missing -> {cure}")
+        if not _is_int(value) or value < 1:
             raise GeometryError(f"{name}: field {key!r}: expected a positive integer, got {value!r}")
         return value
 
@@ -319,23 +318,27 @@ def _layers_of(fields: dict[str, Any], num_layers: int, name: str) -> tuple[tupl
         raise GeometryError(f"{name}: {len(given)} layers are described, but num_hidden_layers is {num_layers}")
     if types is None:
         for i, ratio in enumerate(given[:num_layers]):
-            if not isinstance(ratio, int) or isinstance(ratio, bool) or ratio not in _KIND_OF_RATIO:
+            if not _is_int(ratio) or ratio not in _KIND_OF_RATIO:
                 raise GeometryError(f"{name}: compress_ratios[{i}]: expected 0, 1, 4 or 128, got {ratio!r}")
-        return tuple((_KIND_OF_RATIO[ratio], max(ratio, 1)) for ratio in given[:num_layers])
+        return _layers(given[:num_layers])
     rates = _mapping(fields, "compress_rates", name)
     defaults = {LayerKind.C4A: 4, LayerKind.C128A: 128}
     ratio_of = {kind: rates.get(_TYPE_OF_KIND[kind], ratio) for kind, ratio in defaults.items()}
     for kind, ratio in ratio_of.items():
-        if not isinstance(ratio, int) or isinstance(ratio, bool) or ratio < 2:
-            raise GeometryError(
-                f"{name}: compress_rates[{_TYPE_OF_KIND[kind]!r}]: expected an integer above 1, got {ratio!r}"
-            )
+        if not _is_int(ratio) or ratio < 2:
+            key = f"compress_rates[{_TYPE_OF_KIND[kind]!r}]"
+            raise GeometryError(f"{name}: {key}: expected an integer above 1, got {ratio!r}")
     for i, layer_type in enumerate(given[:num_layers]):
         if not isinstance(layer_type, str) or layer_type not in _KIND_OF_TYPE:
-            known = ", ".join(_KIND_OF_TYPE)
-            raise GeometryError(f"{name}: layer_types[{i}]: expected one of {known}, got {layer_type!r}")
+            types = ", ".join(_KIND_OF_TYPE)
+            raise GeometryError(f"{name}: layer_types[{i}]: expected one of {types}, got {layer_type!r}")
     kinds = [_KIND_OF_TYPE[layer_type] for layer_type in given[:num_layers]]
     return tuple((kind, ratio_of.get(kind, 1)) for kind in kinds)
+
+
+def _layers(ratios: Sequence[int]) -> tuple[tuple[LayerKind, int], ...]:
+    """(kind, compress ratio) of each layer; window-only layers have ratio 1, which configurations may write as 0."""
+    return tuple((_KIND_OF_RATIO[ratio], max(ratio, 1)) for ratio in ratios)
 
 
 def _mapping(fields: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
@@ -360,13 +363,9 @@ def _rope_of(fields: dict[str, Any], name: str) -> tuple[float, float, Yarn | No
     if scaling != "yarn":
         raise GeometryError(f"{name}: rope_type: expected 'default' or 'yarn', got {scaling!r}")
     what = f"{name}: YaRN parameters"
-    yarn = Yarn(
-        _number(compress, "factor", what),
-        int(_number(compress, "original_max_position_embeddings", what)),
-        _number(compress, "beta_fast", what, 32.0),
-        _number(compress, "beta_slow", what, 1.0),
-    )
-    return main_theta, compress_theta, yarn
+    factor, length = (_number(compress, key, what) for key in ("factor", "original_max_position_embeddings"))
+    fast, slow = _number(compress, "beta_fast", what, 32.0), _number(compress, "beta_slow", what, 1.0)
+    return main_theta, compress_theta, Yarn(factor, int(length), fast, slow)
 
 
 def _released(name: str, heads: int, hidden: int, topk: int, groups: int, ratios: list[int]) -> ModelGeometry:
@@ -376,7 +375,7 @@ def _released(name: str, heads: int, hidden: int, topk: int, groups: int, ratios
         rope_dim=64,
         window=128,
         index_topk=topk,
-        layers=tuple((_KIND_OF_RATIO[ratio], max(ratio, 1)) for ratio in ratios),
+        layers=_layers(ratios),
         max_position=1_048_576,
         hidden_size=hidden,
         o_groups=groups,

@@ -1,9 +1,9 @@
 """Index arithmetic in plain torch, under the field's names: the default steps of every backend, and their definition.
 
-A device that wants kernels for these brings an object with the same functions (see `contract.IndexSteps` for those
-that run once a layer, `contract.BuilderSteps` for those that run once a step). They write into `out`, so that addresses
-stay fixed; none of them reads a tensor value on the host, loops over tokens, or trusts an index: whatever does not
-name a visible entry becomes -1 in its own column, never somebody else's row.
+A backend may replace them by an object with the same functions (`contract.IndexSteps` for those that run once a layer,
+`contract.BuilderSteps` for those that run once a step). They write into `out`, so that addresses stay fixed. None of
+them reads a tensor value on the host or loops over tokens. An index that names no visible entry becomes -1 in its
+column.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ def _translate(local: Tensor, visible: Tensor, table: Tensor, request: Tensor, b
 
 
 def _exists(records: Tensor, visible: Tensor, pages: PageTable, request: Tensor) -> Tensor:
-    """Which visible records [T, K] stand in a block that is there."""
+    """Which visible records [T, K] are in a block that exists."""
     slots = _translate(records, visible, pages.block_table, request, pages.block_size)
     return (slots >= 0) & (slots < pages.num_blocks * pages.block_size)
 
 
-def _compact(values: Tensor, keep: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Move the kept values of each row to its front, in order: ([T, width], how many [T]). The rest is undefined."""
-    place = keep.cumsum(1) - 1
-    # whatever is not kept lands in a column of its own behind all others
+def _compact(values: Tensor, selected: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Move the selected values of each row to its front, in order: ([T, width], count [T]). The rest is undefined."""
+    column = selected.cumsum(1) - 1
+    # the other values go to one more column behind all others
     packed = values.new_empty(values.shape[0], width + 1)
-    packed.scatter_(1, place.masked_fill_(~keep, width).clamp_(max=width), values)
-    return packed[:, :width], keep.sum(1).clamp_(max=width)
+    packed.scatter_(1, column.masked_fill_(~selected, width).clamp_(max=width), values)
+    return packed[:, :width], selected.sum(1).clamp_(max=width)
 
 
 def window_indices(
@@ -109,8 +109,8 @@ def compute_global_topk_indices_and_lens(
     topk_indices: [T, K] int32, any row stride. visible_lens: [T] int32 - entries each token may see, 0 for padding;
     numbers at or past it count as absent. token_to_req: [T] int32; a request the table lacks has no entries.
     block_table: [R, N] int32.
-    out: ([T, K] int32 slots in the same columns, [T] int32 lens). A length reaches behind the last visible entry, so
-    absent ones between visible ones lose nobody.
+    out: ([T, K] int32 slots in the same columns, [T] int32 lens). A length counts the columns up to the last visible
+    entry, with absent ones between.
     """
     indices, lens = out
     request = token_to_req.long()
@@ -119,10 +119,7 @@ def compute_global_topk_indices_and_lens(
     slots = _translate(topk_indices, visible, block_table, request.masked_fill(unknown, 0), block_size)
     indices.copy_(slots)
     ends = torch.arange(1, topk_indices.shape[1] + 1, device=slots.device, dtype=torch.int32)
-    if slots.shape[1]:
-        lens.copy_(torch.where(visible, ends, 0).amax(1))
-    else:
-        lens.zero_()
+    lens.copy_(torch.where(visible, ends, 0).amax(1) if slots.shape[1] else torch.zeros_like(lens))
 
 
 def combine_topk_swa_indices(
@@ -148,9 +145,9 @@ def combine_topk_swa_indices(
     topk: columns set aside for entries. rows: M, rows of each request. offset: N, its first window row.
     out: ([T, >=topk+window] int32, [T] int32). Entry numbers that are negative or not visible are left out, and the
     visible ones move together, so that the window follows them directly. Entry numbers of a row are distinct, as an
-    indexer makes them; of repeated ones at most `topk` are kept.
-    swa, compressed: where the rows were gathered from. A record whose block is gone was not gathered, so it is absent
-    here too; without a table every block is taken to be there.
+    indexer makes them; of repeated ones at most `topk` are used.
+    swa, compressed: the tables that the rows were gathered with. A record without a block was not gathered, so it is
+    absent here too; without a table every block is assumed to exist.
     """
     indices, lens = out
     start = query_start_loc - query_start_loc[0]
@@ -185,7 +182,7 @@ def build_ragged_indices_from_dense(indices: Tensor, lens: Tensor, num_slots: in
     behind indptr[-1] are undefined. The capacity comes from the shapes, so nothing is read back; where rows begin
     comes from lengths alone.
     """
-    # not `< num_slots`, which torch cuts to 32 bits
+    # not `< num_slots`: torch truncates that to 32 bits
     exists = (indices >= 0) & (indices <= min(num_slots - 1, _LARGEST_SLOT))
     _pack(indices.masked_fill(~exists, -1), lens, out)
 
@@ -203,20 +200,18 @@ def compute_global_topk_ragged_indices_and_indptr(
 
     Arguments are those of `compute_global_topk_indices_and_lens`. out: (flat [>= T*K] int32, indptr [T+1] int32).
     A row has min(visible_lens, K) places: first the slots of its visible entries in their order, then -1. Entry
-    numbers are distinct, as an indexer makes them; of repeated ones only that many are kept.
-    row_lens: [T] int32 - places of each row instead.
+    numbers are distinct, as an indexer makes them. row_lens: [T] int32 - places of each row instead.
     """
     slots = torch.empty_like(topk_indices, memory_format=torch.contiguous_format)
-    compute_global_topk_indices_and_lens(
-        topk_indices, visible_lens, token_to_req, block_table, block_size, out=(slots, torch.empty_like(visible_lens))
-    )
-    kept, count = _compact(slots, slots >= 0, slots.shape[1])
+    dense = slots, torch.empty_like(visible_lens)
+    compute_global_topk_indices_and_lens(topk_indices, visible_lens, token_to_req, block_table, block_size, out=dense)
+    present, count = _compact(slots, slots >= 0, slots.shape[1])
     behind = torch.arange(slots.shape[1], device=slots.device) >= count[:, None]
-    _pack(kept.masked_fill(behind, -1), visible_lens if row_lens is None else row_lens, out)
+    _pack(present.masked_fill(behind, -1), visible_lens if row_lens is None else row_lens, out)
 
 
 def _pack(rows: Tensor, lens: Tensor, out: tuple[Tensor, Tensor]) -> None:
-    """The first `lens` of each row [T, K], one row behind the other, and where each begins."""
+    """The first `lens` of each row [T, K], one row behind the other, and the start of each."""
     flat, indptr = out
     inside = torch.arange(rows.shape[1], device=rows.device) < lens[:, None]
     packed, _ = _compact(rows.reshape(1, -1), inside.reshape(1, -1), rows.numel())
@@ -243,10 +238,10 @@ def build_token_maps(query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[T
     slot: tokens at or behind S have none).
     """
     token_to_req, is_valid = out
-    known = min(is_valid.shape[0], slot_mapping.shape[0])
+    mapped = min(is_valid.shape[0], slot_mapping.shape[0])
     token_to_req.copy_(token_to_req_indices(query_start_loc, token_to_req.shape[0]))
-    torch.ge(slot_mapping[:known], 0, out=is_valid[:known])
-    is_valid[known:].zero_()
+    torch.ge(slot_mapping[:mapped], 0, out=is_valid[:mapped])
+    is_valid[mapped:].zero_()
 
 
 def build_window_indices(
@@ -309,5 +304,5 @@ def build_compressed_slot_mapping(
 
 
 def transient_bytes(max_elements: int, max_tokens: int) -> int:
-    """Bound on the temporaries of the steps above: int64 columns that live at the same time, with room to spare."""
+    """Upper bound, in bytes, of the temporaries of any step above: int64 columns that exist at the same time."""
     return 64 * max_elements + 256 * (max_tokens + 1)

@@ -1,4 +1,4 @@
-"""Which keys a token attends to, and where they stand: what metadata, index steps and calls are made of."""
+"""Types of selected keys: dense or ragged indices, page tables, keys in pages or in gathered rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RaggedIndices:
 
     indices: [capacity] int32, undefined from indptr[-1] on - in any order; -1, or outside the cache, is no key.
     indptr: [T + 1] int32 - where rows begin and end, ascending from 0.
-    width: most entries that a row can have; known without reading the device.
+    width: most entries that a row can have, on the host.
     """
 
     indices: Tensor
@@ -51,7 +51,7 @@ class RaggedIndices:
 
 @frozen
 class PageTable:
-    """Where the records of some requests stand.
+    """The blocks of some requests.
 
     block_table: [n, N] int32 - record j of request i is in block_table[i, j // block_size]; blocks outside
        [0, num_blocks) are gone.
@@ -68,7 +68,7 @@ class PageTable:
 class PagedKeys:
     """A segment of keys in pages.
 
-    cache: the cache they stand in.
+    cache: the cache that holds the keys.
     rows: the keys of each token: global slots, block * block_size + offset, of this cache.
     """
 

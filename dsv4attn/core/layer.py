@@ -1,4 +1,4 @@
-"""The attention layer an engine binds once and calls every step.
+"""`DeepseekV4MLAAttention`: the attention layer that an engine binds once and calls in every step.
 
 Its two entry points are torch custom ops (`torch.ops.dsv4attn.*`), opaque to the compiler: a module around them
 compiles with `fullgraph=True`, and the metadata of the step is looked up when the op runs, never when it is traced.
@@ -29,20 +29,20 @@ from dsv4attn.errors import Dsv4AttnError
 __all__ = ["DeepseekV4MLAAttention"]
 
 _layers: WeakValueDictionary[str, DeepseekV4MLAAttention] = WeakValueDictionary()
-"""Layers by the handle a compiled graph holds. Handles are unique, so two models with equal prefixes never meet."""
+"""Layers by the handle that a compiled graph holds. Handles are unique, also if two models have equal prefixes."""
 
 _count = itertools.count()
 
 
 class DeepseekV4MLAAttention:
-    """One layer's attention: what stays the same from step to step.
+    """One layer's attention, with everything that does not change between steps.
 
-    prefix: name of the layer in the model. Metadata that come by prefix are found under it: the compressed part; the
-    window part under swa_prefix, by default `prefix + ".swa_cache"`. attn_sink: [H] fp32, or None for none.
+    prefix: name of the layer in the model, the key of its compressed metadata where metadata come by prefix.
+    swa_prefix: key of its window metadata, by default `prefix + ".swa_cache"`. attn_sink: [H] fp32, or None for none.
     cos_sin_cache: [positions, rope_dim] fp32 of this layer's own table (`core.rope.cos_sin_cache`).
     topk_indices_buffer: [max tokens, K] int32, filled by the indexer before each call; c4a layers only. swa_layout,
-    compressed_layout: what the caches bound later must be; default: what is bound first. workspace: default: the
-    context's manager. Raises ArgumentError unless all of it fits the layer.
+    compressed_layout: required layouts of the caches; None: any. workspace: default: the context's manager. Raises
+    ArgumentError unless the arguments fit the layer.
     """
 
     def __init__(
@@ -63,15 +63,12 @@ class DeepseekV4MLAAttention:
         """Hold everything, run nothing."""
         check_bound(backend, geometry, limits, attn_sink, cos_sin_cache, topk_indices_buffer)
         if workspace is not None:
-            check_type(
-                "workspace", workspace, WorkspaceManager, cure="pass a WorkspaceManager, or None for the context's"
-            )
+            cure = "pass a WorkspaceManager, or None for the context's"
+            check_type("workspace", workspace, WorkspaceManager, cure=cure)
         self.prefix, self.swa_prefix = prefix, swa_prefix or f"{prefix}.swa_cache"
         self.geometry, self.limits, self.backend = _one(geometry), limits, backend
-        self.attn_sink, self.cos_sin_cache = attn_sink, cos_sin_cache
-        self.topk_indices_buffer = topk_indices_buffer
-        self.swa_layout, self.compressed_layout = swa_layout, compressed_layout
-        self.workspace = workspace
+        self.attn_sink, self.cos_sin_cache, self.topk_indices_buffer = attn_sink, cos_sin_cache, topk_indices_buffer
+        self.swa_layout, self.compressed_layout, self.workspace = swa_layout, compressed_layout, workspace
         self.caches: LayerCaches | None = None
         self.handle = f"{prefix}#{next(_count)}"
         _layers[self.handle] = self
@@ -87,7 +84,7 @@ class DeepseekV4MLAAttention:
         return self.geometry.scale
 
     def bind_kv_cache(self, swa: PagedKVCache, compressed: PagedKVCache | None = None) -> None:
-        """Give the layer its caches. Raises LayoutMismatchError unless they are what the layer was declared with."""
+        """Bind the caches. Raises LayoutMismatchError unless they have the dims and layouts of the layer."""
         caches = LayerCaches(swa, compressed)
         check_cache("swa cache", swa, self.geometry)
         check_layout(swa.layout, self.swa_layout or swa.layout, f"swa cache of {self.prefix}")
@@ -109,9 +106,8 @@ class DeepseekV4MLAAttention:
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
         """Attention of the current step into `output`.
 
-        q: [T', H, D], as `fused_qnorm_rope_kv_insert` left it. output: like q. kv, positions: what engines pass here;
-        keys are read from the caches and positions follow from the metadata, so neither is looked at. The metadata
-        comes from `set_forward_context`.
+        q: [T', H, D] after `fused_qnorm_rope_kv_insert`. output: like q. kv, positions: not read, as keys are in the
+        caches and positions follow from the metadata of `set_forward_context`.
         """
         _op_forward(q, kv, positions, output, self.handle)
 
@@ -151,7 +147,7 @@ class DeepseekV4MLAAttention:
 
 @lru_cache(maxsize=256)
 def _one(geometry: LayerGeometry) -> LayerGeometry:
-    """The first of equal ones: what is kept of a step by the identity of a layer serves all layers of a kind then."""
+    """The first of equal geometries: prepared steps are keyed by its identity, and layers of a kind share them."""
     return geometry
 
 
@@ -171,7 +167,7 @@ def _forward_mqa(q: Tensor, kv: Tensor, positions: Tensor, output: Tensor, layer
 
 
 def _nothing(*_: object) -> None:
-    """What the compiler sees: no result, and the mutation that the schema declares."""
+    """The fake of both ops for the compiler: no result; the schema declares the mutation."""
 
 
 # defined by hand: torch.library.custom_op costs tens of microseconds more in every call
@@ -185,5 +181,5 @@ for _schema, _op in (
     _library.impl(_name, _op, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsv4attn::{_name}", _nothing, lib=_library)
 
-# the overloads themselves: finding the only one anew costs as much as the rest of the dispatcher
+# the overloads, as their look-up in each call costs as much as the rest of the dispatcher
 _op_insert, _op_forward = torch.ops.dsv4attn.qnorm_rope_kv_insert.default, torch.ops.dsv4attn.forward_mqa.default

@@ -14,7 +14,7 @@ from attrs import asdict, evolve, field, frozen, validators
 from torch import Tensor
 
 from dsv4attn.core.tensorspec import has_dense_rows
-from dsv4attn.core.values import check_count, check_type
+from dsv4attn.core.values import check_count, check_type, round_up
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
 __all__ = ["Arrangement", "Fp8Format", "KVCacheLayout", "PagedKVCache", "Region", "check_layout"]
@@ -116,14 +116,11 @@ class KVCacheLayout:
         fp8_max = fp8_format.max if fp8_max is None else fp8_max
         if group_size < 1:
             raise ArgumentError("group_size", expected="at least 1", actual=group_size)
-        if (nope_dim | (nope_dim + 2 * rope_dim)) % 2:
-            raise ArgumentError(
-                "nope_dim", expected="an even number, so that the bf16 part is aligned", actual=nope_dim
-            )
-        alignment = nope_dim + 2 * rope_dim
-        return cls(
-            "fp8_ds_mla", nope_dim, rope_dim, torch.uint8, fp8_format, fp8_max, group_size, arrangement, alignment
-        )
+        if nope_dim % 2:
+            expected = "an even number, so that the bf16 part is aligned"
+            raise ArgumentError("nope_dim", expected=expected, actual=nope_dim)
+        quantised = fp8_format, fp8_max, group_size, arrangement, nope_dim + 2 * rope_dim
+        return cls("fp8_ds_mla", nope_dim, rope_dim, torch.uint8, *quantised)
 
     @classmethod
     def rows(cls, nope_dim: int = 448, rope_dim: int = 64, *, dtype: torch.dtype = torch.bfloat16) -> KVCacheLayout:
@@ -134,10 +131,9 @@ class KVCacheLayout:
 
     @property
     def amax_floor(self) -> float:
-        """Smallest group maximum a writer assumes, so that a group of zeros has a scale.
+        """Smallest group maximum a writer assumes, so that a group of zeros has a scale. This is vLLM's rule.
 
-        vLLM's rule. FlashMLA's tests put a floor under the scale instead, which gives other bytes below 0.027 and
-        reads the same.
+        FlashMLA's tests put a floor under the scale instead: other bytes below 0.027, with equal values when read.
         """
         return 1e-4
 
@@ -164,14 +160,12 @@ class KVCacheLayout:
     @property
     def data_bytes(self) -> int:
         """Bytes of codes and RoPE values of one record."""
-        if self.is_quantised:
-            return self.nope_dim + 2 * self.rope_dim
-        return self.head_dim * self.dtype.itemsize
+        return self.nope_dim + 2 * self.rope_dim if self.is_quantised else self.head_dim * self.dtype.itemsize
 
     @property
     def scale_bytes(self) -> int:
         """Bytes of scales of one record, padded to 8."""
-        return -(-self.num_groups // 8) * 8
+        return round_up(self.num_groups, 8)
 
     @property
     def record_bytes(self) -> int:
@@ -184,7 +178,7 @@ class KVCacheLayout:
 
     def page_stride(self, block_size: int) -> int:
         """Bytes from one page to the next in a cache of our own."""
-        return -(-self.page_bytes(block_size) // self.page_alignment) * self.page_alignment
+        return round_up(self.page_bytes(block_size), self.page_alignment)
 
     def regions(self, block_size: int) -> tuple[Region, ...]:
         """The fields of a record and where they stand in a page of `block_size` records."""
@@ -205,13 +199,11 @@ class KVCacheLayout:
 
         The same in every process, on every device and in every release; engines may store it or send it.
         """
-        if not self.is_quantised:
-            return f"rows/1:{str(self.dtype).removeprefix('torch.')}:nope{self.nope_dim}:rope{self.rope_dim}"
-        assert self.fp8_format is not None
-        return (
-            f"{self.name}/1:{self.fp8_format.value}:nope{self.nope_dim}:rope{self.rope_dim}:bf16"
-            f":ue8m0x{self.group_size}:scales{self.scale_bytes}:{self.arrangement.value}"
-        )
+        dims = f"nope{self.nope_dim}:rope{self.rope_dim}"
+        if self.fp8_format is None:
+            return f"rows/1:{str(self.dtype).removeprefix('torch.')}:{dims}"
+        scales = f"ue8m0x{self.group_size}:scales{self.scale_bytes}:{self.arrangement.value}"
+        return f"{self.name}/1:{self.fp8_format.value}:{dims}:bf16:{scales}"
 
 
 def check_layout(actual: KVCacheLayout, expected: KVCacheLayout, argument: str) -> None:
@@ -221,13 +213,11 @@ def check_layout(actual: KVCacheLayout, expected: KVCacheLayout, argument: str) 
     mine, theirs = asdict(expected), asdict(actual)
     ignored = {"fp8_max", "page_alignment"}
     fields = ", ".join(f"{k}={theirs[k]!r} not {mine[k]!r}" for k in mine if mine[k] != theirs[k] and k not in ignored)
-    same = " (the records are equally long, but mean different things)"
-    raise LayoutMismatchError(
-        argument,
-        expected=f"layout {expected.fingerprint}",
-        actual=f"{actual.fingerprint}{same if actual.record_bytes == expected.record_bytes else ''}: {fields}",
-        hint="allocate and write the cache with the layout its reader expects",
-    )
+    alike = actual.record_bytes == expected.record_bytes
+    same = " (the records are equally long, but mean different things)" if alike else ""
+    wanted, found = f"layout {expected.fingerprint}", f"{actual.fingerprint}{same}: {fields}"
+    hint = "allocate and write the cache with the layout its reader expects"
+    raise LayoutMismatchError(argument, expected=wanted, actual=found, hint=hint)
 
 
 class PagedKVCache:
@@ -254,12 +244,9 @@ class PagedKVCache:
         if tensor.ndim == 3 and tensor.shape[2] == last and (block_size or tensor.shape[1]) == tensor.shape[1]:
             block_size = tensor.shape[1]
         elif not (tensor.ndim == 2 and layout.is_quantised and block_size):
-            raise ArgumentError(
-                "cache tensor",
-                expected=f"shape [blocks, block_size, {last}] for layout {layout.fingerprint}",
-                actual=f"{list(tensor.shape)}",
-                hint="pass block_size with a 2-D byte tensor",
-            )
+            expected = f"shape [blocks, block_size, {last}] for layout {layout.fingerprint}"
+            hint = "pass block_size with a 2-D byte tensor"
+            raise ArgumentError("cache tensor", expected=expected, actual=list(tensor.shape), hint=hint)
         self.tensor, self.layout = tensor, layout
         self.num_blocks, self.block_size = tensor.shape[0], block_size
         self.page_stride = self._checked_stride()
@@ -302,11 +289,9 @@ class PagedKVCache:
         if stride < page:
             raise ArgumentError("cache tensor", expected=f"a page stride of at least {page} bytes", actual=stride)
         if tensor.storage_offset() % 2 or stride % 2:
-            raise ArgumentError(
-                "cache tensor",
-                expected="pages that begin at even bytes, so that the bf16 part is aligned",
-                actual=f"first page at byte {tensor.storage_offset()}, page stride {stride}",
-            )
+            expected = "pages that begin at even bytes, so that the bf16 part is aligned"
+            actual = f"first page at byte {tensor.storage_offset()}, page stride {stride}"
+            raise ArgumentError("cache tensor", expected=expected, actual=actual)
         return stride
 
     def region(self, name: str) -> Tensor:
@@ -344,5 +329,5 @@ class PagedKVCache:
         return PagedKVCache(self.tensor, evolve(self.layout, **changes), block_size=self.block_size)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
-        """Say what the cache is, not what it holds."""
+        """Fingerprint of the layout and sizes, no contents."""
         return f"PagedKVCache({self.layout.fingerprint}, blocks={self.num_blocks}, block_size={self.block_size})"

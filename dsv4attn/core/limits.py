@@ -1,4 +1,4 @@
-"""The bounds an engine promises to keep; everything planned ahead follows from them."""
+"""`Limits`: the largest batch, in requests, tokens and bytes, that memory is planned for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _positive = at_least(1)
 
 @frozen
 class Limits:
-    """Bounds of every batch that will ever be run.
+    """Upper bounds of every batch that will be run.
 
     max_num_reqs: most requests of a step.
     max_num_batched_tokens: most query tokens of a step, decode and prefill together.
@@ -25,7 +25,7 @@ class Limits:
        and smaller chunks, never another result.
     max_index_elements: cap on tokens x columns of the index matrix of one prefill chunk.
     decode_window_columns: most columns of `decode_swa_indices`; 0 is the model's window, as `MetadataBuilder` makes
-       them. Metadata of an engine's own may have wider rows, say for a draft block whose tokens see each other.
+       them. Metadata that an engine makes itself may be wider, say for a draft block whose tokens see each other.
     """
 
     max_num_reqs: int = field(validator=_positive)
@@ -39,11 +39,8 @@ class Limits:
     def __attrs_post_init__(self) -> None:
         """Check that the bounds fit each other."""
         if self.max_num_batched_tokens < self.decode_threshold:
-            raise ArgumentError(
-                "max_num_batched_tokens",
-                expected=f"at least the {self.decode_threshold} tokens of one decode request",
-                actual=self.max_num_batched_tokens,
-            )
+            expected = f"at least the {self.decode_threshold} tokens of one decode request"
+            raise ArgumentError("max_num_batched_tokens", expected=expected, actual=self.max_num_batched_tokens)
 
     @property
     def decode_threshold(self) -> int:

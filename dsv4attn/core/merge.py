@@ -1,4 +1,4 @@
-"""Merging attention over disjoint sets of keys: context parallelism, split keys, prefixes computed elsewhere."""
+"""`merge_lse` and `apply_sink`: attention over disjoint sets of keys, combined (context parallelism, prefixes)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def merge_lse(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     # where no shard had a key the difference would be inf - inf
     weights = torch.exp(lses - top.masked_fill(top == -torch.inf, 0))
     total = weights.sum(0)
-    # a weight of zero must silence its shard whatever it holds
+    # a shard of weight zero may hold NaN
     terms = (outs.float() * weights[..., None]).masked_fill((weights == 0)[..., None], 0)
     out = (terms.sum(0) / total[..., None]).masked_fill((total == 0)[..., None], 0)
     return out, top + total.log()

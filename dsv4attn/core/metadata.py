@@ -1,9 +1,9 @@
-"""What `forward_mqa` is told about a batch.
+"""The metadata of a batch: `Batch`, as an engine describes it, and the parts that `MetadataBuilder` makes of it.
 
 Order of a batch: decode requests first, then prefill requests; tokens are concatenated in request order. `seq_lens`
 counts tokens after this step, so the j-th query token of a request has position seq_len - query_len + j.
 
-Metadata never change once they are made: what follows from them is worked out for the first layer of a step alone.
+Metadata are immutable: the first layer of a step derives and prepares what all other layers share.
 
 Letters beside those of `geometry`: Rd, Rp requests, Td, Tp tokens of the decode and the prefill part; S rows of
 `slot_mapping` (at least the tokens of the batch when padded); N columns of a block table.
@@ -36,8 +36,8 @@ __all__ = [
 class Batch:
     """One step as a scheduler describes it; the input of `MetadataBuilder`.
 
-    Order: decode requests, then prefill requests; tokens in request order. Tensors live on the device, `*_cpu` on the
-    host. Those on the device stay the engine's own: keep their addresses fixed if you capture graphs.
+    Tensors are on the device, `*_cpu` on the host. Those on the device are not copied: with captured graphs their
+    addresses must not change.
 
     num_reqs: R - requests, with those of padding.
     query_start_loc: [R+1] int32 - number of each request's first token; the last element counts the tokens.
@@ -86,8 +86,8 @@ class DeepseekSparseSWAMetadata:
     query_start_loc_cpu: [R+1] int32 - of the batch, on the host.
     is_valid_token: [T] bool - False for padding rows.
     token_to_req_indices: [T] int32 - request of each token.
-    decode_swa_indices: [Td, 1, >= W] int32 - slots of each decode token's window in ascending position, then -1. More
-       than W columns are for metadata of an engine's own, see `Limits.decode_window_columns`.
+    decode_swa_indices: [Td, 1, _] int32 - slots of each decode token's window in ascending position, then -1; W
+       columns, or more in metadata that an engine makes itself, see `Limits.decode_window_columns`.
     decode_swa_lens: [Td] int32 - how many slots each row has.
     prefill_swa_indices: [Tp, 1, W] int32 - the same for prefill tokens.
     prefill_swa_lens: [Tp] int32 - how many slots each row has.
@@ -131,7 +131,7 @@ class DeepseekSparseSWAMetadata:
 
     @cached_property
     def prepared(self) -> dict[object, Any]:
-        """Prepared steps of layers that attend with these metadata, see `core.prepared`."""
+        """Prepared steps that use these metadata, see `core.prepared`."""
         return {}
 
     @cached_property
@@ -156,7 +156,7 @@ class FlashMLASparseMetadata:
     max_query_len: most query tokens of a request.
     max_seq_len: most tokens of a request after this step, as the host knows them.
     block_size: tokens a block of the compressed cache stands for; it holds `block_size // compress_ratio` records.
-    topk_tokens: entries that the indexer keeps for a query; 0 on c128a layers.
+    topk_tokens: entries that the indexer selects for a query; 0 on c128a layers.
     query_start_loc: [R+1] int32 - of the batch.
     slot_mapping: [S] int64 - slot of the compressed entry that a token completes, -1 for tokens that complete none.
     block_table: [R, N] int32 - blocks of the compressed cache.

@@ -1,4 +1,4 @@
-"""Two backends as one: one decodes, the other prefills."""
+"""`PhasedBackend`: one backend made of two, the first for decode and the second for prefill."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ __all__ = ["PhasedBackend"]
 
 
 class PhasedBackend(BackendDefaults):
-    """A `contract.Backend` made of two; each phase is attended by its own, in the forms that one asks for.
+    """A `contract.Backend` of two: each phase runs on its own backend, in the forms of that backend.
 
-    What both phases share goes to the decode backend: index steps, insert and output projection. A decode step may be
-    captured in a graph, and then all of it is: only the decode backend was asked whether it can be. Gathering belongs
-    to the prefill backend, in whose form gathered keys are. Both write and read the same bytes, as the layout says.
+    Index steps, insert and output projection run on the decode backend in both phases: a captured decode step contains
+    them, and only the decode backend was asked whether it supports capture. Gathering runs on the prefill backend,
+    which reads the gathered keys. The cache layout makes sure that both read and write the same bytes.
     """
 
     def __init__(self, decode: Backend, prefill: Backend) -> None:
@@ -64,24 +64,24 @@ class PhasedBackend(BackendDefaults):
     def metadata_extension(
         self, geometry: ModelGeometry, limits: Limits, device: torch.device
     ) -> MetadataExtension | None:
-        """Of the decode backend."""
+        """The extension of the decode backend."""
         return self._decode.metadata_extension(geometry, limits, device)
 
     def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterable[object]:
-        """Forms of both backends, each once."""
+        """The variants of both backends, each once."""
         return dict.fromkeys(form for backend in self._both for form in backend.kernel_variants(bounds, device))
 
     def warmup(self, bounds: Bounds, device: torch.device) -> int:
-        """Warm up both, one after the other; forms that both compile are counted once."""
+        """Warm up both, one after the other; variants of both are counted once."""
         counts = [backend.warmup(bounds, device) for backend in self._both]
         facts = DeviceFacts.here(device)
         first, *_, last = (set(backend.kernel_variants(bounds, facts)) for backend in (*self._both, self._prefill))
-        # a form may be compiled more than once, near and far on AMD
+        # a variant may be compiled more than once, for 32-bit and 64-bit offsets on AMD
         shared = len(first & last) * counts[1] // len(last) if len(counts) > 1 and last else 0
         return sum(counts) - shared
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
-        """By the phase's backend."""
+        """Prepared by the phase's backend."""
         return self.of(phase).prepare(phase, call)
 
     def of(self, phase: Phase) -> CompleteBackend:
@@ -89,11 +89,11 @@ class PhasedBackend(BackendDefaults):
         return self._decode if phase is Phase.DECODE else self._prefill
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
-        """What the phase's backend asks for."""
+        """The views of the phase's backend."""
         return self.of(phase).scratch(phase, layer, tokens, width)
 
     def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
-        """What the phase's backend promises."""
+        """The bound of the phase's backend."""
         return self.of(phase).scratch_bound(phase, layer, max_tokens, max_width)
 
     def transient_bytes(self, layer: LayerGeometry, max_tokens: int, max_width: int, max_rows: int) -> int:

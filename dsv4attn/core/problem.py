@@ -1,6 +1,6 @@
-"""A support question and its answer, without tensors: what would be run, and every reason why not.
+"""`Problem` and `Reason`: a question to a backend's `support`, and the parts of its answer, without tensors.
 
-Nothing here imports torch, so that any backend can be asked about any problem on any machine in no time.
+Nothing here imports torch: any backend can be asked about any problem on any machine.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ __all__ = ["CacheFacts", "Problem", "Reason"]
 
 _positive = validators.ge(1)
 _PHASES = ("decode", "prefill")
-_TABLE_COLUMNS = 128
-"""Tables of c128a layers are a multiple of this wide."""
 
 
 @frozen
@@ -28,9 +26,9 @@ class Reason:
     """Why a backend cannot serve a problem.
 
     code: stable, upper case, for programs: DEVICE, HEADS, TOPK, PAGE_SIZE, LAYOUT, DTYPE, PACKAGE, ...
-    actual: what the problem has.
-    allowed: what the backend takes.
-    cure: what the user can do.
+    actual: the problem's value.
+    allowed: the values that the backend supports.
+    cure: a change that makes the problem supported; empty if there is none.
     """
 
     code: str
@@ -40,7 +38,7 @@ class Reason:
 
     @property
     def text(self) -> str:
-        """All but the code, on one line."""
+        """Actual value, allowed values and cure on one line."""
         parts = f"{self.actual}, needs {self.allowed}{f' -> {self.cure}' if self.cure else ''}"
         return " ".join(parts.split())
 
@@ -89,7 +87,7 @@ def _phase(value: Any) -> str:  # noqa: ANN401 - whatever a caller gives
 
 @frozen
 class Problem:
-    """Everything a backend may want to know before it says yes: one phase of one kind of layer. Build it with `of`.
+    """What a backend is asked to support: one phase of one kind of layer. Build it with `of`.
 
     phase: "decode" or "prefill"; `contract.Phase` is taken too.
     layer: kind, ratio, heads, dims, window of the layers.
@@ -118,11 +116,11 @@ class Problem:
 
     def __attrs_post_init__(self) -> None:
         """Check that the parts fit each other."""
-        windowed = self.layer.kind is LayerKind.SWA
-        if windowed and self.topk:
+        window_only = self.layer.kind is LayerKind.SWA
+        if window_only and self.topk:
             raise ArgumentError("topk", expected="0 on a window-only layer", actual=self.topk)
-        if windowed is not (self.compressed is None):
-            expected = "none on a window-only layer" if windowed else f"a cache on a {self.layer.kind.value} layer"
+        if window_only is not (self.compressed is None):
+            expected = "none on a window-only layer" if window_only else f"a cache on a {self.layer.kind.value} layer"
             raise ArgumentError("compressed", expected=expected, actual=self.compressed)
 
     @classmethod
@@ -145,10 +143,10 @@ class Problem:
         capture: bool = False,
         deterministic: bool = False,
     ) -> Problem:
-        """A problem as a model poses it, with what is different from the model said by name.
+        """The problem of one kind of layer of a model; keywords override what the model says.
 
-        kind: which layers of a model; means nothing for a LayerGeometry. topk: default: what the indexer keeps, or on
-        c128a layers the width of the table for `max_model_len`. compressed_page_size: default: 256 tokens' entries.
+        kind: which layers of a model; means nothing for a LayerGeometry. topk: default: the indexer's, or on c128a
+        layers the width of the table for `max_model_len`. compressed_page_size: default: the entries of 256 tokens.
         dtype: of both caches: "e4m3fn" and "e4m3fnuz" are quantised records, "bfloat16" and "float32" plain rows.
         """
         layer = geometry.layer_of_kind(kind) if isinstance(geometry, ModelGeometry) else geometry
@@ -157,9 +155,7 @@ class Problem:
         if layer.kind is not LayerKind.SWA:
             page = max(256 // layer.compress_ratio, 1) if compressed_page_size is None else compressed_page_size
             compressed = CacheFacts.named(dtype, page)
-            entries = -(-max_model_len // layer.compress_ratio)
-            columns = layer.topk or -(-entries // _TABLE_COLUMNS) * _TABLE_COLUMNS
-            columns = columns if topk is None else topk
+            columns = (layer.topk or layer.table_columns(max_model_len)) if topk is None else topk
             if layer.kind is LayerKind.C4A and columns > 0:
                 layer = evolve(layer, topk=columns)
         elif compressed_page_size is not None:
@@ -172,21 +168,12 @@ class Problem:
         layer, fp8 = self.layer, self.swa.layout == "fp8_ds_mla"
         dims = f"{layer.nope_dim} fp8 + {layer.rope_dim} bf16" if fp8 else f"{layer.nope_dim} + {layer.rope_dim}"
         pages = f"{self.swa.page_size}" + (f"+{self.compressed.page_size}" if self.compressed else "")
-        parts = [
-            self.phase,
-            layer.kind.value,
-            f"heads={layer.num_heads}",
-            f"head_dim={layer.head_dim} ({dims})",
-            f"window={layer.window}",
-            f"compress_ratio={layer.compress_ratio}",
-            f"topk={self.topk}",
-            f"pages={pages}",
-            f"kv={self.swa.dtype}",
-            f"q={self.q_dtype}",
-        ]
-        if self.compressed and self.compressed.dtype != self.swa.dtype:
-            parts[-2] += f"+{self.compressed.dtype}"
-        if self.query_len > 1:
-            parts.append(f"query_len={self.query_len}")
-        parts += [flag for flag in ("lse", "capture", "deterministic") if getattr(self, flag)]
-        return "  ".join(parts + ([] if self.sink else ["no sink"]))
+        kv = self.swa.dtype
+        if self.compressed and self.compressed.dtype != kv:
+            kv += f"+{self.compressed.dtype}"
+        text = f"{self.phase}  {layer.kind.value}  heads={layer.num_heads}  head_dim={layer.head_dim} ({dims})"
+        text += f"  window={layer.window}  compress_ratio={layer.compress_ratio}  topk={self.topk}"
+        text += f"  pages={pages}  kv={kv}  q={self.q_dtype}"
+        text += f"  query_len={self.query_len}" if self.query_len > 1 else ""
+        flags = [flag for flag in ("lse", "capture", "deterministic") if getattr(self, flag)]
+        return "  ".join([text, *flags, *([] if self.sink else ["no sink"])])

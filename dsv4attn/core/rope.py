@@ -1,4 +1,4 @@
-"""Tables of cosines and sines, and the rotation itself."""
+"""Rotary embedding: its table of cosines and sines, and the rotation."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Tensor fields that declare their shape, dtype and device, and are checked from that declaration.
+"""Checks of tensors: fields of attrs classes that declare shape, dtype and device, the rule of strides, signatures.
 
 A declared shape is a string such as "T W" or "R+1": integers, letters, and letters plus a constant. Letters are bound
-by `size` fields of the same class, otherwise by the first tensor that uses them; "_" fits anything. A shape comment
-that runs cannot go stale.
+by `size` fields of the same class, otherwise by the first tensor that uses them; "_" fits anything.
 
 One rule of strides for every tensor (docs/contract.md, "Strides"): the last dimension has stride 1. So a 1-D tensor is
 dense, and rows of any other may lie apart, as slices of a fused projection do. Rows that are written share no memory.
@@ -49,7 +48,7 @@ def tensor(shape: str, dtype: torch.dtype, *, cpu: bool = False, copied: bool = 
 
 
 def _copy(value: object) -> object:
-    """A copy of a tensor; what is no tensor goes on to the check that refuses it."""
+    """A copy of a tensor; another value as it is, for the check to refuse."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -61,24 +60,18 @@ def size(letter: str) -> Any:  # noqa: ANN401 - attrs fields are untyped
 def check_declared(instance: Any) -> None:  # noqa: ANN401 - any attrs instance
     """Check every declared field of an attrs instance; call it from `__attrs_post_init__`."""
     owner = type(instance).__name__
-    fields = attrs.fields(type(instance))
+    fields = [(f"{owner}.{f.name}", getattr(instance, f.name), f.metadata) for f in attrs.fields(type(instance))]
     letters: dict[str, int] = {}
-    for f in fields:
-        letter = f.metadata.get(_SIZE)
-        if letter:
-            value = getattr(instance, f.name)
+    for name, value, metadata in fields:
+        if letter := metadata.get(_SIZE):
             if not isinstance(value, int) or value < 0:
-                raise ArgumentError(f"{owner}.{f.name}", expected="a count >= 0", actual=repr(value))
+                raise ArgumentError(name, expected="a count >= 0", actual=repr(value))
             letters[letter] = value
     device: torch.device | None = None
-    for f in fields:
-        if _KEY not in f.metadata:
+    for name, value, metadata in fields:
+        shape, dtype, cpu, optional = metadata.get(_KEY, ("", None, False, True))
+        if dtype is None or (value is None and optional):
             continue
-        shape, dtype, cpu, optional = f.metadata[_KEY]
-        value = getattr(instance, f.name)
-        if value is None and optional:
-            continue
-        name = f"{owner}.{f.name}"
         check_tensor(name, value, shape, dtype, letters)
         wanted = torch.device("cpu") if cpu else device
         if wanted is not None and value.device != wanted:
@@ -99,26 +92,25 @@ def check_tensor(
 ) -> None:
     """Check one tensor against a declared shape, a dtype and the rule of strides.
 
-    letters: sizes that are bound; those that are not get bound. written: see `check_strides`. any_strides: only torch
-    reads it, which follows every stride. like: the tensor whose dtype this one must have, for the error.
+    letters: sizes by letter; letters that are not in it are added. written: see `check_strides`. any_strides: skip the
+    rule of strides, for tensors that only torch reads. like: the name of a tensor of the same dtype, for the error.
     """
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     before = letters.copy()
-    # words are only made when something is wrong: this runs in every call
+    # the message is built in case of an error only: this runs in every call
     if isinstance(value, Tensor) and value.dtype in dtypes and _fits(value.shape, shape, letters):
         if not (any_strides or value.is_contiguous()):
             check_strides(written=(name,) if written else (), **{name: value})
         return
-    wanted = f"[{', '.join(shape.split())}] {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
-    wanted += f" like {like}" if like else ""
     used = {letter for letter, _ in _dims(shape)}
     bound = ", ".join(f"{k}={v}" for k, v in before.items() if k in used)
-    wanted += f" with {bound}" if bound else ""
+    wanted = f"[{', '.join(shape.split())}] {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
+    wanted += (f" like {like}" if like else "") + (f" with {bound}" if bound else "")
     if not isinstance(value, Tensor):
         raise ArgumentError(name, expected=f"a tensor {wanted}", actual=type(value).__name__)
     actual = f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     hint, argument = "", name.rpartition(".")[2]
-    if value.dtype not in dtypes and dtypes[0].itemsize > 1:  # bytes of a cache are no numbers to convert
+    if value.dtype not in dtypes and dtypes[0].itemsize > 1:  # not for caches: their bytes cannot be converted
         hint = f"allocate {argument} as {dtypes[0]}" if written else f"pass {argument}.to({dtypes[0]})"
     raise ArgumentError(name, expected=wanted, actual=actual, hint=hint)
 
@@ -136,21 +128,20 @@ def check_strides(*, written: Container[str] = (), **tensors: Tensor | None) -> 
         if has_dense_rows(value):
             hint = f"give {name} memory of its own for every row, as torch.empty does"
             raise ArgumentError(name, expected="rows that share no memory: they are written", actual=actual, hint=hint)
-        dense = (
-            "a dense tensor, of stride 1" if value.ndim == 1 else "stride 1 in the last dimension; rows may lie apart"
-        )
+        dense = "stride 1 in the last dimension; rows may lie apart"
+        dense = "a dense tensor, of stride 1" if value.ndim == 1 else dense
         hint = f"write to a dense tensor and copy it to {name}" if name in written else f"pass {name}.contiguous()"
         raise ArgumentError(name, expected=dense, actual=actual, hint=hint)
 
 
 def has_dense_rows(value: Tensor, *, written: bool = False) -> bool:
-    """Whether a tensor keeps the rule of strides; see `check_strides`."""
+    """Whether `check_strides` accepts a tensor."""
     shape, strides = value.shape, value.stride()
     if shape and shape[-1] > 1 and strides[-1] != 1:
         return False
     if not written or not value.numel():
         return True
-    end = 1  # elements from the first to behind the last of the dimensions looked at, from the smallest stride on
+    end = 1  # elements spanned by the dimensions so far, which come in the order of their strides
     for stride, n in sorted(zip(strides, shape, strict=True)):
         if n > 1:
             if stride < end:
@@ -161,13 +152,13 @@ def has_dense_rows(value: Tensor, *, written: bool = False) -> bool:
 
 @cache
 def _dims(shape: str) -> tuple[tuple[str, int], ...]:
-    """(letter, what is added to it) of each dimension; no letter for a number, "_" for anything."""
+    """(letter, added constant) of each dimension; no letter for a number, "_" for anything."""
     parts = [dim.partition("+") for dim in shape.split()]
     return tuple(("", int(letter)) if letter.isdigit() else (letter, int(plus or 0)) for letter, _, plus in parts)
 
 
 def _fits(actual: torch.Size, shape: str, letters: dict[str, int]) -> bool:
-    """Whether sizes are the declared ones; binds letters up to the first that is not."""
+    """Whether sizes are the declared ones; binds letters up to the first that differs."""
     dims = _dims(shape)
     if len(actual) != len(dims):
         return False
@@ -178,14 +169,14 @@ def _fits(actual: torch.Size, shape: str, letters: dict[str, int]) -> bool:
 
 
 ALIGNMENT = 16
-"""Bytes that a load takes at once, where an address is a multiple of them."""
+"""Bytes of the widest load, for addresses that are a multiple of it."""
 
 
 def signature(*values: object) -> tuple[object, ...]:
     """The signature of tensors: type, dtype, shape, strides, device, and address modulo ALIGNMENT of each.
 
-    A prepared step may depend on nothing else of the tensors it is called with. Addresses and values are not part of
-    it. None has a signature; any other value has one that equals no other.
+    A prepared step depends on nothing else of its tensors: addresses and values are not part of the signature. None has
+    a signature; any other value has one that equals no other.
     """
     found: list[object] = []
     for value in values:

@@ -1,4 +1,4 @@
-"""Checks of arguments that are no tensors: counts and types."""
+"""Checks of counts and types, for arguments that are not tensors; `round_up`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from typing import Any
 
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["at_least", "check_count", "check_type", "shown"]
+__all__ = ["at_least", "check_count", "check_type", "round_up", "shown"]
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Smallest multiple that is at least n."""
+    return -(-n // multiple) * multiple
 
 
 def check_count(argument: str, value: object, minimum: int) -> int:
     """The value, if it is an integer of at least `minimum`, one of numpy's too; otherwise ArgumentError."""
-    number = None if isinstance(value, bool) else _integer(value)
-    if number is None or number < minimum:
+    if isinstance(value, bool) or not isinstance(value, Integral) or (number := int(value)) < minimum:
         raise ArgumentError(argument, expected=f"an integer of at least {minimum}", actual=repr(value))
     return number
-
-
-def _integer(value: object) -> int | None:
-    """The value as an int, if it is any kind of integer."""
-    return int(value) if isinstance(value, Integral) else None
 
 
 def check_type(argument: str, value: object, wanted: type, *, cure: str) -> None:

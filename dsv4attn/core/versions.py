@@ -1,4 +1,4 @@
-"""Refuses configurations of DeepSeek-V4.1, whose layers of ratio 1 would be misread as window-only ones."""
+"""`refuse_v41`: layers of ratio 1 are window-only in DeepSeek-V4, and have a compressed cache in V4.1."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dsv4attn.errors import ArgumentError
 __all__ = ["refuse_v41"]
 
 _FIELDS = ("kv_source_layer_ids", "index_source_layer_ids", "candidate_source_layer_id", "engram_layer_ids")
-"""What configurations of DeepSeek-V4.1 have and those of V4 have not."""
+"""Fields of DeepSeek-V4.1 configurations that those of V4 do not have."""
 
 
 def refuse_v41(fields: Mapping[str, Any], name: str) -> None:
     """Raise ArgumentError for a configuration of DeepSeek-V4.1, in which ratio 1 is a compressed cache.
 
-    fields: of a Hugging Face configuration. name: what errors call it. `model_type` and `architectures` say it, in the
-    nested text configuration too. Without a `model_type`, a configuration is V4's if some ratio is 4 or 128; otherwise
-    a field that only V4.1 has, or a ratio of 1 beside others, is V4.1's.
+    fields: of a Hugging Face configuration. name: of the configuration, for errors. V4.1 is recognised by `model_type`
+    or `architectures`, in the nested text configuration too. Without a `model_type`, a ratio of 4 or 128 means V4;
+    otherwise a field that only V4.1 has, or a ratio of 1 beside others, means V4.1.
     """
     text = fields.get("text_config")
     layers = [fields, text] if isinstance(text, Mapping) else [fields]

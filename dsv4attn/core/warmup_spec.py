@@ -1,4 +1,4 @@
-"""What an engine promises before it warms up: every call that it makes later is within these bounds."""
+"""`Bounds`: the layers, cache layouts and options that a backend compiles its kernels for ahead of time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from dsv4attn.errors import ArgumentError
 __all__ = ["Bounds"]
 
 _positive = validators.ge(1)
+_plain = validators.in_((torch.bfloat16, torch.float32))
 _PAGE_TOKENS = 256
 """Tokens whose entries share a page of a compressed cache, unless said otherwise."""
 
 
 @frozen(kw_only=True)
 class Bounds:
-    """Which layers, caches and options will be run. Build it with `of`.
+    """The layers, caches and options of every later call. Build it with `of`.
 
-    A backend compiles for what these say and for nothing that a batch brings: how many tokens, requests, heads and keys
-    there are is known at run time only. None for an option means with and without.
+    Kernels are compiled for these, not for a batch: the numbers of tokens, requests, heads and keys are arguments of a
+    launch. None for an option means with and without.
 
     layers: at least one of each kind that will run.
     limits: of every batch.
@@ -50,25 +51,23 @@ class Bounds:
     compressed: KVCacheLayout
     swa_block_size: int = field(default=64, validator=_positive)
     compressed_block_size: int | None = field(default=None, validator=validators.optional(_positive))
-    q_dtype: torch.dtype = field(default=torch.bfloat16, validator=validators.in_((torch.bfloat16, torch.float32)))
+    q_dtype: torch.dtype = field(default=torch.bfloat16, validator=_plain)
     sink: bool | None = True
     lse: bool | None = None
     aligned: bool = True
     aligned_rows: bool = False
     num_groups: int = field(default=1, validator=_positive)
     o_lora_rank: int = field(default=1024, validator=_positive)
-    wo_a_dtype: torch.dtype | None = field(
-        default=None, validator=validators.optional(validators.in_((torch.bfloat16, torch.float32)))
-    )
+    wo_a_dtype: torch.dtype | None = field(default=None, validator=validators.optional(_plain))
 
     def __attrs_post_init__(self) -> None:
         """Check that the caches hold the keys of the layers."""
         for layer in self.layers:
             for name, layout in (("swa", self.swa), ("compressed", self.compressed)):
-                wanted, actual = (layer.nope_dim, layer.rope_dim), (layout.nope_dim, layout.rope_dim)
+                wanted, actual = f"{layer.nope_dim} + {layer.rope_dim}", f"{layout.nope_dim} + {layout.rope_dim}"
                 if actual != wanted:
-                    expected = f"a layout of {wanted[0]} + {wanted[1]} dims, as the {layer.kind.value} layer has"
-                    raise ArgumentError(f"bounds.{name}", expected=expected, actual=f"{actual[0]} + {actual[1]}")
+                    expected = f"a layout of {wanted} dims, as the {layer.kind.value} layer has"
+                    raise ArgumentError(f"bounds.{name}", expected=expected, actual=actual)
 
     @classmethod
     def of(

@@ -1,7 +1,7 @@
 """Scratch memory with a proven bound: plan -> reserve -> lock -> views.
 
-One growable byte buffer per lane. A call asks for everything it needs at the same time and gets disjoint views; the
-next call, whoever makes it, gets the same memory again. Lanes keep a captured decode and an eager prefill apart.
+One growable byte buffer per lane. A call requests all views that it needs at the same time, and they are disjoint; the
+next call gets the same memory again. Lanes separate a captured decode from an eager prefill.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from dsv4attn.core.values import round_up
 from dsv4attn.errors import ArgumentError, CanaryError, Dsv4AttnError, WorkspaceError
 
 __all__ = [
@@ -39,19 +40,13 @@ BufferSpec = tuple[Sequence[int], torch.dtype]
 """Shape and dtype of one requested view."""
 
 
-def nbytes(spec: BufferSpec) -> int:
-    """Bytes of one view, unaligned."""
-    shape, dtype = spec
-    return math.prod(shape) * dtype.itemsize
-
-
 def _hashable(specs: Sequence[BufferSpec]) -> tuple[BufferSpec, ...]:
     return tuple((tuple(shape), dtype) for shape, dtype in specs)
 
 
 def simultaneous_bytes(specs: Sequence[BufferSpec]) -> int:
     """Bytes that `get_simultaneous` takes for these views. Zero-size views are legal and take nothing."""
-    return sum(-(-nbytes(spec) // ALIGNMENT) * ALIGNMENT for spec in specs)
+    return sum(round_up(math.prod(shape) * dtype.itemsize, ALIGNMENT) for shape, dtype in specs)
 
 
 @frozen
@@ -68,25 +63,25 @@ class _Place:
 
 @lru_cache(maxsize=1024)  # every layer of every step asks for the same
 def _arranged(specs: tuple[BufferSpec, ...], guard: int) -> tuple[int, tuple[_Place, ...]]:
-    """Bytes needed for all requests together, and where each stands. guard: bytes kept free behind every view."""
+    """Bytes needed for all requests together, and the place of each. guard: unused bytes behind every view."""
     places, start = [], 0
     for shape, dtype in specs:
         if any(n < 0 for n in shape):
             raise ArgumentError("workspace shape", expected="no negative size", actual=list(shape))
-        size = nbytes((shape, dtype))
+        size = math.prod(shape) * dtype.itemsize
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         places.append(_Place(tuple(shape), dtype, strides, start // dtype.itemsize, start, start + size))
-        start += -(-size // ALIGNMENT) * ALIGNMENT + (guard if size else 0)
+        start += round_up(size, ALIGNMENT) + (guard if size else 0)
     return start, tuple(places)
 
 
 @frozen
 class WorkspacePlan:
-    """How much memory calls within some limits can ever need. Made by `dsv4attn.plan_workspace`.
+    """Upper bounds of the memory of calls within limits, in bytes. Made by `dsv4attn.plan_workspace`.
 
     lanes: bytes of the workspace, by lane.
-    transient_bytes: bound on what a call may hold in temporaries of the framework's own allocator at any moment. Zero
-       for backends whose kernels write only into the workspace.
+    transient_bytes: most bytes of temporaries that a call holds in the framework's allocator at any moment. Zero for
+       backends whose kernels write only into the workspace.
     """
 
     lanes: Mapping[str, int] = field(factory=dict)
@@ -105,7 +100,7 @@ class WorkspacePlan:
 
 
 class Holder(Protocol):
-    """Something that holds views of a workspace beyond the call that requested them."""
+    """An owner of views beyond the call that requested them."""
 
     def release(self) -> None:
         """Drop all views."""
@@ -115,7 +110,7 @@ class WorkspaceManager:
     """Views into reusable scratch memory.
 
     device: where the memory lives. debug: put a canary behind every view and fill views with 0xFF (NaN in every
-    float type used here) before handing them out; `check_canaries` then finds who wrote too far.
+    float type used here) in each request; `check_canaries` then names the view that was overrun.
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, debug: bool = False) -> None:
@@ -123,8 +118,8 @@ class WorkspaceManager:
         self.device, self.debug = torch.device(device), debug
         self._buffers: dict[str, Tensor] = {}
         self._typed: dict[str, dict[tuple[torch.dtype, bool], Tensor]] = {}
+        # views of earlier requests, by lane; they are dropped with the buffer, which they hold alive
         self._made: dict[str, dict[tuple[tuple[BufferSpec, ...], bool], tuple[Tensor, ...]]] = {}
-        """Views given out before, by lane. They go with the buffer, which they keep alive."""
         self._holders: WeakSet[Holder] = WeakSet()
         self._canaries: dict[str, list[tuple[int, int, str]]] = {}
         self._locked = False
@@ -184,31 +179,31 @@ class WorkspaceManager:
             return [self._view(place, lane) for place in places]
         made, key = self._made.get(lane, {}), (specs, torch.is_inference_mode_enabled())
         try:
-            known = made.get(key)
-        except TypeError:  # shapes may be lists, which nobody can look up
+            views = made.get(key)
+        except TypeError:  # shapes may be lists, which have no hash
             return self.get_simultaneous(*_hashable(specs), lane=lane, caller=caller)
-        if known is None:
+        if views is None:
             places = self._fit(specs, lane, caller)
             made = self._made.setdefault(lane, {})
             if len(made) >= _MOST_MADE:
                 made.clear()
-            known = made[key] = tuple(self._view(place, lane) for place in places)
-        return [*known]
+            views = made[key] = tuple(self._view(place, lane) for place in places)
+        return [*views]
 
     @property
     def reusable(self) -> bool:
-        """Whether views may be used again without another request: not in debug mode, which fills each anew.
+        """Whether views may be used again without another request.
 
-        A subclass with a `get_simultaneous` of its own sees every request.
+        Not in debug mode, which fills them in each request, nor in a subclass with its own `get_simultaneous`.
         """
         return not self.debug and type(self).get_simultaneous is WorkspaceManager.get_simultaneous
 
     def release_on_growth(self, holder: Holder) -> None:
-        """Call `holder.release()` when memory moves: its views are garbage then, and keep the old memory alive."""
+        """Call `holder.release()` when memory moves: its views are garbage then, and hold the old memory alive."""
         self._holders.add(holder)
 
     def _fit(self, specs: tuple[BufferSpec, ...], lane: str, caller: str) -> tuple[_Place, ...]:
-        """Make room for some requests and say where they go."""
+        """Grow the lane as needed, and return the places of the requested views."""
         guard = ALIGNMENT if self.debug else 0
         try:
             size, places = _arranged(specs, guard)
@@ -234,13 +229,13 @@ class WorkspaceManager:
         canaries = self._canaries[lane] = []
         for place in places:
             if place.start < place.end:
-                guarded = -(-place.end // ALIGNMENT) * ALIGNMENT + ALIGNMENT
+                guarded = round_up(place.end, ALIGNMENT) + ALIGNMENT
                 self._buffers[lane][place.start : place.end].fill_(0xFF)
                 self._buffers[lane][place.end : guarded].fill_(_CANARY)
                 canaries.append((place.end, guarded, f"{list(place.shape)} {place.dtype} of {caller}"))
 
     def check_canaries(self, lane: str | None = None) -> None:
-        """Raise CanaryError if anyone wrote behind a view since it was handed out. Does nothing outside debug."""
+        """Raise CanaryError if bytes behind a view changed since its request. Does nothing outside debug."""
         for name, canaries in self._canaries.items():
             if lane in (None, name):
                 for start, end, owner in canaries:
@@ -254,10 +249,8 @@ class WorkspaceManager:
         if self._locked:
             raise WorkspaceError(needed=size, has=has, caller=caller, lane=lane)
         # drop the old buffer first, so that both never exist together
-        self._buffers.pop(lane, None)
-        self._canaries.pop(lane, None)
-        self._typed.pop(lane, None)
-        self._made.pop(lane, None)
+        for by_lane in (self._buffers, self._canaries, self._typed, self._made):
+            by_lane.pop(lane, None)
         for holder in [*self._holders]:
             holder.release()
         self._holders.clear()
@@ -284,9 +277,9 @@ def current_workspace_manager() -> WorkspaceManager:
     """The manager of this context (thread or task), set by `use_workspace`. There is no process-wide one."""
     manager = _current.get()
     if manager is None:
+        cure = "run inside `with use_workspace(manager):`, or bind the layer to one"
         raise Dsv4AttnError(
-            "no workspace manager in this context -> run inside `with use_workspace(manager):`, or bind "
-            "the layer to one, DeepseekV4MLAAttention(workspace=manager)"
+            f"no workspace manager in this context -> {cure}, DeepseekV4MLAAttention(workspace=manager)"
         )
     return manager
 

@@ -1,4 +1,4 @@
-"""How much memory a layer can need under given limits: a pure function of shapes."""
+"""`plan_workspace`: bytes of the workspace that a layer can need within limits, a pure function of shapes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ragged_specs(tokens: int, width: int) -> list[BufferSpec]:
 
 
 def prefill_bounds(layer: LayerGeometry, limits: Limits, backend: Backend, layout: KVCacheLayout) -> ChunkBounds:
-    """What a prefill chunk of this layer may cost on this backend."""
+    """Bounds of this layer's prefill chunks on this backend."""
     forms = backend.forms
     return ChunkBounds.of(
         layer,
@@ -41,10 +41,8 @@ def plan_workspace(layer: LayerGeometry, limits: Limits, backend: Backend, layou
     layout: of the window cache; the compressed cache has the same row dtype. Take the `union` over a model's layers.
     """
     bounds = prefill_bounds(layer, limits, backend, layout)
-    lanes = {
-        Phase.DECODE.value: _decode_bytes(layer, limits, backend),
-        Phase.PREFILL.value: _prefill_bytes(layer, limits, backend, layout, bounds),
-    }
+    prefill = _prefill_bytes(layer, limits, backend, layout, bounds)
+    lanes = {Phase.DECODE.value: _decode_bytes(layer, limits, backend), Phase.PREFILL.value: prefill}
     tokens = limits.max_num_batched_tokens
     width = decode_columns(layer, limits) + window_columns(layer, limits)
     width = max(width, widest_columns(layer, limits, bounds.alignment))
@@ -57,9 +55,8 @@ def plan_workspace(layer: LayerGeometry, limits: Limits, backend: Backend, layou
 
 def decode_columns(layer: LayerGeometry, limits: Limits) -> int:
     """Most columns of a decode row's compressed segment."""
-    # tables of c128a layers are a multiple of 128 wide and rounded up from a ceiling (see the builder)
-    entries = -(-limits.max_model_len // layer.compress_ratio)
-    return round_up(entries, 128) if layer.kind is LayerKind.C128A else widest_topk(layer, limits)
+    c128a = layer.kind is LayerKind.C128A
+    return layer.table_columns(limits.max_model_len) if c128a else widest_topk(layer, limits)
 
 
 def window_columns(layer: LayerGeometry, limits: Limits) -> int:
@@ -94,5 +91,5 @@ def _prefill_scratch(layer: LayerGeometry, limits: Limits, backend: Backend) -> 
 
 
 def _scratch_bound(phase: Phase, layer: LayerGeometry, tokens: int, width: int, backend: Backend) -> int:
-    """What the backend promises; lanes end where another could begin."""
+    """The backend's bound, in bytes, rounded up to the alignment of views."""
     return round_up(backend.scratch_bound(phase, layer, tokens, width), ALIGNMENT)
