@@ -1,7 +1,7 @@
-"""Everything that is the same on every device: shapes, bytes, index arithmetic, memory, orchestration.
+"""The device-neutral part of attention: shapes, bytes, index arithmetic, memory, orchestration.
 
-Reading order: `geometry` (what a model is), `layout` (what a cache is), `metadata` and `builder` (what a batch is),
-`workspace` and `chunking` (how memory is bounded), `contract` (what a backend brings), `forward` (how a layer runs).
+Reading order: `geometry` (models), `layout` (caches), `metadata` and `builder` (batches), `workspace` and `chunking`
+(memory), `contract` (backends), `forward` (the run of a layer).
 """
 
 from __future__ import annotations

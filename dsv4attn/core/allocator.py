@@ -23,7 +23,6 @@ class BlockAllocator:
     """
 
     def __init__(self, num_blocks: int, *, shuffle_seed: int | None = None) -> None:
-        """Start with every block free."""
         self.num_blocks = check_count("num_blocks", num_blocks, 0)
         self._free = list(range(num_blocks - 1, -1, -1))
         self._taken = bytearray(num_blocks)
@@ -76,7 +75,6 @@ class BlockTable:
     """
 
     def __init__(self, allocator: BlockAllocator, tokens_per_block: int) -> None:
-        """Start empty."""
         self._allocator = allocator
         self.tokens_per_block = check_count("tokens_per_block", tokens_per_block, 1)
         self.blocks: list[int] = []

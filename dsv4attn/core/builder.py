@@ -29,8 +29,8 @@ def split_decodes_and_prefills(
     """(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens) of a batch.
 
     Requests with at most `threshold` query tokens are decodes, a fresh one-token prompt too, and come first. The
-    first longer one begins the prefill part. A short request behind it is an error, unless `short_prefills` says to
-    run it as a prefill, as vLLM does. Requests without tokens (padding) may stand anywhere.
+    first longer one begins the prefill part. A short request behind it is an error, or with `short_prefills` a prefill,
+    as in vLLM. Requests without tokens (padding) may be anywhere.
     """
     num_decodes = next((i for i, n in enumerate(query_lens) if n > threshold), len(query_lens))
     for i in range(num_decodes, len(query_lens)):
@@ -46,9 +46,9 @@ def split_decodes_and_prefills(
 class MetadataBuilder:
     """Builds the metadata of one step at a time; the next `build` overwrites the tensors of the last.
 
-    geometry, limits: what batches can be. swa_block_size: records per block of the window cache.
-    compressed_block_tokens: tokens a block of a compressed cache stands for. num_swa_blocks, num_compressed_blocks:
-    sizes of the caches; without them only negative blocks are found, and what lies past a cache is silently absent.
+    geometry, limits: of all batches. swa_block_size: records per block of the window cache. compressed_block_tokens:
+    tokens whose entries share a block of a compressed cache. num_swa_blocks, num_compressed_blocks: sizes of the
+    caches; without them only negative blocks are errors, and blocks past a cache are absent.
     validate: read and check tensor values; by default on the CPU only, where that costs no synchronisation.
     short_prefills: see `split_decodes_and_prefills`. backend: its index kernels, if it has any, compute the metadata
     without an allocation on the device, and its metadata extension is applied. steps: replaces those kernels.
@@ -69,19 +69,16 @@ class MetadataBuilder:
         backend: Backend | None = None,
         steps: BuilderSteps | None = None,
     ) -> None:
-        """Allocate every persistent buffer."""
         self.geometry, self.limits, self.device = geometry, limits, torch.device(device)
         self.swa_block_size, self.compressed_block_tokens = swa_block_size, compressed_block_tokens
         self.num_swa_blocks, self.num_compressed_blocks = num_swa_blocks, num_compressed_blocks
         self.validate = self.device.type == "cpu" if validate is None else validate
         self.short_prefills = short_prefills
         whole = None if backend is None else complete(backend)
-        own = None if whole is None else whole.builder_steps
-        self.steps: BuilderSteps = steps or own or indices
-        self._extension: MetadataExtension | None = None
-        if whole is not None:
-            with torch.inference_mode(False):  # as `_buffer`
-                self._extension = whole.metadata_extension(geometry, limits, self.device)
+        self.steps: BuilderSteps = steps or (whole and whole.builder_steps) or indices
+        with torch.inference_mode(False):  # as `_buffer`
+            extension = whole.metadata_extension(geometry, limits, self.device) if whole else None
+        self._extension: MetadataExtension | None = extension
         for _, ratio in geometry.layers:
             if compressed_block_tokens % ratio:
                 expected = f"a multiple of ratio {ratio}"
@@ -157,7 +154,7 @@ class MetadataBuilder:
     ) -> FlashMLASparseMetadata:
         """Compressed metadata of a batch for all layers of a kind; `swa` is what `build` made of the same batch.
 
-        full_width: give the C128A table the width of `max_model_len` whatever the batch, as a captured graph needs.
+        full_width: give the C128A table the width of `max_model_len` in every step, as a captured graph requires.
         """
         layer = self.geometry.layer_of_kind(kind)
         kind = layer.kind

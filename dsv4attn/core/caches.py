@@ -29,7 +29,6 @@ class LayerCaches:
     compressed: PagedKVCache | None = None
 
     def __attrs_post_init__(self) -> None:
-        """Check the types: a tensor alone does not say what its bytes mean."""
         check_type("swa", self.swa, PagedKVCache, cure=_CURE)
         if self.compressed is not None:
             check_type("compressed", self.compressed, PagedKVCache, cure=_CURE)

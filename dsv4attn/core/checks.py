@@ -18,19 +18,6 @@ from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import window_columns
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
-__all__ = [
-    "check_attention_strides",
-    "check_bound",
-    "check_cache",
-    "check_call",
-    "check_compressed",
-    "check_insert",
-    "check_keys",
-    "check_projection",
-    "check_same_device",
-    "check_topk",
-]
-
 _Q_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -78,7 +65,7 @@ def check_call(
         return
     part = None if metadata.compressed is None else metadata.compressed.block_table
     check_same_device(q, **{"metadata.swa": metadata.swa.block_table, "metadata.compressed": part})
-    check_metadata(metadata, caches, layer, limits, q.shape[0])
+    _check_metadata(metadata, caches, layer, limits, q.shape[0])
     if layer.kind is LayerKind.C4A:
         check_topk("topk_indices", topk_indices, layer)
         assert topk_indices is not None
@@ -145,7 +132,7 @@ def check_same_device(q: Tensor, **others: Tensor | None) -> None:
             raise ArgumentError(name, expected=f"a tensor on {q.device}, like q", actual=f"one on {tensor.device}")
 
 
-def check_metadata(
+def _check_metadata(
     metadata: AttentionMetadata, caches: LayerCaches, layer: LayerGeometry, limits: Limits, rows: int
 ) -> None:
     """Check that metadata was built for this layer, these caches and these limits."""

@@ -80,7 +80,7 @@ def small_bytes(limits: Limits) -> int:
 
 
 def widest_topk(layer: LayerGeometry, limits: Limits) -> int:
-    """Most compressed columns of a query: a layer with a compressed cache has at least one, if only to say none."""
+    """Most compressed columns of a query: at least one on a layer with a compressed cache, for a -1."""
     if layer.compress_ratio == 1:
         return 0
     return layer.topk or max(limits.max_model_len // layer.compress_ratio, 1)

@@ -28,7 +28,7 @@ class ForwardContext:
     attn_metadata: Metadata | None
 
     def for_layer(self, prefix: str, swa_prefix: str, kind: LayerKind) -> AttentionMetadata | None:
-        """Metadata of one layer, None in a warm-up. The kind, not the mapping, says whether `prefix` is looked up."""
+        """Metadata of one layer, None in a warm-up. `prefix` is not looked up for window-only layers."""
         if self.attn_metadata is None:
             return None
         found: Mapping[Any, Any] = self.attn_metadata

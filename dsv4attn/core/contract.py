@@ -1,13 +1,13 @@
-"""What crosses the door between core and a backend: types, and nothing that runs.
+"""The contract between core and a backend: `Backend`, its optional parts, and the types of its calls.
 
-A backend says as data which form of indices and keys it wants; core prepares exactly that and calls `decode` and
-`prefill` with one `AttentionCall`. Semantics that every backend keeps, in both phases:
+A backend declares the form of indices and keys that it takes (`Forms`); core prepares exactly that, and calls `decode`
+and `prefill` with one `AttentionCall`. Semantics of every backend, in both phases:
 
-1. An index that is -1, outside the cache, or in a column at or past its length is absent, wherever it stands.
-2. A row without keys gives exactly 0, and lse -inf, or what the call says instead.
+1. An index that is -1, outside the cache, or in a column at or past its length is absent, at any place of a row.
+2. A row without keys gives exactly 0, and lse -inf, or the call's `empty_lse`.
 3. The sink is one more logit with value zero, not scaled, applied once; -inf is no sink, +inf gives zeros.
 4. `lse` is fp32, natural log, without the sink.
-5. Bytes of a cache that no index names never reach an output, whatever they hold.
+5. Bytes of a cache that no index names never reach an output, not even NaN.
 6. Addresses are computed in 64 bits.
 7. A NaN in a key that a row names, be it a code, a scale byte or a plain value, makes the row's out, lse and largest
    logits NaN, in every head and dim. Writers write a NaN so that the key reads as NaN.
@@ -102,7 +102,7 @@ class KeyForm(str, Enum):
 
 @frozen
 class Forms:
-    """The choices in which backends differ. Core prepares the calls in the forms that a backend asks for.
+    """The forms in which a backend takes the indices and keys of its calls.
 
     decode_indices: how decode takes the keys selected for each token: a dense matrix, or a ragged list.
     prefill_indices: the same for prefill.
@@ -124,11 +124,11 @@ class Forms:
 
 @frozen
 class Extras:
-    """What callers other than `forward_mqa` may want of a call.
+    """Options of a call that `forward_mqa` does not use.
 
-    max_logits: [T, H] fp32 or None - the largest z of each row, -inf for rows without keys; given only to backends
-       whose forms say so.
-    empty_lse: what lse says of rows without keys; -inf unless the backend's forms say so.
+    max_logits: [T, H] fp32 or None - the largest z of each row, -inf for rows without keys; only for backends with
+       `Forms.max_logits`.
+    empty_lse: lse of rows without keys; other than -inf only for backends with `Forms.empty_lse`.
     """
 
     max_logits: Tensor | None = None
@@ -138,7 +138,7 @@ class Extras:
 _PLAIN = Extras()
 
 
-# made in every call of a wrapped backend: frozen classes with slots take twice as long to make
+# an instance a call of a wrapped backend: construction of frozen classes with slots takes twice as long
 @frozen(slots=False)
 class AttentionCall:
     """One attention over selected keys, all segments in one softmax.
@@ -149,7 +149,7 @@ class AttentionCall:
     attn_sink: [H] fp32 or None - one more logit per head, with value zero.
     out: [T, H, D] like q - written in full.
     lse: [T, H] fp32 or None - natural log, without the sink.
-    scratch: the views this backend asked for.
+    scratch: the views of `Backend.scratch`.
     extras: see `Extras`.
     """
 
@@ -175,39 +175,36 @@ class AttentionCall:
 
     @property
     def caches(self) -> Sequence[PagedKVCache]:
-        """Of each paged segment; none where keys are gathered."""
+        """The cache of each paged segment; none where keys are gathered."""
         return () if isinstance(self.keys, GatheredKeys) else [segment.cache for segment in self.keys]
 
     @property
     def max_logits(self) -> Tensor | None:
-        """Of `extras`."""
+        """See `Extras`."""
         return self.extras.max_logits
 
     @property
     def empty_lse(self) -> float:
-        """Of `extras`."""
+        """See `Extras`."""
         return self.extras.empty_lse
 
 
 Run: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Sequence[PagedKVCache]], None]"
 """A prepared call: `run(q, out, lse, attn_sink, caches)`.
 
-caches: one for each paged segment; not looked at where keys are gathered. The tensors differ in nothing but addresses,
-modulo `tensorspec.ALIGNMENT`, from those the call was prepared with; q, out and lse may have more rows behind."""
+caches: one for each paged segment; not read where keys are gathered. The tensors have the signatures
+(`tensorspec.signature`) of those that the call was prepared with; q, out and lse may have more rows behind."""
 
 
 class Backend(Protocol):
-    """What a device brings. Methods validate little: core has checked every argument before it calls."""
+    """The kernels of a device. Core checks all arguments before it calls a method."""
 
     name: str
     forms: Forms
     steps: IndexSteps
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
-        """Workspace views this backend needs to attend `tokens` rows of at most `width` keys.
-
-        A function of its arguments: it is not asked again for equal ones.
-        """
+        """Workspace views for attention of `tokens` rows of at most `width` keys; a pure function of its arguments."""
 
     def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
         """Upper bound in bytes of `scratch` over all smaller calls; need not be tight, must be true."""
@@ -251,7 +248,7 @@ class Backend(Protocol):
     ) -> None:
         """out[i, offset + j] = record seq_lens[i] - gather_lens[i] + j of request i; all records if lens is None.
 
-        out: [n, M, D] in the layout's row dtype; rows that receive no record keep what they hold. offset: at least 0. A
+        out: [n, M, D] in the layout's row dtype; rows that receive no record are not written. offset: at least 0. A
         record is absent, and its row not written, if its position is negative, or its column of the block table, or its
         row of out, does not exist: lengths may be any int32.
         """
@@ -260,7 +257,7 @@ class Backend(Protocol):
         """Attend over pages, few rows of any length."""
 
     def prefill(self, call: AttentionCall) -> None:
-        """Attend over the keys this backend's `forms` ask for, many rows."""
+        """Attend over keys in the form of `Forms.prefill_keys`, many rows."""
 
     def inv_rope_o_proj(
         self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, num_groups: int
@@ -272,7 +269,7 @@ class Backend(Protocol):
 
 
 class BackendDefaults(Protocol):
-    """What a backend need not bring, each saying "none". Derive from it, or bring some of its parts without.
+    """The optional parts of a backend, and their defaults. Derive from it, or define some of the parts.
 
     builder_steps: index arithmetic of `MetadataBuilder`; None: torch's.
     """
@@ -281,7 +278,7 @@ class BackendDefaults(Protocol):
 
     @property
     def translate_to_ragged(self) -> Callable[..., object] | None:
-        """The step that `RaggedSteps` has beside those of `IndexSteps`; None where `steps` has it not."""
+        """The step of `RaggedSteps` that `IndexSteps` lacks, or None."""
         return getattr(cast("Backend", self).steps, "compute_global_topk_ragged_indices_and_indptr", None)
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
@@ -296,18 +293,18 @@ class BackendDefaults(Protocol):
     def metadata_extension(
         self, geometry: ModelGeometry, limits: Limits, device: torch.device
     ) -> MetadataExtension | None:
-        """Allocate the buffers of the backend's own metadata for every batch within the limits; None: it has none."""
+        """Allocate the buffers of the backend's own metadata within the limits, or None if it has none."""
         return None
 
     def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterable[object]:
-        """Every compiled form that calls within the bounds can ask for on such a device, which need not be here.
+        """Every kernel variant of calls within the bounds on a device, which need not be present.
 
-        Forms are hashable, and equal if they are compiled once.
+        Variants are hashable, and equal if they are compiled once.
         """
         return ()
 
     def warmup(self, bounds: Bounds, device: torch.device) -> int:
-        """Compile all of them for a device that is here, and return how many; afterwards no call compiles anything."""
+        """Compile `kernel_variants` on a device of this machine, and return how many; later calls compile nothing."""
         return 0
 
 
@@ -316,10 +313,7 @@ class CompleteBackend(BackendDefaults, Backend, Protocol):
 
 
 def complete(backend: Backend) -> CompleteBackend:
-    """The backend itself if it derives from `BackendDefaults`, else one that has its parts, and defaults for the rest.
-
-    The only place that asks what a backend brings.
-    """
+    """The backend if it derives from `BackendDefaults`, else a wrapper with its parts, and defaults of the others."""
     return cast("CompleteBackend", backend if BackendDefaults in type(backend).__mro__ else _Completed(backend))
 
 
@@ -330,5 +324,5 @@ class _Completed(BackendDefaults):
             if hasattr(backend, name):
                 setattr(self, name, getattr(backend, name))
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the backend has
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the backend
         return getattr(self._backend, name)

@@ -37,12 +37,12 @@ class BackendInfo:
     support: every reason why not, for a whole problem; empty means yes, and a yes never fails at launch.
     summary: one line for `dsv4attn backends`.
     native: kinds or archs, as shell patterns, on which it may be chosen automatically: ("sm_12*",).
-    runs_on: where it can run when asked for by name; whatever is native, at least.
+    runs_on: kinds or archs on which it may be chosen by name; at least those of native.
     rank: order of automatic selection, see `Rank`.
     packages: distributions the implementation imports; missing ones make it unavailable.
     options: options the factory takes, with their defaults.
     notes: how it would serve a problem that it takes, a line each, for a backend that has several ways.
-    api: version of the contract it was written for, written out: "1.0". A default would follow ours and say nothing.
+    api: version of the contract it was written for, as a literal: "1.0".
     """
 
     name: str

@@ -166,7 +166,6 @@ class DeviceFacts:
         return self.triton_version is not None and (self.kind in ("cuda", "hip", "xpu") or self.interpreted)
 
     def __str__(self) -> str:
-        """One line for error messages."""
         versions = f"torch {self.torch_version or 'missing'}  triton {self.triton_version or 'missing'}"
         notes = f"{'  interpreted' if self.interpreted else ''}{'' if self.present else '  described, not here'}"
         return f'{self.arch} "{self.name}"  {versions}{notes}'

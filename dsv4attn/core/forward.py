@@ -46,7 +46,7 @@ def forward_mqa(
        padding and give exactly 0. out: like q, written in full. lse: [T', H] fp32 or None - natural log, without the
        sink, -inf for rows without keys.
     metadata: None is the warm-up run: reserve the plan for `limits`, zero `out`, launch nothing, touch no cache.
-    attn_sink: [H] fp32; None says there is none. topk_indices: [>= T, K] int32, read on c4a layers only: entry
+    attn_sink: [H] fp32, or None. topk_indices: [>= T, K] int32, read on c4a layers only: entry
        numbers of each token, distinct, in any order, -1 for none.
     Raises, before any launch or write, ArgumentError or LayoutMismatchError, and WorkspaceError when `workspace` is
     locked and too small.
@@ -76,7 +76,7 @@ def forward_mqa(
                 prepared.clear()
             prepared[key] = step
             workspace.release_on_growth(step)
-    profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001 - no public name says it
+    profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
     for part in step.parts or ():
         run = record_function(part.name)(part.run) if profiled else part.run
         run(q, out, lse, attn_sink, topk_indices, caches)
@@ -89,8 +89,8 @@ def forward_mqa(
 def _prepare(step: Step) -> Iterable[Part]:
     """The calls of a step: prefill chunk by chunk, on gathered rows or on pages, then all decode tokens on pages.
 
-    Memory is required for all of them first, so that a workspace too small refuses before the first write. Where each
-    request of views has to be seen, a call is prepared just before it runs.
+    Memory is required for all of them first, so that a workspace that is too small raises before the first write. Where
+    views are not reusable, a call is prepared just before it runs.
     """
     of_chunk = GatheredCall if step.backend.forms.prefill_keys is KeyForm.GATHERED else PagedCall.of_chunk
     calls = [of_chunk(step, chunk) for chunk in step.chunks()]

@@ -1,4 +1,4 @@
-"""A call of a backend on gathered rows: a prefill chunk's keys are made contiguous, then attended to."""
+"""`GatheredCall`: a prefill chunk's keys are copied to contiguous rows, on which the backend's attention runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class GatheredCall(BackendCall):
         attend = self.attention(GatheredKeys(kv.view(n * rows, layer.head_dim), keys), views)
 
         def measure() -> None:
-            """Lengths of each request's rows, from those on the device: on the host may stand upper bounds."""
+            """Lengths of each request's rows, computed from those on the device: the host may have upper bounds."""
             torch.sub(from_batch[0], chunk.tail, out=seq_lens)
             gather_lens.copy_(from_batch[1])
             starts.copy_(query_starts)

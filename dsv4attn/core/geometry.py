@@ -80,7 +80,7 @@ class LayerGeometry:
     window: W - tokens that a query sees through the window, itself included.
     topk: K - entries that the indexer selects for a query of a c4a layer; 0 for the other kinds.
     eps: epsilon of the weightless RMSNorm of q.
-    softmax_scale: instead of head_dim ** -0.5, for callers that bring their own.
+    softmax_scale: factor of the logits; None is head_dim ** -0.5.
     """
 
     kind: LayerKind
@@ -94,7 +94,6 @@ class LayerGeometry:
     softmax_scale: float | None = None
 
     def __attrs_post_init__(self) -> None:
-        """Check that the parts fit each other."""
         if (self.kind is LayerKind.SWA) != (self.compress_ratio == 1):
             expected = "1 for window-only layers and more than 1 for all others"
             actual = f"{self.compress_ratio} on a {self.kind.value} layer"
@@ -153,7 +152,6 @@ class ModelGeometry:
     name: str = "custom"
 
     def __attrs_post_init__(self) -> None:
-        """Check that the parts fit each other."""
         if not 0 < self.rope_dim < self.head_dim or self.rope_dim % 2:
             expected = f"an even number below head_dim={self.head_dim}"
             raise GeometryError(f"qk_rope_head_dim: expected {expected}, got {self.rope_dim}")

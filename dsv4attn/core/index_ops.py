@@ -1,4 +1,4 @@
-"""The index arithmetic that a backend may bring itself, and what it may add to metadata. Part of the contract.
+"""Protocols of index steps and of metadata extensions, which a backend may implement. Part of the contract.
 
 `dsv4attn.core.indices` is the definition of every step, and the default.
 """
@@ -29,7 +29,6 @@ class IndexStep(Generic[_P]):
     """
 
     def __init__(self, prepare: Callable[Concatenate[Tensor, _P], Callable[[Tensor], None]]) -> None:
-        """prepare: as the class says."""
         self.prepare = prepare
         update_wrapper(self, prepare)
 
@@ -41,7 +40,7 @@ class IndexStep(Generic[_P]):
 def prepare_index_step(
     step: Callable[..., object], first: Tensor, *rest: object, out: tuple[Tensor, Tensor]
 ) -> Callable[[Tensor], None]:
-    """`run(first)` of any step, as `IndexStep` says. A plain function is called with all its arguments each time."""
+    """`run(first)` of any step, see `IndexStep`. A plain function is called with all its arguments in each run."""
     if isinstance(step, IndexStep):
         prepared: Callable[[Tensor], None] = step.prepare(first, *rest, out=out)
         return prepared
@@ -65,7 +64,7 @@ class IndexSteps(Protocol):
         block_size: int,
         out: tuple[Tensor, Tensor],
     ) -> object:
-        """Local entry numbers to global slots. What it returns is not looked at."""
+        """See `core.indices`. The result is ignored."""
 
     def combine_topk_swa_indices(
         self,
@@ -98,8 +97,8 @@ class IndexSteps(Protocol):
 class BuilderSteps(Protocol):
     """Index arithmetic of `MetadataBuilder`, once a step; `dsv4attn.core.indices` is the definition and the default.
 
-    A backend that brings them has them as its attribute `builder_steps`. Outputs are views of persistent buffers. None
-    of these steps reads a tensor value on the host.
+    They are the attribute `builder_steps` of a backend. Outputs are views of persistent buffers. None of these steps
+    reads a tensor value on the host.
     """
 
     def build_token_maps(self, query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[Tensor, Tensor]) -> None:
@@ -148,7 +147,7 @@ class BuilderSteps(Protocol):
 
 
 class RaggedSteps(IndexSteps, Protocol):
-    """What the `steps` of a backend that takes ragged indices may have besides; core makes do without it."""
+    """Index steps with an optional one for backends with ragged indices."""
 
     def compute_global_topk_ragged_indices_and_indptr(
         self,
@@ -163,7 +162,7 @@ class RaggedSteps(IndexSteps, Protocol):
 
 
 class MetadataExtension(Protocol):
-    """What a backend adds to metadata, in buffers that live as long as the builder that asks for it once a step."""
+    """A backend's own fields of metadata, in buffers that live as long as the builder. Called once a step."""
 
     def extend_swa(self, swa: DeepseekSparseSWAMetadata) -> DeepseekSparseSWAMetadata:
         """Metadata of the windows, in a class of the backend's own."""

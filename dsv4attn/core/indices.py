@@ -13,22 +13,6 @@ from torch import Tensor
 
 from dsv4attn.core.keys import PageTable
 
-__all__ = [
-    "build_compressed_slot_mapping",
-    "build_gather_lens",
-    "build_ragged_indices_from_dense",
-    "build_token_maps",
-    "build_window_indices",
-    "combine_topk_swa_indices",
-    "compute_global_topk_indices_and_lens",
-    "compute_global_topk_ragged_indices_and_indptr",
-    "get_compressed_slot_mapping",
-    "positions_of",
-    "token_to_req_indices",
-    "transient_bytes",
-    "window_indices",
-]
-
 _LARGEST_SLOT = torch.iinfo(torch.int32).max
 """Slots are handed on as int32."""
 
@@ -55,7 +39,7 @@ def positions_of(query_start_loc: Tensor, seq_lens: Tensor, token_to_req: Tensor
 
 
 def _translate(local: Tensor, visible: Tensor, table: Tensor, request: Tensor, block_size: int) -> Tensor:
-    """Slots of record numbers `local` [T, K] of each token's request; -1 where not visible or the block is gone."""
+    """Slots of record numbers `local` [T, K] of each token's request; -1 where not visible or without a block."""
     column = torch.div(local, block_size, rounding_mode="floor")
     visible = visible & (column < table.shape[1])
     if not table.numel():
@@ -176,7 +160,7 @@ def combine_topk_swa_indices(
 
 
 def build_ragged_indices_from_dense(indices: Tensor, lens: Tensor, num_slots: int, out: tuple[Tensor, Tensor]) -> None:
-    """Dense rows in CSR form: the first `lens` columns of each as they stand, -1 for what is not in [0, num_slots).
+    """Dense rows in CSR form: the first `lens` columns of each, with -1 for values outside [0, num_slots).
 
     indices: [T, K] int32. lens: [T] int32. out: (flat [>= T*K] int32, indptr [T+1] int32). Entries of `flat` at or
     behind indptr[-1] are undefined. The capacity comes from the shapes, so nothing is read back; where rows begin

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DenseIndices", "GatheredKeys", "PageTable", "PagedKeys", "RaggedIndices"]
 
-# what is made in every call has no slots: frozen classes with slots take twice as long to make
+# no slots in classes with an instance a call: construction of frozen classes with slots takes twice as long
 
 
 @frozen(slots=False)
@@ -23,7 +23,7 @@ class DenseIndices:
     """Selected keys as a matrix.
 
     indices: [T, K] int32, any row stride - in any order; -1, or anything outside the cache, is no key.
-    lens: [T] int32 - leading columns that may be looked at.
+    lens: [T] int32 - leading columns that are read.
     """
 
     indices: Tensor
@@ -54,7 +54,7 @@ class PageTable:
     """The blocks of some requests.
 
     block_table: [n, N] int32 - record j of request i is in block_table[i, j // block_size]; blocks outside
-       [0, num_blocks) are gone.
+       [0, num_blocks) do not exist.
     block_size: records of a block.
     num_blocks: blocks of the cache.
     """

@@ -116,34 +116,6 @@ class DeepseekV4MLAAttention:
         check_projection(o, positions, self.cos_sin_cache, wo_a, num_groups, self.geometry)
         return self.backend.inv_rope_o_proj(o, positions, self.cos_sin_cache, wo_a, num_groups)
 
-    def _step(self) -> tuple[LayerCaches, AttentionMetadata | None]:
-        if self.caches is None:
-            raise Dsv4AttnError(f"layer {self.prefix} has no caches -> call bind_kv_cache first")
-        return self.caches, get_forward_context().for_layer(self.prefix, self.swa_prefix, self.geometry.kind)
-
-    def _insert(self, q: Tensor, kv: Tensor, positions: Tensor) -> None:
-        caches, metadata = self._step()
-        if metadata is None:
-            return
-        slots = metadata.swa.slot_mapping
-        check_insert(q, kv, positions, slots, self.cos_sin_cache, caches.swa, self.geometry)
-        self.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, self.cos_sin_cache, self.geometry.eps)
-
-    def _forward(self, q: Tensor, output: Tensor) -> None:
-        caches, metadata = self._step()
-        forward_mqa(
-            q,
-            caches,
-            metadata,
-            self.backend,
-            self.workspace or current_workspace_manager(),
-            output,
-            layer=self.geometry,
-            limits=self.limits,
-            attn_sink=self.attn_sink,
-            topk_indices=self.topk_indices_buffer,
-        )
-
 
 @lru_cache(maxsize=256)
 def _one(geometry: LayerGeometry) -> LayerGeometry:
@@ -151,19 +123,39 @@ def _one(geometry: LayerGeometry) -> LayerGeometry:
     return geometry
 
 
-def _layer(handle: str) -> DeepseekV4MLAAttention:
+def _current(handle: str) -> tuple[DeepseekV4MLAAttention, LayerCaches, AttentionMetadata | None]:
+    """A layer by its handle, its caches, and its metadata of the current step."""
     layer = _layers.get(handle)
     if layer is None:
         raise Dsv4AttnError(f"layer {handle} no longer exists -> keep the layer alive as long as graphs that call it")
-    return layer
+    if layer.caches is None:
+        raise Dsv4AttnError(f"layer {layer.prefix} has no caches -> call bind_kv_cache first")
+    metadata = get_forward_context().for_layer(layer.prefix, layer.swa_prefix, layer.geometry.kind)
+    return layer, layer.caches, metadata
 
 
 def _qnorm_rope_kv_insert(q: Tensor, kv: Tensor, positions: Tensor, layer: str) -> None:
-    _layer(layer)._insert(q, kv, positions)  # noqa: SLF001 - the op is the method, seen by the compiler
+    bound, caches, metadata = _current(layer)
+    if metadata is not None:
+        slots, table, geometry = metadata.swa.slot_mapping, bound.cos_sin_cache, bound.geometry
+        check_insert(q, kv, positions, slots, table, caches.swa, geometry)
+        bound.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, geometry.eps)
 
 
 def _forward_mqa(q: Tensor, kv: Tensor, positions: Tensor, output: Tensor, layer: str) -> None:
-    _layer(layer)._forward(q, output)  # noqa: SLF001 - the op is the method, seen by the compiler
+    bound, caches, metadata = _current(layer)
+    forward_mqa(
+        q,
+        caches,
+        metadata,
+        bound.backend,
+        bound.workspace or current_workspace_manager(),
+        output,
+        layer=bound.geometry,
+        limits=bound.limits,
+        attn_sink=bound.attn_sink,
+        topk_indices=bound.topk_indices_buffer,
+    )
 
 
 def _nothing(*_: object) -> None:

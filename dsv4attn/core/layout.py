@@ -1,4 +1,4 @@
-"""What the bytes of a KV cache mean (`KVCacheLayout`) and a cache that knows it (`PagedKVCache`).
+"""`KVCacheLayout`, the meaning of the bytes of a KV cache, and `PagedKVCache`, a tensor with its layout.
 
 A layout is a value, never guessed from a size: several different records have equal byte counts. Writer and reader
 compare fingerprints, and a difference raises before any launch.
@@ -43,7 +43,7 @@ class Fp8Format(str, Enum):
 
 
 class Arrangement(str, Enum):
-    """Where the scales of a quantised record stand.
+    """The place of the scales of a quantised record.
 
     SPLIT: all token data of the page first, then all scales. INTERLEAVED: each token's scales directly behind its data.
     """
@@ -79,7 +79,7 @@ class KVCacheLayout:
     fp8_max: largest magnitude the writer emits: 448 (OCP), 240 (FNUZ), or the 224 that vLLM writes on gfx942. Readers
        do not depend on it, so it is not part of the fingerprint.
     group_size: codes that share a scale; 0 for rows.
-    arrangement: where scales stand.
+    arrangement: place of the scales.
     page_alignment: bytes to which `page_stride` rounds up when a page is allocated. Readers follow the tensor's own
        stride.
     """
@@ -181,7 +181,7 @@ class KVCacheLayout:
         return round_up(self.page_bytes(block_size), self.page_alignment)
 
     def regions(self, block_size: int) -> tuple[Region, ...]:
-        """The fields of a record and where they stand in a page of `block_size` records."""
+        """The fields of a record and their offsets in a page of `block_size` records."""
         if not self.is_quantised:
             return (Region("row", self.dtype, self.head_dim, 0, self.data_bytes),)
         split = self.arrangement is Arrangement.SPLIT
@@ -223,17 +223,16 @@ def check_layout(actual: KVCacheLayout, expected: KVCacheLayout, argument: str) 
 class PagedKVCache:
     """A paged cache: a tensor, and the layout of its bytes. Any page stride is respected; nothing is copied.
 
-    tensor: quantised records: uint8 [B, P, record_bytes] or [B, 1, P, record_bytes]; only stride(0), in bytes, says
-            where a page begins (token i of a page does not live at i * record_bytes). Or [B, bytes], block_size given.
+    tensor: quantised records: uint8 [B, P, record_bytes] or [B, 1, P, record_bytes]; pages begin at
+            multiples of stride(0), in bytes (token i is not at i * record_bytes). Or [B, bytes], block_size given.
             Rows: bf16 or fp32 [B, P, D] or [B, 1, P, D] with unit stride on the last dimension.
-    layout: what the bytes mean.
+    layout: the meaning of the bytes.
     Raises ArgumentError if the tensor cannot be such a cache.
     """
 
     __slots__ = ("_regions", "block_size", "layout", "num_blocks", "page_stride", "tensor")
 
     def __init__(self, tensor: Tensor, layout: KVCacheLayout, *, block_size: int | None = None) -> None:
-        """Bind a tensor to a layout."""
         check_type("cache tensor", tensor, Tensor, cure="pass memory as a tensor, or PagedKVCache.allocate(...)")
         check_type("layout", layout, KVCacheLayout, cure=_LAYOUTS)
         if tensor.dtype != layout.dtype:
@@ -329,5 +328,4 @@ class PagedKVCache:
         return PagedKVCache(self.tensor, evolve(self.layout, **changes), block_size=self.block_size)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
-        """Fingerprint of the layout and sizes, no contents."""
         return f"PagedKVCache({self.layout.fingerprint}, blocks={self.num_blocks}, block_size={self.block_size})"

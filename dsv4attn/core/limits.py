@@ -37,7 +37,6 @@ class Limits:
     decode_window_columns: int = field(default=0, validator=at_least(0))
 
     def __attrs_post_init__(self) -> None:
-        """Check that the bounds fit each other."""
         if self.max_num_batched_tokens < self.decode_threshold:
             expected = f"at least the {self.decode_threshold} tokens of one decode request"
             raise ArgumentError("max_num_batched_tokens", expected=expected, actual=self.max_num_batched_tokens)

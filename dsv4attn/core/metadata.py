@@ -23,14 +23,6 @@ from dsv4attn.core.keys import RaggedIndices
 from dsv4attn.core.tensorspec import check_declared, size, tensor
 from dsv4attn.errors import ArgumentError
 
-__all__ = [
-    "AttentionMetadata",
-    "Batch",
-    "DeepseekSparseSWAMetadata",
-    "DeepseekV4FlashMLAMetadata",
-    "FlashMLASparseMetadata",
-]
-
 
 @define(kw_only=True, eq=False)
 class Batch:
@@ -63,7 +55,6 @@ class Batch:
     compressed_block_table: Tensor | None = tensor("R _", torch.int32, optional=True)
 
     def __attrs_post_init__(self) -> None:
-        """Check every declared field."""
         check_declared(self)
 
 
@@ -78,7 +69,7 @@ class DeepseekSparseSWAMetadata:
     block_size: records per block of the window cache.
     window_size: W - tokens that a query sees through the window, itself included.
     max_query_len: most query tokens of a request.
-    max_seq_len: most tokens of a request after this step, as the host knows them.
+    max_seq_len: most tokens of a request after this step, from `seq_lens_cpu`.
     block_table: [R, N] int32 - of the batch.
     slot_mapping: [S] int64 - of the batch.
     seq_lens: [R] int32 - of the batch.
@@ -122,7 +113,6 @@ class DeepseekSparseSWAMetadata:
     prefill_query_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True, copied=True)
 
     def __attrs_post_init__(self) -> None:
-        """Check every declared field."""
         check_declared(self)
         columns = self.decode_swa_indices.shape[2]
         if columns < self.window_size:
@@ -154,8 +144,8 @@ class FlashMLASparseMetadata:
     num_reqs: R - requests of the batch.
     num_actual_tokens: T - tokens of the batch, without padding.
     max_query_len: most query tokens of a request.
-    max_seq_len: most tokens of a request after this step, as the host knows them.
-    block_size: tokens a block of the compressed cache stands for; it holds `block_size // compress_ratio` records.
+    max_seq_len: most tokens of a request after this step, from `seq_lens_cpu`.
+    block_size: tokens of a block of the compressed cache, which holds `block_size // compress_ratio` records.
     topk_tokens: entries that the indexer selects for a query; 0 on c128a layers.
     query_start_loc: [R+1] int32 - of the batch.
     slot_mapping: [S] int64 - slot of the compressed entry that a token completes, -1 for tokens that complete none.
@@ -188,7 +178,6 @@ class FlashMLASparseMetadata:
     c128a_prefill_topk_indices: Tensor | None = tensor("Tp K", torch.int32, optional=True)
 
     def __attrs_post_init__(self) -> None:
-        """Check every declared field."""
         check_declared(self)
 
     @property

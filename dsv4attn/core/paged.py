@@ -1,4 +1,4 @@
-"""A call of a backend on pages: the window, and the selected entries as slots of the compressed cache."""
+"""`PagedCall`: the backend's attention runs on pages, with selected entries as slots of the compressed cache."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = ["PagedCall"]
 class PagedCall(BackendCall):
     """Attention over pages.
 
-    window: slots of each token's window. entries: of each token, numbers of compressed entries [T, K], to be
-    translated, or their slots; None on window-only layers.
+    window: slots of each token's window. entries: numbers of each token's compressed entries [T, K], which are
+    translated to slots, or the slots; None on window-only layers.
     """
 
     def __init__(self, step: Step, phase: Phase, tokens: slice, window: Rows, entries: Tensor | Rows | None) -> None:
@@ -96,11 +96,11 @@ class PagedCall(BackendCall):
         return Part(self.name, run)
 
     def _needs_slots(self, rows: Tensor | Rows, step: Step) -> bool:
-        """Whether numbers of entries become dense slots in memory of the workspace."""
+        """Whether entry numbers are translated to dense slots in the workspace."""
         return isinstance(rows, Tensor) and not (self._ragged and step.backend.translate_to_ragged)
 
     def _needs_list(self, rows: Tensor | Rows) -> bool:
-        """Whether a ragged list is made in memory of the workspace."""
+        """Whether a ragged list is built in the workspace."""
         return self._ragged and not isinstance(rows, RaggedIndices)
 
     def _formed(self, rows: Tensor | Rows, cache: PagedKVCache, views: list[Tensor]) -> Rows:
@@ -126,7 +126,7 @@ class PagedCall(BackendCall):
     def _prepare_translation(self, entries: Tensor, out: tuple[Tensor, Tensor]) -> None:
         """The step that translates entries to slots; to ragged slots, where the backend has a step for it.
 
-        The indexer's entries are given in each run, as their tensor may move; those of the metadata are bound.
+        The indexer's entries are an argument of each run, as their tensor may move; those of the metadata are bound.
         """
         backend, compressed, tokens = self.step.backend, self.step.metadata.compressed, self.tokens
         assert compressed is not None

@@ -36,12 +36,11 @@ class PhasedBackend(BackendDefaults):
     """A `contract.Backend` of two: each phase runs on its own backend, in the forms of that backend.
 
     Index steps, insert and output projection run on the decode backend in both phases: a captured decode step contains
-    them, and only the decode backend was asked whether it supports capture. Gathering runs on the prefill backend,
+    them, and only the decode backend's `support` covers capture. Gathering runs on the prefill backend,
     which reads the gathered keys. The cache layout makes sure that both read and write the same bytes.
     """
 
     def __init__(self, decode: Backend, prefill: Backend) -> None:
-        """Combine two backends for the same device."""
         self._decode, self._prefill = complete(decode), complete(prefill)
         self.name = f"{decode.name}+{prefill.name}"
         one, other = prefill.forms, decode.forms
@@ -58,8 +57,7 @@ class PhasedBackend(BackendDefaults):
         self.inv_rope_o_proj = decode.inv_rope_o_proj
         self.dequantize_and_gather_k_cache = prefill.dequantize_and_gather_k_cache
         self.decode, self.prefill = decode.decode, prefill.prefill
-        both = (self._decode,) if decode is prefill else (self._decode, self._prefill)
-        self._both: Sequence[CompleteBackend] = both
+        self._both = [self._decode] if decode is prefill else [self._decode, self._prefill]
 
     def metadata_extension(
         self, geometry: ModelGeometry, limits: Limits, device: torch.device
@@ -98,5 +96,4 @@ class PhasedBackend(BackendDefaults):
 
     def transient_bytes(self, layer: LayerGeometry, max_tokens: int, max_width: int, max_rows: int) -> int:
         """The larger of both: no two methods run at the same time."""
-        both = (self._decode, self._prefill)
-        return max(backend.transient_bytes(layer, max_tokens, max_width, max_rows) for backend in both)
+        return max(backend.transient_bytes(layer, max_tokens, max_width, max_rows) for backend in self._both)

@@ -1,8 +1,8 @@
 """Prepared steps: checked and planned for the first layer of a kind, run by every layer that differs in addresses.
 
-A prepared step is an entry of `DeepseekSparseSWAMetadata.prepared` and lives as long as these metadata. Its key holds
-what may not differ: backend, layer, limits, workspace and compressed metadata by identity, and the signatures of caches
-and tensors (`tensorspec.signature`). Addresses, and what tensors hold, may differ.
+A prepared step is an entry of `DeepseekSparseSWAMetadata.prepared` and lives as long as these metadata. Its key is the
+identities of backend, layer, limits, workspace and compressed metadata, and the signatures of caches and tensors
+(`tensorspec.signature`). Addresses and values of tensors are not part of the key.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dsv4attn.core.caches import LayerCaches
 __all__ = ["MOST_STEPS", "Part", "PreparedStep"]
 
 MOST_STEPS = 64
-"""Prepared steps of one metadata object: kinds of layers times sizes of padding are far fewer."""
+"""Most prepared steps of one metadata object; kinds of layers x sizes of padding are far fewer."""
 
 
 @frozen(eq=False)
 class Part:
-    """One call of a backend, with all bound but addresses.
+    """One prepared call of a backend: only addresses are arguments.
 
-    name: in profiles.
+    name: the call's name in profiles.
     run: `run(q, out, lse, attn_sink, topk_indices, caches)` fills the index buffers of the call, and attends.
     """
 
@@ -36,9 +36,9 @@ class Part:
 class PreparedStep:
     """One step of one kind of layers.
 
-    tokens: of the batch; rows of q behind them are padding.
+    tokens: number of tokens of the batch; rows of q behind them are padding.
     parts: calls of the backend, in order; None once their views of the workspace were released.
-    owners: the objects that the key names by identity.
+    owners: the objects whose identities are in the key.
     """
 
     tokens: int

@@ -43,7 +43,6 @@ class Reason:
         return " ".join(parts.split())
 
     def __str__(self) -> str:
-        """One line for error messages."""
         return f"{self.code}  {self.text}"
 
 
@@ -54,7 +53,7 @@ class CacheFacts:
     layout: "fp8_ds_mla" (quantised records) or "rows".
     dtype: "e4m3fn" or "e4m3fnuz" of records, "bfloat16" or "float32" of rows.
     page_size: records per page. Pages may lie any distance apart: a kernel follows the tensor's stride.
-    arrangement: where scales stand, "split" (behind all data of a page) or "interleaved" (behind each record's).
+    arrangement: place of the scales, "split" (behind all data of a page) or "interleaved" (behind each record's).
     group_size: codes that share a scale; means nothing for rows.
     """
 
@@ -78,7 +77,7 @@ class CacheFacts:
         return cls("rows" if dtype in ("bfloat16", "float32") else "fp8_ds_mla", dtype, page_size)
 
 
-def _phase(value: Any) -> str:  # noqa: ANN401 - whatever a caller gives
+def _phase(value: Any) -> str:  # noqa: ANN401 - a caller's value, not checked yet
     value = getattr(value, "value", value)
     if value not in _PHASES:
         raise UnknownNameError("phase", str(value), _PHASES)
@@ -87,7 +86,7 @@ def _phase(value: Any) -> str:  # noqa: ANN401 - whatever a caller gives
 
 @frozen
 class Problem:
-    """What a backend is asked to support: one phase of one kind of layer. Build it with `of`.
+    """The question to a backend's `support`: one phase of one kind of layer. Build it with `of`.
 
     phase: "decode" or "prefill"; `contract.Phase` is taken too.
     layer: kind, ratio, heads, dims, window of the layers.
@@ -96,8 +95,8 @@ class Problem:
     topk: selected entries per query; the table's width on c128a layers; 0 on window-only layers.
     q_dtype: of queries and output, "bfloat16" or "float32".
     sink: whether heads have sinks.
-    lse: whether the log-sum-exp is asked for.
-    query_len: most query tokens that a decode request brings, more than one where drafts are verified.
+    lse: whether the log-sum-exp is an output.
+    query_len: most query tokens of a decode request; more than one where drafts are verified.
     capture: whether the call will be captured in a graph.
     deterministic: whether a row's bits may not depend on what else is in the batch.
     """
@@ -115,7 +114,6 @@ class Problem:
     deterministic: bool = False
 
     def __attrs_post_init__(self) -> None:
-        """Check that the parts fit each other."""
         window_only = self.layer.kind is LayerKind.SWA
         if window_only and self.topk:
             raise ArgumentError("topk", expected="0 on a window-only layer", actual=self.topk)
@@ -164,7 +162,6 @@ class Problem:
         return cls(phase, layer, swa, compressed, columns, q_dtype, sink, lse, query_len, capture, deterministic)
 
     def __str__(self) -> str:
-        """One line for error messages."""
         layer, fp8 = self.layer, self.swa.layout == "fp8_ds_mla"
         dims = f"{layer.nope_dim} fp8 + {layer.rope_dim} bf16" if fp8 else f"{layer.nope_dim} + {layer.rope_dim}"
         pages = f"{self.swa.page_size}" + (f"+{self.compressed.page_size}" if self.compressed else "")

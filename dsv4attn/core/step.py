@@ -1,4 +1,4 @@
-"""The arguments of one `forward_mqa`, and what every call of a backend in it shares: tokens, views, attention."""
+"""`Step`, the arguments of one `forward_mqa`, and `BackendCall`, the base of the calls that it makes of a backend."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Step:
         return [chunk for chunk in plan_prefill_chunks(*lens, self.layer, bounds) if chunk.num_tokens]
 
     def local_entries(self, chunk: PrefillChunk) -> Tensor | None:
-        """Entry numbers of a chunk's tokens: the indexer's, or simply all of them; None on window-only layers."""
+        """Entry numbers of a chunk's tokens: the indexer's on c4a, all on c128a, None on window-only layers."""
         compressed, tokens = self.metadata.compressed, self.prefill_tokens(chunk)
         if self.layer.kind is LayerKind.C4A and self.topk_indices is not None:
             return self.topk_indices[tokens]
@@ -78,12 +78,11 @@ class Step:
 class BackendCall:
     """One call of a backend in a step.
 
-    tokens: of the batch, that it attends for. specs: views of the workspace before the backend's own scratch. width:
-    index columns of a token. name: in profiles.
+    tokens: those of the batch that the call computes. specs: views of the workspace before the backend's own scratch.
+    width: index columns of a token. name: the call's name in profiles.
     """
 
     def __init__(self, step: Step, phase: Phase, tokens: slice, specs: Sequence[BufferSpec], width: int) -> None:
-        """Plan, and request nothing yet."""
         self.step, self.phase, self.tokens = step, phase, tokens
         scratch = step.backend.scratch(phase, step.layer, tokens.stop - tokens.start, width)
         self._specs, self._caller = [*specs, *scratch], f"{step.backend.name}.{phase.value}"
@@ -94,7 +93,7 @@ class BackendCall:
         self.step.workspace.require(*self._specs, lane=self.phase.value, caller=self._caller)
 
     def views(self) -> list[Tensor]:
-        """The views asked for, and scratch behind them."""
+        """The views of `specs`, then the backend's scratch."""
         return self.step.workspace.get_simultaneous(*self._specs, lane=self.phase.value, caller=self._caller)
 
     def attention(self, keys: Sequence[PagedKeys] | GatheredKeys, scratch: Sequence[Tensor]) -> Run:

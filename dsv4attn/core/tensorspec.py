@@ -19,17 +19,6 @@ from torch import Tensor
 
 from dsv4attn.errors import ArgumentError
 
-__all__ = [
-    "ALIGNMENT",
-    "check_declared",
-    "check_strides",
-    "check_tensor",
-    "has_dense_rows",
-    "signature",
-    "size",
-    "tensor",
-]
-
 _KEY = "dsv4attn.tensor"
 _SIZE = "dsv4attn.size"
 
@@ -37,9 +26,8 @@ _SIZE = "dsv4attn.size"
 def tensor(shape: str, dtype: torch.dtype, *, cpu: bool = False, copied: bool = False, optional: bool = False) -> Any:  # noqa: ANN401 - attrs fields are untyped
     """Attrs field of a tensor.
 
-    shape: as the module says. cpu: lives in host memory; all other tensors of an instance share one device. copied: the
-    instance has a copy of its own, so that the caller may write to the tensor again. optional: may be None, and is by
-    default.
+    shape: see the module. cpu: in host memory; all other tensors of an instance share one device. copied: the instance
+    holds a copy, so that the caller may write to the tensor again. optional: may be None, which is the default.
     """
     options: dict[str, Any] = {"metadata": {_KEY: (shape, dtype, cpu, optional)}}
     if copied:

@@ -17,7 +17,7 @@ __all__ = ["Bounds"]
 _positive = validators.ge(1)
 _plain = validators.in_((torch.bfloat16, torch.float32))
 _PAGE_TOKENS = 256
-"""Tokens whose entries share a page of a compressed cache, unless said otherwise."""
+"""Tokens whose entries share a page of a compressed cache, by default."""
 
 
 @frozen(kw_only=True)
@@ -35,11 +35,10 @@ class Bounds:
     compressed_block_size: records of a compressed cache's page, on every layer; default: the entries of 256 tokens.
     q_dtype: of q, of kv, of o and of the output: bf16 or fp32. k that is rotated already may be either.
     sink: whether heads have sinks.
-    lse: whether the log-sum-exp is asked for.
-    aligned: whether every cache begins at a multiple of 16 bytes, and its pages, and rows of a plain one, lie such
-        multiples apart.
-    aligned_rows: a promise that all rows of q, kv, k, o, wo_a and outputs begin at multiples of 16 bytes, as those of
-        the model's tensors and of slices of its fused projections do. Without it, other rows have forms too.
+    lse: whether the log-sum-exp is an output.
+    aligned: whether all caches, their pages, and rows of plain caches begin at multiples of 16 bytes.
+    aligned_rows: whether all rows of q, kv, k, o, wo_a and outputs begin at multiples of 16 bytes, as those of the
+        model's tensors and of slices of its fused projections do. False: kernels for other rows are compiled too.
     num_groups: groups of heads of the output projection on this device.
     o_lora_rank: elements that the output projection makes of each group.
     wo_a_dtype: of the projection's matrices; None: bf16 and fp32.
@@ -61,7 +60,6 @@ class Bounds:
     wo_a_dtype: torch.dtype | None = field(default=None, validator=validators.optional(_plain))
 
     def __attrs_post_init__(self) -> None:
-        """Check that the caches hold the keys of the layers."""
         for layer in self.layers:
             for name, layout in (("swa", self.swa), ("compressed", self.compressed)):
                 wanted, actual = f"{layer.nope_dim} + {layer.rope_dim}", f"{layout.nope_dim} + {layout.rope_dim}"
@@ -79,7 +77,7 @@ class Bounds:
         compressed: KVCacheLayout | None = None,
         **options: Any,  # noqa: ANN401 - the other fields
     ) -> Bounds:
-        """Bounds of a model, on one rank: a layer of each kind that it has, and a window-only one, which drafts need.
+        """Bounds of a model on one rank: a layer of each kind that it has, and a window-only one for drafts.
 
         swa: layout of the window caches, by default `fp8_ds_mla` of the model's dims. compressed: by default the same.
         """
@@ -101,15 +99,15 @@ class Bounds:
 
     @property
     def with_sink(self) -> tuple[bool, ...]:
-        """Every answer to whether a call has sinks."""
+        """The values of `sink` to compile for."""
         return (False, True) if self.sink is None else (self.sink,)
 
     @property
     def wo_a_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Every dtype that the projection's matrices may have."""
+        """The values of `wo_a_dtype` to compile for."""
         return (torch.bfloat16, torch.float32) if self.wo_a_dtype is None else (self.wo_a_dtype,)
 
     @property
     def with_lse(self) -> tuple[bool, ...]:
-        """Every answer to whether a call asks for the log-sum-exp."""
+        """The values of `lse` to compile for."""
         return (False, True) if self.lse is None else (self.lse,)

@@ -51,7 +51,7 @@ def simultaneous_bytes(specs: Sequence[BufferSpec]) -> int:
 
 @frozen
 class _Place:
-    """Where a view stands in its lane. first, strides: in elements. start, end: in bytes."""
+    """The place of a view in its lane. first, strides: in elements. start, end: in bytes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class _Place:
     end: int
 
 
-@lru_cache(maxsize=1024)  # every layer of every step asks for the same
+@lru_cache(maxsize=1024)  # requests repeat in every layer of every step
 def _arranged(specs: tuple[BufferSpec, ...], guard: int) -> tuple[int, tuple[_Place, ...]]:
     """Bytes needed for all requests together, and the place of each. guard: unused bytes behind every view."""
     places, start = [], 0
@@ -114,7 +114,6 @@ class WorkspaceManager:
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, debug: bool = False) -> None:
-        """Start with no memory at all."""
         self.device, self.debug = torch.device(device), debug
         self._buffers: dict[str, Tensor] = {}
         self._typed: dict[str, dict[tuple[torch.dtype, bool], Tensor]] = {}
@@ -258,7 +257,7 @@ class WorkspaceManager:
 
 
 def _aligned_bytes(size: int, device: torch.device) -> Tensor:
-    """Uninitialised bytes that begin at a multiple of ALIGNMENT: host allocators promise less."""
+    """Uninitialised bytes that begin at a multiple of ALIGNMENT: host allocators guarantee less."""
     with torch.inference_mode(False):  # it outlives the mode of the call that made it grow
         raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
         shift = -raw.data_ptr() % ALIGNMENT
@@ -266,7 +265,7 @@ def _aligned_bytes(size: int, device: torch.device) -> Tensor:
 
 
 def _as_dtype(buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same memory as elements, less what is behind its last multiple of ALIGNMENT and never given out."""
+    """The buffer as elements, up to its last multiple of ALIGNMENT: views end there."""
     return buffer[: buffer.numel() // ALIGNMENT * ALIGNMENT].view(dtype)
 
 
