@@ -2,8 +2,8 @@
 
 A chunk is a run of whole requests, or a run of one request's query tokens when that request alone is too large. Two
 areas are bounded: rows gathered (requests x the longest one's rows) and elements of the index matrix (tokens x
-columns). With areas bounded, and not the number of requests, many short prompts share one launch, and one long prompt
-does not claim the memory of four.
+columns). The number of requests is not: many short prompts share one launch, and one long prompt takes the memory of
+one.
 """
 
 from __future__ import annotations

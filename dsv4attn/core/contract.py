@@ -86,7 +86,7 @@ class IndexForm(str, Enum):
 class Products(str, Enum):
     """What queries, and the weights of keys, are rounded to before they are multiplied.
 
-    BF16: at least: what is fp32 may stay so. FP8: e4m3 with scales.
+    BF16: bf16, or fp32 where they are fp32. FP8: e4m3 with scales.
     """
 
     BF16 = "bf16"

@@ -35,7 +35,7 @@ _BUILDS = ("pytorch-triton-rocm", "pytorch-triton-xpu", "triton-rocm", "triton-x
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on a device now is recorded into a graph instead of run."""
+    """Whether launches on a device are recorded into a graph now, instead of run."""
     if device.type == "cpu":
         return False
     import torch

@@ -224,7 +224,7 @@ class WorkspaceManager:
         return base.as_strided(place.shape, place.strides, base.storage_offset() + place.first)
 
     def _guard(self, places: Sequence[_Place], lane: str, caller: str) -> None:
-        """Fill views with NaN, and what is behind them with canaries."""
+        """Fill views with NaN, and the bytes behind them with canaries."""
         canaries = self._canaries[lane] = []
         for place in places:
             if place.start < place.end:
