@@ -125,7 +125,7 @@ class WorkspaceManager:
         self._typed: dict[str, dict[tuple[torch.dtype, bool], Tensor]] = {}
         self._made: dict[str, dict[tuple[tuple[BufferSpec, ...], bool], tuple[Tensor, ...]]] = {}
         """Views given out before, by lane. They go with the buffer, which they keep alive."""
-        self._holders: WeakSet[Holder] = WeakSet()
+        self._holders: WeakSet[Holder] | None = None
         self._canaries: dict[str, list[tuple[int, int, str]]] = {}
         self._locked = False
 
@@ -205,6 +205,8 @@ class WorkspaceManager:
 
     def release_on_growth(self, holder: Holder) -> None:
         """Call `holder.release()` when memory moves: its views are garbage then, and keep the old memory alive."""
+        if self._holders is None:
+            self._holders = WeakSet()
         self._holders.add(holder)
 
     def _fit(self, specs: tuple[BufferSpec, ...], lane: str, caller: str) -> tuple[_Place, ...]:
@@ -258,9 +260,9 @@ class WorkspaceManager:
         self._canaries.pop(lane, None)
         self._typed.pop(lane, None)
         self._made.pop(lane, None)
-        for holder in [*self._holders]:
+        for holder in self._holders or ():
             holder.release()
-        self._holders.clear()
+        self._holders = None
         self._buffers[lane], self._typed[lane] = _aligned_bytes(size, self.device), {}
 
 
