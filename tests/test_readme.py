@@ -72,7 +72,7 @@ def test_the_guide_shows_each_thing_an_engine_does() -> None:
     assert len(promised(python(GUIDE))) >= 9
     for name in (
         *('"swa", "c4a", "c128a"', "plan_workspace(", ".lock()", "Batch(", "pad_to=4", "num_speculative_tokens=2"),
-        *("set_forward_context(None)", ".warmup(Bounds.of(", "CUDAGraph()", "full_width=True", "PhasedBackend("),
+        *("set_forward_context(None)", "backend.warmup(bounds", "CUDAGraph()", "full_width=True", "PhasedBackend("),
     ):
         assert name in text
 
