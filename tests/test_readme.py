@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from dsv4attn import errors
 from dsv4attn.tools.cli import main
+from tests import house
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -71,7 +72,7 @@ def test_the_guide_shows_each_thing_an_engine_does() -> None:
     assert len(promised(python(GUIDE))) >= 9
     for name in (
         *('"swa", "c4a", "c128a"', "plan_workspace(", ".lock()", "Batch(", "pad_to=4", "num_speculative_tokens=2"),
-        *("set_forward_context(None)", ".warmup(Bounds.of(", "CUDAGraph()", "full_width=True", "PhasedBackend("),
+        *("set_forward_context(None)", "backend.warmup(bounds", "CUDAGraph()", "full_width=True", "PhasedBackend("),
     ):
         assert name in text
 
@@ -114,6 +115,12 @@ def test_every_make_target_a_page_names_exists(page: Path) -> None:
 
 def test_the_readme_has_the_two_commands_for_a_clone() -> None:
     assert {"run", "test"} <= set(re.findall(r"(?:`|^)make (\w+)", README, re.MULTILINE))
+
+
+def test_the_picture_of_the_house_is_drawn_from_the_code() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (drawn,) = re.findall(r"^```mermaid\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
+    assert drawn == house.picture(), "paste what `python -m tests.house` prints"
 
 
 def test_every_path_of_the_layout_exists() -> None:

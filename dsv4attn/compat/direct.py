@@ -16,7 +16,7 @@ from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.problem import CacheFacts, Problem
-from dsv4attn.core.workspace import WorkspaceManager, current_workspace_manager
+from dsv4attn.core.workspace import BufferSpec, WorkspaceManager, current_workspace_manager
 from dsv4attn.core.workspace_plan import ragged_specs
 from dsv4attn.errors import Dsv4AttnError
 from dsv4attn.selection import load_backend, resolve
@@ -97,7 +97,7 @@ def attend(
     specs = [spec for w in widths for spec in ragged_specs(n, w)] if form is IndexForm.RAGGED else []
     specs += backend.scratch(phase, layer, n, sum(widths))
     caller = f"{backend.name}.{phase.value}"
-    views = _workspace(q.device).get_simultaneous(*specs, lane=phase.value, caller=caller)
+    views = _scratch(specs, q.device, phase.value, caller)
 
     def formed(dense: DenseIndices, slots: int) -> DenseIndices | RaggedIndices:
         if form is IndexForm.DENSE:
@@ -119,13 +119,17 @@ def attend(
         lse.nan_to_num_(nan=nan, posinf=inf, neginf=inf)
 
 
-def _workspace(device: torch.device) -> WorkspaceManager:
+def _scratch(specs: Sequence[BufferSpec], device: torch.device, lane: str, caller: str) -> list[Tensor]:
+    """Views of the context's workspace, if it is on this device; otherwise memory of the caller's alone."""
     try:
         manager = current_workspace_manager()
+        here = manager.device.type == device.type and manager.device.index in (None, device.index)
     except Dsv4AttnError:
-        return WorkspaceManager(device)
-    here = manager.device.type == device.type and manager.device.index in (None, device.index)
-    return manager if here else WorkspaceManager(device)
+        here = False
+    if not here and device.type == "cuda":
+        # the allocator aligns to more than a workspace does; elsewhere a workspace aligns
+        return [torch.empty(tuple(shape), dtype=dtype, device=device) for shape, dtype in specs]
+    return (manager if here else WorkspaceManager(device)).get_simultaneous(*specs, lane=lane, caller=caller)
 
 
 def largest_logits(q: Tensor, kv: Tensor, rows: DenseIndices, scale: float) -> Tensor:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import update_wrapper
-from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, Protocol
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,13 +29,15 @@ class IndexStep(Generic[_P]):
     behind those it was prepared with. Called, a step prepares and runs at once.
     """
 
-    def __init__(self, prepare: Callable[Concatenate[Tensor, _P], Callable[[Tensor], None]]) -> None:
+    def __init__(self, prepare: Callable[_P, Callable[[Tensor], None]]) -> None:
         self.prepare = prepare
+        self._first = next(iter(signature(prepare).parameters))
         update_wrapper(self, prepare)
 
-    def __call__(self, first: Tensor, *rest: _P.args, **options: _P.kwargs) -> None:
+    def __call__(self, *args: _P.args, **options: _P.kwargs) -> None:
         """Compute once."""
-        self.prepare(first, *rest, **options)(first)
+        first: Any = args[0] if args else options[self._first]
+        self.prepare(*args, **options)(first)
 
 
 def prepare_index_step(

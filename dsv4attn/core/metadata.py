@@ -77,8 +77,8 @@ class DeepseekSparseSWAMetadata:
     query_start_loc_cpu: [R+1] int32 - of the batch, on the host.
     is_valid_token: [T] bool - False for padding rows.
     token_to_req_indices: [T] int32 - request of each token.
-    decode_swa_indices: [Td, 1, _] int32 - slots of each decode token's window in ascending position, then -1; W
-       columns, or more in metadata that an engine makes itself, see `Limits.decode_window_columns`.
+    decode_swa_indices: [Td, 1, _] int32 - slots of each decode token's window in ascending position, then -1; at least
+       W columns, and more in metadata that an engine makes itself, see `Limits.decode_window_columns`.
     decode_swa_lens: [Td] int32 - how many slots each row has.
     prefill_swa_indices: [Tp, 1, W] int32 - the same for prefill tokens.
     prefill_swa_lens: [Tp] int32 - how many slots each row has.

@@ -119,7 +119,7 @@ class WorkspaceManager:
         self._typed: dict[str, dict[tuple[torch.dtype, bool], Tensor]] = {}
         # views of earlier requests, by lane; they are dropped with the buffer, which they hold alive
         self._made: dict[str, dict[tuple[tuple[BufferSpec, ...], bool], tuple[Tensor, ...]]] = {}
-        self._holders: WeakSet[Holder] = WeakSet()
+        self._holders: WeakSet[Holder] | None = None
         self._canaries: dict[str, list[tuple[int, int, str]]] = {}
         self._locked = False
 
@@ -199,6 +199,8 @@ class WorkspaceManager:
 
     def release_on_growth(self, holder: Holder) -> None:
         """Call `holder.release()` when memory moves: its views are garbage then, and hold the old memory alive."""
+        if self._holders is None:
+            self._holders = WeakSet()
         self._holders.add(holder)
 
     def _fit(self, specs: tuple[BufferSpec, ...], lane: str, caller: str) -> tuple[_Place, ...]:
@@ -250,9 +252,9 @@ class WorkspaceManager:
         # drop the old buffer first, so that both never exist together
         for by_lane in (self._buffers, self._canaries, self._typed, self._made):
             by_lane.pop(lane, None)
-        for holder in [*self._holders]:
+        for holder in self._holders or ():
             holder.release()
-        self._holders.clear()
+        self._holders = None
         self._buffers[lane], self._typed[lane] = _aligned_bytes(size, self.device), {}
 
 

@@ -21,6 +21,7 @@ from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.index_ops import IndexStep
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.metadata import AttentionMetadata
 from dsv4attn.core.prepared import PreparedStep
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError
@@ -266,6 +267,32 @@ def test_a_prepared_step_serves_other_threads_streams_of_values_and_padding() ->
             assert_same_bits(executor.submit(problem.run, backend, shared).result(), alone)
     assert_same_bits(problem.run(backend, shared), alone)
     assert len(backend.prepared) == 1
+
+
+def test_a_prepared_step_reads_what_its_metadata_s_buffers_hold_after_another_build() -> None:
+    backend, shared = Noting(), WorkspaceManager()
+    scenes = [Scenario(kind=C4A, requests=requests) for requests in (DECODES, [(12, 1), (40, 1), (5, 1)])]
+    problem = scenes[0].problem(backend)
+    problem.run(backend, shared)
+    swa, compressed = problem.metadata.swa, problem.metadata.compressed
+    other = scenes[1].problem(backend).metadata
+    assert compressed is not None
+    assert other.compressed is not None
+    swa.decode_swa_indices.copy_(other.swa.decode_swa_indices)
+    swa.decode_swa_lens.copy_(other.swa.decode_swa_lens)
+    compressed.compressed_lens.copy_(other.compressed.compressed_lens)
+    after = problem.run(backend, shared)
+
+    assert len(backend.prepared) == 1
+    fresh = evolve(problem, metadata=AttentionMetadata(evolve(swa), evolve(compressed)))
+    assert_same_bits(after, fresh.run(BACKENDS["paged-dense"]))
+
+
+def test_a_prepared_step_serves_no_tensor_of_another_device() -> None:
+    arguments = good(C4A)
+    forward_mqa(**arguments)
+    with pytest.raises(ArgumentError, match=r"^out: expected a tensor on meta, like q, got one on cpu"):
+        forward_mqa(**{**arguments, "q": arguments["q"].to("meta")})
 
 
 def test_lengths_written_behind_a_prepared_step_are_read() -> None:

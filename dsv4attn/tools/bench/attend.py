@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.core.contract import AttentionCall, Backend, IndexForm, KeyForm, Phase
+from dsv4attn.core.contract import AttentionCall, Backend, IndexForm, KeyForm, Phase, complete
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
+from dsv4attn.core.index_ops import prepare_index_step
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.problem import CacheFacts, Problem
@@ -72,12 +74,12 @@ def attend(backend: Backend, inputs: Inputs, out: Tensor) -> Callable[[], None]:
     for dense, target, count in zip(lists, formed, slots, strict=True):
         if isinstance(target, RaggedIndices):
             steps.append(_packing(backend, dense, target, count))
-    attention = backend.decode if phase is Phase.DECODE else backend.prefill
+    attention = complete(backend).prepare(phase, call)
 
     def run() -> None:
         for step in steps:
             step()
-        attention(call)
+        attention(q, out, None, inputs.sink, call.caches)
 
     return run
 
@@ -91,8 +93,8 @@ def gather_rows(backend: Backend, inputs: Inputs, rows: Tensor) -> None:
 
 
 def _packing(backend: Backend, dense: DenseIndices, ragged: RaggedIndices, slots: int) -> Callable[[], None]:
-    out = ragged.indices, ragged.indptr
-    return lambda: backend.steps.build_ragged_indices_from_dense(dense.indices, dense.lens, slots, out=out)
+    step, out = backend.steps.build_ragged_indices_from_dense, (ragged.indices, ragged.indptr)
+    return partial(prepare_index_step(step, dense.indices, dense.lens, slots, out=out), dense.indices)
 
 
 def _as_pages(rows: Tensor) -> PagedKVCache:

@@ -104,6 +104,26 @@ def test_g10_a_replay_with_changed_metadata_equals_eager_bit_for_bit(name: str, 
         assert not replayed[len(requests) :].any()
 
 
+@all_backends
+def test_a_prepared_step_runs_on_the_stream_that_is_current(name: str) -> None:
+    on, rng = engine(LayerKind.C4A, BACKENDS[name]()), Random(8)
+    requests = decode_step(rng, REQS)
+    eager(on, requests, rng)
+    metadata, queries = on.metadata(on.load(requests, rng)), on.q[:REQS].clone().flip(0)
+    before = on.attend(REQS, metadata).clone()
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10**7)
+        on.q[:REQS].copy_(queries)
+        result = on.attend(REQS, metadata).clone()
+    torch.cuda.synchronize()
+    after = on.attend(REQS, metadata).clone()
+
+    assert not torch.equal(before, after)
+    assert torch.equal(result.view(torch.int16), after.view(torch.int16))
+
+
 @all_kinds
 @all_backends
 def test_g10_g11_a_step_neither_synchronises_nor_allocates(name: str, kind: LayerKind) -> None:

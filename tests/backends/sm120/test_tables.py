@@ -45,7 +45,7 @@ def test_what_is_known_of_shapes_has_an_end(backend: Sm120Backend) -> None:
     vendor: Any = backend.vendor
     for width in range(1, 60):
         one = evolve(trial, widths=(width, 0))
-        scratch = [torch.empty(0)] * len(vendor.scratch(one.layer, 1, width, 0))
+        scratch = [torch.empty(shape, dtype=dtype) for shape, dtype in vendor.scratch(one.layer, 1, width, 0)]
         assert vendor.fit(evolve(one.call(), scratch=scratch))
     sizes = entries(vendor, backend)
 

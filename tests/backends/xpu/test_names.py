@@ -223,8 +223,14 @@ def test_decode_takes_indices_with_a_middle_dimension_and_scratch_memory() -> No
 
 
 def test_a_sink_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = attend.attend
-    monkeypatch.setattr(attend, "attend", lambda call, *a, **k: right(evolve(call, attn_sink=None), *a, **k))
+    right = attend.prepare
+    monkeypatch.setattr(
+        attend,
+        "prepare",
+        lambda call, *a, **k: (
+            lambda q, out, lse, _, caches: right(evolve(call, attn_sink=None), *a, **k)(q, out, lse, None, caches)
+        ),
+    )
     trial = evolve(DECODES["model"], told=False)
 
     assert trial.error(launched(trial)) > 1

@@ -143,17 +143,18 @@ def find(form: Form | None) -> Compiled | None:
     return compiled
 
 
-def remember(form: Form | None, compiled: CompiledKernel, constants: Mapping[str, Any]) -> None:
-    """Keep what Triton has compiled and launched for a form."""
+def remember(form: Form | None, compiled: CompiledKernel, constants: Mapping[str, Any]) -> Compiled | None:
+    """Keep what Triton has compiled and launched for a form; None if only Triton can launch it."""
     if form is None or not _is_understood(compiled) or hooked(form[0].kernel):
-        return
+        return None
     entry, index, key = form
     kernel = entry.kernel
     tail = tuple(constants[name] for name in kernel.arg_names[entry.count :])
     if len(entry.forms) >= _MOST:
         entry.forms.clear()
     handed = _handed(compiled, len(kernel.arg_names))
-    entry.forms[key] = Compiled(*handed, tail, kernel.device_caches[index], compiled)
+    found = entry.forms[key] = Compiled(*handed, tail, kernel.device_caches[index], compiled)
+    return found
 
 
 def _handed(compiled: CompiledKernel, count: int) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...], bool]:

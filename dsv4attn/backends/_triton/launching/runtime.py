@@ -101,16 +101,17 @@ def launch(
     num_stages: int = 1,
     fp_fusion: bool = True,
     **extra: object,
-) -> None:
+) -> Compiled | None:
     """Run a kernel on the device of its first argument, a tensor; nothing happens when the grid is empty.
 
     args: tensors, numbers and None, in the order of the parameters that are not in `constants`. fp_fusion: whether a
     product may be added before it is rounded, which is faster, and rounds unlike torch does. extra: further options of
     the compiler, such as maxnreg. What Triton's environment says of compilation is read at a form's first launch.
-    Raises ArgumentError for a CPU tensor unless kernels are interpreted.
+    Returns what was compiled, where later launches may go past Triton. Raises ArgumentError for a CPU tensor unless
+    kernels are interpreted.
     """
     if 0 in grid:
-        return
+        return None
     device = args[0].device
     index = device.index
     if index is None:
@@ -124,12 +125,12 @@ def launch(
         if found is not None:
             x, y, z = (*grid, 1, 1)[:3]
             found.launch((x, y, z), index or 0, args)
-            return
+            return found
         given = args
         if far:
             given = [StandIn(arg.dtype, arg.data_ptr(), far=True) if isinstance(arg, Tensor) else arg for arg in args]
         built = kernel[grid](*given, **constants, **options(num_warps, num_stages, fp_fusion=fp_fusion, **extra))
-        compiled.remember(form, built, constants)
+        return compiled.remember(form, built, constants)
 
 
 class Launch:
@@ -179,15 +180,11 @@ class Launch:
 
     def _by_form(self, programs: int, pointers: Sequence[Any]) -> None:
         """Launch, and keep what was compiled unless memory may be far in the next launch."""
-        self.once(programs, pointers)
-        if programs and not FAR_FORMS and not INTERPRETED:
-            self._index = pointers[0].device.index or 0
-            # the options that `launch` has by default: not far, one stage, products added before they are rounded
-            options = False, self.warps, 1, True
-            args = (*pointers, *self.numbers)
-            form = compiled.form_of(self.kernel, args, self.constants, self._index, *options)
-            found = self._compiled = compiled.find(form)
-            self._tail = (*self.numbers, *(found.tail if found else ()))
+        args = (*pointers, *self.numbers)
+        found = launch(self.kernel, (programs,), args, self.constants, num_warps=self.warps)
+        if found is not None and not FAR_FORMS:
+            self._index, self._compiled = pointers[0].device.index or 0, found
+            self._tail = (*self.numbers, *found.tail)
 
 
 def require_driven(device: torch.device) -> None:
