@@ -18,6 +18,19 @@ from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import window_columns
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
+__all__ = [
+    "check_attention_strides",
+    "check_bound",
+    "check_cache",
+    "check_call",
+    "check_compressed",
+    "check_insert",
+    "check_keys",
+    "check_projection",
+    "check_same_device",
+    "check_topk",
+]
+
 _Q_DTYPES = (torch.bfloat16, torch.float32)
 
 

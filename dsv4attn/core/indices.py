@@ -13,6 +13,22 @@ from torch import Tensor
 
 from dsv4attn.core.keys import PageTable
 
+__all__ = [
+    "build_compressed_slot_mapping",
+    "build_gather_lens",
+    "build_ragged_indices_from_dense",
+    "build_token_maps",
+    "build_window_indices",
+    "combine_topk_swa_indices",
+    "compute_global_topk_indices_and_lens",
+    "compute_global_topk_ragged_indices_and_indptr",
+    "get_compressed_slot_mapping",
+    "positions_of",
+    "token_to_req_indices",
+    "transient_bytes",
+    "window_indices",
+]
+
 _LARGEST_SLOT = torch.iinfo(torch.int32).max
 """Slots are handed on as int32."""
 

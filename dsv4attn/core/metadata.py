@@ -23,6 +23,14 @@ from dsv4attn.core.keys import RaggedIndices
 from dsv4attn.core.tensorspec import check_declared, size, tensor
 from dsv4attn.errors import ArgumentError
 
+__all__ = [
+    "AttentionMetadata",
+    "Batch",
+    "DeepseekSparseSWAMetadata",
+    "DeepseekV4FlashMLAMetadata",
+    "FlashMLASparseMetadata",
+]
+
 
 @define(kw_only=True, eq=False)
 class Batch:

@@ -19,6 +19,17 @@ from torch import Tensor
 
 from dsv4attn.errors import ArgumentError
 
+__all__ = [
+    "ALIGNMENT",
+    "check_declared",
+    "check_strides",
+    "check_tensor",
+    "has_dense_rows",
+    "signature",
+    "size",
+    "tensor",
+]
+
 _KEY = "dsv4attn.tensor"
 _SIZE = "dsv4attn.size"
 
