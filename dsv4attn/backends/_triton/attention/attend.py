@@ -25,17 +25,7 @@ from dsv4attn.core.keys import GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.workspace import ALIGNMENT, BufferSpec
 
-__all__ = [
-    "Segment",
-    "Shape",
-    "attend",
-    "constants",
-    "prepare",
-    "scratch",
-    "scratch_bound",
-    "splits_of",
-    "variants",
-]
+__all__ = ["Segment", "Shape", "attend", "constants", "prepare", "scratch", "scratch_bound", "splits_of", "variants"]
 
 
 @frozen

@@ -96,21 +96,10 @@ def fetch(tile, slot, first_tiles, segment0, segment1, nothing, INTERLEAVED: tl.
 
 @triton.jit
 def read(
-    slot,
-    ok,
-    fnuz,
-    segment,
-    KIND: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    UNIT: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALES: tl.constexpr,
-    C: tl.constexpr,
-    PIECES: tl.constexpr,
-    DT: tl.constexpr,
-):
+    slot, ok, fnuz, segment,
+    KIND: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, C: tl.constexpr, PIECES: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
     """Both pieces of a tile of keys that are not words; of a narrow key the second is the first.
 
     segment: pointer to the pages or rows of a cache, paging of `keys.place`, page stride, row stride.
@@ -163,23 +152,10 @@ def product_in_halves(
 
 @triton.jit
 def product_in_steps(
-    q_row,
-    live,
-    slot,
-    ok,
-    fnuz,
-    segment,
-    acc,
-    KIND: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    UNIT: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALES: tl.constexpr,
-    C: tl.constexpr,
-    DT: tl.constexpr,
-):
+    q_row, live, slot, ok, fnuz, segment, acc,
+    KIND: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, C: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
     """Acc + q @ key^T with both read from memory, 64 columns at a time.
 
     q_row: pointers [BH] to rows of q. C: columns of a padded key, which is read once more for the other product: on
@@ -192,111 +168,50 @@ def product_in_steps(
         there = live[:, None] & (column < NOPE + ROPE)[None, :]
         part = tl.load(q_row[:, None] + column[None, :], mask=there, other=0.0).to(DT)
         key = keys.read_piece(
-            base,
-            slot,
-            ok,
-            size,
-            stride,
-            row_stride,
-            fnuz,
-            step * W,
-            W,
-            KIND,
-            INTERLEAVED,
-            UNIT,
-            NOPE,
-            ROPE,
-            GROUP,
-            SCALES,
-            DT,
-        )
+            base, slot, ok, size, stride, row_stride, fnuz, step * W, W, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP,
+            SCALES, DT,
+        )  # fmt: skip
         acc = tl.dot(part, tl.trans(key), acc, input_precision="ieee")
     return acc
 
 
 @stable_kernel
 def attention(
-    q,
-    out,
-    lse,
-    max_logits,
-    sink,
-    part,
-    part_lse,
-    part_max,
-    cache0,
-    rows0,
-    lens0,
-    cache1,
-    rows1,
-    lens1,
-    q_token: tl.int64,
-    q_head: tl.int64,
-    out_token: tl.int64,
-    out_head: tl.int64,
-    lse_token: tl.int64,
-    lse_head: tl.int64,
-    max_token: tl.int64,
-    max_head: tl.int64,
-    width0: tl.int32,
-    index_stride0: tl.int64,
-    page_size0: tl.int32,
-    page_factor0: tl.int32,
-    page_log0: tl.int32,
-    page_stride0: tl.int64,
-    row_stride0: tl.int64,
-    capacity0: tl.int32,
-    width1: tl.int32,
-    index_stride1: tl.int64,
-    page_size1: tl.int32,
-    page_factor1: tl.int32,
-    page_log1: tl.int32,
-    page_stride1: tl.int64,
-    row_stride1: tl.int64,
-    capacity1: tl.int32,
-    splits: tl.int32,
-    tiles_per_split: tl.int32,
-    once: tl.int32,
-    scale: tl.float32,
-    empty_lse: tl.float32,
-    H: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    KIND0: tl.constexpr,
-    KIND1: tl.constexpr,
-    INTERLEAVED0: tl.constexpr,
-    INTERLEAVED1: tl.constexpr,
-    FNUZ0: tl.constexpr,
-    FNUZ1: tl.constexpr,
-    GROUP0: tl.constexpr,
-    GROUP1: tl.constexpr,
-    SCALES0: tl.constexpr,
-    SCALES1: tl.constexpr,
-    UNIT0: tl.constexpr,
-    UNIT1: tl.constexpr,
-    RAGGED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    UNIT: tl.constexpr,
-    BH: tl.constexpr,
-    N: tl.constexpr,
-    C: tl.constexpr,
-    PIECES: tl.constexpr,
-    DT: tl.constexpr,
-    ASM: tl.constexpr,
-    CHAINED: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    RELOAD: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
-):
-    """Grid: tokens x splits x blocks of BH heads, heads fastest, so that programs that share keys run together.
+    q,  # [T, H, D]
+    out,  # [T, H, D], dtype of q
+    lse,  # [T, H] fp32, or None
+    max_logits,  # [T, H] fp32, or None
+    sink,  # [H] fp32, or None
+    part,  # [T, splits, H, D] fp32, or None
+    part_lse,  # [T, splits, H] fp32, base 2, or None
+    part_max,  # [T, splits, H] fp32, base 2, or None
+    cache0,  # pages of uint8, or of bf16 or fp32 rows; or gathered rows [capacity0, D]
+    rows0,  # [T, width0] int32, or RAGGED [index_stride0]
+    lens0,  # [T] int32, or RAGGED [T + 1]
+    cache1,  # pages of uint8, or of bf16 or fp32 rows
+    rows1,  # [T, width1] int32, or RAGGED [index_stride1]
+    lens1,  # [T] int32, or RAGGED [T + 1]
+    q_token: tl.int64, q_head: tl.int64, out_token: tl.int64, out_head: tl.int64,
+    lse_token: tl.int64, lse_head: tl.int64, max_token: tl.int64, max_head: tl.int64,
+    width0: tl.int32, index_stride0: tl.int64, page_size0: tl.int32, page_factor0: tl.int32, page_log0: tl.int32,
+    page_stride0: tl.int64, row_stride0: tl.int64, capacity0: tl.int32,
+    width1: tl.int32, index_stride1: tl.int64, page_size1: tl.int32, page_factor1: tl.int32, page_log1: tl.int32,
+    page_stride1: tl.int64, row_stride1: tl.int64, capacity1: tl.int32,
+    splits: tl.int32, tiles_per_split: tl.int32, once: tl.int32, scale: tl.float32, empty_lse: tl.float32,
+    H: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, SEGMENTS: tl.constexpr,
+    KIND0: tl.constexpr, KIND1: tl.constexpr, INTERLEAVED0: tl.constexpr, INTERLEAVED1: tl.constexpr,
+    FNUZ0: tl.constexpr, FNUZ1: tl.constexpr, GROUP0: tl.constexpr, GROUP1: tl.constexpr,
+    SCALES0: tl.constexpr, SCALES1: tl.constexpr, UNIT0: tl.constexpr, UNIT1: tl.constexpr,
+    RAGGED: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr, BH: tl.constexpr, N: tl.constexpr,
+    C: tl.constexpr, PIECES: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
+    PREFETCH: tl.constexpr, RELOAD: tl.constexpr, EXACT_CASTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (T x splits x blocks of BH heads,), heads fastest, so that programs that share keys run together.
 
-    q, out: [T, H, D] in strides of UNITs. lse, max_logits: [T, H] fp32, or None. sink: [H] fp32, or None. cache0: bytes
-    or rows of the window's cache, or the gathered rows; cache1, rows1, lens1: the compressed segment's. rows, lens:
-    int32 indices [T, width] and [T], or, RAGGED, flat and [T + 1].
-    SPLIT: write to part [T, splits, H, D] fp32 and part_lse, part_max [T, splits, H] (base 2) instead of out, lse,
-    max_logits.
-    tiles_per_split: tiles of each run, or 0 to share a row's tiles evenly. once: 1. empty_lse: of a row without keys.
+    Segment 0 is the window's cache, or the gathered rows; segment 1 is the compressed cache.
+    q_token, q_head, out_token, out_head: strides in UNITs.
+    tiles_per_split: tiles of each split, or 0 to share a row's tiles evenly. once: 1. empty_lse: of a row without keys.
+    SPLIT: write to part, part_lse and part_max instead of out, lse and max_logits.
     """
     D: tl.constexpr = NOPE + ROPE
     BLOCKS: tl.constexpr = (H + BH - 1) // BH
@@ -379,23 +294,9 @@ def attention(
                 )
                 if RELOAD:
                     z = product_in_steps(
-                        again,
-                        live,
-                        slot,
-                        here,
-                        fnuz,
-                        segment,
-                        z,
-                        KIND0,
-                        INTERLEAVED0,
-                        UNIT0,
-                        NOPE,
-                        ROPE,
-                        GROUP0,
-                        SCALES0,
-                        C * PIECES,
-                        DT,
-                    )
+                        again, live, slot, here, fnuz, segment, z, KIND0, INTERLEAVED0, UNIT0, NOPE, ROPE, GROUP0,
+                        SCALES0, C * PIECES, DT,
+                    )  # fmt: skip
                 left, right = read(
                     slot, here, fnuz, segment, KIND0, INTERLEAVED0, UNIT0, NOPE, ROPE, GROUP0, SCALES0, C, PIECES, DT
                 )

@@ -129,12 +129,7 @@ def codes(words, scale, fnuz, N: tl.constexpr, W: tl.constexpr, ASM: tl.constexp
         # here the scale, as another unit would take registers that are not there
         scale = tl.where(nan, 0x7FC07FC0, scale)
         first, second = tl.inline_asm_elementwise(
-            DECODE,
-            "=r,=r,r,r,r",
-            [words, scale, unit],
-            dtype=(tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
+            DECODE, "=r,=r,r,r,r", [words, scale, unit], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
     else:
         unit = tl.where(nan, 0x7FC00000, unit).to(tl.float32, bitcast=True)
@@ -198,24 +193,10 @@ def widen(values, DT: tl.constexpr):
 
 @triton.jit
 def read_piece(
-    base,
-    slot,
-    ok,
-    paging,
-    page_stride,
-    row_stride,
-    fnuz,
-    FIRST: tl.constexpr,
-    C: tl.constexpr,
-    KIND: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    UNIT: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALES: tl.constexpr,
-    DT: tl.constexpr,
-):
+    base, slot, ok, paging, page_stride, row_stride, fnuz,
+    FIRST: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
     """Columns FIRST .. FIRST + C of each slot's key, [N, C] in DT; columns behind the last are zero.
 
     base: pointer to a cache's uint8 pages, or to rows. slot, ok: [N] int32 and bool.

@@ -193,12 +193,7 @@ class Launch:
 def require_driven(device: torch.device) -> None:
     """Raise ArgumentError for the CPU unless kernels are interpreted."""
     if device.type == "cpu" and not INTERPRETED:
-        raise ArgumentError(
-            "device",
-            expected="a device that Triton drives",
-            actual="the CPU",
-            hint=INTERPRETER_CURE,
-        )
+        raise ArgumentError("device", expected="a device that Triton drives", actual="the CPU", hint=INTERPRETER_CURE)
 
 
 def device_context(device: torch.device) -> AbstractContextManager[object]:
