@@ -19,7 +19,7 @@ from torch import Tensor
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.kernels_projection import project_kernel
-from dsv4attn.backends._triton.launching.runtime import ALIGNMENT, INTERPRETED, architecture, launch
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
 
 __all__ = ["inv_rope_o_proj", "variants"]
 
@@ -55,7 +55,7 @@ def tiles_of(arch: str) -> tuple[Tile, Tile, Tile]:
 
 def tile_of(tokens: int, dtype: torch.dtype, aligned: int, arch: str = "") -> Tile:
     """Tile of a product in this dtype. LARGE ones fill a device of 128 cores from 129 tokens of the model's on."""
-    if dtype == torch.float32 or aligned < ALIGNMENT:
+    if dtype == torch.float32 or aligned < WIDE:
         return PLAIN
     small, middle, large = tiles_of(arch)
     return small if tokens <= 16 else middle if tokens <= 128 else large
@@ -135,8 +135,8 @@ def variants(
 ) -> Iterator[Variant]:
     """Every form that the step can ask for on an architecture; `aligned` if rows of outputs and matrices are."""
     dtype, width = torch.promote_types(o_dtype, w_dtype), nope + rope
-    aligned = aligned and all(width * each.itemsize % ALIGNMENT == 0 for each in (o_dtype, w_dtype))
-    tiles = [(PLAIN if dtype == torch.float32 else tile, ALIGNMENT) for tile in tiles_of(arch)]
+    aligned = aligned and all(width * each.itemsize % WIDE == 0 for each in (o_dtype, w_dtype))
+    tiles = [(PLAIN if dtype == torch.float32 else tile, WIDE) for tile in tiles_of(arch)]
     if not aligned:
         tiles.append((PLAIN, 1))
     types = {"O": pointer_type(o_dtype), "W": pointer_type(w_dtype), "OUT": pointer_type(o_dtype)}

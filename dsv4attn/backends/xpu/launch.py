@@ -21,7 +21,7 @@ from dsv4attn.backends._triton.cache.records import (
     record_constants,
 )
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
-from dsv4attn.backends._triton.launching.runtime import ALIGNMENT, launch
+from dsv4attn.backends._triton.launching.runtime import WIDE, launch
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.xpu import kernels
 from dsv4attn.backends.xpu.tuning import DECODE, FUSED, GATHERED, ROWS, RUN_BYTES
@@ -161,7 +161,7 @@ def _rows_of(tensor: Tensor | None, part: slice) -> Tensor | None:
 
 
 def _aligned_rows(layout: KVCacheLayout) -> int:
-    return 1 if layout.head_dim * layout.row_dtype.itemsize % ALIGNMENT else ALIGNMENT
+    return 1 if layout.head_dim * layout.row_dtype.itemsize % WIDE else WIDE
 
 
 def gather_selected(kv: Tensor, packed: DenseIndices, segments: Sequence[PagedKeys], part: slice) -> None:

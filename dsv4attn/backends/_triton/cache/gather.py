@@ -84,8 +84,7 @@ def variants(layout: KVCacheLayout, *, aligned: bool = True, aligned_rows: bool 
 
     aligned, aligned_rows: whether caches are, and rows of `out`, to 16 bytes.
     """
-    types = {"OUT": pointer_type(layout.row_dtype), "CACHE": pointer_type(layout.dtype), "SLOTS": "*i32"}
-    types |= {"SEQ_LENS": "*i32", "BLOCK_TABLE": "*i32"}
+    types = {"OUT": pointer_type(layout.row_dtype), "CACHE": pointer_type(layout.dtype)}
     widths = row_alignments(layout.head_dim, layout.row_dtype, aligned=aligned_rows)
     for rows, records in product(widths, record_alignments(layout, aligned=aligned)):
         constants = _constants(layout, rows, records)

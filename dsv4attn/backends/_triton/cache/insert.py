@@ -96,7 +96,7 @@ def variants(
 
     aligned, aligned_rows: whether caches are, and rows of q, kv and k, to 16 bytes.
     """
-    types = {"CACHE": pointer_type(layout.dtype), "SLOTS": "*i64", "POSITIONS": "*i64", "TABLE": "*fp32", "eps": "fp32"}
+    types = {"CACHE": pointer_type(layout.dtype), "SLOTS": "*i64", "POSITIONS": "*i64", "TABLE": "*fp32"}
     for records in record_alignments(layout, aligned=aligned):
         for k_dtype in (torch.bfloat16, torch.float32):
             for rows in row_alignments(layout.head_dim, k_dtype, aligned=aligned_rows):

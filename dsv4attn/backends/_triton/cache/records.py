@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.launching.runtime import ALIGNMENT, INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 
 __all__ = [
@@ -46,7 +46,7 @@ def _strides(layout: KVCacheLayout, block_size: int) -> tuple[int, int, int]:
 
 def _accesses(layout: KVCacheLayout) -> tuple[int, int]:
     """Bytes of the widest access of use, and of an element. Eight codes are one access, and 16 bytes as bf16."""
-    return (8, 1) if layout.is_quantised else (ALIGNMENT, layout.dtype.itemsize)
+    return (8, 1) if layout.is_quantised else (WIDE, layout.dtype.itemsize)
 
 
 def alignment_of_records(cache: PagedKVCache) -> int:
@@ -66,7 +66,7 @@ def record_alignments(layout: KVCacheLayout, *, aligned: bool) -> tuple[int, ...
 
 def row_alignments(width: int, dtype: torch.dtype, *, aligned: bool) -> tuple[int, ...]:
     """What `alignment_of_rows` can be of rows of so many elements. aligned: whether they are promised to be."""
-    return (ALIGNMENT,) if aligned and width * dtype.itemsize % ALIGNMENT == 0 else (ALIGNMENT, 1)
+    return (WIDE,) if aligned and width * dtype.itemsize % WIDE == 0 else (WIDE, 1)
 
 
 def alignment_of_rows(*tensors: Tensor) -> int:
@@ -77,9 +77,9 @@ def alignment_of_rows(*tensors: Tensor) -> int:
             # the stride of a dimension of size one means nothing
             if size > 1:
                 step |= stride * element
-        if step % ALIGNMENT:
+        if step % WIDE:
             return 1
-    return ALIGNMENT
+    return WIDE
 
 
 def _bits(x: float) -> int:

@@ -19,10 +19,10 @@ from triton.runtime.driver import driver
 
 from dsv4attn.backends._triton.untyped import CompiledKernel, Kernel
 
-__all__ = ["ALIGNMENT", "Compiled", "Constants", "Form", "find", "form_of", "hooked", "remember"]
+__all__ = ["WIDE", "Compiled", "Constants", "Form", "find", "form_of", "hooked", "remember"]
 
-ALIGNMENT = 16
-"""Bytes. A pointer aligned to them compiles to wider loads than one that is not."""
+WIDE = 16
+"""Bytes of the widest access. A pointer that is aligned to them compiles to wider loads than one that is not."""
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 """Types of pointers. Others, such as subclasses that stand for tensors, are Triton's to judge."""
 _MOST = 1024
@@ -100,7 +100,7 @@ def form_of(
     if extra:
         key = *key, *_typed(extra)
     if entry.aligned:
-        key = *key, *[pointers[i] is not None and pointers[i].data_ptr() % ALIGNMENT == 0 for i in entry.aligned]
+        key = *key, *[pointers[i] is not None and pointers[i].data_ptr() % WIDE == 0 for i in entry.aligned]
     return entry, index, key
 
 

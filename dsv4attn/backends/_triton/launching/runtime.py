@@ -20,16 +20,16 @@ from triton.runtime.driver import driver
 
 from dsv4attn.backends._triton.compiling.variant import StandIn, Variant, options
 from dsv4attn.backends._triton.launching import compiled
-from dsv4attn.backends._triton.launching.compiled import ALIGNMENT, Compiled, Constants
+from dsv4attn.backends._triton.launching.compiled import WIDE, Compiled, Constants
 from dsv4attn.backends._triton.support import INTERPRETER_CURE, require_release
 from dsv4attn.backends._triton.untyped import Kernel
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.errors import ArgumentError
 
 __all__ = [
-    "ALIGNMENT",
     "FAR_FORMS",
     "INTERPRETED",
+    "WIDE",
     "Constants",
     "Launch",
     "architecture",
