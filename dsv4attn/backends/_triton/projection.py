@@ -1,6 +1,6 @@
-"""Output projection: the rotation of the outputs undone and each group of heads multiplied by its own matrix.
+"""Output projection: the launcher of `kernels_projection`, with tiles by architecture, dtype and alignment.
 
-This file launches `kernels_projection`: it chooses tiles by architecture, dtype and alignment.
+The rotation of the outputs is undone, and each group of heads multiplied by its own matrix.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def variants(
     aligned: bool = True,
     arch: str = "",
 ) -> Iterator[Variant]:
-    """Every form that the step can ask for on an architecture; `aligned` if rows of outputs and matrices are."""
+    """Every form that the step can ask for on an architecture. aligned: whether rows of outputs and matrices are."""
     dtype, width = torch.promote_types(o_dtype, w_dtype), nope + rope
     aligned = aligned and all(width * each.itemsize % WIDE == 0 for each in (o_dtype, w_dtype))
     tiles = [(PLAIN if dtype == torch.float32 else tile, WIDE) for tile in tiles_of(arch)]

@@ -1,4 +1,4 @@
-"""Names for what Triton makes: it ships no types, and annotations say at least which object is meant."""
+"""Type aliases for Triton's objects, which have no types."""
 
 from __future__ import annotations
 

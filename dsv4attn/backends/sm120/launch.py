@@ -15,7 +15,7 @@ from dsv4attn.backends.sm120.choice import ARCHS
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.flashinfer_launches import variants
 from dsv4attn.backends.sm120.probe import HEADS
-from dsv4attn.backends.sm120.tuning import ROWS
+from dsv4attn.backends.sm120.tuning import TUNING
 from dsv4attn.core.chunking import round_up
 from dsv4attn.core.contract import AttentionCall, Forms, KeyForm, Phase, Products, Run
 from dsv4attn.core.device import DeviceFacts
@@ -41,7 +41,7 @@ class Sm120Backend(TritonBackend):
     """
 
     name = "sm120"
-    rows = ROWS
+    tunings = TUNING
 
     def __init__(
         self,

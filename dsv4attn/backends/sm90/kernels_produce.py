@@ -109,7 +109,7 @@ def store_words(stages, b, first, second):
 
 
 @gluon.jit
-def load_words(data, ok, FIRST: gl.constexpr):
+def load_codes(data, ok, FIRST: gl.constexpr):
     """64 codes of each key, from word FIRST on; zeros of one that is not there."""
     of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
     p = gl.multiple_of(gl.expand_dims(data, 1) + gl.expand_dims(of, 0) + FIRST, [1, 16])
@@ -128,13 +128,13 @@ def load_rope(data, ok):
 
 
 @gluon.jit
-def codes():
+def allocate_codes():
     """Shared memory of 64 codes of each key."""
     return gl.allocate_shared_memory(gl.int32, [64, 16], RAW_S)
 
 
 @gluon.jit
-def fetch(raw_s, data, ok):
+def copy_codes(raw_s, data, ok):
     """Start to copy the first 320 codes of each key to shared memory, which is too small for the other 128."""
     of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
     p = gl.multiple_of(gl.expand_dims(data, 1) + gl.expand_dims(of, 0), [1, 16])
@@ -154,9 +154,9 @@ def produce(keys, chunk, t, pos, count, smem):
     walk = begin(keys, chunk, t, pos)
     slot, inside = slots(keys, chunk, walk, row)
     ok, data, scale = page_of(keys, slot, inside)
-    fetch(smem.raw, data, ok)
-    x5 = load_words(data, ok, 80)
-    x6 = load_words(data, ok, 96)
+    copy_codes(smem.raw, data, ok)
+    x5 = load_codes(data, ok, 80)
+    x6 = load_codes(data, ok, 96)
     rope = load_rope(data, ok)
     scales = gl.load(scale, mask=ok, other=0)
     walk = advance(keys, chunk, walk)
@@ -175,7 +175,7 @@ def produce(keys, chunk, t, pos, count, smem):
         x2 = smem.raw[2].load(WORDS_L)
         x3 = smem.raw[3].load(WORDS_L)
         x4 = smem.raw[4].load(WORDS_L)
-        fetch(smem.raw, data, next_ok)
+        copy_codes(smem.raw, data, next_ok)
         mbarrier.wait(smem.k_empty.index(b), ((i // 2) & 1) ^ 1)
         # where one of seven words has a NaN code, the last one's values are NaN: one test is cheaper. The last of the
         # eight scale bytes is padding
@@ -188,8 +188,8 @@ def produce(keys, chunk, t, pos, count, smem):
         store_words(smem.k2, b, y, z)
         if ROPE_FIRST:
             rope = load_rope(data, next_ok)
-        x5 = load_words(data, next_ok, 80)
-        x6 = load_words(data, next_ok, 96)
+        x5 = load_codes(data, next_ok, 80)
+        x6 = load_codes(data, next_ok, 96)
         if not ROPE_FIRST:
             rope = load_rope(data, next_ok)
         y, seen = decoded(x0, low, seen, 0, DECODE)

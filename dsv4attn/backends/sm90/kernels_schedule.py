@@ -2,9 +2,9 @@
 
 All rows of a call form one line of tiles, and the line is cut into as many chunks as there are programs. A tile is 64
 keys of one segment; a row has the tiles of its window, then those of its compressed segment. A row without keys takes
-the place of one tile, so that one program writes it. A row that a cut goes through is split: each of its programs
-writes a part, and `kernels_parts` combines them. A program has at most two parts: of a row that began before its chunk,
-and of one that continues behind it.
+the place of one tile, so that one program writes it. A row in more than one chunk is split: each of its programs
+writes a part, and `kernels_parts` combines the parts. A program has at most two parts: of a row that began before its
+chunk, and of a row that continues behind it.
 
 Where rows differ, each takes COST tiles more on the line, for the work that a program does once for a row. Where they
 do not, chunks are whole rows, or equal parts of a row, whenever that is not much longer: then few rows or none split.
@@ -26,11 +26,11 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from dsv4attn.backends._triton.attention.kernels import LN2
+from dsv4attn.backends._triton.numerics import LN2
 
-PAGES = tl.constexpr(0)
+FP8_PAGES = tl.constexpr(0)
 """Keys are records of 448 codes and 64 bf16 values, and scales in the page's footer."""
-ROWS = tl.constexpr(1)
+BF16_ROWS = tl.constexpr(1)
 """Keys are rows of 512 bf16 values."""
 TILE = tl.constexpr(64)
 COST = tl.constexpr(2)

@@ -19,9 +19,8 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Const
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.backends.sm90.choice import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_parts import combine_parts
-from dsv4attn.backends.sm90.kernels_schedule import PAGES
-from dsv4attn.backends.sm90.kernels_schedule import ROWS as BF16_ROWS
-from dsv4attn.backends.sm90.tuning import PAGED, ROWED, ROWS, Roles
+from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, FP8_PAGES
+from dsv4attn.backends.sm90.tuning import PAGED, ROWED, TUNING, Roles
 from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.contract import AttentionCall, KeyForm, Phase, Run
 from dsv4attn.core.geometry import LayerGeometry
@@ -55,7 +54,7 @@ class Sm90Backend(TritonBackend):
     """
 
     name = "sm90"
-    rows = ROWS
+    tunings = TUNING
 
     def __init__(
         self, *, prefill: str = KeyForm.PAGED.value, tuning: str = "auto", deterministic: bool = False
@@ -120,7 +119,7 @@ class Sm90Backend(TritonBackend):
         for read, shared in sources:
             kind = _kind_of(read) if may else None
             # which of these keys the Gluon kernels read: all rows, all aligned records, some plain pages
-            every = shared == self._gathered_variants or (bounds.aligned and kind == PAGES.value)
+            every = shared == self._gathered_variants or (bounds.aligned and kind == FP8_PAGES.value)
             for one in shared(bounds, layer, tuning):
                 # and only q and out whose rows are aligned
                 if kind is None or not every or dict(one.constants)["UNIT"] == 1:
@@ -175,7 +174,7 @@ def _kind_and_numbers(call: AttentionCall) -> tuple[int, Sequence[int]] | None:
 
 def _roles(kind: int) -> Roles:
     """Numbers of the Gluon kernel for one kind of keys."""
-    return PAGED if kind == PAGES.value else ROWED
+    return PAGED if kind == FP8_PAGES.value else ROWED
 
 
 @cache
@@ -200,7 +199,7 @@ def _is_wide(tensor: Tensor) -> bool:
 def _kind_of(layouts: Sequence[KVCacheLayout]) -> int | None:
     """The kind of keys as which the Gluon kernels read aligned caches of these layouts; None if they do not."""
     if all(map(_is_record, layouts)):
-        return int(PAGES.value)
+        return int(FP8_PAGES.value)
     (first, *others) = layouts
     rows = not first.is_quantised and first.dtype == torch.bfloat16 and first.head_dim == DIM and not others
     return int(BF16_ROWS.value) if rows else None
@@ -247,7 +246,7 @@ def _of_rows(keys: GatheredKeys) -> tuple[int, tuple[int, ...]] | None:
 def variants(segments: int, kind: int, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]) -> Iterator[Variant]:
     """Every form of these kernels that `forward_mqa` can ask for."""
     constants, combining = _constants(segments, kind, heads)
-    caches = (torch.uint8 if kind == PAGES.value else torch.bfloat16,)
+    caches = (torch.uint8 if kind == FP8_PAGES.value else torch.bfloat16,)
     for given in attend.call_types(torch.bfloat16, caches, sinks, lses):
         types = given | dict.fromkeys(("part", "part_lse"), "*fp32")
         yield Variant.from_types(attention, types, constants)

@@ -8,7 +8,7 @@ from attrs import frozen
 
 from dsv4attn.backends._triton.tuning import DEFAULT, HOPPER, INTERPRETER, Tuning
 
-__all__ = ["PAGED", "ROWED", "ROWS", "Roles"]
+__all__ = ["PAGED", "ROWED", "TUNING", "Roles"]
 
 
 @frozen
@@ -53,5 +53,5 @@ PAGED = Roles(measured=f"{_ON} decode prefill")
 ROWED = Roles(values=216, produce=72, producers=4, measured=f"{_ON} prefill-rows")
 """Keys in bf16 rows."""
 
-ROWS: Mapping[str, Tuning] = {DEFAULT: HOPPER, "cpu": INTERPRETER, "sm_90": HOPPER}
+TUNING: Mapping[str, Tuning] = {DEFAULT: HOPPER, "cpu": INTERPRETER, "sm_90": HOPPER}
 """Numbers of the shared kernel, for the calls that it serves here."""

@@ -16,15 +16,15 @@ from dsv4attn.backends._triton.cache.gather import TILE, WARPS
 from dsv4attn.backends._triton.cache.records import (
     alignment_of_records,
     alignment_of_rows,
-    place,
     record_alignments,
     record_constants,
+    record_strides,
 )
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import WIDE, launch
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.xpu import kernels
-from dsv4attn.backends.xpu.tuning import DECODE, FUSED, GATHERED, ROWS, RUN_BYTES
+from dsv4attn.backends.xpu.tuning import DECODE, FUSED, GATHERED, RUN_BYTES, TUNING
 from dsv4attn.core import workspace
 from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.chunking import round_up
@@ -70,7 +70,7 @@ class XpuBackend(TritonBackend):
     """
 
     name = "xpu"
-    rows = ROWS
+    tunings = TUNING
     forms = Forms(prefill_keys=KeyForm.GATHERED, index_alignment=COLUMNS, max_logits=True, empty_lse=True)
 
     def __init__(self, *, decode: str = "auto", tuning: str = "auto", deterministic: bool = False) -> None:
@@ -183,7 +183,7 @@ def gather_selected(kv: Tensor, packed: DenseIndices, segments: Sequence[PagedKe
             (
                 kv, packed.indices, packed.lens, cache.tensor, indices, lens, before,
                 packed.indices.shape[1], width, width_before, indices.stride(0), kv.stride(0),
-                cache.num_blocks, cache.block_size, *place(cache),
+                cache.num_blocks, cache.block_size, *record_strides(cache),
             ),
             constants,
             num_warps=WARPS,

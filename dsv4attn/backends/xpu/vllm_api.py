@@ -24,7 +24,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch
 from dsv4attn.backends.xpu import kernels
 from dsv4attn.backends.xpu.launch import XpuBackend
-from dsv4attn.backends.xpu.tuning import ROWS
+from dsv4attn.backends.xpu.tuning import TUNING
 from dsv4attn.core.checks import check_insert, check_same_device
 from dsv4attn.core.contract import AttentionCall, Extras, Phase
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
@@ -44,7 +44,7 @@ __all__ = [
 _ROPE_DIM = 64
 _WIDEST, _TAIL = 512, 128
 """Most dims of values, and of the tail of a key behind them, in one program."""
-_SMALL = ROWS["xpu"]
+_SMALL = TUNING["xpu"]
 """Tuning whose tiles fit every device, also for keys with a tail behind the values."""
 _fused = cache(lambda: XpuBackend(decode="fused"))
 _layout = cache(KVCacheLayout.fp8_ds_mla)

@@ -29,7 +29,7 @@ from tests.backends._triton.caches import DEVICE
 FLASH = ModelGeometry.preset("flash")
 SM90 = DeviceFacts.named("sm90")
 REGISTRY = PluginRegistry.load(entry_points=[])
-OWN = "the room's own kernel"
+OWN = "the Gluon kernel for Hopper"
 NOWHERE = ("sm80", "sm100", "sm120", "gfx942", "xpu", "npu")
 
 

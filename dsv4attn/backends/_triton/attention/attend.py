@@ -124,7 +124,7 @@ def constants(shape: Shape, tuning: Tuning) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def divider(size: int) -> tuple[int, int]:
-    """Factor (the bits of an int32) and log with which `keys.place` divides slots below 2^31 by a page size.
+    """Factor (the bits of an int32) and log with which `keys.page_and_row` divides slots below 2^31 by a page size.
 
     slot // size is (2 slot * factor) >> (32 + log), for log = ceil(log2 size) and factor = 2^(31 + log) // size + 1:
     the factor is too large by at most 2^-31 of itself, which no slot is large enough to show.

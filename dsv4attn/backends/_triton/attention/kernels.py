@@ -1,8 +1,8 @@
-"""The attention kernel of every Triton room: selected keys read from pages or rows inside the loop.
+"""The attention kernel that all Triton backends share: selected keys read from pages or rows inside the loop.
 
 One program attends a block of heads of one token over a run of tiles of N keys, window first, then the compressed
-segment, in one softmax. Runs are cut where few tokens would leave a device idle; a second kernel then adds the parts
-up in their order, so that the same cut gives the same bits.
+segment, in one softmax. Few tokens would leave a device idle, so their rows are split; a second kernel then combines
+the splits in their order, so that the same split gives the same bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -15,11 +15,7 @@ import triton.language as tl
 from dsv4attn.backends._triton import numerics
 from dsv4attn.backends._triton.attention import keys
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-NOTHING = tl.constexpr(-1e30)
-"""Where the running maximum starts: finite, so that a tile without keys makes no NaN."""
+from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
 
 
 @triton.jit
@@ -56,7 +52,7 @@ def address(inside, a, b, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def paging(inside, a, b, SEGMENTS: tl.constexpr):
-    """The same of what `keys.place` divides by."""
+    """The same of what `keys.page_and_row` divides by."""
     return (
         chosen(inside, a[0], b[0], SEGMENTS),
         chosen(inside, a[1], b[1], SEGMENTS),
@@ -65,7 +61,7 @@ def paging(inside, a, b, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def slots_of(tile, last, first_tiles, row0, row1, len0, len1, N: tl.constexpr, SEGMENTS: tl.constexpr):
+def load_slots(tile, last, first_tiles, row0, row1, len0, len1, N: tl.constexpr, SEGMENTS: tl.constexpr):
     """Indices of a tile's N columns, -1 behind its segment's length and in tiles past the last.
 
     row0, row1: pointers to [len0] and [len1] int32, as `columns_of` returns them.
@@ -83,7 +79,7 @@ def slots_of(tile, last, first_tiles, row0, row1, len0, len1, N: tl.constexpr, S
 def fetch(tile, slot, first_tiles, segment0, segment1, nothing, INTERLEAVED: tl.constexpr, SEGMENTS: tl.constexpr):
     """Which of a tile's slots exist, and the raw words of their records.
 
-    segment0, segment1: pointer to a cache's uint8 pages, paging of `keys.place`, page stride, row stride, capacity.
+    segment0, segment1: pointer to a cache's uint8 pages, paging of `page_and_row`, page stride, row stride, capacity.
     """
     inside = tile < first_tiles
     ok = (slot >= 0) & (slot < chosen(inside, segment0[4], segment1[4], SEGMENTS))
@@ -102,7 +98,7 @@ def read(
 ):  # fmt: skip
     """Both pieces of a tile of keys that are not words; of a narrow key the second is the first.
 
-    segment: pointer to the pages or rows of a cache, paging of `keys.place`, page stride, row stride.
+    segment: pointer to the pages or rows of a cache, paging of `keys.page_and_row`, page stride, row stride.
     """
     base, size, stride, row_stride = segment[0], segment[1], segment[2], segment[3]
     left = keys.read_piece(
@@ -254,13 +250,13 @@ def attention(
     paging0, paging1 = (page_size0, page_factor0, page_log0), (page_size1, page_factor1, page_log1)
     segment0 = (cache0, paging0, page_stride0, row_stride0, capacity0)
     segment1 = (cache1, paging1, page_stride1, row_stride1, capacity1)
-    slot = slots_of(first, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+    slot = load_slots(first, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
     WORDS: tl.constexpr = KIND0 == keys.WORDS
     if WORDS and PREFETCH:
         ok, x0, x1, x2, x3, rope, low, high = fetch(
             first, slot, first_tiles, segment0, segment1, once - 1, INTERLEAVED0, SEGMENTS
         )
-        slot = slots_of(first + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+        slot = load_slots(first + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
 
     largest = tl.full([BH], NOTHING, tl.float32)
     total = tl.zeros([BH], tl.float32)
@@ -275,7 +271,7 @@ def attention(
                 ok, x0, x1, x2, x3, rope, low, high = fetch(
                     tile, slot, first_tiles, segment0, segment1, once - 1, INTERLEAVED0, SEGMENTS
                 )
-                slot = slots_of(tile + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+                slot = load_slots(tile + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
             here = ok
             left, right = keys.unpack_words(x0, x1, x2, x3, rope, low, high, fnuz, N, DT, ASM)
             if PREFETCH:
@@ -308,7 +304,7 @@ def attention(
                 left, right = read(
                     slot, here, fnuz, segment1, KIND1, INTERLEAVED1, UNIT1, NOPE, ROPE, GROUP1, SCALES1, C, PIECES, DT
                 )
-            slot = slots_of(tile + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+            slot = load_slots(tile + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
         if RELOAD and (WORDS or not SAME):
             z = product_in_halves(again, left_column, live, left, z, D, N, C, DT)
             if PIECES == 2:
@@ -318,7 +314,7 @@ def attention(
             if PIECES == 2:
                 z = product(q_right, tl.trans(right), z, once, CHAINED)
         if WORDS and PREFETCH:
-            slot = slots_of(tile + 2, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+            slot = load_slots(tile + 2, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
         z = tl.where(here[None, :], z * (scale * LOG2E), -float("inf"))
         grown = tl.maximum(largest, tl.max(z, 1))
         shrink = tl.exp2(largest - grown)

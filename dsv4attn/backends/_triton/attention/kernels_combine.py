@@ -1,7 +1,7 @@
-"""What follows attention where several programs shared a row: its parts are added up.
+"""The kernel that combines splits, where several programs of `attention` shared a row.
 
-A few at a time, always the same ones together, so that the same cut gives the same bits. Parts without keys are zeros
-among them, and bits do not tell how many of these follow the last part with keys.
+Splits are combined a few at a time, always the same ones together, so that the same split gives the same bits. Splits
+without keys count as zeros, and a result's bits do not depend on how many of them follow the last split with keys.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -11,9 +11,9 @@ from __future__ import annotations
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
-from dsv4attn.backends._triton.attention.kernels import LN2, LOG2E, NOTHING
 from dsv4attn.backends._triton.cache.kernels_insert import angles_of, rotate
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
+from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
 
 
 @stable_kernel

@@ -17,9 +17,9 @@ from dsv4attn.backends._triton.cache.kernels_gather import gather_kernel, gather
 from dsv4attn.backends._triton.cache.records import (
     alignment_of_records,
     alignment_of_rows,
-    place,
     record_alignments,
     record_constants,
+    record_strides,
     row_alignments,
 )
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
@@ -47,7 +47,7 @@ def dequantize_and_gather_k_cache(
         (
             out, cache.tensor, seq_lens, gather_lens, block_table,
             rows, offset, out.stride(0), out.stride(1), block_table.stride(0), block_table.shape[1],
-            cache.num_blocks, cache.block_size, *place(cache),
+            cache.num_blocks, cache.block_size, *record_strides(cache),
         ),
         constants,
         num_warps=WARPS,
@@ -66,7 +66,7 @@ def dequant_gather_slots(out: Tensor, cache: PagedKVCache, slots: Tensor) -> Non
         (triton.cdiv(out.shape[0], constants["BLOCK_R"]),),
         (
             out, cache.tensor, slots, out.shape[0], out.stride(0), slots.stride(0), slots.shape[1],
-            cache.num_blocks, cache.block_size, *place(cache),
+            cache.num_blocks, cache.block_size, *record_strides(cache),
         ),
         constants,
         num_warps=WARPS,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.numerics import cast, power_of_two, round_to
+from dsv4attn.backends._triton.numerics import cast, round_to, scale_of_byte
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def quantize(x, FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr):
     amax = tl.maximum(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), FLOOR)
     larger = ((amax & 0x7FFFFF) > (LARGEST & 0x7FFFFF)).to(tl.int32)
     byte = tl.where(amax >= 0x7F800000, 254, (amax >> 23) - (LARGEST >> 23) + 127 + larger)
-    return encode_e4m3(x * power_of_two(254 - byte)[:, None], FNUZ, LARGEST), byte
+    return encode_e4m3(x * scale_of_byte(254 - byte)[:, None], FNUZ, LARGEST), byte
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def insert_key(
             tail = record + NOPE
 
         if ROPE > 0:
-            # [ROPE / 2] pairs; that of an odd dimension, which nobody rotates, lacks its second half
+            # [ROPE / 2] pairs; the last pair of an odd ROPE, which is never rotated, has one half
             pair = tl.arange(0, triton.next_power_of_2(triton.cdiv(ROPE, 2)))
             first, second = 2 * pair < ROPE, 2 * pair + 1 < ROPE
             even = tl.load(key + NOPE + 2 * pair, mask=first, other=0.0)

@@ -1,4 +1,4 @@
-"""One compiled form of a kernel: what a launch, a warm-up and a cross-compilation agree on."""
+"""One compiled form of a kernel, as launches, warm-up and cross-compilation describe it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Variant:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a launch passes to the compiler beside the arguments."""
+        """Compiler options of a launch."""
         return options(self.num_warps, self.num_stages, fp_fusion=self.fp_fusion, **dict(self.extra))
 
     def stand_ins(self, *, far: bool = False) -> list[StandIn | float | None]:
@@ -170,5 +170,5 @@ def _type_of(arg: object) -> str:
 
 
 def pointer_type(dtype: torch.dtype) -> str:
-    """How `Variant.types` calls a pointer to this dtype."""
+    """The text in `Variant.types` of a pointer to this dtype."""
     return _POINTERS[dtype]

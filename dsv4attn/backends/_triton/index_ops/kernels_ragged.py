@@ -1,7 +1,7 @@
-"""Kernels that write ragged index lists: every program finds where its row begins, or reads it from a scan.
+"""Kernels that write ragged index lists: every program computes where its row begins, or reads it from a scan.
 
-A row is as long as its token may see, whatever stands in it, and what is absent is -1: so where rows begin follows from
-lengths alone, and no program waits for another.
+The length of a row is the number of entries that its token may see, and absent entries are -1. Lengths alone determine
+where rows begin, so that no program waits for another.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
