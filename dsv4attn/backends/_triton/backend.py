@@ -59,7 +59,7 @@ class TritonBackend(BackendDefaults):
         return self.forms.decode_indices is IndexForm.RAGGED
 
     def __init__(self, *, tuning: str = "auto", deterministic: bool = False) -> None:
-        """Choose numbers, touch no device."""
+        """Check the options; no device is touched."""
         if tuning != "auto" and tuning not in self.tunings:
             expected = f"'auto' or a row of the {self.name} backend: {', '.join(self.tunings)}"
             raise ArgumentError("tuning", expected=expected, actual=repr(tuning))
@@ -69,7 +69,7 @@ class TritonBackend(BackendDefaults):
 
     @cached_property
     def tuning(self) -> Tuning:
-        """Numbers of the device that is here."""
+        """The tuning of this machine's device."""
         return self._tuning(DeviceFacts.here())
 
     def _tuning(self, device: DeviceFacts) -> Tuning:
@@ -149,7 +149,7 @@ class TritonBackend(BackendDefaults):
             yield from self._gathered_variants(bounds, layer, tuning)
 
     def _gathered_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
-        """Over keys in the workspace, whose views all begin at multiples of 16 bytes."""
+        """Forms for keys in the workspace, where all views begin at multiples of 16 bytes."""
         rows = KVCacheLayout.rows(bounds.swa.nope_dim, bounds.swa.rope_dim, dtype=bounds.swa.row_dtype)
         segment = attend.Segment.of(rows, aligned=rows.data_bytes % 16 == 0)
         yield from self._variants_over(bounds, layer, tuning, (segment,))

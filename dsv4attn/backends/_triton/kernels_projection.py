@@ -37,7 +37,7 @@ def project_kernel(
     group = (tile // token_tiles).to(tl.int64)
     m = (tile % token_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) % rank_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # behind the edges the last row is read again, which costs less than a mask
+    # tokens past the end read the last row again, which costs less than a mask
     token = tl.minimum(m, tokens - 1).to(tl.int64)
     row = O + (token * o_stride + group * HEADS * head_stride)
     column = tl.multiple_of(W + (group * RANK + tl.minimum(n, RANK - 1)) * w_stride, ALIGNED)

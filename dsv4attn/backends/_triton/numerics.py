@@ -40,7 +40,7 @@ def dequantize(code, byte, fnuz):
 @triton.jit
 def is_nan(code, fnuz):
     """Whether an e4m3 code, int32, is no number: 0x7F and 0xFF, or, in FNUZ, 0x80 alone."""
-    # of a dialect that the kernel knows, the compiler drops the other comparison
+    # if fnuz is a constant, the compiler removes the other comparison
     return tl.where(fnuz, (code & 0xFF) == 0x80, (code & 0x7F) == 0x7F)
 
 

@@ -1,4 +1,4 @@
-"""What a backend may tune: numbers that change times, and results only by rounding."""
+"""Tuning tables of the shared attention kernels: numbers that change times, and results only by rounding."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Tuning:
     prefill: Tuning | None = None
 
     def of(self, phase: Phase) -> Tuning:
-        """Numbers of a phase."""
+        """The tuning of a phase."""
         return self.prefill or self if phase is Phase.PREFILL else self
 
 
@@ -55,7 +55,7 @@ _MEASURED = "H200, torch 2.11, Triton 3.6, 2026-11-22: dsv4attn bench decode pre
 # records in flight spill 4 to 24 bytes a thread, with Triton 3.6 and 3.9. Without them 8 tokens decode 1 to 8 % faster,
 # 256 tokens 5 to 8 % slower: 1.024 of the time in the geometric mean of 12 shapes
 HOPPER = Tuning(chained=False, assembly=True, prefetch=False, measured=_MEASURED)
-"""sm_90, for every backend whose kernel is the shared one."""
+"""sm_90, for every backend that uses the shared kernel."""
 
 # each block of heads unpacks keys anew, so 64 of them; 32 keys spill, with Triton 3.6 or where rows are gathered, and
 # 8 warps take 50 % more instructions for each key

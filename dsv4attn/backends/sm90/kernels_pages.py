@@ -48,7 +48,7 @@ from dsv4attn.backends.sm90.kernels_produce import allocate_codes, produce
 from dsv4attn.backends.sm90.kernels_schedule import enter, part_of, store_split, tiles_of, write_sums
 
 OUT_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-"""Of 128 columns of the output."""
+"""128 columns of the output."""
 WEIGHTS_L = gl.constexpr(gl.DotOperandLayout(0, OUT_L.value, 2))
 STORE_L = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -116,7 +116,7 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
             s = gl.zeros([64, 64], gl.float32, layout=SCORES_L)
             s = warpgroup_mma(smem.q.index(zero + 0), smem.k0.index(b).permute((1, 0)), s, use_acc=False, is_async=True)
             s = warpgroup_mma(smem.q.index(zero + 1), smem.k1.index(b).permute((1, 0)), s, is_async=True)
-            # these come first: `values` multiplies the tile before during the softmax of this one
+            # these come first: `values` multiplies the previous tile during the softmax of this one
             mbarrier.arrive(smem.go.index(0), count=1, pred=k > first)
             s = warpgroup_mma(smem.q.index(zero + 2), smem.k2.index(b).permute((1, 0)), s, is_async=True)
             s = warpgroup_mma(smem.q.index(zero + 3), smem.k3.index(b).permute((1, 0)), s, is_async=True)
@@ -232,7 +232,7 @@ def attend_pages(
     """Attend a chunk of count tiles, whose first row is t, at pos of the line. VALUES, PRODUCE: registers of roles."""
     smem = Shared(
         q=allocate(gl.bfloat16, [4, 64, 128], KEYS_S),
-        # one memory for each 128 columns: the compiler confuses parts of one
+        # a buffer for each 128 columns: the compiler confuses parts of one buffer
         k0=allocate(gl.bfloat16, [2, 64, 128], KEYS_S), k1=allocate(gl.bfloat16, [2, 64, 128], KEYS_S),
         k2=allocate(gl.bfloat16, [2, 64, 128], KEYS_S), k3=allocate(gl.bfloat16, [2, 64, 128], KEYS_S),
         raw=(allocate_codes(), allocate_codes(), allocate_codes(), allocate_codes(), allocate_codes()),

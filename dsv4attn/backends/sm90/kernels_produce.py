@@ -12,7 +12,7 @@ from dsv4attn.backends.sm90.compat import ROPE_FIRST, copy_async, reinterpret
 from dsv4attn.backends.sm90.kernels_schedule import advance, begin, page_of, slots
 
 WORDS_L = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
-"""Of 64 codes of each key, as words: four threads have a key's, eight warps a tile."""
+"""64 codes of each key of a tile, as words: four threads hold a key, eight warps a tile."""
 ROPE_L = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))
 KEY_WORDS_S = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 """The same bytes as KEYS_S, two values in a word."""
@@ -97,7 +97,7 @@ def decoded(words, scales, seen, BYTE: gl.constexpr, TEXT: gl.constexpr):
 
 @gluon.jit
 def spoilt(scales):
-    """int32, the upper bits of whose bytes are set where one of four scale bytes is 255, and so a NaN."""
+    """int32 words of four scale bytes each; the upper bit of a byte is set if that scale byte is 255, and so NaN."""
     return (~scales - 0x01010101) & scales
 
 
@@ -110,10 +110,10 @@ def store_words(stages, b, first, second):
 
 @gluon.jit
 def load_codes(data, ok, FIRST: gl.constexpr):
-    """64 codes of each key, from word FIRST on; zeros of one that is not there."""
+    """64 codes of each key, from word FIRST on; zeros where not ok."""
     of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
     p = gl.multiple_of(gl.expand_dims(data, 1) + gl.expand_dims(of, 0) + FIRST, [1, 16])
-    # a mask of both dimensions: of one alone, the compiler loads word by word
+    # a mask of both dimensions: with a mask of one, the compiler loads word by word
     return gl.load(p, mask=gl.expand_dims(ok, 1) & (gl.expand_dims(of, 0) < 16), other=0)
 
 
@@ -198,7 +198,7 @@ def produce(keys, chunk, t, pos, count, smem):
         y, seen = decoded(x2, low, seen, 2, DECODE)
         z, seen = decoded(x3, low, seen, 3, LAST)
         store_words(smem.k1, b, y, z)
-        # stored late: earlier, this takes one register more than the role has
+        # stored late: an earlier store takes one register more than the role has
         smem.bias.index(b).store(gl.where(ok, 0.0, -float("inf")))
         fence_async_shared()
         mbarrier.arrive(smem.k_full.index(b), count=1)

@@ -60,7 +60,7 @@ from dsv4attn.backends.sm90.kernels_schedule import (
 )
 
 HALF_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-"""Of half of the output's columns."""
+"""Half of the output's columns."""
 LEFT, RIGHT = gl.constexpr(0), gl.constexpr(1)
 """The roles that multiply, and the index of their tiles, their weights, and what else the other one reads."""
 
@@ -132,14 +132,14 @@ def arrive_copied(bar):
 
 @gluon.jit
 def store_mask(smem, ok, TILE: gl.constexpr):
-    """Store which keys of a tile are there, and whether all are: then no role reads the first."""
+    """Store which keys of a tile exist, and whether all do; if all do, no role reads the mask."""
     smem.bias.index(TILE).store(gl.where(ok, 0.0, -float("inf")))
     smem.every.index(TILE).store(single(gl.min(ok.to(gl.int32), 0), gl.int32))
 
 
 @gluon.jit
 def produce(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
-    """Store what each row is, and fill stages with its q and its tiles. The next pair's slots are loaded meanwhile."""
+    """Store each row's number, side and pairs, and fill stages with its q and tiles, one pair of slots ahead."""
     segment = keys.first
     program = gl.program_id(0)
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_L))
@@ -318,8 +318,8 @@ def left(query, results, smem, H: gl.constexpr):
         # the next row's as well: it runs while this one is written
         s = start_qk(smem, (i + 1) & 1, LEFT)
         if k == of_row:
-            # through the memory of the own weights: `right` has used them, since it released the keys of that product,
-            # and others are there already
+            # through the memory of the own weights: `right` has read them, since it has released the keys of that
+            # product, in whose place the next keys have arrived
             finish(query, results, smem, done, total, reference, largest, j, H, LEFT)
             done = gl.zeros([64, 256], gl.float32, layout=HALF_L)
             reference, total, largest = initial_sums()

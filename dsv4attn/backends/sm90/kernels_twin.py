@@ -110,7 +110,7 @@ def attention(
         q_row = q + token * q_token + head.to(tl.int64)[:, None] * q_head + column[None, :]
         query = widen(tl.load(q_row, mask=live[:, None], other=0.0), tl.float32)
         largest, total = tl.full([64], NOTHING, tl.float32), tl.zeros([64], tl.float32)
-        # what weights are relative to: of pages the largest logit so far
+        # the reference of the weights: for pages, the largest logit so far
         reference, tolerance = largest, TOLERANCE if KIND == BF16_ROWS else 0.0
         acc = tl.zeros([64, 512], tl.float32)
         for k in range(first_tile, first_tile + pairs_of(first_tile, last) * 2 if KIND == BF16_ROWS else last):
@@ -119,7 +119,7 @@ def attention(
                 values = read_row(key, ok)
             else:
                 slot, inside = slots(keys, chunk, walk, within)
-                # the keys of a tile that the producer never reaches would not arrive
+                # a tile that the producer never reaches has no keys
                 ok, data, scales = page_of(keys, tl.where(done < count, slot, -1), inside)
                 values = read_page(data, scales, ok)
             z = tl.dot(query, tl.trans(values), input_precision="ieee") * (scale * LOG2E)

@@ -50,7 +50,7 @@ class Sm90Backend(TritonBackend):
 
     prefill: "paged" gathers nothing and takes no workspace for keys; "gathered" pays for long chunks of many heads.
     tuning: of the shared kernel, see `TritonBackend`. deterministic: the shared kernel serves every call, because the
-    Gluon kernels cut rows where the batch makes them.
+    Gluon kernels split rows at places that depend on the batch.
     """
 
     name = "sm90"
@@ -59,7 +59,7 @@ class Sm90Backend(TritonBackend):
     def __init__(
         self, *, prefill: str = KeyForm.PAGED.value, tuning: str = "auto", deterministic: bool = False
     ) -> None:
-        """Choose a form of prefill and numbers, touch no device."""
+        """Check the options; no device is touched."""
         super().__init__(tuning=tuning, deterministic=deterministic)
         if prefill not in (*KeyForm,):
             expected = " or ".join(f"'{form.value}'" for form in KeyForm)
@@ -129,13 +129,13 @@ class Sm90Backend(TritonBackend):
 
 
 def _programs(heads: int) -> int:
-    """Programs of a Gluon kernel: all that run at once, as many for each block of heads."""
+    """Programs of a Gluon kernel: all that run at once, the same number for each block of heads."""
     blocks = -(-heads // HEADS)
     return max(multiprocessors() // blocks, 1) * blocks
 
 
 def _prepare(call: AttentionCall, kind: int, numbers: Sequence[int]) -> Run:
-    """Launches of a Gluon kernel, which leaves parts of rows, and of the kernel that combines them."""
+    """Launches of a Gluon kernel, which writes rows and parts of rows, and of the kernel that combines the parts."""
     q, top, keys = call.q, call.max_logits, call.keys
     tokens, heads, _ = q.shape
     roles = _roles(kind)
@@ -179,10 +179,10 @@ def _roles(kind: int) -> Roles:
 
 @cache
 def _constants(segments: int, kind: int, heads: int) -> tuple[Constants, tuple[tuple[int, Constants], ...]]:
-    """Constants of the Gluon kernel; and of `combine_parts`, beside its programs of a token, for few heads and many."""
+    """Constants of the Gluon kernel; programs of a token and constants of `combine_parts`, for few and many heads."""
     roles = _roles(kind)
     chosen = {"SEGMENTS": segments, "H": heads, "BT": LINE}
-    # the twin is one for both kinds
+    # one twin serves both kinds
     chosen |= {"KIND": kind} if INTERPRETED else {"VALUES": roles.values, "PRODUCE": roles.produce}
     combining = tuple(
         (-(-heads // own), Constants({"H": heads, "R": own, "N": parts, "EXACT_CASTS": not INTERPRETED}))
@@ -197,7 +197,7 @@ def _is_wide(tensor: Tensor) -> bool:
 
 
 def _kind_of(layouts: Sequence[KVCacheLayout]) -> int | None:
-    """The kind of keys as which the Gluon kernels read aligned caches of these layouts; None if they do not."""
+    """FP8_PAGES or BF16_ROWS for aligned caches of these layouts; None if the Gluon kernels do not read them."""
     if all(map(_is_record, layouts)):
         return int(FP8_PAGES.value)
     (first, *others) = layouts
@@ -223,7 +223,7 @@ def _of_pages(keys: Sequence[Any]) -> tuple[int, tuple[int, ...]] | None:
         pitch = cache.page_stride
         if kind == BF16_ROWS.value:
             pitch = cache.tensor.stride(1) * 2 if size > 1 else pitch
-            # pages of rows that stand one behind the other are rows
+            # contiguous pages of rows are read as rows
             if pitch * size != cache.page_stride or pitch % WIDE:
                 return None
         if pitch >= FARTHEST:

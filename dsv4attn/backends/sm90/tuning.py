@@ -19,6 +19,7 @@ class Roles:
     The first role, of four warps, has the other registers. least: tiles of the shortest chunk.
     few: most heads of all tokens for which a program of `combine_parts` takes one head, `parts` parts at a time; with
     more heads it takes `heads` heads, two parts at a time. warps: of a program of `combine_parts`.
+    measured: as of `Tuning`.
     """
 
     values: int = 224
@@ -54,4 +55,4 @@ ROWED = Roles(values=216, produce=72, producers=4, measured=f"{_ON} prefill-rows
 """Keys in bf16 rows."""
 
 TUNING: Mapping[str, Tuning] = {DEFAULT: HOPPER, "cpu": INTERPRETER, "sm_90": HOPPER}
-"""Numbers of the shared kernel, for the calls that it serves here."""
+"""Tuning of the shared kernel."""

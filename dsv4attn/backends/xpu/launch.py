@@ -1,4 +1,4 @@
-"""The Backend of the Intel room: fused or gathered decode, and prefill on gathered rows."""
+"""The Backend for Intel GPUs: fused or gathered decode, and prefill on gathered rows."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class GatherTile:
 class XpuBackend(TritonBackend):
     """Attention of decode on pages or on rows that it gathers, and of prefill on rows that core gathers.
 
-    decode: "fused", "gathered", or "auto": what the room knows to be better on the device. tuning, deterministic: see
+    decode: "fused", "gathered", or "auto": the form that `DECODE` has for the device. tuning, deterministic: see
     `TritonBackend`.
     """
 

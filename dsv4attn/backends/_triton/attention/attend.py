@@ -59,7 +59,7 @@ class Segment:
 
     @property
     def in_order(self) -> Segment:
-        """The same, its columns read in their order."""
+        """This segment with columns in their order: WORDS becomes BYTES."""
         return evolve(self, kind=BYTES.value) if self.kind == WORDS.value else self
 
 
@@ -81,7 +81,7 @@ class Shape:
 
 @lru_cache(maxsize=256)
 def constants(shape: Shape, tuning: Tuning) -> dict[str, Any]:
-    """Constants of `attention`, but for SPLIT."""
+    """Constants of `attention` except SPLIT."""
     width = padded(shape.nope + shape.rope)
     pieces = 1 if width <= 256 else 2
     first, second = shape.segments[0], shape.segments[-1]
@@ -140,7 +140,7 @@ def padded(n: int) -> int:
 
 
 def splits_of(tokens: int, heads: int, width: int, tuning: Tuning, programs: int) -> int:
-    """How many programs share a token's keys: enough to fill the device, each with a tile. A function of shapes."""
+    """Programs that share a token's keys: enough to fill the device, at most one a tile. A function of shapes."""
     blocks = -(-heads // min(tuning.heads, padded(heads)))
     return max(1, min(programs // max(tokens * blocks, 1), -(-width // tuning.keys)))
 
@@ -157,7 +157,7 @@ def scratch(tokens: int, layer: LayerGeometry, splits: int, *, always: bool = Fa
 
 
 def scratch_bound(layer: LayerGeometry, rows: int) -> int:
-    """Bytes of `scratch` for at most so many rows, tokens x splits."""
+    """Upper bound in bytes of `scratch` for this many rows, tokens x splits."""
     return 4 * rows * layer.num_heads * (layer.head_dim + 2) + 3 * ALIGNMENT if rows else 0
 
 
@@ -194,7 +194,7 @@ def prepare(
     shape = Shape(heads, layer.nope_dim, layer.rope_dim, segments, q.dtype, unit, ragged)
     chosen, results = constants(shape, tuning), result_strides(call, unit)
     attention_constants, combine_constants = _launched(shape, tuning, split=part is not None)
-    # a tile may be smaller than the tuning says, and a split must not
+    # a tile may be smaller than `tuning.keys`, and a split still has `tiles_per_split * tuning.keys` keys
     cut = splits, tiles_per_split * tuning.keys // chosen["N"], 1, layer.scale, call.empty_lse
     strides = q.stride(0) // unit, q.stride(1) // unit, *results
     attention_launch = Launch(attention, attention_constants, (*strides, *numbers, *cut), _warps(chosen, tuning))
@@ -235,7 +235,7 @@ def _reduce_constants(chosen: dict[str, Any], tuning: Tuning) -> dict[str, Any]:
 
 
 def variants(shape: Shape, tuning: Tuning, *, sinks: Sequence[bool], lses: Sequence[bool]) -> Iterator[Variant]:
-    """Every form that `attend` can ask for with q and segments like these, without the rotation."""
+    """Every form that `attend` can ask for with a shape, without the rotation."""
     chosen, reduced = constants(shape, tuning), _reduce_constants(constants(shape, tuning), tuning)
     caches = [segment.dtype for segment in shape.segments]
     for given, split in product(call_types(shape.dtype, caches, sinks, lses), (False, True)):
@@ -270,14 +270,14 @@ def index_rows(keys: Sequence[PagedKeys] | GatheredKeys) -> list[Any]:
 
 
 def index_tensors(keys: Sequence[PagedKeys] | GatheredKeys) -> list[Tensor]:
-    """Indices and lens, or indptr, of the first and the last segment; an only one takes the places of two."""
+    """Indices and lens, or indptr, of the first and the last segment, which may be the same segment."""
     rows = index_rows(keys)
     pairs = ((one.indices, one.indptr if isinstance(one, RaggedIndices) else one.lens) for one in (rows[0], rows[-1]))
     return [tensor for pair in pairs for tensor in pair]
 
 
 def _segments(keys: Sequence[PagedKeys] | GatheredKeys) -> tuple[tuple[Segment, ...], list[int]]:
-    """Constants and numbers of each segment; the numbers of an only one take the places of two."""
+    """Constants of each segment, and numbers of two; those of an only segment are repeated."""
     found: list[tuple[Segment, list[int]]] = []
     if isinstance(keys, GatheredKeys):
         kv, stride = keys.kv, keys.kv.stride(0)

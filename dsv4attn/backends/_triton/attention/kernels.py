@@ -25,7 +25,7 @@ def columns_of(rows, lens, token, width, stride, RAGGED: tl.constexpr):
     rows, lens: [T, width] int32, rows `stride` apart, and [T] int32; RAGGED: flat [stride] and [T + 1], both int32.
     """
     if RAGGED:
-        # whatever indptr holds, nothing outside the list is read
+        # for any values of indptr, nothing outside the list is read
         start = tl.maximum(tl.load(lens + token), 0)
         end = tl.minimum(tl.maximum(tl.load(lens + token + 1), 0).to(tl.int64), stride).to(tl.int32)
         row, count = rows + start.to(tl.int64), end - start
@@ -36,7 +36,7 @@ def columns_of(rows, lens, token, width, stride, RAGGED: tl.constexpr):
 
 @triton.jit
 def chosen(inside, a, b, SEGMENTS: tl.constexpr):
-    """Of two numbers, the one of the segment a tile belongs to."""
+    """The number of the tile's segment: a of segment 0 (inside), b of segment 1."""
     if SEGMENTS == 2:
         a = tl.where(inside, a, b)
     return a
@@ -44,7 +44,7 @@ def chosen(inside, a, b, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def address(inside, a, b, SEGMENTS: tl.constexpr):
-    """The same of two pointers."""
+    """The pointer of the tile's segment, as `chosen`."""
     if SEGMENTS == 2:
         a = tl.where(inside, a.to(tl.int64), b.to(tl.int64)).to(a.dtype)
     return a
@@ -52,7 +52,7 @@ def address(inside, a, b, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def paging(inside, a, b, SEGMENTS: tl.constexpr):
-    """The same of what `keys.page_and_row` divides by."""
+    """The page size, factor and log of the tile's segment, as `chosen`."""
     return (
         chosen(inside, a[0], b[0], SEGMENTS),
         chosen(inside, a[1], b[1], SEGMENTS),
@@ -96,7 +96,7 @@ def read(
     KIND: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
     GROUP: tl.constexpr, SCALES: tl.constexpr, C: tl.constexpr, PIECES: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Both pieces of a tile of keys that are not words; of a narrow key the second is the first.
+    """Both pieces of a tile of keys of kinds BYTES and ROWS; a narrow key's second piece is its first.
 
     segment: pointer to the pages or rows of a cache, paging of `keys.page_and_row`, page stride, row stride.
     """
@@ -221,7 +221,7 @@ def attention(
     live = head < H
     left_column, right_column = keys.columns(C, KIND0 == keys.WORDS)
 
-    # strides and addresses are multiples of UNIT elements; the compiler believes it and loads wide
+    # strides and addresses are multiples of UNIT elements; with this hint the compiler uses wide loads
     WIDE: tl.constexpr = UNIT * (q.dtype.element_ty.primitive_bitwidth // 8)
     q_row = tl.multiple_of(q + (token * q_token * UNIT + head.to(tl.int64) * q_head * UNIT), WIDE)
     q_left = tl.load(
@@ -264,7 +264,7 @@ def attention(
         inside = tile < first_tiles
         fnuz = FNUZ0 if FNUZ0 == FNUZ1 else inside == FNUZ0
         z = tl.zeros([BH, N], tl.float32)
-        # the offset is 0, which the compiler cannot know: no operand of q stays in registers from tile to tile
+        # the offset is 0, which the compiler cannot prove: no operand of q stays in registers from tile to tile
         again = q_row + tile * (once - 1)
         if WORDS:
             if not PREFETCH:

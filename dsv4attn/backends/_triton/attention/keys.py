@@ -75,7 +75,7 @@ def load_words(base, slot, ok, paging, page_stride16, nothing, INTERLEAVED: tl.c
         scale = tl.multiple_of((base + (behind + row * 8)).to(tl.pointer_type(tl.int32)), 8)
     of, mask = tl.arange(0, 32)[None, :], ok[:, None]
     short = tl.arange(0, 16)[None, :]
-    # `nothing` is 0, which the compiler cannot know: a thread takes two words here, and so has what belongs to its rope
+    # `nothing` is 0, which the compiler cannot prove: each thread loads two words, those beside its RoPE values
     x0 = tl.load(data[:, None] + of, mask=mask, other=0)
     x1 = tl.load(data[:, None] + (32 + of), mask=mask, other=0)
     x2 = tl.load(data[:, None] + (64 + of), mask=mask, other=0)
@@ -126,7 +126,7 @@ def codes(words, scale, fnuz, N: tl.constexpr, W: tl.constexpr, ASM: tl.constexp
     nan = numerics.has_nan(words, fnuz)
     if ASM:
         unit += tl.zeros_like(words)
-        # here the scale, as another unit would take registers that are not there
+        # NaN through the scale: another unit would take registers that the kernel does not have
         scale = tl.where(nan, 0x7FC07FC0, scale)
         first, second = tl.inline_asm_elementwise(
             DECODE, "=r,=r,r,r,r", [words, scale, unit], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
@@ -149,7 +149,7 @@ def _half(words, scale, unit, SHIFT: tl.constexpr):
 @triton.jit
 def unpack_words(x0, x1, x2, x3, rope, low, high, fnuz, N: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr):
     """Both pieces, [N, 256] each, of what `load_words` returned, in the order of `columns`."""
-    # a scale stands for 64 codes: made once, and spread over the 16 words that need it
+    # a scale serves 64 codes: computed once, and broadcast to their 16 words
     shift = (tl.arange(0, 2) * 8)[None, :]
     k0 = codes(x0, spread(scale_of(low[:, None] >> shift, ASM), N), fnuz, N, 32, ASM)
     k1 = codes(x1, spread(scale_of(low[:, None] >> (shift + 16), ASM), N), fnuz, N, 32, ASM)

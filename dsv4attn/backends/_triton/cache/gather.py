@@ -30,7 +30,7 @@ from dsv4attn.core.tensorspec import check_strides
 __all__ = ["dequant_gather_slots", "dequantize_and_gather_k_cache", "variants"]
 
 TILE, MOST, WARPS = 4096, 32, 4
-"""Values that a program copies, eight records of the model's; most records, if they are short; and its warps."""
+"""Values that a program copies (eight of the model's records), the most records of a program, and its warps."""
 
 
 def dequantize_and_gather_k_cache(

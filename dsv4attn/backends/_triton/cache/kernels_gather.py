@@ -74,7 +74,7 @@ def gather_kernel(
     tiles = tl.cdiv(rows, BLOCK_R)
     request = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * BLOCK_R
-    # a request of negative length has no records; and no position wraps around
+    # a request of negative length has no records, and no position overflows
     seq_len = tl.maximum(tl.load(SEQ_LENS + request), 0)
     count = seq_len
     if GATHER_LENS is not None:

@@ -32,7 +32,7 @@ def encode_e4m3(x, FNUZ: tl.constexpr, LARGEST: tl.constexpr):
     steps = size.to(tl.float32, bitcast=True) + tl.full((), anchor, tl.int32).to(tl.float32, bitcast=True)
     code = tl.where(size < ((shift + 1) << 23), steps.to(tl.int32, bitcast=True) - anchor, normal)
     if FNUZ:
-        # 0x80 is no zero but NaN
+        # 0x80 is NaN, not a zero
         return tl.where(is_nan, 0x80, tl.where(code == 0, 0, code | sign))
     return tl.where(is_nan, 0x7F, code) | sign
 

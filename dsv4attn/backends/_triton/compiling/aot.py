@@ -119,10 +119,10 @@ class Resources:
         occupancy = target.occupancy(registers, shared, warps)
         wave = target.warp_size if target.is_cuda else _largest(r"\.wavefront_size:\s+(\d+)", kernel.asm["amdgcn"])
         matrix = len(_MATRIX.findall(kernel.asm["ptx" if target.is_cuda else "amdgcn"]))
-        # Gluon begins behind this stage
+        # Gluon kernels have no such stage
         products = len(_PRODUCT.findall(kernel.asm.get("ttir", "")))
         need = registers, stores, loads, stack, shared, warps * wave, occupancy
-        return cls(*need, wave, matrix, products, serialised, _roles(kernel))
+        return cls(*need, wave, matrix, products, serialised, _role_registers(kernel))
 
     def reasons(self, target: Target) -> list[Reason]:  # noqa: C901 - one limit after the other
         """Every limit of the target that is broken; the compiler checks none of them."""
@@ -200,7 +200,7 @@ def _assemble(kernel: CompiledKernel, flags: Sequence[str]) -> tuple[str, bool]:
     return done.stderr, same
 
 
-def _roles(kernel: CompiledKernel) -> tuple[tuple[int, int], ...]:
+def _role_registers(kernel: CompiledKernel) -> tuple[tuple[int, int], ...]:
     """Warps and registers of each role of a warp-specialised kernel of NVIDIA; empty for all others.
 
     The first role has the kernel's own warps and the registers that the other roles leave: the second number in the
@@ -246,7 +246,7 @@ class Outcome:
         codes = {reason.code for reason in self.reasons}
         if "COMPILER" in codes:
             return "failed"
-        # products that wait for each other are what a spill leads to
+        # spills cause products that wait for each other
         if codes & {"SPILLS", "SCRATCH"} and codes <= {"SPILLS", "SCRATCH", "SERIALISED"}:
             return "spills"
         return "limit" if codes else "ok"
@@ -300,7 +300,7 @@ def distinctions(variants: Sequence[Variant]) -> dict[Variant, str]:
     for alike in by_name.values():
         parts = [_parts(variant) for variant in alike]
         columns = {key: [mine.get(key, "") for mine in parts] for mine in parts for key in mine}
-        # one of those that change together is enough
+        # of parameters that change together, one is enough
         chosen = {tuple(map(column.index, column)): key for key, column in reversed([*columns.items()])}
         keys = [key for key, column in columns.items() if len({*column}) > 1 and key in chosen.values()]
         found.update({variant: " ".join(columns[key][i] for key in keys) for i, variant in enumerate(alike)})

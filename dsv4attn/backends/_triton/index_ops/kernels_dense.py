@@ -98,7 +98,7 @@ def combine_kernel(
             tl.store(row + place, (first_row + entry).to(tl.int32), mask=keep & (place < most_entries))
             taken += tl.sum(keep.to(tl.int32), 0)
         taken = tl.minimum(taken, most_entries)
-    # entries were stored before column `taken`, and only there: no store below meets one above
+    # entries were stored only before column `taken`: these stores do not overlap them
     for start in range(taken, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         seen = column < taken + count

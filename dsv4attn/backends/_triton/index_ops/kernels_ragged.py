@@ -113,7 +113,7 @@ def ragged_translate_kernel(
         to = taken + tl.cumsum(keep, 0) - 1
         tl.store(flat + begin + to, slot.to(tl.int32), mask=(keep > 0) & (to < length))
         taken += tl.sum(keep, 0)
-    # slots were stored before column `taken`, and only there: no store meets one above
+    # slots were stored only before column `taken`: these stores do not overlap them
     for start in range(tl.minimum(taken, length), length, BLOCK):
         column = start + tl.arange(0, BLOCK)
         tl.store(flat + begin + column, tl.full([BLOCK], -1, tl.int32), mask=column < length)

@@ -26,7 +26,7 @@ WIDE = 16
 """Bytes of the widest access. A pointer that is aligned to them compiles to wider loads than one that is not."""
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 """Types of pointers in cache keys. Launches with other types, such as subclasses of Tensor, use Triton's launcher."""
-_MOST = 1024
+_MOST_FORMS = 1024
 """Cached forms of one kernel."""
 
 
@@ -152,7 +152,7 @@ def remember(form: Form | None, compiled: CompiledKernel, constants: Mapping[str
     entry, index, key = form
     kernel = entry.kernel
     tail = tuple(constants[name] for name in kernel.arg_names[entry.count :])
-    if len(entry.forms) >= _MOST:
+    if len(entry.forms) >= _MOST_FORMS:
         entry.forms.clear()
     passed = _driver_call(compiled, len(kernel.arg_names))
     entry.forms[key] = Compiled(*passed, tail, kernel.device_caches[index], compiled)

@@ -60,17 +60,17 @@ def stable_kernel(function: Callable[..., object]) -> Kernel:
     Parameters annotated as numbers are never specialised, and parameters without annotation are pointers. A kernel with
     wide accesses has a constant that says whether they are possible.
     """
-    return triton.jit(function, **_unspecialised(function))
+    return triton.jit(function, **_jit_options(function))
 
 
 def stable_gluon(function: Callable[..., object]) -> Kernel:
     """`stable_kernel` for Gluon, which Triton's interpreter does not run."""
     from triton.experimental import gluon
 
-    return gluon.jit(function, **_unspecialised(function))
+    return gluon.jit(function, **_jit_options(function))
 
 
-def _unspecialised(function: Callable[..., object]) -> dict[str, list[str]]:
+def _jit_options(function: Callable[..., object]) -> dict[str, list[str]]:
     parameters = inspect.signature(function).parameters.values()
     return {
         "do_not_specialize": [p.name for p in parameters if p.annotation in {"tl.int32", "tl.int64", "tl.float32"}],
@@ -168,7 +168,7 @@ class Launch:
             return
         call, head, middle, together, *_ = found
         stream = driver.active.get_current_stream(index)
-        # as `Compiled.launch`, which would cost a call
+        # inlined `Compiled.launch`, which saves a call
         if together:
             call(*head, programs, 1, 1, stream, *middle, (*pointers, *self._tail))
         else:
@@ -183,7 +183,7 @@ class Launch:
         self.once(programs, pointers)
         if programs and not FAR_FORMS and not INTERPRETED:
             self._index = pointers[0].device.index or 0
-            # the options that `launch` has by default: not far, one stage, products added before they are rounded
+            # the defaults of `launch`: not far, one stage, and fp_fusion
             options = False, self.warps, 1, True
             args = (*pointers, *self.numbers)
             form = compiled.form_of(self.kernel, args, self.constants, self._index, *options)

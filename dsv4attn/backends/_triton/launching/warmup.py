@@ -24,13 +24,13 @@ from dsv4attn.backends._triton.untyped import CompiledKernel
 __all__ = ["compiled", "threads", "warm"]
 
 _log = logging.getLogger("dsv4attn")
-_MOST = 16
+_MOST_THREADS = 16
 
 
 def threads() -> int:
     """Threads that compile, in each process."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MOST)
+    return min(cores, _MOST_THREADS)
 
 
 def warm(variants: Iterable[Variant], device: torch.device, *, name: str = "a backend") -> int:
@@ -63,7 +63,7 @@ def _compile(variant: Variant, *, far: bool) -> CompiledKernel:
 def _load(kernel: CompiledKernel) -> None:
     """Load a binary. Otherwise the first launch loads it, perhaps while a graph is captured."""
     done = kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel
-    # a property that loads when it is read
+    # reading this property loads the binary
     done.run  # noqa: B018
 
 
