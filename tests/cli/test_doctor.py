@@ -129,7 +129,7 @@ def test_options_that_reach_nobody_are_a_problem(here: Machine) -> None:
         ("reference.foo = 1", "unknown option 'foo' (known: decode_indices, prefill_indices, prefill_keys)"),
         ("reference.decode_indices = 'raged'", "unknown decode_indices form 'raged'; did you mean 'ragged'?"),
         ("rocm.nonsense = 1", "unknown option 'nonsense' (known: tuning, deterministic)"),
-        ("triton.tuning = 'sm_1'", "tuning: expected 'auto' or a row of the triton room"),
+        ("triton.tuning = 'sm_1'", "tuning: expected 'auto' or a row of the triton backend"),
     ],
 )
 def test_options_with_which_a_backend_refuses_to_load_are_a_problem(here: Machine, line: str, said: str) -> None:

@@ -1,4 +1,4 @@
-"""Arguments of the field's own functions, which engines call without metadata: how they are read and checked."""
+"""Reading and checking arguments of vLLM's and FlashInfer's functions, which engines call without metadata."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FLOATS = (torch.bfloat16, torch.float32)
 
 @lru_cache(maxsize=256)
 def layer_of(heads: int, head_dim: int, rope_dim: int, scale: float) -> LayerGeometry:
-    """A layer of these dims. What kind it is, no kernel asks; angles and window are not looked at."""
+    """A layer of these dims. Kernels read neither its kind nor its angles and window."""
     rope = Rope(rope_dim, 10000.0)
     return LayerGeometry(LayerKind.SWA, 1, heads, head_dim, rope, window=1, topk=0, softmax_scale=scale)
 
 
 def as_rows(indices: Tensor | None) -> Tensor | None:
-    """[T, 1, K] as [T, K]; whatever else it is, a check will say."""
+    """[T, 1, K] as [T, K]; other values are returned as they are, for a check to refuse."""
     return indices.squeeze(1) if isinstance(indices, Tensor) and indices.ndim == 3 else indices
 
 

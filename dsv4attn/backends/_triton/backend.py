@@ -1,4 +1,4 @@
-"""What every Triton room's Backend has in common: the shared steps, and attention straight on pages."""
+"""The base class of every Triton backend: the shared steps, and attention straight on pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import builder, dense
 from dsv4attn.backends._triton.launching.runtime import multiprocessors
 from dsv4attn.backends._triton.launching.warmup import warm
-from dsv4attn.backends._triton.tuning import Tuning, row_of
+from dsv4attn.backends._triton.tuning import Tuning, tuning_for
 from dsv4attn.core.contract import (
     AttentionCall,
     BackendDefaults,
@@ -41,14 +41,15 @@ __all__ = ["TritonBackend"]
 
 
 class TritonBackend(BackendDefaults):
-    """Attention on pages in both phases. A room says its name and its tuning, and overrides what it does otherwise.
+    """Attention on pages in both phases. A subclass gives name and tunings, and overrides what differs.
 
-    tuning: row of the room's table; "auto" takes the device's own. deterministic: no row's bits depend on what else is
-    in the batch; a decode row is then cut into parts of fixed length, and a prefill row is not cut at all.
+    name: of the backend. tunings: its tuning table, by architecture or kind of device.
+    tuning: row of that table; "auto" is the device's own. deterministic: no row's bits depend on the rest of the batch;
+    a decode row is then cut into splits of fixed length, and a prefill row is not cut.
     """
 
     name: str
-    rows: Mapping[str, Tuning]
+    tunings: Mapping[str, Tuning]
     forms = Forms(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
     steps: IndexSteps = dense
     builder_steps: BuilderSteps = builder
@@ -58,9 +59,9 @@ class TritonBackend(BackendDefaults):
         return self.forms.decode_indices is IndexForm.RAGGED
 
     def __init__(self, *, tuning: str = "auto", deterministic: bool = False) -> None:
-        """Choose numbers, touch no device."""
-        if tuning != "auto" and tuning not in self.rows:
-            expected = f"'auto' or a row of the {self.name} room: {', '.join(self.rows)}"
+        """Check the options; no device is touched."""
+        if tuning != "auto" and tuning not in self.tunings:
+            expected = f"'auto' or a row of the {self.name} backend: {', '.join(self.tunings)}"
             raise ArgumentError("tuning", expected=expected, actual=repr(tuning))
         if not isinstance(deterministic, bool):
             raise ArgumentError("deterministic", expected="true or false", actual=repr(deterministic))
@@ -68,33 +69,33 @@ class TritonBackend(BackendDefaults):
 
     @cached_property
     def tuning(self) -> Tuning:
-        """Numbers of the device that is here."""
+        """The tuning of this machine's device."""
         return self._tuning(DeviceFacts.here())
 
     def _tuning(self, device: DeviceFacts) -> Tuning:
-        return row_of(self.rows, device.arch if self._row == "auto" else self._row, device.kind)
+        return tuning_for(self.tunings, device.arch if self._row == "auto" else self._row, device.kind)
 
     def _splits(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> int:
-        """Parts of each row: a function of shapes, and of a row's own width alone when deterministic."""
+        """Splits of each row: a function of shapes, and of a row's own width alone when deterministic."""
         if not self.deterministic:
             return attend.splits_of(tokens, layer.num_heads, width, self.tuning.of(phase), multiprocessors())
         tiles = -(-width // self.tuning.keys) + 1
         return -(-tiles // self.tuning.run) if phase is Phase.DECODE else 1
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
-        """Parts of the rows, where several programs share one."""
+        """Splits of the rows, where several programs share one."""
         splits, always = self._splits(phase, layer, tokens, width), self.deterministic and phase is Phase.DECODE
         return attend.scratch(tokens, layer, splits, always=always)
 
     def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
-        """Rows are shared only as long as they do not fill the device, so parts are at most its programs."""
+        """Rows are split only if they do not fill the device, so splits are at most the device's programs."""
         if self.deterministic:
             parts = self._splits(phase, layer, max_tokens, max_width)
             return attend.scratch_bound(layer, max_tokens * parts if phase is Phase.DECODE else 0)
         return attend.scratch_bound(layer, multiprocessors())
 
     def transient_bytes(self, layer: LayerGeometry, max_tokens: int, max_width: int, max_rows: int) -> int:
-        """None: kernels write where they are told."""
+        """Zero: kernels write to given memory."""
         return 0
 
     quantize_and_insert_k_cache = staticmethod(insert.quantize_and_insert_k_cache)
@@ -148,14 +149,14 @@ class TritonBackend(BackendDefaults):
             yield from self._gathered_variants(bounds, layer, tuning)
 
     def _gathered_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
-        """Over keys in the workspace, whose views all begin at multiples of 16 bytes."""
+        """Forms for keys in the workspace, where all views begin at multiples of 16 bytes."""
         rows = KVCacheLayout.rows(bounds.swa.nope_dim, bounds.swa.rope_dim, dtype=bounds.swa.row_dtype)
         segment = attend.Segment.of(rows, aligned=rows.data_bytes % 16 == 0)
         yield from self._variants_over(bounds, layer, tuning, (segment,))
 
     def _paged_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         layouts = [layout for layout, _ in bounds.caches(layer)]
-        for segments in product(*(_segments(layout, aligned=bounds.aligned) for layout in layouts)):
+        for segments in product(*(_possible_segments(layout, aligned=bounds.aligned) for layout in layouts)):
             yield from self._variants_over(bounds, layer, tuning, segments)
 
     def _variants_over(
@@ -173,7 +174,7 @@ class TritonBackend(BackendDefaults):
         return warm(self.kernel_variants(bounds, DeviceFacts.here(device)), device, name=self.name)
 
 
-def _segments(layout: KVCacheLayout, *, aligned: bool) -> tuple[attend.Segment, ...]:
-    """What a cache can compile to. One of which nothing is promised may lie at multiples of 16 bytes nevertheless."""
-    told = (True,) if aligned and (layout.is_quantised or layout.data_bytes % 16 == 0) else (True, False)
-    return tuple(dict.fromkeys(attend.Segment.of(layout, aligned=each) for each in told))
+def _possible_segments(layout: KVCacheLayout, *, aligned: bool) -> tuple[attend.Segment, ...]:
+    """What a cache can compile to. aligned: whether it is promised to begin at multiples of 16 bytes."""
+    possible = (True,) if aligned and (layout.is_quantised or layout.data_bytes % 16 == 0) else (True, False)
+    return tuple(dict.fromkeys(attend.Segment.of(layout, aligned=each) for each in possible))

@@ -14,38 +14,21 @@ from dsv4attn.backends._triton.numerics import round_to
 
 @stable_kernel
 def project_kernel(
-    O,  # noqa: E741
-    POSITIONS,
-    TABLE,
-    W,
-    OUT,
-    tokens: tl.int32,
-    turned: tl.int32,
-    o_stride: tl.int64,
-    head_stride: tl.int64,
-    table_stride: tl.int64,
-    num_positions: tl.int64,
-    w_stride: tl.int64,
-    out_stride: tl.int64,
-    group_stride: tl.int64,
-    HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    OUT_ALIGNED: tl.constexpr,
-    DT: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
-):
-    """Grid (groups * token tiles * rank tiles,), neighbours share tokens: a tile of one group's product.
+    O,  # [tokens, groups * HEADS, NOPE + ROPE] # noqa: E741
+    POSITIONS,  # [tokens] int64
+    TABLE,  # [num_positions, ROPE] fp32, cosines before sines
+    W,  # [groups * RANK, HEADS * (NOPE + ROPE)]
+    OUT,  # [tokens, groups, RANK]
+    tokens: tl.int32, turned: tl.int32, o_stride: tl.int64, head_stride: tl.int64, table_stride: tl.int64,
+    num_positions: tl.int64, w_stride: tl.int64, out_stride: tl.int64, group_stride: tl.int64,
+    HEADS: tl.constexpr, RANK: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ALIGNED: tl.constexpr, OUT_ALIGNED: tl.constexpr, DT: tl.constexpr, EXACT_CASTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (groups * token tiles * rank tiles,), neighbours share tokens: a tile of one group's product.
 
-    O: [tokens, groups * HEADS, NOPE + ROPE]. POSITIONS: [tokens] int64. TABLE: [num_positions, ROPE] fp32, cosines
-    before sines. W: [groups * RANK, HEADS * (NOPE + ROPE)]. OUT: [tokens, groups, RANK]. turned: leading tokens whose
-    rotation is undone already. HEADS: of a group. DT: what is multiplied; sums are fp32. ALIGNED, OUT_ALIGNED: bytes
-    that divide the address of every row of O and W, and of OUT.
+    turned: leading tokens whose rotation is undone already. HEADS: of a group. DT: what is multiplied; sums are fp32.
+    ALIGNED, OUT_ALIGNED: bytes that divide the address of every row of O and W, and of OUT.
     """
     dim: tl.constexpr = NOPE + ROPE
     rank_tiles: tl.constexpr = triton.cdiv(RANK, BLOCK_N)
@@ -54,7 +37,7 @@ def project_kernel(
     group = (tile // token_tiles).to(tl.int64)
     m = (tile % token_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) % rank_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # behind the edges the last row is read again, which costs less than a mask
+    # tokens past the end read the last row again, which costs less than a mask
     token = tl.minimum(m, tokens - 1).to(tl.int64)
     row = O + (token * o_stride + group * HEADS * head_stride)
     column = tl.multiple_of(W + (group * RANK + tl.minimum(n, RANK - 1)) * w_stride, ALIGNED)

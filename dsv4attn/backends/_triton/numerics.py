@@ -11,9 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NOTHING = tl.constexpr(-1e30)
+"""Where a running maximum starts: finite, so that a tile without keys makes no NaN."""
+
 
 @triton.jit
-def power_of_two(byte):
+def scale_of_byte(byte):
     """2^(byte - 127) as fp32 of an E8M0 byte, int32. 0 is the subnormal 2^-127 and 255 is NaN."""
     bits = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
     return bits.to(tl.float32, bitcast=True)
@@ -28,14 +33,14 @@ def dequantize(code, byte, fnuz):
     """
     bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
     unit = tl.where(fnuz, 0x7B000000, 0x7B800000).to(tl.float32, bitcast=True)  # 2^119, 2^120
-    value = bits.to(tl.float32, bitcast=True) * unit * power_of_two(byte)
+    value = bits.to(tl.float32, bitcast=True) * unit * scale_of_byte(byte)
     return tl.where(is_nan(code, fnuz), float("nan"), value)
 
 
 @triton.jit
 def is_nan(code, fnuz):
     """Whether an e4m3 code, int32, is no number: 0x7F and 0xFF, or, in FNUZ, 0x80 alone."""
-    # of a dialect that the kernel knows, the compiler drops the other comparison
+    # if fnuz is a constant, the compiler removes the other comparison
     return tl.where(fnuz, (code & 0xFF) == 0x80, (code & 0x7F) == 0x7F)
 
 

@@ -1,6 +1,6 @@
-"""Output projection: the rotation of the outputs undone and each group of heads multiplied by its own matrix.
+"""Output projection: the launcher of `kernels_projection`, with tiles by architecture, dtype and alignment.
 
-This file launches `kernels_projection`: it chooses tiles by architecture, dtype and alignment.
+The rotation of the outputs is undone, and each group of heads multiplied by its own matrix.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.kernels_projection import project_kernel
-from dsv4attn.backends._triton.launching.runtime import ALIGNMENT, INTERPRETED, architecture, launch
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
 
 __all__ = ["inv_rope_o_proj", "variants"]
 
 
 @frozen
 class Tile:
-    """Tokens, ranks and summed columns of a tile, and how a program works on them."""
+    """Tokens, ranks and summed columns of a tile, and warps and pipeline stages of its program."""
 
     tokens: int
     ranks: int
@@ -40,24 +40,24 @@ SMALL = Tile(16, 64, 64, 4, 6)
 MIDDLE = Tile(64, 64, 64, 4, 4)
 LARGE = Tile(128, 128, 64, 8, 3)
 PLAIN = Tile(32, 32, 16, 4, 2)
-"""fp32 on ordinary units, and rows out of step, which no wide access can read: what fits into registers anywhere."""
+"""For fp32, which uses no matrix unit, and for unaligned rows: it fits into the registers of every device."""
 TILES: Mapping[str, tuple[Tile, Tile, Tile]] = dict.fromkeys(
     ("gfx1100", "gfx1151", "gfx1201"), (SMALL, Tile(64, 64, 64, 8, 4), Tile(128, 64, 32, 8, 3))
 )
-"""Small, middle and large tiles of architectures where those above spill: 256 registers of a thread do not hold them
+"""Small, middle and large tiles of architectures where the tiles above spill 256 registers of a thread
 (compiled with Triton 3.9, 2026-11-22; not measured)."""
 
 
-def tiles_of(arch: str) -> tuple[Tile, Tile, Tile]:
+def tiles_for(arch: str) -> tuple[Tile, Tile, Tile]:
     """Tiles for a few tokens, for up to 128, and for more."""
     return TILES.get(arch, (SMALL, MIDDLE, LARGE))
 
 
 def tile_of(tokens: int, dtype: torch.dtype, aligned: int, arch: str = "") -> Tile:
-    """Tile of a product in this dtype. LARGE ones fill a device of 128 cores from 129 tokens of the model's on."""
-    if dtype == torch.float32 or aligned < ALIGNMENT:
+    """Tile of a product in this dtype. With 129 tokens of the model or more, LARGE tiles fill a device of 128 cores."""
+    if dtype == torch.float32 or aligned < WIDE:
         return PLAIN
-    small, middle, large = tiles_of(arch)
+    small, middle, large = tiles_for(arch)
     return small if tokens <= 16 else middle if tokens <= 128 else large
 
 
@@ -133,10 +133,10 @@ def variants(
     aligned: bool = True,
     arch: str = "",
 ) -> Iterator[Variant]:
-    """Every form that the step can ask for on an architecture; `aligned` if rows of outputs and matrices are."""
+    """Every form that the step can ask for on an architecture. aligned: whether rows of outputs and matrices are."""
     dtype, width = torch.promote_types(o_dtype, w_dtype), nope + rope
-    aligned = aligned and all(width * each.itemsize % ALIGNMENT == 0 for each in (o_dtype, w_dtype))
-    tiles = [(PLAIN if dtype == torch.float32 else tile, ALIGNMENT) for tile in tiles_of(arch)]
+    aligned = aligned and all(width * each.itemsize % WIDE == 0 for each in (o_dtype, w_dtype))
+    tiles = [(PLAIN if dtype == torch.float32 else tile, WIDE) for tile in tiles_for(arch)]
     if not aligned:
         tiles.append((PLAIN, 1))
     types = {"O": pointer_type(o_dtype), "W": pointer_type(w_dtype), "OUT": pointer_type(o_dtype)}

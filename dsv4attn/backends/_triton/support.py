@@ -1,4 +1,4 @@
-"""What every Triton room can answer before it looks closer. Imports neither torch nor triton."""
+"""Which problems the shared Triton kernels serve on a device. Imports neither torch nor triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names for what Triton makes: it ships no types, and annotations say at least which object is meant."""
+"""Type aliases for Triton's objects, which have no types."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from typing import Any, TypeAlias
 __all__ = ["CompiledKernel", "Kernel"]
 
 Kernel: TypeAlias = Any
-"""What `triton.jit`, `gluon.jit`, `stable_kernel` or `stable_gluon` made of a function; interpreted or not."""
+"""The result of `triton.jit`, `gluon.jit`, `stable_kernel` or `stable_gluon`; interpreted or not."""
 CompiledKernel: TypeAlias = Any
-"""What Triton compiled of a `Kernel` for one device: `triton.compiler.CompiledKernel`."""
+"""A `Kernel` compiled for one device: `triton.compiler.CompiledKernel`."""

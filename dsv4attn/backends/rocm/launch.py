@@ -6,7 +6,7 @@ import torch
 
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends.rocm.metadata import RocmMetadata
-from dsv4attn.backends.rocm.tuning import ROWS
+from dsv4attn.backends.rocm.tuning import TUNING
 from dsv4attn.core.contract import Forms, IndexForm, KeyForm
 from dsv4attn.core.geometry import ModelGeometry
 from dsv4attn.core.limits import Limits
@@ -18,7 +18,7 @@ class RocmBackend(TritonBackend):
     """Attention of decode on pages, of prefill on rows that core gathers; ragged in both."""
 
     name = "rocm"
-    rows = ROWS
+    tunings = TUNING
     forms = Forms(
         decode_indices=IndexForm.RAGGED,
         prefill_indices=IndexForm.RAGGED,

@@ -1,4 +1,4 @@
-"""Metadata of the ROCm room: what decode attends to, in ragged form as well, made once a step.
+"""Metadata of the ROCm backend: what decode attends to, in ragged form as well, made once a step.
 
 Buffers are allocated once, for the largest batch. What a step hands out are views of them whose addresses and lengths
 follow from the number of rows alone, never from how many entries rows have: a captured graph finds them again.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from dsv4attn.backends._triton.tuning import CDNA, COMPILED, DEFAULT, HOPPER, INTERPRETER, RDNA, Tuning
 
-ROWS: Mapping[str, Tuning] = {
+TUNING: Mapping[str, Tuning] = {
     # fits 64 KiB of local memory and any register file
     DEFAULT: Tuning(heads=16, keys=32, warps=4, prefetch=False, measured=COMPILED),
     "cpu": INTERPRETER,

@@ -36,16 +36,16 @@ _Sizes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Sizes and strides of a view."""
 _View: TypeAlias = tuple["weakref.ref[Tensor]", int, _Sizes, Tensor]
 """Memory of a cache, its address, and a view of it."""
-MOST_KNOWN = 1024
-"""Entries of a table by shapes: more than an engine has at work, of the few sizes of graphs and the last eager ones."""
+MOST_SHAPES = 1024
+"""Most entries of a cache by shapes: more than an engine uses, for its graph sizes and recent eager shapes."""
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 _NAMES = ("kv_cache", "indices", "topk_length"), ("extra_kv_cache", "extra_indices", "extra_topk_length")
 
 
 def remember(table: dict[_K, _V], key: _K, value: _V) -> _V:
-    """Put a value into a table of which the oldest entry goes when it is full; widths of batches have no end."""
-    if len(table) >= MOST_KNOWN:
+    """Put a value into a table, which removes its oldest entry when it is full; widths of batches are unbounded."""
+    if len(table) >= MOST_SHAPES:
         table.pop(next(iter(table)), None)
     table[key] = value
     return value
@@ -53,7 +53,7 @@ def remember(table: dict[_K, _V], key: _K, value: _V) -> _V:
 
 @frozen
 class _Plan:
-    """What a call's scratch holds. heads: that FlashInfer sees. copies: whether rows of indices are."""
+    """The scratch of a call. heads: of FlashInfer's call. padded, copies: whether heads are padded, indices copied."""
 
     heads: int
     padded: bool
@@ -64,10 +64,10 @@ class _Plan:
 
 @define(eq=False)
 class _Form:
-    """What follows from shapes and strides alone. pages: of each cache with keys, its number, and its view's sizes.
+    """What shapes and strides determine. pages: of each cache with keys, its number, and its view's sizes.
 
-    direct: whether FlashInfer can write lse to its place, and not to scratch memory. copies, results: what is launched
-    before and behind FlashInfer. ran: whether all of it has run.
+    direct: whether FlashInfer writes lse to the call's tensor, and not to scratch memory. copies, results: launches
+    before and after FlashInfer. ran: whether all of them have run.
     """
 
     plan: _Plan
@@ -79,14 +79,14 @@ class _Form:
 
 
 class FlashInferAttention:
-    """One attention a call, of dense rows on pages, by the FlashInfer that was found.
+    """One attention a call, of dense rows on pages, by the installed FlashInfer.
 
-    in_range: whoever makes the indices promises that none is at or past the capacity of its cache. They are then
-    passed as they are. Without the promise they are copied, for FlashInfer would read whatever memory they name.
-    capturing: tells whether the current stream is being captured; default: the device's own module does.
+    in_range: a promise that no index is at or past the capacity of its cache. Indices are then passed as they are.
+    Without the promise they are copied, since FlashInfer reads whatever memory they address.
+    capturing: whether the current stream is being captured; the default asks the device's own module.
 
-    Layers share a wrapper, one for each device: all memory that a call writes is given to it, so it keeps nothing but
-    plans by shape, and those are good for every layer and stream. We keep what we know of the last `MOST_KNOWN` shapes.
+    Layers share one wrapper for each device. Calls give it all memory that it writes, so it stores only plans by shape,
+    which serve every layer and stream. Plans and forms of the last `MOST_SHAPES` shapes are cached.
     """
 
     def __init__(self, found: Found, *, in_range: bool = False, capturing: Callable[[], bool] | None = None) -> None:
@@ -165,7 +165,7 @@ class FlashInferAttention:
         if not form.pages:
             _nothing(call)
             return
-        mid_out, mid_lse, told, rest, *views = scratch
+        mid_out, mid_lse, scratch_lse, rest, *views = scratch
         wrapper, plan, keys = self._wrapper(call.q.device), form.plan, cast("Sequence[PagedKeys]", call.keys)
         q, output, sink, lse = call.q, call.out, call.attn_sink, call.lse
         rows = [segment.rows.indices for segment in keys]
@@ -182,30 +182,30 @@ class FlashInferAttention:
         self._name(given, form, keys, rows)
         if lse is not None:
             # without the sink: the keys' part cannot be had from a sum that a sink of 1e4 or +inf dominates
-            wrapper.run(**given, attn_sink=None, out_lse=lse if form.direct else told)
+            wrapper.run(**given, attn_sink=None, out_lse=lse if form.direct else scratch_lse)
         if lse is None or sink is not None:
             wrapper.run(**given, attn_sink=sink, out_lse=rest)
         if form.results is not None:
             usual = _dtypes(scratch) == plan.dtypes
-            its_lse, its_out = lse if lse is not None and form.direct else told, output if plan.padded else None
-            form.results.launch(its_lse, its_out, call, usual=usual)
+            its_lse = lse if lse is not None and form.direct else scratch_lse
+            form.results.launch(its_lse, output if plan.padded else None, call, usual=usual)
         form.ran = True
 
     def _name(self, given: dict[str, Any], form: _Form, keys: Sequence[PagedKeys], rows: Sequence[Tensor]) -> None:
-        """Add pages, rows of indices and lens of each cache that has keys, by the names they have there."""
+        """Add pages, rows of indices and lens of each cache that has keys, by FlashInfer's names."""
         for (cache, indices, lens), (i, sizes) in zip(_NAMES, form.pages, strict=False):
             given[cache] = self._pages_of(keys[i].cache.tensor, sizes)
             given[indices], given[lens] = rows[i], cast("DenseIndices", keys[i].rows).lens
 
     def _pages_of(self, memory: Tensor, sizes: _Sizes) -> Tensor:
-        """A cache as FlashInfer wants to see it.
+        """A view of a cache in FlashInfer's shape.
 
-        Kept by the identity of its memory, as long as that lives and stays where it is, since layers take turns.
+        Views are cached by the identity of the cache's tensor, as long as that lives at the same address.
         """
-        known = self._views.get(id(memory))
-        if known is not None and known[0]() is memory and known[1] == memory.data_ptr() and known[2] == sizes:
-            return known[3]
-        # no view of this tensor, which would keep it alive, but one more of its memory
+        cached = self._views.get(id(memory))
+        if cached is not None and cached[0]() is memory and cached[1] == memory.data_ptr() and cached[2] == sizes:
+            return cached[3]
+        # a tensor on the same storage: a view of this tensor would prevent its release
         with torch.inference_mode(False):  # it outlives the mode of the call that made it
             view = memory.new_empty(0).set_(memory.untyped_storage(), memory.storage_offset(), *sizes)
         number, views = id(memory), self._views
@@ -229,18 +229,18 @@ class FlashInferAttention:
         return asked is not None and asked()
 
     def _wrapper(self, device: torch.device) -> Any:  # noqa: ANN401 - of a package without types
-        """Their wrapper for a device."""
-        known = self._wrappers.get(device)
-        if known is None:
+        """FlashInfer's wrapper for a device."""
+        wrapper = self._wrappers.get(device)
+        if wrapper is None:
             try:
-                known = self._wrappers[device] = self.found.wrapper(device=device)
+                wrapper = self._wrappers[device] = self.found.wrapper(device=device)
             except Exception as error:
                 actual = f"{type(error).__name__}: {error}"
                 raise UnsupportedError("flashinfer", expected=f"a wrapper for {device}", actual=actual) from error
-        return known
+        return wrapper
 
     def _form(self, call: AttentionCall) -> _Form:
-        """What follows from a call's signature. Raises unless FlashInfer can load it, and bytes mean what it thinks."""
+        """The form of a call's signature. Raises unless FlashInfer can read tensors of these layouts and addresses."""
         tensors, sizes, keys = [call.q, call.out, call.lse, call.attn_sink], [], _paged(call)
         for segment in keys:
             rows, cache = segment.rows, segment.cache
@@ -261,7 +261,7 @@ class FlashInferAttention:
             expected = "q, out and caches to begin at multiples of 16 bytes"
             raise ArgumentError("tensors", expected=expected, actual=f"{actual} bytes behind one", hint=_COPY)
         if call.max_logits is not None:
-            raise ArgumentError("max_logits", expected="None: FlashInfer does not tell them", actual="a tensor")
+            raise ArgumentError("max_logits", expected="None: FlashInfer does not return them", actual="a tensor")
         if q.dtype is not torch.bfloat16:
             raise ArgumentError("q", expected="bfloat16", actual=str(q.dtype).removeprefix("torch."))
         plan = self._plan(q.shape[1], q.shape[0], *_widths(call))
@@ -272,9 +272,9 @@ class FlashInferAttention:
         direct = lse is not None and not plan.padded and lse.stride(1) == 1 and lse.stride(0) >= q.shape[1]
         copied = [(i, keys[i], plan.specs[i - 2][0][1]) for i, *_ in pages] if plan.copies else []
         copies = Copies.of(call, plan.heads if plan.padded else 0, copied) if plan.padded or copied else None
-        told = None if direct and call.empty_lse == -inf else lse
-        results = Results.of(call, plan.heads, told, out=plan.padded, direct=direct)
-        return _Form(plan, direct, pages, copies, results if plan.padded or told is not None else None)
+        rewritten = None if direct and call.empty_lse == -inf else lse
+        results = Results.of(call, plan.heads, rewritten, out=plan.padded, direct=direct)
+        return _Form(plan, direct, pages, copies, results if plan.padded or rewritten is not None else None)
 
     def _pages(self, keys: Sequence[PagedKeys], *, copies: bool) -> Iterator[tuple[int, _Sizes]]:
         main = True

@@ -22,7 +22,7 @@ _BEFORE, _BEHIND = (
     {unit: Constants({"UNIT": unit, **sizes, "HEADS": _HEADS, "MOST": 128, "D": 512}) for unit in (1, 8)}
     for sizes in ({"COLUMNS": _COLUMNS}, {})
 )
-"""By the elements of which the strides of q, or of out, are multiples."""
+"""Constants of both kernels, by the elements of which strides of q, or of out, are multiples."""
 _LARGEST_SLOT = 2**31 - 1
 
 
@@ -40,11 +40,11 @@ class Copies:
         q, sink = call.q, call.attn_sink
         unit = _unit(q.stride()) if wide else 8
         numbers = [*_units(q.stride(), unit), 0 if sink is None else sink.stride(0), q.shape[1], wide]
-        for _, segment, room in rows:
+        for _, segment, columns in rows:
             indices, capacity = segment.rows.indices, segment.cache.capacity
-            numbers += (indices.shape[1], room, *indices.stride(), min(capacity, _LARGEST_SLOT))
+            numbers += (indices.shape[1], columns, *indices.stride(), min(capacity, _LARGEST_SLOT))
         numbers += (0,) * (5 * (2 - len(rows)))
-        pieces = max(1, -(-wide // _HEADS), *(-(-room // _COLUMNS) for *_, room in rows))
+        pieces = max(1, -(-wide // _HEADS), *(-(-columns // _COLUMNS) for *_, columns in rows))
         return cls(tuple(i for i, *_ in rows), pieces, Launch(prepare, _BEFORE[unit], (*numbers, pieces)))
 
     def launch(
@@ -86,18 +86,18 @@ class Results:
         numbers = *(to if direct else (wide, 1)), *to, *_units(strides, unit), call.q.shape[1], wide, pieces
         return cls(lse is not None, pieces, Launch(settle, _BEHIND[unit], (*numbers, call.empty_lse)))
 
-    def launch(self, told: Tensor, wide_out: Tensor | None, call: AttentionCall, *, usual: bool = True) -> None:
-        """told: what FlashInfer wrote as lse. wide_out: what it wrote as output; None if that is `call.out`.
+    def launch(self, its_lse: Tensor, wide_out: Tensor | None, call: AttentionCall, *, usual: bool = True) -> None:
+        """its_lse, wide_out: FlashInfer's lse and output; wide_out is None if the output is `call.out`.
 
         usual: whether both have the dtypes that they have in other launches.
         """
         out, lse = None if wide_out is None else call.out, call.lse if self.lse else None
-        pointers = told, lse, wide_out, out
+        pointers = its_lse, lse, wide_out, out
         (self.kernel if usual else self.kernel.once)(call.q.shape[0] * self.pieces, pointers)
 
 
 def _unit(strides: Sequence[int]) -> int:
-    """Elements of 16 bytes if rows are dense and begin at multiples of them, else 1. The tensor is known to do so."""
+    """Elements of 16 bytes if strides of rows are multiples of them, else 1. The tensor itself begins at one."""
     *outer, last = strides
     return 8 if last == 1 and not any(stride % 8 for stride in outer) else 1
 

@@ -1,4 +1,4 @@
-"""The Backend of the SM120 room: both phases on pages, by FlashInfer where it serves a call, else by our kernel."""
+"""The Backend for sm_120 and sm_121: both phases on pages, by FlashInfer where it serves a call, else by our kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsv4attn.backends.sm120.choice import ARCHS
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.flashinfer_launches import variants
 from dsv4attn.backends.sm120.probe import HEADS
-from dsv4attn.backends.sm120.tuning import ROWS
+from dsv4attn.backends.sm120.tuning import TUNING
 from dsv4attn.core.chunking import round_up
 from dsv4attn.core.contract import AttentionCall, Forms, KeyForm, Phase, Products, Run
 from dsv4attn.core.device import DeviceFacts
@@ -33,15 +33,15 @@ OWN, FLASHINFER, AUTO = "own", "flashinfer", "auto"
 class Sm120Backend(TritonBackend):
     """Attention on pages in both phases.
 
-    kernel: "own", "flashinfer", or "auto": FlashInfer on sm_120 and sm_121, where it is there and serves the call,
-    which is settled before anything is launched. "flashinfer" is an order: what it cannot serve is an error. precision:
-    "bf16" leaves every call to our kernel, because FlashInfer rounds queries and weights to fp8. in_range: a promise
-    that block tables name no block outside its cache; without it FlashInfer gets a checked copy of all indices. tuning,
-    deterministic: see `TritonBackend`; only our kernel is deterministic.
+    kernel: "own", "flashinfer", or "auto": FlashInfer on sm_120 and sm_121, where it is installed and serves the call;
+    this is decided before any launch. With "flashinfer", a call that FlashInfer cannot serve is an error.
+    precision: with "bf16" our kernel serves every call, because FlashInfer rounds queries and weights to fp8.
+    in_range: a promise that block tables name no block outside its cache; without it FlashInfer gets a checked copy of
+    all indices. tuning, deterministic: see `TritonBackend`; only our kernel is deterministic.
     """
 
     name = "sm120"
-    rows = ROWS
+    tunings = TUNING
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Sm120Backend(TritonBackend):
 
     @cached_property
     def vendor(self) -> FlashInferAttention | Reason:
-        """FlashInfer, or why it is not asked. Imports it, the first time."""
+        """FlashInfer, or why it serves no call. The first access imports it."""
         device = DeviceFacts.here()
         if self._kernel == OWN:
             return Reason("KERNEL", "our kernel is asked for", "kernel=auto")
@@ -91,12 +91,12 @@ class Sm120Backend(TritonBackend):
         return Forms(prefill_keys=KeyForm.PAGED, max_logits=ours, empty_lse=True, products=products)
 
     def reasons(self, phase: Phase, layer: LayerGeometry, tokens: int) -> Sequence[Reason]:
-        """Why our kernel serves calls of so many tokens; empty where FlashInfer does."""
+        """Why our kernel serves calls of this many tokens; empty if FlashInfer serves them."""
         key = phase, layer, tokens
-        known = self._answers.get(key)
-        if known is None:
-            known = flashinfer.remember(self._answers, key, self._asked(phase, layer, tokens))
-        return known
+        answer = self._answers.get(key)
+        if answer is None:
+            answer = flashinfer.remember(self._answers, key, self._asked(phase, layer, tokens))
+        return answer
 
     @cached_property
     def _answers(self) -> dict[tuple[Phase, LayerGeometry, int], Sequence[Reason]]:
@@ -115,7 +115,7 @@ class Sm120Backend(TritonBackend):
         return against
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
-        """What the kernel needs that serves calls of this shape."""
+        """Scratch of the kernel that serves calls of this shape."""
         vendor = self.vendor
         if isinstance(vendor, Reason) or self.reasons(phase, layer, tokens):
             return super().scratch(phase, layer, tokens, width)

@@ -10,7 +10,7 @@ from dsv4attn.backends._triton.tuning import COMPILED, DEFAULT, HOPPER, INTERPRE
 # one variant of the kernel spills.
 _SM120 = Tuning(heads=16, keys=32, warps=8, narrow_warps=8, prefetch=False, assembly=True, measured=COMPILED)
 
-ROWS: Mapping[str, Tuning] = {
+TUNING: Mapping[str, Tuning] = {
     DEFAULT: Tuning(heads=16, keys=32, warps=4, prefetch=False, measured=COMPILED),
     "cpu": INTERPRETER,
     "sm_90": HOPPER,

@@ -1,11 +1,11 @@
 """NVIDIA Hopper (H100, H200, GH200): warp-specialised kernels in Gluon, on fp8 pages or gathered bf16 rows.
 
-Chosen automatically on sm_90, and runs nowhere else, but, asked for by name, on a CPU under Triton's interpreter
-(TRITON_INTERPRET=1), where a twin of both kernels with the same schedule attends. The room's own serve bf16 queries
-of at most 128 heads: one over records of 448 + 64 dims in OCP codes, one over bf16 rows. Every other call goes to the
-kernel that all Triton rooms share, with the same answers. Which it is follows from shapes, strides and dtypes.
+Chosen automatically on sm_90. Requested by name, it also runs on a CPU under Triton's interpreter (TRITON_INTERPRET=1),
+with a twin of both kernels that has the same schedule. The Gluon kernels serve bf16 queries of at most 128 heads: one
+over records of 448 + 64 dims in OCP codes, one over bf16 rows. The kernel that all Triton backends share serves every
+other call, with the same answers. Shapes, strides and dtypes determine which kernel serves a call.
 
-Prefill reads pages, or, option `prefill=gathered`, rows to which core has copied a chunk's keys in the workspace.
+Prefill reads pages, or, with option `prefill=gathered`, rows to which core has copied a chunk's keys in the workspace.
 
 Status: correct and measured on an NVIDIA H200, torch 2.11, Triton 3.6.
 """
@@ -36,5 +36,5 @@ INFO = BackendInfo(
 
 @hookimpl
 def dsv4attn_backends() -> Sequence[BackendInfo]:
-    """This room's one backend."""
+    """The Hopper backend."""
     return [INFO]

@@ -10,15 +10,15 @@ from dsv4attn.core.problem import CacheFacts, Problem
 __all__ = ["MOST_HEADS", "notes"]
 
 MOST_HEADS = 128
-"""Heads of a layer. More would be more blocks of 64, which nobody has tried."""
+"""Most heads of a layer. More heads take more than two blocks of 64, which has not been tested."""
 
 
 def notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
-    """One line: the kernel, and every reason if it is the shared one."""
+    """One line: the kernel that serves the problem, and every reason if it is the shared kernel."""
     against = [*_against(problem)]
     if against:
-        return [f"the kernel of all Triton rooms: {'; '.join(against)}"]
-    return ["the room's own kernel, where q, out and pages lie at multiples of 16 bytes"]
+        return [f"the shared Triton kernel: {'; '.join(against)}"]
+    return ["the Gluon kernel for Hopper, where q, out and pages begin at multiples of 16 bytes"]
 
 
 def _against(problem: Problem) -> Sequence[str]:
@@ -31,13 +31,13 @@ def _against(problem: Problem) -> Sequence[str]:
     if layer.num_heads > MOST_HEADS:
         found.append(f"{layer.num_heads} heads, more than {MOST_HEADS}")
     caches = [cache for cache in (problem.swa, problem.compressed) if cache is not None]
-    rows = len(caches) == 1 and _told(caches[0]) == ("rows", "bfloat16")
-    if not rows and any(_told(cache) != ("fp8_ds_mla", "e4m3fn") for cache in caches):
+    rows = len(caches) == 1 and _layout_and_dtype(caches[0]) == ("rows", "bfloat16")
+    if not rows and any(_layout_and_dtype(cache) != ("fp8_ds_mla", "e4m3fn") for cache in caches):
         found.append("caches that are not fp8_ds_mla of e4m3fn")
     if problem.deterministic:
         found.append("deterministic")
     return found
 
 
-def _told(cache: CacheFacts) -> tuple[str, str]:
+def _layout_and_dtype(cache: CacheFacts) -> tuple[str, str]:
     return cache.layout, cache.dtype

@@ -1,4 +1,4 @@
-"""What releases of Triton call differently in Gluon: 3.6, which torch 2.11 brings, and 3.9."""
+"""Names in Gluon that differ between Triton 3.6, which torch 2.11 requires, and 3.9."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4attn.core.device import release_of
 __all__ = ["ROPE_FIRST", "copy_async", "reinterpret"]
 
 ROPE_FIRST = gl.constexpr((release_of(triton.__version__) or (3, 6)) < (3, 7))
-"""Whether a tile's RoPE values are loaded before its last codes: with 3.6 the other order spills, with 3.9 this one."""
+"""Whether a tile's RoPE values are loaded before its last codes: the other order spills with 3.6, this one with 3.9."""
 
 copy_async: Any = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 """(view, pointers, mask=): copies into shared memory; where masked, zeros."""

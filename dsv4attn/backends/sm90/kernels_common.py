@@ -8,10 +8,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dsv4attn.backends._triton.attention.kernels import LOG2E
+from dsv4attn.backends._triton.numerics import LOG2E
 
 SCORES_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-"""Of products of q and a tile, 64 heads by 64 keys."""
+"""Products of q and a tile, 64 heads by 64 keys."""
 WIDE_L = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """Sixteen bytes of bf16 in each of four warps' threads."""
 LINE_L = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dsv4attn.backends._triton.attention.kernels import LOG2E, NOTHING
+from dsv4attn.backends._triton.numerics import LOG2E, NOTHING
 from dsv4attn.backends.sm90.compat import copy_async
 from dsv4attn.backends.sm90.kernels_common import (
     FLAT_S,
@@ -44,11 +44,11 @@ from dsv4attn.backends.sm90.kernels_common import (
     single,
     write_part,
 )
-from dsv4attn.backends.sm90.kernels_produce import codes, produce
+from dsv4attn.backends.sm90.kernels_produce import allocate_codes, produce
 from dsv4attn.backends.sm90.kernels_schedule import enter, part_of, store_split, tiles_of, write_sums
 
 OUT_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-"""Of 128 columns of the output."""
+"""128 columns of the output."""
 WEIGHTS_L = gl.constexpr(gl.DotOperandLayout(0, OUT_L.value, 2))
 STORE_L = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -116,7 +116,7 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
             s = gl.zeros([64, 64], gl.float32, layout=SCORES_L)
             s = warpgroup_mma(smem.q.index(zero + 0), smem.k0.index(b).permute((1, 0)), s, use_acc=False, is_async=True)
             s = warpgroup_mma(smem.q.index(zero + 1), smem.k1.index(b).permute((1, 0)), s, is_async=True)
-            # these come first: `values` multiplies the tile before during the softmax of this one
+            # these come first: `values` multiplies the previous tile during the softmax of this one
             mbarrier.arrive(smem.go.index(0), count=1, pred=k > first)
             s = warpgroup_mma(smem.q.index(zero + 2), smem.k2.index(b).permute((1, 0)), s, is_async=True)
             s = warpgroup_mma(smem.q.index(zero + 3), smem.k3.index(b).permute((1, 0)), s, is_async=True)
@@ -153,7 +153,7 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
         mbarrier.arrive(smem.f_full.index(0), count=1)
         load_q(query, smem.q, t + 1, chunk.tokens, H)
         result = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT_L)), 1)
-        write(results, result, place, 0, H)
+        write_columns(results, result, place, 0, H)
         within = here(gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES_L)))
         write_sums(results, t, whole, side, total, largest, largest, query.head0, within, H)
         if first == 0:
@@ -168,7 +168,7 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
 
 
 @gluon.jit
-def write(results, result, place, FIRST: gl.constexpr, H: gl.constexpr):
+def write_columns(results, result, place, FIRST: gl.constexpr, H: gl.constexpr):
     """128 columns of 64 heads, from FIRST on. place: of the first head in out, or -1 minus its offset in part."""
     out = results.out
     if place >= 0:
@@ -216,9 +216,9 @@ def values(results, smem, H: gl.constexpr):
         factor = gl.expand_dims(smem.factor.load(gl.SliceLayout(1, OUT_L)), 1)
         place = scalar(smem.where)
         mbarrier.arrive(smem.f_empty.index(0), count=1)
-        write(results, b_acc * factor, place, 128, H)
-        write(results, c_acc * factor, place, 256, H)
-        write(results, d_acc * factor, place, 384, H)
+        write_columns(results, b_acc * factor, place, 128, H)
+        write_columns(results, c_acc * factor, place, 256, H)
+        write_columns(results, d_acc * factor, place, 384, H)
         j += 1
         mbarrier.wait(smem.n_full.index(0), j & 1)
         count = scalar(smem.note)
@@ -232,10 +232,10 @@ def attend_pages(
     """Attend a chunk of count tiles, whose first row is t, at pos of the line. VALUES, PRODUCE: registers of roles."""
     smem = Shared(
         q=allocate(gl.bfloat16, [4, 64, 128], KEYS_S),
-        # one memory for each 128 columns: the compiler confuses parts of one
+        # a buffer for each 128 columns: the compiler confuses parts of one buffer
         k0=allocate(gl.bfloat16, [2, 64, 128], KEYS_S), k1=allocate(gl.bfloat16, [2, 64, 128], KEYS_S),
         k2=allocate(gl.bfloat16, [2, 64, 128], KEYS_S), k3=allocate(gl.bfloat16, [2, 64, 128], KEYS_S),
-        raw=(codes(), codes(), codes(), codes(), codes()),
+        raw=(allocate_codes(), allocate_codes(), allocate_codes(), allocate_codes(), allocate_codes()),
         p=allocate(gl.bfloat16, [1, 64, 64], KEYS_S), alpha=allocate(gl.float32, [1, 64], FLAT_S),
         bias=allocate(gl.float32, [2, 64], FLAT_S), factor=allocate(gl.float32, [64], FLAT_S),
         note=allocate(gl.int32, [1], FLAT_S), where=allocate(gl.int64, [1], FLAT_S),

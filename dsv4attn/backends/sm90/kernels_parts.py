@@ -1,4 +1,4 @@
-"""The combine kernel: rows that were split are combined from their parts, in the order of programs."""
+"""The kernel that combines the parts of a row in the order of their programs."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -7,12 +7,12 @@ from __future__ import annotations
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
-from dsv4attn.backends._triton.attention.kernels import LN2, LOG2E, NOTHING
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
+from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
 
 
 @stable_kernel
-def add_up(
+def combine_parts(
     part,  # [programs, 2, 64, 512] fp32
     part_lse,  # [programs, 2, 64] fp32
     part_max,  # [programs, 2, 64] fp32, or None

@@ -12,7 +12,7 @@ from dsv4attn.backends.sm90.compat import ROPE_FIRST, copy_async, reinterpret
 from dsv4attn.backends.sm90.kernels_schedule import advance, begin, page_of, slots
 
 WORDS_L = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
-"""Of 64 codes of each key, as words: four threads have a key's, eight warps a tile."""
+"""64 codes of each key of a tile, as words: four threads hold a key, eight warps a tile."""
 ROPE_L = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))
 KEY_WORDS_S = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 """The same bytes as KEYS_S, two values in a word."""
@@ -97,7 +97,7 @@ def decoded(words, scales, seen, BYTE: gl.constexpr, TEXT: gl.constexpr):
 
 @gluon.jit
 def spoilt(scales):
-    """int32, the upper bits of whose bytes are set where one of four scale bytes is 255, and so a NaN."""
+    """int32 words of four scale bytes each; the upper bit of a byte is set if that scale byte is 255, and so NaN."""
     return (~scales - 0x01010101) & scales
 
 
@@ -109,11 +109,11 @@ def store_words(stages, b, first, second):
 
 
 @gluon.jit
-def load_words(data, ok, FIRST: gl.constexpr):
-    """64 codes of each key, from word FIRST on; zeros of one that is not there."""
+def load_codes(data, ok, FIRST: gl.constexpr):
+    """64 codes of each key, from word FIRST on; zeros where not ok."""
     of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
     p = gl.multiple_of(gl.expand_dims(data, 1) + gl.expand_dims(of, 0) + FIRST, [1, 16])
-    # a mask of both dimensions: of one alone, the compiler loads word by word
+    # a mask of both dimensions: with a mask of one, the compiler loads word by word
     return gl.load(p, mask=gl.expand_dims(ok, 1) & (gl.expand_dims(of, 0) < 16), other=0)
 
 
@@ -128,13 +128,13 @@ def load_rope(data, ok):
 
 
 @gluon.jit
-def codes():
+def allocate_codes():
     """Shared memory of 64 codes of each key."""
     return gl.allocate_shared_memory(gl.int32, [64, 16], RAW_S)
 
 
 @gluon.jit
-def fetch(raw_s, data, ok):
+def copy_codes(raw_s, data, ok):
     """Start to copy the first 320 codes of each key to shared memory, which is too small for the other 128."""
     of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
     p = gl.multiple_of(gl.expand_dims(data, 1) + gl.expand_dims(of, 0), [1, 16])
@@ -154,9 +154,9 @@ def produce(keys, chunk, t, pos, count, smem):
     walk = begin(keys, chunk, t, pos)
     slot, inside = slots(keys, chunk, walk, row)
     ok, data, scale = page_of(keys, slot, inside)
-    fetch(smem.raw, data, ok)
-    x5 = load_words(data, ok, 80)
-    x6 = load_words(data, ok, 96)
+    copy_codes(smem.raw, data, ok)
+    x5 = load_codes(data, ok, 80)
+    x6 = load_codes(data, ok, 96)
     rope = load_rope(data, ok)
     scales = gl.load(scale, mask=ok, other=0)
     walk = advance(keys, chunk, walk)
@@ -175,7 +175,7 @@ def produce(keys, chunk, t, pos, count, smem):
         x2 = smem.raw[2].load(WORDS_L)
         x3 = smem.raw[3].load(WORDS_L)
         x4 = smem.raw[4].load(WORDS_L)
-        fetch(smem.raw, data, next_ok)
+        copy_codes(smem.raw, data, next_ok)
         mbarrier.wait(smem.k_empty.index(b), ((i // 2) & 1) ^ 1)
         # where one of seven words has a NaN code, the last one's values are NaN: one test is cheaper. The last of the
         # eight scale bytes is padding
@@ -188,8 +188,8 @@ def produce(keys, chunk, t, pos, count, smem):
         store_words(smem.k2, b, y, z)
         if ROPE_FIRST:
             rope = load_rope(data, next_ok)
-        x5 = load_words(data, next_ok, 80)
-        x6 = load_words(data, next_ok, 96)
+        x5 = load_codes(data, next_ok, 80)
+        x6 = load_codes(data, next_ok, 96)
         if not ROPE_FIRST:
             rope = load_rope(data, next_ok)
         y, seen = decoded(x0, low, seen, 0, DECODE)
@@ -198,7 +198,7 @@ def produce(keys, chunk, t, pos, count, smem):
         y, seen = decoded(x2, low, seen, 2, DECODE)
         z, seen = decoded(x3, low, seen, 3, LAST)
         store_words(smem.k1, b, y, z)
-        # stored late: earlier, this takes one register more than the role has
+        # stored late: an earlier store takes one register more than the role has
         smem.bias.index(b).store(gl.where(ok, 0.0, -float("inf")))
         fence_async_shared()
         mbarrier.arrive(smem.k_full.index(b), count=1)

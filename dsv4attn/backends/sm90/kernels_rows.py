@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dsv4attn.backends._triton.attention.kernels import LOG2E, NOTHING
+from dsv4attn.backends._triton.numerics import LOG2E, NOTHING
 from dsv4attn.backends.sm90.compat import copy_async
 from dsv4attn.backends.sm90.kernels_common import (
     FLAT_S,
@@ -60,7 +60,7 @@ from dsv4attn.backends.sm90.kernels_schedule import (
 )
 
 HALF_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-"""Of half of the output's columns."""
+"""Half of the output's columns."""
 LEFT, RIGHT = gl.constexpr(0), gl.constexpr(1)
 """The roles that multiply, and the index of their tiles, their weights, and what else the other one reads."""
 
@@ -132,14 +132,14 @@ def arrive_copied(bar):
 
 @gluon.jit
 def store_mask(smem, ok, TILE: gl.constexpr):
-    """Store which keys of a tile are there, and whether all are: then no role reads the first."""
+    """Store which keys of a tile exist, and whether all do; if all do, no role reads the mask."""
     smem.bias.index(TILE).store(gl.where(ok, 0.0, -float("inf")))
     smem.every.index(TILE).store(single(gl.min(ok.to(gl.int32), 0), gl.int32))
 
 
 @gluon.jit
 def produce(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
-    """Store what each row is, and fill stages with its q and its tiles. The next pair's slots are loaded meanwhile."""
+    """Store each row's number, side and pairs, and fill stages with its q and tiles, one pair of slots ahead."""
     segment = keys.first
     program = gl.program_id(0)
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_L))
@@ -172,7 +172,7 @@ def produce(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
             ok_b, key_b = row_of(segment, slot_b)
             slot_a = row_slots(segment, t, n0, last, k + 2, row)
             slot_b = row_slots(segment, t, n0, last, k + 3, row)
-            # halves in the order of their products. A mask goes with the half that only its reader releases
+            # halves in the order of their products. A mask is stored with the half that only its reader releases
             mbarrier.wait(smem.l_empty.index(0), (i & 1) ^ 1)
             copy_half(smem.k_left.index(0), key_a, ok_a, 0)
             store_mask(smem, ok_a, 0)
@@ -318,8 +318,8 @@ def left(query, results, smem, H: gl.constexpr):
         # the next row's as well: it runs while this one is written
         s = start_qk(smem, (i + 1) & 1, LEFT)
         if k == of_row:
-            # through the memory of the own weights: `right` has used them, since it released the keys of that product,
-            # and others are there already
+            # through the memory of the own weights: `right` has read them, since it has released the keys of that
+            # product, in whose place the next keys have arrived
             finish(query, results, smem, done, total, reference, largest, j, H, LEFT)
             done = gl.zeros([64, 256], gl.float32, layout=HALF_L)
             reference, total, largest = initial_sums()
@@ -381,7 +381,7 @@ def finish(query, results, smem, acc, total, reference, largest, j, H: gl.conste
     mbarrier.arrive(smem.n_empty.index(j % 2), count=1)
     factor = normalized(results.sink, smem.sink, total, reference, side < 0)
     result = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, HALF_L)), 1)
-    write(query, results, result, smem.p.index(MINE), t, side, 256 * MINE, H)
+    write_half(query, results, result, smem.p.index(MINE), t, side, 256 * MINE, H)
     if MINE == RIGHT:
         if results.max_logits is not None:
             largest = gl.maximum(largest, smem.largest.index(OTHER).load(gl.SliceLayout(1, SCORES_L)))
@@ -390,12 +390,12 @@ def finish(query, results, smem, acc, total, reference, largest, j, H: gl.conste
 
 
 @gluon.jit
-def write(query, results, result, stage, t, side, FIRST: gl.constexpr, H: gl.constexpr):
+def write_half(query, results, result, stage, t, side, FIRST: gl.constexpr, H: gl.constexpr):
     """256 columns of row t of 64 heads, from FIRST on, or, side >= 0, of that part."""
     if side < 0:
-        x, y = halves(result.to(results.out.dtype.element_ty), 256)
-        x0, x1 = halves(x, 128)
-        y0, y1 = halves(y, 128)
+        x, y = halve(result.to(results.out.dtype.element_ty), 256)
+        x0, x1 = halve(x, 128)
+        y0, y1 = halve(y, 128)
         write_quarter(query, results, x0, stage, t, FIRST, H)
         write_quarter(query, results, x1, stage, t, FIRST + 64, H)
         write_quarter(query, results, y0, stage, t, FIRST + 128, H)
@@ -405,7 +405,7 @@ def write(query, results, result, stage, t, side, FIRST: gl.constexpr, H: gl.con
 
 
 @gluon.jit
-def halves(x, N: gl.constexpr):
+def halve(x, N: gl.constexpr):
     """[64, N] as two of [64, N // 2]."""
     return gl.split(gl.permute(gl.reshape(x, [64, 2, N // 2]), (0, 2, 1)))
 

@@ -2,9 +2,9 @@
 
 All rows of a call form one line of tiles, and the line is cut into as many chunks as there are programs. A tile is 64
 keys of one segment; a row has the tiles of its window, then those of its compressed segment. A row without keys takes
-the place of one tile, so that one program writes it. A row that a cut goes through is split: each of its programs
-writes a part, and `kernels_parts` combines them. A program has at most two parts: of a row that began before its chunk,
-and of one that continues behind it.
+the place of one tile, so that one program writes it. A row in more than one chunk is split: each of its programs
+writes a part, and `kernels_parts` combines the parts. A program has at most two parts: of a row that began before its
+chunk, and of a row that continues behind it.
 
 Where rows differ, each takes COST tiles more on the line, for the work that a program does once for a row. Where they
 do not, chunks are whole rows, or equal parts of a row, whenever that is not much longer: then few rows or none split.
@@ -26,17 +26,17 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from dsv4attn.backends._triton.attention.kernels import LN2
+from dsv4attn.backends._triton.numerics import LN2
 
-PAGES = tl.constexpr(0)
+FP8_PAGES = tl.constexpr(0)
 """Keys are records of 448 codes and 64 bf16 values, and scales in the page's footer."""
-ROWS = tl.constexpr(1)
+BF16_ROWS = tl.constexpr(1)
 """Keys are rows of 512 bf16 values."""
 TILE = tl.constexpr(64)
 COST = tl.constexpr(2)
 TOLERANCE = tl.constexpr(8.0)
-"""How far, in base 2, a row's largest logit may exceed the reference of its weights, of gathered keys."""
-_MOST = tl.constexpr(1 << 30)
+"""How far, in base 2, a row's largest logit may exceed the reference of its weights, for bf16 rows."""
+_MOST_TILES = tl.constexpr(1 << 30)
 
 
 Query = namedtuple("Query", "q token head scale head0")
@@ -79,7 +79,7 @@ def cdiv(a, b):
 
 @triton.jit
 def lengths(keys, t, there):
-    """Columns of row t that count, in each segment; zeros where the row is not there."""
+    """Columns of row t that count, in each segment; zeros where not there."""
     first, second = keys.first, keys.second
     n0 = tl.minimum(tl.maximum(tl.load(first.lens + t, mask=there, other=0), 0), first.width)
     n1 = n0 * 0
@@ -108,7 +108,7 @@ def share(keys, tokens, part, parts, least, at, BT: tl.constexpr):
     that row begins. count: tiles of the chunk.
     """
     zero = tokens * 0
-    work, longest, shortest = zero, zero, zero + _MOST
+    work, longest, shortest = zero, zero, zero + _MOST_TILES
     for base in range(0, tokens, BT):
         t = base + at
         there = t < tokens
@@ -116,7 +116,7 @@ def share(keys, tokens, part, parts, least, at, BT: tl.constexpr):
         m = tl.maximum(tiles_of(n0, n1), 1)
         work += tl.sum(tl.where(there, m, 0), 0)
         longest = tl.maximum(longest, tl.max(tl.where(there, m, 0), 0))
-        shortest = tl.minimum(shortest, tl.min(tl.where(there, m, _MOST), 0))
+        shortest = tl.minimum(shortest, tl.min(tl.where(there, m, _MOST_TILES), 0))
     even = tl.maximum(cdiv(work, parts), least)
     rows = cdiv(even, longest) * longest
     pieces = cdiv(longest, tl.maximum(longest // even, 1))

@@ -1,8 +1,8 @@
 """The twin of both Gluon kernels, for Triton's interpreter, which runs no Gluon: same arguments, schedule and results.
 
 On pages it walks over a chunk in two ways at once, as the roles of `kernels_pages` do: over rows as `scores`, over
-tiles as `produce`. Keys come from the walk over tiles, so the two have to agree. The roles of `kernels_rows` all
-go by rows, and attend pairs of tiles, one tile after the other.
+tiles as `produce`. Keys come from the walk over tiles, so the two have to agree. The roles of `kernels_rows` walk over
+rows, and attend pairs of tiles, one tile after the other.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
-from dsv4attn.backends._triton.attention.kernels import LOG2E, NOTHING
 from dsv4attn.backends._triton.attention.keys import widen
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
+from dsv4attn.backends._triton.numerics import LOG2E, NOTHING
 from dsv4attn.backends.sm90.kernels_schedule import (
-    ROWS,
+    BF16_ROWS,
     TOLERANCE,
     Keys,
     Results,
@@ -82,7 +82,7 @@ def attention(
     tokens: tl.int32, least: tl.int32, scale: tl.float32, empty_lse: tl.float32,
     SEGMENTS: tl.constexpr, KIND: tl.constexpr, H: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """See `kernels.attention`; KIND: PAGES or ROWS."""
+    """See `kernels.attention`; KIND: FP8_PAGES or BF16_ROWS."""
     BLOCKS: tl.constexpr = (H + 63) // 64
     program = tl.program_id(0)
     within = tl.arange(0, 64)
@@ -110,21 +110,21 @@ def attention(
         q_row = q + token * q_token + head.to(tl.int64)[:, None] * q_head + column[None, :]
         query = widen(tl.load(q_row, mask=live[:, None], other=0.0), tl.float32)
         largest, total = tl.full([64], NOTHING, tl.float32), tl.zeros([64], tl.float32)
-        # what weights are relative to: of pages the largest logit so far
-        reference, tolerance = largest, TOLERANCE if KIND == ROWS else 0.0
+        # the reference of the weights: for pages, the largest logit so far
+        reference, tolerance = largest, TOLERANCE if KIND == BF16_ROWS else 0.0
         acc = tl.zeros([64, 512], tl.float32)
-        for k in range(first_tile, first_tile + pairs_of(first_tile, last) * 2 if KIND == ROWS else last):
-            if KIND == ROWS:
+        for k in range(first_tile, first_tile + pairs_of(first_tile, last) * 2 if KIND == BF16_ROWS else last):
+            if KIND == BF16_ROWS:
                 ok, key = row_of(first, row_slots(first, t, n0, last, k, within))
                 values = read_row(key, ok)
             else:
                 slot, inside = slots(keys, chunk, walk, within)
-                # the keys of a tile that the producer never reaches would not arrive
+                # a tile that the producer never reaches has no keys
                 ok, data, scales = page_of(keys, tl.where(done < count, slot, -1), inside)
                 values = read_page(data, scales, ok)
             z = tl.dot(query, tl.trans(values), input_precision="ieee") * (scale * LOG2E)
             # as the roles do: a NaN in q reaches a row of pages whose keys are all absent, and no row of gathered keys
-            if KIND == ROWS:
+            if KIND == BF16_ROWS:
                 z = tl.where(ok[None, :], z, -float("inf"))
             else:
                 z += tl.where(ok, 0.0, -float("inf"))[None, :]

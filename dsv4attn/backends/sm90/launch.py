@@ -1,10 +1,9 @@
-"""The Backend of the Hopper room: its own kernels where they serve a call, the shared one where not."""
+"""The Backend for Hopper: its Gluon kernels where they serve a call, and the shared kernel for other calls."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -16,13 +15,12 @@ from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.attention.attend import divider
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch, multiprocessors
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.backends.sm90.choice import MOST_HEADS
-from dsv4attn.backends.sm90.kernels_parts import add_up
-from dsv4attn.backends.sm90.kernels_schedule import PAGES
-from dsv4attn.backends.sm90.kernels_schedule import ROWS as BF16_ROWS
-from dsv4attn.backends.sm90.tuning import PAGED, ROWED, ROWS, Roles
+from dsv4attn.backends.sm90.kernels_parts import combine_parts
+from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, FP8_PAGES
+from dsv4attn.backends.sm90.tuning import PAGED, ROWED, TUNING, Roles
 from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.contract import AttentionCall, KeyForm, Phase, Run
 from dsv4attn.core.geometry import LayerGeometry
@@ -39,29 +37,29 @@ else:
 
 __all__ = ["Sm90Backend"]
 
-HEADS, DIM, WIDE = 64, 512, 16
-"""Heads of a block, dims of a key, and bytes of which everything must lie a multiple apart."""
+HEADS, DIM = 64, 512
+"""Heads of a block, and dims of a key."""
 FARTHEST = WIDE * 2**31
-"""Bytes from page to page, or from row to row, which the kernel no longer counts."""
+"""Bytes from page to page, or from row to row: the least that the kernel's int32 strides cannot hold."""
 LINE = 1024
-"""Rows of a call that a program looks at together when it works out its chunk."""
+"""Rows of a call that a program reads together when it computes its chunk."""
 
 
 class Sm90Backend(TritonBackend):
     """Attention on pages in decode, and in prefill on pages or on bf16 rows that core gathers.
 
     prefill: "paged" gathers nothing and takes no workspace for keys; "gathered" pays for long chunks of many heads.
-    tuning: of the shared kernel, see `TritonBackend`. deterministic: leaves every call to the shared kernel, because
-    the room's own cuts rows where the batch makes it.
+    tuning: of the shared kernel, see `TritonBackend`. deterministic: the shared kernel serves every call, because the
+    Gluon kernels split rows at places that depend on the batch.
     """
 
     name = "sm90"
-    rows = ROWS
+    tunings = TUNING
 
     def __init__(
         self, *, prefill: str = KeyForm.PAGED.value, tuning: str = "auto", deterministic: bool = False
     ) -> None:
-        """Choose a form of prefill and numbers, touch no device."""
+        """Check the options; no device is touched."""
         super().__init__(tuning=tuning, deterministic=deterministic)
         if prefill not in (*KeyForm,):
             expected = " or ".join(f"'{form.value}'" for form in KeyForm)
@@ -69,13 +67,13 @@ class Sm90Backend(TritonBackend):
         self.forms = evolve(self.forms, prefill_keys=KeyForm(prefill))
 
     def _may_serve(self, layer: LayerGeometry) -> bool:
-        """Whether some calls of a layer go to the room's own kernel."""
+        """Whether the Gluon kernels serve some calls of a layer."""
         return not self.deterministic and layer.num_heads <= MOST_HEADS and layer.head_dim == DIM
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
-        """Two parts of each program, their lse and largest logits, and who shares which row.
+        """Two parts of each program, their lse and largest logits, and which programs share each row.
 
-        In the same memory the shared kernel finds room for its parts.
+        The splits of the shared kernel fit into the same memory.
         """
         if not self._may_serve(layer):
             return super().scratch(phase, layer, tokens, width)
@@ -94,22 +92,23 @@ class Sm90Backend(TritonBackend):
         return _programs(layer.num_heads) * 2 * HEADS * (DIM + 2) * 4 + max(max_tokens, 1) * 8 + 4 * ALIGNMENT
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
-        """See `contract.BackendDefaults`. Either form of keys is served, whichever core was asked for."""
+        """See `contract.BackendDefaults`. Both forms of keys are served, whatever option `prefill` says."""
         if not call.scratch or not self._may_serve(call.layer):
             return super().prepare(phase, call)
         check_attention_strides(call)
-        found = _segments_of(call)
+        found = _kind_and_numbers(call)
         if found is not None:
             return _prepare(call, *found)
-        # the parts of the shared kernel, in the same memory
-        splits = self._splits(phase, call.layer, call.q.shape[0], _width(call))
+        # the splits of the shared kernel, in the same memory
+        width = sum(rows.width for rows in attend.index_rows(call.keys))
+        splits = self._splits(phase, call.layer, call.q.shape[0], width)
         shapes = [shape for shape, _ in attend.scratch(call.q.shape[0], call.layer, splits)]
         pairs = zip(call.scratch, shapes, strict=False)
         parts = [own.view(-1)[: prod(shape)].view(*shape) for own, shape in pairs]
         return super().prepare(phase, evolve(call, scratch=parts))
 
     def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
-        """The room's own forms, and the shared ones where calls may go there."""
+        """Forms of the Gluon kernels, and of the shared kernel for the calls that it may serve."""
         layouts = [layout for layout, _ in bounds.caches(layer)]
         sources = [(layouts, self._paged_variants)]
         if self.forms.prefill_keys is KeyForm.GATHERED:
@@ -119,10 +118,10 @@ class Sm90Backend(TritonBackend):
         may = self._may_serve(layer) and bounds.q_dtype == torch.bfloat16
         for read, shared in sources:
             kind = _kind_of(read) if may else None
-            # which of these keys the room's own kernels read: all rows, all aligned records, some plain pages
-            every = shared == self._gathered_variants or (bounds.aligned and kind == PAGES.value)
+            # which of these keys the Gluon kernels read: all rows, all aligned records, some plain pages
+            every = shared == self._gathered_variants or (bounds.aligned and kind == FP8_PAGES.value)
             for one in shared(bounds, layer, tuning):
-                # and of q and out, wide rows only
+                # and only q and out whose rows are aligned
                 if kind is None or not every or dict(one.constants)["UNIT"] == 1:
                     yield one
             if kind is not None:
@@ -130,31 +129,27 @@ class Sm90Backend(TritonBackend):
 
 
 def _programs(heads: int) -> int:
-    """Of the room's own kernel: all that run at once, as many for each block of heads."""
+    """Programs of a Gluon kernel: all that run at once, the same number for each block of heads."""
     blocks = -(-heads // HEADS)
     return max(multiprocessors() // blocks, 1) * blocks
 
 
 def _prepare(call: AttentionCall, kind: int, numbers: Sequence[int]) -> Run:
-    """Launches of the own kernel, which leaves parts of rows, and of the one that combines them."""
+    """Launches of a Gluon kernel, which writes rows and parts of rows, and of the kernel that combines the parts."""
     q, top, keys = call.q, call.max_logits, call.keys
     tokens, heads, _ = q.shape
     roles = _roles(kind)
-    constants, combining = _constants(1 if isinstance(keys, GatheredKeys) else len(keys), kind, heads)
+    constants, combining = _constants(len(attend.index_rows(keys)), kind, heads)
     each, chosen = combining[tokens * heads > roles.few]
-    results = [*call.out.stride()[:2]]
-    for optional in (call.lse, top):
-        results += (0, 0) if optional is None else optional.stride()
+    results = attend.result_strides(call)
     scale, empty_lse = call.layer.scale, call.empty_lse
     own = Launch(attention, constants, (*q.stride()[:2], *results, *numbers, tokens, roles.least, scale, empty_lse))
-    combine = Launch(add_up, chosen, (*results, empty_lse), roles.warps)
+    combine = Launch(combine_parts, chosen, (*results, empty_lse), roles.warps)
     programs, combiners = _programs(heads) if tokens else 0, tokens * each
     part, part_lse, part_max, table = call.scratch
     maxima = None if top is None else part_max
     gathered = keys.kv if isinstance(keys, GatheredKeys) else None
-    rows: list[Any] = [keys.rows] if isinstance(keys, GatheredKeys) else [segment.rows for segment in keys]
-    # the only segment stands in the places of two
-    (first, first_lens), (last, last_lens) = ((one.indices, one.lens) for one in (rows[0], rows[-1]))
+    first, first_lens, last, last_lens = attend.index_tensors(keys)
 
     def run(
         q: Tensor, out: Tensor, lse: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
@@ -167,45 +162,44 @@ def _prepare(call: AttentionCall, kind: int, numbers: Sequence[int]) -> Run:
     return run
 
 
-def _segments_of(call: AttentionCall) -> tuple[int, Sequence[int]] | None:
-    """Kind and numbers of the keys; None if the shared kernel serves the call."""
+def _kind_and_numbers(call: AttentionCall) -> tuple[int, Sequence[int]] | None:
+    """Kind of the keys, and numbers of both segments; None if the shared kernel serves the call."""
     q, out, keys = call.q, call.out, call.keys
     if q.dtype != torch.bfloat16 or out.dtype != torch.bfloat16 or not (_is_wide(q) and _is_wide(out)):
         return None
     if isinstance(keys, GatheredKeys):
-        return _rows(keys)
-    return _segments(keys) if all(isinstance(segment.rows, DenseIndices) for segment in keys) else None
+        return _of_rows(keys)
+    return _of_pages(keys) if all(isinstance(segment.rows, DenseIndices) for segment in keys) else None
 
 
 def _roles(kind: int) -> Roles:
-    """Numbers of the own kernel for one kind of keys."""
-    return PAGED if kind == PAGES.value else ROWED
+    """Numbers of the Gluon kernel for one kind of keys."""
+    return PAGED if kind == FP8_PAGES.value else ROWED
 
 
 @cache
 def _constants(segments: int, kind: int, heads: int) -> tuple[Constants, tuple[tuple[int, Constants], ...]]:
-    """Of the kernel; and of `add_up`, with its programs for each token, where heads are few, and else."""
+    """Constants of the Gluon kernel; programs of a token and constants of `combine_parts`, for few and many heads."""
     roles = _roles(kind)
     chosen = {"SEGMENTS": segments, "H": heads, "BT": LINE}
-    # the twin is one for both kinds
+    # one twin serves both kinds
     chosen |= {"KIND": kind} if INTERPRETED else {"VALUES": roles.values, "PRODUCE": roles.produce}
-    adding = tuple(
+    combining = tuple(
         (-(-heads // own), Constants({"H": heads, "R": own, "N": parts, "EXACT_CASTS": not INTERPRETED}))
-        for own, parts in roles.adding
+        for own, parts in roles.combining
     )
-    return Constants(chosen), adding
+    return Constants(chosen), combining
 
 
 def _is_wide(tensor: Tensor) -> bool:
     """Whether a tensor and its rows begin at multiples of 16 bytes."""
-    unit = WIDE // tensor.element_size()
-    return tensor.data_ptr() % WIDE == 0 and not any(stride % unit for stride in tensor.stride()[:-1])
+    return attend.wide_unit(tensor, *tensor.stride()[:-1]) > 1
 
 
 def _kind_of(layouts: Sequence[KVCacheLayout]) -> int | None:
-    """What the room's own kernels read of caches like these that are aligned; None if they do not."""
+    """FP8_PAGES or BF16_ROWS for aligned caches of these layouts; None if the Gluon kernels do not read them."""
     if all(map(_is_record, layouts)):
-        return int(PAGES.value)
+        return int(FP8_PAGES.value)
     (first, *others) = layouts
     rows = not first.is_quantised and first.dtype == torch.bfloat16 and first.head_dim == DIM and not others
     return int(BF16_ROWS.value) if rows else None
@@ -217,8 +211,8 @@ def _is_record(layout: KVCacheLayout) -> bool:
     return layout.is_quantised and dims == (448, 64, 64) and layout.scale_bytes == 8 and dialect
 
 
-def _segments(keys: Sequence[Any]) -> tuple[int, tuple[int, ...]] | None:
-    """Kind, and numbers of both segments; None if the kernel does not read them."""
+def _of_pages(keys: Sequence[Any]) -> tuple[int, tuple[int, ...]] | None:
+    """`_kind_and_numbers` of keys on pages."""
     caches = [segment.cache for segment in keys]
     kind = _kind_of([cache.layout for cache in caches])
     if kind is None or any(cache.tensor.data_ptr() % WIDE or cache.page_stride % WIDE for cache in caches):
@@ -229,43 +223,32 @@ def _segments(keys: Sequence[Any]) -> tuple[int, tuple[int, ...]] | None:
         pitch = cache.page_stride
         if kind == BF16_ROWS.value:
             pitch = cache.tensor.stride(1) * 2 if size > 1 else pitch
-            # pages of rows that stand one behind the other are rows
+            # contiguous pages of rows are read as rows
             if pitch * size != cache.page_stride or pitch % WIDE:
                 return None
         if pitch >= FARTHEST:
             return None
-        slots = min(cache.capacity, 2**31 - 1)
+        slots = min(cache.capacity, attend.MOST_SLOTS)
         numbers += (indices.shape[1], indices.stride(0), size, *divider(size), pitch // WIDE, slots)
     return kind, tuple(numbers * (3 - len(keys)))
 
 
-def _rows(keys: GatheredKeys) -> tuple[int, tuple[int, ...]] | None:
-    """The same of gathered rows."""
+def _of_rows(keys: GatheredKeys) -> tuple[int, tuple[int, ...]] | None:
+    """`_kind_and_numbers` of gathered rows."""
     kv, rows, pitch = keys.kv, keys.rows, keys.kv.stride(0) * 2
     if kv.dtype != torch.bfloat16 or not _is_wide(kv) or pitch >= FARTHEST or not isinstance(rows, DenseIndices):
         return None
-    slots = min(kv.shape[0], 2**31 - 1)
+    slots = min(kv.shape[0], attend.MOST_SLOTS)
     numbers = rows.indices.shape[1], rows.indices.stride(0), 1, *divider(1), pitch // WIDE, slots
     return int(BF16_ROWS.value), numbers * 2
 
 
-def _width(call: AttentionCall) -> int:
-    """Columns of all segments."""
-    keys: Any = call.keys
-    rows = [keys.rows] if isinstance(keys, GatheredKeys) else [segment.rows for segment in keys]
-    return sum(one.indices.shape[1] if isinstance(one, DenseIndices) else one.width for one in rows)
-
-
 def variants(segments: int, kind: int, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]) -> Iterator[Variant]:
-    """Every form of these kernels that `forward_mqa` can ask for: it never asks for the largest logits."""
-    roles = _roles(kind)
-    constants, adding = _constants(segments, kind, heads)
-    cache = "*u8" if kind == PAGES.value else "*bf16"
-    types = {"q": "*bf16", "out": "*bf16", "max_logits": "none", "part_max": "none", "table": "*i32"}
-    types |= dict.fromkeys(("part", "part_lse"), "*fp32") | dict.fromkeys(("scale", "empty_lse"), "fp32")
-    types |= dict.fromkeys(("rows0", "lens0", "rows1", "lens1"), "*i32") | {"cache0": cache, "cache1": cache}
-    for sink, lse in product(sinks, lses):
-        told = {**types, "sink": "*fp32" if sink else "none", "lse": "*fp32" if lse else "none"}
-        yield Variant.from_types(attention, told, constants)
-        for _, chosen in adding:
-            yield Variant.from_types(add_up, told, chosen, num_warps=roles.warps)
+    """Every form of these kernels that `forward_mqa` can ask for."""
+    constants, combining = _constants(segments, kind, heads)
+    caches = (torch.uint8 if kind == FP8_PAGES.value else torch.bfloat16,)
+    for given in attend.call_types(torch.bfloat16, caches, sinks, lses):
+        types = given | dict.fromkeys(("part", "part_lse"), "*fp32")
+        yield Variant.from_types(attention, types, constants)
+        for _, chosen in combining:
+            yield Variant.from_types(combine_parts, types, chosen, num_warps=_roles(kind).warps)

@@ -1,4 +1,4 @@
-"""Numbers of the Hopper room: of its own kernels, and of the shared one."""
+"""Numbers of the Hopper backend: of its Gluon kernels, and of the shared kernel."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from attrs import frozen
 
 from dsv4attn.backends._triton.tuning import DEFAULT, HOPPER, INTERPRETER, Tuning
 
-__all__ = ["PAGED", "ROWED", "ROWS", "Roles"]
+__all__ = ["PAGED", "ROWED", "TUNING", "Roles"]
 
 
 @frozen
 class Roles:
     """Numbers of the Gluon kernel for one kind of keys. Three roles share the 65,536 registers of a multiprocessor.
 
-    values, produce: registers of a thread in the second role, of four warps, which adds up values, and in `produce`, of
-    `producers` warps; the first, of four, has what they leave. least: tiles of the shortest chunk. few: up to so many
-    heads of all tokens, a program adds up one head, whose parts are many, and loads `parts` together; beyond them it
-    adds up `heads` heads, two parts at a time. warps: of either.
+    values, produce: registers of a thread in the second role, of four warps, and in `produce`, of `producers` warps.
+    The first role, of four warps, has the other registers. least: tiles of the shortest chunk.
+    few: most heads of all tokens for which a program of `combine_parts` takes one head, `parts` parts at a time; with
+    more heads it takes `heads` heads, two parts at a time. warps: of a program of `combine_parts`.
+    measured: as of `Tuning`.
     """
 
     values: int = 224
@@ -41,8 +42,8 @@ class Roles:
         return (4, left), (4, self.values), (self.producers, self.produce)
 
     @property
-    def adding(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Heads of a program that adds up, and parts that it loads together: where heads are few, and else."""
+    def combining(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Heads of a program of `combine_parts`, and parts that it loads together: for few heads, and for many."""
         return (1, self.parts), (self.heads, 2)
 
 
@@ -53,5 +54,5 @@ PAGED = Roles(measured=f"{_ON} decode prefill")
 ROWED = Roles(values=216, produce=72, producers=4, measured=f"{_ON} prefill-rows")
 """Keys in bf16 rows."""
 
-ROWS: Mapping[str, Tuning] = {DEFAULT: HOPPER, "cpu": INTERPRETER, "sm_90": HOPPER}
-"""Numbers of the shared kernel, for the calls that it serves here."""
+TUNING: Mapping[str, Tuning] = {DEFAULT: HOPPER, "cpu": INTERPRETER, "sm_90": HOPPER}
+"""Tuning of the shared kernel."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsv4attn.backends._triton.backend import TritonBackend
-from dsv4attn.backends.triton.tuning import ROWS
+from dsv4attn.backends.triton.tuning import TUNING
 
 __all__ = ["GenericBackend"]
 
@@ -12,4 +12,4 @@ class GenericBackend(TritonBackend):
     """Attention straight on pages, decode and prefill."""
 
     name = "triton"
-    rows = ROWS
+    tunings = TUNING

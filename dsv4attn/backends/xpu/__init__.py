@@ -32,5 +32,5 @@ INFO = BackendInfo(
 
 @hookimpl
 def dsv4attn_backends() -> Sequence[BackendInfo]:
-    """This room's one backend."""
+    """The Intel backend."""
     return [INFO]

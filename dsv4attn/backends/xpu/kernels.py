@@ -7,9 +7,9 @@ from __future__ import annotations
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
-from dsv4attn.backends._triton.attention.kernels import LN2, LOG2E, NOTHING
 from dsv4attn.backends._triton.cache.kernels_gather import copy_records
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
+from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
 
 
 @stable_kernel

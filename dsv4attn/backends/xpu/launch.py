@@ -1,4 +1,4 @@
-"""The Backend of the Intel room: fused or gathered decode, and prefill on gathered rows."""
+"""The Backend for Intel GPUs: fused or gathered decode, and prefill on gathered rows."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dsv4attn.backends._triton.cache.gather import TILE, WARPS
 from dsv4attn.backends._triton.cache.records import (
     alignment_of_records,
     alignment_of_rows,
-    place,
     record_alignments,
     record_constants,
+    record_strides,
 )
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
-from dsv4attn.backends._triton.launching.runtime import ALIGNMENT, launch
+from dsv4attn.backends._triton.launching.runtime import WIDE, launch
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.xpu import kernels
-from dsv4attn.backends.xpu.tuning import DECODE, FUSED, GATHERED, ROWS, RUN_BYTES
+from dsv4attn.backends.xpu.tuning import DECODE, FUSED, GATHERED, RUN_BYTES, TUNING
 from dsv4attn.core import workspace
 from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.chunking import round_up
@@ -65,12 +65,12 @@ class GatherTile:
 class XpuBackend(TritonBackend):
     """Attention of decode on pages or on rows that it gathers, and of prefill on rows that core gathers.
 
-    decode: "fused", "gathered", or "auto": what the room knows to be better on the device. tuning, deterministic: see
+    decode: "fused", "gathered", or "auto": the form that `DECODE` has for the device. tuning, deterministic: see
     `TritonBackend`.
     """
 
     name = "xpu"
-    rows = ROWS
+    tunings = TUNING
     forms = Forms(prefill_keys=KeyForm.GATHERED, index_alignment=COLUMNS, max_logits=True, empty_lse=True)
 
     def __init__(self, *, decode: str = "auto", tuning: str = "auto", deterministic: bool = False) -> None:
@@ -161,7 +161,7 @@ def _rows_of(tensor: Tensor | None, part: slice) -> Tensor | None:
 
 
 def _aligned_rows(layout: KVCacheLayout) -> int:
-    return 1 if layout.head_dim * layout.row_dtype.itemsize % ALIGNMENT else ALIGNMENT
+    return 1 if layout.head_dim * layout.row_dtype.itemsize % WIDE else WIDE
 
 
 def gather_selected(kv: Tensor, packed: DenseIndices, segments: Sequence[PagedKeys], part: slice) -> None:
@@ -183,7 +183,7 @@ def gather_selected(kv: Tensor, packed: DenseIndices, segments: Sequence[PagedKe
             (
                 kv, packed.indices, packed.lens, cache.tensor, indices, lens, before,
                 packed.indices.shape[1], width, width_before, indices.stride(0), kv.stride(0),
-                cache.num_blocks, cache.block_size, *place(cache),
+                cache.num_blocks, cache.block_size, *record_strides(cache),
             ),
             constants,
             num_warps=WARPS,

@@ -16,7 +16,7 @@ RUN_BYTES = 256 * 2**20
 """Memory for gathered keys. A step that needs more is cut into runs of tokens: with a million tokens of context, a
 c128a layer selects 8 MiB of keys for each."""
 
-ROWS: Mapping[str, Tuning] = {
+TUNING: Mapping[str, Tuning] = {
     DEFAULT: Tuning(heads=16, keys=32, warps=4, prefetch=False, measured=COMPILED),
     # A work group of any Intel GPU may have 64 KiB of shared memory, and a tile of 16 keys fits. Twice the warps of
     # other backends, because a warp has 16 lanes where matrix engines are used.

@@ -21,10 +21,10 @@ from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.cache import insert
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
-from dsv4attn.backends._triton.launching.runtime import ALIGNMENT, INTERPRETED, launch
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch
 from dsv4attn.backends.xpu import kernels
 from dsv4attn.backends.xpu.launch import XpuBackend
-from dsv4attn.backends.xpu.tuning import ROWS
+from dsv4attn.backends.xpu.tuning import TUNING
 from dsv4attn.core.checks import check_insert, check_same_device
 from dsv4attn.core.contract import AttentionCall, Extras, Phase
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
@@ -44,7 +44,7 @@ __all__ = [
 _ROPE_DIM = 64
 _WIDEST, _TAIL = 512, 128
 """Most dims of values, and of the tail of a key behind them, in one program."""
-_SMALL = ROWS["xpu"]
+_SMALL = TUNING["xpu"]
 """Tuning whose tiles fit every device, also for keys with a tail behind the values."""
 _fused = cache(lambda: XpuBackend(decode="fused"))
 _layout = cache(KVCacheLayout.fp8_ds_mla)
@@ -264,7 +264,7 @@ def _attend_leading_values(
 
 @lru_cache(maxsize=256)
 def _constants(heads: int, d_v: int, d_qk: int, dtypes: tuple[torch.dtype, torch.dtype], rows: int) -> dict[str, Any]:
-    values, exact = attend.power_of_two(d_v), torch.float32 in dtypes
+    values, exact = attend.padded(d_v), torch.float32 in dtypes
     pieces = 1 if values <= 256 else 2
     return {
         "H": heads,
@@ -275,7 +275,7 @@ def _constants(heads: int, d_v: int, d_qk: int, dtypes: tuple[torch.dtype, torch
         "N": _SMALL.keys,
         "C": values // pieces,
         "PIECES": pieces,
-        "TAIL": attend.power_of_two(d_qk - d_v),
+        "TAIL": attend.padded(d_qk - d_v),
         "DT": tl.float32 if INTERPRETED or exact else tl.bfloat16,
         "EXACT_CASTS": not INTERPRETED,
     }
@@ -283,7 +283,7 @@ def _constants(heads: int, d_v: int, d_qk: int, dtypes: tuple[torch.dtype, torch
 
 def variants(heads: int, d_v: int, d_qk: int, dtype: torch.dtype) -> Iterator[Variant]:
     """Every variant of the kernel for q and contiguous kv of this dtype, with values in the leading dims of keys."""
-    rows = 1 if d_qk * dtype.itemsize % ALIGNMENT else ALIGNMENT
+    rows = 1 if d_qk * dtype.itemsize % WIDE else WIDE
     constants = _constants(heads, d_v, d_qk, (dtype, dtype), rows)
     types = dict.fromkeys(("q", "kv", "out"), pointer_type(dtype)) | {"indices": "*i32", "scale": "fp32"}
     types |= dict.fromkeys(("max_logits", "lse"), "*fp32")

@@ -246,7 +246,7 @@ LONGEST = 800 if INTERPRETED else 2**18
 class Interpreted(GenericBackend):
     """The generic room with tiles so small that the few keys of a quick test are many of them."""
 
-    rows: Mapping[str, Tuning] = {DEFAULT: Tuning(heads=16, keys=16, run=12)}
+    tunings: Mapping[str, Tuning] = {DEFAULT: Tuning(heads=16, keys=16, run=12)}
 
 
 def served(

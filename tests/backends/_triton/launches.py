@@ -241,7 +241,7 @@ def launchers() -> dict[str, Any]:
             one.launch = lambda *args, passed=passed: passed.append(args)
             built: Any = SimpleNamespace(run=one, function=object(), packed_metadata=object())
             args = [object() for _ in range(5)]
-            call, head, middle, together = compiled._handed(built, len(args) + 2)
+            call, head, middle, together = compiled._driver_call(built, len(args) + 2)
             ours = compiled.Compiled(call, head, middle, together, (8, 9), None, built)
             name = " ".join([launcher.__name__, *changed])
             if call is not one:

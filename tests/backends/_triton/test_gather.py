@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.cache import gather
-from dsv4attn.backends._triton.cache.records import place
+from dsv4attn.backends._triton.cache.records import record_strides
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.reference import kernels as reference
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
@@ -172,14 +172,14 @@ def test_warm_up_foresees_every_form_that_is_launched(layout: KVCacheLayout) -> 
 
 
 PLANTS: dict[str, Callable[[PagedKVCache], tuple[int, ...]]] = {
-    "pages without gaps": lambda c: (c.block_size * c.layout.record_bytes, *place(c)[1:]),
-    "scales behind each record": lambda c: (*place(c)[:2], c.layout.data_bytes, c.layout.record_bytes),
-    "records one by one": lambda c: (place(c)[0], c.layout.record_bytes, *place(c)[2:]),
+    "pages without gaps": lambda c: (c.block_size * c.layout.record_bytes, *record_strides(c)[1:]),
+    "scales behind each record": lambda c: (*record_strides(c)[:2], c.layout.data_bytes, c.layout.record_bytes),
+    "records one by one": lambda c: (record_strides(c)[0], c.layout.record_bytes, *record_strides(c)[2:]),
 }
 
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_bug_is_found(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "place", PLANTS[plant])
+    monkeypatch.setattr(gather, "record_strides", PLANTS[plant])
     with pytest.raises(AssertionError):
         check_all(LAYOUTS[3])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsv4attn.backends._triton.index_ops import kernels_ragged, ragged
-from dsv4attn.backends._triton.index_ops.common import BLOCK
+from dsv4attn.backends._triton.index_ops.common import CONSTANTS
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.core import indices as definition
 from tests.backends._triton.ragged_trials import pack, translate_ragged
@@ -28,7 +28,7 @@ def test_rows_begin_where_all_rows_before_them_end(
 ) -> None:
     """Of so many rows that their lengths are added up in three rounds, as on a device: by each program, or by one."""
     rows, width, g = 2100, 3, torch.Generator().manual_seed(0)
-    assert rows > 2 * BLOCK
+    assert rows > 2 * CONSTANTS["BLOCK"]
     monkeypatch.setattr(ragged, "FEW", few)
     lens = torch.randint(-1, width + 2, (rows,), generator=g, dtype=INT)
     chosen = torch.randint(-1, 6, (rows, width), generator=g, dtype=INT)

@@ -93,7 +93,7 @@ class Sums:
         constants = {
             "H": HEADS,
             "D": self.dim,
-            "DP": attend.power_of_two(self.dim),
+            "DP": attend.padded(self.dim),
             "ROPE": self.rope,
             "UNIT": 1,
             "N": self.together,

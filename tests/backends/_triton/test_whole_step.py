@@ -99,7 +99,7 @@ def test_layers_that_share_what_is_made_of_a_step_give_what_each_gives_alone(
 ) -> None:
     geometry = tiny_geometry(ratios=(2, 4)) if INTERPRETED else ModelGeometry.preset("flash")
     if INTERPRETED:
-        monkeypatch.setattr(BACKENDS[name], "rows", Interpreted.rows)
+        monkeypatch.setattr(BACKENDS[name], "tunings", Interpreted.tunings)
         geometry = evolve(geometry, layers=(*geometry.layers, *geometry.layers[1:]))
     model, rng = Model(BACKENDS[name](), geometry), Random(1)
     for _ in range(3):

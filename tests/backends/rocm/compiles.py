@@ -24,7 +24,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import ragged
 from dsv4attn.backends._triton.launching.warmup import threads
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.backends.rocm.tuning import ROWS
+from dsv4attn.backends.rocm.tuning import TUNING
 from dsv4attn.core.contract import Phase
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout
 
@@ -71,7 +71,7 @@ def main(target: str, *words: str) -> dict[str, Any]:
     pairs = [word.partition("=") for word in words]
     numbers: dict[str, Any] = {name: int(number) for name, _, number in pairs if number}
     wanted = [word for word in words if "=" not in word]
-    made = dict(forms(evolve(ROWS[target], **numbers)))
+    made = dict(forms(evolve(TUNING[target], **numbers)))
     wanted = wanted or [name + far for name in made for far in ("", ", far")]
     with ThreadPoolExecutor(threads()) as executor:
         far = [name.endswith(", far") for name in wanted]

@@ -196,7 +196,7 @@ def test_turned_rows_compile_nothing_of_their_own() -> None:
 
     assert len(seen) == 3
     assert len(set(seen)) == 1
-    assert "turned" in variant._careless(kernels_projection.project_kernel)
+    assert "turned" in variant._unspecialised(kernels_projection.project_kernel)
     assert set(seen) <= set(told)
 
 

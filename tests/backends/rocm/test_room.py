@@ -16,7 +16,7 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.rocm import INFO
 from dsv4attn.backends.rocm.launch import RocmBackend
-from dsv4attn.backends.rocm.tuning import ROWS
+from dsv4attn.backends.rocm.tuning import TUNING
 from dsv4attn.core.contract import AttentionCall, IndexForm, KeyForm, Phase, Rank, Run
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
@@ -106,9 +106,9 @@ def test_an_option_with_a_wrong_value_says_what_it_may_be(options: dict[str, Any
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_an_architecture_has_its_own_numbers(arch: str) -> None:
-    assert RocmBackend()._tuning(DeviceFacts.named(arch)) is ROWS[arch]
-    assert RocmBackend(tuning=arch)._tuning(DeviceFacts.named("sm_90")) is ROWS[arch]
-    assert RocmBackend()._tuning(DeviceFacts.named("gfx90a")) is ROWS[DEFAULT]
+    assert RocmBackend()._tuning(DeviceFacts.named(arch)) is TUNING[arch]
+    assert RocmBackend(tuning=arch)._tuning(DeviceFacts.named("sm_90")) is TUNING[arch]
+    assert RocmBackend()._tuning(DeviceFacts.named("gfx90a")) is TUNING[DEFAULT]
 
 
 # conformance
@@ -132,7 +132,7 @@ def test_it_keeps_the_contract(case: Any, *, deterministic: bool) -> None:
 class InParts(RocmBackend):
     """The room, with tiles so small that the keys of a quick test are several parts of several tiles."""
 
-    rows = {DEFAULT: Tuning(heads=16, keys=16, run=1)}  # noqa: RUF012 - as rooms declare it
+    tunings = {DEFAULT: Tuning(heads=16, keys=16, run=1)}  # noqa: RUF012 - as rooms declare it
 
 
 @all_kinds

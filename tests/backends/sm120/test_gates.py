@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsv4attn.backends._triton.tuning import COMPILED
-from dsv4attn.backends.sm120.tuning import ROWS
+from dsv4attn.backends.sm120.tuning import TUNING
 from tests.backends._triton.gates import ROOT, broken_limits
 
 
@@ -38,4 +38,4 @@ def test_what_stands_around_flashinfer_keeps_every_limit() -> None:
 
 def test_both_cards_have_a_row_of_sixteen_heads() -> None:
     for arch in ("sm_120", "sm_121"):
-        assert (ROWS[arch].heads, ROWS[arch].measured) == (16, COMPILED)
+        assert (TUNING[arch].heads, TUNING[arch].measured) == (16, COMPILED)

@@ -33,7 +33,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Sm120Backend:
     """The backend on a card with FlashInfer, with room for few entries."""
     monkeypatch.setattr(flashinfer, "find", lambda: found(RecordingWrapper))
     monkeypatch.setattr(DeviceFacts, "here", lambda *_: DeviceFacts.named("sm_120"))
-    monkeypatch.setattr(flashinfer, "MOST_KNOWN", 16)
+    monkeypatch.setattr(flashinfer, "MOST_SHAPES", 16)
     return Sm120Backend()
 
 
@@ -55,7 +55,7 @@ def test_what_is_known_of_shapes_has_an_end(backend: Sm120Backend) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="the recording wrapper runs on the CPU")
 def test_shapes_that_were_forgotten_are_served_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flashinfer, "MOST_KNOWN", 2)
+    monkeypatch.setattr(flashinfer, "MOST_SHAPES", 2)
     subject = FlashInferAttention(found())
     for tokens in (1, 2, 3, 1, 3):
         trial = Trial(heads=3, tokens=tokens, sinks=(0.5,))
@@ -66,10 +66,10 @@ def test_shapes_that_were_forgotten_are_served_again(monkeypatch: pytest.MonkeyP
 
 
 def test_the_oldest_entry_goes() -> None:
-    table = {i: i for i in range(flashinfer.MOST_KNOWN)}
+    table = {i: i for i in range(flashinfer.MOST_SHAPES)}
 
     assert remember(table, -1, 5) == 5
-    assert len(table) == flashinfer.MOST_KNOWN
+    assert len(table) == flashinfer.MOST_SHAPES
     assert (0 in table, 1 in table, table[-1]) == (False, True, 5)
 
 

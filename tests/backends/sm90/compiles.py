@@ -14,7 +14,7 @@ from typing import Any
 from dsv4attn.backends._triton.compiling.aot import compile_all, cross_compile, distinctions
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends.sm90.kernels_schedule import PAGES, ROWS
+from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, FP8_PAGES
 from dsv4attn.backends.sm90.launch import variants
 
 HEADS = (16, 64, 100, 128)
@@ -30,7 +30,7 @@ def with_largest(form: Variant) -> Variant:
 def forms(heads: int) -> list[Variant]:
     """With the largest logits where lse is told, as nobody asks for them alone."""
     found = []
-    for segments, kind in ((1, PAGES.value), (2, PAGES.value), (1, ROWS.value)):
+    for segments, kind in ((1, FP8_PAGES.value), (2, FP8_PAGES.value), (1, BF16_ROWS.value)):
         for form in variants(segments, kind, heads, sinks=(True,), lses=(False, True)):
             told = dict(form.types)["lse"] != "none"
             found.append(with_largest(form) if told else form)

@@ -27,7 +27,7 @@ def planted(folder: Path, old: str, new: str) -> ModuleType:
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, new: str) -> None:
     """Let the backend launch kernels of whose source (schedule, twin or parts) one piece of text is another."""
     if module == "parts":
-        monkeypatch.setattr(launch, "add_up", _changed(folder, kernels_parts, old, new).add_up)
+        monkeypatch.setattr(launch, "combine_parts", _changed(folder, kernels_parts, old, new).combine_parts)
         return
     if module == "twin":
         twin = _changed(folder, kernels_twin, old, new)

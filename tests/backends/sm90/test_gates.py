@@ -30,7 +30,7 @@ def outside(*command: str) -> Any:
 @pytest.mark.slow
 def test_what_a_step_asks_for_keeps_every_limit() -> None:
     """Slow, as `test_every_form_keeps_every_limit` compiles forms with more results."""
-    assert broken_limits("sm90", ["sm_90"], "--kernel", "attention", "--kernel", "add_up") == []
+    assert broken_limits("sm90", ["sm_90"], "--kernel", "attention", "--kernel", "combine_parts") == []
 
 
 @pytest.mark.slow

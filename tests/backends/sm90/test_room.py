@@ -29,7 +29,7 @@ from tests.backends._triton.caches import DEVICE
 FLASH = ModelGeometry.preset("flash")
 SM90 = DeviceFacts.named("sm90")
 REGISTRY = PluginRegistry.load(entry_points=[])
-OWN = "the room's own kernel"
+OWN = "the Gluon kernel for Hopper"
 NOWHERE = ("sm80", "sm100", "sm120", "gfx942", "xpu", "npu")
 
 
@@ -145,11 +145,11 @@ def served(kv: torch.Tensor, heads: int = 4, **more: Any) -> set[str]:
 def test_flash_mla_s_prefill_takes_the_room_s_kernel_with_largest_logits() -> None:
     kv = torch.randn(100, 1, 512, generator=torch.Generator().manual_seed(2)).bfloat16().to(DEVICE)
 
-    assert served(kv) == {"attention", "add_up"}
+    assert served(kv) == {"attention", "combine_parts"}
     # rows that do not lie at multiples of 16 bytes
     wide = torch.zeros(100, 1, 515, dtype=torch.bfloat16, device=DEVICE)
     wide[..., :512] = kv
-    assert "add_up" not in served(wide[..., :512])
+    assert "combine_parts" not in served(wide[..., :512])
 
 
 def test_a_device_s_programs_are_shared_by_blocks_of_heads() -> None:

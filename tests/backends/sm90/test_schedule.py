@@ -122,7 +122,7 @@ def check(line: Line, kernel: Any = walk) -> None:
         assert pieces[-1][2] == len(wanted[t])
         first, count = told.table[t]
         assert (first, count) == (pieces[0][0], len(pieces))
-        # where `add_up` looks for them
+        # where `combine_parts` looks for them
         sides = [2 * (first + i) + (i == 0) for i in range(count)]
         assert [part for *_, part in pieces] == ([-1] if count == 1 else sides)
         assert [program for program, *_ in pieces] == list(range(first, first + count))

@@ -18,7 +18,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.xpu import INFO, launch
 from dsv4attn.backends.xpu.launch import XpuBackend
-from dsv4attn.backends.xpu.tuning import ROWS
+from dsv4attn.backends.xpu.tuning import TUNING
 from dsv4attn.core.contract import AttentionCall, KeyForm, Phase, Rank
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
@@ -88,7 +88,7 @@ def test_an_option_with_a_wrong_value_says_what_it_may_be(options: dict[str, Any
 def test_an_intel_gpu_has_its_own_numbers() -> None:
     backend = XpuBackend()
 
-    assert backend._tuning(DeviceFacts.named("xpu")) is ROWS["xpu"]
+    assert backend._tuning(DeviceFacts.named("xpu")) is TUNING["xpu"]
     assert not backend._gathers(DeviceFacts.named("xpu"))
 
 

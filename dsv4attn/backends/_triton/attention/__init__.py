@@ -1,1 +1,1 @@
-"""The attention kernel: what it computes, how it reads keys, how parts are added up, and its launcher."""
+"""The attention kernel, its readers of keys, the kernel that combines splits, and their launcher."""

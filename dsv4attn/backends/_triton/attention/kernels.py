@@ -1,8 +1,8 @@
-"""The attention kernel of every Triton room: selected keys read from pages or rows inside the loop.
+"""The attention kernel that all Triton backends share: selected keys read from pages or rows inside the loop.
 
 One program attends a block of heads of one token over a run of tiles of N keys, window first, then the compressed
-segment, in one softmax. Runs are cut where few tokens would leave a device idle; a second kernel then adds the parts
-up in their order, so that the same cut gives the same bits.
+segment, in one softmax. Few tokens would leave a device idle, so their rows are split; a second kernel then combines
+the splits in their order, so that the same split gives the same bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -15,11 +15,7 @@ import triton.language as tl
 from dsv4attn.backends._triton import numerics
 from dsv4attn.backends._triton.attention import keys
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-NOTHING = tl.constexpr(-1e30)
-"""Where the running maximum starts: finite, so that a tile without keys makes no NaN."""
+from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
 
 
 @triton.jit
@@ -29,7 +25,7 @@ def columns_of(rows, lens, token, width, stride, RAGGED: tl.constexpr):
     rows, lens: [T, width] int32, rows `stride` apart, and [T] int32; RAGGED: flat [stride] and [T + 1], both int32.
     """
     if RAGGED:
-        # whatever indptr holds, nothing outside the list is read
+        # for any values of indptr, nothing outside the list is read
         start = tl.maximum(tl.load(lens + token), 0)
         end = tl.minimum(tl.maximum(tl.load(lens + token + 1), 0).to(tl.int64), stride).to(tl.int32)
         row, count = rows + start.to(tl.int64), end - start
@@ -40,7 +36,7 @@ def columns_of(rows, lens, token, width, stride, RAGGED: tl.constexpr):
 
 @triton.jit
 def chosen(inside, a, b, SEGMENTS: tl.constexpr):
-    """Of two numbers, the one of the segment a tile belongs to."""
+    """The number of the tile's segment: a of segment 0 (inside), b of segment 1."""
     if SEGMENTS == 2:
         a = tl.where(inside, a, b)
     return a
@@ -48,7 +44,7 @@ def chosen(inside, a, b, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def address(inside, a, b, SEGMENTS: tl.constexpr):
-    """The same of two pointers."""
+    """The pointer of the tile's segment, as `chosen`."""
     if SEGMENTS == 2:
         a = tl.where(inside, a.to(tl.int64), b.to(tl.int64)).to(a.dtype)
     return a
@@ -56,7 +52,7 @@ def address(inside, a, b, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def paging(inside, a, b, SEGMENTS: tl.constexpr):
-    """The same of what `keys.place` divides by."""
+    """The page size, factor and log of the tile's segment, as `chosen`."""
     return (
         chosen(inside, a[0], b[0], SEGMENTS),
         chosen(inside, a[1], b[1], SEGMENTS),
@@ -65,7 +61,7 @@ def paging(inside, a, b, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def slots_of(tile, last, first_tiles, row0, row1, len0, len1, N: tl.constexpr, SEGMENTS: tl.constexpr):
+def load_slots(tile, last, first_tiles, row0, row1, len0, len1, N: tl.constexpr, SEGMENTS: tl.constexpr):
     """Indices of a tile's N columns, -1 behind its segment's length and in tiles past the last.
 
     row0, row1: pointers to [len0] and [len1] int32, as `columns_of` returns them.
@@ -83,7 +79,7 @@ def slots_of(tile, last, first_tiles, row0, row1, len0, len1, N: tl.constexpr, S
 def fetch(tile, slot, first_tiles, segment0, segment1, nothing, INTERLEAVED: tl.constexpr, SEGMENTS: tl.constexpr):
     """Which of a tile's slots exist, and the raw words of their records.
 
-    segment0, segment1: pointer to a cache's uint8 pages, paging of `keys.place`, page stride, row stride, capacity.
+    segment0, segment1: pointer to a cache's uint8 pages, paging of `page_and_row`, page stride, row stride, capacity.
     """
     inside = tile < first_tiles
     ok = (slot >= 0) & (slot < chosen(inside, segment0[4], segment1[4], SEGMENTS))
@@ -96,24 +92,13 @@ def fetch(tile, slot, first_tiles, segment0, segment1, nothing, INTERLEAVED: tl.
 
 @triton.jit
 def read(
-    slot,
-    ok,
-    fnuz,
-    segment,
-    KIND: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    UNIT: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALES: tl.constexpr,
-    C: tl.constexpr,
-    PIECES: tl.constexpr,
-    DT: tl.constexpr,
-):
-    """Both pieces of a tile of keys that are not words; of a narrow key the second is the first.
+    slot, ok, fnuz, segment,
+    KIND: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, C: tl.constexpr, PIECES: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """Both pieces of a tile of keys of kinds BYTES and ROWS; a narrow key's second piece is its first.
 
-    segment: pointer to the pages or rows of a cache, paging of `keys.place`, page stride, row stride.
+    segment: pointer to the pages or rows of a cache, paging of `keys.page_and_row`, page stride, row stride.
     """
     base, size, stride, row_stride = segment[0], segment[1], segment[2], segment[3]
     left = keys.read_piece(
@@ -163,23 +148,10 @@ def product_in_halves(
 
 @triton.jit
 def product_in_steps(
-    q_row,
-    live,
-    slot,
-    ok,
-    fnuz,
-    segment,
-    acc,
-    KIND: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    UNIT: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALES: tl.constexpr,
-    C: tl.constexpr,
-    DT: tl.constexpr,
-):
+    q_row, live, slot, ok, fnuz, segment, acc,
+    KIND: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, C: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
     """Acc + q @ key^T with both read from memory, 64 columns at a time.
 
     q_row: pointers [BH] to rows of q. C: columns of a padded key, which is read once more for the other product: on
@@ -192,111 +164,50 @@ def product_in_steps(
         there = live[:, None] & (column < NOPE + ROPE)[None, :]
         part = tl.load(q_row[:, None] + column[None, :], mask=there, other=0.0).to(DT)
         key = keys.read_piece(
-            base,
-            slot,
-            ok,
-            size,
-            stride,
-            row_stride,
-            fnuz,
-            step * W,
-            W,
-            KIND,
-            INTERLEAVED,
-            UNIT,
-            NOPE,
-            ROPE,
-            GROUP,
-            SCALES,
-            DT,
-        )
+            base, slot, ok, size, stride, row_stride, fnuz, step * W, W, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP,
+            SCALES, DT,
+        )  # fmt: skip
         acc = tl.dot(part, tl.trans(key), acc, input_precision="ieee")
     return acc
 
 
 @stable_kernel
 def attention(
-    q,
-    out,
-    lse,
-    max_logits,
-    sink,
-    part,
-    part_lse,
-    part_max,
-    cache0,
-    rows0,
-    lens0,
-    cache1,
-    rows1,
-    lens1,
-    q_token: tl.int64,
-    q_head: tl.int64,
-    out_token: tl.int64,
-    out_head: tl.int64,
-    lse_token: tl.int64,
-    lse_head: tl.int64,
-    max_token: tl.int64,
-    max_head: tl.int64,
-    width0: tl.int32,
-    index_stride0: tl.int64,
-    page_size0: tl.int32,
-    page_factor0: tl.int32,
-    page_log0: tl.int32,
-    page_stride0: tl.int64,
-    row_stride0: tl.int64,
-    capacity0: tl.int32,
-    width1: tl.int32,
-    index_stride1: tl.int64,
-    page_size1: tl.int32,
-    page_factor1: tl.int32,
-    page_log1: tl.int32,
-    page_stride1: tl.int64,
-    row_stride1: tl.int64,
-    capacity1: tl.int32,
-    splits: tl.int32,
-    tiles_per_split: tl.int32,
-    once: tl.int32,
-    scale: tl.float32,
-    empty_lse: tl.float32,
-    H: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    KIND0: tl.constexpr,
-    KIND1: tl.constexpr,
-    INTERLEAVED0: tl.constexpr,
-    INTERLEAVED1: tl.constexpr,
-    FNUZ0: tl.constexpr,
-    FNUZ1: tl.constexpr,
-    GROUP0: tl.constexpr,
-    GROUP1: tl.constexpr,
-    SCALES0: tl.constexpr,
-    SCALES1: tl.constexpr,
-    UNIT0: tl.constexpr,
-    UNIT1: tl.constexpr,
-    RAGGED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    UNIT: tl.constexpr,
-    BH: tl.constexpr,
-    N: tl.constexpr,
-    C: tl.constexpr,
-    PIECES: tl.constexpr,
-    DT: tl.constexpr,
-    ASM: tl.constexpr,
-    CHAINED: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    RELOAD: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
-):
-    """Grid: tokens x splits x blocks of BH heads, heads fastest, so that programs that share keys run together.
+    q,  # [T, H, D]
+    out,  # [T, H, D], dtype of q
+    lse,  # [T, H] fp32, or None
+    max_logits,  # [T, H] fp32, or None
+    sink,  # [H] fp32, or None
+    part,  # [T, splits, H, D] fp32, or None
+    part_lse,  # [T, splits, H] fp32, base 2, or None
+    part_max,  # [T, splits, H] fp32, base 2, or None
+    cache0,  # pages of uint8, or of bf16 or fp32 rows; or gathered rows [capacity0, D]
+    rows0,  # [T, width0] int32, or RAGGED [index_stride0]
+    lens0,  # [T] int32, or RAGGED [T + 1]
+    cache1,  # pages of uint8, or of bf16 or fp32 rows
+    rows1,  # [T, width1] int32, or RAGGED [index_stride1]
+    lens1,  # [T] int32, or RAGGED [T + 1]
+    q_token: tl.int64, q_head: tl.int64, out_token: tl.int64, out_head: tl.int64,
+    lse_token: tl.int64, lse_head: tl.int64, max_token: tl.int64, max_head: tl.int64,
+    width0: tl.int32, index_stride0: tl.int64, page_size0: tl.int32, page_factor0: tl.int32, page_log0: tl.int32,
+    page_stride0: tl.int64, row_stride0: tl.int64, capacity0: tl.int32,
+    width1: tl.int32, index_stride1: tl.int64, page_size1: tl.int32, page_factor1: tl.int32, page_log1: tl.int32,
+    page_stride1: tl.int64, row_stride1: tl.int64, capacity1: tl.int32,
+    splits: tl.int32, tiles_per_split: tl.int32, once: tl.int32, scale: tl.float32, empty_lse: tl.float32,
+    H: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, SEGMENTS: tl.constexpr,
+    KIND0: tl.constexpr, KIND1: tl.constexpr, INTERLEAVED0: tl.constexpr, INTERLEAVED1: tl.constexpr,
+    FNUZ0: tl.constexpr, FNUZ1: tl.constexpr, GROUP0: tl.constexpr, GROUP1: tl.constexpr,
+    SCALES0: tl.constexpr, SCALES1: tl.constexpr, UNIT0: tl.constexpr, UNIT1: tl.constexpr,
+    RAGGED: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr, BH: tl.constexpr, N: tl.constexpr,
+    C: tl.constexpr, PIECES: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr, CHAINED: tl.constexpr,
+    PREFETCH: tl.constexpr, RELOAD: tl.constexpr, EXACT_CASTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (T x splits x blocks of BH heads,), heads fastest, so that programs that share keys run together.
 
-    q, out: [T, H, D] in strides of UNITs. lse, max_logits: [T, H] fp32, or None. sink: [H] fp32, or None. cache0: bytes
-    or rows of the window's cache, or the gathered rows; cache1, rows1, lens1: the compressed segment's. rows, lens:
-    int32 indices [T, width] and [T], or, RAGGED, flat and [T + 1].
-    SPLIT: write to part [T, splits, H, D] fp32 and part_lse, part_max [T, splits, H] (base 2) instead of out, lse,
-    max_logits.
-    tiles_per_split: tiles of each run, or 0 to share a row's tiles evenly. once: 1. empty_lse: of a row without keys.
+    Segment 0 is the window's cache, or the gathered rows; segment 1 is the compressed cache.
+    q_token, q_head, out_token, out_head: strides in UNITs.
+    tiles_per_split: tiles of each split, or 0 to share a row's tiles evenly. once: 1. empty_lse: of a row without keys.
+    SPLIT: write to part, part_lse and part_max instead of out, lse and max_logits.
     """
     D: tl.constexpr = NOPE + ROPE
     BLOCKS: tl.constexpr = (H + BH - 1) // BH
@@ -310,7 +221,7 @@ def attention(
     live = head < H
     left_column, right_column = keys.columns(C, KIND0 == keys.WORDS)
 
-    # strides and addresses are multiples of UNIT elements; the compiler believes it and loads wide
+    # strides and addresses are multiples of UNIT elements; with this hint the compiler uses wide loads
     WIDE: tl.constexpr = UNIT * (q.dtype.element_ty.primitive_bitwidth // 8)
     q_row = tl.multiple_of(q + (token * q_token * UNIT + head.to(tl.int64) * q_head * UNIT), WIDE)
     q_left = tl.load(
@@ -339,13 +250,13 @@ def attention(
     paging0, paging1 = (page_size0, page_factor0, page_log0), (page_size1, page_factor1, page_log1)
     segment0 = (cache0, paging0, page_stride0, row_stride0, capacity0)
     segment1 = (cache1, paging1, page_stride1, row_stride1, capacity1)
-    slot = slots_of(first, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+    slot = load_slots(first, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
     WORDS: tl.constexpr = KIND0 == keys.WORDS
     if WORDS and PREFETCH:
         ok, x0, x1, x2, x3, rope, low, high = fetch(
             first, slot, first_tiles, segment0, segment1, once - 1, INTERLEAVED0, SEGMENTS
         )
-        slot = slots_of(first + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+        slot = load_slots(first + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
 
     largest = tl.full([BH], NOTHING, tl.float32)
     total = tl.zeros([BH], tl.float32)
@@ -353,14 +264,14 @@ def attention(
         inside = tile < first_tiles
         fnuz = FNUZ0 if FNUZ0 == FNUZ1 else inside == FNUZ0
         z = tl.zeros([BH, N], tl.float32)
-        # the offset is 0, which the compiler cannot know: no operand of q stays in registers from tile to tile
+        # the offset is 0, which the compiler cannot prove: no operand of q stays in registers from tile to tile
         again = q_row + tile * (once - 1)
         if WORDS:
             if not PREFETCH:
                 ok, x0, x1, x2, x3, rope, low, high = fetch(
                     tile, slot, first_tiles, segment0, segment1, once - 1, INTERLEAVED0, SEGMENTS
                 )
-                slot = slots_of(tile + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+                slot = load_slots(tile + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
             here = ok
             left, right = keys.unpack_words(x0, x1, x2, x3, rope, low, high, fnuz, N, DT, ASM)
             if PREFETCH:
@@ -379,23 +290,9 @@ def attention(
                 )
                 if RELOAD:
                     z = product_in_steps(
-                        again,
-                        live,
-                        slot,
-                        here,
-                        fnuz,
-                        segment,
-                        z,
-                        KIND0,
-                        INTERLEAVED0,
-                        UNIT0,
-                        NOPE,
-                        ROPE,
-                        GROUP0,
-                        SCALES0,
-                        C * PIECES,
-                        DT,
-                    )
+                        again, live, slot, here, fnuz, segment, z, KIND0, INTERLEAVED0, UNIT0, NOPE, ROPE, GROUP0,
+                        SCALES0, C * PIECES, DT,
+                    )  # fmt: skip
                 left, right = read(
                     slot, here, fnuz, segment, KIND0, INTERLEAVED0, UNIT0, NOPE, ROPE, GROUP0, SCALES0, C, PIECES, DT
                 )
@@ -407,7 +304,7 @@ def attention(
                 left, right = read(
                     slot, here, fnuz, segment1, KIND1, INTERLEAVED1, UNIT1, NOPE, ROPE, GROUP1, SCALES1, C, PIECES, DT
                 )
-            slot = slots_of(tile + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+            slot = load_slots(tile + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
         if RELOAD and (WORDS or not SAME):
             z = product_in_halves(again, left_column, live, left, z, D, N, C, DT)
             if PIECES == 2:
@@ -417,7 +314,7 @@ def attention(
             if PIECES == 2:
                 z = product(q_right, tl.trans(right), z, once, CHAINED)
         if WORDS and PREFETCH:
-            slot = slots_of(tile + 2, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+            slot = load_slots(tile + 2, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
         z = tl.where(here[None, :], z * (scale * LOG2E), -float("inf"))
         grown = tl.maximum(largest, tl.max(z, 1))
         shrink = tl.exp2(largest - grown)

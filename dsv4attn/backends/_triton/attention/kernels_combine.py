@@ -1,7 +1,7 @@
-"""What follows attention where several programs shared a row: its parts are added up.
+"""The kernel that combines splits, where several programs of `attention` shared a row.
 
-A few at a time, always the same ones together, so that the same cut gives the same bits. Parts without keys are zeros
-among them, and bits do not tell how many of these follow the last part with keys.
+Splits are combined a few at a time, always the same ones together, so that the same split gives the same bits. Splits
+without keys count as zeros, and a result's bits do not depend on how many of them follow the last split with keys.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -11,47 +11,32 @@ from __future__ import annotations
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
-from dsv4attn.backends._triton.attention.kernels import LN2, LOG2E, NOTHING
 from dsv4attn.backends._triton.cache.kernels_insert import angles_of, rotate
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
+from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
 
 
 @stable_kernel
 def reduce(
-    part,
-    part_lse,
-    part_max,
-    out,
-    lse,
-    max_logits,
-    sink,
-    positions,
-    table,
-    out_token: tl.int64,
-    out_head: tl.int64,
-    lse_token: tl.int64,
-    lse_head: tl.int64,
-    max_token: tl.int64,
-    max_head: tl.int64,
-    splits: tl.int32,
-    table_stride: tl.int64,
-    num_positions: tl.int64,
-    empty_lse: tl.float32,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    ROPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    N: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
-):
-    """Grid: (tokens x H,). Adds the parts of a row up, N at a time, and applies the sink.
+    part,  # [T, splits, H, D] fp32
+    part_lse,  # [T, splits, H] fp32, base 2
+    part_max,  # [T, splits, H] fp32, base 2; None where max_logits is
+    out,  # [T, H, D]
+    lse,  # [T, H] fp32, or None
+    max_logits,  # [T, H] fp32, or None
+    sink,  # [H] fp32, or None
+    positions,  # [T] int64, or None
+    table,  # [num_positions, ROPE] fp32, cosines before sines, or None
+    out_token: tl.int64, out_head: tl.int64, lse_token: tl.int64, lse_head: tl.int64,
+    max_token: tl.int64, max_head: tl.int64, splits: tl.int32,
+    table_stride: tl.int64, num_positions: tl.int64, empty_lse: tl.float32,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROPE: tl.constexpr,
+    UNIT: tl.constexpr, N: tl.constexpr, EXACT_CASTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (T x H,). Combines the splits of a row, N at a time, and applies the sink.
 
-    part: [tokens, splits, H, D] fp32. part_lse, part_max: [tokens, splits, H] fp32, base 2; part_max is None where
-    max_logits is. out: [tokens, H, D] in strides of UNITs. lse, max_logits: [tokens, H] fp32, or None. sink: [H] fp32,
-    or None.
-    N: parts that are loaded together, a power of two: one after the other, each would wait for the one before it.
-    positions, table: [tokens] int64 and cosines and sines [num_positions, ROPE], to undo the rotation too; else None.
+    out_token, out_head: in UNITs. positions, table: given to undo the rotation too.
+    N: splits that are loaded together, a power of two: one after the other, each would wait for the one before it.
     """
     PART: tl.constexpr = 16 if D % 4 == 0 else 4  # bytes to which parts are aligned
     WIDE: tl.constexpr = UNIT * (out.dtype.element_ty.primitive_bitwidth // 8)

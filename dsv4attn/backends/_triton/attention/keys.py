@@ -1,8 +1,8 @@
 """Reading keys inside an attention loop: from slots to a tile of rows, in the dtype of the matrix product.
 
 A tile is two pieces of C columns side by side (one, if a key is narrow), since a register file holds no whole tile.
-Three readers, told apart by KIND: WORDS for the model's own 448 + 64 record on aligned pages, four codes at a time;
-BYTES for quantised records of any other dims or place; ROWS for plain ones. A row that is not `ok` reads as zeros and
+KIND chooses one of three readers: WORDS for the model's own 448 + 64 record on aligned pages, four codes at a time;
+BYTES for quantised records of other dims or alignment; ROWS for plain rows. A row that is not `ok` reads as zeros and
 touches no memory.
 
 A NaN code makes the values of its word NaN. Which values of a key are NaN does not matter: each of its logits is then,
@@ -46,7 +46,7 @@ The upper bytes of all four values are made at once, and so are the lower ones; 
 
 
 @triton.jit
-def place(slot, ok, paging, page_stride):
+def page_and_row(slot, ok, paging, page_stride):
     """Byte offset of each slot's page, int64, and the slot's number in the page; zeros where not ok.
 
     paging: page size, and factor and log of `attend.divider`, since a division takes twenty instructions.
@@ -65,17 +65,17 @@ def load_words(base, slot, ok, paging, page_stride16, nothing, INTERLEAVED: tl.c
     base: pointer to a cache's uint8 pages. slot, ok: [N] int32 and bool. Words stay words so that a loop can carry them
     from one tile to the next, one register for four codes.
     """
-    page, place_ = place(slot, ok, paging, page_stride16.to(tl.int64) * 16)
+    page, row = page_and_row(slot, ok, paging, page_stride16.to(tl.int64) * 16)
     if INTERLEAVED:
-        data = tl.multiple_of((base + (page + place_ * 584)).to(tl.pointer_type(tl.int32)), 8)
-        scale = tl.multiple_of((base + (page + place_ * 584 + 576)).to(tl.pointer_type(tl.int32)), 8)
+        data = tl.multiple_of((base + (page + row * 584)).to(tl.pointer_type(tl.int32)), 8)
+        scale = tl.multiple_of((base + (page + row * 584 + 576)).to(tl.pointer_type(tl.int32)), 8)
     else:
-        data = tl.multiple_of((base + (page + place_ * 576)).to(tl.pointer_type(tl.int32)), 16)
+        data = tl.multiple_of((base + (page + row * 576)).to(tl.pointer_type(tl.int32)), 16)
         behind = page + paging[0].to(tl.int64) * 576
-        scale = tl.multiple_of((base + (behind + place_ * 8)).to(tl.pointer_type(tl.int32)), 8)
+        scale = tl.multiple_of((base + (behind + row * 8)).to(tl.pointer_type(tl.int32)), 8)
     of, mask = tl.arange(0, 32)[None, :], ok[:, None]
     short = tl.arange(0, 16)[None, :]
-    # `nothing` is 0, which the compiler cannot know: a thread takes two words here, and so has what belongs to its rope
+    # `nothing` is 0, which the compiler cannot prove: each thread loads two words, those beside its RoPE values
     x0 = tl.load(data[:, None] + of, mask=mask, other=0)
     x1 = tl.load(data[:, None] + (32 + of), mask=mask, other=0)
     x2 = tl.load(data[:, None] + (64 + of), mask=mask, other=0)
@@ -104,7 +104,7 @@ def scale_of(bits, ASM: tl.constexpr):
         half = tl.where(byte == 0, 0x40, tl.where(byte == 255, 0x7FC0, byte << 7))
         scale = half | (half << 16)
     else:
-        scale = numerics.power_of_two(byte)
+        scale = numerics.scale_of_byte(byte)
     return scale
 
 
@@ -126,15 +126,10 @@ def codes(words, scale, fnuz, N: tl.constexpr, W: tl.constexpr, ASM: tl.constexp
     nan = numerics.has_nan(words, fnuz)
     if ASM:
         unit += tl.zeros_like(words)
-        # here the scale, as another unit would take registers that are not there
+        # NaN through the scale: another unit would take registers that the kernel does not have
         scale = tl.where(nan, 0x7FC07FC0, scale)
         first, second = tl.inline_asm_elementwise(
-            DECODE,
-            "=r,=r,r,r,r",
-            [words, scale, unit],
-            dtype=(tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
+            DECODE, "=r,=r,r,r,r", [words, scale, unit], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
     else:
         unit = tl.where(nan, 0x7FC00000, unit).to(tl.float32, bitcast=True)
@@ -153,8 +148,8 @@ def _half(words, scale, unit, SHIFT: tl.constexpr):
 
 @triton.jit
 def unpack_words(x0, x1, x2, x3, rope, low, high, fnuz, N: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr):
-    """Both pieces, [N, 256] each, of what `load_words` gave; `columns` tells their order."""
-    # a scale stands for 64 codes: made once, and spread over the 16 words that need it
+    """Both pieces, [N, 256] each, of what `load_words` returned, in the order of `columns`."""
+    # a scale serves 64 codes: computed once, and broadcast to their 16 words
     shift = (tl.arange(0, 2) * 8)[None, :]
     k0 = codes(x0, spread(scale_of(low[:, None] >> shift, ASM), N), fnuz, N, 32, ASM)
     k1 = codes(x1, spread(scale_of(low[:, None] >> (shift + 16), ASM), N), fnuz, N, 32, ASM)
@@ -198,31 +193,17 @@ def widen(values, DT: tl.constexpr):
 
 @triton.jit
 def read_piece(
-    base,
-    slot,
-    ok,
-    paging,
-    page_stride,
-    row_stride,
-    fnuz,
-    FIRST: tl.constexpr,
-    C: tl.constexpr,
-    KIND: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    UNIT: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALES: tl.constexpr,
-    DT: tl.constexpr,
-):
+    base, slot, ok, paging, page_stride, row_stride, fnuz,
+    FIRST: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
     """Columns FIRST .. FIRST + C of each slot's key, [N, C] in DT; columns behind the last are zero.
 
     base: pointer to a cache's uint8 pages, or to rows. slot, ok: [N] int32 and bool.
     page_stride, row_stride: in UNITs, elements of rows and bytes of records; the latter know their own row stride.
     SCALES: bytes of a record's scales.
     """
-    page, of = place(slot, ok, paging, page_stride.to(tl.int64) * UNIT)
+    page, of = page_and_row(slot, ok, paging, page_stride.to(tl.int64) * UNIT)
     column = FIRST + tl.arange(0, C)
     if KIND == ROWS:
         WIDE: tl.constexpr = UNIT * (base.dtype.element_ty.primitive_bitwidth // 8)

@@ -17,9 +17,9 @@ from dsv4attn.backends._triton.cache.kernels_gather import gather_kernel, gather
 from dsv4attn.backends._triton.cache.records import (
     alignment_of_records,
     alignment_of_rows,
-    place,
     record_alignments,
     record_constants,
+    record_strides,
     row_alignments,
 )
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
@@ -30,7 +30,7 @@ from dsv4attn.core.tensorspec import check_strides
 __all__ = ["dequant_gather_slots", "dequantize_and_gather_k_cache", "variants"]
 
 TILE, MOST, WARPS = 4096, 32, 4
-"""Values that a program copies, eight records of the model's; most records, if they are short; and its warps."""
+"""Values that a program copies (eight of the model's records), the most records of a program, and its warps."""
 
 
 def dequantize_and_gather_k_cache(
@@ -47,7 +47,7 @@ def dequantize_and_gather_k_cache(
         (
             out, cache.tensor, seq_lens, gather_lens, block_table,
             rows, offset, out.stride(0), out.stride(1), block_table.stride(0), block_table.shape[1],
-            cache.num_blocks, cache.block_size, *place(cache),
+            cache.num_blocks, cache.block_size, *record_strides(cache),
         ),
         constants,
         num_warps=WARPS,
@@ -66,7 +66,7 @@ def dequant_gather_slots(out: Tensor, cache: PagedKVCache, slots: Tensor) -> Non
         (triton.cdiv(out.shape[0], constants["BLOCK_R"]),),
         (
             out, cache.tensor, slots, out.shape[0], out.stride(0), slots.stride(0), slots.shape[1],
-            cache.num_blocks, cache.block_size, *place(cache),
+            cache.num_blocks, cache.block_size, *record_strides(cache),
         ),
         constants,
         num_warps=WARPS,
@@ -84,8 +84,7 @@ def variants(layout: KVCacheLayout, *, aligned: bool = True, aligned_rows: bool 
 
     aligned, aligned_rows: whether caches are, and rows of `out`, to 16 bytes.
     """
-    types = {"OUT": pointer_type(layout.row_dtype), "CACHE": pointer_type(layout.dtype), "SLOTS": "*i32"}
-    types |= {"SEQ_LENS": "*i32", "BLOCK_TABLE": "*i32"}
+    types = {"OUT": pointer_type(layout.row_dtype), "CACHE": pointer_type(layout.dtype)}
     widths = row_alignments(layout.head_dim, layout.row_dtype, aligned=aligned_rows)
     for rows, records in product(widths, record_alignments(layout, aligned=aligned)):
         constants = _constants(layout, rows, records)

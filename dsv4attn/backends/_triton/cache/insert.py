@@ -17,8 +17,8 @@ from dsv4attn.backends._triton.cache.kernels_insert import insert_kernel, qnorm_
 from dsv4attn.backends._triton.cache.records import (
     alignment_of_records,
     alignment_of_rows,
-    place,
     record_alignments,
+    record_strides,
     row_alignments,
     writer_constants,
 )
@@ -33,7 +33,7 @@ __all__ = ["qnorm_rope_kv_insert", "quantize_and_insert_k_cache", "variants"]
 TILE = 4096
 """Values of q that a program takes: eight heads of the model's."""
 FUSED_WARPS = 8
-"""With them a thread has two wide loads of q in flight and 40 registers, so that an SM is full of them."""
+"""With 8 warps a thread has two wide loads of q in flight and 40 registers, so that an SM is fully occupied."""
 INSERT_WARPS = 1
 
 
@@ -43,7 +43,7 @@ def quantize_and_insert_k_cache(k: Tensor, cache: PagedKVCache, slot_mapping: Te
     launch(
         insert_kernel,
         (min(k.shape[0], slot_mapping.shape[0]),),
-        (k, cache.tensor, slot_mapping, k.stride(0), cache.num_blocks, cache.block_size, *place(cache)),
+        (k, cache.tensor, slot_mapping, k.stride(0), cache.num_blocks, cache.block_size, *record_strides(cache)),
         _insert_constants(cache.layout, alignment_of_rows(k), alignment_of_records(cache)),
         num_warps=INSERT_WARPS,
         fp_fusion=False,
@@ -69,7 +69,7 @@ def qnorm_rope_kv_insert(
         (
             q, kv, cache.tensor, slot_mapping, positions, cos_sin_cache,
             q.stride(0), q.stride(1), kv.stride(0), cos_sin_cache.stride(0), cos_sin_cache.shape[0],
-            slot_mapping.shape[0], float(eps), cache.num_blocks, cache.block_size, *place(cache),
+            slot_mapping.shape[0], float(eps), cache.num_blocks, cache.block_size, *record_strides(cache),
         ),
         constants,
         num_warps=FUSED_WARPS,
@@ -96,7 +96,7 @@ def variants(
 
     aligned, aligned_rows: whether caches are, and rows of q, kv and k, to 16 bytes.
     """
-    types = {"CACHE": pointer_type(layout.dtype), "SLOTS": "*i64", "POSITIONS": "*i64", "TABLE": "*fp32", "eps": "fp32"}
+    types = {"CACHE": pointer_type(layout.dtype), "SLOTS": "*i64", "POSITIONS": "*i64", "TABLE": "*fp32"}
     for records in record_alignments(layout, aligned=aligned):
         for k_dtype in (torch.bfloat16, torch.float32):
             for rows in row_alignments(layout.head_dim, k_dtype, aligned=aligned_rows):

@@ -17,23 +17,10 @@ from dsv4attn.backends._triton.numerics import cast, dequantize
 
 @triton.jit
 def copy_records(
-    target,
-    written,
-    CACHE,
-    block,
-    row,
-    exists,
-    page_stride,
-    data_stride,
-    scale_offset,
-    scale_stride,
-    ALIGNED: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    FNUZ: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
-):
+    target, written, CACHE, block, row, exists, page_stride, data_stride, scale_offset, scale_stride,
+    ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr,
+    FNUZ: tl.constexpr, EXACT_CASTS: tl.constexpr,
+):  # fmt: skip
     """Write records to rows that begin at target [R] pointers, where written [R]; those that do not exist are zeros.
 
     block, row: [R] int64. Nothing is read of a record that does not exist. ALIGNED: as in `insert_key`.
@@ -72,42 +59,22 @@ def copy_records(
 
 @stable_kernel
 def gather_kernel(
-    OUT,
-    CACHE,
-    SEQ_LENS,
-    GATHER_LENS,
-    BLOCK_TABLE,
-    rows: tl.int32,
-    offset: tl.int32,
-    out_stride: tl.int64,
-    row_stride: tl.int64,
-    table_stride: tl.int64,
-    table_width: tl.int32,
-    num_blocks: tl.int32,
-    block_size: tl.int32,
-    page_stride: tl.int64,
-    data_stride: tl.int64,
-    scale_offset: tl.int64,
-    scale_stride: tl.int64,
-    BLOCK_R: tl.constexpr,
-    ROW_ALIGNED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    FNUZ: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
-):
-    """Grid (n * ceil(rows / BLOCK_R),): BLOCK_R rows of one request, the first one at `offset`.
-
-    OUT: [n, offset + rows, NOPE + ROPE]. SEQ_LENS, GATHER_LENS: [n] int32; without GATHER_LENS all records of a request
-    are wanted. BLOCK_TABLE: [n, table_width] int32. CACHE: num_blocks pages, `page_stride` elements apart: uint8, or
-    bf16 or fp32 where keys are plain rows.
-    """
+    OUT,  # [n, offset + rows, NOPE + ROPE]
+    CACHE,  # pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows
+    SEQ_LENS,  # [n] int32
+    GATHER_LENS,  # [n] int32, or None for all records of each request
+    BLOCK_TABLE,  # [n, table_width] int32
+    rows: tl.int32, offset: tl.int32, out_stride: tl.int64, row_stride: tl.int64,
+    table_stride: tl.int64, table_width: tl.int32, num_blocks: tl.int32, block_size: tl.int32,
+    page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
+    BLOCK_R: tl.constexpr, ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, NOPE: tl.constexpr,
+    ROPE: tl.constexpr, GROUP: tl.constexpr, FNUZ: tl.constexpr, EXACT_CASTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (n * ceil(rows / BLOCK_R),): BLOCK_R rows of one request, the first one at `offset`."""
     tiles = tl.cdiv(rows, BLOCK_R)
     request = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * BLOCK_R
-    # a request of negative length has no records; and no position wraps around
+    # a request of negative length has no records, and no position overflows
     seq_len = tl.maximum(tl.load(SEQ_LENS + request), 0)
     count = seq_len
     if GATHER_LENS is not None:
@@ -129,33 +96,16 @@ def gather_kernel(
 
 @stable_kernel
 def gather_slots_kernel(
-    OUT,
-    CACHE,
-    SLOTS,
-    rows: tl.int64,
-    row_stride: tl.int64,
-    slot_stride: tl.int64,
-    width: tl.int32,
-    num_blocks: tl.int32,
-    block_size: tl.int32,
-    page_stride: tl.int64,
-    data_stride: tl.int64,
-    scale_offset: tl.int64,
-    scale_stride: tl.int64,
-    BLOCK_R: tl.constexpr,
-    ROW_ALIGNED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    FNUZ: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
-):
-    """Grid (ceil(rows / BLOCK_R),): BLOCK_R rows.
-
-    OUT: [rows, NOPE + ROPE]. SLOTS: [rows / width, width] int32, its rows `slot_stride` apart.
-    CACHE: num_blocks pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows.
-    """
+    OUT,  # [rows, NOPE + ROPE]
+    CACHE,  # pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows
+    SLOTS,  # [rows / width, width] int32, its rows `slot_stride` apart
+    rows: tl.int64, row_stride: tl.int64, slot_stride: tl.int64, width: tl.int32,
+    num_blocks: tl.int32, block_size: tl.int32,
+    page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
+    BLOCK_R: tl.constexpr, ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, NOPE: tl.constexpr,
+    ROPE: tl.constexpr, GROUP: tl.constexpr, FNUZ: tl.constexpr, EXACT_CASTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (ceil(rows / BLOCK_R),): BLOCK_R rows."""
     # [R]
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     slot = tl.load(SLOTS + row // width * slot_stride + row % width, mask=row < rows, other=-1)

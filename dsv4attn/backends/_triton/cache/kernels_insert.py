@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.numerics import cast, power_of_two, round_to
+from dsv4attn.backends._triton.numerics import cast, round_to, scale_of_byte
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def encode_e4m3(x, FNUZ: tl.constexpr, LARGEST: tl.constexpr):
     steps = size.to(tl.float32, bitcast=True) + tl.full((), anchor, tl.int32).to(tl.float32, bitcast=True)
     code = tl.where(size < ((shift + 1) << 23), steps.to(tl.int32, bitcast=True) - anchor, normal)
     if FNUZ:
-        # 0x80 is no zero but NaN
+        # 0x80 is NaN, not a zero
         return tl.where(is_nan, 0x80, tl.where(code == 0, 0, code | sign))
     return tl.where(is_nan, 0x7F, code) | sign
 
@@ -47,7 +47,7 @@ def quantize(x, FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr):
     amax = tl.maximum(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), FLOOR)
     larger = ((amax & 0x7FFFFF) > (LARGEST & 0x7FFFFF)).to(tl.int32)
     byte = tl.where(amax >= 0x7F800000, 254, (amax >> 23) - (LARGEST >> 23) + 127 + larger)
-    return encode_e4m3(x * power_of_two(254 - byte)[:, None], FNUZ, LARGEST), byte
+    return encode_e4m3(x * scale_of_byte(254 - byte)[:, None], FNUZ, LARGEST), byte
 
 
 @triton.jit
@@ -68,25 +68,10 @@ def angles_of(position, TABLE, table_stride, num_positions):
 
 @triton.jit
 def insert_key(
-    key,
-    angles,
-    CACHE,
-    slot,
-    num_blocks,
-    block_size,
-    page_stride,
-    data_stride,
-    scale_offset,
-    scale_stride,
-    ALIGNED: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    FNUZ: tl.constexpr,
-    LARGEST: tl.constexpr,
-    FLOOR: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
-):
+    key, angles, CACHE, slot, num_blocks, block_size, page_stride, data_stride, scale_offset, scale_stride,
+    ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr,
+    FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr,
+):  # fmt: skip
     """Write the key at `key` to its slot, if there is such a slot.
 
     key: pointer to [NOPE + ROPE], bf16 or fp32. angles: pointer to [ROPE] fp32, its cosines before its sines; None if
@@ -118,7 +103,7 @@ def insert_key(
             tail = record + NOPE
 
         if ROPE > 0:
-            # [ROPE / 2] pairs; that of an odd dimension, which nobody rotates, lacks its second half
+            # [ROPE / 2] pairs; the last pair of an odd ROPE, which is never rotated, has one half
             pair = tl.arange(0, triton.next_power_of_2(triton.cdiv(ROPE, 2)))
             first, second = 2 * pair < ROPE, 2 * pair + 1 < ROPE
             even = tl.load(key + NOPE + 2 * pair, mask=first, other=0.0)
@@ -136,31 +121,15 @@ def insert_key(
 
 @stable_kernel
 def insert_kernel(
-    K,
-    CACHE,
-    SLOTS,
-    k_stride: tl.int64,
-    num_blocks: tl.int32,
-    block_size: tl.int32,
-    page_stride: tl.int64,
-    data_stride: tl.int64,
-    scale_offset: tl.int64,
-    scale_stride: tl.int64,
-    ROW_ALIGNED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    FNUZ: tl.constexpr,
-    LARGEST: tl.constexpr,
-    FLOOR: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
-):
-    """Grid (n,): each program writes one key.
-
-    K: [n, NOPE + ROPE], bf16 or fp32. SLOTS: [n] int64. ROW_ALIGNED: bytes that divide the address of every row of K.
-    CACHE: num_blocks pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows.
-    """
+    K,  # [n, NOPE + ROPE], bf16 or fp32
+    CACHE,  # pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows
+    SLOTS,  # [n] int64
+    k_stride: tl.int64, num_blocks: tl.int32, block_size: tl.int32,
+    page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
+    ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
+    GROUP: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (n,): each program writes one key. ROW_ALIGNED: bytes that divide the address of every row of K."""
     token = tl.program_id(0).to(tl.int64)
     key = tl.multiple_of(K + token * k_stride, ROW_ALIGNED)
     insert_key(
@@ -171,43 +140,20 @@ def insert_kernel(
 
 @stable_kernel
 def qnorm_rope_kv_insert_kernel(
-    Q,
-    KV,
-    CACHE,
-    SLOTS,
-    POSITIONS,
-    TABLE,
-    q_stride: tl.int64,
-    head_stride: tl.int64,
-    kv_stride: tl.int64,
-    table_stride: tl.int64,
-    num_positions: tl.int64,
-    num_slots: tl.int64,
-    eps: tl.float32,
-    num_blocks: tl.int32,
-    block_size: tl.int32,
-    page_stride: tl.int64,
-    data_stride: tl.int64,
-    scale_offset: tl.int64,
-    scale_stride: tl.int64,
-    HEADS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    ROW_ALIGNED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    GROUP: tl.constexpr,
-    FNUZ: tl.constexpr,
-    LARGEST: tl.constexpr,
-    FLOOR: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
-):
-    """Grid (T * parts,): of each token, the first program writes its key, the others take BLOCK_H heads each.
-
-    Q: [T, HEADS, NOPE + ROPE], overwritten. KV: [T, NOPE + ROPE]. SLOTS: [num_slots] int64; tokens behind them are not
-    inserted. POSITIONS: [T] int64. TABLE: [num_positions, ROPE] fp32, cosines before sines.
-    CACHE: num_blocks pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows.
-    """
+    Q,  # [T, HEADS, NOPE + ROPE], overwritten
+    KV,  # [T, NOPE + ROPE]
+    CACHE,  # pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows
+    SLOTS,  # [num_slots] int64; tokens behind them are not inserted
+    POSITIONS,  # [T] int64
+    TABLE,  # [num_positions, ROPE] fp32, cosines before sines
+    q_stride: tl.int64, head_stride: tl.int64, kv_stride: tl.int64, table_stride: tl.int64,
+    num_positions: tl.int64, num_slots: tl.int64, eps: tl.float32, num_blocks: tl.int32, block_size: tl.int32,
+    page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, FNUZ: tl.constexpr,
+    LARGEST: tl.constexpr, FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (T * parts,): of each token, the first program writes its key, the others take BLOCK_H heads each."""
     parts: tl.constexpr = triton.cdiv(HEADS, BLOCK_H) + 1
     token = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts

@@ -1,7 +1,7 @@
-"""Where the records of a cache stand and what they look like, as arguments of a kernel.
+"""Strides, alignments and constants of a cache's records, as arguments of kernels.
 
-All arithmetic on layouts stays in `core.layout`: a kernel gets strides and offsets at run time, so how a page is
-arranged compiles nothing, and as constants only what decides the shape of its tiles.
+All arithmetic on layouts is in `core.layout`. Strides and offsets are run-time arguments, so that the arrangement of a
+page compiles nothing. Constants are only what determines the shapes of tiles.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.launching.runtime import ALIGNMENT, INTERPRETED
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 
 __all__ = [
     "alignment_of_records",
     "alignment_of_rows",
-    "place",
     "record_alignments",
     "record_constants",
+    "record_strides",
     "row_alignments",
     "writer_constants",
 ]
 
 
-def place(cache: PagedKVCache) -> tuple[int, int, int, int]:
-    """Where records stand: (page_stride, data_stride, scale_offset, scale_stride), in elements of the cache's tensor.
+def record_strides(cache: PagedKVCache) -> tuple[int, int, int, int]:
+    """(page_stride, data_stride, scale_offset, scale_stride) of a cache, in elements of its tensor.
 
     Record i of block b has its data at b * page_stride + i * data_stride, and its scales at b * page_stride +
     scale_offset + i * scale_stride.
@@ -45,51 +45,51 @@ def _strides(layout: KVCacheLayout, block_size: int) -> tuple[int, int, int]:
 
 
 def _accesses(layout: KVCacheLayout) -> tuple[int, int]:
-    """Bytes of the widest access of use, and of an element. Eight codes are one access, and 16 bytes as bf16."""
-    return (8, 1) if layout.is_quantised else (ALIGNMENT, layout.dtype.itemsize)
+    """Bytes of the widest useful access, and of an element. Eight codes are one access: they are 16 bytes in bf16."""
+    return (8, 1) if layout.is_quantised else (WIDE, layout.dtype.itemsize)
 
 
 def alignment_of_records(cache: PagedKVCache) -> int:
-    """Bytes that divide the address of every record, as far as it is of use."""
+    """Bytes that divide the address of every record: of the widest useful access, or of an element."""
     wide, narrow = _accesses(cache.layout)
-    page_stride, data_stride, _, _ = place(cache)
+    page_stride, data_stride, _, _ = record_strides(cache)
     step = cache.tensor.data_ptr() | (page_stride | data_stride) * cache.tensor.element_size()
     return narrow if step % wide else wide
 
 
 def record_alignments(layout: KVCacheLayout, *, aligned: bool) -> tuple[int, ...]:
-    """What `alignment_of_records` can be. aligned: whether caches, pages, and rows of plain ones are, to 16 bytes."""
+    """Possible `alignment_of_records`. aligned: whether caches, pages and plain rows begin at multiples of 16 bytes."""
     wide, narrow = _accesses(layout)
     data, *_ = layout.regions(1)
     return (wide,) if aligned and data.stride % wide == 0 else (wide, narrow)
 
 
 def row_alignments(width: int, dtype: torch.dtype, *, aligned: bool) -> tuple[int, ...]:
-    """What `alignment_of_rows` can be of rows of so many elements. aligned: whether they are promised to be."""
-    return (ALIGNMENT,) if aligned and width * dtype.itemsize % ALIGNMENT == 0 else (ALIGNMENT, 1)
+    """Possible `alignment_of_rows` of `width` elements. aligned: whether rows are promised to be aligned."""
+    return (WIDE,) if aligned and width * dtype.itemsize % WIDE == 0 else (WIDE, 1)
 
 
 def alignment_of_rows(*tensors: Tensor) -> int:
-    """Bytes that divide the address of every row, along the last dimension: those of the widest access, or 1."""
+    """Bytes that divide the address of every row, along the last dimension: of the widest access, or 1."""
     for tensor in tensors:
         step, element = tensor.data_ptr(), tensor.element_size()
         for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
             # the stride of a dimension of size one means nothing
             if size > 1:
                 step |= stride * element
-        if step % ALIGNMENT:
+        if step % WIDE:
             return 1
-    return ALIGNMENT
+    return WIDE
 
 
 def _bits(x: float) -> int:
-    """Of a positive number as fp32. Such bits are ordered like their numbers."""
+    """Bits of a positive number in fp32, which are ordered like the numbers."""
     return int(struct.unpack("<i", struct.pack("<f", x))[0])
 
 
 @cache
 def record_constants(layout: KVCacheLayout) -> dict[str, Any]:
-    """What a record looks like. GROUP is 0 if it is not quantised."""
+    """Constants of kernels that read records. GROUP is 0 if records are not quantised."""
     return {
         "NOPE": layout.nope_dim,
         "ROPE": layout.rope_dim,
@@ -101,5 +101,5 @@ def record_constants(layout: KVCacheLayout) -> dict[str, Any]:
 
 @cache
 def writer_constants(layout: KVCacheLayout) -> dict[str, Any]:
-    """The same, and how a writer rounds: the largest code and the smallest maximum of a group, by their bits."""
+    """Constants of kernels that write records: also the largest code and a group's smallest maximum, by their bits."""
     return {**record_constants(layout), "LARGEST": _bits(layout.fp8_max), "FLOOR": _bits(layout.amax_floor)}

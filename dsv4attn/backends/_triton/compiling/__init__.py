@@ -1,1 +1,1 @@
-"""Compiling for devices that are not here, and what a kernel needs there."""
+"""Cross-compiling kernels, and the resources that they need."""

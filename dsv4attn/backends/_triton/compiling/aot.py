@@ -1,8 +1,8 @@
-"""Cross-compilation: what a kernel becomes on a device that is not here, and what it needs there.
+"""Cross-compilation of kernels, and the resources that they need on the target.
 
-What is compiled is what a launch there would compile, under the same key of Triton's cache: arguments go through the
-JIT's own binder, which needs no driver. Nothing is loaded and nothing runs. Kernels of one target are compiled in
-threads; most of the time is spent outside the interpreter lock.
+A form compiles as in a launch on the target, under the same key of Triton's cache: the JIT's own binder, which needs no
+driver, processes the arguments. Nothing is loaded and nothing runs. Kernels of one target are compiled in threads; most
+of the time is spent outside the interpreter lock.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def cross_compile(variant: Variant, target: Target, *, far: bool = False) -> Com
 
 
 def _source_of(kernel: Kernel) -> Callable[..., object]:
-    """What the compiler takes: it has two languages."""
+    """The class of the compiler's input: Triton and Gluon have one each."""
     source: Callable[..., object] = ASTSource
     if kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource
@@ -90,12 +90,12 @@ def _require_unspecialised(variant: Variant) -> None:
 class Resources:
     """What one block of a compiled kernel needs.
 
-    registers: of a thread; vector and accumulation registers on AMD. spill_stores, spill_loads: bytes of a thread that
-    found no register (on AMD registers spilled, times four). stack: bytes of a thread, spills included. shared: bytes.
-    occupancy: blocks that a unit of the target holds at once. wave: threads that run in step. matrix: matrix
-    instructions in the assembly. products: products of 16-bit matrices that the source asks for. serialised: what the
-    assembler says of matrix instructions that had to wait for each other. roles: warps, and registers of each of their
-    threads, where a block's warps have different work; then `registers` is what all of them start with.
+    registers: of a thread; vector and accumulation registers on AMD. spill_stores, spill_loads: bytes of a thread (on
+    AMD registers spilled, times four). stack: bytes of a thread, spills included. shared: bytes. occupancy: blocks that
+    a unit of the target holds at once. wave: threads that run in step. matrix: matrix instructions in the assembly.
+    products: products of 16-bit matrices in the source. serialised: the assembler's messages about matrix instructions
+    that wait for each other. roles: warps, and registers of each of their threads, of a warp-specialised kernel;
+    `registers` is then what all warps start with.
     """
 
     registers: int
@@ -119,13 +119,13 @@ class Resources:
         occupancy = target.occupancy(registers, shared, warps)
         wave = target.warp_size if target.is_cuda else _largest(r"\.wavefront_size:\s+(\d+)", kernel.asm["amdgcn"])
         matrix = len(_MATRIX.findall(kernel.asm["ptx" if target.is_cuda else "amdgcn"]))
-        # Gluon begins behind this stage
+        # Gluon kernels have no such stage
         products = len(_PRODUCT.findall(kernel.asm.get("ttir", "")))
         need = registers, stores, loads, stack, shared, warps * wave, occupancy
-        return cls(*need, wave, matrix, products, serialised, _roles(kernel))
+        return cls(*need, wave, matrix, products, serialised, _role_registers(kernel))
 
     def reasons(self, target: Target) -> list[Reason]:  # noqa: C901 - one limit after the other
-        """Every limit of the target that is broken; none of them stops the compiler."""
+        """Every limit of the target that is broken; the compiler checks none of them."""
         allowed, found = target.shared_per_block, []
         if self.shared > allowed:
             cure = "smaller tiles, or fewer stages"
@@ -164,28 +164,28 @@ _PRODUCT = re.compile(r"= tt\.dot .*: tensor<\w+x(?:bf|f)16> \*")
 """A product of 16-bit matrices in the first stage of the compiler, where every target is alike."""
 
 _ptxas_flags: list[tuple[str, ...]] = [("--regAllocOptLevel=2",), ()]
-"""What releases of Triton pass to the assembler, the one that was right last time first."""
+"""Flags that releases of Triton pass to the assembler; those that were right last time come first."""
 
 
 def _from_ptx(kernel: CompiledKernel) -> tuple[int, int, int, int, tuple[str, ...]]:
-    """Assemble once more, to hear what Triton did not tell: with its own flags, as the same bytes prove."""
-    told = ""
+    """Assemble once more for the assembler's messages, with Triton's flags: those that give the same bytes."""
+    text = ""
     for flags in list(_ptxas_flags):
-        heard, same = _assemble(kernel, flags)
+        messages, same = _assemble(kernel, flags)
         if same:
             _ptxas_flags.insert(0, _ptxas_flags.pop(_ptxas_flags.index(flags)))
-            told = heard
+            text = messages
             break
-        told = told or heard
+        text = text or messages
     lost = "Potential Performance Loss: "
-    serialised = tuple(line.partition(lost)[2].strip() for line in told.splitlines() if lost in line)
+    serialised = tuple(line.partition(lost)[2].strip() for line in text.splitlines() if lost in line)
     numbers = (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes spill loads", r"(\d+) bytes stack")
-    registers, stores, loads, stack = (_largest(pattern, told) for pattern in numbers)
+    registers, stores, loads, stack = (_largest(pattern, text) for pattern in numbers)
     return registers, stores, loads, stack, serialised
 
 
 def _assemble(kernel: CompiledKernel, flags: Sequence[str]) -> tuple[str, bool]:
-    """What the assembler says of a kernel, and whether it makes the same bytes of it."""
+    """The assembler's messages about a kernel, and whether it produces the same bytes as Triton did."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     arch = kernel.metadata.target.arch
@@ -200,21 +200,21 @@ def _assemble(kernel: CompiledKernel, flags: Sequence[str]) -> tuple[str, bool]:
     return done.stderr, same
 
 
-def _roles(kernel: CompiledKernel) -> tuple[tuple[int, int], ...]:
+def _role_registers(kernel: CompiledKernel) -> tuple[tuple[int, int], ...]:
     """Warps and registers of each role of a warp-specialised kernel of NVIDIA; empty for all others.
 
-    The first role, of as many warps as the kernel was written for, takes what the others leave: the assembly says it
-    first after what it had while it was alone.
+    The first role has the kernel's own warps and the registers that the other roles leave: the second number in the
+    assembly, behind the registers before the roles split.
     """
     text = kernel.asm.get("ttgir", "")
-    told = re.search(r"requestedRegisters = array<i32: ([\d, ]+)>", text)
-    if told is None:
+    requested = re.search(r"requestedRegisters = array<i32: ([\d, ]+)>", text)
+    if requested is None:
         return ()
     warps = [int(n) for n in re.findall(r"^\s*partition\d+\(.*num_warps\((\d+)\)", text, re.MULTILINE)]
-    asked = [int(n) for n in told[1].split(",")]
+    registers = [int(n) for n in requested[1].split(",")]
     (first,) = re.findall(r'"ttg.num-warps" = (\d+)', text)
     _, rest, *_ = (int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", kernel.asm["ptx"]))
-    return (int(first), rest), *zip(warps, asked, strict=True)
+    return (int(first), rest), *zip(warps, registers, strict=True)
 
 
 def _from_amdgcn(kernel: CompiledKernel) -> tuple[int, int, int, int, tuple[str, ...]]:
@@ -233,7 +233,7 @@ def _largest(pattern: str, text: str) -> int:
 
 @frozen
 class Outcome:
-    """A form of a kernel on a target: what it needs there, or why it could not be compiled."""
+    """A form of a kernel on a target: its resources, or why it could not be compiled."""
 
     variant: Variant
     far: bool
@@ -242,11 +242,11 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """In one word: "ok"; "spills", which runs and is slow; "limit", which may not launch; "failed" to compile."""
+        """One word: "ok"; "spills", which runs and is slow; "limit", which may not launch; "failed" to compile."""
         codes = {reason.code for reason in self.reasons}
         if "COMPILER" in codes:
             return "failed"
-        # products that wait for each other are what a spill leads to
+        # spills cause products that wait for each other
         if codes & {"SPILLS", "SCRATCH"} and codes <= {"SPILLS", "SCRATCH", "SERIALISED"}:
             return "spills"
         return "limit" if codes else "ok"
@@ -255,10 +255,9 @@ class Outcome:
 def compile_all(
     variants: Iterable[Variant], target: Target, *, progress: Callable[[Outcome], None] | None = None
 ) -> list[Outcome]:
-    """Compile variants for a target, each once, and in both forms on AMD. No kernel stops another.
+    """Compile variants for a target, each once, and in both forms on AMD. Errors of the compiler are in the outcomes.
 
-    progress: called with each outcome, in the order of the result, as soon as those before it are there. Raises
-    ArgumentError where kernels are interpreted.
+    progress: called with each outcome, in the order of the result. Raises ArgumentError where kernels are interpreted.
     """
     _require_compiler()
     forms = [(variant, far) for variant in dict.fromkeys(variants) for far in (False, True)[: 2 - target.is_cuda]]
@@ -285,7 +284,7 @@ def _outcome(variant: Variant, target: Target, *, far: bool) -> Outcome:
 
 
 def _said(error: BaseException) -> str:
-    """What a compiler says at the place where it gave up; around it stands the source that led there."""
+    """The compiler's error, without the source lines around it."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
@@ -293,19 +292,19 @@ def _said(error: BaseException) -> str:
 
 
 def distinctions(variants: Sequence[Variant]) -> dict[Variant, str]:
-    """What tells each variant from the others of its kernel's name, in few words; nothing for an only one."""
+    """In a few words, how each variant differs from the others of its kernel's name; empty for an only variant."""
     by_name: dict[str, list[Variant]] = defaultdict(list)
     for variant in variants:
         by_name[variant.name].append(variant)
-    told = {}
+    found = {}
     for alike in by_name.values():
         parts = [_parts(variant) for variant in alike]
         columns = {key: [mine.get(key, "") for mine in parts] for mine in parts for key in mine}
-        # of those that change together, one says it
+        # of parameters that change together, one is enough
         chosen = {tuple(map(column.index, column)): key for key, column in reversed([*columns.items()])}
-        kept = [key for key, column in columns.items() if len({*column}) > 1 and key in chosen.values()]
-        told.update({variant: " ".join(columns[key][i] for key in kept) for i, variant in enumerate(alike)})
-    return told
+        keys = [key for key, column in columns.items() if len({*column}) > 1 and key in chosen.values()]
+        found.update({variant: " ".join(columns[key][i] for key in keys) for i, variant in enumerate(alike)})
+    return found
 
 
 def _parts(variant: Variant) -> dict[str, str]:

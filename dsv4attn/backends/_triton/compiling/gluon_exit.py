@@ -1,8 +1,8 @@
-"""How a process that cross-compiled Gluon kernels ends without a leak report of Triton's bindings.
+"""Preventing a leak report of Triton's bindings when a process that cross-compiled Gluon kernels ends.
 
-Triton's library fetches the classes of Gluon layouts once and holds them for ever. Through the globals of their methods
-they hold the bindings' types too, and at exit the bindings report every type and function as leaked. Nothing outside
-the library can make it let go of the classes, so the methods are removed from them.
+Triton's library holds references to the classes of Gluon layouts for ever. Through the globals of their methods these
+refer to the bindings' types, and at exit the bindings report every type and function as leaked. Nothing outside the
+library can release the classes, so the methods are removed from them.
 """
 
 from __future__ import annotations

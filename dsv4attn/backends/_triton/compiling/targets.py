@@ -1,4 +1,4 @@
-"""Devices to compile for without having one, and what each has. The compiler enforces none of these limits.
+"""Targets of cross-compilation, and their limits, none of which the compiler enforces.
 
 NVIDIA: CUDA C++ Programming Guide, technical specifications per compute capability; registers are allocated to warps
 by 256. AMD: the LLVM AMDGPU backend's own tables (`AMDGPUBaseInfo.cpp`) and AMDGPUUsage; vector and accumulation
@@ -17,28 +17,28 @@ from dsv4attn.core.devices import DEVICES, device_named, unknown
 __all__ = ["TARGETS", "Target"]
 
 MAX_THREADS = 1024
-"""Of a block, everywhere."""
+"""Most threads of a block, on every target."""
 
 
 @frozen
 class Target:
-    """A device, in its own units: an SM of NVIDIA, a CU of CDNA, a WGP of RDNA."""
+    """A device. A unit is an SM of NVIDIA, a CU of CDNA, or a WGP of RDNA, and has four parts.
+
+    shared_per_block, shared_per_unit: bytes. shared_overhead: bytes of a block that are not the kernel's.
+    warps_per_part, blocks_per_unit: most at once. registers: of a part, for each lane of a warp, allocated by multiples
+    of `granule`.
+    """
 
     name: str
     warp_size: int
     shared_per_block: int
-    """Bytes that one block may have."""
     shared_per_unit: int
-    """Bytes that all blocks of a unit share."""
     warps_per_part: int
-    """A unit has four parts; each runs at most so many warps."""
     blocks_per_unit: int
     registers: int = 512
-    """Of a part, for each lane of a warp; so many are allocated at once: `granule`."""
     granule: int = 8
     registers_per_thread: int = 255
     shared_overhead: int = 0
-    """Bytes of a block that are not the kernel's."""
 
     @property
     def is_cuda(self) -> bool:
@@ -47,7 +47,7 @@ class Target:
 
     @property
     def gpu(self) -> GPUTarget:
-        """What Triton calls it."""
+        """Triton's description of the target."""
         if self.is_cuda:
             return GPUTarget("cuda", int(self.name.removeprefix("sm_")), self.warp_size)
         return GPUTarget("hip", self.name, self.warp_size)
@@ -72,7 +72,7 @@ class Target:
 
 
 def _cuda(name: str, shared_kb: int, warps: int, blocks: int) -> Target:
-    """A block may have all but the 1 KB of each block that the system keeps."""
+    """The system reserves 1 KB of each block."""
     return Target(name, 32, (shared_kb - 1) * 1024, shared_kb * 1024, warps, blocks, shared_overhead=1024)
 
 

@@ -1,7 +1,8 @@
-"""One compiled form of a kernel: what a launch, a warm-up and a cross-compilation agree on."""
+"""One compiled form of a kernel, as launches, warm-up and cross-compilation describe it."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from dsv4attn.backends._triton.launching.compiled import ALIGNMENT
+from dsv4attn.backends._triton.launching.compiled import WIDE
 from dsv4attn.backends._triton.untyped import Kernel
 
 __all__ = ["StandIn", "Variant", "options", "pointer_type"]
@@ -26,14 +27,16 @@ _POINTERS = {
     torch.bool: "*u1",
 }
 _DTYPES = {name: dtype for dtype, name in _POINTERS.items()}
+_NUMBERS = {"tl.int32": "int", "tl.int64": "int", "tl.float32": "fp32"}
+"""Types of numbers, by annotation."""
 _VALUES: Mapping[str, float | None] = {"none": None, "int": 1, "fp32": 1.0}
 
 
 @frozen
 class StandIn:
-    """Stands for a tensor where nothing but its type, its alignment and its size matter.
+    """An argument in the place of a tensor, where only type, alignment and size matter.
 
-    far: its memory does not end within 2 GB. address: where its first element stands.
+    address: of the first element. far: whether the tensor's storage may be larger than 2 GB.
     """
 
     dtype: torch.dtype
@@ -57,9 +60,9 @@ def _freeze(items: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[tuple
 class Variant:
     """One compiled form of a kernel. Two are equal when they compile to the same code.
 
-    types: of the parameters that are not constants: "*bf16", "int" of whatever width, "fp32", "none" for an optional
-    pointer that is not given; ":1" behind a pointer that is not aligned to 16 bytes, where the kernel minds. extra:
-    further options of the compiler, such as maxnreg.
+    types: of the parameters that are not constants: "*bf16"; "int" of any width; "fp32"; "none" for an optional pointer
+    that is not given; ":1" behind a pointer that is not aligned to 16 bytes, if the kernel is specialised on that.
+    extra: further options of the compiler, such as maxnreg.
     """
 
     kernel: Kernel
@@ -71,10 +74,10 @@ class Variant:
     extra: tuple[tuple[str, Any], ...] = field(default=(), converter=_freeze)
 
     def __attrs_post_init__(self) -> None:
-        """Put the types into the order of the parameters, and forget what compiles nothing."""
-        given, careless = dict(self.types), _careless(self.kernel)
+        """Put the types into the order of the parameters, without what compiles nothing."""
+        given, generic = dict(self.types), _unspecialised(self.kernel)
         names = [name for name in self.kernel.arg_names if name in given]
-        types = tuple((name, _canonical(given[name], careless=name in careless)) for name in names)
+        types = tuple((name, _canonical(given[name], specialised=name not in generic)) for name in names)
         object.__setattr__(self, "types", types)
 
     @property
@@ -84,14 +87,11 @@ class Variant:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a launch passes to the compiler beside the arguments."""
+        """Compiler options of a launch."""
         return options(self.num_warps, self.num_stages, fp_fusion=self.fp_fusion, **dict(self.extra))
 
     def stand_ins(self, *, far: bool = False) -> list[StandIn | float | None]:
-        """Arguments that compile to this form, in order: no memory is touched.
-
-        far: pointers may reach beyond 2 GB, which makes a difference on AMD.
-        """
+        """Arguments that compile to this form, in order. far: as of `StandIn`, which makes a difference on AMD."""
         return [_stand_in(text, far=far) for _, text in self.types]
 
     @classmethod
@@ -123,28 +123,35 @@ class Variant:
         fp_fusion: bool = True,
         **extra: object,
     ) -> Variant:
-        """The form of a kernel with parameters of these types; those that are not named are integers."""
-        names = [name for name in kernel.arg_names if name not in constants]
-        named = [(name, types.get(name, "int")) for name in names]
+        """The form of a kernel with pointers of these types; a pointer without a type is to int32.
+
+        Parameters annotated with a number's width are numbers; all other parameters are pointers.
+        """
+        parameters = inspect.signature(kernel.fn).parameters.values()
+        named = [
+            (p.name, _NUMBERS.get(p.annotation) or types.get(p.name, "*i32"))
+            for p in parameters
+            if p.name not in constants
+        ]
         return cls(kernel, named, constants, num_warps, num_stages, fp_fusion, extra)
 
 
 def options(num_warps: int, num_stages: int, *, fp_fusion: bool = True, **extra: object) -> dict[str, Any]:
-    """Compiler options of every launch. Fusion is said aloud: releases of Triton differ in their default."""
+    """Compiler options of every launch. Fusion is always given: its default differs between releases of Triton."""
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fp_fusion, **extra}
 
 
-def _careless(kernel: Kernel) -> set[str]:
-    """Parameters whose alignment a kernel does not want to know."""
+def _unspecialised(kernel: Kernel) -> set[str]:
+    """Parameters whose alignment compiles nothing."""
     given = getattr(kernel, "kwargs", None) or vars(kernel)
     listed = [*(given.get("do_not_specialize") or ()), *(given.get("do_not_specialize_on_alignment") or ())]
     return {kernel.arg_names[name] if isinstance(name, int) else name for name in listed}
 
 
-def _canonical(text: str, *, careless: bool) -> str:
+def _canonical(text: str, *, specialised: bool) -> str:
     if re.fullmatch(r"[iu]\d+", text):
         return "int"
-    return text.removesuffix(":1") if careless else text
+    return text if specialised else text.removesuffix(":1")
 
 
 def _stand_in(text: str, *, far: bool) -> StandIn | float | None:
@@ -158,10 +165,10 @@ def _type_of(arg: object) -> str:
     if arg is None:
         return "none"
     if isinstance(arg, Tensor):
-        return _POINTERS[arg.dtype] + ("" if arg.data_ptr() % ALIGNMENT == 0 else ":1")
+        return _POINTERS[arg.dtype] + ("" if arg.data_ptr() % WIDE == 0 else ":1")
     return "fp32" if isinstance(arg, float) else "int"
 
 
 def pointer_type(dtype: torch.dtype) -> str:
-    """How `Variant.types` calls a pointer to this dtype."""
+    """The text in `Variant.types` of a pointer to this dtype."""
     return _POINTERS[dtype]

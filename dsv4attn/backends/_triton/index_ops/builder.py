@@ -1,7 +1,7 @@
 """Index arithmetic of the metadata builder, once a step: the launcher of `kernels_builder`.
 
-This module is what `MetadataBuilder` takes as `steps`. `dsv4attn.core.indices` is the definition of every function
-here: results are equal, integer by integer. A step of all layer kinds takes eight launches.
+`MetadataBuilder` takes this module as `steps`. `dsv4attn.core.indices` is the definition of every function here, and
+the integers are equal. A step of all layer kinds takes eight launches.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.index_ops.common import depth_of, variant_of
+from dsv4attn.backends._triton.index_ops.common import depth_of
 from dsv4attn.backends._triton.index_ops.dense import compute_global_topk_indices_and_lens
 from dsv4attn.backends._triton.index_ops.kernels_builder import (
     compressed_kernel,
@@ -20,7 +20,7 @@ from dsv4attn.backends._triton.index_ops.kernels_builder import (
     token_maps_kernel,
     window_kernel,
 )
-from dsv4attn.backends._triton.launching.runtime import architecture, launch
+from dsv4attn.backends._triton.launching.runtime import Constants, architecture, launch
 from dsv4attn.core.tensorspec import check_strides
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
 
 BLOCK = 256
 """Tokens, or requests, of a program that writes a number for each."""
+_CONSTANTS = Constants({"BLOCK": BLOCK})
 WINDOW_TILE = 2048
 """Slots that a program writes when it writes whole windows."""
 WINDOW_WARPS = {"sm_86": 8, "sm_89": 8}
@@ -56,11 +57,10 @@ def variants(window: int, arch: str = "") -> Iterator[Variant]:
 
     window: of the model. arch: as `DeviceFacts.arch` has it.
     """
-    one = {"BLOCK": BLOCK}
-    yield variant_of(token_maps_kernel, one, is_valid="*u1", slot_mapping="*i64")
-    yield variant_of(window_kernel, _tile_of(window), is_valid="*u1", num_warps=_window_warps(arch))
-    yield variant_of(gather_lens_kernel, one)
-    yield variant_of(compressed_kernel, one, slots="*i64", is_valid="*u1")
+    types = {"is_valid": "*u1", "slot_mapping": "*i64", "slots": "*i64"}
+    for kernel in (token_maps_kernel, gather_lens_kernel, compressed_kernel):
+        yield Variant.from_types(kernel, types, _CONSTANTS)
+    yield Variant.from_types(window_kernel, types, _tile_of(window), num_warps=_window_warps(arch))
 
 
 def build_token_maps(query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[Tensor, Tensor]) -> None:
@@ -69,12 +69,8 @@ def build_token_maps(query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[T
     tokens, num_reqs = out[0].shape[0], query_start_loc.shape[0] - 1
     strides = query_start_loc.stride(0), slot_mapping.stride(0)
     numbers = tokens, slot_mapping.shape[0], *strides, num_reqs, depth_of(num_reqs)
-    launch(
-        token_maps_kernel,
-        (triton.cdiv(tokens, BLOCK),),
-        (*out, query_start_loc, slot_mapping, *numbers),
-        {"BLOCK": BLOCK},
-    )
+    pointers = *out, query_start_loc, slot_mapping
+    launch(token_maps_kernel, (triton.cdiv(tokens, BLOCK),), (*pointers, *numbers), _CONSTANTS)
 
 
 def build_window_indices(
@@ -91,19 +87,13 @@ def build_window_indices(
     """See `core.indices`."""
     rows, lens = out
     check_strides(written=("rows",), rows=rows, lens=lens, token_to_req=token_to_req, is_valid=is_valid)
-    tile = _tile_of(window)
-    strides = query_start_loc.stride(0), seq_lens.stride(0), *block_table.stride()
+    tile, warps = _tile_of(window), _window_warps(architecture())
+    pointers = rows, lens, token_to_req, is_valid, query_start_loc, seq_lens, block_table
     sizes = rows.stride(0), rows.shape[0], lens.shape[0], first
-    launch(
-        window_kernel,
-        (triton.cdiv(lens.shape[0], tile["TOKENS"]),),
-        (
-            *(rows, lens, token_to_req, is_valid, query_start_loc, seq_lens, block_table),
-            *(*sizes, *strides, *block_table.shape, block_size, window),
-        ),
-        tile,
-        num_warps=_window_warps(architecture()),
-    )
+    strides = query_start_loc.stride(0), seq_lens.stride(0), *block_table.stride()
+    numbers = *sizes, *strides, *block_table.shape, block_size, window
+    grid = (triton.cdiv(lens.shape[0], tile["TOKENS"]),)
+    launch(window_kernel, grid, (*pointers, *numbers), tile, num_warps=warps)
 
 
 def build_gather_lens(query_start_loc: Tensor, seq_lens: Tensor, window: int, out: Tensor) -> None:
@@ -111,7 +101,7 @@ def build_gather_lens(query_start_loc: Tensor, seq_lens: Tensor, window: int, ou
     check_strides(out=out)
     numbers = out.shape[0], query_start_loc.stride(0), seq_lens.stride(0), window
     grid = (triton.cdiv(out.shape[0], BLOCK),)
-    launch(gather_lens_kernel, grid, (out, query_start_loc, seq_lens, *numbers), {"BLOCK": BLOCK})
+    launch(gather_lens_kernel, grid, (out, query_start_loc, seq_lens, *numbers), _CONSTANTS)
 
 
 def build_compressed_slot_mapping(
@@ -127,14 +117,9 @@ def build_compressed_slot_mapping(
     """See `core.indices`."""
     slots, lens = out
     check_strides(slots=slots, lens=lens, token_to_req=token_to_req, is_valid=is_valid)
+    pointers = slots, lens, token_to_req, is_valid, query_start_loc, seq_lens, block_table
     sizes = token_to_req.shape[0], slots.shape[0], lens.shape[0]
     strides = query_start_loc.stride(0), seq_lens.stride(0), *block_table.stride()
-    launch(
-        compressed_kernel,
-        (triton.cdiv(max(slots.shape[0], lens.shape[0]), BLOCK),),
-        (
-            *(slots, lens, token_to_req, is_valid, query_start_loc, seq_lens, block_table),
-            *(*sizes, *strides, *block_table.shape, block_size, ratio),
-        ),
-        {"BLOCK": BLOCK},
-    )
+    numbers = *sizes, *strides, *block_table.shape, block_size, ratio
+    grid = (triton.cdiv(max(slots.shape[0], lens.shape[0]), BLOCK),)
+    launch(compressed_kernel, grid, (*pointers, *numbers), _CONSTANTS)

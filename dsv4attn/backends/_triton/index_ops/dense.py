@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import ragged
-from dsv4attn.backends._triton.index_ops.common import BLOCK, CONSTANTS, depth_of, variant_of
+from dsv4attn.backends._triton.index_ops.common import CONSTANTS, depth_of
 from dsv4attn.backends._triton.index_ops.kernels_dense import combine_kernel, translate_kernel
 from dsv4attn.backends._triton.index_ops.ragged import (
     build_ragged_indices_from_dense,
@@ -35,13 +35,12 @@ __all__ = [
 
 def variants() -> Iterator[Variant]:
     """Every form that the steps of this module can ask for."""
-    one = {"BLOCK": BLOCK}
-    yield variant_of(translate_kernel, one)
+    yield Variant.from_types(translate_kernel, {}, CONSTANTS)
     yield from ragged.variants()
-    for pages in ((), ("swa_table",)):
-        yield variant_of(combine_kernel, one, "topk", "visible_lens", "entry_table", *pages, is_valid="*u1")
-        for entries in ((), ("entry_table",)):
-            yield variant_of(combine_kernel, one, *entries, *pages, is_valid="*u1")
+    for absent in ((), ("entry_table",), ("topk", "visible_lens", "entry_table")):
+        for pages in ((), ("swa_table",)):
+            types = {"is_valid": "*u1"} | dict.fromkeys((*absent, *pages), "none")
+            yield Variant.from_types(combine_kernel, types, CONSTANTS)
 
 
 @IndexStep

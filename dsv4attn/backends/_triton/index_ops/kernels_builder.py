@@ -13,23 +13,15 @@ from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
 @stable_kernel
 def token_maps_kernel(
-    token_to_req,
-    is_valid,
-    starts,
-    slot_mapping,
-    num_tokens: tl.int32,
-    num_slots: tl.int32,
-    starts_stride: tl.int64,
-    slot_stride: tl.int64,
-    num_reqs: tl.int32,
-    depth: tl.int32,
+    token_to_req,  # [num_tokens] int32
+    is_valid,  # [num_tokens] bool
+    starts,  # [num_reqs + 1] int32
+    slot_mapping,  # [num_slots] int64
+    num_tokens: tl.int32, num_slots: tl.int32, starts_stride: tl.int64,
+    slot_stride: tl.int64, num_reqs: tl.int32, depth: tl.int32,
     BLOCK: tl.constexpr,
-):
-    """Grid: (T / BLOCK,). Request of each token, and whether it has a slot.
-
-    token_to_req: [num_tokens] int32. is_valid: [num_tokens] bool. starts: [num_reqs + 1] int32.
-    slot_mapping: [num_slots] int64.
-    """
+):  # fmt: skip
+    """Grid: (T / BLOCK,). Request of each token, and whether it has a slot."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request = request_of(token, starts, starts_stride, 0, num_reqs, depth)
     slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=token < num_slots, other=-1)
@@ -51,33 +43,19 @@ def positions_of(token, request, starts, starts_stride, seq_lens, seq_stride, nu
 
 @stable_kernel
 def window_kernel(
-    rows,
-    lens,
-    token_to_req,
-    is_valid,
-    starts,
-    seq_lens,
-    table,
-    rows_stride: tl.int64,
-    num_rows: tl.int32,
-    num_lens: tl.int32,
-    first: tl.int32,
-    starts_stride: tl.int64,
-    seq_stride: tl.int64,
-    table_stride: tl.int64,
-    table_column_stride: tl.int64,
-    num_reqs: tl.int32,
-    num_columns: tl.int32,
-    block_size: tl.int32,
-    window: tl.int32,
-    TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Grid: (lens / TOKENS,). Windows of TOKENS rows; row 0 is token `first`. Lengths behind the last row are 0.
-
-    rows: [num_rows, window] int32. lens: [num_lens] int32. token_to_req: [num_rows] int32. is_valid: [num_rows] bool.
-    starts: [num_reqs + 1] int32. seq_lens: [num_reqs] int32. table: [num_reqs, num_columns] int32.
-    """
+    rows,  # [num_rows, window] int32
+    lens,  # [num_lens] int32
+    token_to_req,  # [num_rows] int32
+    is_valid,  # [num_rows] bool
+    starts,  # [num_reqs + 1] int32
+    seq_lens,  # [num_reqs] int32
+    table,  # [num_reqs, num_columns] int32
+    rows_stride: tl.int64, num_rows: tl.int32, num_lens: tl.int32, first: tl.int32,
+    starts_stride: tl.int64, seq_stride: tl.int64, table_stride: tl.int64, table_column_stride: tl.int64,
+    num_reqs: tl.int32, num_columns: tl.int32, block_size: tl.int32, window: tl.int32,
+    TOKENS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Grid: (lens / TOKENS,). Windows of TOKENS rows; row 0 is token `first`. Lengths behind the last row are 0."""
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = row < num_rows
     request = tl.load(token_to_req + row, mask=inside, other=0)
@@ -97,19 +75,13 @@ def window_kernel(
 
 @stable_kernel
 def gather_lens_kernel(
-    lens,
-    starts,
-    seq_lens,
-    num_reqs: tl.int32,
-    starts_stride: tl.int64,
-    seq_stride: tl.int64,
-    window: tl.int32,
+    lens,  # [num_reqs] int32
+    starts,  # [num_reqs + 1] int32
+    seq_lens,  # [num_reqs] int32
+    num_reqs: tl.int32, starts_stride: tl.int64, seq_stride: tl.int64, window: tl.int32,
     BLOCK: tl.constexpr,
-):
-    """Grid: (n / BLOCK,). Window rows of each request.
-
-    lens, seq_lens: [num_reqs] int32. starts: [num_reqs + 1] int32.
-    """
+):  # fmt: skip
+    """Grid: (n / BLOCK,). Window rows of each request."""
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = request < num_reqs
     start = starts + request.to(tl.int64) * starts_stride
@@ -121,31 +93,19 @@ def gather_lens_kernel(
 
 @stable_kernel
 def compressed_kernel(
-    slots,
-    lens,
-    token_to_req,
-    is_valid,
-    starts,
-    seq_lens,
-    table,
-    num_tokens: tl.int32,
-    num_slots: tl.int32,
-    num_lens: tl.int32,
-    starts_stride: tl.int64,
-    seq_stride: tl.int64,
-    table_stride: tl.int64,
-    table_column_stride: tl.int64,
-    num_reqs: tl.int32,
-    num_columns: tl.int32,
-    block_size: tl.int32,
-    ratio: tl.int32,
+    slots,  # [num_slots] int64
+    lens,  # [num_lens] int32
+    token_to_req,  # [num_tokens] int32
+    is_valid,  # [num_tokens] bool
+    starts,  # [num_reqs + 1] int32
+    seq_lens,  # [num_reqs] int32
+    table,  # [num_reqs, num_columns] int32
+    num_tokens: tl.int32, num_slots: tl.int32, num_lens: tl.int32, starts_stride: tl.int64,
+    seq_stride: tl.int64, table_stride: tl.int64, table_column_stride: tl.int64,
+    num_reqs: tl.int32, num_columns: tl.int32, block_size: tl.int32, ratio: tl.int32,
     BLOCK: tl.constexpr,
-):
-    """Grid: (slots / BLOCK,). Entry that each token completes, and how many it sees; nothing behind the last token.
-
-    slots: [num_slots] int64. lens: [num_lens] int32. token_to_req: [num_tokens] int32. is_valid: [num_tokens] bool.
-    starts: [num_reqs + 1] int32. seq_lens: [num_reqs] int32. table: [num_reqs, num_columns] int32.
-    """
+):  # fmt: skip
+    """Grid: (slots / BLOCK,). Entry that each token completes, and how many it sees; nothing behind the last token."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens
     request = tl.load(token_to_req + token, mask=inside, other=0)

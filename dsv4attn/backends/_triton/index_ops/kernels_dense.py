@@ -15,29 +15,18 @@ from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
 @stable_kernel
 def translate_kernel(
-    slots,
-    lens,
-    topk,
-    visible_lens,
-    token_to_req,
-    table,
-    slots_stride: tl.int64,
-    topk_stride: tl.int64,
-    topk_column_stride: tl.int64,
-    width: tl.int32,
-    visible_stride: tl.int64,
-    request_stride: tl.int64,
-    table_stride: tl.int64,
-    table_column_stride: tl.int64,
-    num_reqs: tl.int32,
-    num_columns: tl.int32,
-    block_size: tl.int32,
+    slots,  # [T, width] int32
+    lens,  # [T] int32
+    topk,  # [T, width] int32
+    visible_lens,  # [T] int32
+    token_to_req,  # [T] int32
+    table,  # [num_reqs, num_columns] int32
+    slots_stride: tl.int64, topk_stride: tl.int64, topk_column_stride: tl.int64, width: tl.int32,
+    visible_stride: tl.int64, request_stride: tl.int64, table_stride: tl.int64, table_column_stride: tl.int64,
+    num_reqs: tl.int32, num_columns: tl.int32, block_size: tl.int32,
     BLOCK: tl.constexpr,
-):
-    """Grid: (T,). Slots of one token's entries, and where the last visible one ends.
-
-    slots, topk: [T, width] int32. lens, visible_lens, token_to_req: [T] int32. table: [num_reqs, num_columns] int32.
-    """
+):  # fmt: skip
+    """Grid: (T,). Slots of one token's entries, and where the last visible one ends."""
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(token_to_req + token * request_stride)
     known = (request >= 0) & (request < num_reqs)
@@ -57,49 +46,29 @@ def translate_kernel(
 
 @stable_kernel
 def combine_kernel(
-    rows,
-    lens,
-    topk,
-    visible_lens,
-    is_valid,
-    starts,
-    seq_lens,
-    gather_lens,
-    entry_table,
-    swa_table,
-    rows_stride: tl.int64,
-    width: tl.int32,
-    topk_stride: tl.int64,
-    topk_column_stride: tl.int64,
-    topk_width: tl.int32,
-    visible_stride: tl.int64,
-    valid_stride: tl.int64,
-    starts_stride: tl.int64,
-    seq_stride: tl.int64,
-    gather_stride: tl.int64,
-    num_reqs: tl.int32,
-    depth: tl.int32,
-    window: tl.int32,
-    most_entries: tl.int32,
-    rows_per_req: tl.int64,
-    first_window_row: tl.int64,
-    entry_stride: tl.int64,
-    entry_column_stride: tl.int64,
-    entry_columns: tl.int32,
-    entry_block_size: tl.int32,
-    entry_slots: tl.int64,
-    swa_stride: tl.int64,
-    swa_column_stride: tl.int64,
-    swa_columns: tl.int32,
-    swa_block_size: tl.int32,
-    swa_slots: tl.int64,
+    rows,  # [T, width] int32
+    lens,  # [T] int32
+    topk,  # [T, topk_width] int32, or None
+    visible_lens,  # [T] int32, None where topk is
+    is_valid,  # [T] bool
+    starts,  # [num_reqs + 1] int32
+    seq_lens,  # [num_reqs] int32
+    gather_lens,  # [num_reqs] int32
+    entry_table,  # [num_reqs, entry_columns] int32, or None
+    swa_table,  # [num_reqs, swa_columns] int32, or None
+    rows_stride: tl.int64, width: tl.int32, topk_stride: tl.int64, topk_column_stride: tl.int64,
+    topk_width: tl.int32, visible_stride: tl.int64, valid_stride: tl.int64, starts_stride: tl.int64,
+    seq_stride: tl.int64, gather_stride: tl.int64, num_reqs: tl.int32, depth: tl.int32,
+    window: tl.int32, most_entries: tl.int32, rows_per_req: tl.int64, first_window_row: tl.int64,
+    entry_stride: tl.int64, entry_column_stride: tl.int64, entry_columns: tl.int32,
+    entry_block_size: tl.int32, entry_slots: tl.int64,
+    swa_stride: tl.int64, swa_column_stride: tl.int64, swa_columns: tl.int32,
+    swa_block_size: tl.int32, swa_slots: tl.int64,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Grid: (T,). The rows of one token: visible entries, moved together, then its window, then -1.
 
-    rows: [T, width] int32. lens: [T] int32. topk: [T, topk_width] int32, visible_lens: [T] int32, both or neither None.
-    is_valid: [T] bool. starts: [num_reqs + 1] int32. seq_lens, gather_lens: [num_reqs] int32. entry_table, swa_table:
-    [num_reqs, entry_columns or swa_columns] int32, or None where slots are not to be looked at.
+    entry_table, swa_table: None where slots are not to be looked at.
     """
     token, base = tl.program_id(0), tl.load(starts)
     request = request_of(token, starts, starts_stride, base, num_reqs, depth).to(tl.int64)
@@ -129,7 +98,7 @@ def combine_kernel(
             tl.store(row + place, (first_row + entry).to(tl.int32), mask=keep & (place < most_entries))
             taken += tl.sum(keep.to(tl.int32), 0)
         taken = tl.minimum(taken, most_entries)
-    # entries were stored before column `taken`, and only there: no store below meets one above
+    # entries were stored only before column `taken`: these stores do not overlap them
     for start in range(taken, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         seen = column < taken + count

@@ -1,7 +1,7 @@
-"""Kernels that write ragged index lists: every program finds where its row begins, or reads it from a scan.
+"""Kernels that write ragged index lists: every program computes where its row begins, or reads it from a scan.
 
-A row is as long as its token may see, whatever stands in it, and what is absent is -1: so where rows begin follows from
-lengths alone, and no program waits for another.
+The length of a row is the number of entries that its token may see, and absent entries are -1. Lengths alone determine
+where rows begin, so that no program waits for another.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -23,11 +23,13 @@ def length_of(lens, row, mask, stride, width):
 
 
 @stable_kernel
-def scan_kernel(indptr, lens, stride: tl.int64, width: tl.int32, rows: tl.int32, BLOCK: tl.constexpr):
-    """Grid: (1,). Where every row begins, and behind them where the last one ends.
-
-    indptr: [rows + 1] int32. lens: [rows] int32.
-    """
+def scan_kernel(
+    indptr,  # [rows + 1] int32
+    lens,  # [rows] int32, `stride` apart
+    stride: tl.int64, width: tl.int32, rows: tl.int32,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (1,). Where every row begins, and behind them where the last one ends."""
     total = tl.zeros((), tl.int32)
     tl.store(indptr, total)
     for start in range(0, rows, BLOCK):
@@ -56,23 +58,15 @@ def span_of(row, rows, scanned, indptr, lens, stride, width, BLOCK: tl.constexpr
 
 @stable_kernel
 def pack_kernel(
-    flat,
-    indptr,
-    indices,
-    lens,
-    row_stride: tl.int64,
-    column_stride: tl.int64,
-    width: tl.int32,
-    lens_stride: tl.int64,
-    num_slots: tl.int64,
-    rows: tl.int32,
-    scanned: tl.int32,
+    flat,  # [capacity] int32, written from row to row
+    indptr,  # [T + 1] int32
+    indices,  # [T, width] int32
+    lens,  # [T] int32
+    row_stride: tl.int64, column_stride: tl.int64, width: tl.int32, lens_stride: tl.int64,
+    num_slots: tl.int64, rows: tl.int32, scanned: tl.int32,
     BLOCK: tl.constexpr,
-):
-    """Grid: (max(T, 1),). A dense row's leading columns, as they are. scanned: whether indptr is there already.
-
-    flat: [capacity] int32, written from row to row. indptr: [T + 1] int32. indices: [T, width] int32. lens: [T] int32.
-    """
+):  # fmt: skip
+    """Grid: (max(T, 1),). A dense row's leading columns, as they are. scanned: whether indptr is there already."""
     row = tl.program_id(0)
     begin, length = span_of(row, rows, scanned, indptr, lens, lens_stride, width, BLOCK)
     for start in range(0, length, BLOCK):
@@ -84,32 +78,21 @@ def pack_kernel(
 
 @stable_kernel
 def ragged_translate_kernel(
-    flat,
-    indptr,
-    topk,
-    visible_lens,
-    row_lens,
-    token_to_req,
-    table,
-    topk_stride: tl.int64,
-    topk_column_stride: tl.int64,
-    width: tl.int32,
-    visible_stride: tl.int64,
-    lens_stride: tl.int64,
-    request_stride: tl.int64,
-    table_stride: tl.int64,
-    table_column_stride: tl.int64,
-    num_reqs: tl.int32,
-    num_columns: tl.int32,
-    block_size: tl.int32,
-    rows: tl.int32,
-    scanned: tl.int32,
+    flat,  # [capacity] int32
+    indptr,  # [T + 1] int32
+    topk,  # [T, width] int32
+    visible_lens,  # [T] int32
+    row_lens,  # [T] int32
+    token_to_req,  # [T] int32
+    table,  # [num_reqs, num_columns] int32
+    topk_stride: tl.int64, topk_column_stride: tl.int64, width: tl.int32, visible_stride: tl.int64,
+    lens_stride: tl.int64, request_stride: tl.int64, table_stride: tl.int64, table_column_stride: tl.int64,
+    num_reqs: tl.int32, num_columns: tl.int32, block_size: tl.int32, rows: tl.int32, scanned: tl.int32,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Grid: (max(T, 1),). Slots of a token's visible entries, moved together; -1 behind, up to the row's length.
 
-    flat: [capacity] int32. indptr: [T + 1] int32. topk: [T, width] int32. visible_lens, row_lens, token_to_req: [T]
-    int32. table: [num_reqs, num_columns] int32. scanned: as in `pack_kernel`.
+    scanned: as in `pack_kernel`.
     """
     row = tl.program_id(0)
     begin, length = span_of(row, rows, scanned, indptr, row_lens, lens_stride, width, BLOCK)
@@ -130,7 +113,7 @@ def ragged_translate_kernel(
         to = taken + tl.cumsum(keep, 0) - 1
         tl.store(flat + begin + to, slot.to(tl.int32), mask=(keep > 0) & (to < length))
         taken += tl.sum(keep, 0)
-    # slots were stored before column `taken`, and only there: no store meets one above
+    # slots were stored only before column `taken`: these stores do not overlap them
     for start in range(tl.minimum(taken, length), length, BLOCK):
         column = start + tl.arange(0, BLOCK)
         tl.store(flat + begin + column, tl.full([BLOCK], -1, tl.int32), mask=column < length)

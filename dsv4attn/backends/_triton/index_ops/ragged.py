@@ -1,8 +1,8 @@
-"""Ragged index lists. Up to FEW rows in one launch: every program adds up the lengths of the rows before its own.
+"""Ragged index lists: the launcher of `kernels_ragged`.
 
-`dsv4attn.core.indices` is the definition of both functions. A row is as long as its token may see, whatever stands in
-it, and what is absent is -1: so where rows begin follows from lengths alone. To add them up in every program takes time
-in the square of the rows, so with more than FEW one program, `scan_kernel`, adds up all lengths first.
+`dsv4attn.core.indices` is the definition of both functions. Up to FEW rows take one launch, in which every program sums
+the lengths of the rows before its own. That takes time in the square of the rows, so above FEW rows one program,
+`scan_kernel`, sums all lengths first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.index_ops.common import BLOCK, CONSTANTS, variant_of
+from dsv4attn.backends._triton.index_ops.common import CONSTANTS
 from dsv4attn.backends._triton.index_ops.kernels_ragged import pack_kernel, ragged_translate_kernel, scan_kernel
 from dsv4attn.backends._triton.launching.runtime import Constants, Launch
 from dsv4attn.core.index_ops import IndexStep
@@ -22,10 +22,10 @@ from dsv4attn.core.tensorspec import check_strides
 __all__ = ["build_ragged_indices_from_dense", "compute_global_topk_ragged_indices_and_indptr", "variants"]
 
 FEW = 4096
-"""Rows up to which another launch would take longer than the sums."""
-SCAN_BLOCK, SCAN_WARPS = 4096, 8
-"""Rows that the one program adds up together."""
-_SCAN = Constants({"BLOCK": SCAN_BLOCK})
+"""Rows up to which the sums take less time than another launch."""
+SCAN_WARPS = 8
+_SCAN = Constants({"BLOCK": 4096})
+"""Lengths that `scan_kernel` reads together."""
 
 
 @IndexStep
@@ -73,7 +73,7 @@ def compute_global_topk_ragged_indices_and_indptr(
 
 
 def _scan(indptr: Tensor, lens: Tensor, rows: int, width: int) -> Callable[[], None]:
-    """Fill indptr, if there are more rows than programs should add up for themselves."""
+    """Fill indptr if there are more than FEW rows."""
     launch = Launch(scan_kernel, _SCAN, (lens.stride(0), width, rows), SCAN_WARPS)
     return partial(launch, int(rows > FEW), (indptr, lens))
 
@@ -81,5 +81,5 @@ def _scan(indptr: Tensor, lens: Tensor, rows: int, width: int) -> Callable[[], N
 def variants() -> Iterator[Variant]:
     """Every form that the steps of this module can ask for."""
     for kernel in (pack_kernel, ragged_translate_kernel):
-        yield variant_of(kernel, {"BLOCK": BLOCK})
-    yield variant_of(scan_kernel, {"BLOCK": SCAN_BLOCK}, num_warps=SCAN_WARPS)
+        yield Variant.from_types(kernel, {}, CONSTANTS)
+    yield Variant.from_types(scan_kernel, {}, _SCAN, num_warps=SCAN_WARPS)

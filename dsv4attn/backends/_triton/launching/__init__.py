@@ -1,1 +1,1 @@
-"""From arguments to a compiled kernel on a device, once and over and over."""
+"""Launching kernels: the launch cache, repeated launches, and warm-up."""

@@ -1,9 +1,10 @@
-"""Compiled kernels of this process, and launches of them past Triton's launcher: the one memo of launches.
+"""The launch cache of the process: compiled kernels, and their launches without Triton's launcher.
 
-Triton's `JITFunction.run` looks at every argument of every launch, and its launchers (`CudaLauncher.__call__` and
-`HIPLauncher.__call__` of releases 3.6 to 3.9, in triton/backends/nvidia/driver.py and amd/driver.py) hand them to a
-function of the driver. The first launch of a form takes that way. Later launches of the form call the driver's function
-with what it would be handed. Kernels, hooks, tensors and releases that this file does not know take Triton's way.
+Triton's `JITFunction.run` examines every argument of every launch, and its launchers (`CudaLauncher.__call__` and
+`HIPLauncher.__call__` of releases 3.6 to 3.9, in triton/backends/nvidia/driver.py and amd/driver.py) pass them to a
+function of the driver. The first launch of a form uses Triton's launcher. Later launches of the form call the driver's
+function with the same arguments. Kernels, hooks, tensors and releases that this file does not support use Triton's
+launcher always.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from triton.runtime.driver import driver
 
 from dsv4attn.backends._triton.untyped import CompiledKernel, Kernel
 
-__all__ = ["ALIGNMENT", "Compiled", "Constants", "Form", "find", "form_of", "hooked", "remember"]
+__all__ = ["WIDE", "Compiled", "Constants", "Form", "find", "form_of", "hooked", "remember"]
 
-ALIGNMENT = 16
-"""Bytes. A pointer aligned to them compiles to wider loads than one that is not."""
+WIDE = 16
+"""Bytes of the widest access. A pointer that is aligned to them compiles to wider loads than one that is not."""
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
-"""Types of pointers. Others, such as subclasses that stand for tensors, are Triton's to judge."""
-_MOST = 1024
-"""Forms of one kernel."""
+"""Types of pointers in cache keys. Launches with other types, such as subclasses of Tensor, use Triton's launcher."""
+_MOST_FORMS = 1024
+"""Cached forms of one kernel."""
 
 
 class Constants(dict[str, Any]):
@@ -38,11 +39,12 @@ class Constants(dict[str, Any]):
 
 
 class Compiled(NamedTuple):
-    """A compiled form, and what a launch hands to the driver.
+    """A compiled form, and the arguments of its launches.
 
-    call: the driver's function. head: its arguments before the grid. middle: those behind the stream. together: whether
-    the kernel's arguments go as one tuple. tail: the constants behind them, which the driver skips. home: Triton's
-    entry of the kernel on its device; another driver has another. owner: keeps the code loaded.
+    call: the driver's function. head: its arguments before the grid. middle: its arguments between the stream and the
+    kernel's. together: whether the kernel's arguments are one tuple. tail: the constants behind them, which the driver
+    skips. home: Triton's cache entry of the kernel on its device; another driver has another entry. owner: a reference
+    that prevents the code from being unloaded.
     """
 
     call: Callable[..., None]
@@ -62,7 +64,7 @@ class Compiled(NamedTuple):
 
 
 class _Kernel:
-    """A kernel whose forms follow from dtypes of pointers and from constants alone, and these forms.
+    """A kernel whose forms are determined by dtypes of pointers and by constants, and its cached forms.
 
     count: arguments that are not constants. pointers: how many of them are pointers, which come first. aligned: indices
     of pointers whose alignment compiles to another form.
@@ -74,16 +76,16 @@ class _Kernel:
 
 
 Form: TypeAlias = tuple[_Kernel, int, tuple[Any, ...]]
-"""A launch's kernel, the number of its device, and the key of its form."""
+"""The cache key of a launch: its kernel, the number of its device, and the key of its form."""
 
 _kernels: dict[int, _Kernel] = {}
-"""By identity, since Triton's own hash of a kernel takes microseconds. An entry keeps its kernel alive."""
+"""Keyed by identity, since Triton's own hash of a kernel takes microseconds. An entry refers to its kernel."""
 
 
 def form_of(
     kernel: Kernel, args: Sequence[Any], constants: Mapping[str, Any], index: int, *options: object, **extra: object
 ) -> Form | None:
-    """The form of a launch on device `index`; None where only Triton can say.
+    """The cache key of a launch on device `index`; None if the launch is not cached.
 
     args: in the order of the parameters that are not in `constants`. options, extra: of the compiler.
     """
@@ -100,7 +102,7 @@ def form_of(
     if extra:
         key = *key, *_typed(extra)
     if entry.aligned:
-        key = *key, *[pointers[i] is not None and pointers[i].data_ptr() % ALIGNMENT == 0 for i in entry.aligned]
+        key = *key, *[pointers[i] is not None and pointers[i].data_ptr() % WIDE == 0 for i in entry.aligned]
     return entry, index, key
 
 
@@ -110,7 +112,7 @@ def _typed(items: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _entry(kernel: Kernel) -> _Kernel | None:
-    """None for a kernel that compiles for values, or whose pointers, numbers and constants stand in another order."""
+    """None if values of numbers compile other forms, or parameters are not pointers, numbers, constants, in order."""
     if not isinstance(kernel, triton.JITFunction):
         return None
     order, aligned = [], []
@@ -133,7 +135,7 @@ def _entry(kernel: Kernel) -> _Kernel | None:
 
 
 def find(form: Form | None) -> Compiled | None:
-    """What was compiled for a form on the driver that is active; None if Triton has to launch it."""
+    """The compiled form of a cache key on the active driver; None if Triton has to launch it."""
     if form is None:
         return None
     entry, index, key = form
@@ -144,25 +146,27 @@ def find(form: Form | None) -> Compiled | None:
 
 
 def remember(form: Form | None, compiled: CompiledKernel, constants: Mapping[str, Any]) -> Compiled | None:
-    """Keep what Triton has compiled and launched for a form; None if only Triton can launch it."""
-    if form is None or not _is_understood(compiled) or hooked(form[0].kernel):
+    """Cache a kernel that Triton has compiled and launched; None if only Triton can launch it."""
+    if form is None or not _is_supported(compiled) or hooked(form[0].kernel):
         return None
     entry, index, key = form
     kernel = entry.kernel
     tail = tuple(constants[name] for name in kernel.arg_names[entry.count :])
-    if len(entry.forms) >= _MOST:
+    if len(entry.forms) >= _MOST_FORMS:
         entry.forms.clear()
-    handed = _handed(compiled, len(kernel.arg_names))
-    found = entry.forms[key] = Compiled(*handed, tail, kernel.device_caches[index], compiled)
+    passed = _driver_call(compiled, len(kernel.arg_names))
+    found = entry.forms[key] = Compiled(*passed, tail, kernel.device_caches[index], compiled)
     return found
 
 
-def _handed(compiled: CompiledKernel, count: int) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...], bool]:
+def _driver_call(
+    compiled: CompiledKernel, count: int
+) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...], bool]:
     """`call`, `head`, `middle` and `together` of `Compiled`, for a kernel of `count` arguments.
 
-    A copy of Triton's launcher is called with marks in the place of grid, stream and arguments, and with a driver's
-    function that records. A launcher that looks at a mark, say to allocate memory for each program, fails; then, and
-    where a launcher is built otherwise, the launcher itself is called in every launch.
+    A copy of Triton's launcher is called with marks in the place of grid, stream and arguments, and with a function
+    that records instead of the driver's. A launcher that reads a mark, say to allocate memory for each program, fails.
+    Then, and where a launcher has other attributes, every launch calls the launcher itself.
     """
     launcher, own = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
     recorded: list[tuple[Any, ...]] = []
@@ -183,8 +187,8 @@ def _handed(compiled: CompiledKernel, count: int) -> tuple[Callable[..., None], 
     return launcher, (), own, False
 
 
-def _is_understood(compiled: CompiledKernel) -> bool:
-    """Whether this file mirrors the launcher of this release for this kind of device."""
+def _is_supported(compiled: CompiledKernel) -> bool:
+    """Whether this file supports the launcher of this release and this kind of device."""
     if not isinstance(compiled, triton.compiler.CompiledKernel):
         return False
     version = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -192,7 +196,7 @@ def _is_understood(compiled: CompiledKernel) -> bool:
 
 
 def hooked(kernel: Kernel) -> bool:
-    """Whether a profiler, or another caller of Triton's hooks, is to see each launch of a kernel."""
+    """Whether a profiler, or another user of Triton's hooks, must be called in each launch of a kernel."""
     knobs = triton.knobs.runtime
     enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
     return bool(

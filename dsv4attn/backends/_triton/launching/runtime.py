@@ -1,8 +1,8 @@
-"""How a kernel is launched, and what a launch compiles: one description, `Variant`, serves `warmup` and `aot` too.
+"""Launching kernels. `Variant` describes what a launch compiles, for `warmup` and `aot` too.
 
-Run-time integers are annotated with their width and never specialised, so that their values compile nothing. What
-does compile is told by the constants of a launch, the dtypes of its pointers, whether those are aligned, and which
-optional ones are None. On AMD every form exists twice: `FAR_FORMS`.
+Run-time integers are annotated with their width and never specialised, so that their values compile nothing. The form
+that a launch compiles is determined by its constants, the dtypes of its pointers, whether they are aligned, and which
+optional pointers are None. On AMD every form exists twice: `FAR_FORMS`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from triton.runtime.driver import driver
 
 from dsv4attn.backends._triton.compiling.variant import StandIn, Variant, options
 from dsv4attn.backends._triton.launching import compiled
-from dsv4attn.backends._triton.launching.compiled import ALIGNMENT, Compiled, Constants
+from dsv4attn.backends._triton.launching.compiled import WIDE, Compiled, Constants
 from dsv4attn.backends._triton.support import INTERPRETER_CURE, require_release
 from dsv4attn.backends._triton.untyped import Kernel
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.errors import ArgumentError
 
 __all__ = [
-    "ALIGNMENT",
     "FAR_FORMS",
     "INTERPRETED",
+    "WIDE",
     "Constants",
     "Launch",
     "architecture",
@@ -45,31 +45,32 @@ __all__ = [
 require_release()
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-"""Kernels run in Triton's interpreter. Read once: Triton decides when a kernel is defined."""
+"""Whether kernels run in Triton's interpreter. Read once: Triton decides it when a kernel is defined."""
 
 FAR_FORMS: bool = torch.version.hip is not None
 """Triton for AMD compiles loads from a tensor below 2 GB without branches, with offsets of 32 bits, and decides this
-for each tensor of each launch. Here it is all of them or none: two forms of a kernel, which a warm-up can foresee."""
+for each tensor of each launch. Here it is decided for all tensors of a launch together, so that a warm-up has only two
+forms of a kernel to compile."""
 _FAR = 2**31
 
 
 def stable_kernel(function: Callable[..., object]) -> Kernel:
-    """`triton.jit` that compiles one form whatever the numbers and the alignment of pointers.
+    """`triton.jit` that compiles one form for all numbers and all alignments of pointers.
 
-    Parameters annotated as numbers are never specialised. Those without annotation are pointers; a kernel that wants
-    wide accesses is told by a constant that they are possible.
+    Parameters annotated as numbers are never specialised, and parameters without annotation are pointers. A kernel with
+    wide accesses has a constant that says whether they are possible.
     """
-    return triton.jit(function, **_unspecialised(function))
+    return triton.jit(function, **_jit_options(function))
 
 
 def stable_gluon(function: Callable[..., object]) -> Kernel:
-    """The same of a kernel in Gluon, which no interpreter runs."""
+    """`stable_kernel` for Gluon, which Triton's interpreter does not run."""
     from triton.experimental import gluon
 
-    return gluon.jit(function, **_unspecialised(function))
+    return gluon.jit(function, **_jit_options(function))
 
 
-def _unspecialised(function: Callable[..., object]) -> dict[str, list[str]]:
+def _jit_options(function: Callable[..., object]) -> dict[str, list[str]]:
     parameters = inspect.signature(function).parameters.values()
     return {
         "do_not_specialize": [p.name for p in parameters if p.annotation in {"tl.int32", "tl.int64", "tl.float32"}],
@@ -82,7 +83,7 @@ _observers: list[Callable[[Variant], None]] = []
 
 @contextmanager
 def observed() -> Iterator[list[Variant]]:
-    """Collect what is launched meanwhile, for tests and for whoever wonders."""
+    """Collect the variants that are launched inside a `with` block."""
     seen: list[Variant] = []
     _observers.append(seen.append)
     try:
@@ -102,12 +103,12 @@ def launch(
     fp_fusion: bool = True,
     **extra: object,
 ) -> Compiled | None:
-    """Run a kernel on the device of its first argument, a tensor; nothing happens when the grid is empty.
+    """Run a kernel on the device of its first argument, a tensor. An empty grid launches nothing.
 
     args: tensors, numbers and None, in the order of the parameters that are not in `constants`. fp_fusion: whether a
     product may be added before it is rounded, which is faster, and rounds unlike torch does. extra: further options of
-    the compiler, such as maxnreg. What Triton's environment says of compilation is read at a form's first launch.
-    Returns what was compiled, where later launches may go past Triton. Raises ArgumentError for a CPU tensor unless
+    the compiler, such as maxnreg. Triton's environment variables are read at a form's first launch.
+    Returns the compiled form, where later launches may go past Triton. Raises ArgumentError for a CPU tensor unless
     kernels are interpreted.
     """
     if 0 in grid:
@@ -134,23 +135,23 @@ def launch(
 
 
 class Launch:
-    """A kernel with constants and numbers bound: `launch(programs, pointers)`, over and over.
+    """A kernel with constants and numbers bound, for repeated launches: `launch(programs, pointers)`.
 
     Device, dtypes and types of the pointers, and which of them are None, must be the same in each launch, and so must
-    the alignment of those whose alignment compiles to another form. Hooks, observers, tracing, another driver and
-    another current device are seen in each launch.
+    the alignment of those whose alignment compiles to another form. Each launch checks hooks, observers, tracing, the
+    driver and the current device.
     """
 
     __slots__ = ("_compiled", "_index", "_tail", "constants", "kernel", "numbers", "warps")
 
     def __init__(self, kernel: Kernel, constants: Constants, numbers: tuple[float, ...], warps: int = 4) -> None:
-        """numbers: all arguments behind the pointers. warps: of a program."""
+        """numbers: all arguments between the pointers and the constants. warps: of a program."""
         self.kernel, self.constants, self.numbers, self.warps = kernel, constants, numbers, warps
         self._compiled: Compiled | None = None
         self._index, self._tail = 0, numbers
 
     def __call__(self, programs: int, pointers: Sequence[Any]) -> None:
-        """Launch so many programs on the device of the first pointer; none: nothing happens."""
+        """Launch programs on the device of the first pointer; 0 programs launch nothing."""
         if INTERPRETED and programs and not _observers:
             self.kernel[(programs,)](*pointers, *self.numbers, **self.constants)
             return
@@ -168,7 +169,7 @@ class Launch:
             return
         call, head, middle, together, *_ = found
         stream = driver.active.get_current_stream(index)
-        # as `Compiled.launch`, which would cost a call
+        # inlined `Compiled.launch`, which saves a call
         if together:
             call(*head, programs, 1, 1, stream, *middle, (*pointers, *self._tail))
         else:
@@ -179,7 +180,7 @@ class Launch:
         launch(self.kernel, (programs,), (*pointers, *self.numbers), self.constants, num_warps=self.warps)
 
     def _by_form(self, programs: int, pointers: Sequence[Any]) -> None:
-        """Launch, and keep what was compiled unless memory may be far in the next launch."""
+        """Launch, and cache the compiled form, unless the next launch may need the far form."""
         args = (*pointers, *self.numbers)
         found = launch(self.kernel, (programs,), args, self.constants, num_warps=self.warps)
         if found is not None and not FAR_FORMS:
@@ -190,16 +191,11 @@ class Launch:
 def require_driven(device: torch.device) -> None:
     """Raise ArgumentError for the CPU unless kernels are interpreted."""
     if device.type == "cpu" and not INTERPRETED:
-        raise ArgumentError(
-            "device",
-            expected="a device that Triton drives",
-            actual="the CPU",
-            hint=INTERPRETER_CURE,
-        )
+        raise ArgumentError("device", expected="a device that Triton drives", actual="the CPU", hint=INTERPRETER_CURE)
 
 
 def device_context(device: torch.device) -> AbstractContextManager[object]:
-    """Where Triton launches and compiles: on this device, of several."""
+    """A context in which Triton launches and compiles for this device."""
     index: int | None = device.index
     if index is None or device.type == "cpu" or _devices() <= 1:
         return _HERE
@@ -219,7 +215,7 @@ def architecture() -> str:
 
 @cache
 def multiprocessors() -> int:
-    """Units of the first accelerator that run programs; a few where there is none, so that rows are cut there too."""
+    """Multiprocessors, or their like, of the first accelerator; 4 without one, so that rows are split there too."""
     if not torch.accelerator.is_available():
         return 4
     device = torch.accelerator.current_accelerator()

@@ -1,6 +1,6 @@
-"""Compiling every form of every kernel before the first request, and proof that nothing was left out.
+"""Compiling every form of every kernel before the first request, and a count of what is compiled later.
 
-Compiled kernels go to Triton's own cache on disk (TRITON_CACHE_DIR), which several processes may fill at once.
+Compiled kernels are stored in Triton's own cache on disk (TRITON_CACHE_DIR), which several processes may fill at once.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from dsv4attn.backends._triton.untyped import CompiledKernel
 __all__ = ["compiled", "threads", "warm"]
 
 _log = logging.getLogger("dsv4attn")
-_MOST = 16
+_MOST_THREADS = 16
 
 
 def threads() -> int:
-    """Threads that compile; every process of a machine with several devices has so many."""
+    """Threads that compile, in each process."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MOST)
+    return min(cores, _MOST_THREADS)
 
 
 def warm(variants: Iterable[Variant], device: torch.device, *, name: str = "a backend") -> int:
-    """Compile variants for a device that is here and load them onto it, launching nothing. Returns how many there are.
+    """Compile variants for a device of this machine and load them, launching nothing. Returns the number of kernels.
 
-    device: of the kind that `launch` is given. name: of the backend, for the log. Interpreted kernels are only counted.
-    A kernel that the device cannot hold raises here, as Triton says it, and not in the first request.
+    name: of the backend, for the log. Interpreted kernels are only counted.
+    A kernel that does not fit the device raises Triton's error here, and not in the first request.
     """
     require_driven(device)
     chosen = list(dict.fromkeys(variants))
@@ -61,15 +61,15 @@ def _compile(variant: Variant, *, far: bool) -> CompiledKernel:
 
 
 def _load(kernel: CompiledKernel) -> None:
-    """Load a binary, which otherwise the first launch would do, maybe while a graph is captured."""
+    """Load a binary. Otherwise the first launch loads it, perhaps while a graph is captured."""
     done = kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel
-    # a property that loads when it is read
+    # reading this property loads the binary
     done.run  # noqa: B018
 
 
 @contextmanager
 def compiled() -> Iterator[list[tuple[str, bool]]]:
-    """Collect the kernels that Triton compiles in this process meanwhile: (name, whether its disk cache had it).
+    """Collect the kernels that this process compiles inside a `with` block: (name, whether Triton's disk cache had it).
 
     Either is a stall. A launch of a form that this process has compiled before adds nothing.
     """
@@ -77,10 +77,10 @@ def compiled() -> Iterator[list[tuple[str, bool]]]:
     knobs = triton.knobs.compilation
     before = knobs.listener
 
-    def listen(**told: Any) -> None:  # noqa: ANN401 - what Triton says
-        seen.append((told["src"].name, told["cache_hit"]))
+    def listen(**event: Any) -> None:  # noqa: ANN401 - Triton's arguments
+        seen.append((event["src"].name, event["cache_hit"]))
         if before is not None:
-            before(**told)
+            before(**event)
 
     knobs.listener = listen
     try:
