@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from attrs import frozen
 
@@ -35,13 +35,22 @@ class LayerCaches:
 
     @cached_property
     def signature(self) -> tuple[object, ...]:
-        """Of both caches: the signature of the tensor, the layout's fingerprint and the page size."""
+        """Of both caches: the signature of the tensor, the layout's fingerprint and the page size.
+
+        Equal signatures are one object, so that a key can name it by identity.
+        """
         caches = [self.swa] if self.compressed is None else [self.swa, self.compressed]
         formats = [(cache.layout.fingerprint, cache.block_size) for cache in caches]
-        return *signature(*[cache.tensor for cache in caches]), *formats
+        return _one((*signature(*[cache.tensor for cache in caches]), *formats))
 
     def segments(self, layer: LayerGeometry) -> Sequence[PagedKVCache]:
         """The caches that a layer of this kind reads."""
         if layer.kind is LayerKind.SWA or self.compressed is None:
             return (self.swa,)
         return self.swa, self.compressed
+
+
+@lru_cache(maxsize=1024)
+def _one(signature: tuple[object, ...]) -> tuple[object, ...]:
+    """The first of equal signatures."""
+    return signature

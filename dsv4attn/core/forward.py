@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
-import torch
-from torch import Tensor
+from torch import Tensor, is_inference_mode_enabled
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined] # no public name
 from torch.profiler import record_function
 
 from dsv4attn.core.caches import LayerCaches
@@ -58,9 +58,9 @@ def forward_mqa(
         return
     try:
         prepared = metadata.swa.prepared
-        objects = id(backend), id(layer), id(limits), id(workspace), id(metadata.compressed)
-        tensors = signature(q, out, attn_sink, lse, topk_indices)
-        key = objects, workspace.debug, torch.is_inference_mode_enabled(), caches.signature, tensors
+        owners = backend, layer, limits, workspace, metadata.compressed, caches.signature
+        mode = workspace.debug, is_inference_mode_enabled()
+        key = *map(id, owners), mode, signature(q, out, attn_sink, lse, topk_indices)
     except AttributeError:
         check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
         raise
@@ -69,14 +69,13 @@ def forward_mqa(
         check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
         whole = complete(backend)
         given = Step(q, caches, metadata, whole, workspace, out, layer, limits, attn_sink, topk_indices, lse)
-        owners = backend, layer, limits, workspace, metadata.compressed
         step = PreparedStep(metadata.swa.num_actual_tokens, _prepare(given), owners)
         if workspace.reusable:
             if len(prepared) >= MOST_STEPS:
                 prepared.clear()
             prepared[key] = step
             workspace.release_on_growth(step)
-    profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
+    profiled = _profiler_enabled()
     for part in step.parts or ():
         run = record_function(part.name)(part.run) if profiled else part.run
         run(q, out, lse, attn_sink, topk_indices, caches)
