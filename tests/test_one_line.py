@@ -26,8 +26,8 @@ NEW = "quartz"
 COPIED = ("dsv4attn", "tests", "docs", "examples", "README.md", "CHANGELOG.md", "pyproject.toml", "Makefile")
 LISTING = (
     "tests/backends/_triton/test_device.py",
-    "tests/backends/_triton/test_foreseen.py",
-    "tests/backends/_triton/test_gates.py",
+    "tests/backends/_triton/launching/test_foreseen.py",
+    "tests/backends/_triton/compiling/test_gates.py",
     "tests/backends/_triton/test_whole_step.py",
     "tests/backends/test_support_grid.py",
     "tests/compat/test_flash_mla.py",
@@ -37,8 +37,8 @@ LISTING = (
 JUDGES = (
     "tests/test_layers.py",
     "tests/test_plugins.py",
-    "tests/cli/test_backends.py::test_what_is_told_to_programs",
-    "tests/cli/test_explain.py::test_a_trace_is_folded_under_itself",
+    "tests/tools/cli/test_backends.py::test_what_is_told_to_programs",
+    "tests/tools/cli/test_explain.py::test_a_trace_is_folded_under_itself",
     "tests/selection/test_selection.py::test_g1_every_problem_has_a_backend_on_every_device",
 )
 """Tests that would fail if the new backend broke a rule, or if a list in them lacked it."""

@@ -22,7 +22,7 @@ from dsv4attn.errors import ArgumentError, BrokenBackendError, ConfigError, NoBa
 from dsv4attn.plugins import BUILT_IN
 from dsv4attn.selection import build, load_backend, select_backend
 from tests.backends.built_in import triton_backends
-from tests.cli.machine import device_of_no_backend
+from tests.tools.cli.machine import device_of_no_backend
 from tests.wheels import Shelf, plugin
 
 FLASH = ModelGeometry.preset("flash")

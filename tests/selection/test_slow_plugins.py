@@ -21,7 +21,7 @@ from dsv4attn.core.problem import Problem
 from dsv4attn.errors import NoBackendError
 from dsv4attn.selection import backend_names, explain, load_backend, registered, resolve, select_backend
 from dsv4attn.testing.subject import Subject
-from tests.cli.machine import Machine
+from tests.tools.cli.machine import Machine
 from tests.wheels import Shelf, plugin
 
 FLASH = ModelGeometry.preset("flash")

@@ -29,7 +29,7 @@ from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.testing.world import tiny_geometry
-from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.cache.caches import DEVICE
 
 __all__ = ["LONGEST", "SWA_BLOCK", "TOKENS_OF_BLOCK", "Engine", "Interpreted", "Request", "launching_nothing", "served"]
 

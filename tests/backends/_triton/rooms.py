@@ -13,7 +13,7 @@ from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry
-from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.cache.caches import DEVICE
 
 __all__ = ["QuickHistory", "bounds_of", "problems"]
 

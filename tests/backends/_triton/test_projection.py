@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.testing import oracle
-from tests.backends._triton.caches import DEVICE, draw, each_dtype, seeded, strided
+from tests.backends._triton.cache.caches import DEVICE, draw, each_dtype, seeded, strided
 
 BF16, FP32_STEPS = 2.0**-8, 2.0**-20
 DIMS = [(448, 64), (24, 8), (23, 6), (100, 20)]

@@ -25,10 +25,10 @@ from dsv4attn.core.limits import Limits
 from dsv4attn.core.workspace import simultaneous_bytes
 from dsv4attn.testing import world
 from dsv4attn.testing.world import tiny_geometry
-from tests.backends._triton.attending import TINY, Answer, Trial
-from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.attention.attending import TINY, Answer, Trial
+from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, Interpreted, launching_nothing
-from tests.backends._triton.trials import operations
+from tests.backends._triton.index_ops.trials import operations
 from tests.core.forms import all_kinds, same_bits
 
 META = torch.device("meta")

@@ -21,7 +21,7 @@ from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.core.workspace import WorkspaceManager, WorkspacePlan
 from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.testing.world import tiny_geometry
-from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, Interpreted, Request
 from tests.backends.built_in import class_of, triton_backends
 

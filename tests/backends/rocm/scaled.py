@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import F64
-from tests.backends._triton.caches import DEVICE, seeded
+from tests.backends._triton.cache.caches import DEVICE, seeded
 
 BLOCK = 128
 OCP, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz

@@ -1,7 +1,7 @@
 """The room's kernels, compiled for the devices that it is for: nothing spills, waves are 64 wide, enough blocks fit.
 
 All of it but one planted fault is for `-m slow`; the normal run compiles the form that needs most, with all other
-targets, in `tests/backends/_triton/test_gates.py`.
+targets, in `tests/backends/_triton/compiling/test_gates.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.backends._triton.gates import broken_limits
+from tests.backends._triton.compiling.gates import broken_limits
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGETS = ("gfx942", "gfx950")

@@ -39,8 +39,8 @@ from dsv4attn.core.phased import PhasedBackend
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import tiny_geometry
-from tests.backends._triton.caches import DEVICE
-from tests.backends._triton.planting import plant
+from tests.backends._triton.attention.planting import plant
+from tests.backends._triton.cache.caches import DEVICE
 from tests.core.forms import all_kinds, assert_same_bits, same_bits
 from tests.core.strategies import examples
 

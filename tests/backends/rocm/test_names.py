@@ -21,8 +21,8 @@ from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError
-from tests.backends._triton.attending import FNUZ, OCP, Answer, Trial
-from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.attention.attending import FNUZ, OCP, Answer, Trial
+from tests.backends._triton.cache.caches import DEVICE
 
 INT = torch.int32
 

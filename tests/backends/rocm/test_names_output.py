@@ -19,7 +19,7 @@ from dsv4attn.backends.rocm.vllm_api_output import rocm_inv_rope_einsum
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import F64
-from tests.backends._triton.caches import DEVICE, each_dtype, seeded, strided
+from tests.backends._triton.cache.caches import DEVICE, each_dtype, seeded, strided
 from tests.backends.rocm.scaled import OCP, Scaled, each_dialect, each_form, each_name
 
 BF16, FP32_STEPS = 2.0**-8, 2.0**-20

@@ -18,7 +18,7 @@ from dsv4attn.backends.rocm.vllm_api_ragged import (
     copy_ragged_to_graph_buffers,
 )
 from dsv4attn.errors import ArgumentError
-from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.cache.caches import DEVICE
 
 INT = torch.int32
 ODD = [-1, -1, -7, 2**31 - 1, 0x7FC00000, -(2**31)]

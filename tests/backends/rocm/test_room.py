@@ -34,12 +34,12 @@ from dsv4attn.testing.conform import run_case
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.subject import Subject
 from dsv4attn.testing.world import tiny_geometry
-from tests.backends._triton.attending import FNUZ, OCP, TINY, Trial
-from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.attention.attending import FNUZ, OCP, TINY, Trial
+from tests.backends._triton.attention.planting import plant
+from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, launching_nothing
-from tests.backends._triton.planting import plant
+from tests.backends._triton.index_ops.trials import operations
 from tests.backends._triton.rooms import bounds_of, problems
-from tests.backends._triton.trials import operations
 from tests.core.forms import all_kinds, assert_same_bits
 
 FLASH = ModelGeometry.preset("flash")

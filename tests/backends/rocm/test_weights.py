@@ -17,8 +17,8 @@ from dsv4attn.backends.rocm import weights
 from dsv4attn.backends.rocm.weights import dequantized, forget
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
-from tests.backends._triton.caches import DEVICE
-from tests.backends._triton.trials import operations
+from tests.backends._triton.cache.caches import DEVICE
+from tests.backends._triton.index_ops.trials import operations
 from tests.backends.rocm.scaled import FNUZ, OCP, Scaled, each_dialect, each_form, each_name, powers_of
 
 SHAPES = [(1, 1), (128, 128), (127, 129), (130, 257), (256, 40), (5, 384)]

@@ -23,7 +23,7 @@ from dsv4attn.core.problem import CacheFacts, Problem
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import Expected
-from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm120.recording import Config, RecordingWrapper
 
 LAYOUT = KVCacheLayout.fp8_ds_mla()

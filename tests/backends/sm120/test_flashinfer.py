@@ -17,7 +17,7 @@ from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndi
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError, LayoutMismatchError, UnsupportedError
 from dsv4attn.testing.judge import tolerance
-from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import launching_nothing
 from tests.backends.sm120.problems import LAYOUT, Trial, found
 from tests.backends.sm120.recording import HEADS, RecordingWrapper

@@ -12,7 +12,7 @@ import pytest
 
 from dsv4attn.backends._triton.tuning import COMPILED
 from dsv4attn.backends.sm120.tuning import TUNING
-from tests.backends._triton.gates import ROOT, broken_limits
+from tests.backends._triton.compiling.gates import ROOT, broken_limits
 
 
 @pytest.mark.slow

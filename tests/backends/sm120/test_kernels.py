@@ -23,7 +23,7 @@ from dsv4attn.core.keys import DenseIndices, PagedKeys
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.warmup_spec import Bounds
-from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm120.problems import LAYOUT, Trial, found, layer_of
 from tests.backends.sm120.recording import RecordingWrapper
 

@@ -19,7 +19,7 @@ from dsv4attn.backends.sm120.flashinfer_memory import WrapperMemory
 from dsv4attn.core.contract import AttentionCall
 from dsv4attn.core.workspace import simultaneous_bytes
 from dsv4attn.errors import ArgumentError
-from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.cache.caches import DEVICE
 
 CACHE = torch.zeros(3, 64, 584, dtype=torch.uint8, device=DEVICE)
 

@@ -25,7 +25,7 @@ from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import conform
 from dsv4attn.testing.subject import Subject
-from tests.backends._triton.attending import FNUZ, OCP, Answer, Trial
+from tests.backends._triton.attention.attending import FNUZ, OCP, Answer, Trial
 from tests.backends.sm120.problems import found
 from tests.backends.sm120.recording import RecordingWrapper
 

@@ -14,7 +14,7 @@ import pytest
 from dsv4attn.backends._triton.compiling.aot import Resources
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends.sm90.tuning import PAGED, ROWED
-from tests.backends._triton.gates import ROOT, broken_limits
+from tests.backends._triton.compiling.gates import ROOT, broken_limits
 
 FILE = 65536
 """Registers of a multiprocessor."""

@@ -20,8 +20,8 @@ from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import PAGED
 from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd
 from dsv4attn.core.contract import Extras, Phase
-from tests.backends._triton.attending import BF16_ROWS, FNUZ, FP32_ROWS, OCP, SPLIT_OCP, TINY, Trial
-from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.attention.attending import BF16_ROWS, FNUZ, FP32_ROWS, OCP, SPLIT_OCP, TINY, Trial
+from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm90.calls import run
 from tests.backends.sm90.planting import plant
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dsv4attn.backends.sm90 import kernels_produce
 from dsv4attn.testing import oracle
-from tests.backends._triton.ptx import instructions, of_bf16, run
+from tests.backends._triton.compiling.ptx import instructions, of_bf16, run
 
 DECODE, LAST = str(kernels_produce.DECODE.value), str(kernels_produce.LAST.value)
 RANDOM = np.random.default_rng(0)

@@ -25,9 +25,9 @@ from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.core.workspace import simultaneous_bytes
-from tests.backends._triton.attending import BF16_ROWS, FNUZ, OCP, Trial
+from tests.backends._triton.attention.attending import BF16_ROWS, FNUZ, OCP, Trial
 from tests.backends._triton.engine import Engine, launching_nothing
-from tests.backends._triton.trials import operations
+from tests.backends._triton.index_ops.trials import operations
 from tests.backends.sm90.calls import planned
 
 META = torch.device("meta")

@@ -24,7 +24,7 @@ from dsv4attn.core.problem import Problem
 from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.plugins import PluginRegistry
 from dsv4attn.selection import explain, load_backend
-from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.cache.caches import DEVICE
 
 FLASH = ModelGeometry.preset("flash")
 SM90 = DeviceFacts.named("sm90")

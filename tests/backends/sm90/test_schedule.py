@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dsv4attn.backends._triton.attention.attend import divider
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch
 from dsv4attn.backends.sm90.kernels_schedule import COST
-from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm90.kernels_walk import pages, walk
 from tests.backends.sm90.planting import planted
 

@@ -17,8 +17,8 @@ from dsv4attn.backends.xpu.tuning import RUN_BYTES
 from dsv4attn.core.contract import Phase
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.core.workspace import WorkspaceManager, simultaneous_bytes
-from tests.backends._triton.attending import FNUZ, FP32_ROWS, OCP, TINY, Answer, Trial, any_trial
-from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.attention.attending import FNUZ, FP32_ROWS, OCP, TINY, Answer, Trial, any_trial
+from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.xpu.plants import GATHERING, planted
 from tests.core.strategies import examples
 

@@ -31,8 +31,8 @@ from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
-from tests.backends._triton.attending import OCP, Answer, Trial
-from tests.backends._triton.caches import CPU, DEVICE, draw, poisoned, seeded
+from tests.backends._triton.attention.attending import OCP, Answer, Trial
+from tests.backends._triton.cache.caches import CPU, DEVICE, draw, poisoned, seeded
 from tests.backends.xpu.plants import ATTENDING, planted
 from tests.core.strategies import examples
 

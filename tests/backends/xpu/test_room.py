@@ -32,11 +32,11 @@ from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import run_case
 from dsv4attn.testing.subject import Subject
-from tests.backends._triton.attending import OCP, Trial
-from tests.backends._triton.caches import DEVICE
+from tests.backends._triton.attention.attending import OCP, Trial
+from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import launching_nothing
+from tests.backends._triton.index_ops.trials import operations
 from tests.backends._triton.rooms import bounds_of, problems
-from tests.backends._triton.trials import operations
 
 FORMS = ["fused", "gathered"]
 each_form = pytest.mark.parametrize("form", FORMS)

@@ -1,0 +1,112 @@
+"""The attention kernel with one thing wrong; and tensors so far apart that 32 bits do not reach the next row."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import mmap
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from dsv4attn.backends._triton.attention import attend, kernels, kernels_combine, keys
+from dsv4attn.core.contract import Extras
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
+from dsv4attn.core.layout import PagedKVCache
+from tests.backends._triton.attention.attending import Answer, Trial
+
+__all__ = ["far_away", "plant"]
+
+_FAR = 2**31 + 64
+"""Elements from one row to the next; a multiple of 16 bytes in every type."""
+_NORESERVE = 0x4000
+"""Flag of Linux: memory is not counted before it is touched. Python names it from 3.13 on."""
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, new: str) -> None:
+    """Let `attend` launch kernels of whose source (module: keys, attention or reduce) one piece of text is another."""
+    modules = {"keys": keys, "attention": kernels, "reduce": kernels_combine}
+    sources = {name: inspect.getsource(one) for name, one in modules.items()}
+    assert old in sources[module], f"{module} has no {old!r} any more: plant the bug anew"
+    sources[module] = sources[module].replace(old, new)
+    begin = "from dsv4attn.backends._triton.attention import keys\n"
+    assert begin in sources["attention"]
+    # a name of its own each time, as compilers remember files by their names
+    name = f"planted_keys_{folder.name}"
+    sources["attention"] = sources["attention"].replace(begin, f"import {name} as keys\n")
+    monkeypatch.setitem(sys.modules, name, _imported(folder / f"{name}.py", sources["keys"]))
+    for each in ("attention", "reduce"):
+        made = _imported(folder / f"planted_{each}_{folder.name}.py", sources[each])
+        monkeypatch.setattr(attend, each, getattr(made, each))
+
+
+def _imported(path: Path, source: str) -> ModuleType:
+    path.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class _Land:
+    """Memory without end: addresses are promised, pages appear where they are touched."""
+
+    def __init__(self) -> None:
+        """Take 2^39 bytes."""
+        try:
+            promised = mmap.mmap(-1, 2**39, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        except (OSError, ValueError) as error:
+            pytest.skip(f"this machine promises no more memory than it has: {error}")
+        self.bytes = torch.frombuffer(promised, dtype=torch.uint8)
+        self.used = 0
+
+    def spread(self, tensor: Tensor) -> Tensor:
+        """A copy whose rows are far apart, and so far from both ends that an address with 32 bits stays inside."""
+        step = tensor.element_size()
+        begin = self.used + 2**32 * step
+        self.used = begin + tensor.shape[0] * _FAR * step + 2**32 * step
+        assert self.used <= self.bytes.numel()
+        base = self.bytes.view(tensor.dtype)
+        view = base.as_strided(tensor.shape, (_FAR, *tensor.stride()[1:]), begin // step)
+        return view.copy_(tensor) if tensor.numel() else view
+
+    def cache(self, cache: PagedKVCache) -> PagedKVCache:
+        """A copy of a cache, of its pages as they are in memory."""
+        page = cache.layout.page_bytes(cache.block_size) // cache.tensor.element_size()
+        if not cache.layout.is_quantised:
+            page = (cache.block_size - 1) * cache.tensor.stride(1) + cache.layout.head_dim
+        tensor = cache.tensor
+        pages = tensor.as_strided((cache.num_blocks, page), (tensor.stride(0), 1))
+        there = self.spread(pages)
+        view = there.as_strided(tensor.shape, (_FAR, *tensor.stride()[1:]))
+        return PagedKVCache(view, cache.layout)
+
+
+def far_away(trial: Trial) -> Answer:
+    """Run a trial with every tensor that has rows spread over gigabytes which nobody has touched. CPU only."""
+    land, (call, _) = _Land(), trial.call()
+    out, lse, top = (None if one is None else land.spread(one) for one in (call.out, call.lse, call.max_logits))
+    found: Sequence[PagedKeys] | GatheredKeys
+    if isinstance(call.keys, GatheredKeys):
+        found = evolve(call.keys, kv=land.spread(call.keys.kv))
+    else:
+        found = []
+        for segment in call.keys:
+            rows = segment.rows
+            if isinstance(rows, DenseIndices):
+                rows = evolve(rows, indices=land.spread(rows.indices))
+            found.append(PagedKeys(land.cache(segment.cache), rows))
+    assert out is not None
+    call = evolve(call, q=land.spread(call.q), keys=found, out=out.fill_(math.nan), lse=lse, extras=Extras(top))
+    attend.attend(call, trial.tuning, tiles_per_split=trial.run)
+    return Answer(*(None if one is None else one.clone() for one in (out, lse, top)))  # type: ignore[arg-type]

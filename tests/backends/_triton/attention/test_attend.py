@@ -1,0 +1,305 @@
+"""The attention kernel gives what the oracle gives, whatever a call is made of, and reads only what an index names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.tuning import Tuning
+from dsv4attn.core.contract import Extras
+from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.workspace import simultaneous_bytes
+from tests.backends._triton.attention.attending import (
+    BF16_ROWS,
+    FNUZ,
+    FP32_ROWS,
+    OCP,
+    SPLIT_OCP,
+    TINY,
+    Answer,
+    Trial,
+    any_trial,
+)
+from tests.backends._triton.attention.planting import far_away, plant
+from tests.core.forms import same_bits
+
+SEEDS, BLOCK = 60 if INTERPRETED else 20, 10
+# on a device nearly every seed compiles kernels of its own
+SMALL = Tuning(heads=16, keys=16, reduce_parts=2)
+
+
+def same(left: Answer, right: Answer, rows: slice = slice(None)) -> bool:
+    """Whether two answers are equal byte for byte, in some rows of the first."""
+    pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    return all(same_bits(a[rows], b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("start", range(0, SEEDS, BLOCK))
+def test_any_call_equals_the_oracle_and_writes_nothing_but_its_outputs(start: int) -> None:
+    for seed in range(start, start + BLOCK):
+        trial = any_trial(seed)
+        error = trial.error(trial.run_it())
+        assert error <= 1, f"seed {seed}: {error:.3g} budgets, {trial}"
+
+
+def test_q_read_anew_for_each_tile_gives_what_the_oracle_gives() -> None:
+    """As the tuning of RDNA asks for: q is read half a piece at a time, or 64 columns beside 64 of the keys."""
+    with observed() as seen:
+        for seed in range(8):
+            trial = any_trial(seed)
+            trial = evolve(trial, tuning=evolve(trial.tuning, reload=True))
+            error = trial.error(trial.run_it())
+            assert error <= 1, f"seed {seed}: {error:.3g} budgets, {trial}"
+
+    assert {dict(form.constants)["RELOAD"] for form in seen if form.name == "attention"} == {True, False}
+
+
+def test_the_seeds_reach_every_corner() -> None:
+    made = [any_trial(seed) for seed in range(60)]
+
+    assert {t.form for t in made} == {"dense", "ragged", "gathered", "gathered-ragged"}
+    assert {page for t in made for page in t.pages} == {1, 2, 5, 53, 64}
+    assert {(t.splits > 0, t.run > 0) for t in made} == {(False, False), (True, False), (True, True)}
+    assert {t.splits for t in made} >= {0, 1, 2, 3, 7}
+    assert {(t.aligned, t.sink, t.told) for t in made} == {(a, s, t) for a in (0, 1) for s in (0, 1) for t in (0, 1)}
+    assert min(sum(t.widths) for t in made) < 3
+    assert max(sum(t.widths) for t in made) > 300
+    assert {t.heads for t in made} >= {1, 2, 3, 7, 16, 17, 33, 64, 128}
+    pairs = {tuple(layout.dtype for layout in t.layouts) for t in made if t.layouts[0].head_dim == 512 and t.aligned}
+    record, row, exact = torch.uint8, torch.bfloat16, torch.float32
+    assert pairs >= {(record,), (record, record), (record, row), (exact,), (exact, exact)}
+
+
+# what is not chosen at random
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize(
+    "layouts",
+    [(OCP, OCP), (OCP, FNUZ), (FNUZ, OCP), (FNUZ, FNUZ), (SPLIT_OCP, SPLIT_OCP), (OCP, SPLIT_OCP), (BF16_ROWS, OCP)],
+    ids=lambda pair: "-".join(one.fingerprint.replace(":", ".") for one in pair),
+)
+def test_every_pair_of_caches_is_read_as_what_it_is(layouts: Sequence[KVCacheLayout], aligned: bool) -> None:
+    for prefetch in (True, False):
+        tuning = Tuning(heads=16, keys=32, prefetch=prefetch)
+        Trial(layouts=layouts, widths=(40, 33), tokens=2, aligned=aligned, tuning=tuning, seed=3).check()
+
+
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("layout", [FP32_ROWS, BF16_ROWS, OCP, TINY], ids=lambda layout: layout.fingerprint)
+def test_every_type_of_query_and_key_goes_together(layout: KVCacheLayout, q_dtype: torch.dtype) -> None:
+    Trial(layouts=(layout, layout), widths=(40, 33), tokens=2, q_dtype=q_dtype, seed=4).check()
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65, 127, 128])
+def test_any_number_of_heads_is_attended_without_padding(heads: int) -> None:
+    for most in (16, 64):
+        Trial(layouts=(TINY,), widths=(20,), heads=heads, tuning=Tuning(heads=most, keys=32), seed=heads).check()
+
+
+@pytest.mark.parametrize("form", ["dense", "ragged"])
+@pytest.mark.parametrize("splits", [0, 2])
+@pytest.mark.parametrize("widths", [(0, 0), (0, 20), (20, 0), (1, 1)])
+def test_segments_without_columns_are_no_keys(widths: Sequence[int], splits: int, form: str) -> None:
+    trial = Trial(layouts=(OCP, OCP), widths=widths, splits=splits, form=form, tuning=SMALL)  # type: ignore[arg-type]
+
+    answer = trial.check()
+
+    if not any(widths):
+        assert answer.lse is not None
+        assert answer.max_logits is not None
+        assert bool((answer.out == 0).all())
+        assert bool((answer.lse == -math.inf).all())
+        assert bool((answer.max_logits == -math.inf).all())
+
+
+def test_no_rows_are_no_launch() -> None:
+    for splits in (0, 3):
+        trial = Trial(layouts=(TINY,), widths=(9,), tokens=0, splits=splits)
+        with observed() as seen:
+            assert trial.run_it().out.shape == (0, trial.heads, 32)
+        assert not seen
+
+
+def test_lse_and_largest_logits_may_be_asked_for_alone() -> None:
+    both = Trial(layouts=(TINY, TINY), widths=(20, 9), tuning=SMALL)
+    for splits in (0, 3):
+        trial = evolve(both, splits=splits)
+        answer = trial.check()
+        for missing in ("lse", "max_logits"):
+            call, _ = trial.call()
+            nothing: dict[str, Any] = {missing: None}
+            attend.attend(evolve(call, **(nothing if missing == "lse" else {"extras": Extras()})), SMALL)
+            alone = Answer(call.out, call.lse, call.max_logits)._replace(**nothing)
+            assert same(answer, alone)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="gigabytes of memory, which the CPU only promises")
+@pytest.mark.parametrize("layout", [OCP, TINY, BF16_ROWS], ids=lambda layout: layout.fingerprint)
+@pytest.mark.parametrize("form", ["dense", "gathered"])
+def test_nothing_is_too_far_away(layout: KVCacheLayout, form: Any) -> None:
+    """Rows of q and out, of lists, of keys, and pages: more than 2^31 elements from one to the next."""
+    trial = Trial(layouts=(layout,), pages=(2,), widths=(9,), tokens=2, tuning=SMALL, seed=1)
+    trial = evolve(trial, form=form)
+
+    assert all(len(trial.segments[0].named(row)) for row in range(2))
+    assert same(trial.check(), far_away(trial))
+
+
+# how a row is cut
+
+
+@pytest.mark.parametrize("layouts", [(OCP, OCP), (TINY, TINY), (FP32_ROWS,)], ids=len)
+def test_a_row_may_be_cut_into_any_number_of_parts(layouts: Sequence[KVCacheLayout]) -> None:
+    whole = Trial(layouts=layouts, widths=(60, 50), tokens=2, tuning=SMALL, seed=5)
+    for splits in range(8):
+        evolve(whole, splits=splits).check()
+
+
+def parts(trial: Trial) -> int:
+    """Parts of fixed length that every row of a trial has room in."""
+    tiles = -(-sum(trial.widths) // trial.tuning.keys) + 1
+    return -(-tiles // trial.run)
+
+
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("layouts", [(OCP, OCP), (BF16_ROWS, BF16_ROWS), (FP32_ROWS,), (TINY,)], ids=len)
+def test_parts_of_fixed_length_hold_all_keys(layouts: Sequence[KVCacheLayout], q_dtype: torch.dtype) -> None:
+    """Tiles of fp32 keys are smaller than the tuning says, and parts must not be."""
+    for run, keys in ((1, 128), (2, 64), (1, 16)):
+        trial = Trial(layouts=layouts, widths=(100, 90), tokens=2, q_dtype=q_dtype, run=run, seed=6)
+        trial = evolve(trial, tuning=Tuning(heads=16, keys=keys))
+        evolve(trial, splits=parts(trial)).check()
+
+
+@pytest.mark.parametrize("layouts", [(OCP, OCP), (TINY, TINY)], ids=lambda pair: pair[0].fingerprint)
+@pytest.mark.parametrize("run", [1, 2])
+def test_with_parts_of_fixed_length_a_row_does_not_depend_on_anything_around_it(
+    layouts: Sequence[KVCacheLayout], run: int
+) -> None:
+    """More parts than it needs, the order of pages, rows beside it."""
+    trial = Trial(layouts=layouts, widths=(60, 50), run=run, tuning=SMALL, seed=8)
+    trial = evolve(trial, splits=parts(trial))
+    answer = trial.check()
+
+    assert same(answer, evolve(trial, splits=trial.splits + 3).run_it())
+    assert same(answer, evolve(trial, pages_seed=9).run_it())
+    for row in range(trial.tokens):
+        assert same(answer, trial.rows(row).run_it(), slice(row, row + 1))
+
+
+def test_a_row_that_is_not_cut_does_not_depend_on_the_rows_beside_it() -> None:
+    trial = Trial(layouts=(OCP, OCP), widths=(60, 50), tuning=SMALL, seed=8)
+    answer = trial.check()
+
+    assert same(answer, evolve(trial, pages_seed=9).run_it())
+    for row in range(trial.tokens):
+        assert same(answer, trial.rows(row).run_it(), slice(row, row + 1))
+
+
+def test_parts_are_enough_to_fill_a_device_and_no_more_than_there_are_tiles() -> None:
+    tuning = Tuning(heads=64, keys=64)
+    for tokens in (0, 1, 2, 7, 64, 1000):
+        for heads in (1, 64, 65, 128):
+            for width in (0, 1, 64, 640, 8320):
+                splits = attend.splits_of(tokens, heads, width, tuning, 132)
+                rows = tokens * -(-heads // 64)
+                assert 1 <= splits <= max(1, -(-width // 64))
+                assert splits == 1 or rows * splits <= 132
+
+
+def test_scratch_is_what_its_bound_says_at_most() -> None:
+    layer: LayerGeometry = Trial(layouts=(OCP, OCP)).layer
+    for rows in (1, 2, 66, 132):
+        for splits in {1, 2, rows}:
+            specs = attend.scratch(rows // splits, layer, splits, always=True)
+            assert simultaneous_bytes(list(specs)) <= attend.scratch_bound(layer, rows)
+    assert attend.scratch(5, layer, 1) == ()
+    assert attend.scratch_bound(layer, 0) == 0
+
+
+# planted bugs: every one is seen
+
+MASK = 'z = tl.where(here[None, :], z * (scale * LOG2E), -float("inf"))'
+PLANTS = {
+    "lengths ignored": ("attention", "tl.minimum(tl.maximum(count, 0), width)", "count * 0 + width"),
+    "absent lanes are keys of zeros": ("attention", MASK, "z = z * (scale * LOG2E)"),
+    "sink twice": ("attention", "tl.exp2(tl.load(sink", "2.0 * tl.exp2(tl.load(sink"),
+    "sink scaled": ("attention", "other=0.0) * LOG2E - largest", "other=0.0) * LOG2E * scale - largest"),
+    "sink forgotten by the reduction": (
+        "reduce",
+        "tl.load(sink + head) * LOG2E",
+        "0.0 * tl.load(sink + head) - 1e4",
+    ),
+    "last tile forgotten": ("attention", "first_tiles = tl.cdiv(len0, N)", "first_tiles = len0 // N"),
+    "sums not brought to the new maximum": ("attention", "acc_left * shrink[:, None]", "acc_left"),
+    "parts without keys added": ("reduce", '(its_lse > -float("inf"))[:, None]', "(split < splits)[:, None]"),
+    "parts not brought to the new maximum": ("reduce", "acc * shrink", "acc"),
+    "lse in base 2": ("attention", "(largest + tl.log2(total)) * LN2", "(largest + tl.log2(total))"),
+    "one dialect for both caches": ("attention", "else inside == FNUZ0", "else FNUZ0"),
+    "one scale for two groups": ("keys", "shift + 16", "shift"),
+    "scale of another group": ("keys", "column // GROUP", "column // (GROUP + 1)"),
+    "scales of a page of 64": ("keys", "behind = page + paging[0].to(tl.int64) * 576", "behind = page + 64 * 576"),
+    "rope from the codes": ("keys", "data + NOPE)", "data)"),
+}
+
+
+@pytest.fixture(scope="module")
+def witnesses() -> list[Trial]:
+    """Few trials, in which each of the kernel's ways is taken."""
+    plain = Trial(layouts=(OCP, FNUZ), widths=(20, 33), pages=(5, 64), tokens=3, tuning=SMALL, seed=8)
+    tiny = Trial(layouts=(TINY, TINY), widths=(40, 9), pages=(5, 2), tokens=3, tuning=SMALL, seed=3)
+    return [tiny, evolve(tiny, splits=4), plain]
+
+
+def test_without_a_bug_the_witnesses_are_right(witnesses: list[Trial]) -> None:
+    for trial in witnesses:
+        trial.check()
+        for segment in trial.segments:
+            assert sum(len(segment.named(row)) > 1 for row in range(trial.tokens)) > 1
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_bug_is_seen(
+    name: str, witnesses: list[Trial], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plant(monkeypatch, tmp_path, *PLANTS[name])
+
+    assert any(trial.error(trial.run_it()) > 1 for trial in witnesses)
+
+
+FAR_PLANTS = {
+    "pages": ("keys", "page.to(tl.int64) * page_stride", "(page * page_stride.to(tl.int32)).to(tl.int64)"),
+    "lists": ("attention", "rows + token * stride", "rows + token.to(tl.int32) * stride.to(tl.int32)"),
+    "queries": ("attention", "token * q_token", "token.to(tl.int32) * q_token.to(tl.int32)"),
+    "outputs": ("attention", "token * out_token", "token.to(tl.int32) * out_token.to(tl.int32)"),
+    "lse": ("attention", "token * lse_token", "token.to(tl.int32) * lse_token.to(tl.int32)"),
+}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a wrong address ends a device's context")
+@pytest.mark.parametrize("name", FAR_PLANTS)
+def test_an_address_of_32_bits_is_seen(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trial = Trial(layouts=(OCP,), pages=(2,), widths=(9,), tokens=2, tuning=SMALL, seed=22)
+    plant(monkeypatch, tmp_path, *FAR_PLANTS[name])
+
+    assert not same(trial.check(), far_away(trial))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 48, 53, 64, 255, 256, 1000, 65537, 2**30, 2**30 + 1, 2**31 - 1])
+def test_a_slot_is_divided_by_its_page_size_without_a_division(size: int) -> None:
+    factor, log = attend.divider(size)
+    slots = {0, 1, size - 1, size, size + 1, 2**31 - 1, 2**31 - 2, 2**31 // size * size - 1, 2**31 // size * size}
+    slots |= {min(k * size + d, 2**31 - 1) for k in (2, 3, 1000, 2**20) for d in (-1, 0, 1) if k * size < 2**31}
+
+    assert -(2**31) <= factor < 2**31
+    assert all((2 * s * (factor % 2**32)) >> (32 + log) == s // size for s in slots if s < 2**31)

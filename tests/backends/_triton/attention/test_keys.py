@@ -1,0 +1,160 @@
+"""Codes are decoded exactly: all finite ones under every scale byte, by plain integers and by the packed assembly.
+
+No GPU is needed for the assembly: its text is read here, and run on numpy's integers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from dsv4attn.backends._triton.attention import keys
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch
+from dsv4attn.testing import oracle
+from dsv4attn.testing.judge import F64
+from tests.backends._triton.attention.kernels_words import ROWS, words_kernel
+from tests.backends._triton.cache.caches import DEVICE
+from tests.backends._triton.compiling.ptx import instructions, of_bf16, run
+
+# every code, neighbours unlike each other
+CODES, BYTES = np.tile((37 * np.arange(256)).astype(np.uint8), (256, 1)), np.arange(256)
+WORDS = CODES.view("<u4").astype(np.uint32)
+"""[256, 64]: four codes each, the same in every row; a row for each scale byte."""
+NVIDIA = not INTERPRETED and torch.version.cuda is not None
+dialects = pytest.mark.parametrize("fnuz", [False, True], ids=["ocp", "fnuz"])
+
+
+def defined(*, fnuz: bool) -> tuple[F64, NDArray[np.bool_]]:
+    """Values [256, 256] of every code in the row of every byte, exact, and which of them mean anything."""
+    values = oracle.decode_e4m3(CODES, fnuz)
+    return values * np.ldexp(1.0, BYTES - 127)[:, None], np.isfinite(values) & (BYTES < oracle.E8M0_NAN)[:, None]
+
+
+def decoded(codes: NDArray[np.uint8], scales: NDArray[Any], *, fnuz: bool, known: bool, assembly: bool) -> F64:
+    """[n, 256] values of codes [n, 256] under scale bytes [n], by the kernel."""
+    n = len(codes)
+    out = torch.zeros(n, 128, dtype=torch.int32, device=DEVICE)
+    words = torch.from_numpy(np.ascontiguousarray(codes).view(np.int32)).to(DEVICE)
+    given = torch.from_numpy(scales.astype(np.int32)).to(DEVICE)
+    constants = {"W": 64, "FNUZ": fnuz if known else None, "ASM": assembly}
+    launch(words_kernel, (n // ROWS.value,), (words, given, out, int(fnuz)), constants)
+    return out.cpu().view(torch.bfloat16).double().numpy()
+
+
+constant = pytest.mark.parametrize("known", [True, False], ids=["constant", "runtime"])
+either = pytest.mark.parametrize(
+    "assembly", [False, pytest.param(True, marks=pytest.mark.skipif(not NVIDIA, reason="PTX needs an NVIDIA GPU"))]
+)
+
+
+@dialects
+@constant
+@either
+def test_every_code_that_bf16_can_hold_is_exact(assembly: bool, known: bool, fnuz: bool) -> None:
+    exact, meant = defined(fnuz=fnuz)
+    held = meant & (oracle.round_bf16(exact) == exact)
+    # others of its word are NaN with a NaN code
+    codes = np.where(np.isnan(oracle.decode_e4m3(CODES, fnuz)), 0, CODES).astype(np.uint8)
+
+    got = decoded(codes, BYTES, fnuz=fnuz, known=known, assembly=assembly)
+
+    assert held.sum() > 240 * 250
+    assert np.array_equal(got[held], exact[held])
+    assert np.array_equal(np.signbit(got[held]), np.signbit(exact[held]))
+    assert np.isnan(got[oracle.E8M0_NAN]).all()
+
+
+@dialects
+@constant
+@either
+def test_words_with_a_nan_code_are_nan_and_no_others(assembly: bool, known: bool, fnuz: bool) -> None:
+    """Every code beside each that is NaN or next to it, at each place of a word, beside codes that carry or borrow."""
+    edges = [0x00, 0x01, 0x7E, 0x7F, 0x80, 0x81, 0xFE, 0xFF]
+    pairs = np.array([pair for a in range(256) for b in edges for pair in ((a, b), (b, a))])
+    words = np.concatenate([np.full((len(pairs), 4), fill, np.uint8) for fill in (0x00, 0x7E, 0xFE, 0x81)])
+    for i, at in enumerate((0, 1, 2, 1)):
+        words[len(pairs) * i : len(pairs) * (i + 1), at : at + 2] = pairs
+    codes = words.reshape(-1, 256)
+    values = oracle.decode_e4m3(codes, fnuz)
+    wanted = np.isnan(values).reshape(-1, 4).any(-1)
+
+    got = decoded(codes, np.full(len(codes), 127), fnuz=fnuz, known=known, assembly=assembly)
+
+    assert wanted.any()
+    assert np.array_equal(np.isnan(got).reshape(-1, 4).all(-1), wanted)
+    finite = ~np.repeat(wanted, 4).reshape(codes.shape)
+    assert np.array_equal(got[finite], values[finite])
+
+
+# the assembly, without a GPU
+
+
+def assembly_of(source: str) -> list[str]:
+    """Instructions of the assembly in a source."""
+    (text,) = re.findall(r'DECODE = tl\.constexpr\("""(.*?)"""', source, re.DOTALL)
+    return instructions(text)
+
+
+def emulated(source: str, *, fnuz: bool) -> F64:
+    """[256, 256] values, by the assembly."""
+    byte = BYTES.astype(np.uint32)
+    half = np.where(byte == 0, 0x40, np.where(byte == 255, 0x7FC0, byte << 7)).astype(np.uint32)
+    scale = np.broadcast_to((half | half << 16)[:, None], WORDS.shape)
+    unit = np.full(WORDS.shape, 0x7B007B00 if fnuz else 0x7B807B80, np.uint32)
+    registers = run(assembly_of(source), {"$2": WORDS, "$3": scale, "$4": unit})
+    first, second = registers["$0"], registers["$1"]
+    values = np.stack([of_bf16(first), of_bf16(first >> 16), of_bf16(second), of_bf16(second >> 16)], axis=-1)
+    return values.reshape(256, 256)
+
+
+@dialects
+def test_the_packed_assembly_equals_the_definition(fnuz: bool) -> None:
+    """For every finite code, also where bf16 overflows or has to round a subnormal."""
+    exact, meant = defined(fnuz=fnuz)
+    want = oracle.round_bf16(exact)
+
+    got = emulated(inspect.getsource(keys), fnuz=fnuz)
+
+    assert np.array_equal(got[meant], want[meant])
+    zeros = meant & (CODES & 0x7F == 0)
+    assert np.array_equal(np.signbit(got[zeros]), np.broadcast_to(CODES >= 0x80, got.shape)[zeros])
+    assert np.isnan(got[oracle.E8M0_NAN]).all()
+
+
+def test_the_scale_in_the_assembly_is_what_the_kernel_makes_of_a_byte() -> None:
+    """The constants that `emulated` gives to the assembly stand in the source as they stand here."""
+    source = inspect.getsource(keys)
+
+    for text in ("tl.where(byte == 0, 0x40, tl.where(byte == 255, 0x7FC0, byte << 7))", "0x7B007B00, 0x7B807B80"):
+        assert text in source
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("0x5140", "0x4150"),
+        ("0x7362", "0x6372"),
+        ("shr.u32 high, $2, 4", "shr.u32 high, $2, 3"),
+        ("shl.b32 low, $2, 4", "shl.b32 low, $2, 5"),
+        ("0x07070707", "0x03030303"),
+        ("0xf0f0f0f0", "0xe0e0e0e0"),
+        ("0xea", "0xc0"),
+        ("fma.rn.bf16x2 $0, a, $3, zero", "fma.rn.bf16x2 $0, a, $4, zero"),
+        ("0x80008000;\nshr", "0;\nshr"),
+    ],
+)
+def test_a_wrong_instruction_is_seen(old: str, new: str) -> None:
+    source = inspect.getsource(keys)
+    assert old in source, f"{old!r} is gone: plant the bug anew"
+    exact, meant = defined(fnuz=False)
+
+    got = emulated(source.replace(old, new), fnuz=False)
+
+    right = (got == oracle.round_bf16(exact)) & (np.signbit(got) == np.signbit(exact))
+    assert not right[meant].all()

@@ -1,0 +1,213 @@
+"""Parts of rows are added up as the float64 sum of them is, however many are loaded together."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, observed
+from dsv4attn.backends._triton.tuning import Tuning
+from tests.backends._triton.attention.attending import TINY, Answer, Trial
+from tests.backends._triton.attention.planting import plant
+from tests.backends._triton.cache.caches import DEVICE
+from tests.core.forms import same_bits
+
+TOKENS, HEADS, FAR = 3, 3, 40
+EMPTY_LSE = 123.0
+LN2 = math.log(2.0)
+
+
+@frozen
+class Sums:
+    """Rows in parts, and how they are added up. dim, rope: columns, and how many of them the rotation turns."""
+
+    parts: int = 11
+    together: int = 4
+    dim: int = 512
+    rope: int = 64
+    dtype: torch.dtype = torch.float32
+    sink: bool = True
+    turned: bool = False
+    trailing: int = 0
+    """More parts, all without keys, behind those of each row."""
+    row: int | None = None
+    """Only this row."""
+
+    @property
+    def rows(self) -> slice:
+        """Rows of the tensors that `tensors` draws."""
+        return slice(None) if self.row is None else slice(self.row, self.row + 1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors part [T, parts, H, D], part_lse and part_max [T, parts, H], sink [H], positions [T], table.
+
+        The first token has no keys at all, the second in a few parts only. A part without keys was never written.
+        """
+        rng = np.random.default_rng(self.parts)
+        part = rng.standard_normal((TOKENS, self.parts, HEADS, self.dim))
+        lse = rng.standard_normal((TOKENS, self.parts, HEADS)) * 20
+        there = rng.random((TOKENS, self.parts, HEADS)) < 0.7
+        there[0] = False
+        there[1, 1:-1] = False
+        there[2, (0, -1)] = True
+        lse[~there], part[~there] = -np.inf, np.nan
+        turns = rng.uniform(0, 7, (FAR, self.rope // 2))
+        made = {
+            "part": part,
+            "part_lse": lse,
+            "part_max": lse - 1,
+            "sink": np.array([-np.inf, 0.7, 30.0]),
+            "positions": np.array([3, 0, FAR - 1]),
+            "table": np.concatenate([np.cos(turns), np.sin(turns)], 1),
+        }
+        found = {name: torch.from_numpy(value) for name, value in made.items()}
+        return {name: one if name == "positions" else one.float() for name, one in found.items()}
+
+    def run_it(self) -> Answer:
+        """What the kernel gives. Memory behind the parts is NaN."""
+        given = self.tensors()
+        for name in ("part", "part_lse", "part_max", "positions"):
+            given[name] = given[name][self.rows]
+        tokens = given["part"].shape[0]
+        for name in ("part", "part_lse", "part_max"):
+            fill = math.nan if name == "part" else -math.inf
+            more = torch.full((tokens, self.trailing, *given[name].shape[2:]), fill)
+            whole = torch.cat([given[name], more], 1)
+            behind = torch.full((self.together, *whole.shape[1:]), math.nan)
+            given[name] = torch.cat([whole, behind])[:tokens]
+        given = {name: one.to(DEVICE) for name, one in given.items()}
+        out = torch.full((tokens, HEADS, self.dim), math.nan, dtype=self.dtype, device=DEVICE)
+        lse, top = (torch.full((tokens, HEADS), math.nan, device=DEVICE) for _ in range(2))
+        angles = (given["positions"], given["table"]) if self.turned else (None, None)
+        parts = given["part"], given["part_lse"], given["part_max"]
+        sink = given["sink"] if self.sink else None
+        strides = (*out.stride()[:2], *lse.stride(), *top.stride())
+        numbers = (*strides, self.parts + self.trailing, self.rope, FAR, EMPTY_LSE)
+        constants = {
+            "H": HEADS,
+            "D": self.dim,
+            "DP": attend.padded(self.dim),
+            "ROPE": self.rope,
+            "UNIT": 1,
+            "N": self.together,
+            "EXACT_CASTS": not INTERPRETED,
+        }
+        args = (*parts, out, lse, top, sink, *angles, *numbers)
+        kernel = vars(attend)["reduce"]  # where bugs are planted
+        launch(kernel, (tokens * HEADS,), args, constants, num_warps=4)
+        return Answer(out.cpu(), lse.cpu(), top.cpu())
+
+    def expected(self) -> Answer:
+        """The same in float64, of the parts that have keys."""
+        given = {name: one.double().numpy() for name, one in self.tensors().items()}
+        out, lse = np.zeros((TOKENS, HEADS, self.dim)), np.full((TOKENS, HEADS), EMPTY_LSE)
+        top = np.full((TOKENS, HEADS), -np.inf)
+        for token, head in np.ndindex(TOKENS, HEADS):
+            its_lse = given["part_lse"][token, :, head]
+            keys = np.isfinite(its_lse)
+            if keys.any():
+                weight = np.exp2(its_lse[keys])
+                sink = np.exp(given["sink"][head]) if self.sink else 0.0
+                out[token, head] = weight @ given["part"][token, keys, head] / (weight.sum() + sink)
+                lse[token, head] = np.log(weight.sum())
+                top[token, head] = given["part_max"][token, keys, head].max() * LN2
+            if self.turned:
+                cos, sin = np.split(given["table"][int(given["positions"][token])], 2)
+                first = self.dim - self.rope
+                pairs = (out[token, head, first::2] + 1j * out[token, head, first + 1 :: 2]) * (cos - 1j * sin)
+                out[token, head, first::2], out[token, head, first + 1 :: 2] = pairs.real, pairs.imag
+        return Answer(*(torch.from_numpy(one)[self.rows] for one in (out, lse, top)))
+
+    def error(self) -> float:
+        """Largest error of what the kernel gives; infinite where it gives NaN, or infinities that are not due."""
+        largest = 0.0
+        for found, expected in zip(self.run_it(), self.expected(), strict=True):
+            assert found is not None
+            assert expected is not None
+            off = torch.where(found.double() == expected, 0.0, (found.double() - expected).abs() / (1 + expected.abs()))
+            largest = max(largest, off.nan_to_num(math.inf, math.inf).max().item())
+        return largest
+
+
+BUDGET = 1e-5
+CASES = {
+    "one": Sums(parts=1),
+    "fewer than go together": Sums(parts=3),
+    "as many as go together": Sums(parts=4),
+    "one more": Sums(parts=5),
+    "many": Sums(),
+    "many, alone": Sums(together=1),
+    "many, all together": Sums(together=16),
+    "many, without a sink": Sums(sink=False),
+    "many, turned": Sums(turned=True),
+    "few columns": Sums(dim=40, rope=8, turned=True),
+    "unaligned columns": Sums(dim=23, rope=0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_are_added_up_however_many_are_loaded_together(name: str) -> None:
+    assert CASES[name].error() <= BUDGET
+
+
+def same(left: Answer, right: Answer, rows: slice = slice(None)) -> bool:
+    """Whether two answers are equal byte for byte, in some rows of the first."""
+    return all(same_bits(a[rows], b) for a, b in zip(left, right, strict=True) if a is not None and b is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_without_keys_behind_a_row_and_rows_beside_it_change_no_bits(dtype: torch.dtype) -> None:
+    sums = Sums(dtype=dtype)
+    answer = sums.run_it()
+
+    for trailing in (1, 2, 7):
+        assert same(answer, evolve(sums, trailing=trailing).run_it())
+    for row in range(TOKENS):
+        assert same(answer, evolve(sums, row=row, trailing=row).run_it(), slice(row, row + 1))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 8])
+def test_a_tuning_says_how_many_are_loaded_together(parts: int) -> None:
+    tuning = Tuning(heads=16, keys=16, reduce_parts=parts)
+    trial = Trial(layouts=(TINY,), widths=(40,), tokens=1, splits=3, tuning=tuning)
+    shape = attend.Shape(4, 24, 8, (attend.Segment.of(TINY, aligned=True),), torch.bfloat16, 8, ragged=False)
+    with observed() as seen:
+        trial.check()
+    listed = attend.variants(shape, tuning, sinks=[True], lses=[True])
+
+    for variants in (seen, listed):
+        assert [dict(one.constants)["N"] for one in variants if one.name == "reduce"] == [parts]
+
+
+PLANTS = {
+    "parts without keys read": ('(its_lse > -float("inf"))[:, None]', "(split < splits)[:, None]"),
+    "last parts forgotten": ("range(0, splits, N)", "range(0, splits - splits % N, N)"),
+    "first parts alone": ("range(0, splits, N)", "range(0, min(splits, N), N)"),
+    "every other part twice": ("begin + tl.arange(0, N)", "begin + tl.arange(0, N) // 2 * 2"),
+    "sums not brought to the new maximum": ("acc * shrink", "acc"),
+    "weights not brought to the new maximum": ("total * shrink", "total"),
+    "largest logits of the last parts": ("tl.maximum(top, tl.max(", "tl.maximum(top * 0 + NOTHING, tl.max("),
+}
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_bug_is_seen(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plant(monkeypatch, tmp_path, "reduce", *PLANTS[name])
+
+    assert Sums().error() > 100 * BUDGET
+
+
+def test_bits_that_depend_on_the_number_of_parts_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Steps from the last part to the first: right, but other parts go together if there are more of them."""
+    lane, sums = "begin + tl.arange(0, N)", Sums()
+    plant(monkeypatch, tmp_path, "reduce", lane, f"tl.where({lane} < splits, splits - 1 - ({lane}), splits)")
+
+    assert sums.error() <= BUDGET
+    assert not same(sums.run_it(), evolve(sums, trailing=1).run_it())

@@ -1,0 +1,185 @@
+"""The gather kernels give the bits of the stored keys, and touch no row and read no byte that is not theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.backends._triton.cache import gather
+from dsv4attn.backends._triton.cache.records import record_strides
+from dsv4attn.backends._triton.launching.runtime import observed
+from dsv4attn.backends.reference import kernels as reference
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.testing import oracle
+from tests.backends._triton.cache.caches import CPU, DEVICE, FNUZ, LAYOUTS, OCP, draw, each_layout, poisoned, seeded
+
+DEAD = [-1, -(2**31), 2**31 - 1, 2**20]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor: 0 and -0 differ, NaN equals itself."""
+    return tensor.contiguous().cpu().view(torch.uint8)
+
+
+class Pages:
+    """A cache that holds some records, with poison everywhere else, and the values that a reader should find."""
+
+    def __init__(self, layout: KVCacheLayout, seed: int) -> None:
+        """Write random records to half of the slots."""
+        self.generator = g = seeded(seed)
+        self.layout, self.blocks, self.size = layout, draw(g, 3, 7), draw(g, 1, 5)
+        step = max(layout.dtype.itemsize, 2)
+        gap, start = (step * draw(g, 0, 9), step * draw(g, 0, 9)) if seed % 2 else (0, 0)
+        whole = poisoned(layout, self.blocks, self.size, gap=gap, start=start, device=CPU)
+        self.live = torch.randperm(whole.capacity, generator=g)[: max(whole.capacity // 2, 1)]
+        rows = torch.randn(len(self.live), layout.head_dim, generator=g) * torch.exp2(
+            torch.randint(-30, 30, (len(self.live), layout.head_dim), generator=g).float()
+        )
+        reference.insert(rows, whole, self.live)
+        self.values = {slot: self.read(whole, slot) for slot in self.live.tolist()}
+        self.cache = poisoned(layout, self.blocks, self.size, gap=gap, start=start)
+        self.cache.tensor.untyped_storage().copy_(whole.tensor.untyped_storage())
+
+    def read(self, cache: PagedKVCache, slot: int) -> Tensor:
+        """Return the key in a slot, by the oracle."""
+        layout, where = self.layout, (slot // self.size, slot % self.size)
+        if not layout.is_quantised:
+            return cache.region("row")[where].clone()
+        parts = [cache.region(name)[where].contiguous().view(torch.uint8) for name in ("nope", "rope", "scale")]
+        row = oracle.dequantize_record(
+            torch.cat(parts).numpy(),
+            nope_dim=layout.nope_dim,
+            rope_dim=layout.rope_dim,
+            group_size=layout.group_size,
+            fnuz=layout.fp8_format is FNUZ,
+            scale_bytes=layout.scale_bytes,
+        )
+        return torch.from_numpy(row).to(layout.row_dtype)
+
+    def blank(self, *shape: int) -> tuple[Tensor, Tensor]:
+        """Return so many rows that hold 7, and what they are a part of: the rest is NaN."""
+        wide = [n + draw(self.generator, 0, 3) for n in (*shape, self.layout.head_dim)]
+        whole = torch.full(wide, torch.nan, dtype=self.layout.row_dtype, device=DEVICE)
+        part = whole[tuple(slice(n) for n in (*shape, self.layout.head_dim))]
+        part.fill_(7)
+        return part, whole
+
+    def check_slots(self) -> None:
+        """Gather a matrix of slots, a part of a wider one: written ones, and ones that do not exist."""
+        g, capacity = self.generator, self.blocks * self.size
+        pool = torch.cat([self.live, torch.tensor([-1, -2, -(2**31), capacity, 2**31 - 1])])
+        rows, columns = draw(g, 1, 4), draw(g, 1, 5)
+        slots = pool[torch.randint(len(pool), (rows, columns + 2), generator=g)].int().to(DEVICE)[:, :columns]
+        for some in (slots, slots[:, 0]):
+            out, whole = self.blank(some.numel())
+            gather.dequant_gather_slots(out, self.cache, some)
+            zeros = torch.zeros(self.layout.head_dim, dtype=out.dtype)
+            wanted = [self.values.get(slot, zeros) for slot in some.flatten().tolist()]
+            assert torch.equal(bits(out), bits(torch.stack(wanted)))
+            out.fill_(torch.nan)
+            assert whole.isnan().all()
+
+    def check_requests(self) -> None:
+        """Gather ragged requests whose pages hold written and dead blocks."""
+        g, size = self.generator, self.size
+        full = [b for b in range(self.blocks) if all(b * size + i in self.values for i in range(size))]
+        requests, longest, offset = draw(g, 1, 3), draw(g, 0, 3 * size), draw(g, 0, 3)
+        seq_lens = torch.randint(0, longest + 1, (requests,), generator=g).int()
+        lens = (torch.rand(requests, generator=g) * (seq_lens + 1)).int()
+        pool = torch.tensor(full + DEAD)
+        table = pool[torch.randint(len(pool), (requests, -(-longest // size) + 3), generator=g)].int().to(DEVICE)
+        table = table[:, : -(-longest // size) + 1]
+        for given in (None, lens):
+            takes = seq_lens if given is None else given
+            out, whole = self.blank(requests, offset + longest + draw(g, 0, 2))
+            wanted = out.cpu().clone()
+            for i, (length, count) in enumerate(zip(seq_lens.tolist(), takes.tolist(), strict=True)):
+                for j in range(count):
+                    block, row = divmod(length - count + j, size)
+                    slot = int(table[i, block]) * size + row
+                    if slot in self.values:
+                        wanted[i, offset + j] = self.values[slot]
+            gather.dequantize_and_gather_k_cache(
+                out, self.cache, seq_lens.to(DEVICE), None if given is None else given.to(DEVICE), table, offset
+            )
+            assert torch.equal(bits(out), bits(wanted))
+            out.fill_(torch.nan)
+            assert whole.isnan().all()
+
+    def check(self) -> None:
+        """Fail unless both steps are right."""
+        self.check_slots()
+        self.check_requests()
+
+
+def check_all(layout: KVCacheLayout) -> None:
+    """Check some calls; every other one has its pages out of step."""
+    for seed in range(6):
+        Pages(layout, seed).check()
+
+
+@each_layout
+def test_gathered_rows_are_the_stored_keys_bit_for_bit(layout: KVCacheLayout) -> None:
+    check_all(layout)
+
+
+@pytest.mark.parametrize("dialect", [OCP, FNUZ], ids=lambda dialect: dialect.value)
+def test_every_code_under_every_scale_byte_reads_as_the_format_says(dialect: object) -> None:
+    layout = KVCacheLayout.fp8_ds_mla(256, 2, group_size=256, fp8_format=OCP if dialect is OCP else FNUZ)
+    cache = poisoned(layout, 16, 16, device=CPU)
+    cache.region("nope")[:] = torch.arange(256, dtype=torch.uint8)
+    cache.region("scale")[..., 0] = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    cache.region("rope").zero_()
+    out = torch.full((256, 258), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    there = poisoned(layout, 16, 16)
+    there.tensor.untyped_storage().copy_(cache.tensor.untyped_storage())
+    gather.dequant_gather_slots(out, there, torch.arange(256, dtype=torch.int32, device=DEVICE))
+    found = out.cpu()[:, :256].double()
+
+    codes = oracle.decode_e4m3(np.arange(256, dtype=np.uint8), dialect is FNUZ)
+    scales = np.array([*(2.0 ** (byte - 127) for byte in range(255)), np.nan])
+    wanted = torch.from_numpy(oracle.round_bf16(codes * scales[:, None]))
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(1.5, 1e300, -1e300), wanted.nan_to_num(1.5, 1e300, -1e300))
+
+
+def test_nothing_happens_without_requests_rows_or_slots() -> None:
+    pages = Pages(LAYOUTS[3], 0)
+    none = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    one = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    for out, lens in ((pages.blank(1, 4)[0], one), (pages.blank(2, 4)[0][:0], none)):
+        before = out.clone()
+        gather.dequantize_and_gather_k_cache(out, pages.cache, lens, None, lens[:, None], out.shape[1])
+        gather.dequantize_and_gather_k_cache(out, pages.cache, lens, lens * 0, lens[:, None], 0)
+        assert torch.equal(out, before)
+    gather.dequant_gather_slots(pages.blank(1)[0][:0], pages.cache, none)
+    gather.dequant_gather_slots(pages.blank(1)[0][:0], pages.cache, none.view(3, 0))
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[9], LAYOUTS[11]], ids=lambda x: x.fingerprint)
+def test_warm_up_foresees_every_form_that_is_launched(layout: KVCacheLayout) -> None:
+    known = set(gather.variants(layout, aligned=False, aligned_rows=False))
+    with observed() as seen:
+        check_all(layout)
+
+    assert set(seen) <= known
+    assert set(gather.variants(layout)) < known
+    assert len(known) == 12
+
+
+PLANTS: dict[str, Callable[[PagedKVCache], tuple[int, ...]]] = {
+    "pages without gaps": lambda c: (c.block_size * c.layout.record_bytes, *record_strides(c)[1:]),
+    "scales behind each record": lambda c: (*record_strides(c)[:2], c.layout.data_bytes, c.layout.record_bytes),
+    "records one by one": lambda c: (record_strides(c)[0], c.layout.record_bytes, *record_strides(c)[2:]),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_bug_is_found(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "record_strides", PLANTS[plant])
+    with pytest.raises(AssertionError):
+        check_all(LAYOUTS[3])

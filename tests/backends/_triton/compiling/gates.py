@@ -1,0 +1,47 @@
+"""Real gates on real rooms: what of a backend's kernels breaks a limit of a device that is not here.
+
+About a second for each kernel and target; name few targets in a test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["broken_limits"]
+
+ROOT = Path(__file__).resolve().parents[4]
+MULTIPLYING = ("attention", "project_kernel")
+"""Kernels whose products belong on the matrix unit, unless caches or matrices are fp32."""
+
+
+def broken_limits(backend: str, targets: Sequence[str], *options: str, cache: Path | None = None) -> list[str]:
+    """One line for each limit that a variant breaks on one of the targets; empty is good.
+
+    options: more of `dsv4attn compile`. cache: folder for compiled kernels instead of Triton's own.
+    """
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
+    if cache is not None:
+        environ["TRITON_CACHE_DIR"] = str(cache)
+    named = [word for target in targets for word in ("--target", target)]
+    command = [sys.executable, "-m", "dsv4attn", "compile", "--backend", backend, *named, *options, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    jobs = json.loads(done.stdout)["jobs"]
+    assert [job["target"] for job in jobs] == list(targets)
+    assert all(job["kernels"] for job in jobs), "nothing was compiled"
+    found = []
+    for job in jobs:
+        for kernel in job["kernels"]:
+            said = [f"{reason['code']} {reason['text']}" for reason in kernel["reasons"]]
+            exact = "float32" in options or "*fp32" in kernel["variant"]
+            if kernel["kernel"] in MULTIPLYING and not exact and not kernel.get("matrix"):
+                said.append("no matrix instructions")
+            found += [f"{job['target']} {kernel['kernel']} [{kernel['variant']}] {line}" for line in said]
+    return found

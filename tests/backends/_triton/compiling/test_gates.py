@@ -1,0 +1,59 @@
+"""Every target of the table, compiled for without a card: nothing spills, every block fits, products use matrices.
+
+The normal run compiles, for each target, the form of the attention kernel that needs most, and the steps whose numbers
+are the target's own (`fullest.CASES`). Every kernel, preset, dialect and backend takes minutes a target: `-m slow`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from dsv4attn.backends._triton.compiling.targets import TARGETS
+from dsv4attn.core.device import DeviceFacts
+from tests.backends._triton.compiling.fullest import CASES
+from tests.backends._triton.compiling.gates import ROOT, broken_limits
+from tests.backends.built_in import triton_backends
+
+PAIRS = [(backend, target) for target in TARGETS for backend in triton_backends(DeviceFacts.named(target))]
+"""Each target of the table with each Triton backend that runs on it."""
+
+
+@pytest.fixture(scope="module")
+def fullest() -> dict[str, list[dict[str, Any]]]:
+    """Outcomes by target, from one process that interprets nothing."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "tests.backends._triton.compiling.fullest"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=ROOT)
+
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_fullest_kernels_keep_every_limit(target: str, fullest: dict[str, list[dict[str, Any]]]) -> None:
+    found = fullest[target]
+
+    assert {one["kernel"] for one in found} == {"attention", *CASES[target].others}
+    assert {one["kernel"]: one["reasons"] for one in found if one["verdict"] != "ok"} == {}
+
+
+def test_no_target_is_left_out() -> None:
+    assert set(CASES) == set(TARGETS)
+    assert {case.model for case in CASES.values()} == {"flash", "pro"}
+    assert {case.dtype for case in CASES.values()} == {"e4m3fn", "e4m3fnuz"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "target"), PAIRS)
+@pytest.mark.parametrize("model", ["flash", "pro"])
+@pytest.mark.parametrize("dtype", ["e4m3fn", "e4m3fnuz"])
+def test_every_kernel_of_every_backend_keeps_every_limit(backend: str, target: str, model: str, dtype: str) -> None:
+    assert broken_limits(backend, [target], "--model", model, "--dtype", dtype) == []

@@ -1,0 +1,267 @@
+"""What launches give to a driver, as JSON. Run as a program: a process that interprets kernels launches none."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.backends.amd.driver import HIPLauncher
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from dsv4attn.backends import _triton, sm120, xpu
+from dsv4attn.backends._triton.compiling.targets import TARGETS
+from dsv4attn.backends._triton.compiling.variant import options as options_of
+from dsv4attn.backends._triton.launching import compiled, runtime
+from dsv4attn.backends._triton.launching.runtime import Constants, Launch, launch, observed
+from tests.backends._triton.launching.fakes import FakeDriver, cpu_args, rows_of
+from tests.backends._triton.launching.kernels_gluon import single
+from tests.backends._triton.launching.kernels_small import careless, rows, valued
+
+CONSTANTS = dict(rows_of().constants)
+METADATA = slice(6, 9)
+"""Of what a launcher is given: what hooks are told, and the hooks, which are none."""
+
+
+class Subclass(Tensor):
+    """A tensor, to all appearances."""
+
+
+class Counting:
+    """How often Triton's own road was taken."""
+
+    def __init__(self) -> None:
+        self.count, self.run = 0, JITFunction.run
+
+    def install(self) -> None:
+        def run(kernel: Any, *args: Any, **options: Any) -> Any:
+            self.count += not options["warmup"]
+            return self.run(kernel, *args, **options)
+
+        JITFunction.run = run
+
+
+ROAD = Counting()
+
+
+def on(name: str = "sm_90") -> FakeDriver:
+    """A driver of a device, and none of what was launched before."""
+    fake = FakeDriver(TARGETS[name].gpu)
+    driver.set_active(fake)
+    for kernel in (rows, single, careless, valued):
+        kernel.device_caches.clear()
+    return fake
+
+
+def roads(
+    fake: FakeDriver, kernel: Any, args: Sequence[Any], constants: Mapping[str, Any], **options: Any
+) -> list[str]:
+    """Launch by us twice, then by Triton alone: the roads of both, and "same" where all three passed the same."""
+    fake.launched.clear()
+    took = []
+    for _ in range(2):
+        before = ROAD.count
+        launch(kernel, (3, 2), args, constants, **options)
+        took.append("triton" if ROAD.count > before else "ready")
+    extra = {name: value for name, value in options.items() if name not in ("num_warps", "fp_fusion")}
+    told = options_of(options.get("num_warps", 4), 1, fp_fusion=options.get("fp_fusion", True), **extra)
+    kernel[(3, 2)](*args, **constants, **told)
+    first, second, alone = (list(passed) for passed in fake.launched)
+    for passed in (first, second, alone):
+        del passed[METADATA]
+    same = len(first) == len(second) == len(alone) and all(
+        a is c and b is c if isinstance(c, Tensor) or not isinstance(c, (int, float)) else a == b == c
+        for a, b, c in zip(first, second, alone, strict=True)
+    )
+    return [*took, "same" if same else "different"]
+
+
+def forms() -> dict[str, Any]:
+    """Roads of forms launched one after another, and how many were compiled by then."""
+    fake, plain, odd = on(), cpu_args(), cpu_args(unaligned=True)
+    wide, scale = [plain[0].float(), *plain[1:]], [*plain[:2], torch.ones(64), *plain[3:]]
+    parameter = [torch.nn.Parameter(plain[0]), *plain[1:]]
+    other = [torch.ones_like(plain[0]), plain[1] + 1, None, plain[3].clone(), 7, 2**33, 2.5]
+    careless_of = [plain[0], torch.zeros(3, dtype=torch.int32)[1:], *plain[2:]]
+    asked: dict[str, tuple[Any, ...]] = {
+        "plain": (plain, CONSTANTS),
+        "unaligned": (odd, CONSTANTS),
+        "dtype": (wide, CONSTANTS),
+        "given": (scale, CONSTANTS),
+        "constant": (plain, {**CONSTANTS, "BLOCK": 128}),
+        "type": (plain, {**CONSTANTS, "DT": tl.float32}),
+        "warps": (plain, CONSTANTS, 8),
+        "numbers": (other, CONSTANTS),
+        "again": (plain, CONSTANTS),
+        "parameter": (parameter, CONSTANTS),
+        "careless": (careless_of, CONSTANTS),
+    }
+    told: dict[str, Any] = {}
+    with taking_cpu_tensors():
+        for name, (args, constants, *warps) in asked.items():
+            options = {"num_warps": warps[0]} if warps else {}
+            told[name] = [*roads(fake, rows, args, constants, **options), len(fake.loaded)]
+        told["unfused"] = [*roads(fake, rows, plain, CONSTANTS, fp_fusion=False), len(fake.loaded)]
+        told["registers"] = [*roads(fake, rows, plain, CONSTANTS, maxnreg=64), len(fake.loaded)]
+        told["identity"] = [*roads(fake, rows, plain, Constants(CONSTANTS)), len(fake.loaded)]
+    return told
+
+
+def other_roads() -> dict[str, Any]:
+    """Roads where Triton has to be asked each time, and where it has not."""
+    fake, args = on(), cpu_args()
+    told: dict[str, Any] = {}
+    entered: list[Any] = []
+    chain = triton.knobs.runtime.launch_enter_hook
+    with taking_cpu_tensors():
+        told["before"] = roads(fake, rows, args, CONSTANTS)
+        chain.add(entered.append)
+        told["hook"] = [*roads(fake, rows, args, CONSTANTS), fake.launched[-1][7] is chain]
+        chain.remove(entered.append)
+        rows.add_pre_run_hook(lambda *_, **__: None)
+        told["pre_run"] = roads(fake, rows, args, CONSTANTS)
+        rows.pre_run_hooks.clear()
+        told["after"] = roads(fake, rows, args, CONSTANTS)
+        told["subclass"] = roads(fake, rows, [args[0].as_subclass(Subclass), *args[1:]], CONSTANTS)
+        told["gluon"] = roads(fake, single, [args[1], 3], {"B": 1}, maxnreg=32)
+        told["values"] = roads(fake, careless, [args[1], 3, 4], {})
+        told["multiples"] = roads(fake, valued, [args[1], 32], {})
+        with observed() as seen:
+            told["observed"] = [*roads(fake, rows, args, CONSTANTS), len(seen)]
+        again = on("gfx942")
+        runtime.FAR_FORMS = True
+        told["driver"] = roads(again, rows, args, CONSTANTS)
+        near = again.launched[-1][4]
+        limit, runtime._FAR = runtime._FAR, 1
+        launch(rows, (3, 2), args, CONSTANTS)
+        launch(rows, (3, 2), args, CONSTANTS)
+        runtime._FAR = limit
+        functions = [passed[4] for passed in again.launched[-2:]]
+        told["far"] = [functions[0] is functions[1], functions[0] is near, again.launched[-1][9] is args[0]]
+        runtime.FAR_FORMS = False
+    return told
+
+
+def again() -> dict[str, Any]:
+    """Roads of one `Launch`, and whether it passed what Triton passes; "bound" is the shortest road."""
+    fake, args = on(), cpu_args()
+    pointers, numbers = tuple(args[:4]), tuple(args[4:])
+    place, looked = Launch(rows, Constants(CONSTANTS), numbers), list[Any]()
+    told: dict[str, Any] = {}
+
+    def looking(*args: Any, **options: Any) -> Any:
+        looked.append(args)
+        return launch(*args, **options)
+
+    vars(runtime)["launch"] = looking
+
+    def road(*, where: FakeDriver = fake, given: Sequence[Any] = pointers) -> list[str]:
+        where.launched.clear()
+        looked.clear()
+        before = ROAD.count
+        place(3, given)
+        took = "triton" if ROAD.count > before else "ready" if looked else "bound"
+        rows[(3,)](*given, *numbers, **CONSTANTS, **options_of(4, 1))
+        ours, theirs = (list(passed) for passed in where.launched)
+        del ours[METADATA], theirs[METADATA]
+        same = all(a is b or (isinstance(b, (int, float)) and a == b) for a, b in zip(ours, theirs, strict=True))
+        return [took, "same" if same else "different"]
+
+    with taking_cpu_tensors():
+        told["first"], told["next"] = road(), road()
+        told["other memory"] = road(given=(args[0].clone(), args[1] + 1, None, args[3].clone()))
+        triton.knobs.runtime.launch_enter_hook.add(a_hook)
+        told["hook"] = road()
+        triton.knobs.runtime.launch_enter_hook.remove(a_hook)
+        rows.add_pre_run_hook(a_hook)
+        told["pre_run"] = road()
+        rows.pre_run_hooks.clear()
+        with observed() as seen:
+            told["observed"] = [*road(), len(seen)]
+        told["after"] = road()
+        runtime.FAR_FORMS, near = True, place
+        place = Launch(rows, Constants(CONSTANTS), numbers)
+        told["far"] = [road()[0], road()[0]]
+        runtime.FAR_FORMS, place = False, near
+        vars(runtime)["_devices"], fake.get_current_device = lambda: 2, lambda: 1  # type: ignore[method-assign]
+        told["elsewhere"] = road()[0] == "bound"
+        vars(runtime)["_devices"], fake.get_current_device = lambda: 1, lambda: 0  # type: ignore[method-assign]
+        other = on()
+        told["driver"] = [road(where=other), road(where=other)]
+    vars(runtime)["launch"] = launch
+    return told
+
+
+def a_hook(*_: object, **__: object) -> None:
+    """A hook."""
+
+
+def slow() -> list[str]:
+    """Kernels of rooms that are launched by Triton's road every time."""
+    found = []
+    for package in (_triton, sm120, xpu):
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if info.name.rpartition(".")[2] in ("vllm_api", "flashinfer_api", "flashinfer"):
+                continue
+            module = importlib.import_module(info.name)
+            kernels = [one for one in vars(module).values() if isinstance(one, JITFunction) and one.do_not_specialize]
+            found += [kernel.fn.__name__ for kernel in kernels if compiled._entry(kernel) is None]
+    return found
+
+
+class Spread:
+    """A launcher as those of Triton 3.6 are: it hands arguments over one by one."""
+
+    def __call__(self, x: Any, y: Any, z: Any, stream: Any, function: Any, *args: Any) -> None:
+        self.launch(x, y, z, stream, function, self.launch_pdl, None, *args)  # type: ignore[attr-defined]
+
+
+def launchers() -> dict[str, Any]:
+    """By launcher of Triton's and what a kernel needs: whether we go past it, and hand the driver the same then."""
+    on()
+    told: dict[str, Any] = {}
+    for launcher in (CudaLauncher, HIPLauncher, Spread):
+        for changed in ({}, {"global_scratch_size": 64}, {"profile_scratch_size": 64}):
+            one, passed = launcher.__new__(launcher), list[tuple[Any, ...]]()
+            sizes = dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
+            sizes |= dict.fromkeys(("global_scratch_align", "profile_scratch_align", "num_ctas", "warp_size"), 1)
+            marks = {name: object() for name in ("arg_annotations", "kernel_signature", "launch_pdl")}
+            vars(one).update({**sizes, **marks, "launch_cooperative_grid": object(), "gsan_enabled": False, **changed})
+            one.launch = lambda *args, passed=passed: passed.append(args)
+            built: Any = SimpleNamespace(run=one, function=object(), packed_metadata=object())
+            args = [object() for _ in range(5)]
+            call, head, middle, together = compiled._driver_call(built, len(args) + 2)
+            ours = compiled.Compiled(call, head, middle, together, (8, 9), None, built)
+            name = " ".join([launcher.__name__, *changed])
+            if call is not one:
+                ours.launch((2, 3, 4), 0, args)
+                one(2, 3, 4, 0, built.function, built.packed_metadata, None, None, None, *args, 8, 9)
+            told[name] = [call is not one, passed[:1] == passed[1:]]
+    return told
+
+
+@contextmanager
+def taking_cpu_tensors() -> Iterator[None]:
+    """Let tensors of the CPU stand for others."""
+    required = runtime.require_driven
+    vars(runtime)["require_driven"] = lambda _: None
+    yield
+    vars(runtime)["require_driven"] = required
+
+
+FACTS: dict[str, Callable[[], Any]] = {f.__name__: f for f in (forms, other_roads, again, slow, launchers)}
+
+if __name__ == "__main__":
+    ROAD.install()
+    print(json.dumps({name: FACTS[name]() for name in sys.argv[1:] or FACTS}))

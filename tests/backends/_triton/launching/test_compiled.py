@@ -1,0 +1,174 @@
+"""Launching again what was launched before: exactly what Triton would pass, and Triton's own road where in doubt.
+
+What is launched is told by a process of its own, since kernels are interpreted here, and by a driver without a device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4attn.backends._triton.launching import compiled
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants
+from tests.backends._triton.launching.fakes import cpu_args, rows_of
+from tests.backends._triton.launching.kernels_small import rows
+
+ROOT = Path(__file__).resolve().parents[4]
+CONSTANTS = dict(rows_of().constants)
+NEW, KNOWN, ALWAYS = ["triton", "ready", "same"], ["ready", "ready", "same"], ["triton", "triton", "same"]
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
+    environ["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    command = [sys.executable, "-W", "error", str(Path(__file__).with_name("launches.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("form", "compiled"),
+    [
+        ("plain", 1),
+        ("unaligned", 2),
+        ("dtype", 3),
+        ("given", 4),
+        ("constant", 5),
+        ("type", 6),
+        ("warps", 7),
+        ("unfused", 8),
+        ("registers", 9),
+    ],
+)
+def test_a_new_form_is_triton_s_and_its_next_launch_passes_the_same(
+    facts: dict[str, Any], form: str, compiled: int
+) -> None:
+    assert facts["forms"][form] == [*NEW, compiled]
+
+
+@pytest.mark.parametrize("form", ["numbers", "again", "parameter", "careless"])
+def test_what_compiles_nothing_makes_no_form(facts: dict[str, Any], form: str) -> None:
+    # other tensors and numbers, beyond 32 bits too; alignment of a pointer whose alignment the kernel ignores
+    assert facts["forms"][form] == [*KNOWN, 7]
+
+
+def test_constants_known_by_identity_compile_nothing_anew(facts: dict[str, Any]) -> None:
+    assert facts["forms"]["identity"] == [*NEW, 9]
+
+
+def test_a_profiler_sees_every_launch(facts: dict[str, Any]) -> None:
+    told = facts["other_roads"]
+
+    assert told["before"] == NEW
+    assert told["hook"] == [*ALWAYS, True]
+    assert told["pre_run"] == ALWAYS
+    assert told["after"] == KNOWN
+
+
+def test_kernels_that_compile_for_values_and_tensors_of_other_kinds_are_always_triton_s(facts: dict[str, Any]) -> None:
+    assert facts["other_roads"]["values"] == ALWAYS
+    assert facts["other_roads"]["multiples"] == ALWAYS
+    assert facts["other_roads"]["subclass"] == ALWAYS
+
+
+def test_gluon_s_kernels_are_launched_likewise(facts: dict[str, Any]) -> None:
+    assert facts["other_roads"]["gluon"] == NEW
+
+
+def test_observers_see_launches_of_either_road(facts: dict[str, Any]) -> None:
+    assert facts["other_roads"]["observed"] == [*KNOWN, 2]
+
+
+def test_another_driver_gets_nothing_that_was_compiled_for_the_first(facts: dict[str, Any]) -> None:
+    assert facts["other_roads"]["driver"] == NEW
+
+
+def test_far_memory_is_a_form_of_its_own_and_is_passed_as_it_is(facts: dict[str, Any]) -> None:
+    assert facts["other_roads"]["far"] == [True, False, True]
+
+
+def test_who_launches_one_form_again_and_again_passes_what_triton_passes(facts: dict[str, Any]) -> None:
+    told = facts["again"]
+
+    assert told["first"] == ["triton", "same"]
+    assert told["next"] == told["other memory"] == told["after"] == ["bound", "same"]
+
+
+def test_the_shortest_road_is_left_for_whoever_watches_or_wants_to_look_at_tensors(facts: dict[str, Any]) -> None:
+    told = facts["again"]
+
+    assert told["hook"] == told["pre_run"] == ["triton", "same"]
+    assert told["observed"] == ["ready", "same", 1]
+    assert "bound" not in told["far"]
+
+
+def test_the_shortest_road_ends_where_the_device_or_the_driver_is_another(facts: dict[str, Any]) -> None:
+    assert facts["again"]["elsewhere"] is False
+    assert facts["again"]["driver"] == [["triton", "same"], ["bound", "same"]]
+
+
+def test_the_driver_is_handed_what_triton_s_own_launchers_hand_it(facts: dict[str, Any]) -> None:
+    told = facts["launchers"]
+
+    assert told["CudaLauncher"] == told["HIPLauncher"] == told["Spread"] == [True, True]
+    assert all(same for past, same in told.values() if past)
+
+
+def test_a_kernel_that_needs_memory_for_each_program_is_left_to_its_launcher(facts: dict[str, Any]) -> None:
+    told = facts["launchers"]
+
+    assert told["CudaLauncher global_scratch_size"] == [False, True]
+    assert told["CudaLauncher profile_scratch_size"] == [False, True]
+    assert told["HIPLauncher profile_scratch_size"] == [False, True]
+
+
+def test_every_kernel_of_a_room_can_be_launched_again(facts: dict[str, Any]) -> None:
+    assert facts["slow"] == []
+
+
+def test_equal_numbers_of_different_types_are_different_forms() -> None:
+    assert compiled._typed({"A": 1}) != compiled._typed({"A": True}) != compiled._typed({"A": 1.0})
+    assert compiled._typed({"A": 1}) == compiled._typed({"A": 1})
+
+
+def test_constants_are_equal_to_themselves_alone() -> None:
+    one, other = Constants(CONSTANTS), Constants(CONSTANTS)
+
+    assert one != other
+    assert one in {one: 0, other: 1}
+    assert len({one, other}) == 2
+    assert dict(one) == dict(other)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels are not interpreted here")
+def test_an_interpreted_kernel_has_no_form() -> None:
+    assert compiled.form_of(rows, cpu_args(), CONSTANTS, 0) is None
+
+
+@pytest.mark.device
+@pytest.mark.skipif(INTERPRETED, reason="needs an accelerator")
+def test_both_roads_write_the_same_on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsv4attn.backends._triton.launching.runtime import launch
+
+    device = torch.accelerator.current_accelerator()
+    x = torch.arange(512, dtype=torch.float32, device=device).bfloat16()
+    idx, outs = torch.tensor([3, 1], dtype=torch.int32, device=device), [torch.zeros_like(x) for _ in range(3)]
+    for i, out in enumerate(outs):
+        if i == 2:
+            monkeypatch.setattr(compiled, "find", lambda _: None)
+        launch(rows, (2,), [x, idx, None, out, 64, 64, 1.0], CONSTANTS)
+
+    assert outs[0].any()
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])

@@ -1,0 +1,71 @@
+"""The road of a prepared call: the Python frames of ours between a bound layer and the driver, and their files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from types import FrameType
+
+import pytest
+
+import dsv4attn
+from dsv4attn.backends._triton.backend import TritonBackend
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends.sm90.launch import Sm90Backend
+from dsv4attn.backends.triton.launch import GenericBackend
+from dsv4attn.core.context import set_forward_context
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.limits import Limits
+from tests.backends._triton.cache.caches import DEVICE
+from tests.backends._triton.engine import Engine
+
+PACKAGE = Path(dsv4attn.__file__).parent
+MOST_FRAMES, MOST_FILES = 20, 8
+LIMITS = Limits(max_num_reqs=2, max_num_batched_tokens=2, max_model_len=1024)
+
+
+@contextmanager
+def road() -> Iterator[list[tuple[str, str]]]:
+    """Collect (file, function) of each frame of ours that begins meanwhile, but for those that a kernel calls."""
+    frames: list[tuple[str, str]] = []
+    inside: list[FrameType] = []  # the interpreted kernel that is running
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "return" and inside and inside[0] is frame:
+            inside.clear()
+        if event != "call" or inside or PACKAGE not in path.parents:
+            return
+        if path.stem.startswith("kernels"):
+            inside.append(frame)
+        else:
+            frames.append((str(path.relative_to(PACKAGE)), frame.f_code.co_name))
+
+    sys.setprofile(look)
+    try:
+        yield frames
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counted where kernels are interpreted")
+@pytest.mark.parametrize("kind", [LayerKind.C4A])
+@pytest.mark.parametrize("backend", [GenericBackend(), Sm90Backend()], ids=lambda backend: backend.name)
+def test_a_prepared_decode_runs_few_frames_in_few_files(backend: TritonBackend, kind: LayerKind) -> None:
+    engine = Engine(backend, ModelGeometry.preset("flash"), LIMITS, kind, DEVICE)
+    batch = engine.load([(300, 1), (9, 1)], Random(1))
+    metadata = engine.metadata(batch)
+    tokens = engine.q[:2], engine.kv[:2], engine.positions[:2], engine.out[:2]
+    with set_forward_context(metadata):
+        engine.layer.forward_mqa(*tokens)
+        with road() as frames:
+            engine.layer.forward_mqa(*tokens)
+    print(f"\n{backend.name}, {kind.value}: {len(frames)} frames in {len({file for file, _ in frames})} files")
+    print("\n".join(f"  {file}: {function}" for file, function in frames))
+
+    assert engine.out[:2].abs().sum() > 0
+    assert 8 <= len(frames) <= MOST_FRAMES
+    assert len({file for file, _ in frames}) <= MOST_FILES

@@ -1,0 +1,307 @@
+"""Nobody who is wrong gets a time, at first or later; whoever breaks is a row, not the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.contract import AttentionCall, Backend
+from dsv4attn.errors import UnsupportedError
+from dsv4attn.tools.bench.cases import KERNELS, Size, cases_of, decodes
+from dsv4attn.tools.bench.runner import FAILED, MEASURED, REFUSED, WRONG, Row, Runner, geomeans
+from tests.tools.bench.rows import ROOF, row
+
+SIZE = Size((2,), 3, 5, 20, 2)
+
+
+@pytest.fixture(autouse=True)
+def _known_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: ROOF)
+
+
+def runner(backend: Backend, peers: Sequence[Any] = (), name: str = "reference") -> Runner:
+    return Runner(torch.device("cpu"), {name: backend}, peers, 2)
+
+
+def rows(backend: Backend, kernel: str, preset: str = "flash_swa", peers: Sequence[Any] = ()) -> list[Row]:
+    (case,) = cases_of([kernel], [preset], SIZE)
+    return runner(backend, peers).run(case)
+
+
+@pytest.mark.parametrize("keys", ["gathered", "paged"])
+@pytest.mark.parametrize("form", ["dense", "ragged"])
+def test_every_kernel_is_measured_in_every_form(form: str, keys: str) -> None:
+    backend = ReferenceBackend(decode_indices=form, prefill_indices=form, prefill_keys=keys)
+    one = runner(backend)
+    for case in cases_of([*KERNELS, "step"], ["flash_c4", "flash_swa"], SIZE):
+        told = one.run(case)[0]
+        assert (told.state, told.reason) == (MEASURED, ""), case.name
+        assert told.median is not None
+        assert told.error is not None
+        assert told.error < 3e-3
+        assert told.least == ROOF.seconds(told.flops, told.bytes) > 0
+        assert told.roofline == told.least / told.median
+
+
+@pytest.mark.parametrize("form", ["dense", "ragged"])
+@pytest.mark.parametrize("kernel", ["decode", "prefill", "prefill-rows"])
+def test_a_backend_gets_the_scratch_it_asks_for(kernel: str, form: str) -> None:
+    class Scratchy(ReferenceBackend):
+        def scratch(self, phase: Any, layer: Any, tokens: int, width: int) -> Any:
+            return [((tokens, width), torch.float32)]
+
+        def check(self, call: AttentionCall) -> None:
+            (view,) = call.scratch
+            assert view.shape == (call.q.shape[0], 128)
+            view.fill_(torch.nan)
+
+        def decode(self, call: AttentionCall) -> None:
+            self.check(call)
+            super().decode(call)
+
+        def prefill(self, call: AttentionCall) -> None:
+            self.check(call)
+            super().prefill(call)
+
+    (told,) = rows(Scratchy(decode_indices=form, prefill_indices=form), kernel)
+    assert (told.state, told.reason) == (MEASURED, "")
+
+
+def test_a_c128a_layer_is_measured_too() -> None:
+    (case,) = cases_of(["decode"], ["flash_c128"], SIZE)
+    assert runner(ReferenceBackend()).run(case)[0].state == MEASURED
+
+
+class Planted(ReferenceBackend):
+    """Right for some calls, and then as somebody says."""
+
+    def __init__(self, spoil: Callable[[AttentionCall], None], after: int = 0) -> None:
+        super().__init__()
+        self.spoil, self.left, self.calls = spoil, after, 0
+
+    def decode(self, call: AttentionCall) -> None:
+        super().decode(call)
+        self.calls += 1
+        self.left -= 1
+        if self.left < 0:
+            self.spoil(call)
+
+
+def forget_sinks(call: AttentionCall) -> None:
+    call.out.mul_(1.5)
+
+
+def one_row(call: AttentionCall) -> None:
+    call.out[1, 3] = -call.out[1, 3]
+
+
+def one_nan(call: AttentionCall) -> None:
+    call.out[0, 0, 0] = torch.nan
+
+
+@pytest.mark.parametrize("spoil", [forget_sinks, one_row, one_nan])
+def test_what_is_wrong_gets_no_time_and_is_not_timed(spoil: Callable[[AttentionCall], None]) -> None:
+    backend = Planted(spoil)
+    (told,) = rows(backend, "decode")
+
+    assert told.state == WRONG
+    assert told.median is told.p10 is told.p90 is told.tflops is told.roofline is None
+    assert told.error is not None
+    assert backend.calls == 1, "it ran once, to be judged"
+
+
+def test_what_becomes_wrong_while_it_is_timed_gets_no_time() -> None:
+    (told,) = rows(Planted(one_nan, after=4), "decode")
+
+    assert told.state == WRONG
+    assert told.median is None
+    assert told.reason.startswith("after 2 calls")
+
+
+def test_what_writes_nothing_is_wrong() -> None:
+    class Idle(ReferenceBackend):
+        def decode(self, call: AttentionCall) -> None:
+            pass
+
+        def prefill(self, call: AttentionCall) -> None:
+            pass
+
+        def dequantize_and_gather_k_cache(self, *_: Any) -> None:
+            pass
+
+        def quantize_and_insert_k_cache(self, *_: Any) -> None:
+            pass
+
+        def qnorm_rope_kv_insert(self, *_: Any) -> None:
+            pass
+
+    assert {kernel: rows(Idle(), kernel)[0].state for kernel in KERNELS} == dict.fromkeys(KERNELS, WRONG)
+
+
+def test_what_does_its_work_only_once_is_wrong() -> None:
+    class Lazy(ReferenceBackend):
+        done = False
+
+        def quantize_and_insert_k_cache(self, *arguments: Any) -> None:
+            if not self.done:
+                super().quantize_and_insert_k_cache(*arguments)
+            self.done = True
+
+    assert rows(Lazy(), "quantize")[0].state == WRONG
+
+
+def test_what_raises_is_a_row_with_its_reason() -> None:
+    class Broken(ReferenceBackend):
+        def decode(self, call: AttentionCall) -> None:
+            raise RuntimeError("no kernel image\nsecond line")
+
+    (told,) = rows(Broken(), "decode")
+    assert (told.state, told.reason, told.median) == (FAILED, "RuntimeError: no kernel image", None)
+
+
+def test_what_raises_while_it_is_timed_is_a_row_and_the_others_are_timed() -> None:
+    def give_up(_: AttentionCall) -> None:
+        raise RuntimeError("out of barriers")
+
+    ours, theirs = rows(Planted(give_up, after=3), "decode", peers=[Peer(right)])
+    assert (ours.state, ours.reason, ours.median) == (FAILED, "while it was timed: RuntimeError: out of barriers", None)
+    assert theirs.state == MEASURED
+    assert theirs.median is not None
+
+
+def test_whoever_breaks_while_being_prepared_is_a_row() -> None:
+    class Broken(ReferenceBackend):
+        def scratch(self, *_: Any) -> Any:
+            raise ValueError("no such width")
+
+    (told,) = rows(Broken(), "prefill-rows")
+    assert (told.state, told.reason) == (FAILED, "ValueError: no such width")
+
+
+def test_a_backend_that_says_no_is_asked_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [SimpleNamespace(name="reference", lines=["HEADS  64, needs 8"])]
+    monkeypatch.setattr(
+        "dsv4attn.tools.bench.runner.explain", lambda *_, **__: SimpleNamespace(chosen=None, trace=told)
+    )
+    backend = Planted(one_nan)
+    (row_,) = rows(backend, "decode")
+
+    assert (row_.state, row_.reason, backend.calls) == (REFUSED, "HEADS 64, needs 8", 0)
+
+
+def test_inputs_that_do_not_fit_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    monkeypatch.setattr("dsv4attn.tools.bench.runner.make_task", full)
+    (told,) = rows(ReferenceBackend(), "decode")
+    assert told.state == REFUSED
+    assert "do not fit this machine" in told.reason
+
+
+class Peer:
+    """Another library, which answers with whatever it is told to."""
+
+    name, reads_pages = "other", False
+
+    def __init__(self, answer: Callable[[Any], torch.Tensor], *, missing: str | None = None) -> None:
+        self.answer, self.missing = answer, missing
+
+    def available(self) -> str | None:
+        return self.missing
+
+    def decode(self, inputs: Any) -> Callable[[], torch.Tensor]:
+        return lambda: self.answer(inputs)
+
+    def prefill(self, inputs: Any, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: self.answer(inputs) + 0 * rows[inputs.combined.indices[0, 0].long()].sum()
+
+
+def right(inputs: Any) -> torch.Tensor:
+    from dsv4attn.tools.bench.reference import attention
+
+    return attention(inputs).bfloat16()
+
+
+def test_ratios_are_speeds_by_the_peers_in_the_same_run() -> None:
+    ours, theirs = rows(ReferenceBackend(), "decode", peers=[Peer(right)])
+
+    assert (theirs.by, theirs.is_peer, theirs.state) == ("other", True, MEASURED)
+    assert ours.median is not None
+    assert theirs.median is not None
+    assert ours.vs == {"other": theirs.median / ours.median}
+    assert theirs.vs == {}
+
+
+def test_a_prefill_of_a_peer_without_pages_gathers_first() -> None:
+    ours, theirs = rows(ReferenceBackend(), "prefill", peers=[Peer(right)])
+
+    assert theirs.by == "other + gather"
+    assert theirs.state == MEASURED, "NaN if nobody had gathered"
+    assert theirs.reason == "rows gathered by reference"
+    assert set(ours.vs) == {"other"}
+
+
+def test_a_peer_that_is_wrong_or_breaks_is_a_row_and_nothing_is_compared_with_it() -> None:
+    def breaks(_: Any) -> torch.Tensor:
+        raise RuntimeError("needs SM100")
+
+    ours, wrong = rows(ReferenceBackend(), "decode", peers=[Peer(lambda inputs: 2 * right(inputs))])
+    assert (ours.vs, wrong.state, wrong.median) == ({}, WRONG, None)
+    ours, broken = rows(ReferenceBackend(), "decode", peers=[Peer(breaks)])
+    assert (ours.state, broken.state, broken.reason) == (MEASURED, FAILED, "RuntimeError: needs SM100")
+
+
+def test_a_peer_that_refuses_a_case_is_a_row() -> None:
+    class Choosy(Peer):
+        def decode(self, inputs: Any) -> Any:
+            raise UnsupportedError("heads", expected="128", actual=64)
+
+    _, told = rows(ReferenceBackend(), "decode", peers=[Choosy(right)])
+    assert (told.state, told.reason) == (REFUSED, "heads: expected 128, got 64")
+
+
+def test_a_peer_that_is_not_here_says_why_once() -> None:
+    one = runner(ReferenceBackend(), [Peer(right, missing="other is not installed")])
+    assert one.unavailable == {"other": "other is not installed"}
+    assert one.peers == []
+
+
+def test_peers_run_attention_only() -> None:
+    assert [row.by for row in rows(ReferenceBackend(), "quantize", peers=[Peer(right)])] == ["reference"]
+
+
+def test_a_step_is_compared_with_its_bare_products() -> None:
+    case = cases_of(["step"], ["flash_swa"], SIZE)[0]
+    ours, products = runner(ReferenceBackend()).run(case)
+    assert (products.by, products.is_peer, products.error) == ("products", True, None)
+    assert set(ours.vs) == {"products"}
+
+
+def test_geometric_means_are_by_kernel_and_peer() -> None:
+    told = geomeans([row(vs={"p": 2.0}), row("decode x b=1", vs={"p": 8.0}), row("prefill x t=1", vs={"p": 3.0})])
+    assert told == {("decode", "ours", "p"): pytest.approx(4.0), ("prefill", "ours", "p"): pytest.approx(3.0)}
+
+
+def test_decodes_of_one_token_are_decodes() -> None:
+    from dsv4attn.tools.bench.attend import problem_of
+    from dsv4attn.tools.bench.cases import PRESETS, Case
+
+    preset = PRESETS["flash_c4"]
+    phases = [problem_of(Case("step", preset, "", r)).phase for r in (decodes(preset, 3), ((10, 7),))]
+    assert phases == ["decode", "prefill"]
+
+
+def test_the_roofline_is_measured_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = runner(ReferenceBackend())
+    faster = type(ROOF)(ROOF.bytes_s, 2 * ROOF.flops_s, ROOF.dtype)
+    monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: faster)
+    roof, (told,) = one.settled([row(flops=10**12, bytes=1)])
+
+    assert roof == faster
+    assert told.least == 1e12 / faster.flops_s

@@ -1,0 +1,300 @@
+"""`dsv4attn bench`: what it prints, saves, compares and draws, and how it says no."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from click.testing import CliRunner
+from rich.console import Console
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.contract import AttentionCall
+from dsv4attn.tools.bench.report import comparison_text, run_text
+from dsv4attn.tools.bench.result import load
+from dsv4attn.tools.bench.runner import FAILED, REFUSED, WRONG
+from dsv4attn.tools.bench.scaling import Cliff
+from dsv4attn.tools.cli import main
+from tests.tools.bench.rows import HERE, ROOF, row, run
+from tests.tools.cli.machine import Machine, machine
+
+QUICK = ("decode", "--cases", "flash_swa", "--batches", "2", "--rounds", "2")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: ROOF)
+    with machine(tmp_path, monkeypatch) as one:
+        yield one
+
+
+def save(path: Path, *rows: Any, **facts: Any) -> str:
+    path.write_text(json.dumps(run(rows, **facts).as_json()), encoding="utf-8")
+    return str(path)
+
+
+def test_every_time_has_its_error_beside_it(here: Machine) -> None:
+    code, lines = here.run("bench", *QUICK)
+
+    assert code == 0
+    (told,) = [line.split() for line in lines if "reference" in line]
+    assert told[:3] == ["flash_swa", "b=2", "reference"]
+    assert 0 < float(told[-1]) < 3e-3
+    assert any(
+        line.startswith("roofline of this run: 100 TFLOP/s (bfloat16 matrix product), 1000 GB/s") for line in lines
+    )
+
+
+def test_threads_of_the_cpu_are_chosen_shown_and_saved(here: Machine) -> None:
+    code, lines = here.run("bench", *QUICK, "--threads", "1", width=200)
+
+    assert code == 0
+    assert "1 thread of " in lines[0]
+    assert any(line.startswith("1 thread of ") and line.endswith("(--threads)") for line in lines)
+    _, told = here.json("bench", *QUICK, OMP_NUM_THREADS="1")
+    assert told["machine"]["threads_from"] == "OMP_NUM_THREADS"
+    assert told["machine"]["threads"] <= told["machine"]["cores"]
+    _, told = here.json("bench", *QUICK, OMP_NUM_THREADS="")
+    assert "free at the start" in told["machine"]["threads_from"]
+
+
+def test_all_kernels_are_measured_by_default(here: Machine) -> None:
+    code, told = here.json("bench", "--cases", "flash_swa", "--batches", "1", "--tokens", "2", "--rounds", "1")
+
+    assert code == 0
+    assert [row["kernel"] for row in told["rows"]] == [
+        "decode",
+        "prefill",
+        "prefill-rows",
+        "insert",
+        "quantize",
+        "gather",
+    ]
+    assert {row["by"] for row in told["rows"]} == {"reference"}
+    assert told["schema"] == "dsv4attn-bench/1"
+    assert {"torch", "triton", "name", "dsv4attn"} <= {*told["machine"]}
+    assert told["command"] == "dsv4attn bench --cases flash_swa --batches 1 --tokens 2 --rounds 1"
+    assert told["date"]
+    for one in told["rows"]:
+        assert 0 < one["p10"] <= one["median"] <= one["p90"]
+        assert one["error"] < 1e-2
+        assert one["roofline"] > 0
+
+
+def test_steps_scaling_and_the_host_are_asked_for_by_name(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv4attn.tools.bench.overhead.seconds", lambda call, _: call() or 1.0)
+    code, told = here.json(
+        "bench", "step", "scaling", "host", "--cases", "flash_swa", "--batches", "1", "--tokens", "2", "--rounds", "1"
+    )
+
+    assert code == 0
+    assert {row["series"] for row in told["rows"]} == {"", "batch", "context-c128", "context-c4", "topk", "requests"}
+    assert {row["by"] for row in told["rows"] if row["kernel"] == "step"} == {"reference", "products"}
+    assert [share["layer"] for share in told["host"]] == ["swa", "c4a", "c128a"]
+
+
+def test_what_is_wrong_gets_no_time_and_code_1(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ReferenceBackend.decode
+
+    def wrong(self: ReferenceBackend, call: AttentionCall) -> None:
+        right(self, call)
+        call.out[0] = torch.zeros(())
+
+    monkeypatch.setattr(ReferenceBackend, "decode", wrong)
+    code, lines = here.run("bench", *QUICK, width=200)
+
+    assert code == 1
+    (told,) = [line.split() for line in lines if line.split()[:2] == ["flash_swa", "b=2"]]
+    assert told[2:4] == ["reference", "wrong"]
+    assert len(told) == 5, "a name, a verdict and an error"
+    assert any(line.startswith("wrong: decode flash_swa b=2, reference: error") for line in lines)
+    assert here.json("bench", *QUICK)[0] == 1
+
+
+def test_nothing_measured_is_a_failure(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> str:
+        return "HEADS 64, needs 8"
+
+    monkeypatch.setattr("dsv4attn.tools.bench.runner.Runner._why_not", refuse)
+    code, lines = here.run("bench", *QUICK)
+    assert code == 1
+    assert "refused: decode flash_swa b=2, reference: HEADS 64, needs 8" in lines
+
+
+def test_a_saved_run_is_shown_compared_and_drawn_without_measuring(here: Machine, tmp_path: Path) -> None:
+    code, first = here.run("bench", *QUICK, "--json", "run.json")
+    assert code == 0
+    code, again = here.run("bench", "--from", "run.json", "--compare", "run.json", "--plot", "pictures")
+
+    assert code == 0
+    assert [line for line in first if "reference" in line] == [line for line in again if "reference" in line]
+    assert any(line.startswith("1.000 of the speed before") for line in again)
+    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["decode.png"]
+
+
+def test_what_got_slower_is_named_with_code_1(here: Machine, tmp_path: Path) -> None:
+    old = save(tmp_path / "old.json", row(us=50), row("prefill a t=1", us=70))
+    new = save(tmp_path / "new.json", row(us=100), row("gather a 8x1"))
+    code, lines = here.run("bench", "--from", new, "--compare", old, width=200)
+
+    assert code == 1
+    assert "slower: decode flash_c4 b=8, ours: 50.0 us -> 100.0 us (+100.0 %, noise 6.7 %)" in lines
+    assert "only before: prefill a t=1, ours" in lines
+    assert "only now: gather a 8x1, ours" in lines
+    code, told = here.json("bench", "--from", new, "--compare", old)
+    assert code == 1
+    assert told["compared"]["changes"][0]["state"] == "slower"
+
+
+def test_files_of_another_machine_are_warned_about(here: Machine, tmp_path: Path) -> None:
+    old = save(tmp_path / "old.json", row(us=50))
+    new = save(tmp_path / "new.json", row(us=100), machine=evolve(HERE, name="Other"))
+    code, lines = here.run("bench", "--from", new, "--compare", old, width=200)
+
+    assert code == 0
+    assert any(line.startswith("warning: measured on 'Toy' then and 'Other' now") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["decod"], "unknown measurement 'decod'; did you mean 'decode'?"),
+        (["--cases", "flash_c5"], "unknown case 'flash_c5'; did you mean 'flash_c4'?"),
+        (["--backend", "reverence"], "unknown backend 'reverence'; did you mean 'reference'?"),
+        (["--peers", "flashmla"], "unknown peer 'flashmla'; did you mean 'flash_mla'?"),
+        (["--batches", "8,x"], "expected numbers above 0 with commas"),
+        (["--batches", "0"], "expected numbers above 0 with commas"),
+        (["--rounds", "0"], "0 is not in the range"),
+        (["--device", "tpu:0"], "device: expected a device of this machine"),
+        (["--compare", "none.json"], "--compare: expected a file that `dsv4attn bench --json FILE` wrote"),
+        (["--from", "none.json"], "--from: expected a file"),
+        (["decode", "--from", "none.json"], "--from shows a saved run"),
+        (["--plot", "file/below"], "--plot: expected a folder that can be written"),
+        (["--json", "nowhere/run.json"], "expected a file in a folder that exists"),
+        (["--json", "decode"], "'decode' would be its file"),
+    ],
+)
+def test_a_mistake_is_found_before_anything_runs(
+    here: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("it ran")
+
+    monkeypatch.setattr("dsv4attn.tools.bench.runner.Runner.run", never)
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    code, lines = here.run("bench", *arguments, width=400)
+
+    assert code == 2
+    assert said in " ".join(lines)
+
+
+def test_without_matplotlib_pictures_are_refused_before_anything_runs(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, told = here.json("bench", *QUICK, "--plot", "pictures")
+
+    assert code == 2
+    assert 'pip install "dsv4attn[plot]"' in told["error"]["message"]
+
+
+def test_json_with_a_file_leaves_stdout_to_people(here: Machine, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["bench", *QUICK, "--json", "run.json"])
+
+    assert result.exit_code == 0
+    assert "reference" in result.stdout
+    assert not result.stdout.startswith("{")
+    assert load(tmp_path / "run.json", "--from").rows[0].case == "decode flash_swa b=2"
+
+
+def test_a_peer_that_is_not_here_is_no_failure(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flash_mla", "vllm", "flashinfer"):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, told = here.json("bench", *QUICK, "--peers")
+
+    assert code == 0
+    assert told["unavailable"] == {name: f"{name} is not installed" for name in ("flash_mla", "vllm", "flashinfer")}
+
+
+def printed(told: Any) -> list[str]:
+    out = Console(width=60, file=sys.stdout, no_color=True)
+    with out.capture() as captured:
+        out.print(told, crop=False)
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def test_no_number_is_cut_off_in_a_narrow_terminal() -> None:
+    rows = [row(us=123_456_789.0, vs={"flash_mla": 1.25}), row(by="flash_mla + gather", us=12.34, is_peer=True)]
+    shown = printed(run_text(run(rows)))
+
+    assert "…" not in "".join(shown)
+    assert any({"123,456,789", "1.25", "2.0e-03"} <= {*line.split()} for line in shown)
+
+
+def test_the_end_names_ratios_cliffs_and_reasons() -> None:
+    rows = [
+        row(vs={"p": 2.0}),
+        row("decode b b=1", us=None, state=WRONG, reason="error 5.0e-01, limit 1e-02"),
+        row("decode b b=2", us=None, state=FAILED, reason="RuntimeError: no kernel image"),
+        row("decode b b=4", us=None, state=REFUSED, reason="HEADS 64, needs 8"),
+        row("prefill b t=1", us=7.0, exposed=True),
+        row("prefill b t=1", by="p + gather", is_peer=True, reason="rows gathered by sm90"),
+    ]
+    cliff = Cliff("batch", "ours", 1, 2, 3.0, 2.0)
+    shown = " ".join(printed(run_text(run(rows, cliffs=(cliff,), unavailable={"vllm": "vllm is not installed"}))))
+
+    for said in (
+        "decode: ours runs at 2.00 of p's speed (geometric mean of 1 cases)",
+        "cliff: batch, ours: from 1 to 2 time grows x3.00, work x2.00",
+        "wrong: decode b b=1, ours: error 5.0e-01, limit 1e-02",
+        "failed: decode b b=2, ours: RuntimeError: no kernel image",
+        "refused: decode b b=4, ours: HEADS 64, needs 8",
+        "not here: vllm: vllm is not installed",
+        "p + gather: rows gathered by sm90",
+        " 7.0* ",
+        "*: the host's own time is part of it",
+    ):
+        assert said in shown
+
+
+def test_long_lists_of_changes_are_cut_short() -> None:
+    from dsv4attn.tools.bench.compare import compare
+
+    old, new = ([row(f"decode a b={i}", us=us) for i in range(30)] for us in (50, 100))
+    shown = printed(comparison_text(compare(run(old), run(new))))
+
+    assert any(line.startswith("slower: and 18 more") for line in shown)
+
+
+def test_g22_ctrl_c_keeps_the_cases_that_were_measured(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pressed in the second of three cases: one is kept, in a file that can be shown again."""
+    from dsv4attn.tools.bench.runner import Runner
+
+    right, begun = Runner.run, []
+
+    def stopped(runner: Runner, case: Any) -> Any:
+        begun.append(case)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        return right(runner, case)
+
+    monkeypatch.setattr(Runner, "run", stopped)
+    code, lines = here.run(
+        "bench", "decode", "--cases", "flash_swa", "--batches", "1,2,3", "--rounds", "1", "--json", "b.json"
+    )
+    told = json.loads(Path("b.json").read_text(encoding="utf-8"))
+
+    assert code == 130
+    assert "interrupted: 1 of 3 cases were measured" in lines
+    assert (told["ok"], told["complete"], told["asked"], told["ran"]) == (False, False, 3, 1)
+    assert len(told["rows"]) == 1
+    assert load(Path("b.json"), "--from").ran == 1
+    code, lines = here.run("bench", "--from", "b.json")
+    assert code == 1
+    assert "interrupted: 1 of 3 cases were measured" in lines

@@ -1,0 +1,238 @@
+"""`dsv4attn compile`: the table, the object, and how it ends; once for real, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dsv4attn import selection
+
+# imported here, while kernels are still interpreted: commands run in an environment of their own
+from dsv4attn.backends._triton.compiling import aot
+from dsv4attn.backends._triton.compiling.aot import Outcome, Resources
+from dsv4attn.backends._triton.compiling.targets import Target
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.core.problem import Reason
+from dsv4attn.plugins import PluginRegistry
+from tests.tools.cli.machine import Machine, machine, plugin
+
+ROOT = Path(__file__).resolve().parents[3]
+ROOM = """
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from tests.backends._triton.launching.fakes import attend_of, rows_of
+
+
+class Acme(ReferenceBackend):
+    def kernel_variants(self, bounds, device):
+        yield rows_of(scale="none" if bounds.swa.is_quantised else "*fp32")
+        yield rows_of(x="*fp32", scale="none" if bounds.swa.is_quantised else "*fp32")
+        yield attend_of(64, 32, 8 if device.arch == "sm_90" else 4)
+        yield rows_of(scale="none" if bounds.swa.is_quantised else "*fp32")
+
+
+class Odd(ReferenceBackend):
+    def kernel_variants(self, bounds, device):
+        return ["a kernel"]
+
+
+class Broken(ReferenceBackend):
+    def __init__(self):
+        raise RuntimeError("no libacme.so")
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with machine(tmp_path, monkeypatch) as made:
+        yield made
+
+
+def room(here: Machine, name: str = "acme", what: str = "Acme", *, runs_on: tuple[str, ...] = ("cuda", "hip")) -> None:
+    """Install a backend with kernels of its own."""
+    source = plugin(name, factory=f"acme_room:{what}", native=(), runs_on=runs_on)
+    here.shelf.install(f"dsv4attn-{name}", source)
+    (here.shelf.folder / "acme_room.py").write_text(ROOM, encoding="utf-8")
+    here.shelf.modules.append("acme_room")
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """No compiler: every kernel needs the same, `attend` too much of it. What was asked for: (target, variants)."""
+    asked = []
+
+    def compile_all(
+        variants: Iterable[Variant], target: Target, *, progress: Callable[[Outcome], None]
+    ) -> list[Outcome]:
+        outcomes = []
+        wave = target.warp_size
+        asked.append((target.name, len([*variants])))
+        for variant in variants:
+            for far in (False, True)[: 2 - target.is_cuda]:
+                need = Resources(96, 0, 0, 0, 73_728, 4 * wave, 2, wave)
+                if variant.name == "attend":
+                    need = Resources(255, 2000, 944, 2944, 131_072, 4 * wave, 1, wave, 1024, 2)
+                outcomes.append(Outcome(variant, far, need, tuple(need.reasons(target))))
+                progress(outcomes[-1])
+        return outcomes
+
+    monkeypatch.setattr(aot, "compile_all", compile_all)
+    return asked
+
+
+@pytest.mark.usefixtures("compiler")
+def test_the_table_on_80_columns(here: Machine) -> None:
+    room(here)
+    code, lines = here.run("compile", "--target", "sm_90", "--backend", "acme")
+
+    assert code == 1
+    assert max(map(len, lines)) <= 80
+    text = [" ".join(line.split()) for line in lines]
+    assert text[:2] == ["target sm_90", "backend acme"]
+    assert "kernel variant regs spill shared warps mma fit" in text
+    assert "rows x:*bf16 96 0 73,728 4x32 0 2 ok" in text
+    assert "x:*fp32 96 0 73,728 4x32 0 2 ok" in text
+    assert "attend 255 2,944 131,072 4x32 1,024 1 spills" in text
+    assert "SPILLS 2000 bytes stored and 944 loaded per thread, needs none ->" in text
+    assert text[-1] == "3 kernels of acme for sm_90: 1 spill"
+
+
+def test_what_is_told_to_programs(here: Machine, compiler: list[tuple[str, int]]) -> None:
+    room(here)
+    code, told = here.json("compile", "--target", "sm90", "--target", "gfx942", "--backend", "acme", "--preset", "pro")
+
+    assert code == 1
+    assert compiler == [("sm_90", 3), ("gfx942", 3)]
+    assert told["model"] == "deepseek-v4-pro"
+    assert [(job["target"], job["backend"], len(job["kernels"])) for job in told["jobs"]] == [
+        ("sm_90", "acme", 3),
+        ("gfx942", "acme", 6),
+    ]
+    first, last = told["jobs"][0]["kernels"][0], told["jobs"][1]["kernels"][-1]
+    assert (first["kernel"], first["variant"], first["registers"], first["reasons"]) == ("rows", "x:*bf16", 96, [])
+    assert [(k["wave"], k["matrix"]) for k in (first, last)] == [(32, 0), (64, 1024)]
+    assert [k["verdict"] for k in told["jobs"][0]["kernels"]] == ["ok", "ok", "spills"]
+    assert last["verdict"] == "limit"
+    assert told["jobs"][1]["summary"] == "6 kernels of acme for gfx942: 6 break a limit"
+    assert (last["variant"], [reason["code"] for reason in last["reasons"]]) == (
+        "beyond 2 GB",
+        ["SHARED_MEMORY", "SPILLS"],
+    )
+
+
+def test_targets_have_the_names_that_explain_takes(here: Machine, compiler: list[tuple[str, int]]) -> None:
+    room(here)
+    here.run("compile", "--target", "h200", "--device", "rtx 5090", "--target", "mi355x", "--backend", "acme")
+
+    assert [name for name, _ in compiler] == ["sm_90", "sm_120", "gfx950"]
+
+
+@pytest.mark.parametrize("command", ["compile", "explain"])
+def test_help_lists_the_devices(here: Machine, command: str) -> None:
+    code, lines = here.run(command, "--help")
+
+    assert code == 0
+    assert [" ".join(line.split()) for line in lines if "h200" in line][-1].startswith("sm_90 h100, h200")
+
+
+def test_caches_of_several_types_are_compiled_for_once_each(here: Machine, compiler: list[tuple[str, int]]) -> None:
+    room(here)
+    options = ["--dtype", "e4m3fn", "--dtype", "e4m3fnuz", "--dtype", "float32", "--dtype", "float32"]
+    here.run("compile", "--target", "sm_120", "--target", "sm_120", "--backend", "acme", *options)
+
+    # the two dialects and the two equal kernels of each are one.
+    assert compiler == [("sm_120", 5)]
+
+
+def test_a_kernel_that_does_not_compile_has_no_numbers(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = Reason("COMPILER", "Error: [no] power of 2", "a kernel that compiles")
+    monkeypatch.setattr(
+        aot, "compile_all", lambda variants, *_, **__: [Outcome(v, False, None, (reason,)) for v in variants]
+    )
+    room(here)
+    code, lines = here.run("compile", "--target", "sm_90", "--backend", "acme")
+    text = " ".join(" ".join(lines).split())
+
+    assert code == 1
+    assert "attend - - - - - - failed" in text
+    assert "COMPILER Error: [no] power of 2, needs a kernel that compiles" in text
+    assert "3 kernels of acme for sm_90: 3 do not compile" in text
+
+
+def test_without_a_name_every_backend_that_runs_there_is_asked(
+    here: Machine, compiler: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room(here)
+    room(here, "bad", "Broken")
+    room(here, "far", runs_on=("sm_9*",))
+    # without the rooms that are built in
+    found = {name: one for name, one in here.shelf.registry().backends.items() if one.distribution != "dsv4attn"}
+    monkeypatch.setattr(selection, "registry_for", lambda _: PluginRegistry(found))
+    code, lines = here.run("compile", "--target", "sm_90", "--target", "sm_120")
+
+    assert code == 1
+    assert compiler == [("sm_90", 3), ("sm_90", 3), ("sm_120", 3)]
+    text = " ".join(" ".join(lines).split())
+    assert "not asked: backend 'bad' is broken: acme_room:Broken: RuntimeError: no libacme.so" in text
+    assert [line.replace(":", "").split()[3:6] for line in lines[-3:]] == [
+        ["acme", "for", "sm_90"],
+        ["far", "for", "sm_90"],
+        ["acme", "for", "sm_120"],
+    ]
+
+    monkeypatch.setattr(selection, "registry_for", lambda _: PluginRegistry())
+    code, lines = here.run("compile", "--target", "sm_90")
+
+    assert code == 2
+    assert "no backend has kernels to compile" in " ".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--target", "gfx90"], "unknown target 'gfx90'; did you mean 'gfx90a'?"),
+        (["--target", "h2O0"], "unknown device 'h2O0'; did you mean 'h200'?"),
+        (["--target", "b580"], "unknown target 'xpu'"),
+        ([], "Missing option '--target'"),
+        (["--target", "sm_90", "--backend", "reference"], "expected one with kernels to compile, got 'reference'"),
+        (["--target", "sm_90", "--backend", "acmee"], "did you mean 'acme'?"),
+        (["--target", "gfx942", "--backend", "far"], "expected a device of far: sm_9*, got gfx942"),
+        (["--target", "sm_90", "--backend", "odd"], "kernel_variants of odd: expected Variants, got str"),
+        (["--target", "sm_90", "--backend", "bad"], "no libacme.so"),
+        (["--target", "sm_90", "--model", "flas"], "did you mean 'flash'?"),
+    ],
+)
+def test_bad_input_is_code_2(here: Machine, options: list[str], said: str) -> None:
+    room(here)
+    room(here, "odd", "Odd")
+    room(here, "bad", "Broken")
+    room(here, "far", runs_on=("sm_9*",))
+    code, told = here.json("compile", *options)
+
+    assert code == 2
+    assert said in told["error"]["message"]
+
+
+def test_for_real_and_whatever_interprets_kernels_here(here: Machine, tmp_path: Path) -> None:
+    room(here)
+    room(here, "bad", "Broken")
+    path = os.pathsep.join(filter(None, [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH")]))
+    environ = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environ.pop("DSV4ATTN_BACKEND", None)
+    command = [sys.executable, "-m", "dsv4attn", "compile", "--target", "sm_90", "--backend", "acme", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    told = json.loads(done.stdout)
+
+    assert done.returncode == (0 if told["ok"] else 1), done.stderr
+    kernels = told["jobs"][0]["kernels"]
+    assert [kernel["kernel"] for kernel in kernels] == ["rows", "rows", "attend"]
+    assert kernels[0]["reasons"] == []
+    assert kernels[2]["shared"] == 131_072
+    assert [(k["wave"], k["products"], k["matrix"] > 0) for k in kernels] == [(32, 0, False)] * 2 + [(32, 2, True)]
+    assert [*(tmp_path / "cache").glob("*/rows.cubin")]

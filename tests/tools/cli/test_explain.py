@@ -1,0 +1,215 @@
+"""`dsv4attn explain`: the decision about any problem on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.problem import Problem
+from dsv4attn.plugins import BUILT_IN
+from dsv4attn.selection import explain
+from dsv4attn.tools.cli import explain as command
+from tests.backends.built_in import triton_backends
+from tests.tools.cli.machine import Machine, device_of_no_backend, machine, plugin
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with machine(tmp_path, monkeypatch) as made:
+        yield made
+
+
+def test_g9_any_device_can_be_asked_about(here: Machine) -> None:
+    code, told = here.json("explain", "--device", "sm120", "--heads", "64", "--topk", "1152")
+
+    assert code == 0
+    assert (told["chosen"], told["device"]["arch"], told["device"]["present"]) == ("sm120", "sm_120", False)
+    assert told["verdict"] == "sm120: the vendor backend of 2 native to sm_120"
+    assert "topk=1152" in told["problem"]
+    [reference] = [c for c in told["candidates"] if c["name"] == "reference"]
+    assert (reference["state"], reference["reasons"]) == ("not native", [])
+    assert "ask for it by name" in reference["note"]
+
+
+def test_on_this_machine_something_is_chosen(here: Machine) -> None:
+    code, told = here.json("explain")
+
+    assert (code, told["chosen"], told["phase"]) == (0, "reference", "decode")
+    assert told["request"] == {"value": "auto", "source": "default"}
+    assert told["device"]["present"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--phase", "prefill", "--layer", "swa", "--page-size", "16"], "prefill  swa  heads=64  "),
+        (["--layer", "c128a", "--compressed-page-size", "4"], "pages=64+4  "),
+        (["--model", "pro", "--heads", "3"], "decode  c4a  heads=3  "),
+        (["--model", "pro"], "topk=1024  "),
+        (["--dtype", "float32", "--query-len", "4"], "kv=float32  q=bfloat16  query_len=4"),
+        (["--lse", "--query-len", "2"], "query_len=2  lse"),
+        (
+            ["--layer", "c128a", "--max-model-len", "65536", "--q-dtype", "float32"],
+            "topk=512  pages=64+2  kv=e4m3fn  q=float32",
+        ),
+        (["--no-sink"], "no sink"),
+    ],
+)
+def test_every_part_of_a_problem_can_be_said(here: Machine, options: list[str], expected: str) -> None:
+    code, told = here.json("explain", *options)
+
+    assert code == 0
+    assert expected in told["problem"]
+
+
+@pytest.mark.parametrize("option", ["capture", "deterministic"])
+def test_every_option_reaches_the_support_answer(here: Machine, option: str) -> None:
+    code, told = here.json("explain", f"--{option}")
+
+    assert (code, told["chosen"]) == (1, None)
+    [reference] = [c for c in told["candidates"] if c["name"] == "reference"]
+    assert [reason["code"] for reason in reference["reasons"]] == [option.upper()]
+
+
+def test_a_backend_can_be_asked_for(here: Machine) -> None:
+    here.shelf.install("dsv4attn-acme", plugin(native=("sm_999",)))
+
+    assert here.json("explain", "--backend", "acme")[1]["chosen"] == "acme"
+    assert here.json("explain", "--device", "sm_999")[1]["chosen"] == "acme"
+    assert here.json("explain", "--backend", "prefill=acme")[1]["chosen"] == "reference"
+    assert here.json("explain", DSV4ATTN_BACKEND="acme")[1]["request"]["source"] == (
+        "environment variable DSV4ATTN_BACKEND"
+    )
+
+
+def test_g9_a_misspelt_backend_is_answered_with_the_right_one(here: Machine) -> None:
+    code, told = here.json("explain", "--backend", "refernz")
+
+    assert (code, told["chosen"]) == (1, None)
+    assert told["verdict"].endswith("no backend has this name; did you mean 'reference'?")
+
+
+def test_the_trace_is_that_of_the_exception(here: Machine) -> None:
+    here.shelf.install("dsv4attn-acme", plugin(support="return [Reason('HEADS', 64, '[128]', 'pad q')]"))
+    here.shelf.install("dsv4attn-lib", "raise ImportError('libacme.so')")
+    _, lines = here.run("explain", "--backend", "acme", width=400)
+    problem = Problem.of(ModelGeometry.preset("flash"))
+
+    assert lines == str(explain(problem, backend="acme", device=DeviceFacts.here("cpu"))).splitlines()
+
+
+def test_a_broken_pyproject_of_somebody_else_is_mentioned_and_changes_nothing(here: Machine) -> None:
+    (here.shelf.folder / "pyproject.toml").write_text("[project]\nname = = 1", encoding="utf-8")
+    code, told = here.json("explain")
+    path = here.shelf.folder / "pyproject.toml"
+
+    assert (code, told["chosen"]) == (0, "reference")
+    assert told["ignored"] == [f"{path}:2: not valid TOML: Invalid value (at line 2, column 8)"]
+    code, lines = here.run("explain", width=400)
+    assert code == 0
+    assert lines[-1].split(maxsplit=1) == ["ignored", *told["ignored"]]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_trace_is_folded_under_itself(here: Machine, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    here.shelf.install("dsv4attn-lib", "raise ImportError('libacme.so: ' + 'cannot open shared object file ' * 9)")
+    code, lines = here.run("explain", "--device", device_of_no_backend(monkeypatch), width=width)
+
+    assert code == 1
+    assert max(map(len, lines)) <= width
+    assert lines[0] == "no backend native to abacus can run this call -> ask for reference by name"
+    assert {line[:13] for line in lines[1:] if line.startswith("   ")} == {" " * 13}
+    titles = [line[:13] for line in lines[1:] if not line.startswith("   ")]
+    assert sorted(titles) == sorted(f"  {title:11}" for title in ("call", "device", "request", *BUILT_IN, "lib"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--device", "xpuu"], "unknown device 'xpuu'; did you mean 'xpu'?"),
+        (["--layer", "c5a"], "unknown layer kind 'c5a'"),
+        (["--model", "flsh"], "unknown model 'flsh'"),
+        (["--model", "no/config.json"], "no such file"),
+        (["--heads", "0"], "0 is not in the range"),
+        (["--heads", "1e3"], "'1e3' is not a valid whole number"),
+        (["--dtype", "fp4"], "'fp4' is not one of"),
+        (["--phase", "both"], "'both' is not one of"),
+        (["--layer", "swa", "--topk", "512"], "topk: expected 0 on a window-only layer"),
+        (["--backend", "decode="], "argument backend: expected NAME or"),
+    ],
+)
+def test_bad_input_is_code_2(here: Machine, options: list[str], said: str) -> None:
+    code, told = here.json("explain", *options)
+
+    assert code == 2
+    assert said in told["error"]["message"]
+
+
+def test_a_device_that_is_here_is_not_only_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = DeviceFacts("cuda", "sm_90", "H200", "2.13", None)
+    monkeypatch.setattr(DeviceFacts, "all_here", lambda: [real])
+
+    assert command._device("sm90") is real
+    assert not command._device("sm120").present
+
+
+@pytest.mark.parametrize(("name", "unknown"), [("sm_999", True), ("gfx1234", True), ("sm_90", False), ("h200", False)])
+def test_an_architecture_that_nothing_knows_is_said_to_be_unknown(here: Machine, name: str, unknown: bool) -> None:
+    _, told = here.json("explain", "--device", name)
+    lines = " ".join(here.run("explain", "--device", name, width=200)[1])
+    said = "unknown architecture, served by the generic row of each backend"
+
+    assert told["assumed"] == (said if unknown else "")
+    assert (said in lines) is unknown
+
+
+@pytest.mark.parametrize(("name", "arch"), [("sm90a", "sm_90"), ("sm_120a", "sm_120"), ("SM_100f", "sm_100")])
+def test_what_compilers_call_an_architecture_with_its_features_is_the_architecture(
+    here: Machine, name: str, arch: str
+) -> None:
+    _, told = here.json("explain", "--device", name)
+
+    assert (told["device"]["arch"], told["assumed"]) == (arch, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("v100", "unknown device 'v100' (known: "),
+        ("tpu", "unknown device 'tpu' (known: "),
+        ("rx580", "unknown device 'rx580' (known: "),
+        ("a", "unknown device 'a' (known: "),
+        ("rtx4060", "did you mean 'rtx4090'? (known: "),
+        ("h2O0", "did you mean 'h200'? (known: "),
+        ("xpuu", "did you mean 'xpu'? (known: "),
+        ("v100", "any sm_* and gfx* is taken too"),
+        ("nvidia", "of NVIDIA, name a card (h200, rtx4090) or an architecture (sm_90): any sm_* is taken"),
+        ("amd", "of AMD, name a card (mi300x, rx9070)"),
+        ("intel", "of Intel, name xpu"),
+    ],
+)
+def test_a_suggestion_is_a_close_name_of_the_same_family(here: Machine, name: str, said: str) -> None:
+    code, told = here.json("explain", "--device", name)
+
+    assert code == 2
+    assert said in told["error"]["message"]
+
+
+def test_a_device_that_a_backend_does_not_run_on_is_one_reason_without_patterns(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, told = here.json("explain", "--device", device_of_no_backend(monkeypatch))
+    reasons = {c["name"]: [reason["text"] for reason in c["reasons"]] for c in told["candidates"]}
+
+    assert reasons["sm120"] == ["abacus, needs cuda or hip or xpu or cpu or sm_12x"]
+    assert {len(reasons[name]) for name in triton_backends()} == {1}
+
+
+def test_a_request_for_one_phase_is_shown_as_it_was_typed(here: Machine) -> None:
+    _, told = here.json("explain", "--backend", "decode=reference")
+
+    assert told["request"] == {"value": "reference", "source": "argument decode=reference"}

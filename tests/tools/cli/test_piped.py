@@ -1,0 +1,88 @@
+"""Tables in a pipe or a file: nothing is cut, COLUMNS folds, and without it every row is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dsv4attn.core import device
+from dsv4attn.tools.cli import main
+from tests.tools.bench.rows import ROOF
+from tests.wheels import Shelf, plugin
+
+LONG = "a-distribution-of-a-vendor-with-a-rather-long-name-for-its-many-products"
+COMMANDS = {
+    "backends": (["backends"], f"{LONG} 0.2"),
+    "explain": (["explain", "--backend", "acme"], f"({LONG} 0.2)"),
+    "doctor": (["doctor"], "decode and prefill: reference: the only backend native to cpu that can run this call"),
+    "run": (["run", "--max-requests", "1", "--max-tokens", "4", "--layers", "swa"], "temporaries beside it, at most"),
+    "bench": (["bench", "decode", "--cases", "flash_swa", "--batches", "1", "--rounds", "1"], "flash_swa"),
+    "conform": (["conform", "reference", "--filter", "lse-decode"], "lse-decode"),
+    "parity": (
+        ["parity", "--backends", "reference,reference:prefill_keys=paged", "--filter", "scratch-swa"],
+        "scratch-swa",
+    ),
+}
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(device, "may_have_accelerator", lambda: False)
+    monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: ROOF)
+    with Shelf(tmp_path) as made:
+        made.install(LONG, plugin(support="raise KeyError('boom')"), point="acme")
+        yield made
+
+
+def piped(args: list[str], columns: str | None) -> list[str]:
+    """Lines of a command whose standard output is no terminal."""
+    result = CliRunner().invoke(main, args, env={"COLUMNS": columns, "OMP_NUM_THREADS": "1"})
+    assert result.exit_code in (0, 1), result.output
+    return result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_pipe_gets_whole_lines(shelf: Shelf, name: str) -> None:
+    args, whole = COMMANDS[name]
+    lines = piped(args, None)
+
+    assert any(whole in line for line in lines), "\n".join(lines)
+    assert "…" not in "".join(lines)
+    assert lines == [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize("columns", [None, "80"])
+@pytest.mark.parametrize("charset", ["ascii", "latin-1", "cp437"])
+@pytest.mark.parametrize("name", ["run", "bench"])
+def test_what_an_encoding_lacks_is_written_in_others(
+    shelf: Shelf, name: str, charset: str, columns: str | None
+) -> None:
+    args, environ = COMMANDS[name][0], {"COLUMNS": columns, "OMP_NUM_THREADS": "1"}
+    whole, plain = (CliRunner(charset=c).invoke(main, args, env=environ) for c in ("utf-8", charset))
+    signs = {"run": ("(≤", "(<="), "bench": ("±", "+-")}[name]
+
+    assert whole.exit_code == plain.exit_code == 0, plain.output
+    assert plain.stdout.isascii()
+    assert signs[0] in whole.stdout
+    assert signs[1] in plain.stdout
+
+
+def test_letters_that_an_encoding_lacks_are_escaped(shelf: Shelf) -> None:
+    shelf.install("dsv4attn-é", "raise ImportError('ü')", point="odd")
+    result = CliRunner(charset="ascii").invoke(main, ["backends"], env={"COLUMNS": "200"})
+
+    assert result.exit_code == 0, result.output
+    assert "ImportError: \\xfc" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["backends", "explain", "run", "conform", "parity"])
+def test_columns_fold_a_pipe_and_cut_nothing(shelf: Shelf, name: str) -> None:
+    args, _ = COMMANDS[name]
+    folded = piped(args, "60")
+
+    assert "…" not in "".join(folded)
+    assert max(len(line.rstrip()) for line in folded) <= 60

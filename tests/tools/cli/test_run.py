@@ -1,0 +1,302 @@
+"""`dsv4attn run`, from its arguments to its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from dsv4attn import selection
+from dsv4attn.tools.cli import main
+from dsv4attn.tools.cli.run import run
+from tests.tools.replay import bugs
+from tests.tools.replay.small import CONFIG
+
+MOONCAKE = """\
+{"timestamp": 0, "input_length": 70, "output_length": 5, "hash_ids": [1]}
+{"timestamp": 5, "input_length": 1, "output_length": 4, "hash_ids": [2]}
+{"timestamp": 9, "input_length": 33, "output_length": 9, "hash_ids": [1]}
+"""
+AZURE = """\
+TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,40,6
+2023-11-16 18:15:47.6805900,9,3
+"""
+TOTALS = {"requests", "finished", "steps", "prefill_tokens", "decode_tokens", "recomputed_tokens", "preemptions"}
+SETTINGS = {"model", "backend", "options", "cache", "trace", "seed", "block_size"}
+SETTINGS |= {"max_num_batched_tokens", "max_num_seqs"}
+
+
+@pytest.fixture(autouse=True)
+def _no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No progress, however slow this machine is today."""
+    monkeypatch.setattr("dsv4attn.tools.cli.run.LINE_S", float("inf"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    return str(tmp_path)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    (tmp_path / "trace.jsonl").write_text(MOONCAKE, encoding="utf-8")
+    return str(tmp_path / "trace.jsonl")
+
+
+def invoke(*args: object) -> Any:
+    return CliRunner().invoke(main, ["run", *map(str, args)])
+
+
+def as_json(*args: object) -> dict[str, Any]:
+    result = invoke(*args, "--json")
+    values: dict[str, Any] = json.loads(result.stdout)
+    assert result.stdout.count("\n") == 1
+    assert result.stderr == ""
+    assert values["ok"] is (result.exit_code == 0)
+    return {"code": result.exit_code, **values}
+
+
+# what goes well
+
+
+def test_a_trace_is_served_and_reported(model: str, trace: str) -> None:
+    result = invoke("--model", model, "--trace", trace, "--max-num-batched-tokens", 32)
+
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    assert "3 of 3 requests finished" in result.stdout
+    assert re.search(r"verdict +ok +ok +ok", result.stdout)
+
+
+def test_the_json_object_holds_all_that_the_table_shows(model: str, trace: str) -> None:
+    values = as_json("--model", model, "--trace", trace, "--max-num-batched-tokens", 32, "--layers", "c4a,swa")
+
+    assert TOTALS | SETTINGS | {"layers", "wall_s", "other_s", "interrupted"} <= set(values)
+    assert (values["requests"], values["finished"], values["trace"]) == (3, 3, trace)
+    assert values["prefill_tokens"] + values["decode_tokens"] == 74 + 4 + 41
+    assert [layer["kind"] for layer in values["layers"]] == ["swa", "c4a"]
+    for layer in values["layers"]:
+        assert layer["tokens"] == 119
+        assert layer["tokens_per_s"] > 0
+        assert layer["check"]["ok"] is True
+        assert layer["check"]["rows"] > 0
+        assert 0 < layer["check"]["worst"]["out"] < layer["check"]["tolerance"]["out"]
+
+
+def test_the_built_in_trace_is_the_default(model: str) -> None:
+    values = as_json("--model", model, "--max-tokens", 60)
+
+    assert (values["code"], values["trace"], values["requests"]) == (0, "generated", 6)
+    assert as_json("--model", model, "--max-requests", 2, "--max-tokens", 60)["requests"] == 2
+
+
+def test_a_csv_trace_is_recognised(model: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(AZURE, encoding="utf-8")
+    values = as_json("--model", model, "--trace", tmp_path / "log")
+
+    assert (values["code"], values["prefill_tokens"] + values["decode_tokens"]) == (0, 45 + 11)
+
+
+def test_long_requests_are_shrunk(model: str, trace: str) -> None:
+    values = as_json("--model", model, "--trace", trace, "--max-tokens", 20, "--max-requests", 1)
+
+    assert values["prefill_tokens"] + values["decode_tokens"] == 19
+
+
+def test_every_setting_reaches_the_replay(model: str) -> None:
+    options = ["--option", "prefill_keys=paged", "--option", "decode_indices=ragged", "--cache", "bf16"]
+    limits = ["--max-num-batched-tokens", 48, "--max-num-seqs", 3, "--block-size", 5, "--seed", 7, "--max-kv-mib", 3]
+    values = as_json("--model", model, "--max-tokens", 60, *options, *limits, "--check-rows", 0)
+
+    assert values["options"] == {"prefill_keys": "paged", "decode_indices": "ragged"}
+    assert (values["cache"], values["seed"], values["block_size"]) == ("bf16", 7, 5)
+    assert (values["max_num_batched_tokens"], values["max_num_seqs"]) == (48, 3)
+    assert [layer["check"] for layer in values["layers"]] == [None] * 3
+
+
+def test_a_config_json_may_be_named_itself(model: str) -> None:
+    assert as_json("--model", f"{model}/config.json", "--max-requests", 1)["ok"]
+
+
+def test_the_progress_bar_is_for_people_only(model: str) -> None:
+    assert invoke("--model", model, "--max-requests", 1).stderr == ""
+
+
+def test_without_a_terminal_progress_is_plain_lines_on_stderr(
+    model: str, trace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsv4attn.tools.cli.run.LINE_S", 0.0)
+    result = invoke("--model", model, "--trace", trace, "--max-num-batched-tokens", 32)
+    lines = result.stderr.splitlines()
+
+    assert len(lines) == 3 * as_json("--model", model, "--trace", trace, "--max-num-batched-tokens", 32)["steps"]
+    assert all(re.fullmatch(r"\d+/119 tokens, [\d,]+/s, step \d+: \d running, \d waiting, \d+ s", x) for x in lines)
+    assert lines[-1].startswith("119/119 tokens")
+    assert "tokens, " not in result.stdout.partition("\n\n")[0].replace("119 tokens: ", "")
+
+
+def test_the_number_of_threads_is_chosen_shown_and_put_back(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    small = ["--model", model, "--max-requests", "1", "--max-tokens", "8"]
+    monkeypatch.setenv("OMP_NUM_THREADS", str(before))
+
+    told = as_json(*small, "--threads", 1)["threads"]
+    assert (told["count"], told["source"]) == (1, "--threads")
+    assert re.search(r"(?m)^threads 1 of \d+ cores? \(--threads\)$", invoke(*small, "--threads", 1).stdout)
+    assert as_json(*small)["threads"]["source"] == "OMP_NUM_THREADS"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    told = as_json(*small)["threads"]
+    assert 1 <= told["count"] <= told["cores"] <= cores
+    assert "free at the start" in told["source"]
+    assert torch.get_num_threads() == before
+
+
+def test_real_geometry_is_the_default() -> None:
+    values = as_json("--max-requests", 1, "--max-tokens", 4, "--layers", "swa")
+
+    assert (values["code"], values["model"]) == (0, "deepseek-v4-flash")
+    assert values["layers"][0]["check"]["tolerance"]["out"] < 4e-3
+    assert [p.name for p in run.params if p.default == "flash"] == ["model"]
+
+
+# what goes wrong
+
+
+def test_a_failed_check_is_code_1(model: str, trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "load_backend", lambda *_, **__: bugs.WithoutSink())
+    values = as_json("--model", model, "--trace", trace)
+    result = invoke("--model", model, "--trace", trace)
+
+    assert values["code"] == result.exit_code == 1
+    assert not any(layer["check"]["ok"] for layer in values["layers"])
+    assert "FAILED" in result.stdout
+
+
+def test_ctrl_c_leaves_a_partial_report(model: str, trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "load_backend", lambda *_, **__: bugs.Interrupted(20))
+    values = as_json("--model", model, "--trace", trace, "--max-num-batched-tokens", 16)
+    result = invoke("--model", model, "--trace", trace, "--max-num-batched-tokens", 16)
+
+    assert values["code"] == result.exit_code == 130
+    assert values["interrupted"] is True
+    assert values["steps"] > 0
+    assert values["layers"][0]["tokens"] > 0
+    assert "interrupted" in result.stdout
+
+
+def test_layers_that_have_not_run_have_no_speed(model: str, trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stopped(bugs.Interrupted):
+        def prefill(self, call: object) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(selection, "load_backend", lambda *_, **__: Stopped(0))
+    result = invoke("--model", model, "--trace", trace)
+    rows = {line.strip().split("  ")[0]: line.split()[-3:] for line in result.stdout.splitlines() if line.strip()}
+
+    assert result.exit_code == 130
+    for name in ("tokens/s", "q-norm, RoPE, insert", "attention", "inverse RoPE, projection"):
+        assert rows[name] == ["-", "-", "-"], name
+
+
+def test_a_signal_leaves_a_partial_report(model: str) -> None:
+    code = """
+import signal, sys, time
+from dsv4attn.tools.cli import main
+from dsv4attn.tools.replay import engine
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests behind its back has it ignored
+run = engine.Replay.run
+def wait(state):
+    print(state.step, file=sys.stderr, flush=True)
+    time.sleep(60 if state.step == 2 else 0)
+engine.Replay.run = lambda self, progress: run(self, wait)
+main()
+"""
+    many = ["--max-num-batched-tokens", "1", "--max-num-seqs", "1", "--json"]
+    command = [sys.executable, "-c", code, "run", "--model", model, *many]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as running:
+        assert running.stderr is not None
+        assert next(line for line in running.stderr if line == "2\n")
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=60)
+
+    assert running.returncode == 130
+    assert "Traceback" not in err
+    assert json.loads(out)["ok"] is False
+    assert json.loads(out)["interrupted"] is True
+    assert json.loads(out)["steps"] >= 1
+
+
+BAD = [
+    (["--backend", "reverence"], "UnknownNameError", "unknown backend 'reverence'; did you mean 'reference'?"),
+    (["--model", "flsh"], "UnknownNameError", "unknown model 'flsh'; did you mean 'flash'?"),
+    (["--model", "no/such/config.json"], "GeometryError", "no such file"),
+    (["--layers", "swa,c4b"], "UnknownNameError", "unknown layer kind 'c4b'; did you mean 'c4a'?"),
+    (["--layers", ""], "UnknownNameError", "unknown layer kind ''"),
+    (["--cache", "fp8"], "UnknownNameError", "unknown cache 'fp8'"),
+    (["--option", "prefil_keys=paged"], "ArgumentError", "did you mean 'prefill_keys'?"),
+    (["--option", "prefill_keys"], "BadParameter", "expected key=value"),
+    (["--option", "prefill_keys=page"], "UnknownNameError", "unknown prefill_keys form 'page'"),
+    (["--trace", "no/such/trace"], "TraceError", "no/such/trace: cannot be read: No such file or directory -> give"),
+    (["--max-kv-mib", "1"], "ArgumentError", "--max-kv-mib: expected at least 5, so that request 1 (1064"),
+    (["--max-kv-mib", "1"], "ArgumentError", "fits, got 1 -> allow more memory"),
+    (["--max-tokens", "1"], "BadParameter", "1 is not in the range x>=2"),
+    (["--max-requests", "0"], "BadParameter", "0 is not in the range x>=1"),
+    (["--max-num-batched-tokens", "-5"], "BadParameter", "-5 is not in the range x>=1"),
+    (["--block-size", "0"], "BadParameter", "0 is not in the range x>=1"),
+    (["--check-rows", "-1"], "BadParameter", "-1 is not in the range x>=0"),
+    (["--threads", "0"], "BadParameter", "0 is not in the range x>=1"),
+    (["--seed", "x"], "BadParameter", "'x' is not a valid whole number"),
+]
+
+
+@pytest.mark.parametrize(("args", "error", "problem"), BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_bad_input_is_one_clear_line_and_code_2(args: list[str], error: str, problem: str) -> None:
+    values, result = as_json(*args), invoke(*args)
+
+    assert values["code"] == result.exit_code == 2
+    assert values["error"]["type"] == error
+    assert problem in values["error"]["message"]
+    assert result.stdout == ""
+    assert problem in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_bad_line_is_named_and_nothing_has_run(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trace").write_text(MOONCAKE + MOONCAKE.splitlines()[0][:30] + "\n", encoding="utf-8")
+    monkeypatch.setattr(selection, "load_backend", lambda *_, **__: pytest.fail("must not come this far"))
+    result = invoke("--model", model, "--trace", tmp_path / "trace")
+
+    assert result.exit_code == 2
+    assert re.match(r"error: .*trace:4: truncated or malformed JSON", result.stderr)
+
+
+def test_a_config_that_lacks_a_field_is_named(tmp_path: Path) -> None:
+    fields = {name: value for name, value in CONFIG.items() if name != "index_topk"}
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    result = invoke("--model", tmp_path)
+
+    assert result.exit_code == 2
+    assert "field 'index_topk' is missing" in result.stderr
+
+
+def test_a_request_too_long_for_the_model_is_found_before_anything_runs(model: str, tmp_path: Path) -> None:
+    (tmp_path / "long").write_text('{"timestamp": 0, "input_length": 5000, "output_length": 2}\n', encoding="utf-8")
+    result = invoke("--model", model, "--trace", tmp_path / "long")
+
+    assert result.exit_code == 2
+    assert "request 0: expected at most the 4096 positions" in result.stderr
+    assert invoke("--model", model, "--trace", tmp_path / "long", "--max-tokens", 40).exit_code == 0

@@ -1,0 +1,179 @@
+"""Backends that compute something else, each as somebody's once did; the sound parts are the reference's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.contract import AttentionCall
+from dsv4attn.core.keys import DenseIndices, GatheredKeys
+from dsv4attn.core.layout import PagedKVCache
+from tests.tools.replay.small import GEOMETRY
+
+
+class WithoutSink(ReferenceBackend):
+    def decode(self, call: AttentionCall) -> None:
+        super().decode(evolve(call, attn_sink=None))
+
+
+class WithoutSinkInPrefill(ReferenceBackend):
+    def prefill(self, call: AttentionCall) -> None:
+        self.decode(evolve(call, attn_sink=None))
+
+
+class LogOfBaseTwo(ReferenceBackend):
+    def decode(self, call: AttentionCall) -> None:
+        super().decode(call)
+        assert call.lse is not None
+        call.lse.mul_(1.4426950408889634)
+
+
+class LastRowNotWritten(ReferenceBackend):
+    def decode(self, call: AttentionCall) -> None:
+        done = call.out.clone()
+        super().decode(evolve(call, out=done))
+        call.out[:-1] = done[:-1]
+
+
+class Reindexed(ReferenceBackend):
+    """Changes every index list before it attends."""
+
+    def changed(self, rows: DenseIndices, segment: str) -> DenseIndices:
+        """Segment: "window", "entries", or "gathered" for both in one list, entries first."""
+        raise NotImplementedError
+
+    def decode(self, call: AttentionCall) -> None:
+        keys: Any
+        if isinstance(call.keys, GatheredKeys):
+            assert isinstance(call.keys.rows, DenseIndices)
+            keys = evolve(call.keys, rows=self.changed(call.keys.rows, "gathered"))
+        else:
+            keys = []
+            for part, segment in zip(call.keys, ("window", "entries"), strict=False):
+                assert isinstance(part.rows, DenseIndices)
+                keys.append(evolve(part, rows=self.changed(part.rows, segment)))
+        super().decode(evolve(call, keys=keys))
+
+
+class NeighboursKeys(Reindexed):
+    """Each row reads what the row before it should."""
+
+    def changed(self, rows: DenseIndices, segment: str) -> DenseIndices:
+        return DenseIndices(rows.indices.roll(1, 0), rows.lens.roll(1, 0))
+
+
+class AbsentIsSlotZero(Reindexed):
+    """Lengths are not looked at, and -1 is read as slot 0."""
+
+    def changed(self, rows: DenseIndices, segment: str) -> DenseIndices:
+        return DenseIndices(rows.indices.clamp(min=0), torch.full_like(rows.lens, rows.indices.shape[1]))
+
+
+class NarrowWindow(Reindexed):
+    """A full window lacks its oldest key."""
+
+    def changed(self, rows: DenseIndices, segment: str) -> DenseIndices:
+        if segment == "entries":
+            return rows
+        oldest = (rows.lens - GEOMETRY.window).long()
+        kept = rows.indices.gather(1, oldest.clamp(min=0)[:, None])
+        changed = rows.indices.scatter(1, oldest.clamp(min=0)[:, None], kept.masked_fill((oldest >= 0)[:, None], -1))
+        return DenseIndices(changed, rows.lens)
+
+
+class NeighboursTable(ReferenceBackend):
+    """A gather takes the block table of the request before."""
+
+    def dequantize_and_gather_k_cache(
+        self,
+        out: Tensor,
+        cache: PagedKVCache,
+        seq_lens: Tensor,
+        gather_lens: Tensor | None,
+        block_table: Tensor,
+        offset: int,
+    ) -> None:
+        super().dequantize_and_gather_k_cache(out, cache, seq_lens, gather_lens, block_table.roll(1, 0), offset)
+
+
+class EntriesNotStored(ReferenceBackend):
+    def quantize_and_insert_k_cache(self, k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
+        pass
+
+
+class Inserting(ReferenceBackend):
+    """Does something wrong around the insertion of window keys."""
+
+    def qnorm_rope_kv_insert(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        cache: PagedKVCache,
+        slot_mapping: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        eps: float,
+    ) -> None:
+        self.insert(q, kv, cache, slot_mapping, (positions, cos_sin_cache, eps))
+
+    def insert(
+        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slots: Tensor, rest: tuple[Tensor, Tensor, float]
+    ) -> None:
+        """Insert as the reference does."""
+        super().qnorm_rope_kv_insert(q, kv, cache, slots, *rest)
+
+
+class ScalesOfTheNextRecord(Inserting):
+    """Scales are addressed with an offset of one record."""
+
+    def insert(
+        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slots: Tensor, rest: tuple[Tensor, Tensor, float]
+    ) -> None:
+        scales = cache.region("scale")
+        scales.copy_(scales.roll(-1, 1))
+        super().insert(q, kv, cache, slots, rest)
+        scales.copy_(scales.roll(1, 1))
+
+
+class KeysNotRotated(Inserting):
+    def insert(
+        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slots: Tensor, rest: tuple[Tensor, Tensor, float]
+    ) -> None:
+        super().insert(q, kv, cache, slots[:0], rest)
+        self.quantize_and_insert_k_cache(kv, cache, slots)
+
+
+class NormOfAllHeads(Inserting):
+    def insert(
+        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slots: Tensor, rest: tuple[Tensor, Tensor, float]
+    ) -> None:
+        louder = q.float().norm(dim=-1, keepdim=True) / q.float().norm(dim=(-2, -1), keepdim=True)
+        super().insert(q, kv, cache, slots, rest)
+        q.mul_(louder * q.shape[1] ** 0.5)
+
+
+class ProjectsRotated(ReferenceBackend):
+    """The output keeps the rotation of its keys."""
+
+    def inv_rope_o_proj(
+        self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, num_groups: int
+    ) -> Tensor:
+        return super().inv_rope_o_proj(o, torch.zeros_like(positions), cos_sin_cache, wo_a, num_groups)
+
+
+class Interrupted(ReferenceBackend):
+    """Ctrl-C in the middle of an attention."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.left = calls
+
+    def decode(self, call: AttentionCall) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        super().decode(call)
