@@ -7,9 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4attn.backends._triton.cache.kernels_insert import angles_of, rotate
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.numerics import round_to
+from dsv4attn.backends._triton.numerics import angles_of, rotate, round_to
 
 
 @stable_kernel

@@ -82,3 +82,19 @@ def cast(x, DT: tl.constexpr, EXACT_CASTS: tl.constexpr):
     if x.dtype == DT:
         return x
     return round_to(x.to(tl.float32), DT, EXACT_CASTS)
+
+
+@triton.jit
+def rotate(even, odd, cos, sin):
+    """A pair turned by its angle."""
+    return even * cos - odd * sin, odd * cos + even * sin
+
+
+@triton.jit
+def angles_of(position, TABLE, table_stride, num_positions):
+    """Where the cosines and sines of a position stand; `position` points to it, int64.
+
+    TABLE: [num_positions, 2 * angles] fp32, the cosines of a position before its sines. Positions of padding rows may
+    be anything. Their rows are garbage anyway, and must only not fault.
+    """
+    return TABLE + tl.minimum(tl.maximum(tl.load(position), 0), num_positions - 1) * table_stride

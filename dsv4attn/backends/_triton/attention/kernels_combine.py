@@ -11,9 +11,8 @@ from __future__ import annotations
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
-from dsv4attn.backends._triton.cache.kernels_insert import angles_of, rotate
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
+from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING, angles_of, rotate
 
 
 @stable_kernel

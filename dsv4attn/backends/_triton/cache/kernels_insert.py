@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.numerics import cast, round_to, scale_of_byte
+from dsv4attn.backends._triton.numerics import angles_of, cast, rotate, round_to, scale_of_byte
 
 
 @triton.jit
@@ -48,22 +48,6 @@ def quantize(x, FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr):
     larger = ((amax & 0x7FFFFF) > (LARGEST & 0x7FFFFF)).to(tl.int32)
     byte = tl.where(amax >= 0x7F800000, 254, (amax >> 23) - (LARGEST >> 23) + 127 + larger)
     return encode_e4m3(x * scale_of_byte(254 - byte)[:, None], FNUZ, LARGEST), byte
-
-
-@triton.jit
-def rotate(even, odd, cos, sin):
-    """A pair turned by its angle."""
-    return even * cos - odd * sin, odd * cos + even * sin
-
-
-@triton.jit
-def angles_of(position, TABLE, table_stride, num_positions):
-    """Where the cosines and sines of a position stand; `position` points to it, int64.
-
-    TABLE: [num_positions, 2 * angles] fp32, the cosines of a position before its sines. Positions of padding rows may
-    be anything. Their rows are garbage anyway, and must only not fault.
-    """
-    return TABLE + tl.minimum(tl.maximum(tl.load(position), 0), num_positions - 1) * table_stride
 
 
 @triton.jit
