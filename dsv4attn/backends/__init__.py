@@ -1,3 +1,3 @@
-"""One room per device. A room imports core and errors, never another room; selection reaches it by name."""
+"""One folder per backend. A backend imports core and errors, never another backend; selection reaches it by name."""
 
 from __future__ import annotations

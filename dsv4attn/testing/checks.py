@@ -142,11 +142,11 @@ def lse_of_empty_rows(bench: Bench, call: Call) -> Measure:
     if not bench.backend.forms.empty_lse:
         raise SkipCase("does not apply: this backend's rows without keys have lse -inf")
     out, lse = call.run(bench)
-    other, told = call.run(bench, empty_lse=np.inf)
+    other, other_lse = call.run(bench, empty_lse=np.inf)
     assert lse is not None
-    assert told is not None
+    assert other_lse is not None
     measure = judged(call, (out, lse))
-    require_same_bits("with an empty_lse", (other, told), (out, lse.masked_fill(lse == -np.inf, np.inf)))
+    require_same_bits("with an empty_lse", (other, other_lse), (out, lse.masked_fill(lse == -np.inf, np.inf)))
     return measure
 
 

@@ -1,4 +1,4 @@
-"""Plain torch on any device: the definition every other room is compared with.
+"""Plain torch on any device: the definition every other backend is compared with.
 
 Hardware: whatever torch runs on; chosen automatically on CPU only. Status: complete, and proven against a float64
 oracle and Hugging Face transformers on CPU. It allocates temporaries and, on accelerators, synchronises with the host:
@@ -28,5 +28,5 @@ INFO = BackendInfo(
 
 @hookimpl
 def dsv4attn_backends() -> Sequence[BackendInfo]:
-    """This room's one backend."""
+    """The only backend of this folder."""
     return [INFO]

@@ -154,9 +154,9 @@ def attend(
         k, present = read_gathered(keys, part) if isinstance(keys, GatheredKeys) else read_paged(keys, part)
         if not k.shape[1]:
             out[part] = 0
-            for told, nothing in ((lse, empty_lse), (max_logits, -inf)):
-                if told is not None:
-                    told[part] = nothing
+            for result, nothing in ((lse, empty_lse), (max_logits, -inf)):
+                if result is not None:
+                    result[part] = nothing
             continue
         z = torch.bmm(q[part].float(), k.mT).mul_(scale).masked_fill_(~present[:, None], -torch.inf)
         top = z.amax(-1, keepdim=True)

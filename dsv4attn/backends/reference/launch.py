@@ -1,4 +1,4 @@
-"""The Backend of the reference room: forms as options, bounds on its temporaries, and calls into `kernels`."""
+"""The reference backend: forms as options, bounds on its temporaries, and calls into `kernels`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Backend of the ROCm room: the shared one on ragged rows, and its metadata."""
+"""The ROCm backend: the shared one on ragged rows, and its metadata."""
 
 from __future__ import annotations
 

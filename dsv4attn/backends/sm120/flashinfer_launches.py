@@ -121,6 +121,6 @@ def variants(
             yield Variant.from_types(prepare, types, _BEFORE[unit])
     for unit, lse in product(units, lses):
         if padded or lse:
-            types = {"told": "*fp32", "lse": "*fp32" if lse else "none", "empty_lse": "fp32"}
+            types = {"flash_lse": "*fp32", "lse": "*fp32" if lse else "none", "empty_lse": "fp32"}
             types |= dict.fromkeys(("wide_out", "out"), "*bf16" if padded else "none")
             yield Variant.from_types(settle, types, _BEHIND[unit])

@@ -11,13 +11,13 @@ from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
 
 @triton.jit
-def copy_row(to, rows, token, first, width, room, stride, column_stride, capacity, COLUMNS: tl.constexpr):
-    """Copy COLUMNS columns of a token's row to a row of `room` columns: -1 for missing slots, and behind `width`."""
+def copy_row(to, rows, token, first, width, to_width, stride, column_stride, capacity, COLUMNS: tl.constexpr):
+    """Copy COLUMNS columns of a token's row to a row of `to_width`: -1 for missing slots, and behind `width`."""
     # [N]
     column = first + tl.arange(0, COLUMNS)
     inside = column < width
     slot = tl.load(rows + token * stride + column.to(tl.int64) * column_stride, mask=inside, other=-1)
-    tl.store(to + token * room + column, tl.where(slot < capacity, slot, -1), mask=column < room)
+    tl.store(to + token * to_width + column, tl.where(slot < capacity, slot, -1), mask=column < to_width)
 
 
 @stable_kernel
@@ -37,12 +37,12 @@ def prepare(
     heads: tl.int32,
     wide: tl.int32,
     width0: tl.int32,
-    room0: tl.int64,
+    to_width0: tl.int64,
     stride0: tl.int64,
     column_stride0: tl.int64,
     capacity0: tl.int32,
     width1: tl.int32,
-    room1: tl.int64,
+    to_width1: tl.int64,
     stride1: tl.int64,
     column_stride1: tl.int64,
     capacity1: tl.int32,
@@ -60,9 +60,9 @@ def prepare(
     """
     token, piece = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces
     if to0 is not None:
-        copy_row(to0, rows0, token, piece * COLUMNS, width0, room0, stride0, column_stride0, capacity0, COLUMNS)
+        copy_row(to0, rows0, token, piece * COLUMNS, width0, to_width0, stride0, column_stride0, capacity0, COLUMNS)
     if to1 is not None:
-        copy_row(to1, rows1, token, piece * COLUMNS, width1, room1, stride1, column_stride1, capacity1, COLUMNS)
+        copy_row(to1, rows1, token, piece * COLUMNS, width1, to_width1, stride1, column_stride1, capacity1, COLUMNS)
     if wide_q is not None:
         # [H], [D]
         head, dim = piece * HEADS + tl.arange(0, HEADS), tl.arange(0, D)
@@ -84,12 +84,12 @@ def prepare(
 
 @stable_kernel
 def settle(
-    told,
+    flash_lse,
     lse,
     wide_out,
     out,
-    told_token: tl.int64,
-    told_head: tl.int64,
+    flash_token: tl.int64,
+    flash_head: tl.int64,
     lse_token: tl.int64,
     lse_head: tl.int64,
     out_token: tl.int64,
@@ -106,7 +106,7 @@ def settle(
 ):
     """Grid (T * pieces,): a piece is HEADS heads of `out`, which are the first of `wide_out`'s.
 
-    lse: copy of `told`, FlashInfer's lse, which may be the same memory, with `empty_lse` for rows without keys.
+    lse: copy of `flash_lse`, FlashInfer's lse, which may be the same memory, with `empty_lse` for rows without keys.
     Arguments that are None are skipped. out's strides are in units of UNIT elements.
     """
     token, piece = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces
@@ -123,6 +123,6 @@ def settle(
         # [M]; the first piece writes all of them
         every = tl.arange(0, MOST).to(tl.int64)
         inside = every < tl.where(piece == 0, heads, 0)
-        told_lse = tl.load(told + token * told_token + every * told_head, mask=inside)
-        told_lse = tl.where(told_lse == -float("inf"), empty_lse, told_lse)
-        tl.store(lse + token * lse_token + every * lse_head, told_lse, mask=inside)
+        raw_lse = tl.load(flash_lse + token * flash_token + every * flash_head, mask=inside)
+        raw_lse = tl.where(raw_lse == -float("inf"), empty_lse, raw_lse)
+        tl.store(lse + token * lse_token + every * lse_head, raw_lse, mask=inside)

@@ -1,6 +1,6 @@
-"""Triton on pages: any device that Triton drives and that has no room of its own.
+"""Triton on pages: any device that Triton drives and that has no backend of its own.
 
-Hardware: NVIDIA from sm_80 on, AMD, Intel; chosen automatically there, below a vendor's room; asked for by name, also
+Hardware: NVIDIA from sm_80 on, AMD, Intel; chosen automatically there, below vendors' backends; asked for by name, also
 a CPU under Triton's interpreter (TRITON_INTERPRET=1). Both phases read fp8 pages inside the attention loop, so nothing
 is gathered. Status: correct in the interpreter and on an NVIDIA H200; compiled for, and untested on, everything else.
 `dsv4attn conform triton` is how someone with another card reports.
@@ -30,5 +30,5 @@ INFO = BackendInfo(
 
 @hookimpl
 def dsv4attn_backends() -> Sequence[BackendInfo]:
-    """This room's one backend."""
+    """The only backend of this folder."""
     return [INFO]

@@ -1,4 +1,4 @@
-"""The Backend of the generic room: the shared one, with this room's numbers."""
+"""The generic backend: the shared one, with its own numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Numbers of the generic room, per architecture.
+"""Numbers of the generic backend, per architecture.
 
-A row that nobody has measured was chosen by cross-compiling: no spills, and within the device's shared memory.
+A row that was not measured was chosen by cross-compiling: no spills, and within the device's shared memory.
 """
 
 from __future__ import annotations

@@ -151,9 +151,9 @@ def attend_leading_values(
         largest = grown
 
     empty = total == 0.0
-    told = token * H + head
-    tl.store(max_logits + told, tl.where(empty, -float("inf"), numerics.or_nan(largest, total) * LN2), mask=live)
-    tl.store(lse + told, tl.where(empty, -float("inf"), (largest + tl.log2(total)) * LN2), mask=live)
+    result = token * H + head
+    tl.store(max_logits + result, tl.where(empty, -float("inf"), numerics.or_nan(largest, total) * LN2), mask=live)
+    tl.store(lse + result, tl.where(empty, -float("inf"), (largest + tl.log2(total)) * LN2), mask=live)
     if sink is not None:
         # one more logit of value zero; a sink of +inf leaves nothing
         total += tl.exp2(tl.load(sink + head, mask=live, other=0.0) * LOG2E - largest)
