@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from dsv4attn.core.device import DeviceFacts
     from dsv4attn.core.geometry import ModelGeometry
+    from dsv4attn.core.layer_ops import LayerSteps
     from dsv4attn.core.layout import PagedKVCache
     from dsv4attn.core.limits import Limits
     from dsv4attn.core.warmup_spec import Bounds
@@ -272,9 +274,22 @@ class BackendDefaults(Protocol):
     """The optional parts of a backend, and their defaults. Derive from it, or define some of the parts.
 
     builder_steps: index arithmetic of `MetadataBuilder`; None: torch's.
+    deterministic: whether no row's bits depend on the other rows of a call.
     """
 
     builder_steps: BuilderSteps | None = None
+    deterministic: bool = False
+
+    @cached_property
+    def layer_steps(self) -> LayerSteps:
+        """The steps around attention; this default is torch's, with the backend's own writer of records.
+
+        A backend that brings some of them derives from `definitions.TorchLayerSteps`.
+        """
+        from dsv4attn.core.definitions import TorchLayerSteps, batch_invariant_linear, linear
+
+        product = batch_invariant_linear if self.deterministic else linear
+        return TorchLayerSteps(cast("Backend", self).quantize_and_insert_k_cache, product)
 
     @property
     def translate_to_ragged(self) -> Callable[..., object] | None:
@@ -317,10 +332,21 @@ def complete(backend: Backend) -> CompleteBackend:
     return cast("CompleteBackend", backend if BackendDefaults in type(backend).__mro__ else _Completed(backend))
 
 
+_OPTIONAL = (
+    "prepare",
+    "builder_steps",
+    "deterministic",
+    "layer_steps",
+    "metadata_extension",
+    "kernel_variants",
+    "warmup",
+)
+
+
 class _Completed(BackendDefaults):
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        for name in ("prepare", "builder_steps", "metadata_extension", "kernel_variants", "warmup"):
+        for name in _OPTIONAL:
             if hasattr(backend, name):
                 setattr(self, name, getattr(backend, name))
 

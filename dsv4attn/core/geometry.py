@@ -42,6 +42,8 @@ _KIND_OF_TYPE = {
     "compressed_sparse_attention": LayerKind.C4A,
     "heavily_compressed_attention": LayerKind.C128A,
 }
+_LAYER_SIZES = "q_lora_rank", "index_n_heads", "index_head_dim", "hc_mult", "hc_sinkhorn_iters"
+"""Sizes of the layer around attention, which a configuration may leave to their defaults, those of transformers."""
 _TYPE_OF_KIND = {kind: name for name, kind in _KIND_OF_TYPE.items()}
 _positive = validators.ge(1)
 
@@ -132,7 +134,10 @@ class ModelGeometry:
     max_position: longest context, in tokens. hidden_size: elements of a token between layers.
     o_groups: G - groups of heads in the output projection. o_lora_rank: elements that it makes of each group.
     main_theta: base of the RoPE frequencies of window-only layers. compress_theta: base of the other layers.
-    compress_yarn: frequency scaling of the other layers, or None. eps: epsilon of the RMSNorm of q. name: for messages.
+    compress_yarn: frequency scaling of the other layers, or None. eps: epsilon of the RMSNorms. q_lora_rank: elements
+    of the latent that both q and the indexer's q are projected from. index_n_heads: Hi - heads of the indexer.
+    index_head_dim: Di - elements of an index head, and of an index key; the trailing `rope_dim` rotate. hc_mult:
+    residual streams of the hyper-connections. hc_sinkhorn_iters, hc_eps: of their normalisation. name: for messages.
     """
 
     num_heads: int = field(validator=_positive)
@@ -150,6 +155,12 @@ class ModelGeometry:
     compress_yarn: Yarn | None = None
     eps: float = 1e-6
     name: str = "custom"
+    q_lora_rank: int = field(default=1024, validator=_positive)
+    index_n_heads: int = field(default=64, validator=_positive)
+    index_head_dim: int = field(default=128, validator=_positive)
+    hc_mult: int = field(default=4, validator=_positive)
+    hc_sinkhorn_iters: int = field(default=20, validator=_positive)
+    hc_eps: float = 1e-6
 
     def __attrs_post_init__(self) -> None:
         if not 0 < self.rope_dim < self.head_dim or self.rope_dim % 2:
@@ -157,6 +168,9 @@ class ModelGeometry:
             raise GeometryError(f"qk_rope_head_dim: expected {expected}, got {self.rope_dim}")
         if self.num_heads % self.o_groups:
             raise GeometryError(f"o_groups: expected a divisor of {self.num_heads} heads, got {self.o_groups}")
+        if self.index_head_dim < self.rope_dim:
+            expected = f"at least qk_rope_head_dim={self.rope_dim}"
+            raise GeometryError(f"index_head_dim: expected {expected}, got {self.index_head_dim}")
         if not self.layers:
             raise GeometryError("layers: expected at least one layer, got none")
 
@@ -303,7 +317,9 @@ def _from_fields(fields: dict[str, Any], name: str) -> ModelGeometry:
         compress_theta=compress_theta,
         compress_yarn=yarn,
         eps=_number(fields, "rms_norm_eps", name, 1e-6),
+        hc_eps=_number(fields, "hc_eps", name, 1e-6),
         name=name,
+        **{key: need(key) for key in _LAYER_SIZES if fields.get(key) is not None},
     )
 
 
@@ -366,25 +382,19 @@ def _rope_of(fields: dict[str, Any], name: str) -> tuple[float, float, Yarn | No
     return main_theta, compress_theta, Yarn(factor, int(length), fast, slow)
 
 
-def _released(name: str, heads: int, hidden: int, topk: int, groups: int, ratios: list[int]) -> ModelGeometry:
+def _released(name: str, ratios: list[int], *sizes: int) -> ModelGeometry:
+    """sizes: heads, hidden size, q_lora_rank, selected entries, output groups."""
+    heads, hidden, lora, topk, groups = sizes
+    attention = {"num_heads": heads, "head_dim": 512, "rope_dim": 64, "window": 128, "index_topk": topk}
+    around = {"max_position": 1_048_576, "hidden_size": hidden, "q_lora_rank": lora, "o_groups": groups}
+    yarn = Yarn(16.0, 65536)
     return ModelGeometry(
-        num_heads=heads,
-        head_dim=512,
-        rope_dim=64,
-        window=128,
-        index_topk=topk,
-        layers=_layers(ratios),
-        max_position=1_048_576,
-        hidden_size=hidden,
-        o_groups=groups,
-        o_lora_rank=1024,
-        compress_yarn=Yarn(16.0, 65536),
-        name=name,
+        **attention, **around, layers=_layers(ratios), o_lora_rank=1024, compress_yarn=yarn, name=f"deepseek-v4-{name}"
     )
 
 
 PRESETS: Mapping[str, ModelGeometry] = {
-    "deepseek-v4-flash": _released("deepseek-v4-flash", 64, 4096, 512, 8, [0, 0, *[4, 128] * 20, 4]),
-    "deepseek-v4-pro": _released("deepseek-v4-pro", 128, 7168, 1024, 16, [128, 128, *[4, 128] * 29, 4]),
+    "deepseek-v4-flash": _released("flash", [0, 0, *[4, 128] * 20, 4], 64, 4096, 1024, 512, 8),
+    "deepseek-v4-pro": _released("pro", [128, 128, *[4, 128] * 29, 4], 128, 7168, 1536, 1024, 16),
 }
 """The released models, from their public config.json files."""

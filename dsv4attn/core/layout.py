@@ -20,6 +20,9 @@ from dsv4attn.errors import ArgumentError, LayoutMismatchError
 __all__ = ["Arrangement", "Fp8Format", "KVCacheLayout", "PagedKVCache", "Region", "check_layout"]
 
 _LAYOUTS = "pass KVCacheLayout.fp8_ds_mla() or KVCacheLayout.rows()"
+_E2M1_MAX = 6.0
+_INDEX_ALIGNMENT = 576
+"""Bytes to which vLLM rounds the pages of index keys and of states up, as those of fp8_ds_mla."""
 
 
 class Fp8Format(str, Enum):
@@ -65,23 +68,31 @@ class Region:
 
 @frozen
 class KVCacheLayout:
-    """Bytes of one record and their place in a page. Build it with `fp8_ds_mla` or `rows`.
+    """Bytes of one record and their place in a page. Build it with one of the class methods.
+
+    Keys: `fp8_ds_mla`, `rows`. Keys of the indexer: `index_fp8`, `index_mxfp4`, `rows`. States of a compressor:
+    `compressor_state`.
 
     `fp8_ds_mla` (448 + 64 dims): 448 fp8 codes and 64 little-endian bf16 RoPE values, 576 bytes of data, then 8 scale
     bytes: one power-of-two exponent (biased by 127) per group of 64 codes and a pad byte. `rows`: plain bf16 or fp32.
     A NaN code, scale byte 255 of a group in use, or a NaN RoPE value makes the key NaN for every reader.
 
-    name: "fp8_ds_mla" or "rows".
+    `index_fp8` (132 bytes for 128 dims): a code for each dim, then one fp32 scale, a power of two. `index_mxfp4` (68
+    bytes): e2m1 codes, two to a byte, the even dim in the low half, then a scale byte for each group of 32.
+
+    name: "fp8_ds_mla", "rows", "index_fp8", "index_mxfp4" or "compressor_state".
     nope_dim: elements of a key without a position, the leading ones.
     rope_dim: elements of a key with RoPE, the trailing ones; bf16 in quantised records.
     dtype: element type of the cache tensor: uint8 for quantised records.
-    fp8_format: dialect of the codes; None for rows.
+    fp8_format: dialect of fp8 codes; None for others.
     fp8_max: largest magnitude the writer emits: 448 (OCP), 240 (FNUZ), or the 224 that vLLM writes on gfx942. Readers
        do not depend on it, so it is not part of the fingerprint.
     group_size: codes that share a scale; 0 for rows.
     arrangement: place of the scales.
     page_alignment: bytes to which `page_stride` rounds up when a page is allocated. Readers follow the tensor's own
        stride.
+    scale_dtype: uint8, an exponent biased by 127, or float32, the scale itself.
+    scale_padding: bytes to which the scales of a record round up.
     """
 
     name: str
@@ -93,10 +104,13 @@ class KVCacheLayout:
     group_size: int = 0
     arrangement: Arrangement = Arrangement.SPLIT
     page_alignment: int = 1
+    scale_dtype: torch.dtype = torch.uint8
+    scale_padding: int = 8
 
     def __attrs_post_init__(self) -> None:
         """Check that a writer stays within its dialect: 448 written as FNUZ is NaN."""
-        allowed = {Fp8Format.OCP: (448.0,), Fp8Format.FNUZ: (240.0, 224.0), None: (0.0,)}[self.fp8_format]
+        plain = (_E2M1_MAX,) if self.group_size else (0.0,)
+        allowed = {Fp8Format.OCP: (448.0,), Fp8Format.FNUZ: (240.0, 224.0), None: plain}[self.fp8_format]
         if self.fp8_max not in allowed:
             dialect = self.fp8_format.value if self.fp8_format else "rows"
             raise ArgumentError("fp8_max", expected=f"one of {allowed} for {dialect}", actual=self.fp8_max)
@@ -129,13 +143,37 @@ class KVCacheLayout:
             raise ArgumentError("dtype", expected="torch.bfloat16 or torch.float32", actual=dtype)
         return cls("rows", nope_dim, rope_dim, dtype)
 
+    @classmethod
+    def index_fp8(cls, head_dim: int = 128, *, fp8_format: Fp8Format = Fp8Format.OCP) -> KVCacheLayout:
+        """Layout of the indexer's 132-byte record: fp8 codes under one fp32 scale."""
+        quantised = torch.uint8, fp8_format, fp8_format.max, head_dim, Arrangement.SPLIT
+        return cls("index_fp8", head_dim, 0, *quantised, _INDEX_ALIGNMENT, torch.float32, scale_padding=4)
+
+    @classmethod
+    def index_mxfp4(cls, head_dim: int = 128) -> KVCacheLayout:
+        """Layout of the indexer's 68-byte record: e2m1 codes, groups of 32."""
+        if head_dim % 32:
+            raise ArgumentError("head_dim", expected="a multiple of 32, the dims under a scale", actual=head_dim)
+        quantised = torch.uint8, None, _E2M1_MAX, 32, Arrangement.SPLIT
+        return cls("index_mxfp4", head_dim, 0, *quantised, _INDEX_ALIGNMENT, scale_padding=4)
+
+    @classmethod
+    def compressor_state(cls, width: int) -> KVCacheLayout:
+        """Layout of a token's state in a compressor: `width` fp32 values of kv, then as many scores."""
+        return cls("compressor_state", 2 * width, 0, torch.float32, page_alignment=_INDEX_ALIGNMENT)
+
     @property
     def amax_floor(self) -> float:
         """Smallest group maximum a writer assumes, so that a group of zeros has a scale. This is vLLM's rule.
 
         FlashMLA's tests put a floor under the scale instead: other bytes below 0.027, with equal values when read.
         """
-        return 1e-4
+        return 1e-4 if self.fp8_format else _E2M1_MAX * 2.0**-126
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code: 8 of fp8, 4 of e2m1."""
+        return 8 if self.fp8_format else 4
 
     @property
     def head_dim(self) -> int:
@@ -144,8 +182,8 @@ class KVCacheLayout:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether records hold fp8 codes and scales."""
-        return self.fp8_format is not None
+        """Whether records hold codes and scales."""
+        return self.group_size > 0
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -160,12 +198,14 @@ class KVCacheLayout:
     @property
     def data_bytes(self) -> int:
         """Bytes of codes and RoPE values of one record."""
-        return self.nope_dim + 2 * self.rope_dim if self.is_quantised else self.head_dim * self.dtype.itemsize
+        if not self.is_quantised:
+            return self.head_dim * self.dtype.itemsize
+        return self.nope_dim * self.code_bits // 8 + 2 * self.rope_dim
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of scales of one record, padded to 8."""
-        return round_up(self.num_groups, 8)
+        """Bytes of scales of one record, with padding."""
+        return round_up(self.num_groups * self.scale_dtype.itemsize, self.scale_padding) if self.is_quantised else 0
 
     @property
     def record_bytes(self) -> int:
@@ -187,10 +227,17 @@ class KVCacheLayout:
         split = self.arrangement is Arrangement.SPLIT
         stride = self.data_bytes if split else self.record_bytes
         scales = block_size * self.data_bytes if split else self.data_bytes
+        codes = self.nope_dim * self.code_bits // 8
         return (
-            Region("nope", torch.uint8, self.nope_dim, 0, stride),
-            Region("rope", torch.bfloat16, self.rope_dim, self.nope_dim, stride),
-            Region("scale", torch.uint8, self.scale_bytes, scales, self.scale_bytes if split else stride),
+            Region("nope", torch.uint8, codes, 0, stride),
+            Region("rope", torch.bfloat16, self.rope_dim, codes, stride),
+            Region(
+                "scale",
+                self.scale_dtype,
+                self.scale_bytes // self.scale_dtype.itemsize,
+                scales,
+                self.scale_bytes if split else stride,
+            ),
         )
 
     @property
@@ -200,8 +247,13 @@ class KVCacheLayout:
         The same in every process, on every device and in every release; engines may store it or send it.
         """
         dims = f"nope{self.nope_dim}:rope{self.rope_dim}"
-        if self.fp8_format is None:
-            return f"rows/1:{str(self.dtype).removeprefix('torch.')}:{dims}"
+        if not self.is_quantised:
+            return f"{self.name}/1:{str(self.dtype).removeprefix('torch.')}:{dims}"
+        if self.name != "fp8_ds_mla":
+            codes = self.fp8_format.value if self.fp8_format else "e2m1"
+            scale = "ue8m0" if self.scale_dtype == torch.uint8 else "float32"
+            return f"{self.name}/1:{codes}:dim{self.nope_dim}:{scale}x{self.group_size}:{self.arrangement.value}"
+        assert self.fp8_format is not None
         scales = f"ue8m0x{self.group_size}:scales{self.scale_bytes}:{self.arrangement.value}"
         return f"{self.name}/1:{self.fp8_format.value}:{dims}:bf16:{scales}"
 
@@ -284,11 +336,13 @@ class PagedKVCache:
         if tensor.ndim == 2 and self.num_blocks and tensor.shape[1] < page:
             raise ArgumentError("cache tensor", expected=f"at least {page} bytes in a page", actual=tensor.shape[1])
         # the stride of a dimension of size one means nothing
-        stride = tensor.stride(0) if self.num_blocks > 1 else page + page % 2
+        stride = tensor.stride(0) if self.num_blocks > 1 else round_up(page, 4)
         if stride < page:
             raise ArgumentError("cache tensor", expected=f"a page stride of at least {page} bytes", actual=stride)
-        if tensor.storage_offset() % 2 or stride % 2:
-            expected = "pages that begin at even bytes, so that the bf16 part is aligned"
+        unit = max(2, layout.scale_dtype.itemsize)
+        if tensor.storage_offset() % unit or stride % unit:
+            where = "even bytes" if unit == 2 else f"multiples of {unit} bytes"
+            expected = f"pages that begin at {where}, so that the wider parts are aligned"
             actual = f"first page at byte {tensor.storage_offset()}, page stride {stride}"
             raise ArgumentError("cache tensor", expected=expected, actual=actual)
         return stride

@@ -35,9 +35,9 @@ __all__ = ["PhasedBackend"]
 class PhasedBackend(BackendDefaults):
     """A `contract.Backend` of two: each phase runs on its own backend, in the forms of that backend.
 
-    Index steps, insert and output projection run on the decode backend in both phases: a captured decode step contains
-    them, and only the decode backend's `support` covers capture. Gathering runs on the prefill backend,
-    which reads the gathered keys. The cache layout makes sure that both read and write the same bytes.
+    Index steps, insert, output projection and the steps around attention run on the decode backend in both phases: a
+    captured decode step contains them, and only the decode backend's `support` covers capture. Gathering runs on the
+    prefill backend, which reads the gathered keys. The cache layout makes sure that both read and write the same bytes.
     """
 
     def __init__(self, decode: Backend, prefill: Backend) -> None:
@@ -52,6 +52,8 @@ class PhasedBackend(BackendDefaults):
             products=one.products if one.products is Products.FP8 else other.products,
         )
         self.steps, self.builder_steps = decode.steps, self._decode.builder_steps
+        self.deterministic = self._decode.deterministic and self._prefill.deterministic
+        self.layer_steps = self._decode.layer_steps
         self.quantize_and_insert_k_cache = decode.quantize_and_insert_k_cache
         self.qnorm_rope_kv_insert = decode.qnorm_rope_kv_insert
         self.inv_rope_o_proj = decode.inv_rope_o_proj

@@ -246,8 +246,10 @@ def test_every_optional_part_of_the_contract_is_forwarded() -> None:
     """Whatever a later version of the contract adds to `BackendDefaults` needs a rule in `PhasedBackend`."""
     optional = {name for name in vars(BackendDefaults) if not name.startswith("_")} - {"translate_to_ragged"}
 
-    assert optional == {"builder_steps", "metadata_extension", "kernel_variants", "prepare", "warmup"}
-    assert optional - {"builder_steps"} <= vars(PhasedBackend).keys()
+    taken_over = {"builder_steps", "deterministic", "layer_steps"}
+    assert optional == taken_over | {"metadata_extension", "kernel_variants", "prepare", "warmup"}
+    assert taken_over <= vars(PhasedBackend(ReferenceBackend(), ReferenceBackend())).keys()
+    assert optional - taken_over <= vars(PhasedBackend).keys()
 
 
 class Plain:

@@ -22,7 +22,7 @@ INFO = BackendInfo(
     native=("cpu",),
     rank=Rank.REFERENCE,
     packages=("torch",),
-    options={"decode_indices": "dense", "prefill_indices": "dense", "prefill_keys": "gathered"},
+    options={"decode_indices": "dense", "prefill_indices": "dense", "prefill_keys": "gathered", "deterministic": False},
 )
 
 

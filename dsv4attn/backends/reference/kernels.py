@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.layer_ops import Linear
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.rope import apply_rope
 
@@ -144,13 +145,16 @@ def attend(
     lse: Tensor | None,
     max_logits: Tensor | None = None,
     empty_lse: float = -inf,
+    *,
+    rows: int | None = None,
 ) -> None:
     """Attention of every row of q [T, H, D] over its own keys; keys are values.
 
     z_j = scale * q . k_j, lse = ln(sum_j exp z_j), out = sum_j exp(z_j - lse) k_j * sigmoid(lse - sink).
-    The last factor is the effect on a softmax of one more logit, the sink, with value zero.
+    The last factor is the effect on a softmax of one more logit, the sink, with value zero. rows: of a tile, by default
+    as many as TILE_BYTES allows; one row has bits that depend on its own keys alone.
     """
-    for part in tiles(q.shape[0], attend_bytes(q.shape[1], q.shape[2], width_of(keys))):
+    for part in tiles(q.shape[0], attend_bytes(q.shape[1], q.shape[2], width_of(keys)), rows):
         k, present = read_gathered(keys, part) if isinstance(keys, GatheredKeys) else read_paged(keys, part)
         if not k.shape[1]:
             out[part] = 0
@@ -215,10 +219,12 @@ def listed(rows: DenseIndices | RaggedIndices, part: slice, capacity: int) -> tu
 # output projection
 
 
-def inv_rope_o_proj(o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, num_groups: int) -> Tensor:
+def inv_rope_o_proj(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, num_groups: int, linear: Linear
+) -> Tensor:
     """Undo the keys' rotation at the query's position, then project each group of heads by its own matrix.
 
-    o: [T, H, D]. wo_a: [G * rank, H / G * D]. Returns [T, G, rank].
+    o: [T, H, D]. wo_a: [G * rank, H / G * D]. linear: the product. Returns [T, G, rank].
     """
     weight = wo_a.unflatten(0, (num_groups, -1)).float()
     out = o.new_empty(o.shape[0], *weight.shape[:2])
@@ -226,16 +232,17 @@ def inv_rope_o_proj(o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: T
         grouped = (
             rotated(o[part], positions[part], cos_sin_cache, inverse=True).flatten(1).unflatten(1, (num_groups, -1))
         )
-        out[part] = torch.einsum("tgi,gri->tgr", grouped.float(), weight)
+        for group in range(num_groups):
+            out[part, group] = linear(grouped[:, group].float(), weight[group])
     return out
 
 
 # tiles
 
 
-def tiles(n: int, row_bytes: int) -> Iterator[slice]:
-    """Cut n rows so that a tile's temporaries stay within TILE_BYTES."""
-    step = max(TILE_BYTES // max(row_bytes, 1), 1)
+def tiles(n: int, row_bytes: int, rows: int | None = None) -> Iterator[slice]:
+    """Cut n rows so that a tile's temporaries stay within TILE_BYTES, or into tiles of so many rows."""
+    step = rows or max(TILE_BYTES // max(row_bytes, 1), 1)
     return (slice(start, min(start + step, n)) for start in range(0, n, step))
 
 

@@ -11,11 +11,12 @@ from dsv4attn.backends.reference import kernels
 from dsv4attn.core import indices
 from dsv4attn.core.checks import check_attention_strides, check_keys
 from dsv4attn.core.contract import AttentionCall, BackendDefaults, Forms, IndexForm, IndexSteps, KeyForm, Phase
+from dsv4attn.core.definitions import batch_invariant_linear, linear
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
 from dsv4attn.core.workspace import BufferSpec
-from dsv4attn.errors import UnknownNameError
+from dsv4attn.errors import ArgumentError, UnknownNameError
 
 __all__ = ["ReferenceBackend"]
 
@@ -43,8 +44,12 @@ class ReferenceBackend(BackendDefaults):
         decode_indices: IndexForm | str = IndexForm.DENSE,
         prefill_indices: IndexForm | str = IndexForm.DENSE,
         prefill_keys: KeyForm | str = KeyForm.GATHERED,
+        deterministic: bool = False,
     ) -> None:
-        """Choose the forms core prepares."""
+        """Choose the forms core prepares. deterministic: rows are computed one by one."""
+        if not isinstance(deterministic, bool):
+            raise ArgumentError("deterministic", expected="true or false", actual=repr(deterministic))
+        self.deterministic = deterministic
         self.forms = Forms(
             _form(IndexForm, "decode_indices", decode_indices),
             _form(IndexForm, "prefill_indices", prefill_indices),
@@ -107,7 +112,8 @@ class ReferenceBackend(BackendDefaults):
         """See `contract.Backend`."""
         check_attention_strides(call)
         results = call.out, call.lse, call.max_logits, call.empty_lse
-        kernels.attend(call.q, call.keys, call.layer.scale, call.attn_sink, *results)
+        rows = 1 if self.deterministic else None
+        kernels.attend(call.q, call.keys, call.layer.scale, call.attn_sink, *results, rows=rows)
 
     def prefill(self, call: AttentionCall) -> None:
         """See `contract.Backend`. The reference has one attention for both phases."""
@@ -118,4 +124,5 @@ class ReferenceBackend(BackendDefaults):
     ) -> Tensor:
         """See `contract.Backend`."""
         check_strides(o=o, positions=positions, cos_sin_cache=cos_sin_cache, wo_a=wo_a)
-        return kernels.inv_rope_o_proj(o, positions, cos_sin_cache, wo_a, num_groups)
+        product = batch_invariant_linear if self.deterministic else linear
+        return kernels.inv_rope_o_proj(o, positions, cos_sin_cache, wo_a, num_groups, product)

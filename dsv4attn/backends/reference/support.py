@@ -28,9 +28,6 @@ def support(device: DeviceFacts, problem: Problem) -> Sequence[Reason]:
     if problem.capture:
         cure = "capture with another backend, or run eagerly"
         reasons.append(Reason("CAPTURE", "a captured graph", "eager calls: it reads lengths on the host", cure))
-    if problem.deterministic:
-        cure = "do not ask for it here: a row's sums are cut by what shares its tile"
-        reasons.append(Reason("DETERMINISTIC", "bits that do not depend on the batch", "the default mode", cure))
     return reasons
 
 

@@ -1,0 +1,20 @@
+"""The steps of the layer around attention in plain torch: their definition, and the default of every backend.
+
+`core.layer_ops` has the protocol. No step reads a tensor value on the host or loops over tokens, so that a graph can
+capture it; temporaries are cut into tiles of TILE_BYTES.
+"""
+
+from __future__ import annotations
+
+from dsv4attn.core.definitions.indexer import IndexQuery, fp8_mqa_logits, fp8_paged_mqa_logits
+from dsv4attn.core.definitions.steps import TorchLayerSteps
+from dsv4attn.core.definitions.tiles import batch_invariant_linear, linear
+
+__all__ = [
+    "IndexQuery",
+    "TorchLayerSteps",
+    "batch_invariant_linear",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
+    "linear",
+]

@@ -1,0 +1,120 @@
+"""Manifold-constrained hyper-connections: n residual streams, mixed into a sublayer's input and back.
+
+Streams X [T, n, d]. Their mixes are a linear function of the flattened, normalised streams: `pre` [n] weighs the
+streams into the input of the sublayer, `post` [n] its output into each stream, and `comb` [n, n], made doubly
+stochastic by Sinkhorn's iterations, the old streams into the new: new_j = post_j * y + sum_i comb_ij * X_i.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core.definitions.compressor import rms_norm
+from dsv4attn.core.definitions.tiles import tiles
+from dsv4attn.core.layer_ops import Linear
+
+__all__ = ["hc_head", "mhc_post", "mhc_pre"]
+
+
+def _mixes(streams: Tensor, fn: Tensor, rms_eps: float, linear: Linear) -> Tensor:
+    """[T, m] fp32: the flattened streams over the root of their mean square, times fn [m, n * d]."""
+    flat = streams.flatten(-2).float()
+    return linear(flat, fn.float()) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
+
+
+def mhc_pre(
+    residual: Tensor,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    *,
+    linear: Linear,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `LayerSteps.mhc_pre`."""
+    n = residual.shape[-2]
+    made = [
+        _pre(
+            residual[part], fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value,
+            sinkhorn_repeat, norm_weight, norm_eps, linear,
+        )
+        for part in tiles(residual.shape[0], 24 * residual[:1].numel())
+    ]  # fmt: skip
+    if not made:
+        mixes = residual.new_empty(0, n, 1, dtype=torch.float32), residual.new_empty(0, n, n, dtype=torch.float32)
+        return *mixes, residual.new_empty(0, residual.shape[-1])
+    post, comb, layer_input = (torch.cat(parts) for parts in zip(*made, strict=True))
+    return post, comb, layer_input
+
+
+def _pre(
+    residual: Tensor,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    linear: Linear,
+) -> tuple[Tensor, Tensor, Tensor]:
+    n = residual.shape[-2]
+    mixes = _mixes(residual, fn, rms_eps, linear)
+    pre, post, comb = (
+        (mix * scale + base).contiguous()
+        for mix, scale, base in zip(mixes.split([n, n, n * n], -1), hc_scale, hc_base.split([n, n, n * n]), strict=True)
+    )
+    pre = pre.sigmoid() + hc_pre_eps
+    post = hc_post_mult_value * post.sigmoid()
+    comb = comb.unflatten(-1, (n, n)).softmax(-1) + hc_sinkhorn_eps
+    for i in range(sinkhorn_repeat):
+        if i:
+            comb = comb / (comb.sum(-1, keepdim=True) + hc_sinkhorn_eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + hc_sinkhorn_eps)
+    layer_input = _weighed(pre, residual)
+    if norm_weight is not None:
+        layer_input = rms_norm(layer_input, norm_weight, norm_eps)
+    return post[..., None], comb, layer_input.to(residual.dtype)
+
+
+def _weighed(weights: Tensor, streams: Tensor) -> Tensor:
+    """[T, d] fp32: the sum of the streams [T, n, d], each times its weight [T, n], one after another."""
+    total = weights[..., :1] * streams[..., 0, :].float()
+    for i in range(1, streams.shape[-2]):
+        total = total + weights[..., i : i + 1] * streams[..., i, :].float()
+    return total
+
+
+def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """See `LayerSteps.mhc_post`."""
+    out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    for part in tiles(residual.shape[0], 24 * residual[:1].numel()):
+        for j in range(residual.shape[-2]):
+            mixed = _weighed(comb[part, :, j], residual[part])
+            out[part, j] = (post[part, j] * x[part].float() + mixed).to(out.dtype)
+    return out
+
+
+def hc_head(
+    streams: Tensor,
+    hc_fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_eps: float,
+    *,
+    linear: Linear,
+) -> Tensor:
+    """See `LayerSteps.hc_head`."""
+    gate = (_mixes(streams, hc_fn, rms_eps, linear) * hc_scale + hc_base).sigmoid() + hc_eps
+    return _weighed(gate, streams).to(streams.dtype)

@@ -1,0 +1,100 @@
+"""`TorchLayerSteps`: all layer steps in plain torch, as an object that a backend can have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from dsv4attn.core.definitions import compressor, hyper_connections, indexer, selection
+from dsv4attn.core.definitions.records import store_index_keys
+from dsv4attn.core.definitions.tiles import TILE_BYTES, linear
+from dsv4attn.core.layer_ops import Linear
+from dsv4attn.core.layout import PagedKVCache
+
+__all__ = ["TorchLayerSteps"]
+
+
+class TorchLayerSteps:
+    """`LayerSteps` in plain torch.
+
+    insert: writes keys k [n, D] fp32 to slots of a cache of keys; a backend's `quantize_and_insert_k_cache`.
+    linear: the matrix product of hyper-connections.
+    """
+
+    def __init__(self, insert: Callable[[Tensor, PagedKVCache, Tensor], None], linear: Linear = linear) -> None:
+        self._insert, self._linear = insert, linear
+
+    save_partial_states = staticmethod(compressor.save_partial_states)
+    indexer_q_rope_quant = staticmethod(indexer.indexer_q_rope_quant)
+    select_topk = staticmethod(selection.select_topk)
+    mhc_post = staticmethod(hyper_connections.mhc_post)
+
+    def compress_norm_rope_store(
+        self,
+        states: PagedKVCache,
+        state_block_table: Tensor,
+        token_to_req: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        cos_sin_cache: Tensor,
+        ratio: int,
+        cache: PagedKVCache,
+        *,
+        overlap: bool,
+    ) -> None:
+        """See `LayerSteps`."""
+
+        def insert(k: Tensor, slots: Tensor) -> None:
+            if cache.layout.name == "fp8_ds_mla":
+                self._insert(k, cache, slots)
+            else:
+                store_index_keys(k, cache, slots)
+
+        window = states, state_block_table, token_to_req, positions, slot_mapping
+        compressor.compress_norm_rope_store(*window, norm_weight, eps, cos_sin_cache, ratio, insert, overlap=overlap)
+
+    def mhc_pre(
+        self,
+        residual: Tensor,
+        fn: Tensor,
+        hc_scale: Tensor,
+        hc_base: Tensor,
+        rms_eps: float,
+        hc_pre_eps: float,
+        hc_sinkhorn_eps: float,
+        hc_post_mult_value: float = 2.0,
+        sinkhorn_repeat: int = 20,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-6,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `LayerSteps`."""
+        mixes = fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
+        return hyper_connections.mhc_pre(residual, *mixes, norm_weight, norm_eps, linear=self._linear)
+
+    def mhc_fused_post_pre(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        *mixes: Any,  # noqa: ANN401 - those of `mhc_pre`
+        **options: Any,  # noqa: ANN401 - as above
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See `LayerSteps`."""
+        residual = self.mhc_post(x, residual, post, comb)
+        return residual, *self.mhc_pre(residual, *mixes, **options)
+
+    def hc_head(
+        self, streams: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, rms_eps: float, hc_eps: float
+    ) -> Tensor:
+        """See `LayerSteps`."""
+        gate = hc_fn, hc_scale, hc_base, rms_eps, hc_eps
+        return hyper_connections.hc_head(streams, *gate, linear=self._linear)
+
+    def transient_bytes(self, max_tokens: int) -> int:
+        """A tile, and what a step makes for each token."""
+        return 2 * TILE_BYTES + 256 * max_tokens

@@ -1,0 +1,150 @@
+"""Protocol of the steps around attention: compressor, indexer, selection, hyper-connections. Part of the contract.
+
+A backend may bring some of them, in `BackendDefaults.layer_steps`; `dsv4attn.core.definitions` is the definition of
+every step, and the default. Core checks arguments before it calls a step. Letters: Hi heads of the indexer, Di dims of
+an index key, n residual streams, d hidden size, w channels of a compressor's kv, r its ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dsv4attn.core.definitions.indexer import IndexQuery
+    from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+
+__all__ = ["LAYER_STEPS", "LayerSteps", "Linear"]
+
+Linear: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+"""`linear(x, weight)`: x [..., K] times weight [N, K] transposed."""
+
+LAYER_STEPS = {
+    "compressor": ("save_partial_states", "compress_norm_rope_store"),
+    "indexer": ("indexer_q_rope_quant",),
+    "selection": ("select_topk",),
+    "hyper_connections": ("mhc_pre", "mhc_post", "mhc_fused_post_pre", "hc_head"),
+}
+"""The parts of the layer around attention by the name that selection shows, with their steps."""
+
+
+class LayerSteps(Protocol):
+    """The steps of the layer around attention."""
+
+    def save_partial_states(
+        self, kv: Tensor, score: Tensor, ape: Tensor, positions: Tensor, cache: PagedKVCache, slot_mapping: Tensor
+    ) -> None:
+        """Write each token's kv, and its score plus the bias of its place in the window, to its state slot.
+
+        kv, score: [T, w] fp32. ape: [r, w] fp32. positions: [T] int64. cache: `KVCacheLayout.compressor_state(w)`.
+        slot_mapping: [S] int64; tokens at or behind S, and slots that do not exist, are skipped.
+        """
+
+    def compress_norm_rope_store(
+        self,
+        states: PagedKVCache,
+        state_block_table: Tensor,
+        token_to_req: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        cos_sin_cache: Tensor,
+        ratio: int,
+        cache: PagedKVCache,
+        *,
+        overlap: bool,
+    ) -> None:
+        """Make the entries that the tokens of a step complete, from states that are all saved, and store them.
+
+        Softmax of the scores over the window, RMSNorm, RoPE at the window's first position, quantise. states,
+        state_block_table [R, N] int32: the state cache. token_to_req: [T] int32. positions: [T] int64, consecutive
+        within a request. slot_mapping: [S] int64 slots of `cache`, negative for tokens that complete no entry.
+        norm_weight: [d] fp32. cos_sin_cache: [positions, rope] fp32. cache: of keys, or of index keys. overlap: whether
+        an entry covers the window before its own too.
+        """
+
+    def indexer_q_rope_quant(
+        self, q: Tensor, weights: Tensor, positions: Tensor, cos_sin_cache: Tensor, layout: KVCacheLayout
+    ) -> IndexQuery:
+        """Rotate q [T, Hi, Di] and quantise it as the layout of the index keys asks; q itself stays.
+
+        weights: [T, Hi]. positions: [T] int64. q and weights: bf16 or fp32. Factors of the score are folded into the
+        weights of the result.
+        """
+
+    def select_topk(
+        self,
+        query: IndexQuery,
+        cache: PagedKVCache,
+        block_table: Tensor,
+        token_to_req: Tensor,
+        visible_lens: Tensor,
+        out: Tensor,
+        max_entries: int,
+    ) -> None:
+        """Write the K entries with the largest scores of each token to out [T, K] int32, ascending, then -1.
+
+        Exact: of equal scores the lower entry number wins; NaN is never chosen. Logits are never held for a whole
+        context. cache: index keys. block_table: [R, N] int32. token_to_req: [T] int32. visible_lens: [T] int32 -
+        entries that each token sees. max_entries: bound of `visible_lens`, known on the host.
+        """
+
+    def mhc_pre(
+        self,
+        residual: Tensor,
+        fn: Tensor,
+        hc_scale: Tensor,
+        hc_base: Tensor,
+        rms_eps: float,
+        hc_pre_eps: float,
+        hc_sinkhorn_eps: float,
+        hc_post_mult_value: float = 2.0,
+        sinkhorn_repeat: int = 20,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-6,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(post [T, n, 1] fp32, comb [T, n, n] fp32, layer_input [T, d] like residual) of residual [T, n, d].
+
+        fn: [2 n + n * n, n * d] fp32. hc_scale: [3] fp32 and hc_base: [2 n + n * n] fp32, of pre, post, comb. The first
+        of `sinkhorn_repeat` iterations normalises columns only. norm_weight: [d] - of an RMSNorm of layer_input, or
+        None.
+        """
+
+    def mhc_post(self, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        """[T, n, d] like residual: post_j * x + sum_i comb_ij * residual_i, summed over the first index of comb.
+
+        x: [T, d] - output of the sublayer. residual: [T, n, d]. post: [T, n, 1] fp32. comb: [T, n, n] fp32.
+        """
+
+    def mhc_fused_post_pre(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        fn: Tensor,
+        hc_scale: Tensor,
+        hc_base: Tensor,
+        rms_eps: float,
+        hc_pre_eps: float,
+        hc_sinkhorn_eps: float,
+        hc_post_mult_value: float = 2.0,
+        sinkhorn_repeat: int = 20,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-6,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(residual, post, comb, layer_input): `mhc_post`, then `mhc_pre` of the new residual."""
+
+    def hc_head(
+        self, streams: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, rms_eps: float, hc_eps: float
+    ) -> Tensor:
+        """[T, d] like streams: the sum of streams [T, n, d], each times the sigmoid of its gate plus hc_eps.
+
+        hc_fn: [n, n * d] fp32. hc_scale: [1] fp32. hc_base: [n] fp32.
+        """
+
+    def transient_bytes(self, max_tokens: int) -> int:
+        """Upper bound on temporaries of the framework's allocator in any one step; 0 for kernels."""
