@@ -136,8 +136,8 @@ class ModelGeometry:
     main_theta: base of the RoPE frequencies of window-only layers. compress_theta: base of the other layers.
     compress_yarn: frequency scaling of the other layers, or None. eps: epsilon of the RMSNorms. q_lora_rank: elements
     of the latent that both q and the indexer's q are projected from. index_n_heads: Hi - heads of the indexer.
-    index_head_dim: Di - elements of an index head, and of an index key; the trailing `rope_dim` rotate. hc_mult:
-    residual streams of the hyper-connections. hc_sinkhorn_iters, hc_eps: of their normalisation. name: for messages.
+    index_head_dim: Di - elements of an index head and index key; the trailing `rope_dim` rotate. hc_mult: streams of the
+    hyper-connections. hc_sinkhorn_iters: their normalisations. hc_eps: their epsilon. name: for messages.
     """
 
     num_heads: int = field(validator=_positive)
