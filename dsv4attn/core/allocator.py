@@ -89,6 +89,13 @@ class BlockTable:
         """Grow until `num_tokens` tokens have a block, by all the blocks this takes or by none; never shrink."""
         self.blocks += self._allocator.allocate(self.missing(num_tokens))
 
+    def skip_before(self, token: int) -> None:
+        """Begin an empty table at the block of position `token`: blocks wholly before it are never allocated."""
+        if self.blocks:
+            raise ArgumentError("table", expected="an empty one", actual=f"{len(self.blocks)} blocks")
+        self._released = check_count("token", token, 0) // self.tokens_per_block
+        self.blocks = [-1] * self._released
+
     def release_before(self, token: int) -> None:
         """Free the blocks that lie wholly before position `token`, leaving -1 in their place.
 

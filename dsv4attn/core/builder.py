@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -10,12 +10,21 @@ from torch import Tensor
 
 from dsv4attn.core import indices
 from dsv4attn.core.contract import Backend, BuilderSteps, MetadataExtension, complete
-from dsv4attn.core.geometry import TABLE_COLUMNS, LayerKind, ModelGeometry
+from dsv4attn.core.geometry import TABLE_COLUMNS, LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.metadata import (
+    AttentionMetadata,
+    Batch,
+    CompressorMetadata,
+    DeepseekSparseSWAMetadata,
+    FlashMLASparseMetadata,
+)
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["MetadataBuilder", "c128a_columns", "split_decodes_and_prefills"]
+__all__ = ["STATE_BLOCK_SIZES", "MetadataBuilder", "c128a_columns", "split_decodes_and_prefills"]
+
+STATE_BLOCK_SIZES: Mapping[LayerKind, int] = {LayerKind.C4A: 4, LayerKind.C128A: 8}
+"""Records in a page of compressor states, as vLLM has them."""
 
 
 def c128a_columns(geometry: ModelGeometry, limits: Limits) -> int:
@@ -52,6 +61,7 @@ class MetadataBuilder:
     validate: read and check tensor values; by default on the CPU only, where that costs no synchronisation.
     short_prefills: see `split_decodes_and_prefills`. backend: its index kernels, if it has any, compute the metadata
     without an allocation on the device, and its metadata extension is applied. steps: replaces those kernels.
+    state_block_sizes: records per block of the state caches of each kind. num_state_blocks: sizes of these caches.
     """
 
     def __init__(
@@ -68,12 +78,15 @@ class MetadataBuilder:
         short_prefills: bool = False,
         backend: Backend | None = None,
         steps: BuilderSteps | None = None,
+        state_block_sizes: Mapping[LayerKind, int] = STATE_BLOCK_SIZES,
+        num_state_blocks: Mapping[LayerKind, int] | None = None,
     ) -> None:
         self.geometry, self.limits, self.device = geometry, limits, torch.device(device)
         self.swa_block_size, self.compressed_block_tokens = swa_block_size, compressed_block_tokens
         self.num_swa_blocks, self.num_compressed_blocks = num_swa_blocks, num_compressed_blocks
         self.validate = self.device.type == "cpu" if validate is None else validate
         self.short_prefills = short_prefills
+        self.state_block_sizes, self.num_state_blocks = state_block_sizes, num_state_blocks or {}
         whole = None if backend is None else complete(backend)
         self.steps: BuilderSteps = steps or (whole and whole.builder_steps) or indices
         with torch.inference_mode(False):  # as `_buffer`
@@ -91,6 +104,8 @@ class MetadataBuilder:
         self._gather_lens = self._buffer(limits.max_num_reqs)
         self._slots = {kind: self._buffer(tokens, dtype=torch.int64) for kind in geometry.kinds}
         self._entries = {kind: self._buffer(tokens) for kind in geometry.kinds}
+        self._state_slots = {kind: self._buffer(tokens, dtype=torch.int64) for kind in geometry.kinds}
+        self._state_lens = self._buffer(tokens)
         self._c128a: tuple[Tensor, Tensor] | None = None
         if LayerKind.C128A in geometry.kinds:
             self._c128a_max = c128a_columns(geometry, limits)
@@ -200,11 +215,46 @@ class MetadataBuilder:
         compressed = [layer for layer in layers if layer.kind is not LayerKind.SWA]
         for layer in compressed:  # all checks before the first write
             self._checked_entries(batch, layer.kind, layer.compress_ratio)
+            self._checked_states(batch, layer)
         swa = self.build(batch)
         made = {layer.kind: AttentionMetadata(swa) for layer in layers}
         for kind in (layer.kind for layer in compressed):
             made[kind].compressed = self.build_compressed(batch, swa, kind, full_width=full_width)
+            made[kind].state = self.build_state(batch, swa, kind)
         return made
+
+    def build_state(self, batch: Batch, swa: DeepseekSparseSWAMetadata, kind: LayerKind) -> CompressorMetadata | None:
+        """Compressor metadata of a batch for all layers of a kind, or None without a table of states."""
+        layer = self.geometry.layer_of_kind(kind)
+        table = self._checked_states(batch, layer)
+        if table is None:
+            return None
+        slots, size = self._state_slots[layer.kind], self.state_block_sizes[layer.kind]
+        maps = batch.query_start_loc, batch.seq_lens, swa.token_to_req_indices, swa.is_valid_token
+        # every token completes an entry of ratio 1: its own state
+        self.steps.build_compressed_slot_mapping(*maps, table, size, 1, out=(slots, self._state_lens))
+        rows = slots[: max(swa.num_actual_tokens, batch.slot_mapping.shape[0])]
+        return CompressorMetadata(block_size=size, block_table=table, slot_mapping=rows)
+
+    def _checked_states(self, batch: Batch, layer: LayerGeometry) -> Tensor | None:
+        """Block table of the states of a kind, after a check that every block exists that this step reads or writes."""
+        name = f"{layer.kind.value}_state_block_table"
+        table: Tensor | None = getattr(batch, name)
+        if table is None:
+            return None
+        query_lens, seq_lens = self._host_lens(batch)
+        size, bound = self.state_block_sizes[layer.kind], self.num_state_blocks.get(layer.kind)
+        self._check_table(f"Batch.{name}", table, query_lens, seq_lens, size)
+        for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            if not (self.validate and query_len):
+                continue
+            first = layer.first_state(seq_len - query_len) // size
+            wrong = _outside(table[i, first : -(-seq_len // size)], bound)
+            if bool(wrong.any()):
+                j = first + int(wrong.nonzero()[0])
+                expected = f"a block in [0, {_bound(bound)}) for the states of positions {j * size} and on"
+                raise ArgumentError(f"{name}[{i}, {j}]", expected=expected, actual=int(table[i, j]))
+        return table
 
     def _checked_entries(self, batch: Batch, kind: LayerKind, ratio: int) -> tuple[Tensor, list[int]]:
         """Block table of a compressed cache, and how many entries each request has."""

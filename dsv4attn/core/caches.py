@@ -1,4 +1,4 @@
-"""`LayerCaches`: the window cache and the compressed cache of one layer, with their signature."""
+"""`LayerCaches`: the caches that attention of a layer reads, with their signature; `DeepseekV4Caches`: all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.values import check_type
 
-__all__ = ["LayerCaches"]
+__all__ = ["DeepseekV4Caches", "LayerCaches"]
 
 _CURE = "pass PagedKVCache(tensor, layout), or PagedKVCache.allocate(...)"
 
@@ -48,6 +48,29 @@ class LayerCaches:
         if layer.kind is LayerKind.SWA or self.compressed is None:
             return (self.swa,)
         return self.swa, self.compressed
+
+
+@frozen(eq=False)
+class DeepseekV4Caches:
+    """All paged caches of one layer: what a request holds in them is its whole state.
+
+    attention: the window cache, and the compressed cache of layers that have one.
+    state: states of the compressor, on layers that have a compressed cache.
+    index: index keys, on c4a layers.
+    index_state: states of the indexer's compressor, on c4a layers.
+    """
+
+    attention: LayerCaches
+    state: PagedKVCache | None = None
+    index: PagedKVCache | None = None
+    index_state: PagedKVCache | None = None
+
+    @property
+    def present(self) -> dict[str, PagedKVCache]:
+        """Every cache that there is, by name."""
+        found = {"swa": self.attention.swa, "compressed": self.attention.compressed, "state": self.state}
+        found |= {"index": self.index, "index_state": self.index_state}
+        return {name: cache for name, cache in found.items() if cache is not None}
 
 
 @lru_cache(maxsize=1024)

@@ -10,14 +10,19 @@ from typing import Any, TypeAlias
 from attrs import frozen
 
 from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.metadata import (
+    AttentionMetadata,
+    CompressorMetadata,
+    DeepseekSparseSWAMetadata,
+    FlashMLASparseMetadata,
+)
 from dsv4attn.errors import ArgumentError, NoForwardContextError, UnknownNameError
 
 __all__ = ["ForwardContext", "get_forward_context", "set_forward_context"]
 
 Metadata: TypeAlias = (
     "Mapping[LayerKind, AttentionMetadata] | Mapping[str, AttentionMetadata]"
-    "| Mapping[str, DeepseekSparseSWAMetadata | FlashMLASparseMetadata | None]"
+    "| Mapping[str, DeepseekSparseSWAMetadata | FlashMLASparseMetadata | CompressorMetadata | None]"
 )
 
 
@@ -40,7 +45,12 @@ class ForwardContext:
             raise NoForwardContextError(_missing(swa_prefix, DeepseekSparseSWAMetadata, swa, found, kind))
         if compressed and not isinstance(part, FlashMLASparseMetadata):
             raise NoForwardContextError(_missing(prefix, FlashMLASparseMetadata, part, found, kind))
-        return AttentionMetadata(swa, part if isinstance(part, FlashMLASparseMetadata) else None)
+        state = found.get(f"{prefix}.state") if compressed else None
+        return AttentionMetadata(
+            swa,
+            part if isinstance(part, FlashMLASparseMetadata) else None,
+            state if isinstance(state, CompressorMetadata) else None,
+        )
 
 
 def _missing(key: str, wanted: type, found: object, metadata: Mapping[Any, Any], kind: LayerKind) -> str:
@@ -71,9 +81,9 @@ def set_forward_context(attn_metadata: Metadata | None) -> Iterator[ForwardConte
     """Run a step: layers called inside find their metadata in `attn_metadata`.
 
     attn_metadata: what `MetadataBuilder.build_for` returned, metadata by kind of layer. Or a mapping by prefix: the
-    `prefix` of each layer to its compressed metadata, its `swa_prefix` to its window metadata. None is the warm-up:
-    layers reserve memory and zero their output. Raises ArgumentError for anything else, UnknownNameError for kinds that
-    do not exist.
+    `prefix` of each layer to its compressed metadata, its `swa_prefix` to its window metadata, its `prefix` and
+    ".state" to that of its compressor. None is the warm-up: layers reserve memory and zero their output. Raises
+    ArgumentError for anything else, UnknownNameError for kinds that do not exist.
     """
     if attn_metadata is not None and not isinstance(attn_metadata, Mapping):
         raise ArgumentError(

@@ -11,29 +11,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from attrs import evolve, field, frozen, validators
 
-from dsv4attn.core.values import round_up
+from dsv4attn.core.layer_geometry import TABLE_COLUMNS, LayerGeometry, LayerKind, Rope, Yarn
 from dsv4attn.core.versions import refuse_v41
 from dsv4attn.errors import ArgumentError, GeometryError, UnknownNameError
 
-__all__ = ["PRESETS", "LayerGeometry", "LayerKind", "ModelGeometry", "Rope", "Yarn"]
-
-
-class LayerKind(str, Enum):
-    """The three attention layers of DeepSeek-V4.
-
-    SWA: sliding window only. C4A: window, and the entries an indexer selects from a lightly compressed cache (ratio 4).
-    C128A: window, and every entry of a heavily compressed cache (ratio 128).
-    """
-
-    SWA = "swa"
-    C4A = "c4a"
-    C128A = "c128a"
+__all__ = ["PRESETS", "TABLE_COLUMNS", "LayerGeometry", "LayerKind", "ModelGeometry", "Rope", "Yarn"]
 
 
 _KIND_OF_RATIO = {0: LayerKind.SWA, 1: LayerKind.SWA, 4: LayerKind.C4A, 128: LayerKind.C128A}
@@ -46,82 +33,6 @@ _LAYER_SIZES = "q_lora_rank", "index_n_heads", "index_head_dim", "hc_mult", "hc_
 """Sizes of the layer around attention, which a configuration may leave to their defaults, those of transformers."""
 _TYPE_OF_KIND = {kind: name for name, kind in _KIND_OF_TYPE.items()}
 _positive = validators.ge(1)
-
-TABLE_COLUMNS = 128
-"""Widths of C128A tables are multiples of this, as FlashMLA's kernels require."""
-
-
-@frozen
-class Yarn:
-    """YaRN frequency scaling. Cos and sin are never multiplied by an attention factor: DeepSeek-V4 fixes it at 1."""
-
-    factor: float = field(validator=validators.gt(0))
-    original_max_position: int = field(validator=_positive)
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-
-
-@frozen
-class Rope:
-    """Rotary embedding of one layer: interleaved pairs (2i, 2i+1) over the trailing `dim` elements of a head."""
-
-    dim: int = field(validator=_positive)
-    theta: float = field(validator=validators.gt(0))
-    yarn: Yarn | None = None
-
-
-@frozen
-class LayerGeometry:
-    """One attention layer: the part of the model that `forward_mqa` and a backend read.
-
-    kind: swa, c4a or c128a.
-    compress_ratio: r - tokens per compressed entry; 1 on window-only layers.
-    num_heads: H - query heads on this device.
-    head_dim: D - elements of a head, and of a key; the trailing `rope.dim` carry positions.
-    rope: the layer's rotary embedding.
-    window: W - tokens that a query sees through the window, itself included.
-    topk: K - entries that the indexer selects for a query of a c4a layer; 0 for the other kinds.
-    eps: epsilon of the weightless RMSNorm of q.
-    softmax_scale: factor of the logits; None is head_dim ** -0.5.
-    """
-
-    kind: LayerKind
-    compress_ratio: int = field(validator=_positive)
-    num_heads: int = field(validator=_positive)
-    head_dim: int = field(validator=_positive)
-    rope: Rope
-    window: int = field(validator=_positive)
-    topk: int
-    eps: float = 1e-6
-    softmax_scale: float | None = None
-
-    def __attrs_post_init__(self) -> None:
-        if (self.kind is LayerKind.SWA) != (self.compress_ratio == 1):
-            expected = "1 for window-only layers and more than 1 for all others"
-            actual = f"{self.compress_ratio} on a {self.kind.value} layer"
-            raise ArgumentError("compress_ratio", expected=expected, actual=actual)
-        if (self.kind is LayerKind.C4A) != (self.topk > 0):
-            actual = f"{self.topk} on {self.kind.value}"
-            raise ArgumentError("topk", expected="> 0 exactly on c4a layers", actual=actual)
-
-    @property
-    def rope_dim(self) -> int:
-        """Elements of a head that carry RoPE: the trailing ones."""
-        return self.rope.dim
-
-    @property
-    def nope_dim(self) -> int:
-        """Elements of a head that carry no position: the leading ones."""
-        return self.head_dim - self.rope.dim
-
-    def table_columns(self, max_model_len: int) -> int:
-        """Columns of a c128a layer's widest table: an entry for every `compress_ratio` tokens, rounded up."""
-        return round_up(-(-max_model_len // self.compress_ratio), TABLE_COLUMNS)
-
-    @property
-    def scale(self) -> float:
-        """Softmax scale, head_dim ** -0.5 unless given. No YaRN correction on any layer."""
-        return float(self.head_dim**-0.5) if self.softmax_scale is None else self.softmax_scale
 
 
 @frozen
@@ -136,8 +47,8 @@ class ModelGeometry:
     main_theta: base of the RoPE frequencies of window-only layers. compress_theta: base of the other layers.
     compress_yarn: frequency scaling of the other layers, or None. eps: epsilon of the RMSNorms. q_lora_rank: elements
     of the latent that both q and the indexer's q are projected from. index_n_heads: Hi - heads of the indexer.
-    index_head_dim: Di - elements of an index head and index key; the trailing `rope_dim` rotate. hc_mult: streams of the
-    hyper-connections. hc_sinkhorn_iters: their normalisations. hc_eps: their epsilon. name: for messages.
+    index_head_dim: Di - elements of an index head and index key; the trailing `rope_dim` rotate. hc_mult: streams
+    of hyper-connections. hc_sinkhorn_iters: their normalisations. hc_eps: their epsilon. name: for messages.
     """
 
     num_heads: int = field(validator=_positive)

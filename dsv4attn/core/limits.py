@@ -26,6 +26,8 @@ class Limits:
     max_index_elements: cap on tokens x columns of the index matrix of one prefill chunk.
     decode_window_columns: most columns of `decode_swa_indices`; 0 is the model's window, as `MetadataBuilder` makes
        them. Metadata that an engine makes itself may be wider, say for a draft block whose tokens see each other.
+    single_phase: every request is a decode, of any number of query tokens. So a token's bits do not depend on how its
+       request is cut into steps, if the backend is deterministic; long prompts are slower, and index tables larger.
     """
 
     max_num_reqs: int = field(validator=_positive)
@@ -35,16 +37,17 @@ class Limits:
     max_workspace_bytes: int | None = field(default=None, validator=validators.optional(at_least(0)))
     max_index_elements: int = field(default=2**21, validator=_positive)
     decode_window_columns: int = field(default=0, validator=at_least(0))
+    single_phase: bool = False
 
     def __attrs_post_init__(self) -> None:
-        if self.max_num_batched_tokens < self.decode_threshold:
-            expected = f"at least the {self.decode_threshold} tokens of one decode request"
+        if self.max_num_batched_tokens < 1 + self.num_speculative_tokens:
+            expected = f"at least the {1 + self.num_speculative_tokens} tokens of one decode request"
             raise ArgumentError("max_num_batched_tokens", expected=expected, actual=self.max_num_batched_tokens)
 
     @property
     def decode_threshold(self) -> int:
         """Most query tokens a decode request may have."""
-        return 1 + self.num_speculative_tokens
+        return self.max_num_batched_tokens if self.single_phase else 1 + self.num_speculative_tokens
 
     @property
     def max_decode_tokens(self) -> int:

@@ -26,6 +26,7 @@ from dsv4attn.errors import ArgumentError
 __all__ = [
     "AttentionMetadata",
     "Batch",
+    "CompressorMetadata",
     "DeepseekSparseSWAMetadata",
     "DeepseekV4FlashMLAMetadata",
     "FlashMLASparseMetadata",
@@ -51,6 +52,10 @@ class Batch:
        blocks that overlap a window need to be alive; the others may be -1.
     compressed_block_table: [R, _] int32 - blocks of the compressed caches: position p is in column
        p // compressed_block_tokens. None where only window-only layers run.
+    c4a_state_block_table: [R, _] int32 - blocks of the compressor states of c4a layers, of the indexer's too. Only
+    blocks
+       that overlap a window of the compressor need to be alive. None where the engine compresses itself.
+    c128a_state_block_table: [R, _] int32 - the same of c128a layers.
     """
 
     num_reqs: int = size("R")
@@ -61,6 +66,8 @@ class Batch:
     slot_mapping: Tensor = tensor("S", torch.int64)
     block_table: Tensor = tensor("R N", torch.int32)
     compressed_block_table: Tensor | None = tensor("R _", torch.int32, optional=True)
+    c4a_state_block_table: Tensor | None = tensor("R _", torch.int32, optional=True)
+    c128a_state_block_table: Tensor | None = tensor("R _", torch.int32, optional=True)
 
     def __attrs_post_init__(self) -> None:
         check_declared(self)
@@ -202,13 +209,32 @@ class FlashMLASparseMetadata:
 DeepseekV4FlashMLAMetadata = FlashMLASparseMetadata
 
 
+@frozen(kw_only=True, eq=False)
+class CompressorMetadata:
+    """Where the tokens of a batch have their compressor states: the same for all layers of a kind.
+
+    block_size: records per block of the state caches.
+    block_table: [R, N] int32 - of the batch.
+    slot_mapping: [S] int64 - state slot of each token, -1 for padding.
+    """
+
+    block_size: int
+    block_table: Tensor = tensor("R N", torch.int32)
+    slot_mapping: Tensor = tensor("S", torch.int64)
+
+    def __attrs_post_init__(self) -> None:
+        check_declared(self)
+
+
 @define
 class AttentionMetadata:
-    """Both parts of a batch's metadata, as one layer needs them.
+    """All parts of a batch's metadata, as one layer needs them.
 
     swa: the window part.
     compressed: the compressed part of the layer's kind. Window-only layers do not read it.
+    state: the compressor's part of the layer's kind; None where the engine compresses itself.
     """
 
     swa: DeepseekSparseSWAMetadata
     compressed: FlashMLASparseMetadata | None = None
+    state: CompressorMetadata | None = None

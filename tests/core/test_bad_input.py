@@ -256,7 +256,7 @@ def test_what_is_not_caches_or_metadata_is_refused() -> None:
     ],
 )
 def test_a_batch_beyond_the_limits_the_workspace_was_planned_for_is_refused(
-    kind: LayerKind, limits: dict[str, int], said: str
+    kind: LayerKind, limits: dict[str, Any], said: str
 ) -> None:
     refused(kind, ArgumentError, f"^metadata: {said}", limits=attrs.evolve(LIMITS, **limits))
 
@@ -283,7 +283,7 @@ FORMS = [
 @pytest.mark.parametrize("form", FORMS, ids=["-".join(f.values()) for f in FORMS])
 @pytest.mark.parametrize("lane", ["decode", "prefill"])
 def test_g11_a_locked_workspace_that_is_too_small_is_refused_before_any_write(
-    kind: LayerKind, form: dict[str, str], lane: str
+    kind: LayerKind, form: dict[str, Any], lane: str
 ) -> None:
     backend = ReferenceBackend(**form)
     plan = plan_workspace(MODEL.layer_of_kind(kind), LIMITS, backend, LAYOUT)

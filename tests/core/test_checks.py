@@ -113,7 +113,8 @@ def other_limits(rng: random.Random, _: LayerKind) -> dict[str, Any]:
     """Return limits the batch may exceed."""
     bounds = {"max_num_reqs": [3, 4], "max_num_batched_tokens": [30, 31], "max_model_len": [39, 40]}
     name = rng.choice([*bounds, "num_speculative_tokens"])
-    return {"limits": attrs.evolve(LIMITS, **{name: rng.choice(bounds.get(name, [0, 1]))})}
+    changed: dict[str, Any] = {name: rng.choice(bounds.get(name, [0, 1]))}
+    return {"limits": attrs.evolve(LIMITS, **changed)}
 
 
 def other_layer(rng: random.Random, kind: LayerKind) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import attrs
 import pytest
@@ -199,7 +200,7 @@ def test_lengths_on_the_host_may_be_upper_bounds(elements: int, kind: LayerKind)
 class NotingBackend(ReferenceBackend):
     """Keeps the q of every attention."""
 
-    def __init__(self, **options: str) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.seen: list[Tensor] = []
 

@@ -175,7 +175,11 @@ def test_bytes_are_those_of_pages() -> None:
 
 
 def test_no_layer_takes_more_workspace_than_its_plan() -> None:
-    for forms in ({}, {"prefill_keys": "paged", "decode_indices": "ragged", "prefill_indices": "ragged"}):
+    every: list[dict[str, Any]] = [
+        {},
+        {"prefill_keys": "paged", "decode_indices": "ragged", "prefill_indices": "ragged"},
+    ]
+    for forms in every:
         for layer in run(ReferenceBackend(**forms)).layers:
             assert 0 <= layer.workspace_bytes_peak <= layer.workspace_bytes_planned
             assert layer.workspace_bytes_peak > 0 or layer.kind == "swa"

@@ -1,0 +1,186 @@
+"""`DeepseekV4Attention`: one attention layer from hidden states to hidden states, over paged caches, on any backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core.caches import DeepseekV4Caches
+from dsv4attn.core.checks import check_same_device
+from dsv4attn.core.compressor import Compressor
+from dsv4attn.core.context import get_forward_context
+from dsv4attn.core.contract import Backend, complete
+from dsv4attn.core.definitions import batch_invariant_linear, linear
+from dsv4attn.core.definitions.compressor import rms_norm
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.indexer import Indexer
+from dsv4attn.core.layer import DeepseekV4MLAAttention
+from dsv4attn.core.layer_weights import AttentionWeights
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.projection import output_projection
+from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.core.tensorspec import check_tensor
+from dsv4attn.core.weights import dense_weight
+from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.errors import ArgumentError, Dsv4AttnError, NoForwardContextError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["DeepseekV4Attention"]
+
+
+class DeepseekV4Attention:
+    """Attention of one layer: projections, compressor, indexer, attention, output projection.
+
+    prefix: name of the layer; see `DeepseekV4MLAAttention`. geometry: of the model, on one rank
+    (`ModelGeometry.tensor_parallel`). index: number of the layer. limits: of every batch. weights: of the layer, on
+    this rank. cos_sin_cache: [positions, rope] fp32 of the layer; made here if None. topk_indices_buffer: [max tokens,
+    K] int32, which c4a layers may share; made here if None. workspace: default: the context's. process_group: ranks to
+    sum the output over, or None. A deterministic backend wants `Limits.single_phase`: then a token's bits depend on the
+    tokens before it and on nothing else. Raises ArgumentError unless all of them fit each other.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        geometry: ModelGeometry,
+        index: int,
+        limits: Limits,
+        backend: Backend,
+        weights: AttentionWeights,
+        *,
+        cos_sin_cache: Tensor | None = None,
+        topk_indices_buffer: Tensor | None = None,
+        workspace: WorkspaceManager | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        layer = geometry.layer(index)
+        _check_limits(geometry, limits)
+        weights.check(geometry, layer)
+        backend = complete(backend)
+        if backend.deterministic and not limits.single_phase:
+            expected = "Limits(..., single_phase=True) with a deterministic backend"
+            hint = "or build the backend without deterministic"
+            raise ArgumentError("limits", expected=expected, actual="single_phase=False", hint=hint)
+        self.geometry, self.layer, self.limits, self.backend = geometry, layer, limits, backend
+        self._wq_a, self._wq_b, self._wkv = (dense_weight(w) for w in (weights.wq_a, weights.wq_b, weights.wkv))
+        self._q_norm, self._kv_norm = weights.q_norm, weights.kv_norm
+        self._wo_a, self._wo_b, self._group = weights.wo_a, weights.wo_b, process_group
+        device = self._wq_a.device
+        table = _table(layer.rope, limits, device) if cos_sin_cache is None else cos_sin_cache
+        self._linear = batch_invariant_linear if backend.deterministic else linear
+        self.topk_indices = topk_indices_buffer
+        if layer.kind is LayerKind.C4A and topk_indices_buffer is None:
+            self.topk_indices = torch.full(
+                (limits.max_num_batched_tokens, layer.topk), -1, dtype=torch.int32, device=device
+            )
+        sink = None if weights.attn_sink is None else weights.attn_sink.float()
+        self.attention = DeepseekV4MLAAttention(
+            prefix,
+            layer,
+            limits,
+            backend,
+            attn_sink=sink,
+            cos_sin_cache=table,
+            topk_indices_buffer=self.topk_indices,
+            workspace=workspace,
+        )
+        steps = backend.layer_steps
+        self.compressor = self.indexer = None
+        if weights.compressor is not None:
+            self.compressor = Compressor(layer, weights.compressor, table, steps, self._linear)
+        if weights.indexer is not None:
+            given = geometry, layer, limits, weights.indexer, table, steps, self._linear
+            self.indexer = Indexer(*given, shortcut=not backend.deterministic)
+        self.caches: DeepseekV4Caches | None = None
+
+    def bind_kv_cache(self, caches: DeepseekV4Caches) -> None:
+        """Bind the caches of this layer. Raises ArgumentError or LayoutMismatchError unless they fit it."""
+        geometry, kind = self.geometry, self.layer.kind
+        widths = {"state": self.compressor and self.compressor.width}
+        widths["index_state"] = self.indexer and self.indexer.compressor.width
+        for name, width in widths.items():
+            cache = getattr(caches, name)
+            if (cache is None) is not (width is None):
+                expected = f"a cache of states on a {kind.value} layer" if width else f"none on a {kind.value} layer"
+                raise ArgumentError(f"caches.{name}", expected=expected, actual=cache)
+            if cache is not None and (cache.layout.name, cache.layout.head_dim) != (
+                "compressor_state",
+                2 * (width or 0),
+            ):
+                expected = f"layout KVCacheLayout.compressor_state({width})"
+                raise ArgumentError(f"caches.{name}", expected=expected, actual=cache.layout.fingerprint)
+        if (caches.index is None) is not (self.indexer is None):
+            expected = "index keys" if self.indexer else f"none on a {kind.value} layer"
+            raise ArgumentError("caches.index", expected=expected, actual=caches.index)
+        if caches.index is not None:
+            layout = caches.index.layout
+            if layout.head_dim != geometry.index_head_dim or layout.name not in ("index_fp8", "index_mxfp4", "rows"):
+                expected = f"a layout of index keys of {geometry.index_head_dim} dims"
+                raise ArgumentError("caches.index", expected=expected, actual=layout.fingerprint)
+            compressed = caches.attention.compressed
+            if compressed is not None and compressed.block_size != caches.index.block_size:
+                expected = f"{compressed.block_size} records in a page, as the compressed cache has"
+                raise ArgumentError("caches.index", expected=expected, actual=caches.index.block_size)
+        self.attention.bind_kv_cache(caches.attention.swa, caches.attention.compressed)
+        self.caches = caches
+
+    def __call__(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [T', hidden] to hidden states, of the dtype of the weights, for the step that is being run.
+
+        positions: [T'] int64, in range for padding rows too. Rows behind the tokens of the step are padding. In a
+        warm-up memory is reserved, and attention gives zeros.
+        """
+        attention, caches, size = self.attention, self.caches, self.geometry.hidden_size
+        letters: dict[str, int] = {}
+        check_tensor("hidden_states", hidden_states, f"T {size}", self._wq_a.dtype, letters, like="the weights")
+        check_tensor("positions", positions, "T", torch.int64, letters)
+        check_same_device(hidden_states, positions=positions, weights=self._wq_a)
+        if caches is None:
+            raise Dsv4AttnError(f"layer {attention.prefix} has no caches -> call bind_kv_cache first")
+        metadata = get_forward_context().for_layer(attention.prefix, attention.swa_prefix, self.layer.kind)
+        if metadata is not None and self.compressor is not None and metadata.state is None:
+            name = f"Batch.{self.layer.kind.value}_state_block_table"
+            raise NoForwardContextError(f"attn_metadata of {attention.prefix} has no compressor states -> give {name}")
+        eps, dtype = self.geometry.eps, hidden_states.dtype
+        qr = rms_norm(self._linear(hidden_states, self._wq_a), self._q_norm, eps).to(dtype)
+        kv = rms_norm(self._linear(hidden_states, self._wkv), self._kv_norm, eps).to(dtype)
+        q = self._linear(qr, self._wq_b).unflatten(-1, (self.layer.num_heads, self.layer.head_dim))
+        attention.fused_qnorm_rope_kv_insert(q, kv, positions)
+        if metadata is not None and self.compressor is not None:
+            assert caches.state is not None
+            assert caches.attention.compressed is not None
+            self.compressor(hidden_states, positions, metadata, caches.state, caches.attention.compressed)
+        if metadata is not None and self.indexer is not None:
+            assert caches.index_state is not None
+            assert caches.index is not None
+            assert self.topk_indices is not None
+            stores = caches.index_state, caches.index, self.topk_indices
+            self.indexer(hidden_states, qr, positions, metadata, *stores)
+        out = torch.empty_like(q)
+        attention.forward_mqa(q, kv, positions, out)
+        return output_projection(
+            self.backend,
+            out,
+            positions,
+            attention.cos_sin_cache,
+            self._wo_a,
+            self._wo_b,
+            self.geometry.o_groups,
+            layer=self.layer,
+            process_group=self._group,
+            linear=self._linear,
+        )
+
+
+def _check_limits(geometry: ModelGeometry, limits: Limits) -> None:
+    if limits.max_model_len > geometry.max_position:
+        expected = f"at most {geometry.max_position}, the max_position_embeddings of {geometry.name}"
+        raise ArgumentError("limits.max_model_len", expected=expected, actual=limits.max_model_len)
+
+
+def _table(rope: object, limits: Limits, device: torch.device) -> Tensor:
+    return cos_sin_cache(rope, limits.max_model_len, device)  # type: ignore[arg-type]

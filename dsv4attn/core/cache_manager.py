@@ -1,0 +1,305 @@
+"""`CacheManager`: the caches of all layers, the pages of each sequence, and the batch of a step.
+
+A sequence is a list of pages in up to four groups: window, compressed entries (and index keys), and the compressor
+states of c4a and of c128a layers. The groups have block tables of their own, which all layers share. So a fork copies
+pages and nothing else, and a step that fails leaves every sequence as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from dsv4attn.core.allocator import BlockAllocator, BlockTable
+from dsv4attn.core.builder import STATE_BLOCK_SIZES, MetadataBuilder
+from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
+from dsv4attn.core.contract import Backend
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import AttentionMetadata, Batch
+from dsv4attn.core.values import check_count
+from dsv4attn.errors import ArgumentError, OutOfPagesError
+
+__all__ = ["CacheManager", "CachedSequence"]
+
+WINDOW, COMPRESSED = "window", "compressed"
+
+
+@define(eq=False)
+class CachedSequence:
+    """A sequence of a `CacheManager`: tokens 0 .. length - 1 are in its pages.
+
+    length: tokens whose step has been completed.
+    tables: block table of each group.
+    """
+
+    tables: dict[str, BlockTable]
+    length: int = 0
+    alive: bool = field(default=True, repr=False)
+
+
+class CacheManager:
+    """Paged caches of a model's layers, with a pool of pages for each group.
+
+    geometry, limits: of the model, and of every batch. kv_layout: of window and compressed caches. index_layout: of
+    index keys; by default fp8 beside `fp8_ds_mla`, and rows of the same dtype beside rows. num_blocks: pages of some
+    groups ("window", "compressed", "c4a_state", "c128a_state"); by default enough for `max_num_reqs` sequences of
+    `max_model_len` tokens. shuffle_seed: hand out pages in a random order. keep_windows: keep pages that no later token
+    of a sequence reads, so that it can be forked anywhere. backend: its index kernels build metadata.
+    """
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        limits: Limits,
+        kv_layout: KVCacheLayout,
+        *,
+        index_layout: KVCacheLayout | None = None,
+        device: torch.device | str = "cpu",
+        num_blocks: dict[str, int] | None = None,
+        swa_block_size: int = 64,
+        compressed_block_tokens: int = 256,
+        shuffle_seed: int | None = None,
+        keep_windows: bool = False,
+        backend: Backend | None = None,
+    ) -> None:
+        self.geometry, self.limits, self.device, self.keep_windows = (
+            geometry,
+            limits,
+            torch.device(device),
+            keep_windows,
+        )
+        self._layers = {kind: geometry.layer_of_kind(kind) for kind in geometry.kinds}
+        compressed = [layer for layer in self._layers.values() if layer.kind is not LayerKind.SWA]
+        self._tokens_per_block = {WINDOW: swa_block_size}
+        if compressed:
+            self._tokens_per_block[COMPRESSED] = compressed_block_tokens
+        self._tokens_per_block |= {f"{layer.kind.value}_state": STATE_BLOCK_SIZES[layer.kind] for layer in compressed}
+        given = num_blocks or {}
+        for name in given:
+            if name not in self._tokens_per_block:
+                raise ArgumentError("num_blocks", expected=f"groups {[*self._tokens_per_block]}", actual=repr(name))
+        blocks = {name: given.get(name, self._enough(name)) for name in self._tokens_per_block}
+        self._pools = {name: BlockAllocator(n, shuffle_seed=shuffle_seed) for name, n in blocks.items()}
+        self.caches = tuple(
+            self._allocate(geometry.layer(i), kv_layout, index_layout or _index_layout(geometry, kv_layout), blocks)
+            for i in range(geometry.num_layers)
+        )
+        self.builder = MetadataBuilder(
+            geometry,
+            limits,
+            swa_block_size=swa_block_size,
+            compressed_block_tokens=compressed_block_tokens,
+            device=self.device,
+            num_swa_blocks=blocks[WINDOW],
+            num_compressed_blocks=blocks.get(COMPRESSED),
+            num_state_blocks={layer.kind: blocks[f"{layer.kind.value}_state"] for layer in compressed},
+            backend=backend,
+        )
+
+    def new(self) -> CachedSequence:
+        """A sequence without tokens, and without pages."""
+        return CachedSequence({name: BlockTable(self._pools[name], n) for name, n in self._tokens_per_block.items()})
+
+    def free(self, sequence: CachedSequence) -> None:
+        """Give the pages of a sequence back; it cannot be used again."""
+        self._check(sequence)
+        for table in sequence.tables.values():
+            table.release()
+        sequence.alive, sequence.length = False, 0
+
+    def fork(self, sequence: CachedSequence, length: int | None = None) -> CachedSequence:
+        """A new sequence with the first `length` tokens of another, all by default, in pages of its own.
+
+        Raises ArgumentError if pages that its next token reads are gone (see `keep_windows`), OutOfPagesError, with
+        nothing taken, if there are not enough.
+        """
+        self._check(sequence)
+        length = sequence.length if length is None else check_count("length", length, 0)
+        if length > sequence.length:
+            raise ArgumentError("length", expected=f"at most {sequence.length}, the tokens there are", actual=length)
+        self._check_alive(sequence, length)
+        made, first = self.new(), self._needed(length)
+        for name, table in made.tables.items():
+            table.skip_before(0 if self.keep_windows else first[name])
+        self._reserve([(made, length)])
+        for name, table in made.tables.items():
+            start = sum(block < 0 for block in table.blocks)
+            source, target = sequence.tables[name].blocks[start : len(table.blocks)], table.blocks[start:]
+            for cache in self._of_group(name):
+                cache.tensor[self._ids(target)] = cache.tensor[self._ids(source)]
+        made.length = length
+        return made
+
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
+        """Forget the tokens from `length` on, such as rejected drafts; the next step writes their places again.
+
+        Raises ArgumentError if pages that the next token reads are gone: see `fork`.
+        """
+        self._check(sequence)
+        if not 0 <= length <= sequence.length:
+            raise ArgumentError("length", expected=f"0 .. {sequence.length}, the tokens there are", actual=length)
+        self._check_alive(sequence, length)
+        sequence.length = length
+
+    def batch(self, requests: Sequence[tuple[CachedSequence, int]], *, padding: int = 0) -> Batch:
+        """The step that gives each sequence its next tokens: (sequence, how many), decodes before prefills.
+
+        Pages are taken for all of them or, with OutOfPagesError, for none. Lengths stay as they are until `advance`, so
+        that a step which fails can be built again. padding: rows without a token behind the others.
+        """
+        for sequence, count in requests:
+            self._check(sequence)
+            check_count("tokens of a sequence", count, 0)
+            if sequence.length + count > self.limits.max_model_len:
+                expected = f"at most {self.limits.max_model_len} tokens in a sequence, the max_model_len of the limits"
+                raise ArgumentError("requests", expected=expected, actual=sequence.length + count)
+        self._reserve(requests)
+        counts = [count for _, count in requests]
+        starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        lens = torch.tensor([sequence.length + count for sequence, count in requests], dtype=torch.int32)
+        slots = [slot for sequence, count in requests for slot in self._slots(sequence, count)]
+        tables = {name: self._table(name, requests) for name in self._tokens_per_block}
+        states = {f"{name}_block_table": tables.get(name) for name in ("c4a_state", "c128a_state")}
+        return Batch(
+            num_reqs=len(requests),
+            query_start_loc=starts.to(self.device),
+            query_start_loc_cpu=starts,
+            seq_lens=lens.to(self.device),
+            seq_lens_cpu=lens,
+            slot_mapping=torch.tensor([*slots, *[-1] * padding], dtype=torch.int64, device=self.device),
+            block_table=tables[WINDOW],
+            compressed_block_table=tables.get(COMPRESSED),
+            **states,
+        )
+
+    def metadata(self, batch: Batch, *, full_width: bool = False) -> dict[LayerKind, AttentionMetadata]:
+        """Metadata of a batch for all layers; see `MetadataBuilder.build_for`."""
+        return self.builder.build_for(batch, self.geometry.kinds, full_width=full_width)
+
+    def positions(self, requests: Sequence[tuple[CachedSequence, int]], *, padding: int = 0) -> Tensor:
+        """[T] int64 position of each token of a step; 0 for padding."""
+        found = [p for sequence, count in requests for p in range(sequence.length, sequence.length + count)]
+        return torch.tensor([*found, *[0] * padding], dtype=torch.int64, device=self.device)
+
+    def advance(self, requests: Sequence[tuple[CachedSequence, int]]) -> None:
+        """Count the tokens of a step that has run, and give back pages that no later token reads."""
+        for sequence, count in requests:
+            self._check(sequence)
+            sequence.length += count
+            self._release(sequence)
+
+    @property
+    def kv_bytes(self) -> dict[str, int]:
+        """Bytes of the pages in use, of all layers, by group."""
+        used = {name: pool.num_blocks - pool.num_free for name, pool in self._pools.items()}
+        return {name: n * sum(cache.page_stride for cache in self._of_group(name)) for name, n in used.items()}
+
+    def _check(self, sequence: CachedSequence) -> None:
+        if not isinstance(sequence, CachedSequence) or not sequence.alive:
+            hint = "make one with new() or fork()"
+            raise ArgumentError("sequence", expected="a sequence that was not freed", actual=repr(sequence), hint=hint)
+
+    def _check_alive(self, sequence: CachedSequence, length: int) -> None:
+        """Check that a sequence has the pages that a token at position `length` reads."""
+        for name, first in self._needed(length).items():
+            n = self._tokens_per_block[name]
+            if any(block < 0 for block in sequence.tables[name].blocks[first // n : -(-length // n)]):
+                expected = f"a length whose {name} pages, from token {first} on, were not given back"
+                hint = "make the manager with keep_windows=True"
+                raise ArgumentError("length", expected=expected, actual=length, hint=hint)
+
+    def _ids(self, blocks: list[int]) -> Tensor:
+        return torch.tensor(blocks, dtype=torch.int64, device=self.device)
+
+    def _enough(self, group: str) -> int:
+        """Pages for as many sequences as the limits allow, of the greatest length."""
+        limits, n = self.limits, self._tokens_per_block[group]
+        whole = limits.max_num_reqs * -(-limits.max_model_len // n)
+        if self.keep_windows or group == COMPRESSED:
+            return whole
+        span = limits.max_model_len - self._needed(limits.max_model_len)[group] + limits.num_speculative_tokens
+        # pages of a sequence between two steps, and those that the tokens of a step add
+        return min(whole, limits.max_num_reqs * (span // n + 3) + limits.max_num_batched_tokens // n + 1)
+
+    def _allocate(
+        self, layer: LayerGeometry, layout: KVCacheLayout, index: KVCacheLayout, blocks: dict[str, int]
+    ) -> DeepseekV4Caches:
+        device, per_block = self.device, self._tokens_per_block
+        window = PagedKVCache.allocate(layout, blocks[WINDOW], per_block[WINDOW], device)
+        if layer.kind is LayerKind.SWA:
+            return DeepseekV4Caches(LayerCaches(window))
+        entries = blocks[COMPRESSED], per_block[COMPRESSED] // layer.compress_ratio, device
+        group = f"{layer.kind.value}_state"
+
+        def states(dim: int) -> PagedKVCache:
+            made = KVCacheLayout.compressor_state(2 * dim if layer.overlap else dim)
+            return PagedKVCache.allocate(made, blocks[group], per_block[group], device)
+
+        attention = LayerCaches(window, PagedKVCache.allocate(layout, *entries))
+        if layer.kind is LayerKind.C128A:
+            return DeepseekV4Caches(attention, states(layer.head_dim))
+        keys = PagedKVCache.allocate(index, *entries)
+        return DeepseekV4Caches(attention, states(layer.head_dim), keys, states(self.geometry.index_head_dim))
+
+    def _of_group(self, group: str) -> Iterator[PagedKVCache]:
+        """Every cache whose pages belong to a group."""
+        for i, caches in enumerate(self.caches):
+            state = f"{self.geometry.layers[i][0].value}_state"
+            groups = {
+                "swa": WINDOW,
+                "compressed": COMPRESSED,
+                "index": COMPRESSED,
+                "state": state,
+                "index_state": state,
+            }
+            yield from (cache for name, cache in caches.present.items() if groups[name] == group)
+
+    def _needed(self, length: int) -> dict[str, int]:
+        """For each group, the first token whose page a token at position `length` reads."""
+        found = {WINDOW: max(length - self.geometry.window + 1, 0), COMPRESSED: 0}
+        found |= {f"{kind.value}_state": layer.first_state(length) for kind, layer in self._layers.items()}
+        return {name: first for name, first in found.items() if name in self._tokens_per_block}
+
+    def _release(self, sequence: CachedSequence) -> None:
+        if not self.keep_windows:
+            # drafts that are verified in a step may be rejected
+            least = max(sequence.length - self.limits.num_speculative_tokens, 0)
+            for name, first in self._needed(least).items():
+                sequence.tables[name].release_before(first)
+
+    def _reserve(self, requests: Sequence[tuple[CachedSequence, int]]) -> None:
+        """Take the pages of all sequences with their next tokens, or none."""
+        for name, pool in self._pools.items():
+            missing = sum(sequence.tables[name].missing(sequence.length + count) for sequence, count in requests)
+            if missing > pool.num_free:
+                have = f"{pool.num_free} of {pool.num_blocks} are free"
+                cure = "free sequences, give the manager more blocks, or run fewer tokens; no page was taken"
+                raise OutOfPagesError(f"{missing} {name} pages needed, {have} -> {cure}")
+        for sequence, count in requests:
+            for table in sequence.tables.values():
+                table.ensure(sequence.length + count)
+
+    def _slots(self, sequence: CachedSequence, count: int) -> Iterator[int]:
+        n, blocks = self._tokens_per_block[WINDOW], sequence.tables[WINDOW].blocks
+        return (blocks[p // n] * n + p % n for p in range(sequence.length, sequence.length + count))
+
+    def _table(self, group: str, requests: Sequence[tuple[CachedSequence, int]]) -> Tensor:
+        rows = [sequence.tables[group].blocks for sequence, _ in requests]
+        width = max(map(len, rows), default=0)
+        filled = [row + [-1] * (width - len(row)) for row in rows]
+        return torch.tensor(filled, dtype=torch.int32, device=self.device).reshape(len(rows), width)
+
+
+def _index_layout(geometry: ModelGeometry, layout: KVCacheLayout) -> KVCacheLayout:
+    """The layout of index keys beside a layout of keys."""
+    dim, rope = geometry.index_head_dim, geometry.rope_dim
+    if not layout.is_quantised:
+        return KVCacheLayout.rows(dim - rope, rope, dtype=layout.dtype)
+    assert layout.fp8_format is not None
+    return KVCacheLayout.index_fp8(dim, fp8_format=layout.fp8_format)

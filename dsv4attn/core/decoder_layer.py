@@ -1,0 +1,36 @@
+"""`DeepseekV4DecoderLayer`: attention and feed-forward between hyper-connections, from streams to streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attrs import frozen
+from torch import Tensor
+
+from dsv4attn.core.attention import DeepseekV4Attention
+from dsv4attn.core.hyper_connections import HyperConnections
+
+__all__ = ["DeepseekV4DecoderLayer"]
+
+
+@frozen(eq=False)
+class DeepseekV4DecoderLayer:
+    """One layer of the model.
+
+    attention: the attention sublayer.
+    feed_forward: the other sublayer, an engine's: [T, d] to [T, d].
+    attention_streams: hyper-connections around attention, with its norm.
+    feed_forward_streams: those around the other.
+    """
+
+    attention: DeepseekV4Attention
+    feed_forward: Callable[[Tensor], Tensor]
+    attention_streams: HyperConnections
+    feed_forward_streams: HyperConnections
+
+    def __call__(self, streams: Tensor, positions: Tensor) -> Tensor:
+        """New streams [T, n, d] of streams [T, n, d] at positions [T], in the step that is being run."""
+        post, comb, hidden = self.attention_streams.pre(streams)
+        attended = self.attention(hidden, positions)
+        streams, post, comb, hidden = self.feed_forward_streams.after(attended, streams, post, comb)
+        return self.feed_forward_streams.post(self.feed_forward(hidden), streams, post, comb)

@@ -1,0 +1,75 @@
+"""`Indexer`: selects the compressed entries that each token of a c4a layer attends to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core.compressor import Compressor
+from dsv4attn.core.geometry import LayerGeometry, ModelGeometry
+from dsv4attn.core.layer_ops import LayerSteps, Linear
+from dsv4attn.core.layer_weights import IndexerWeights
+from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.weights import dense_weight
+
+__all__ = ["Indexer"]
+
+
+class Indexer:
+    """The indexer of one layer.
+
+    shortcut: whether selection is skipped where every token sees at most K entries: all of them are selected then. Not
+    for deterministic layers, as it also selects entries whose score is NaN.
+    """
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        layer: LayerGeometry,
+        limits: Limits,
+        weights: IndexerWeights,
+        cos_sin_cache: Tensor,
+        steps: LayerSteps,
+        linear: Linear,
+        *,
+        shortcut: bool = True,
+    ) -> None:
+        self._heads, self._topk, self._ratio = geometry.index_n_heads, layer.topk, layer.compress_ratio
+        self._limits, self._table, self._steps, self._linear = limits, cos_sin_cache, steps, linear
+        self._wq_b, self._weights_proj = dense_weight(weights.wq_b), dense_weight(weights.weights_proj)
+        self._shortcut = shortcut
+        self.compressor = Compressor(layer, weights.compressor, cos_sin_cache, steps, linear)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        qr: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        states: PagedKVCache,
+        keys: PagedKVCache,
+        topk_indices: Tensor,
+    ) -> None:
+        """Store the index keys of a step, and write the selected entries of each token to `topk_indices` [>= T, K].
+
+        hidden_states: [T', hidden]. qr: [T', q_lora_rank], the normalised latent of q. positions: [T'] int64. states,
+        keys: the indexer's caches.
+        """
+        self.compressor(hidden_states, positions, metadata, states, keys)
+        compressed = metadata.compressed
+        assert compressed is not None
+        tokens, out = metadata.swa.num_actual_tokens, topk_indices[: metadata.swa.num_actual_tokens]
+        capturing = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
+        # a graph is replayed with longer contexts
+        longest = (self._limits.max_model_len if capturing else compressed.max_seq_len) // self._ratio
+        if self._shortcut and not capturing and longest <= self._topk:
+            numbers = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
+            out.copy_(torch.where(numbers < compressed.compressed_lens[:, None], numbers, -1))
+            return
+        q = self._linear(qr[:tokens], self._wq_b).unflatten(-1, (self._heads, -1))
+        weights = self._linear(hidden_states[:tokens], self._weights_proj)
+        query = self._steps.indexer_q_rope_quant(q, weights, positions[:tokens], self._table, keys.layout)
+        maps = compressed.block_table, compressed.req_id_per_token, compressed.compressed_lens
+        self._steps.select_topk(query, keys, *maps, out, longest)

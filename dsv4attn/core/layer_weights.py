@@ -1,0 +1,213 @@
+"""Weights of one attention layer under the names of DeepSeek's checkpoints, checked against the model's geometry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.errors import ArgumentError, did_you_mean
+
+__all__ = ["AttentionWeights", "CompressorWeights", "HyperConnectionWeights", "IndexerWeights", "weight_shapes"]
+
+Weight: TypeAlias = Any
+"""A matrix: a tensor, bf16 or fp32, or what `core.weights` takes as a block-scaled one."""
+
+
+@frozen(eq=False)
+class CompressorWeights:
+    """Weights of a compressor of d dims. w is 2 d with overlap, d without.
+
+    wkv: [w, hidden] - of kv.
+    wgate: [w, hidden] - of the scores.
+    ape: [r, w] - added to the scores, by the position in a window.
+    norm: [d] - of the RMSNorm of an entry.
+    """
+
+    wkv: Weight
+    wgate: Weight
+    ape: Tensor
+    norm: Tensor
+
+
+@frozen(eq=False)
+class IndexerWeights:
+    """Weights of the indexer of a c4a layer.
+
+    wq_b: [Hi * Di, q_lora_rank] - of its queries, from the latent of q.
+    weights_proj: [Hi, hidden] - of the weights of its heads.
+    compressor: of its keys.
+    """
+
+    wq_b: Weight
+    weights_proj: Weight
+    compressor: CompressorWeights
+
+
+@frozen(eq=False)
+class AttentionWeights:
+    """Weights of one attention layer, on one rank.
+
+    wq_a: [q_lora_rank, hidden] - latent of q.
+    q_norm: [q_lora_rank] - of the RMSNorm of that latent.
+    wq_b: [H * D, q_lora_rank] - q.
+    wkv: [D, hidden] - keys.
+    kv_norm: [D] - of the RMSNorm of keys.
+    wo_a: [G * rank, H / G * D] - output, group by group; may be block-scaled fp8.
+    wo_b: [hidden, G * rank] - output; may be block-scaled fp8.
+    attn_sink: [H] - a logit for each head, or None.
+    compressor: of layers with a compressed cache.
+    indexer: of c4a layers.
+    """
+
+    wq_a: Weight
+    q_norm: Tensor
+    wq_b: Weight
+    wkv: Weight
+    kv_norm: Tensor
+    wo_a: Weight
+    wo_b: Weight
+    attn_sink: Tensor | None
+    compressor: CompressorWeights | None = None
+    indexer: IndexerWeights | None = None
+
+    @classmethod
+    def from_dict(
+        cls, weights: Mapping[str, Weight], geometry: ModelGeometry, layer: LayerGeometry
+    ) -> AttentionWeights:
+        """Weights by name, such as "wq_a" and "indexer.compressor.ape".
+
+        Raises ArgumentError for a name that is missing or unknown, and for a weight of another shape.
+        """
+        wanted = weight_shapes(geometry, layer)
+        missing, unknown = [name for name in wanted if name not in weights], [n for n in weights if n not in wanted]
+        if unknown:
+            meant = did_you_mean(unknown[0], missing or wanted)
+            expected = f"names of a {layer.kind.value} layer: {', '.join(wanted)}"
+            raise ArgumentError("weights", expected=expected, actual=f"{unknown[0]!r}{meant}")
+        if missing:
+            raise ArgumentError(f"weights[{missing[0]!r}]", expected=f"a weight {wanted[missing[0]]}", actual="nothing")
+        own = {name: value for name, value in weights.items() if "." not in name}
+        compressor = _compressor(weights, "compressor.") if layer.kind is not LayerKind.SWA else None
+        indexer = None
+        if layer.kind is LayerKind.C4A:
+            keys = _compressor(weights, "indexer.compressor.")
+            indexer = IndexerWeights(weights["indexer.wq_b"], weights["indexer.weights_proj"], keys)
+        made = cls(**own, compressor=compressor, indexer=indexer)
+        made.check(geometry, layer)
+        return made
+
+    def named(self) -> Iterator[tuple[str, Weight]]:
+        """(name, weight) of every weight, as `from_dict` takes them."""
+        yield from _named(self, "")
+
+    def check(self, geometry: ModelGeometry, layer: LayerGeometry) -> None:
+        """Raise ArgumentError for a weight that is missing or of another shape, naming it."""
+        found = dict(self.named())
+        for name, shape in weight_shapes(geometry, layer).items():
+            value = found.pop(name, None)
+            if value is None and name != "attn_sink":
+                raise ArgumentError(f"weights.{name}", expected=f"a tensor {list(shape)}", actual=None)
+            actual = _shape(value)
+            if value is not None and actual != shape:
+                hint = "pass the part of this rank" if name in _SHARDED else ""
+                shown = type(value).__name__ if actual is None else list(actual)
+                raise ArgumentError(f"weights.{name}", expected=f"shape {list(shape)}", actual=shown, hint=hint)
+        for name in found:
+            raise ArgumentError(f"weights.{name}", expected=f"none on a {layer.kind.value} layer", actual="a weight")
+
+    def shard(self, rank: int, size: int) -> AttentionWeights:
+        """The weights of one rank of `size`: heads and output groups are divided, everything else is replicated.
+
+        Tensors only: a block-scaled weight is divided before it is given.
+        """
+        parts: dict[str, Any] = {}
+        for name, dim in _SHARDED.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, Tensor) or value.shape[dim] % size:
+                actual = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                expected = f"a tensor whose dimension {dim} is a multiple of {size}"
+                raise ArgumentError(f"weights.{name}", expected=expected, actual=actual)
+            parts[name] = value.chunk(size, dim)[rank].contiguous()
+        return evolve(self, **parts)
+
+
+@frozen(eq=False)
+class HyperConnectionWeights:
+    """Weights of the hyper-connections around a sublayer, fp32; n streams of d elements, m = 2 n + n * n.
+
+    fn: [m, n * d] - of the mixes.
+    base: [m] - added to them: pre, post, comb.
+    scale: [3] - factor of each of the three.
+    """
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+
+    def check(self, geometry: ModelGeometry) -> None:
+        """Raise ArgumentError unless all have the shapes of the model."""
+        n, d = geometry.hc_mult, geometry.hidden_size
+        for name, shape in (("fn", (2 * n + n * n, n * d)), ("base", (2 * n + n * n,)), ("scale", (3,))):
+            actual = _shape(getattr(self, name))
+            if actual != shape:
+                found = None if actual is None else list(actual)
+                raise ArgumentError(f"hyper_connections.{name}", expected=f"shape {list(shape)}", actual=found)
+
+
+_SHARDED = {"wq_b": 0, "wo_a": 0, "wo_b": 1, "attn_sink": 0}
+"""Weights that are divided among ranks, with the dimension."""
+
+
+def weight_shapes(geometry: ModelGeometry, layer: LayerGeometry) -> dict[str, tuple[int, ...]]:
+    """Shape of every weight of a layer, by name."""
+    hidden, lora, dim, heads = geometry.hidden_size, geometry.q_lora_rank, layer.head_dim, layer.num_heads
+    rank, groups = geometry.o_lora_rank, geometry.o_groups
+    shapes: dict[str, tuple[int, ...]] = {
+        "wq_a": (lora, hidden),
+        "q_norm": (lora,),
+        "wq_b": (heads * dim, lora),
+        "wkv": (dim, hidden),
+        "kv_norm": (dim,),
+        "wo_a": (groups * rank, heads // groups * dim),
+        "wo_b": (hidden, groups * rank),
+        "attn_sink": (heads,),
+    }
+
+    def compressor(prefix: str, dim: int) -> dict[str, tuple[int, ...]]:
+        width = 2 * dim if layer.overlap else dim
+        parts = {"wkv": (width, hidden), "wgate": (width, hidden), "ape": (layer.compress_ratio, width), "norm": (dim,)}
+        return {prefix + name: shape for name, shape in parts.items()}
+
+    if layer.kind is not LayerKind.SWA:
+        shapes |= compressor("compressor.", dim)
+    if layer.kind is LayerKind.C4A:
+        shapes["indexer.wq_b"] = geometry.index_n_heads * geometry.index_head_dim, lora
+        shapes["indexer.weights_proj"] = geometry.index_n_heads, hidden
+        shapes |= compressor("indexer.compressor.", geometry.index_head_dim)
+    return shapes
+
+
+def _compressor(weights: Mapping[str, Weight], prefix: str) -> CompressorWeights:
+    return CompressorWeights(*(weights[prefix + name] for name in ("wkv", "wgate", "ape", "norm")))
+
+
+def _named(owner: object, prefix: str) -> Iterator[tuple[str, Weight]]:
+    for name in owner.__slots__:  # type: ignore[attr-defined] # of attrs classes
+        value = getattr(owner, name, None)
+        if isinstance(value, (CompressorWeights, IndexerWeights)):
+            yield from _named(value, f"{prefix}{name}.")
+        elif value is not None and not name.startswith("__"):
+            yield prefix + name, value
+
+
+def _shape(value: Weight) -> tuple[int, ...] | None:
+    """Shape of a tensor, or of the `weight` of something that has one; None of anything else."""
+    tensor = value if isinstance(value, Tensor) else getattr(value, "weight", None)
+    return tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
