@@ -213,7 +213,7 @@ def test_every_room_has_the_same_furniture() -> None:
     """`vllm_api`, `flashinfer_api`: what engines call today. `compat`: a compiler's names in its releases."""
     furniture = (
         {"__init__", "launch"},
-        {"kernels", "tuning", "metadata", "weights", "choice", "probe", "support", "compat"},
+        {"kernels", "tuning", "metadata", "choice", "probe", "support", "compat"},
     )
     needed, allowed = furniture
     families = ("kernels_", "vllm_api", "flashinfer")

@@ -100,8 +100,8 @@ class DeepseekV4Attention:
     def bind_kv_cache(self, caches: DeepseekV4Caches) -> None:
         """Bind the caches of this layer. Raises ArgumentError or LayoutMismatchError unless they fit it."""
         geometry, kind = self.geometry, self.layer.kind
-        widths = {"state": self.compressor and self.compressor.width}
-        widths["index_state"] = self.indexer and self.indexer.compressor.width
+        compressors = {"state": self.compressor, "index_state": self.indexer.compressor if self.indexer else None}
+        widths = {name: one.width if one else None for name, one in compressors.items()}
         for name, width in widths.items():
             cache = getattr(caches, name)
             if (cache is None) is not (width is None):

@@ -200,8 +200,8 @@ class CacheManager:
         used = {name: pool.num_blocks - pool.num_free for name, pool in self._pools.items()}
         return {name: n * sum(cache.page_stride for cache in self._of_group(name)) for name, n in used.items()}
 
-    def _check(self, sequence: CachedSequence) -> None:
-        if not isinstance(sequence, CachedSequence) or not sequence.alive:
+    def _check(self, sequence: object) -> None:
+        if not (isinstance(sequence, CachedSequence) and sequence.alive):
             hint = "make one with new() or fork()"
             raise ArgumentError("sequence", expected="a sequence that was not freed", actual=repr(sequence), hint=hint)
 

@@ -14,18 +14,21 @@ from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, FlashMLASparseMetadata
 from dsv4attn.core.tensorspec import check_strides, check_tensor
 from dsv4attn.core.values import check_type, shown
+from dsv4attn.core.weights import Weight, check_weight
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import window_columns
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
 __all__ = [
     "check_attention_strides",
+    "check_backend",
     "check_bound",
     "check_cache",
     "check_call",
     "check_compressed",
     "check_insert",
     "check_keys",
+    "check_output",
     "check_projection",
     "check_same_device",
     "check_topk",
@@ -34,11 +37,16 @@ __all__ = [
 _Q_DTYPES = (torch.bfloat16, torch.float32)
 
 
-def _check_owner(backend: object, layer: object, limits: object, *, layer_name: str = "layer") -> None:
+def check_backend(backend: object, layer: object, *, layer_name: str = "layer") -> None:
+    """Raise ArgumentError unless these are a backend and the geometry of a layer."""
     if not isinstance(getattr(backend, "forms", None), Forms):
         cure = "pass what load_backend(name) or select_backend(problem) returns"
         raise ArgumentError("backend", expected="a backend", actual=shown(backend), hint=cure)
     check_type(layer_name, layer, LayerGeometry, cure="pass geometry.layer(i) or geometry.layer_of_kind(kind)")
+
+
+def _check_owner(backend: object, layer: object, limits: object, *, layer_name: str = "layer") -> None:
+    check_backend(backend, layer, layer_name=layer_name)
     check_type("limits", limits, Limits, cure="pass the Limits that the workspace is planned for")
 
 
@@ -220,30 +228,59 @@ def check_insert(
     tensors = {"kv": kv, "positions": positions, "slot_mapping": slot_mapping, "cos_sin_cache": cos_sin_cache}
     check_same_device(q, **tensors, cache=cache.tensor)
     # values are read on the CPU only: on a device that would synchronise, and kernels skip such slots
-    if positions.device.type == "cpu" and positions.numel():
-        low, high = (int(bound) for bound in positions.aminmax())
-        if low < 0 or high >= cos_sin_cache.shape[0]:
-            expected = f"values in [0, {cos_sin_cache.shape[0]}), the rows of cos_sin_cache, in padding rows too"
-            raise ArgumentError("positions", expected=expected, actual=low if low < 0 else high)
+    _check_positions(positions, cos_sin_cache)
     largest = int(slot_mapping.max()) if slot_mapping.device.type == "cpu" and slot_mapping.numel() else -1
     if largest >= cache.capacity:
         expected = f"slots below the cache's {cache.capacity}, negative for padding"
         raise ArgumentError("slot_mapping", expected=expected, actual=largest)
 
 
+def _check_positions(positions: Tensor, cos_sin_cache: Tensor) -> None:
+    """Check positions on the CPU against the table; a graph that is being compiled has no values yet."""
+    if positions.device.type != "cpu" or torch.compiler.is_compiling() or not positions.numel():
+        return
+    low, high = (int(bound) for bound in positions.aminmax())
+    if low < 0 or high >= cos_sin_cache.shape[0]:
+        expected = f"values in [0, {cos_sin_cache.shape[0]}), the rows of cos_sin_cache, in padding rows too"
+        raise ArgumentError("positions", expected=expected, actual=low if low < 0 else high)
+
+
 def check_projection(
-    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, num_groups: int, layer: LayerGeometry
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Weight, num_groups: int, layer: LayerGeometry
 ) -> None:
-    """Raise ArgumentError unless the arguments of the output projection fit each other."""
+    """Raise ArgumentError unless the arguments of the grouped projection fit each other; nothing is converted."""
     letters = {"H": layer.num_heads, "D": layer.head_dim}
     check_tensor("o", o, "T H D", _Q_DTYPES, letters)
     check_tensor("positions", positions, "T", torch.int64, letters)
     if num_groups < 1 or layer.num_heads % num_groups:
         raise ArgumentError("num_groups", expected=f"a divisor of {layer.num_heads} heads", actual=num_groups)
     width = layer.num_heads // num_groups * layer.head_dim
-    if wo_a.ndim != 2 or wo_a.shape[0] % num_groups or wo_a.shape[1] != width:
+    name, matrix = check_weight("wo_a", wo_a)
+    if matrix.shape[0] % num_groups or matrix.shape[1] != width:
         expected = f"[{num_groups} * rank, {width}], a matrix for each group of heads"
-        raise ArgumentError("wo_a", expected=expected, actual=list(wo_a.shape))
-    check_tensor("wo_a", wo_a, "_ _", _Q_DTYPES, {})
+        raise ArgumentError(name, expected=expected, actual=list(matrix.shape))
+    _check_dense(name, matrix)
     check_tensor("cos_sin_cache", cos_sin_cache, f"_ {layer.rope_dim}", torch.float32, {})
-    check_same_device(o, positions=positions, cos_sin_cache=cos_sin_cache, wo_a=wo_a)
+    check_same_device(o, positions=positions, cos_sin_cache=cos_sin_cache, **{name: matrix})
+    _check_positions(positions, cos_sin_cache)
+
+
+def check_output(o: Tensor, wo_a: Weight, wo_b: Weight) -> None:
+    """Raise ArgumentError unless wo_b [hidden, G * rank] follows wo_a [G * rank, H / G * D]; nothing is converted.
+
+    o, wo_a: checked by `check_projection`.
+    """
+    _, first = check_weight("wo_a", wo_a)
+    name, matrix = check_weight("wo_b", wo_b)
+    if matrix.shape[1] != first.shape[0]:
+        expected = f"[hidden, {first.shape[0]}], a column for each row of wo_a"
+        raise ArgumentError(name, expected=expected, actual=list(matrix.shape))
+    _check_dense(name, matrix)
+    if matrix.device != o.device:
+        raise ArgumentError(name, expected=f"a tensor on {o.device}, like o", actual=f"one on {matrix.device}")
+
+
+def _check_dense(name: str, matrix: Tensor) -> None:
+    """Check dtype and strides of a matrix that is not converted; fp8 codes may have any strides."""
+    if matrix.element_size() > 1:
+        check_tensor(name, matrix, "_ _", _Q_DTYPES, {})

@@ -10,6 +10,7 @@ from dsv4attn.core.layer_ops import LayerSteps, Linear
 from dsv4attn.core.layer_weights import CompressorWeights
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.weights import dense_weight
 
 __all__ = ["Compressor"]
 
@@ -31,7 +32,7 @@ class Compressor:
     ) -> None:
         self._layer, self._table, self._steps, self._linear = layer, cos_sin_cache, steps, linear
         # copies, made once: kv first, scores second
-        self._projection = torch.cat([weights.wkv.float(), weights.wgate.float()])
+        self._projection = torch.cat([dense_weight(w).float() for w in (weights.wkv, weights.wgate)])
         self._ape, self._norm = weights.ape.float().contiguous(), weights.norm.float().contiguous()
 
     @property

@@ -266,7 +266,8 @@ class Backend(Protocol):
     ) -> Tensor:
         """Undo the rotation of o [T, H, D] at the query's position, then project each group of heads.
 
-        wo_a: [G * rank, H / G * D], bf16 or fp32. Returns [T, G, rank] in the dtype of o.
+        wo_a: [G * rank, H / G * D], bf16 or fp32: core converts block-scaled fp8 before it calls. Returns [T, G, rank]
+        in the dtype of o.
         """
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.compressor import Compressor
+from dsv4attn.core.device import is_capturing
 from dsv4attn.core.geometry import LayerGeometry, ModelGeometry
 from dsv4attn.core.layer_ops import LayerSteps, Linear
 from dsv4attn.core.layer_weights import IndexerWeights
@@ -61,7 +62,7 @@ class Indexer:
         compressed = metadata.compressed
         assert compressed is not None
         tokens, out = metadata.swa.num_actual_tokens, topk_indices[: metadata.swa.num_actual_tokens]
-        capturing = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
+        capturing = is_capturing(hidden_states.device)
         # a graph is replayed with longer contexts
         longest = (self._limits.max_model_len if capturing else compressed.max_seq_len) // self._ratio
         if self._shortcut and not capturing and longest <= self._topk:

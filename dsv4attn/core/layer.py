@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.checks import check_bound, check_cache, check_compressed, check_insert, check_projection
+from dsv4attn.core.checks import check_bound, check_cache, check_compressed, check_insert
 from dsv4attn.core.context import get_forward_context
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.forward import forward_mqa
@@ -22,7 +22,9 @@ from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.projection import o_proj
 from dsv4attn.core.values import check_type
+from dsv4attn.core.weights import Weight
 from dsv4attn.core.workspace import WorkspaceManager, current_workspace_manager
 from dsv4attn.errors import Dsv4AttnError
 
@@ -111,10 +113,15 @@ class DeepseekV4MLAAttention:
         """
         _op_forward(q, kv, positions, output, self.handle)
 
-    def o_proj(self, o: Tensor, positions: Tensor, wo_a: Tensor, num_groups: int) -> Tensor:
-        """Undo the rotation of o [T', H, D] and project each group: wo_a [G * rank, H / G * D] -> [T', G, rank]."""
-        check_projection(o, positions, self.cos_sin_cache, wo_a, num_groups, self.geometry)
-        return self.backend.inv_rope_o_proj(o, positions, self.cos_sin_cache, wo_a, num_groups)
+    def o_proj(self, o: Tensor, positions: Tensor, wo_a: Weight, num_groups: int) -> Tensor:
+        """Undo the rotation of o at the query's position and project each group of heads; see `projection.o_proj`.
+
+        o: [T', H, D] bf16 or fp32. positions: [T'] int64, in range for padding rows too. wo_a: [G * rank, H / G * D],
+        bf16 or fp32, a `BlockScaledWeight`, or a module with an fp8 weight and its scales. Returns [T', G, rank] in
+        the dtype of o. Raises ArgumentError before anything is converted or launched.
+        """
+        table, layer = self.cos_sin_cache, self.geometry
+        return o_proj(self.backend, o, positions, table, wo_a, num_groups, layer=layer)
 
 
 @lru_cache(maxsize=256)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.weights import Weight
 from dsv4attn.errors import ArgumentError, did_you_mean
 
 __all__ = ["AttentionWeights", "CompressorWeights", "HyperConnectionWeights", "IndexerWeights", "weight_shapes"]
-
-Weight: TypeAlias = Any
-"""A matrix: a tensor, bf16 or fp32, or what `core.weights` takes as a block-scaled one."""
 
 
 @frozen(eq=False)
@@ -91,7 +89,7 @@ class AttentionWeights:
             raise ArgumentError("weights", expected=expected, actual=f"{unknown[0]!r}{meant}")
         if missing:
             raise ArgumentError(f"weights[{missing[0]!r}]", expected=f"a weight {wanted[missing[0]]}", actual="nothing")
-        own = {name: value for name, value in weights.items() if "." not in name}
+        own: dict[str, Any] = {name: value for name, value in weights.items() if "." not in name}
         compressor = _compressor(weights, "compressor.") if layer.kind is not LayerKind.SWA else None
         indexer = None
         if layer.kind is LayerKind.C4A:
@@ -195,7 +193,8 @@ def weight_shapes(geometry: ModelGeometry, layer: LayerGeometry) -> dict[str, tu
 
 
 def _compressor(weights: Mapping[str, Weight], prefix: str) -> CompressorWeights:
-    return CompressorWeights(*(weights[prefix + name] for name in ("wkv", "wgate", "ape", "norm")))
+    parts: list[Any] = [weights[prefix + name] for name in ("wkv", "wgate", "ape", "norm")]
+    return CompressorWeights(*parts)
 
 
 def _named(owner: object, prefix: str) -> Iterator[tuple[str, Weight]]:

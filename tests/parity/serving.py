@@ -17,6 +17,7 @@ from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, Batch
+from dsv4attn.core.projection import output_projection
 from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import plan_workspace
@@ -155,10 +156,8 @@ class Server:
             attn_sink=attention.sinks,
             topk_indices=topk,
         )
-        weight, groups = attention.o_a_proj.weight, attention.o_a_proj.n_groups
-        z = self.backend.inv_rope_o_proj(out, position, self.table, weight, groups)
-        output: Tensor = attention.o_b_proj(z.flatten(1))
-        return output
+        weights = attention.o_a_proj, attention.o_b_proj, attention.o_a_proj.n_groups
+        return output_projection(self.backend, out, position, self.table, *weights, layer=self.layer)
 
     def _metadata(self, sequences: list[int], parts: list[slice], slots: Tensor) -> AttentionMetadata:
         lens = torch.tensor([part.stop for part in parts], dtype=torch.int32)

@@ -233,7 +233,7 @@ class LeadingRope(ReferenceBackend):
 
 
 class ForwardRope(ReferenceBackend):
-    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Tensor, num_groups: int) -> Tensor:
+    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Any, num_groups: int) -> Tensor:
         return super().inv_rope_o_proj(o, torch.zeros_like(positions), table, wo_a, num_groups)
 
 

@@ -310,7 +310,7 @@ class Careless(ReferenceBackend):
         if self.slip == "gather clears the rest" and gather_lens is not None:
             out[:, :offset] = 0
 
-    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Tensor, num_groups: int) -> Tensor:
+    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Any, num_groups: int) -> Tensor:
         angles = table.clone()
         if self.slip == "rotated forward":
             angles[:, table.shape[1] // 2 :] *= -1

@@ -135,14 +135,14 @@ class Positions(ReferenceBackend):
     ) -> None:  # fmt: skip
         super().qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions % 2**16, table, eps)
 
-    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Tensor, num_groups: int) -> Tensor:
+    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Any, num_groups: int) -> Tensor:
         return super().inv_rope_o_proj(o, positions % 2**16, table, wo_a, num_groups)
 
 
 class OneType(ReferenceBackend):
     """The bytes of projection matrices are read as o's type."""
 
-    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Tensor, num_groups: int) -> Tensor:
+    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Any, num_groups: int) -> Tensor:
         return super().inv_rope_o_proj(o, positions, table, wo_a.view(o.dtype)[:, : wo_a.shape[1]], num_groups)
 
 

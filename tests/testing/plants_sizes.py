@@ -145,7 +145,7 @@ class Partial(ReferenceBackend):
             seq_lens = seq_lens.clamp(max=block_table.shape[1] * cache.block_size)
         super().dequantize_and_gather_k_cache(out, cache, seq_lens, gather_lens, block_table, offset)
 
-    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Tensor, num_groups: int) -> Tensor:
+    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Any, num_groups: int) -> Tensor:
         o, table, wo_a = self._dense("o", o), self._dense("angles", table), self._dense("weights", wo_a)
         if self.slip == "512 rows of a projection":
             o = o.clone()

@@ -34,6 +34,7 @@ from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.tensorspec import check_strides
 from dsv4attn.core.warmup_spec import Bounds
+from dsv4attn.core.weights import Weight, dense_weight
 from dsv4attn.core.workspace import BufferSpec
 from dsv4attn.errors import ArgumentError
 
@@ -117,12 +118,14 @@ class TritonBackend(BackendDefaults):
         self.prepare(Phase.PREFILL, call)(call.q, call.out, call.lse, call.attn_sink, call.caches)
 
     def inv_rope_o_proj(
-        self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, num_groups: int
+        self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Weight, num_groups: int
     ) -> Tensor:
-        """See `contract.Backend`."""
-        check_strides(o=o, positions=positions, cos_sin_cache=cos_sin_cache, wo_a=wo_a)
+        """See `contract.Backend`. wo_a may be block-scaled fp8 too, see `weights.dense_weight`."""
+        check_strides(o=o, positions=positions, cos_sin_cache=cos_sin_cache)
+        weight = dense_weight(wo_a)
+        check_strides(wo_a=weight)
         return projection.inv_rope_o_proj(
-            o, positions, cos_sin_cache, wo_a, num_groups, deterministic=self.deterministic
+            o, positions, cos_sin_cache, weight, num_groups, deterministic=self.deterministic
         )
 
     def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:

@@ -15,6 +15,7 @@ from dsv4attn.core.definitions import batch_invariant_linear, linear
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
+from dsv4attn.core.weights import Weight, dense_weight
 from dsv4attn.core.workspace import BufferSpec
 from dsv4attn.errors import ArgumentError, UnknownNameError
 
@@ -120,9 +121,11 @@ class ReferenceBackend(BackendDefaults):
         self.decode(call)
 
     def inv_rope_o_proj(
-        self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, num_groups: int
+        self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Weight, num_groups: int
     ) -> Tensor:
-        """See `contract.Backend`."""
-        check_strides(o=o, positions=positions, cos_sin_cache=cos_sin_cache, wo_a=wo_a)
+        """See `contract.Backend`. wo_a may be block-scaled fp8 too, see `weights.dense_weight`."""
+        check_strides(o=o, positions=positions, cos_sin_cache=cos_sin_cache)
+        weight = dense_weight(wo_a)
+        check_strides(wo_a=weight)
         product = batch_invariant_linear if self.deterministic else linear
-        return kernels.inv_rope_o_proj(o, positions, cos_sin_cache, wo_a, num_groups, product)
+        return kernels.inv_rope_o_proj(o, positions, cos_sin_cache, weight, num_groups, product)

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.arguments import FLOATS
-from dsv4attn.backends.rocm.weights import dequantized, weight_of
 from dsv4attn.core.checks import check_same_device
 from dsv4attn.core.tensorspec import check_tensor
+from dsv4attn.core.weights import Weight, check_weight, dense_weight
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["rocm_inv_rope_einsum"]
@@ -22,7 +22,7 @@ def rocm_inv_rope_einsum(
     rope_head_dim: int,
     n_local_groups: int,
     o_lora_rank: int,
-    wo_a: object,
+    wo_a: Weight,
     *,
     turned_rows: int = 0,
 ) -> Tensor:
@@ -30,7 +30,7 @@ def rocm_inv_rope_einsum(
 
     rotary_emb: has `cos_sin_cache`, [positions, rope_head_dim] fp32, cosines then sines. o: [T, H, D] bf16 or fp32, any
     strides but that of the last dimension; it stays as it is. positions: [T] int64; those of padding rows may be
-    anything. wo_a: [G * o_lora_rank, H / G * D], a tensor or a module; see `weights.dequantized` for what it may hold.
+    anything. wo_a: [G * o_lora_rank, H / G * D], see `core.weights.dense_weight`.
     Beyond the original: turned_rows, the number of leading rows of o whose rotation the attention call has undone
     already; their positions are not read.
     Raises ArgumentError before any launch.
@@ -49,14 +49,14 @@ def rocm_inv_rope_einsum(
         raise ArgumentError("o_lora_rank", expected="at least 1", actual=o_lora_rank)
     if not 0 <= turned_rows <= tokens:
         raise ArgumentError("turned_rows", expected=f"0 .. {tokens}, the rows of o", actual=turned_rows)
-    name, weight = weight_of(wo_a)
+    name, weight = check_weight("wo_a", wo_a)
     width = heads // n_local_groups * dim
     # an fp8 weight may have any strides: the product uses its bf16 copy
     shape, is_fp8 = f"{n_local_groups * o_lora_rank} {width}", weight.element_size() == 1
     check_tensor(name, weight, shape, weight.dtype, {}, any_strides=is_fp8)
     tensors = {"positions": positions, "rotary_emb.cos_sin_cache": table, name: weight}
     check_same_device(o, **tensors)
-    return projection.inv_rope_o_proj(o, positions, table, dequantized(wo_a), n_local_groups, turned=turned_rows)
+    return projection.inv_rope_o_proj(o, positions, table, dense_weight(wo_a), n_local_groups, turned=turned_rows)
 
 
 def _table_of(rotary_emb: object, rope_head_dim: int) -> Tensor:

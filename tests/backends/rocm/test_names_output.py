@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from dsv4attn.backends._triton import kernels_projection, projection
 from dsv4attn.backends._triton.compiling import variant
 from dsv4attn.backends._triton.launching.runtime import observed
-from dsv4attn.backends.rocm import weights
 from dsv4attn.backends.rocm.vllm_api_output import rocm_inv_rope_einsum
+from dsv4attn.core import weights
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import F64
 from tests.backends._triton.cache.caches import DEVICE, each_dtype, seeded, strided
-from tests.backends.rocm.scaled import OCP, Scaled, each_dialect, each_form, each_name
+from tests.core.scaled import OCP, Scaled, each_dialect, each_form, each_name
 
 BF16, FP32_STEPS = 2.0**-8, 2.0**-20
 NOPE, ROPE, GROUPS, HEADS, RANK, POSITIONS = 72, 8, 2, 4, 70, 11
@@ -110,11 +110,11 @@ def test_nothing_happens_without_tokens() -> None:
 def test_a_second_call_finds_the_copy_of_the_first() -> None:
     asked = Asked(4)
     first = asked.run()
-    copy = weights.dequantized(asked.wo_a)
+    copy = weights.dense_weight(asked.wo_a)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(weights, "_product", lambda *_: pytest.fail("computed again"))
         assert torch.equal(asked.run(), first)
-    assert weights.dequantized(asked.wo_a) is copy
+    assert weights.dense_weight(asked.wo_a) is copy
 
 
 def test_outputs_may_lie_heads_first() -> None:

@@ -160,7 +160,7 @@ class ProjectsRotated(ReferenceBackend):
     """The output keeps the rotation of its keys."""
 
     def inv_rope_o_proj(
-        self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, num_groups: int
+        self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Any, num_groups: int
     ) -> Tensor:
         return super().inv_rope_o_proj(o, torch.zeros_like(positions), cos_sin_cache, wo_a, num_groups)
 

@@ -1,4 +1,4 @@
-"""fp8 weights of the output projection as bf16: the right numbers, once, and no longer than they are needed."""
+"""Block-scaled fp8 weights as bf16: the right numbers, computed once, in memory that goes with the weight."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsv4attn.backends.rocm import weights
-from dsv4attn.backends.rocm.weights import dequantized, forget
+from dsv4attn.core import weights
+from dsv4attn.core.weights import BlockScaledWeight, check_weight, dense_weight, forget
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
-from tests.backends._triton.cache.caches import DEVICE
-from tests.backends._triton.index_ops.trials import operations
-from tests.backends.rocm.scaled import FNUZ, OCP, Scaled, each_dialect, each_form, each_name, powers_of
+from tests.core.scaled import DEVICE, E8M0, FNUZ, OCP, Scaled, each_dialect, each_form, each_name, operations, powers_of
 
 SHAPES = [(1, 1), (128, 128), (127, 129), (130, 257), (256, 40), (5, 384)]
-META = torch.device("meta")
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +47,7 @@ def test_each_block_is_multiplied_by_its_own_scale(
 ) -> None:
     given = Scaled.draw(sum(shape), *shape, dialect, form)
 
-    assert_worth(dequantized(given.module(name)), given.values)
+    assert_worth(dense_weight(given.module(name)), given.values)
 
 
 @each_dialect
@@ -63,7 +60,7 @@ def test_every_code_under_every_exponent(dialect: torch.dtype, form: str) -> Non
         if not hasattr(torch, "float8_e8m0fnu"):
             pytest.skip("this torch has no such dtype")
         exponents = exponents.view(torch.float8_e8m0fnu)
-    found = dequantized(Scaled(codes, exponents, dialect).module()).double().cpu().numpy()
+    found = dense_weight(Scaled(codes, exponents, dialect).module()).double().cpu().numpy()
     code = oracle.decode_e4m3(codes.numpy(), dialect == FNUZ)
     wanted = oracle.round_bf16(code * np.repeat(powers_of(torch.arange(256)), 128))
 
@@ -77,7 +74,7 @@ def test_a_code_is_worth_half_in_the_other_dialect() -> None:
     twin = Scaled(ocp.codes.masked_fill(ocp.codes == 0x80, 0), ocp.scale, OCP)
     halved = Scaled(twin.codes, 2 * ocp.scale, FNUZ)
 
-    assert torch.equal(dequantized(twin.module()), dequantized(halved.module()))
+    assert torch.equal(dense_weight(twin.module()), dense_weight(halved.module()))
 
 
 def test_a_weight_may_lie_in_memory_in_any_way() -> None:
@@ -86,7 +83,7 @@ def test_a_weight_may_lie_in_memory_in_any_way() -> None:
     module.weight = module.weight.view(torch.uint8).t().contiguous().t().view(OCP)
     module.weight_scale_inv = module.weight_scale_inv.t().contiguous().t()
 
-    assert_worth(dequantized(module), given.values)
+    assert_worth(dense_weight(module), given.values)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -96,24 +93,24 @@ def test_a_weight_that_is_not_fp8_is_never_scaled(dtype: torch.dtype, name: str)
     for scale in (torch.full((1, 1), torch.nan), torch.ones(7), "none"):
         module = SimpleNamespace(**{"weight": weight, name: scale})
         with operations() as ran:
-            assert dequantized(module) is weight
-            assert dequantized(weight) is weight
+            assert dense_weight(module) is weight
+            assert dense_weight(weight) is weight
 
         assert not ran
 
 
 def test_a_weight_that_an_engine_has_made_bf16_is_not_scaled_again() -> None:
     module = Scaled.draw(3, 40, 50, OCP, "fp32").module()
-    once = dequantized(module)
+    once = dense_weight(module)
     module.weight = once
 
-    assert dequantized(module) is once
+    assert dense_weight(module) is once
 
     module = Scaled.draw(3, 40, 50, OCP, "fp32").module()
-    kept = weakref.ref(dequantized(module))
+    kept = weakref.ref(dense_weight(module))
     module.weight.data = once
 
-    assert torch.equal(dequantized(module), once)
+    assert torch.equal(dense_weight(module), once)
     assert kept() is None
 
 
@@ -121,17 +118,17 @@ def test_both_names_may_say_the_same() -> None:
     given = Scaled.draw(4, 200, 50, FNUZ, "bytes")
     factors = torch.tensor(given.factors, dtype=torch.float32, device=DEVICE)
 
-    assert_worth(dequantized(given.module("weight_scale", weight_scale_inv=factors)), given.values)
+    assert_worth(dense_weight(given.module("weight_scale", weight_scale_inv=factors)), given.values)
 
 
-# what is kept
+# what is cached
 
 
 def test_it_is_computed_once() -> None:
     module = Scaled.draw(5, 40, 50, OCP, "fp32").module()
-    first = dequantized(module)
+    first = dense_weight(module)
     with operations() as ran:
-        again = dequantized(module)
+        again = dense_weight(module)
 
     assert again is first
     assert not ran
@@ -142,7 +139,7 @@ def test_two_weights_do_not_get_each_others_copy() -> None:
     modules = [each.module() for each in given]
     for _ in range(2):
         for each, module in zip(given, modules, strict=True):
-            assert_worth(dequantized(module), each.values)
+            assert_worth(dense_weight(module), each.values)
 
 
 Change = Callable[[Any, Scaled], None]
@@ -205,14 +202,14 @@ CHANGES = [
 def test_it_is_computed_again_when_something_changed(change: Change) -> None:
     first, second = (Scaled.draw(seed, 140, 50, OCP, "fp32") for seed in (8, 9))
     module = first.module()
-    assert_worth(dequantized(module), first.values)
+    assert_worth(dense_weight(module), first.values)
     change(module, second)
     now = Scaled(module.weight.view(torch.uint8).cpu(), _scale_of(module).cpu(), OCP)
     assert not np.array_equal(now.values, first.values)
 
-    assert_worth(dequantized(module), now.values)
+    assert_worth(dense_weight(module), now.values)
     with operations() as ran:
-        dequantized(module)
+        dense_weight(module)
     assert not ran
 
 
@@ -226,27 +223,27 @@ def _scale_of(module: Any) -> Tensor:
 def test_new_numbers_appear_where_a_captured_graph_reads_them() -> None:
     first, second = (Scaled.draw(seed, 140, 50, OCP, "fp32") for seed in (8, 9))
     module = first.module()
-    copy = dequantized(module)
+    copy = dense_weight(module)
     address = copy.data_ptr()
     writes_the_weight(module, second)
 
-    assert dequantized(module).data_ptr() == address
+    assert dense_weight(module).data_ptr() == address
     assert_worth(copy, Scaled(second.codes, first.scale, OCP).values)
 
 
 def test_another_shape_gets_other_memory() -> None:
     first, second = Scaled.draw(8, 140, 50, OCP, "fp32"), Scaled.draw(9, 50, 140, OCP, "fp32")
     module = first.module()
-    copy = dequantized(module)
+    copy = dense_weight(module)
     module.weight.data, module.weight_scale_inv = second.weight(), second.scale.to(DEVICE)
 
-    assert_worth(dequantized(module), second.values)
+    assert_worth(dense_weight(module), second.values)
     assert_worth(copy, first.values)
 
 
 def test_a_copy_dies_with_its_weight() -> None:
     module = Scaled.draw(10, 40, 50, OCP, "fp32").module()
-    copy, scale = weakref.ref(dequantized(module)), weakref.ref(module.weight_scale_inv)
+    copy, scale = weakref.ref(dense_weight(module)), weakref.ref(module.weight_scale_inv)
     key = id(module.weight)
     assert key in weights._copies
     module.weight_scale_inv = None
@@ -262,7 +259,7 @@ def test_a_copy_dies_with_its_weight() -> None:
 
 def test_the_end_of_one_weight_leaves_one_that_took_its_place() -> None:
     module = Scaled.draw(10, 40, 50, OCP, "fp32").module()
-    dequantized(module)
+    dense_weight(module)
     stale = weakref.ref(torch.ones(1))
     weights._drop(id(module.weight), stale)
 
@@ -275,64 +272,86 @@ def test_parameters_of_a_module_serve_in_and_out_of_inference_mode() -> None:
     module.weight = nn.Parameter(first.weight(), requires_grad=False)
     module.weight_scale = nn.Parameter(first.scale.to(DEVICE))
     with torch.inference_mode():
-        copy = dequantized(module)
+        copy = dense_weight(module)
     assert_worth(copy, first.values)
     assert not copy.requires_grad
     with torch.no_grad():
         module.weight.copy_(second.weight())
         module.weight_scale.copy_(second.scale)
 
-    assert_worth(dequantized(module), second.values)
+    assert_worth(dense_weight(module), second.values)
 
     with torch.inference_mode():
         unversioned = second.module()
-        assert_worth(dequantized(unversioned), second.values)
+        assert_worth(dense_weight(unversioned), second.values)
     with operations() as ran:
-        dequantized(unversioned)
+        dense_weight(unversioned)
     assert not ran
 
 
-# what is refused
+# the class
 
 
-FP8 = Scaled.draw(13, 130, 260, OCP, "fp32")
-BAD: dict[str, tuple[Any, str, str]] = {
-    "no weight": (SimpleNamespace(), "wo_a", "a module with a weight"),
-    "nothing": (None, "wo_a", "NoneType"),
-    "no scale": (SimpleNamespace(weight=FP8.weight()), "wo_a.weight", "got neither -> a weight without"),
-    "scales of None": (FP8.module(weight_scale_inv=None), "wo_a.weight", "got neither"),
-    "a plain fp8 tensor": (FP8.weight(), "wo_a", "got neither -> pass the module"),
-    "raw codes": (FP8.module(weight=FP8.codes), "wo_a.weight", r"got uint8 -> view .*\.view\(torch.float8_e4m3fn\)"),
-    "signed codes": (FP8.module(weight=FP8.codes.view(torch.int8)), "wo_a.weight", "got int8"),
-    "raw codes alone": (FP8.codes, "wo_a", "got uint8"),
-    "another fp8": (FP8.module(weight=FP8.codes.view(torch.float8_e5m2)), "wo_a.weight", "float8_e5m2"),
-    "integers": (torch.ones(2, 2, dtype=torch.int32), "wo_a", "int32"),
-    "a weight for each group": (FP8.module(weight=FP8.weight()[None]), "wo_a.weight", r"\[1, 130, 260\]"),
-    "one scale": (FP8.module(weight_scale_inv=torch.ones(())), "wo_a.weight_scale_inv", r"\[2, 3\].*, got \[\]"),
-    "scales turned round": (FP8.module(weight_scale_inv=torch.ones(3, 2)), "wo_a.weight_scale_inv", r"got \[3, 2\]"),
-    "whole blocks only": (FP8.module(weight_scale_inv=torch.ones(1, 2)), "wo_a.weight_scale_inv", r"got \[1, 2\]"),
-    "scales in bf16": (FP8.module(weight_scale_inv=FP8.scale.bfloat16()), "wo_a.weight_scale_inv", "bfloat16"),
-    "scales in int32": (FP8.module("weight_scale", weight_scale=FP8.scale.int()), "wo_a.weight_scale", "int32"),
-    "a scale that is a number": (FP8.module(weight_scale_inv=0.5), "wo_a.weight_scale_inv", "float"),
-    "scales elsewhere": (FP8.module(weight_scale_inv=FP8.scale.to(META)), "wo_a.weight_scale_inv", "one on meta"),
-    "two scales": (FP8.module(weight_scale=2 * FP8.scale.to(DEVICE)), "wo_a.weight_scale", "other values"),
-    "a wrong second scale": (FP8.module(weight_scale=torch.ones(1)), "wo_a.weight_scale", r"got \[1\]"),
-}
-
-
-@pytest.mark.parametrize("case", BAD.values(), ids=BAD)
-def test_a_bad_weight_is_an_error_before_anything_is_computed(
-    case: tuple[Any, str, str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each_dialect
+@each_form
+def test_a_block_scaled_weight_is_worth_what_its_module_is(
+    shape: tuple[int, int], dialect: torch.dtype, form: str
 ) -> None:
-    wo_a, argument, said = case
-    monkeypatch.setattr(weights, "_product", lambda *_: pytest.fail("computed"))
-    with pytest.raises(ArgumentError, match=rf"^{argument}: expected .*{said}"):
-        dequantized(wo_a)
+    given = Scaled.draw(sum(shape), *shape, dialect, form)
+
+    assert_worth(dense_weight(given.pair()), given.values)
+    assert_worth(dense_weight(BlockScaledWeight.of(given.module("weight_scale"))), given.values)
 
 
-def test_a_scale_that_went_bad_is_an_error_even_if_a_copy_is_kept() -> None:
-    module = Scaled.draw(14, 40, 50, OCP, "fp32").module()
-    dequantized(module)
-    module.weight_scale_inv = None
-    with pytest.raises(ArgumentError, match="got neither"):
-        dequantized(module)
+def test_weights_made_anew_of_the_same_tensors_share_one_copy() -> None:
+    module = Scaled.draw(20, 40, 50, OCP, "fp32").module()
+    first = dense_weight(BlockScaledWeight(module.weight, module.weight_scale_inv))
+    with operations() as ran:
+        assert dense_weight(BlockScaledWeight(module.weight, module.weight_scale_inv)) is first
+        assert dense_weight(module) is first
+    assert not ran
+    module.weight_scale_inv.mul_(2)
+    twice = 2 * first.float()
+
+    assert torch.equal(dense_weight(BlockScaledWeight.of(module)).float(), twice)
+
+
+def test_inside_and_outside_of_inference_mode_it_is_one_copy() -> None:
+    pair = Scaled.draw(21, 40, 50, OCP, "bytes").pair()
+    with torch.inference_mode():
+        first = dense_weight(pair)
+
+    assert not first.is_inference()
+    assert dense_weight(pair) is first
+    pair.scale.add_(1)
+    with torch.inference_mode():
+        assert dense_weight(pair) is first
+
+
+def test_a_check_computes_nothing_and_names_the_matrix() -> None:
+    given, plain = Scaled.draw(22, 140, 50, OCP, "e8m0" if E8M0 else "bytes"), torch.zeros(3, 4, device=DEVICE)
+    pair, module = given.pair(), given.module()
+    with operations() as ran:
+        assert check_weight("wo_b", plain) == ("wo_b", plain)
+        assert check_weight("wo_b", pair) == ("wo_b.weight", pair.weight)
+        assert check_weight("wo_b", module) == ("wo_b.weight", module.weight)
+    assert not ran
+    assert not {id(pair.weight), id(module.weight)} & {*weights._copies}
+
+
+def test_while_a_graph_is_captured_nothing_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Scaled.draw(23, 140, 50, OCP, "fp32")
+    pair, late = given.pair(), given.pair()
+    copy = dense_weight(pair)
+    monkeypatch.setattr(weights, "is_capturing", lambda device: device == pair.weight.device)
+
+    assert dense_weight(pair) is copy
+    said = (
+        r"^wo_a\.weight: expected .* before the capture of the graph, got one .* -> run the step once, or call dense_"
+    )
+    with pytest.raises(ArgumentError, match=said):
+        dense_weight(late)
+    pair.weight.copy_(late.weight.view(torch.uint8).roll(1, 0).view(OCP))
+    with pytest.raises(ArgumentError, match=said):
+        dense_weight(pair)

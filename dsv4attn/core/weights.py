@@ -1,0 +1,264 @@
+"""Weights of the output projection: block-scaled fp8 matrices, and their conversion to bf16.
+
+The bf16 copy of a weight is cached for the weight's lifetime. When the weight or its scale was replaced or written, the
+copy is computed again, in the same memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from dsv4attn.core.device import is_capturing
+from dsv4attn.core.tensorspec import check_tensor
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["BLOCK", "BlockScaledWeight", "Weight", "check_weight", "dense_weight", "forget"]
+
+BLOCK = 128
+"""Rows and columns under one scale; the last block of either may be shorter."""
+_WIDE = (torch.bfloat16, torch.float16, torch.float32)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+# the oldest supported torch lacks float8_e8m0fnu
+_SCALE_DTYPES = tuple(dict.fromkeys((torch.float32, getattr(torch, "float8_e8m0fnu", torch.uint8), torch.uint8)))
+_SCALES = ("weight_scale_inv", "weight_scale")
+
+
+@frozen(eq=False)
+class BlockScaledWeight:
+    """A weight matrix in fp8, with a scale for each block of 128 x 128; the last block of either dim may be shorter.
+
+    weight: [rows, columns] float8_e4m3fn or float8_e4m3fnuz, any strides - the codes.
+    scale: [ceil(rows / 128), ceil(columns / 128)] fp32, float8_e8m0fnu or uint8, on the same device - the factor of
+        each block. float8_e8m0fnu and uint8 are exponents: 2^(byte - 127), and NaN for 255.
+    Raises ArgumentError unless both have these shapes and dtypes.
+    """
+
+    weight: Tensor
+    scale: Tensor
+
+    def __attrs_post_init__(self) -> None:
+        _check_matrix("weight", self.weight, _FP8)
+        _check_scale("scale", self.scale, "weight", self.weight)
+
+    @classmethod
+    def of(cls, module: object, name: str = "module") -> BlockScaledWeight:
+        """The fp8 weight of a module: its `weight`, with its `weight_scale_inv` or `weight_scale`.
+
+        name: of the module, for errors. Raises ArgumentError if one of them is missing or does not fit.
+        """
+        _, weight, scales, _ = _inspected(name, module)
+        _check_matrix(f"{name}.weight", weight, _FP8)
+        return cls(weight, scales[0])
+
+
+Weight: TypeAlias = "Tensor | BlockScaledWeight | Any"
+"""A tensor, a `BlockScaledWeight`, or any module with `weight` and, if that is fp8, one of `BlockScaledWeight.of`."""
+
+
+def check_weight(name: str, value: Weight) -> tuple[str, Tensor]:
+    """Check a weight, and convert nothing.
+
+    name: of the argument. value: see `dense_weight`. Returns the name of the matrix in errors (`wo_a`, or
+    `wo_a.weight`) and the matrix: [rows, columns] bf16, fp16, fp32, or the fp8 codes. Raises ArgumentError as
+    `dense_weight` does.
+    """
+    label, weight, _, _ = _inspected(name, value)
+    return label, weight
+
+
+def dense_weight(value: Weight, name: str = "wo_a") -> Tensor:
+    """The weight as bf16 [rows, columns] if it is fp8, and unchanged if it is not.
+
+    value: [rows, columns] bf16, fp16 or fp32, a `BlockScaledWeight`, or a module with `weight` and, if that is fp8,
+    `weight_scale_inv` or `weight_scale`, as in a `BlockScaledWeight`. name: of the argument, for errors. A weight of
+    two bytes or more an element is never scaled, even with a scale beside it. Products are fp32, then rounded to bf16.
+
+    The first call computes the copy, and later calls with the same weight and scale tensors return it. Writes that
+    torch does not count, to `weight.data` or in inference mode, are not noticed: call `forget` after them.
+    Raises ArgumentError before anything is computed; also if a graph is being captured and there is no copy yet.
+    """
+    if isinstance(value, Tensor) and value.dtype in _WIDE:
+        check_weight(name, value)
+        return value
+    _, weight, scales, cached = _inspected(name, value)
+    if weight.element_size() > 1:
+        _copies.pop(id(weight), None)
+        return weight
+    if cached is not None:
+        return cached.copy
+    old = _copies.get(id(weight))
+    # outside inference mode, so that the copy can be written again inside or outside of it
+    with torch.inference_mode(mode=False), torch.no_grad():
+        copy = _product(weight, _factors(scales[0]), None if old is None or old.weight() is not weight else old.copy)
+    _copies[id(weight)] = _Copy.of(weight, scales, copy)
+    return copy
+
+
+def forget(value: Weight) -> None:
+    """Drop the cached copy of a weight, if there is one; the next call of `dense_weight` computes another.
+
+    value: see `dense_weight`.
+    """
+    _copies.pop(id(_parts(value)[0]), None)
+
+
+@frozen(eq=False)
+class _Copy:
+    """A cached copy with weak references to its weight and scales, and their states when it was made."""
+
+    weight: weakref.ref[Tensor]
+    scales: tuple[weakref.ref[Tensor], ...]
+    states: tuple[Any, ...]
+    copy: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, scales: tuple[Tensor, ...], copy: Tensor) -> _Copy:
+        """Record the sources of a new copy."""
+        ref = weakref.ref(weight, partial(_drop, id(weight)))
+        return cls(ref, tuple(map(weakref.ref, scales)), _states(weight, scales), copy)
+
+    def is_of(self, weight: Tensor, scales: tuple[Tensor, ...]) -> bool:
+        """Whether these are the same tensors and torch has counted no write to them."""
+        return (
+            self.weight() is weight
+            and len(self.scales) == len(scales)
+            and all(ref() is scale for ref, scale in zip(self.scales, scales, strict=True))
+            and self.states == _states(weight, scales)
+        )
+
+
+_copies: dict[int, _Copy] = {}
+"""Cached copies by `id` of their weight."""
+
+
+def _drop(key: int, ref: weakref.ref[Tensor]) -> None:
+    """Drop the copy of a weight that was deleted, unless another weight has its `id` already."""
+    cached = _copies.get(key)
+    if cached is not None and cached.weight is ref:
+        del _copies[key]
+
+
+def _states(weight: Tensor, scales: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """A value that changes when the weight or a scale is written or its memory replaced."""
+    return tuple(
+        (t.data_ptr(), None if t.is_inference() else t._version, t.dtype, t.shape, t.stride())  # noqa: SLF001
+        for t in (weight, *scales)
+    )
+
+
+def _parts(value: Weight) -> tuple[Any, dict[str, Any]]:
+    """The matrix of a weight, and its scales by the names of their attributes; nothing is checked."""
+    if isinstance(value, Tensor):
+        return value, {}
+    names = ("scale",) if isinstance(value, BlockScaledWeight) else _SCALES
+    scales = {name: scale for name in names if (scale := getattr(value, name, None)) is not None}
+    return getattr(value, "weight", None), scales
+
+
+def _inspected(name: str, value: Weight) -> tuple[str, Tensor, tuple[Tensor, ...], _Copy | None]:
+    """Check a weight: (name of the matrix in errors, the matrix, its scales if it is fp8, its cached copy)."""
+    weight, scales = _parts(value)
+    label = name if weight is value else f"{name}.weight"
+    if not isinstance(weight, Tensor):
+        expected = "a tensor, a BlockScaledWeight, or a module with a weight"
+        raise ArgumentError(name, expected=expected, actual=type(value).__name__)
+    _check_matrix(label, weight, (*_WIDE, *_FP8))
+    if weight.element_size() > 1:
+        return label, weight, (), None
+    if not scales:
+        raise ArgumentError(
+            label,
+            expected=f"{' or '.join(_SCALES)} beside a weight in {_short(weight.dtype)}",
+            actual="neither",
+            hint="pass the module that has both, or BlockScaledWeight(weight, scale)"
+            if label == name
+            else "a weight without blocks goes in as bf16",
+        )
+    for attribute, scale in scales.items():
+        _check_scale(f"{name}.{attribute}", scale, label, weight)
+    found, cached = tuple(scales.values()), _copies.get(id(weight))
+    if cached is not None and cached.is_of(weight, found):
+        return label, weight, found, cached
+    if is_capturing(weight.device):
+        expected = "a weight that was converted to bf16 before the capture of the graph"
+        hint = f"run the step once, or call dense_weight({name}), before the capture"
+        raise ArgumentError(label, expected=expected, actual="one that was not, or has changed since", hint=hint)
+    if len(found) > 1 and not torch.equal(*(_factors(scale).view(torch.int32) for scale in found)):
+        raise ArgumentError(
+            f"{name}.{_SCALES[1]}",
+            expected=f"the values of {name}.{_SCALES[0]}, or no such attribute",
+            actual="other values",
+            hint="remove the one that does not belong to the weight",
+        )
+    return label, weight, found, None
+
+
+def _check_matrix(label: str, weight: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise ArgumentError unless this is a matrix of one of these dtypes; its strides may be any."""
+    if isinstance(weight, Tensor) and weight.dtype in (torch.uint8, torch.int8):
+        dialects = " or ".join(f".view({dtype})" for dtype in _FP8)
+        raise ArgumentError(
+            label,
+            expected="a dtype that says what its bytes mean",
+            actual=_short(weight.dtype),
+            hint=f"view them as what they are: {dialects}; a code means half as much in the second",
+        )
+    if isinstance(weight, Tensor) and weight.dtype in _WIDE and dtypes == _FP8:
+        expected, hint = "fp8 codes", "a weight that is not fp8 has no scale: pass the tensor itself"
+        raise ArgumentError(label, expected=expected, actual=_short(weight.dtype), hint=hint)
+    check_tensor(label, weight, "_ _", dtypes, {}, any_strides=True)
+
+
+def _check_scale(label: str, scale: object, weight_label: str, weight: Tensor) -> None:
+    """Raise ArgumentError unless this is a scale for each block of a weight."""
+    shape, name = [-(-n // BLOCK) for n in weight.shape], label.rpartition(".")[2]
+    actual, hint = type(scale).__name__, f"every block of {BLOCK} x {BLOCK} has one, a shorter block at the end too"
+    if isinstance(scale, Tensor):
+        if scale.dtype in _SCALE_DTYPES and [*scale.shape] == shape:
+            if scale.device == weight.device:
+                return
+            expected, hint = (
+                f"a tensor on {weight.device}, like {weight_label}",
+                f"pass {name}.to({weight_label}.device)",
+            )
+            raise ArgumentError(label, expected=expected, actual=f"one on {scale.device}", hint=hint)
+        actual = f"{[*scale.shape]} {_short(scale.dtype)}"
+        if scale.dtype not in _SCALE_DTYPES:
+            hint = f"pass {name}.to(torch.float32)"
+    expected = f"{shape} {' or '.join(map(_short, _SCALE_DTYPES))}, the scales of {weight_label} {[*weight.shape]}"
+    raise ArgumentError(label, expected=expected, actual=actual, hint=hint)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _factors(scale: Tensor) -> Tensor:
+    """fp32 factors of the blocks: an fp32 scale itself, else 2^(byte - 127).
+
+    The byte is the exponent field of the factor. 0 is the subnormal 2^-127, and 255 is NaN.
+    """
+    if scale.dtype == torch.float32:
+        return scale
+    byte = scale.view(torch.uint8)
+    bits = (byte.int() << 23).masked_fill(byte == 0, 0x00400000).masked_fill(byte == 255, 0x7FC00000)
+    return bits.view(torch.float32)
+
+
+def _product(weight: Tensor, factors: Tensor, out: Tensor | None) -> Tensor:
+    """Each block times its factor as bf16, a row of blocks at a time; into `out` if that fits.
+
+    The memory stays the same then, and a captured graph reads the new values.
+    """
+    if out is None or (out.shape, out.device) != (weight.shape, weight.device):
+        out = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
+    for i, row in enumerate(factors):
+        part = slice(i * BLOCK, (i + 1) * BLOCK)
+        out[part] = weight[part].float() * row.repeat_interleave(BLOCK)[: weight.shape[1]]
+    return out

@@ -1,0 +1,58 @@
+"""Arguments of an output projection, its answer in float64, and the part of a rank that has some of the heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.testing import oracle
+from dsv4attn.testing.judge import F64
+from tests.core.calls import MODEL, SWA
+
+HEADS, DIM, ROPE, GROUPS, RANK, HIDDEN, POSITIONS, TOKENS = 8, 80, 8, 2, 70, 50, 23, 6
+LAYER: LayerGeometry = attrs.evolve(MODEL, num_heads=HEADS, head_dim=DIM, rope_dim=ROPE).layer_of_kind(SWA)
+WO_A, WO_B = (GROUPS * RANK, HEADS // GROUPS * DIM), (HIDDEN, GROUPS * RANK)
+"""Shapes with shorter blocks at the end of either dim."""
+
+
+@attrs.frozen(eq=False)
+class Given:
+    """Arguments of `output_projection`, on the CPU. Weights are tensors, or any other `weights.Weight`."""
+
+    o: Tensor
+    positions: Tensor
+    table: Tensor
+    wo_a: Any
+    wo_b: Any
+
+    @classmethod
+    def draw(cls, dtype: torch.dtype, seed: int = 0, tokens: int = TOKENS) -> Given:
+        """Random ones, all in this dtype; the table is of no model."""
+        g = torch.Generator().manual_seed(seed)
+        o, table = torch.randn(tokens, HEADS, DIM, generator=g), torch.randn(POSITIONS, ROPE, generator=g)
+        positions = torch.randint(0, POSITIONS, (tokens,), generator=g)
+        wo_a, wo_b = torch.randn(WO_A, generator=g) / 16, torch.randn(WO_B, generator=g) / 16
+        return cls(o.to(dtype), positions, table, wo_a.to(dtype), wo_b.to(dtype))
+
+    def answer(self, wo_a: F64 | None = None, wo_b: F64 | None = None) -> F64:
+        """[T, hidden] float64. wo_a, wo_b: what the weights are worth, if they are not plain tensors."""
+        wo_a = self.wo_a.double().numpy() if wo_a is None else wo_a
+        wo_b = self.wo_b.double().numpy() if wo_b is None else wo_b
+        matrices = wo_a.reshape(GROUPS, RANK, -1)
+        rows = []
+        for row, position in zip(self.o.double().numpy(), self.positions.tolist(), strict=True):
+            cos, sin = np.split(self.table[position].double().numpy(), 2)
+            rows.append(oracle.inverse_rope_project(row, cos, sin, ROPE, matrices, wo_b))
+        return np.stack(rows)
+
+
+def share(given: Given, rank: int, world: int) -> Given:
+    """The heads, groups and columns of one rank, all of them tensors."""
+    heads, ranks = HEADS // world, GROUPS * RANK // world
+    part, columns = slice(rank * heads, (rank + 1) * heads), slice(rank * ranks, (rank + 1) * ranks)
+    return attrs.evolve(given, o=given.o[:, part], wo_a=given.wo_a[columns], wo_b=given.wo_b[:, columns])

@@ -1,0 +1,81 @@
+"""Weights of transformers' DeepSeek-V4 under our names, and its layers run through ours on paged caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core.attention import DeepseekV4Attention
+from dsv4attn.core.cache_manager import CachedSequence, CacheManager
+from dsv4attn.core.context import set_forward_context
+from dsv4attn.core.contract import Backend
+from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.layer_weights import AttentionWeights
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.workspace import WorkspaceManager
+
+__all__ = ["Stack", "weights_of"]
+
+
+def weights_of(attention: Any) -> dict[str, Tensor]:
+    """Weights of transformers' attention module by our names."""
+    found = {
+        "wq_a": attention.q_a_proj.weight,
+        "q_norm": attention.q_a_norm.weight,
+        "wq_b": attention.q_b_proj.weight,
+        "wkv": attention.kv_proj.weight,
+        "kv_norm": attention.kv_norm.weight,
+        "wo_a": attention.o_a_proj.weight,
+        "wo_b": attention.o_b_proj.weight,
+        "attn_sink": attention.sinks,
+    }
+    made = {"compressor.": attention.compressor}
+    indexer = getattr(attention.compressor, "indexer", None)
+    if indexer is not None:
+        made["indexer.compressor."] = indexer
+        found |= {"indexer.wq_b": indexer.q_b_proj.weight, "indexer.weights_proj": indexer.scorer.weights_proj.weight}
+    for prefix, one in made.items():
+        if one is not None:
+            parts = one.kv_proj.weight, one.gate_proj.weight, one.position_bias, one.kv_norm.weight
+            found |= dict(zip((f"{prefix}{n}" for n in ("wkv", "wgate", "ape", "norm")), parts, strict=True))
+    return {name: value.detach() for name, value in found.items()}
+
+
+class Stack:
+    """The attention layers of a model of transformers, on our caches; each gets the hidden states that theirs got."""
+
+    def __init__(
+        self,
+        model: Any,
+        backend: Backend,
+        layout: KVCacheLayout,
+        *,
+        reqs: int = 4,
+        tokens: int = 128,
+        length: int = 256,
+        single_phase: bool = False,
+        **options: Any,
+    ) -> None:
+        self.geometry = ModelGeometry.from_config(model.config)
+        self.limits = Limits(reqs, tokens, length, single_phase=single_phase)
+        self.manager = CacheManager(self.geometry, self.limits, layout, shuffle_seed=7, backend=backend, **options)
+        workspace, self.layers = WorkspaceManager(), []
+        for i, layer in enumerate(model.layers):
+            weights = AttentionWeights.from_dict(weights_of(layer.self_attn), self.geometry, self.geometry.layer(i))
+            one = DeepseekV4Attention(
+                f"layers.{i}", self.geometry, i, self.limits, backend, weights, workspace=workspace
+            )
+            one.bind_kv_cache(self.manager.caches[i])
+            self.layers.append(one)
+
+    def step(self, requests: Sequence[tuple[CachedSequence, int]], hidden: Sequence[Tensor]) -> list[Tensor]:
+        """Outputs of every layer [T, hidden] for the tokens of a step; `hidden` has those of each layer."""
+        batch, positions = self.manager.batch(requests), self.manager.positions(requests)
+        with torch.no_grad(), set_forward_context(self.manager.metadata(batch)):
+            out = [layer(x, positions) for layer, x in zip(self.layers, hidden, strict=True)]
+        self.manager.advance(requests)
+        return out
