@@ -81,6 +81,7 @@ class _Plan:
     key: device, heads, dtypes and scale of these calls.
     layer: geometry of the attention: all keys of a query are described as its window.
     layout: of the keys.
+    backend: the one asked for, or selected.
     """
 
     key: tuple[object, ...]
@@ -96,7 +97,7 @@ class _Attention:
         self._asked = backend
         self._plans: WeakKeyDictionary[torch.nn.Module, _Plan] = WeakKeyDictionary()
         self._chosen: dict[tuple[object, ...], Backend] = {}
-        # of a thread, and in it of a stream: the next call of both overwrites the scratch memory
+        # a workspace for each thread and stream: calls overwrite each other's scratch memory unless they run in order
         self._local = threading.local()
 
     def __call__(
@@ -124,10 +125,9 @@ class _Attention:
         plan = self._plan(module, query, key, scaling)
         _check_inference(module, query, key, dropout, options)
         n, heads, s, dim = query.shape
-        letters = f"[{n}, 1, L, {dim}]"
         if value.data_ptr() != key.data_ptr() or key.shape != (n, 1, key.shape[-2], dim) or key.shape != value.shape:
             actual = f"{list(key.shape)} and {list(value.shape)}"
-            raise ArgumentError("key, value", expected=f"one tensor {letters} for both", actual=actual)
+            raise ArgumentError("key, value", expected=f"one tensor [{n}, 1, L, {dim}] for both", actual=actual)
         if not isinstance(s_aux, Tensor) or s_aux.shape != (heads,):
             actual = "None" if s_aux is None else str(list(s_aux.shape))
             raise UnsupportedError("s_aux", expected=f"sinks of {heads} heads, as DeepSeek-V4 has", actual=actual)
@@ -150,17 +150,17 @@ class _Attention:
         self, phase: Phase, plan: _Plan, q: Tensor, rows: Tensor, seen: VisibleKeys, sinks: Tensor, out: Tensor
     ) -> None:
         """Call the backend. q, out: [N * S, H, D]. rows: [N * L, D]."""
-        backend, forms, paged = plan.backend, plan.backend.forms, phase is Phase.DECODE
-        indices = seen.indices(forms.decode_indices if paged else forms.prefill_indices, forms.index_alignment)
+        backend, forms, decode = plan.backend, plan.backend.forms, phase is Phase.DECODE
+        indices = seen.indices(forms.decode_indices if decode else forms.prefill_indices, forms.index_alignment)
         keys: Sequence[PagedKeys] | GatheredKeys = GatheredKeys(rows, indices)
-        if paged or forms.prefill_keys is KeyForm.PAGED:
+        if decode or forms.prefill_keys is KeyForm.PAGED:
             # pages of one row: slot numbers are row numbers
             keys = (PagedKeys(PagedKVCache(rows.unsqueeze(1), plan.layout), indices),)
         specs = backend.scratch(phase, plan.layer, q.shape[0], indices.width)
         caller = f"{NAME} in transformers, {phase.value}"
         scratch = self._workspace(q.device).get_simultaneous(*specs, lane=phase.value, caller=caller)
         call = AttentionCall(plan.layer, q, keys, sinks, out, None, scratch)
-        (backend.decode if paged else backend.prefill)(call)
+        (backend.decode if decode else backend.prefill)(call)
 
     def _workspace(self, device: torch.device) -> WorkspaceManager:
         """Scratch memory of this thread, on this device, for its current stream."""
