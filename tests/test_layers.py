@@ -27,6 +27,7 @@ TOP = {
     "core",
     "errors",
     "hookspecs",
+    "integrations",
     "plugins",
     "selection",
     "testing",
@@ -54,6 +55,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": {"errors", "core", "selection", "root"},
     # other libraries' interfaces: front doors, so nobody inside goes through them.
     "compat": {"errors", "core", "config", "selection"},
+    # what plugs into other libraries: nobody inside goes through it either.
+    "integrations": {"errors", "core", "selection", "root"},
     "cli": {
         "errors",
         "core",
@@ -356,6 +359,12 @@ PLANTED = [
     ("dsv4attn.compat.flash_mla", "from dsv4attn.plugins import PluginRegistry", "compat may not import plugins"),
     ("dsv4attn.tools.replay.engine", "from dsv4attn import plugins", "replay may not import plugins"),
     (
+        "dsv4attn.integrations.transformers.x",
+        "from dsv4attn.compat import direct",
+        "integrations may not import compat",
+    ),
+    ("dsv4attn.selection", "from dsv4attn.integrations import transformers", "selection may not import integrations"),
+    (
         "dsv4attn.core.layout",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dsv4attn.hookspecs import x",
         "core may not import hookspecs",
@@ -381,6 +390,7 @@ ALLOWED = [
     ("dsv4attn.plugins", "import importlib\nx = importlib.import_module('dsv4attn.backends.xpu')", False),
     ("dsv4attn.testing.cases", "from dsv4attn import load_backend\nfrom dsv4attn.selection import decide", False),
     ("dsv4attn.tools.replay.engine", "import dsv4attn\nfrom dsv4attn.testing.oracle import attend", False),
+    ("dsv4attn.integrations.transformers", "from transformers import Cache\nfrom dsv4attn import load_backend", True),
     ("dsv4attn", "from dsv4attn.selection import load_backend", True),
 ]
 

@@ -150,9 +150,14 @@ def model(seed: int) -> Any:
     """Return a seeded model in fp32. Whatever transformers initialises to a constant is random here too."""
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Model
 
+    return seeded(lambda: DeepseekV4Model(config()), seed)
+
+
+def seeded(make: Callable[[], Any], seed: int) -> Any:
+    """Return what `make` makes, a model of transformers, with the parameters of `model`."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        made = DeepseekV4Model(config()).float().eval()
+        made = make().float().eval()
         for name, parameter in made.named_parameters():
             if name.endswith("sinks"):
                 parameter.normal_()
