@@ -81,7 +81,8 @@ def dense_weight(value: Weight, name: str = "wo_a") -> Tensor:
 
     The first call computes the copy, and later calls with the same weight and scale tensors return it. Writes that
     torch does not count, to `weight.data` or in inference mode, are not noticed: call `forget` after them.
-    Raises ArgumentError before anything is computed; also if a graph is being captured and there is no copy yet.
+    Raises ArgumentError before anything is computed: also if a graph is being captured and there is no copy yet, and
+    for fp8 in code that torch.compile traces.
     """
     if isinstance(value, Tensor) and value.dtype in _WIDE:
         check_weight(name, value)
@@ -103,7 +104,7 @@ def dense_weight(value: Weight, name: str = "wo_a") -> Tensor:
 def forget(value: Weight) -> None:
     """Drop the cached copy of a weight, if there is one; the next call of `dense_weight` computes another.
 
-    value: see `dense_weight`.
+    value: see `dense_weight`. Graphs that were captured with the copy must not be replayed any more.
     """
     _copies.pop(id(_parts(value)[0]), None)
 
@@ -171,6 +172,10 @@ def _inspected(name: str, value: Weight) -> tuple[str, Tensor, tuple[Tensor, ...
     _check_matrix(label, weight, (*_WIDE, *_FP8))
     if weight.element_size() > 1:
         return label, weight, (), None
+    if torch.compiler.is_compiling():
+        # copies are found by identities and version counters, which a compiled graph does not have
+        expected, hint = "bf16 or fp32 in compiled code", f"pass dense_weight({name}), made before and outside of it"
+        raise ArgumentError(label, expected=expected, actual=_short(weight.dtype), hint=hint)
     if not scales:
         raise ArgumentError(
             label,

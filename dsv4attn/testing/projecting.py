@@ -25,8 +25,9 @@ __all__ = ["outputs", "projects"]
 
 WO_A, WO_B = 28, 29
 """Streams of random numbers."""
-EXPONENTS = 112, 124
-"""Bytes of E8M0 scales that are drawn, which leave products of 2^-15 to 2^5 or so."""
+EXPONENTS = 117, 121
+"""Bytes of E8M0 scales that are drawn. They are close together, so that rotated dims, whose rounding makes most of the
+budget, are not lost beside others."""
 
 
 @attrs.frozen(eq=False)
@@ -52,7 +53,7 @@ def _matrix(rows: Rows, stream: int, shape: tuple[int, int], apart: Apart) -> _M
 
 
 def _scaled(rows: Rows, stream: int, shape: tuple[int, int], apart: Apart) -> _Matrix:
-    """Random finite codes, and scales of which no two of a matrix are expected to be alike."""
+    """Random finite codes and random scales of their blocks."""
     e8m0 = getattr(torch, "float8_e8m0fnu", None)
     if rows.scale == "e8m0" and e8m0 is None:
         raise SkipCase("this torch has no float8_e8m0fnu")
@@ -61,7 +62,7 @@ def _scaled(rows: Rows, stream: int, shape: tuple[int, int], apart: Apart) -> _M
     codes[np.isnan(oracle.decode_e4m3(codes, rows.fnuz))] = 1
     grid = -(-shape[0] // BLOCK), -(-shape[1] // BLOCK)
     exponents = draw.integers(*EXPONENTS, grid).astype(np.uint8)
-    factors = (draw.uniform(1, 2, grid) * 2.0 ** draw.integers(-12, -3, grid)).astype(np.float32)
+    factors = (draw.uniform(1, 2, grid) * 2.0 ** draw.integers(-10, -6, grid)).astype(np.float32)
     scale: NDArray[Any] = factors if rows.scale == "fp32" else exponents
     fp8 = torch.float8_e4m3fnuz if rows.fnuz else torch.float8_e4m3fn
     given: list[Any] = []
