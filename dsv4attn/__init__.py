@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from dsv4attn.core.merge import apply_sink, merge_lse
     from dsv4attn.core.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
     from dsv4attn.core.problem import CacheFacts, Problem, Reason
+    from dsv4attn.core.projection import output_projection
     from dsv4attn.core.rope import cos_sin_cache
+    from dsv4attn.core.weights import BlockScaledWeight
     from dsv4attn.core.workspace import WorkspaceManager, WorkspacePlan, current_workspace_manager, use_workspace
     from dsv4attn.core.workspace_plan import plan_workspace
     from dsv4attn.errors import Dsv4AttnError
@@ -40,6 +42,7 @@ __all__ = [
     "BackendInfo",
     "Batch",
     "BlockAllocator",
+    "BlockScaledWeight",
     "BlockTable",
     "CacheFacts",
     "DeepseekSparseSWAMetadata",
@@ -70,6 +73,7 @@ __all__ = [
     "forward_mqa",
     "load_backend",
     "merge_lse",
+    "output_projection",
     "plan_workspace",
     "resolve",
     "select_backend",
@@ -97,7 +101,9 @@ _MODULE_OF = {
         "core.metadata": ("AttentionMetadata", "Batch", "DeepseekSparseSWAMetadata", "FlashMLASparseMetadata"),
         "core.workspace_plan": ("plan_workspace",),
         "core.problem": ("CacheFacts", "Problem", "Reason"),
+        "core.projection": ("output_projection",),
         "core.rope": ("cos_sin_cache",),
+        "core.weights": ("BlockScaledWeight",),
         "core.workspace": ("WorkspaceManager", "WorkspacePlan", "current_workspace_manager", "use_workspace"),
         "errors": ("Dsv4AttnError",),
         "selection": ("explain", "load_backend", "resolve", "select_backend"),
