@@ -11,15 +11,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dsv4attn.core.allocator import BlockAllocator, BlockTable
+    from dsv4attn.core.attention import DeepseekV4Attention
     from dsv4attn.core.builder import MetadataBuilder
+    from dsv4attn.core.cache_manager import CacheManager
     from dsv4attn.core.caches import LayerCaches
     from dsv4attn.core.context import set_forward_context
     from dsv4attn.core.contract import AttentionCall, Backend, BackendInfo
     from dsv4attn.core.convert import check_compatible, convert_cache
+    from dsv4attn.core.decoder_layer import DeepseekV4DecoderLayer
     from dsv4attn.core.device import DeviceFacts
     from dsv4attn.core.forward import forward_mqa
     from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+    from dsv4attn.core.hyper_connections import HyperConnections
     from dsv4attn.core.layer import DeepseekV4MLAAttention
+    from dsv4attn.core.layer_weights import AttentionWeights, HyperConnectionWeights
     from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
     from dsv4attn.core.limits import Limits
     from dsv4attn.core.merge import apply_sink, merge_lse
@@ -38,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionCall",
     "AttentionMetadata",
+    "AttentionWeights",
     "Backend",
     "BackendInfo",
     "Batch",
@@ -45,12 +51,17 @@ __all__ = [
     "BlockScaledWeight",
     "BlockTable",
     "CacheFacts",
+    "CacheManager",
     "DeepseekSparseSWAMetadata",
+    "DeepseekV4Attention",
+    "DeepseekV4DecoderLayer",
     "DeepseekV4MLAAttention",
     "DeviceFacts",
     "Dsv4AttnError",
     "FlashMLASparseMetadata",
     "Fp8Format",
+    "HyperConnectionWeights",
+    "HyperConnections",
     "KVCacheLayout",
     "LayerCaches",
     "LayerGeometry",
@@ -86,6 +97,11 @@ _MODULE_OF = {
     name: module
     for module, names in {
         "core.allocator": ("BlockAllocator", "BlockTable"),
+        "core.attention": ("DeepseekV4Attention",),
+        "core.cache_manager": ("CacheManager",),
+        "core.layer_weights": ("AttentionWeights", "HyperConnectionWeights"),
+        "core.decoder_layer": ("DeepseekV4DecoderLayer",),
+        "core.hyper_connections": ("HyperConnections",),
         "core.builder": ("MetadataBuilder",),
         "core.caches": ("LayerCaches",),
         "core.context": ("set_forward_context",),
