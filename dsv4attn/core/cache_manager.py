@@ -149,11 +149,11 @@ class CacheManager:
         sequence.length = length
 
     def batch(self, requests: Sequence[tuple[CachedSequence, int]], *, padding: int = 0) -> Batch:
-        """The step that gives each sequence its next tokens: (sequence, how many). Those with few tokens
-        run as decodes if they come first.
+        """The step that gives each sequence its next tokens: (sequence, how many).
 
-        Pages are taken for all of them or, with OutOfPagesError, for none. Lengths stay as they are until `advance`, so
-        that a step which fails can be built again. padding: rows without a token behind the others.
+        Sequences with few tokens run as decodes if they come first. Pages are taken for all of them or, with
+        OutOfPagesError, for none. Lengths stay as they are until `advance`, so that a step which fails can be built
+        again. padding: rows without a token behind the others.
         """
         for sequence, count in requests:
             self._check(sequence)
