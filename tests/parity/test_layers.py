@@ -84,7 +84,8 @@ class NoOverlap(TorchLayerSteps):
 
 class LateRope(TorchLayerSteps):
     def compress_norm_rope_store(self, *args: Any, **options: Any) -> None:
-        super().compress_norm_rope_store(*args[:7], args[7].roll(-1, 0), *args[8:], **options)
+        given: list[Any] = [*args[:7], args[7].roll(-1, 0), *args[8:]]
+        super().compress_norm_rope_store(*given, **options)
 
 
 class FirstEntries(TorchLayerSteps):
