@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from dsv4attn.core.attention import DeepseekV4Attention
     from dsv4attn.core.builder import MetadataBuilder
     from dsv4attn.core.cache_manager import CacheManager
-    from dsv4attn.core.caches import LayerCaches
+    from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
     from dsv4attn.core.context import set_forward_context
     from dsv4attn.core.contract import AttentionCall, Backend, BackendInfo
     from dsv4attn.core.convert import check_compatible, convert_cache
     from dsv4attn.core.decoder_layer import DeepseekV4DecoderLayer
+    from dsv4attn.core.definitions import IndexQuery, fp8_mqa_logits, fp8_paged_mqa_logits
     from dsv4attn.core.device import DeviceFacts
     from dsv4attn.core.forward import forward_mqa
     from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
@@ -54,6 +55,7 @@ __all__ = [
     "CacheManager",
     "DeepseekSparseSWAMetadata",
     "DeepseekV4Attention",
+    "DeepseekV4Caches",
     "DeepseekV4DecoderLayer",
     "DeepseekV4MLAAttention",
     "DeviceFacts",
@@ -62,6 +64,7 @@ __all__ = [
     "Fp8Format",
     "HyperConnectionWeights",
     "HyperConnections",
+    "IndexQuery",
     "KVCacheLayout",
     "LayerCaches",
     "LayerGeometry",
@@ -82,6 +85,8 @@ __all__ = [
     "current_workspace_manager",
     "explain",
     "forward_mqa",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
     "load_backend",
     "merge_lse",
     "output_projection",
@@ -103,10 +108,11 @@ _MODULE_OF = {
         "core.decoder_layer": ("DeepseekV4DecoderLayer",),
         "core.hyper_connections": ("HyperConnections",),
         "core.builder": ("MetadataBuilder",),
-        "core.caches": ("LayerCaches",),
+        "core.caches": ("DeepseekV4Caches", "LayerCaches"),
         "core.context": ("set_forward_context",),
         "core.contract": ("AttentionCall", "Backend", "BackendInfo"),
         "core.convert": ("check_compatible", "convert_cache"),
+        "core.definitions": ("IndexQuery", "fp8_mqa_logits", "fp8_paged_mqa_logits"),
         "core.device": ("DeviceFacts",),
         "core.forward": ("forward_mqa",),
         "core.geometry": ("LayerGeometry", "LayerKind", "ModelGeometry"),
