@@ -43,6 +43,8 @@ class DeepseekV4Attention:
     tokens before it and on nothing else. Raises ArgumentError unless all of them fit each other.
     """
 
+    @torch.inference_mode(mode=False)  # buffers are written in and out of the mode
+    @torch.no_grad()
     def __init__(
         self,
         prefix: str,
@@ -66,7 +68,7 @@ class DeepseekV4Attention:
             hint = "or build the backend without deterministic"
             raise ArgumentError("limits", expected=expected, actual="single_phase=False", hint=hint)
         self.geometry, self.layer, self.limits, self.backend = geometry, layer, limits, backend
-        self._wq_a, self._wq_b, self._wkv = (dense_weight(w) for w in (weights.wq_a, weights.wq_b, weights.wkv))
+        self._wq_a, self._wq_b, self._wkv = (dense_weight(getattr(weights, w), w) for w in ("wq_a", "wq_b", "wkv"))
         self._q_norm, self._kv_norm = weights.q_norm, weights.kv_norm
         self._wo_a, self._wo_b, self._group = weights.wo_a, weights.wo_b, process_group
         device = self._wq_a.device
@@ -128,6 +130,7 @@ class DeepseekV4Attention:
         self.attention.bind_kv_cache(caches.attention.swa, caches.attention.compressed)
         self.caches = caches
 
+    @torch.no_grad()
     def __call__(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
         """Hidden states [T', hidden] to hidden states, of the dtype of the weights, for the step that is being run.
 

@@ -32,7 +32,7 @@ class Compressor:
     ) -> None:
         self._layer, self._table, self._steps, self._linear = layer, cos_sin_cache, steps, linear
         # copies, made once: kv first, scores second
-        self._projection = torch.cat([dense_weight(w).float() for w in (weights.wkv, weights.wgate)])
+        self._projection = torch.cat([dense_weight(getattr(weights, name), name).float() for name in ("wkv", "wgate")])
         self._ape, self._norm = weights.ape.float().contiguous(), weights.norm.float().contiguous()
 
     @property

@@ -39,7 +39,9 @@ class Indexer:
     ) -> None:
         self._heads, self._topk, self._ratio = geometry.index_n_heads, layer.topk, layer.compress_ratio
         self._limits, self._table, self._steps, self._linear = limits, cos_sin_cache, steps, linear
-        self._wq_b, self._weights_proj = dense_weight(weights.wq_b), dense_weight(weights.weights_proj)
+        self._wq_b, self._weights_proj = (
+            dense_weight(getattr(weights, name), f"indexer.{name}") for name in ("wq_b", "weights_proj")
+        )
         self._shortcut = shortcut
         self.compressor = Compressor(layer, weights.compressor, cos_sin_cache, steps, linear)
 

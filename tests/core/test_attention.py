@@ -284,3 +284,58 @@ def test_a_rank_holds_its_heads_and_the_sum_of_the_ranks_is_the_layer() -> None:
         ranks.append(Whole(load_backend("reference"), geometry=local, weights=parts).cut(hidden, [30, 10])[1])
 
     close([one + other for one, other in zip(*ranks, strict=True)], expected)
+
+
+def test_metadata_by_prefix_bring_the_states_of_a_layer() -> None:
+    from dsv4attn.core.context import set_forward_context
+
+    whole, other = invariant(), invariant()
+    hidden = whole.hidden(0, 30)
+    expected = other.cut(hidden, [30])[1][1]
+    requests, layer = [(whole.manager.new(), 30)], whole.layers[1]
+    made = whole.manager.metadata(whole.manager.batch(requests))[layer.layer.kind]
+    named = {"layers.1.swa_cache": made.swa, "layers.1": made.compressed}
+
+    with set_forward_context({**named, "layers.1.state": made.state}):
+        assert torch.equal(layer(hidden, whole.manager.positions(requests)), expected)
+    with (
+        set_forward_context(named),
+        pytest.raises(Dsv4AttnError, match=r"layers\.1 has no compressor states -> give Batch\.c4a_state"),
+    ):
+        layer(hidden, whole.manager.positions(requests))
+
+
+def test_dead_state_pages_and_narrow_tables_are_refused_before_anything_is_written() -> None:
+    whole = invariant()
+    sequence, _ = whole.cut(whole.hidden(0, 30), [30])
+    batch = whole.manager.batch([(sequence, 5)])
+    table = batch.c4a_state_block_table
+    assert table is not None
+    dead = table.clone()
+    dead[0, 7] = -1
+    for wrong, said in (
+        (dead, r"^c4a_state_block_table\[0, 7\]: expected a block in \[0, \d+\) for the states of positions 28 and on"),
+        (table[:, :8], r"^Batch.c4a_state_block_table: expected at least 9 columns for the 35 records of request 0"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            whole.manager.metadata(attrs.evolve(batch, c4a_state_block_table=wrong))
+
+
+def test_a_layer_made_in_inference_mode_runs_out_of_it_and_with_parameters() -> None:
+    weights = {i: {k: torch.nn.Parameter(v) for k, v in random_weights(SMALL, i).items()} for i in range(3)}
+    with torch.inference_mode():
+        whole = Whole(load_backend("reference"), weights=weights)
+        hidden = whole.hidden(0, 20)
+        expected = whole.cut(hidden, [20])[1]
+    outs = whole.cut(hidden.clone(), [20])[1]
+
+    same(outs, expected)
+    assert not any(out.requires_grad for out in outs)
+
+
+def test_a_step_without_tokens_is_none() -> None:
+    whole = Whole(load_backend("reference"))
+    for requests in ([], [(whole.manager.new(), 0)]):
+        assert [list(out.shape) for out in whole.run(requests, whole.hidden(0, 0))] == [[0, 48]] * 3
+        padded = whole.run(requests, whole.hidden(0, 3), padding=3)
+        assert all(torch.isfinite(out).all() for out in padded)

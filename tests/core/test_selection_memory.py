@@ -1,0 +1,49 @@
+"""Selection at a context of a million tokens: no matrix of scores exists, and the plan bounds what does."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsv4attn.core.contract import complete
+from dsv4attn.core.definitions import IndexQuery
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.selection import load_backend
+
+TOKENS, HEADS, DIM, TOPK, ENTRIES = 24, 2, 32, 16, 262_144
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest storage that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(one, torch.Tensor):
+                self.bytes = max(self.bytes, one.untyped_storage().nbytes())
+        return made
+
+
+def test_g22_a_million_tokens_are_selected_from_in_tiles() -> None:
+    layout = KVCacheLayout.index_fp8(DIM)
+    cache = PagedKVCache.allocate(layout, 8, 64)
+    table = torch.zeros(1, ENTRIES // 64, dtype=torch.int32)
+    table[0, -1] = 7  # a page of its own for the last entries
+    cache.region("nope")[7] = torch.ones(64, DIM).to(torch.float8_e4m3fn).view(torch.uint8)
+    cache.region("scale")[:] = 1
+    query = IndexQuery(torch.ones(TOKENS, HEADS, DIM).to(torch.float8_e4m3fn), torch.ones(TOKENS, HEADS))
+    lens = torch.full((TOKENS,), ENTRIES, dtype=torch.int32)
+    out, request = torch.full((TOKENS, TOPK), -1, dtype=torch.int32), torch.zeros(TOKENS, dtype=torch.int32)
+    steps = complete(load_backend("reference")).layer_steps
+
+    with Largest() as seen:
+        steps.select_topk(query, cache, table, request, lens, out, ENTRIES)
+
+    wanted = torch.arange(ENTRIES - 64, ENTRIES - 64 + TOPK, dtype=torch.int32)
+    assert torch.equal(out, wanted.expand(TOKENS, -1))
+    assert seen.bytes < 4 * TOKENS * ENTRIES / 8
+    assert seen.bytes < steps.transient_bytes(TOKENS)
