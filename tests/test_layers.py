@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dsv4attn"
 
 # a layer is a top-level module or package of dsv4attn, except that each room under backends/ is a layer of its own, and
-# so are the parts of tools/, under their own names, and the oracle. "root" is dsv4attn/__init__: a public name reached
-# as `dsv4attn.load_backend`.
+# so are the parts of tools/, under their own names, and the files of the oracle. "root" is dsv4attn/__init__: a public
+# name reached as `dsv4attn.load_backend`.
 TOP = {
     "__main__",
     "backends",
@@ -86,7 +86,7 @@ def layer_of(module: str) -> str:
         return "root"
     if parts[1] == "backends" and len(parts) > 2:
         return f"backends/{parts[2]}"
-    if parts[1:3] == ["testing", "oracle"]:
+    if parts[1] == "testing" and len(parts) > 2 and parts[2] in {"oracle", "oracle_layer"}:
         return ORACLE
     if parts[1] == "tools" and len(parts) > 2:
         return parts[2]
@@ -354,6 +354,8 @@ PLANTED = [
     ("dsv4attn.testing.oracle", "from dsv4attn.core.geometry import ModelGeometry", "may not import core"),
     ("dsv4attn.testing.oracle", "from dsv4attn import errors", "may not import errors"),
     ("dsv4attn.testing.oracle", "from .cases import Case", "may not import testing"),
+    ("dsv4attn.testing.oracle_layer", "from dsv4attn.core.layout import Fp8Format", "may not import core"),
+    ("dsv4attn.testing.oracle_layer", "from dsv4attn.testing.judge import rounded", "may not import testing"),
     ("dsv4attn.tools.replay.engine", "import dsv4attn.tools.cli.run", "replay may not import cli"),
     ("dsv4attn.testing.cases", "from dsv4attn.compat import flash_mla", "testing may not import compat"),
     ("dsv4attn.compat.flash_mla", "from dsv4attn.plugins import PluginRegistry", "compat may not import plugins"),
@@ -391,6 +393,7 @@ ALLOWED = [
     ("dsv4attn.testing.cases", "from dsv4attn import load_backend\nfrom dsv4attn.selection import decide", False),
     ("dsv4attn.tools.replay.engine", "import dsv4attn\nfrom dsv4attn.testing.oracle import attend", False),
     ("dsv4attn.integrations.transformers", "from transformers import Cache\nfrom dsv4attn import load_backend", True),
+    ("dsv4attn.testing.oracle_layer", "from dsv4attn.testing.oracle import round_bf16", False),
     ("dsv4attn", "from dsv4attn.selection import load_backend", True),
 ]
 

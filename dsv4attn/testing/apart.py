@@ -18,7 +18,10 @@ FILL = 0xFF
 """Every byte beside the rows: NaN in floats, -1 in integers."""
 BEFORE, BEHIND = 8, 24
 """Elements beside a row, in front and behind. Addresses stay multiples of 16 bytes, as those of engines are."""
-NAMES = ("q", "kv", "k", "o", "out", "lse", "topk_indices", "block_table", "cos_sin_cache", "wo_a")
+NAMES = (
+    "q", "kv", "k", "o", "out", "lse", "topk_indices", "block_table", "cos_sin_cache", "wo_a", "weights", "x",
+    "residual",
+)  # fmt: skip
 """Arguments whose rows may lie apart. No two get the same strides, so that none is read by those of another."""
 HEADS_BEFORE, HEADS_BEHIND = 1, 2
 """Heads beside those of a token, for tensors [T, H, D]."""

@@ -31,6 +31,7 @@ class Area(str, Enum):
     PREFILL = "prefill"
     CACHE = "cache"
     MEMORY = "memory"
+    LAYER = "layer"
 
 
 class SkipCase(Exception):  # noqa: N818 - a verdict, not an error

@@ -18,6 +18,8 @@ from dsv4attn.testing.beyond import gathers_within
 from dsv4attn.testing.book import Shelf
 from dsv4attn.testing.case import Area, Case, Check, Scene
 from dsv4attn.testing.cases_attention import BOTH, MIXED, SINKS, attention_cases
+from dsv4attn.testing.cases_compressor import compressor_cases
+from dsv4attn.testing.cases_layer import hyper_cases, indexer_cases, selection_cases, step_memory_cases
 from dsv4attn.testing.cases_nan import nan_cases
 from dsv4attn.testing.cases_projection import projection_cases
 from dsv4attn.testing.codes import Codes, gathers_every_code
@@ -39,6 +41,10 @@ GROUPS = {
     "P": "projection",
     "W": "workspace",
     "D": "same bits again",
+    "K": "compressor",
+    "X": "index scores",
+    "T": "selection",
+    "H": "hyper-connections",
 }
 """Meaning of the letters of the clauses."""
 
@@ -147,6 +153,8 @@ def _memory(name: str, clauses: str, says: str, scene: Scene, check: Check) -> C
     return Case(name=name, area=Area.MEMORY, clauses=clauses, says=says, scene=scene, check=check)
 
 
+LAYER = (compressor_cases, indexer_cases, selection_cases, hyper_cases, step_memory_cases)
+"""Cases of the layer around attention."""
 CASES: tuple[Case, ...] = (
     *attention_cases(),
     *cache_cases(),
@@ -154,5 +162,6 @@ CASES: tuple[Case, ...] = (
     *odd_cases(),
     *projection_cases(),
     *memory_cases(),
+    *(case for cases in LAYER for case in cases()),
 )
 assert len({case.name for case in CASES}) == len(CASES), "names of cases are unique"

@@ -24,6 +24,8 @@ import attrs
 
 import dsv4attn
 from dsv4attn.core.contract import API_VERSION
+from dsv4attn.core.definitions import layer_step_sources
+from dsv4attn.core.layer_ops import LAYER_STEPS
 from dsv4attn.testing.case import Bench, Case, Measure, SkipCase, Wrong
 from dsv4attn.testing.cases import CASES, GROUPS
 from dsv4attn.testing.judge import multiplying_in
@@ -175,6 +177,14 @@ class Certificate:
         measured = [outcome for outcome in self.outcomes if outcome.measure]
         return max(measured, key=lambda o: o.measure.fraction if o.measure else 0, default=None)
 
+    @property
+    def layer_steps(self) -> dict[str, str]:
+        """For each part of the layer around attention, whose steps ran: the backend's own, or the reference's."""
+        try:
+            return layer_step_sources(self.subject.backend)
+        except Exception as error:  # noqa: BLE001 - whatever a stranger's backend raises; its cases have failed
+            return dict.fromkeys(LAYER_STEPS, f"raised {type(error).__name__}")
+
     def as_json(self) -> dict[str, Any]:
         """The certificate."""
         subject, worst = self.subject, self.worst
@@ -191,6 +201,7 @@ class Certificate:
             "distribution": subject.distribution,
             "version": subject.version,
             "contract": API_VERSION,
+            "layer_steps": self.layer_steps,
             "device": {**attrs.asdict(subject.facts), "torch_device": subject.device},
             "versions": versions(),
             "environment": environment(),

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dsv4attn.core.contract import Products
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout
-from dsv4attn.testing import oracle
+from dsv4attn.testing import oracle, oracle_layer
 
-__all__ = ["Expected", "found", "multiplying_in", "rounded", "stored", "tolerance", "written"]
+__all__ = ["Expected", "floats", "found", "multiplying_in", "rounded", "stored", "tolerance", "written"]
 
 F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
@@ -69,6 +69,11 @@ def stored(row: F64, layout: KVCacheLayout) -> F64:
 
 def written(row: F64, layout: KVCacheLayout) -> U8:
     """Bytes of the record that holds this row [D]: its data, then its scales."""
+    if layout.name == "index_fp8":
+        fnuz = layout.fp8_format is Fp8Format.FNUZ
+        return oracle_layer.index_record_fp8(row, fnuz=fnuz, floor=oracle.MIN_AMAX, largest=layout.fp8_max)
+    if layout.name == "index_mxfp4":
+        return oracle_layer.index_record_fp4(row)
     if layout.is_quantised:
         return oracle.quantize_record(row, **_sizes(layout))
     values = rounded(row, layout.dtype).astype(np.float32).view(np.uint32)
@@ -77,8 +82,22 @@ def written(row: F64, layout: KVCacheLayout) -> U8:
 
 
 def found(record: U8, layout: KVCacheLayout) -> F64:
-    """Row [D] that a reader finds in the bytes of a quantised record."""
+    """Row [D] that a reader finds in the bytes of a record."""
+    if layout.name == "index_fp8":
+        return oracle_layer.read_index_fp8(record, fnuz=layout.fp8_format is Fp8Format.FNUZ)
+    if layout.name == "index_mxfp4":
+        return oracle_layer.read_index_fp4(record)
+    if not layout.is_quantised:
+        return floats(record, layout.dtype)
     return oracle.dequantize_record(record, **_sizes(layout))
+
+
+def floats(data: U8, dtype: torch.dtype) -> F64:
+    """Little-endian bf16 or fp32 values of some bytes."""
+    data = np.ascontiguousarray(data)
+    if dtype == torch.bfloat16:
+        return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return data.view("<f4").astype(np.float64)
 
 
 def _sizes(layout: KVCacheLayout) -> dict[str, Any]:

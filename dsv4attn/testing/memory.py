@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dsv4attn.core.contract import Phase
+from dsv4attn.core.contract import Phase, complete
+from dsv4attn.core.layer_ops import LayerSteps
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.workspace import simultaneous_bytes
 from dsv4attn.core.workspace_plan import plan_workspace
@@ -20,7 +22,7 @@ from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.checks import equals_oracle, judged, require_same_bits, worst
 from dsv4attn.testing.scenario import Scenario
 
-__all__ = ["FAR", "capped", "far", "fits_the_plan", "scratch_is_bounded", "stale", "temporaries"]
+__all__ = ["FAR", "capped", "far", "fits_the_plan", "layer_temporaries", "scratch_is_bounded", "stale", "temporaries"]
 
 FAR = 2**31 + 4608 * 1000
 """Gap that puts a second page behind 2^31 bytes and a third one behind 2^32."""
@@ -95,6 +97,13 @@ def capped(bench: Bench, scene: Scenario) -> Measure:
     return worst(measures)
 
 
+def _storage(leaf: object) -> list[torch.UntypedStorage]:
+    """Storage of a tensor, or the storage itself, which Triton's interpreter makes tensors of; else none."""
+    if isinstance(leaf, torch.UntypedStorage):
+        return [leaf]
+    return [leaf.untyped_storage()] if isinstance(leaf, torch.Tensor) else []
+
+
 class _Meter(TorchDispatchMode):
     """Peak bytes of the storages that torch allocated since the mode was entered and that are still alive."""
 
@@ -104,7 +113,7 @@ class _Meter(TorchDispatchMode):
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}  # noqa: SLF001
+        given = {storage._cdata for leaf in tree_leaves((args, kwargs)) for storage in _storage(leaf)}  # noqa: SLF001
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in given:  # noqa: SLF001
@@ -127,7 +136,55 @@ def temporaries(bench: Bench, scene: Scenario) -> Measure:
     mine = out.nbytes + lse.nbytes + 2**16
     used = max(meter.peak - mine, 0)
     where = f"{used} bytes of temporaries, transient_bytes says {allowed}"
-    return Measure(used / allowed if allowed else float(used > 0), 1.0).hold(where)
+    return _within(used, allowed).hold(where)
+
+
+def _within(used: int, allowed: int) -> Measure:
+    if allowed:
+        return Measure(used / allowed, 1.0)
+    return Measure(math.inf if used else 0.0, 1.0)
+
+
+class _Metered:
+    """Layer steps whose temporaries are measured."""
+
+    def __init__(self, steps: LayerSteps) -> None:
+        self._steps, self.used = steps, 0
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - a step
+        step, meter = getattr(self._steps, name), _Meter()
+
+        def run(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - those of any step
+            with meter:
+                result = step(*args, **options)
+            made = attrs.astuple(result, recurse=False) if attrs.has(type(result)) else result
+            mine = sum(tensor.nbytes for tensor in tree_leaves(made) if isinstance(tensor, torch.Tensor))
+            self.used = max(self.used, meter.peak - mine)
+            return result
+
+        return run
+
+
+@attrs.frozen
+class _Layer:
+    """A backend of which only the layer steps are used."""
+
+    layer_steps: Any
+
+
+def layer_temporaries(tokens: int, *runs: Callable[[Bench, Any], object]) -> Callable[[Bench, Any], Measure]:
+    """The layer steps of some runs hold no more temporaries than their `transient_bytes` says for so many tokens."""
+
+    def check(bench: Bench, scene: Any) -> Measure:  # noqa: ANN401 - a Scene
+        steps = complete(bench.backend).layer_steps
+        metered, allowed = _Metered(steps), steps.transient_bytes(tokens)
+        backend: Any = _Layer(metered)
+        for run in runs:
+            run(attrs.evolve(bench, backend=backend), scene)
+        where = f"{metered.used} bytes of temporaries, transient_bytes of the layer steps says {allowed}"
+        return _within(metered.used, allowed).hold(where)
+
+    return check
 
 
 def far(bench: Bench, call: Call) -> Measure:

@@ -14,6 +14,7 @@ A backend's whole test file:
     class TestPrefill(Acme, suite.TestPrefill): ...
     class TestCache(Acme, suite.TestCache): ...
     class TestMemory(Acme, suite.TestMemory): ...
+    class TestLayer(Acme, suite.TestLayer): ...
 
 Import the module, not its classes, or pytest collects them a second time. Without any file of its own a backend is
 run by `pytest -p dsv4attn.testing.plugin --dsv4-backend acme --pyargs dsv4attn.testing.suite`.
@@ -34,11 +35,11 @@ from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import run_case
 from dsv4attn.testing.subject import Subject
 
-__all__ = ["Fixtures", "TestCache", "TestDecode", "TestMemory", "TestPrefill"]
+__all__ = ["Fixtures", "TestCache", "TestDecode", "TestLayer", "TestMemory", "TestPrefill"]
 
 
 class Fixtures:
-    """Settings of a backend, as the first base class of its four test classes.
+    """Settings of a backend, as the first base class of its five test classes.
 
     dtypes: types of q to test.
     skip_layouts: fingerprints of layouts, or parts of them ("e4m3fnuz", "interleaved"), to leave out. A layout that the
@@ -145,3 +146,9 @@ class TestMemory(_Suite):
     """Workspace and addresses."""
 
     area = Area.MEMORY
+
+
+class TestLayer(_Suite):
+    """The layer around attention: compressor, indexer, selection, hyper-connections. Torch's steps by default."""
+
+    area = Area.LAYER

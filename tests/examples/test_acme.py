@@ -17,7 +17,7 @@ from tests.wheels import Shelf
 
 SOME = (
     "sink-matters-*,call-behind-*,lse-decode,moved-*,insert-skips,project-1-bf16,project-fp8-ocp-bytes,output-fp8,"
-    "scratch-swa,stale-swa"
+    "scratch-swa,stale-swa,compress-c4a-ocp,query-fp8,select-fp8,mhc-fused-bf16"
 )
 """Cases of every area, few enough to be quick."""
 

@@ -62,6 +62,7 @@ PLANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "gather clears what is not its own": (lambda: Careless("gather clears the rest"), "R", "R3", ""),
     "projection rotates forward": (lambda: Careless("rotated forward"), "P,R1", "P1", "R1"),
     "temporaries denied": (lambda: Careless("temporaries denied"), "W5,W2", "W5", "W2"),
+    "no temporaries at all": (lambda: Careless("no temporaries at all"), "temporaries-swa,W2", "W5", "W2"),
 }
 
 # what a backend serves in part, or reads by strides that it assumes: a plant, and the cases of which each must fail.

@@ -27,6 +27,7 @@ class TestDecode(Acme, suite.TestDecode): ...
 class TestPrefill(Acme, suite.TestPrefill): ...
 class TestCache(Acme, suite.TestCache): ...
 class TestMemory(Acme, suite.TestMemory): ...
+class TestLayer(Acme, suite.TestLayer): ...
 """
 
 Run = Callable[..., pytest.RunResult]
@@ -60,7 +61,7 @@ def test_a_backend_needs_twelve_lines_and_has_every_case(run: Run) -> None:
 def test_its_tests_run_and_what_does_not_apply_is_skipped_with_a_reason(run: Run) -> None:
     result = run("-k", "sink-none or codes-ocp or taken or project-2", "-rs")
 
-    result.assert_outcomes(passed=2 + 2 + 4 + 2, skipped=1, deselected=len(CASES) - 7)
+    result.assert_outcomes(passed=2 + 2 + 5 + 2, skipped=1, deselected=len(CASES) - 7)
     result.stdout.fnmatch_lines(["SKIPPED*does not apply: this backend reads gathered rows in prefill"])
     result.stdout.fnmatch_lines(["dsv4attn: contract *  python *  torch *"])
 
@@ -71,7 +72,7 @@ def test_without_a_file_of_its_own_a_backend_is_named_on_the_command_line(run: R
         "-k", "codes-fnuz", "-v",
     )  # fmt: skip
 
-    result.assert_outcomes(passed=2, skipped=1, deselected=len(CASES) + 1)
+    result.assert_outcomes(passed=2, skipped=1, deselected=len(CASES) + 2)
     result.stdout.fnmatch_lines(["dsv4attn: backend reference:prefill_keys=paged (dsv4attn *) on cpu CPU"])
 
 
@@ -203,14 +204,14 @@ def _decode() -> list[str]:
 def test_an_expected_failure_that_passes_is_a_failure(run: Run) -> None:
     result = run("--dsv4-xfails", "x.txt", "-k", "sink-none-decode", x="sink-none-decode\n")
 
-    result.assert_outcomes(failed=1, deselected=len(CASES) + 3)
+    result.assert_outcomes(failed=1, deselected=len(CASES) + 4)
     result.stdout.fnmatch_lines(["*XPASS(strict)*"])
 
 
 def test_a_line_that_no_test_answers_to_is_warned_of(run: Run) -> None:
     result = run("--dsv4-xfails", "x.txt", "-k", "sink-none-decode", x="\nfar-insertion  # gone\nfar-insert\n")
 
-    result.assert_outcomes(passed=1, warnings=1, deselected=len(CASES) + 3)
+    result.assert_outcomes(passed=1, warnings=1, deselected=len(CASES) + 4)
     result.stdout.fnmatch_lines(["*UnmatchedXfailWarning: x.txt:2: no test is called 'far-insertion'*"])
 
 

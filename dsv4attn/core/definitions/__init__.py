@@ -7,7 +7,7 @@ capture it; temporaries are cut into tiles of TILE_BYTES.
 from __future__ import annotations
 
 from dsv4attn.core.definitions.indexer import IndexQuery, fp8_mqa_logits, fp8_paged_mqa_logits
-from dsv4attn.core.definitions.steps import TorchLayerSteps
+from dsv4attn.core.definitions.steps import TorchLayerSteps, layer_step_sources
 from dsv4attn.core.definitions.tiles import batch_invariant_linear, linear
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "batch_invariant_linear",
     "fp8_mqa_logits",
     "fp8_paged_mqa_logits",
+    "layer_step_sources",
     "linear",
 ]

@@ -16,6 +16,9 @@ from dsv4attn.core.layer_ops import Linear
 
 __all__ = ["hc_head", "mhc_post", "mhc_pre"]
 
+_ROW_BYTES = 24
+"""Temporaries of a step for each element of a token's streams."""
+
 
 def _mixes(streams: Tensor, fn: Tensor, rms_eps: float, linear: Linear) -> Tensor:
     """[T, m] fp32: the flattened streams over the root of their mean square, times fn [m, n * d]."""
@@ -39,18 +42,14 @@ def mhc_pre(
     linear: Linear,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `LayerSteps.mhc_pre`."""
-    n = residual.shape[-2]
-    made = [
-        _pre(
+    count, n, d = residual.shape
+    post = residual.new_empty(count, n, 1, dtype=torch.float32)
+    comb, layer_input = post.new_empty(count, n, n), residual.new_empty(count, d)
+    for part in tiles(count, _ROW_BYTES * n * d):
+        post[part], comb[part], layer_input[part] = _pre(
             residual[part], fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value,
             sinkhorn_repeat, norm_weight, norm_eps, linear,
-        )
-        for part in tiles(residual.shape[0], 24 * residual[:1].numel())
-    ]  # fmt: skip
-    if not made:
-        mixes = residual.new_empty(0, n, 1, dtype=torch.float32), residual.new_empty(0, n, n, dtype=torch.float32)
-        return *mixes, residual.new_empty(0, residual.shape[-1])
-    post, comb, layer_input = (torch.cat(parts) for parts in zip(*made, strict=True))
+        )  # fmt: skip
     return post, comb, layer_input
 
 
@@ -98,7 +97,7 @@ def _weighed(weights: Tensor, streams: Tensor) -> Tensor:
 def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """See `LayerSteps.mhc_post`."""
     out = torch.empty_like(residual, memory_format=torch.contiguous_format)
-    for part in tiles(residual.shape[0], 24 * residual[:1].numel()):
+    for part in tiles(residual.shape[0], _ROW_BYTES * residual[:1].numel()):
         for j in range(residual.shape[-2]):
             mixed = _weighed(comb[part, :, j], residual[part])
             out[part, j] = (post[part, j] * x[part].float() + mixed).to(out.dtype)
@@ -116,8 +115,9 @@ def hc_head(
     linear: Linear,
 ) -> Tensor:
     """See `LayerSteps.hc_head`."""
-    out = streams.new_empty(streams.shape[0], streams.shape[2])
-    for part in tiles(streams.shape[0], 24 * streams[:1].numel()):
+    count, n, d = streams.shape
+    out = streams.new_empty(count, d)
+    for part in tiles(count, _ROW_BYTES * n * d):
         gate = (_mixes(streams[part], hc_fn, rms_eps, linear) * hc_scale + hc_base).sigmoid() + hc_eps
         out[part] = _weighed(gate, streams[part]).to(out.dtype)
     return out

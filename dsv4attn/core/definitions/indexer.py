@@ -28,6 +28,10 @@ __all__ = [
 ]
 
 
+_QUERY_BYTES = 24
+"""Temporaries of a query for each of its elements."""
+
+
 @frozen(eq=False)
 class IndexQuery:
     """Queries of the indexer in the format of its keys.
@@ -58,14 +62,13 @@ def indexer_q_rope_quant(
     weights: [T, Hi]. positions: [T] int64. q and weights: bf16 or fp32. layout: of the index keys; `rows` quantises
     nothing.
     """
-    tokens, heads, dim = q.shape
-    rope, folded = cos_sin_cache.shape[-1], weights.float() * (dim**-0.5 * heads**-0.5)
-    if layout.is_quantised:
-        values = q.new_empty(tokens, heads, dim * layout.code_bits // 8, dtype=torch.uint8)
-    else:
-        values = q.new_empty(tokens, heads, dim, dtype=layout.dtype)
-    exponents = q.new_empty(tokens, heads, layout.num_groups, dtype=torch.int32)
-    for part in tiles(tokens, 40 * heads * dim):
+    rope, (count, heads, dim) = cos_sin_cache.shape[-1], q.shape
+    folded = weights.float() * (dim**-0.5 * heads**-0.5)
+    values = q.new_empty(count, heads, dim * layout.code_bits // 8, dtype=torch.uint8)
+    exponents = q.new_empty(count, heads, layout.num_groups, dtype=torch.uint8)
+    if not layout.is_quantised:
+        values = q.new_empty(q.shape, dtype=layout.dtype)
+    for part in tiles(count, _QUERY_BYTES * heads * dim):
         turned = apply_rope(q[part, :, -rope:], cos_sin_cache[positions[part], None])
         turned = torch.cat([q[part, :, :-rope].float(), turned], -1)
         if layout.is_quantised:
@@ -75,7 +78,7 @@ def indexer_q_rope_quant(
     if not layout.is_quantised:
         return IndexQuery(values, folded)
     if layout.fp8_format is None:
-        return IndexQuery(values, folded, exponents.to(torch.uint8))
+        return IndexQuery(values, folded, exponents)
     return IndexQuery(values.view(layout.fp8_format.dtype), folded * power_of_two(exponents).squeeze(-1))
 
 

@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.definitions import compressor, hyper_connections, indexer, selection
 from dsv4attn.core.definitions.records import store_index_keys
 from dsv4attn.core.definitions.tiles import TILE_BYTES, linear
-from dsv4attn.core.layer_ops import Linear
+from dsv4attn.core.layer_ops import LAYER_STEPS, Linear
 from dsv4attn.core.layout import PagedKVCache
 
-__all__ = ["TorchLayerSteps"]
+__all__ = ["TorchLayerSteps", "layer_step_sources"]
 
 
 class TorchLayerSteps:
@@ -98,3 +99,17 @@ class TorchLayerSteps:
     def transient_bytes(self, max_tokens: int) -> int:
         """A tile, and what a step makes for each token."""
         return 2 * TILE_BYTES + 256 * max_tokens
+
+
+def layer_step_sources(backend: Backend) -> dict[str, str]:
+    """For each part in `LAYER_STEPS`, whose steps the backend runs: its own name, or "reference" for torch's.
+
+    A part is the backend's own if its `layer_steps` has another function than `TorchLayerSteps` for one of its steps.
+    """
+    steps = complete(backend).layer_steps
+    assigned = getattr(steps, "__dict__", {})
+
+    def is_own(step: str) -> bool:
+        return step in assigned or getattr(type(steps), step, None) is not getattr(TorchLayerSteps, step)
+
+    return {part: backend.name if any(map(is_own, names)) else "reference" for part, names in LAYER_STEPS.items()}

@@ -137,9 +137,16 @@ def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[Outcome], Non
 def _show(certificate: Certificate, target: Path | None) -> None:
     from rich.padding import Padding
 
+    from dsv4attn.testing.case import Area
+
     subject, out = certificate.subject, console()
     owner = f"{subject.distribution} {subject.version}".strip() or "not registered"
     head = [("backend", [f"{subject.label}  ({owner})"]), ("device", [f"{subject.device}: {subject.facts}"])]
+    if any(outcome.case.area is Area.LAYER for outcome in certificate.outcomes):
+        sources: dict[str, list[str]] = defaultdict(list)
+        for part, source in certificate.layer_steps.items():
+            sources[source].append(part.replace("_", "-"))
+        head.append(("layer", [f"{', '.join(parts)}: {source}" for source, parts in sources.items()]))
     out.print(grid(head))
     out.print(Padding(_table(certificate), (0, 0, 0, 1)))
     for state in ("refused", "skipped"):

@@ -1,5 +1,3 @@
-"""The whole conformance kit."""
-
 from __future__ import annotations
 
 import pytest
@@ -23,3 +21,6 @@ class TestCache(Acme, suite.TestCache): ...
 
 
 class TestMemory(Acme, suite.TestMemory): ...
+
+
+class TestLayer(Acme, suite.TestLayer): ...

@@ -1,0 +1,343 @@
+"""Hyper-connections: streams to mix, and comparisons of the mixes, of the new streams and of a sublayer's input."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property, partial
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsv4attn.core.contract import complete
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.problem import CacheFacts, Problem
+from dsv4attn.testing import oracle_layer
+from dsv4attn.testing.apart import Apart
+from dsv4attn.testing.case import Bench, Measure, Wrong, dtype_name
+from dsv4attn.testing.judge import F64, rounded
+from dsv4attn.testing.judge_layer import UNIT, Formula, hold_values, summed
+from dsv4attn.testing.world import normal
+
+__all__ = ["Mixing", "runs_fused", "runs_head", "runs_nothing", "runs_post", "runs_pre"]
+
+X, Y, FN, BASE, SCALE, NORM, POST, COMB, HEAD = range(90, 99)
+"""Streams of random numbers."""
+DISTINCT = 61
+"""Rows that differ; those behind them repeat them, so that thousands of rows are judged at the cost of these."""
+NEAR = 2.0**-20
+"""Step of the differences from which the slopes of Sinkhorn's iterations are taken."""
+
+
+@attrs.frozen(kw_only=True, eq=False, slots=False)
+class Mixing:
+    """Residual streams of some tokens, and the parameters of their mixes.
+
+    geometry: the model.
+    layout: layout of the window cache of the attention behind the streams.
+    streams: n.
+    hidden: d.
+    count: tokens.
+    dtype: type of the streams.
+    size: scale of the streams; with a small one rms_eps matters.
+    rms_eps: epsilon under the root.
+    pre_eps: added to the weights of the streams.
+    sinkhorn_eps: epsilon of Sinkhorn's iterations.
+    post_mult: factor of the weights of a sublayer's output.
+    repeat: iterations.
+    normed: whether the sublayer's input goes through an RMSNorm.
+    norm_eps: its epsilon.
+    apart: names of arguments (x, residual) whose rows lie apart, or "all".
+    seed: seed of all random numbers.
+    device: torch device.
+    """
+
+    geometry: ModelGeometry
+    layout: KVCacheLayout
+    streams: int = 4
+    hidden: int = 96
+    count: int = 13
+    dtype: torch.dtype = torch.bfloat16
+    size: float = 1.0
+    rms_eps: float = 1e-6
+    pre_eps: float = 1e-6
+    sinkhorn_eps: float = 1e-6
+    post_mult: float = 2.0
+    repeat: int = 20
+    normed: bool = False
+    norm_eps: float = 1e-6
+    apart: str = ""
+    seed: int = 0
+    device: str = "cpu"
+
+    def named_layouts(self) -> list[KVCacheLayout]:
+        """The layout of the window cache."""
+        return [self.layout]
+
+    def problems(self, *, lse: bool = True) -> list[Problem]:
+        """Decode on a layer whose queries have the type of the streams."""
+        layer = self.geometry.layer_of_kind(LayerKind.SWA)
+        return [Problem("decode", layer, CacheFacts.of(self.layout, 64), q_dtype=dtype_name(self.dtype), lse=lse)]
+
+    # values
+
+    def _drawn(self, stream: int, *shape: int) -> F64:
+        numbers = np.arange(math.prod(shape[:-1]))
+        return normal((self.seed, stream), numbers, shape[-1]).reshape(shape)
+
+    def _rows(self, drawn: F64) -> F64:
+        """Rows of all tokens, of the distinct ones."""
+        return drawn[np.arange(self.count) % DISTINCT]
+
+    @property
+    def distinct(self) -> range:
+        """Tokens whose rows differ."""
+        return range(min(self.count, DISTINCT))
+
+    @cached_property
+    def residual(self) -> F64:
+        """[T, n, d] streams; they differ in size."""
+        sizes = 2.0 ** (np.arange(self.streams) % 4 - 1)
+        drawn = self._drawn(X, DISTINCT, self.streams, self.hidden) * sizes[:, None] + 0.1
+        return rounded(self._rows(self.size * drawn), self.dtype)
+
+    @cached_property
+    def x(self) -> F64:
+        """[T, d] outputs of a sublayer."""
+        return rounded(self._rows(self.size * self._drawn(Y, DISTINCT, self.hidden)), self.dtype)
+
+    @cached_property
+    def fn(self) -> F64:
+        """[2 n + n * n, n * d] of the mixes: of order 1, since the streams are divided by their size."""
+        rows, columns = 2 * self.streams + self.streams**2, self.streams * self.hidden
+        return rounded(self._drawn(FN, rows, columns) / math.sqrt(columns), torch.float32)
+
+    @cached_property
+    def scale(self) -> F64:
+        """[3] factors of pre, post, comb, unlike each other."""
+        return rounded(np.array([0.7, 1.3, 2.1]), torch.float32)
+
+    @cached_property
+    def base(self) -> F64:
+        """[2 n + n * n] added to the mixes."""
+        return rounded(self._drawn(BASE, 1, 2 * self.streams + self.streams**2)[0], torch.float32)
+
+    @cached_property
+    def norm_weight(self) -> F64 | None:
+        """[d] weight of the RMSNorm, or None."""
+        return rounded(1 + 0.5 * self._drawn(NORM, 1, self.hidden)[0], self.dtype) if self.normed else None
+
+    @cached_property
+    def post(self) -> F64:
+        """[T, n] weights of a sublayer's output."""
+        return rounded(self._rows(2 * oracle_layer.sigmoid(self._drawn(POST, DISTINCT, self.streams))), torch.float32)
+
+    @cached_property
+    def comb(self) -> F64:
+        """[T, n, n] mixes of the streams, far from symmetric."""
+        logits = 2 * self._drawn(COMB, DISTINCT, self.streams, self.streams)
+        return rounded(self._rows(oracle_layer.sinkhorn(logits, 1e-6, 20)), torch.float32)
+
+    @cached_property
+    def head(self) -> tuple[F64, F64, F64]:
+        """[n, n * d] fn, [1] scale and [n] base of the gate of the head."""
+        fn, scale, base = self.fn[: self.streams], np.array([1.7]), self._drawn(HEAD, 1, self.streams)[0]
+        return fn, rounded(scale, torch.float32), rounded(base, torch.float32)
+
+    def tensor(self, values: F64, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Values on the device."""
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, dtype)
+
+    # formulas
+
+    def mixes(self, streams: F64, fn: F64) -> Formula:
+        """`oracle_layer.hc_mixes` of the streams [n, d] of a token.
+
+        The partial sums of a row of fn times the streams are at most the product of both 2-norms.
+        """
+        value, flat = oracle_layer.hc_mixes(streams, fn, self.rms_eps), streams.reshape(-1)
+        root = math.sqrt(float(np.mean(flat**2)) + self.rms_eps)
+        products = np.linalg.norm(fn, axis=1) * float(np.linalg.norm(flat)) / root
+        terms = summed(len(flat))
+        return Formula(value, (terms + UNIT) * products + (terms / 2 + 5 * UNIT) * np.abs(value))
+
+    def logits(self, streams: F64) -> list[Formula]:
+        """Logits of pre [n], post [n] and comb [n * n]."""
+        parts = [self.streams, self.streams, self.streams**2]
+        mixes = self.mixes(streams, self.fn)
+        zero = np.zeros_like(self.base)
+        values = oracle_layer.hc_logits(mixes.value, self.scale, self.base, parts)
+        scaled = oracle_layer.hc_logits(np.abs(mixes.value), self.scale, zero, parts)
+        errors = oracle_layer.hc_logits(mixes.error, self.scale, zero, parts)
+        return [Formula(v, e + UNIT * (s + np.abs(v))) for v, e, s in zip(values, errors, scaled, strict=True)]
+
+    def combined(self, logits: Formula) -> Formula:
+        """Mixes [n, n] of the streams, from their logits [n * n].
+
+        An error of a logit moves a mix by its slope. Roundings of the iterations add up, not more: dividing rows or
+        columns by their sums takes two positive matrices no further apart in Hilbert's projective metric. An
+        entry is off by at most twice this distance.
+        """
+        n = self.streams
+
+        def iterated(values: F64) -> F64:
+            return oracle_layer.sinkhorn(values.reshape(*values.shape[:-1], n, n), self.sinkhorn_eps, self.repeat)
+
+        value = iterated(logits.value)
+        slopes = (iterated(logits.value + NEAR * np.eye(n * n)) - value) / NEAR
+        error = np.tensordot(logits.error, np.abs(slopes), 1)
+        spread = np.ptp(logits.value.reshape(n, n), axis=1).max()
+        lost = (2 * spread + 6) * UNIT + summed(n) + 2 * self.repeat * (summed(n) + 2 * UNIT)
+        return Formula(value, error + 2 * lost * value)
+
+    def weighed(self, weights: Formula, streams: F64) -> Formula:
+        """The sum [d] of streams [n, d], each times its weight [n]."""
+        sizes = weights.value @ np.abs(streams)
+        return Formula(weights.value @ streams, weights.error @ np.abs(streams) + (summed(len(streams)) + UNIT) * sizes)
+
+    def gate(self, logits: Formula, eps: float, factor: float = 1.0) -> Formula:
+        """`factor` times the sigmoid of logits [n], plus eps."""
+        value = factor * oracle_layer.sigmoid(logits.value)
+        return Formula(value + eps, factor * logits.error / 4 + 6 * UNIT * (value + eps))
+
+    # arguments
+
+    @property
+    def mixing(self) -> tuple[Any, ...]:
+        """Arguments of `mhc_pre` behind the streams, up to `sinkhorn_repeat`."""
+        tensors = self.tensor(self.fn), self.tensor(self.scale), self.tensor(self.base)
+        return *tensors, self.rms_eps, self.pre_eps, self.sinkhorn_eps, self.post_mult, self.repeat
+
+    @property
+    def norm(self) -> dict[str, Any]:
+        """Arguments of the RMSNorm; none without it."""
+        if self.norm_weight is None:
+            return {}
+        return {"norm_weight": self.tensor(self.norm_weight, self.dtype), "norm_eps": self.norm_eps}
+
+
+def _worst(*measures: Measure) -> Measure:
+    return max(measures, key=lambda measure: measure.fraction)
+
+
+def _rows(found: Tensor, scene: Mixing, what: str, *shape: int, dtype: torch.dtype = torch.float32) -> F64:
+    """The distinct rows of a result of this shape and type. Raises Wrong if the others are not like them."""
+    if tuple(found.shape) != (scene.count, *shape) or found.dtype != dtype:
+        raise Wrong(f"{what}: {list(found.shape)} {found.dtype}, expected {[scene.count, *shape]} {dtype}")
+    return found.double().cpu().numpy().astype(np.float64)
+
+
+def _each(found: F64, scene: Mixing, what: str, wanted: list[Formula], dtype: torch.dtype = torch.float32) -> Measure:
+    worst = Measure(0.0, 1.0)
+    for token in range(scene.count):
+        where = partial(_place, f"{what} of token {token}")
+        worst = _worst(worst, hold_values(found[token], wanted[token % DISTINCT], dtype, where))
+    return worst
+
+
+def _place(what: str, at: tuple[int, ...]) -> str:
+    return f"{what}, {list(at)}"
+
+
+def _judge_mixes(scene: Mixing, made: tuple[Tensor, Tensor, Tensor], residual: F64) -> Measure:
+    """post, comb and layer_input of streams [T, n, d]."""
+    n, d = scene.streams, scene.hidden
+    post = _rows(made[0], scene, "post", n, 1)
+    comb = _rows(made[1], scene, "comb", n, n)
+    layer_input = _rows(made[2], scene, "layer_input", d, dtype=scene.dtype)
+    posts, combs, inputs = [], [], []
+    for token in scene.distinct:
+        pre, behind, mixed = scene.logits(residual[token])
+        posts.append(scene.gate(behind, 0.0, scene.post_mult))
+        combs.append(scene.combined(mixed))
+        entering = scene.weighed(scene.gate(pre, scene.pre_eps), residual[token])
+        inputs.append(entering.normed(scene.norm_weight, scene.norm_eps) if scene.normed else entering)
+    return _worst(
+        _each(post[..., 0], scene, "post", posts),
+        _each(comb, scene, "comb", combs),
+        _each(layer_input, scene, "layer_input", inputs, scene.dtype),
+    )
+
+
+def runs_pre(bench: Bench, scene: Mixing) -> Measure:
+    """`mhc_pre`: the mixes of the streams, and the input of the sublayer."""
+    apart = Apart(scene.apart)
+    residual = apart("residual", scene.tensor(scene.residual, scene.dtype))
+    before = residual.clone()
+    made = complete(bench.backend).layer_steps.mhc_pre(residual, *scene.mixing, **scene.norm)
+    apart.check()
+    _unchanged(residual, before)
+    return _judge_mixes(scene, made, scene.residual)
+
+
+def _unchanged(residual: Tensor, before: Tensor) -> None:
+    if not torch.equal(residual, before):
+        raise Wrong("the streams that were given were changed")
+
+
+def _streams_behind(scene: Mixing, found: Tensor) -> Measure:
+    new = _rows(found, scene, "residual", scene.streams, scene.hidden, dtype=scene.dtype)
+    wanted = []
+    for token in scene.distinct:
+        x, residual, post, comb = (values[token] for values in (scene.x, scene.residual, scene.post, scene.comb))
+        sizes = oracle_layer.hc_post(np.abs(x), np.abs(residual), post, comb)
+        error = (summed(scene.streams + 1) + UNIT) * sizes
+        wanted.append(Formula(oracle_layer.hc_post(x, residual, post, comb), error))
+    return _each(new, scene, "residual", wanted, scene.dtype)
+
+
+def _behind(scene: Mixing, apart: Apart) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, residual, post and comb."""
+    x, residual = (apart(name, scene.tensor(getattr(scene, name), scene.dtype)) for name in ("x", "residual"))
+    return x, residual, scene.tensor(scene.post[..., None]), scene.tensor(scene.comb)
+
+
+def runs_post(bench: Bench, scene: Mixing) -> Measure:
+    """`mhc_post`: the new streams."""
+    apart = Apart(scene.apart)
+    x, residual, post, comb = _behind(scene, apart)
+    before = residual.clone()
+    found = complete(bench.backend).layer_steps.mhc_post(x, residual, post, comb)
+    apart.check()
+    _unchanged(residual, before)
+    return _streams_behind(scene, found)
+
+
+def runs_fused(bench: Bench, scene: Mixing) -> Measure:
+    """`mhc_fused_post_pre`: the new streams, and the mixes of these, rounded as they are returned."""
+    apart = Apart(scene.apart)
+    x, residual, post, comb = _behind(scene, apart)
+    before = residual.clone()
+    steps = complete(bench.backend).layer_steps
+    new, *made = steps.mhc_fused_post_pre(x, residual, post, comb, *scene.mixing, **scene.norm)
+    apart.check()
+    _unchanged(residual, before)
+    streams = new.double().cpu().numpy().astype(np.float64)
+    measure = _streams_behind(scene, new)
+    return _worst(measure, _judge_mixes(scene, (made[0], made[1], made[2]), streams))
+
+
+def runs_head(bench: Bench, scene: Mixing) -> Measure:
+    """`hc_head`: the output behind the last layer."""
+    apart, (fn, scale, base) = Apart(scene.apart), scene.head
+    streams = apart("residual", scene.tensor(scene.residual, scene.dtype))
+    parameters = scene.tensor(fn), scene.tensor(scale), scene.tensor(base), scene.rms_eps, scene.pre_eps
+    found = complete(bench.backend).layer_steps.hc_head(streams, *parameters)
+    apart.check()
+    out, wanted = _rows(found, scene, "the head's output", scene.hidden, dtype=scene.dtype), []
+    for token in scene.distinct:
+        mixes = scene.mixes(scene.residual[token], fn)
+        value = mixes.value * scale + base
+        error = mixes.error * scale + UNIT * (np.abs(mixes.value * scale) + np.abs(value))
+        wanted.append(scene.weighed(scene.gate(Formula(value, error), scene.pre_eps), scene.residual[token]))
+    return _each(out, scene, "the head's output", wanted, scene.dtype)
+
+
+def runs_nothing(bench: Bench, scene: Mixing) -> Measure:
+    """No tokens: every step returns empty tensors of its shapes."""
+    none = attrs.evolve(scene, count=0)
+    checks = runs_pre, runs_post, runs_fused, runs_head
+    return _worst(*[check(bench, none) for check in checks])

@@ -1,0 +1,254 @@
+"""Every planted bug of a layer step fails the cases that are about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.definitions import TorchLayerSteps, layer_step_sources, records, selection
+from dsv4attn.core.layer_ops import LAYER_STEPS
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.testing.case import chosen
+from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.conform import conform
+from dsv4attn.testing.subject import Subject
+from tests.testing import plants_layer as wrong
+from tests.testing.plants import packed_pages
+from tests.testing.plants_layer import compress_with, slip, with_
+from tests.testing.plants_sizes import dense
+
+SAVE, COMPRESS, QUERY, SELECT = (
+    "save_partial_states",
+    "compress_norm_rope_store",
+    "indexer_q_rope_quant",
+    "select_topk",
+)
+ALL_ENTRIES = "compress-c4a-fp32,compress-c128a-ocp,compress-index-fp8"
+
+# a plant, and the cases of which each must fail.
+PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
+    # compressor
+    "no overlap": (compress_with(alone=True), "compress-c4a-ocp,compress-index-fp8,cuts-c4a"),
+    "halves of the channels swapped": (compress_with(swapped=1), "compress-c4a-ocp,compress-index-mxfp4"),
+    "ape added twice": (
+        slip(SAVE, with_(score=lambda a: a["score"] + a["ape"][a["positions"] % len(a["ape"])])),
+        "states-c4a,states-c128a,states-index,cuts-c4a",
+    ),
+    "ape not added": (slip(SAVE, with_(ape=lambda a: a["ape"] * 0)), "states-c4a,states-c128a,states-index"),
+    "ape by the position itself": (
+        slip(SAVE, with_(positions=lambda a: a["positions"].clamp(max=len(a["ape"]) - 1))),
+        "states-c4a,states-c128a,states-positions",
+    ),
+    "states by token number": (
+        slip(SAVE, with_(slot_mapping=wrong.by_token_number)),
+        "states-c4a,cuts-index,replay-c4a",
+    ),
+    "slots of states of 32 bits": (
+        slip(SAVE, with_(slot_mapping=lambda a: a["slot_mapping"].int().long())),
+        "states-skips",
+    ),
+    "entries before all states": (wrong.late_saving, "cuts-c4a,cuts-c128a,replay-index,compress-1031"),
+    "RoPE at the last position": (slip(COMPRESS, with_(cos_sin_cache=wrong.last_position)), ALL_ENTRIES),
+    "RoPE at positions of 16 bits": (
+        slip(
+            COMPRESS, with_(cos_sin_cache=lambda a: a["cos_sin_cache"][:65536].repeat(2, 1)[: len(a["cos_sin_cache"])])
+        ),
+        "compress-positions-c4a,compress-positions-index",
+    ),
+    "states at positions of 16 bits": (
+        slip(COMPRESS, with_(positions=wrong.of_16_bits)),
+        "compress-positions-c4a,compress-positions-index",
+    ),
+    "entry 0 reads before it": (compress_with(clamped=True), "compress-first,compress-c4a-ocp,dims-compress"),
+    "absent states have only their weights masked": (
+        compress_with(unmasked=True),
+        "compress-first,compress-unused-c4a",
+    ),
+    "NaN counts as 0": (
+        compress_with(swallowed=True),
+        "compress-nan-c4a-ocp,compress-nan-index-fp8,compress-nan-index-mxfp4",
+    ),
+    "norm before the softmax": (compress_with(normed=True), ALL_ENTRIES),
+    "no running maximum": (compress_with(raw=True), ALL_ENTRIES),
+    "no norm weight": (slip(COMPRESS, with_(norm_weight=lambda a: a["norm_weight"] * 0 + 1)), ALL_ENTRIES),
+    "no eps": (slip(COMPRESS, with_(eps=lambda _: 0.0)), "compress-eps,compress-c4a-fp32,compress-index-fp8"),
+    "eps fixed": (slip(COMPRESS, with_(eps=lambda _: 1e-6)), "compress-eps"),
+    "pages of states taken to be packed": (
+        slip(COMPRESS, with_(states=lambda a: packed_pages(a["states"]))),
+        "compress-gaps-c4a,compress-gaps-index",
+    ),
+    "slots of entries of 32 bits": (
+        slip(COMPRESS, with_(slot_mapping=lambda a: a["slot_mapping"].int().long())),
+        "compress-skips",
+    ),
+    "index pages by token * 132": (
+        slip(COMPRESS, with_(cache=wrong.interleaved)),
+        "compress-index-fp8,compress-index-mxfp4",
+    ),
+    "no floor of the scale": (
+        slip(COMPRESS, patched=((KVCacheLayout, "amax_floor", 0.0),)),
+        "compress-index-fp8,compress-index-mxfp4",
+    ),
+    "nibbles swapped": (slip(COMPRESS, patched=((records, "_packed", wrong.swapped_nibbles),)), "compress-index-mxfp4"),
+    "ties of e2m1 away from zero": (
+        slip(COMPRESS, patched=((records, "_packed", wrong.half_up),)),
+        "compress-index-mxfp4",
+    ),
+    # queries
+    "scale of q not in the weights": (slip(QUERY, behind=wrong.without_scale), "query-fp8,query-fnuz"),
+    "no floor of the scale of q": (
+        slip(QUERY, patched=((KVCacheLayout, "amax_floor", 0.0),)),
+        "query-fp8,query-mxfp4",
+    ),
+    "nibbles of q swapped": (slip(QUERY, patched=((records, "_packed", wrong.swapped_nibbles),)), "query-mxfp4"),
+    "ties of q away from zero": (slip(QUERY, patched=((records, "_packed", wrong.half_up),)), "query-mxfp4"),
+    "RoPE on the leading dims": (slip(QUERY, with_(q=wrong.rolled), behind=wrong.leading), "query-fp8,query-bf16"),
+    "q rotated at positions of 16 bits": (slip(QUERY, with_(positions=wrong.of_16_bits)), "query-positions"),
+    "no 1 / sqrt of the heads": (
+        slip(QUERY, with_(weights=lambda a: a["weights"].float() * a["q"].shape[1] ** 0.5)),
+        "query-fp8,query-bf16",
+    ),
+    "strided q of the indexer": (slip(QUERY, with_(q=lambda a: dense(a["q"]))), "apart-query"),
+    "strided weights of the indexer": (slip(QUERY, with_(weights=lambda a: dense(a["weights"]))), "apart-query"),
+    "fp32 q rounded first": (slip(QUERY, with_(q=lambda a: a["q"].bfloat16())), "query-fp8-64,query-mxfp4-64"),
+    # selection
+    "no relu": (
+        slip(SELECT, patched=((selection, "scores", wrong.without_relu),)),
+        "select-fp8,scores-fp8,select-zeros",
+    ),
+    "one visible count a request": (
+        slip(SELECT, with_(visible_lens=wrong.of_the_request)),
+        "select-verify,select-1031",
+    ),
+    "ties to the higher entry": (
+        slip(SELECT, patched=((selection, "_better", wrong.higher_first),)),
+        "select-fp8,select-zeros",
+    ),
+    "-0 below 0": (slip(SELECT, patched=((selection, "scores", wrong.bits_ordered),)), "select-zeros"),
+    "NaN selected": (
+        slip(SELECT, patched=((selection, "scores", wrong.relu_drops_nan),)),
+        "select-nan-fp8,select-nan-mxfp4,select-nan-bf16",
+    ),
+    "entries behind the visible ones": (
+        slip(SELECT, with_(visible_lens=lambda a: a["visible_lens"] + 9, max_entries=lambda a: a["max_entries"] + 9)),
+        "select-fp8,select-verify,select-few,select-unused-zero,select-unused-large",
+    ),
+    "visible counts ignored": (
+        slip(SELECT, with_(visible_lens=lambda a: a["visible_lens"] * 0 + a["max_entries"])),
+        "select-fp8,select-verify,select-few,select-bound",
+    ),
+    "512 entries looked at": (
+        slip(SELECT, with_(max_entries=lambda a: min(a["max_entries"], 512))),
+        "select-fp8,select-512,select-1024,scores-fp8",
+    ),
+    "1,024 entries looked at": (
+        slip(SELECT, with_(max_entries=lambda a: min(a["max_entries"], 1024))),
+        "select-512,select-1024",
+    ),
+    "absent first": (slip(SELECT, behind=wrong.absent_first), "select-few,select-verify"),
+    "not in ascending order": (slip(SELECT, behind=wrong.in_order_of_scores), "select-fp8,select-random"),
+    "the rest not written": (slip(SELECT, behind=wrong.never_written), "select-few,select-verify"),
+    "keys by token * 132": (slip(SELECT, with_(cache=wrong.interleaved)), "select-fp8,select-mxfp4"),
+    "pages of keys taken to be packed": (slip(SELECT, with_(cache=lambda a: packed_pages(a["cache"]))), "select-gaps"),
+    "blocks not checked": (
+        slip(SELECT, with_(block_table=lambda a: a["block_table"].clamp(0, a["cache"].num_blocks - 1))),
+        "select-blocks",
+    ),
+    "the first request's blocks": (
+        slip(SELECT, with_(token_to_req=lambda a: a["token_to_req"] * 0)),
+        "select-fp8,select-requests",
+    ),
+    "strided out": (slip(SELECT, with_(out=lambda a: dense(a["out"]))), "apart-select"),
+    "strided block table": (slip(SELECT, with_(block_table=lambda a: dense(a["block_table"]))), "apart-select"),
+    # hyper-connections
+    "strided streams": (slip("mhc_post", with_(residual=lambda a: dense(a["residual"]))), "apart-mhc"),
+    "fp32 streams rounded": (
+        slip("mhc_pre", with_(residual=lambda a: a["residual"].bfloat16().float())),
+        "mhc-pre-fp32,mhc-norm-fp32",
+    ),
+    "temporaries denied": (wrong.no_temporaries, "temporaries-compressor,temporaries-indexer,temporaries-mhc"),
+    "comb transposed": (
+        slip("mhc_post", with_(comb=lambda a: a["comb"].mT)),
+        "mhc-post-bf16,mhc-post-n2,mhc-fused-fp32",
+    ),
+    "one iteration short": (
+        slip("mhc_pre", with_(sinkhorn_repeat=lambda a: a["sinkhorn_repeat"] - 1)),
+        "mhc-sinkhorn-1,mhc-sinkhorn-2,mhc-sinkhorn-3,mhc-eps",
+    ),
+    "norm_weight ignored": (
+        slip("mhc_pre", with_(norm_weight=lambda _: None)),
+        "mhc-norm-bf16,mhc-norm-fp32,mhc-fused-norm-bf16,mhc-fused-norm-fp32",
+    ),
+    "norm_eps ignored": (slip("mhc_pre", with_(norm_eps=lambda _: 1e-6)), "mhc-norm-fp32,mhc-fused-norm-fp32"),
+    "factor of post is 1": (slip("mhc_pre", with_(hc_post_mult_value=lambda _: 1.0)), "mhc-pre-bf16,mhc-fused-bf16"),
+    "factor of post is always 2": (slip("mhc_pre", with_(hc_post_mult_value=lambda _: 2.0)), "mhc-eps,mhc-fused-eps"),
+    "one eps for all": (slip("mhc_pre", wrong.one_eps), "mhc-eps,mhc-fused-eps"),
+    "no eps under the root": (slip("mhc_pre", with_(rms_eps=lambda _: 0.0)), "mhc-eps,mhc-fused-eps"),
+    "eps of the head merged": (slip("hc_head", with_(hc_eps=lambda a: a["rms_eps"])), "hc-head-eps"),
+    "fused mixes of the old streams": (wrong.old_streams, "mhc-fused-bf16,mhc-fused-fp32,mhc-fused-norm-bf16"),
+    "mixes in bf16": (
+        slip("mhc_pre", with_(fn=lambda a: a["fn"].bfloat16().float())),
+        "mhc-pre-bf16,mhc-pre-flash,mhc-fused-bf16",
+    ),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_g23_a_wrong_layer_step_fails_the_cases_that_are_about_it(plant: str) -> None:
+    make, names = PLANTS[plant]
+
+    certificate = conform(Subject.of(make()), chosen(CASES, names))
+
+    assert [o.case.name for o in certificate.outcomes if o.state != "failed"] == []
+    assert {o.case.name for o in certificate.outcomes} == {*names.split(",")}
+    assert [o.trace for o in certificate.outcomes if o.trace] == [], "a wrong answer, not an exception"
+
+
+def test_what_the_plants_are_grafted_on_passes() -> None:
+    for make in (slip(SAVE), slip(COMPRESS), compress_with(), slip(QUERY), slip(SELECT), slip("mhc_pre")):
+        certificate = conform(Subject.of(make()), chosen(CASES, f"{ALL_ENTRIES},query-fp8,select-fp8,mhc-pre-bf16"))
+
+        assert [(o.case.name, o.message) for o in certificate.of("failed")] == []
+
+
+# whose steps they are
+
+
+class Own(TorchLayerSteps):
+    def select_topk(self, *args: Any, **options: Any) -> None:
+        raise NotImplementedError
+
+
+def test_a_certificate_says_whose_layer_steps_were_judged() -> None:
+    backend: Any = ReferenceBackend()
+    backend.name, backend.layer_steps = "own", Own(backend.quantize_and_insert_k_cache)
+
+    certificate = conform(Subject.of(backend), chosen(CASES, "select-fp8"))
+
+    wanted = {**dict.fromkeys(LAYER_STEPS, "reference"), "selection": "own"}
+    assert certificate.as_json()["layer_steps"] == layer_step_sources(backend) == wanted
+    assert certificate.outcomes[0].message.startswith("raised NotImplementedError")
+
+
+def test_steps_of_another_class_or_assigned_to_an_object_are_the_backends_own() -> None:
+    backend: Any = ReferenceBackend()
+    backend.name = "own"
+    backend.layer_steps.mhc_post = lambda *_: None
+    assert layer_step_sources(backend)["hyper_connections"] == "own"
+    backend.layer_steps = object()
+    assert layer_step_sources(backend) == dict.fromkeys(LAYER_STEPS, "own")
+
+
+def test_steps_that_cannot_be_made_fail_their_cases_and_leave_a_certificate() -> None:
+    class Broken(ReferenceBackend):
+        @property
+        def layer_steps(self) -> Any:
+            raise RuntimeError("no library")
+
+    certificate = conform(Subject.of(Broken()), chosen(CASES, "select-fp8,lse-decode"))
+
+    assert [o.state for o in certificate.outcomes] == ["passed", "failed"]
+    assert certificate.as_json()["layer_steps"] == dict.fromkeys(LAYER_STEPS, "raised RuntimeError")
