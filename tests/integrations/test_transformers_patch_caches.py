@@ -341,6 +341,8 @@ def test_an_assistant_is_refused() -> None:
     model = causal_model()
     with patched(model), pytest.raises(ValueError, match="assisted generation is not supported"):
         generated(model, 3, input_ids=ids_of(model, 5), assistant_model=causal_model(seed=1))
+    with patched(model), pytest.raises(UnsupportedError, match="assistant_model: expected a model that is not patched"):
+        generated(model, 3, input_ids=ids_of(model, 5), is_assistant=True)
 
 
 def test_a_cache_of_ours_is_refused_by_a_model_that_is_not_patched() -> None:

@@ -197,6 +197,12 @@ class PatchedModel:
         **more: object,
     ) -> None:
         """Make the cache of `generate`, which would be a DynamicCache otherwise."""
+        if getattr(generation_config, "is_assistant", False):
+            expected, hint = (
+                "a model that is not patched",
+                "unpatch(model) first: drafts are taken back further than pages are kept",
+            )
+            raise UnsupportedError("assistant_model", expected=expected, actual="a patched one", hint=hint)
         given = model_kwargs.get("past_key_values")
         if given is not None:
             self._checked_cache(given)
