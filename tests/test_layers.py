@@ -19,20 +19,9 @@ PACKAGE = ROOT / "dsv4attn"
 # a layer is a top-level module or package of dsv4attn, except that each room under backends/ is a layer of its own, and
 # so are the parts of tools/, under their own names, and the files of the oracle. "root" is dsv4attn/__init__: a public
 # name reached as `dsv4attn.load_backend`.
-TOP = {
-    "__main__",
-    "backends",
-    "compat",
-    "config",
-    "core",
-    "errors",
-    "hookspecs",
-    "integrations",
-    "plugins",
-    "selection",
-    "testing",
-    "tools",
-}
+TOP = {"__main__", "backends", "compat", "config", "core", "errors", "hookspecs"} | {
+    "integrations", "plugins", "selection", "testing", "tools"
+}  # fmt: skip
 ROOM = "backends/<room>"
 STEPS = "backends/_triton"
 ORACLE = "testing/oracle"

@@ -137,6 +137,28 @@ class CacheManager:
         made.length = length
         return made
 
+    def select(self, sequences: Sequence[CachedSequence], rows: Sequence[int]) -> list[CachedSequence]:
+        """The sequences with these numbers, such as the beams that a search goes on with.
+
+        A sequence that is named is returned the first time and forked for every further time; those that are not named
+        are freed. Raises OutOfPagesError, with nothing changed, if there are not enough pages for the forks.
+        """
+        for sequence in sequences:
+            self._check(sequence)
+        for row in rows:
+            if not 0 <= row < len(sequences):
+                raise ArgumentError("rows", expected=f"numbers in 0 .. {len(sequences) - 1}", actual=row)
+        again = [sequences[row] for i, row in enumerate(rows) if row in rows[:i]]
+        unused = [sequence for row, sequence in enumerate(sequences) if row not in rows]
+        for name, pool in self._pools.items():
+            needed, freed = (sum(_held(sequence, name) for sequence in group) for group in (again, unused))
+            if needed > pool.num_free + freed:
+                have = f"{pool.num_free + freed} of {pool.num_blocks} are free or would be freed"
+                raise OutOfPagesError(f"{needed} {name} pages needed, {have} -> free sequences; nothing was changed")
+        for sequence in unused:
+            self.free(sequence)
+        return [sequences[row] if row not in rows[:i] else self.fork(sequences[row]) for i, row in enumerate(rows)]
+
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forget the tokens from `length` on, such as rejected drafts; the next step writes their places again.
 
@@ -296,6 +318,11 @@ class CacheManager:
         width = max(map(len, rows), default=0)
         filled = [row + [-1] * (width - len(row)) for row in rows]
         return torch.tensor(filled, dtype=torch.int32, device=self.device).reshape(len(rows), width)
+
+
+def _held(sequence: CachedSequence, group: str) -> int:
+    """Pages of a group that a sequence holds."""
+    return sum(block >= 0 for block in sequence.tables[group].blocks)
 
 
 def _index_layout(geometry: ModelGeometry, layout: KVCacheLayout) -> KVCacheLayout:

@@ -131,6 +131,7 @@ def released(geometry: ModelGeometry) -> tuple[Any, Any]:
         index_topk=geometry.index_topk,
         o_groups=geometry.o_groups,
         o_lora_rank=geometry.o_lora_rank,
+        q_lora_rank=geometry.q_lora_rank,
         max_position_embeddings=geometry.max_position,
         compress_ratios=[0 if kind is LayerKind.SWA else ratio for kind, ratio in geometry.layers],
         rope_parameters={

@@ -5,18 +5,31 @@
     register()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="dsv4attn")
 
+Or puts the whole attention of a loaded model on paged caches:
+
+    from dsv4attn.integrations.transformers import patch
+
+    patch(model, max_batch=4, max_len=8192)
+    tokens = model.generate(**inputs)
+
 Importing this module raises ImportError unless transformers 5.23 or newer is installed: the extra
-`dsv4attn[transformers]`. transformers itself is imported by the first call of a function.
+`dsv4attn[transformers]`. transformers itself is imported by the first call of a function, or use of
+`DeepseekV4PagedCache`.
 """
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from dsv4attn.core.device import release_of, version_of
 from dsv4attn.integrations.transformers.attention import register
+from dsv4attn.integrations.transformers.patching import patch, unpatch
 
-__all__ = ["register"]
+if TYPE_CHECKING:
+    from dsv4attn.integrations.transformers.paged_cache import DeepseekV4PagedCache
+
+__all__ = ["DeepseekV4PagedCache", "patch", "register", "unpatch"]
 
 _OLDEST = 5, 23
 """The first release whose `deepseek_v4` the tests compare with."""
@@ -30,6 +43,17 @@ def _require_transformers() -> None:
         needed = "transformers >= 5.23, the first release that it is tested with"
         cure = "pip install 'dsv4attn[transformers]', with Python 3.11 or newer"
         raise ImportError(f"dsv4attn.integrations.transformers needs {needed}, found {version} -> {cure}")
+
+
+if not TYPE_CHECKING:
+    # hidden from type checkers, for which it would mean that every name exists.
+    def __getattr__(name: str) -> object:
+        """Import the class that imports transformers when it is used first."""
+        if name != "DeepseekV4PagedCache":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from dsv4attn.integrations.transformers.paged_cache import DeepseekV4PagedCache
+
+        return DeepseekV4PagedCache
 
 
 _require_transformers()

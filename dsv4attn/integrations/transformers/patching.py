@@ -1,0 +1,226 @@
+"""`patch`: puts the attention of a model of transformers on pages, in place; `unpatch`: undoes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core.attention import DeepseekV4Attention
+from dsv4attn.core.cache_manager import CacheManager
+from dsv4attn.core.contract import Backend, Forms, Phase, complete
+from dsv4attn.core.geometry import LayerKind, ModelGeometry, Rope
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.phased import PhasedBackend
+from dsv4attn.core.problem import CacheFacts, Problem
+from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.core.values import check_count, shown
+from dsv4attn.core.versions import refuse_v41
+from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.errors import ArgumentError, UnknownNameError, UnsupportedError
+from dsv4attn.integrations.transformers.pages import Pages
+from dsv4attn.integrations.transformers.weights import attention_weights
+from dsv4attn.selection import load_backend, resolve, select_backend
+
+if TYPE_CHECKING:
+    from dsv4attn.integrations.transformers.patched import PatchedModel
+
+__all__ = ["patch", "unpatch"]
+
+_LAYOUTS = ("fp8_ds_mla", "bf16", "fp32")
+_MOST_TOKENS = 16384
+"""New tokens in a call, unless the caller says otherwise: index buffers take some kB for each."""
+
+
+def patch(
+    model: Any,  # noqa: ANN401 - transformers is not imported yet
+    backend: str | Backend | None = None,
+    *,
+    kv_layout: str | KVCacheLayout = "fp8_ds_mla",
+    index_layout: KVCacheLayout | None = None,
+    max_batch: int = 8,
+    max_len: int | None = None,
+    max_tokens: int | None = None,
+    num_blocks: dict[str, int] | None = None,
+    keep_windows: bool = False,
+    deterministic: bool = False,
+) -> PatchedModel:
+    """Put the attention of a DeepSeek-V4 model of transformers on paged caches, in place: all of `self_attn`.
+
+    Calls of the model and `generate` run on it from now on. Weights are shared, except those that are stored in another
+    form: the projections of compressors as fp32, and fp8 as bf16. Names of parameters stay as they are.
+
+    model: a DeepseekV4Model or DeepseekV4ForCausalLM, in bf16 or fp32, on one device. backend: a name, "auto" or
+    "decode=NAME,prefill=NAME", as in `select_backend`; or a backend that `load_backend` made; by default the choice of
+    `select_backend`. kv_layout: of window and compressed caches: "fp8_ds_mla", "bf16", "fp32" or a layout.
+    index_layout: of index keys; default: see `CacheManager`. max_batch: most sequences of a call, and of all caches
+    together if they are `max_len` long. max_len: most tokens of a sequence, by default 4096. max_tokens: most new
+    tokens of a call, by default 16384. num_blocks, keep_windows: see `CacheManager`; keep_windows allows forks and
+    crops to any length. deterministic: bits of a token's attention depend on the tokens before it alone.
+
+    Returns the model's attribute `dsv4attn`: its pages, and what they hold.
+    Raises UnsupportedError, ArgumentError, UnknownNameError or NoBackendError, with the model unchanged.
+    """
+    inner = _inner(model)
+    geometry = ModelGeometry.from_config(inner.config, name="config of the model")
+    device, dtype = _place(model, inner, geometry)
+    if max_len is None:
+        max_len = min(4096, geometry.max_position)
+    if check_count("max_len", max_len, 1) > geometry.max_position:
+        expected = f"at most {geometry.max_position}, the max_position_embeddings of the model"
+        raise ArgumentError("max_len", expected=expected, actual=max_len)
+    tokens = min(check_count("max_batch", max_batch, 1) * max_len, max(_MOST_TOKENS, max_batch))
+    tokens = tokens if max_tokens is None else check_count("max_tokens", max_tokens, 1)
+    layout = _layout(kv_layout, geometry)
+    made = _backend(backend, geometry, layout, dtype, device, max_len, deterministic=deterministic)
+    limits = Limits(max_batch, tokens, max_len, single_phase=complete(made).deterministic)
+    names = [f"layers.{i}.self_attn" for i in range(geometry.num_layers)]
+    weights = [
+        attention_weights(layer.self_attn, geometry, geometry.layer(i), name)
+        for i, (layer, name) in enumerate(zip(inner.layers, names, strict=True))
+    ]
+    manager = CacheManager(
+        geometry,
+        limits,
+        layout,
+        index_layout=index_layout,
+        device=device,
+        num_blocks=num_blocks,
+        keep_windows=keep_windows,
+        backend=made,
+    )
+    with torch.inference_mode(False), torch.no_grad():
+        attentions = _attentions(geometry, limits, made, names, weights, device)
+    for attention, caches in zip(attentions, manager.caches, strict=True):
+        attention.bind_kv_cache(caches)
+    # transformers' classes are subclassed there
+    from dsv4attn.integrations.transformers.patched import PatchedModel
+
+    patched = PatchedModel(model, inner, Pages(manager), attentions)
+    patched.install()
+    return patched
+
+
+def unpatch(model: Any) -> None:  # noqa: ANN401
+    """Put the modules back that `patch` replaced, with the same weights. Caches of the model are of no use then.
+
+    Raises ArgumentError for a model that is not patched, UnsupportedError if it was wrapped by something else since.
+    """
+    Pages.of(model)
+    model.dsv4attn.remove()
+
+
+def _inner(model: Any) -> Any:  # noqa: ANN401
+    """The `DeepseekV4Model` of a model. Raises UnsupportedError or ArgumentError for other models and patched ones."""
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM, DeepseekV4Model
+
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    refuse_v41({"model_type": kind, "architectures": getattr(config, "architectures", None)}, "config of the model")
+    if not isinstance(model, (DeepseekV4Model, DeepseekV4ForCausalLM)):
+        hint = "for a wrapped model, pass the model inside"
+        expected = "a DeepseekV4Model or a DeepseekV4ForCausalLM"
+        raise UnsupportedError("model", expected=expected, actual=shown(model), hint=hint)
+    inner = model.model if isinstance(model, DeepseekV4ForCausalLM) else model
+    if hasattr(model, "dsv4attn") or hasattr(inner, "dsv4attn"):
+        hint = "call unpatch(model) first"
+        raise UnsupportedError("model", expected="one that is not patched", actual="a patched one", hint=hint)
+    return inner
+
+
+def _place(model: Any, inner: Any, geometry: ModelGeometry) -> tuple[torch.device, torch.dtype]:  # noqa: ANN401
+    """Device and dtype of a model. Raises UnsupportedError unless all of it is in the memory of one device."""
+    if getattr(model, "_tp_size", None) is not None or any(type(p).__name__ == "DTensor" for p in model.parameters()):
+        hint = "load the model without tp_plan"
+        raise UnsupportedError("model", expected="a model of one rank", actual="tensor parallel weights", hint=hint)
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if devices != [devices[0]] or devices == ["meta"]:
+        hint = "load it with device_map={'': device}, without offloading"
+        raise UnsupportedError("model", expected="weights on one device", actual=", ".join(devices), hint=hint)
+    if len(inner.layers) != geometry.num_layers:
+        expected = f"the {geometry.num_layers} layers of its configuration"
+        raise UnsupportedError("model", expected=expected, actual=f"{len(inner.layers)} layers")
+    dtype = inner.layers[0].self_attn.q_a_proj.weight.dtype
+    if dtype not in (torch.bfloat16, torch.float32) and dtype.itemsize > 1:
+        hint = "load the model with dtype=torch.bfloat16"
+        raise UnsupportedError("model", expected="weights in bfloat16 or float32", actual=dtype, hint=hint)
+    return tensors[0].device, torch.bfloat16 if dtype.itemsize == 1 else dtype
+
+
+def _layout(layout: str | KVCacheLayout, geometry: ModelGeometry) -> KVCacheLayout:
+    if isinstance(layout, KVCacheLayout):
+        return layout
+    dims = geometry.head_dim - geometry.rope_dim, geometry.rope_dim
+    if layout not in _LAYOUTS:
+        raise UnknownNameError("kv_layout", str(layout), _LAYOUTS)
+    if layout == "fp8_ds_mla":
+        return KVCacheLayout.fp8_ds_mla(*dims)
+    return KVCacheLayout.rows(*dims, dtype=torch.bfloat16 if layout == "bf16" else torch.float32)
+
+
+def _backend(
+    asked: object,
+    geometry: ModelGeometry,
+    layout: KVCacheLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_len: int,
+    *,
+    deterministic: bool,
+) -> Backend:
+    """The backend that was asked for, or selected for all kinds of layers of the model."""
+    if isinstance(getattr(asked, "forms", None), Forms):
+        made: Backend = asked  # type: ignore[assignment]
+        if deterministic and not complete(made).deterministic:
+            hint = f"pass load_backend({made.name!r}, deterministic=True)"
+            raise ArgumentError("backend", expected="a deterministic one", actual=f"{made.name!r}", hint=hint)
+        return made
+    if asked is not None and not isinstance(asked, str):
+        hint = "pass a name, or what load_backend(name) returns"
+        raise ArgumentError("backend", expected="a name, a backend or None", actual=shown(asked), hint=hint)
+    problems, window, of_q = [], CacheFacts.of(layout, 64), str(dtype).removeprefix("torch.")
+    for layer in map(geometry.layer_of_kind, geometry.kinds):
+        pages = None if layer.kind is LayerKind.SWA else CacheFacts.of(layout, 256 // layer.compress_ratio)
+        columns = layer.table_columns(max_len) if layer.kind is LayerKind.C128A else layer.topk
+        problems += [
+            Problem(phase.value, layer, window, pages, columns, q_dtype=of_q, deterministic=deterministic)
+            for phase in Phase
+        ]
+    if not deterministic:
+        return select_backend(*problems, backend=asked, device=device)
+    names = [
+        resolve([p for p in problems if p.phase == phase.value], backend=asked, device=device).require().info.name
+        for phase in (Phase.DECODE, Phase.PREFILL)
+    ]
+    built = [load_backend(name, deterministic=True) for name in dict.fromkeys(names)]
+    return built[0] if len(built) == 1 else PhasedBackend(*built)
+
+
+def _attentions(
+    geometry: ModelGeometry,
+    limits: Limits,
+    backend: Backend,
+    names: list[str],
+    weights: list[Any],
+    device: torch.device,
+) -> list[DeepseekV4Attention]:
+    """The layers, which share scratch memory, tables of angles, and the buffer of selected entries."""
+    workspace, tables, selected = WorkspaceManager(device), dict[Rope, Tensor](), None
+    if LayerKind.C4A in geometry.kinds:
+        shape = limits.max_num_batched_tokens, geometry.index_topk
+        selected = torch.full(shape, -1, dtype=torch.int32, device=device)
+    made = []
+    for i, (name, own) in enumerate(zip(names, weights, strict=True)):
+        layer = geometry.layer(i)
+        if layer.rope not in tables:
+            tables[layer.rope] = cos_sin_cache(layer.rope, limits.max_model_len, device)
+        buffer = selected if layer.kind is LayerKind.C4A else None
+        given = geometry, i, limits, backend, own
+        attention = DeepseekV4Attention(
+            name, *given, cos_sin_cache=tables[layer.rope], topk_indices_buffer=buffer, workspace=workspace
+        )
+        made.append(attention)
+    return made

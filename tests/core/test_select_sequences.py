@@ -1,0 +1,84 @@
+"""`CacheManager.select`: forks, reuse and release of sequences, as a beam search asks for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4attn.core.cache_manager import CachedSequence, CacheManager
+from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.limits import Limits
+from dsv4attn.errors import ArgumentError, OutOfPagesError
+
+
+def manager(**options: int) -> CacheManager:
+    layers = [("sliding_attention", 0), ("compressed_sparse_attention", 4)]
+    geometry = ModelGeometry.from_config(
+        {
+            "model_type": "deepseek_v4",
+            "num_hidden_layers": 2,
+            "layer_types": [kind for kind, _ in layers],
+            "num_attention_heads": 2,
+            "head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "sliding_window": 8,
+            "index_topk": 4,
+            "index_head_dim": 16,
+            "index_n_heads": 2,
+            "q_lora_rank": 8,
+            "max_position_embeddings": 1024,
+            "hidden_size": 32,
+            "o_groups": 1,
+            "o_lora_rank": 8,
+        }
+    )
+    return CacheManager(geometry, Limits(4, 64, 64), KVCacheLayout.rows(8, 8), num_blocks={**options})
+
+
+def filled(pages: CacheManager, *lengths: int) -> list[CachedSequence]:
+    made = [pages.new() for _ in lengths]
+    requests = [*zip(made, lengths, strict=True)]
+    pages.batch(requests)
+    pages.advance(requests)
+    for cache in pages.caches[1].present.values():
+        cache.tensor.copy_(torch.randint(1, 50, cache.tensor.shape))
+    return made
+
+
+def keys(pages: CacheManager, sequence: CachedSequence) -> torch.Tensor:
+    return pages.caches[1].attention.swa.tensor[sequence.tables["window"].blocks]
+
+
+def test_each_is_returned_once_and_forked_then() -> None:
+    pages = manager()
+    one, two, three = filled(pages, 5, 6, 7)
+
+    made = pages.select([one, two, three], [2, 0, 2])
+
+    assert [sequence.length for sequence in made] == [7, 5, 7]
+    assert made[:2] == [three, one]
+    assert made[2] is not three
+    assert torch.equal(keys(pages, made[2]), keys(pages, three))
+    assert not two.alive
+    assert pages.select(made, []) == []
+    assert set(pages.kv_bytes.values()) == {0}
+
+
+def test_pages_of_sequences_that_are_not_named_serve_the_forks() -> None:
+    pages = manager(compressed=2)
+    one, two = filled(pages, 5, 6)
+
+    assert [sequence.length for sequence in pages.select([one, two], [1, 1])] == [6, 6]
+
+
+def test_too_few_pages_and_unknown_numbers_change_nothing() -> None:
+    pages = manager(compressed=2)
+    both, before = filled(pages, 5, 6), pages.kv_bytes
+
+    with pytest.raises(OutOfPagesError, match=r"1 compressed pages needed, 0 of 2 are free.*nothing was changed"):
+        pages.select(both, [0, 1, 1])
+    with pytest.raises(ArgumentError, match="rows"):
+        pages.select(both, [0, 2])
+    assert all(sequence.alive for sequence in both)
+    assert pages.kv_bytes == before

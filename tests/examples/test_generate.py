@@ -1,0 +1,64 @@
+"""`examples/generate.py` finds the same tokens on pages, counts their bytes, and fails if a token differs."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tests.examples.shop import ROOT
+
+pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
+pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="its model runs on the CPU")
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    return importlib.import_module("generate")
+
+
+def test_the_tokens_agree_and_bytes_are_counted(example: ModuleType) -> None:
+    done = CliRunner().invoke(example.main, ["--batch", "2", "--new-tokens", "8", "--backend", "reference"])
+
+    assert done.exit_code == 0, done.output
+    assert "backend reference, fp32, 2 prompts of [150, 187] tokens, 8 new tokens each" in done.output
+    assert done.output.splitlines()[-1] == "ok: 16 of 16 tokens agree"
+    sizes = {
+        name: int(size.replace(",", ""))
+        for name, size in re.findall(r"^ +(.+?)  +([\d,]+)$", done.output, re.MULTILINE)
+    }
+    groups = [sizes[name] for name in ("window", "compressed", "c4a_state", "c128a_state")]
+    assert sizes["dsv4attn, whole pages"] == sum(groups) > 0
+    # what transformers holds of 351 tokens: windows of three layers, entries, index keys, and parts of windows
+    assert sizes["transformers, DynamicCache"] > 2 * 3 * 127 * 512 * 4
+
+
+def test_a_difference_is_said_and_fails(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch = example.patch
+
+    def wrong(model: Any, *arguments: Any, **options: Any) -> Any:
+        handle = patch(model, *arguments, **options)
+        model.model.layers[1].self_attn.register_forward_hook(lambda _, __, out: (out[0] * 0, None))
+        return handle
+
+    monkeypatch.setattr(example, "patch", wrong)
+    done = CliRunner().invoke(example.main, ["--batch", "1", "--new-tokens", "8"])
+
+    assert done.exit_code == 1, done.output
+    assert re.match(r"DIFFERENT: \d+ of 8 tokens agree", done.output.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("args", "said"), [("--backend=referencee", "did you mean 'reference'"), ("--kv-layout=fp8", "fp8_ds_mla")]
+)
+def test_a_bad_argument_is_said(example: ModuleType, args: str, said: str) -> None:
+    done = CliRunner().invoke(example.main, [args])
+
+    assert done.exit_code in (1, 2)
+    assert said in done.output

@@ -1,0 +1,161 @@
+"""A patched model with fp8 pages against fp32 without them, and bits that do not depend on the batch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from tests.integrations.invariant import token_by_token
+from tests.integrations.paged import causal_model, chunked, ids_of, left_padded, patched
+
+pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
+pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="models run on the CPU")
+
+MARGIN = 0.03
+"""Of the largest logit. Of a random model a third of the positions have a top-2 margin below it in fp32.
+
+With fp8 pages, the largest deviation among the logits of a position is about as large, in the median over positions.
+"""
+
+
+@frozen
+class Agreement:
+    """Logits against those in fp32. Deviations and margins are relative to the largest logit.
+
+    positions: their number. top1: share of positions with the same largest logit. clear: share of positions with a
+    margin above MARGIN between the two largest logits in fp32. clear_top1: `top1` of these. largest, rms: deviations.
+    """
+
+    positions: int
+    top1: float
+    clear: float
+    clear_top1: float
+    largest: float
+    rms: float
+
+    @classmethod
+    def of(cls, got: Tensor, want: Tensor) -> Agreement:
+        size = want.abs().max()
+        same = (got.argmax(-1) == want.argmax(-1)).flatten()
+        margin = want.topk(2).values.diff().abs().flatten() / size
+        clear, deviation = margin > MARGIN, (got - want) / size
+        return cls(
+            len(same),
+            float(same.float().mean()),
+            float(clear.float().mean()),
+            float(same[clear].float().mean()),
+            float(deviation.abs().max()),
+            float(deviation.square().mean().sqrt()),
+        )
+
+
+def agreement(
+    kv_layout: str, tokens: int, numbers: int, backend: str = "reference", *, large: bool = True
+) -> Agreement:
+    """Over some sequences."""
+    model, got, want = causal_model(large=large), [], []
+    for number in range(numbers):
+        ids = ids_of(model, tokens, number)
+        with torch.no_grad():
+            want.append(model(ids).logits)
+            with patched(model, kv_layout=kv_layout, max_len=tokens):
+                got.append(model(ids).logits)
+    return Agreement.of(torch.cat(got, 1), torch.cat(want, 1))
+
+
+def test_fp8_pages_agree_with_fp32_on_the_likeliest_token() -> None:
+    found = agreement("fp8_ds_mla", 640, 1)
+
+    print(found)
+    assert found.clear > 0.5
+    assert found.clear_top1 >= 0.99
+    assert found.top1 >= 0.9
+    assert found.largest <= 0.08
+    assert found.rms <= 0.012
+
+
+@pytest.mark.slow
+def test_fp8_pages_agree_with_fp32_on_the_likeliest_token_of_4000_positions() -> None:
+    found = agreement("fp8_ds_mla", 2000, 2)
+
+    print(found)
+    assert found.positions == 4000
+    assert found.clear > 0.5
+    assert found.clear_top1 >= 0.99
+    assert found.top1 >= 0.92
+    assert found.largest <= 0.13
+    assert found.rms <= 0.013
+
+
+def test_bf16_pages_agree_with_fp32_on_the_likeliest_token() -> None:
+    found = agreement("bf16", 640, 1)
+
+    print(found)
+    assert found.clear_top1 == 1
+    assert found.top1 >= 0.98
+    assert found.rms <= 0.003
+
+
+def test_a_kernel_on_fp8_pages_agrees_with_the_reference() -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    model = causal_model()
+    ids = ids_of(model, 30)
+    logits = {}
+    for backend in ("reference", "triton"):
+        with torch.no_grad(), patched(model, backend, kv_layout="fp8_ds_mla"):
+            logits[backend] = model(ids).logits
+    found = Agreement.of(logits["triton"], logits["reference"])
+
+    print(found)
+    assert found.rms <= 0.02
+
+
+# bits
+
+CHUNKS = {"whole": (37,), "chunks": (5, 18, 1, 13), "tokens": (1,) * 37}
+
+
+@functools.cache
+def bits(name: str, layout: str, mode: str) -> Tensor:
+    """Logits [1, 37, vocabulary] of a sequence alone."""
+    model = causal_model()
+    with patched(model, name, kv_layout=layout, deterministic=True), token_by_token(model):
+        return chunked(model, ids_of(model, 37), CHUNKS[mode])
+
+
+@pytest.mark.parametrize("layout", ["fp32", "fp8_ds_mla"])
+@pytest.mark.parametrize("mode", ["chunks", "tokens"])
+def test_deterministic_bits_do_not_depend_on_chunks(mode: str, layout: str) -> None:
+    assert torch.equal(bits("reference", layout, mode), bits("reference", layout, "whole"))
+
+
+@pytest.mark.parametrize("layout", ["fp32", "fp8_ds_mla"])
+@pytest.mark.parametrize("mode", CHUNKS)
+def test_deterministic_bits_do_not_depend_on_the_batch(mode: str, layout: str) -> None:
+    model = causal_model()
+    batch = left_padded(*[ids_of(model, n, i) for i, n in enumerate((37, 20, 3))])
+    options: Any = {"kv_layout": layout, "deterministic": True}
+    with patched(model, "reference", **options) as handle, token_by_token(model):
+        assert handle.deterministic
+        got = chunked(model, batch["input_ids"], CHUNKS[mode], mask=batch["attention_mask"])
+
+    assert torch.equal(got[:1], bits("reference", layout, "whole"))
+
+
+def test_deterministic_bits_of_a_kernel_do_not_depend_on_chunks() -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+
+    assert torch.equal(bits("triton", "fp32", "chunks"), bits("triton", "fp32", "whole"))
+
+
+def test_without_deterministic_the_same_comparison_finds_a_difference() -> None:
+    model = causal_model()
+    with patched(model), token_by_token(model):
+        whole, parts = (chunked(model, ids_of(model, 37), CHUNKS[mode]) for mode in ("whole", "chunks"))
+
+    assert not torch.equal(whole, parts)
