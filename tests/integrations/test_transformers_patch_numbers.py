@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.integrations.invariant import token_by_token
 from tests.integrations.paged import causal_model, chunked, ids_of, left_padded, patched
+from tests.parity import hf
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="models run on the CPU")
@@ -90,6 +91,46 @@ def test_fp8_pages_agree_with_fp32_on_the_likeliest_token_of_4000_positions() ->
     assert found.top1 >= 0.92
     assert found.largest <= 0.13
     assert found.rms <= 0.013
+
+
+def repeating(count: int, length: int, seed: int) -> Tensor:
+    """[count, length] ids: nine times of ten the token of four before, so that only attention can know it."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 64, (count, length), generator=generator)
+    for t in range(4, length):
+        again = torch.rand(count, generator=generator) < 0.9
+        ids[:, t] = torch.where(again, ids[:, t - 4], ids[:, t])
+    return ids
+
+
+@pytest.mark.slow
+def test_a_trained_model_says_the_same_token_at_99_of_100_of_4000_positions() -> None:
+    """Random weights give near ties that no format could keep; half a minute of training gives margins."""
+    from transformers import AutoModelForCausalLM
+
+    model = hf.seeded(lambda: AutoModelForCausalLM.from_config(hf.config()), 0).train().requires_grad_()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(150):
+        ids = repeating(16, 48, step)
+        loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.eval().requires_grad_(requires_grad=False)
+    got, want = [], []
+    for number in range(2):
+        ids = repeating(1, 2000, 10_000 + number)
+        with torch.no_grad():
+            want.append(model(ids).logits)
+            with patched(model, kv_layout="fp8_ds_mla", max_len=2000):
+                got.append(model(ids).logits)
+    found = Agreement.of(torch.cat(got, 1), torch.cat(want, 1))
+
+    print(found)
+    assert found.positions == 4000
+    assert found.top1 >= 0.99
+    assert found.rms <= 0.01
 
 
 def test_bf16_pages_agree_with_fp32_on_the_likeliest_token() -> None:
