@@ -11,21 +11,29 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dsv4attn.core.allocator import BlockAllocator, BlockTable
+    from dsv4attn.core.attention import DeepseekV4Attention
     from dsv4attn.core.builder import MetadataBuilder
-    from dsv4attn.core.caches import LayerCaches
+    from dsv4attn.core.cache_manager import CacheManager
+    from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
     from dsv4attn.core.context import set_forward_context
     from dsv4attn.core.contract import AttentionCall, Backend, BackendInfo
     from dsv4attn.core.convert import check_compatible, convert_cache
+    from dsv4attn.core.decoder_layer import DeepseekV4DecoderLayer
+    from dsv4attn.core.definitions import IndexQuery, fp8_mqa_logits, fp8_paged_mqa_logits
     from dsv4attn.core.device import DeviceFacts
     from dsv4attn.core.forward import forward_mqa
     from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+    from dsv4attn.core.hyper_connections import HyperConnections
     from dsv4attn.core.layer import DeepseekV4MLAAttention
+    from dsv4attn.core.layer_weights import AttentionWeights, HyperConnectionWeights
     from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
     from dsv4attn.core.limits import Limits
     from dsv4attn.core.merge import apply_sink, merge_lse
     from dsv4attn.core.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
     from dsv4attn.core.problem import CacheFacts, Problem, Reason
+    from dsv4attn.core.projection import output_projection
     from dsv4attn.core.rope import cos_sin_cache
+    from dsv4attn.core.weights import BlockScaledWeight
     from dsv4attn.core.workspace import WorkspaceManager, WorkspacePlan, current_workspace_manager, use_workspace
     from dsv4attn.core.workspace_plan import plan_workspace
     from dsv4attn.errors import Dsv4AttnError
@@ -36,18 +44,27 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionCall",
     "AttentionMetadata",
+    "AttentionWeights",
     "Backend",
     "BackendInfo",
     "Batch",
     "BlockAllocator",
+    "BlockScaledWeight",
     "BlockTable",
     "CacheFacts",
+    "CacheManager",
     "DeepseekSparseSWAMetadata",
+    "DeepseekV4Attention",
+    "DeepseekV4Caches",
+    "DeepseekV4DecoderLayer",
     "DeepseekV4MLAAttention",
     "DeviceFacts",
     "Dsv4AttnError",
     "FlashMLASparseMetadata",
     "Fp8Format",
+    "HyperConnectionWeights",
+    "HyperConnections",
+    "IndexQuery",
     "KVCacheLayout",
     "LayerCaches",
     "LayerGeometry",
@@ -68,8 +85,11 @@ __all__ = [
     "current_workspace_manager",
     "explain",
     "forward_mqa",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
     "load_backend",
     "merge_lse",
+    "output_projection",
     "plan_workspace",
     "resolve",
     "select_backend",
@@ -82,11 +102,17 @@ _MODULE_OF = {
     name: module
     for module, names in {
         "core.allocator": ("BlockAllocator", "BlockTable"),
+        "core.attention": ("DeepseekV4Attention",),
+        "core.cache_manager": ("CacheManager",),
+        "core.layer_weights": ("AttentionWeights", "HyperConnectionWeights"),
+        "core.decoder_layer": ("DeepseekV4DecoderLayer",),
+        "core.hyper_connections": ("HyperConnections",),
         "core.builder": ("MetadataBuilder",),
-        "core.caches": ("LayerCaches",),
+        "core.caches": ("DeepseekV4Caches", "LayerCaches"),
         "core.context": ("set_forward_context",),
         "core.contract": ("AttentionCall", "Backend", "BackendInfo"),
         "core.convert": ("check_compatible", "convert_cache"),
+        "core.definitions": ("IndexQuery", "fp8_mqa_logits", "fp8_paged_mqa_logits"),
         "core.device": ("DeviceFacts",),
         "core.forward": ("forward_mqa",),
         "core.geometry": ("LayerGeometry", "LayerKind", "ModelGeometry"),
@@ -97,7 +123,9 @@ _MODULE_OF = {
         "core.metadata": ("AttentionMetadata", "Batch", "DeepseekSparseSWAMetadata", "FlashMLASparseMetadata"),
         "core.workspace_plan": ("plan_workspace",),
         "core.problem": ("CacheFacts", "Problem", "Reason"),
+        "core.projection": ("output_projection",),
         "core.rope": ("cos_sin_cache",),
+        "core.weights": ("BlockScaledWeight",),
         "core.workspace": ("WorkspaceManager", "WorkspacePlan", "current_workspace_manager", "use_workspace"),
         "errors": ("Dsv4AttnError",),
         "selection": ("explain", "load_backend", "resolve", "select_backend"),

@@ -18,6 +18,7 @@ from tests import house
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+LAYER = (ROOT / "docs" / "layer.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs" / "engine-guide.md").read_text(encoding="utf-8")
 COMMANDS = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
 OURS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -46,7 +47,7 @@ def promised(examples: list[str]) -> list[str]:
     return re.findall(r"# -> (.+)$", "\n".join(examples), re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", [README, GUIDE], ids=["README.md", "engine-guide.md"])
+@pytest.mark.parametrize("page", [README, GUIDE, LAYER], ids=["README.md", "engine-guide.md", "layer.md"])
 def test_the_python_examples_run_in_order_and_print_what_they_say(page: str) -> None:
     torch.manual_seed(0)
 

@@ -99,6 +99,7 @@ class CacheManager:
             num_swa_blocks=blocks[WINDOW],
             num_compressed_blocks=blocks.get(COMPRESSED),
             num_state_blocks={layer.kind: blocks[f"{layer.kind.value}_state"] for layer in compressed},
+            short_prefills=True,
             backend=backend,
         )
 
@@ -148,10 +149,11 @@ class CacheManager:
         sequence.length = length
 
     def batch(self, requests: Sequence[tuple[CachedSequence, int]], *, padding: int = 0) -> Batch:
-        """The step that gives each sequence its next tokens: (sequence, how many), decodes before prefills.
+        """The step that gives each sequence its next tokens: (sequence, how many).
 
-        Pages are taken for all of them or, with OutOfPagesError, for none. Lengths stay as they are until `advance`, so
-        that a step which fails can be built again. padding: rows without a token behind the others.
+        Sequences with few tokens run as decodes if they come first. Pages are taken for all of them or, with
+        OutOfPagesError, for none. Lengths stay as they are until `advance`, so that a step which fails can be built
+        again. padding: rows without a token behind the others.
         """
         for sequence, count in requests:
             self._check(sequence)
@@ -211,7 +213,7 @@ class CacheManager:
             n = self._tokens_per_block[name]
             if any(block < 0 for block in sequence.tables[name].blocks[first // n : -(-length // n)]):
                 expected = f"a length whose {name} pages, from token {first} on, were not given back"
-                hint = "make the manager with keep_windows=True"
+                hint = "make the manager with keep_windows=True, or plan drafts in Limits.num_speculative_tokens"
                 raise ArgumentError("length", expected=expected, actual=length, hint=hint)
 
     def _ids(self, blocks: list[int]) -> Tensor:

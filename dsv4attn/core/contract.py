@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from attrs import frozen
 
-from dsv4attn.core.descriptor import API_VERSION, BackendInfo, Rank
+from dsv4attn.core.descriptor import API_VERSION, LAYER_PARTS, BackendInfo, Rank
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.index_ops import BuilderSteps, IndexStep, IndexSteps, MetadataExtension, RaggedSteps
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, PageTable, RaggedIndices
+from dsv4attn.core.layer_ops import LAYER_STEPS, LayerSteps
 
 if TYPE_CHECKING:
     # descriptors must load where torch is not wanted yet
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
     from dsv4attn.core.device import DeviceFacts
     from dsv4attn.core.geometry import ModelGeometry
-    from dsv4attn.core.layer_ops import LayerSteps
     from dsv4attn.core.layout import PagedKVCache
     from dsv4attn.core.limits import Limits
     from dsv4attn.core.warmup_spec import Bounds
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "API_VERSION",
+    "LAYER_PARTS",
+    "LAYER_STEPS",
     "AttentionCall",
     "Backend",
     "BackendDefaults",
@@ -58,6 +60,7 @@ __all__ = [
     "IndexStep",
     "IndexSteps",
     "KeyForm",
+    "LayerSteps",
     "MetadataExtension",
     "PageTable",
     "PagedKeys",

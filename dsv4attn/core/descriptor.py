@@ -13,7 +13,7 @@ from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.problem import Problem, Reason
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["API_VERSION", "BackendInfo", "Rank"]
+__all__ = ["API_VERSION", "LAYER_PARTS", "BackendInfo", "Rank"]
 
 
 class Rank(IntEnum):
@@ -24,7 +24,10 @@ class Rank(IntEnum):
     VENDOR = 2
 
 
-API_VERSION = "1.1"
+LAYER_PARTS = "compressor", "indexer", "selection", "hyper_connections"
+"""Parts of the layer around attention; `layer_ops.LAYER_STEPS` has their steps."""
+
+API_VERSION = "1.2"
 """Version of this contract. A minor step only adds; a backend of another major version is refused."""
 
 
@@ -43,6 +46,10 @@ class BackendInfo:
     options: options the factory takes, with their defaults.
     notes: how it would serve a problem that it takes, a line each, for a backend that has several ways.
     api: version of the contract it was written for, as a literal: "1.0".
+    layer_steps: parts of the layer around attention that it brings, of `LAYER_PARTS`; the others are torch's.
+    support_step: every reason why not to use such a part beside attention of a problem; None: there is none. Where it
+    has
+       reasons, the part's steps call torch's.
     """
 
     name: str
@@ -56,18 +63,22 @@ class BackendInfo:
     options: Mapping[str, Any] = field(factory=dict)
     notes: Callable[[DeviceFacts, Problem], Sequence[str]] | None = None
     api: str
+    layer_steps: tuple[str, ...] = ()
+    support_step: Callable[[DeviceFacts, str, Problem], Sequence[Reason]] | None = None
 
     def __attrs_post_init__(self) -> None:
         """Check the types: descriptors come from third parties, and nothing checks them again."""
         for name in ("name", "factory", "summary", "api"):
             self._check(name, isinstance(getattr(self, name), str), "a string")
-        for name in ("native", "runs_on", "packages"):
+        for name in ("native", "runs_on", "packages", "layer_steps"):
             value = getattr(self, name)
             strings = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
             self._check(name, strings, "a tuple of strings")
         self._check("factory", re.fullmatch(r"[\w.]+:\w+", self.factory), "'package.module:callable'")
         self._check("support", callable(self.support), "a function")
         self._check("notes", self.notes is None or callable(self.notes), "a function, or None")
+        self._check("layer_steps", set(self.layer_steps) <= set(LAYER_PARTS), f"names of {', '.join(LAYER_PARTS)}")
+        self._check("support_step", self.support_step is None or callable(self.support_step), "a function, or None")
         self._check("rank", isinstance(self.rank, Rank), "a Rank")
         self._check("options", isinstance(self.options, Mapping), "a dict")
 

@@ -21,7 +21,7 @@ __all__ = ["LAYER_STEPS", "LayerSteps", "Linear"]
 Linear: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 """`linear(x, weight)`: x [..., K] times weight [N, K] transposed."""
 
-LAYER_STEPS = {
+LAYER_STEPS: dict[str, tuple[str, ...]] = {
     "compressor": ("save_partial_states", "compress_norm_rope_store"),
     "indexer": ("indexer_q_rope_quant",),
     "selection": ("select_topk",),

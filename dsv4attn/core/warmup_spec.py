@@ -41,7 +41,7 @@ class Bounds:
         model's tensors and of slices of its fused projections do. False: kernels for other rows are compiled too.
     num_groups: groups of heads of the output projection on this device.
     o_lora_rank: elements that the output projection makes of each group.
-    wo_a_dtype: of the projection's matrices; None: bf16 and fp32.
+    wo_a_dtype: of the projection's matrices, bf16 for those in fp8, which are converted; None: bf16 and fp32.
     """
 
     layers: tuple[LayerGeometry, ...] = field(validator=validators.min_len(1))

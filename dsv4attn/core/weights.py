@@ -81,7 +81,8 @@ def dense_weight(value: Weight, name: str = "wo_a") -> Tensor:
 
     The first call computes the copy, and later calls with the same weight and scale tensors return it. Writes that
     torch does not count, to `weight.data` or in inference mode, are not noticed: call `forget` after them.
-    Raises ArgumentError before anything is computed; also if a graph is being captured and there is no copy yet.
+    Raises ArgumentError before anything is computed: also if a graph is being captured and there is no copy yet, and
+    for fp8 in code that torch.compile traces.
     """
     if isinstance(value, Tensor) and value.dtype in _WIDE:
         check_weight(name, value)
@@ -103,7 +104,7 @@ def dense_weight(value: Weight, name: str = "wo_a") -> Tensor:
 def forget(value: Weight) -> None:
     """Drop the cached copy of a weight, if there is one; the next call of `dense_weight` computes another.
 
-    value: see `dense_weight`.
+    value: see `dense_weight`. Graphs that were captured with the copy must not be replayed any more.
     """
     _copies.pop(id(_parts(value)[0]), None)
 
@@ -168,9 +169,17 @@ def _inspected(name: str, value: Weight) -> tuple[str, Tensor, tuple[Tensor, ...
     if not isinstance(weight, Tensor):
         expected = "a tensor, a BlockScaledWeight, or a module with a weight"
         raise ArgumentError(name, expected=expected, actual=type(value).__name__)
-    _check_matrix(label, weight, (*_WIDE, *_FP8))
-    if weight.element_size() > 1:
+    if weight.dtype in _WIDE:
+        _check_matrix(label, weight, _WIDE)
         return label, weight, (), None
+    found, cached = tuple(scales.values()), None if torch.compiler.is_compiling() else _copies.get(id(weight))
+    if cached is not None and cached.is_of(weight, found):
+        return label, weight, found, cached  # all of it was checked when the copy was made
+    _check_matrix(label, weight, (*_WIDE, *_FP8))
+    if torch.compiler.is_compiling():
+        # copies are found by identities and version counters, which a compiled graph does not have
+        expected, hint = "bf16 or fp32 in compiled code", f"pass dense_weight({name}), made before and outside of it"
+        raise ArgumentError(label, expected=expected, actual=_short(weight.dtype), hint=hint)
     if not scales:
         raise ArgumentError(
             label,
@@ -182,9 +191,6 @@ def _inspected(name: str, value: Weight) -> tuple[str, Tensor, tuple[Tensor, ...
         )
     for attribute, scale in scales.items():
         _check_scale(f"{name}.{attribute}", scale, label, weight)
-    found, cached = tuple(scales.values()), _copies.get(id(weight))
-    if cached is not None and cached.is_of(weight, found):
-        return label, weight, found, cached
     if is_capturing(weight.device):
         expected = "a weight that was converted to bf16 before the capture of the graph"
         hint = f"run the step once, or call dense_weight({name}), before the capture"

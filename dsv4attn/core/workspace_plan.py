@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsv4attn.core.chunking import ChunkBounds, round_up, small_bytes, widest_columns, widest_topk
-from dsv4attn.core.contract import Backend, IndexForm, KeyForm, Phase
+from dsv4attn.core.contract import Backend, IndexForm, KeyForm, Phase, complete
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
@@ -35,10 +35,13 @@ def prefill_bounds(layer: LayerGeometry, limits: Limits, backend: Backend, layou
     )
 
 
-def plan_workspace(layer: LayerGeometry, limits: Limits, backend: Backend, layout: KVCacheLayout) -> WorkspacePlan:
+def plan_workspace(
+    layer: LayerGeometry, limits: Limits, backend: Backend, layout: KVCacheLayout, *, layer_steps: bool = False
+) -> WorkspacePlan:
     """Upper bound over every batch within `limits`, for layers like this one.
 
-    layout: of the window cache; the compressed cache has the same row dtype. Take the `union` over a model's layers.
+    layout: of the window cache; the compressed cache has the same row dtype. layer_steps: whether the steps around
+    attention run too. Take the `union` over a model's layers.
     """
     bounds = prefill_bounds(layer, limits, backend, layout)
     prefill = _prefill_bytes(layer, limits, backend, layout, bounds)
@@ -50,6 +53,8 @@ def plan_workspace(layer: LayerGeometry, limits: Limits, backend: Backend, layou
         backend.transient_bytes(layer, tokens, width, max(bounds.rows, tokens)),
         backend.steps.transient_bytes(max(bounds.index_elements, limits.max_decode_tokens * width), tokens),
     )
+    if layer_steps:
+        transient = max(transient, complete(backend).layer_steps.transient_bytes(tokens))
     return WorkspacePlan(lanes, transient)
 
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from attrs import evolve, field, frozen
 
 from dsv4attn.config import AUTO, Setting
+from dsv4attn.core.descriptor import BackendInfo
 from dsv4attn.core.device import TRITON_SOURCES, DeviceFacts
+from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.problem import Problem, Reason
 from dsv4attn.errors import (
     AmbiguousBackendError,
@@ -90,14 +92,36 @@ class Selection:
         return self.chosen
 
     @property
+    def layer_steps(self) -> dict[str, str]:
+        """Who runs each part of the layer around attention: the chosen backend, or "reference", which is torch.
+
+        Parts that no layer of the problems has are left out. Empty without a chosen backend.
+        """
+        if self.chosen is None:
+            return {}
+        kinds = {problem.layer.kind for problem in self.problems}
+        parts = ["compressor"] if kinds - {LayerKind.SWA} else []
+        parts += ["indexer", "selection"] if LayerKind.C4A in kinds else []
+        return {part: self._brings(self.chosen.info, part) for part in (*parts, "hyper_connections")}
+
+    def _brings(self, info: BackendInfo, part: str) -> str:
+        if part not in info.layer_steps:
+            return "reference"
+        asked = info.support_step
+        refused = asked is not None and any(_said(asked(self.device, part, problem)) for problem in self.problems)
+        return "reference" if refused else info.name
+
+    @property
     def rows(self) -> list[tuple[str, list[str]]]:
         """The rows below the verdict, as the CLI and exceptions print them: a name and its lines."""
+        around = self.layer_steps
         wanted = f'"{self.request.value}"' if self.request.value != AUTO else "automatic"
         return [
             ("call", [str(problem) for problem in self.problems]),
             ("device", [str(self.device)]),
             ("request", [f"{wanted}  ({self.request.source})"]),
             *((candidate.name, candidate.lines) for candidate in self.trace),
+            *([("around", [", ".join(f"{part}: {name}" for part, name in around.items())])] if around else []),
             *((failure.plugin, [failure.summary]) for failure in self.failures),
             *([("ignored", list(self.ignored))] if self.ignored else []),
         ]

@@ -59,6 +59,12 @@ def check_options(info: BackendInfo, settings: Settings) -> None:
             raise
 
 
+def _typed(default: object, value: object) -> object:
+    """An option's value; a command line gives text, also for what is true or false."""
+    words = {"true": True, "false": False}
+    return words.get(value.lower(), value) if isinstance(default, bool) and isinstance(value, str) else value
+
+
 def build(info: BackendInfo, options: Mapping[str, Any]) -> Backend:
     """Import and make a backend.
 
@@ -73,7 +79,7 @@ def build(info: BackendInfo, options: Mapping[str, Any]) -> Backend:
                 actual=f"an unknown option{did_you_mean(option, info.options)}",
             )
     try:
-        made = _factory(info)(**options)
+        made = _factory(info)(**{name: _typed(info.options[name], value) for name, value in options.items()})
         _check_made(info, made)
     except (Dsv4AttnError, KeyboardInterrupt):
         raise

@@ -19,6 +19,7 @@ from dsv4attn.testing.book import Shelf
 from dsv4attn.testing.case import Area, Case, Check, Scene
 from dsv4attn.testing.cases_attention import BOTH, MIXED, SINKS, attention_cases
 from dsv4attn.testing.cases_nan import nan_cases
+from dsv4attn.testing.cases_projection import projection_cases
 from dsv4attn.testing.codes import Codes, gathers_every_code
 from dsv4attn.testing.gathering import gathers, gathers_long
 from dsv4attn.testing.scenes import KINDS, call, flash, layout, rows, step
@@ -43,7 +44,7 @@ GROUPS = {
 
 
 def cache_cases() -> Iterator[Case]:
-    """Writing, reading and moving records, and the steps around attention."""
+    """Writing, reading and moving records, and the steps in front of attention."""
     for cache, page in (("ocp", 64), ("fnuz", 64), ("interleaved", 64), ("bf16", 64), ("ocp", 1), ("ocp", 2)):
         name, scene = f"{cache}-{page}", rows(cache, page=page, blocks=3 if page > 2 else 60)
         says = f"keys are written to {cache} pages of {page} as the oracle writes them, byte for byte"
@@ -61,10 +62,6 @@ def cache_cases() -> Iterator[Case]:
         scene = rows(cache, dtype=dtype)
         says = f"{name} queries are normalised and rotated with the table's own angles, in place"
         yield _cache(f"qnorm-{name}", "I1 I5", says, scene, steps.normalises_queries)
-        says = f"{name} outputs are turned back at the query's position and projected group by group"
-        for groups in (1, 2, 8):
-            scene = rows(cache, dtype=dtype, groups=groups, count=9)
-            yield _cache(f"project-{groups}-{name}", "P1 P2", says, scene, steps.projects)
     scene = rows("fp32", dtype=torch.float32)
     yield _cache("insert-fp32", "I2 I5", "fp32 keys are rotated and written as they are", scene, steps.inserts_rotated)
     says = "fp32 keys are rounded to bf16 before they are quantised"
@@ -88,8 +85,6 @@ def odd_cases() -> Iterator[Case]:
     yield _cache("quantise-1031", "C1 F7", says, many, steps.quantises)
     says = "1,031 queries are normalised and rotated, and 1,031 keys rotated and written, in one step"
     yield _cache("insert-1031", "I1 I2 F7", says, many, steps.inserts_both)
-    says = "1,031 outputs are turned back and projected in one step"
-    yield _cache("project-1031", "P1 P2 F7", says, rows(count=1031, groups=8), steps.projects)
     says = "records of 70 requests are gathered in one step, each by its own row of the block table"
     yield _cache("gather-requests", "R1 R2 R3 C4 F7", says, rows(blocks=4, requests=70, shelf=Shelf(64, 4608)), gathers)
     says = "more than 1,024 records of a request are gathered, and the last ones of sequences of 1,048,576"
@@ -100,9 +95,6 @@ def odd_cases() -> Iterator[Case]:
     says = "rows of q, of kv or of the table of angles lie apart: the step is the same, and memory beside them stays"
     check = each_apart("q kv cos_sin_cache all", steps.inserts_both)
     yield _cache("apart-insert", "A7 I1 I2", says, few, check)
-    says = "rows of o, of the table of angles, or of the weights lie apart, and the projection is the same"
-    check = each_apart("o cos_sin_cache wo_a all", steps.projects)
-    yield _cache("apart-project", "A7 P1", says, few, check)
     says = "an insert of no keys, or of keys without slots, leaves the cache as it is"
     yield _cache("quantise-none", "C1 I3 I4", says, few, steps.quantises_nothing)
     says = "a step without rows leaves the cache as it is, and so do queries without slots, which are processed"
@@ -110,10 +102,6 @@ def odd_cases() -> Iterator[Case]:
     few = rows(count=9, table_rows=steps.FAR_POSITIONS)
     says = "queries and keys are rotated at positions beyond 65,536"
     yield _cache("insert-positions", "I1 I2 I5", says, few, steps.inserts_both)
-    says = "outputs are turned back at positions beyond 65,536"
-    yield _cache("project-positions", "P1 P2", says, few, steps.projects)
-    says = "bf16 outputs are projected by fp32 matrices"
-    yield _cache("project-mixed", "P1 P2", says, rows(count=9, weight_dtype=torch.float32), steps.projects)
     for eps, size in ((1e-6, 2.0**-10), (0.02, 0.5)):
         layer = attrs.evolve(flash("swa"), eps=eps)
         says = f"an eps of {eps:g}, beside queries so small that it shows, is the one that is added"
@@ -159,5 +147,12 @@ def _memory(name: str, clauses: str, says: str, scene: Scene, check: Check) -> C
     return Case(name=name, area=Area.MEMORY, clauses=clauses, says=says, scene=scene, check=check)
 
 
-CASES: tuple[Case, ...] = (*attention_cases(), *cache_cases(), *nan_cases(), *odd_cases(), *memory_cases())
+CASES: tuple[Case, ...] = (
+    *attention_cases(),
+    *cache_cases(),
+    *nan_cases(),
+    *odd_cases(),
+    *projection_cases(),
+    *memory_cases(),
+)
 assert len({case.name for case in CASES}) == len(CASES), "names of cases are unique"

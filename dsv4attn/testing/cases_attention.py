@@ -14,6 +14,7 @@ from dsv4attn.testing.book import Shelf
 from dsv4attn.testing.case import Area, Case, Check, Scene
 from dsv4attn.testing.checks import equals_oracle, same_bits, sharded, step_by_step
 from dsv4attn.testing.codes import Codes, reads_every_code
+from dsv4attn.testing.deterministic import any_cut_same_bits
 from dsv4attn.testing.scenes import KINDS, call, flash, layout, step
 from dsv4attn.testing.sharing import layers_share
 from dsv4attn.testing.world import tiny_geometry
@@ -76,6 +77,11 @@ def _steps() -> Iterator[Case]:
         # short contexts: the history of three layers is inserted
         scene = step(kind, (130 if kind == "c128a" else 40, 1), (9, 1), topk="holes", select=9)
         yield _case(Area.DECODE, f"layers-{kind}", "F8", says, scene, layers_share)
+    for kind in KINDS:
+        says = f"{kind}: if deterministic, bits of a row depend neither on the cut of its request nor on other requests"
+        scene = step(kind, (140, 4), (0, 3), topk="holes", extra_rows=2)
+        check = any_cut_same_bits((4,), (1, 2, 1))
+        yield _case(Area.DECODE, f"any-cut-{kind}", "D2", says, scene, check)
     says = "layers of one step with decode and prefill requests each equal the oracle, twice"
     scene = step("c4a", (40, 1), (9, 1), (0, 7), (30, 6), topk="holes", select=9)
     yield _case(Area.PREFILL, "layers-mixed", "F8 F2", says, scene, layers_share)

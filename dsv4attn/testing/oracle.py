@@ -128,6 +128,27 @@ def dequantize_record(
     return np.concatenate([nope, bits.view(np.float32).astype(np.float64)])
 
 
+def dequantize_blocks(codes: U8, scale: F64 | U8, fnuz: bool, block: int = 128) -> F64:  # noqa: FBT001
+    """Read a matrix of e4m3 codes with one scale per block: code * scale in float32, rounded to bf16 (vLLM's wo_a).
+
+    codes [rows, columns], scale [ceil(rows / block), ceil(columns / block)]: factors, or bytes b for 2 ** (b - 127),
+    where 255 gives NaN (OCP MX). The last block of a row or column of blocks may be short.
+    """
+    rows, columns = codes.shape
+    if scale.shape != (-(-rows // block), -(-columns // block)):
+        msg = f"scales {scale.shape} do not belong to a matrix {codes.shape} in blocks of {block}"
+        raise ValueError(msg)
+    values = np.zeros((rows, columns))
+    for i, row_of_scales in enumerate(scale):
+        for j, one in enumerate(row_of_scales):
+            factor = float(one)
+            if scale.dtype == np.uint8:
+                factor = math.nan if one == E8M0_NAN else math.ldexp(1.0, int(one) - E8M0_BIAS)
+            part = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
+            values[part] = round_bf16((decode_e4m3(codes[part], fnuz) * factor).astype(np.float32))
+    return values
+
+
 def read_record(
     page: U8,
     token: int,

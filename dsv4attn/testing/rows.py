@@ -1,4 +1,4 @@
-"""Checks of the single steps around attention (insert, quantise, norm, rotation, projection) against the oracle."""
+"""Checks of the single steps in front of attention (insert, quantise, norm, rotation) against the oracle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from dsv4attn.testing.judge import F64, rounded
 from dsv4attn.testing.world import normal
 
 __all__ = [
+    "BF16",
     "FAR_POSITIONS",
+    "FP32_STEPS",
     "Rows",
     "insert",
     "inserts_both",
@@ -31,7 +33,6 @@ __all__ = [
     "judge_queries",
     "judge_records",
     "normalises_queries",
-    "projects",
     "quantises",
     "quantises_nothing",
     "same_pages",
@@ -61,6 +62,11 @@ class Rows:
     apart: names of arguments (q, kv, k, o, cos_sin_cache, wo_a) whose rows lie apart, or "all".
     table_rows: rows of the table of cosines and sines; positions are below it.
     weight_dtype: type of the weights of the output projection; None means that of its input.
+    rank: elements that the output projection makes of each group.
+    hidden: elements of the projection's result; 0 leaves out wo_b.
+    scale: type of block scales (fp32, e8m0, bytes), and weights are fp8; "" means that they are not.
+    fnuz: whether those codes are FNUZ rather than OCP.
+    ranks: devices that each project some of the groups of heads.
     seed: seed of all random numbers.
     device: torch device.
     """
@@ -78,6 +84,11 @@ class Rows:
     apart: str = ""
     table_rows: int = POSITIONS
     weight_dtype: torch.dtype | None = None
+    rank: int = 16
+    hidden: int = 0
+    scale: str = ""
+    fnuz: bool = False
+    ranks: int = 1
     seed: int = 0
     device: str = "cpu"
 
@@ -86,16 +97,21 @@ class Rows:
         """The layer's geometry."""
         return self.geometry.layer_of_kind(self.kind)
 
+    @property
+    def layer_of_rank(self) -> LayerGeometry:
+        """The layer of one of `ranks` devices."""
+        return attrs.evolve(self.layer, num_heads=self.layer.num_heads // self.ranks)
+
     def named_layouts(self) -> list[KVCacheLayout]:
         """The one layout."""
         return [self.layout]
 
     def problems(self, *, lse: bool = True) -> list[Problem]:
         """A decode step on this cache: a backend takes both or neither."""
-        facts = CacheFacts.of(self.layout, self.shelf.block_size)
+        facts, layer = CacheFacts.of(self.layout, self.shelf.block_size), self.layer_of_rank
         if self.kind is LayerKind.SWA:
-            return [Problem("decode", self.layer, facts, q_dtype=dtype_name(self.dtype), lse=lse)]
-        return [Problem("decode", self.layer, facts, facts, 128, dtype_name(self.dtype), lse=lse)]
+            return [Problem("decode", layer, facts, q_dtype=dtype_name(self.dtype), lse=lse)]
+        return [Problem("decode", layer, facts, facts, 128, dtype_name(self.dtype), lse=lse)]
 
     @cached_property
     def slots(self) -> NDArray[np.int64]:
@@ -292,38 +308,3 @@ def _values(data: NDArray[np.uint8], count: int) -> F64:
     if len(data) == 2 * count:
         return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return data.view("<f4").astype(np.float64)
-
-
-def projects(bench: Bench, rows: Rows) -> Measure:
-    """Outputs are turned back at the query's position and projected group by group; o itself stays.
-
-    A backend may round the turned values to o's dtype, and the result; sums are fp32.
-    """
-    heads, dim, rope, rank = rows.layer.num_heads, rows.layer.head_dim, rows.layer.rope_dim, 16
-    inner = heads // rows.groups * dim
-    weight_dtype = rows.weight_dtype or rows.dtype
-    weight = rounded(normal((rows.seed, 28), np.arange(rows.groups * rank), inner), weight_dtype)
-    apart = Apart(rows.apart)
-    o, table = apart("o", rows.tensor(rows.queries, rows.dtype)), rows.tensor(rows.table, torch.float32)
-    before, unit = o.clone(), BF16 if rows.dtype == torch.bfloat16 else 2.0**-24
-    table, wo_a = apart("cos_sin_cache", table), apart("wo_a", rows.tensor(weight, weight_dtype))
-    z = bench.backend.inv_rope_o_proj(o, rows.tensor(rows.positions), table, wo_a, rows.groups)
-    apart.check()
-    if not torch.equal(o, before):
-        raise Wrong("o was changed")
-    if z.shape != (rows.count, rows.groups, rank) or z.dtype != o.dtype:
-        raise Wrong(f"returned {list(z.shape)} {z.dtype}, expected {[rows.count, rows.groups, rank]} {o.dtype}")
-    found, grouped = z.double().cpu().numpy(), weight.reshape(rows.groups, rank, inner)
-    turned_part = np.zeros((heads // rows.groups, dim), dtype=bool)
-    turned_part[:, -rope:] = True
-    parts = turned_part.reshape(-1), np.ones(inner, dtype=bool)
-    worst, weights = Measure(0.0, 1.0), [np.linalg.norm(grouped[..., p], axis=2) for p in parts]
-    for i in range(rows.count):
-        wanted = oracle.inverse_rope_project(rows.queries[i], *rows.turn(i), rope, grouped, None)
-        x = rows.queries[i].reshape(rows.groups, inner)
-        norms = [np.linalg.norm(x[:, p], axis=1)[:, None] * w for p, w in zip(parts, weights, strict=True)]
-        budget = unit * (norms[0] + np.abs(wanted)) + FP32_STEPS * norms[1]
-        errors = np.where(np.isnan(found[i]), math.inf, np.abs(found[i] - wanted) / budget)
-        worst = max(worst, Measure(float(errors.max()), 1.0), key=_fraction)
-        worst.hold(f"row {i}: a projected value is {errors.max():.3g} budgets off")
-    return worst

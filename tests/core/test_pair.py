@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -69,6 +69,10 @@ def pair(decode: int = 3, prefill: int = 5) -> PhasedBackend:
     return PhasedBackend(Recorder("decode", decode), Recorder("prefill", prefill))
 
 
+def parameters(function: Callable[..., Any]) -> list[tuple[Any, ...]]:
+    return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
+
+
 def test_it_has_every_part_that_the_contract_asks_for() -> None:
     made = pair()
     backend: Backend = made
@@ -76,8 +80,9 @@ def test_it_has_every_part_that_the_contract_asks_for() -> None:
 
     assert {name for name in members if not hasattr(backend, name)} == set()
     for name in members - {"name", "forms", "steps"}:
-        wanted = inspect.signature(partial(getattr(Backend, name), made))
-        assert inspect.signature(getattr(made, name)) == wanted
+        # a method may take more types than the contract asks for, so annotations are mypy's matter
+        found, wanted = getattr(made, name), partial(getattr(Backend, name), made)
+        assert parameters(found) == parameters(wanted)
 
 
 def test_each_phase_has_the_forms_of_its_own_backend() -> None:

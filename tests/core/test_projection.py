@@ -160,6 +160,22 @@ def test_another_matrix_product_gets_both_operands_in_one_dtype() -> None:
         assert seen[-1] == ((TOKENS, GROUPS * RANK), dtype, WO_B, dtype)
 
 
+@pytest.mark.filterwarnings("ignore:.*lru_cache")
+def test_compiled_code_takes_tensors_and_says_how_fp8_weights_become_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, fp8 = Given.draw(F32), scaled(38, WO_A)
+    rest, backend = (given.positions, given.table, given.wo_a, given.wo_b, GROUPS), ReferenceBackend()
+    compiled = torch.compile(
+        lambda o: output_projection(backend, o * 1, *rest, layer=LAYER), fullgraph=True, backend="aot_eager"
+    )
+
+    assert torch.equal(compiled(given.o), run(given))
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    with pytest.raises(
+        ArgumentError, match=r"^wo_a\.weight: .*compiled code, got float8_e4m3fn -> pass dense_weight\("
+    ):
+        run(attrs.evolve(given, wo_a=fp8.pair()))
+
+
 # ranks
 
 

@@ -15,7 +15,10 @@ from dsv4attn.core import contract
 from tests.examples.shop import ACME, BROKEN, FROZEN, Place, install, renamed
 from tests.wheels import Shelf
 
-SOME = "sink-matters-*,call-behind-*,lse-decode,moved-*,insert-skips,project-1-bf16,scratch-swa,stale-swa"
+SOME = (
+    "sink-matters-*,call-behind-*,lse-decode,moved-*,insert-skips,project-1-bf16,project-fp8-ocp-bytes,output-fp8,"
+    "scratch-swa,stale-swa"
+)
 """Cases of every area, few enough to be quick."""
 
 SELECT = """

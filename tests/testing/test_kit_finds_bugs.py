@@ -13,7 +13,7 @@ from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import conform
 from dsv4attn.testing.subject import Subject
-from tests.testing import plants, plants_shared, plants_sizes
+from tests.testing import plants, plants_shared, plants_sizes, plants_weights
 from tests.testing.plants import Careless, Scratch, calls, paged, with_caches, with_rows, with_top
 from tests.testing.plants_shared import Slots
 from tests.testing.plants_sizes import Partial
@@ -159,6 +159,19 @@ def test_g22_what_is_served_in_part_or_misread_fails_the_cases_that_are_about_it
     make, names = UNSEEN[plant]
 
     certificate = conform(Subject.of(make()), chosen(CASES, names))
+
+    assert [o.case.name for o in certificate.outcomes if o.state != "failed"] == []
+    assert {o.case.name for o in certificate.outcomes} == {*names.split(",")}
+
+
+@pytest.mark.parametrize("plant", plants_weights.SLIPS)
+def test_a_wrong_conversion_of_weights_in_core_fails_the_cases_that_are_about_it(
+    plant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, wrong, names = plants_weights.SLIPS[plant]
+    monkeypatch.setattr(f"dsv4attn.core.{target}", wrong)
+
+    certificate = conform(Subject.of(ReferenceBackend()), chosen(CASES, names))
 
     assert [o.case.name for o in certificate.outcomes if o.state != "failed"] == []
     assert {o.case.name for o in certificate.outcomes} == {*names.split(",")}

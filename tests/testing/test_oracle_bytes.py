@@ -55,6 +55,26 @@ def all_bf16() -> oracle.F64:
 
 
 @pytest.mark.parametrize("fnuz", FORMATS)
+@pytest.mark.parametrize("shape", [(1, 1), (8, 8), (9, 20), (16, 7)], ids=str)
+def test_a_block_scaled_matrix_is_codes_times_their_own_scale(fnuz: bool, shape: tuple[int, int]) -> None:
+    codes = rng(11).integers(0, 120, shape).astype(np.uint8)
+    grid = -(-shape[0] // 8), -(-shape[1] // 8)
+    factors, exponents = rng(12).random(grid).astype(np.float32), rng(13).integers(100, 140, grid).astype(np.uint8)
+    for scale, factor in (
+        (factors.astype(np.float64), factors),
+        (exponents, np.exp2(exponents.astype(np.float32) - 127)),
+    ):
+        found = oracle.dequantize_blocks(codes, scale, fnuz, block=8)
+        for i, j in np.ndindex(shape):
+            code = torch.from_numpy(codes[i : i + 1, j]).view(FP8_DTYPE[fnuz]).float()
+            assert found[i, j] == float((code * float(factor[i // 8, j // 8])).bfloat16())
+    exponents[-1, -1] = 255
+    assert np.isnan(oracle.dequantize_blocks(codes, exponents, fnuz, block=8)[-1, -1])
+    with pytest.raises(ValueError, match="do not belong"):
+        oracle.dequantize_blocks(codes, np.ones((3, 4)), fnuz, block=8)
+
+
+@pytest.mark.parametrize("fnuz", FORMATS)
 def test_every_e4m3_code_has_the_value_torch_gives_it(fnuz: bool) -> None:
     codes = np.arange(256, dtype=np.uint8)
     expected = torch.from_numpy(codes).view(FP8_DTYPE[fnuz]).to(torch.float64).numpy()

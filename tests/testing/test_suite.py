@@ -169,7 +169,8 @@ class Narrow(Acme):
 class TestNarrow(Narrow, suite.TestCache): ...
 """
     result = run("--collect-only", "-q", "-k", "TestNarrow", text=TWELVE_LINES + more)
-    ids = "\n".join(result.outlines)
+    # weights in fp8 are no layout: their cases stay
+    ids = "\n".join(line for line in result.outlines if "project-fp8" not in line)
 
     assert "quantise-ocp-64" in ids
     assert "TestNarrow::test_case[C1-own]" in ids

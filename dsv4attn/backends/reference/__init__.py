@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dsv4attn.backends.reference.support import support
-from dsv4attn.core.contract import API_VERSION, BackendInfo, Rank
+from dsv4attn.core.contract import API_VERSION, LAYER_PARTS, BackendInfo, Rank
 from dsv4attn.hookspecs import hookimpl
 
 INFO = BackendInfo(
@@ -23,6 +23,7 @@ INFO = BackendInfo(
     rank=Rank.REFERENCE,
     packages=("torch",),
     options={"decode_indices": "dense", "prefill_indices": "dense", "prefill_keys": "gathered", "deterministic": False},
+    layer_steps=LAYER_PARTS,
 )
 
 

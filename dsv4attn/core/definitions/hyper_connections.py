@@ -116,5 +116,8 @@ def hc_head(
     linear: Linear,
 ) -> Tensor:
     """See `LayerSteps.hc_head`."""
-    gate = (_mixes(streams, hc_fn, rms_eps, linear) * hc_scale + hc_base).sigmoid() + hc_eps
-    return _weighed(gate, streams).to(streams.dtype)
+    out = streams.new_empty(streams.shape[0], streams.shape[2])
+    for part in tiles(streams.shape[0], 24 * streams[:1].numel()):
+        gate = (_mixes(streams[part], hc_fn, rms_eps, linear) * hc_scale + hc_base).sigmoid() + hc_eps
+        out[part] = _weighed(gate, streams[part]).to(out.dtype)
+    return out

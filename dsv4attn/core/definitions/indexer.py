@@ -58,16 +58,25 @@ def indexer_q_rope_quant(
     weights: [T, Hi]. positions: [T] int64. q and weights: bf16 or fp32. layout: of the index keys; `rows` quantises
     nothing.
     """
-    rope, heads, dim = cos_sin_cache.shape[-1], q.shape[1], q.shape[2]
-    turned = apply_rope(q[..., -rope:], cos_sin_cache[positions, None])
-    turned = torch.cat([q[..., :-rope].float(), turned], -1)
-    folded = weights.float() * (dim**-0.5 * heads**-0.5)
+    tokens, heads, dim = q.shape
+    rope, folded = cos_sin_cache.shape[-1], weights.float() * (dim**-0.5 * heads**-0.5)
+    if layout.is_quantised:
+        values = q.new_empty(tokens, heads, dim * layout.code_bits // 8, dtype=torch.uint8)
+    else:
+        values = q.new_empty(tokens, heads, dim, dtype=layout.dtype)
+    exponents = q.new_empty(tokens, heads, layout.num_groups, dtype=torch.int32)
+    for part in tiles(tokens, 40 * heads * dim):
+        turned = apply_rope(q[part, :, -rope:], cos_sin_cache[positions[part], None])
+        turned = torch.cat([q[part, :, :-rope].float(), turned], -1)
+        if layout.is_quantised:
+            values[part], exponents[part] = quantize_index(turned, layout)
+        else:
+            values[part] = turned.to(layout.dtype)
     if not layout.is_quantised:
-        return IndexQuery(turned.to(layout.dtype), folded)
-    codes, exponent = quantize_index(turned, layout)
+        return IndexQuery(values, folded)
     if layout.fp8_format is None:
-        return IndexQuery(codes, folded, exponent.to(torch.uint8))
-    return IndexQuery(codes.view(layout.fp8_format.dtype), folded * power_of_two(exponent).squeeze(-1))
+        return IndexQuery(values, folded, exponents.to(torch.uint8))
+    return IndexQuery(values.view(layout.fp8_format.dtype), folded * power_of_two(exponents).squeeze(-1))
 
 
 def scores(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:

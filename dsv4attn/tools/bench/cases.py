@@ -31,8 +31,9 @@ KERNELS = ("decode", "prefill", "prefill-rows", "insert", "quantize", "gather")
 """decode, prefill: attention on fp8 pages. prefill-rows: on bf16 rows gathered before. insert: q-norm, RoPE, quantise
 and store. quantize: quantise and store. gather: pages to bf16 rows."""
 ATTENTION = KERNELS[:3]
-WHAT = (*KERNELS, "step", "scaling", "host")
-"""step: whole steps of `forward_mqa`. scaling: lines along which one size grows. host: core's time on the host."""
+WHAT = (*KERNELS, "step", "scaling", "host", "layer")
+"""step: whole steps of `forward_mqa`. scaling: lines along which one size grows. host: core's time on the host.
+layer: whole layers, and the price of deterministic ones."""
 HEAD_DIM, ROPE_DIM, WINDOW, WINDOW_PAGE = 512, 64, 128, 64
 
 

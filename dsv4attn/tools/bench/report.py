@@ -103,7 +103,7 @@ def _lines(run: Run) -> Iterator[Text]:
         yield Text(f"cliff: {cliff}", style="yellow")
     if not run.cliffs and any(row.series and row.median for row in run.rows):
         yield Text("no cliff: from point to point time never grows by more than 1.3 times what work does")
-    for share in run.host:
+    for share in (*run.host, *run.layers):
         yield Text(f"{share['by']}, {share['text']}")
     for name, why in run.unavailable.items():
         yield Text(f"not here: {name}: {why}", style="yellow")

@@ -79,6 +79,7 @@ class Run:
     host: core's time on the host, by backend and kind of layer.
     asked: number of cases of the command.
     ran: cases that were measured before the run was interrupted, or None for all of them.
+    layers: times of whole layers, by backend.
     """
 
     machine: Machine
@@ -93,6 +94,7 @@ class Run:
     host: tuple[Mapping[str, object], ...] = ()
     asked: int = 0
     ran: int | None = None
+    layers: tuple[Mapping[str, object], ...] = ()
 
     @property
     def failures(self) -> list[Row]:
@@ -105,7 +107,7 @@ class Run:
         return (
             self.ran is None
             and not self.failures
-            and any([*self.host, *(row.median for row in self.rows if not row.is_peer)])
+            and any([*self.host, *self.layers, *(row.median for row in self.rows if not row.is_peer)])
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -128,6 +130,7 @@ class Run:
             "unavailable": dict(self.unavailable),
             "versions": dict(self.versions),
             "host": [dict(share) for share in self.host],
+            "layers": [dict(time) for time in self.layers],
             "complete": self.ran is None,
             "asked": self.asked,
             "ran": self.asked if self.ran is None else self.ran,
@@ -161,6 +164,7 @@ def load(path: Path, option: str) -> Run:
             tuple(saved["host"]),
             saved.get("asked", 0),
             None if saved.get("complete", True) else saved["ran"],
+            tuple(saved.get("layers", ())),
         )
     except (KeyError, TypeError) as error:
         actual = f"{path}, in which something is missing or too much: {error}"

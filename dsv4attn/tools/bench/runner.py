@@ -10,11 +10,12 @@ from attrs import asdict, evolve, field, frozen
 
 from dsv4attn.core.contract import Backend, Products
 from dsv4attn.errors import Dsv4AttnError
-from dsv4attn.selection import explain, registry_of
+from dsv4attn.selection import explain, load_backend, registered, registry_of
 from dsv4attn.tools.bench.attend import problem_of
 from dsv4attn.tools.bench.cases import ATTENTION, Case
 from dsv4attn.tools.bench.clock import Clock, Spread
 from dsv4attn.tools.bench.inputs import make_inputs
+from dsv4attn.tools.bench.layer import LayerCase, layer_time
 from dsv4attn.tools.bench.overhead import overhead
 from dsv4attn.tools.bench.peers import Peer, peer_subject
 from dsv4attn.tools.bench.reference import Error, error, limit
@@ -160,6 +161,21 @@ class Runner:
             else:
                 shares.append({"by": name, **share.as_json(), "text": str(share)})
         return shares, failed
+
+    def layer(self, case: LayerCase) -> tuple[list[Mapping[str, object]], list[Row]]:
+        """Times of a whole layer with each backend, everyday and deterministic, and rows of failures."""
+        times: list[Mapping[str, object]] = []
+        failed = []
+        for name, backend in self.backends.items():
+            try:
+                may = "deterministic" in registered(name).info.options
+                exact = load_backend(name, deterministic=True) if may else None
+                time = layer_time(case, backend, exact, self.clock, self.rounds)
+            except Exception as broken:  # noqa: BLE001 - a row, not the end of the run
+                failed.append(Row("layer", case.name, name, FAILED, reason=_line(broken)))
+            else:
+                times.append({"by": name, **time.as_json(), "text": str(time)})
+        return times, failed
 
     def _subjects(self, task: Task) -> tuple[list[Row], list[tuple[Subject, Products, bool]]]:
         """Rows of subjects that cannot run, and (subject, type of its products, whether it is a peer) of the others."""

@@ -98,7 +98,7 @@ def bench(
     plot: Path | None,
     source: Path | None,
 ) -> None:
-    """Time WHAT: decode, prefill, prefill-rows, insert, quantize, gather (these six by default), step, scaling, host.
+    """Time WHAT: decode, prefill, prefill-rows, insert, quantize, gather (by default), step, scaling, host, layer.
 
     Every result is checked against an independent reference before and after it is timed. A wrong result gets no time,
     and the exit code is 1. Times are medians of rounds in which all calls run in turn; the roofline is measured in the
@@ -106,6 +106,7 @@ def bench(
 
     step: whole steps of forward_mqa, and their bare matrix products. scaling: batch, context, top-k and requests grow,
     and cliffs are listed, where time grows faster than work. host: time of a bound layer on the host.
+    layer: whole layers from hidden states to hidden states, and the price of deterministic ones.
 
     --peers calls other libraries through their public functions, if they can be imported. --compare exits with 1 if
     something got slower by more than noise. Files of --json are read by --compare and --from, on any machine.
@@ -177,6 +178,7 @@ class _Asked:
 def _measured(asked: _Asked, *, shown: bool) -> Run:
     """Check all options before anything slow, and measure."""
     from dsv4attn.tools.bench.cases import KERNELS, PRESETS, WHAT, cases_of, host_cases, named, sizes
+    from dsv4attn.tools.bench.layer import layer_cases
     from dsv4attn.tools.bench.peers import PEERS
     from dsv4attn.tools.bench.result import Run, now, peer_versions, this_machine
     from dsv4attn.tools.bench.runner import Runner
@@ -191,13 +193,15 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
     place = _device(asked.device)
     backends = _backends(asked.backends, place)
     size = _size(asked, sizes(place.type))
-    cases = cases_of([kernel for kernel in what if kernel not in ("scaling", "host")], presets, size)
+    cases = cases_of([kernel for kernel in what if kernel not in ("scaling", "host", "layer")], presets, size)
     cases += scaling_cases(small=place.type == "cpu") if "scaling" in what else []
     hosts = host_cases() if "host" in what else []
-    rows, host, ran, stopped = [], [], 0, False
+    layers = layer_cases(small=place.type == "cpu") if "layer" in what else []
+    total = len(cases) + len(hosts) + len(layers)
+    rows, host, times, ran, stopped = [], [], [], 0, False
     # the CPU's threads do not matter for times on an accelerator
     taken = before.threads(asked.threads) if place.type == "cpu" else None
-    with taken.used() if taken else nullcontext(), _progress(1 + len(cases) + len(hosts), shown=shown) as begin:
+    with taken.used() if taken else nullcontext(), _progress(1 + total, shown=shown) as begin:
         begin("roofline")
         runner = Runner(place, backends, [PEERS[name] for name in libraries], size.rounds)
         try:
@@ -209,6 +213,12 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
                 begin(case.name)
                 shares, failed = runner.host(case)
                 host += shares
+                rows += failed
+                ran += 1
+            for layer in layers:
+                begin(layer.name)
+                found, failed = runner.layer(layer)
+                times += found
                 rows += failed
                 ran += 1
         except KeyboardInterrupt:
@@ -227,8 +237,9 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
         unavailable=runner.unavailable,
         versions=peer_versions(here),
         host=tuple(host),
-        asked=len(cases) + len(hosts),
+        asked=total,
         ran=ran if stopped else None,
+        layers=tuple(times),
     )
 
 

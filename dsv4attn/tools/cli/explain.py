@@ -157,6 +157,7 @@ def _as_json(selection: Selection) -> dict[str, Any]:
             }
             for c in selection.trace
         ],
+        "layer_steps": selection.layer_steps,
         "failures": [failure_json(failure) for failure in selection.failures],
         "ignored": list(selection.ignored),
     }
@@ -170,4 +171,5 @@ def _show(selection: Selection) -> None:
     if assumed := _assumed(selection.device):
         rows[1] = ("device", [*rows[1][1], assumed])
     styles = ["", "", ""] + [_STYLES.get(c.state, "") for c in selection.trace]
-    out.print(grid(rows, styles + ["red"] * len(selection.failures)))
+    around = [""] if selection.layer_steps else []
+    out.print(grid(rows, styles + around + ["red"] * len(selection.failures)))

@@ -16,6 +16,8 @@ from rich.console import Console
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract import AttentionCall
+from dsv4attn.core.geometry import LayerKind
+from dsv4attn.tools.bench.layer import LayerCase
 from dsv4attn.tools.bench.report import comparison_text, run_text
 from dsv4attn.tools.bench.result import load
 from dsv4attn.tools.bench.runner import FAILED, REFUSED, WRONG
@@ -97,6 +99,22 @@ def test_steps_scaling_and_the_host_are_asked_for_by_name(here: Machine, monkeyp
     assert {row["series"] for row in told["rows"]} == {"", "batch", "context-c128", "context-c4", "topk", "requests"}
     assert {row["by"] for row in told["rows"] if row["kernel"] == "step"} == {"reference", "products"}
     assert [share["layer"] for share in told["host"]] == ["swa", "c4a", "c128a"]
+
+
+def test_whole_layers_are_timed_with_the_price_of_deterministic_ones(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = LayerCase(LayerKind.C128A, 1, 2, 256)
+    monkeypatch.setattr("dsv4attn.tools.bench.layer.layer_cases", lambda *, small: [one] if small else [])
+
+    code, told = here.json("bench", "layer", "--rounds", "1")
+
+    assert code == 0
+    [time] = told["layers"]
+    assert (time["by"], time["layer"]) == ("reference", "c128a")
+    assert 0 < time["plain_s"] < 60
+    assert 0 < time["deterministic_s"] < 60
+    assert time["text"].startswith("layer c128a 1x2 behind 256: ")
 
 
 def test_what_is_wrong_gets_no_time_and_code_1(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,10 @@ def test_options_that_reach_nobody_are_a_problem(here: Machine) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("reference.foo = 1", "unknown option 'foo' (known: decode_indices, prefill_indices, prefill_keys)"),
+        (
+            "reference.foo = 1",
+            "unknown option 'foo' (known: decode_indices, prefill_indices, prefill_keys, deterministic)",
+        ),
         ("reference.decode_indices = 'raged'", "unknown decode_indices form 'raged'; did you mean 'ragged'?"),
         ("rocm.nonsense = 1", "unknown option 'nonsense' (known: tuning, deterministic)"),
         ("triton.tuning = 'sm_1'", "tuning: expected 'auto' or a row of the triton backend"),

@@ -66,13 +66,19 @@ def test_every_part_of_a_problem_can_be_said(here: Machine, options: list[str], 
     assert expected in told["problem"]
 
 
-@pytest.mark.parametrize("option", ["capture", "deterministic"])
-def test_every_option_reaches_the_support_answer(here: Machine, option: str) -> None:
-    code, told = here.json("explain", f"--{option}")
+def test_capture_reaches_the_support_answer(here: Machine) -> None:
+    code, told = here.json("explain", "--capture")
 
     assert (code, told["chosen"]) == (1, None)
     [reference] = [c for c in told["candidates"] if c["name"] == "reference"]
-    assert [reason["code"] for reason in reference["reasons"]] == [option.upper()]
+    assert [reason["code"] for reason in reference["reasons"]] == ["CAPTURE"]
+
+
+def test_who_runs_the_parts_around_attention_is_in_the_answer(here: Machine) -> None:
+    for layer, parts in (("swa", []), ("c128a", ["compressor"]), ("c4a", ["compressor", "indexer", "selection"])):
+        _, told = here.json("explain", "--layer", layer, "--deterministic")
+
+        assert told["layer_steps"] == dict.fromkeys([*parts, "hyper_connections"], "reference")
 
 
 def test_a_backend_can_be_asked_for(here: Machine) -> None:

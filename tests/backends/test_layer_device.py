@@ -1,0 +1,185 @@
+"""The whole layer on an accelerator, with every backend that runs there: against the CPU, captured, without a wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.core.context import set_forward_context
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.geometry import LayerKind, ModelGeometry, Yarn
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import Batch
+from dsv4attn.selection import load_backend
+from tests.backends.built_in import triton_backends
+from tests.core.whole import Whole, deterministic, random_weights
+
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator with graphs"),
+]
+
+NAMES = triton_backends(DeviceFacts.here())
+MODEL = ModelGeometry(
+    num_heads=8,
+    head_dim=512,
+    rope_dim=64,
+    window=128,
+    index_topk=64,
+    layers=((LayerKind.SWA, 1), (LayerKind.C4A, 4), (LayerKind.C128A, 128)),
+    max_position=65536,
+    hidden_size=256,
+    o_groups=2,
+    o_lora_rank=128,
+    compress_yarn=Yarn(16.0, 65536),
+    q_lora_rank=128,
+)
+LIMITS = Limits(4, 1024, 4096)
+FP8 = KVCacheLayout.fp8_ds_mla()
+ROWS = KVCacheLayout.rows(dtype=torch.float32)
+
+
+def whole(name: str, device: str, layout: KVCacheLayout, dtype: torch.dtype, **options: bool) -> Whole:
+    limits = deterministic(LIMITS) if options.get("deterministic") else LIMITS
+    weights = {i: random_weights(MODEL, i, dtype=dtype, device=device) for i in range(3)}
+    sized = {"geometry": MODEL, "limits": limits, "dtype": dtype, "device": device, "weights": weights}
+    return Whole(load_backend(name, **options), layout, **sized)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", params=["fp8", "fp32"])
+def expected(request: pytest.FixtureRequest) -> tuple[str, list[Tensor]]:
+    """Outputs of the reference on the CPU, of a prompt in two chunks and two decode steps."""
+    layout, dtype = (FP8, torch.bfloat16) if request.param == "fp8" else (ROWS, torch.float32)
+    cpu = whole("reference", "cpu", layout, dtype)
+    return request.param, cpu.cut(cpu.hidden(0, 702), [400, 300, 1, 1])[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_on_the_device_is_the_layer_on_the_cpu(name: str, expected: tuple[str, list[Tensor]]) -> None:
+    kind, wanted = expected
+    layout, dtype, bound = (FP8, torch.bfloat16, 3e-2) if kind == "fp8" else (ROWS, torch.float32, 2e-4)
+    here = whole(name, "cuda", layout, dtype)
+
+    found = here.cut(here.hidden(0, 702), [400, 300, 1, 1])[1]
+
+    for out, want in zip(found, wanted, strict=True):
+        off = (out.cpu().double() - want.double()).norm() / want.double().norm()
+        print(f"{name} {kind}: {float(off):.1e}")
+        assert off < bound
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_g24_bits_depend_neither_on_the_cut_nor_on_the_batch(name: str) -> None:
+    here = whole(name, "cuda", FP8, torch.bfloat16, deterministic=True)
+    hidden, other = here.hidden(0, 300), here.hidden(1, 37)
+    first, wanted = here.cut(hidden, [300])
+    bytes_of = here.bytes_of(first)
+    here.manager.free(first)
+    for cuts in ([1, 130, 168, 1], [255, 45]):
+        one, found = here.cut(hidden, cuts)
+        for out, want in zip(found, wanted, strict=True):
+            assert torch.equal(out, want)
+        one_bytes = here.bytes_of(one)
+        here.manager.free(one)
+        assert len(one_bytes) == len(bytes_of)
+    a, b = here.manager.new(), here.manager.new()
+    together = here.step([(b, 37), (a, 300)], torch.cat([other, hidden]))
+    for out, want in zip(together, wanted, strict=True):
+        assert torch.equal(out[37:], want)
+
+
+class Graph:
+    """Decode steps of four sequences in a captured graph."""
+
+    def __init__(self, here: Whole) -> None:
+        self.here, self.count = here, 4
+        columns = {"block_table": 64, "compressed_block_table": 16, "c4a_state_block_table": 1024}
+        columns["c128a_state_block_table"] = 512
+        ints = {name: torch.full((4, n), -1, dtype=torch.int32, device="cuda") for name, n in columns.items()}
+        starts = torch.arange(5, dtype=torch.int32)
+        self.batch = Batch(
+            num_reqs=4,
+            query_start_loc=starts.cuda(),
+            query_start_loc_cpu=starts,
+            seq_lens=torch.ones(4, dtype=torch.int32, device="cuda"),
+            seq_lens_cpu=torch.ones(4, dtype=torch.int32),
+            slot_mapping=torch.full((4,), -1, dtype=torch.int64, device="cuda"),
+            **ints,
+        )
+        self.hidden = torch.zeros(4, MODEL.hidden_size, dtype=here.dtype, device="cuda")
+        self.positions = torch.zeros(4, dtype=torch.int64, device="cuda")
+        with torch.no_grad():
+            self.metadata = self._build()
+            self._run()  # compiles, converts, reserves
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.out = self._run()
+
+    def _build(self) -> object:
+        return self.here.manager.builder.build_for(self.batch, MODEL.kinds, full_width=True)
+
+    def _run(self) -> list[Tensor]:
+        with set_forward_context(self.metadata):  # type: ignore[arg-type]
+            return [layer(self.hidden, self.positions) for layer in self.here.layers]
+
+    def step(self, requests: list[tuple[object, int]], hidden: Tensor) -> list[Tensor]:
+        given = self.here.manager.batch(requests)  # type: ignore[arg-type]
+        for name in ("seq_lens", "seq_lens_cpu", "slot_mapping"):
+            getattr(self.batch, name).copy_(getattr(given, name))
+        for name in ("block_table", "compressed_block_table", "c4a_state_block_table", "c128a_state_block_table"):
+            table = getattr(given, name)
+            getattr(self.batch, name)[:, : table.shape[1]].copy_(table)
+        self.positions.copy_(self.here.manager.positions(requests))  # type: ignore[arg-type]
+        self.hidden.copy_(hidden)
+        self._build()
+        self.graph.replay()
+        self.here.manager.advance(requests)  # type: ignore[arg-type]
+        return [out.clone() for out in self.out]
+
+
+@pytest.fixture
+def no_waits() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_replays_of_a_captured_layer_equal_eager_steps(name: str) -> None:
+    eager, captured = (whole(name, "cuda", FP8, torch.bfloat16) for _ in range(2))
+    prompts = [eager.hidden(seed, n) for seed, n in enumerate((3, 130, 251, 600))]
+    sides = []
+    for one in (eager, captured):
+        sequences = [one.manager.new() for _ in prompts]
+        for sequence, prompt in zip(sequences, prompts, strict=True):
+            one.step([(sequence, prompt.shape[0])], prompt)
+        sides.append([(sequence, 1) for sequence in sequences])
+    graph = Graph(captured)
+
+    for i in range(6):
+        hidden = eager.hidden(50 + i, 4)
+        for out, want in zip(graph.step(sides[1], hidden), eager.step(sides[0], hidden), strict=True):  # type: ignore[arg-type]
+            off = (out.double() - want.double()).norm() / want.double().norm()
+            assert off < 1e-2
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.usefixtures("no_waits")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_waits_for_nothing(name: str) -> None:
+    here = whole(name, "cuda", FP8, torch.bfloat16)
+    sequence = here.manager.new()
+    hidden = here.hidden(0, 500)
+    here.step([(sequence, 400)], hidden[:400])
+    requests = [(sequence, 100)]
+    batch, positions = here.manager.batch(requests), here.manager.positions(requests)
+    for _ in range(2):
+        with torch.no_grad(), set_forward_context(here.manager.metadata(batch)):
+            torch.cuda.set_sync_debug_mode("error")
+            for layer in here.layers:
+                layer(hidden[400:], positions)
+            torch.cuda.set_sync_debug_mode("default")

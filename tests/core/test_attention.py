@@ -1,0 +1,286 @@
+"""`DeepseekV4Attention` on paged caches: cuts, prefixes, forks, drafts, padding, NaN, memory, errors."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dsv4attn.core.contract import complete
+from dsv4attn.core.layer_weights import AttentionWeights
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.errors import ArgumentError, Dsv4AttnError, LayoutMismatchError, OutOfPagesError
+from dsv4attn.selection import load_backend
+from tests.core.whole import FP8, FP32, SMALL, Whole, deterministic, random_weights
+
+LIMITS = Limits(4, 64, 256)
+LAYOUTS = {"fp32": FP32, "bf16": KVCacheLayout.rows(24, 8), "fp8": FP8}
+
+
+def invariant(layout: KVCacheLayout = FP32, **options: object) -> Whole:
+    """Layers whose bits depend on a token's own history alone."""
+    backend = load_backend("reference", deterministic=True)
+    return Whole(backend, layout, limits=deterministic(LIMITS), keep_windows=True, **options)  # type: ignore[arg-type]
+
+
+def close(left: list[Tensor], right: list[Tensor], tolerance: float = 2e-6) -> None:
+    for a, b in zip(left, right, strict=True):
+        assert float((a - b).abs().max()) <= tolerance * float(b.abs().max())
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> None:
+    for a, b in zip(left, right, strict=True):
+        assert torch.equal(a, b)
+
+
+# any cut of tokens into steps
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@settings(max_examples=20)
+@given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=6), seed=st.integers(0, 3))
+def test_g23_any_cut_gives_the_same_bytes_and_outputs(layout: KVCacheLayout, cuts: list[int], seed: int) -> None:
+    cuts = [*cuts, 1, 1][: next((i for i, _ in enumerate(cuts) if sum(cuts[: i + 1]) > 60), len(cuts))] or [5]
+    whole, total = invariant(layout), sum(cuts)
+    hidden = whole.hidden(seed, total)
+
+    one, outs = whole.cut(hidden, [total])
+    other, parts = whole.cut(hidden, cuts)
+
+    same(parts, outs)
+    same(whole.bytes_of(other), whole.bytes_of(one))
+
+
+def test_g24_a_token_has_the_same_bits_alone_in_a_batch_and_behind_padding() -> None:
+    whole = invariant(FP8)
+    hidden = [whole.hidden(seed, n) for seed, n in ((1, 30), (2, 7), (3, 1))]
+    alone = [invariant(FP8).cut(part, [part.shape[0]])[1] for part in hidden]
+
+    requests = [(whole.manager.new(), part.shape[0]) for part in hidden]
+    padded = torch.cat([*hidden, torch.full((5, SMALL.hidden_size), torch.nan)])
+    together = whole.run(requests, padded, padding=5)
+
+    for i, out in enumerate(together):
+        same(list(out[:38].split([30, 7, 1])), [outs[i] for outs in alone])
+
+
+def test_the_everyday_layer_agrees_with_the_deterministic_one_within_rounding() -> None:
+    plain, exact = Whole(load_backend("reference")), invariant()
+    hidden = plain.hidden(0, 60)
+
+    close(plain.cut(hidden, [33, 1, 1, 25])[1], exact.cut(hidden, [60])[1])
+
+
+# several sequences, drafts, prefixes, forks
+
+
+def test_g15_rejected_drafts_leave_no_trace() -> None:
+    whole = invariant(FP8)
+    hidden, drafts = whole.hidden(0, 40), whole.hidden(9, 40)
+    expected, outs = whole.cut(hidden, [40])
+    sequence, done, parts = whole.manager.new(), 0, []
+    for accepted in (17, 1, 2, 1, 3, 4, 12):
+        step = torch.cat([hidden[done : done + accepted], drafts[:3]])
+        found = whole.step([(sequence, accepted + 3)], step)
+        parts.append([out[:accepted] for out in found])
+        done += accepted
+        whole.manager.truncate(sequence, done)
+    # the last drafts are in the caches still: the next tokens overwrite them
+    assert done == 40
+    same([torch.cat(part) for part in zip(*parts, strict=True)], outs)
+    more = whole.hidden(5, 9)
+    same(whole.step([(sequence, 9)], more), whole.step([(expected, 9)], more))
+
+
+@pytest.mark.parametrize("length", [1, 4, 15, 16, 17, 31, 33])
+def test_a_fork_at_any_length_continues_like_the_original(length: int) -> None:
+    whole = invariant(FP8)
+    hidden, other = whole.hidden(0, 33), whole.hidden(1, 12)
+    parent, _ = whole.cut(hidden, [33])
+    expected = whole.cut(torch.cat([hidden[:length], other]), [length + 12])[1]
+
+    fork = whole.manager.fork(parent, length)
+    found = whole.step([(fork, 12)], other)
+
+    same(found, [out[length:] for out in expected])
+    before = whole.bytes_of(parent)
+    whole.step([(fork, 8)], whole.hidden(2, 8))
+    same(whole.bytes_of(parent), before)
+
+
+def test_windows_slide_and_a_fork_of_the_present_needs_nothing_else() -> None:
+    backend = load_backend("reference", deterministic=True)
+    whole = Whole(backend, FP8, limits=deterministic(LIMITS), swa_block_size=4, compressed_block_tokens=64)
+    hidden = whole.hidden(0, 90)
+    sequence, _ = whole.cut(hidden[:80], [64, 16])
+    expected = invariant(FP8).cut(hidden, [64, 26])[1]
+
+    assert whole.manager._pools["window"].num_free >= whole.manager._pools["window"].num_blocks - 3
+    fork = whole.manager.fork(sequence)
+    for one in (sequence, fork):
+        same(whole.step([(one, 10)], hidden[80:]), [out[80:] for out in expected])
+    with pytest.raises(ArgumentError, match=r"^length: expected a length whose \w+ pages, .* -> make the manager"):
+        whole.manager.fork(sequence, 40)
+
+
+# NaN stays where it is
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_unused_bytes_never_reach_an_output(layout: KVCacheLayout) -> None:
+    whole = invariant(layout)
+    hidden = whole.hidden(0, 50)
+    expected = whole.cut(hidden, [50])[1]
+    for caches in whole.manager.caches:
+        for cache in caches.present.values():
+            cache.tensor.fill_(0xFF if cache.tensor.dtype == torch.uint8 else torch.nan)
+
+    same(whole.cut(hidden, [13, 1, 30, 6])[1], expected)
+
+
+def test_nan_hidden_states_stay_in_their_request() -> None:
+    whole = invariant(FP8)
+    sick, well = whole.hidden(0, 30), whole.hidden(1, 40)
+    sick[11] = torch.nan
+    expected = whole.cut(well, [25, 15])[1]
+    one, other = whole.manager.new(), whole.manager.new()
+
+    first = whole.step([(one, 30), (other, 25)], torch.cat([sick, well[:25]]))
+    second = whole.step([(other, 15)], well[25:])
+
+    for a, b, want in zip(first, second, expected, strict=True):
+        assert torch.equal(torch.cat([a[30:], b]), want)
+        assert not a[:11].isnan().any()
+        assert a[11].isnan().all()
+
+
+# memory
+
+
+def test_a_failed_step_can_be_run_again() -> None:
+    whole = invariant(FP8, num_blocks={"compressed": 1})
+    hidden = whole.hidden(0, 60)
+    first, second = whole.manager.new(), whole.manager.new()
+    whole.step([(first, 20)], hidden[:20])
+    with pytest.raises(OutOfPagesError, match="1 compressed pages needed, 0 of 1 are free"):
+        whole.run([(first, 4), (second, 4)], hidden[20:28])
+
+    assert (first.length, second.length) == (20, 0)
+    assert not any(table.blocks for table in second.tables.values())
+    again = whole.run([(first, 4)], hidden[20:24])
+    same(whole.step([(first, 4)], hidden[20:24]), again)
+    whole.manager.free(first)
+    whole.step([(second, 4)], hidden[:4])
+    with pytest.raises(ArgumentError, match="expected a sequence that was not freed"):
+        whole.manager.batch([(first, 1)])
+
+
+def test_a_warm_up_reserves_the_plan_and_later_steps_fit_it() -> None:
+    whole = Whole(load_backend("reference"))
+    from dsv4attn.core.context import set_forward_context
+
+    with set_forward_context(None):
+        for layer in whole.layers:
+            assert not layer(whole.hidden(0, 4), torch.zeros(4, dtype=torch.int64)).any()
+    whole.workspace.lock()
+
+    whole.cut(whole.hidden(0, 100), [64, 1, 35])
+
+
+def test_the_plan_of_a_whole_layer_counts_its_steps() -> None:
+    backend, layer = load_backend("triton"), SMALL.layer(1)
+
+    plans = [plan_workspace(layer, LIMITS, backend, FP8, layer_steps=whole) for whole in (False, True)]
+
+    assert plans[0].transient_bytes == 0
+    assert plans[1].transient_bytes == complete(backend).layer_steps.transient_bytes(64) > 0
+
+
+# bad input
+
+
+def bound(**changes: object) -> None:
+    given: dict[str, object] = dict(random_weights(SMALL, 1))
+    given.update(changes)
+    AttentionWeights.from_dict({k: v for k, v in given.items() if v is not None}, SMALL, SMALL.layer(1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"wq_c": torch.zeros(1)},
+            r"^weights: expected names of a c4a layer: wq_a, .*, got 'wq_c'; did you mean",
+        ),
+        ({"wq_b": None}, r"^weights\['wq_b'\]: expected a weight \(128, 24\), got nothing"),
+        (
+            {"wq_b": torch.zeros(127, 24)},
+            r"^weights.wq_b: expected shape \[128, 24\], got \[127, 24\] -> pass",
+        ),
+        ({"compressor.ape": torch.zeros(4, 32)}, r"^weights.compressor.ape: expected shape \[4, 64\], got \[4, 32\]"),
+        ({"indexer.compressor.norm": torch.zeros(31)}, r"^weights.indexer.compressor.norm: expected shape \[32\], got"),
+        ({"wo_a": "a string"}, r"^weights.wo_a: expected shape \[32, 64\], got str"),
+    ],
+)
+def test_a_weight_of_another_shape_or_name_is_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        bound(**changes)
+
+
+def test_contexts_beyond_the_model_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"max_model_len: expected at most 4096, the max_position_embeddings"):
+        Whole(load_backend("reference"), limits=Limits(1, 8, 4097))
+    whole = Whole(load_backend("reference"), limits=Limits(1, 8, 12))
+    with pytest.raises(ArgumentError, match=r"^requests: expected at most 12 tokens in a sequence, .*, got 13"):
+        whole.manager.batch([(whole.manager.new(), 13)])
+
+
+def test_a_deterministic_backend_wants_one_phase() -> None:
+    with pytest.raises(ArgumentError, match=r"^limits: expected Limits\(\.\.\., single_phase=True\) with"):
+        Whole(load_backend("reference", deterministic=True))
+
+
+def test_caches_and_calls_that_do_not_fit_are_refused() -> None:
+    whole = Whole(load_backend("reference"))
+    swa, c4a, c128a = whole.manager.caches
+    layer = whole.layers[1]
+    for caches, said in (
+        (attrs.evolve(c4a, state=None), r"^caches.state: expected a cache of states on a c4a layer, got None"),
+        (attrs.evolve(c4a, state=c4a.index_state), None),
+        (attrs.evolve(c4a, state=c128a.state), r"^caches.state: expected layout KVCacheLayout.compressor_state\(64\)"),
+        (attrs.evolve(c4a, index=None), r"^caches.index: expected index keys, got None"),
+        (attrs.evolve(c4a, index=c4a.state), r"^caches.index: expected a layout of index keys of 32 dims, got compre"),
+        (attrs.evolve(c4a, attention=swa.attention), r"^caches.compressed: expected the compressed cache of a c4a"),
+    ):
+        if said:
+            with pytest.raises((ArgumentError, LayoutMismatchError), match=said):
+                layer.bind_kv_cache(caches)
+    with pytest.raises(ArgumentError, match=r"^caches.index: expected none on a swa layer"):
+        whole.layers[0].bind_kv_cache(attrs.evolve(swa, index=c4a.index))
+    hidden, positions = whole.hidden(0, 3), torch.arange(3)
+    with pytest.raises(ArgumentError, match=r"^hidden_states: expected \[T, 48\] float32"):
+        layer(hidden[:, :40], positions)
+    with pytest.raises(ArgumentError, match=r"^positions: expected \[T\] int64 with T=3"):
+        layer(hidden, positions[:2])
+    with pytest.raises(Dsv4AttnError, match="no step is being run"):
+        layer(hidden, positions)
+
+
+def test_a_rank_holds_its_heads_and_the_sum_of_the_ranks_is_the_layer() -> None:
+    whole = Whole(load_backend("reference"))
+    hidden = whole.hidden(0, 40)
+    expected = whole.cut(hidden, [30, 10])[1]
+    local, ranks = SMALL.tensor_parallel(2), []
+    for rank in range(2):
+        parts = {}
+        for i in range(3):
+            given = AttentionWeights.from_dict(random_weights(SMALL, i), SMALL, SMALL.layer(i))
+            parts[i] = dict(given.shard(rank, 2).named())
+        ranks.append(Whole(load_backend("reference"), geometry=local, weights=parts).cut(hidden, [30, 10])[1])
+
+    close([one + other for one, other in zip(*ranks, strict=True)], expected)

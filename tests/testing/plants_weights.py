@@ -1,0 +1,87 @@
+"""Conversions of block-scaled fp8 weights with one thing wrong each: core's own functions, to be patched.
+
+A backend receives converted weights, so no backend can have these bugs; the kit must find them where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core import weights
+
+true_factors, true_product = weights._factors, weights._product
+
+
+def unscaled(scale: Tensor) -> Tensor:
+    """Scales are not applied."""
+    return torch.ones_like(true_factors(scale))
+
+
+def inverted(scale: Tensor) -> Tensor:
+    """Codes are divided by their scale, as the name `weight_scale_inv` may suggest."""
+    return 1 / true_factors(scale)
+
+
+def of_transposed_blocks(scale: Tensor) -> Tensor:
+    """The scales of row blocks are taken to be those of column blocks."""
+    return true_factors(scale).t().reshape(scale.shape)
+
+
+def bytes_as_numbers(scale: Tensor) -> Tensor:
+    """An E8M0 byte is used as a plain number."""
+    return scale if scale.dtype == torch.float32 else scale.view(torch.uint8).float()
+
+
+def exponent_off_by_one(scale: Tensor) -> Tensor:
+    """The bias of E8M0 is taken to be 128."""
+    return true_factors(scale) / (1 if scale.dtype == torch.float32 else 2)
+
+
+def whole_blocks_only(weight: Tensor, factors: Tensor, out: Tensor | None) -> Tensor:
+    """Short blocks at the end stay zero."""
+    found = true_product(weight, factors, out)
+    rows, columns = (n // weights.BLOCK * weights.BLOCK for n in weight.shape)
+    found[rows:] = 0
+    found[:, columns:] = 0
+    return found
+
+
+def last_scale_for_all_after(weight: Tensor, factors: Tensor, out: Tensor | None) -> Tensor:
+    """A short block at the end gets the scale of the block before it."""
+    short = factors.clone()
+    if weight.shape[0] % weights.BLOCK and len(factors) > 1:
+        short[-1] = short[-2]
+    return true_product(weight, short, out)
+
+
+def always_ocp(weight: Tensor, factors: Tensor, out: Tensor | None) -> Tensor:
+    """The dialect of the codes is ignored."""
+    return true_product(weight.view(torch.uint8).view(torch.float8_e4m3fn), factors, out)
+
+
+def wo_b_as_codes(value: Any, name: str = "wo_a") -> Tensor:
+    """The scales of wo_b are forgotten."""
+    return weights.dense_weight(value, name) if name == "wo_a" else value.weight.bfloat16()
+
+
+FP8 = "project-fp8-ocp-fp32,project-fp8-ocp-e8m0,project-fp8-ocp-bytes"
+FNUZ = FP8.replace("ocp", "fnuz")
+EXPONENTS = "project-fp8-ocp-e8m0,project-fp8-fnuz-e8m0,project-fp8-ocp-bytes,project-fp8-fnuz-bytes"
+MORE = "project-fp8-mixed,apart-project-fp8,dims-project-fp8,output-fp8"
+
+SLIPS: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "scales not applied": ("weights._factors", unscaled, f"{FP8},{FNUZ},{MORE}"),
+    "scales inverted": ("weights._factors", inverted, f"{FP8},{FNUZ},{MORE}"),
+    "scales of transposed blocks": ("weights._factors", of_transposed_blocks, f"{FP8},{FNUZ},{MORE}"),
+    "E8M0 byte used as a number": ("weights._factors", bytes_as_numbers, f"{EXPONENTS},apart-project-fp8,output-fp8"),
+    "E8M0 bias of 128": ("weights._factors", exponent_off_by_one, f"{EXPONENTS},apart-project-fp8,output-fp8"),
+    "short last block dropped": ("weights._product", whole_blocks_only, f"{FP8},{FNUZ},{MORE}"),
+    "short last block scaled as the one before": ("weights._product", last_scale_for_all_after, f"{FP8},{FNUZ},{MORE}"),
+    "codes always OCP": ("weights._product", always_ocp, FNUZ),
+    "scales of wo_b forgotten": ("projection.dense_weight", wo_b_as_codes, "output-fp8"),
+}
+"""What is patched in `dsv4attn.core`, by what, and the cases of which each must fail."""
