@@ -1,13 +1,12 @@
 """A whole layer in float64 numpy, token by token, from hidden states. The checks of a replay judge the layer by it.
 
-Only two roundings are repeated here, because what follows depends on them: of the latent of q, and of q before and
-after its norm. Letters as in `core.geometry` and `core.layer_ops`.
+Nothing is rounded here: `whole_check` says how far a layer that rounds may be from it. Letters are those of
+`core.geometry` and `core.layer_ops`.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import torch
 from attrs import asdict
 from torch import Tensor
 
@@ -22,18 +21,13 @@ __all__ = ["ExactLayer"]
 
 
 class ExactLayer:
-    """One layer. dtype: of hidden states, bf16 or fp32."""
+    """One layer."""
 
     def __init__(
-        self,
-        geometry: ModelGeometry,
-        layer: LayerGeometry,
-        weights: AttentionWeights,
-        source: RandomWeights,
-        dtype: torch.dtype,
+        self, geometry: ModelGeometry, layer: LayerGeometry, weights: AttentionWeights, source: RandomWeights
     ) -> None:
         """Take the weights. source: makes their float64 copies, and shares them between layers."""
-        self._geometry, self._layer, self._weights, self._source, self._dtype = geometry, layer, weights, source, dtype
+        self._geometry, self._layer, self._weights, self._source = geometry, layer, weights, source
         yarn = layer.rope.yarn
         stretch = None if yarn is None else oracle.Yarn(**asdict(yarn))
         self._inv_freq = oracle.rope_inv_freq(layer.rope_dim, layer.rope.theta, stretch)
@@ -41,13 +35,17 @@ class ExactLayer:
         self.sink = None if sink is None else self._copy(sink)
 
     def latent(self, hidden: F64) -> F64:
-        """[lora] the latent of q of a token: projected, normalised, rounded."""
-        return self._rounded(self._norm(self._copy(self._weights.wq_a) @ hidden, self._weights.q_norm))
+        """[lora] the latent of q of a token: projected, normalised."""
+        return self._norm(self._copy(self._weights.wq_a) @ hidden, self._weights.q_norm)
 
-    def query(self, latent: F64, position: int) -> F64:
-        """[H, D] q of a token: projected, rounded, normalised, rotated, rounded."""
-        raw = self._rounded(self._copy(self._weights.wq_b) @ latent).reshape(self._layer.num_heads, -1)
-        return self._rounded(oracle.q_norm_rope(raw, *self._turn(position), self._layer.rope_dim, self._layer.eps))
+    def query(self, latent: F64, position: int) -> tuple[F64, F64]:
+        """([H, D], [H]) q of a token: projected, normalised, rotated; and how much the norm enlarges errors of a head.
+
+        The second is the root mean square of all heads before their norm, divided by that of each head.
+        """
+        raw = (self._copy(self._weights.wq_b) @ latent).reshape(self._layer.num_heads, -1)
+        turned = oracle.q_norm_rope(raw, *self._turn(position), self._layer.rope_dim, self._layer.eps)
+        return turned, np.sqrt(np.mean(raw**2) / np.mean(raw**2, -1))
 
     def key(self, hidden: F64, position: int) -> F64:
         """[D] the window key of a token."""
@@ -111,9 +109,3 @@ class ExactLayer:
 
     def _norm(self, row: F64, weight: Tensor) -> F64:
         return np.asarray(row / np.sqrt(np.mean(row**2) + self._geometry.eps) * self._copy(weight))
-
-    def _rounded(self, values: F64) -> F64:
-        """Values rounded to the dtype of hidden states."""
-        if self._dtype == torch.float32:
-            return values.astype(np.float32).astype(np.float64)
-        return oracle.round_bf16(values)

@@ -50,6 +50,7 @@ class RecordingBackend:
     watch: operations of the step.
     rows: numbers of the rows that will be checked. Their out and lse are NaN before attention, so that a row that is
     not written does not pass with values of an earlier step.
+    q: [T, H, D] - of the step, normalised and rotated.
     out: [T, H, D] - of the step's attention. lse: [max tokens, H] fp32 of it.
     query: the indexer's queries of the step; None if nothing was scored.
     """
@@ -60,7 +61,7 @@ class RecordingBackend:
         self.watch = Stopwatch()
         self.layer_steps = _RecordingSteps(self._backend.layer_steps, self)
         self.rows = torch.empty(0, dtype=torch.int64)
-        self.out = torch.empty(0)
+        self.q = self.out = torch.empty(0)
         self.lse = torch.empty(max_tokens, heads)
         self.query: IndexQuery | None = None
 
@@ -76,6 +77,7 @@ class RecordingBackend:
         """See `Backend`."""
         self.watch.lap("projections")
         self._backend.qnorm_rope_kv_insert(q, kv, cache, *rest)
+        self.q = q
         self.watch.lap("insert")
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:

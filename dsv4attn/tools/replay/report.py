@@ -69,9 +69,10 @@ _OPERATIONS = {
 }
 _SHARES = {
     "key": "window keys, share of rounding (≤1)",
+    "query": "queries",
     "entry": "entries",
     "index_key": "index keys",
-    "index_query": "queries of the indexer",
+    "index_query": "index queries",
     "selection": "selection, share of fp32 sums (≤1)",
 }
 """Rows of errors whose limit is 1."""

@@ -57,6 +57,7 @@ class WholeErrors(Errors):
 
     projection: relative error of the output of the layer.
     key: largest error of an element of a window key, as a share of what rounding explains.
+    query: the same of q, normalised and rotated.
     entry: the same of a compressed entry.
     index_key: the same of an index key.
     index_query: the same of a query of the indexer.
@@ -64,6 +65,7 @@ class WholeErrors(Errors):
     """
 
     key: float | None = None
+    query: float | None = None
     entry: float | None = None
     index_key: float | None = None
     index_query: float | None = None

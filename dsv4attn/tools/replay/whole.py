@@ -104,7 +104,7 @@ class WholeLane:
         self._attention.bind_kv_cache(caches)
         self._checker: WholeChecker | None = None
         if setting.check_rows:
-            exact = ExactLayer(geometry, layer, own, weights, setting.workload.dtype)
+            exact = ExactLayer(geometry, layer, own, weights)
             tolerance = tolerance_of(setting.workload.dtype, weights.key_rms)
             self._checker = WholeChecker(layer, exact, caches, recorder, setting.workload, tolerance)
         self._peaks: dict[str, int] = {}

@@ -148,13 +148,13 @@ def test_shares_count_layers_of_the_model_when_asked() -> None:
 def whole_report() -> Report:
     """Whole layers, with numbers as wide as they get; window-only layers have fewer stages."""
     report = evolve(report_of(), indexer="real")
-    limits = WholeErrors(4e-3, 8e-3, 8e-3, 1.0, 1.0, 1.0, 1.0, 1.0)
+    limits = WholeErrors(4e-3, 8e-3, 8e-3, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
     for layer in report.layers:
         layer.seconds = WholeSeconds(1234.5, 2345.6, 3456.7, 4567.8, 5678.9, 6789.1)
         layer.state_bytes_per_sequence = 1023 * 1024
         layer.check = CheckResult(limits)
         stages = {} if layer.kind == "swa" else {"entry": 0.25, "index_key": 0.5, "index_query": 0.75, "selection": 0.0}
-        layer.check.add(WholeErrors(1e-3, 2e-3, 3e-3, key=0.125, **stages), "here")
+        layer.check.add(WholeErrors(1e-3, 2e-3, 3e-3, key=0.125, query=0.375, **stages), "here")
     return report
 
 
@@ -163,7 +163,7 @@ def test_whole_layers_have_a_row_for_each_operation_and_stage_within_80_columns(
 
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80
-    for line in ("window keys, share of rounding (≤1)", "entries", "index keys", "queries of the indexer"):
+    for line in ("window keys, share of rounding (≤1)", "entries", "index keys", "index queries", "queries"):
         assert f"\n  {line} " in text
     assert text.count("6789.10 s") == text.count("1,023.0 KiB") == 3
     assert [line.split()[-3:] for line in text.splitlines() if "entries" in line] == [["-", "0.25", "0.25"]]
@@ -180,6 +180,7 @@ def test_json_of_whole_layers_has_null_for_what_was_not_compared() -> None:
         "lse": 2e-3,
         "projection": 3e-3,
         "key": 0.125,
+        "query": 0.375,
         "entry": None,
         "index_key": None,
         "index_query": None,
