@@ -132,14 +132,17 @@ class DeepseekV4Attention:
 
     @torch.no_grad()
     def __call__(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states [T', hidden] to hidden states, of the dtype of the weights, for the step that is being run.
+        """Hidden states [T', hidden] to hidden states, for the step that is being run.
 
-        positions: [T'] int64, in range for padding rows too. Rows behind the tokens of the step are padding. In a
-        warm-up memory is reserved, and attention gives zeros.
+        hidden_states: in the dtype of the weights; beside fp32 weights bf16 too. q, keys and the result have its dtype,
+        and products with fp32 weights are fp32. positions: [T'] int64, in range for padding rows too. Rows behind the
+        tokens of the step are padding. In a warm-up memory is reserved, and attention gives zeros.
         """
         attention, caches, size = self.attention, self.caches, self.geometry.hidden_size
         letters: dict[str, int] = {}
-        check_tensor("hidden_states", hidden_states, f"T {size}", self._wq_a.dtype, letters, like="the weights")
+        own = self._wq_a.dtype
+        taken, like = ((own, torch.bfloat16), "") if own == torch.float32 else ((own,), "the weights")
+        check_tensor("hidden_states", hidden_states, f"T {size}", taken, letters, like=like)
         check_tensor("positions", positions, "T", torch.int64, letters)
         check_same_device(hidden_states, positions=positions, weights=self._wq_a)
         if caches is None:
@@ -151,7 +154,7 @@ class DeepseekV4Attention:
         eps, dtype = self.geometry.eps, hidden_states.dtype
         qr = rms_norm(self._linear(hidden_states, self._wq_a), self._q_norm, eps).to(dtype)
         kv = rms_norm(self._linear(hidden_states, self._wkv), self._kv_norm, eps).to(dtype)
-        q = self._linear(qr, self._wq_b).unflatten(-1, (self.layer.num_heads, self.layer.head_dim))
+        q = self._linear(qr, self._wq_b).to(dtype).unflatten(-1, (self.layer.num_heads, self.layer.head_dim))
         attention.fused_qnorm_rope_kv_insert(q, kv, positions)
         if metadata is not None and self.compressor is not None:
             assert caches.state is not None

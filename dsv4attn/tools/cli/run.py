@@ -1,4 +1,4 @@
-"""`dsv4attn run`: serves a request trace through the attention of a model, and checks rows while it runs."""
+"""`dsv4attn run`: serves a request trace through the attention layers of a model, and checks rows while it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, LINE_S, OK, Whole, pairs, print_json
 
 if TYPE_CHECKING:
-    from dsv4attn.core.geometry import LayerKind
+    from dsv4attn.core.geometry import LayerKind, ModelGeometry
     from dsv4attn.tools.replay.engine import Progress
     from dsv4attn.tools.replay.request import Request
 
@@ -24,7 +24,7 @@ _positive = Whole(min=1)
 _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
-@click.command(short_help="Serve a request trace through the attention, checked while it runs.")
+@click.command(short_help="Serve a request trace through attention layers, checked while it runs.")
 @click.option(
     "--model", metavar="NAME", default="flash", show_default=True, help="flash, pro, or a config.json or its folder."
 )
@@ -34,6 +34,9 @@ _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 @click.option("--backend", metavar="NAME", help="Backend to run.  [default: as `dsv4attn explain` says]")
 @click.option("--option", "options", metavar="KEY=VALUE", multiple=True, callback=pairs, help="Option of the backend.")
 @click.option("--layers", metavar="KINDS", help="Of swa,c4a,c128a.  [default: all that the model has]")
+@click.option(
+    "--indexer", metavar="NAME", default="real", show_default=True, help="real: whole layers; random: attention alone."
+)
 @click.option("--cache", metavar="NAME", default="fp8_ds_mla", show_default=True, help="fp8_ds_mla, bf16 or fp32.")
 @click.option("--max-requests", metavar="N", type=_positive, help="Read so many requests of the trace.")
 @click.option("--max-tokens", metavar="N", type=Whole(min=2), help="Shrink longer requests, prompt and output alike.")
@@ -69,6 +72,7 @@ def run(
     backend: str | None,
     options: dict[str, str],
     layers: str | None,
+    indexer: str,
     cache: str,
     max_requests: int | None,
     max_tokens: int | None,
@@ -81,11 +85,13 @@ def run(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Serve the requests of a trace through the attention of a model: paged caches, chunked prefill, decode.
+    """Serve the requests of a trace through the attention layers of a model: paged caches, chunked prefill, decode.
 
-    One layer of each type is run, on random inputs of realistic size. In every step some rows are computed again by a
-    float64 oracle from raw inputs. There are as many threads as cores are free when it begins. Exit code 0: all rows
-    agree; 1: some do not; 2: bad input; 130: interrupted, with a report of what has run.
+    One layer of each type is run, from hidden states to hidden states, with random weights of the model's sizes:
+    projections, compressor, indexer, attention, output projection. With --indexer random it is attention alone, on
+    random inputs. In every step some rows are computed again in float64, stage by stage, from raw inputs. There are as
+    many threads as cores are free when it begins. Exit code 0: all rows agree; 1: some do not; 2: bad input; 130:
+    interrupted, with a report of what has run.
     """
     from dsv4attn.tools.cli.threads import Load, wait_passively
 
@@ -109,8 +115,10 @@ def run(
         max_kv_bytes=max_kv_mib * 2**20,
         check_rows=check_rows,
         seed=seed,
+        indexer=indexer,
     )
-    requests = _requests(trace, max_requests, max_tokens, seed)
+    selecting = _tokens_to_select(geometry) if indexer == "real" else None
+    requests = _requests(trace, max_requests, max_tokens, seed, selecting)
     facts: dict[str, object] = {"swa_page_size": block_size, "dtype": _KV_DTYPES.get(cache, "e4m3fn"), "lse": True}
     facts["q_dtype"] = "float32" if cache == "fp32" else "bfloat16"
     chosen = chosen_backend(backend, options, geometry, config.kinds or geometry.kinds, **facts)
@@ -149,10 +157,25 @@ def _kinds(layers: str | None) -> list[LayerKind] | None:
     return [kind for kind in LayerKind if kind.value in asked]
 
 
-def _requests(trace: str | None, max_requests: int | None, max_tokens: int | None, seed: int) -> list[Request]:
-    from dsv4attn.tools.replay.trace import generated_trace, read_trace, shrink
+def _tokens_to_select(geometry: ModelGeometry) -> int | None:
+    """Tokens from which on an indexer leaves entries out; None without an indexer."""
+    from dsv4attn.core.geometry import LayerKind
 
-    if trace is None:
+    if LayerKind.C4A not in geometry.kinds:
+        return None
+    layer = geometry.layer_of_kind(LayerKind.C4A)
+    return layer.compress_ratio * (layer.topk + 1)
+
+
+def _requests(
+    trace: str | None, max_requests: int | None, max_tokens: int | None, seed: int, selecting: int | None
+) -> list[Request]:
+    """Requests of a file, or of the built-in trace. selecting: tokens of its longest prompt, for whole layers."""
+    from dsv4attn.tools.replay.trace import generated_trace, read_trace, selecting_trace, shrink
+
+    if trace is None and selecting is not None:
+        requests = selecting_trace(seed, selecting, max_requests or 4)
+    elif trace is None:
         requests = generated_trace(seed, max_requests or 6)
     else:
         requests = read_trace(trace, max_requests=max_requests)

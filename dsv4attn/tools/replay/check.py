@@ -35,10 +35,10 @@ from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout
 from dsv4attn.testing import oracle
 from dsv4attn.testing.oracle import F64
-from dsv4attn.tools.replay.report import CheckResult, Errors
+from dsv4attn.tools.replay.results import CheckResult, Errors
 from dsv4attn.tools.replay.workload import I64, LARGEST_KEY_WEIGHT, Tokens, Workload
 
-__all__ = ["RowChecker", "choose_rows", "tolerance_of"]
+__all__ = ["RowChecker", "choose_rows", "largest", "relative", "tolerance_of"]
 
 _SAMPLED_RANKS = 8
 """Projected values compared in each group."""
@@ -101,9 +101,9 @@ class RowChecker:
             weight = self._wo_a[:, ranks].astype(np.float64)
             projected = oracle.inverse_rope_project(expected, cos, sin, self._layer.rope_dim, weight, None)
             errors = Errors(
-                out=_relative(out[i].double().numpy(), expected),
-                lse=_largest(np.abs(lse[i].double().numpy() - expected_lse)),
-                projection=_relative(z[i].double().numpy()[:, ranks].ravel(), projected.ravel()),
+                out=relative(out[i].double().numpy(), expected),
+                lse=largest(np.abs(lse[i].double().numpy() - expected_lse)),
+                projection=relative(z[i].double().numpy()[:, ranks].ravel(), projected.ravel()),
             )
             self.result.add(errors, f"step {step}, request {self._workload.requests[row].index}, position {position}")
 
@@ -169,13 +169,13 @@ def _tokens(workload: Workload, row: int, positions: Sequence[int]) -> Tokens:
     return workload.tokens(np.full(len(positions), row, np.int64), np.array(positions, np.int64))
 
 
-def _relative(actual: F64, expected: F64) -> float:
+def relative(actual: F64, expected: F64) -> float:
     """Norm of the difference over the norm of the expected vector, the largest over rows."""
     error, size = np.linalg.norm(actual - expected, axis=-1), np.linalg.norm(expected, axis=-1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return _largest(np.where(error == 0, 0.0, error / size))
+        return largest(np.where(error == 0, 0.0, error / size))
 
 
-def _largest(errors: F64) -> float:
+def largest(errors: F64) -> float:
     """The largest, or infinity when one is not a number."""
     return math.inf if np.isnan(errors).any() else float(errors.max())

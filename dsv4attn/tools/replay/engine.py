@@ -12,7 +12,7 @@ import torch
 from attrs import Attribute, field, frozen
 
 from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.contract import Backend
+from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
@@ -20,17 +20,21 @@ from dsv4attn.core.metadata import Batch
 from dsv4attn.core.workspace import WorkspacePlan
 from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.errors import ArgumentError, UnknownNameError
-from dsv4attn.tools.replay.lane import Lane, PageBytes, Shared, timed
-from dsv4attn.tools.replay.pages import COMPRESSED_BLOCK_TOKENS, PagedBlocks, PoolSizes
-from dsv4attn.tools.replay.report import Report
+from dsv4attn.tools.replay.lane import AnyLane, Lane, MeteredWorkspace, PageBytes, Setting, Shared, timed
+from dsv4attn.tools.replay.pages import COMPRESSED, COMPRESSED_BLOCK_TOKENS, WINDOW, PagedBlocks, PoolSizes, StatePool
 from dsv4attn.tools.replay.request import Request, check_count
+from dsv4attn.tools.replay.results import Report
 from dsv4attn.tools.replay.scheduler import Scheduler, Step
+from dsv4attn.tools.replay.weights import RandomWeights
+from dsv4attn.tools.replay.whole import WholeLane, caches_of, pages_of
 from dsv4attn.tools.replay.workload import Tokens, Workload
 
-__all__ = ["CACHES", "Progress", "Replay", "ReplayConfig"]
+__all__ = ["CACHES", "INDEXERS", "Progress", "Replay", "ReplayConfig"]
 
 CACHES = ("fp8_ds_mla", "bf16", "fp32")
-"""Names of `ReplayConfig.cache`. With `fp32`, queries and keys are fp32 too, so that no format rounds anything."""
+"""Names of `ReplayConfig.cache`. With `fp32`, hidden states, queries and keys are fp32 too: no format rounds."""
+INDEXERS = ("real", "random")
+"""Names of `ReplayConfig.indexer`."""
 
 
 def _at_least(minimum: int) -> Callable[[Any, Attribute[int], int], None]:
@@ -49,6 +53,8 @@ class ReplayConfig:
     max_kv_bytes: bytes of all KV pages.
     check_rows: rows checked per step and layer type.
     seed: seed of all random numbers.
+    indexer: `real`: whole layers with random weights, from hidden states to hidden states. `random`: attention alone,
+       on random q, keys, entries and selections.
     """
 
     kinds: Sequence[LayerKind] | None = None
@@ -59,6 +65,7 @@ class ReplayConfig:
     max_kv_bytes: int = field(default=2 * 2**30, validator=_at_least(1))
     check_rows: int = field(default=2, validator=_at_least(0))
     seed: int = field(default=0, validator=_at_least(0))
+    indexer: str = "real"
 
 
 @frozen
@@ -88,49 +95,67 @@ class Replay:
     ) -> None:
         """Size the pools, allocate caches and buffers, reserve and lock the workspace."""
         self.geometry, self.backend, self.config, self.requests = geometry, backend, config, tuple(requests)
+        if config.indexer not in INDEXERS:
+            raise UnknownNameError("indexer", config.indexer, INDEXERS)
+        whole = config.indexer == "real"
         layers = [geometry.layer_of_kind(kind) for kind in config.kinds or geometry.kinds]
         layout, dtype = _layout_of(config.cache, geometry)
-        self._limits = _limits_of(self.requests, geometry, config)
+        self._limits = limits = _limits_of(self.requests, geometry, config, backend)
         pages = [PageBytes.of(layer, layout, config.block_size) for layer in layers]
+        if whole:
+            pages = pages_of(geometry, layers, layout, config.block_size)
+        self._states = [StatePool(layer, page.state) for layer, page in zip(layers, pages, strict=True) if page.state]
         sizes = PoolSizes.of(
             self.requests,
             window=geometry.window,
             block_size=config.block_size,
-            max_num_seqs=self._limits.max_num_reqs,
-            max_num_batched_tokens=self._limits.max_num_batched_tokens,
+            max_num_seqs=limits.max_num_reqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
             window_page_bytes=sum(page.window for page in pages),
             compressed_page_bytes=sum(page.compressed for page in pages),
             max_bytes=config.max_kv_bytes,
+            states=self._states,
         )
-        self._blocks = PagedBlocks(sizes, config.block_size, geometry.window, config.seed)
+        self._blocks = PagedBlocks(sizes, config.block_size, geometry.window, config.seed, self._states)
         self._scheduler = Scheduler(
             self.requests,
-            max_num_batched_tokens=self._limits.max_num_batched_tokens,
-            max_num_seqs=self._limits.max_num_reqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_seqs=limits.max_num_reqs,
             blocks=self._blocks,
         )
-        self._builder = MetadataBuilder(
-            geometry,
-            self._limits,
-            swa_block_size=config.block_size,
-            compressed_block_tokens=COMPRESSED_BLOCK_TOKENS,
-            num_swa_blocks=sizes.window,
-            num_compressed_blocks=sizes.compressed,
-            backend=backend,
-        )
         self._workload = Workload(geometry, self.requests, config.seed, dtype)
-        plans = [plan_workspace(layer, self._limits, backend, layout) for layer in layers]
-        shared = Shared.of(
+        plans = [plan_workspace(layer, limits, backend, layout) for layer in layers]
+        workspace = MeteredWorkspace()
+        workspace.reserve(reduce(WorkspacePlan.union, plans), caller="replay")
+        workspace.lock()
+        setting = Setting(
             backend,
-            self._limits,
+            limits,
             layout,
             config.block_size,
             self._workload,
-            reduce(WorkspacePlan.union, plans),
+            workspace,
             check_rows=config.check_rows,
             seed=config.seed,
         )
-        self._lanes = [Lane(layer, shared, sizes, plan) for layer, plan in zip(layers, plans, strict=True)]
+        self._lanes: Sequence[AnyLane]
+        if whole:
+            manager = caches_of(geometry, layers, limits, layout, sizes, config.block_size, backend)
+            weights = RandomWeights(geometry, config.seed)
+            self._builder = manager.builder
+            self._lanes = [WholeLane(i, setting, manager, weights, plan) for i, plan in enumerate(plans)]
+        else:
+            self._builder = MetadataBuilder(
+                geometry,
+                limits,
+                swa_block_size=config.block_size,
+                compressed_block_tokens=COMPRESSED_BLOCK_TOKENS,
+                num_swa_blocks=sizes.window,
+                num_compressed_blocks=sizes.compressed,
+                backend=backend,
+            )
+            shared, pairs = Shared.of(setting), zip(layers, plans, strict=True)
+            self._lanes = [Lane(layer, setting, shared, sizes, plan) for layer, plan in pairs]
         self._other_s = {"inputs": 0.0, "scheduling": 0.0, "checks": 0.0}
 
     @property
@@ -178,8 +203,8 @@ class Replay:
         first = np.array([entry.seq_len for entry in entries]) - ends
         positions = np.arange(step.num_tokens) + first[request]
         rows = np.array([self._workload.row_of[entry.request.index] for entry in entries])[request]
-        table, *compressed = self._blocks.tables(entries)
-        slots = table.numpy()[request, positions // size].astype(np.int64) * size + positions % size
+        tables = self._blocks.tables(entries)
+        slots = tables[WINDOW].numpy()[request, positions // size].astype(np.int64) * size + positions % size
         starts = torch.tensor([0, *ends.tolist()], dtype=torch.int32)
         seq_lens = torch.tensor([entry.seq_len for entry in entries], dtype=torch.int32)
         batch = Batch(
@@ -189,16 +214,18 @@ class Replay:
             seq_lens=seq_lens,
             seq_lens_cpu=seq_lens,
             slot_mapping=torch.from_numpy(slots),
-            block_table=table,
-            compressed_block_table=compressed[0] if compressed else None,
+            block_table=tables[WINDOW],
+            compressed_block_table=tables.get(COMPRESSED),
+            **{f"{pool.name}_block_table": tables[pool.name] for pool in self._states},
         )
         return self._workload.tokens(rows, positions), batch
 
     def _report(self, wall_s: float, *, interrupted: bool) -> Report:
-        done, config = self._scheduler.counters, self.config
+        done, config, peaks = self._scheduler.counters, self.config, self._blocks.peaks
         for lane in self._lanes:
-            window, compressed = self._blocks.peak_window, self._blocks.peak_compressed
-            lane.report.kv_bytes_peak = window * lane.page.window + compressed * lane.page.compressed
+            page, states = lane.page, peaks.get(f"{lane.layer.kind.value}_state", 0)
+            used = peaks[WINDOW] * page.window + peaks[COMPRESSED] * page.compressed + states * page.state
+            lane.report.kv_bytes_peak = used
         return Report(
             model=self.geometry.name,
             backend=self.backend.name,
@@ -218,6 +245,7 @@ class Replay:
             wall_s=wall_s,
             other_s=self._other_s,
             interrupted=interrupted,
+            indexer=config.indexer,
         )
 
 
@@ -232,7 +260,7 @@ def _layout_of(cache: str, geometry: ModelGeometry) -> tuple[KVCacheLayout, torc
     return KVCacheLayout.rows(nope, rope, dtype=dtype), dtype
 
 
-def _limits_of(requests: Sequence[Request], geometry: ModelGeometry, config: ReplayConfig) -> Limits:
+def _limits_of(requests: Sequence[Request], geometry: ModelGeometry, config: ReplayConfig, backend: Backend) -> Limits:
     """Limits of all steps. The longest request bounds them, not the model's longest context."""
     if not requests:
         raise ArgumentError("requests", expected="at least one", actual="none")
@@ -246,4 +274,7 @@ def _limits_of(requests: Sequence[Request], geometry: ModelGeometry, config: Rep
         )
     # no step can be larger than all requests together
     tokens = min(config.max_num_batched_tokens, sum(request.attention_tokens for request in requests))
-    return Limits(min(config.max_num_seqs, tokens, len(requests)), tokens, longest.attention_tokens)
+    seqs = min(config.max_num_seqs, tokens, len(requests))
+    # whole layers of a deterministic backend demand it
+    single_phase = config.indexer == "real" and complete(backend).deterministic
+    return Limits(seqs, tokens, longest.attention_tokens, single_phase=single_phase)

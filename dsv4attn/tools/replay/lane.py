@@ -1,10 +1,11 @@
-"""One layer type in a replay: its caches, and insert, attention, projection and check of each step."""
+"""Attention alone in a replay: the caches of a layer type, and insert, attention, projection, check of each step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,10 +23,10 @@ from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.core.workspace import BufferSpec, WorkspaceManager, WorkspacePlan, simultaneous_bytes
 from dsv4attn.tools.replay.check import RowChecker, choose_rows
 from dsv4attn.tools.replay.pages import COMPRESSED_BLOCK_TOKENS, PoolSizes
-from dsv4attn.tools.replay.report import LayerReport
+from dsv4attn.tools.replay.results import LayerReport
 from dsv4attn.tools.replay.workload import Tokens, Workload
 
-__all__ = ["Lane", "MeteredWorkspace", "PageBytes", "Shared", "timed"]
+__all__ = ["AnyLane", "Lane", "MeteredWorkspace", "PageBytes", "Setting", "Shared", "timed"]
 
 
 @contextmanager
@@ -41,11 +42,13 @@ class PageBytes:
     """Bytes of one page in the caches of one layer type.
 
     window: of the window cache.
-    compressed: of the compressed cache; 0 without one.
+    compressed: of the compressed cache, and of index keys, which share its pages; 0 without one.
+    state: of the caches of compressor states.
     """
 
     window: int
     compressed: int
+    state: int = 0
 
     @classmethod
     def of(cls, layer: LayerGeometry, layout: KVCacheLayout, block_size: int) -> PageBytes:
@@ -53,6 +56,10 @@ class PageBytes:
         ratio = layer.compress_ratio
         compressed = 0 if ratio == 1 else layout.page_stride(COMPRESSED_BLOCK_TOKENS // ratio)
         return cls(layout.page_stride(block_size), compressed)
+
+    def window_per_sequence(self, layer: LayerGeometry, block_size: int) -> int:
+        """Bytes of the window pages that one idle sequence can hold."""
+        return self.window * ((layer.window - 1) // block_size + 2)
 
 
 class MeteredWorkspace(WorkspaceManager):
@@ -70,21 +77,23 @@ class MeteredWorkspace(WorkspaceManager):
         self.peaks[lane] = max(self.peaks.get(lane, 0), simultaneous_bytes(specs))
         return super().get_simultaneous(*specs, lane=lane, caller=caller)
 
+    def peak(self, before: dict[str, int]) -> int:
+        """Raise the peaks of a layer to those recorded, and return the sum over lanes."""
+        for lane, peak in self.peaks.items():
+            before[lane] = max(before.get(lane, 0), peak)
+        return sum(before.values())
+
 
 @frozen(eq=False)
-class Shared:
-    """Objects that all lanes share, because they run one after another.
+class Setting:
+    """What every lane needs, of both kinds of replays.
 
     backend: the backend.
     limits: limits of all steps.
-    layout: layout of all caches.
+    layout: layout of the caches of keys.
     block_size: records in a page of the window cache.
     workload: source of the inputs.
-    wo_a: [G * rank, H / G * D] fp32.
-    workspace: reserved and locked.
-    q: [T, H, D].
-    out: [T, H, D] like q.
-    lse: [T, H] fp32.
+    workspace: reserved and locked; lanes share it, because they run one after another.
     check_rows: rows checked per step.
     seed: seed of the choice of those rows.
     """
@@ -94,57 +103,68 @@ class Shared:
     layout: KVCacheLayout
     block_size: int
     workload: Workload
-    wo_a: Tensor
     workspace: MeteredWorkspace
-    q: Tensor
-    out: Tensor
-    lse: Tensor
     check_rows: int
     seed: int
 
+
+@frozen(eq=False)
+class Shared:
+    """Objects that all lanes of attention alone share, because they run one after another.
+
+    wo_a: [G * rank, H / G * D] fp32.
+    q: [T, H, D].
+    out: [T, H, D] like q.
+    lse: [T, H] fp32.
+    """
+
+    wo_a: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+
     @classmethod
-    def of(
-        cls,
-        backend: Backend,
-        limits: Limits,
-        layout: KVCacheLayout,
-        block_size: int,
-        workload: Workload,
-        plan: WorkspacePlan,
-        *,
-        check_rows: int,
-        seed: int,
-    ) -> Shared:
-        """Buffers for the largest step, and a workspace that is reserved and locked."""
-        workspace = MeteredWorkspace()
-        workspace.reserve(plan, caller="replay")
-        workspace.lock()
-        rows = limits.max_num_batched_tokens, workload.geometry.num_heads
+    def of(cls, setting: Setting) -> Shared:
+        """Buffers for the largest step."""
+        workload = setting.workload
+        rows = setting.limits.max_num_batched_tokens, workload.geometry.num_heads
         q, out = (torch.empty(*rows, workload.geometry.head_dim, dtype=workload.dtype) for _ in range(2))
-        wo_a, lse = workload.projection(), torch.empty(rows)
-        return cls(backend, limits, layout, block_size, workload, wo_a, workspace, q, out, lse, check_rows, seed)
+        return cls(workload.projection(), q, out, torch.empty(rows))
+
+
+class AnyLane(Protocol):
+    """A layer type in a replay: attention alone, or a whole layer."""
+
+    layer: LayerGeometry
+    page: PageBytes
+    report: LayerReport
+
+    def step(self, number: int, tokens: Tokens, metadata: AttentionMetadata, other_s: dict[str, float]) -> None:
+        """Run and check the tokens of a step. Its numbers are counted when all of this is done."""
 
 
 class Lane:
-    """A layer that stands for all layers of its type."""
+    """Attention of a layer that stands for all layers of its type, on random inputs."""
 
-    def __init__(self, layer: LayerGeometry, shared: Shared, sizes: PoolSizes, plan: WorkspacePlan) -> None:
+    def __init__(
+        self, layer: LayerGeometry, setting: Setting, shared: Shared, sizes: PoolSizes, plan: WorkspacePlan
+    ) -> None:
         """Allocate the layer's own caches over the shared pools."""
-        self.layer, self._shared = layer, shared
-        layout, block_size, ratio = shared.layout, shared.block_size, layer.compress_ratio
+        self.layer, self._setting, self._shared = layer, setting, shared
+        layout, block_size, ratio = setting.layout, setting.block_size, layer.compress_ratio
         self.page = PageBytes.of(layer, layout, block_size)
         swa, compressed = PagedKVCache.allocate(layout, sizes.window, block_size), None
         if ratio > 1:
             compressed = PagedKVCache.allocate(layout, sizes.compressed, COMPRESSED_BLOCK_TOKENS // ratio)
         self._caches = LayerCaches(swa, compressed)
-        self._cos_sin = cos_sin_cache(layer.rope, shared.limits.max_model_len)
-        self._checker = RowChecker(layer, layout, shared.workload, shared.wo_a) if shared.check_rows else None
+        self._cos_sin = cos_sin_cache(layer.rope, setting.limits.max_model_len)
+        self._checker = RowChecker(layer, layout, setting.workload, shared.wo_a) if setting.check_rows else None
         self._peaks: dict[str, int] = {}
         self.report = LayerReport(
             kind=layer.kind.value,
-            layers_in_model=shared.workload.geometry.count(layer.kind),
+            layers_in_model=setting.workload.geometry.count(layer.kind),
             kv_bytes_per_token=self.page.compressed / COMPRESSED_BLOCK_TOKENS,
-            window_bytes_per_sequence=self.page.window * ((layer.window - 1) // block_size + 2),
+            window_bytes_per_sequence=self.page.window_per_sequence(layer, block_size),
             workspace_bytes_planned=sum(plan.lanes.values()),
             transient_bytes_bound=plan.transient_bytes,
             check=self._checker.result if self._checker else None,
@@ -152,8 +172,8 @@ class Lane:
 
     def step(self, number: int, tokens: Tokens, metadata: AttentionMetadata, other_s: dict[str, float]) -> None:
         """Insert, attend, project and check the tokens of a step. Its numbers are counted when all of this is done."""
-        shared, kind, count = self._shared, self.layer.kind, len(tokens)
-        backend, workload, compressed = shared.backend, shared.workload, metadata.compressed
+        setting, shared, kind, count = self._setting, self._shared, self.layer.kind, len(tokens)
+        backend, workload, compressed = setting.backend, setting.workload, metadata.compressed
         q, out, lse = shared.q[:count], shared.out[:count], shared.lse[:count]
         with timed(other_s, "inputs"):
             workload.q_rows(workload.q_numbers(kind, tokens), out=q)
@@ -161,8 +181,8 @@ class Lane:
             entries = workload.key_rows(workload.entry_numbers(kind, tokens)) if compressed else None
             topk = workload.topk(kind, tokens) if kind is LayerKind.C4A else None
             positions = torch.from_numpy(tokens.positions)
-            random = np.random.default_rng([shared.seed, number, list(LayerKind).index(kind)])
-            chosen = choose_rows(tokens, self.layer, shared.check_rows, random)
+            random = np.random.default_rng([setting.seed, number, list(LayerKind).index(kind)])
+            chosen = choose_rows(tokens, self.layer, setting.check_rows, random)
             # a row that the backend does not write must not pass with values of an earlier step
             out[chosen], lse[chosen] = torch.nan, torch.nan
         seconds = {"insert": 0.0, "attend": 0.0, "project": 0.0}
@@ -178,27 +198,25 @@ class Lane:
             groups = workload.geometry.o_groups
             z = backend.inv_rope_o_proj(out, positions, self._cos_sin, shared.wo_a, groups)
         self.report.tokens += count
-        self.report.seconds.add(**seconds)
+        self.report.seconds.add(seconds)
         if self._checker is not None:
             with timed(other_s, "checks"):
                 self._checker.check(number, tokens, chosen, out, lse, z, random)
 
     def _attend(self, q: Tensor, metadata: AttentionMetadata, out: Tensor, lse: Tensor, topk: Tensor | None) -> None:
-        shared = self._shared
-        shared.workspace.peaks.clear()
+        setting = self._setting
+        setting.workspace.peaks.clear()
         forward_mqa(
             q,
             self._caches,
             metadata,
-            shared.backend,
-            shared.workspace,
+            setting.backend,
+            setting.workspace,
             out,
             layer=self.layer,
-            limits=shared.limits,
-            attn_sink=shared.workload.sink(self.layer.kind),
+            limits=setting.limits,
+            attn_sink=setting.workload.sink(self.layer.kind),
             topk_indices=topk,
             lse=lse,
         )
-        for lane, peak in shared.workspace.peaks.items():
-            self._peaks[lane] = max(self._peaks.get(lane, 0), peak)
-        self.report.workspace_bytes_peak = sum(self._peaks.values())
+        self.report.workspace_bytes_peak = setting.workspace.peak(self._peaks)

@@ -1,222 +1,37 @@
-"""Results of a replay: errors, times and memory of each layer type, as plain data, as JSON, and as a table."""
+"""The report of a replay, as JSON and as a table."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from attrs import asdict, define, field, frozen
+from attrs import asdict
 
-__all__ = ["SHOWN_FAILURES", "CheckResult", "Errors", "LayerReport", "Report", "Seconds", "as_json", "as_text"]
+from dsv4attn.tools.replay.results import CheckResult, LayerReport, Report
 
-SHOWN_FAILURES = 5
-"""Failed rows of a layer type that are described; all are counted."""
-
-
-@frozen
-class Errors:
-    """Errors of checked rows, or their limits; `replay.check` defines and derives them.
-
-    out: relative error of the output.
-    lse: absolute error of the lse.
-    projection: relative error of the projected values.
-    """
-
-    out: float = 0.0
-    lse: float = 0.0
-    projection: float = 0.0
-
-    def worst(self, other: Errors) -> Errors:
-        """The larger of each."""
-        pairs = zip(self, other, strict=True)
-        return Errors(*(max(a, b) for a, b in pairs))
-
-    def beyond(self, limit: Errors) -> list[str]:
-        """Names of the errors that exceed their limit."""
-        return [name for name, a, b in zip(asdict(self), self, limit, strict=True) if not a <= b]
-
-    def __iter__(self) -> Iterator[float]:
-        """Iterate in the order of the fields."""
-        return iter((self.out, self.lse, self.projection))
-
-
-@define
-class CheckResult:
-    """Checked rows of one layer type.
-
-    tolerance: largest errors allowed.
-    rows: rows that were checked.
-    failed: rows beyond a tolerance.
-    worst: largest errors.
-    failures: one line for each failed row, at most SHOWN_FAILURES.
-    """
-
-    tolerance: Errors
-    rows: int = 0
-    failed: int = 0
-    worst: Errors = field(factory=Errors)
-    failures: list[str] = field(factory=list)
-
-    def add(self, errors: Errors, where: str) -> None:
-        """Account for one row."""
-        self.rows += 1
-        self.worst = self.worst.worst(errors)
-        beyond = errors.beyond(self.tolerance)
-        if beyond:
-            self.failed += 1
-            if len(self.failures) < SHOWN_FAILURES:
-                said = ", ".join(f"{name} {getattr(errors, name):.2g}" for name in beyond)
-                self.failures.append(f"{where}: {said}")
-
-    @property
-    def ok(self) -> bool:
-        """Whether no row failed; also true when none was checked."""
-        return not self.failed
-
-
-@define
-class Seconds:
-    """Seconds of one layer type, by operation.
-
-    insert: q-norm, RoPE and insertion of keys and of compressed entries.
-    attend: `forward_mqa`: index arithmetic, gathering, attention.
-    project: inverse RoPE and grouped output projection.
-    """
-
-    insert: float = 0.0
-    attend: float = 0.0
-    project: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Sum of all operations."""
-        return self.insert + self.attend + self.project
-
-    def add(self, insert: float, attend: float, project: float) -> None:
-        """Account for a step."""
-        self.insert += insert
-        self.attend += attend
-        self.project += project
-
-
-@define
-class LayerReport:
-    """One layer that represents all layers of its type.
-
-    kind: layer type.
-    layers_in_model: layers of this type in the model.
-    kv_bytes_per_token: bytes of a page of the compressed cache per token; the part that grows with the context.
-    window_bytes_per_sequence: bytes of the window pages that one idle sequence can hold; the part that does not grow.
-    kv_bytes_peak: most bytes of pages of both caches in use at once.
-    workspace_bytes_peak: most bytes of the workspace in one call.
-    workspace_bytes_planned: bytes of the workspace plan.
-    transient_bytes_bound: bytes that a call may take from the framework's allocator besides the workspace; 0 for
-    backends with kernels.
-    tokens: tokens served.
-    seconds: time by operation.
-    check: checked rows, or None.
-    """
-
-    kind: str
-    layers_in_model: int
-    kv_bytes_per_token: float
-    window_bytes_per_sequence: int
-    kv_bytes_peak: int = 0
-    workspace_bytes_peak: int = 0
-    workspace_bytes_planned: int = 0
-    transient_bytes_bound: int = 0
-    tokens: int = 0
-    seconds: Seconds = field(factory=Seconds)
-    check: CheckResult | None = None
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens over the time spent in this layer."""
-        return self.tokens / self.seconds.total if self.seconds.total else 0.0
-
-
-@define
-class Report:
-    """A whole replay, finished or interrupted.
-
-    model: name of the model.
-    backend: name of the backend.
-    cache: name of the cache layout.
-    seed: seed of the replay.
-    block_size: records in a page of the window cache.
-    max_num_batched_tokens: most tokens of a step.
-    max_num_seqs: most requests that run at once.
-    requests: requests of the trace.
-    layers: one report for each layer type.
-    finished: requests that were finished.
-    steps: steps that ran.
-    prefill_tokens: tokens served by the prefill parts of steps.
-    decode_tokens: tokens served by the decode parts of steps.
-    recomputed_tokens: tokens that were served again after a preemption.
-    preemptions: number of preemptions.
-    wall_s: duration in seconds.
-    other_s: seconds outside the layers: making inputs, scheduling and metadata, checking.
-    interrupted: whether Ctrl-C ended the run.
-    trace: name of the trace.
-    options: options of the backend.
-    threads: threads of the CPU, cores that may be used, and where the number comes from; `text` has all in words.
-    """
-
-    model: str
-    backend: str
-    cache: str
-    seed: int
-    block_size: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    requests: int
-    layers: list[LayerReport]
-    finished: int = 0
-    steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    recomputed_tokens: int = 0
-    preemptions: int = 0
-    wall_s: float = 0.0
-    other_s: dict[str, float] = field(factory=dict)
-    interrupted: bool = False
-    trace: str = "generated"
-    options: Mapping[str, str] = field(factory=dict)
-    threads: Mapping[str, object] = field(factory=dict)
-
-    @property
-    def ok(self) -> bool:
-        """Whether the replay ran to its end and no checked row failed."""
-        return not self.interrupted and all(layer.check is None or layer.check.ok for layer in self.layers)
-
-    def shares(self) -> list[float]:
-        """Share of each layer type in the time of those that were run, one layer each."""
-        return _shares([layer.seconds.total for layer in self.layers])
-
-    def model_shares(self) -> list[float]:
-        """The same with every layer of the model counted."""
-        return _shares([layer.seconds.total * layer.layers_in_model for layer in self.layers])
-
-
-def _shares(values: Sequence[float]) -> list[float]:
-    total = sum(values)
-    return [value / total if total else 0.0 for value in values]
+__all__ = ["as_json", "as_text"]
 
 
 def as_json(report: Report) -> dict[str, Any]:
     """Plain values under the names of the fields; an error that is not a number is null."""
     plain = {"ok": report.ok, **asdict(report)}
-    for values, layer, share in zip(plain["layers"], report.layers, report.shares(), strict=True):
-        values |= {"tokens_per_s": layer.tokens_per_s, "share_of_time": share}
+    shares = zip(report.shares(), report.model_shares(), report.operation_shares(), strict=True)
+    for values, layer, (share, model_share, operations) in zip(plain["layers"], report.layers, shares, strict=True):
+        values |= {"tokens_per_s": layer.tokens_per_s, "share_of_time": share, "share_with_all_layers": model_share}
+        values["operations_with_all_layers"] = operations
         if layer.check is not None:
             values["check"]["ok"] = layer.check.ok
             worst = values["check"]["worst"]
             if not layer.check.rows:
                 values["check"]["ok"] = None  # nothing was checked
             checked = layer.check.rows > 0
-            worst |= {name: value if checked and math.isfinite(value) else None for name, value in worst.items()}
+            worst |= {name: value if checked and _is_number(value) else None for name, value in worst.items()}
     return plain
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def as_text(report: Report) -> Any:  # noqa: ANN401 - a rich renderable; rich is imported when something is shown
@@ -244,6 +59,29 @@ def as_text(report: Report) -> Any:  # noqa: ANN401 - a rich renderable; rich is
     return Group(*map(Text, _head(report)), Text(), table, Text(), *failures, _verdict(report))
 
 
+_OPERATIONS = {
+    "projections": "projections of q and keys",
+    "insert": "q-norm, RoPE, insert",
+    "compressor": "compressor",
+    "indexer": "indexer: scores, selection",
+    "attend": "attention",
+    "project": "inverse RoPE, projection",
+}
+_SHARES = {
+    "key": "window keys, share of rounding (≤1)",
+    "query": "queries",
+    "entry": "entries",
+    "index_key": "index keys",
+    "index_query": "index queries",
+    "selection": "selection, share of fp32 sums (≤1)",
+}
+"""Rows of errors whose limit is 1."""
+_ERRORS = {
+    "out": "worst error of out",
+    "lse": "worst error of lse",
+    "projection": "worst error of projection",
+}
+"""Rows of errors that have a limit of their own."""
 _STYLES = {"ok": "green", "FAIL": "bold red", "not checked": "yellow"}
 
 
@@ -260,6 +98,7 @@ def _head(report: Report) -> list[str]:
     spent = {"layers": sum(layer.seconds.total for layer in report.layers), **report.other_s}
     return [
         f"{report.model} on backend {report.backend}{f' ({options})' if options else ''}, cache {report.cache}",
+        *(["whole layers, with random weights"] if report.indexer == "real" else []),
         f"trace {report.trace}",
         *([str(report.threads["text"])] if report.threads else []),
         f"{report.finished} of {report.requests} requests finished in {report.steps:,} steps",
@@ -277,18 +116,31 @@ def _sections(report: Report) -> list[tuple[str, list[tuple[str, list[str]]]]]:
     def shares(name: str, values: Sequence[float]) -> tuple[str, list[str]]:
         return name, [f"{value:.1%}" for value in values]
 
+    totals = {name: sum(part[name] for part in report.operation_shares()) for name in layers[0].seconds.operations}
+
+    def operation(name: str) -> tuple[str, list[str]]:
+        return row(f"  {_OPERATIONS[name]}", lambda x: f"{x.seconds.operations[name]:.2f} s" if x.tokens else "-")
+
     speed = [
         row("tokens/s", lambda x: f"{x.tokens_per_s:,.0f}" if x.tokens else "-"),
         shares("share of time", report.shares()),
-        row("  q-norm, RoPE, insert", lambda x: f"{x.seconds.insert:.2f} s" if x.tokens else "-"),
-        row("  attention", lambda x: f"{x.seconds.attend:.2f} s" if x.tokens else "-"),
-        row("  inverse RoPE, projection", lambda x: f"{x.seconds.project:.2f} s" if x.tokens else "-"),
+        *map(operation, totals),
         row("layers in the model", lambda x: str(x.layers_in_model)),
         shares("share with all layers", report.model_shares()),
+        *(
+            shares(f"  {_OPERATIONS[name]}: {total:.1%}", [part[name] for part in report.operation_shares()])
+            for name, total in totals.items()
+            if report.indexer == "real"
+        ),
     ]
     memory = [
         row("KV bytes per token", lambda x: f"{x.kv_bytes_per_token:,.2f}"),
         row("  and per sequence, window", lambda x: _size(x.window_bytes_per_sequence)),
+        *(
+            [row("  and compressor states", lambda x: _size(x.state_bytes_per_sequence))]
+            if report.indexer == "real"
+            else []
+        ),
         row("KV pages in use, peak", lambda x: _size(x.kv_bytes_peak)),
         row("workspace, peak", lambda x: _size(x.workspace_bytes_peak)),
         row("  planned", lambda x: _size(x.workspace_bytes_planned)),
@@ -296,7 +148,8 @@ def _sections(report: Report) -> list[tuple[str, list[tuple[str, list[str]]]]]:
     ]
     checks = [
         row("rows", lambda x: f"{x.check.rows:,}" if x.check else "0"),
-        *(_error_row(name, layers) for name in ("out", "lse", "projection")),
+        *((_SHARES[name], [_error(x.check, name, ".2f") for x in layers]) for name in _SHARES if _any(layers, name)),
+        *(_error_row(name, layers) for name in _ERRORS),
         row("verdict", _layer_verdict),
     ]
     return [("speed", speed), ("memory", memory), ("checked against the float64 oracle", checks)]
@@ -308,11 +161,19 @@ def _layer_verdict(layer: LayerReport) -> str:
     return "ok" if layer.check.ok else "FAIL"
 
 
+def _any(layers: Sequence[LayerReport], name: str) -> bool:
+    """Whether rows of some layer type were compared in this respect."""
+    return any(layer.check is not None and getattr(layer.check.worst, name, None) is not None for layer in layers)
+
+
 def _error_row(name: str, layers: Sequence[LayerReport]) -> tuple[str, list[str]]:
-    checks = [layer.check for layer in layers]
-    limit = next((getattr(check.tolerance, name) for check in checks if check), None)
-    cells = [f"{getattr(check.worst, name):.1e}" if check and check.rows else "-" for check in checks]
-    return f"worst error of {name}" + (f" (≤{limit:.1e})" if limit else ""), cells
+    limit = next((getattr(layer.check.tolerance, name) for layer in layers if layer.check), None)
+    return _ERRORS[name] + (f" (≤{limit:.1e})" if limit else ""), [_error(x.check, name, ".1e") for x in layers]
+
+
+def _error(check: CheckResult | None, name: str, form: str) -> str:
+    value = getattr(check.worst, name) if check and check.rows else None
+    return "-" if value is None else format(value, form)
 
 
 def _size(size: float) -> str:

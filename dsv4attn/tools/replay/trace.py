@@ -36,6 +36,7 @@ __all__ = [
     "generated_trace",
     "load_trace",
     "read_trace",
+    "selecting_trace",
     "shrink",
 ]
 
@@ -169,13 +170,37 @@ def generated_trace(seed: int, n: int = 6) -> list[Request]:
         six = [1, 127, rng.choice((128, 129)), rng.randint(20, 120), rng.randint(513, 700), rng.randint(1025, 1500)]
         rng.shuffle(six)
         lengths += six
+    return _arriving(lengths[:n], 24, rng)
+
+
+def selecting_trace(seed: int, tokens: int, n: int = 4) -> list[Request]:
+    """Return a small synthetic trace with prompts that are a little longer than `tokens`.
+
+    tokens: so many that an indexer leaves entries out. Every four requests hold a 1-token prompt, one that is a token
+    short of the window, a short one, and a long one, which never comes first: others decode while it is prefilled. They
+    arrive as those of `generated_trace`, and end sooner.
+    """
+    check_count("tokens", tokens, 1)
+    check_count("n", n, 1)
+    rng = random.Random(seed)  # noqa: S311 - nothing secret
+    lengths: list[int] = []
+    while len(lengths) < n:
+        four = [1, 127, rng.randint(20, 60)]
+        rng.shuffle(four)
+        four.insert(rng.randint(1, 3), tokens + rng.randint(8, 40))
+        lengths += four
+    return _arriving(lengths[:n], 8, rng)
+
+
+def _arriving(lengths: list[int], most: int, rng: random.Random) -> list[Request]:
+    """Requests with prompts of these lengths and 2 to `most` output tokens, a few milliseconds apart."""
     requests: list[Request] = []
     arrival_ms, next_id = 0, 1
-    for index, length in enumerate(lengths[:n]):
+    for index, length in enumerate(lengths):
         ids = list(range(next_id, next_id + hash_blocks(length)))
         next_id += len(ids)
         if length > HASH_BLOCK_TOKENS:
             ids[0] = 0
-        requests.append(Request(index, arrival_ms / 1000, length, rng.randint(2, 24), tuple(ids)))
+        requests.append(Request(index, arrival_ms / 1000, length, rng.randint(2, most), tuple(ids)))
         arrival_ms += rng.randint(0, 20)
     return requests

@@ -1,8 +1,10 @@
-"""Random inputs of a replay: queries, keys, entries and selections as functions of the seed and the token.
+"""Random inputs of a replay: hidden states, or queries, keys, entries and selections, by the seed and the token.
 
-There are no weights. Every row comes from a seeded bank of a few thousand rows, selected by a hash of the token. Equal
-prompt blocks (`Request.hash_ids`) hold equal tokens; all other tokens belong to one request. A preempted request
-computes the same rows again, and the checks make their rows again without storing any.
+Every row comes from a seeded bank of a few thousand rows, selected by a hash of the token. Equal prompt blocks
+(`Request.hash_ids`) hold equal tokens; all other tokens belong to one request. A preempted request computes the same
+rows again, and the checks make their rows again without storing any.
+
+Whole layers take hidden states, rows of unit RMS. Attention alone takes:
 
 - q: N(0, 1) before its norm. Keys: rows of unit RMS times one weight per channel, as a norm leaves them, with a few
   channels much louder than the rest. Compressed entries: rows of that kind, taken to be rotated already.
@@ -14,6 +16,7 @@ Letters are those of `core.geometry`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -23,14 +26,15 @@ from torch import Tensor
 
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.tools.replay.request import HASH_BLOCK_TOKENS, Request
+from dsv4attn.tools.replay.weights import LOUDEST, hidden_bank
 
 __all__ = ["LARGEST_KEY_WEIGHT", "Tokens", "Workload"]
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
 
-LARGEST_KEY_WEIGHT = 3.0
-"""Weight of the loud channels of a key; one in 64 is loud, the others lie around 1."""
+LARGEST_KEY_WEIGHT = LOUDEST
+"""See `weights.LOUDEST`."""
 
 _BANK_ROWS = 4096
 _KEY_WEIGHT_SPREAD = 0.4
@@ -74,7 +78,7 @@ class Workload:
         for row, request in enumerate(requests):
             self._blocks[row, : len(request.hash_ids)] = request.hash_ids
         self._shared = np.array([min(r.input_length, HASH_BLOCK_TOKENS * len(r.hash_ids)) for r in requests], np.int64)
-        self._seed = _mixed(np.array([seed % 2**64], np.uint64))
+        self._number, self._seed = seed, _mixed(np.array([seed % 2**64], np.uint64))
 
         heads, dim = geometry.num_heads, geometry.head_dim
         random = torch.Generator().manual_seed(seed)
@@ -85,6 +89,14 @@ class Workload:
         self._key_bank = (keys * keys.square().mean(-1, keepdim=True).rsqrt() * weights).to(dtype)
         self._sinks = {kind: torch.randn(heads, generator=random) for kind in LayerKind}
         self._random = random
+
+    @cached_property
+    def _hidden_bank(self) -> Tensor:
+        return hidden_bank(self.geometry, _BANK_ROWS, self._number, self.dtype)
+
+    def hidden_states(self, kind: LayerKind, tokens: Tokens) -> Tensor:
+        """[T, hidden] inputs of a whole layer, in `dtype`."""
+        return self._hidden_bank.index_select(0, torch.from_numpy(self._picked(kind, _KV, tokens.ids)))
 
     def projection(self) -> Tensor:
         """A new wo_a [G * rank, H / G * D] fp32, scaled to preserve magnitudes; the same for all layer types.

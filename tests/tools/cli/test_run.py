@@ -97,7 +97,8 @@ def test_the_json_object_holds_all_that_the_table_shows(model: str, trace: str) 
 def test_the_built_in_trace_is_the_default(model: str) -> None:
     values = as_json("--model", model, "--max-tokens", 60)
 
-    assert (values["code"], values["trace"], values["requests"]) == (0, "generated", 6)
+    assert (values["code"], values["trace"], values["requests"], values["indexer"]) == (0, "generated", 4, "real")
+    assert as_json("--model", model, "--max-tokens", 60, "--indexer", "random")["requests"] == 6
     assert as_json("--model", model, "--max-requests", 2, "--max-tokens", 60)["requests"] == 2
 
 
@@ -166,8 +167,37 @@ def test_real_geometry_is_the_default() -> None:
     values = as_json("--max-requests", 1, "--max-tokens", 4, "--layers", "swa")
 
     assert (values["code"], values["model"]) == (0, "deepseek-v4-flash")
+    assert values["layers"][0]["check"]["tolerance"]["out"] < 6e-3
+    values = as_json("--max-requests", 1, "--max-tokens", 4, "--layers", "swa", "--indexer", "random")
+    assert (values["code"], values["indexer"]) == (0, "random")
     assert values["layers"][0]["check"]["tolerance"]["out"] < 4e-3
     assert [p.name for p in run.params if p.default == "flash"] == ["model"]
+
+
+@pytest.mark.parametrize("options", [["--layers", "swa"], ["--cache", "bf16"], ["--cache", "fp32"], ["--seed", "5"]])
+def test_whole_layers_run_in_any_setting_and_are_repeatable(model: str, trace: str, options: list[str]) -> None:
+    first, second = (as_json("--model", model, "--trace", trace, *options) for _ in range(2))
+
+    assert first["code"] == 0
+    assert [layer["check"] for layer in first["layers"]] == [layer["check"] for layer in second["layers"]]
+
+
+def test_whole_layers_are_served_in_little_memory(model: str, trace: str) -> None:
+    values = as_json("--model", model, "--trace", trace, "--max-kv-mib", 1, "--max-num-batched-tokens", 8)
+
+    assert (values["code"], values["finished"]) == (0, 3)
+    assert sum(layer["kv_bytes_peak"] for layer in values["layers"]) <= 2**20
+
+
+def test_the_table_of_whole_layers_has_each_operation_and_each_stage(model: str, trace: str) -> None:
+    text = invoke("--model", model, "--trace", trace).stdout
+
+    for name in ("projections of q and keys", "compressor", "indexer: scores, selection", "attention"):
+        assert len(re.findall(rf"(?m)^    {name}(: [\d.]+%)? ", text)) == 2, name
+    for name in ("window keys", "entries", "index keys", "selection", "and compressor states"):
+        assert re.search(rf"(?m)^ +{name}", text), name
+    assert "whole layers, with random weights\n" in text
+    assert "whole layers" not in invoke("--model", model, "--trace", trace, "--indexer", "random").stdout
 
 
 # what goes wrong
@@ -251,7 +281,10 @@ BAD = [
     (["--option", "prefill_keys"], "BadParameter", "expected key=value"),
     (["--option", "prefill_keys=page"], "UnknownNameError", "unknown prefill_keys form 'page'"),
     (["--trace", "no/such/trace"], "TraceError", "no/such/trace: cannot be read: No such file or directory -> give"),
-    (["--max-kv-mib", "1"], "ArgumentError", "--max-kv-mib: expected at least 5, so that request 1 (1064"),
+    (["--indexer", "nope"], "UnknownNameError", "unknown indexer 'nope' (known: random, real)"),
+    (["--indexer", ""], "UnknownNameError", "unknown indexer ''"),
+    (["--max-kv-mib", "1", "--indexer", "random"], "ArgumentError", "expected at least 5, so that request 1 (1064"),
+    (["--max-kv-mib", "1"], "ArgumentError", "--max-kv-mib: expected at least 22, so that request 2 (2096"),
     (["--max-kv-mib", "1"], "ArgumentError", "fits, got 1 -> allow more memory"),
     (["--max-tokens", "1"], "BadParameter", "1 is not in the range x>=2"),
     (["--max-requests", "0"], "BadParameter", "0 is not in the range x>=1"),

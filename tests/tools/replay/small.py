@@ -9,8 +9,8 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.tools.replay.engine import Replay, ReplayConfig
-from dsv4attn.tools.replay.report import Report
 from dsv4attn.tools.replay.request import Request
+from dsv4attn.tools.replay.results import Report
 
 CONFIG: dict[str, Any] = {
     "num_attention_heads": 4,
@@ -25,6 +25,9 @@ CONFIG: dict[str, Any] = {
     "hidden_size": 64,
     "o_groups": 2,
     "o_lora_rank": 16,
+    "q_lora_rank": 32,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
     "rope_parameters": {"rope_type": "yarn", "factor": 16, "original_max_position_embeddings": 256},
 }
 GEOMETRY = ModelGeometry.from_config(CONFIG, name="small")
@@ -43,7 +46,12 @@ def replay(
     geometry: ModelGeometry = GEOMETRY,
     **config: Any,
 ) -> Replay:
-    settings = {"max_num_batched_tokens": 32, "block_size": 4, "check_rows": 4} | config
+    settings: dict[str, Any] = {
+        "max_num_batched_tokens": 32,
+        "block_size": 4,
+        "check_rows": 4,
+        "indexer": "random",
+    } | config
     requests = requests_of(*LENGTHS) if requests is None else requests
     return Replay(geometry, backend or ReferenceBackend(), requests, ReplayConfig(**settings))
 

@@ -13,6 +13,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, UnknownNameError
 from dsv4attn.tools.replay.engine import Progress
+from dsv4attn.tools.replay.report import as_json
 from dsv4attn.tools.replay.trace import generated_trace, shrink
 from tests.tools.replay.bugs import Interrupted
 from tests.tools.replay.small import CONFIG, GEOMETRY, LENGTHS, replay, requests_of, run
@@ -127,6 +128,27 @@ def test_everything_is_repeatable() -> None:
 
     assert worst[0] == worst[1]
     assert worst[0] != [x.check.worst for x in run(seed=4).layers if x.check]
+
+
+def test_attention_alone_reports_what_it_did_before_there_were_whole_layers() -> None:
+    values = as_json(run())
+
+    assert (values["steps"], values["prefill_tokens"], values["decode_tokens"]) == (16, 177, 35)
+    old = {
+        "swa": (0.0, 600, 3800, 4096, 6144, 2.6600e-3, 4.2411e-3),
+        "c4a": (12.03125, 600, 19200, 6400, 8960, 2.8231e-3, 4.2870e-3),
+        "c128a": (3.125, 600, 7800, 4864, 7168, 2.6544e-3, 3.5560e-3),
+    }
+    names = "kv_bytes_per_token", "window_bytes_per_sequence", "kv_bytes_peak", "workspace_bytes_peak"
+    for layer in values["layers"]:
+        *sizes, planned, out, projection = old[layer["kind"]]
+        worst = layer["check"]["worst"]
+        assert [layer[name] for name in names] == sizes
+        assert (layer["workspace_bytes_planned"], layer["check"]["rows"]) == (planned, 44)
+        assert set(layer["seconds"]) == {"insert", "attend", "project"}
+        assert set(worst) == {"out", "lse", "projection"}
+        # the order of fp32 sums is the processor's
+        assert (worst["out"], worst["projection"]) == pytest.approx((out, projection), rel=0.02)
 
 
 # progress and interruption

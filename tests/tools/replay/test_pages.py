@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4attn.errors import ArgumentError
-from dsv4attn.tools.replay.pages import PagedBlocks, PoolSizes
+from dsv4attn.tools.replay.pages import PagedBlocks, PoolSizes, StatePool
 from dsv4attn.tools.replay.request import Request
 from dsv4attn.tools.replay.scheduler import Scheduler
-from tests.tools.replay.small import requests_of
+from tests.tools.replay.small import GEOMETRY, requests_of
 
 PLENTY = 1 << 40
 
@@ -27,7 +27,7 @@ def serve(requests: list[Request], sizes: PoolSizes, *, budget: int, seqs: int) 
     blocks = PagedBlocks(sizes, 4, 8, 0)
     scheduler = Scheduler(requests, max_num_batched_tokens=budget, max_num_seqs=seqs, blocks=blocks)
     while (step := scheduler.next_step()) is not None:
-        for table, entry in zip(blocks.tables(step.scheduled)[0].tolist(), step.scheduled, strict=True):
+        for table, entry in zip(blocks.tables(step.scheduled)["window"].tolist(), step.scheduled, strict=True):
             live = range(max(entry.prefix_len - 7, 0) // 4, -(-entry.seq_len // 4))
             assert all(table[column] >= 0 for column in live)
         scheduler.step_done(step)
@@ -57,8 +57,48 @@ def test_every_trace_is_served_and_only_a_scarce_pool_preempts(
     assert scheduler.counters.finished == len(requests)
     assert scarce or scheduler.counters.preemptions == 0
     assert blocks.num_used == 0
-    assert blocks.peak_window <= sizes.window
-    assert blocks.peak_compressed <= sizes.compressed
+    assert blocks.peaks["window"] <= sizes.window
+    assert blocks.peaks["compressed"] <= sizes.compressed
+
+
+STATES = [StatePool(GEOMETRY.layer_of_kind(kind), size) for kind, size in (("c4a", 30), ("c128a", 50))]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(1, 9)), min_size=1, max_size=8),
+    st.integers(1, 6),
+    st.integers(0, 200),
+)
+def test_states_that_an_entry_needs_are_held_and_their_pools_never_run_out(
+    lengths: list[tuple[int, int]], seqs: int, spare: int
+) -> None:
+    requests, budget = requests_of(*lengths), seqs + spare
+    sizes = sizes_of(requests, max_num_seqs=seqs, max_num_batched_tokens=budget, states=STATES)
+    blocks = PagedBlocks(sizes, 4, 8, 0, STATES)
+    scheduler = Scheduler(requests, max_num_batched_tokens=budget, max_num_seqs=seqs, blocks=blocks)
+    while (step := scheduler.next_step()) is not None:
+        tables = blocks.tables(step.scheduled)
+        for pool, ratio in zip(STATES, (4, 16), strict=True):
+            for table, entry in zip(tables[pool.name].tolist(), step.scheduled, strict=True):
+                # an entry of c4a needs the states of its own window and of the one before
+                first = max((entry.prefix_len // ratio - (ratio == 4)) * ratio, 0)
+                live = range(first // pool.tokens, -(-entry.seq_len // pool.tokens))
+                assert all(table[column] >= 0 for column in live)
+        scheduler.step_done(step)
+        blocks.slide(step)
+
+    assert (scheduler.counters.preemptions, blocks.num_used) == (0, 0)
+    assert all(blocks.peaks[name] <= pages for name, pages in sizes.by_name.items())
+
+
+def test_memory_for_states_is_part_of_what_must_fit() -> None:
+    requests = requests_of((300, 1), (600, 1))
+    sizes = sizes_of(requests, states=STATES)
+    needed = 10 * sizes.window + 100 * 3 + 30 * sizes.states["c4a_state"] + 50 * sizes.states["c128a_state"]
+
+    assert sizes_of(requests, states=STATES, max_bytes=needed).compressed == 3
+    with pytest.raises(ArgumentError, match=f"at least {needed},"):
+        sizes_of(requests, states=STATES, max_bytes=needed - 1)
 
 
 def test_pools_hold_the_longest_requests_at_once_and_no_more() -> None:
@@ -78,7 +118,7 @@ def test_window_only_layers_have_no_compressed_pool() -> None:
     blocks.allocate(requests_of((300, 1))[0], 10)
 
     assert sizes.compressed == 0
-    assert blocks.peak_compressed == 0
+    assert blocks.peaks["compressed"] == 0
     assert blocks.num_used == 3
 
 

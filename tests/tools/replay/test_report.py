@@ -9,7 +9,8 @@ import pytest
 from attrs import evolve
 from rich.console import Console
 
-from dsv4attn.tools.replay.report import CheckResult, Errors, LayerReport, Report, Seconds, as_json, as_text
+from dsv4attn.tools.replay.report import as_json, as_text
+from dsv4attn.tools.replay.results import CheckResult, Errors, LayerReport, Report, Seconds, WholeErrors, WholeSeconds
 
 LIMITS = Errors(4e-3, 8e-3, 8e-3)
 
@@ -142,3 +143,57 @@ def test_shares_count_layers_of_the_model_when_asked() -> None:
 
     assert report.shares() == pytest.approx([1 / 3] * 3)
     assert report.model_shares() == pytest.approx([0, 0.5, 0.5])
+
+
+def whole_report() -> Report:
+    """Whole layers, with numbers as wide as they get; window-only layers have fewer stages."""
+    report = evolve(report_of(), indexer="real")
+    limits = WholeErrors(4e-3, 8e-3, 8e-3, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    for layer in report.layers:
+        layer.seconds = WholeSeconds(1234.5, 2345.6, 3456.7, 4567.8, 5678.9, 6789.1)
+        layer.state_bytes_per_sequence = 1023 * 1024
+        layer.check = CheckResult(limits)
+        stages = {} if layer.kind == "swa" else {"entry": 0.25, "index_key": 0.5, "index_query": 0.75, "selection": 0.0}
+        layer.check.add(WholeErrors(1e-3, 2e-3, 3e-3, key=0.125, query=0.375, **stages), "here")
+    return report
+
+
+def test_whole_layers_have_a_row_for_each_operation_and_stage_within_80_columns() -> None:
+    text = text_of(whole_report())
+
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    for line in ("window keys, share of rounding (≤1)", "entries", "index keys", "index queries", "queries"):
+        assert f"\n  {line} " in text
+    assert text.count("6789.10 s") == text.count("1,023.0 KiB") == 3
+    assert [line.split()[-3:] for line in text.splitlines() if "entries" in line] == [["-", "0.25", "0.25"]]
+    assert "ok: all 3 checked rows" in text
+
+
+def test_json_of_whole_layers_has_null_for_what_was_not_compared() -> None:
+    values = json.loads(json.dumps(as_json(whole_report()), allow_nan=False))
+    swa, c4a, _ = (layer["check"]["worst"] for layer in values["layers"])
+
+    assert values["indexer"] == "real"
+    assert swa == {
+        "out": 1e-3,
+        "lse": 2e-3,
+        "projection": 3e-3,
+        "key": 0.125,
+        "query": 0.375,
+        "entry": None,
+        "index_key": None,
+        "index_query": None,
+        "selection": None,
+    }
+    assert (c4a["entry"], c4a["selection"]) == (0.25, 0.0)
+    assert values["layers"][1]["state_bytes_per_sequence"] == 1023 * 1024
+
+
+def test_a_stage_beyond_its_limit_is_named() -> None:
+    check = CheckResult(WholeErrors(1.0, 1.0, 1.0, key=1.0, entry=1.0))
+    check.add(WholeErrors(key=0.5, entry=1.5), "here")
+    check.add(WholeErrors(key=0.75), "there")
+
+    assert (check.rows, check.failed, check.failures) == (2, 1, ["here: entry 1.5"])
+    assert check.worst == WholeErrors(key=0.75, entry=1.5)

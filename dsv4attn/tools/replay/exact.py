@@ -1,0 +1,111 @@
+"""A whole layer in float64 numpy, token by token, from hidden states. The checks of a replay judge the layer by it.
+
+Nothing is rounded here: `whole_check` says how far a layer that rounds may be from it. Letters are those of
+`core.geometry` and `core.layer_ops`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from attrs import asdict
+from torch import Tensor
+
+from dsv4attn.core.geometry import LayerGeometry, ModelGeometry
+from dsv4attn.core.layer_weights import AttentionWeights, CompressorWeights
+from dsv4attn.core.weights import Weight
+from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import F64
+from dsv4attn.tools.replay.weights import RandomWeights
+
+__all__ = ["ExactLayer"]
+
+
+class ExactLayer:
+    """One layer."""
+
+    def __init__(
+        self, geometry: ModelGeometry, layer: LayerGeometry, weights: AttentionWeights, source: RandomWeights
+    ) -> None:
+        """Take the weights. source: makes their float64 copies, and shares them between layers."""
+        self._geometry, self._layer, self._weights, self._source = geometry, layer, weights, source
+        yarn = layer.rope.yarn
+        stretch = None if yarn is None else oracle.Yarn(**asdict(yarn))
+        self._inv_freq = oracle.rope_inv_freq(layer.rope_dim, layer.rope.theta, stretch)
+        sink = weights.attn_sink
+        self.sink = None if sink is None else self._copy(sink)
+
+    def latent(self, hidden: F64) -> F64:
+        """[lora] the latent of q of a token: projected, normalised."""
+        return self._norm(self._copy(self._weights.wq_a) @ hidden, self._weights.q_norm)
+
+    def query(self, latent: F64, position: int) -> tuple[F64, F64]:
+        """([H, D], [H]) q of a token: projected, normalised, rotated; and how much the norm enlarges errors of a head.
+
+        The second is the root mean square of all heads before their norm, divided by that of each head.
+        """
+        raw = (self._copy(self._weights.wq_b) @ latent).reshape(self._layer.num_heads, -1)
+        turned = oracle.q_norm_rope(raw, *self._turn(position), self._layer.rope_dim, self._layer.eps)
+        return turned, np.sqrt(np.mean(raw**2) / np.mean(raw**2, -1))
+
+    def key(self, hidden: F64, position: int) -> F64:
+        """[D] the window key of a token."""
+        row = self._norm(self._copy(self._weights.wkv) @ hidden, self._weights.kv_norm)
+        return oracle.apply_rope(row, *self._turn(position), self._layer.rope_dim)
+
+    def entry_tokens(self, entry: int) -> range:
+        """Positions of the tokens that an entry covers; with overlap those of the entry before too."""
+        ratio = self._layer.compress_ratio
+        first = (entry - 1 if self._layer.overlap else entry) * ratio
+        return range(max(first, 0), (entry + 1) * ratio)
+
+    def entry(self, hidden: F64, entry: int, *, index: bool = False) -> F64:
+        """[d] a compressed entry, or an index key, from the hidden states [n, hidden] of its tokens.
+
+        Each channel is the mean of its kv over the tokens, weighed by the softmax of its scores; then normalised, and
+        rotated to the first position of the entry's own window. With overlap a token of the window before counts by the
+        first half of its channels, a token of the entry's own by the second.
+        """
+        weights, ratio = self._compressor(index=index), self._layer.compress_ratio
+        place = np.array(self.entry_tokens(entry)) % ratio
+        kv = hidden @ self._copy(weights.wkv).T
+        score = hidden @ self._copy(weights.wgate).T + self._copy(weights.ape)[place]
+        if self._layer.overlap:
+            before = np.array(self.entry_tokens(entry)) < entry * ratio
+            dim = kv.shape[1] // 2
+            kv, score = (np.where(before[:, None], both[:, :dim], both[:, dim:]) for both in (kv, score))
+        share = np.exp(score - score.max(0))
+        row = self._norm((share * kv).sum(0) / share.sum(0), weights.norm)
+        return oracle.apply_rope(row, *self._turn(entry * ratio), self._layer.rope_dim)
+
+    def index_query(self, latent: F64, hidden: F64, position: int) -> tuple[F64, F64]:
+        """([Hi, Di], [Hi]) queries of the indexer, rotated, and weights of its heads with all factors of the score."""
+        heads, dim = self._geometry.index_n_heads, self._geometry.index_head_dim
+        weights = self._weights.indexer
+        assert weights is not None
+        raw = (self._copy(weights.wq_b) @ latent).reshape(heads, dim)
+        factors = self._copy(weights.weights_proj) @ hidden / np.sqrt(heads * dim)
+        return oracle.apply_rope(raw, *self._turn(position), self._layer.rope_dim), factors
+
+    def output(self, attended: F64, position: int, dims: list[int]) -> F64:
+        """Some elements of a token's output from its attended rows [H, D]."""
+        weights, groups = self._weights, self._geometry.o_groups
+        first = self._copy(weights.wo_a)
+        split = first.reshape(groups, -1, first.shape[1])
+        z = oracle.inverse_rope_project(attended, *self._turn(position), self._layer.rope_dim, split, None)
+        assert isinstance(weights.wo_b, Tensor)
+        return np.asarray(weights.wo_b[dims].double().numpy() @ z.reshape(-1))
+
+    def _compressor(self, *, index: bool) -> CompressorWeights:
+        weights = self._weights.indexer.compressor if index and self._weights.indexer else self._weights.compressor
+        assert weights is not None
+        return weights
+
+    def _copy(self, weight: Weight) -> F64:
+        assert isinstance(weight, Tensor)
+        return self._source.exact(weight)
+
+    def _turn(self, position: int) -> tuple[F64, F64]:
+        return oracle.rope_cos_sin(position, self._inv_freq)
+
+    def _norm(self, row: F64, weight: Tensor) -> F64:
+        return np.asarray(row / np.sqrt(np.mean(row**2) + self._geometry.eps) * self._copy(weight))

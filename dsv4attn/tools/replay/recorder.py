@@ -1,0 +1,132 @@
+"""A backend that passes every call on, times the operations of a layer, and holds what checks compare.
+
+The time of a layer is cut at the calls that core makes of a backend: each call ends an operation, and the time since
+the end of the operation before counts for it. So projections, which core multiplies itself, count for what they lead
+to, and no time of a layer is lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from dsv4attn.core.contract import AttentionCall, Backend, Phase, Run, complete
+from dsv4attn.core.definitions import IndexQuery
+from dsv4attn.core.layer_ops import LayerSteps
+from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.tools.replay.results import WholeSeconds
+
+__all__ = ["RecordingBackend", "Stopwatch"]
+
+
+class Stopwatch:
+    """Seconds of the operations of one step."""
+
+    def __init__(self) -> None:
+        """Stand still."""
+        self.seconds: dict[str, float] = {}
+        self._last = 0.0
+
+    def start(self) -> None:
+        """Begin a step: all operations at 0."""
+        self.seconds = dict.fromkeys(WholeSeconds().operations, 0.0)
+        self._last = time.perf_counter()
+
+    def lap(self, operation: str) -> None:
+        """Add the time since the last lap to an operation."""
+        now = time.perf_counter()
+        self.seconds[operation] += now - self._last
+        self._last = now
+
+
+class RecordingBackend:
+    """A `Backend` around another.
+
+    watch: operations of the step.
+    rows: numbers of the rows that will be checked. Their out and lse are NaN before attention, so that a row that is
+    not written does not pass with values of an earlier step.
+    q: [T, H, D] - of the step, normalised and rotated.
+    out: [T, H, D] - of the step's attention. lse: [max tokens, H] fp32 of it.
+    query: the indexer's queries of the step; None if nothing was scored.
+    """
+
+    def __init__(self, backend: Backend, max_tokens: int, heads: int) -> None:
+        """Wrap a backend for steps of at most so many tokens."""
+        self._backend = complete(backend)
+        self.watch = Stopwatch()
+        self.layer_steps = _RecordingSteps(self._backend.layer_steps, self)
+        self.rows = torch.empty(0, dtype=torch.int64)
+        self.q = self.out = torch.empty(0)
+        self.lse = torch.empty(max_tokens, heads)
+        self.query: IndexQuery | None = None
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the backend
+        return getattr(self._backend, name)
+
+    def start(self, rows: Tensor) -> None:
+        """Begin a step."""
+        self.rows, self.query = rows, None
+        self.watch.start()
+
+    def qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, cache: PagedKVCache, *rest: Any) -> None:  # noqa: ANN401
+        """See `Backend`."""
+        self.watch.lap("projections")
+        self._backend.qnorm_rope_kv_insert(q, kv, cache, *rest)
+        self.q = q
+        self.watch.lap("insert")
+
+    def prepare(self, phase: Phase, call: AttentionCall) -> Run:
+        """See `BackendDefaults`; lse is always computed."""
+        tokens = call.q.shape[0]
+        run = self._backend.prepare(phase, evolve(call, lse=self.lse[:tokens]))
+
+        def recorded(
+            q: Tensor, out: Tensor, _: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
+        ) -> None:
+            # out is a part of the layer's own tensor, which begins with the first row of the step
+            first = out.storage_offset() // out.stride(0)
+            own = self.lse[first : first + tokens]
+            checked = self.rows[(self.rows >= first) & (self.rows < first + tokens)] - first
+            out[checked], own[checked] = torch.nan, torch.nan
+            run(q, out, own, attn_sink, caches)
+
+        return recorded
+
+    def inv_rope_o_proj(self, o: Tensor, *rest: Any) -> Tensor:  # noqa: ANN401
+        """See `Backend`."""
+        self.watch.lap("attend")
+        self.out = o
+        return self._backend.inv_rope_o_proj(o, *rest)
+
+
+class _RecordingSteps:
+    """`LayerSteps` around others."""
+
+    def __init__(self, steps: LayerSteps, recorder: RecordingBackend) -> None:
+        self._steps, self._recorder = steps, recorder
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the steps
+        return getattr(self._steps, name)
+
+    def save_partial_states(self, *arguments: Any) -> None:  # noqa: ANN401
+        self._steps.save_partial_states(*arguments)
+        self._recorder.watch.lap("compressor")
+
+    def compress_norm_rope_store(self, *arguments: Any, overlap: bool) -> None:  # noqa: ANN401
+        self._steps.compress_norm_rope_store(*arguments, overlap=overlap)
+        self._recorder.watch.lap("compressor")
+
+    def indexer_q_rope_quant(self, *arguments: Any) -> IndexQuery:  # noqa: ANN401
+        query = self._steps.indexer_q_rope_quant(*arguments)
+        self._recorder.query = query
+        self._recorder.watch.lap("indexer")
+        return query
+
+    def select_topk(self, *arguments: Any) -> None:  # noqa: ANN401
+        self._steps.select_topk(*arguments)
+        self._recorder.watch.lap("indexer")

@@ -1,0 +1,146 @@
+"""A whole layer in a replay: from hidden states to hidden states, with random weights and all caches, and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from attrs import evolve
+
+from dsv4attn.core.attention import DeepseekV4Attention
+from dsv4attn.core.cache_manager import CacheManager
+from dsv4attn.core.caches import DeepseekV4Caches
+from dsv4attn.core.context import set_forward_context
+from dsv4attn.core.contract import Backend
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.workspace import WorkspacePlan
+from dsv4attn.tools.replay.check import choose_rows
+from dsv4attn.tools.replay.exact import ExactLayer
+from dsv4attn.tools.replay.lane import PageBytes, Setting, timed
+from dsv4attn.tools.replay.pages import COMPRESSED_BLOCK_TOKENS, PoolSizes, StatePool
+from dsv4attn.tools.replay.recorder import RecordingBackend
+from dsv4attn.tools.replay.results import LayerReport, WholeSeconds
+from dsv4attn.tools.replay.weights import RandomWeights
+from dsv4attn.tools.replay.whole_check import Step, WholeChecker, tolerance_of
+from dsv4attn.tools.replay.workload import Tokens
+
+__all__ = ["WholeLane", "caches_of", "pages_of"]
+
+
+def pages_of(
+    geometry: ModelGeometry, layers: Sequence[LayerGeometry], layout: KVCacheLayout, block_size: int
+) -> list[PageBytes]:
+    """Bytes of a page in the caches of each layer type."""
+    # a cache of two pages has the stride of any larger one
+    states = {f"{layer.kind.value}_state": 2 for layer in layers if layer.kind is not LayerKind.SWA}
+    two = PoolSizes(2, 2 if states else 0, states).by_name
+    made = _manager(geometry, layers, Limits(1, 1, 1), layout, two, block_size)
+    return [_page_bytes(caches) for caches in made.caches]
+
+
+def caches_of(
+    geometry: ModelGeometry,
+    layers: Sequence[LayerGeometry],
+    limits: Limits,
+    layout: KVCacheLayout,
+    sizes: PoolSizes,
+    block_size: int,
+    backend: Backend,
+) -> CacheManager:
+    """The caches of one layer of each type, with a builder of their metadata; pages come from the replay's pools."""
+    return _manager(geometry, layers, limits, layout, sizes.by_name, block_size, backend)
+
+
+def _manager(
+    geometry: ModelGeometry,
+    layers: Sequence[LayerGeometry],
+    limits: Limits,
+    layout: KVCacheLayout,
+    pages: dict[str, int],
+    block_size: int,
+    backend: Backend | None = None,
+) -> CacheManager:
+    one_of_each = evolve(geometry, layers=tuple((layer.kind, layer.compress_ratio) for layer in layers))
+    return CacheManager(
+        one_of_each,
+        limits,
+        layout,
+        num_blocks=pages,
+        swa_block_size=block_size,
+        compressed_block_tokens=COMPRESSED_BLOCK_TOKENS,
+        backend=backend,
+    )
+
+
+def _page_bytes(caches: DeepseekV4Caches) -> PageBytes:
+    strides = {name: cache.page_stride for name, cache in caches.present.items()}
+    entries = strides.get("compressed", 0) + strides.get("index", 0)
+    return PageBytes(strides["swa"], entries, strides.get("state", 0) + strides.get("index_state", 0))
+
+
+class WholeLane:
+    """A whole layer that stands for all layers of its type."""
+
+    def __init__(
+        self, index: int, setting: Setting, manager: CacheManager, weights: RandomWeights, plan: WorkspacePlan
+    ) -> None:
+        """Draw the weights and bind the caches. index: of the layer in the manager's geometry."""
+        self._setting, geometry, limits = setting, manager.geometry, setting.limits
+        self.layer = layer = geometry.layer(index)
+        caches = manager.caches[index]
+        self.page = _page_bytes(caches)
+        recorder = RecordingBackend(setting.backend, limits.max_num_batched_tokens, layer.num_heads)
+        self._recorder = recorder
+        own = weights.of(layer, setting.workload.sink(layer.kind))
+        backend = cast("Backend", recorder)
+        self._attention = DeepseekV4Attention(
+            f"layers.{index}", geometry, index, limits, backend, own, workspace=setting.workspace
+        )
+        self._attention.bind_kv_cache(caches)
+        self._checker: WholeChecker | None = None
+        if setting.check_rows:
+            exact = ExactLayer(geometry, layer, own, weights)
+            tolerance = tolerance_of(setting.workload.dtype, weights.key_rms)
+            self._checker = WholeChecker(layer, exact, caches, recorder, setting.workload, tolerance)
+        self._peaks: dict[str, int] = {}
+        states = StatePool(layer, self.page.state) if self.page.state else None
+        steps_bytes = recorder.layer_steps.transient_bytes(limits.max_num_batched_tokens)
+        self.report = LayerReport(
+            kind=layer.kind.value,
+            layers_in_model=setting.workload.geometry.count(layer.kind),
+            kv_bytes_per_token=self.page.compressed / COMPRESSED_BLOCK_TOKENS,
+            window_bytes_per_sequence=self.page.window_per_sequence(layer, setting.block_size),
+            workspace_bytes_planned=sum(plan.lanes.values()),
+            transient_bytes_bound=max(plan.transient_bytes, steps_bytes if states else 0),
+            seconds=WholeSeconds(),
+            check=self._checker.result if self._checker else None,
+            state_bytes_per_sequence=states.page_bytes * states.pages_per_sequence if states else 0,
+        )
+
+    def step(self, number: int, tokens: Tokens, metadata: AttentionMetadata, other_s: dict[str, float]) -> None:
+        """Run and check the tokens of a step. Its numbers are counted when all of this is done."""
+        setting, kind, attention, recorder = self._setting, self.layer.kind, self._attention, self._recorder
+        with timed(other_s, "inputs"):
+            hidden = setting.workload.hidden_states(kind, tokens)
+            positions = torch.from_numpy(tokens.positions)
+            random = np.random.default_rng([setting.seed, number, list(LayerKind).index(kind)])
+            chosen = choose_rows(tokens, self.layer, setting.check_rows, random)
+            if attention.topk_indices is not None:
+                # a row that the indexer does not write must not pass with entries of an earlier step
+                attention.topk_indices[chosen] = -1
+        setting.workspace.peaks.clear()
+        recorder.start(torch.from_numpy(chosen))
+        with set_forward_context({kind: metadata}):
+            output = attention(hidden, positions)
+        recorder.watch.lap("project")
+        self.report.workspace_bytes_peak = setting.workspace.peak(self._peaks)
+        self.report.tokens += len(tokens)
+        self.report.seconds.add(recorder.watch.seconds)
+        if self._checker is not None:
+            with timed(other_s, "checks"):
+                self._checker.check(Step(number, tokens, metadata, attention.topk_indices, output), chosen, random)

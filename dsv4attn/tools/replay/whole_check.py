@@ -1,0 +1,244 @@
+"""Checks rows of whole layers in a running replay, stage by stage, each against float64 numpy.
+
+A stage is judged by raw inputs, or by the bytes that the stage before it left, so that an error is named where it
+arises and roundings do not add up. For a row of a step:
+
+- key: its window key in the cache, against the one made of its hidden state (`stored.rounding` bounds each element);
+- query: its q, normalised and rotated, against the one made of its hidden state; bounded as a key that is stored in the
+  dtype of hidden states, and the rounding of the latent is added;
+- entry, index_key: the newest entry that it sees, and one at random, against entries made of the hidden states of their
+  tokens; bounded as keys;
+- index_query: the indexer's quantised queries times the weights of their heads, against those made of its hidden state;
+  bounded as an index key, and the rounding of the latent is added;
+- selection: scores of all entries that it sees, in float64, from the quantised queries and the index keys in the cache.
+  Exactly min(n, K) different entries must be selected, and none that was left out may beat one that was not by more
+  than fp32 sums of Di products and Hi heads allow: (Di + Hi) 2^-24 of the sum of magnitudes, for each of both scores;
+- out, lse: attention of its q over the keys in the caches, of the window and of the selection;
+- projection: 64 elements of the output of the layer, made of that attention.
+
+The rounding of the latent to bf16 adds u / sqrt(3) in root mean square, with u = 2^-8 the largest relative error of
+bf16, to every element that is projected from it; five deviations are allowed, because millions are compared. The last
+three are norms of differences (of lse: the largest difference over heads), with these limits:
+
+    out <= u sqrt(2)             (5.5e-3: out is rounded, and the weights of the softmax where matrix units need it)
+    lse <= 4 w 2^-15             (1.5e-4 for w = 1.25: fp32 sums of q k, where keys have a root mean square of w)
+    projection <= twice out      (out, the inverse rotation, z and the result are rounded; 64 samples scatter)
+
+With fp32 hidden states and rows nothing is rounded but fp32 sums, 1e-5 for the last three.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from dsv4attn.core.caches import DeepseekV4Caches
+from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle import F64
+from dsv4attn.tools.replay.check import largest, relative
+from dsv4attn.tools.replay.exact import ExactLayer
+from dsv4attn.tools.replay.recorder import RecordingBackend
+from dsv4attn.tools.replay.results import CheckResult, WholeErrors
+from dsv4attn.tools.replay.stored import BF16, SUMS, StoredIndexKeys, StoredKeys, rounding, share
+from dsv4attn.tools.replay.workload import I64, Tokens, Workload
+
+__all__ = ["Step", "WholeChecker", "tolerance_of"]
+
+_SAMPLED = 64
+"""Elements of an output that are compared."""
+_HELD = 2048
+"""Recomputed entries that are held: consecutive decode steps see the same newest entry."""
+
+
+def tolerance_of(dtype: torch.dtype, key_rms: float) -> WholeErrors:
+    """Largest errors that the formats explain; see the module. key_rms: largest root mean square of a key."""
+    shares = (1.0,) * 6
+    if dtype == torch.float32:
+        return WholeErrors(1e-5, 1e-5, 1e-5, *shares)
+    out = BF16 * math.sqrt(2)
+    return WholeErrors(out, 4 * key_rms * SUMS, 2 * out, *shares)
+
+
+@frozen(eq=False)
+class Step:
+    """One step of one layer.
+
+    number: of the step.
+    tokens: its tokens.
+    metadata: its metadata.
+    selected: [>= T, K] int32 entries that the indexer selected, -1 for none; None on other layers than c4a.
+    output: [T, hidden] of the layer.
+    """
+
+    number: int
+    tokens: Tokens
+    metadata: AttentionMetadata
+    selected: Tensor | None
+    output: Tensor
+
+
+class WholeChecker:
+    """Checks rows of one whole layer and records the largest errors."""
+
+    def __init__(
+        self,
+        layer: LayerGeometry,
+        exact: ExactLayer,
+        caches: DeepseekV4Caches,
+        recorder: RecordingBackend,
+        workload: Workload,
+        tolerance: WholeErrors,
+    ) -> None:
+        """Take the sources of the rows. recorder: has what attention and the indexer left in a step."""
+        self._layer, self._exact, self._recorder, self._workload = layer, exact, recorder, workload
+        self._caches, attention = caches, caches.attention
+        self._window = StoredKeys(attention.swa)
+        self._entries = None if attention.compressed is None else StoredKeys(attention.compressed)
+        self._index = None if caches.index is None else StoredIndexKeys(caches.index)
+        self._made: dict[tuple[int, int, bool], F64] = {}
+        self.result = CheckResult(tolerance=tolerance)
+
+    def check(self, step: Step, chosen: I64, random: np.random.Generator) -> None:
+        """Compare the chosen rows of a step."""
+        for i in chosen.tolist():
+            row, position = int(step.tokens.rows[i]), int(step.tokens.positions[i])
+            where = f"request {self._workload.requests[row].index}, position {position}"
+            self.result.add(self._errors(step, i, row, position, random), f"step {step.number}, {where}")
+
+    def _errors(self, step: Step, i: int, row: int, position: int, random: np.random.Generator) -> WholeErrors:
+        layer, exact, recorder, metadata = self._layer, self._exact, self._recorder, step.metadata
+        hidden = self._hidden(row, [position])[0]
+        latent = exact.latent(hidden)
+        request = int(np.searchsorted(metadata.swa.query_start_loc_cpu.numpy(), i, "right")) - 1
+        blocks = metadata.swa.block_table[request].tolist()
+        (key,) = self._window.read(blocks, [position])
+        found = exact.key(hidden, position)
+        bound = rounding(found, self._caches.attention.swa.layout, layer.rope_dim)
+        stages = {"key": share(key, found, bound)}
+        selected = None
+        if metadata.compressed is not None and self._entries is not None:
+            pages = metadata.compressed.block_table[request].tolist()
+            stages |= self._compressed(row, position, pages, random)
+            if step.selected is not None:
+                selected = [e for e in step.selected[i].tolist() if e != -1]
+                stages |= self._selection(i, position, selected, pages, latent, hidden)
+        positions, entries = oracle.visible_keys(position, layer.window, layer.compress_ratio, selected)
+        keys = self._window.read(blocks, positions)
+        if entries and self._entries is not None:
+            keys = np.concatenate([keys, self._entries.read(pages, entries)])
+        q = _f64(recorder.q[i])
+        stages["query"] = self._query_error(q, *exact.query(latent, position))
+        out, lse = oracle.attend_row(q, keys, exact.sink, layer.scale)
+        dims = random.permutation(step.output.shape[1])[:_SAMPLED].tolist()
+        return WholeErrors(
+            out=relative(_f64(recorder.out[i]), out),
+            lse=largest(np.abs(_f64(recorder.lse[i]) - lse)),
+            projection=relative(_f64(step.output[i, dims]), exact.output(out, position, dims)),
+            **stages,
+        )
+
+    def _compressed(self, row: int, position: int, pages: list[int], random: np.random.Generator) -> dict[str, float]:
+        """Errors of the newest entry that a row sees, and of one at random, and of their index keys."""
+        count = (position + 1) // self._layer.compress_ratio
+        if not count:
+            return {}
+        entries, layer, caches = [count - 1, int(random.integers(count))], self._layer, self._caches
+        assert self._entries is not None
+        assert caches.attention.compressed is not None
+        sources = [("entry", self._entries.read(pages, entries), caches.attention.compressed.layout)]
+        if self._index is not None and caches.index is not None:
+            sources.append(("index_key", self._index.read(pages, count)[entries], caches.index.layout))
+        found = {}
+        for name, stored, layout in sources:
+            exact = [self._entry(row, e, index=name == "index_key") for e in entries]
+            pairs = zip(stored, exact, strict=True)
+            found[name] = max(share(s, v, rounding(v, layout, layer.rope_dim)) for s, v in pairs)
+        return found
+
+    def _entry(self, row: int, entry: int, *, index: bool) -> F64:
+        key = row, entry, index
+        if key not in self._made:
+            if len(self._made) >= _HELD:
+                self._made.clear()
+            hidden = self._hidden(row, self._exact.entry_tokens(entry))
+            self._made[key] = self._exact.entry(hidden, entry, index=index)
+        return self._made[key]
+
+    def _selection(
+        self, i: int, position: int, selected: list[int], pages: list[int], latent: F64, hidden: F64
+    ) -> dict[str, float]:
+        """Errors of the indexer's queries of a row and of its selection."""
+        query, topk = self._recorder.query, self._layer.topk
+        count = (position + 1) // self._layer.compress_ratio
+        proper = len(set(selected)) == len(selected) == min(count, topk) and all(0 <= e < count for e in selected)
+        if query is None:  # no entry is left out, so nothing is scored
+            return {"selection": 0.0 if proper and count <= topk else math.inf}
+        values, weights = self._query_values(i), _f64(query.weights[i])
+        exact = self._exact.index_query(latent, hidden, position)
+        errors = {"index_query": self._index_query_error(values, weights, *exact)}
+        assert self._index is not None
+        keys = self._index.read(pages, count)
+        scores = weights @ np.maximum(values @ keys.T, 0)
+        if not proper or np.isnan(scores).any():
+            return {**errors, "selection": math.inf}
+        size = np.abs(weights) @ (np.abs(values) @ np.abs(keys).T)
+        out = np.setdiff1d(np.arange(count), selected)
+        if not len(out):
+            return {**errors, "selection": 0.0}
+        # the pair that is the first to exceed its bound
+        bound = size * (sum(values.shape) * 2.0**-24)
+        best = out[np.argmax((scores - bound)[out])]
+        worst = selected[int(np.argmin((scores + bound)[selected]))]
+        excess = float(scores[best] - scores[worst])
+        return {**errors, "selection": excess / float(bound[best] + bound[worst]) if excess > 0 else 0.0}
+
+    def _query_values(self, i: int) -> F64:
+        """[Hi, Di] what was scored for a row, read from codes or from rows."""
+        query, layout = self._recorder.query, self._index_layout
+        assert query is not None
+        if layout.fp8_format is None:
+            return _f64(query.values[i])
+        codes = query.values[i].view(torch.uint8).numpy()
+        return oracle.decode_e4m3(codes, layout.fp8_format is Fp8Format.FNUZ)
+
+    def _query_error(self, q: F64, exact: F64, enlarged: F64) -> float:
+        """Of q [H, D]. enlarged: [H], see `ExactLayer.query`."""
+        layer, dtype = self._layer, self._workload.dtype
+        rows = KVCacheLayout.rows(layer.nope_dim, layer.rope_dim, dtype=dtype)
+        bound = np.stack([rounding(row, rows, layer.rope_dim) for row in exact])
+        return share(q, exact, bound + self._of_latent * enlarged[:, None])
+
+    def _index_query_error(self, values: F64, weights: F64, exact: F64, factors: F64) -> float:
+        """Of queries times weights: the scale of a quantised query is part of its weight."""
+        layout, rms = self._index_layout, math.sqrt(float(np.mean(exact**2)))
+        bound = np.stack([rounding(row, layout, self._layer.rope_dim) for row in exact]) + self._of_latent * rms
+        of_weights = SUMS * math.sqrt(float(np.mean(factors**2)))
+        bound = bound * np.abs(factors)[:, None] + np.abs(exact) * of_weights
+        return share(values * weights[:, None], exact * factors[:, None], bound)
+
+    @property
+    def _of_latent(self) -> float:
+        """Bound on what the rounding of the latent adds to a projection of it, relative to its root mean square."""
+        return 0.0 if self._workload.dtype == torch.float32 else 5 * BF16 / math.sqrt(3)
+
+    @property
+    def _index_layout(self) -> KVCacheLayout:
+        assert self._caches.index is not None
+        return self._caches.index.layout
+
+    def _hidden(self, row: int, positions: range | list[int]) -> F64:
+        """[n, hidden] hidden states of a request."""
+        rows = np.full(len(positions), row, np.int64)
+        tokens = self._workload.tokens(rows, np.array(positions, np.int64))
+        return _f64(self._workload.hidden_states(self._layer.kind, tokens))
+
+
+def _f64(values: Tensor) -> F64:
+    return np.asarray(values.double().numpy())

@@ -1,0 +1,337 @@
+"""Replays of whole layers: what passes their checks, what each stage must find, and what the report says of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core import attention
+from dsv4attn.core.cache_manager import CacheManager
+from dsv4attn.core.definitions.compressor import rms_norm
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.indexer import Indexer
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.projection import output_projection
+from dsv4attn.errors import ArgumentError, UnknownNameError
+from dsv4attn.tools.replay.report import as_json
+from dsv4attn.tools.replay.results import LayerReport, Report, WholeErrors, WholeSeconds
+from dsv4attn.tools.replay.trace import selecting_trace
+from tests.tools.replay import bugs, whole_bugs
+from tests.tools.replay.small import CONFIG, GEOMETRY, LENGTHS, replay, requests_of, run, verdicts
+
+TOKENS = sum(prompt + output - 1 for prompt, output in LENGTHS)
+ATTENDING = {"out", "lse", "projection"}
+STAGES = {"key", "query", "entry", "index_key", "index_query", "selection", "out", "lse", "projection"}
+SOUND = [
+    {"decode_indices": decode, "prefill_indices": prefill, "prefill_keys": keys}
+    for decode, prefill, keys in itertools.product(("dense", "ragged"), ("dense", "ragged"), ("gathered", "paged"))
+]
+
+
+def whole(backend: ReferenceBackend | None = None, *arguments: Any, **config: Any) -> Report:
+    return run(backend, *arguments, indexer="real", **config)
+
+
+def stages_beyond(layer: LayerReport) -> set[str]:
+    """Stages of a layer type whose worst error is beyond its limit."""
+    assert layer.check is not None
+    return set(layer.check.worst.beyond(layer.check.tolerance))
+
+
+# what passes
+
+
+@pytest.mark.parametrize("forms", SOUND, ids=lambda forms: "-".join(forms.values()))
+def test_every_form_of_the_reference_passes(forms: dict[str, Any]) -> None:
+    assert whole(ReferenceBackend(**forms)).ok
+
+
+@pytest.mark.parametrize("cache", ["fp8_ds_mla", "bf16", "fp32"])
+def test_every_cache_passes_and_every_stage_is_compared(cache: str) -> None:
+    report = whole(cache=cache)
+
+    assert report.ok
+    assert [(layer.kind, layer.tokens) for layer in report.layers] == [(x, TOKENS) for x in ("swa", "c4a", "c128a")]
+    swa, c4a, c128a = (dict(values["check"]["worst"]) for values in as_json(report)["layers"])
+    assert {name for name, worst in c4a.items() if worst is not None} == STAGES
+    assert {name for name, worst in c128a.items() if worst is None} == {"index_key", "index_query", "selection"}
+    assert {name for name, worst in swa.items() if worst is None} == STAGES - {"key", "query", *ATTENDING}
+
+
+def test_fp32_rows_leave_nothing_but_the_order_of_sums() -> None:
+    for layer in whole(cache="fp32", check_rows=32).layers:
+        assert layer.check is not None
+        worst = layer.check.worst
+        assert max(worst.out, worst.lse, worst.projection) < 5e-6
+        assert max(error for error in worst if error is not None) < 0.25
+
+
+def test_all_rows_of_all_steps_can_be_checked() -> None:
+    report = whole(check_rows=32)
+
+    assert report.ok
+    assert [layer.check.rows for layer in report.layers if layer.check] == [TOKENS] * 3
+
+
+def test_a_deterministic_backend_runs_every_request_as_a_decode() -> None:
+    assert whole(ReferenceBackend(deterministic=True), requests_of((40, 3), (9, 2)), check_rows=2).ok
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 64])
+def test_any_page_size_serves(block_size: int) -> None:
+    assert whole(block_size=block_size).ok
+
+
+@pytest.mark.parametrize("kind", list(LayerKind))
+def test_one_layer_type_alone_computes_what_it_does_beside_others(kind: LayerKind) -> None:
+    (alone,), beside = whole(kinds=[kind]).layers, whole().layers
+
+    assert alone.kind == kind.value
+    assert alone.check is not None
+    (same,) = (layer.check for layer in beside if layer.kind == alone.kind)
+    assert same is not None
+    assert (alone.check.rows, alone.check.worst) == (same.rows, same.worst)
+
+
+def test_a_model_without_window_layers_still_has_its_mtp_ones() -> None:
+    types = CONFIG["layer_types"][1:] * 2
+    geometry = ModelGeometry.from_config({**CONFIG, "layer_types": types, "num_hidden_layers": 4})
+    report = whole(geometry=geometry, kinds=list(LayerKind))
+
+    assert report.ok
+    assert [(x.kind, x.layers_in_model) for x in report.layers] == [("swa", 0), ("c4a", 2), ("c128a", 2)]
+
+
+def test_with_scarce_memory_requests_are_preempted_and_come_out_right() -> None:
+    requests = requests_of((250, 30), (250, 20), (240, 30))
+    with pytest.raises(ArgumentError, match="max_kv_bytes") as refused:
+        whole(None, requests, max_kv_bytes=1, max_num_batched_tokens=64)
+    needed = int(refused.value.expected.split()[2].strip(","))
+    report = whole(None, requests, max_kv_bytes=needed, max_num_batched_tokens=64, check_rows=2)
+
+    assert report.ok
+    assert report.finished == 3
+    assert report.preemptions > 0
+    assert sum(x.kv_bytes_peak for x in report.layers) <= needed
+
+
+def test_everything_is_repeatable() -> None:
+    worst = [[x.check.worst for x in whole(seed=3).layers if x.check] for _ in range(2)]
+
+    assert worst[0] == worst[1]
+    assert worst[0] != [x.check.worst for x in whole(seed=4).layers if x.check]
+
+
+def test_the_built_in_trace_makes_the_indexer_leave_entries_out() -> None:
+    layer = GEOMETRY.layer_of_kind("c4a")
+    requests = selecting_trace(0, layer.compress_ratio * (layer.topk + 1))
+    report = whole(None, requests, kinds=[LayerKind.C4A], max_num_batched_tokens=20)
+
+    assert report.ok
+    assert report.layers[0].check is not None
+    assert isinstance(report.layers[0].check.worst, WholeErrors)
+    assert report.layers[0].check.worst.index_query is not None
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5000))
+def test_a_selecting_trace_has_one_long_prompt_that_others_decode_beside(seed: int, tokens: int) -> None:
+    requests = selecting_trace(seed, tokens)
+    lengths = [request.input_length for request in requests]
+
+    assert len(requests) == 4
+    assert tokens + 8 <= max(lengths[1:]) <= tokens + 40 or tokens < 120
+    assert {1, 127} <= set(lengths)
+    assert lengths[0] <= 127
+    assert all(2 <= request.output_length <= 8 for request in requests)
+    assert requests == selecting_trace(seed, tokens)
+
+
+# what fails, and in which stage
+
+ENTRIES = {"c4a": {"entry", "index_key"}, "c128a": {"entry"}}
+C4A = {"c4a": {"entry", "index_key"}}
+PLANTED = [
+    (whole_bugs.BiasOfTheNextToken, ENTRIES),
+    (whole_bugs.LastStateNotSaved, ENTRIES),
+    (whole_bugs.TurnedToTheLastToken, ENTRIES),
+    (whole_bugs.NormWithoutWeight, ENTRIES),
+    (whole_bugs.NeighboursStates, ENTRIES),
+    (whole_bugs.NotStored, ENTRIES),
+    (whole_bugs.PreviousWindowForgotten, C4A),
+    (whole_bugs.IndexKeysNotStored, {"c4a": {"index_key"}}),
+    (whole_bugs.IndexScalesDoubled, {"c4a": {"index_key"}}),
+    (whole_bugs.QueriesNotTurned, {"c4a": {"index_query"}}),
+    (whole_bugs.WeightsOfTheNextHead, {"c4a": {"index_query"}}),
+    (whole_bugs.Worst, {"c4a": {"selection"}}),
+    (whole_bugs.OneHeadLess, {"c4a": {"selection"}}),
+    (whole_bugs.NewestLeftOut, {"c4a": {"selection"}}),
+    (whole_bugs.OneTwice, {"c4a": {"selection"}}),
+    (whole_bugs.LengthsOfTheLastToken, {"c4a": {"selection"}}),
+    (whole_bugs.NotSelected, {"c4a": {"selection"}}),
+    (whole_bugs.ScoresWithoutKeyScales, {"c4a": {"selection"}}),
+]
+
+
+@pytest.mark.parametrize(("steps", "found"), PLANTED, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_bug_around_attention_is_found_where_it_arises(
+    steps: type[whole_bugs.Steps], found: dict[str, set[str]]
+) -> None:
+    report = whole(whole_bugs.backend_with(steps), check_rows=8)
+
+    beyond = {layer.kind: stages_beyond(layer) for layer in report.layers}
+    assert {kind: stages for kind, stages in beyond.items() if stages} == found
+    assert not report.ok
+    json.dumps(as_json(report), allow_nan=False)
+
+
+PLANTED_IN_ATTENTION = [
+    (bugs.WithoutSink, {}, {"out", "projection"}),
+    (bugs.WithoutSinkInPrefill, {}, {"out", "projection"}),
+    (bugs.LogOfBaseTwo, {}, {"lse"}),
+    (bugs.LastRowNotWritten, {}, {"out", "projection"}),
+    (bugs.NeighboursKeys, {}, ATTENDING),
+    (bugs.AbsentIsSlotZero, {"prefill_keys": "paged"}, ATTENDING),
+    (bugs.NarrowWindow, {}, ATTENDING),
+    (bugs.NeighboursTable, {}, ATTENDING),
+    (bugs.ScalesOfTheNextRecord, {}, {"key"}),
+    (bugs.KeysNotRotated, {}, {"key"}),
+    (bugs.NormOfAllHeads, {}, {"query"}),
+    (bugs.ProjectsRotated, {}, {"projection"}),
+]
+
+
+@pytest.mark.parametrize(("bug", "options", "found"), PLANTED_IN_ATTENTION, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_bug_of_attention_is_found_where_it_arises(
+    bug: type[ReferenceBackend], options: dict[str, Any], found: set[str]
+) -> None:
+    report = whole(bug(**options), check_rows=8)
+
+    assert not any(verdicts(report).values())
+    for layer in report.layers:
+        assert found <= stages_beyond(layer)
+        assert stages_beyond(layer) <= found | (ATTENDING if found & ATTENDING else set())
+
+
+def test_a_bug_of_the_last_projection_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "output_projection", lambda *a, **k: output_projection(*a, **k).roll(1, -1))
+
+    assert [stages_beyond(layer) for layer in whole().layers] == [{"projection"}] * 3
+
+
+def test_a_norm_without_weight_is_found_in_keys_and_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "rms_norm", lambda x, _, eps: rms_norm(x, None, eps))
+    for layer in whole(check_rows=8).layers:
+        assert stages_beyond(layer) == {"key", "query"} | ({"index_query"} if layer.kind == "c4a" else set())
+
+
+def test_a_shortcut_that_is_taken_too_often_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Indexer.__init__
+
+    def careless(self: Indexer, *arguments: Any, **options: Any) -> None:
+        real(self, *arguments, **options)
+        self._topk = 10**9
+
+    monkeypatch.setattr(Indexer, "__init__", careless)
+    report = whole(check_rows=8)
+
+    assert [stages_beyond(layer) for layer in report.layers] == [set(), {"selection"}, set()]
+
+
+def test_pages_of_states_that_are_given_back_too_soon_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page of a window that an entry still needs belongs to another request by then."""
+    monkeypatch.setattr("dsv4attn.core.layer_geometry.LayerGeometry.first_state", lambda _, position: position)
+    report = whole(check_rows=8)
+
+    assert stages_beyond(report.layers[1]) >= {"entry", "index_key"}
+    assert stages_beyond(report.layers[2]) >= {"entry"}
+
+
+# what the report says
+
+
+def test_seconds_and_shares_are_those_of_every_operation() -> None:
+    values = as_json(whole())
+
+    assert values["indexer"] == "real"
+    for layer in values["layers"]:
+        seconds = layer["seconds"]
+        assert set(seconds) == set(WholeSeconds().operations) == set(layer["operations_with_all_layers"])
+        used = {"projections", "insert", "attend", "project"}
+        used |= {"swa": set(), "c4a": {"compressor", "indexer"}, "c128a": {"compressor"}}[layer["kind"]]
+        assert {name for name, value in seconds.items() if value > 0} == used
+        assert sum(layer["operations_with_all_layers"].values()) == pytest.approx(layer["share_with_all_layers"])
+    assert sum(layer["share_with_all_layers"] for layer in values["layers"]) == pytest.approx(1)
+
+
+def test_bytes_are_those_of_the_caches_that_a_manager_allocates() -> None:
+    swa, c4a, c128a = whole(block_size=4).layers
+    manager = CacheManager(GEOMETRY, Limits(4, 32, 64), KVCacheLayout.fp8_ds_mla(24, 8), swa_block_size=4)
+    strides = [{name: cache.page_stride for name, cache in one.present.items()} for one in manager.caches]
+
+    assert swa.kv_bytes_per_token == swa.state_bytes_per_sequence == 0
+    assert c4a.kv_bytes_per_token == (strides[1]["compressed"] + strides[1]["index"]) / 256
+    assert c128a.kv_bytes_per_token == strides[2]["compressed"] / 256
+    # the states of 8 tokens lie on up to three pages of 4, those of 16 on up to three pages of 8
+    assert c4a.state_bytes_per_sequence == 3 * (strides[1]["state"] + strides[1]["index_state"])
+    assert c128a.state_bytes_per_sequence == 3 * strides[2]["state"]
+
+
+def test_no_layer_takes_more_workspace_than_its_plan() -> None:
+    for layer in whole().layers:
+        assert 0 <= layer.workspace_bytes_peak <= layer.workspace_bytes_planned
+
+
+def test_ctrl_c_leaves_a_report_of_what_has_run() -> None:
+    report = whole(bugs.Interrupted(45))
+
+    assert report.interrupted
+    assert not report.ok
+    assert 0 < report.steps < 45
+    assert all(x.check is not None and x.check.ok for x in report.layers)
+
+
+def test_without_checks_nothing_fails_and_nothing_was_checked() -> None:
+    report = whole(bugs.WithoutSink(), check_rows=0)
+
+    assert report.ok
+    assert [layer.check for layer in report.layers] == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "problem"),
+    [
+        ({"indexer": "nope"}, UnknownNameError, "unknown indexer 'nope'"),
+        ({"indexer": "reel"}, UnknownNameError, "unknown indexer 'reel'; did you mean 'real'?"),
+        ({"cache": "fp8"}, UnknownNameError, "unknown cache 'fp8'"),
+        ({"max_kv_bytes": 100}, ArgumentError, "max_kv_bytes: expected at least [0-9]+, so that request 4 .101 tokens"),
+        ({"geometry": evolve(GEOMETRY, layers=((LayerKind.C4A, 3),))}, ArgumentError, "a multiple of ratio 3"),
+    ],
+)
+def test_bad_input_is_found_before_anything_runs(change: dict[str, Any], error: type[Exception], problem: str) -> None:
+    with pytest.raises(error, match=problem):
+        replay(**{"indexer": "real", **change})
+
+
+def test_weights_do_not_depend_on_which_layer_types_run() -> None:
+    outputs: list[Tensor] = []
+
+    class Recorder(ReferenceBackend):
+        def inv_rope_o_proj(self, o: Tensor, *rest: Any) -> Tensor:
+            outputs.append(o.clone())
+            return super().inv_rope_o_proj(o, *rest)
+
+    request = requests_of((30, 1))
+    whole(Recorder(), request, kinds=[LayerKind.C128A], max_num_batched_tokens=30)
+    whole(Recorder(), request, max_num_batched_tokens=30)
+
+    assert torch.equal(outputs[0], outputs[3])
