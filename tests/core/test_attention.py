@@ -254,7 +254,7 @@ def test_caches_and_calls_that_do_not_fit_are_refused() -> None:
         (attrs.evolve(c4a, state=c4a.index_state), None),
         (attrs.evolve(c4a, state=c128a.state), r"^caches.state: expected layout KVCacheLayout.compressor_state\(64\)"),
         (attrs.evolve(c4a, index=None), r"^caches.index: expected index keys, got None"),
-        (attrs.evolve(c4a, index=c4a.state), r"^caches.index: expected a layout of index keys of 32 dims, got compre"),
+        (attrs.evolve(c4a, index=c4a.state), r"^caches.index: expected a layout of index keys of 32 dims, got"),
         (attrs.evolve(c4a, attention=swa.attention), r"^caches.compressed: expected the compressed cache of a c4a"),
     ):
         if said:
