@@ -339,3 +339,42 @@ def test_a_step_without_tokens_is_none() -> None:
         assert [list(out.shape) for out in whole.run(requests, whole.hidden(0, 0))] == [[0, 48]] * 3
         padded = whole.run(requests, whole.hidden(0, 3), padding=3)
         assert all(torch.isfinite(out).all() for out in padded)
+
+
+# selection
+
+
+def test_short_contexts_select_everything_without_scores_but_never_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole, asked = Whole(load_backend("reference")), list[int]()
+    hidden = whole.hidden(0, 15)  # at most three entries, all of which are selected
+    steps = whole.layers[1].backend.layer_steps
+    select = steps.select_topk
+
+    def counted(*given: object) -> None:
+        asked.append(given[-1])  # type: ignore[arg-type]
+        select(*given)  # type: ignore[arg-type]
+
+    vars(steps)["select_topk"] = counted
+    expected = whole.cut(hidden, [10, 5])[1]
+    assert not asked
+    monkeypatch.setattr("dsv4attn.core.indexer.is_capturing", lambda _: True)
+    found = whole.cut(hidden, [10, 5])[1]
+
+    assert asked == [whole.limits.max_model_len // 4] * 2
+    same(found, expected)
+
+
+@pytest.mark.parametrize("index", [KVCacheLayout.index_fp8(32), KVCacheLayout.index_mxfp4(32)], ids=["fp8", "mxfp4"])
+def test_quantised_index_keys_select_the_same_in_any_cut(index: KVCacheLayout) -> None:
+    whole = invariant(FP32, index_layout=index)
+    hidden = whole.hidden(0, 70)
+    one, outs = whole.cut(hidden, [64, 6])
+    other, parts = whole.cut(hidden, [3, 40, 1, 26])
+
+    same(parts, outs)
+    same(whole.bytes_of(other), whole.bytes_of(one))
+    exact = invariant(FP32).cut(hidden, [64, 6])[1]
+    same([outs[0], outs[2]], [exact[0], exact[2]])
+    assert not torch.equal(outs[1], exact[1])  # rounded scores select other entries now and then

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 
@@ -122,9 +123,10 @@ def store_index_keys(k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> No
         store_rows(cache.region("row"), slot_mapping, k)
         return
     codes, exponent = quantize_index(k, layout)
-    fp32 = layout.scale_dtype == torch.float32
+    scale = power_of_two(exponent) if layout.scale_dtype == torch.float32 else exponent
+    region = cache.region("scale")
     store_rows(cache.region("nope"), slot_mapping, codes)
-    store_rows(cache.region("scale"), slot_mapping, power_of_two(exponent) if fp32 else exponent)
+    store_rows(region, slot_mapping, pad(scale, (0, region.shape[2] - layout.num_groups)))
 
 
 def read_index_keys(cache: PagedKVCache, slots: Tensor) -> Tensor:
@@ -136,4 +138,4 @@ def read_index_keys(cache: PagedKVCache, slots: Tensor) -> Tensor:
     if layout.scale_dtype == torch.float32:
         assert layout.fp8_format is not None
         return codes.view(layout.fp8_format.dtype).float() * scale
-    return dequantize_index(codes, scale, layout)
+    return dequantize_index(codes, scale[..., : layout.num_groups], layout)
