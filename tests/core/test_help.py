@@ -17,8 +17,8 @@ from dsv4attn.core.metadata import Batch
 from dsv4attn.core.warmup_spec import Bounds
 
 FOUND = {name: getattr(module, name) for module in (dsv4attn, contract) for name in module.__all__}
-CLASSES: list[type[Any]] = [cls for cls in {*FOUND.values(), Bounds} if isinstance(cls, type) and attrs.has(cls)]
-CLASSES.sort(key=lambda cls: cls.__name__)
+TYPES = {cls for cls in (*FOUND.values(), Bounds) if isinstance(cls, type)}
+CLASSES: list[type[Any]] = sorted((cls for cls in TYPES if attrs.has(cls)), key=lambda cls: cls.__name__)
 NAMED = (
     "AttentionCall AttentionMetadata BackendInfo Batch Bounds DeepseekSparseSWAMetadata DenseIndices DeviceFacts "
     "FlashMLASparseMetadata Forms GatheredKeys LayerCaches LayerGeometry Limits ModelGeometry PageTable PagedKeys "

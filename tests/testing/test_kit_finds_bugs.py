@@ -61,7 +61,7 @@ PLANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "block table taken to be packed": (lambda: Careless("table packed"), "R", "R2", ""),
     "gather clears what is not its own": (lambda: Careless("gather clears the rest"), "R", "R3", ""),
     "projection rotates forward": (lambda: Careless("rotated forward"), "P,R1", "P1", "R1"),
-    "temporaries denied": (lambda: Careless("temporaries denied"), "W5,W2", "W5", "W2"),
+    "temporaries denied": (lambda: Careless("temporaries denied"), "temporaries-swa,W2", "W5", "W2"),
     "no temporaries at all": (lambda: Careless("no temporaries at all"), "temporaries-swa,W2", "W5", "W2"),
 }
 
