@@ -12,13 +12,15 @@ from dsv4attn.core.checks import check_same_device
 from dsv4attn.core.compressor import Compressor
 from dsv4attn.core.context import get_forward_context
 from dsv4attn.core.contract import Backend, complete
-from dsv4attn.core.definitions import batch_invariant_linear, linear
+from dsv4attn.core.definitions import INVARIANT, PLAIN
 from dsv4attn.core.definitions.compressor import rms_norm
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.indexer import Indexer
 from dsv4attn.core.layer import DeepseekV4MLAAttention
 from dsv4attn.core.layer_weights import AttentionWeights
+from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import AttentionMetadata
 from dsv4attn.core.projection import output_projection
 from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.core.tensorspec import check_tensor
@@ -73,8 +75,14 @@ class DeepseekV4Attention:
         self._wo_a, self._wo_b, self._group = weights.wo_a, weights.wo_b, process_group
         device = self._wq_a.device
         table = _table(layer.rope, limits, device) if cos_sin_cache is None else cos_sin_cache
-        self._linear = batch_invariant_linear if backend.deterministic else linear
+        self._arithmetic = INVARIANT if backend.deterministic else PLAIN
+        product = self._arithmetic.linear
         self.topk_indices = topk_indices_buffer
+        if layer.kind is LayerKind.C4A and topk_indices_buffer is not None:
+            wanted, found = (limits.max_num_batched_tokens, layer.topk), tuple(topk_indices_buffer.shape)
+            if len(found) != 2 or found[0] < wanted[0] or found[1] != wanted[1]:
+                expected = f"{wanted[1]} columns, and at least {wanted[0]} rows, the tokens of a step"
+                raise ArgumentError("topk_indices_buffer", expected=expected, actual=list(found))
         if layer.kind is LayerKind.C4A and topk_indices_buffer is None:
             self.topk_indices = torch.full(
                 (limits.max_num_batched_tokens, layer.topk), -1, dtype=torch.int32, device=device
@@ -93,9 +101,9 @@ class DeepseekV4Attention:
         steps = backend.layer_steps
         self.compressor = self.indexer = None
         if weights.compressor is not None:
-            self.compressor = Compressor(layer, weights.compressor, table, steps, self._linear)
+            self.compressor = Compressor(layer, weights.compressor, table, steps, product)
         if weights.indexer is not None:
-            given = geometry, layer, limits, weights.indexer, table, steps, self._linear
+            given = geometry, layer, limits, weights.indexer, table, steps, product
             self.indexer = Indexer(*given, shortcut=not backend.deterministic)
         self.caches: DeepseekV4Caches | None = None
 
@@ -148,13 +156,12 @@ class DeepseekV4Attention:
         if caches is None:
             raise Dsv4AttnError(f"layer {attention.prefix} has no caches -> call bind_kv_cache first")
         metadata = get_forward_context().for_layer(attention.prefix, attention.swa_prefix, self.layer.kind)
-        if metadata is not None and self.compressor is not None and metadata.state is None:
-            name = f"Batch.{self.layer.kind.value}_state_block_table"
-            raise NoForwardContextError(f"attn_metadata of {attention.prefix} has no compressor states -> give {name}")
-        eps, dtype = self.geometry.eps, hidden_states.dtype
-        qr = rms_norm(self._linear(hidden_states, self._wq_a), self._q_norm, eps).to(dtype)
-        kv = rms_norm(self._linear(hidden_states, self._wkv), self._kv_norm, eps).to(dtype)
-        q = self._linear(qr, self._wq_b).to(dtype).unflatten(-1, (self.layer.num_heads, self.layer.head_dim))
+        if metadata is not None:
+            self._check_step(metadata, caches, hidden_states.shape[0])
+        linear, norm, dtype = self._arithmetic.linear, (self.geometry.eps, self._arithmetic), hidden_states.dtype
+        qr = rms_norm(linear(hidden_states, self._wq_a), self._q_norm, *norm).to(dtype)
+        kv = rms_norm(linear(hidden_states, self._wkv), self._kv_norm, *norm).to(dtype)
+        q = linear(qr, self._wq_b).to(dtype).unflatten(-1, (self.layer.num_heads, self.layer.head_dim))
         attention.fused_qnorm_rope_kv_insert(q, kv, positions)
         if metadata is not None and self.compressor is not None:
             assert caches.state is not None
@@ -178,8 +185,29 @@ class DeepseekV4Attention:
             self.geometry.o_groups,
             layer=self.layer,
             process_group=self._group,
-            linear=self._linear,
+            linear=linear,
         )
+
+    def _check_step(self, metadata: AttentionMetadata, caches: DeepseekV4Caches, rows: int) -> None:
+        """Check metadata before anything is written: rows for all tokens, and states where this layer has them."""
+        tokens, kind = metadata.swa.num_actual_tokens, self.layer.kind.value
+        if tokens > rows:
+            raise ArgumentError(
+                "hidden_states", expected=f"a row for each of the {tokens} tokens", actual=f"{rows} rows"
+            )
+        if self.compressor is None:
+            return
+        if metadata.state is None:
+            cure = f"give Batch.{kind}_state_block_table"
+            prefix = self.attention.prefix
+            raise NoForwardContextError(f"attn_metadata of {prefix} has no compressor states -> {cure}")
+        for name in ("state", "index_state"):
+            cache: PagedKVCache | None = getattr(caches, name)
+            if cache is not None and cache.block_size != metadata.state.block_size:
+                expected = f"{cache.block_size}, the records per block of caches.{name}"
+                hint = "give MetadataBuilder these state_block_sizes"
+                size = metadata.state.block_size
+                raise ArgumentError("metadata.state.block_size", expected=expected, actual=size, hint=hint)
 
 
 def _check_limits(geometry: ModelGeometry, limits: Limits) -> None:

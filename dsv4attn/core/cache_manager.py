@@ -36,11 +36,12 @@ class CachedSequence:
 
     length: tokens whose step has been completed.
     tables: block table of each group.
+    owner: the manager; None once the sequence is freed.
     """
 
-    tables: dict[str, BlockTable]
+    tables: dict[str, BlockTable] = field(repr=False)
     length: int = 0
-    alive: bool = field(default=True, repr=False)
+    owner: CacheManager | None = field(default=None, repr=False)
 
 
 class CacheManager:
@@ -80,6 +81,10 @@ class CacheManager:
         if compressed:
             self._tokens_per_block[COMPRESSED] = compressed_block_tokens
         self._tokens_per_block |= {f"{layer.kind.value}_state": STATE_BLOCK_SIZES[layer.kind] for layer in compressed}
+        for layer in compressed:
+            if compressed_block_tokens % layer.compress_ratio:
+                expected = f"a multiple of ratio {layer.compress_ratio}"
+                raise ArgumentError("compressed_block_tokens", expected=expected, actual=compressed_block_tokens)
         given = num_blocks or {}
         for name in given:
             if name not in self._tokens_per_block:
@@ -105,14 +110,15 @@ class CacheManager:
 
     def new(self) -> CachedSequence:
         """A sequence without tokens, and without pages."""
-        return CachedSequence({name: BlockTable(self._pools[name], n) for name, n in self._tokens_per_block.items()})
+        tables = {name: BlockTable(self._pools[name], n) for name, n in self._tokens_per_block.items()}
+        return CachedSequence(tables, owner=self)
 
     def free(self, sequence: CachedSequence) -> None:
         """Give the pages of a sequence back; it cannot be used again."""
         self._check(sequence)
         for table in sequence.tables.values():
             table.release()
-        sequence.alive, sequence.length = False, 0
+        sequence.owner, sequence.length = None, 0
 
     def fork(self, sequence: CachedSequence, length: int | None = None) -> CachedSequence:
         """A new sequence with the first `length` tokens of another, all by default, in pages of its own.
@@ -124,11 +130,12 @@ class CacheManager:
         length = sequence.length if length is None else check_count("length", length, 0)
         if length > sequence.length:
             raise ArgumentError("length", expected=f"at most {sequence.length}, the tokens there are", actual=length)
-        self._check_alive(sequence, length)
-        made, first = self.new(), self._needed(length)
+        self._check_alive(sequence, length, next_token=False)
+        made, first = self.new(), self._needed(max(length - self.limits.num_speculative_tokens, 0))
         for name, table in made.tables.items():
-            table.skip_before(0 if self.keep_windows else first[name])
-        self._reserve([(made, length)])
+            gone = sum(block < 0 for block in sequence.tables[name].blocks)
+            table.skip_before(0 if self.keep_windows else max(first[name], gone * table.tokens_per_block))
+        self.reserve([(made, length)])
         for name, table in made.tables.items():
             start = sum(block < 0 for block in table.blocks)
             source, target = sequence.tables[name].blocks[start : len(table.blocks)], table.blocks[start:]
@@ -167,7 +174,7 @@ class CacheManager:
         self._check(sequence)
         if not 0 <= length <= sequence.length:
             raise ArgumentError("length", expected=f"0 .. {sequence.length}, the tokens there are", actual=length)
-        self._check_alive(sequence, length)
+        self._check_alive(sequence, length, next_token=True)
         sequence.length = length
 
     def batch(self, requests: Sequence[tuple[CachedSequence, int]], *, padding: int = 0) -> Batch:
@@ -177,13 +184,17 @@ class CacheManager:
         OutOfPagesError, for none. Lengths stay as they are until `advance`, so that a step which fails can be built
         again. padding: rows without a token behind the others.
         """
-        for sequence, count in requests:
-            self._check(sequence)
-            check_count("tokens of a sequence", count, 0)
-            if sequence.length + count > self.limits.max_model_len:
-                expected = f"at most {self.limits.max_model_len} tokens in a sequence, the max_model_len of the limits"
-                raise ArgumentError("requests", expected=expected, actual=sequence.length + count)
-        self._reserve(requests)
+        rows = sum(count for _, count in requests) + check_count("padding", padding, 0)
+        for what, actual, limit in (
+            ("sequences", len(requests), "max_num_reqs"),
+            ("tokens in a step, with padding", rows, "max_num_batched_tokens"),
+        ):
+            most = getattr(self.limits, limit)
+            if actual > most:
+                raise ArgumentError(
+                    "requests", expected=f"at most {most} {what}, the {limit} of the limits", actual=actual
+                )
+        self.reserve(requests)
         counts = [count for _, count in requests]
         starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
         lens = torch.tensor([sequence.length + count for sequence, count in requests], dtype=torch.int32)
@@ -202,6 +213,29 @@ class CacheManager:
             **states,
         )
 
+    def reserve(self, requests: Sequence[tuple[CachedSequence, int]]) -> None:
+        """Take the pages that sequences need for so many tokens more, in any number of steps; or none of them."""
+        seen: set[int] = set()
+        for sequence, count in requests:
+            self._check(sequence)
+            check_count("tokens of a sequence", count, 0)
+            if id(sequence) in seen:
+                hint = "give it all its tokens in one request"
+                raise ArgumentError("requests", expected="each sequence once", actual="one twice", hint=hint)
+            seen.add(id(sequence))
+            if sequence.length + count > self.limits.max_model_len:
+                expected = f"at most {self.limits.max_model_len} tokens in a sequence, the max_model_len of the limits"
+                raise ArgumentError("requests", expected=expected, actual=sequence.length + count)
+        for name, pool in self._pools.items():
+            missing = sum(sequence.tables[name].missing(sequence.length + count) for sequence, count in requests)
+            if missing > pool.num_free:
+                have = f"{pool.num_free} of {pool.num_blocks} are free"
+                cure = "free sequences, give the manager more blocks, or run fewer tokens; no page was taken"
+                raise OutOfPagesError(f"{missing} {name} pages needed, {have} -> {cure}")
+        for sequence, count in requests:
+            for table in sequence.tables.values():
+                table.ensure(sequence.length + count)
+
     def metadata(self, batch: Batch, *, full_width: bool = False) -> dict[LayerKind, AttentionMetadata]:
         """Metadata of a batch for all layers; see `MetadataBuilder.build_for`."""
         return self.builder.build_for(batch, self.geometry.kinds, full_width=full_width)
@@ -215,6 +249,10 @@ class CacheManager:
         """Count the tokens of a step that has run, and give back pages that no later token reads."""
         for sequence, count in requests:
             self._check(sequence)
+            if any(table.missing(sequence.length + count) for table in sequence.tables.values()):
+                expected = f"tokens that a batch gave pages, behind the {sequence.length} there are"
+                raise ArgumentError("requests", expected=expected, actual=count)
+        for sequence, count in requests:
             sequence.length += count
             self._release(sequence)
 
@@ -225,15 +263,22 @@ class CacheManager:
         return {name: n * sum(cache.page_stride for cache in self._of_group(name)) for name, n in used.items()}
 
     def _check(self, sequence: object) -> None:
-        if not (isinstance(sequence, CachedSequence) and sequence.alive):
-            hint = "make one with new() or fork()"
-            raise ArgumentError("sequence", expected="a sequence that was not freed", actual=repr(sequence), hint=hint)
+        owner = sequence.owner if isinstance(sequence, CachedSequence) else self
+        if not isinstance(sequence, CachedSequence) or owner is not self:
+            actual = "one of another manager" if owner is not None else "one that was freed"
+            actual = actual if isinstance(sequence, CachedSequence) else type(sequence).__name__
+            hint = "make one with new() or fork() of this manager"
+            raise ArgumentError("sequence", expected="a sequence of this manager", actual=actual, hint=hint)
 
-    def _check_alive(self, sequence: CachedSequence, length: int) -> None:
-        """Check that a sequence has the pages that a token at position `length` reads."""
+    def _check_alive(self, sequence: CachedSequence, length: int, *, next_token: bool) -> None:
+        """Check that a sequence has the pages that a token at position `length` reads.
+
+        next_token: whether that token will be written to a page of this sequence, too.
+        """
         for name, first in self._needed(length).items():
             n = self._tokens_per_block[name]
-            if any(block < 0 for block in sequence.tables[name].blocks[first // n : -(-length // n)]):
+            end = length // n + 1 if next_token else -(-length // n)
+            if any(block < 0 for block in sequence.tables[name].blocks[first // n : end]):
                 expected = f"a length whose {name} pages, from token {first} on, were not given back"
                 hint = "make the manager with keep_windows=True, or plan drafts in Limits.num_speculative_tokens"
                 raise ArgumentError("length", expected=expected, actual=length, hint=hint)
@@ -247,7 +292,12 @@ class CacheManager:
         whole = limits.max_num_reqs * -(-limits.max_model_len // n)
         if self.keep_windows or group == COMPRESSED:
             return whole
-        span = limits.max_model_len - self._needed(limits.max_model_len)[group] + limits.num_speculative_tokens
+        spans = {WINDOW: self.geometry.window - 1}
+        spans |= {
+            f"{kind.value}_state": layer.compress_ratio * (2 if layer.overlap else 1) - 1
+            for kind, layer in self._layers.items()
+        }
+        span = spans[group] + limits.num_speculative_tokens
         # pages of a sequence between two steps, and those that the tokens of a step add
         return min(whole, limits.max_num_reqs * (span // n + 3) + limits.max_num_batched_tokens // n + 1)
 
@@ -296,18 +346,6 @@ class CacheManager:
             least = max(sequence.length - self.limits.num_speculative_tokens, 0)
             for name, first in self._needed(least).items():
                 sequence.tables[name].release_before(first)
-
-    def _reserve(self, requests: Sequence[tuple[CachedSequence, int]]) -> None:
-        """Take the pages of all sequences with their next tokens, or none."""
-        for name, pool in self._pools.items():
-            missing = sum(sequence.tables[name].missing(sequence.length + count) for sequence, count in requests)
-            if missing > pool.num_free:
-                have = f"{pool.num_free} of {pool.num_blocks} are free"
-                cure = "free sequences, give the manager more blocks, or run fewer tokens; no page was taken"
-                raise OutOfPagesError(f"{missing} {name} pages needed, {have} -> {cure}")
-        for sequence, count in requests:
-            for table in sequence.tables.values():
-                table.ensure(sequence.length + count)
 
     def _slots(self, sequence: CachedSequence, count: int) -> Iterator[int]:
         n, blocks = self._tokens_per_block[WINDOW], sequence.tables[WINDOW].blocks

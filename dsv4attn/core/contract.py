@@ -290,10 +290,10 @@ class BackendDefaults(Protocol):
 
         A backend that brings some of them derives from `definitions.TorchLayerSteps`.
         """
-        from dsv4attn.core.definitions import TorchLayerSteps, batch_invariant_linear, linear
+        from dsv4attn.core.definitions import INVARIANT, PLAIN, TorchLayerSteps
 
-        product = batch_invariant_linear if self.deterministic else linear
-        return TorchLayerSteps(cast("Backend", self).quantize_and_insert_k_cache, product)
+        arithmetic = INVARIANT if self.deterministic else PLAIN
+        return TorchLayerSteps(cast("Backend", self).quantize_and_insert_k_cache, arithmetic)
 
     @property
     def translate_to_ragged(self) -> Callable[..., object] | None:

@@ -47,9 +47,8 @@ class BackendInfo:
     notes: how it would serve a problem that it takes, a line each, for a backend that has several ways.
     api: version of the contract it was written for, as a literal: "1.0".
     layer_steps: parts of the layer around attention that it brings, of `LAYER_PARTS`; the others are torch's.
-    support_step: every reason why not to use such a part beside attention of a problem; None: there is none. Where it
-    has
-       reasons, the part's steps call torch's.
+    support_step: every reason why such a part does not serve layers of a problem; None: there is none. It informs
+       `explain`; the part's steps themselves call torch's, their base class, for what they do not serve.
     """
 
     name: str

@@ -27,7 +27,8 @@ class HyperConnections:
     ) -> None:
         weights.check(geometry)
         eps, iterations = geometry.hc_eps, geometry.hc_sinkhorn_iters
-        mixes = weights.fn.float(), weights.scale.float(), weights.base.float()
+        mixes = weights.fn.detach().float(), weights.scale.detach().float(), weights.base.detach().float()
+        norm_weight = None if norm_weight is None else norm_weight.detach()
         self._mixes = *mixes, geometry.eps, eps, eps, 2.0, iterations, norm_weight, geometry.eps
         self._steps = steps
 

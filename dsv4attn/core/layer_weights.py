@@ -84,7 +84,9 @@ class AttentionWeights:
         wanted = weight_shapes(geometry, layer)
         missing, unknown = [name for name in wanted if name not in weights], [n for n in weights if n not in wanted]
         if unknown:
-            meant = did_you_mean(unknown[0], missing or wanted)
+            bare = unknown[0].removesuffix(".weight")
+            ends = max((name for name in wanted if f".{bare}".endswith(f".{name}")), key=len, default="")
+            meant = f"; did you mean {ends!r}?" if ends else did_you_mean(bare, missing or wanted)
             expected = f"names of a {layer.kind.value} layer: {', '.join(wanted)}"
             raise ArgumentError("weights", expected=expected, actual=f"{unknown[0]!r}{meant}")
         if missing:
@@ -111,8 +113,11 @@ class AttentionWeights:
             if value is None and name != "attn_sink":
                 raise ArgumentError(f"weights.{name}", expected=f"a tensor {list(shape)}", actual=None)
             actual = _shape(value)
+            if value is not None:
+                _check_kind(f"weights.{name}", value, vector=len(shape) == 1 or name.endswith("ape"))
             if value is not None and actual != shape:
                 hint = "pass the part of this rank" if name in _SHARDED else ""
+                hint = "transpose it" if actual == shape[::-1] else hint
                 shown = type(value).__name__ if actual is None else list(actual)
                 raise ArgumentError(f"weights.{name}", expected=f"shape {list(shape)}", actual=shown, hint=hint)
         for name in found:
@@ -204,6 +209,19 @@ def _named(owner: object, prefix: str) -> Iterator[tuple[str, Weight]]:
             yield from _named(value, f"{prefix}{name}.")
         elif value is not None and not name.startswith("__"):
             yield prefix + name, value
+
+
+def _check_kind(name: str, value: Weight, *, vector: bool) -> None:
+    """Check that a weight is a tensor of a type that a layer computes with, or a matrix that is block-scaled."""
+    if isinstance(value, Tensor):
+        plain = value.dtype in (torch.bfloat16, torch.float32)
+        if not plain and (vector or value.element_size() > 1 or value.dtype in (torch.uint8, torch.int8)):
+            expected = "bfloat16 or float32" + ("" if vector else ", or fp8 with scales")
+            dtype = str(value.dtype).removeprefix("torch.")
+            raise ArgumentError(name, expected=expected, actual=dtype, hint="pass it .to(torch.bfloat16)")
+    elif vector or not isinstance(getattr(value, "weight", None), Tensor):
+        expected = "a tensor" if vector else "a tensor, a BlockScaledWeight, or a module with an fp8 weight"
+        raise ArgumentError(name, expected=expected, actual=type(value).__name__)
 
 
 def _shape(value: Weight) -> tuple[int, ...] | None:

@@ -139,6 +139,8 @@ class KVCacheLayout:
     @classmethod
     def rows(cls, nope_dim: int = 448, rope_dim: int = 64, *, dtype: torch.dtype = torch.bfloat16) -> KVCacheLayout:
         """Layout of unquantised rows."""
+        check_count("nope_dim", nope_dim, 1)
+        check_count("rope_dim", rope_dim, 0)
         if dtype not in (torch.bfloat16, torch.float32):
             raise ArgumentError("dtype", expected="torch.bfloat16 or torch.float32", actual=dtype)
         return cls("rows", nope_dim, rope_dim, dtype)

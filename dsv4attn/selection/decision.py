@@ -93,7 +93,7 @@ class Selection:
 
     @property
     def layer_steps(self) -> dict[str, str]:
-        """Who runs each part of the layer around attention: the chosen backend, or "reference", which is torch.
+        """Who runs each part of the layer around attention: the chosen backend, or "reference", plain torch.
 
         Parts that no layer of the problems has are left out. Empty without a chosen backend.
         """
@@ -108,8 +108,14 @@ class Selection:
         if part not in info.layer_steps:
             return "reference"
         asked = info.support_step
-        refused = asked is not None and any(_said(asked(self.device, part, problem)) for problem in self.problems)
-        return "reference" if refused else info.name
+        try:
+            every = [] if asked is None else [_said(asked(self.device, part, problem)) for problem in self.problems]
+            reasons = [reason for said in every for reason in said]
+        except KeyboardInterrupt:
+            raise
+        except STRANGE as error:
+            return f"reference (support_step of {info.name} raised {first_line(error)})"
+        return f"reference ({info.name}: {reasons[0]})" if reasons else info.name
 
     @property
     def rows(self) -> list[tuple[str, list[str]]]:

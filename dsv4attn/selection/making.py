@@ -139,6 +139,12 @@ def _check_made(info: BackendInfo, made: Any) -> None:  # noqa: ANN401 - the res
         raise _broken(info, f"it made {type(made).__name__}, which lacks {', '.join(lacks)}")
     if not isinstance(made.forms, Forms):
         raise _broken(info, f"it made {type(made).__name__}, whose forms are {type(made.forms).__name__}")
+    from dsv4attn.core.definitions import layer_step_sources
+
+    brought = {part for part, name in layer_step_sources(made).items() if name == made.name}
+    if brought != set(info.layer_steps):
+        says, has = (", ".join(sorted(parts)) or "none" for parts in (info.layer_steps, brought))
+        raise _broken(info, f"BackendInfo.layer_steps names {says}, and its layer_steps bring {has}")
 
 
 def _broken(info: BackendInfo, why: str) -> BrokenBackendError:

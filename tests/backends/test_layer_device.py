@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.core.context import set_forward_context
+from dsv4attn.core.contract import complete
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerKind, ModelGeometry, Yarn
 from dsv4attn.core.layout import KVCacheLayout
@@ -43,10 +45,24 @@ FP8 = KVCacheLayout.fp8_ds_mla()
 ROWS = KVCacheLayout.rows(dtype=torch.float32)
 
 
-def whole(name: str, device: str, layout: KVCacheLayout, dtype: torch.dtype, **options: bool) -> Whole:
+def whole(
+    name: str,
+    device: str,
+    layout: KVCacheLayout,
+    dtype: torch.dtype,
+    geometry: ModelGeometry = MODEL,
+    **options: bool,
+) -> Whole:
     limits = deterministic(LIMITS) if options.get("deterministic") else LIMITS
-    weights = {i: random_weights(MODEL, i, dtype=dtype, device=device) for i in range(3)}
-    sized = {"geometry": MODEL, "limits": limits, "dtype": dtype, "device": device, "weights": weights}
+    weights = {i: random_weights(geometry, i, dtype=dtype, device=device) for i in range(3)}
+    sized = {
+        "keep_windows": bool(options.get("deterministic")),
+        "geometry": geometry,
+        "limits": limits,
+        "dtype": dtype,
+        "device": device,
+        "weights": weights,
+    }
     return Whole(load_backend(name, **options), layout, **sized)  # type: ignore[arg-type]
 
 
@@ -72,24 +88,46 @@ def test_a_layer_on_the_device_is_the_layer_on_the_cpu(name: str, expected: tupl
         assert off < bound
 
 
+# sizes at which libraries choose other kernels for few rows than for many
+LARGE = evolve(
+    MODEL, num_heads=16, hidden_size=4096, o_groups=4, o_lora_rank=256, q_lora_rank=1024, hc_mult=4, max_position=4096
+)
+
+
+@pytest.mark.parametrize("layout", [FP8, ROWS], ids=["fp8", "fp32"])
 @pytest.mark.parametrize("name", NAMES)
-def test_g24_bits_depend_neither_on_the_cut_nor_on_the_batch(name: str) -> None:
-    here = whole(name, "cuda", FP8, torch.bfloat16, deterministic=True)
+def test_g24_bits_depend_neither_on_the_cut_nor_on_the_batch(name: str, layout: KVCacheLayout) -> None:
+    dtype = torch.bfloat16 if layout is FP8 else torch.float32
+    here = whole(name, "cuda", layout, dtype, geometry=LARGE, deterministic=True)
     hidden, other = here.hidden(0, 300), here.hidden(1, 37)
     first, wanted = here.cut(hidden, [300])
     bytes_of = here.bytes_of(first)
     here.manager.free(first)
-    for cuts in ([1, 130, 168, 1], [255, 45]):
+    for cuts in ([1, 130, 168, 1], [255, 45], [3] * 100, [8] * 37 + [4], [2, 5] * 42 + [6]):
         one, found = here.cut(hidden, cuts)
         for out, want in zip(found, wanted, strict=True):
             assert torch.equal(out, want)
-        one_bytes = here.bytes_of(one)
+        for page, want in zip(here.bytes_of(one), bytes_of, strict=True):
+            assert torch.equal(page.view(torch.uint8), want.view(torch.uint8))
         here.manager.free(one)
-        assert len(one_bytes) == len(bytes_of)
     a, b = here.manager.new(), here.manager.new()
     together = here.step([(b, 37), (a, 300)], torch.cat([other, hidden]))
     for out, want in zip(together, wanted, strict=True):
         assert torch.equal(out[37:], want)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 31, 33, 100])
+def test_g24_hyper_connections_of_a_row_have_the_same_bits_in_any_call(rows: int) -> None:
+    steps = complete(load_backend("triton", deterministic=True)).layer_steps
+    generator = torch.Generator().manual_seed(0)
+    streams, fn = (torch.randn(shape, generator=generator).cuda() for shape in ((200, 4, 4096), (24, 16384)))
+    scale, base, norm = torch.ones(3).cuda(), torch.zeros(24).cuda(), torch.ones(4096).cuda()
+    mixes = fn / 128, scale, base, 1e-6, 1e-6, 1e-6, 2.0, 20, norm, 1e-6
+
+    whole_of, part = steps.mhc_pre(streams, *mixes), steps.mhc_pre(streams[:rows], *mixes)
+
+    for all_rows, some in zip(whole_of, part, strict=True):
+        assert torch.equal(all_rows[:rows], some)
 
 
 class Graph:

@@ -176,7 +176,7 @@ def test_a_failed_step_can_be_run_again() -> None:
     same(whole.step([(first, 4)], hidden[20:24]), again)
     whole.manager.free(first)
     whole.step([(second, 4)], hidden[:4])
-    with pytest.raises(ArgumentError, match="expected a sequence that was not freed"):
+    with pytest.raises(ArgumentError, match="expected a sequence of this manager, got one that was freed"):
         whole.manager.batch([(first, 1)])
 
 
@@ -222,9 +222,18 @@ def bound(**changes: object) -> None:
             {"wq_b": torch.zeros(127, 24)},
             r"^weights.wq_b: expected shape \[128, 24\], got \[127, 24\] -> pass",
         ),
+        ({"wq_a": torch.zeros(48, 24)}, r"^weights.wq_a: expected shape \[24, 48\], got \[48, 24\] -> transpose it"),
+        (
+            {"wq_a": torch.zeros(24, 48).half()},
+            r"^weights.wq_a: expected bfloat16 or float32, or fp8 .* got float16",
+        ),
+        ({"wq_a": torch.zeros(24, 48, dtype=torch.int8)}, r"^weights.wq_a: expected bfloat16 .* got int8"),
+        ({"q_norm": torch.nn.Linear(2, 2)}, r"^weights.q_norm: expected a tensor, got Linear"),
+        ({"layers.1.attn.wq_d.weight": torch.zeros(1)}, r"^weights: expected names .* got 'layers.1.attn.wq_d.weight'"),
+        ({"layers.1.indexer.wq_b.weight": torch.zeros(1)}, r"weights: .*; did you mean 'indexer.wq_b'"),
         ({"compressor.ape": torch.zeros(4, 32)}, r"^weights.compressor.ape: expected shape \[4, 64\], got \[4, 32\]"),
         ({"indexer.compressor.norm": torch.zeros(31)}, r"^weights.indexer.compressor.norm: expected shape \[32\], got"),
-        ({"wo_a": "a string"}, r"^weights.wo_a: expected shape \[32, 64\], got str"),
+        ({"wo_a": "a string"}, r"^weights.wo_a: expected a tensor, a BlockScaledWeight, or .*, got str"),
     ],
 )
 def test_a_weight_of_another_shape_or_name_is_refused(changes: dict[str, object], said: str) -> None:
@@ -235,7 +244,7 @@ def test_a_weight_of_another_shape_or_name_is_refused(changes: dict[str, object]
 def test_contexts_beyond_the_model_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"max_model_len: expected at most 4096, the max_position_embeddings"):
         Whole(load_backend("reference"), limits=Limits(1, 8, 4097))
-    whole = Whole(load_backend("reference"), limits=Limits(1, 8, 12))
+    whole = Whole(load_backend("reference"), limits=Limits(1, 16, 12))
     with pytest.raises(ArgumentError, match=r"^requests: expected at most 12 tokens in a sequence, .*, got 13"):
         whole.manager.batch([(whole.manager.new(), 13)])
 

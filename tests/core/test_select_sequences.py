@@ -60,7 +60,7 @@ def test_each_is_returned_once_and_forked_then() -> None:
     assert made[:2] == [three, one]
     assert made[2] is not three
     assert torch.equal(keys(pages, made[2]), keys(pages, three))
-    assert not two.alive
+    assert two.owner is None
     assert pages.select(made, []) == []
     assert set(pages.kv_bytes.values()) == {0}
 
@@ -80,5 +80,5 @@ def test_too_few_pages_and_unknown_numbers_change_nothing() -> None:
         pages.select(both, [0, 1, 1])
     with pytest.raises(ArgumentError, match="rows"):
         pages.select(both, [0, 2])
-    assert all(sequence.alive for sequence in both)
+    assert all(sequence.owner for sequence in both)
     assert pages.kv_bytes == before

@@ -16,7 +16,6 @@ from torch import Tensor
 from dsv4attn.core.contract import complete
 from dsv4attn.core.decoder_layer import DeepseekV4DecoderLayer
 from dsv4attn.core.definitions import TorchLayerSteps
-from dsv4attn.core.definitions.tiles import linear
 from dsv4attn.core.hyper_connections import HyperConnections
 from dsv4attn.core.layer_weights import HyperConnectionWeights
 from dsv4attn.core.layout import KVCacheLayout
@@ -99,7 +98,7 @@ class FirstEntries(TorchLayerSteps):
 @pytest.mark.parametrize(("steps", "layers"), [(NoOverlap, (1,)), (LateRope, (1, 2)), (FirstEntries, (1,))])
 def test_a_planted_bug_is_seen(steps: type[TorchLayerSteps], layers: tuple[int, ...]) -> None:
     backend = complete(load_backend("reference"))
-    vars(backend)["layer_steps"] = steps(backend.quantize_and_insert_k_cache, linear)
+    vars(backend)["layer_steps"] = steps(backend.quantize_and_insert_k_cache)
     stack = Stack(hf.model(0), backend, FP32)
 
     found = outputs(stack, traces(0), [71])

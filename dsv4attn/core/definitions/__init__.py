@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dsv4attn.core.definitions.indexer import IndexQuery, fp8_mqa_logits, fp8_paged_mqa_logits
 from dsv4attn.core.definitions.steps import TorchLayerSteps, layer_step_sources
-from dsv4attn.core.definitions.tiles import batch_invariant_linear, linear
+from dsv4attn.core.definitions.tiles import INVARIANT, PLAIN, Arithmetic, batch_invariant_linear, linear
 
 __all__ = [
+    "INVARIANT",
+    "PLAIN",
+    "Arithmetic",
     "IndexQuery",
     "TorchLayerSteps",
     "batch_invariant_linear",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.definitions.records import read_rows, slots_of, store_rows
-from dsv4attn.core.definitions.tiles import tiles
+from dsv4attn.core.definitions.tiles import PLAIN, Arithmetic, tiles
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.rope import apply_rope
 
@@ -61,10 +61,10 @@ def compress(
     return (weight * kv).sum(1) / total.masked_fill(total == 0, 1)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, arithmetic: Arithmetic = PLAIN) -> Tensor:
     """X [..., d] over the root of its mean square, times weight [d]: fp32."""
     x = x.float()
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    x = x * torch.rsqrt(arithmetic.mean_square(x) + eps)
     return x if weight is None else x * weight.float()
 
 
@@ -81,6 +81,7 @@ def compress_norm_rope_store(
     insert: Callable[[Tensor, Tensor], None],
     *,
     overlap: bool,
+    arithmetic: Arithmetic = PLAIN,
 ) -> None:
     """Make the entries that the tokens of a step complete: compress, RMSNorm, RoPE at the window's first token, store.
 
@@ -100,9 +101,8 @@ def compress_norm_rope_store(
     for part in tiles(most, compressor_bytes(states.layout.head_dim // 2, ratio)):
         token, absent = tokens[:most][part], missing[part]
         position = positions[token]
-        entry = rms_norm(
-            compress(states, block_table, token_to_req[token], position, ratio, overlap=overlap), norm_weight, eps
-        )
+        made = compress(states, block_table, token_to_req[token], position, ratio, overlap=overlap)
+        entry = rms_norm(made, norm_weight, eps, arithmetic)
         rope = cos_sin_cache.shape[-1]
         first = (position - ratio + 1).clamp(min=0)  # rows that are absent may be any token
         turned = apply_rope(entry[:, -rope:], cos_sin_cache[first])

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.definitions.compressor import rms_norm
-from dsv4attn.core.definitions.tiles import tiles
-from dsv4attn.core.layer_ops import Linear
+from dsv4attn.core.definitions.tiles import Arithmetic, tiles
 
 __all__ = ["hc_head", "mhc_post", "mhc_pre"]
 
@@ -20,10 +19,10 @@ _ROW_BYTES = 24
 """Temporaries of a step for each element of a token's streams."""
 
 
-def _mixes(streams: Tensor, fn: Tensor, rms_eps: float, linear: Linear) -> Tensor:
+def _mixes(streams: Tensor, fn: Tensor, rms_eps: float, arithmetic: Arithmetic) -> Tensor:
     """[T, m] fp32: the flattened streams over the root of their mean square, times fn [m, n * d]."""
     flat = streams.flatten(-2).float()
-    return linear(flat, fn.float()) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
+    return arithmetic.linear(flat, fn.float()) * torch.rsqrt(arithmetic.mean_square(flat) + rms_eps)
 
 
 def mhc_pre(
@@ -39,7 +38,7 @@ def mhc_pre(
     norm_weight: Tensor | None,
     norm_eps: float,
     *,
-    linear: Linear,
+    arithmetic: Arithmetic,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `LayerSteps.mhc_pre`."""
     count, n, d = residual.shape
@@ -48,7 +47,7 @@ def mhc_pre(
     for part in tiles(count, _ROW_BYTES * n * d):
         post[part], comb[part], layer_input[part] = _pre(
             residual[part], fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value,
-            sinkhorn_repeat, norm_weight, norm_eps, linear,
+            sinkhorn_repeat, norm_weight, norm_eps, arithmetic,
         )  # fmt: skip
     return post, comb, layer_input
 
@@ -65,10 +64,10 @@ def _pre(
     sinkhorn_repeat: int,
     norm_weight: Tensor | None,
     norm_eps: float,
-    linear: Linear,
+    arithmetic: Arithmetic,
 ) -> tuple[Tensor, Tensor, Tensor]:
     n = residual.shape[-2]
-    mixes = _mixes(residual, fn, rms_eps, linear)
+    mixes = _mixes(residual, fn, rms_eps, arithmetic)
     pre, post, comb = (
         (mix * scale + base).contiguous()
         for mix, scale, base in zip(mixes.split([n, n, n * n], -1), hc_scale, hc_base.split([n, n, n * n]), strict=True)
@@ -82,7 +81,7 @@ def _pre(
         comb = comb / (comb.sum(-2, keepdim=True) + hc_sinkhorn_eps)
     layer_input = _weighed(pre, residual)
     if norm_weight is not None:
-        layer_input = rms_norm(layer_input, norm_weight, norm_eps)
+        layer_input = rms_norm(layer_input, norm_weight, norm_eps, arithmetic)
     return post[..., None], comb, layer_input.to(residual.dtype)
 
 
@@ -112,12 +111,12 @@ def hc_head(
     rms_eps: float,
     hc_eps: float,
     *,
-    linear: Linear,
+    arithmetic: Arithmetic,
 ) -> Tensor:
     """See `LayerSteps.hc_head`."""
     count, n, d = streams.shape
     out = streams.new_empty(count, d)
     for part in tiles(count, _ROW_BYTES * n * d):
-        gate = (_mixes(streams[part], hc_fn, rms_eps, linear) * hc_scale + hc_base).sigmoid() + hc_eps
+        gate = (_mixes(streams[part], hc_fn, rms_eps, arithmetic) * hc_scale + hc_base).sigmoid() + hc_eps
         out[part] = _weighed(gate, streams[part]).to(out.dtype)
     return out

@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.definitions.records import dequantize_index, power_of_two, quantize_index, read_index_keys, slots_of
-from dsv4attn.core.definitions.tiles import tiles
+from dsv4attn.core.definitions.tiles import PLAIN, Arithmetic, tiles
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.rope import apply_rope
 from dsv4attn.errors import ArgumentError
@@ -82,10 +82,10 @@ def indexer_q_rope_quant(
     return IndexQuery(values.view(layout.fp8_format.dtype), folded * power_of_two(exponents).squeeze(-1))
 
 
-def scores(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
+def scores(q: Tensor, weights: Tensor, k: Tensor, arithmetic: Arithmetic = PLAIN) -> Tensor:
     """[t, E] fp32 of q [t, Hi, Di], weights [t, Hi] and each token's own keys k [t, E, Di], all fp32."""
-    products = torch.bmm(q, k.mT).relu_()
-    return torch.bmm(weights[:, None], products).squeeze(1)
+    products = arithmetic.bmm(q, k.mT).relu_()
+    return arithmetic.bmm(weights[:, None], products).squeeze(1)
 
 
 def scores_bytes(heads: int, dim: int, entries: int) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4attn.core.definitions.indexer import IndexQuery, scores, scores_bytes
 from dsv4attn.core.definitions.records import read_index_keys, slots_of
-from dsv4attn.core.definitions.tiles import tiles
+from dsv4attn.core.definitions.tiles import PLAIN, Arithmetic, tiles
 from dsv4attn.core.layout import PagedKVCache
 
 __all__ = ["select_topk", "selection_bytes"]
@@ -27,6 +27,7 @@ def select_topk(
     visible_lens: Tensor,
     out: Tensor,
     max_entries: int,
+    arithmetic: Arithmetic = PLAIN,
 ) -> None:
     """The entries with the largest scores of each token, in ascending order of their numbers, then -1.
 
@@ -34,7 +35,7 @@ def select_topk(
 
     query: of T tokens. cache: pages of index keys. block_table: [R, N] int32 of it. token_to_req: [T] int32.
     visible_lens: [T] int32 - entries that each token sees, 0 for padding. out: [T, K] int32. max_entries: the largest
-    of `visible_lens`, or more; entries from there on are not looked at.
+    of `visible_lens`, or more; entries behind it, in steps of ENTRIES, are not looked at.
     """
     count, topk = out.shape
     heads, dim = query.values.shape[1], cache.layout.head_dim
@@ -45,7 +46,7 @@ def select_topk(
             entry = torch.arange(start, start + ENTRIES, device=out.device, dtype=out.dtype).expand(q.shape[0], -1)
             slots = slots_of(entry, block_table, token_to_req[part], cache).masked_fill_(entry >= lens, -1)
             # the sum turns -0 into 0: they are equal
-            score = scores(q, weights, read_index_keys(cache, slots)).clamp_(min=_LOWEST) + 0.0
+            score = scores(q, weights, read_index_keys(cache, slots), arithmetic).clamp_(min=_LOWEST) + 0.0
             absent = (slots < 0) | score.isnan()
             best = _better(best, score.masked_fill_(absent, -inf), entry.masked_fill(absent, -1))
         last = torch.iinfo(out.dtype).max

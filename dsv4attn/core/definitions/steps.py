@@ -10,8 +10,8 @@ from torch import Tensor
 from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.definitions import compressor, hyper_connections, indexer, selection
 from dsv4attn.core.definitions.records import store_index_keys
-from dsv4attn.core.definitions.tiles import TILE_BYTES, linear
-from dsv4attn.core.layer_ops import LAYER_STEPS, Linear
+from dsv4attn.core.definitions.tiles import PLAIN, TILE_BYTES, Arithmetic
+from dsv4attn.core.layer_ops import LAYER_STEPS
 from dsv4attn.core.layout import PagedKVCache
 
 __all__ = ["TorchLayerSteps", "layer_step_sources"]
@@ -21,15 +21,14 @@ class TorchLayerSteps:
     """`LayerSteps` in plain torch.
 
     insert: writes keys k [n, D] fp32 to slots of a cache of keys; a backend's `quantize_and_insert_k_cache`.
-    linear: the matrix product of hyper-connections.
+    arithmetic: `tiles.INVARIANT` of a deterministic backend.
     """
 
-    def __init__(self, insert: Callable[[Tensor, PagedKVCache, Tensor], None], linear: Linear = linear) -> None:
-        self._insert, self._linear = insert, linear
+    def __init__(self, insert: Callable[[Tensor, PagedKVCache, Tensor], None], arithmetic: Arithmetic = PLAIN) -> None:
+        self._insert, self._arithmetic = insert, arithmetic
 
     save_partial_states = staticmethod(compressor.save_partial_states)
     indexer_q_rope_quant = staticmethod(indexer.indexer_q_rope_quant)
-    select_topk = staticmethod(selection.select_topk)
     mhc_post = staticmethod(hyper_connections.mhc_post)
 
     def compress_norm_rope_store(
@@ -56,7 +55,22 @@ class TorchLayerSteps:
                 store_index_keys(k, cache, slots)
 
         window = states, state_block_table, token_to_req, positions, slot_mapping
-        compressor.compress_norm_rope_store(*window, norm_weight, eps, cos_sin_cache, ratio, insert, overlap=overlap)
+        norm = norm_weight, eps, cos_sin_cache
+        compressor.compress_norm_rope_store(*window, *norm, ratio, insert, overlap=overlap, arithmetic=self._arithmetic)
+
+    def select_topk(
+        self,
+        query: indexer.IndexQuery,
+        cache: PagedKVCache,
+        block_table: Tensor,
+        token_to_req: Tensor,
+        visible_lens: Tensor,
+        out: Tensor,
+        max_entries: int,
+    ) -> None:
+        """See `LayerSteps`."""
+        maps = block_table, token_to_req, visible_lens
+        selection.select_topk(query, cache, *maps, out, max_entries, self._arithmetic)
 
     def mhc_pre(
         self,
@@ -74,7 +88,7 @@ class TorchLayerSteps:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `LayerSteps`."""
         mixes = fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
-        return hyper_connections.mhc_pre(residual, *mixes, norm_weight, norm_eps, linear=self._linear)
+        return hyper_connections.mhc_pre(residual, *mixes, norm_weight, norm_eps, arithmetic=self._arithmetic)
 
     def mhc_fused_post_pre(
         self,
@@ -94,7 +108,7 @@ class TorchLayerSteps:
     ) -> Tensor:
         """See `LayerSteps`."""
         gate = hc_fn, hc_scale, hc_base, rms_eps, hc_eps
-        return hyper_connections.hc_head(streams, *gate, linear=self._linear)
+        return hyper_connections.hc_head(streams, *gate, arithmetic=self._arithmetic)
 
     def transient_bytes(self, max_tokens: int) -> int:
         """A tile, and what a step makes for each token."""

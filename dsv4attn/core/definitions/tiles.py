@@ -1,20 +1,23 @@
-"""Tiles of rows with a bound on temporaries, and a matrix product whose rows do not depend on each other."""
+"""Tiles of rows with a bound on temporaries, and arithmetic whose rows do not depend on each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import pad
 
-__all__ = ["TILE_BYTES", "batch_invariant_linear", "linear", "tiles"]
+__all__ = ["INVARIANT", "PLAIN", "TILE_BYTES", "Arithmetic", "batch_invariant_linear", "linear", "tiles"]
 
 TILE_BYTES = 64 * 2**20
 """Most bytes of temporaries of a tile; large enough that matrix products dominate."""
 INVARIANT_ROWS = 32
 """Rows of every product of `batch_invariant_linear`."""
+INVARIANT_BATCH = 8
+"""Products of every call of `batch_invariant_bmm`."""
 
 
 def tiles(n: int, row_bytes: int) -> Iterator[slice]:
@@ -42,3 +45,48 @@ def batch_invariant_linear(x: Tensor, weight: Tensor) -> Tensor:
     rows = pad(rows, (0, 0, 0, -rows.shape[0] % INVARIANT_ROWS))
     parts = [linear(part.contiguous(), weight) for part in rows.split(INVARIANT_ROWS)]
     return torch.cat(parts)[: x.shape[:-1].numel()].reshape(*x.shape[:-1], weight.shape[0])
+
+
+def mean_square(x: Tensor) -> Tensor:
+    """Mean of the squares of each row of x [..., d]: [..., 1]."""
+    return x.square().mean(-1, keepdim=True)
+
+
+def batch_invariant_mean_square(x: Tensor) -> Tensor:
+    """As `mean_square`, by folding rows in halves: a sum of a library may depend on the number of rows."""
+    total, count = x.square(), x.shape[-1]
+    while count > 1:
+        half = count // 2
+        folded = total[..., :half] + total[..., half : 2 * half]
+        if count % 2:
+            folded[..., :1] += total[..., -1:]
+        total, count = folded, half
+    return total / x.shape[-1]
+
+
+def batch_invariant_bmm(a: Tensor, b: Tensor) -> Tensor:
+    """As `torch.bmm`, with INVARIANT_BATCH products in each call, those behind the last being zeros."""
+    if not a.shape[0]:
+        return torch.bmm(a, b)
+    missing = -a.shape[0] % INVARIANT_BATCH
+    parts = (pad(one, (0, 0, 0, 0, 0, missing)).split(INVARIANT_BATCH) for one in (a, b))
+    return torch.cat([torch.bmm(*pair) for pair in zip(*parts, strict=True)])[: a.shape[0]]
+
+
+@frozen
+class Arithmetic:
+    """The sums that libraries order by the shape of a call.
+
+    linear: x [..., K] times weight [N, K] transposed.
+    mean_square: of each row.
+    bmm: products of matrices in pairs.
+    """
+
+    linear: Callable[[Tensor, Tensor], Tensor]
+    mean_square: Callable[[Tensor], Tensor]
+    bmm: Callable[[Tensor, Tensor], Tensor]
+
+
+PLAIN = Arithmetic(linear, mean_square, torch.bmm)
+INVARIANT = Arithmetic(batch_invariant_linear, batch_invariant_mean_square, batch_invariant_bmm)
+"""Bits of a row depend neither on the other rows nor on how many there are."""

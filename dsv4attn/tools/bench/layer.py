@@ -106,7 +106,7 @@ def _call(case: LayerCase, backend: Backend, device: torch.device) -> Callable[[
     layer.bind_kv_cache(manager.caches[0])
     sequences = [manager.new() for _ in range(case.requests)]
     before = [(one, case.context) for one in sequences]
-    manager.batch(before)
+    manager.reserve(before)
     manager.advance(before)
     requests = [(one, case.tokens) for one in sequences]
     metadata, positions = manager.metadata(manager.batch(requests)), manager.positions(requests)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.definitions import IndexQuery, TorchLayerSteps
+from dsv4attn.core.definitions.selection import select_topk
 from dsv4attn.core.layout import PagedKVCache
 
 
@@ -130,7 +131,7 @@ class Selecting(Steps):
         most: int,
     ) -> None:
         query, lens = self.before(query, lens)
-        TorchLayerSteps.select_topk(query, cache, table, request, lens, out, most)
+        select_topk(query, cache, table, request, lens, out, most)
         self.after(out, lens)
 
     def before(self, query: IndexQuery, lens: Tensor) -> tuple[IndexQuery, Tensor]:
@@ -180,7 +181,7 @@ class ScoresWithoutKeyScales(Selecting):
         real = scales.clone()
         # a power of two that differs from key to key
         scales *= torch.exp2(torch.arange(scales.numel()).reshape(scales.shape) % 3)
-        TorchLayerSteps.select_topk(query, cache, *rest)
+        select_topk(query, cache, *rest)
         scales.copy_(real)
 
 
