@@ -127,7 +127,7 @@ class Selection:
             ("device", [str(self.device)]),
             ("request", [f"{wanted}  ({self.request.source})"]),
             *((candidate.name, candidate.lines) for candidate in self.trace),
-            *([("around", [", ".join(f"{part}: {name}" for part, name in around.items())])] if around else []),
+            *([("layer", [", ".join(f"{part}: {name}" for part, name in around.items())])] if around else []),
             *((failure.plugin, [failure.summary]) for failure in self.failures),
             *([("ignored", list(self.ignored))] if self.ignored else []),
         ]
