@@ -228,3 +228,46 @@ def test_a_room_without_triton_says_where_it_comes_from(room: str) -> None:
     said = rf"NoBackendError: backend '{room}' cannot run here: TRITON  no Triton, needs Triton 3.6 or newer -> "
     assert re.search(said + "(pip install triton|reinstall torch)", done.stderr), done.stderr
     assert "BrokenBackendError" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("declared", "brought", "says"),
+    [
+        ("()", "Steps", "BackendInfo.layer_steps names none, and its layer_steps bring selection"),
+        (
+            "('selection',)",
+            "TorchLayerSteps",
+            "names selection, and its layer_steps bring none",
+        ),
+        ("('selection',)", "Steps", ""),
+    ],
+)
+def test_a_backend_brings_the_layer_steps_that_its_descriptor_names(
+    shelf: Shelf, declared: str, brought: str, says: str
+) -> None:
+    backend = f"""
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.definitions import TorchLayerSteps
+
+
+class Steps(TorchLayerSteps):
+    def select_topk(self, *given):
+        super().select_topk(*given)
+
+
+class Acme(ReferenceBackend):
+    name = "acme"
+
+    def __init__(self):
+        super().__init__()
+        self.layer_steps = {brought}(self.quantize_and_insert_k_cache)
+"""
+    source = plugin(factory="dsv4attn_acme:Acme").replace("api=", f"layer_steps={declared}, api=") + backend
+    shelf.install("dsv4attn-acme", source)
+
+    if says:
+        with pytest.raises(BrokenBackendError, match=re.escape(says)):
+            load_backend("acme")
+    else:
+        assert load_backend("acme").name == "acme"

@@ -213,11 +213,11 @@ def _rolled(values: Tensor, by: int) -> Tensor:
 # selection
 
 
-def without_relu(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
+def without_relu(q: Tensor, weights: Tensor, k: Tensor, *_: object) -> Tensor:
     return torch.bmm(weights[:, None], torch.bmm(q, k.mT)).squeeze(1)
 
 
-def relu_drops_nan(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
+def relu_drops_nan(q: Tensor, weights: Tensor, k: Tensor, *_: object) -> Tensor:
     """The larger of NaN and 0 is 0, as `fmaxf` has it."""
     return torch.bmm(weights[:, None], torch.bmm(q, k.mT).nan_to_num(0).relu()).squeeze(1)
 
@@ -251,7 +251,7 @@ def never_written(_: None, given: dict[str, Any]) -> None:
     given["out"].masked_fill_(given["out"] < 0, 0x5A5A5A5A)
 
 
-def bits_ordered(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
+def bits_ordered(q: Tensor, weights: Tensor, k: Tensor, *_: object) -> Tensor:
     """-0 is smaller than 0, as the bits of both are in a radix sort."""
     found = torch.bmm(weights[:, None], torch.bmm(q, k.mT).relu()).squeeze(1)
     return found.masked_fill((found == 0) & (k.abs().amax(-1) > 0), -1e-30)
