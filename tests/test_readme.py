@@ -101,6 +101,15 @@ def test_the_trace_it_shows_is_served_by_the_command_it_shows(tmp_path: Path, mo
     assert "2 of 2 requests finished" in done.stdout
 
 
+def test_short_requests_print_the_line_that_the_page_of_commands_shows() -> None:
+    [shown] = re.findall(r"(?m)^selection was not exercised: .*$", COMMANDS)
+    short = ["run", "--layers", "c4a", "--max-requests", "1", "--max-tokens", "4"]
+    done = CliRunner().invoke(main, short, env={"OMP_NUM_THREADS": "1"})
+
+    assert done.exit_code == 0, done.output
+    assert shown in " ".join(done.stdout.split())
+
+
 def test_the_table_of_commands_lists_exactly_the_commands_there_are() -> None:
     listed = set(re.findall(r"^\| `dsv4attn (\w+)[^`]*` \|", COMMANDS, re.MULTILINE))
     shown = CliRunner().invoke(main, ["--help"]).output.partition("Commands:")[2]

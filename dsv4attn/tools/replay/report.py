@@ -56,7 +56,8 @@ def as_text(report: Report) -> Any:  # noqa: ANN401 - a rich renderable; rich is
         if layer.check is not None
         for line in [*layer.check.failures, *_more(layer.check)]
     ]
-    return Group(*map(Text, _head(report)), Text(), table, Text(), *failures, _verdict(report))
+    notes = [Text(note, style="yellow") for note in _not_exercised(report)]
+    return Group(*map(Text, _head(report)), Text(), table, Text(), *notes, *failures, _verdict(report))
 
 
 _OPERATIONS = {
@@ -88,6 +89,16 @@ _STYLES = {"ok": "green", "FAIL": "bold red", "not checked": "yellow"}
 def _more(check: CheckResult) -> list[str]:
     hidden = check.failed - len(check.failures)
     return [f"and {hidden} more rows"] if hidden > 0 else []
+
+
+def _not_exercised(report: Report) -> list[str]:
+    """One line if no step computed the indexer's scores."""
+    return [
+        f"selection was not exercised: no token saw more than {layer.topk:,} entries"
+        f" -> serve a prompt of {layer.selecting_tokens:,} tokens or more"
+        for layer in report.layers
+        if layer.selection_not_exercised
+    ]
 
 
 def _head(report: Report) -> list[str]:
@@ -162,7 +173,9 @@ def _layer_verdict(layer: LayerReport) -> str:
 
 
 def _any(layers: Sequence[LayerReport], name: str) -> bool:
-    """Whether rows of some layer type were compared in this respect."""
+    """Whether rows of some layer type were compared in this respect, or should have been."""
+    if name == "selection" and any(layer.selection_not_exercised for layer in layers):
+        return True
     return any(layer.check is not None and getattr(layer.check.worst, name, None) is not None for layer in layers)
 
 

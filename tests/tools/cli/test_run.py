@@ -200,6 +200,17 @@ def test_the_table_of_whole_layers_has_each_operation_and_each_stage(model: str,
     assert "whole layers" not in invoke("--model", model, "--trace", trace, "--indexer", "random").stdout
 
 
+def test_short_requests_are_said_not_to_exercise_the_selection(model: str, trace: str) -> None:
+    short = ["--model", model, "--trace", trace, "--max-tokens", 28]  # the last token is never fed back
+    line = "selection was not exercised: no token saw more than 6 entries -> serve a prompt of 28 tokens or more ok: "
+
+    assert line in " ".join(invoke(*short).stdout.split())
+    assert as_json(*short)["layers"][1]["check"]["worst"]["selection"] is None
+    for others in ([], ["--check-rows", 0, "--max-tokens", 28], ["--layers", "swa"], ["--indexer", "random"]):
+        assert "not exercised" not in invoke("--model", model, "--trace", trace, *others).stdout
+    assert as_json("--model", model, "--trace", trace)["layers"][1]["check"]["worst"]["selection"] is not None
+
+
 # what goes wrong
 
 

@@ -190,6 +190,22 @@ def test_json_of_whole_layers_has_null_for_what_was_not_compared() -> None:
     assert values["layers"][1]["state_bytes_per_sequence"] == 1023 * 1024
 
 
+def test_a_selection_without_scores_has_no_error_and_is_said_not_to_be_exercised() -> None:
+    report = whole_report()
+    c4a = report.layers[1]
+    assert c4a.check is not None
+    c4a.topk, c4a.selecting_tokens = 512, 2052
+    assert "not exercised" not in text_of(report)
+    c4a.check.worst = WholeErrors(1e-3, 2e-3, 3e-3, key=0.125, query=0.375, entry=0.25, index_key=0.5)
+    line = "selection was not exercised: no token saw more than 512 entries -> serve a prompt of 2,052 tokens or more"
+
+    assert f"\n\n{line}\nok: all 3 " in text_of(report, 120)
+    assert [x.split()[-2] for x in text_of(report).splitlines() if x.startswith("  selection")] == ["-"]
+    assert as_json(report)["layers"][1]["check"]["worst"]["selection"] is None
+    c4a.check = None
+    assert "not exercised" not in text_of(report)
+
+
 def test_a_stage_beyond_its_limit_is_named() -> None:
     check = CheckResult(WholeErrors(1.0, 1.0, 1.0, key=1.0, entry=1.0))
     check.add(WholeErrors(key=0.5, entry=1.5), "here")
