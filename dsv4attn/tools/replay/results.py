@@ -235,6 +235,7 @@ class Report:
     options: options of the backend.
     threads: threads of the CPU, cores that may be used, and where the number comes from; `text` has all in words.
     indexer: `real` for whole layers, `random` for attention on random inputs.
+    longest_request: tokens of the longest request, prompt and output.
     """
 
     model: str
@@ -259,6 +260,7 @@ class Report:
     options: Mapping[str, str] = field(factory=dict)
     threads: Mapping[str, object] = field(factory=dict)
     indexer: str = "random"
+    longest_request: int = 0
 
     @property
     def ok(self) -> bool:

@@ -102,6 +102,7 @@ def test_what_was_not_checked_is_not_called_ok() -> None:
         assert report.ok
         assert text_of(report).count("not checked") == 3
         assert text_of(report).endswith("nothing was checked\n")
+    assert "relative" not in text_of(report_of(checked=False))
 
 
 def test_an_interrupted_report_is_not_ok_and_says_so() -> None:
@@ -143,6 +144,10 @@ def test_shares_count_layers_of_the_model_when_asked() -> None:
 
     assert report.shares() == pytest.approx([1 / 3] * 3)
     assert report.model_shares() == pytest.approx([0, 0.5, 0.5])
+    assert "\n  share of time in all 42 layers " in text_of(report)
+    report.layers[:] = report.layers[1:2]
+    report.layers[0].layers_in_model = 1
+    assert "\n  share of time in 1 layer " in text_of(report)
 
 
 def whole_report() -> Report:
@@ -163,8 +168,12 @@ def test_whole_layers_have_a_row_for_each_operation_and_stage_within_80_columns(
 
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80
-    for line in ("window keys, share of rounding (≤1)", "entries", "index keys", "index queries", "queries"):
-        assert f"\n  {line} " in text
+    _, _, rows = text.partition("\nerror, share of allowed rounding (≤1) ")
+    shares = rows.partition("\n  out, relative (≤4.0e-03) ")[0]
+    for line in ("window keys", "queries", "entries", "index keys", "index queries", "selection, of what fp32 sums"):
+        assert f"\n  {line} " in shares
+    assert "\n  lse, absolute (≤8.0e-03) " in rows
+    assert "\n  projection, relative (≤8.0e-03) " in rows
     assert text.count("6789.10 s") == text.count("1,023.0 KiB") == 3
     assert [line.split()[-3:] for line in text.splitlines() if "entries" in line] == [["-", "0.25", "0.25"]]
     assert "ok: all 3 checked rows" in text
