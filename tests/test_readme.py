@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import shlex
 from pathlib import Path
@@ -14,7 +15,9 @@ from click.testing import CliRunner
 
 from dsv4attn import errors
 from dsv4attn.tools.cli import main
+from dsv4attn.tools.replay.trace import generated_trace, selecting_trace
 from tests import house
+from tests.tools.replay.small import CONFIG
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -99,6 +102,42 @@ def test_the_trace_it_shows_is_served_by_the_command_it_shows(tmp_path: Path, mo
 
     assert done.exit_code == 0, done.output
     assert "2 of 2 requests finished" in done.stdout
+
+
+def test_the_report_it_shows_has_the_names_of_the_rows_that_are_printed(tmp_path: Path) -> None:
+    def names(text: str) -> list[str]:
+        table = text[text.index("one layer of each type") :].partition("\nok: ")[0]
+        first = (re.split(r"  +(?=[\d-]|swa|ok)", line.strip())[0] for line in table.splitlines())
+        return [re.sub(r"[\d.,]+(e-\d+)?%?", "0", name) for name in first if name.strip("─")]
+
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    done = CliRunner().invoke(main, ["run", "--model", str(tmp_path)], env={"OMP_NUM_THREADS": "1"})
+    printed, shown = names(done.stdout), names(COMMANDS)
+    left_out = shown.index("0")  # three points stand for the memory
+    memory = slice(printed.index("memory"), printed.index("checks against the float0 oracle"))
+    del shown[left_out], printed[memory]
+
+    assert done.exit_code == 0, done.output
+    assert len(shown) > 25
+    assert shown == printed
+    assert set(names(README)) <= {*printed, "0"}
+
+
+def test_the_requests_of_the_built_in_traces_are_those_it_names() -> None:
+    traces = selecting_trace(0, 2052), generated_trace(0)
+    whole, alone = ((len(trace), max(x.input_length + x.output_length for x in trace)) for trace in traces)
+
+    assert "trace generated ({} requests, longest {:,} tokens)\n".format(*whole) in COMMANDS
+    assert "{} requests, of {:,} tokens at most".format(*alone) in COMMANDS
+
+
+def test_short_requests_print_the_line_that_the_page_of_commands_shows() -> None:
+    [shown] = re.findall(r"(?m)^selection was not exercised: .*$", COMMANDS)
+    short = ["run", "--layers", "c4a", "--max-requests", "1", "--max-tokens", "4"]
+    done = CliRunner().invoke(main, short, env={"OMP_NUM_THREADS": "1"})
+
+    assert done.exit_code == 0, done.output
+    assert shown in " ".join(done.stdout.split())
 
 
 def test_the_table_of_commands_lists_exactly_the_commands_there_are() -> None:

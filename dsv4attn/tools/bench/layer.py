@@ -44,7 +44,9 @@ class LayerCase:
     @property
     def name(self) -> str:
         """Name of the case."""
-        return f"layer {self.kind.value} {self.requests}x{self.tokens} behind {self.context:,}"
+        sequences = f"{self.requests:,} sequence{'' if self.requests == 1 else 's'}"
+        new = f"{self.tokens:,} new token{'' if self.tokens == 1 else 's'}{' each' if self.requests > 1 else ''}"
+        return f"layer {self.kind.value}, {sequences}, {new}, {self.context:,} in the cache"
 
 
 @frozen
@@ -67,7 +69,7 @@ class LayerTime:
         price = ""
         if self.deterministic_s is not None:
             ratio = self.deterministic_s / self.plain_s
-            price = f", deterministic {1e3 * self.deterministic_s:.3g} ms ({ratio:.2f} of the time)"
+            price = f", deterministic {1e3 * self.deterministic_s:.3g} ms ({ratio:.2f} times as long)"
         return f"{self.case}: {1e3 * self.plain_s:.3g} ms{price}"
 
     def as_json(self) -> dict[str, object]:

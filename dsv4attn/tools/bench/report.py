@@ -27,7 +27,8 @@ def run_text(run: Run) -> Group:
         Text(f"{run.machine}, {run.date} UTC", style="bold"),
         Text(
             f"roofline of this run: {roof.flops_s / 1e12:.3g} TFLOP/s ({roof.dtype} matrix product), "
-            f"{roof.bytes_s / 1e9:.4g} GB/s (copy, read + written); medians of {run.rounds} rounds, taken in turn"
+            f"{roof.bytes_s / 1e9:.4g} GB/s (copy, read + written); "
+            + ("1 round" if run.rounds == 1 else f"medians of {run.rounds} rounds, taken in turn")
         ),
     ]
     if run.ran is not None:

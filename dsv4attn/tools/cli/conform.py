@@ -158,6 +158,8 @@ def _show(certificate: Certificate, target: Path | None) -> None:
     out.print(Padding(f"{certificate.verdict}  ({certificate.seconds:.0f} s)", (0, 0, 0, 2)), style=style)
     if target:
         out.print(f"  certificate: {target}", soft_wrap=True)
+    else:
+        out.print("  no certificate with --filter; --output FILE writes one")
 
 
 def show_failures(out: Console, outcomes: Iterable[Outcome], title: str = "failed") -> None:

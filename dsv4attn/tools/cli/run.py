@@ -39,7 +39,7 @@ _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 )
 @click.option("--cache", metavar="NAME", default="fp8_ds_mla", show_default=True, help="fp8_ds_mla, bf16 or fp32.")
 @click.option("--max-requests", metavar="N", type=_positive, help="Read so many requests of the trace.")
-@click.option("--max-tokens", metavar="N", type=Whole(min=2), help="Shrink longer requests, prompt and output alike.")
+@click.option("--max-tokens", metavar="N", type=Whole(min=2), help="Longest request; longer ones are shrunk.")
 @click.option(
     "--max-num-batched-tokens", metavar="N", type=_positive, default=1024, show_default=True, help="Tokens of a step."
 )
@@ -51,7 +51,7 @@ _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
     "--block-size", metavar="N", type=_positive, default=64, show_default=True, help="Records in a window page."
 )
 @click.option(
-    "--check-rows", metavar="N", type=Whole(min=0), default=2, show_default=True, help="Rows checked per step."
+    "--check-rows", metavar="N", type=Whole(min=0), default=2, show_default=True, help="Rows checked per step; 0: none."
 )
 @click.option(
     "--seed",
@@ -89,9 +89,10 @@ def run(
 
     One layer of each type is run, from hidden states to hidden states, with random weights of the model's sizes:
     projections, compressor, indexer, attention, output projection. With --indexer random it is attention alone, on
-    random inputs. In every step some rows are computed again in float64, stage by stage, from raw inputs. There are as
-    many threads as cores are free when it begins. Exit code 0: all rows agree; 1: some do not; 2: bad input; 130:
-    interrupted, with a report of what has run.
+    random inputs; the built-in trace has more and shorter requests then. In every step --check-rows rows are
+    computed again in float64, stage by stage, from raw inputs. There are as many threads as cores are free when it
+    begins. Exit code 0: all rows agree; 1: some do not; 2: bad input; 130: interrupted, with a report of what has
+    run.
     """
     from dsv4attn.tools.cli.threads import Load, wait_passively
 

@@ -246,6 +246,7 @@ class Replay:
             other_s=self._other_s,
             interrupted=interrupted,
             indexer=config.indexer,
+            longest_request=max(x.input_length + x.output_length for x in self.requests),
         )
 
 

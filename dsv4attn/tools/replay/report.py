@@ -56,7 +56,8 @@ def as_text(report: Report) -> Any:  # noqa: ANN401 - a rich renderable; rich is
         if layer.check is not None
         for line in [*layer.check.failures, *_more(layer.check)]
     ]
-    return Group(*map(Text, _head(report)), Text(), table, Text(), *failures, _verdict(report))
+    notes = [Text(note, style="yellow") for note in _not_exercised(report)]
+    return Group(*map(Text, _head(report)), Text(), table, Text(), *notes, *failures, _verdict(report))
 
 
 _OPERATIONS = {
@@ -68,18 +69,18 @@ _OPERATIONS = {
     "project": "inverse RoPE, projection",
 }
 _SHARES = {
-    "key": "window keys, share of rounding (≤1)",
+    "key": "window keys",
     "query": "queries",
     "entry": "entries",
     "index_key": "index keys",
     "index_query": "index queries",
-    "selection": "selection, share of fp32 sums (≤1)",
+    "selection": "selection, of what fp32 sums allow",
 }
-"""Rows of errors whose limit is 1."""
+"""Rows of errors whose limit is 1, under a title that says so."""
 _ERRORS = {
-    "out": "worst error of out",
-    "lse": "worst error of lse",
-    "projection": "worst error of projection",
+    "out": "out, relative",
+    "lse": "lse, absolute",
+    "projection": "projection, relative",
 }
 """Rows of errors that have a limit of their own."""
 _STYLES = {"ok": "green", "FAIL": "bold red", "not checked": "yellow"}
@@ -88,6 +89,16 @@ _STYLES = {"ok": "green", "FAIL": "bold red", "not checked": "yellow"}
 def _more(check: CheckResult) -> list[str]:
     hidden = check.failed - len(check.failures)
     return [f"and {hidden} more rows"] if hidden > 0 else []
+
+
+def _not_exercised(report: Report) -> list[str]:
+    """One line if no step computed the indexer's scores."""
+    return [
+        f"selection was not exercised: no token saw more than {layer.topk:,} entries"
+        f" -> serve a prompt of {layer.selecting_tokens:,} tokens or more"
+        for layer in report.layers
+        if layer.selection_not_exercised
+    ]
 
 
 def _head(report: Report) -> list[str]:
@@ -99,7 +110,7 @@ def _head(report: Report) -> list[str]:
     return [
         f"{report.model} on backend {report.backend}{f' ({options})' if options else ''}, cache {report.cache}",
         *(["whole layers, with random weights"] if report.indexer == "real" else []),
-        f"trace {report.trace}",
+        f"trace {report.trace} ({_counted(report.requests, 'request')}, longest {report.longest_request:,} tokens)",
         *([str(report.threads["text"])] if report.threads else []),
         f"{report.finished} of {report.requests} requests finished in {report.steps:,} steps",
         f"{total:,} tokens: {phases}{again if report.preemptions else ''}",
@@ -121,12 +132,13 @@ def _sections(report: Report) -> list[tuple[str, list[tuple[str, list[str]]]]]:
     def operation(name: str) -> tuple[str, list[str]]:
         return row(f"  {_OPERATIONS[name]}", lambda x: f"{x.seconds.operations[name]:.2f} s" if x.tokens else "-")
 
+    count = sum(layer.layers_in_model for layer in layers)
     speed = [
         row("tokens/s", lambda x: f"{x.tokens_per_s:,.0f}" if x.tokens else "-"),
         shares("share of time", report.shares()),
         *map(operation, totals),
         row("layers in the model", lambda x: str(x.layers_in_model)),
-        shares("share with all layers", report.model_shares()),
+        shares(f"share of time in {'all ' * (count > 1)}{_counted(count, 'layer')}", report.model_shares()),
         *(
             shares(f"  {_OPERATIONS[name]}: {total:.1%}", [part[name] for part in report.operation_shares()])
             for name, total in totals.items()
@@ -146,13 +158,17 @@ def _sections(report: Report) -> list[tuple[str, list[tuple[str, list[str]]]]]:
         row("  planned", lambda x: _size(x.workspace_bytes_planned)),
         row("  temporaries beside it, at most", lambda x: _size(x.transient_bytes_bound)),
     ]
-    checks = [
-        row("rows", lambda x: f"{x.check.rows:,}" if x.check else "0"),
-        *((_SHARES[name], [_error(x.check, name, ".2f") for x in layers]) for name in _SHARES if _any(layers, name)),
-        *(_error_row(name, layers) for name in _ERRORS),
-        row("verdict", _layer_verdict),
+    checks = [row("rows checked", lambda x: f"{x.check.rows:,}" if x.check else "0"), row("verdict", _layer_verdict)]
+    stages = [(_SHARES[name], [_error(x.check, name, ".2f") for x in layers]) for name in _SHARES if _any(layers, name)]
+    errors = [_error_row(name, layers) for name in _ERRORS if any(layer.check for layer in layers)]
+    sections = [
+        ("speed", speed),
+        ("memory", memory),
+        ("checks against the float64 oracle", checks),
+        ("error, share of allowed rounding (≤1)", stages),
+        ("largest error (≤limit)", errors),
     ]
-    return [("speed", speed), ("memory", memory), ("checked against the float64 oracle", checks)]
+    return [(title, lines) for title, lines in sections if lines]
 
 
 def _layer_verdict(layer: LayerReport) -> str:
@@ -162,7 +178,9 @@ def _layer_verdict(layer: LayerReport) -> str:
 
 
 def _any(layers: Sequence[LayerReport], name: str) -> bool:
-    """Whether rows of some layer type were compared in this respect."""
+    """Whether rows of some layer type were compared in this respect, or should have been."""
+    if name == "selection" and any(layer.selection_not_exercised for layer in layers):
+        return True
     return any(layer.check is not None and getattr(layer.check.worst, name, None) is not None for layer in layers)
 
 
@@ -174,6 +192,10 @@ def _error_row(name: str, layers: Sequence[LayerReport]) -> tuple[str, list[str]
 def _error(check: CheckResult | None, name: str, form: str) -> str:
     value = getattr(check.worst, name) if check and check.rows else None
     return "-" if value is None else format(value, form)
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
 def _size(size: float) -> str:

@@ -61,7 +61,8 @@ class WholeErrors(Errors):
     entry: the same of a compressed entry.
     index_key: the same of an index key.
     index_query: the same of a query of the indexer.
-    selection: by how much an entry that was not selected beats one that was, as a share of what fp32 sums explain.
+    selection: by how much an entry that was not selected beats one that was, as a share of what fp32 sums explain;
+    None if no scores were computed.
     """
 
     key: float | None = None
@@ -175,6 +176,8 @@ class LayerReport:
     seconds: time by operation.
     check: checked rows, or None.
     state_bytes_per_sequence: bytes of the pages of compressor states that one idle sequence can hold.
+    topk: entries that the indexer selects for a token; None without an indexer.
+    selecting_tokens: fewest tokens whose last one sees more entries than that; None without an indexer.
     """
 
     kind: str
@@ -189,11 +192,21 @@ class LayerReport:
     seconds: Seconds = field(factory=Seconds)
     check: CheckResult | None = None
     state_bytes_per_sequence: int = 0
+    topk: int | None = None
+    selecting_tokens: int | None = None
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens over the time spent in this layer."""
         return self.tokens / self.seconds.total if self.seconds.total else 0.0
+
+    @property
+    def selection_not_exercised(self) -> bool:
+        """Whether rows were checked, and no step computed scores because the indexer selected every entry."""
+        check = self.check
+        if self.topk is None or check is None or not check.rows:
+            return False
+        return getattr(check.worst, "selection", None) is None
 
 
 @define
@@ -222,6 +235,7 @@ class Report:
     options: options of the backend.
     threads: threads of the CPU, cores that may be used, and where the number comes from; `text` has all in words.
     indexer: `real` for whole layers, `random` for attention on random inputs.
+    longest_request: tokens of the longest request, prompt and output.
     """
 
     model: str
@@ -246,6 +260,7 @@ class Report:
     options: Mapping[str, str] = field(factory=dict)
     threads: Mapping[str, object] = field(factory=dict)
     indexer: str = "random"
+    longest_request: int = 0
 
     @property
     def ok(self) -> bool:

@@ -109,6 +109,7 @@ class WholeLane:
             self._checker = WholeChecker(layer, exact, caches, recorder, setting.workload, tolerance)
         self._peaks: dict[str, int] = {}
         states = StatePool(layer, self.page.state) if self.page.state else None
+        selects = layer.kind is LayerKind.C4A
         steps_bytes = recorder.layer_steps.transient_bytes(limits.max_num_batched_tokens)
         self.report = LayerReport(
             kind=layer.kind.value,
@@ -120,6 +121,8 @@ class WholeLane:
             seconds=WholeSeconds(),
             check=self._checker.result if self._checker else None,
             state_bytes_per_sequence=states.page_bytes * states.pages_per_sequence if states else 0,
+            topk=layer.topk if selects else None,
+            selecting_tokens=layer.compress_ratio * (layer.topk + 1) if selects else None,
         )
 
     def step(self, number: int, tokens: Tokens, metadata: AttentionMetadata, other_s: dict[str, float]) -> None:

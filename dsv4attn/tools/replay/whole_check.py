@@ -12,7 +12,8 @@ arises and roundings do not add up. For a row of a step:
   bounded as an index key, and the rounding of the latent is added;
 - selection: scores of all entries that it sees, in float64, from the quantised queries and the index keys in the cache.
   Exactly min(n, K) different entries must be selected, and none that was left out may beat one that was not by more
-  than fp32 sums of Di products and Hi heads allow: (Di + Hi) 2^-24 of the sum of magnitudes, for each of both scores;
+  than fp32 sums of Di products and Hi heads allow: (Di + Hi) 2^-24 of the sum of magnitudes, for each of both scores.
+  In a step where no token sees more than K entries there are no scores: rows that select all are not compared;
 - out, lse: attention of its q over the keys in the caches, of the window and of the selection;
 - projection: 64 elements of the output of the layer, made of that attention.
 
@@ -178,8 +179,9 @@ class WholeChecker:
         query, topk = self._recorder.query, self._layer.topk
         count = (position + 1) // self._layer.compress_ratio
         proper = len(set(selected)) == len(selected) == min(count, topk) and all(0 <= e < count for e in selected)
-        if query is None:  # no entry is left out, so nothing is scored
-            return {"selection": 0.0 if proper and count <= topk else math.inf}
+        if query is None:
+            # no token of the step sees more entries than are selected: there are no scores to compare
+            return {} if proper and count <= topk else {"selection": math.inf}
         values, weights = self._query_values(i), _f64(query.weights[i])
         exact = self._exact.index_query(latent, hidden, position)
         errors = {"index_query": self._index_query_error(values, weights, *exact)}

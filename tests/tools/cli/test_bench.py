@@ -114,7 +114,22 @@ def test_whole_layers_are_timed_with_the_price_of_deterministic_ones(
     assert (time["by"], time["layer"]) == ("reference", "c128a")
     assert 0 < time["plain_s"] < 60
     assert 0 < time["deterministic_s"] < 60
-    assert time["text"].startswith("layer c128a 1x2 behind 256: ")
+    assert time["text"].startswith("layer c128a, 1 sequence, 2 new tokens, 256 in the cache: ")
+    assert f" ms ({time['deterministic_s'] / time['plain_s']:.2f} times as long)" in time["text"]
+    shown = " ".join(" ".join(here.run("bench", "layer", "--rounds", "1")[1]).split())
+    assert " (copy, read + written); 1 round " in shown
+    assert " times as long)" in shown
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ((1, 32, 256), "layer c4a, 1 sequence, 32 new tokens, 256 in the cache"),
+        ((64, 1, 8192), "layer c4a, 64 sequences, 1 new token each, 8,192 in the cache"),
+    ],
+)
+def test_names_of_whole_layer_cases_can_be_read(shape: tuple[int, int, int], said: str) -> None:
+    assert LayerCase(LayerKind.C4A, *shape).name == said
 
 
 def test_what_is_wrong_gets_no_time_and_code_1(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,7 @@ def test_a_backend_that_passes_on_80_columns(here: Machine) -> None:
     assert {line.removeprefix("refused ") for line in text if " x " in line} == refused
     assert f"acme keeps the contract: all 3 cases of the filter '{FEW}' passed" in " ".join(text)
     assert not list(Path.cwd().glob("*.json")), "a part of the kit makes no certificate unasked"
+    assert lines[-1] == "  no certificate with --filter; --output FILE writes one"
 
 
 def test_what_is_told_to_programs(here: Machine) -> None:
@@ -111,7 +112,7 @@ def test_a_backend_that_is_wrong_ends_with_1_and_its_failures(here: Machine) -> 
     assert "raised RuntimeError: no kernel [image] (in quantize_and_insert_k_cache, dsv4attn_bad_kernels.py:10)" in text
     assert text.count("no kernel [image]") == 1, "equal failures are one group"
     assert "4 cases fail alike: also sink-none-decode, " in text
-    assert lines[-1].startswith("  bad breaks the contract: ")
+    assert lines[-2].startswith("  bad breaks the contract: ")
     assert here.json("conform", "bad", "--filter", FEW)[0] == 1
 
 
@@ -187,7 +188,7 @@ def test_a_backend_that_refuses_everything_ends_with_1(here: Machine) -> None:
 
     assert code == 1
     assert "refused 19 x DEVICE: cpu, needs sm_90" in [" ".join(line.split()) for line in lines]
-    assert lines[-1].startswith("  no proves nothing: none of 19 cases was executed")
+    assert lines[-2].startswith("  no proves nothing: none of 19 cases was executed")
 
 
 def test_a_support_that_raises_fails_every_case(here: Machine) -> None:

@@ -200,6 +200,40 @@ def test_the_table_of_whole_layers_has_each_operation_and_each_stage(model: str,
     assert "whole layers" not in invoke("--model", model, "--trace", trace, "--indexer", "random").stdout
 
 
+def test_short_requests_are_said_not_to_exercise_the_selection(model: str, trace: str) -> None:
+    short = ["--model", model, "--trace", trace, "--max-tokens", 28]  # the last token is never fed back
+    line = "selection was not exercised: no token saw more than 6 entries -> serve a prompt of 28 tokens or more ok: "
+
+    assert line in " ".join(invoke(*short).stdout.split())
+    assert as_json(*short)["layers"][1]["check"]["worst"]["selection"] is None
+    for others in ([], ["--check-rows", 0, "--max-tokens", 28], ["--layers", "swa"], ["--indexer", "random"]):
+        assert "not exercised" not in invoke("--model", model, "--trace", trace, *others).stdout
+    assert as_json("--model", model, "--trace", trace)["layers"][1]["check"]["worst"]["selection"] is not None
+
+
+def test_the_head_counts_the_requests_and_names_the_longest(
+    model: str, trace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(trace).parent)
+
+    def head(*args: object) -> str:
+        return str(re.findall(r"(?m)^trace .*$", invoke("--model", model, *args).stdout)[0])
+
+    one = ["--trace", "trace.jsonl", "--max-requests", 1]
+    assert head("--trace", "trace.jsonl") == "trace trace.jsonl (3 requests, longest 75 tokens)"
+    assert head(*one, "--max-tokens", 20) == "trace trace.jsonl (1 request, longest 20 tokens)"
+    assert head("--max-requests", 1, "--indexer", "random").startswith("trace generated (1 request, longest ")
+    assert as_json("--model", model, "--trace", trace)["longest_request"] == 75
+
+
+def test_help_says_what_bounds_a_request_and_that_nothing_may_be_checked() -> None:
+    text = " ".join(invoke("--help").output.split())
+
+    assert "Longest request; longer ones are shrunk." in text
+    assert "Rows checked per step; 0: none." in text
+    assert "the built-in trace has more and shorter requests then" in text
+
+
 # what goes wrong
 
 

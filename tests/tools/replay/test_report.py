@@ -102,6 +102,7 @@ def test_what_was_not_checked_is_not_called_ok() -> None:
         assert report.ok
         assert text_of(report).count("not checked") == 3
         assert text_of(report).endswith("nothing was checked\n")
+    assert "relative" not in text_of(report_of(checked=False))
 
 
 def test_an_interrupted_report_is_not_ok_and_says_so() -> None:
@@ -143,6 +144,10 @@ def test_shares_count_layers_of_the_model_when_asked() -> None:
 
     assert report.shares() == pytest.approx([1 / 3] * 3)
     assert report.model_shares() == pytest.approx([0, 0.5, 0.5])
+    assert "\n  share of time in all 42 layers " in text_of(report)
+    report.layers[:] = report.layers[1:2]
+    report.layers[0].layers_in_model = 1
+    assert "\n  share of time in 1 layer " in text_of(report)
 
 
 def whole_report() -> Report:
@@ -163,8 +168,12 @@ def test_whole_layers_have_a_row_for_each_operation_and_stage_within_80_columns(
 
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80
-    for line in ("window keys, share of rounding (≤1)", "entries", "index keys", "index queries", "queries"):
-        assert f"\n  {line} " in text
+    _, _, rows = text.partition("\nerror, share of allowed rounding (≤1) ")
+    shares = rows.partition("\n  out, relative (≤4.0e-03) ")[0]
+    for line in ("window keys", "queries", "entries", "index keys", "index queries", "selection, of what fp32 sums"):
+        assert f"\n  {line} " in shares
+    assert "\n  lse, absolute (≤8.0e-03) " in rows
+    assert "\n  projection, relative (≤8.0e-03) " in rows
     assert text.count("6789.10 s") == text.count("1,023.0 KiB") == 3
     assert [line.split()[-3:] for line in text.splitlines() if "entries" in line] == [["-", "0.25", "0.25"]]
     assert "ok: all 3 checked rows" in text
@@ -188,6 +197,22 @@ def test_json_of_whole_layers_has_null_for_what_was_not_compared() -> None:
     }
     assert (c4a["entry"], c4a["selection"]) == (0.25, 0.0)
     assert values["layers"][1]["state_bytes_per_sequence"] == 1023 * 1024
+
+
+def test_a_selection_without_scores_has_no_error_and_is_said_not_to_be_exercised() -> None:
+    report = whole_report()
+    c4a = report.layers[1]
+    assert c4a.check is not None
+    c4a.topk, c4a.selecting_tokens = 512, 2052
+    assert "not exercised" not in text_of(report)
+    c4a.check.worst = WholeErrors(1e-3, 2e-3, 3e-3, key=0.125, query=0.375, entry=0.25, index_key=0.5)
+    line = "selection was not exercised: no token saw more than 512 entries -> serve a prompt of 2,052 tokens or more"
+
+    assert f"\n\n{line}\nok: all 3 " in text_of(report, 120)
+    assert [x.split()[-2] for x in text_of(report).splitlines() if x.startswith("  selection")] == ["-"]
+    assert as_json(report)["layers"][1]["check"]["worst"]["selection"] is None
+    c4a.check = None
+    assert "not exercised" not in text_of(report)
 
 
 def test_a_stage_beyond_its_limit_is_named() -> None:

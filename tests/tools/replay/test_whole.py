@@ -143,6 +143,20 @@ def test_the_built_in_trace_makes_the_indexer_leave_entries_out() -> None:
     assert report.layers[0].check.worst.index_query is not None
 
 
+@pytest.mark.parametrize(("prompt", "scored"), [(27, False), (28, True)])
+def test_selection_counts_as_exercised_from_the_first_prompt_that_leaves_an_entry_out(
+    prompt: int, *, scored: bool
+) -> None:
+    (layer,) = whole(None, requests_of((prompt, 1)), kinds=[LayerKind.C4A]).layers
+
+    assert layer.check is not None
+    assert layer.check.ok
+    assert (layer.topk, layer.selecting_tokens) == (6, 28)
+    assert layer.selection_not_exercised is not scored
+    values = as_json(whole(None, requests_of((prompt, 1)), kinds=[LayerKind.C4A]))["layers"][0]["check"]["worst"]
+    assert (values["selection"] is not None) is (values["index_query"] is not None) is scored
+
+
 @given(st.integers(0, 2**32), st.integers(1, 5000))
 def test_a_selecting_trace_has_one_long_prompt_that_others_decode_beside(seed: int, tokens: int) -> None:
     requests = selecting_trace(seed, tokens)
