@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.errors import ArgumentError
 from tests.integrations.paged import causal_model, generated, ids_of, left_padded, patched
 
@@ -134,3 +135,17 @@ def test_a_call_without_a_token_is_refused(shape: tuple[int, int]) -> None:
     model = causal_model()
     with patched(model), pytest.raises(ArgumentError, match="input_ids: expected at least one token"):
         call(model, torch.zeros(shape, dtype=torch.int64))
+
+
+# patch
+
+
+@pytest.mark.parametrize("name", ["index_fp8", "index_mxfp4", "bf16", "fp32"])
+def test_a_layout_of_index_keys_has_a_name(name: str) -> None:
+    model = causal_model(large=True)
+    with patched(model, index_layout=name) as handle:
+        assert not call(model, ids_of(model, 200)).logits.isnan().any()
+        (layout,) = {caches.index.layout for caches in handle.pages.manager.caches if caches.index}
+    rows = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    made = {"index_fp8": KVCacheLayout.index_fp8(), "index_mxfp4": KVCacheLayout.index_mxfp4()}
+    assert layout == (made[name] if name in made else KVCacheLayout.rows(64, 64, dtype=rows[name]))
