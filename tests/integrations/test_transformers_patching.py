@@ -21,7 +21,6 @@ from dsv4attn.errors import (
     ArgumentError,
     Dsv4AttnError,
     LayoutMismatchError,
-    NoBackendError,
     UnknownNameError,
     UnsupportedError,
 )
@@ -195,9 +194,27 @@ def biased(model: Any) -> Any:
         (None, {"max_tokens": 1.5}, ArgumentError, "max_tokens"),
         (None, {"kv_layout": "fp8_ds_mlaa"}, UnknownNameError, "did you mean 'fp8_ds_mla'"),
         (None, {"kv_layout": KVCacheLayout.rows()}, LayoutMismatchError, "cache"),
-        (None, {"index_layout": KVCacheLayout.index_fp8(64)}, ArgumentError, "caches.index"),
+        *(
+            (
+                None,
+                {"index_layout": wrong},
+                ArgumentError,
+                f"index_layout: expected .*, got {said}.* -> pass KVCacheLayout",
+            )
+            for wrong, said in (
+                (KVCacheLayout.index_fp8(64), "index_fp8/1.*dim64"),
+                (KVCacheLayout.fp8_ds_mla(8, 8), "fp8_ds_mla/1"),
+                ("index_fp", "'index_fp'; did you mean 'index_fp8'"),
+                (torch.bfloat16, "dtype"),
+            )
+        ),
+        (None, {"index_layout": "index_mxfp4"}, ArgumentError, "index_layout: .*16 dims.*multiple of 32"),
         (None, {"num_blocks": {"windows": 4}}, ArgumentError, "num_blocks: expected groups .*'windows'"),
-        (None, {"backend": "referencee"}, NoBackendError, "did you mean 'reference'"),
+        *(
+            (None, {"backend": name}, UnknownNameError, r"\Aunknown backend 'referencee'; did you mean 'reference'.*\Z")
+            for name in ("referencee", "decode=referencee", "decode=reference,prefill=referencee")
+        ),
+        (None, {"backend": "bf16"}, ArgumentError, r"got the layout 'bf16' -> kv_layout='bf16'\?"),
         (None, {"backend": ReferenceBackend}, ArgumentError, "backend: expected a name, a backend or None"),
         (None, {"backend": ReferenceBackend(), "deterministic": True}, ArgumentError, "deterministic=True"),
     ],

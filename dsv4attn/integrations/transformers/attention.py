@@ -18,17 +18,17 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.contract import AttentionCall, Backend, Forms, KeyForm, Phase
+from dsv4attn.core.contract import AttentionCall, Backend, KeyForm, Phase
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry, Rope
 from dsv4attn.core.keys import GatheredKeys, PagedKeys
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.problem import CacheFacts, Problem
-from dsv4attn.core.values import shown
 from dsv4attn.core.versions import refuse_v41
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError, UnsupportedError
+from dsv4attn.integrations.transformers.choice import checked_backend
 from dsv4attn.integrations.transformers.masks import VisibleKeys
-from dsv4attn.selection import explain, registered, registry_of, select_backend
+from dsv4attn.selection import select_backend
 
 __all__ = ["NAME", "register"]
 
@@ -55,23 +55,8 @@ def register(backend: str | Backend | None = None) -> None:
     from transformers.masking_utils import eager_mask
 
     # a compiled model leaves its graph for the attention, whose launches are prepared on the host
-    AttentionInterface.register(NAME, torch.compiler.disable(_Attention(_checked(backend))))
+    AttentionInterface.register(NAME, torch.compiler.disable(_Attention(checked_backend(backend))))
     AttentionMaskInterface.register(NAME, eager_mask)
-
-
-def _checked(backend: object) -> str | Backend | None:
-    """The argument of `register`, with its names looked up; nothing is built."""
-    if isinstance(backend, str):
-        layer = ModelGeometry.preset("flash").layer_of_kind(LayerKind.SWA)
-        for phase in Phase:
-            problem = Problem.of(layer, phase=phase.value)
-            request = explain(problem, backend=backend, device="cpu", registry=registry_of("reference")).request
-            if request.value != "auto":
-                registered(request.value)
-    elif backend is not None and not isinstance(getattr(backend, "forms", None), Forms):
-        cure = "pass a name, or what load_backend(name) returns"
-        raise ArgumentError("backend", expected="a name, a backend or None", actual=shown(backend), hint=cure)
-    return backend  # type: ignore[return-value]
 
 
 @frozen(eq=False)

@@ -17,6 +17,7 @@ _LEFT = (
     "every padding id of a prompt for padding"
 )
 _WHOLE = "pass a mask of all columns so far and the new ones, as generate does"
+_TURNS = "; if later turns of a batch have unequal lengths, take one cache for each conversation"
 
 
 @frozen
@@ -50,6 +51,7 @@ class NewTokens:
         UnsupportedError for masks of another kind, padding on the right, and holes.
         """
         n, total = len(lengths), past + columns
+        turns = _TURNS if past and n > 1 else ""
         mask, ids = _checked_mask(attention_mask, n, past, columns), _checked_ids(position_ids, n, columns)
         if mask is None and ids is None:
             return cls([columns] * n, [*pads])
@@ -57,13 +59,13 @@ class NewTokens:
         for row, (count, hole, _) in enumerate(found):
             if hole:
                 expected, actual = "padding, then tokens without a gap", "a 0 behind a 1: a hole, or padding behind"
-                raise UnsupportedError(f"attention_mask[{row}]", expected=expected, actual=actual, hint=_LEFT)
+                raise UnsupportedError(f"attention_mask[{row}]", expected=expected, actual=actual, hint=_LEFT + turns)
             # the padding of a sequence is what it was before
             same = total - count == pads[row] if lengths[row] else count <= columns
             if mask is not None and not same:
                 expected = f"{lengths[row]} tokens among the first {past} columns, those in the cache"
                 actual = f"{total - count} columns of padding, then {count} tokens"
-                raise ArgumentError(f"attention_mask[{row}]", expected=expected, actual=actual, hint=_WHOLE)
+                raise ArgumentError(f"attention_mask[{row}]", expected=expected, actual=actual, hint=_WHOLE + turns)
         for row, (_, _, wrong) in enumerate(found):
             if wrong:
                 expected = f"ids that continue at {lengths[row]}, the tokens in the cache, without a gap"

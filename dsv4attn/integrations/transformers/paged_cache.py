@@ -6,7 +6,8 @@ Importing this module imports transformers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -19,6 +20,12 @@ from dsv4attn.integrations.transformers.new_tokens import NewTokens
 from dsv4attn.integrations.transformers.pages import Pages
 
 __all__ = ["DeepseekV4PagedCache"]
+
+_POSITIVE = (
+    "Calling `crop` with a positive value (`{}`) is not supported. "
+    "Please use a negative integer to remove that number of tokens from the cache instead."
+)
+"""What `Cache.crop` of transformers says."""
 
 
 class DeepseekV4PagedCache(Cache):  # type: ignore[misc] # transformers is untyped here
@@ -109,7 +116,8 @@ class DeepseekV4PagedCache(Cache):  # type: ignore[misc] # transformers is untyp
         made, forks = DeepseekV4PagedCache(self.pages), list[CachedSequence]()
         try:
             for sequence, pads in zip(self._sequences, self._pads, strict=True):
-                forks.append(self.pages.manager.fork(sequence, max(columns - pads, 0)))
+                with _cure_of_patch():
+                    forks.append(self.pages.manager.fork(sequence, max(columns - pads, 0)))
         except Exception:
             for sequence in forks:
                 self.pages.manager.free(sequence)
@@ -118,12 +126,22 @@ class DeepseekV4PagedCache(Cache):  # type: ignore[misc] # transformers is untyp
         return made
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last columns. Raises ArgumentError, with nothing removed, as `fork` does."""
-        columns = self._checked(self._columns - check_count("tokens_to_remove", tokens_to_remove, 0))
+        """Remove the last columns: `crop(-n)` removes n of them, and `crop(0)` none, as in transformers.
+
+        Raises ArgumentError, with nothing removed, for positive numbers, and as `fork` does.
+        """
+        if tokens_to_remove > 0:
+            expected, hint = "0 or a negative integer", _POSITIVE.format(tokens_to_remove)
+            raise ArgumentError("tokens_to_remove", expected=expected, actual=tokens_to_remove, hint=hint)
+        columns = self._columns - check_count("-tokens_to_remove", -tokens_to_remove, 0)
+        if columns < 0:
+            expected = f"{-self._columns} .. 0: there are {self._columns} columns"
+            raise ArgumentError("tokens_to_remove", expected=expected, actual=tokens_to_remove)
         before = self.lengths
         try:
             for sequence, pads in zip(self._sequences, self._pads, strict=True):
-                self.pages.manager.truncate(sequence, max(columns - pads, 0))
+                with _cure_of_patch():
+                    self.pages.manager.truncate(sequence, max(columns - pads, 0))
         except Exception:
             for sequence, length in zip(self._sequences, before, strict=True):
                 sequence.length = length
@@ -178,3 +196,15 @@ class DeepseekV4PagedCache(Cache):  # type: ignore[misc] # transformers is untyp
     def _set(self, sequences: Sequence[CachedSequence], pads: list[int], columns: int) -> None:
         self._sequences[:] = sequences  # the list that the finaliser holds
         self._pads, self._columns = pads, columns
+
+
+@contextmanager
+def _cure_of_patch() -> Iterator[None]:
+    """Give an error about pages that were given back the cure that the user of a patched model has."""
+    try:
+        yield
+    except ArgumentError as error:
+        if error.argument != "length":
+            raise
+        hint = "patch(model, ..., keep_windows=True) keeps these pages"
+        raise ArgumentError("length", expected=error.expected, actual=error.actual, hint=hint) from error

@@ -24,6 +24,7 @@ from dsv4attn.errors import ArgumentError, Dsv4AttnError, OutOfPagesError, Unsup
 from dsv4attn.integrations.transformers.new_tokens import NewTokens
 from dsv4attn.integrations.transformers.paged_cache import DeepseekV4PagedCache
 from dsv4attn.integrations.transformers.pages import Pages, out_of_pages
+from dsv4attn.integrations.transformers.prompts import check_prompt
 from dsv4attn.integrations.transformers.weights import WeightsWatch
 
 __all__ = ["PagedAttention", "PatchedModel"]
@@ -196,7 +197,7 @@ class PatchedModel:
         *rest: object,
         **more: object,
     ) -> None:
-        """Make the cache of `generate`, which would be a DynamicCache otherwise."""
+        """Check the prompt of `generate`, and make its cache, which would be a DynamicCache otherwise."""
         if getattr(generation_config, "is_assistant", False):
             expected, hint = (
                 "a model that is not patched",
@@ -204,8 +205,8 @@ class PatchedModel:
             )
             raise UnsupportedError("assistant_model", expected=expected, actual="a patched one", hint=hint)
         given = model_kwargs.get("past_key_values")
-        if given is not None:
-            self._checked_cache(given)
+        past = 0 if given is None else self._checked_cache(given).get_seq_length()
+        check_prompt(generation_config, model_kwargs.get("attention_mask"), past, self.pages.limits.max_model_len)
         if given is not None or generation_config.use_cache is False:
             return original(generation_config, model_kwargs, *rest, **more)
         kind = generation_config.cache_implementation
@@ -240,6 +241,8 @@ class PatchedModel:
         if not isinstance(ids, Tensor) or ids.ndim < 2:
             expected = "[N, S], or inputs_embeds [N, S, hidden]"
             raise ArgumentError("input_ids", expected=expected, actual=None if ids is None else "another shape")
+        if not ids.shape[:2].numel():
+            raise ArgumentError("input_ids", expected="at least one token", actual=f"shape {list(ids.shape)}")
         if not self._running.acquire(blocking=False):
             # all calls share the buffers of metadata
             cure = "call a patched model from one thread at a time"

@@ -11,7 +11,7 @@ from dsv4attn.core.attention import DeepseekV4Attention
 from dsv4attn.core.cache_manager import CacheManager
 from dsv4attn.core.contract import Backend, Forms, Phase, complete
 from dsv4attn.core.geometry import LayerKind, ModelGeometry, Rope
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.phased import PhasedBackend
 from dsv4attn.core.problem import CacheFacts, Problem
@@ -19,7 +19,8 @@ from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.core.values import check_count, shown
 from dsv4attn.core.versions import refuse_v41
 from dsv4attn.core.workspace import WorkspaceManager
-from dsv4attn.errors import ArgumentError, UnknownNameError, UnsupportedError
+from dsv4attn.errors import ArgumentError, UnknownNameError, UnsupportedError, did_you_mean
+from dsv4attn.integrations.transformers.choice import checked_backend
 from dsv4attn.integrations.transformers.pages import Pages
 from dsv4attn.integrations.transformers.weights import attention_weights
 from dsv4attn.selection import load_backend, resolve, select_backend
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["patch", "unpatch"]
 
 _LAYOUTS = ("fp8_ds_mla", "bf16", "fp32")
+_ROWS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_INDEX_LAYOUTS = ("index_fp8", "index_mxfp4", *_ROWS)
 _MOST_TOKENS = 16384
 """New tokens in a call, unless the caller says otherwise: index buffers take some kB for each."""
 
@@ -39,7 +42,7 @@ def patch(
     backend: str | Backend | None = None,
     *,
     kv_layout: str | KVCacheLayout = "fp8_ds_mla",
-    index_layout: KVCacheLayout | None = None,
+    index_layout: str | KVCacheLayout | None = None,
     max_batch: int = 8,
     max_len: int | None = None,
     max_tokens: int | None = None,
@@ -55,10 +58,11 @@ def patch(
     model: a DeepseekV4Model or DeepseekV4ForCausalLM, in bf16 or fp32, on one device. backend: a name, "auto" or
     "decode=NAME,prefill=NAME", as in `select_backend`; or a backend that `load_backend` made; by default the choice of
     `select_backend`. kv_layout: of window and compressed caches: "fp8_ds_mla", "bf16", "fp32" or a layout.
-    index_layout: of index keys; default: see `CacheManager`. max_batch: most sequences of a call, and of all caches
-    together if they are `max_len` long. max_len: most tokens of a sequence, by default 4096. max_tokens: most new
-    tokens of a call, by default 16384. num_blocks, keep_windows: see `CacheManager`; keep_windows allows forks and
-    crops to any length. deterministic: bits of a token's attention depend on the tokens before it alone.
+    index_layout: of index keys: "index_fp8", "index_mxfp4", "bf16", "fp32" or a layout; default: see `CacheManager`.
+    max_batch: most sequences of a call, and of all caches together if they are `max_len` long. max_len: most tokens of
+    a sequence, by default 4096. max_tokens: most new tokens of a call, by default 16384. num_blocks, keep_windows: see
+    `CacheManager`; keep_windows allows forks and crops to any length. deterministic: bits of a token's attention depend
+    on the tokens before it alone.
 
     Returns the model's attribute `dsv4attn`: its pages, and what they hold.
     Raises UnsupportedError, ArgumentError, UnknownNameError or NoBackendError, with the model unchanged.
@@ -74,6 +78,7 @@ def patch(
     tokens = min(check_count("max_batch", max_batch, 1) * max_len, max(_MOST_TOKENS, max_batch))
     tokens = tokens if max_tokens is None else check_count("max_tokens", max_tokens, 1)
     layout = _layout(kv_layout, geometry)
+    of_index = None if index_layout is None else _index_layout(index_layout, layout, geometry)
     made = _backend(backend, geometry, layout, dtype, device, max_len, deterministic=deterministic)
     limits = Limits(max_batch, tokens, max_len, single_phase=complete(made).deterministic)
     names = [f"layers.{i}.self_attn" for i in range(geometry.num_layers)]
@@ -85,7 +90,7 @@ def patch(
         geometry,
         limits,
         layout,
-        index_layout=index_layout,
+        index_layout=of_index,
         device=device,
         num_blocks=num_blocks,
         keep_windows=keep_windows,
@@ -158,7 +163,32 @@ def _layout(layout: str | KVCacheLayout, geometry: ModelGeometry) -> KVCacheLayo
         raise UnknownNameError("kv_layout", str(layout), _LAYOUTS)
     if layout == "fp8_ds_mla":
         return KVCacheLayout.fp8_ds_mla(*dims)
-    return KVCacheLayout.rows(*dims, dtype=torch.bfloat16 if layout == "bf16" else torch.float32)
+    return KVCacheLayout.rows(*dims, dtype=_ROWS[layout])
+
+
+def _index_layout(asked: object, layout: KVCacheLayout, geometry: ModelGeometry) -> KVCacheLayout:
+    """The layout of index keys that was asked for, beside a layout of keys."""
+    dim, rope = geometry.index_head_dim, geometry.rope_dim
+    try:
+        if asked == "index_fp8":
+            return KVCacheLayout.index_fp8(dim, fp8_format=layout.fp8_format or Fp8Format.OCP)
+        if asked == "index_mxfp4":
+            return KVCacheLayout.index_mxfp4(dim)
+    except ArgumentError as error:
+        raise ArgumentError(
+            "index_layout", expected=f"a layout for {dim} dims", actual=f"{asked!r} ({error})"
+        ) from error
+    if isinstance(asked, str) and asked in _ROWS:
+        return KVCacheLayout.rows(dim - rope, rope, dtype=_ROWS[asked])
+    if isinstance(asked, KVCacheLayout):
+        if asked.name in ("index_fp8", "index_mxfp4", "rows") and asked.head_dim == dim:
+            return asked
+        actual = asked.fingerprint
+    else:
+        actual = shown(asked) + (did_you_mean(asked, _INDEX_LAYOUTS) if isinstance(asked, str) else "")
+    expected = f"{', '.join(_INDEX_LAYOUTS)}, or a layout of index keys of {dim} dims"
+    hint = "pass KVCacheLayout.index_fp8(...) or KVCacheLayout.index_mxfp4(...)"
+    raise ArgumentError("index_layout", expected=expected, actual=actual, hint=hint)
 
 
 def _backend(
@@ -178,9 +208,11 @@ def _backend(
             hint = f"pass load_backend({made.name!r}, deterministic=True)"
             raise ArgumentError("backend", expected="a deterministic one", actual=f"{made.name!r}", hint=hint)
         return made
-    if asked is not None and not isinstance(asked, str):
-        hint = "pass a name, or what load_backend(name) returns"
-        raise ArgumentError("backend", expected="a name, a backend or None", actual=shown(asked), hint=hint)
+    if asked in _LAYOUTS:
+        hint = f"kv_layout={asked!r}?"
+        raise ArgumentError("backend", expected="the name of a backend", actual=f"the layout {asked!r}", hint=hint)
+    asked = checked_backend(asked)
+    assert asked is None or isinstance(asked, str)
     problems, window, of_q = [], CacheFacts.of(layout, 64), str(dtype).removeprefix("torch.")
     for layer in map(geometry.layer_of_kind, geometry.kinds):
         pages = None if layer.kind is LayerKind.SWA else CacheFacts.of(layout, 256 // layer.compress_ratio)
