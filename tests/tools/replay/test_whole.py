@@ -243,7 +243,7 @@ def test_a_bug_of_the_last_projection_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_norm_without_weight_is_found_in_keys_and_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "rms_norm", lambda x, _, eps: rms_norm(x, None, eps))
+    monkeypatch.setattr(attention, "rms_norm", lambda x, _, *norm: rms_norm(x, None, *norm))
     for layer in whole(check_rows=8).layers:
         assert stages_beyond(layer) == {"key", "query"} | ({"index_query"} if layer.kind == "c4a" else set())
 
