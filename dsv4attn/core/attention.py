@@ -14,7 +14,7 @@ from dsv4attn.core.context import get_forward_context
 from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.definitions import INVARIANT, PLAIN
 from dsv4attn.core.definitions.compressor import rms_norm
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.geometry import LayerKind, ModelGeometry, Rope
 from dsv4attn.core.indexer import Indexer
 from dsv4attn.core.layer import DeepseekV4MLAAttention
 from dsv4attn.core.layer_weights import AttentionWeights
@@ -216,5 +216,6 @@ def _check_limits(geometry: ModelGeometry, limits: Limits) -> None:
         raise ArgumentError("limits.max_model_len", expected=expected, actual=limits.max_model_len)
 
 
-def _table(rope: object, limits: Limits, device: torch.device) -> Tensor:
-    return cos_sin_cache(rope, limits.max_model_len, device)  # type: ignore[arg-type]
+def _table(rope: Rope, limits: Limits, device: torch.device) -> Tensor:
+    """The layer's own table; `cos_sin_cache` is an argument where this is called."""
+    return cos_sin_cache(rope, limits.max_model_len, device)

@@ -123,12 +123,12 @@ def compresses_only_its_slots(bench: Bench, scene: Compressing) -> Measure:
     dropped = [-1, -7, capacity, 2**40, 2**32 + int(free[0]), capacity + 3]
     slots[ends[: len(dropped)]] = dropped
     short = slots[: ends[-1]]
-    kept = [end for end in ends[len(dropped) :] if end < len(short)]
-    if not kept:
+    reached = [end for end in ends[len(dropped) :] if end < len(short)]
+    if not reached:
         raise ValueError("the scene leaves no entry to store")
     run_step(bench, scene, states, entries, scene.spans, slots=short)
     tokens = scene.tokens(scene.spans)
-    return scene.judge_entries(entries, before, [(tokens[i][0], tokens[i][1] // scene.ratio) for i in kept])
+    return scene.judge_entries(entries, before, [(tokens[i][0], tokens[i][1] // scene.ratio) for i in reached])
 
 
 def saves_and_compresses(bench: Bench, scene: Compressing) -> Measure:

@@ -45,44 +45,23 @@ def mhc_pre(
     post = residual.new_empty(count, n, 1, dtype=torch.float32)
     comb, layer_input = post.new_empty(count, n, n), residual.new_empty(count, d)
     for part in tiles(count, _ROW_BYTES * n * d):
-        post[part], comb[part], layer_input[part] = _pre(
-            residual[part], fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value,
-            sinkhorn_repeat, norm_weight, norm_eps, arithmetic,
-        )  # fmt: skip
+        mixes = _mixes(residual[part], fn, rms_eps, arithmetic).split([n, n, n * n], -1)
+        gate, out, mix = (
+            (values * scale + base).contiguous()
+            for values, scale, base in zip(mixes, hc_scale, hc_base.split([n, n, n * n]), strict=True)
+        )
+        post[part] = (hc_post_mult_value * out.sigmoid())[..., None]
+        mix = mix.unflatten(-1, (n, n)).softmax(-1) + hc_sinkhorn_eps
+        for i in range(sinkhorn_repeat):
+            if i:
+                mix = mix / (mix.sum(-1, keepdim=True) + hc_sinkhorn_eps)
+            mix = mix / (mix.sum(-2, keepdim=True) + hc_sinkhorn_eps)
+        comb[part] = mix
+        collapsed = _weighed(gate.sigmoid() + hc_pre_eps, residual[part])
+        if norm_weight is not None:
+            collapsed = rms_norm(collapsed, norm_weight, norm_eps, arithmetic)
+        layer_input[part] = collapsed.to(residual.dtype)
     return post, comb, layer_input
-
-
-def _pre(
-    residual: Tensor,
-    fn: Tensor,
-    hc_scale: Tensor,
-    hc_base: Tensor,
-    rms_eps: float,
-    hc_pre_eps: float,
-    hc_sinkhorn_eps: float,
-    hc_post_mult_value: float,
-    sinkhorn_repeat: int,
-    norm_weight: Tensor | None,
-    norm_eps: float,
-    arithmetic: Arithmetic,
-) -> tuple[Tensor, Tensor, Tensor]:
-    n = residual.shape[-2]
-    mixes = _mixes(residual, fn, rms_eps, arithmetic)
-    pre, post, comb = (
-        (mix * scale + base).contiguous()
-        for mix, scale, base in zip(mixes.split([n, n, n * n], -1), hc_scale, hc_base.split([n, n, n * n]), strict=True)
-    )
-    pre = pre.sigmoid() + hc_pre_eps
-    post = hc_post_mult_value * post.sigmoid()
-    comb = comb.unflatten(-1, (n, n)).softmax(-1) + hc_sinkhorn_eps
-    for i in range(sinkhorn_repeat):
-        if i:
-            comb = comb / (comb.sum(-1, keepdim=True) + hc_sinkhorn_eps)
-        comb = comb / (comb.sum(-2, keepdim=True) + hc_sinkhorn_eps)
-    layer_input = _weighed(pre, residual)
-    if norm_weight is not None:
-        layer_input = rms_norm(layer_input, norm_weight, norm_eps, arithmetic)
-    return post[..., None], comb, layer_input.to(residual.dtype)
 
 
 def _weighed(weights: Tensor, streams: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ class PatchedModel:
         if getattr(generation_config, "is_assistant", False):
             expected, hint = (
                 "a model that is not patched",
-                "unpatch(model) first: drafts are taken back further than pages are kept",
+                "unpatch(model) first: drafts are taken back further than their pages reach",
             )
             raise UnsupportedError("assistant_model", expected=expected, actual="a patched one", hint=hint)
         given = model_kwargs.get("past_key_values")

@@ -15,7 +15,7 @@ from attrs import asdict, evolve, frozen
 from dsv4attn.core.attention import DeepseekV4Attention
 from dsv4attn.core.cache_manager import CacheManager
 from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.contract import Backend
+from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.layer_weights import AttentionWeights, weight_shapes
 from dsv4attn.core.layout import KVCacheLayout
@@ -98,7 +98,7 @@ def _call(case: LayerCase, backend: Backend, device: torch.device) -> Callable[[
     index = next(i for i, (kind, _) in enumerate(flash.layers) if kind is case.kind)
     geometry = evolve(flash, layers=(flash.layers[index],))
     longest = case.context + case.tokens
-    exact = bool(getattr(backend, "deterministic", False))
+    exact = complete(backend).deterministic
     limits = Limits(case.requests, case.requests * case.tokens, longest, single_phase=exact)
     layout = KVCacheLayout.fp8_ds_mla()
     manager = CacheManager(geometry, limits, layout, device=device, backend=backend, keep_windows=True)
