@@ -23,7 +23,7 @@ Linear: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 
 LAYER_STEPS: dict[str, tuple[str, ...]] = {
     "compressor": ("save_partial_states", "compress_norm_rope_store"),
-    "indexer": ("indexer_q_rope_quant",),
+    "indexer": ("indexer_q_rope_quant", "fp8_paged_mqa_logits", "fp8_mqa_logits"),
     "selection": ("select_topk",),
     "hyper_connections": ("mhc_pre", "mhc_post", "mhc_fused_post_pre", "hc_head"),
 }
@@ -73,6 +73,33 @@ class LayerSteps(Protocol):
 
         weights: [T, Hi]. positions: [T] int64. q and weights: bf16 or fp32. Factors of the score are folded into the
         weights of the result.
+        """
+
+    def fp8_paged_mqa_logits(
+        self,
+        q: Tensor,
+        kv_cache: PagedKVCache | Tensor,
+        weights: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        schedule_metadata: object = None,
+        max_model_len: int = 0,
+    ) -> Tensor:
+        """Logits [B * n, max_model_len] fp32 of index keys on pages; -inf at and behind a token's length.
+
+        For engines that select by themselves: core calls `select_topk` instead. q: [B, n, Hi, Di] fp8, n tokens of each
+        request. kv_cache: pages of `index_fp8` records, or uint8 [blocks, P, (1,) 132]. weights: [B * n, Hi] fp32,
+        scales folded. context_lens: [B], [B, 1] or [B, n] int32, in entries; negative ones count as 0. block_tables:
+        [B, N] int32. schedule_metadata: may be ignored. max_model_len: columns, in entries.
+        """
+
+    def fp8_mqa_logits(
+        self, q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor
+    ) -> Tensor:
+        """Logits [T, N] fp32 of gathered index keys; -inf outside of a token's rows cu_seqlen_ks .. cu_seqlen_ke - 1.
+
+        As `fp8_paged_mqa_logits`, core does not call it. q: [T, Hi, Di] fp8. kv: (k [N, Di] fp8, scales [N] fp32).
+        weights: [T, Hi] fp32. cu_seqlen_ks, cu_seqlen_ke: [T] int32.
         """
 
     def select_topk(

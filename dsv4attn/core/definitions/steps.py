@@ -29,6 +29,8 @@ class TorchLayerSteps:
 
     save_partial_states = staticmethod(compressor.save_partial_states)
     indexer_q_rope_quant = staticmethod(indexer.indexer_q_rope_quant)
+    fp8_paged_mqa_logits = staticmethod(indexer.fp8_paged_mqa_logits)
+    fp8_mqa_logits = staticmethod(indexer.fp8_mqa_logits)
     mhc_post = staticmethod(hyper_connections.mhc_post)
 
     def compress_norm_rope_store(
