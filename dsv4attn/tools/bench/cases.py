@@ -12,6 +12,7 @@ from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.errors import UnknownNameError
 
 __all__ = [
+    "AROUND",
     "ATTENTION",
     "KERNELS",
     "PRESETS",
@@ -31,9 +32,12 @@ KERNELS = ("decode", "prefill", "prefill-rows", "insert", "quantize", "gather")
 """decode, prefill: attention on fp8 pages. prefill-rows: on bf16 rows gathered before. insert: q-norm, RoPE, quantise
 and store. quantize: quantise and store. gather: pages to bf16 rows."""
 ATTENTION = KERNELS[:3]
-WHAT = (*KERNELS, "step", "scaling", "host", "layer")
+AROUND = ("index", "select", "compress", "mhc")
+"""Steps around attention. index: logits of index keys. select: scores and selection. compress: states, entries and
+index queries. mhc: hyper-connections."""
+WHAT = (*KERNELS, "step", "scaling", "host", "layer", *AROUND)
 """step: whole steps of `forward_mqa`. scaling: lines along which one size grows. host: core's time on the host.
-layer: whole layers, and the price of deterministic ones."""
+layer: whole layers, the price of deterministic ones, and the share of each step of a layer."""
 HEAD_DIM, ROPE_DIM, WINDOW, WINDOW_PAGE = 512, 64, 128, 64
 
 

@@ -76,20 +76,26 @@ class Clock:
                 exposed[i] |= not hidden
         return [Spread.of(taken, exposed=bare) for taken, bare in zip(seconds, exposed, strict=True)]
 
+    def flush(self) -> None:
+        """Write over all caches of an accelerator, behind what is enqueued."""
+        if self._module is not None:
+            self._junk.zero_()
+
+    def wait(self) -> None:
+        """Wait until an accelerator is idle."""
+        if self._module is not None:
+            self._module.synchronize(self.device)
+
     def _warmed(self, call: Callable[[], None]) -> int:
         """Run a call until it is warm. Returns the number of flushes that hide its time on the host."""
         host = 0.0
         for _ in range(_WARM_UP):
-            self._wait()
+            self.wait()
             start = time.perf_counter()
             call()
             host = time.perf_counter() - start
-        self._wait()
+        self.wait()
         return 0 if self._module is None else min(ceil(2 * host / self._flush_s) + 1, _MOST_FLUSHES)
-
-    def _wait(self) -> None:
-        if self._module is not None:
-            self._module.synchronize(self.device)
 
     def _span(self, call: Callable[[], object], flushes: int) -> tuple[float, bool]:
         """Seconds of a call, and whether the device was busy with flushes until the host had enqueued the call."""
@@ -104,5 +110,5 @@ class Clock:
         call()
         end.record()
         hidden = not start.query()
-        self._wait()
+        self.wait()
         return float(start.elapsed_time(end)) / 1e3, hidden

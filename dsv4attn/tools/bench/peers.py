@@ -17,11 +17,11 @@ from torch import Tensor
 from dsv4attn.core.contract import Backend
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.tools.bench.attend import gather_rows
-from dsv4attn.tools.bench.cases import HEAD_DIM
+from dsv4attn.tools.bench.cases import ATTENTION, HEAD_DIM
 from dsv4attn.tools.bench.inputs import Inputs
 from dsv4attn.tools.bench.subjects import Subject, Task
 
-__all__ = ["PEERS", "Peer", "peer_subject"]
+__all__ = ["PEERS", "Peer", "missing", "peer_subject"]
 
 _WORKSPACE_BYTES = 128 * 2**20
 
@@ -30,10 +30,12 @@ class Peer(Protocol):
     """Another library. Calls return [T, H, D].
 
     name: name in tables.
+    kernels: kernels that it has.
     reads_pages: whether its prefill reads pages. Otherwise a backend gathers rows for it, inside the timed call.
     """
 
     name: str
+    kernels: tuple[str, ...]
     reads_pages: bool
 
     def available(self) -> str | None:
@@ -46,7 +48,7 @@ class Peer(Protocol):
         """Attention over the combined rows, `rows` being the matrix of them [S, D]; or on pages, if it reads pages."""
 
 
-def _missing(module: str, *names: str) -> str | None:
+def missing(module: str, *names: str) -> str | None:
     """Why functions of a module cannot be had, or None."""
     package = module.partition(".")[0]
     try:
@@ -63,6 +65,7 @@ def _missing(module: str, *names: str) -> str | None:
 class FlashMLA:
     """DeepSeek's kernels, from their own package or from an engine that ships them."""
 
+    kernels: tuple[str, ...] = ATTENTION
     reads_pages = False
     _functions = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd", "get_mla_metadata")
 
@@ -72,7 +75,7 @@ class FlashMLA:
 
     def available(self) -> str | None:
         """Why it cannot be used here, or None."""
-        why = _missing(self._module, *self._functions)
+        why = missing(self._module, *self._functions)
         if why or not self._asks:
             return why
         asked = getattr(importlib.import_module(self._module), self._asks, None)
@@ -131,12 +134,13 @@ class FlashInfer:
     """FlashInfer's sparse MLA for this format, on pages in both phases; it has kernels for SM120 only."""
 
     name = "flashinfer"
+    kernels: tuple[str, ...] = ATTENTION
     reads_pages = True
     _module, _function = "flashinfer.mla", "trtllm_batch_decode_sparse_mla_dsv4"
 
     def available(self) -> str | None:
         """Why it cannot be used here, or None."""
-        return _missing(self._module, self._function)
+        return missing(self._module, self._function)
 
     def decode(self, inputs: Inputs) -> Callable[[], Tensor]:
         """Its one function; more than 64 tokens make it a prefill."""
@@ -191,7 +195,7 @@ def peer_subject(peer: Peer, task: Task, gatherers: Sequence[Backend]) -> Subjec
     call it is NaN.
     """
     inputs = task.inputs
-    if inputs is None:
+    if not isinstance(inputs, Inputs):
         raise UnsupportedError("kernel", expected="attention", actual=task.case.kernel)
     name, before, note = peer.name, None, ""
     if inputs.case.kernel == "decode":

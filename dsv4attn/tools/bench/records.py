@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 
-__all__ = ["fill", "read", "write"]
+__all__ = ["coded", "fill", "read", "read_index", "write", "write_index"]
 
 _CHUNK = 65536
 """Records whose temporaries are alive at a time."""
@@ -49,6 +49,28 @@ def read(cache: PagedKVCache, slots: Tensor) -> Tensor:
     scales = _power(cache.region("scale")[page, place][:, : layout.num_groups].int() - 127)
     nope = codes.unflatten(1, (layout.num_groups, layout.group_size)) * scales[..., None]
     return torch.cat([nope.flatten(1), cache.region("rope")[page, place].float()], 1)
+
+
+def coded(rows: Tensor, fp8_format: Fp8Format = Fp8Format.OCP) -> tuple[Tensor, Tensor]:
+    """Codes [..., D] fp8 and scales [...] fp32 of rows, rounded to bf16: one scale for a row, as index keys have."""
+    rows = rows.bfloat16().float()
+    mantissa, exponent = torch.frexp(rows.abs().amax(-1).clamp_min(1e-4) / fp8_format.max)
+    exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
+    codes = (rows * _power(-exponent)[..., None]).clamp(-fp8_format.max, fp8_format.max)
+    return codes.to(fp8_format.dtype), _power(exponent)
+
+
+def write_index(cache: PagedKVCache, slots: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Store `coded` index keys, codes [N, D] and scales [N], at slots [N] of `index_fp8` pages."""
+    page, place = slots // cache.block_size, slots % cache.block_size
+    cache.region("nope")[page, place] = codes.view(torch.uint8)
+    cache.region("scale")[page, place] = scales[:, None]
+
+
+def read_index(cache: PagedKVCache, slots: Tensor) -> Tensor:
+    """Index keys [N, D] fp32 at slots [N]; slots must exist."""
+    page, place = slots // cache.block_size, slots % cache.block_size
+    return cache.region("nope")[page, place].view(_fp8(cache.layout)).float() * cache.region("scale")[page, place]
 
 
 def _power(exponent: Tensor) -> Tensor:

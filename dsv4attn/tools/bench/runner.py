@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import exp, isfinite, log
+from typing import TypeAlias
 
 import torch
 from attrs import asdict, evolve, field, frozen
 
 from dsv4attn.core.contract import Backend, Products
-from dsv4attn.errors import Dsv4AttnError
+from dsv4attn.errors import Dsv4AttnError, UnsupportedError
 from dsv4attn.selection import explain, load_backend, registered, registry_of
+from dsv4attn.tools.bench.around import AroundCase
 from dsv4attn.tools.bench.attend import problem_of
-from dsv4attn.tools.bench.cases import ATTENTION, Case
+from dsv4attn.tools.bench.cases import PRESETS, Case
 from dsv4attn.tools.bench.clock import Clock, Spread
-from dsv4attn.tools.bench.inputs import make_inputs
+from dsv4attn.tools.bench.compress import compress_task
+from dsv4attn.tools.bench.index import index_task, select_task
+from dsv4attn.tools.bench.inputs import Inputs, make_inputs
 from dsv4attn.tools.bench.layer import LayerCase, layer_time
+from dsv4attn.tools.bench.mhc import mhc_task
 from dsv4attn.tools.bench.overhead import overhead
 from dsv4attn.tools.bench.peers import Peer, peer_subject
+from dsv4attn.tools.bench.peers_around import DeepGEMM
 from dsv4attn.tools.bench.reference import Error, error, limit
 from dsv4attn.tools.bench.roofline import Roofline
 from dsv4attn.tools.bench.step import make_step, products
@@ -45,6 +52,7 @@ class Row:
     p10: 10th percentile of the rounds.
     p90: 90th percentile of the rounds.
     exposed: whether the host's own time is part of the times.
+    fp8: whether operands of the products are fp8.
     flops: operations of the products.
     bytes: least bytes to move.
     least: time that the roofline allows.
@@ -65,6 +73,7 @@ class Row:
     p10: float | None = None
     p90: float | None = None
     exposed: bool = False
+    fp8: bool = False
     flops: int = 0
     bytes: int = 0
     least: float = 0.0
@@ -96,15 +105,21 @@ class Row:
     @classmethod
     def from_json(cls, values: Mapping[str, object]) -> Row:
         """The inverse of `as_json`. Raises KeyError or TypeError for a missing field."""
-        names = cls.__annotations__
-        return cls(**{name: values[name] for name in names})  # type: ignore[arg-type]
+        given = {"fp8": False, **values}  # which older files do not have
+        return cls(**{name: given[name] for name in cls.__annotations__})  # type: ignore[arg-type]
+
+
+_Judged: TypeAlias = "tuple[Subject, float, bool]"
+"""A subject, its largest error that is right, and whether it is a peer."""
+_AROUND = {"index": index_task, "select": select_task, "compress": compress_task, "mhc": mhc_task}
+_C4A = Case("decode", PRESETS["flash_c4"], "", ((8191, 1),))
 
 
 class Runner:
     """Runs cases on a device with a set of backends and peers, for a number of rounds."""
 
     def __init__(
-        self, device: torch.device, backends: Mapping[str, Backend], peers: Sequence[Peer], rounds: int
+        self, device: torch.device, backends: Mapping[str, Backend], peers: Sequence[Peer | DeepGEMM], rounds: int
     ) -> None:
         """Check which peers are available, and measure the roofline."""
         self.device, self.backends, self.rounds = device, dict(backends), rounds
@@ -114,11 +129,13 @@ class Runner:
         self.clock = Clock(device)
         self.roofline = Roofline.measure(self.clock)
 
-    def run(self, case: Case) -> list[Row]:
+    def run(self, case: Case | AroundCase) -> list[Row]:
         """Rows of one case, backends first."""
         with torch.inference_mode():
             try:
-                task = make_task(case, self.device)
+                task = (
+                    make_task(case, self.device) if isinstance(case, Case) else _AROUND[case.kernel](case, self.device)
+                )
             except (torch.OutOfMemoryError, MemoryError) as full:
                 why = f"inputs do not fit this machine: {_line(full)}"
                 return [self._row(case, name, REFUSED, reason=why) for name in self.backends]
@@ -144,7 +161,7 @@ class Runner:
     def settled(self, rows: Sequence[Row]) -> tuple[Roofline, list[Row]]:
         """Measure the roofline again at the end. The higher rates apply to all rows."""
         roof = self.roofline.best(Roofline.measure(self.clock))
-        return roof, [evolve(row, least=roof.seconds(row.flops, row.bytes)) for row in rows]
+        return roof, [evolve(row, least=roof.seconds(row.flops, row.bytes, fp8=row.fp8)) for row in rows]
 
     def host(self, case: Case) -> tuple[list[Mapping[str, object]], list[Row]]:
         """Host overhead of a step of one token with each backend that supports it, and rows of failures."""
@@ -177,41 +194,34 @@ class Runner:
                 times.append({"by": name, **time.as_json(), "text": str(time)})
         return times, failed
 
-    def _subjects(self, task: Task) -> tuple[list[Row], list[tuple[Subject, Products, bool]]]:
-        """Rows of subjects that cannot run, and (subject, type of its products, whether it is a peer) of the others."""
-        case, refused = task.case, []
-        made: list[tuple[Subject, Products, bool]] = []
-        able: list[Backend] = []
-        for name, backend in self.backends.items():
-            why = self._why_not(case, name, backend)
-            if why:
-                refused.append(self._row(case, name, REFUSED, reason=why))
-                continue
-            able.append(backend)
+    def _subjects(self, task: Task) -> tuple[list[Row], list[_Judged]]:
+        """Rows of subjects that cannot run, and the others."""
+        case = task.case
+        reasons = {name: self._why_not(case, name, backend) for name, backend in self.backends.items()}
+        refused = [self._row(case, name, REFUSED, reason=why) for name, why in reasons.items() if why]
+        made: list[_Judged] = []
+        able = {name: backend for name, backend in self.backends.items() if not reasons[name]}
+        for name, is_peer, coarsest, make in _makers(task, able, self.peers):
             try:
-                made.append((task.subject(name, backend), backend.forms.products, False))
+                one = make()
+            except UnsupportedError as refusal:
+                refused.append(self._row(case, name, REFUSED, is_peer=is_peer, reason=_line(refusal)))
             except Exception as broken:  # noqa: BLE001 - a row, not the end of the run
-                refused.append(self._row(case, name, FAILED, reason=_line(broken)))
-        if case.kernel == "step" and task.inputs is not None:
-            made.append((Subject("products", products(task.inputs), lambda: None, list), Products.BF16, True))
-        for peer in self.peers if case.kernel in ATTENTION else ():
-            coarsest = Products.FP8 if peer.name == "flashinfer" else Products.BF16
-            try:
-                made.append((peer_subject(peer, task, able[:1]), coarsest, True))
-            except Dsv4AttnError as refusal:
-                refused.append(self._row(case, peer.name, REFUSED, is_peer=True, reason=_line(refusal)))
-            except Exception as broken:  # noqa: BLE001
-                refused.append(self._row(case, peer.name, FAILED, is_peer=True, reason=_line(broken)))
+                refused.append(self._row(case, name, FAILED, is_peer=is_peer, reason=_line(broken)))
+            else:
+                made += [] if one is None else [(one, task.limit or limit(coarsest), is_peer)]
         return refused, made
 
-    def _why_not(self, case: Case, name: str, backend: Backend) -> str:
-        form = backend.forms.prefill_keys
-        selection = explain(problem_of(case, form), backend=name, device=self.device, registry=registry_of(name))
+    def _why_not(self, case: Case | AroundCase, name: str, backend: Backend) -> str:
+        # steps around attention are those of a backend that decodes on the layers with all of them
+        asked = case if isinstance(case, Case) else _C4A
+        problem = problem_of(asked, backend.forms.prefill_keys)
+        selection = explain(problem, backend=name, device=self.device, registry=registry_of(name))
         if selection.chosen is not None:
             return ""
         return " ".join(" ".join(line.split()) for c in selection.trace if c.name == name for line in c.lines)
 
-    def _checked(self, task: Task, one: Subject, coarsest: Products, is_peer: bool) -> Row:  # noqa: FBT001
+    def _checked(self, task: Task, one: Subject, most: float, is_peer: bool) -> Row:  # noqa: FBT001
         """Run once over spoilt results, and judge them."""
         row = self._row(task.case, one.name, MEASURED, is_peer=is_peer, reason=one.note)
         try:
@@ -220,29 +230,48 @@ class Runner:
             results = one.results()
             if not results:  # matrix products alone compute nothing that could be right
                 return row
-            return _judged(row, error(list(zip(results, task.expected, strict=True))), coarsest)
+            expected = task.expected if one.expected is None else one.expected
+            return _judged(row, error(list(zip(results, expected, strict=True))), most)
         except Exception as broken:  # noqa: BLE001 - a row, not the end of the run
             return evolve(row, state=FAILED, reason=_line(broken))
 
-    def _timed(self, task: Task, made: tuple[Subject, Products, bool], row: Row, spread: Spread | Exception) -> Row:
+    def _timed(self, task: Task, made: _Judged, row: Row, spread: Spread | Exception) -> Row:
         """Check again after timing, because later calls may give other results. The row has the larger error."""
         if isinstance(spread, Exception):
             return evolve(row, state=FAILED, reason=f"while it was timed: {_line(spread)}")
-        one, coarsest, is_peer = made
-        again = self._checked(task, one, coarsest, is_peer)
+        again = self._checked(task, *made)
         if again.state != MEASURED:
             return evolve(again, reason=f"after {self.rounds} calls: {again.reason}")
-        least = self.roofline.seconds(task.flops, task.bytes)
+        least = self.roofline.seconds(task.flops, task.bytes, fp8=task.fp8)
         worse = again if (again.error or 0.0) > (row.error or 0.0) else row
-        sized = evolve(worse, flops=task.flops, bytes=task.bytes, least=least)
+        sized = evolve(worse, flops=task.flops, bytes=task.bytes, least=least, fp8=task.fp8)
         return evolve(sized, median=spread.median, p10=spread.p10, p90=spread.p90, exposed=spread.exposed)
 
-    def _row(self, case: Case, by: str, state: str, *, is_peer: bool = False, reason: str = "") -> Row:
+    def _row(self, case: Case | AroundCase, by: str, state: str, *, is_peer: bool = False, reason: str = "") -> Row:
         return Row(case.kernel, case.name, by, state, is_peer, reason, series=case.series, x=case.x)
 
 
-def _judged(row: Row, found: Error, coarsest: Products) -> Row:
-    judged, most = evolve(row, error=found.total, worst_row=found.worst), limit(coarsest)
+def _makers(
+    task: Task, able: Mapping[str, Backend], peers: Sequence[Peer | DeepGEMM]
+) -> Iterator[tuple[str, bool, Products, Callable[[], Subject | None]]]:
+    """(name, whether it is a peer, type of its products, what makes it) of all subjects of a case."""
+    for name, backend in able.items():
+        yield name, False, backend.forms.products, partial(task.subject, name, backend)
+    if task.case.kernel == "step" and isinstance(task.inputs, Inputs):
+        bare = partial(Subject, "products", products(task.inputs), lambda: None, list)
+        yield "products", True, Products.BF16, bare
+    for peer in peers:
+        if task.case.kernel in peer.kernels:
+            coarsest = Products.FP8 if peer.name == "flashinfer" else Products.BF16
+            yield peer.name, True, coarsest, partial(_of_peer, peer, task, [*able.values()][:1])
+
+
+def _of_peer(peer: Peer | DeepGEMM, task: Task, gatherers: Sequence[Backend]) -> Subject | None:
+    return peer.subject(task) if isinstance(peer, DeepGEMM) else peer_subject(peer, task, gatherers)
+
+
+def _judged(row: Row, found: Error, most: float) -> Row:
+    judged = evolve(row, error=found.total, worst_row=found.worst)
     if found.within(most):
         return judged
     why = f"worst row {found.worst:.1e}" if found.total <= most else f"error {found.total:.1e}, limit {most:.0e}"

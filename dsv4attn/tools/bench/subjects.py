@@ -11,14 +11,15 @@ from torch import Tensor
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.tools.bench.around import AroundCase
 from dsv4attn.tools.bench.attend import attend
 from dsv4attn.tools.bench.cases import ATTENTION, HEAD_DIM, Case
-from dsv4attn.tools.bench.inputs import LAYOUT, Inputs, make_inputs, query
+from dsv4attn.tools.bench.inputs import LAYOUT, make_inputs, query
 from dsv4attn.tools.bench.records import fill, read, write
 from dsv4attn.tools.bench.reference import attention, normalised, rotated
 from dsv4attn.tools.bench.step import make_step
 
-__all__ = ["Subject", "Task", "make_task"]
+__all__ = ["Subject", "Task", "make_task", "returning"]
 
 
 @frozen(eq=False)
@@ -30,6 +31,7 @@ class Subject:
     reset: overwrites the results, so that a call that writes nothing is wrong.
     results: returns the results of the last call.
     note: shown with its row.
+    expected: expected results, where they are not those of the task.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Subject:
     reset: Callable[[], None]
     results: Callable[[], Sequence[Tensor]]
     note: str = ""
+    expected: Sequence[Tensor] | None = field(default=None, repr=False)
 
 
 @frozen(eq=False)
@@ -48,15 +51,19 @@ class Task:
     bytes: least bytes to move.
     expected: expected results.
     subject: makes a subject from the name of a backend and the backend.
-    inputs: inputs of attention kernels, or None.
+    inputs: inputs that peers get: `Inputs` of attention kernels, others of steps around attention, or None.
+    limit: largest error of a right result; None: by the backend's products, see `reference.limit`.
+    fp8: whether operands of its products are fp8.
     """
 
-    case: Case
+    case: Case | AroundCase
     flops: int
     bytes: int
     expected: Sequence[Tensor] = field(repr=False)
     subject: Callable[[str, Backend], Subject] = field(repr=False)
-    inputs: Inputs | None = field(default=None, repr=False)
+    inputs: object = field(default=None, repr=False)
+    limit: float | None = None
+    fp8: bool = False
 
 
 def make_task(case: Case, device: torch.device) -> Task:
@@ -80,9 +87,25 @@ def _attention(case: Case, device: torch.device) -> Task:
     return Task(case, inputs.flops, inputs.bytes, [expected], subject, inputs)
 
 
+def returning(
+    name: str,
+    call: Callable[[], Sequence[Tensor]],
+    results: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda made: made,
+    note: str = "",
+    expected: Sequence[Tensor] | None = None,
+) -> Subject:
+    """A subject whose call returns new tensors. results: makes what is judged of the tensors of the last call."""
+    last: list[Tensor] = []
+
+    def run() -> None:
+        last[:] = call()
+
+    return Subject(name, run, lambda: _spoil(*last), lambda: results(last), note, expected)
+
+
 def _spoil(*tensors: Tensor) -> None:
     for tensor in tensors:
-        tensor.fill_(torch.nan)
+        tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
 
 
 def _insert(case: Case, device: torch.device) -> Task:

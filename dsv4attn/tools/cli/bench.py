@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     import torch
 
     from dsv4attn.core.contract import Backend
-    from dsv4attn.tools.bench.cases import Size
+    from dsv4attn.tools.bench.around import AroundCase
+    from dsv4attn.tools.bench.cases import Case, Size
     from dsv4attn.tools.bench.compare import Comparison
+    from dsv4attn.tools.bench.peers import Peer
+    from dsv4attn.tools.bench.peers_around import DeepGEMM
     from dsv4attn.tools.bench.result import Run
 
 __all__ = ["bench"]
@@ -63,7 +66,7 @@ def _numbers(_: click.Context, parameter: click.Parameter, value: str | None) ->
     metavar="[NAMES]",
     is_flag=False,
     flag_value=ALL,
-    help="Other libraries too: flash_mla, vllm, flashinfer; without names, all.",
+    help="Other libraries too: flash_mla, vllm, flashinfer, deep_gemm, flashinfer_topk; without names, all.",
 )
 @click.option(
     "--json",
@@ -177,33 +180,31 @@ class _Asked:
 
 def _measured(asked: _Asked, *, shown: bool) -> Run:
     """Check all options before anything slow, and measure."""
-    from dsv4attn.tools.bench.cases import KERNELS, PRESETS, WHAT, cases_of, host_cases, named, sizes
+    from dsv4attn.tools.bench.cases import KERNELS, PRESETS, WHAT, host_cases, named, sizes
     from dsv4attn.tools.bench.layer import layer_cases
-    from dsv4attn.tools.bench.peers import PEERS
     from dsv4attn.tools.bench.result import Run, now, peer_versions, this_machine
     from dsv4attn.tools.bench.runner import Runner
-    from dsv4attn.tools.bench.scaling import cliffs, scaling_cases
+    from dsv4attn.tools.bench.scaling import cliffs
     from dsv4attn.tools.cli.threads import Load
 
     before = Load()
     what = named("measurement", ",".join(asked.what), WHAT, KERNELS)
     presets = named("case", asked.cases, list(PRESETS), list(PRESETS))
-    wanted = None if asked.peers == ALL else asked.peers
-    libraries = named("peer", wanted, list(PEERS), list(PEERS) if asked.peers else [])
     place = _device(asked.device)
     backends = _backends(asked.backends, place)
     size = _size(asked, sizes(place.type))
-    cases = cases_of([kernel for kernel in what if kernel not in ("scaling", "host", "layer")], presets, size)
-    cases += scaling_cases(small=place.type == "cpu") if "scaling" in what else []
+    small = place.type == "cpu"
+    cases = _cases(what, presets, size, small=small)
+    peers = _peers(asked, {case.kernel for case in cases})
     hosts = host_cases() if "host" in what else []
-    layers = layer_cases(small=place.type == "cpu") if "layer" in what else []
+    layers = layer_cases(small=small) if "layer" in what else []
     total = len(cases) + len(hosts) + len(layers)
     rows, host, times, ran, stopped = [], [], [], 0, False
     # the CPU's threads do not matter for times on an accelerator
     taken = before.threads(asked.threads) if place.type == "cpu" else None
     with taken.used() if taken else nullcontext(), _progress(1 + total, shown=shown) as begin:
         begin("roofline")
-        runner = Runner(place, backends, [PEERS[name] for name in libraries], size.rounds)
+        runner = Runner(place, backends, peers, size.rounds)
         try:
             for case in cases:
                 begin(case.name)
@@ -241,6 +242,31 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
         ran=ran if stopped else None,
         layers=tuple(times),
     )
+
+
+def _cases(what: Sequence[str], presets: Sequence[str], size: Size, *, small: bool) -> list[Case | AroundCase]:
+    """Cases whose results are rows: all but the host's and those of whole layers."""
+    from dsv4attn.tools.bench.around import around_cases
+    from dsv4attn.tools.bench.cases import AROUND, cases_of
+    from dsv4attn.tools.bench.scaling import scaling_cases
+
+    kernels = [kernel for kernel in what if kernel not in (*AROUND, "scaling", "host", "layer")]
+    lines = scaling_cases(small=small) if "scaling" in what else []
+    around = around_cases([kernel for kernel in what if kernel in AROUND], small=small)
+    return [*cases_of(kernels, presets, size), *lines, *around]
+
+
+def _peers(asked: _Asked, kernels: set[str]) -> list[Peer | DeepGEMM]:
+    """The named peers; without names, those that have one of the kernels."""
+    from dsv4attn.tools.bench.cases import named
+    from dsv4attn.tools.bench.peers import PEERS
+    from dsv4attn.tools.bench.peers_around import AROUND_PEERS
+
+    if asked.peers is None:
+        return []
+    peers: dict[str, Peer | DeepGEMM] = {**PEERS, **AROUND_PEERS}
+    concerned = [name for name, peer in peers.items() if kernels.intersection(peer.kernels)]
+    return [peers[name] for name in named("peer", None if asked.peers == ALL else asked.peers, list(peers), concerned)]
 
 
 def _size(asked: _Asked, size: Size) -> Size:

@@ -12,7 +12,7 @@ import torch
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract import AttentionCall, Backend
 from dsv4attn.errors import UnsupportedError
-from dsv4attn.tools.bench.cases import KERNELS, Size, cases_of, decodes
+from dsv4attn.tools.bench.cases import ATTENTION, KERNELS, Size, cases_of, decodes
 from dsv4attn.tools.bench.runner import FAILED, MEASURED, REFUSED, WRONG, Row, Runner, geomeans
 from tests.tools.bench.rows import ROOF, row
 
@@ -207,7 +207,7 @@ def test_inputs_that_do_not_fit_are_rows(monkeypatch: pytest.MonkeyPatch) -> Non
 class Peer:
     """Another library, which answers with whatever it is told to."""
 
-    name, reads_pages = "other", False
+    name, kernels, reads_pages = "other", ATTENTION, False
 
     def __init__(self, answer: Callable[[Any], torch.Tensor], *, missing: str | None = None) -> None:
         self.answer, self.missing = answer, missing

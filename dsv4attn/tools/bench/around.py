@@ -1,0 +1,103 @@
+"""Cases of the steps around attention: index logits, selection, compressor, hyper-connections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from attrs import frozen
+
+__all__ = ["AroundCase", "around_cases"]
+
+_DECODES = (
+    (1, 8192, 1),
+    (1, 32768, 1),
+    (1, 262144, 1),
+    (8, 32768, 1),
+    (64, 2048, 1),
+    (64, 8192, 1),
+    (64, 32768, 1),
+    (64, 32768, 2),
+    (256, 8192, 1),
+)
+"""(requests, index keys of each, tokens of each). There is a key for every four tokens of the context."""
+_PROMPTS = ((2048, 2048), (2048, 8192), (2048, 32768), (256, 32768))
+"""(tokens, index keys) of one request."""
+_SMALL_DECODES = ((1, 1024, 1), (4, 1024, 1), (4, 1024, 2))
+_STEPS = ("save c4a", "save index", "save c128a", "store c4a", "store index", "store c128a", "query index")
+_STREAMS = ("pre", "post", "post+pre", "head")
+
+
+@frozen
+class AroundCase:
+    """A step around attention on one shape.
+
+    kernel: index, select, compress or mhc.
+    step: which step of them, or the form of its keys: "paged" or "gathered".
+    label: name of the shape.
+    requests: R - requests.
+    tokens: tokens of each request in this step.
+    keys: index keys of each request.
+    hidden: d - hidden size.
+    seed: seed of the inputs.
+    """
+
+    series: ClassVar[str] = ""
+    x: ClassVar[int] = 0
+
+    kernel: str
+    step: str
+    label: str
+    requests: int = 1
+    tokens: int = 1
+    keys: int = 0
+    hidden: int = 0
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """Unique in a run, and the same in every run."""
+        return f"{self.kernel} {self.step} {self.label}"
+
+    @property
+    def count(self) -> int:
+        """T - tokens of this step."""
+        return self.requests * self.tokens
+
+
+def around_cases(kernels: Sequence[str], *, small: bool) -> list[AroundCase]:
+    """Cases of some kernels. small: for a CPU."""
+    made = {"index": _index, "select": _select, "compress": _compress, "mhc": _mhc}
+    return [case for kernel in kernels for case in made[kernel](small=small)]
+
+
+def _index(*, small: bool) -> Iterator[AroundCase]:
+    for requests, keys, tokens in _SMALL_DECODES if small else _DECODES:
+        yield _scored("index", "paged", requests, tokens, keys)
+    for tokens, keys in ((32, 1024),) if small else _PROMPTS:
+        yield AroundCase("index", "gathered", f"t={tokens} k={keys}", 1, tokens, keys, seed=keys)
+
+
+def _select(*, small: bool) -> Iterator[AroundCase]:
+    for requests, keys, tokens in _SMALL_DECODES if small else _DECODES:
+        yield _scored("select", "paged", requests, tokens, keys)
+    yield _scored("select", "paged", 1, *((32, 1024) if small else (2048, 8192)))
+
+
+def _scored(kernel: str, step: str, requests: int, tokens: int, keys: int) -> AroundCase:
+    return AroundCase(kernel, step, f"b={requests} t={tokens} k={keys}", requests, tokens, keys, seed=keys + requests)
+
+
+def _compress(*, small: bool) -> Iterator[AroundCase]:
+    for step in _STEPS:
+        requests = 4 if small else 64
+        yield AroundCase("compress", step, f"b={requests}", requests)
+        for tokens in (256,) if small else (2048, 8192):
+            yield AroundCase("compress", step, f"t={tokens}", 1, tokens)
+
+
+def _mhc(*, small: bool) -> Iterator[AroundCase]:
+    for hidden in (4096,) if small else (4096, 7168):
+        for step in _STREAMS:
+            for tokens in (8, 64) if small else (8, 64, 2048, 8192):
+                yield AroundCase("mhc", step, f"t={tokens} d={hidden}", 1, tokens, hidden=hidden, seed=tokens)

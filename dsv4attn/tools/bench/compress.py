@@ -1,0 +1,238 @@
+"""Compressor and index queries: inputs, calls, and expected results in fp32 torch.
+
+Letters: R requests, T tokens of the step, d dims of an entry, w channels of a token's kv (2 d where entries overlap), r
+tokens of an entry, S tokens of a request whose states count in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from dsv4attn.core.builder import STATE_BLOCK_SIZES
+from dsv4attn.core.contract import Backend, complete
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.tools.bench.around import AroundCase
+from dsv4attn.tools.bench.inputs import LAYOUT
+from dsv4attn.tools.bench.records import coded, read, read_index, write, write_index
+from dsv4attn.tools.bench.reference import normalised, rotated
+from dsv4attn.tools.bench.subjects import Subject, Task, returning
+
+__all__ = ["compress_task"]
+
+_FLASH = ModelGeometry.preset("deepseek-v4-flash")
+_BEFORE = 8192
+"""Tokens of a request before the step; a multiple of every ratio."""
+_RAGGED = 128
+"""Decodes are at positions that follow each other, the last of which is the last of so many: as in a batch of requests
+of any length, every r-th completes an entry."""
+
+
+@frozen(eq=False)
+class _Parts:
+    """A compressor.
+
+    layer: geometry of its layer.
+    dim: d - dims of an entry.
+    layout: of its entries.
+    """
+
+    layer: LayerGeometry
+    dim: int
+    layout: KVCacheLayout
+
+    @classmethod
+    def of(cls, name: str) -> _Parts:
+        """c4a, c128a, or index: that of the index keys of c4a layers."""
+        if name == "index":
+            dim = _FLASH.index_head_dim
+            return cls(_FLASH.layer_of_kind(LayerKind.C4A), dim, KVCacheLayout.index_fp8(dim))
+        layer = _FLASH.layer_of_kind(LayerKind(name))
+        return cls(layer, layer.head_dim, LAYOUT)
+
+    @property
+    def ratio(self) -> int:
+        """Tokens of an entry."""
+        return self.layer.compress_ratio
+
+    @property
+    def width(self) -> int:
+        """Channels of a token's kv."""
+        return 2 * self.dim if self.layer.overlap else self.dim
+
+    @property
+    def span(self) -> int:
+        """Tokens whose states an entry is made of."""
+        return 2 * self.ratio if self.layer.overlap else self.ratio
+
+
+@frozen(eq=False)
+class _States:
+    """States of a step and their pages.
+
+    kv, score: [R, S, w] fp32, the tokens of the step last; the bias is part of the scores.
+    positions: [T] int64 - of the tokens of the step.
+    request: [T] int32 - of each token.
+    cache: the state cache, full of NaN.
+    table: [R, _] int32 pages of it.
+    slots: [R, S] int64 - of all states.
+    """
+
+    kv: Tensor
+    score: Tensor
+    positions: Tensor
+    request: Tensor
+    cache: PagedKVCache
+    table: Tensor
+    slots: Tensor
+
+
+def compress_task(case: AroundCase, device: torch.device) -> Task:
+    """save: states of the tokens. store: entries from states. query: queries of the indexer."""
+    step, name = case.step.split()
+    parts, generator = _Parts.of(name), torch.Generator(device).manual_seed(case.seed)
+    if step == "query":
+        return _query(case, device, generator)
+    states = _states(case, parts, device, generator)
+    return _save(case, parts, states, generator) if step == "save" else _store(case, parts, states, generator)
+
+
+def _save(case: AroundCase, parts: _Parts, states: _States, generator: torch.Generator) -> Task:
+    device, cache, new = states.kv.device, states.cache, slice(-case.tokens, None)
+    ape = torch.randn(parts.ratio, parts.width, generator=generator, device=device)
+    expected = torch.cat([states.kv[:, new], states.score[:, new]], -1).flatten(0, 1)
+    given, slots = expected.clone(), states.slots[:, new].flatten()
+    given[:, parts.width :] -= ape[states.positions % parts.ratio]
+    expected[:, parts.width :] = given[:, parts.width :] + ape[states.positions % parts.ratio]
+    # halves of one product, as a layer makes them
+    kv, score = given.split(parts.width, -1)
+    row = cache.region("row")
+
+    def subject(name: str, backend: Backend) -> Subject:
+        save = complete(backend).layer_steps.save_partial_states
+
+        def run() -> None:
+            save(kv, score, ape, states.positions, cache, slots)
+
+        def results() -> Sequence[Tensor]:
+            return [row[slots // cache.block_size, slots % cache.block_size]]
+
+        return Subject(name, run, lambda: _nan(row), results)
+
+    biases = min(case.count, parts.ratio) * parts.width
+    moved = 4 * (2 * given.numel() + biases) + 16 * case.count
+    return Task(case, 0, moved, [expected], subject, limit=1e-6)
+
+
+def _store(case: AroundCase, parts: _Parts, states: _States, generator: torch.Generator) -> Task:
+    device, ratio, eps = states.kv.device, parts.ratio, parts.layer.eps
+    norm = 1 + 0.1 * torch.randn(parts.dim, generator=generator, device=device)
+    table = cos_sin_cache(parts.layer.rope, int(states.positions.max()) + 1, device)
+    row = states.cache.region("row")
+    page = states.slots // states.cache.block_size, states.slots % states.cache.block_size
+    row[page] = torch.cat([states.kv, states.score], -1)
+    ends = (states.positions + 1) % ratio == 0
+    tokens = ends.nonzero()[:, 0]
+    block = 256 // ratio
+    blocks = -(-len(tokens) // block) + 1
+    cache, wanted = (PagedKVCache.allocate(parts.layout, blocks, block, device) for _ in range(2))
+    slots = torch.randperm(cache.capacity, generator=generator, device=device)[: len(tokens)]
+    mapping = torch.full_like(states.positions, -1)
+    mapping[tokens] = slots
+    entries = normalised(_pooled(parts, states, tokens, case.tokens), eps) * norm
+    entries = rotated(entries, table[states.positions[tokens] - ratio + 1])
+    if parts.layout.name == LAYOUT.name:
+        write(wanted, slots, entries.bfloat16())
+    else:
+        write_index(wanted, slots, *coded(entries))
+    fetch = read if parts.layout.name == LAYOUT.name else read_index
+    window = states.cache, states.table, states.request, states.positions, mapping
+
+    def subject(name: str, backend: Backend) -> Subject:
+        store = complete(backend).layer_steps.compress_norm_rope_store
+
+        def run() -> None:
+            store(*window, norm, eps, table, ratio, cache, overlap=parts.layer.overlap)
+
+        # 0xFF is NaN as a code, as a bf16, as a scale byte and as an fp32 scale
+        return Subject(name, run, lambda: _fill(cache), lambda: [fetch(cache, slots)])
+
+    # with overlap an entry reads half of the channels of its states, and the next one the other half
+    moved = len(tokens) * (4 * parts.span * 2 * parts.dim + parts.layout.record_bytes) + 16 * case.count
+    return Task(case, 0, moved, [fetch(wanted, slots)], subject)
+
+
+def _query(case: AroundCase, device: torch.device, generator: torch.Generator) -> Task:
+    heads, dim, layer = _FLASH.index_n_heads, _FLASH.index_head_dim, _FLASH.layer_of_kind(LayerKind.C4A)
+    positions = _positions(case, device)
+    table = cos_sin_cache(layer.rope, int(positions.max()) + 1, device)
+    q = torch.randn(case.count, heads, dim, generator=generator, device=device).bfloat16()
+    weights = torch.randn(case.count, heads, generator=generator, device=device).bfloat16()
+    layout = KVCacheLayout.index_fp8(dim)
+    codes, scales = coded(rotated(q, table[positions]))
+    folded = weights.float() * scales * (dim * heads) ** -0.5
+    expected = codes.float() * folded[..., None]
+
+    def subject(name: str, backend: Backend) -> Subject:
+        quantise = complete(backend).layer_steps.indexer_q_rope_quant
+
+        def call() -> Sequence[Tensor]:
+            made = quantise(q, weights, positions, table, layout)
+            return made.values, made.weights
+
+        # a score has their product
+        return returning(name, call, lambda made: [made[0].float() * made[1][..., None]])
+
+    moved = 3 * q.numel() + 6 * weights.numel() + 8 * case.count
+    return Task(case, 0, moved, [expected], subject)
+
+
+def _positions(case: AroundCase, device: torch.device) -> Tensor:
+    """[T] int64: of one token of each request, or of the tokens of one request."""
+    first = _BEFORE + (_RAGGED - case.requests if case.tokens == 1 else 0)
+    return torch.arange(first, first + case.count, device=device)
+
+
+def _states(case: AroundCase, parts: _Parts, device: torch.device, generator: torch.Generator) -> _States:
+    """Random states of all tokens that count in the step, on pages in random order; all other pages are gone."""
+    positions, requests, page = _positions(case, device), case.requests, STATE_BLOCK_SIZES[parts.layer.kind]
+    count = parts.span - 1 + case.tokens
+    last = positions.view(requests, -1)[:, -1:]
+    place = last + torch.arange(1 - count, 1, device=device)
+    kv, score = (torch.randn(requests, count, parts.width, generator=generator, device=device) for _ in range(2))
+    column = torch.arange(int(last.max()) // page + 1, device=device)
+    alive = (column >= place[:, :1] // page) & (column <= last // page)
+    blocks = int(alive.sum())
+    table = torch.full(alive.shape, -1, dtype=torch.int32, device=device)
+    table[alive] = torch.randperm(blocks, generator=generator, device=device).int()
+    cache = PagedKVCache.allocate(KVCacheLayout.compressor_state(parts.width), blocks, page, device)
+    cache.tensor.fill_(torch.nan)
+    slots = table.gather(1, place // page).long() * page + place % page
+    request = torch.arange(requests, dtype=torch.int32, device=device).repeat_interleave(case.tokens)
+    return _States(kv, score, positions, request, cache, table, slots)
+
+
+def _pooled(parts: _Parts, states: _States, tokens: Tensor, each: int) -> Tensor:
+    """[E, d] entries that some tokens complete, before their norm. each: tokens of a request."""
+    # number of the last state of each entry in its request; the states of the step are the last
+    last = states.kv.shape[1] - each + tokens % each
+    states_of = last[:, None] + torch.arange(1 - parts.span, 1, device=tokens.device)
+    request = (tokens // each)[:, None]
+    kv, score = (values[request, states_of] for values in (states.kv, states.score))
+    if parts.layer.overlap:  # the first half of the channels counts in the next entry, the second in its own
+        r, d = parts.ratio, parts.dim
+        kv, score = (torch.cat([values[:, :r, :d], values[:, r:, d:]], 1) for values in (kv, score))
+    return (torch.softmax(score, 1) * kv).sum(1)
+
+
+def _nan(tensor: Tensor) -> None:
+    tensor.fill_(torch.nan)
+
+
+def _fill(cache: PagedKVCache) -> None:
+    cache.tensor.fill_(0xFF)

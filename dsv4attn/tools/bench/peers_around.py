@@ -1,0 +1,117 @@
+"""Other libraries' functions for the steps around attention, on our inputs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4attn.tools.bench.index import PAGE, TOPK, Scored, judged
+from dsv4attn.tools.bench.mhc import Streams
+from dsv4attn.tools.bench.peers import missing
+from dsv4attn.tools.bench.subjects import Subject, Task, returning
+
+__all__ = ["AROUND_PEERS", "DeepGEMM", "FlashInferTopk"]
+
+_SPLITS = 16
+"""Parts of the sum in DeepGEMM's product of few tokens."""
+_FEW = 64
+_MOST = 2
+"""Tokens of a request in its paged function."""
+
+
+class DeepGEMM:
+    """DeepSeek's kernels, which are compiled when they are first called (CUDA_HOME must name a CUDA toolkit)."""
+
+    name = "deep_gemm"
+    kernels: tuple[str, ...] = ("index", "select", "mhc")
+    _functions = (
+        "fp8_fp4_paged_mqa_logits",
+        "fp8_fp4_mqa_logits",
+        "get_paged_mqa_logits_metadata",
+        "tf32_hc_prenorm_gemm",
+    )
+
+    def available(self) -> str | None:
+        """Why it cannot be used here, or None."""
+        return missing("deep_gemm", *self._functions)
+
+    def subject(self, task: Task) -> Subject | None:
+        """Its counterpart of a case, or None."""
+        given = task.inputs
+        if isinstance(given, Streams):
+            return self._product(given) if given.case.step == "pre" else None
+        if not isinstance(given, Scored):
+            return None
+        logits = self._logits(given)
+        if given.case.kernel == "index":
+            return returning(self.name, lambda: [logits()])
+        note = f"select: logits (of a prompt: of keys gathered before), then {self._chooser}"
+        return returning(self.name, lambda: [self._topk(logits())], lambda made: judged(given, made[0]), note)
+
+    _chooser = "torch.topk"
+
+    def _topk(self, logits: Tensor) -> Tensor:
+        return torch.topk(logits, TOPK, dim=-1, sorted=False).indices
+
+    def _logits(self, given: Scored) -> Callable[[], Tensor]:
+        """Its logits [T, E]. Its plan of a paged call is made before: an engine makes one for all layers of a step."""
+        module: Any = importlib.import_module("deep_gemm")
+        keys, q = given.case.keys, given.q
+        if given.cache is None or given.case.tokens > _MOST:
+            first = torch.zeros_like(given.lens[0])
+            gathered = (q[0], None), (given.codes[0], given.scales[0]), given.weights, first, given.lens[0], keys
+            return lambda: module.fp8_fp4_mqa_logits(*gathered)[:, :keys]
+        processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
+        plan = module.get_paged_mqa_logits_metadata(given.lens, PAGE, processors)
+        pages = given.cache.tensor.unsqueeze(2)
+        paged = (q, None), pages, given.weights, given.lens, given.table, plan, keys
+        return lambda: module.fp8_fp4_paged_mqa_logits(*paged)[:, :keys]
+
+    def _product(self, given: Streams) -> Subject:
+        """The product and the sums of squares at the beginning of mhc_pre."""
+        module: Any = importlib.import_module("deep_gemm")
+        x, fn = given.streams.flatten(1), given.fn
+        splits = _SPLITS if x.shape[0] <= _FEW else None
+        lead = () if splits is None else (splits,)
+        out = fn.new_empty(*lead, x.shape[0], fn.shape[0])
+        squares = fn.new_empty(*lead, x.shape[0])
+        wide = x.float()
+        expected = [wide @ fn.T, wide.square().sum(-1, keepdim=True)]
+
+        def run() -> None:
+            module.tf32_hc_prenorm_gemm(x, fn, out, squares, splits)
+
+        def reset() -> None:
+            out.fill_(torch.nan)
+            squares.fill_(torch.nan)
+
+        def results() -> list[Tensor]:
+            found = [out, squares[..., None]]
+            return found if splits is None else [part.sum(0) for part in found]
+
+        note = "mhc: the product with fn and the sums of squares at the beginning of mhc_pre, and nothing else"
+        return Subject(f"{self.name} product", run, reset, results, note, expected)
+
+
+class FlashInferTopk(DeepGEMM):
+    """FlashInfer's top-k of DeepGEMM's logits."""
+
+    name = "flashinfer_topk"
+    kernels = ("select",)
+    _chooser = "flashinfer.top_k"
+
+    def available(self) -> str | None:
+        """Why it cannot be used here, or None."""
+        return missing("flashinfer", "top_k") or super().available()
+
+    def _topk(self, logits: Tensor) -> Tensor:
+        module: Any = importlib.import_module("flashinfer")
+        indices: Tensor = module.top_k(logits.contiguous(), TOPK)[1]
+        return indices
+
+
+AROUND_PEERS: dict[str, DeepGEMM] = {"deep_gemm": DeepGEMM(), "flashinfer_topk": FlashInferTopk()}
