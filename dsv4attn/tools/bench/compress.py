@@ -75,7 +75,8 @@ class _Parts:
 class _States:
     """States of a step and their pages.
 
-    kv, score: [R, S, w] fp32, the tokens of the step last; the bias is part of the scores.
+    kv: [R, S, w] fp32, the tokens of the step last.
+    score: [R, S, w] fp32 of the same tokens.
     positions: [T] int64 - of the tokens of the step.
     request: [T] int32 - of each token.
     cache: the state cache, full of NaN.
@@ -93,7 +94,7 @@ class _States:
 
 
 def compress_task(case: AroundCase, device: torch.device) -> Task:
-    """save: states of the tokens. store: entries from states. query: queries of the indexer."""
+    """States of the tokens (save), entries from states (store), or queries of the indexer (query)."""
     step, name = case.step.split()
     parts, generator = _Parts.of(name), torch.Generator(device).manual_seed(case.seed)
     if step == "query":
@@ -103,12 +104,11 @@ def compress_task(case: AroundCase, device: torch.device) -> Task:
 
 
 def _save(case: AroundCase, parts: _Parts, states: _States, generator: torch.Generator) -> Task:
-    device, cache, new = states.kv.device, states.cache, slice(-case.tokens, None)
-    ape = torch.randn(parts.ratio, parts.width, generator=generator, device=device)
-    expected = torch.cat([states.kv[:, new], states.score[:, new]], -1).flatten(0, 1)
-    given, slots = expected.clone(), states.slots[:, new].flatten()
-    given[:, parts.width :] -= ape[states.positions % parts.ratio]
-    expected[:, parts.width :] = given[:, parts.width :] + ape[states.positions % parts.ratio]
+    cache, new = states.cache, slice(-case.tokens, None)
+    ape = torch.randn(parts.ratio, parts.width, generator=generator, device=states.kv.device)
+    given = torch.cat([states.kv[:, new], states.score[:, new]], -1).flatten(0, 1)
+    slots, expected = states.slots[:, new].flatten(), given.clone()
+    expected[:, parts.width :] += ape[states.positions % parts.ratio]
     # halves of one product, as a layer makes them
     kv, score = given.split(parts.width, -1)
     row = cache.region("row")

@@ -1,4 +1,4 @@
-"""Times of whole layers from hidden states to hidden states, and the price of deterministic ones.
+"""Times of whole layers from hidden states to hidden states, the price of deterministic ones, and their parts.
 
 A layer of each kind of DeepSeek-V4-Flash, with random weights of its sizes, decodes a token of some sequences, and
 takes a part of a prompt. Caches hold zeros: times do not depend on what they hold. Results are not judged here: tests
@@ -7,21 +7,26 @@ and the conformance kit do that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import cast
 
 import torch
 from attrs import asdict, evolve, frozen
+from torch import Tensor
 
 from dsv4attn.core.attention import DeepseekV4Attention
 from dsv4attn.core.cache_manager import CacheManager
 from dsv4attn.core.context import set_forward_context
 from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layer_weights import AttentionWeights, weight_shapes
+from dsv4attn.core.hyper_connections import HyperConnections
+from dsv4attn.core.layer_weights import AttentionWeights, HyperConnectionWeights, weight_shapes
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import AttentionMetadata
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.tools.bench.clock import Clock
+from dsv4attn.tools.bench.parts import LayerPart, MarkedBackend, Marks, measured
 
 __all__ = ["LayerCase", "LayerTime", "layer_cases", "layer_time"]
 
@@ -44,9 +49,14 @@ class LayerCase:
     @property
     def name(self) -> str:
         """Name of the case."""
+        return f"layer {self.kind.value}, {self.step}"
+
+    @property
+    def step(self) -> str:
+        """What the step is, in words."""
         sequences = f"{self.requests:,} sequence{'' if self.requests == 1 else 's'}"
         new = f"{self.tokens:,} new token{'' if self.tokens == 1 else 's'}{' each' if self.requests > 1 else ''}"
-        return f"layer {self.kind.value}, {sequences}, {new}, {self.context:,} in the cache"
+        return f"{sequences}, {new}, {self.context:,} in the cache"
 
 
 @frozen
@@ -57,43 +67,82 @@ class LayerTime:
     case: name of the case.
     plain_s: everyday.
     deterministic_s: with bits that depend on nothing but a token's own history; None if the backend cannot.
+    phase: decode or prompt.
+    step: what the step is, in words.
+    parts: of the everyday layer, with hyper-connections around it; none where kernels cannot be seen.
     """
 
     layer: str
     case: str
     plain_s: float
     deterministic_s: float | None
+    phase: str = ""
+    step: str = ""
+    parts: tuple[LayerPart, ...] = ()
 
     def __str__(self) -> str:
         """One line."""
         price = ""
         if self.deterministic_s is not None:
             ratio = self.deterministic_s / self.plain_s
-            price = f", deterministic {1e3 * self.deterministic_s:.3g} ms ({ratio:.2f} times as long)"
-        return f"{self.case}: {1e3 * self.plain_s:.3g} ms{price}"
+            price = f", deterministic {_ms(self.deterministic_s)} ({ratio:.2f} times as long)"
+        return f"{self.case}: {_ms(self.plain_s)}{price}"
 
     def as_json(self) -> dict[str, object]:
         """Plain values."""
         return asdict(self)
 
 
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{1e3 * seconds:,.0f} ms"
+
+
 def layer_cases(*, small: bool) -> list[LayerCase]:
-    """A decode and a part of a prompt on each kind of layer. small: for a CPU."""
-    shapes = ((1, 1, 256), (1, 32, 256)) if small else ((64, 1, 8192), (1, 2048, 8192))
+    """A decode and a part of a prompt on each kind of layer. small: for a CPU.
+
+    A token sees more entries than a c4a layer selects.
+    """
+    shapes = ((1, 1, 4096), (1, 16, 4096)) if small else ((64, 1, 8192), (1, 2048, 8192))
     return [LayerCase(kind, *shape) for kind in LayerKind for shape in shapes]
 
 
 def layer_time(case: LayerCase, plain: Backend, deterministic: Backend | None, clock: Clock, rounds: int) -> LayerTime:
-    """Measure a case on both backends in turn."""
+    """Measure a case on both backends in turn, and then the parts of the first."""
     backends = [plain] if deterministic is None else [plain, deterministic]
     with torch.inference_mode():
-        spreads = clock.times([_call(case, backend, clock.device) for backend in backends], rounds)
-    times = [spread.median for spread in spreads]
-    return LayerTime(case.kind.value, case.name, times[0], times[1] if len(times) > 1 else None)
+        calls = [_made(case, backend, clock.device).run for backend in backends]
+        times = [spread.median for spread in clock.times(calls, rounds)]
+        del calls
+        parts = _parts(case, plain, clock, rounds)
+    exact = times[1] if len(times) > 1 else None
+    phase = "decode" if case.tokens == 1 else "prompt"
+    return LayerTime(case.kind.value, case.name, times[0], exact, phase, case.step, tuple(parts))
 
 
-def _call(case: LayerCase, backend: Backend, device: torch.device) -> Callable[[], None]:
-    """The step, ready to be run again and again."""
+@frozen(eq=False)
+class _Made:
+    """A step of a layer, ready to be run again and again.
+
+    geometry: model of this layer alone.
+    layer: the layer.
+    metadata: of the step.
+    positions: [T] int64.
+    hidden: [T, d] hidden states.
+    """
+
+    geometry: ModelGeometry
+    layer: DeepseekV4Attention
+    metadata: Mapping[LayerKind, AttentionMetadata]
+    positions: Tensor
+    hidden: Tensor
+
+    def run(self) -> None:
+        """The layer alone."""
+        with set_forward_context(self.metadata):
+            self.layer(self.hidden, self.positions)
+
+
+def _made(case: LayerCase, backend: Backend, device: torch.device) -> _Made:
     flash = ModelGeometry.preset("deepseek-v4-flash")
     index = next(i for i, (kind, _) in enumerate(flash.layers) if kind is case.kind)
     geometry = evolve(flash, layers=(flash.layers[index],))
@@ -113,12 +162,41 @@ def _call(case: LayerCase, backend: Backend, device: torch.device) -> Callable[[
     requests = [(one, case.tokens) for one in sequences]
     metadata, positions = manager.metadata(manager.batch(requests)), manager.positions(requests)
     hidden = torch.randn(positions.shape[0], geometry.hidden_size, device=device).to(given["wq_a"].dtype)
+    return _Made(geometry, layer, metadata, positions, hidden)
+
+
+def _parts(case: LayerCase, backend: Backend, clock: Clock, rounds: int) -> list[LayerPart]:
+    """Parts of the layer between the hyper-connections of attention, and those of the sublayer behind it."""
+    device, marks = clock.device, Marks(clock.device)
+    made = _made(case, cast("Backend", MarkedBackend(backend, marks)), device)
+    attention = made.layer.attention
+    for name, part, then in (
+        ("fused_qnorm_rope_kv_insert", "norm + rope + insert", ""),
+        ("forward_mqa", "attention", "output projection"),
+    ):
+        setattr(attention, name, marks.around(part, getattr(attention, name), then))
+    steps = complete(backend).layer_steps
+    first, second = (HyperConnections(made.geometry, _mixes(made.geometry, device), steps) for _ in range(2))
+    streams = made.hidden[:, None].expand(-1, made.geometry.hc_mult, -1).contiguous()
 
     def run() -> None:
-        with set_forward_context(metadata):
-            layer(hidden, positions)
+        with set_forward_context(made.metadata):
+            marks.start("mHC pre")
+            post, comb, hidden = first.pre(streams)
+            marks.to("projections")
+            attended = made.layer(hidden, made.positions)
+            marks.to("mHC post + pre")
+            second.after(attended, streams, post, comb)
+            marks.to()
 
-    return run
+    return measured(run, marks, clock, rounds)
+
+
+def _mixes(geometry: ModelGeometry, device: torch.device) -> HyperConnectionWeights:
+    n, size = geometry.hc_mult, geometry.hc_mult * geometry.hidden_size
+    count = 2 * n + n * n
+    fn = torch.randn(count, size, device=device) * size**-0.5
+    return HyperConnectionWeights(fn, torch.randn(count, device=device), torch.ones(3, device=device))
 
 
 def _weights(geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> Mapping[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
-from dsv4attn.tools.bench.cases import ATTENTION, PRESETS, WINDOW
+from dsv4attn.tools.bench.cases import AROUND, ATTENTION, PRESETS, WINDOW
 from dsv4attn.tools.bench.result import Run
 from dsv4attn.tools.bench.runner import Row
 from dsv4attn.tools.bench.scaling import SERIES
@@ -82,9 +82,10 @@ def _figures(run: Run) -> Iterator[tuple[str, Figure]]:
         rows = [row for row in plain if row.kernel == kernel]
         if rows:
             yield kernel, _bars(run, rows, colours, _TITLES[kernel], _SPEED)
-    rows = [row for row in plain if row.kernel in _MEMORY]
-    if rows:
-        yield "memory", _bars(run, rows, colours, _TITLES["memory"], _TRAFFIC)
+    for name, kernels in {"memory": _MEMORY, **{kernel: (kernel,) for kernel in AROUND}}.items():
+        rows = [row for row in plain if row.kernel in kernels]
+        if rows:
+            yield name, _bars(run, rows, colours, _TITLES[name], _TRAFFIC)
     lines = [row for row in timed if row.series]
     if lines:
         yield "scaling", _scaling(run, lines, colours)
@@ -96,9 +97,15 @@ _TITLES = {
     "prefill-rows": "Prefill on gathered bf16 rows",
     "memory": "Cache steps: insert, quantize, gather",
     "step": "Whole steps of forward_mqa",
+    "index": "Index logits",
+    "select": "Index logits and selection of 512 entries",
+    "compress": "Compressor and index queries",
+    "mhc": "Hyper-connections; of DeepGEMM the product of pre alone",
 }
-_NAMES = {"flash_mla": "FlashMLA", "vllm": "vLLM", "flashinfer": "FlashInfer"}
+_NAMES = {"flash_mla": "FlashMLA", "vllm": "vLLM", "flashinfer": "FlashInfer", "deep_gemm": "DeepGEMM"}
+_NAMES |= {"deep_gemm product": "DeepGEMM", "flashinfer_topk": "FlashInfer's top-k"}
 """Peers as their authors write them."""
+_SCORED = "requests (b), tokens (t), index keys (k)"
 _SPEED = "arithmetic rate (TFLOP/s)"
 _TRAFFIC = "memory rate (GB/s)"
 _GROWS = {
@@ -158,11 +165,11 @@ def _legend(figure: Figure, colours: dict[str, str], names: Sequence[str], heigh
 def _bars(run: Run, rows: Sequence[Row], colours: dict[str, str], title: str, unit: str) -> Figure:
     """A panel for each layer or step, a group of bars for each case in it, and a tick where the roofline is."""
     panels: dict[str, dict[str, list[Row]]] = {}
-    by_preset = rows[0].kernel in ("decode", "step")
+    by_preset, around = rows[0].kernel in ("decode", "step"), rows[0].kernel in AROUND
     for row in rows:
         kernel, preset, label = row.case.split(" ", 2)
-        panel = preset if by_preset else kernel if unit == _TRAFFIC else ""
-        group = label.replace(" ", "\n") if by_preset else f"{preset}\n{label}"
+        panel = preset if by_preset or around else kernel if unit == _TRAFFIC else ""
+        group = label.replace(" ", "\n") if by_preset or around else f"{preset}\n{label}"
         panels.setdefault(panel, {}).setdefault(group, []).append(row)
     names = list(dict.fromkeys(row.by for row in rows))
     counts = [len(groups) for groups in panels.values()]
@@ -190,8 +197,19 @@ def _bars(run: Run, rows: Sequence[Row], colours: dict[str, str], title: str, un
             axis.tick_params(left=False)
         else:
             axis.set_ylabel(unit)
-        axis.set_xlabel("requests of the batch (b)" if by_preset else "layer and shape of the case")
+        axis.set_xlabel(_shape(rows[0].kernel))
     return figure
+
+
+def _shape(kernel: str) -> str:
+    """What the groups of a kernel's bars are."""
+    if kernel in ("decode", "step"):
+        return "requests of the batch (b)"
+    if kernel not in AROUND:
+        return "layer and shape of the case"
+    return {"index": _SCORED, "select": _SCORED, "mhc": "tokens (t), hidden size (d)"}.get(
+        kernel, "requests (b) or tokens (t)"
+    )
 
 
 def _described(panel: str) -> str:
@@ -205,7 +223,7 @@ def _described(panel: str) -> str:
 
 
 def _panel(axis: Axes, groups: dict[str, list[Row]], names: Sequence[str], colours: dict[str, str], unit: str) -> None:
-    width, highest = 0.84 / len(names), 0.0
+    width, highest, longest = 0.84 / len(names), 0.0, 0
     for place, rows in enumerate(groups.values()):
         roof = 0.0
         for row in rows:
@@ -224,7 +242,7 @@ def _panel(axis: Axes, groups: dict[str, list[Row]], names: Sequence[str], colou
                 rotation=90 if row.vs or len(names) > 3 else 0,
                 color=_INK,
             )
-            highest = max(highest, height if row.vs else 0.0)
+            highest, longest = max(highest, height if row.vs else 0.0), max(longest, len(_label(row)))
             roof = max(roof, height / (row.roofline or 1.0))
         axis.plot([place - 0.46, place + 0.46], [roof, roof], color=_INK, linewidth=1.2, solid_capstyle="butt")
     axis.set_xticks(range(len(groups)), list(groups))
@@ -232,7 +250,8 @@ def _panel(axis: Axes, groups: dict[str, list[Row]], names: Sequence[str], colou
     axis.set_xlim(-0.55, len(groups) - 0.45)
     if highest:
         # below the title, labels on end included
-        axis.set_ylim(0, max(axis.get_ylim()[1], 1.65 * highest))
+        room = min(1 / max(1 - 0.0205 * longest, 0.1), 2.2)
+        axis.set_ylim(0, max(axis.get_ylim()[1], room * highest))
     axis.grid(axis="y", color="#E5E5E5", linewidth=0.6)
     axis.set_axisbelow(True)
 

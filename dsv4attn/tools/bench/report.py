@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsv4attn.tools.bench.compare import Comparison
+from dsv4attn.tools.bench.report_layer import layer_tables
 from dsv4attn.tools.bench.result import Run
 from dsv4attn.tools.bench.runner import FAILED, MEASURED, REFUSED, WRONG, Row, geomeans
 
@@ -21,13 +22,14 @@ SHOWN = 12
 
 
 def run_text(run: Run) -> Group:
-    """Head, one table for each kernel, ratios, cliffs."""
+    """Head, one table for each kernel, parts of layers, ratios, cliffs."""
     roof = run.roofline
+    fp8 = f", {roof.fp8_flops_s / 1e12:.3g} TFLOP/s (fp8 matrix product)" if roof.fp8_flops_s else ""
     parts: list[RenderableType] = [
         Text(f"{run.machine}, {run.date} UTC", style="bold"),
         Text(
             f"roofline of this run: {roof.flops_s / 1e12:.3g} TFLOP/s ({roof.dtype} matrix product), "
-            f"{roof.bytes_s / 1e9:.4g} GB/s (copy, read + written); "
+            f"{roof.bytes_s / 1e9:.4g} GB/s (copy, read + written){fp8}; "
             + ("1 round" if run.rounds == 1 else f"medians of {run.rounds} rounds, taken in turn")
         ),
     ]
@@ -40,6 +42,7 @@ def run_text(run: Run) -> Group:
         groups.setdefault(row.series or row.kernel, []).append(row)
     for title, rows in groups.items():
         parts.append(_table(title, rows))
+    parts.extend(layer_tables(run.layers))
     parts.extend(_lines(run))
     return Group(*parts)
 
@@ -108,9 +111,19 @@ def _lines(run: Run) -> Iterator[Text]:
         yield Text(f"{share['by']}, {share['text']}")
     for name, why in run.unavailable.items():
         yield Text(f"not here: {name}: {why}", style="yellow")
-    for row in run.rows:
+    yield from _lost(run.rows)
+
+
+def _lost(rows: Sequence[Row]) -> Iterator[Text]:
+    """Rows without a time and their reasons; of more than two with one reason, the first and the number."""
+    lost: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
         if row.state != MEASURED:
-            yield Text(f"{row.state}: {row.case}, {row.by}: {row.reason}", style=_STYLES[row.state])
+            lost.setdefault((row.state, row.by, row.reason), []).append(row.case)
+    for (state, by, reason), cases in lost.items():
+        more = f" and {len(cases) - 1} more cases" if len(cases) > 2 else ""
+        for case in cases[:1] if more else cases:
+            yield Text(f"{state}: {case}{more}, {by}: {reason}", style=_STYLES[state])
 
 
 def comparison_text(both: Comparison) -> Group:

@@ -186,7 +186,8 @@ def now() -> str:
 
 def peer_versions(names: Sequence[str]) -> dict[str, str]:
     """Versions of the peers' distributions, as far as they are installed."""
-    distributions = {"flash_mla": "flash-mla", "vllm": "vllm", "flashinfer": "flashinfer-python"}
+    distributions = {"flash_mla": "flash-mla", "flashinfer": "flashinfer-python", "deep_gemm": "deep-gemm"}
+    distributions["flashinfer_topk"] = distributions["flashinfer"]
     found = {name: version_of(distributions.get(name, name)) for name in names}
     return {name: version for name, version in found.items() if version}
 

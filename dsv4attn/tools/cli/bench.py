@@ -101,7 +101,7 @@ def bench(
     plot: Path | None,
     source: Path | None,
 ) -> None:
-    """Time WHAT: decode, prefill, prefill-rows, insert, quantize, gather (by default), step, scaling, host, layer.
+    """Time WHAT: decode, prefill, prefill-rows, insert, quantize, gather (by default), or those below.
 
     Every result is checked against an independent reference before and after it is timed. A wrong result gets no time,
     and the exit code is 1. Times are medians of rounds in which all calls run in turn; the roofline is measured in the
@@ -109,7 +109,12 @@ def bench(
 
     step: whole steps of forward_mqa, and their bare matrix products. scaling: batch, context, top-k and requests grow,
     and cliffs are listed, where time grows faster than work. host: time of a bound layer on the host.
-    layer: whole layers from hidden states to hidden states, and the price of deterministic ones.
+    layer: whole layers from hidden states to hidden states, the price of deterministic ones, and time and launches of
+    each part of a layer.
+
+    index: index logits, on pages and gathered. select: scores and selection in one step. compress: states saved,
+    entries stored, index queries. mhc: hyper-connections. Sizes of these four are fixed: --cases, --batches and
+    --tokens are for the others.
 
     --peers calls other libraries through their public functions, if they can be imported. --compare exits with 1 if
     something got slower by more than noise. Files of --json are read by --compare and --from, on any machine.

@@ -29,4 +29,5 @@ def row(case: str = "decode flash_c4 b=8", by: str = "ours", us: float | None = 
 
 def run(rows: Sequence[Row], machine: Machine = HERE, **facts: Any) -> Run:
     """A run of these rows."""
-    return Run(machine=machine, date="2026-11-20 12:00", rounds=20, roofline=ROOF, rows=tuple(rows), **facts)
+    given = {"date": "2026-11-20 12:00", "rounds": 20, "roofline": ROOF, **facts}
+    return Run(machine=machine, rows=tuple(rows), **given)

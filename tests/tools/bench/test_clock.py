@@ -12,7 +12,7 @@ import torch
 from attrs import define, field
 
 from dsv4attn.tools.bench.clock import Clock, Spread
-from dsv4attn.tools.bench.roofline import Roofline
+from dsv4attn.tools.bench.roofline import Roofline, _fp8_product
 
 
 def test_a_spread_is_a_median_between_tenths() -> None:
@@ -134,3 +134,33 @@ def test_the_roofline_counts_what_is_read_and_written(monkeypatch: pytest.Monkey
     assert roof.seconds(4 * 1024**3, 1) == 2.0
     assert roof.seconds(0, 2**28) == 2.0
     assert roof.best(Roofline(1.0, 1e99, "float32")) == Roofline(roof.bytes_s, 1e99, "float32")
+
+
+def test_fp8_products_count_where_the_device_has_them() -> None:
+    plain, fast = Roofline(1e9, 1e12, "bfloat16"), Roofline(1e9, 1e12, "bfloat16", 2e12)
+
+    assert fast.seconds(4e12, 1.0, fp8=True) == 2.0
+    assert fast.seconds(4e12, 1.0) == plain.seconds(4e12, 1.0, fp8=True) == 4.0
+    assert plain.best(fast) == fast.best(plain) == fast
+    assert plain.best(plain).fp8_flops_s is None
+
+
+def test_the_fp8_product_is_that_of_the_devices_dialect(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.dtype] = []
+
+    def product(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> None:
+        assert right.stride(0) == 1, "columns of the second matrix are dense"
+        asked.append(left.dtype)
+        if left.dtype != torch.float8_e4m3fnuz:
+            raise RuntimeError("no such dialect here")
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    multiply = _fp8_product(32, torch.device("cpu"))
+    assert multiply is not None
+    assert asked == [torch.float8_e4m3fn, torch.float8_e4m3fnuz]
+
+    def none(*_: Any, **__: Any) -> None:
+        raise RuntimeError("needs compute capability 8.9")
+
+    monkeypatch.setattr(torch, "_scaled_mm", none)
+    assert _fp8_product(32, torch.device("cpu")) is None

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from dsv4attn.errors import ArgumentError
-from dsv4attn.tools.bench.cases import KERNELS, PRESETS, Size, cases_of
+from dsv4attn.tools.bench.around import around_cases
+from dsv4attn.tools.bench.cases import AROUND, KERNELS, PRESETS, Size, cases_of
 from dsv4attn.tools.bench.plots import check_folder, draw
 from dsv4attn.tools.bench.report import run_text
 from dsv4attn.tools.bench.result import Run
@@ -29,6 +30,9 @@ def everything() -> Run:
             facts["flops"] = 0
         rows += [row(case.name, by, 50.0 + 7 * i, **facts) for by in ("one", "two")]
         rows.append(row(case.name, "other", 90.0 + 11 * i, is_peer=True, **facts))
+    for around in around_cases(AROUND, small=True):
+        rows += [row(around.name, by, 40.0, vs={"other": 2.0}) for by in ("one", "two")]
+        rows.append(row(around.name, "other", 80.0, is_peer=True))
     return run(rows, cliffs=tuple(cliffs(rows)))
 
 
@@ -57,7 +61,7 @@ def words(figure: Any) -> str:
 def test_every_kernel_has_its_picture(tmp_path: Path, figures: list[Any]) -> None:
     made = draw(everything(), tmp_path)
 
-    names = ["decode", "prefill", "prefill-rows", "step", "memory", "scaling"]
+    names = ["decode", "prefill", "prefill-rows", "step", "memory", *AROUND, "scaling"]
     assert [path.stem for path in made] == names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in made)
     for figure in figures:
@@ -130,3 +134,13 @@ def test_without_matplotlib_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ArgumentError, match=r'pip install "dsv4attn\[plot\]"'):
         check_folder(tmp_path)
+
+
+def test_labels_of_bars_stay_below_the_title_of_their_panel(tmp_path: Path, figures: list[Any]) -> None:
+    draw(run([row("index paged b=1 t=1 k=8", "one", vs={"deep_gemm": 1.1})]), tmp_path)
+
+    axis = figures[0].axes[0]
+    figures[0].canvas.draw()
+    top = axis.get_window_extent().y1
+    assert all(text.get_window_extent().y1 <= top for text in axis.texts)
+    assert axis.get_xlabel() == "requests (b), tokens (t), index keys (k)"

@@ -305,3 +305,15 @@ def test_the_roofline_is_measured_again_at_the_end(monkeypatch: pytest.MonkeyPat
 
     assert roof == faster
     assert told.least == 1e12 / faster.flops_s
+
+
+def test_an_fp8_row_is_judged_by_the_fp8_product_and_older_files_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, roof = runner(ReferenceBackend()), type(ROOF)(ROOF.bytes_s, ROOF.flops_s, ROOF.dtype, 4 * ROOF.flops_s)
+    monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: roof)
+    _, (plain, fp8) = one.settled([row(flops=10**12, bytes=1), row(flops=10**12, bytes=1, fp8=True)])
+
+    assert plain.least == 4 * fp8.least == 1e12 / ROOF.flops_s
+    saved = fp8.as_json()
+    assert Row.from_json(saved) == fp8
+    del saved["fp8"]
+    assert not Row.from_json(saved).fp8

@@ -17,6 +17,8 @@ from rich.console import Console
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract import AttentionCall
 from dsv4attn.core.geometry import LayerKind
+from dsv4attn.tools.bench.around import around_cases
+from dsv4attn.tools.bench.cases import AROUND
 from dsv4attn.tools.bench.layer import LayerCase
 from dsv4attn.tools.bench.report import comparison_text, run_text
 from dsv4attn.tools.bench.result import load
@@ -101,6 +103,20 @@ def test_steps_scaling_and_the_host_are_asked_for_by_name(here: Machine, monkeyp
     assert [share["layer"] for share in told["host"]] == ["swa", "c4a", "c128a"]
 
 
+def test_steps_around_attention_are_asked_for_by_name(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {case.kernel: case for case in around_cases(AROUND, small=True)}
+    monkeypatch.setattr("dsv4attn.tools.bench.around.around_cases", lambda kernels, **_: [few[k] for k in kernels])
+    for name in ("deep_gemm", "flashinfer"):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, told = here.json("bench", *AROUND, "--rounds", "1", "--peers")
+
+    assert code == 0
+    assert [row["kernel"] for row in told["rows"]] == [*AROUND]
+    assert [row["fp8"] for row in told["rows"]] == [True, True, False, False]
+    assert told["roofline"]["fp8_flops_s"] is None
+    assert set(told["unavailable"]) == {"deep_gemm", "flashinfer_topk"}, "peers that have one of these steps"
+
+
 def test_whole_layers_are_timed_with_the_price_of_deterministic_ones(
     here: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +132,12 @@ def test_whole_layers_are_timed_with_the_price_of_deterministic_ones(
     assert 0 < time["deterministic_s"] < 60
     assert time["text"].startswith("layer c128a, 1 sequence, 2 new tokens, 256 in the cache: ")
     assert f" ms ({time['deterministic_s'] / time['plain_s']:.2f} times as long)" in time["text"]
+    assert time["phase"] == "prompt"
+    assert {"mHC pre", "projections", "compress + store", "attention"} < {part["name"] for part in time["parts"]}
+    assert all(part["seconds"] > 0 and part["launches"] is None for part in time["parts"])
     shown = " ".join(" ".join(here.run("bench", "layer", "--rounds", "1")[1]).split())
+    assert "parts of layer c128a, reference part prompt us share " in shown
+    assert " prompt: 1 sequence, 2 new tokens, 256 in the cache " in shown
     assert " (copy, read + written); 1 round " in shown
     assert " times as long)" in shown
 
@@ -294,6 +315,20 @@ def test_the_end_names_ratios_cliffs_and_reasons() -> None:
         "*: the host's own time is part of it",
     ):
         assert said in shown
+
+
+def test_many_rows_with_one_reason_are_one_line() -> None:
+    rows = [row(f"index a b={i}", us=None, state=REFUSED, reason="HEADS 64, needs 8") for i in range(9)]
+    shown = printed(run_text(run(rows)))
+
+    assert " ".join(shown).count("refused: ") == 1
+    assert "refused: index a b=0 and 8 more cases, ours: HEADS 64, needs 8" in " ".join(shown)
+
+
+def test_the_fp8_product_is_part_of_the_roofline_where_there_is_one() -> None:
+    told = run([row()], roofline=evolve(ROOF, fp8_flops_s=2e14))
+
+    assert " 200 TFLOP/s (fp8 matrix product);" in " ".join(printed(run_text(told)))
 
 
 def test_long_lists_of_changes_are_cut_short() -> None:

@@ -1,0 +1,250 @@
+"""Steps around attention: right ones get times, wrong ones do not, and sizes are those of the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.definitions import TorchLayerSteps
+from dsv4attn.core.definitions.records import read_index_keys, store_index_keys
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.tools.bench.around import AroundCase, around_cases
+from dsv4attn.tools.bench.cases import AROUND
+from dsv4attn.tools.bench.index import index_task, judged, select_task
+from dsv4attn.tools.bench.records import coded, read_index, write_index
+from dsv4attn.tools.bench.runner import MEASURED, REFUSED, WRONG, Row, Runner
+from tests.tools.bench.rows import ROOF
+
+CPU = torch.device("cpu")
+SMALL = [
+    AroundCase("index", "paged", "a", 3, 2, 128),
+    AroundCase("index", "gathered", "a", 1, 5, 100),
+    AroundCase("select", "paged", "a", 2, 2, 704),
+    *(AroundCase("compress", f"save {name}", "b", 4) for name in ("c4a", "index", "c128a")),
+    *(AroundCase("compress", f"store {name}", "b", 4) for name in ("c4a", "index", "c128a")),
+    *(AroundCase("compress", f"store {name}", "t", 1, 140) for name in ("c4a", "index", "c128a")),
+    AroundCase("compress", "query index", "t", 1, 7),
+    *(AroundCase("mhc", step, "t", 1, 5, hidden=96) for step in ("pre", "post", "post+pre", "head")),
+]
+Planted = tuple[str, str, Callable[..., Any]]
+
+
+@pytest.fixture(autouse=True)
+def _known_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv4attn.tools.bench.runner.Roofline.measure", lambda _: ROOF)
+
+
+def judge(case: AroundCase, **instead: Callable[..., Any]) -> Row:
+    """The row of torch's steps, with others instead of some of them; they get torch's step first."""
+    backend = ReferenceBackend()
+    steps = TorchLayerSteps(backend.quantize_and_insert_k_cache)
+    for name, planted in instead.items():
+        right = getattr(steps, name)
+        setattr(steps, name, lambda *a, planted=planted, right=right, **k: planted(right, *a, **k))
+    vars(backend)["layer_steps"] = steps
+    (row,) = Runner(CPU, {"reference": backend}, [], 1).run(case)
+    return row
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_torch_steps_are_right_and_measured(case: AroundCase) -> None:
+    row = judge(case)
+
+    assert (row.state, row.reason) == (MEASURED, "")
+    assert row.error is not None
+    assert row.error < 3e-3
+    assert row.median is not None
+    assert row.bytes > 0
+    assert row.fp8 is (case.kernel in ("index", "select"))
+    assert (row.flops > 0) is (case.kernel != "compress" and case.step != "post")
+
+
+STEP_OF = {
+    "save": "save_partial_states",
+    "store": "compress_norm_rope_store",
+    "query": "indexer_q_rope_quant",
+    "paged": "fp8_paged_mqa_logits",
+    "gathered": "fp8_mqa_logits",
+    "pre": "mhc_pre",
+    "post": "mhc_post",
+    "post+pre": "mhc_fused_post_pre",
+    "head": "hc_head",
+}
+
+
+@pytest.mark.parametrize("case", [c for c in SMALL if c.kernel == "select" or c.step[:4] in ("save", "stor")], ids=str)
+def test_a_step_that_writes_nothing_is_wrong(case: AroundCase) -> None:
+    step = "select_topk" if case.kernel == "select" else STEP_OF[case.step.split()[0]]
+
+    assert judge(case, **{step: lambda *_, **__: None}).state == WRONG
+
+
+def as_before() -> Callable[..., Any]:
+    """A step that returns what it returned first."""
+    first: list[Any] = []
+
+    def step(right: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if not first:
+            first.append(right(*arguments, **options))
+        return first[0]
+
+    return step
+
+
+@pytest.mark.parametrize("case", [c for c in SMALL if c.kernel in ("index", "mhc") or c.step == "query index"], ids=str)
+def test_a_step_that_returns_what_it_once_made_is_wrong(case: AroundCase) -> None:
+    row = judge(case, **{STEP_OF[case.step.split()[0]]: as_before()})
+
+    assert row.state == WRONG
+    assert row.median is None
+
+
+def swapped(right: Callable[..., Any], q: Any, cache: Any, weights: Any, *rest: Any) -> Any:
+    return right(q, cache, weights.roll(1, -1), *rest)
+
+
+def truncated(right: Callable[..., Any], q: Any, cache: Any, weights: Any, lens: Any, *rest: Any) -> Any:
+    return right(q, cache, weights, lens - 1, *rest)
+
+
+def last_page_twice(right: Callable[..., Any], query: Any, cache: Any, table: Any, *rest: Any) -> Any:
+    return right(query, cache, torch.cat([table[:, 1:2], table[:, 1:]], 1), *rest)
+
+
+def unequal(right: Callable[..., Any], *arguments: Any) -> None:
+    right(*arguments)
+    arguments[-2][0, 3] = arguments[-2][0, 4]
+
+
+def one_absent(right: Callable[..., Any], *arguments: Any) -> None:
+    right(*arguments)
+    arguments[-2][1, -1] = -1
+
+
+def no_bias(right: Callable[..., Any], kv: Any, score: Any, ape: Any, *rest: Any) -> None:
+    right(kv, score, 0 * ape, *rest)
+
+
+def next_position(right: Callable[..., Any], *given: Any, overlap: bool) -> None:
+    """Entries are rotated by one position too many."""
+    table = given[7].roll(-1, 0)
+    right(*given[:7], table, *given[8:], overlap=overlap)
+
+
+def half_a_window(right: Callable[..., Any], states: Any, table: Any, *given: Any, overlap: bool) -> None:
+    """Tokens of every second page do not count."""
+    gone = table.clone()
+    gone[:, ::2] = -1
+    right(states, gone, *given, overlap=overlap)
+
+
+def unturned(right: Callable[..., Any], q: Any, weights: Any, positions: Any, *rest: Any) -> Any:
+    return right(q, weights, 0 * positions, *rest)
+
+
+def transposed(right: Callable[..., Any], x: Any, residual: Any, post: Any, comb: Any, *rest: Any) -> Any:
+    return right(x, residual, post, comb.mT, *rest)
+
+
+def fewer_iterations(right: Callable[..., Any], *arguments: Any) -> Any:
+    changed = list(arguments)
+    changed[8] = 2
+    return right(*changed)
+
+
+PLANTED: list[Planted] = [
+    ("index paged", "fp8_paged_mqa_logits", swapped),
+    ("index paged", "fp8_paged_mqa_logits", truncated),
+    ("select paged", "select_topk", last_page_twice),
+    ("select paged", "select_topk", unequal),
+    ("select paged", "select_topk", one_absent),
+    ("compress save", "save_partial_states", no_bias),
+    ("compress store", "compress_norm_rope_store", next_position),
+    ("compress store", "compress_norm_rope_store", half_a_window),
+    ("compress query", "indexer_q_rope_quant", unturned),
+    ("mhc post", "mhc_post", transposed),
+    ("mhc pre", "mhc_pre", fewer_iterations),
+]
+
+
+@pytest.mark.parametrize(("where", "step", "planted"), PLANTED, ids=lambda part: getattr(part, "__name__", part))
+def test_a_planted_bug_gets_no_time(where: str, step: str, planted: Callable[..., Any]) -> None:
+    for case in SMALL:
+        if case.name.startswith(where) and not case.name.startswith("mhc post+pre"):
+            row = judge(case, **{step: planted})
+            assert row.state == WRONG, case.name
+            assert row.median is None
+
+
+def test_a_backend_without_logits_is_refused() -> None:
+    backend = ReferenceBackend()
+    steps = TorchLayerSteps(backend.quantize_and_insert_k_cache)
+    vars(backend)["layer_steps"] = type("Old", (), {"select_topk": steps.select_topk})()
+    (row,) = Runner(CPU, {"old": backend}, [], 1).run(SMALL[0])
+
+    assert (row.state, row.reason) == (REFUSED, "layer_steps: expected fp8_paged_mqa_logits, got none")
+
+
+def test_names_are_unique_and_cpu_cases_are_few() -> None:
+    for small in (True, False):
+        names = [case.name for case in around_cases(AROUND, small=small)]
+        assert len({*names}) == len(names)
+    paged = [(c.requests, c.keys, c.tokens) for c in around_cases(["index"], small=False) if c.step == "paged"]
+    assert (1, 262144, 1) in paged
+    assert (64, 32768, 2) in paged
+    assert max(case.count * max(case.keys, 1) for case in around_cases(AROUND, small=True)) <= 32 * 1024
+
+
+def test_work_is_counted_by_hand() -> None:
+    case = AroundCase("index", "paged", "a", 3, 2, 128)
+    logits, chosen = index_task(case, CPU), select_task(evolve(case, kernel="select", keys=704), CPU)
+    read = 3 * 128 * 132 + 3 * 2 * 4 + 6 * 64 * (128 + 4)
+
+    assert logits.flops == 2 * 6 * 128 * 64 * 128
+    assert logits.bytes == read + 6 * 128 * 4
+    assert chosen.bytes == 3 * 704 * 132 + 3 * 11 * 4 + 6 * 64 * (128 + 4) + 6 * 512 * 4
+
+
+def test_any_512_of_equal_scores_are_a_right_selection_and_others_are_not() -> None:
+    given: Any = select_task(AroundCase("select", "paged", "a", 1, 1, 704), CPU).inputs
+    scores = torch.arange(704.0).flip(0)[None]
+    scores[0, 511:520] = scores[0, 511].clone()
+    given = evolve(given, logits=scores)
+    right = torch.arange(512)[None]
+    ties = right.clone()
+    ties[0, 511] = 519
+    late, early = right.clone(), right.clone()
+    late[0, 511] = 600
+    early[0, 0] = 515
+
+    for chosen in (right, ties, ties.flip(1)):
+        (found,) = judged(given, chosen)
+        assert found.tolist() == [[scores[0, 511].item()] * 2]
+    assert judged(given, late)[0][0, 0] < scores[0, 511]
+    assert judged(given, early)[0][0, 1] == scores[0, 0]
+    twice = right.clone()
+    twice[0, 0] = 1
+    beyond = right.clone()
+    beyond[0, 0] = 704
+    for wrong in (twice, beyond):
+        assert judged(given, wrong)[0].isnan().all()
+
+
+@pytest.mark.parametrize("dialect", Fp8Format)
+def test_index_records_are_those_of_core(dialect: Fp8Format) -> None:
+    rows = torch.randn(11, 128) * torch.logspace(-6, 4, 11)[:, None]
+    rows[3] = 0.0
+    rows[4, 0], rows[5, 0] = 448.0, 1.75 * 2.0**9
+    ours, theirs = (PagedKVCache.allocate(KVCacheLayout.index_fp8(fp8_format=dialect), 3, 4) for _ in range(2))
+    slots = torch.tensor([9, 0, 5, 2, 11, 7, 1, 8, 3, 10, 4])
+    write_index(ours, slots, *coded(rows, dialect))
+    store_index_keys(rows, theirs, slots)
+
+    for name in ("nope", "scale"):
+        assert torch.equal(ours.region(name), theirs.region(name))
+    assert torch.equal(read_index(ours, slots), read_index_keys(theirs, slots))

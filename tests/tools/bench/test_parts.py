@@ -1,0 +1,181 @@
+"""The parts of a layer are all of it, and kernels belong to the part that launched them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from attrs import asdict
+from rich.console import Console
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.geometry import LayerKind
+from dsv4attn.tools.bench.clock import Clock
+from dsv4attn.tools.bench.layer import LayerCase, LayerTime, _parts
+from dsv4attn.tools.bench.parts import LayerPart, Marks, measured, of_trace
+from dsv4attn.tools.bench.report_layer import layer_tables
+
+CPU = torch.device("cpu")
+PREFIX = "dsv4attn layer: "
+
+
+def spend(ms: float) -> None:
+    time.sleep(1e-3 * ms)
+
+
+def test_parts_follow_each_other_and_come_back() -> None:
+    marks = Marks(CPU)
+
+    def run() -> None:
+        marks.start("before")
+        spend(1)
+        marks.around("inner", spend)(4)
+        spend(1)
+        marks.around("last", spend, "behind")(1)
+        spend(1)
+        marks.to()
+        spend(30)
+
+    parts = measured(run, marks, Clock(CPU), 3)
+
+    assert [part.name for part in parts] == ["before", "inner", "last", "behind"]
+    assert [part.launches for part in parts] == [None] * 4
+    by_name = {part.name: part.seconds for part in parts}
+    assert by_name["inner"] > by_name["last"] >= 1e-3
+    assert by_name["before"] >= 2e-3
+    assert sum(by_name.values()) >= 8e-3
+
+
+def test_a_step_that_raises_ends_its_part() -> None:
+    marks = Marks(CPU)
+    marks.start("before")
+    with pytest.raises(ZeroDivisionError):
+        marks.around("inner", lambda: 1 // 0)()
+    marks.to()
+
+    assert [*marks.seconds] == ["before", "inner"]
+
+
+def event(cat: str, name: str, ts: float, dur: float, **arguments: int) -> dict[str, Any]:
+    named = {"External id" if key == "external" else key: value for key, value in arguments.items()}
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": named}
+
+
+def test_kernels_belong_to_the_part_in_which_they_were_launched() -> None:
+    events = [
+        {"ph": "M", "name": "process_name", "args": {}},
+        event("user_annotation", PREFIX + "one", 10, 10, external=1),
+        event("user_annotation", PREFIX + "two", 20, 10, external=2),
+        event("user_annotation", "somebody else's", 5, 100, external=3),
+        event("gpu_user_annotation", PREFIX + "one", 500, 10, external=1),
+        event("cpu_op", "aten::mm", 12, 3, external=7),
+        event("cuda_runtime", "cudaLaunchKernel", 13, 1, correlation=41, external=7),
+        event("cuda_driver", "cuLaunchKernelEx", 22, 1, correlation=42),
+        event("cuda_runtime", "cudaMemsetAsync", 29, 1, correlation=43),
+        event("cuda_runtime", "cudaLaunchKernel", 31, 1, correlation=44),
+        # all of them long after their launches, when the host is elsewhere
+        event("kernel", "gemm", 100, 4.0, correlation=41, external=7),
+        event("kernel", "ours", 110, 2.0, correlation=42),
+        event("gpu_memset", "Memset", 120, 1.0, correlation=43),
+        event("kernel", "a flush", 130, 50.0, correlation=44),
+        event("kernel", "whose launch is not in the trace", 140, 6.0, correlation=99, external=7),
+        event("kernel", "of which nothing is known", 150, 7.0),
+    ]
+
+    assert of_trace(events, 2) == [
+        LayerPart("one", pytest.approx(5e-6), 1.0),  # type: ignore[arg-type]
+        LayerPart("two", pytest.approx(1.5e-6), 1.0),  # type: ignore[arg-type]
+    ]
+
+
+def test_a_part_without_kernels_is_listed_and_a_trace_without_any_has_no_parts() -> None:
+    ranges = [event("user_annotation", PREFIX + name, 10 * i, 5) for i, name in enumerate(("one", "two"))]
+    launched = [event("cuda_runtime", "launch", 12, 1, correlation=1), event("kernel", "k", 50, 1, correlation=1)]
+
+    assert [(part.name, part.launches) for part in of_trace(ranges + launched, 1)] == [("one", 0.0), ("two", 1.0)]
+    assert of_trace(ranges, 1) == []
+
+
+def test_a_trace_of_this_torch_has_the_parts() -> None:
+    from dsv4attn.tools.bench.parts import _trace
+
+    marks, x = Marks(torch.device("cuda")), torch.ones(3)
+
+    def run() -> None:
+        marks.start("one")
+        x.add(1)
+        marks.to("two")
+        marks.to()
+
+    events = [*_trace(run, Clock(CPU), 2)]
+    names = [one["name"] for one in events if one.get("cat") == "user_annotation"]
+    assert names == [PREFIX + "one", PREFIX + "two"] * 2
+    (first, _) = [one for one in events if one.get("name") == "aten::add"]
+    launched = event("cuda_driver", "cuLaunchKernelEx", first["ts"], 0.1, correlation=5)
+    assert [part.launches for part in of_trace([*events, launched, event("kernel", "k", 0, 3, correlation=5)], 2)] == [
+        0.5,
+        0.0,
+    ]
+
+
+AROUND_ATTENTION = (
+    ["mHC pre", "projections", "norm + rope + insert"],
+    ["attention", "output projection", "mHC post + pre"],
+)
+OF_KIND = {
+    LayerKind.SWA: [],
+    LayerKind.C128A: ["save states", "compress + store"],
+    LayerKind.C4A: ["save states", "compress + store", "index q", "score + select"],
+}
+
+
+@pytest.mark.parametrize("kind", LayerKind)
+def test_every_part_of_a_layer_is_there(kind: LayerKind) -> None:
+    # more entries than a token selects
+    with torch.inference_mode():
+        parts = _parts(LayerCase(kind, 1, 1, 2100), ReferenceBackend(), Clock(CPU), 1)
+
+    first, last = AROUND_ATTENTION
+    assert [part.name for part in parts] == [*first, *OF_KIND[kind], *last]
+    assert all(part.seconds > 0 for part in parts)
+
+
+def shown(*times: LayerTime) -> list[str]:
+    out = Console(width=120, no_color=True)
+    with out.capture() as captured:
+        for one in layer_tables([{"by": "ours", **asdict(time)} for time in times]):
+            out.print(one, crop=False)
+    return [line.rstrip() for line in captured.get().splitlines() if line.strip()]
+
+
+def test_tables_have_time_share_and_launches() -> None:
+    decode = (LayerPart("projections", 30e-6, 4.0), LayerPart("attention", 70e-6, 1.5))
+    prompt = (LayerPart("projections", 1.5e-3, 1200.0),)
+    lines = shown(
+        LayerTime("c4a", "layer c4a, 1 sequence", 1.0, None, "decode", "1 sequence", decode),
+        LayerTime("c4a", "layer c4a, 2 sequences", 1.0, None, "prompt", "2 sequences", prompt),
+    )
+
+    assert lines[0] == "parts of layer c4a, ours"
+    assert lines[1].split() == ["part", *["decode", "us", "share", "launches"], *["prompt", "us", "share", "launches"]]
+    assert lines[3].split() == ["projections", "30.0", "30.0%", "4", "1,500.0", "100.0%", "1,200"]
+    assert lines[4].split() == ["attention", "70.0", "70.0%", "1.5"]
+    assert lines[5].split() == ["sum", "100.0", "100.0%", "5.5", "1,500.0", "100.0%", "1,200"]
+    assert "time of kernels" in lines[6]
+    assert lines[7:] == ["decode: 1 sequence", "prompt: 2 sequences"]
+
+
+def test_on_a_cpu_there_are_no_launches() -> None:
+    lines = shown(LayerTime("swa", "a", 1.0, None, "decode", "1 sequence", (LayerPart("attention", 1e-3),)))
+
+    assert "launches" not in " ".join(lines)
+    assert any("the host's time" in line for line in lines)
+
+
+def test_a_layer_whose_kernels_cannot_be_seen_is_named() -> None:
+    assert shown(LayerTime("swa", "layer swa", 1.0, None, "decode", "1 sequence")) == [
+        "no parts of layer swa, ours: the profiler sees no kernels here"
+    ]
+    assert [*layer_tables([{"by": "ours", "layer": "swa", "case": "from an older file"}])] == []
