@@ -14,12 +14,14 @@ from torch import Tensor
 
 from dsv4attn.core.definitions.records import dequantize_index, power_of_two, quantize_index, read_index_keys, slots_of
 from dsv4attn.core.definitions.tiles import PLAIN, Arithmetic, tiles
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.core.rope import apply_rope
 from dsv4attn.errors import ArgumentError
 
 __all__ = [
     "IndexQuery",
+    "check_paged_logits",
+    "dialect_of",
     "fp8_mqa_logits",
     "fp8_paged_mqa_logits",
     "indexer_q_rope_quant",
@@ -93,6 +95,26 @@ def scores_bytes(heads: int, dim: int, entries: int) -> int:
     return entries * (16 * dim + 8 * heads + 64)
 
 
+def check_paged_logits(
+    q: Tensor, kv_cache: PagedKVCache | Tensor, weights: Tensor, context_lens: Tensor
+) -> tuple[PagedKVCache, Tensor]:
+    """The cache, and lengths [B, n], of `fp8_paged_mqa_logits`. Raises ArgumentError unless they fit q and weights."""
+    requests, tokens, heads, dim = q.shape
+    layout = KVCacheLayout.index_fp8(dim, fp8_format=dialect_of(q))
+    if isinstance(kv_cache, Tensor):
+        kv_cache = PagedKVCache(kv_cache.squeeze(2) if kv_cache.ndim == 4 else kv_cache, layout)
+    check_layout(kv_cache.layout, layout, "kv_cache")
+    if context_lens.ndim == 1:
+        context_lens = context_lens[:, None]
+    if tuple(context_lens.shape) != (requests, tokens):
+        expected = f"[{requests}, {tokens}], a length for each token"
+        hint = "pass (position + 1) // ratio of each token: it does not follow from the length of the request"
+        raise ArgumentError("context_lens", expected=expected, actual=list(context_lens.shape), hint=hint)
+    if tuple(weights.shape) != (requests * tokens, heads):
+        raise ArgumentError("weights", expected=f"[{requests * tokens}, {heads}]", actual=list(weights.shape))
+    return kv_cache, context_lens
+
+
 def fp8_paged_mqa_logits(
     q: Tensor,
     kv_cache: PagedKVCache | Tensor,
@@ -110,26 +132,16 @@ def fp8_paged_mqa_logits(
     a request each has a length of its own, as an entry covers several tokens. Negative ones count as 0.
     block_tables: [B, N] int32. schedule_metadata: not read. max_model_len: columns, in entries.
     """
+    cache, context_lens = check_paged_logits(q, kv_cache, weights, context_lens)
     requests, tokens, heads, dim = q.shape
-    layout = KVCacheLayout.index_fp8(dim, fp8_format=_dialect(q))
-    if isinstance(kv_cache, Tensor):
-        kv_cache = PagedKVCache(kv_cache.squeeze(2) if kv_cache.ndim == 4 else kv_cache, layout)
-    if context_lens.ndim == 1:
-        context_lens = context_lens[:, None]
-    if tuple(context_lens.shape) != (requests, tokens):
-        expected = f"[{requests}, {tokens}], a length for each token"
-        hint = "pass (position + 1) // ratio of each token: it does not follow from the length of the request"
-        raise ArgumentError("context_lens", expected=expected, actual=list(context_lens.shape), hint=hint)
-    if tuple(weights.shape) != (requests * tokens, heads):
-        raise ArgumentError("weights", expected=f"[{requests * tokens}, {heads}]", actual=list(weights.shape))
     lens, request = context_lens.reshape(-1), torch.arange(requests, device=q.device).repeat_interleave(tokens)
     query = IndexQuery(q.flatten(0, 1), weights)
     logits = torch.full((requests * tokens, max_model_len), -inf, device=q.device)
     columns = torch.arange(max_model_len, device=q.device)
     for part in tiles(logits.shape[0], scores_bytes(heads, dim, max_model_len)):
         seen = columns < lens[part, None]
-        slots = slots_of(columns.expand(seen.shape), block_tables, request[part], kv_cache).masked_fill(~seen, -1)
-        found = scores(query.rows(part), weights[part], read_index_keys(kv_cache, slots))
+        slots = slots_of(columns.expand(seen.shape), block_tables, request[part], cache).masked_fill(~seen, -1)
+        found = scores(query.rows(part), weights[part], read_index_keys(cache, slots))
         logits[part] = found.masked_fill(slots < 0, -inf)
     return logits
 
@@ -143,7 +155,7 @@ def fp8_mqa_logits(
     int32.
     """
     k, scales = kv
-    _dialect(q)
+    dialect_of(q)
     keys, columns = k.float() * scales[:, None], torch.arange(k.shape[0], device=q.device)
     logits = q.new_full((q.shape[0], k.shape[0]), -inf, dtype=torch.float32)
     for part in tiles(q.shape[0], 8 * q.shape[1] * k.shape[0] + 64):
@@ -154,7 +166,7 @@ def fp8_mqa_logits(
     return logits
 
 
-def _dialect(q: Tensor) -> Fp8Format:
+def dialect_of(q: Tensor) -> Fp8Format:
     """The dialect of fp8 queries, and so of their keys."""
     dialects = {one.dtype: one for one in Fp8Format}
     if q.dtype not in dialects:

@@ -1,0 +1,293 @@
+"""Scores of index keys: the launcher of `kernels_index_logits`, with tiles by architecture and tokens of a request.
+
+`fp8_paged_mqa_logits` and `fp8_mqa_logits` are the field's functions; `score` is what selection begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from math import inf
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from attrs import frozen
+from torch import Tensor
+
+from dsv4attn.backends._triton.attention.attend import divider
+from dsv4attn.backends._triton.cache.records import alignment_of_rows, record_strides, row_alignments
+from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
+from dsv4attn.backends._triton.layer.kernels_index_logits import CODES, NATIVE, NIBBLES, ROWS, score_kernel
+from dsv4attn.core.definitions.indexer import IndexQuery, check_paged_logits, dialect_of
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+
+__all__ = ["LANES", "fp8_mqa_logits", "fp8_paged_mqa_logits", "multiplies_codes", "score", "variants"]
+
+LANES = 64
+"""Groups of each run of entries in the maxima of `score`."""
+PAGE = 64
+"""Entries that stand in one page if the size of a page is a multiple of it."""
+
+
+@frozen
+class Tile:
+    """Tokens and entries of a tile, warps and pipeline stages of its program, programs of a multiprocessor."""
+
+    tokens: int
+    entries: int
+    warps: int
+    stages: int
+    programs: int = 4
+
+
+@frozen
+class Tiles:
+    """Tiles for one token of a request, for two, and for many.
+
+    measured: on what and when, or that nothing was.
+    """
+
+    one: Tile
+    two: Tile
+    many: Tile
+    measured: str
+
+    def of(self, tokens: float) -> Tile:
+        """The tile for so many tokens of a request."""
+        return self.one if tokens <= 1 else self.two if tokens <= 2 else self.many
+
+
+_PLAIN = Tile(1, 64, 8, 2, 2)
+PLAIN = Tiles(_PLAIN, _PLAIN, _PLAIN, "compiled with Triton 3.9, 2026-11-22: no spills; not measured")
+TILES: Mapping[str, Tiles] = {
+    "sm_90": Tiles(
+        Tile(1, 64, 4, 5),
+        Tile(2, 64, 4, 5, 3),
+        Tile(2, 128, 4, 4, 2),
+        "H200, torch 2.11, Triton 3.6, 2026-11-22: dsv4attn bench index",
+    ),
+}
+"""Of architectures whose matrix unit multiplies codes; of all others, and of other records, PLAIN."""
+
+
+def multiplies_codes(layout: KVCacheLayout, arch: str) -> bool:
+    """Whether the matrix unit of an architecture multiplies the codes of these index keys as they are.
+
+    Sums of such products keep fewer bits than fp32: on an H200 errors are up to 130 times 2^-24 of the product of the
+    norms (measured 2026-11-22, as large as DeepGEMM's on the same inputs).
+    """
+    return layout.fp8_format is Fp8Format.OCP and arch in TILES and not INTERPRETED
+
+
+def tiles_for(layout: KVCacheLayout, arch: str) -> Tiles:
+    """Tiles of index keys on an architecture."""
+    return TILES[arch] if multiplies_codes(layout, arch) else PLAIN
+
+
+def score(
+    query: IndexQuery,
+    cache: PagedKVCache,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    visible_lens: Tensor,
+    scores: Tensor,
+    maxima: Tensor | None,
+    run: int,
+    *,
+    exact_rows: bool = False,
+) -> None:
+    """Write the score of each entry that a token sees to scores [T, E] fp32; NaN for entries without a block.
+
+    block_table: [R, N] int32, not empty. token_to_req, visible_lens: [T] int32. maxima: [T, LANES * E / run] fp32 - the
+    largest score of the entries e with the same e // run and e % LANES - or None. run: a multiple of 128, or 0.
+    exact_rows: whether bits must not depend on how many tokens a request has.
+    """
+    tokens, entries = scores.shape
+    tiles = tiles_for(cache.layout, architecture())
+    tile = tiles.of(1 if exact_rows else tokens / block_table.shape[0])
+    each, blocks = tile.entries, triton.cdiv(tokens, tile.tokens)
+    runs = max(run // each, 1)
+    wanted = max(tile.programs * multiprocessors() // max(blocks, 1), 1)
+    span = triton.cdiv(triton.cdiv(triton.cdiv(entries, each), wanted), runs) * runs * each
+    keys = _pages(cache, tile)
+    _launch(query, keys, (block_table, token_to_req, visible_lens, None), scores, maxima, tile, span, runs, fill=False)
+
+
+def fp8_paged_mqa_logits(
+    q: Tensor,
+    kv_cache: PagedKVCache | Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    schedule_metadata: object = None,
+    max_model_len: int = 0,
+) -> Tensor:
+    """See `definitions.indexer.fp8_paged_mqa_logits`."""
+    cache, lens = check_paged_logits(q, kv_cache, weights, context_lens)
+    requests, each, _, _ = q.shape
+    logits = torch.empty(requests * each, max_model_len, dtype=torch.float32, device=q.device)
+    if not (logits.numel() and block_tables.numel() and cache.num_blocks):
+        return logits.fill_(-inf)
+    tile = tiles_for(cache.layout, architecture()).of(each)
+    span = _span(tile, requests * each, max_model_len)
+    given = block_tables, None, lens.reshape(-1), None
+    keys = _pages(cache, tile)
+    _launch(IndexQuery(q.flatten(0, 1), weights), keys, given, logits, None, tile, span, 1, fill=True, each=each)
+    return logits
+
+
+def fp8_mqa_logits(
+    q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor
+) -> Tensor:
+    """See `definitions.indexer.fp8_mqa_logits`."""
+    rows, scales = kv
+    layout = KVCacheLayout.index_fp8(rows.shape[1], fp8_format=dialect_of(q))
+    logits = torch.empty(q.shape[0], rows.shape[0], dtype=torch.float32, device=q.device)
+    tile = tiles_for(layout, architecture()).many
+    if logits.numel():
+        given = None, None, cu_seqlen_ke, cu_seqlen_ks
+        keys = _Keys(_raw(rows), scales, layout, 0, 1, (0, rows.stride(0), 0, 1), _dense(layout, rows.stride(0)))
+        span = _span(tile, q.shape[0], rows.shape[0])
+        _launch(IndexQuery(q, weights), keys, given, logits, None, tile, span, 1, fill=True)
+    return logits
+
+
+def _span(tile: Tile, tokens: int, entries: int) -> int:
+    """Entries of a program."""
+    wanted = max(tile.programs * multiprocessors() // triton.cdiv(tokens, tile.tokens), 1)
+    return triton.cdiv(triton.cdiv(entries, tile.entries), wanted) * tile.entries
+
+
+@frozen(eq=False)
+class _Keys:
+    """Index keys as the kernel takes them.
+
+    strides: of pages, records, scales' region and scales. stride: of records where they follow each other and a tile is
+    in one page, else 0.
+    """
+
+    tensor: Tensor
+    scales: Tensor | None
+    layout: KVCacheLayout
+    num_blocks: int
+    page_size: int
+    strides: tuple[int, int, int, int]
+    stride: int
+
+    @property
+    def aligned(self) -> int:
+        """Bytes that divide the address of every record: of the widest access, or of an element."""
+        item = self.tensor.element_size()
+        step = self.tensor.data_ptr() | (self.strides[0] | self.strides[1]) * item
+        return WIDE if step % WIDE == 0 else item
+
+
+def _dense(layout: KVCacheLayout, stride: int) -> int:
+    """The distance of records in elements, if nothing is between them; else 0."""
+    wanted = layout.data_bytes // layout.dtype.itemsize
+    return wanted if stride == wanted else 0
+
+
+def _pages(cache: PagedKVCache, tile: Tile) -> _Keys:
+    strides = record_strides(cache)
+    whole = cache.block_size % min(tile.entries, PAGE) == 0
+    stride = _dense(cache.layout, strides[1]) if whole else 0
+    return _Keys(cache.tensor, None, cache.layout, cache.num_blocks, cache.block_size, strides, stride)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """Codes as bytes."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _launch(
+    query: IndexQuery,
+    keys: _Keys,
+    given: tuple[Tensor | None, Tensor | None, Tensor, Tensor | None],
+    out: Tensor,
+    maxima: Tensor | None,
+    tile: Tile,
+    span: int,
+    run: int,
+    *,
+    fill: bool,
+    each: int = 1,
+) -> None:
+    table, requests, lens, first = given
+    (tokens, entries), values, scales = out.shape, _raw(query.values), query.scales
+    rows, columns = (0, 0) if table is None else table.shape
+    launch(
+        score_kernel,
+        (triton.cdiv(tokens, tile.tokens) * triton.cdiv(entries, span),),
+        (
+            values, scales, query.weights, keys.tensor, keys.scales, table, requests, lens, first, out, maxima, tokens,
+            rows, each, entries, span, run, values.stride(0), values.stride(1),
+            0 if scales is None else scales.stride(0), query.weights.stride(0), 0 if table is None else table.stride(0),
+            columns, keys.num_blocks, keys.page_size, *divider(keys.page_size), *keys.strides, out.stride(0),
+            0 if maxima is None else maxima.stride(0),
+        ),
+        _constants(
+            keys.layout, values.shape[1], tile, keys.aligned, keys.stride, alignment_of_rows(values), fill,
+            multiplies_codes(keys.layout, architecture()),
+        ),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@cache
+def _constants(
+    layout: KVCacheLayout,
+    heads: int,
+    tile: Tile,
+    aligned: int,
+    stride: int,
+    q_aligned: int,
+    fill: bool,  # noqa: FBT001 - constants of a launch
+    native: bool,  # noqa: FBT001 - as above
+) -> dict[str, Any]:
+    kind = ROWS if not layout.is_quantised else NIBBLES if layout.fp8_format is None else NATIVE if native else CODES
+    half = tl.float16 if layout.fp8_format else tl.bfloat16
+    return {
+        "ALIGNED": aligned,
+        "STRIDE": stride,
+        "Q_ALIGNED": q_aligned,
+        "TOKENS": tile.tokens,
+        "HEADS": heads,
+        "DIM": layout.head_dim,
+        "KIND": kind.value,
+        "FNUZ": layout.fp8_format is Fp8Format.FNUZ,
+        "BLOCK": tile.entries,
+        "LANES": min(LANES, tile.entries),
+        "FILL": fill,
+        "STAGES": tile.stages,
+        "DT": tl.float32 if INTERPRETED or layout.dtype == torch.float32 else half,
+    }
+
+
+def variants(layout: KVCacheLayout, heads: int, arch: str, *, aligned: bool = True) -> Iterator[Variant]:
+    """Every form that selection can ask for on an architecture, with keys of this layout.
+
+    aligned: whether caches, and rows of plain queries, are to 16 bytes.
+    """
+    tiles, native = tiles_for(layout, arch), multiplies_codes(layout, arch)
+    dtype = pointer_type(torch.uint8 if layout.is_quantised else layout.dtype)
+    types = {"Q": dtype, "KEYS": dtype, "W": "*fp32", "OUT": "*fp32", "SCALES": "none", "FIRST": "none"}
+    types["Q_SCALES"] = "*u8" if layout.is_quantised and layout.fp8_format is None else "none"
+    dense, item = _dense(layout, layout.data_bytes // layout.dtype.itemsize), layout.dtype.itemsize
+    packed = layout.head_dim * layout.code_bits // 8 if layout.is_quantised else layout.head_dim
+    alignments = row_alignments(packed, torch.uint8 if layout.is_quantised else layout.dtype, aligned=aligned)
+    steps = (WIDE,) if aligned and layout.data_bytes % WIDE == 0 else (WIDE, item)
+    for tile in dict.fromkeys((tiles.one, tiles.two, tiles.many)):
+        for step in steps:
+            for stride in (dense, 0):
+                for rows in alignments:
+                    constants = _constants(layout, heads, tile, step, stride, rows, False, native)
+                    for maxima in ("none", "*fp32"):
+                        named = {**types, "MAXIMA": maxima}
+                        yield Variant.from_types(
+                            score_kernel, named, constants, num_warps=tile.warps, num_stages=tile.stages
+                        )
