@@ -27,7 +27,7 @@ _FLASH = ModelGeometry.preset("deepseek-v4-flash")
 HEADS, DIM, TOPK = _FLASH.index_n_heads, _FLASH.index_head_dim, _FLASH.index_topk
 PAGE = 64
 _LAYOUT = KVCacheLayout.index_fp8(DIM)
-_LIMIT = 2e-3
+_LIMIT = 5e-3
 """Largest error of right logits, and of the selected scores about the last one: products of fp8 codes are exact, and
 only their sums are rounded, by some matrix units to 14 bits."""
 _TILE_BYTES = 2**28
