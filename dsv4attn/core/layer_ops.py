@@ -31,7 +31,12 @@ LAYER_STEPS: dict[str, tuple[str, ...]] = {
 
 
 class LayerSteps(Protocol):
-    """The steps of the layer around attention."""
+    """The steps of the layer around attention.
+
+    sum_bits: bits that sums of products of index codes keep, 24 in fp32. Some matrix units keep fewer of fp8 products.
+    """
+
+    sum_bits: int
 
     def save_partial_states(
         self, kv: Tensor, score: Tensor, ape: Tensor, positions: Tensor, cache: PagedKVCache, slot_mapping: Tensor

@@ -42,6 +42,8 @@ class Bounds:
     num_groups: groups of heads of the output projection on this device.
     o_lora_rank: elements that the output projection makes of each group.
     wo_a_dtype: of the projection's matrices, bf16 for those in fp8, which are converted; None: bf16 and fp32.
+    model: the model whose steps around attention run on the backend too; None: attention alone.
+    index: layout of the index keys; default: `index_fp8` of the model's dims.
     """
 
     layers: tuple[LayerGeometry, ...] = field(validator=validators.min_len(1))
@@ -58,6 +60,8 @@ class Bounds:
     num_groups: int = field(default=1, validator=_positive)
     o_lora_rank: int = field(default=1024, validator=_positive)
     wo_a_dtype: torch.dtype | None = field(default=None, validator=validators.optional(_plain))
+    model: ModelGeometry | None = None
+    index: KVCacheLayout | None = None
 
     def __attrs_post_init__(self) -> None:
         for layer in self.layers:
@@ -75,11 +79,13 @@ class Bounds:
         *,
         swa: KVCacheLayout | None = None,
         compressed: KVCacheLayout | None = None,
+        layer_steps: bool = False,
         **options: Any,  # noqa: ANN401 - the other fields
     ) -> Bounds:
         """Bounds of a model on one rank: a layer of each kind that it has, and a window-only one for drafts.
 
         swa: layout of the window caches, by default `fp8_ds_mla` of the model's dims. compressed: by default the same.
+        layer_steps: whether the steps around attention run on the backend too.
         """
         if swa is None:
             swa = KVCacheLayout.fp8_ds_mla(geometry.head_dim - geometry.rope_dim, geometry.rope_dim)
@@ -87,6 +93,8 @@ class Bounds:
         layers = tuple(geometry.layer_of_kind(kind) for kind in kinds)
         groups = {"num_groups": geometry.o_groups, "o_lora_rank": geometry.o_lora_rank, **options}
         compressed = swa if compressed is None else compressed
+        if layer_steps:
+            groups["model"] = geometry
         return cls(layers=layers, limits=limits, swa=swa, compressed=compressed, **groups)
 
     def caches(self, layer: LayerGeometry) -> tuple[tuple[KVCacheLayout, int], ...]:
@@ -96,6 +104,12 @@ class Bounds:
             return (window,)
         entries = max(_PAGE_TOKENS // layer.compress_ratio, 1)
         return (window, (self.compressed, self.compressed_block_size or entries))
+
+    @property
+    def index_layout(self) -> KVCacheLayout:
+        """Layout of the index keys of `model`."""
+        assert self.model is not None
+        return self.index or KVCacheLayout.index_fp8(self.model.index_head_dim)
 
     @property
     def with_sink(self) -> tuple[bool, ...]:

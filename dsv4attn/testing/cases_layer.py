@@ -21,7 +21,7 @@ from dsv4attn.testing.mixing import (
 )
 from dsv4attn.testing.rows import FAR_POSITIONS
 from dsv4attn.testing.scenes import flash, layout
-from dsv4attn.testing.selecting import Selecting, judge_selection, run_selection, select_entries
+from dsv4attn.testing.selecting import Selecting, judge_selection, run_selection, select_entries, sum_bits
 
 __all__ = ["hyper_cases", "indexer_cases", "selection_cases", "step_memory_cases"]
 
@@ -50,7 +50,7 @@ def scores_through(bench: Bench, scene: Selecting) -> Measure:
     query = run_queries(bench, Queries(count=len(scene.tokens), table_rows=4096, **fields))  # type: ignore[arg-type]
     if error := shape_error(query, scene.layout, len(scene.tokens), scene.heads):
         raise Wrong(error)
-    return judge_selection(scene, run_selection(bench, scene, query), query)
+    return judge_selection(scene, run_selection(bench, scene, query), query, sum_bits(bench))
 
 
 def indexer_cases() -> Iterator[Case]:

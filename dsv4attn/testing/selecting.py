@@ -27,7 +27,7 @@ from dsv4attn.testing.judge_layer import TINY, UNIT, summed
 from dsv4attn.testing.pages import Pages
 from dsv4attn.testing.world import normal
 
-__all__ = ["Selecting", "judge_selection", "run_selection", "score_errors", "select_entries"]
+__all__ = ["Selecting", "judge_selection", "run_selection", "score_errors", "select_entries", "sum_bits"]
 
 Q, WEIGHTS, KEYS, PAGES, NAN = range(80, 85)
 """Streams of random numbers."""
@@ -224,8 +224,11 @@ class Selecting:
 
     # scores
 
-    def scores(self, token: int, query: IndexQuery | None = None) -> tuple[F64, F64]:
-        """Scores of the entries that a token sees, NaN for absent ones, and the largest error of each in fp32."""
+    def scores(self, token: int, query: IndexQuery | None = None, bits: int = 24) -> tuple[F64, F64]:
+        """Scores of the entries that a token sees, NaN for absent ones, and the largest error of each.
+
+        bits: of the sums of products, see `LayerSteps.sum_bits`.
+        """
         request, count = self.tokens[token]
         if not count:
             return np.zeros(0), np.zeros(0)
@@ -242,7 +245,7 @@ class Selecting:
             scores[:] = math.nan
         if self.whole and query is None:
             return scores, np.zeros(count)
-        return scores, score_errors(q, weights, keys)
+        return scores, score_errors(q, weights, keys, bits)
 
     def tensor(self, values: NDArray[np.generic], dtype: torch.dtype | None = None) -> Tensor:
         """Values on the device."""
@@ -259,17 +262,26 @@ def query_values(query: IndexQuery, token: int, layout: KVCacheLayout) -> F64:
     return oracle.decode_e4m3(raw, layout.fp8_format is Fp8Format.FNUZ)
 
 
-def score_errors(q: F64, weights: F64, keys: F64) -> F64:
-    """Largest errors of scores in fp32.
+def score_errors(q: F64, weights: F64, keys: F64, bits: int = 24) -> F64:
+    """Largest errors of scores in fp32, or with sums of products q . k that keep fewer bits.
 
     The partial sums of a product q . k are at most |q| |k|. A head whose product is negative beyond its error adds
     exactly 0. The products with the weights, and their sum over the heads, are rounded too.
     """
     products = keys @ q.T
-    error = (summed(q.shape[1]) + UNIT) * np.linalg.norm(keys, axis=1)[:, None] * np.linalg.norm(q, axis=1)
+    error = (
+        (summed(q.shape[1]) + UNIT + (2.0**-bits if bits < 24 else 0.0))
+        * np.linalg.norm(keys, axis=1)[:, None]
+        * np.linalg.norm(q, axis=1)
+    )
     counts = (products > -error) & (error > 0)
     sizes = np.maximum(products, 0) @ np.abs(weights)
     return np.asarray((counts * (error + TINY)) @ np.abs(weights) + (summed(len(weights)) + 2 * UNIT) * sizes)
+
+
+def sum_bits(bench: Bench) -> int:
+    """Bits that sums of products of the backend's index codes keep."""
+    return int(getattr(complete(bench.backend).layer_steps, "sum_bits", 24))
 
 
 def run_selection(bench: Bench, scene: Selecting, query: IndexQuery) -> NDArray[np.int64]:
@@ -295,11 +307,13 @@ def run_selection(bench: Bench, scene: Selecting, query: IndexQuery) -> NDArray[
     return whole[:, : scene.topk].cpu().numpy().astype(np.int64)
 
 
-def judge_selection(scene: Selecting, found: NDArray[np.int64], query: IndexQuery | None = None) -> Measure:
-    """Compare what was selected, by its scores. query: of the backend's own, else that of the scene."""
+def judge_selection(
+    scene: Selecting, found: NDArray[np.int64], query: IndexQuery | None = None, bits: int = 24
+) -> Measure:
+    """Compare what was selected, by its scores. query: of the backend's own, else that of the scene. bits: of sums."""
     worst = Measure() if scene.whole and query is None else Measure(0.0, 1.0)
     for token, row in enumerate(found):
-        scores, errors = scene.scores(token, query)
+        scores, errors = scene.scores(token, query, bits)
         measure = _judge(row, scores, errors, f"token {token}, which sees {len(scores)} entries")
         worst = max(worst, measure, key=lambda m: m.fraction)
     return worst
@@ -337,4 +351,4 @@ def _judge(row: NDArray[np.int64], scores: F64, errors: F64, where: str) -> Meas
 
 def select_entries(bench: Bench, scene: Selecting) -> Measure:
     """The entries with the largest scores are selected."""
-    return judge_selection(scene, run_selection(bench, scene, scene.query()))
+    return judge_selection(scene, run_selection(bench, scene, scene.query()), bits=sum_bits(bench))

@@ -24,6 +24,8 @@ class TorchLayerSteps:
     arithmetic: `tiles.INVARIANT` of a deterministic backend.
     """
 
+    sum_bits: int = 24
+
     def __init__(self, insert: Callable[[Tensor, PagedKVCache, Tensor], None], arithmetic: Arithmetic = PLAIN) -> None:
         self._insert, self._arithmetic = insert, arithmetic
 

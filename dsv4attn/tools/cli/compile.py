@@ -231,7 +231,9 @@ def bounds_of(geometry: ModelGeometry, dtype: str) -> Bounds:
         layout = KVCacheLayout.fp8_ds_mla(*dims, fp8_format=Fp8Format(dtype))
     else:
         layout = KVCacheLayout.rows(*dims, dtype=getattr(torch, dtype))
-    return Bounds.of(geometry, Limits(256, 8192, geometry.max_position), swa=layout, aligned_rows=True)
+    return Bounds.of(
+        geometry, Limits(256, 8192, geometry.max_position), swa=layout, aligned_rows=True, layer_steps=True
+    )
 
 
 def _checked(backend: str, variant: object) -> Variant:

@@ -21,6 +21,8 @@ from dsv4attn.backends._triton.cache.records import alignment_of_rows, record_st
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.kernels_index_logits import CODES, NATIVE, NIBBLES, ROWS, score_kernel
+from dsv4attn.backends._triton.support import MULTIPLIES_CODES
+from dsv4attn.backends._triton.tuning import COMPILED
 from dsv4attn.core.definitions.indexer import IndexQuery, check_paged_logits, dialect_of
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 
@@ -61,16 +63,17 @@ class Tiles:
 
 
 _PLAIN = Tile(1, 64, 8, 2, 2)
-PLAIN = Tiles(_PLAIN, _PLAIN, _PLAIN, "compiled with Triton 3.9, 2026-11-22: no spills; not measured")
+PLAIN = Tiles(_PLAIN, _PLAIN, _PLAIN, COMPILED)
 TILES: Mapping[str, Tiles] = {
+    **dict.fromkeys(MULTIPLIES_CODES, Tiles(Tile(1, 64, 4, 3), Tile(2, 64, 8, 3), Tile(2, 64, 8, 3), COMPILED)),
     "sm_90": Tiles(
-        Tile(1, 64, 4, 5),
+        Tile(1, 64, 4, 5, 4),
         Tile(2, 64, 4, 5, 3),
         Tile(2, 128, 4, 4, 2),
         "H200, torch 2.11, Triton 3.6, 2026-11-22: dsv4attn bench index",
     ),
 }
-"""Of architectures whose matrix unit multiplies codes; of all others, and of other records, PLAIN."""
+"""Of codes that a matrix unit multiplies. Everywhere else, and of other records, PLAIN."""
 
 
 def multiplies_codes(layout: KVCacheLayout, arch: str) -> bool:
@@ -79,7 +82,7 @@ def multiplies_codes(layout: KVCacheLayout, arch: str) -> bool:
     Sums of such products keep fewer bits than fp32: on an H200 errors are up to 130 times 2^-24 of the product of the
     norms (measured 2026-11-22, as large as DeepGEMM's on the same inputs).
     """
-    return layout.fp8_format is Fp8Format.OCP and arch in TILES and not INTERPRETED
+    return layout.fp8_format is Fp8Format.OCP and arch in MULTIPLIES_CODES and not INTERPRETED
 
 
 def tiles_for(layout: KVCacheLayout, arch: str) -> Tiles:
@@ -264,6 +267,7 @@ def _constants(
         "LANES": min(LANES, tile.entries),
         "FILL": fill,
         "STAGES": tile.stages,
+        "ASM": native,
         "DT": tl.float32 if INTERPRETED or layout.dtype == torch.float32 else half,
     }
 

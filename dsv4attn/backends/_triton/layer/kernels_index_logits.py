@@ -137,6 +137,16 @@ def place_in_page(start, table, columns, num_blocks, paging, page_stride, scale_
 
 
 @triton.jit
+def uniform(x, ASM: tl.constexpr):
+    """A scalar that is equal in all threads, so that NVIDIA's assembler knows: loops over it use uniform registers."""
+    if ASM:
+        x = tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return x
+
+
+@triton.jit
 def fill_rows(OUT, row, mine, begin, end, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
     """Fill columns begin .. end - 1 of the rows that are `mine` with -inf."""
     for start in range(begin, end, BLOCK):
@@ -153,7 +163,7 @@ def score_keys(
     OUT, MAXIMA, begin, end, stop, run, limit,
     ALIGNED: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     KIND: tl.constexpr, FNUZ: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, FILL: tl.constexpr,
-    STAGES: tl.constexpr, DT: tl.constexpr,
+    STAGES: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Score the entries begin .. end - 1 for the tokens that are `mine`, and store those that each sees.
 
@@ -165,13 +175,13 @@ def score_keys(
         # tiles that no token sees are not computed
         if first is not None:
             from_here = tl.min(tl.where(mine, tl.maximum(first, begin), end), 0)
-            skipped = (tl.maximum(from_here, begin) - begin) // BLOCK
+            skipped = uniform((tl.maximum(from_here, begin) - begin) // BLOCK, ASM)
             fill_rows(OUT, row, mine, begin, tl.minimum(begin + skipped * BLOCK, stop), BLOCK, TOKENS)
             begin += skipped * BLOCK
-        tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK)
+        tiles = uniform(tl.cdiv(tl.maximum(end - begin, 0), BLOCK), ASM)
         fill_rows(OUT, row, mine, begin + tiles * BLOCK, stop, BLOCK, TOKENS)
     best = tl.full([BLOCK, TOKENS], float("-inf"), tl.float32)
-    tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK)
+    tiles = uniform(tl.cdiv(tl.maximum(end - begin, 0), BLOCK), ASM)
     number = begin // (BLOCK * run)
     left = run
     for tile in tl.range(tiles, num_stages=STAGES):
@@ -258,7 +268,7 @@ def score_kernel(
     out_stride: tl.int64, maxima_stride: tl.int64,
     ALIGNED: tl.constexpr, STRIDE: tl.constexpr, Q_ALIGNED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, KIND: tl.constexpr, FNUZ: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-    FILL: tl.constexpr, STAGES: tl.constexpr, DT: tl.constexpr,
+    FILL: tl.constexpr, STAGES: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid: (splits * token blocks,): TOKENS tokens against `span` entries. Neighbours share entries.
 
@@ -298,7 +308,7 @@ def score_kernel(
             score_keys(
                 q, q_high, w, live, lens, first, row, group, KEYS, SCALES, None, columns, num_blocks, paging,
                 page_stride, data_stride, scale_offset, scale_stride, OUT, MAXIMA, begin, end, stop, run, limit,
-                ALIGNED, STRIDE, TOKENS, padded, DIM, KIND, FNUZ, BLOCK, LANES, FILL, STAGES, DT,
+                ALIGNED, STRIDE, TOKENS, padded, DIM, KIND, FNUZ, BLOCK, LANES, FILL, STAGES, DT, ASM,
             )  # fmt: skip
         else:
             request = token // each if REQUESTS is None else tl.load(REQUESTS + token, mask=live, other=-1)
@@ -310,7 +320,7 @@ def score_kernel(
             else:
                 lowest = tl.min(tl.where(known, request, 0x7FFFFFFF), 0)
                 highest = tl.max(tl.where(known, request, -1), 0)
-            for r in range(lowest, highest + 1):
+            for r in range(uniform(lowest, ASM), uniform(highest + 1, ASM)):
                 mine = known & (request == r)
                 seen = tl.max(tl.where(mine, lens, 0), 0)
                 end = tl.minimum(stop, seen)
@@ -319,5 +329,5 @@ def score_kernel(
                         q, q_high, w, mine, lens, first, row, group, KEYS, SCALES,
                         TABLE + tl.maximum(r, 0) * table_stride, tl.where(r < 0, 0, columns), num_blocks, paging,
                         page_stride, data_stride, scale_offset, scale_stride, OUT, MAXIMA, begin, end, stop, run,
-                        limit, ALIGNED, STRIDE, TOKENS, padded, DIM, KIND, FNUZ, BLOCK, LANES, FILL, STAGES, DT,
+                        limit, ALIGNED, STRIDE, TOKENS, padded, DIM, KIND, FNUZ, BLOCK, LANES, FILL, STAGES, DT, ASM,
                     )  # fmt: skip

@@ -1,0 +1,234 @@
+"""Scores of index keys: every kind of record and page, ragged rows, lost blocks, NaN, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, nan
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
+from dsv4attn.backends._triton.layer import index_logits
+from dsv4attn.core.definitions import IndexQuery, indexer
+from dsv4attn.core.definitions.records import read_index_keys, slots_of, store_index_keys
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.errors import ArgumentError, LayoutMismatchError
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+LAYOUTS = {
+    "fp8": KVCacheLayout.index_fp8(128),
+    "fnuz": KVCacheLayout.index_fp8(128, fp8_format=Fp8Format.FNUZ),
+    "mxfp4": KVCacheLayout.index_mxfp4(128),
+    "bf16": KVCacheLayout.rows(96, 32),
+    "fp32": KVCacheLayout.rows(96, 32, dtype=torch.float32),
+    "48 dims": KVCacheLayout.index_fp8(48),
+}
+EXACT = 3e-6
+"""Error of fp32, relative to the sum of the products' norms."""
+NATIVE = 2.0**-14
+"""The same where a matrix unit adds fp8 products; see `index_logits.multiplies_codes`."""
+
+
+class World:
+    """Keys of three requests on shuffled pages, one block of which is lost, and queries of seven tokens."""
+
+    def __init__(self, layout: KVCacheLayout, page: int = 64, heads: int = 8, gap: int = 0) -> None:
+        torch.manual_seed(0)
+        self.layout, columns = layout, -(-300 // page)
+        item = layout.dtype.itemsize
+        stride, last = layout.page_stride(page) // item + gap // item, layout.record_bytes // item
+        memory = torch.full((40 * stride,), 255 if layout.is_quantised else nan, dtype=layout.dtype, device=DEVICE)
+        self.cache = PagedKVCache(memory.as_strided((40, page, last), (stride, last, 1)), layout)
+        self.table = torch.randperm(40)[: 3 * columns].view(3, columns).int().to(DEVICE)
+        for request, count in enumerate((200, 77, 300)):
+            entry = torch.arange(count, device=DEVICE)
+            slots = self.table[request][entry // page].long() * page + entry % page
+            store_index_keys(torch.randn(count, layout.head_dim, device=DEVICE), self.cache, slots)
+        self.table[2, 1] = -1
+        self.requests = torch.tensor([0, 1, 1, 2, 2, 9, 2], dtype=torch.int32, device=DEVICE)
+        self.lens = torch.tensor([200, 70, 77, 0, 200, 5, 300], dtype=torch.int32, device=DEVICE)
+        q = torch.randn(7, heads, layout.head_dim, device=DEVICE)
+        weights, angles = torch.randn(7, heads, device=DEVICE), torch.randn(9, 16, device=DEVICE)
+        self.query = indexer.indexer_q_rope_quant(q, weights, torch.arange(7, device=DEVICE), angles, layout)
+
+    def wanted(self) -> tuple[Tensor, Tensor, Tensor]:
+        """[7, 300] scores in float64, NaN without a block; their sizes; and which of them tokens see."""
+        entry = torch.arange(300, device=DEVICE, dtype=torch.int32).expand(7, -1)
+        slots = slots_of(entry, self.table, self.requests, self.cache)
+        k = read_index_keys(self.cache, slots).double().masked_fill(slots[..., None] < 0, nan)
+        q, weights = self.query.rows(slice(None)).double(), self.query.weights.double()
+        sizes = (weights.abs() * q.norm(dim=-1)).sum(1)[:, None] * k.norm(dim=-1)
+        return indexer.scores(q, weights, k), sizes, entry < self.lens[:, None]
+
+    def score(self, run: int = 0, *, exact_rows: bool = False) -> tuple[Tensor, Tensor | None]:
+        """What the kernel writes over 7s."""
+        scores = torch.full((7, 300), 7.0, device=DEVICE)
+        groups = -(-300 // run) * index_logits.LANES if run else 0
+        maxima = torch.full((7, groups), 7.0, device=DEVICE) if run else None
+        given = self.cache, self.table, self.requests, self.lens
+        index_logits.score(self.query, *given, scores, maxima, run, exact_rows=exact_rows)
+        return scores, maxima
+
+
+def hold(found: Tensor, wanted: Tensor, sizes: Tensor, layout: KVCacheLayout) -> None:
+    """Equal within rounding, and NaN in the same places."""
+    budget = NATIVE if index_logits.multiplies_codes(layout, architecture()) else EXACT
+    assert torch.equal(found.isnan(), wanted.isnan())
+    kept = ~wanted.isnan()
+    assert ((found - wanted).abs()[kept] <= budget * sizes[kept]).all()
+
+
+@pytest.mark.parametrize("exact_rows", [False, True])
+@pytest.mark.parametrize("page", [64, 48, 128])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_scores_of_what_a_token_sees_are_written_and_nothing_else(name: str, page: int, *, exact_rows: bool) -> None:
+    world = World(LAYOUTS[name], page, gap=4608 if page == 48 else 0)
+    found, _ = world.score(exact_rows=exact_rows)
+    wanted, sizes, seen = world.wanted()
+
+    hold(found[seen], wanted[seen], sizes[seen], world.layout)
+    assert (found[~seen] == 7).all()
+
+
+@pytest.mark.parametrize("heads", [1, 3, 16, 64])
+def test_any_number_of_heads(heads: int) -> None:
+    world = World(LAYOUTS["fp8"], heads=heads)
+    found, _ = world.score()
+    wanted, sizes, seen = world.wanted()
+
+    hold(found[seen], wanted[seen], sizes[seen], world.layout)
+
+
+@pytest.mark.parametrize("run", [128, 256])
+def test_maxima_are_those_of_the_scores(run: int) -> None:
+    world = World(LAYOUTS["fp8"])
+    found, maxima = world.score(run)
+    assert maxima is not None
+    entry = torch.arange(300, device=DEVICE)
+    group = entry // run * index_logits.LANES + entry % index_logits.LANES
+    for token, count in enumerate(world.lens.tolist()):
+        visible = found[token, :count].masked_fill(found[token, :count].isnan(), -inf)
+        wanted = torch.full_like(maxima[token], -inf).scatter_reduce(0, group[:count], visible, "amax")
+        runs = -(-count // run) * index_logits.LANES
+
+        assert torch.equal(maxima[token, :runs], wanted[:runs]), token
+
+
+@pytest.mark.parametrize("what", ["code", "scale", "query"])
+def test_a_nan_reaches_its_own_scores(what: str) -> None:
+    world = World(LAYOUTS["fp8"])
+    clean, _ = world.score()
+    entry, token = 67, 4
+    block = int(world.table[0, entry // 64])
+    if what == "code":
+        world.cache.region("nope")[block, entry % 64, 5] = 0xFF
+    elif what == "scale":
+        world.cache.region("scale")[block, entry % 64] = nan
+    else:
+        world.query.values.view(torch.uint8)[token, 3, 7] = 0x7F
+    found, _ = world.score()
+    hit = torch.zeros_like(clean, dtype=torch.bool)
+    if what == "query":
+        hit[token, :200] = True
+    else:
+        hit[0, entry] = True
+
+    assert found[hit].isnan().all()
+    assert torch.equal(found[~hit].nan_to_num(1e30), clean[~hit].nan_to_num(1e30))
+
+
+def test_bits_do_not_depend_on_other_tokens_if_asked() -> None:
+    world = World(LAYOUTS["fp8"])
+    whole, _ = world.score(exact_rows=True)
+    for token in (1, 2, 6):
+        one = slice(token, token + 1)
+        alone = torch.full((1, 300), 7.0, device=DEVICE)
+        query = IndexQuery(world.query.values[one], world.query.weights[one])
+        maps = world.table, world.requests[one], world.lens[one]
+        index_logits.score(query, world.cache, *maps, alone, None, 0, exact_rows=True)
+
+        assert torch.equal(alone.nan_to_num(1e30), whole[one].nan_to_num(1e30))
+
+
+def agree(found: Tensor, wanted: Tensor) -> None:
+    """Equal within rounding, and -inf in the same places."""
+    assert torch.equal(found == -inf, wanted == -inf)
+    there = wanted != -inf
+    assert torch.allclose(found[there], wanted[there], rtol=1e-4, atol=1e-3 * float(wanted[there].abs().max()))
+
+
+@pytest.mark.parametrize("each", [1, 2, 3])
+@pytest.mark.parametrize("page", [64, 48])
+@pytest.mark.parametrize("dim", [128, 64])
+def test_the_fields_function_on_pages(each: int, page: int, dim: int) -> None:
+    torch.manual_seed(1)
+    dialect = Fp8Format.OCP if dim == 128 else Fp8Format.FNUZ
+    cache = PagedKVCache.allocate(KVCacheLayout.index_fp8(dim, fp8_format=dialect), 30, page, DEVICE)
+    store_index_keys(torch.randn(30 * page, dim, device=DEVICE), cache, torch.arange(30 * page, device=DEVICE))
+    table = torch.randperm(30)[:21].view(3, 7).int().to(DEVICE)
+    table[1, 1], table[2, 0] = -1, 99
+    q = torch.randn(3, each, 8, dim, device=DEVICE).to(dialect.dtype)
+    weights = torch.randn(3 * each, 16, device=DEVICE)[:, :8]
+    lens = torch.tensor([[200, 0, 310], [77, 330, 5], [-3, 129, 64]], dtype=torch.int32, device=DEVICE)[:, :each]
+    given = q, cache, weights, lens.contiguous(), table, None, 333
+
+    agree(index_logits.fp8_paged_mqa_logits(*given), indexer.fp8_paged_mqa_logits(*given))
+
+
+def test_the_fields_function_over_gathered_rows() -> None:
+    torch.manual_seed(2)
+    k, scales = torch.randn(201, 128, device=DEVICE).to(torch.float8_e4m3fn), torch.rand(201, device=DEVICE)
+    q, weights = torch.randn(7, 8, 128, device=DEVICE).to(torch.float8_e4m3fn), torch.randn(7, 8, device=DEVICE)
+    first = torch.tensor([0, 0, 70, 130, 200, 5, 150], dtype=torch.int32, device=DEVICE)
+    end = torch.tensor([201, 3, 140, 130, 201, 100, 190], dtype=torch.int32, device=DEVICE)
+    given = q, (k, scales), weights, first, end
+
+    agree(index_logits.fp8_mqa_logits(*given), indexer.fp8_mqa_logits(*given))
+
+
+@pytest.mark.parametrize("empty", ["requests", "columns", "blocks"])
+def test_nothing_to_score(empty: str) -> None:
+    layout = LAYOUTS["fp8"]
+    cache = PagedKVCache.allocate(layout, 0 if empty == "blocks" else 3, 64, DEVICE)
+    requests = 0 if empty == "requests" else 2
+    q = torch.zeros(requests, 1, 8, 128, device=DEVICE).to(torch.float8_e4m3fn)
+    table = torch.zeros(requests, 0 if empty == "columns" else 3, dtype=torch.int32, device=DEVICE)
+    lens = torch.full((requests,), 9, dtype=torch.int32, device=DEVICE)
+    weights = torch.ones(requests, 8, device=DEVICE)
+    found = index_logits.fp8_paged_mqa_logits(q, cache, weights, lens, table, None, 100)
+
+    assert found.shape == (requests, 100)
+    assert (found == -inf).all()
+
+
+def test_keys_of_another_layout_are_refused() -> None:
+    cache = PagedKVCache.allocate(LAYOUTS["fnuz"], 3, 64, DEVICE)
+    q = torch.zeros(1, 1, 8, 128, device=DEVICE).to(torch.float8_e4m3fn)
+    given = torch.ones(1, 8), torch.ones(1, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32), None, 9
+    with observed() as seen, pytest.raises(LayoutMismatchError, match="e4m3fnuz"):
+        index_logits.fp8_paged_mqa_logits(q, cache, *given)
+    with observed() as other, pytest.raises(ArgumentError, match="float8"):
+        index_logits.fp8_paged_mqa_logits(q.float(), cache, *given)
+
+    assert not seen
+    assert not other
+
+
+def forms(layout: KVCacheLayout, pages: Sequence[int]) -> set[object]:
+    with observed() as seen:
+        for page in pages:
+            for run in (0, 128):
+                world = World(layout, page, heads=8)
+                for exact in (False, True):
+                    world.score(run, exact_rows=exact)
+    return {*seen}
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4", "bf16"])
+def test_forms_are_foreseen(name: str) -> None:
+    asked = forms(LAYOUTS[name], (64, 48))
+    known = {*index_logits.variants(LAYOUTS[name], 8, architecture(), aligned=False)}
+
+    assert asked <= known, {str(one) for one in asked - known}
