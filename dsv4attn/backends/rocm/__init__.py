@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsv4attn.backends._triton.support import support
-from dsv4attn.core.contract import API_VERSION, BackendInfo, Rank
+from dsv4attn.backends._triton.support import index_notes, support
+from dsv4attn.core.contract import API_VERSION, LAYER_PARTS, BackendInfo, Rank
 from dsv4attn.hookspecs import hookimpl
 
 INFO = BackendInfo(
@@ -21,6 +21,8 @@ INFO = BackendInfo(
     api=API_VERSION,
     factory="dsv4attn.backends.rocm.launch:RocmBackend",
     support=support,
+    notes=index_notes,
+    layer_steps=LAYER_PARTS,
     summary="AMD GPUs through Triton; ragged decode on fp8 pages, ragged prefill on gathered rows",
     native=("hip",),
     runs_on=("cuda", "hip", "xpu", "cpu"),

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from dsv4attn.backends._triton.support import support
 from dsv4attn.backends.sm120.choice import notes
-from dsv4attn.core.contract import API_VERSION, BackendInfo, Rank
+from dsv4attn.core.contract import API_VERSION, LAYER_PARTS, BackendInfo, Rank
 from dsv4attn.hookspecs import hookimpl
 
 INFO = BackendInfo(
@@ -24,6 +24,7 @@ INFO = BackendInfo(
     api=API_VERSION,
     factory="dsv4attn.backends.sm120.launch:Sm120Backend",
     support=support,
+    layer_steps=LAYER_PARTS,
     notes=notes,
     summary="SM120 GPUs; decode and prefill on pages, by FlashInfer where it serves, else by our Triton kernel",
     native=("sm_12*",),

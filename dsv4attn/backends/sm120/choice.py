@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import SimpleNamespace
 
+from dsv4attn.backends._triton.support import index_notes
 from dsv4attn.backends.sm120.probe import HEADS, OLDEST, Found, reasons
 from dsv4attn.core.device import DeviceFacts, version_of
 from dsv4attn.core.problem import Problem
@@ -17,23 +18,28 @@ _NEWEST = "0.7.2"
 
 
 def notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
+    """The kernel that attends, and how scores of the indexer are computed."""
+    return [_attends(device, problem), *index_notes(device, problem)]
+
+
+def _attends(device: DeviceFacts, problem: Problem) -> str:
     """One line: the kernel, and if it is our kernel, every reason against FlashInfer.
 
     FlashInfer is not imported here, so only its version is known; its kernels are taken to be those of release _NEWEST.
     Its real limits are read when this backend was chosen.
     """
     if not device.matches(ARCHS):
-        return [f"our kernel: FlashInfer is asked on sm_120 and sm_121, not on {device.arch}"]
+        return f"our kernel: FlashInfer is asked on sm_120 and sm_121, not on {device.arch}"
     version = version_of("flashinfer-python")
     if version is None and device.present:
-        return ["our kernel: flashinfer-python is not installed"]
+        return "our kernel: flashinfer-python is not installed"
     against = [f"{reason.code} {reason.text}" for reason in reasons(_assumed(version or _NEWEST), problem)]
     if version is not None and _numbers(version) < OLDEST:
         against.insert(0, f"flashinfer {version}, needs {'.'.join(map(str, OLDEST))} or newer")
     if against:
-        return [f"our kernel, in bf16: {'; '.join(against)}"]
+        return f"our kernel, in bf16: {'; '.join(against)}"
     where = f"flashinfer {version}" if version else f"flashinfer {_NEWEST}, taken to be installed"
-    return [f"{where}, which multiplies in fp8; option precision=bf16 leaves the call to our kernel"]
+    return f"{where}, which multiplies in fp8; option precision=bf16 leaves the call to our kernel"
 
 
 def _assumed(version: str) -> Found:

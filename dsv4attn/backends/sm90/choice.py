@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dsv4attn.backends._triton.support import index_notes
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.problem import CacheFacts, Problem
 
@@ -14,11 +15,16 @@ MOST_HEADS = 128
 
 
 def notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
+    """The kernel that attends, and how scores of the indexer are computed."""
+    return [_attends(device, problem), *index_notes(device, problem)]
+
+
+def _attends(device: DeviceFacts, problem: Problem) -> str:
     """One line: the kernel that serves the problem, and every reason if it is the shared kernel."""
     against = [*_against(problem)]
     if against:
-        return [f"the shared Triton kernel: {'; '.join(against)}"]
-    return ["the Gluon kernel for Hopper, where q, out and pages begin at multiples of 16 bytes"]
+        return f"the shared Triton kernel: {'; '.join(against)}"
+    return "the Gluon kernel for Hopper, where q, out and pages begin at multiples of 16 bytes"
 
 
 def _against(problem: Problem) -> Sequence[str]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsv4attn.backends._triton.support import support
-from dsv4attn.core.contract import API_VERSION, BackendInfo, Rank
+from dsv4attn.backends._triton.support import index_notes, support
+from dsv4attn.core.contract import API_VERSION, LAYER_PARTS, BackendInfo, Rank
 from dsv4attn.hookspecs import hookimpl
 
 INFO = BackendInfo(
@@ -19,6 +19,8 @@ INFO = BackendInfo(
     api=API_VERSION,
     factory="dsv4attn.backends.triton.launch:GenericBackend",
     support=support,
+    notes=index_notes,
+    layer_steps=LAYER_PARTS,
     summary="Triton, any GPU it drives; fp8 pages read inside the attention loop",
     native=("cuda", "hip", "xpu"),
     runs_on=("cuda", "hip", "xpu", "cpu"),
