@@ -246,16 +246,26 @@ def _check_positions(positions: Tensor, cos_sin_cache: Tensor) -> None:
 
 
 def check_projection(
-    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Weight, num_groups: int, layer: LayerGeometry
+    o: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    wo_a: Weight,
+    num_groups: int,
+    layer: LayerGeometry,
+    *,
+    converts: bool = True,
 ) -> None:
-    """Raise ArgumentError unless the arguments of the grouped projection fit each other; nothing is converted."""
+    """Raise ArgumentError unless the arguments of the grouped projection fit each other; nothing is converted.
+
+    converts: whether an fp8 wo_a is to be converted.
+    """
     letters = {"H": layer.num_heads, "D": layer.head_dim}
     check_tensor("o", o, "T H D", _Q_DTYPES, letters)
     check_tensor("positions", positions, "T", torch.int64, letters)
     if num_groups < 1 or layer.num_heads % num_groups:
         raise ArgumentError("num_groups", expected=f"a divisor of {layer.num_heads} heads", actual=num_groups)
     width = layer.num_heads // num_groups * layer.head_dim
-    name, matrix = check_weight("wo_a", wo_a)
+    name, matrix = check_weight("wo_a", wo_a, converts=converts)
     if matrix.shape[0] % num_groups or matrix.shape[1] != width:
         expected = f"[{num_groups} * rank, {width}], a matrix for each group of heads"
         raise ArgumentError(name, expected=expected, actual=list(matrix.shape))
@@ -265,12 +275,12 @@ def check_projection(
     _check_positions(positions, cos_sin_cache)
 
 
-def check_output(o: Tensor, wo_a: Weight, wo_b: Weight) -> None:
+def check_output(o: Tensor, wo_a: Weight, wo_b: Weight, *, converts: bool = True) -> None:
     """Raise ArgumentError unless wo_b [hidden, G * rank] follows wo_a [G * rank, H / G * D]; nothing is converted.
 
-    o, wo_a: checked by `check_projection`.
+    o, wo_a, converts: of `check_projection`, which checked them. An fp8 wo_b is to be converted.
     """
-    _, first = check_weight("wo_a", wo_a)
+    _, first = check_weight("wo_a", wo_a, converts=converts)
     name, matrix = check_weight("wo_b", wo_b)
     if matrix.shape[1] != first.shape[0]:
         expected = f"[hidden, {first.shape[0]}], a column for each row of wo_a"

@@ -269,8 +269,8 @@ class Backend(Protocol):
     ) -> Tensor:
         """Undo the rotation of o [T, H, D] at the query's position, then project each group of heads.
 
-        wo_a: [G * rank, H / G * D], bf16 or fp32: core converts block-scaled fp8 before it calls. Returns [T, G, rank]
-        in the dtype of o.
+        wo_a: [G * rank, H / G * D], bf16 or fp32. Core converts block-scaled fp8 before it calls, unless the backend
+        says that it `projects_fp8`. Returns [T, G, rank] in the dtype of o.
         """
 
 
@@ -279,10 +279,12 @@ class BackendDefaults(Protocol):
 
     builder_steps: index arithmetic of `MetadataBuilder`; None: torch's.
     deterministic: whether no row's bits depend on the other rows of a call.
+    projects_fp8: whether `inv_rope_o_proj` takes a `BlockScaledWeight` as it is, and rounds outputs to fp8 then.
     """
 
     builder_steps: BuilderSteps | None = None
     deterministic: bool = False
+    projects_fp8: bool = False
 
     @cached_property
     def layer_steps(self) -> LayerSteps:
@@ -340,6 +342,7 @@ _OPTIONAL = (
     "prepare",
     "builder_steps",
     "deterministic",
+    "projects_fp8",
     "layer_steps",
     "metadata_extension",
     "kernel_variants",

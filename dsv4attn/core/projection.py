@@ -1,23 +1,23 @@
 """The output projection of a layer: inverse RoPE and grouped `wo_a` on a backend, then `wo_b` and the sum over ranks.
 
-The only place where core calls `Backend.inv_rope_o_proj`: block-scaled fp8 weights are converted here, so a backend
-receives bf16 or fp32.
+The only place where core calls `Backend.inv_rope_o_proj`. Block-scaled fp8 weights are converted here, so that a
+backend receives bf16 or fp32, unless it says that it `projects_fp8`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from dsv4attn.core.checks import check_backend, check_output, check_projection
-from dsv4attn.core.contract import Backend
+from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layer_ops import Linear
 from dsv4attn.core.values import shown
-from dsv4attn.core.weights import Weight, dense_weight
+from dsv4attn.core.weights import Weight, dense_weight, scaled_weight
 from dsv4attn.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -40,13 +40,15 @@ def o_proj(
 
     o: [T, H, D] bf16 or fp32; it is not changed. positions: [T] int64, rows of the table, for padding rows too.
     cos_sin_cache: [positions, rope_dim] fp32. wo_a: [G * rank, H / G * D], bf16 or fp32, a `BlockScaledWeight`, or a
-    module with an fp8 weight and its scales; fp8 is converted to bf16 in the first call, see `weights.dense_weight`.
+    module with an fp8 weight and its scales. fp8 is converted to bf16 in the first call, see `weights.dense_weight`; a
+    backend that `projects_fp8` gets its codes and scales instead, and rounds o to fp8.
     Returns z [T, G, rank] in the dtype of o, with fp32 sums.
     Raises ArgumentError before anything is converted or launched.
     """
     check_backend(backend, layer)
-    check_projection(o, positions, cos_sin_cache, wo_a, num_groups, layer)
-    return backend.inv_rope_o_proj(o, positions, cos_sin_cache, dense_weight(wo_a), num_groups)
+    converts = not complete(backend).projects_fp8
+    check_projection(o, positions, cos_sin_cache, wo_a, num_groups, layer, converts=converts)
+    return backend.inv_rope_o_proj(o, positions, cos_sin_cache, _given(wo_a, converts=converts), num_groups)
 
 
 def output_projection(
@@ -72,11 +74,12 @@ def output_projection(
     Raises ArgumentError before anything is converted, launched or sent.
     """
     check_backend(backend, layer)
-    check_projection(o, positions, cos_sin_cache, wo_a, num_groups, layer)
-    check_output(o, wo_a, wo_b)
+    converts = not complete(backend).projects_fp8
+    check_projection(o, positions, cos_sin_cache, wo_a, num_groups, layer, converts=converts)
+    check_output(o, wo_a, wo_b, converts=converts)
     if process_group is not None:
         _check_group(process_group)
-    first, second = dense_weight(wo_a), dense_weight(wo_b, "wo_b")
+    first, second = _given(wo_a, converts=converts), dense_weight(wo_b, "wo_b")
     z = backend.inv_rope_o_proj(o, positions, cos_sin_cache, first, num_groups).flatten(1)
     dtype = torch.promote_types(z.dtype, second.dtype)
     y = linear(z.to(dtype), second.to(dtype)).to(o.dtype)
@@ -84,6 +87,12 @@ def output_projection(
         y = y.contiguous()
         torch.distributed.all_reduce(y, group=process_group)
     return y
+
+
+def _given(wo_a: Weight, *, converts: bool) -> Tensor:
+    """What a backend gets as wo_a: a tensor, or a `BlockScaledWeight` if it is fp8 and the backend takes that."""
+    scaled = None if converts else scaled_weight(wo_a)
+    return dense_weight(wo_a) if scaled is None else cast("Tensor", scaled)
 
 
 def _check_group(group: object) -> None:

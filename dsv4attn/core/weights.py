@@ -1,4 +1,4 @@
-"""Weights of the output projection: block-scaled fp8 matrices, and their conversion to bf16.
+"""Weights of the output projection: block-scaled fp8 matrices, and their conversion to bf16 where bf16 is multiplied.
 
 The bf16 copy of a weight is cached for the weight's lifetime. When the weight or its scale was replaced or written, the
 copy is computed again, in the same memory.
@@ -18,7 +18,7 @@ from dsv4attn.core.device import is_capturing
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["BLOCK", "BlockScaledWeight", "Weight", "check_weight", "dense_weight", "forget"]
+__all__ = ["BLOCK", "BlockScaledWeight", "Weight", "check_weight", "dense_weight", "forget", "scaled_weight"]
 
 BLOCK = 128
 """Rows and columns under one scale; the last block of either may be shorter."""
@@ -61,15 +61,29 @@ Weight: TypeAlias = "Tensor | BlockScaledWeight | Any"
 """A tensor, a `BlockScaledWeight`, or any module with `weight` and, if that is fp8, one of `BlockScaledWeight.of`."""
 
 
-def check_weight(name: str, value: Weight) -> tuple[str, Tensor]:
+def check_weight(name: str, value: Weight, *, converts: bool = True) -> tuple[str, Tensor]:
     """Check a weight, and convert nothing.
 
-    name: of the argument. value: see `dense_weight`. Returns the name of the matrix in errors (`wo_a`, or
-    `wo_a.weight`) and the matrix: [rows, columns] bf16, fp16, fp32, or the fp8 codes. Raises ArgumentError as
-    `dense_weight` does.
+    name: of the argument. value: see `dense_weight`. converts: whether fp8 is to be converted. Returns the name of the
+    matrix in errors (`wo_a`, or `wo_a.weight`) and the matrix: [rows, columns] bf16, fp16, fp32, or the fp8 codes.
+    Raises ArgumentError as `dense_weight` does, or `scaled_weight` if nothing is to be converted.
     """
-    label, weight, _, _ = _inspected(name, value)
+    label, weight, _, _ = _inspected(name, value, converts=converts)
     return label, weight
+
+
+def scaled_weight(value: Weight, name: str = "wo_a") -> BlockScaledWeight | None:
+    """The codes and scales of a weight that is fp8, unchanged; None if it is not fp8. Nothing is converted or read.
+
+    value, name: see `dense_weight`. Raises ArgumentError as `dense_weight` does, but for captured graphs, and also if a
+    module has two scales that are not one tensor.
+    """
+    if isinstance(value, Tensor) and value.dtype in _WIDE:
+        return None
+    _, weight, scales, _ = _inspected(name, value, converts=False)
+    if weight.element_size() > 1:
+        return None
+    return value if isinstance(value, BlockScaledWeight) else BlockScaledWeight(weight, scales[0])
 
 
 def dense_weight(value: Weight, name: str = "wo_a") -> Tensor:
@@ -162,8 +176,13 @@ def _parts(value: Weight) -> tuple[Any, dict[str, Any]]:
     return getattr(value, "weight", None), scales
 
 
-def _inspected(name: str, value: Weight) -> tuple[str, Tensor, tuple[Tensor, ...], _Copy | None]:
-    """Check a weight: (name of the matrix in errors, the matrix, its scales if it is fp8, its cached copy)."""
+def _inspected(
+    name: str, value: Weight, *, converts: bool = True
+) -> tuple[str, Tensor, tuple[Tensor, ...], _Copy | None]:
+    """Check a weight: (name of the matrix in errors, the matrix, its scales if it is fp8, its cached copy).
+
+    converts: whether an fp8 weight is to be converted, which cannot be captured in a graph.
+    """
     weight, scales = _parts(value)
     label = name if weight is value else f"{name}.weight"
     if not isinstance(weight, Tensor):
@@ -191,15 +210,15 @@ def _inspected(name: str, value: Weight) -> tuple[str, Tensor, tuple[Tensor, ...
         )
     for attribute, scale in scales.items():
         _check_scale(f"{name}.{attribute}", scale, label, weight)
-    if is_capturing(weight.device):
+    if converts and is_capturing(weight.device):
         expected = "a weight that was converted to bf16 before the capture of the graph"
         hint = f"run the step once, or call dense_weight({name}), before the capture"
         raise ArgumentError(label, expected=expected, actual="one that was not, or has changed since", hint=hint)
-    if len(found) > 1 and not torch.equal(*(_factors(scale).view(torch.int32) for scale in found)):
+    if len(found) > 1 and not (_alike(*found) if converts else found[0] is found[1]):
         raise ArgumentError(
             f"{name}.{_SCALES[1]}",
-            expected=f"the values of {name}.{_SCALES[0]}, or no such attribute",
-            actual="other values",
+            expected=f"the {'values' if converts else 'tensor'} of {name}.{_SCALES[0]}, or no such attribute",
+            actual="other values" if converts else "another tensor",
             hint="remove the one that does not belong to the weight",
         )
     return label, weight, found, None
@@ -239,6 +258,11 @@ def _check_scale(label: str, scale: object, weight_label: str, weight: Tensor) -
             hint = f"pass {name}.to(torch.float32)"
     expected = f"{shape} {' or '.join(map(_short, _SCALE_DTYPES))}, the scales of {weight_label} {[*weight.shape]}"
     raise ArgumentError(label, expected=expected, actual=actual, hint=hint)
+
+
+def _alike(first: Tensor, second: Tensor) -> bool:
+    """Whether two scales have the same values; reads them."""
+    return torch.equal(*(_factors(scale).view(torch.int32) for scale in (first, second)))
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -9,9 +9,13 @@ import torch
 
 from dsv4attn.core import weights
 from dsv4attn.core.contract import Rank
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.core.weights import dense_weight
 from dsv4attn.errors import ArgumentError
-from tests.backends.built_in import class_of, infos, of_rank
+from tests.backends.built_in import class_of, infos, of_rank, triton_backends
 from tests.core.projections import GROUPS, WO_A, Given
 from tests.core.scaled import CPU, DEVICE, OCP, Scaled, each_dialect
 
@@ -55,3 +59,66 @@ def test_bad_arguments_are_refused_before_the_conversion(name: str, monkeypatch:
     for said, (argument, value) in wrong.items():
         with pytest.raises(ArgumentError, match=f"^{said}: expected"):
             backend.inv_rope_o_proj(**{**good, argument: value})
+
+
+HEADS, RANK, BATCH = 4, 136, 5
+each_triton = pytest.mark.parametrize("name", triton_backends())
+
+
+def wide(name: str, dialect: torch.dtype, dtype: torch.dtype = torch.bfloat16) -> tuple[dict[str, Any], Scaled]:
+    """Arguments with heads of 128 dims, and their weight."""
+    g, device = torch.Generator().manual_seed(43), device_of(name)
+    angle = torch.rand(9, 32, generator=g) * 7
+    given = {
+        "o": torch.randn(BATCH, HEADS, 128, generator=g).to(dtype),
+        "positions": torch.randint(0, 9, (BATCH,), generator=g),
+        "cos_sin_cache": torch.cat([angle.cos(), angle.sin()], 1),
+    }
+    scaled = Scaled.draw(44, 2 * RANK, HEADS // 2 * 128, dialect, "fp32", device)
+    return {**{key: value.to(device) for key, value in given.items()}, "num_groups": 2}, scaled
+
+
+@each_triton
+@each_dialect
+def test_with_option_fp8_codes_are_multiplied_and_the_result_differs_by_their_noise(
+    name: str, dialect: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, scaled = wide(name, dialect)
+    z = class_of(name)().inv_rope_o_proj(**given, wo_a=scaled.pair())
+    monkeypatch.setattr(weights, "_product", lambda *_: pytest.fail("converted"))
+    backend = class_of(name)(projection="fp8")
+    found = [backend.inv_rope_o_proj(**given, wo_a=wo_a) for wo_a in (scaled.pair(), scaled.module("weight_scale"))]
+
+    assert torch.equal(*found)
+    assert found[0].shape == (BATCH, 2, RANK)
+    assert found[0].dtype == torch.bfloat16
+    assert 0.005 < float((found[0].float() - z.float()).norm() / z.float().norm()) < 0.04
+
+
+@each_triton
+def test_with_option_fp8_other_matrices_are_multiplied_as_before(name: str) -> None:
+    given, scaled = wide(name, OCP)
+    wo_a = dense_weight(scaled.pair())
+    z, found = (
+        class_of(name)(**options).inv_rope_o_proj(**given, wo_a=wo_a) for options in ({}, {"projection": "fp8"})
+    )
+
+    assert torch.equal(z, found)
+
+
+@each_triton
+def test_option_fp8_needs_heads_of_whole_groups(name: str) -> None:
+    scaled = Scaled.draw(45, *WO_A, OCP, "fp32", device_of(name))
+    with pytest.raises(ArgumentError, match=r"^o: expected a head dim that is a multiple of 128.* got 80 -> .*=bf16"):
+        class_of(name)(projection="fp8").inv_rope_o_proj(**arguments(name, scaled.pair()))
+    with pytest.raises(ArgumentError, match=r"^projection: expected 'bf16' or 'fp8', got 'fp4'"):
+        class_of(name)(projection="fp4")
+
+
+@each_triton
+def test_only_with_option_fp8_its_kernels_are_compiled_ahead(name: str) -> None:
+    bounds, device = Bounds.of(ModelGeometry.preset("flash"), Limits(8, 64, 4096)), DeviceFacts.named("sm_90")
+    plain, more = ({*class_of(name)(**o).kernel_variants(bounds, device)} for o in ({}, {"projection": "fp8"}))
+
+    assert plain < more
+    assert {variant.name for variant in more - plain} == {"quantize_output_kernel", "project_codes_kernel"}

@@ -18,6 +18,7 @@ from torch.multiprocessing.spawn import spawn
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core import weights
+from dsv4attn.core.contract import Forms
 from dsv4attn.core.layer import DeepseekV4MLAAttention
 from dsv4attn.core.projection import o_proj, output_projection
 from dsv4attn.core.weights import BlockScaledWeight, Weight, dense_weight
@@ -174,6 +175,62 @@ def test_compiled_code_takes_tensors_and_says_how_fp8_weights_become_one(monkeyp
         ArgumentError, match=r"^wo_a\.weight: .*compiled code, got float8_e4m3fn -> pass dense_weight\("
     ):
         run(attrs.evolve(given, wo_a=fp8.pair()))
+
+
+# backends that take fp8 as it is
+
+
+class Fp8(Recording):
+    """Says that it takes codes and scales; converts them, so that there is a result."""
+
+    projects_fp8 = True
+
+
+def test_a_backend_that_projects_fp8_receives_codes_and_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, drawn, backend = scaled(39, WO_A), Given.draw(BF16), Fp8()
+    pair, module = given.pair(), given.module("weight_scale")
+    found = []
+    for wo_a in (pair, module):
+        found.append(run(attrs.evolve(drawn, wo_a=wo_a), backend))
+        o_proj(backend, drawn.o, drawn.positions, drawn.table, wo_a, GROUPS, layer=LAYER)
+        bound(backend, drawn.table).o_proj(drawn.o, drawn.positions, wo_a, GROUPS)
+
+    assert torch.equal(*found)
+    assert all(each is pair for each in backend.given[:3])
+    for each in backend.given[3:]:
+        assert (each.weight, each.scale) == (module.weight, module.weight_scale)
+    run(drawn, backend)
+    assert backend.given[-1] is drawn.wo_a
+
+
+class Bare:
+    """Derives from nothing, and takes codes and scales."""
+
+    name, forms, projects_fp8 = "bare", Forms(), True
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def inv_rope_o_proj(self, o: Tensor, positions: Tensor, table: Tensor, wo_a: Any, num_groups: int) -> Tensor:
+        self.given.append(wo_a)
+        return torch.zeros(o.shape[0], num_groups, RANK, dtype=o.dtype)
+
+
+def test_nothing_is_converted_for_it_nor_read_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_product", lambda *_: pytest.fail("converted"))
+    monkeypatch.setattr(weights, "_alike", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(weights, "is_capturing", lambda _: True)
+    given, drawn, backend = scaled(40, WO_A), Given.draw(BF16), Bare()
+    once, same = given.pair(), given.module()
+    same.weight_scale = same.weight_scale_inv
+    for wo_a in (once, same):
+        run(attrs.evolve(drawn, wo_a=wo_a), backend)
+
+    assert backend.given[0] is once
+    assert backend.given[1].scale is same.weight_scale_inv
+    twice = given.module(weight_scale=given.scale.clone())
+    with pytest.raises(ArgumentError, match=r"^wo_a\.weight_scale: expected the tensor of wo_a\.weight_scale_inv, or"):
+        run(attrs.evolve(drawn, wo_a=twice), backend)
 
 
 # ranks

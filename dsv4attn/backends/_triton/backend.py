@@ -17,6 +17,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import builder, dense
 from dsv4attn.backends._triton.launching.runtime import multiprocessors
 from dsv4attn.backends._triton.launching.warmup import warm
+from dsv4attn.backends._triton.layer import output
 from dsv4attn.backends._triton.tuning import Tuning, tuning_for
 from dsv4attn.core.contract import (
     AttentionCall,
@@ -34,11 +35,14 @@ from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.tensorspec import check_strides
 from dsv4attn.core.warmup_spec import Bounds
-from dsv4attn.core.weights import Weight, dense_weight
+from dsv4attn.core.weights import Weight, dense_weight, scaled_weight
 from dsv4attn.core.workspace import BufferSpec
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["TritonBackend"]
+
+PRODUCTS = ("bf16", "fp8")
+"""Values of option `projection`."""
 
 
 class TritonBackend(BackendDefaults):
@@ -46,7 +50,8 @@ class TritonBackend(BackendDefaults):
 
     name: of the backend. tunings: its tuning table, by architecture or kind of device.
     tuning: row of that table; "auto" is the device's own. deterministic: no row's bits depend on the rest of the batch;
-    a decode row is then cut into splits of fixed length, and a prefill row is not cut.
+    a decode row is then cut into splits of fixed length, and a prefill row is not cut. projection: "fp8" multiplies
+    block-scaled fp8 matrices of the output projection as they are, with outputs rounded to fp8; "bf16" converts them.
     """
 
     name: str
@@ -59,14 +64,16 @@ class TritonBackend(BackendDefaults):
     def _ragged(self) -> bool:
         return self.forms.decode_indices is IndexForm.RAGGED
 
-    def __init__(self, *, tuning: str = "auto", deterministic: bool = False) -> None:
+    def __init__(self, *, tuning: str = "auto", deterministic: bool = False, projection: str = "bf16") -> None:
         """Check the options; no device is touched."""
         if tuning != "auto" and tuning not in self.tunings:
             expected = f"'auto' or a row of the {self.name} backend: {', '.join(self.tunings)}"
             raise ArgumentError("tuning", expected=expected, actual=repr(tuning))
         if not isinstance(deterministic, bool):
             raise ArgumentError("deterministic", expected="true or false", actual=repr(deterministic))
-        self._row, self.deterministic = tuning, deterministic
+        if projection not in PRODUCTS:
+            raise ArgumentError("projection", expected="'bf16' or 'fp8'", actual=repr(projection))
+        self._row, self.deterministic, self.projects_fp8 = tuning, deterministic, projection == "fp8"
 
     @cached_property
     def tuning(self) -> Tuning:
@@ -120,8 +127,11 @@ class TritonBackend(BackendDefaults):
     def inv_rope_o_proj(
         self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Weight, num_groups: int
     ) -> Tensor:
-        """See `contract.Backend`. wo_a may be block-scaled fp8 too, see `weights.dense_weight`."""
+        """See `contract.Backend`. wo_a may be block-scaled fp8 too, which is converted unless this `projects_fp8`."""
         check_strides(o=o, positions=positions, cos_sin_cache=cos_sin_cache)
+        scaled = scaled_weight(wo_a) if self.projects_fp8 else None
+        if scaled is not None:
+            return output.project_fp8(o, positions, cos_sin_cache, scaled, num_groups, deterministic=self.deterministic)
         weight = dense_weight(wo_a)
         check_strides(wo_a=weight)
         return projection.inv_rope_o_proj(
@@ -143,6 +153,9 @@ class TritonBackend(BackendDefaults):
                 yield from projection.variants(
                     *dims, bounds.q_dtype, dtype, aligned=bounds.aligned_rows, arch=device.arch
                 )
+            if self.projects_fp8:
+                dims = layer.num_heads, layer.head_dim, layer.rope_dim, bounds.num_groups, bounds.o_lora_rank
+                yield from output.variants(*dims, bounds.q_dtype, aligned=bounds.aligned_rows, arch=device.arch)
             yield from self._attention_variants(bounds, layer, tuning)
 
     def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:

@@ -28,7 +28,7 @@ INFO = BackendInfo(
     runs_on=("cuda", "hip", "xpu", "cpu"),
     rank=Rank.VENDOR,
     packages=("torch",),
-    options={"tuning": "auto", "deterministic": False},
+    options={"tuning": "auto", "deterministic": False, "projection": "bf16"},
 )
 
 

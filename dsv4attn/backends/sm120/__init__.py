@@ -31,7 +31,14 @@ INFO = BackendInfo(
     runs_on=("cuda", "hip", "xpu", "cpu"),
     rank=Rank.VENDOR,
     packages=("torch",),
-    options={"kernel": "auto", "precision": "auto", "in_range": False, "tuning": "auto", "deterministic": False},
+    options={
+        "kernel": "auto",
+        "precision": "auto",
+        "in_range": False,
+        "tuning": "auto",
+        "deterministic": False,
+        "projection": "bf16",
+    },
 )
 
 

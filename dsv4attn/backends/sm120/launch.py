@@ -37,7 +37,7 @@ class Sm120Backend(TritonBackend):
     this is decided before any launch. With "flashinfer", a call that FlashInfer cannot serve is an error.
     precision: with "bf16" our kernel serves every call, because FlashInfer rounds queries and weights to fp8.
     in_range: a promise that block tables name no block outside its cache; without it FlashInfer gets a checked copy of
-    all indices. tuning, deterministic: see `TritonBackend`; only our kernel is deterministic.
+    all indices. tuning, deterministic, projection: see `TritonBackend`; only our kernel is deterministic.
     """
 
     name = "sm120"
@@ -51,9 +51,10 @@ class Sm120Backend(TritonBackend):
         in_range: bool = False,
         tuning: str = "auto",
         deterministic: bool = False,
+        projection: str = "bf16",
     ) -> None:
         """Choose, touch no device and import no FlashInfer."""
-        super().__init__(tuning=tuning, deterministic=deterministic)
+        super().__init__(tuning=tuning, deterministic=deterministic, projection=projection)
         if kernel not in (AUTO, OWN, FLASHINFER):
             raise ArgumentError("kernel", expected=f"'{AUTO}', '{OWN}' or '{FLASHINFER}'", actual=repr(kernel))
         if precision not in ("auto", "bf16"):

@@ -31,7 +31,7 @@ INFO = BackendInfo(
     runs_on=("sm_90", "cpu"),
     rank=Rank.VENDOR,
     packages=("torch",),
-    options={"prefill": "paged", "tuning": "auto", "deterministic": False},
+    options={"prefill": "paged", "tuning": "auto", "deterministic": False, "projection": "bf16"},
 )
 
 

@@ -50,17 +50,22 @@ class Sm90Backend(TritonBackend):
 
     prefill: "paged" gathers nothing and takes no workspace for keys; "gathered" pays for long chunks of many heads.
     tuning: of the shared kernel, see `TritonBackend`. deterministic: the shared kernel serves every call, because the
-    Gluon kernels split rows at places that depend on the batch.
+    Gluon kernels split rows at places that depend on the batch. projection: see `TritonBackend`.
     """
 
     name = "sm90"
     tunings = TUNING
 
     def __init__(
-        self, *, prefill: str = KeyForm.PAGED.value, tuning: str = "auto", deterministic: bool = False
+        self,
+        *,
+        prefill: str = KeyForm.PAGED.value,
+        tuning: str = "auto",
+        deterministic: bool = False,
+        projection: str = "bf16",
     ) -> None:
         """Check the options; no device is touched."""
-        super().__init__(tuning=tuning, deterministic=deterministic)
+        super().__init__(tuning=tuning, deterministic=deterministic, projection=projection)
         if prefill not in (*KeyForm,):
             expected = " or ".join(f"'{form.value}'" for form in KeyForm)
             raise ArgumentError("prefill", expected=expected, actual=repr(prefill))

@@ -28,7 +28,7 @@ INFO = BackendInfo(
     runs_on=("cuda", "hip", "xpu", "cpu"),
     rank=Rank.VENDOR,
     packages=("torch",),
-    options={"decode": "auto", "tuning": "auto", "deterministic": False},
+    options={"decode": "auto", "tuning": "auto", "deterministic": False, "projection": "bf16"},
 )
 
 

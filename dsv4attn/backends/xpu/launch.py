@@ -65,17 +65,19 @@ class GatherTile:
 class XpuBackend(TritonBackend):
     """Attention of decode on pages or on rows that it gathers, and of prefill on rows that core gathers.
 
-    decode: "fused", "gathered", or "auto": the form that `DECODE` has for the device. tuning, deterministic: see
-    `TritonBackend`.
+    decode: "fused", "gathered", or "auto": the form that `DECODE` has for the device. tuning, deterministic,
+    projection: see `TritonBackend`.
     """
 
     name = "xpu"
     tunings = TUNING
     forms = Forms(prefill_keys=KeyForm.GATHERED, index_alignment=COLUMNS, max_logits=True, empty_lse=True)
 
-    def __init__(self, *, decode: str = "auto", tuning: str = "auto", deterministic: bool = False) -> None:
+    def __init__(
+        self, *, decode: str = "auto", tuning: str = "auto", deterministic: bool = False, projection: str = "bf16"
+    ) -> None:
         """Choose a form of decode and numbers, touch no device."""
-        super().__init__(tuning=tuning, deterministic=deterministic)
+        super().__init__(tuning=tuning, deterministic=deterministic, projection=projection)
         if decode not in ("auto", FUSED, GATHERED):
             raise ArgumentError("decode", expected=f"'auto', '{FUSED}' or '{GATHERED}'", actual=repr(decode))
         self._form = decode

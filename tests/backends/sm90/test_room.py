@@ -66,7 +66,12 @@ def test_what_prefill_may_be_is_said() -> None:
 
 
 def test_prefill_reads_pages_unless_rows_are_asked_for() -> None:
-    assert dict(INFO.options) == {"prefill": "paged", "tuning": "auto", "deterministic": False}
+    assert dict(INFO.options) == {
+        "prefill": "paged",
+        "tuning": "auto",
+        "deterministic": False,
+        "projection": "bf16",
+    }
     assert load_backend("sm90").forms == Forms(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
     gathered = load_backend("sm90", prefill="gathered")
     assert gathered.forms == Forms(prefill_keys=KeyForm.GATHERED, max_logits=True, empty_lse=True)

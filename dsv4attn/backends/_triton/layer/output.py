@@ -1,0 +1,294 @@
+"""Output projection in fp8: the launchers of `kernels_output`, with tiles by architecture and number of tokens.
+
+Outputs are turned back and quantised, 128 columns under one scale, and multiplied by the codes of block-scaled weights.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import product
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from attrs import frozen
+from torch import Tensor
+
+from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments
+from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
+from dsv4attn.backends._triton.layer.kernels_output import project_codes_kernel, quantize_output_kernel
+from dsv4attn.core.layout import Fp8Format
+from dsv4attn.core.tensorspec import check_strides, check_tensor
+from dsv4attn.core.weights import BLOCK, BlockScaledWeight
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["fp8_o_proj", "inv_rope_fp8_quant", "project_fp8", "variants"]
+
+AMAX_FLOOR = 1e-10
+"""Smallest maximum of a group that is assumed, so that a group of zeros has a scale."""
+FORMATS: Final = {torch.float8_e4m3fn: Fp8Format.OCP, torch.float8_e4m3fnuz: Fp8Format.FNUZ}
+DTYPES: Final = {fp8_format: dtype for dtype, fp8_format in FORMATS.items()}
+SCALES: Final = {"float32": torch.float32, "ue8m0": torch.uint8}
+NATIVE = frozenset({"sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"})
+"""Architectures that multiply OCP codes as they are. Everywhere else, and for FNUZ, codes are multiplied as fp16."""
+QUANTISED_HEADS = 32
+QUANTISE_WARPS = 4
+
+
+@frozen
+class Tile:
+    """Tokens and ranks of a tile, and warps and pipeline stages of its program.
+
+    swapped: whether weights are the left operand, which has 64 rows or more on some matrix units.
+    """
+
+    tokens: int
+    ranks: int
+    warps: int
+    stages: int
+    swapped: bool = False
+
+
+Tiles = tuple[Tile, Tile, Tile]
+"""For a few tokens, for up to 128, and for more."""
+NATIVE_TILES: Tiles = (Tile(16, 64, 4, 6, swapped=True), Tile(64, 64, 4, 5), Tile(128, 128, 8, 3))
+DECODED_TILES: Tiles = (Tile(16, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3))
+CDNA_TILES: Tiles = (Tile(16, 64, 4, 2), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2))
+"""More stages are registers here, and Triton 3.6 fails to compile them."""
+RDNA_TILES: Tiles = (Tile(16, 64, 4, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1))
+"""Larger tiles, or more stages, spill 256 registers of a thread (compiled with Triton 3.9; not measured)."""
+DECODED: Mapping[str, Tiles] = {
+    **dict.fromkeys(("gfx90a", "gfx942", "gfx950"), CDNA_TILES),
+    **dict.fromkeys(("gfx1100", "gfx1151", "gfx1201"), RDNA_TILES),
+}
+
+
+def is_native(fp8_format: Fp8Format, arch: str) -> bool:
+    """Whether codes are multiplied as they are."""
+    return fp8_format is Fp8Format.OCP and arch in NATIVE and not INTERPRETED
+
+
+def tiles_for(fp8_format: Fp8Format, arch: str) -> Tiles:
+    """Tiles for a few tokens, for up to 128, and for more."""
+    return NATIVE_TILES if is_native(fp8_format, arch) else DECODED.get(arch, DECODED_TILES)
+
+
+def tile_of(tokens: int, fp8_format: Fp8Format, arch: str) -> Tile:
+    """Tile of a product."""
+    small, middle, large = tiles_for(fp8_format, arch)
+    return small if tokens <= small.tokens else middle if tokens <= 2 * middle.tokens else large
+
+
+def inv_rope_fp8_quant(
+    o: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    num_groups: int,
+    *,
+    fp8_format: Fp8Format = Fp8Format.OCP,
+    scale_format: str = "float32",
+) -> tuple[Tensor, Tensor]:
+    """Undo the rotation of o [T, H, D], and quantise the result in fp32, each 128 columns of a head by themselves.
+
+    o: bf16 or fp32; it is not changed. positions: [T] int64. cos_sin_cache: [positions, rope_dim] fp32. The factor of a
+    group of 128 is the smallest power of two with which its largest magnitude, taken as at least 1e-10, fits. NaN, and
+    infinity, become a NaN code. A row's bits do not depend on other rows.
+    Returns codes [T, G, H / G * D] in the fp8 dtype of the format, and scales [T, G, H / G * D / 128], both dense:
+    the factors in fp32, or, as "ue8m0", their exponents + 127 in uint8.
+    Raises ArgumentError unless D is a multiple of 128.
+    """
+    tokens, heads, dim = o.shape
+    _check_head_dim(dim)
+    if scale_format not in SCALES:
+        raise ArgumentError("scale_format", expected=f"one of {', '.join(SCALES)}", actual=repr(scale_format))
+    check_strides(o=o, positions=positions, cos_sin_cache=cos_sin_cache)
+    width = heads // num_groups * dim
+    codes = torch.empty(tokens, num_groups, width, dtype=DTYPES[fp8_format], device=o.device)
+    scales = torch.empty(tokens, num_groups, width // BLOCK, dtype=SCALES[scale_format], device=o.device)
+    constants = _quantise_constants(heads, dim, cos_sin_cache.shape[1], alignment_of_rows(o), fp8_format)
+    launch(
+        quantize_output_kernel,
+        (tokens * triton.cdiv(heads, constants["BLOCK_H"]) * (dim // BLOCK),),
+        (
+            o, positions, cos_sin_cache, codes.view(torch.uint8), scales, o.stride(0), o.stride(1),
+            cos_sin_cache.stride(0), cos_sin_cache.shape[0],
+        ),
+        constants,
+        num_warps=QUANTISE_WARPS,
+        fp_fusion=False,
+    )  # fmt: skip
+    return codes, scales
+
+
+def fp8_o_proj(
+    codes: Tensor,
+    scales: Tensor,
+    wo_a: BlockScaledWeight,
+    num_groups: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    deterministic: bool = False,
+) -> Tensor:
+    """Multiply each group of quantised outputs by its own matrix: [T, G, rank] in `dtype`.
+
+    codes, scales: as `inv_rope_fp8_quant` returns them, in the fp8 dtype of the weight; rows may lie apart. wo_a:
+    [G * rank, K], whose rows begin at multiples of 16 bytes. Sums of 128 columns, times both factors, are added in
+    fp32; a NaN code of either makes what it is multiplied into NaN. deterministic: every row is summed in one order,
+    whatever T; otherwise tiles, and with them the order, follow T.
+    Raises ArgumentError unless K is a multiple of 128, both are of one fp8 dtype, and rows are aligned.
+    """
+    weight, w_scales = wo_a.weight, wo_a.scale
+    tokens, _, width = codes.shape
+    rank = weight.shape[0] // num_groups
+    _check_operands(codes, scales, weight, num_groups)
+    fp8_format, arch = FORMATS[weight.dtype], architecture()
+    out = torch.empty(tokens, num_groups, rank, dtype=dtype, device=codes.device)
+    tile = tiles_for(fp8_format, arch)[1] if deterministic else tile_of(tokens, fp8_format, arch)
+    launch(
+        project_codes_kernel,
+        (num_groups * triton.cdiv(tokens, tile.tokens) * triton.cdiv(rank, tile.ranks),),
+        (
+            codes.view(torch.uint8), scales, weight.view(torch.uint8), _as_numbers(w_scales), out, tokens,
+            codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1), weight.stride(0),
+            w_scales.stride(0), w_scales.stride(1), out.stride(0), out.stride(1),
+        ),
+        _project_constants(tile, rank, width, fp8_format, alignment_of_rows(out), native=is_native(fp8_format, arch)),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def project_fp8(
+    o: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    wo_a: BlockScaledWeight,
+    num_groups: int,
+    *,
+    deterministic: bool = False,
+) -> Tensor:
+    """Undo the rotation of o [T, H, D], quantise the result, and project each group of its heads: [T, G, rank] like o.
+
+    See `inv_rope_fp8_quant` and `fp8_o_proj`; arguments are checked before the first launch.
+    """
+    _check_head_dim(o.shape[2])
+    _check_rows(wo_a.weight)
+    codes, scales = inv_rope_fp8_quant(o, positions, cos_sin_cache, num_groups, fp8_format=FORMATS[wo_a.weight.dtype])
+    return fp8_o_proj(codes, scales, wo_a, num_groups, dtype=o.dtype, deterministic=deterministic)
+
+
+def _check_head_dim(dim: int) -> None:
+    if dim % BLOCK:
+        expected = f"a head dim that is a multiple of {BLOCK}, the columns under one scale"
+        raise ArgumentError("o", expected=expected, actual=dim, hint="project in bf16: option projection=bf16")
+
+
+def _check_rows(weight: Tensor) -> None:
+    check_strides(**{"wo_a.weight": weight})
+    if alignment_of_rows(weight) < WIDE:
+        expected, hint = f"rows that begin at multiples of {WIDE} bytes", "pass a copy of it: wo_a.weight.clone()"
+        actual = f"address {weight.data_ptr()}, rows {weight.stride(0)} apart"
+        raise ArgumentError("wo_a.weight", expected=expected, actual=actual, hint=hint)
+
+
+def _check_operands(codes: Tensor, scales: Tensor, weight: Tensor, num_groups: int) -> None:
+    """Raise ArgumentError unless codes and weight fit each other, and the kernel."""
+    tokens, _, width = codes.shape
+    if weight.shape[0] % num_groups or weight.shape[1] != width or width % BLOCK:
+        expected = f"[{num_groups} * rank, {width}], a matrix for each group, and a multiple of {BLOCK} columns"
+        raise ArgumentError("wo_a.weight", expected=expected, actual=list(weight.shape))
+    letters = {"T": tokens, "G": num_groups}
+    check_tensor("codes", codes, f"T G {width}", weight.dtype, letters, like="wo_a.weight")
+    check_tensor("scales", scales, f"T G {width // BLOCK}", (*SCALES.values(),), letters)
+    _check_rows(weight)
+    if alignment_of_rows(codes) < WIDE:
+        expected, hint = f"rows that begin at multiples of {WIDE} bytes", "pass codes.clone()"
+        raise ArgumentError("codes", expected=expected, actual=f"strides {list(codes.stride())}", hint=hint)
+
+
+def _as_numbers(scales: Tensor) -> Tensor:
+    """Scales in fp32, or the exponents of others as uint8."""
+    return scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
+
+
+def _bits(x: float) -> int:
+    """Bits of a positive number in fp32, which are ordered like the numbers."""
+    return int(struct.unpack("<i", struct.pack("<f", x))[0])
+
+
+@cache
+def _quantise_constants(heads: int, dim: int, rope: int, aligned: int, fp8_format: Fp8Format) -> dict[str, Any]:
+    return {
+        "HEADS": heads,
+        "BLOCK_H": min(QUANTISED_HEADS, triton.next_power_of_2(heads)),
+        "DIM": dim,
+        "ROPE": rope,
+        "GROUP": BLOCK,
+        "ALIGNED": aligned,
+        "FNUZ": fp8_format is Fp8Format.FNUZ,
+        "LARGEST": _bits(fp8_format.max),
+        "FLOOR": _bits(AMAX_FLOOR),
+    }
+
+
+@cache
+def _project_constants(
+    tile: Tile, rank: int, width: int, fp8_format: Fp8Format, out_aligned: int, *, native: bool
+) -> dict[str, Any]:
+    return {
+        "RANK": rank,
+        "K": width,
+        "GROUP": BLOCK,
+        "BLOCK_M": tile.tokens,
+        "BLOCK_N": tile.ranks,
+        "SWAPPED": tile.swapped,
+        "NATIVE": native,
+        "OUT_ALIGNED": out_aligned,
+        "FNUZ": fp8_format is Fp8Format.FNUZ,
+        # interpreted, fp16 is summed in fp16
+        "DT": tl.float32 if INTERPRETED else tl.float16,
+        "EXACT_CASTS": not INTERPRETED,
+    }
+
+
+def variants(
+    heads: int,
+    head_dim: int,
+    rope: int,
+    num_groups: int,
+    rank: int,
+    dtype: torch.dtype,
+    *,
+    aligned: bool = True,
+    arch: str = "",
+) -> Iterator[Variant]:
+    """Every form that `project_fp8` can ask for on an architecture; none if head_dim is not a multiple of 128.
+
+    dtype: of outputs. aligned: whether their rows begin at multiples of 16 bytes.
+    """
+    if head_dim % BLOCK:
+        return
+    types = {"O": pointer_type(dtype), "POSITIONS": "*i64", "TABLE": "*fp32", "CODES": "*u8", "SCALES": "*fp32"}
+    width = heads // num_groups * head_dim
+    for fp8_format in Fp8Format:
+        for rows in row_alignments(head_dim, dtype, aligned=aligned):
+            constants = _quantise_constants(heads, head_dim, rope, rows, fp8_format)
+            yield Variant.from_types(
+                quantize_output_kernel, types, constants, num_warps=QUANTISE_WARPS, fp_fusion=False
+            )
+        native, tiles = is_native(fp8_format, arch), dict.fromkeys(tiles_for(fp8_format, arch))
+        outs = row_alignments(rank, dtype, aligned=True)
+        for tile, scale, out in product(tiles, ("*fp32", "*u8"), outs):
+            named = {"CODES": "*u8", "SCALES": "*fp32", "W": "*u8", "W_SCALES": scale, "OUT": pointer_type(dtype)}
+            yield Variant.from_types(
+                project_codes_kernel,
+                named,
+                _project_constants(tile, rank, width, fp8_format, out, native=native),
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+            )

@@ -1,0 +1,331 @@
+"""The output projection in fp8: codes and scales bit for bit, products against float64, and both together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.backends._triton.launching.runtime import architecture, observed
+from dsv4attn.backends._triton.layer import output
+from dsv4attn.core.layout import Fp8Format
+from dsv4attn.core.weights import BlockScaledWeight
+from dsv4attn.errors import ArgumentError
+from dsv4attn.testing import oracle
+from tests.backends._triton.cache.caches import DEVICE, each_dtype, strided
+from tests.backends._triton.compiling.gates import ROOT
+from tests.backends._triton.layer.outputs import BLOCK, Call
+from tests.core.scaled import FNUZ, OCP, each_dialect, each_form
+
+
+@each_dialect
+@each_dtype
+def test_outputs_are_turned_back_and_quantised_in_fp32(dialect: torch.dtype, dtype: torch.dtype) -> None:
+    for seed in range(4):
+        call = Call(seed, dtype=dtype, dialect=dialect)
+        call.check_codes(*call.quantise())
+
+
+def test_exponents_of_scales_can_be_asked_for_four_in_a_word() -> None:
+    call = Call(1)
+    codes, scales = call.quantise()
+    again, exponents = call.quantise(scale_format="ue8m0")
+
+    assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
+    assert exponents.dtype == torch.uint8
+    assert torch.equal(torch.exp2(exponents.float() - 127), scales)
+    call.check_codes(again, exponents)
+
+
+@each_dialect
+def test_every_value_between_two_codes_goes_to_the_nearer_one(dialect: torch.dtype) -> None:
+    fnuz = dialect == FNUZ
+    call = Call(3, dialect=dialect, dtype=torch.float32, tokens=9)
+    magnitudes = oracle.decode_e4m3(np.arange(0x80 if fnuz else 0x7F, dtype=np.uint8), fnuz)
+    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
+    values = np.concatenate([magnitudes, middles, np.nextafter(middles.astype(np.float32), np.float32(1e9)), -middles])
+    # the first value of a group is the largest code, so that its scale is 1
+    rows = np.full((9, 2, BLOCK), magnitudes[-1])
+    rows[..., 1:].reshape(-1)[: len(values)] = 0
+    flat = np.resize(values, (9, 2, BLOCK - 1))
+    rows[..., 1:] = flat
+    call.rope = 2
+    call.table = torch.tensor([[1.0, 0.0]], device=DEVICE).repeat(11, 1)
+    call.o = torch.from_numpy(rows).float().to(DEVICE)
+    call.check_codes(*call.quantise())
+
+
+@each_dialect
+def test_a_nan_is_a_nan_code_and_an_infinity_too(dialect: torch.dtype) -> None:
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        call = Call(0, dialect=dialect)
+        codes, scales = call.quantise()
+        call.o[1, 2, 5] = bad
+        call.o[2, 1, call.dim - 1] = bad
+        found, rescaled = call.quantise()
+        wrong = torch.from_numpy(np.isnan(oracle.decode_e4m3(found.view(torch.uint8).cpu().numpy(), call.fnuz)))
+        place = wrong.view(5, call.heads, call.dim)
+
+        # a rotated pair has two values
+        assert place.nonzero().tolist() == [[1, 2, 5], [2, 1, call.dim - 2], [2, 1, call.dim - 1]]
+        same = ~wrong.view(5, -1, BLOCK).any(-1).to(DEVICE)
+        assert torch.equal(rescaled.view(5, -1)[same], scales.view(5, -1)[same])
+        assert torch.equal(
+            found.view(torch.uint8).view(5, -1, BLOCK)[same], codes.view(torch.uint8).view(5, -1, BLOCK)[same]
+        )
+
+
+def test_positions_of_padding_may_be_anything() -> None:
+    call = Call(2)
+    codes, scales = call.quantise()
+    call.positions[1], call.positions[3] = -(2**60), 2**62
+    found, rescaled = call.quantise()
+
+    for row in (0, 2, 4):
+        assert torch.equal(found[row].view(torch.uint8), codes[row].view(torch.uint8))
+        assert torch.equal(rescaled[row], scales[row])
+
+
+@each_dialect
+@each_form
+def test_codes_are_multiplied_and_every_block_has_its_scale(dialect: torch.dtype, form: str) -> None:
+    for seed in range(4):
+        call = Call(seed, dialect=dialect, form=form)
+        given = call.quantise(scale_format=("float32", "ue8m0")[seed % 2])
+        call.check_product(output.fp8_o_proj(*given, call.wo_a, call.groups), *given)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 128, 129])
+def test_every_tile_and_its_edges(tokens: int) -> None:
+    call = Call(0, tokens=tokens)
+    given = call.quantise()
+    with observed() as seen:
+        z = output.fp8_o_proj(*given, call.wo_a, call.groups, dtype=torch.float32)
+    call.check_product(z, *given)
+
+    assert dict(seen[0].constants)["BLOCK_M"] == output.tile_of(tokens, Fp8Format.OCP, architecture()).tokens
+
+
+def test_rows_may_lie_apart() -> None:
+    call = Call(1)
+    codes, scales = call.quantise()
+    z = output.fp8_o_proj(codes, scales, call.wo_a, call.groups)
+    wide = torch.full((5, call.groups, codes.shape[2] + 16), 0x7F, dtype=torch.uint8, device=DEVICE)
+    wide[..., :-16] = codes.view(torch.uint8)
+    matrix = torch.full((call.wo_a.weight.shape[0], codes.shape[2] + 32), 0x7F, dtype=torch.uint8, device=DEVICE)
+    matrix[:, :-32] = call.wo_a.weight.view(torch.uint8)
+    apart = BlockScaledWeight(matrix.view(OCP)[:, :-32], call.wo_a.scale.T.contiguous().T)
+    factors = torch.full((5, call.groups, scales.shape[2] + 1), torch.nan, device=DEVICE)
+    factors[..., :-1] = scales
+
+    assert torch.equal(output.fp8_o_proj(wide.view(OCP)[..., :-16], factors[..., :-1], apart, call.groups), z)
+
+
+@each_dialect
+def test_a_nan_code_reaches_what_it_is_multiplied_into_and_nothing_else(dialect: torch.dtype) -> None:
+    nan = 0x80 if dialect == FNUZ else 0xFF
+    for tokens in (4, 20):
+        call = Call(0, dialect=dialect, tokens=tokens)
+        codes, scales = call.quantise()
+        z = output.fp8_o_proj(codes, scales, call.wo_a, call.groups)
+        codes.view(torch.uint8)[2, 1, 77] = nan
+        call.wo_a.weight.view(torch.uint8)[3, 130] = nan
+        spoilt = output.fp8_o_proj(codes, scales, call.wo_a, call.groups)
+        wrong = torch.zeros_like(z, dtype=torch.bool)
+        wrong[2, 1], wrong[:, 0, 3] = True, True
+
+        assert torch.equal(spoilt.isnan(), wrong)
+        assert torch.equal(spoilt[~wrong], z[~wrong])
+
+
+def test_a_nan_scale_reaches_its_block() -> None:
+    call = Call(1, form="bytes")
+    call.wo_a.scale[1, 0] = 255
+    codes, scales = call.quantise()
+    scales[2, 0, 1] = torch.nan
+    z = output.fp8_o_proj(codes, scales, call.wo_a, call.groups)
+    wrong = torch.zeros_like(z, dtype=torch.bool)
+    wrong[2], wrong[..., BLOCK:] = True, True
+
+    assert torch.equal(z.isnan(), wrong)
+
+
+@each_dtype
+def test_the_whole_is_that_of_values_but_for_the_noise_of_codes(dtype: torch.dtype) -> None:
+    for seed in range(4):
+        call = Call(seed, dtype=dtype)
+        z, x = call.project(), call.turned().astype(np.float64)
+        wanted = np.einsum("tgk,grk->tgr", x, call.matrices())
+        off = np.linalg.norm(z.double().cpu().numpy() - wanted) / np.linalg.norm(wanted)
+
+        assert z.dtype == dtype
+        assert 0.001 < off < 0.04
+        given = call.quantise()
+        assert torch.equal(z, output.fp8_o_proj(*given, call.wo_a, call.groups, dtype=dtype))
+
+
+def test_nothing_happens_without_tokens() -> None:
+    call = Call(0, tokens=0)
+    codes, scales = call.quantise()
+
+    assert (codes.shape, scales.shape) == ((0, 2, 256), (0, 2, 2))
+    assert call.project().shape == (0, 2, 24)
+
+
+def test_a_row_has_the_same_bits_in_every_batch_if_that_is_asked_for() -> None:
+    call = Call(0, tokens=130)
+    found = []
+    with observed() as seen:
+        for tokens in (1, 20, 130):
+            o, positions = call.o[-tokens:], call.positions[-tokens:]
+            rest = o, positions, call.table, call.wo_a, call.groups
+            found.append(output.project_fp8(*rest, deterministic=True)[-1])
+
+    assert len(set(seen)) == 2
+    assert all(torch.equal(z, found[0]) for z in found)
+
+
+@each_dialect
+@each_dtype
+def test_warm_up_foresees_every_form_that_is_launched(dialect: torch.dtype, dtype: torch.dtype) -> None:
+    for seed, tokens in enumerate((1, 30, 130, 2)):
+        for form in ("fp32", "bytes"):
+            call = Call(seed, dtype=dtype, dialect=dialect, form=form, tokens=tokens)
+            if seed == 2:
+                call.o = strided(call.o, 3)
+            with observed() as seen:
+                call.project()
+            sizes = call.heads, call.dim, call.rope, call.groups, call.rank, dtype
+            arch = architecture()
+
+            assert len(seen) == 2
+            assert set(seen) <= set(output.variants(*sizes, aligned=seed != 2, arch=arch))
+            assert set(output.variants(*sizes, arch=arch)) <= set(output.variants(*sizes, aligned=False, arch=arch))
+
+
+def test_there_is_no_form_for_heads_without_whole_groups() -> None:
+    assert list(output.variants(8, 80, 8, 2, 64, torch.bfloat16)) == []
+
+
+def test_the_fullest_kernels_keep_every_limit() -> None:
+    archs = ["sm_80", "sm_90", "sm_120", "gfx942", "gfx1100"]
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "tests.backends._triton.layer.compiles_output", *archs]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=ROOT)
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {arch: {"e4m3fn": [], "e4m3fnuz": []} for arch in archs}
+
+
+# errors
+
+
+def test_what_does_not_fit_is_an_error_before_any_launch() -> None:
+    call = Call(0)
+    codes, scales = call.quantise()
+    weight, raw = call.wo_a.weight, call.wo_a.weight.view(torch.uint8)
+    shifted = torch.empty(raw.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].view(OCP).view(weight.shape)
+    turned = BlockScaledWeight(raw.T.contiguous().T.view(OCP), call.wo_a.scale)
+    wrong: list[tuple[str, Callable[[], Any]]] = [
+        ("o: expected a head dim that is a multiple of 128.*projection=bf16", lambda: project_of_width(call, 80)),
+        (r"wo_a\.weight: expected rows that begin at multiples of 16 bytes", lambda: projected(call, shifted)),
+        (r"wo_a\.weight: expected stride 1 in the last", lambda: output.fp8_o_proj(codes, scales, turned, 2)),
+        (r"wo_a\.weight: expected \[5 \* rank, 256\]", lambda: output.fp8_o_proj(codes, scales, call.wo_a, 5)),
+        ("codes: .*float8_e4m3fn", lambda: output.fp8_o_proj(codes.view(torch.uint8), scales, call.wo_a, 2)),
+        ("codes: .*float8_e4m3fn", lambda: output.fp8_o_proj(codes.view(FNUZ), scales, call.wo_a, 2)),
+        ("scales: expected", lambda: output.fp8_o_proj(codes, scales[..., :1], call.wo_a, 2)),
+        ("scales: expected", lambda: output.fp8_o_proj(codes, scales.double(), call.wo_a, 2)),
+        ("scale_format: expected one of float32, ue8m0", lambda: call.quantise(scale_format="fp32")),
+    ]
+    with observed() as seen:
+        for said, act in wrong:
+            with pytest.raises(ArgumentError, match=said):
+                act()
+
+    assert seen == []
+
+
+def project_of_width(call: Call, dim: int) -> Tensor:
+    wide = torch.zeros(2, 2, dim, dtype=torch.bfloat16, device=DEVICE)
+    return output.project_fp8(wide, call.positions[:2], call.table, call.wo_a, 2)
+
+
+def projected(call: Call, weight: Tensor) -> Tensor:
+    call.wo_a = BlockScaledWeight(weight, call.wo_a.scale)
+    return call.project()
+
+
+# planted mistakes
+
+
+def with_rotation(call: Call) -> None:
+    call.table[:, call.rope // 2 :] *= -1
+
+
+def without_rotation(call: Call) -> None:
+    call.table[:, : call.rope // 2], call.table[:, call.rope // 2 :] = 1, 0
+
+
+def with_other_positions(call: Call) -> None:
+    call.positions = (call.positions + 1) % 11
+
+
+@pytest.mark.parametrize("change", [with_rotation, without_rotation, with_other_positions])
+def test_a_wrong_rotation_is_found(change: Callable[[Call], None]) -> None:
+    call, wrong = Call(0), Call(0)
+    change(wrong)
+    with pytest.raises(AssertionError):
+        call.check_codes(*wrong.quantise())
+
+
+@pytest.mark.parametrize(("name", "value"), [("AMAX_FLOOR", 1e-4), ("AMAX_FLOOR", 1e-12)])
+def test_another_floor_is_found(name: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Call(0)
+    monkeypatch.setattr(output, name, value)
+    output._quantise_constants.cache_clear()
+    try:
+        with pytest.raises(AssertionError):
+            call.check_codes(*call.quantise())
+    finally:
+        output._quantise_constants.cache_clear()
+
+
+def with_scales_of_other_rows(wrong: Call) -> None:
+    wrong.wo_a = BlockScaledWeight(wrong.wo_a.weight, wrong.wo_a.scale.roll(1, 0))
+
+
+def with_scales_of_other_columns(wrong: Call) -> None:
+    wrong.wo_a = BlockScaledWeight(wrong.wo_a.weight, wrong.wo_a.scale.roll(1, 1))
+
+
+def with_groups_swapped(wrong: Call) -> None:
+    weight = wrong.wo_a.weight.view(torch.uint8).roll(wrong.rank, 0).view(OCP)
+    wrong.wo_a = BlockScaledWeight(weight, wrong.wo_a.scale)
+
+
+@pytest.mark.parametrize(
+    ("seed", "change"), [(3, with_scales_of_other_rows), (0, with_scales_of_other_columns), (3, with_groups_swapped)]
+)
+def test_a_wrong_block_of_weights_is_found(seed: int, change: Callable[[Call], None]) -> None:
+    call, wrong = Call(seed), Call(seed)
+    given = call.quantise()
+    change(wrong)
+    with pytest.raises(AssertionError):
+        call.check_product(output.fp8_o_proj(*given, wrong.wo_a, call.groups), *given)
+
+
+def test_scales_of_other_outputs_are_found() -> None:
+    call = Call(0)
+    codes, scales = call.quantise()
+    for wrong in (scales.roll(1, 0), scales.roll(1, 1), scales.roll(1, 2)):
+        with pytest.raises(AssertionError):
+            call.check_product(output.fp8_o_proj(codes, wrong, call.wo_a, call.groups), codes, scales)
