@@ -98,36 +98,41 @@ def pool(
     blocks = TABLE + tl.where(known, request, 0).to(tl.int64) * table_stride
     # a position that exists has 31 bits, and division of 64 bits is slow
     last, place = position.to(tl.int32) // state_size, position.to(tl.int32) % state_size
-    # [ROWS, LANES]
-    index = tl.arange(0, ROWS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    lane = tl.arange(0, LANES)
     # [LANES, BLOCK]
     top = tl.full([LANES, BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([LANES, BLOCK], tl.float32)
     acc = tl.zeros([LANES, BLOCK], tl.float32)
     for step in range(triton.cdiv(window, ROWS * LANES)):
-        row = step * (ROWS * LANES) + index
-        back = window - 1 - row
-        # pages from the row's to that of the position
-        pages = (back - place + state_size - 1) // state_size
-        exists = (row < window) & (back <= position) & (pages <= last) & (last - pages < columns)
-        block = tl.load(blocks + (last - pages), mask=exists, other=-1)
-        exists &= (block >= 0) & (block < state_blocks)
-        state = STATES + block.to(tl.int64) * state_page + (place - back + pages * state_size) * state_stride
-        state = tl.multiple_of(state, (STATES_ALIGNED, STATES_ALIGNED))
-        if OVERLAP:
-            # tokens of the entry's own window count by their second half of channels
-            state += (row >= RATIO).to(tl.int32) * D
-        # [ROWS, LANES, BLOCK]
-        state = state[:, :, None] + dim[None, None, :]
-        here = exists[:, :, None] & live[None, None, :]
-        score = tl.load(state + width, mask=here, other=float("-inf"))
-        kv = tl.load(state, mask=here, other=0.0)
-        higher = tl.maximum(top, tl.max(score, 0))
+        kvs, scores = (), ()
+        for each in tl.static_range(ROWS):
+            # [LANES]
+            row = (step * ROWS + each) * LANES + lane
+            back = window - 1 - row
+            # pages from the row's to that of the position
+            pages = (back - place + state_size - 1) // state_size
+            exists = (row < window) & (back <= position) & (pages <= last) & (last - pages < columns)
+            block = tl.load(blocks + (last - pages), mask=exists, other=-1)
+            exists &= (block >= 0) & (block < state_blocks)
+            state = STATES + block.to(tl.int64) * state_page + (place - back + pages * state_size) * state_stride
+            state = tl.multiple_of(state, STATES_ALIGNED)
+            if OVERLAP:
+                # tokens of the entry's own window count by their second half of channels
+                state += (row >= RATIO).to(tl.int32) * D
+            state = state[:, None] + dim[None, :]
+            here = exists[:, None] & live[None, :]
+            scores += (tl.load(state + width, mask=here, other=float("-inf")),)
+            kvs += (tl.load(state, mask=here, other=0.0),)
+        higher = top
+        for each in tl.static_range(ROWS):
+            higher = tl.maximum(higher, scores[each])
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight, shrink = tl.exp(score - base[None, :, :]), tl.exp(top - base)
-        total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink + tl.sum(weight * kv, 0)
-        top = higher
+        shrink = tl.exp(top - base)
+        total, acc, top = total * shrink, acc * shrink, higher
+        for each in tl.static_range(ROWS):
+            weight = tl.exp(scores[each] - base)
+            total += weight
+            acc += weight * kvs[each]
 
     # [BLOCK]; a NaN among scores shows in the sums, maxima may pass over it
     higher = tl.max(top, 0)
