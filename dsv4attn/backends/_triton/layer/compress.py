@@ -121,12 +121,11 @@ def compress_norm_rope_store(
         (
             states.tensor, state_block_table, token_to_req, positions, slot_mapping, norm_weight, cos_sin_cache,
             cache.tensor, n, tokens, float(eps), *state_block_table.shape, state_block_table.stride(0),
-            states.num_blocks, states.block_size, state_page, state_stride, cos_sin_cache.shape[0],
+            states.num_blocks, states.block_size, -(-(2**48) // states.block_size), state_page, state_stride, cos_sin_cache.shape[0],
             cos_sin_cache.stride(0), cache.num_blocks, cache.block_size, *record_strides(cache),
         ),
         constants,
         num_warps=warps,
-        fp_fusion=False,
     )  # fmt: skip
 
 
@@ -203,4 +202,4 @@ def variants(
         named["CACHE"] = pointer_type(layout.dtype)
         for records in record_alignments(layout, aligned=aligned):
             constants, warps = _compress_constants(layout, rope, ratio, overlap, states, records, arch)
-            yield Variant.from_types(compress_kernel, named, constants, num_warps=warps, fp_fusion=False)
+            yield Variant.from_types(compress_kernel, named, constants, num_warps=warps)

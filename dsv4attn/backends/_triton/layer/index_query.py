@@ -5,6 +5,7 @@ This file launches `kernels_index_query`. Bits of a head depend on nothing but t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -15,16 +16,18 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments, writer_constants
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
-from dsv4attn.backends._triton.launching.runtime import launch
+from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch
 from dsv4attn.backends._triton.layer.kernels_index_query import index_query_kernel
 from dsv4attn.core.definitions.indexer import IndexQuery
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.tensorspec import check_strides
 
 __all__ = ["indexer_q_rope_quant", "variants"]
 
 TILE, WARPS = 4096, 8
 """Values of q that a program takes, 32 heads of the model's, and its warps."""
+NATIVE = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
+"""Architectures that convert to e4m3fn in one instruction."""
 
 
 def indexer_q_rope_quant(
@@ -37,7 +40,7 @@ def indexer_q_rope_quant(
     folded, scales = q.new_empty(tokens, heads, dtype=torch.float32), None
     if _code_bits(layout) == 4:
         scales = q.new_empty(tokens, heads, layout.num_groups, dtype=torch.uint8)
-    constants = _constants(layout, heads, cos_sin_cache.shape[1], alignment_of_rows(q))
+    constants = _constants(layout, heads, cos_sin_cache.shape[1], alignment_of_rows(q, cos_sin_cache), architecture())
     launch(
         index_query_kernel,
         (tokens * triton.cdiv(heads, constants["BLOCK_H"]),),
@@ -64,18 +67,21 @@ def _value_columns(layout: KVCacheLayout) -> int:
 
 
 @cache
-def _constants(layout: KVCacheLayout, heads: int, rope: int, rows: int) -> dict[str, Any]:
+def _constants(layout: KVCacheLayout, heads: int, rope: int, rows: int, arch: str) -> dict[str, Any]:
     block = min(max(TILE // triton.next_power_of_2(layout.head_dim), 1), triton.next_power_of_2(heads))
     writer = writer_constants(layout)
     return {
         "HEADS": heads,
         "BLOCK_H": block,
         "ROW_ALIGNED": rows,
+        # memory of our own begins at a multiple of 16
+        "VALUES_ALIGNED": math.gcd(_value_columns(layout) * layout.dtype.itemsize, WIDE),
         "D": layout.head_dim,
         "ROPE": rope,
         "CODE_BITS": _code_bits(layout),
         "GROUP": layout.group_size,
         **{name: writer[name] for name in ("FNUZ", "LARGEST", "FLOOR", "EXACT_CASTS")},
+        "NATIVE": layout.fp8_format is Fp8Format.OCP and arch in NATIVE,
     }
 
 
@@ -87,6 +93,7 @@ def variants(
     weight_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,),
     *,
     aligned_rows: bool = True,
+    arch: str = "",
 ) -> Iterator[Variant]:
     """Every form that the step can ask for, with q of a dtype, and weights of one of some dtypes.
 
@@ -97,5 +104,5 @@ def variants(
     for weight_dtype in weight_dtypes:
         for rows in row_alignments(layout.head_dim, dtype, aligned=aligned_rows):
             named = {**types, "WEIGHTS": pointer_type(weight_dtype)}
-            constants = _constants(layout, heads, rope, rows)
+            constants = _constants(layout, heads, rope, rows, arch)
             yield Variant.from_types(index_query_kernel, named, constants, num_warps=WARPS, fp_fusion=False)

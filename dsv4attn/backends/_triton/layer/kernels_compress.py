@@ -81,8 +81,8 @@ def dims_at(
 
 @triton.jit
 def pool(
-    position, request, STATES, TABLE, num_requests, num_columns, table_stride, state_blocks, state_size, state_page,
-    state_stride, dim, live,
+    position, request, STATES, TABLE, num_requests, num_columns, table_stride, state_blocks, state_size, state_inverse,
+    state_page, state_stride, dim, live,
     D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
     BLOCK: tl.constexpr, STATES_ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +96,7 @@ def pool(
     known = (request >= 0) & (request < num_requests)
     columns = tl.where(known, num_columns, 0)
     blocks = TABLE + tl.where(known, request, 0).to(tl.int64) * table_stride
-    # a position that exists has 31 bits, and division of 64 bits is slow
+    # numbers of 31 bits, as division of 64 bits is slow, and unsigned, as they are widened for nothing then
     last, place = position.to(tl.int32) // state_size, position.to(tl.int32) % state_size
     lane = tl.arange(0, LANES)
     # [LANES, BLOCK]
@@ -108,13 +108,17 @@ def pool(
         for each in tl.static_range(ROWS):
             # [LANES]
             row = (step * ROWS + each) * LANES + lane
-            back = window - 1 - row
-            # pages from the row's to that of the position
-            pages = (back - place + state_size - 1) // state_size
-            exists = (row < window) & (back <= position) & (pages <= last) & (last - pages < columns)
-            block = tl.load(blocks + (last - pages), mask=exists, other=-1)
-            exists &= (block >= 0) & (block < state_blocks)
-            state = STATES + block.to(tl.int64) * state_page + (place - back + pages * state_size) * state_stride
+            # places from the last one of the position's page back to the row
+            back = (window - 1 - row + state_size - 1 - place).to(tl.uint32)
+            pages = ((back.to(tl.uint64) * state_inverse) >> 48).to(tl.uint32)
+            page = (last - pages.to(tl.int32)).to(tl.uint32)
+            exists = page < columns
+            if window % (ROWS * LANES):
+                exists &= row < window
+            block = tl.load(blocks + page, mask=exists, other=-1).to(tl.uint32)
+            exists &= block < state_blocks
+            inner = (pages + 1) * state_size - 1 - back
+            state = STATES + block.to(tl.uint64) * state_page + inner.to(tl.uint64) * state_stride
             state = tl.multiple_of(state, STATES_ALIGNED)
             if OVERLAP:
                 # tokens of the entry's own window count by their second half of channels
@@ -184,7 +188,7 @@ def store_entry(
 @triton.jit
 def make_entry(
     token, request, STATES, TABLE, POSITIONS, SLOTS, WEIGHT, ANGLES, CACHE, eps,
-    num_requests, num_columns, table_stride, state_blocks, state_size, state_page, state_stride,
+    num_requests, num_columns, table_stride, state_blocks, state_size, state_inverse, state_page, state_stride,
     num_positions, angle_stride, block_size, page_stride, data_stride, scale_offset, scale_stride,
     D: tl.constexpr, ROPE: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, ROWS: tl.constexpr,
     LANES: tl.constexpr, STATES_ALIGNED: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr,
@@ -208,7 +212,7 @@ def make_entry(
 
     x = pool(
         position, request, STATES, TABLE, num_requests, num_columns, table_stride, state_blocks, state_size,
-        state_page, state_stride, dim, live, D, RATIO, OVERLAP, ROWS, LANES, block, STATES_ALIGNED,
+        state_inverse, state_page, state_stride, dim, live, D, RATIO, OVERLAP, ROWS, LANES, block, STATES_ALIGNED,
     )  # fmt: skip
     x = x * tl.rsqrt(tl.sum(x * x, 0) / D + eps) * weight
     even, odd = tl.split(tl.reshape(x, (block // 2, 2)))
@@ -232,10 +236,10 @@ def compress_kernel(
     ANGLES,  # [num_positions, ROPE] fp32, cosines before sines
     CACHE,  # pages, `page_stride` elements apart: uint8, or bf16 or fp32 where entries are plain rows
     n: tl.int32, tokens: tl.int32, eps: tl.float32, num_requests: tl.int32, num_columns: tl.int32,
-    table_stride: tl.int64, state_blocks: tl.int32, state_size: tl.int32, state_page: tl.int64,
-    state_stride: tl.int64, num_positions: tl.int64, angle_stride: tl.int64, num_blocks: tl.int32,
-    block_size: tl.int32, page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64,
-    scale_stride: tl.int64,
+    table_stride: tl.int64, state_blocks: tl.int32, state_size: tl.int32, state_inverse: tl.int64,
+    state_page: tl.int64, state_stride: tl.int64, num_positions: tl.int64, angle_stride: tl.int64,
+    num_blocks: tl.int32, block_size: tl.int32, page_stride: tl.int64, data_stride: tl.int64,
+    scale_offset: tl.int64, scale_stride: tl.int64,
     D: tl.constexpr, ROPE: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, ROWS: tl.constexpr,
     LANES: tl.constexpr, STATES_ALIGNED: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr,
     CODE_BITS: tl.constexpr, SCALES: tl.constexpr, SCALE_BITS: tl.constexpr, FNUZ: tl.constexpr,
@@ -258,9 +262,9 @@ def compress_kernel(
     while found < TOKENS:
         make_entry(
             start + found, tl.sum(tl.where(index == found, request, 0), 0), STATES, TABLE, POSITIONS, SLOTS, WEIGHT,
-            ANGLES, CACHE, eps, num_requests, num_columns, table_stride, state_blocks, state_size, state_page,
-            state_stride, num_positions, angle_stride, block_size, page_stride, data_stride, scale_offset, scale_stride,
-            D, ROPE, RATIO, OVERLAP, ROWS, LANES, STATES_ALIGNED, NOPE, GROUP, CODE_BITS, SCALES, SCALE_BITS, FNUZ,
+            ANGLES, CACHE, eps, num_requests, num_columns, table_stride, state_blocks, state_size, state_inverse,
+            state_page, state_stride, num_positions, angle_stride, block_size, page_stride, data_stride, scale_offset,
+            scale_stride, D, ROPE, RATIO, OVERLAP, ROWS, LANES, STATES_ALIGNED, NOPE, GROUP, CODE_BITS, SCALES, SCALE_BITS, FNUZ,
             LARGEST, FLOOR, GROUPS, SIZE, IN_ORDER, ALIGNED, EXACT_CASTS,
         )  # fmt: skip
         found = tl.min(tl.where(completes & (index > found), index, TOKENS), 0)

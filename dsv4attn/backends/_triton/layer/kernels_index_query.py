@@ -47,6 +47,16 @@ def turned_tail(
 
 
 @triton.jit
+def encode(x, FNUZ: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr):
+    """Bytes of `encode_e4m3`. NATIVE: the device converts to e4m3fn itself, with the same codes."""
+    if NATIVE:
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        code = encode_e4m3(x, FNUZ, LARGEST).to(tl.uint8)
+    return code
+
+
+@triton.jit
 def store_e2m1(
     x, codes, scales, live, COUNT: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     LARGEST: tl.constexpr, FLOOR: tl.constexpr,
@@ -76,14 +86,15 @@ def index_query_kernel(
     FOLDED,  # [T, HEADS] fp32
     q_stride: tl.int64, head_stride: tl.int64, weight_stride: tl.int64, num_positions: tl.int64,
     table_stride: tl.int64, factor: tl.float32,
-    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, ROW_ALIGNED: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
-    CODE_BITS: tl.constexpr, GROUP: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, ROW_ALIGNED: tl.constexpr, VALUES_ALIGNED: tl.constexpr,
+    D: tl.constexpr, ROPE: tl.constexpr, CODE_BITS: tl.constexpr, GROUP: tl.constexpr, FNUZ: tl.constexpr,
+    LARGEST: tl.constexpr, FLOOR: tl.constexpr, NATIVE: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T * parts,): each program takes BLOCK_H heads of a token.
 
-    ROW_ALIGNED: bytes that divide the address of every head of Q. CODE_BITS: 8 of e4m3, with one scale a head, which is
-    folded into its weight; 4 of e2m1; 0 of plain values. factor: of every weight.
+    ROW_ALIGNED, VALUES_ALIGNED: bytes that divide the address of every head of Q and row of TABLE, and of every head of
+    VALUES. CODE_BITS: 8 of e4m3, with one scale a head, which is folded into its weight; 4 of e2m1; 0 of plain values.
+    factor: of every weight.
     """
     parts: tl.constexpr = triton.cdiv(HEADS, BLOCK_H)
     # dims before `first` are not rotated; of e2m1 these are whole groups
@@ -93,20 +104,21 @@ def index_query_kernel(
     live = head < HEADS
     row = tl.multiple_of(Q + token * q_stride + head * head_stride, ROW_ALIGNED)
     place = token * HEADS + head
+    columns: tl.constexpr = D // 2 if CODE_BITS == 4 else D
+    values = tl.multiple_of(VALUES + place * columns, VALUES_ALIGNED)
     if first > 0:
         # [BLOCK_H, first], on its way while a position and its angles are fetched
         dim = tl.arange(0, triton.next_power_of_2(first))
         kept = live[:, None] & (dim < first)[None, :]
         x = tl.load(row[:, None] + dim[None, :], mask=kept, other=0.0)
     weight = tl.load(WEIGHTS + token * weight_stride + head, mask=live, other=0.0).to(tl.float32) * factor
-    angles = angles_of(POSITIONS + token, TABLE, table_stride, num_positions)
+    angles = angles_of(POSITIONS + token, TABLE, table_stride, num_positions, ROW_ALIGNED)
     # [BLOCK_H, D - first]
     tail = turned_tail(row, live, angles, BLOCK_H, first, D, ROPE)
     tail_dim = tl.arange(0, triton.next_power_of_2(D - first))
     tail_kept = live[:, None] & (tail_dim < D - first)[None, :]
 
     if CODE_BITS == 0:
-        values = VALUES + place * D
         if first > 0:
             tl.store(values[:, None] + dim[None, :], cast(x, VALUES.dtype.element_ty, EXACT_CASTS), mask=kept)
         tail = round_to(tail, VALUES.dtype.element_ty, EXACT_CASTS)
@@ -116,13 +128,13 @@ def index_query_kernel(
         if first > 0:
             x = cast(x, tl.bfloat16, EXACT_CASTS).to(tl.float32)
         if CODE_BITS == 4:
-            codes, scales = VALUES + place * (D // 2), SCALES + place * (D // GROUP)
+            scales = SCALES + place * (D // GROUP)
             if first > 0:
                 store_e2m1(
-                    x, codes, scales, live, first, BLOCK_H, triton.next_power_of_2(first), GROUP, LARGEST, FLOOR
+                    x, values, scales, live, first, BLOCK_H, triton.next_power_of_2(first), GROUP, LARGEST, FLOOR
                 )  # fmt: skip
             store_e2m1(
-                tail, codes + first // 2, scales + first // GROUP, live, D - first, BLOCK_H,
+                tail, values + first // 2, scales + first // GROUP, live, D - first, BLOCK_H,
                 triton.next_power_of_2(D - first), GROUP, LARGEST, FLOOR,
             )  # fmt: skip
         else:
@@ -131,10 +143,10 @@ def index_query_kernel(
                 amax = tl.maximum(amax, tl.max(size_bits(x), 1))
             byte = scale_byte(amax, LARGEST, FLOOR)
             weight *= scale_of_byte(byte)
-            shrink, codes = scale_of_byte(254 - byte)[:, None], VALUES + place * D
+            shrink = scale_of_byte(254 - byte)[:, None]
             if first > 0:
-                code = encode_e4m3(x * shrink, FNUZ, LARGEST).to(tl.uint8)
-                tl.store(codes[:, None] + dim[None, :], code, mask=kept)
-            code = encode_e4m3(tail * shrink, FNUZ, LARGEST).to(tl.uint8)
-            tl.store(codes[:, None] + (first + tail_dim)[None, :], code, mask=tail_kept)
+                code = encode(x * shrink, FNUZ, LARGEST, NATIVE)
+                tl.store(values[:, None] + dim[None, :], code, mask=kept)
+            code = encode(tail * shrink, FNUZ, LARGEST, NATIVE)
+            tl.store(values[:, None] + (first + tail_dim)[None, :], code, mask=tail_kept)
     tl.store(FOLDED + place, weight, mask=live)
