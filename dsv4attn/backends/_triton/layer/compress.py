@@ -54,8 +54,9 @@ class Pool:
 
 
 LONG = Pool(8, 4, 16)
-"""For windows of more than eight rows: a program reads 128 KB at a time, as much as a core needs to read at its pace."""
+"""For windows of more than eight rows: a program has 128 KB under way, which a core of an H200 needs."""
 SHORT = Pool(8, 1, 16)
+"""For short windows, which are read at once."""
 
 
 def pool_for(window: int, block: int, arch: str) -> Pool:
@@ -109,10 +110,10 @@ def compress_norm_rope_store(
         norm_weight=norm_weight, cos_sin_cache=cos_sin_cache,
     )  # fmt: skip
     n = min(positions.shape[0], slot_mapping.shape[0])
+    aligned = alignment_of_records(states), alignment_of_records(cache)
     constants, warps = _compress_constants(
-        cache.layout, cos_sin_cache.shape[1], ratio, overlap, alignment_of_records(states), alignment_of_records(cache),
-        architecture(),
-    )  # fmt: skip
+        cache.layout, ratio, cos_sin_cache.shape[1], *aligned, architecture(), overlap=overlap
+    )
     tokens = min(max(triton.cdiv(n, PROGRAMS), 1), constants["TOKENS"])
     state_page, state_stride, _, _ = record_strides(states)
     launch(
@@ -121,8 +122,8 @@ def compress_norm_rope_store(
         (
             states.tensor, state_block_table, token_to_req, positions, slot_mapping, norm_weight, cos_sin_cache,
             cache.tensor, n, tokens, float(eps), *state_block_table.shape, state_block_table.stride(0),
-            states.num_blocks, states.block_size, -(-(2**48) // states.block_size), state_page, state_stride, cos_sin_cache.shape[0],
-            cos_sin_cache.stride(0), cache.num_blocks, cache.block_size, *record_strides(cache),
+            states.num_blocks, states.block_size, -(-(2**48) // states.block_size), state_page, state_stride,
+            cos_sin_cache.shape[0], cos_sin_cache.stride(0), cache.num_blocks, cache.block_size, *record_strides(cache),
         ),
         constants,
         num_warps=warps,
@@ -137,7 +138,7 @@ def _save_constants(width: int, rows: int, records: int) -> dict[str, Any]:
 
 @cached
 def _compress_constants(
-    layout: KVCacheLayout, rope: int, ratio: int, overlap: bool, states: int, records: int, arch: str
+    layout: KVCacheLayout, ratio: int, rope: int, states: int, records: int, arch: str, *, overlap: bool
 ) -> tuple[dict[str, Any], int]:
     """Constants of a launch, and its warps. Raises ArgumentError for a table of other dims than those that rotate."""
     if layout.rope_dim not in (0, rope) and layout.is_quantised:
@@ -201,5 +202,5 @@ def variants(
         named = {"STATES": fp32, "POSITIONS": i64, "SLOTS": i64, "WEIGHT": fp32, "ANGLES": fp32}
         named["CACHE"] = pointer_type(layout.dtype)
         for records in record_alignments(layout, aligned=aligned):
-            constants, warps = _compress_constants(layout, rope, ratio, overlap, states, records, arch)
+            constants, warps = _compress_constants(layout, ratio, rope, states, records, arch, overlap=overlap)
             yield Variant.from_types(compress_kernel, named, constants, num_warps=warps)

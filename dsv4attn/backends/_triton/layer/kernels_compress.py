@@ -125,8 +125,8 @@ def pool(
                 state += (row >= RATIO).to(tl.int32) * D
             state = state[:, None] + dim[None, :]
             here = exists[:, None] & live[None, :]
-            scores += (tl.load(state + width, mask=here, other=float("-inf")),)
-            kvs += (tl.load(state, mask=here, other=0.0),)
+            scores += (tl.load(state + width, mask=here, other=float("-inf")),)  # type: ignore[assignment]
+            kvs += (tl.load(state, mask=here, other=0.0),)  # type: ignore[assignment]
         higher = top
         for each in tl.static_range(ROWS):
             higher = tl.maximum(higher, scores[each])
@@ -264,7 +264,7 @@ def compress_kernel(
             start + found, tl.sum(tl.where(index == found, request, 0), 0), STATES, TABLE, POSITIONS, SLOTS, WEIGHT,
             ANGLES, CACHE, eps, num_requests, num_columns, table_stride, state_blocks, state_size, state_inverse,
             state_page, state_stride, num_positions, angle_stride, block_size, page_stride, data_stride, scale_offset,
-            scale_stride, D, ROPE, RATIO, OVERLAP, ROWS, LANES, STATES_ALIGNED, NOPE, GROUP, CODE_BITS, SCALES, SCALE_BITS, FNUZ,
-            LARGEST, FLOOR, GROUPS, SIZE, IN_ORDER, ALIGNED, EXACT_CASTS,
+            scale_stride, D, ROPE, RATIO, OVERLAP, ROWS, LANES, STATES_ALIGNED, NOPE, GROUP, CODE_BITS, SCALES,
+            SCALE_BITS, FNUZ, LARGEST, FLOOR, GROUPS, SIZE, IN_ORDER, ALIGNED, EXACT_CASTS,
         )  # fmt: skip
         found = tl.min(tl.where(completes & (index > found), index, TOKENS), 0)

@@ -49,11 +49,7 @@ def turned_tail(
 @triton.jit
 def encode(x, FNUZ: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr):
     """Bytes of `encode_e4m3`. NATIVE: the device converts to e4m3fn itself, with the same codes."""
-    if NATIVE:
-        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        code = encode_e4m3(x, FNUZ, LARGEST).to(tl.uint8)
-    return code
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else encode_e4m3(x, FNUZ, LARGEST).to(tl.uint8)
 
 
 @triton.jit
