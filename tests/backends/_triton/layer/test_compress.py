@@ -25,7 +25,7 @@ from dsv4attn.testing.case import Case, chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import run_case
 from dsv4attn.testing.subject import Subject
-from tests.backends._triton.cache.caches import CPU, DEVICE, LAYOUTS, draw, memory, poisoned, seeded, strided
+from tests.backends._triton.cache.caches import DEVICE, LAYOUTS, draw, memory, poisoned, seeded, strided
 
 FNUZ = Fp8Format.FNUZ
 INDEX_LAYOUTS = [
