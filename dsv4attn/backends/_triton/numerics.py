@@ -91,10 +91,11 @@ def rotate(even, odd, cos, sin):
 
 
 @triton.jit
-def angles_of(position, TABLE, table_stride, num_positions):
+def angles_of(position, TABLE, table_stride, num_positions, ALIGNED: tl.constexpr = 1):
     """Where the cosines and sines of a position stand; `position` points to it, int64.
 
     TABLE: [num_positions, 2 * angles] fp32, the cosines of a position before its sines. Positions of padding rows may
-    be anything. Their rows are garbage anyway, and must only not fault.
+    be anything. Their rows are garbage anyway, and must only not fault. ALIGNED: bytes that divide every row's address.
     """
-    return TABLE + tl.minimum(tl.maximum(tl.load(position), 0), num_positions - 1) * table_stride
+    row = tl.minimum(tl.maximum(tl.load(position), 0), num_positions - 1)
+    return tl.multiple_of(TABLE + row * table_stride, ALIGNED)

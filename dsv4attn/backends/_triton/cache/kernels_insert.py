@@ -19,35 +19,73 @@ from dsv4attn.backends._triton.numerics import angles_of, cast, rotate, round_to
 def encode_e4m3(x, FNUZ: tl.constexpr, LARGEST: tl.constexpr):
     """Codes, int32, of fp32 x: nearest even, subnormals too, at most LARGEST, given by its bits. NaN stays NaN.
 
-    The upper bits of a normal fp32 number are its code but for the bias. Below the smallest normal code, adding a
-    number whose last bit is worth a subnormal step rounds to a whole number of steps.
+    x times 2^-120 (2^-119 in FNUZ) has the code's exponent in the exponent field, and is subnormal in fp32 where the
+    code is: its upper bits, rounded, are the code. x is to have at most 16 significant bits, as a bf16 number does:
+    the product loses none that counts.
     """
-    bits = x.to(tl.int32, bitcast=True)
-    sign, size = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
-    is_nan = size > 0x7F800000
-    size = tl.minimum(size, LARGEST)
     shift: tl.constexpr = 119 if FNUZ else 120
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (shift << 3)
-    anchor: tl.constexpr = (shift + 21) << 23
-    steps = size.to(tl.float32, bitcast=True) + tl.full((), anchor, tl.int32).to(tl.float32, bitcast=True)
-    code = tl.where(size < ((shift + 1) << 23), steps.to(tl.int32, bitcast=True) - anchor, normal)
+    unit = tl.full((), (127 - shift) << 23, tl.int32).to(tl.float32, bitcast=True)
+    size = tl.minimum((x * unit).to(tl.int32, bitcast=True) & 0x7FFFFFFF, LARGEST - (shift << 23))
+    code = (size + 0x7FFFF + ((size >> 20) & 1)) >> 20
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    is_number = x == x  # noqa: PLR0124 - NaN is not
     if FNUZ:
         # 0x80 is NaN, not a zero
-        return tl.where(is_nan, 0x80, tl.where(code == 0, 0, code | sign))
-    return tl.where(is_nan, 0x7F, code) | sign
+        return tl.where(is_number, tl.where(code == 0, 0, code | sign), 0x80)
+    return tl.where(is_number, code, 0x7F) | sign
+
+
+@triton.jit
+def encode_e2m1(x):
+    """Codes, int32, of fp32 x: nearest even, at most 6. A negative number that becomes zero keeps its sign; NaN is 0.
+
+    As `encode_e4m3`, with the exponent of 2^-126 x.
+    """
+    unit = tl.full((), 1 << 23, tl.int32).to(tl.float32, bitcast=True)
+    size = tl.minimum((x * unit).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x01C00000)
+    code = (size + 0x1FFFFF + ((size >> 22) & 1)) >> 22
+    is_number = x == x  # noqa: PLR0124 - NaN is not
+    return tl.where(is_number, code, 0) | tl.where(x < 0, 8, 0)
+
+
+@triton.jit
+def size_bits(x):
+    """Bits, int32, of the magnitude of fp32 x: ordered like the magnitudes, infinity and then NaN above all numbers."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_byte(amax, LARGEST: tl.constexpr, FLOOR: tl.constexpr):
+    """Scale bytes, int32, of groups whose largest `size_bits` are amax: of the smallest 2^e with amax / 2^e <= LARGEST.
+
+    Found by comparing exponents and mantissas: no division, no logarithm. Infinity and NaN get 254, the last byte that
+    is a number.
+    """
+    amax = tl.maximum(amax, FLOOR)
+    larger = ((amax & 0x7FFFFF) > (LARGEST & 0x7FFFFF)).to(tl.int32)
+    return tl.where(amax >= 0x7F800000, 254, (amax >> 23) - (LARGEST >> 23) + 127 + larger)
 
 
 @triton.jit
 def quantize(x, FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr):
-    """Codes [G, S] and scale bytes [G], int32, of groups x [G, S] fp32 that are bf16 values.
-
-    The byte is that of the smallest power of two with amax / 2^e <= largest, found by comparing exponents and
-    mantissas: no division, no logarithm. Infinities and NaN get 254, the last byte that is a number.
-    """
-    amax = tl.maximum(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), FLOOR)
-    larger = ((amax & 0x7FFFFF) > (LARGEST & 0x7FFFFF)).to(tl.int32)
-    byte = tl.where(amax >= 0x7F800000, 254, (amax >> 23) - (LARGEST >> 23) + 127 + larger)
+    """Codes [G, S] and scale bytes [G], int32, of groups x [G, S] fp32 that are bf16 values."""
+    byte = scale_byte(tl.max(size_bits(x), 1), LARGEST, FLOOR)
     return encode_e4m3(x * scale_of_byte(254 - byte)[:, None], FNUZ, LARGEST), byte
+
+
+@triton.jit
+def quantize_e2m1(x, LARGEST: tl.constexpr, FLOOR: tl.constexpr):
+    """As `quantize`, to e2m1 codes. These have no NaN: a group that holds one gets the byte 255, which is NaN."""
+    amax = tl.max(size_bits(x), 1)
+    byte = scale_byte(amax, LARGEST, FLOOR)
+    return encode_e2m1(x * scale_of_byte(254 - byte)[:, None]), tl.where(amax > 0x7F800000, 255, byte)
+
+
+@triton.jit
+def pack_pairs(code, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    """Bytes [ROWS, BYTES], int32, of 4-bit codes, as many pairs: the even one in the low half."""
+    low, high = tl.split(tl.reshape(code, (ROWS, BYTES, 2)))
+    return low | (high << 4)
 
 
 @triton.jit

@@ -1,0 +1,206 @@
+"""Steps of the compressor: states of tokens to their slots, entries from the states of their window.
+
+This file launches `kernels_compress`. Bits of a state and of an entry depend on their own tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache as cached
+from typing import Any
+
+import torch
+import triton
+from attrs import frozen
+from torch import Tensor
+
+from dsv4attn.backends._triton.cache.records import (
+    alignment_of_records,
+    alignment_of_rows,
+    record_alignments,
+    record_strides,
+    row_alignments,
+    writer_constants,
+)
+from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, launch
+from dsv4attn.backends._triton.layer.kernels_compress import compress_kernel, save_kernel
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.tensorspec import check_strides
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["compress_norm_rope_store", "save_partial_states", "variants"]
+
+SAVE_TILE, SAVE_WARPS = 1024, 4
+"""Channels that a program saves, and its warps."""
+PROGRAMS = 256
+"""With fewer tokens a program looks at one of them, with more at several, but not at more than a window has."""
+MOST_TOKENS = 128
+"""Tokens that a program looks at."""
+FP32_ROW = 128
+"""Values of fp32 that a warp of 32 threads reads at once."""
+
+
+@frozen
+class Pool:
+    """How a program reads a window: `lanes` times `rows` rows of states at a time, with so many warps.
+
+    A thread has all rows of its lane, and four channels, so that a window is read without exchange between threads.
+    """
+
+    rows: int
+    lanes: int
+    warps: int
+
+
+LONG = Pool(8, 4, 16)
+"""For windows of more than eight rows: a program has 128 KB under way, which a core of an H200 needs."""
+SHORT = Pool(8, 1, 16)
+"""For short windows, which are read at once."""
+
+
+def pool_for(window: int, block: int, arch: str) -> Pool:
+    """How windows of so many rows are read. block: channels of an entry, a power of two."""
+    most = SHORT if window <= SHORT.rows else LONG
+    rows = min(most.rows, triton.next_power_of_2(window))
+    lanes = min(most.lanes, triton.next_power_of_2(triton.cdiv(window, rows)))
+    wide = 2 if arch.startswith("gfx9") else 1  # a warp has 64 threads
+    warps = block * lanes // (FP32_ROW * wide)
+    return Pool(rows, lanes, min(max(warps, 1), most.warps // wide))
+
+
+def save_partial_states(
+    kv: Tensor, score: Tensor, ape: Tensor, positions: Tensor, cache: PagedKVCache, slot_mapping: Tensor
+) -> None:
+    """Write kv and score [T, w], plus the bias of its place in the window, to state slots; see `LayerSteps`."""
+    check_strides(kv=kv, score=score, ape=ape, positions=positions, slot_mapping=slot_mapping)
+    tokens = min(kv.shape[0], slot_mapping.shape[0])
+    constants = _save_constants(kv.shape[1], alignment_of_rows(kv, score, ape), alignment_of_records(cache))
+    page_stride, data_stride, _, _ = record_strides(cache)
+    launch(
+        save_kernel,
+        (triton.cdiv(tokens, constants["TOKENS"]),),
+        (
+            kv, score, ape, positions, cache.tensor, slot_mapping, tokens, ape.shape[0],
+            kv.stride(0), score.stride(0), ape.stride(0), cache.num_blocks, cache.block_size, page_stride, data_stride,
+        ),
+        constants,
+        num_warps=SAVE_WARPS,
+        fp_fusion=False,
+    )  # fmt: skip
+
+
+def compress_norm_rope_store(
+    states: PagedKVCache,
+    state_block_table: Tensor,
+    token_to_req: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    cos_sin_cache: Tensor,
+    ratio: int,
+    cache: PagedKVCache,
+    *,
+    overlap: bool,
+) -> None:
+    """Make the entries that the tokens of a step complete, and store them; see `LayerSteps`."""
+    check_strides(
+        state_block_table=state_block_table, token_to_req=token_to_req, positions=positions, slot_mapping=slot_mapping,
+        norm_weight=norm_weight, cos_sin_cache=cos_sin_cache,
+    )  # fmt: skip
+    n = min(positions.shape[0], slot_mapping.shape[0])
+    aligned = alignment_of_records(states), alignment_of_records(cache)
+    constants, warps = _compress_constants(
+        cache.layout, ratio, cos_sin_cache.shape[1], *aligned, architecture(), overlap=overlap
+    )
+    tokens = min(max(triton.cdiv(n, PROGRAMS), 1), constants["TOKENS"])
+    state_page, state_stride, _, _ = record_strides(states)
+    launch(
+        compress_kernel,
+        (triton.cdiv(n, tokens),),
+        (
+            states.tensor, state_block_table, token_to_req, positions, slot_mapping, norm_weight, cos_sin_cache,
+            cache.tensor, n, tokens, float(eps), *state_block_table.shape, state_block_table.stride(0),
+            states.num_blocks, states.block_size, -(-(2**48) // states.block_size), state_page, state_stride,
+            cos_sin_cache.shape[0], cos_sin_cache.stride(0), cache.num_blocks, cache.block_size, *record_strides(cache),
+        ),
+        constants,
+        num_warps=warps,
+    )  # fmt: skip
+
+
+@cached
+def _save_constants(width: int, rows: int, records: int) -> dict[str, Any]:
+    tokens = max(SAVE_TILE // triton.next_power_of_2(width), 1)
+    return {"WIDTH": width, "TOKENS": tokens, "ROW_ALIGNED": rows, "ALIGNED": records}
+
+
+@cached
+def _compress_constants(
+    layout: KVCacheLayout, ratio: int, rope: int, states: int, records: int, arch: str, *, overlap: bool
+) -> tuple[dict[str, Any], int]:
+    """Constants of a launch, and its warps. Raises ArgumentError for a table of other dims than those that rotate."""
+    if layout.rope_dim not in (0, rope) and layout.is_quantised:
+        raise ArgumentError("cos_sin_cache", expected=f"[_, {layout.rope_dim}]", actual=f"[_, {rope}]")
+    dim, quantised = layout.head_dim, layout.is_quantised
+    nope, group = (layout.nope_dim, layout.group_size) if quantised else (dim, dim)
+    float_scale = layout.scale_dtype == torch.float32
+    pads = layout.scale_bytes if quantised and not float_scale else 1
+    if nope == dim and group >= dim:
+        size, rows, in_order = triton.next_power_of_2(dim + (dim - rope) % 2), 1, True
+    else:
+        size = triton.next_power_of_2(group)
+        rows, in_order = layout.num_groups + triton.cdiv(dim - nope, size), size == group and nope % group == 0
+    rows = triton.next_power_of_2(max(rows, pads))
+    pool = pool_for(ratio * (2 if overlap else 1), rows * size, arch)
+    writer = writer_constants(layout)
+    return {
+        "D": dim,
+        "ROPE": rope,
+        "RATIO": ratio,
+        "OVERLAP": overlap,
+        "ROWS": pool.rows,
+        "LANES": pool.lanes,
+        "STATES_ALIGNED": states,
+        "NOPE": nope,
+        "GROUP": group,
+        "CODE_BITS": layout.code_bits if quantised else 0,
+        "SCALES": layout.scale_bytes,
+        "SCALE_BITS": 32 if float_scale else 8,
+        **{name: writer[name] for name in ("FNUZ", "LARGEST", "FLOOR")},
+        "GROUPS": rows,
+        "SIZE": size,
+        "IN_ORDER": in_order,
+        "TOKENS": min(triton.next_power_of_2(ratio), MOST_TOKENS),
+        "ALIGNED": records,
+        "EXACT_CASTS": not INTERPRETED,
+    }, pool.warps
+
+
+def variants(
+    layout: KVCacheLayout,
+    ratio: int,
+    rope: int,
+    *,
+    overlap: bool,
+    aligned: bool = True,
+    aligned_rows: bool = True,
+    arch: str = "",
+) -> Iterator[Variant]:
+    """Every form that the steps of this module can ask for, for entries of a layout.
+
+    aligned, aligned_rows: whether caches are, and rows of kv, scores and their bias, to 16 bytes.
+    """
+    width = layout.head_dim * (2 if overlap else 1)
+    state_layout, fp32, i64 = KVCacheLayout.compressor_state(width), "*fp32", "*i64"
+    types = {"KV": fp32, "SCORE": fp32, "APE": fp32, "POSITIONS": i64, "CACHE": fp32, "SLOTS": i64}
+    for states in record_alignments(state_layout, aligned=aligned):
+        for rows in row_alignments(width, torch.float32, aligned=aligned_rows):
+            save = _save_constants(width, rows, states)
+            yield Variant.from_types(save_kernel, types, save, num_warps=SAVE_WARPS, fp_fusion=False)
+        named = {"STATES": fp32, "POSITIONS": i64, "SLOTS": i64, "WEIGHT": fp32, "ANGLES": fp32}
+        named["CACHE"] = pointer_type(layout.dtype)
+        for records in record_alignments(layout, aligned=aligned):
+            constants, warps = _compress_constants(layout, ratio, rope, states, records, arch, overlap=overlap)
+            yield Variant.from_types(compress_kernel, named, constants, num_warps=warps)

@@ -1,0 +1,108 @@
+"""The step that makes the indexer's queries: rotated, quantised as their keys are, with all factors in the weights.
+
+This file launches `kernels_index_query`. Bits of a head depend on nothing but that head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_alignments, writer_constants
+from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch
+from dsv4attn.backends._triton.layer.kernels_index_query import index_query_kernel
+from dsv4attn.core.definitions.indexer import IndexQuery
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.tensorspec import check_strides
+
+__all__ = ["indexer_q_rope_quant", "variants"]
+
+TILE, WARPS = 4096, 8
+"""Values of q that a program takes, 32 heads of the model's, and its warps."""
+NATIVE = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
+"""Architectures that convert to e4m3fn in one instruction."""
+
+
+def indexer_q_rope_quant(
+    q: Tensor, weights: Tensor, positions: Tensor, cos_sin_cache: Tensor, layout: KVCacheLayout
+) -> IndexQuery:
+    """Rotate q [T, Hi, Di] and quantise it as the layout of the index keys asks; see `LayerSteps`."""
+    check_strides(q=q, weights=weights, positions=positions, cos_sin_cache=cos_sin_cache)
+    tokens, heads, dim = q.shape
+    values = q.new_empty(tokens, heads, _value_columns(layout), dtype=layout.dtype)
+    folded, scales = q.new_empty(tokens, heads, dtype=torch.float32), None
+    if _code_bits(layout) == 4:
+        scales = q.new_empty(tokens, heads, layout.num_groups, dtype=torch.uint8)
+    constants = _constants(layout, heads, cos_sin_cache.shape[1], alignment_of_rows(q, cos_sin_cache), architecture())
+    launch(
+        index_query_kernel,
+        (tokens * triton.cdiv(heads, constants["BLOCK_H"]),),
+        (
+            q, weights, positions, cos_sin_cache, values, scales, folded, q.stride(0), q.stride(1), weights.stride(0),
+            cos_sin_cache.shape[0], cos_sin_cache.stride(0), dim**-0.5 * heads**-0.5,
+        ),
+        constants,
+        num_warps=WARPS,
+        fp_fusion=False,
+    )  # fmt: skip
+    if layout.fp8_format is not None:
+        values = values.view(layout.fp8_format.dtype)
+    return IndexQuery(values, folded, scales)
+
+
+def _code_bits(layout: KVCacheLayout) -> int:
+    return layout.code_bits if layout.is_quantised else 0
+
+
+def _value_columns(layout: KVCacheLayout) -> int:
+    """Elements of the values of a head."""
+    return layout.head_dim // 2 if _code_bits(layout) == 4 else layout.head_dim
+
+
+@cache
+def _constants(layout: KVCacheLayout, heads: int, rope: int, rows: int, arch: str) -> dict[str, Any]:
+    block = min(max(TILE // triton.next_power_of_2(layout.head_dim), 1), triton.next_power_of_2(heads))
+    writer = writer_constants(layout)
+    return {
+        "HEADS": heads,
+        "BLOCK_H": block,
+        "ROW_ALIGNED": rows,
+        # memory of our own begins at a multiple of 16
+        "VALUES_ALIGNED": math.gcd(_value_columns(layout) * layout.dtype.itemsize, WIDE),
+        "D": layout.head_dim,
+        "ROPE": rope,
+        "CODE_BITS": _code_bits(layout),
+        "GROUP": layout.group_size,
+        **{name: writer[name] for name in ("FNUZ", "LARGEST", "FLOOR", "EXACT_CASTS")},
+        "NATIVE": layout.fp8_format is Fp8Format.OCP and arch in NATIVE,
+    }
+
+
+def variants(
+    layout: KVCacheLayout,
+    heads: int,
+    rope: int,
+    dtype: torch.dtype,
+    weight_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,),
+    *,
+    aligned_rows: bool = True,
+    arch: str = "",
+) -> Iterator[Variant]:
+    """Every form that the step can ask for, with q of a dtype, and weights of one of some dtypes.
+
+    aligned_rows: whether heads of q begin at multiples of 16 bytes.
+    """
+    types = {"Q": pointer_type(dtype), "POSITIONS": "*i64", "TABLE": "*fp32", "VALUES": pointer_type(layout.dtype)}
+    types |= {"SCALES": "*u8" if _code_bits(layout) == 4 else "none", "FOLDED": "*fp32"}
+    for weight_dtype in weight_dtypes:
+        for rows in row_alignments(layout.head_dim, dtype, aligned=aligned_rows):
+            named = {**types, "WEIGHTS": pointer_type(weight_dtype)}
+            constants = _constants(layout, heads, rope, rows, arch)
+            yield Variant.from_types(index_query_kernel, named, constants, num_warps=WARPS, fp_fusion=False)

@@ -1,0 +1,373 @@
+"""The compressor's entries are those of the definition and of the float64 oracle, whatever stands in the states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from math import inf, nan
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.backends._triton.cache.insert import quantize_and_insert_k_cache
+from dsv4attn.backends._triton.launching.runtime import observed
+from dsv4attn.backends._triton.layer import compress
+from dsv4attn.backends.reference import kernels as reference
+from dsv4attn.backends.triton.launch import GenericBackend
+from dsv4attn.core.definitions import TorchLayerSteps, records
+from dsv4attn.core.layer_ops import LayerSteps
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.errors import ArgumentError
+from dsv4attn.testing.case import Case, chosen
+from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.conform import run_case
+from dsv4attn.testing.subject import Subject
+from tests.backends._triton.cache.caches import DEVICE, LAYOUTS, draw, memory, poisoned, seeded, strided
+
+FNUZ = Fp8Format.FNUZ
+INDEX_LAYOUTS = [
+    KVCacheLayout.index_fp8(),
+    KVCacheLayout.index_fp8(fp8_format=FNUZ),
+    KVCacheLayout.index_fp8(20),
+    KVCacheLayout.index_mxfp4(),
+    KVCacheLayout.index_mxfp4(96),
+    KVCacheLayout.index_mxfp4(32),
+]
+each_layout = pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *INDEX_LAYOUTS], ids=lambda layout: f"{layout.fingerprint}:{layout.fp8_max:g}"
+)
+each_overlap = pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlap"])
+
+
+class Steps(TorchLayerSteps):
+    """Torch's steps, but for those of the compressor."""
+
+    save_partial_states = staticmethod(compress.save_partial_states)
+    compress_norm_rope_store = staticmethod(compress.compress_norm_rope_store)
+
+
+class Compressing(GenericBackend):
+    """The generic backend with these steps."""
+
+    @cached_property
+    def layer_steps(self) -> LayerSteps:
+        """See `contract.BackendDefaults`."""
+        return Steps(quantize_and_insert_k_cache)
+
+
+@pytest.mark.parametrize("case", chosen(CASES, "K"), ids=lambda case: case.name)
+def test_the_kit_finds_nothing(case: Case) -> None:
+    outcome = run_case(Subject.of(Compressing(), device=DEVICE.type), case)
+
+    assert outcome.state == "passed", outcome
+
+
+@attrs.define(eq=False, slots=False)
+class Entries:
+    """One random step that makes entries.
+
+    layout: of the entries. ratio, overlap: of the compressor. seed: odd ones put everything out of step with 16 bytes.
+    own: whether the cache is one that we allocate, with aligned pages.
+    """
+
+    layout: KVCacheLayout
+    ratio: int
+    overlap: bool
+    seed: int = 0
+    requests: int = 3
+    eps: float = 1e-6
+    own: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        g, odd, dim = seeded(self.seed), self.seed % 2, self.layout.head_dim
+        self.window, self.width = (self.ratio, dim) if not self.overlap else (2 * self.ratio, 2 * dim)
+        self.size = draw(g, 1, 5)
+        counts = [draw(g, 1, 2 * self.ratio + 2) for _ in range(self.requests)]
+        begins = [draw(g, 0, 3 * self.ratio) for _ in range(self.requests)]
+        self.positions = torch.cat([torch.arange(b, b + n) for b, n in zip(begins, counts, strict=True)]).to(DEVICE)
+        self.request = torch.arange(self.requests, dtype=torch.int32).repeat_interleave(torch.tensor(counts)).to(DEVICE)
+        columns = -(-int(self.positions.max() + 1) // self.size)
+        blocks = torch.randperm(self.requests * columns + 2, generator=g).int()[: self.requests * columns]
+        self.table = torch.zeros(self.requests, columns + odd, dtype=torch.int32, device=DEVICE)[:, :columns]
+        self.table.copy_(blocks.view(self.requests, columns))
+        self.states = poisoned(
+            KVCacheLayout.compressor_state(self.width),
+            int(self.table.numel()) + 2,
+            self.size,
+            gap=4 * draw(g, 0, 9) * odd,
+            start=4 * draw(g, 0, 9) * odd,
+        )
+        rows = self.states.region("row")
+        drawn = torch.randn(*rows.shape, generator=g)
+        drawn[..., self.width :] = (
+            3 * drawn[..., self.width :] + torch.tensor([0.0, 90.0, -90.0])[torch.arange(self.width) % 3]
+        )
+        rows.copy_(drawn)
+        self.weight = (1 + 0.3 * torch.randn(dim, generator=g)).to(DEVICE)
+        turned = self.layout.rope_dim or min(dim // 2 * 2, 8)
+        self.angles = strided(torch.randn(int(self.positions.max()) + 1, turned, generator=g), odd)
+        self.shape = (len(self.positions) // self.ratio + 2 * self.requests, draw(g, 1, 3))
+        self.slots = torch.randperm(self.shape[0] * self.shape[1], generator=g)[: len(self.positions)]
+        self.slots = torch.nn.functional.pad(self.slots, (0, len(self.positions) - len(self.slots)), value=-1)
+        self.slots = self.slots.to(DEVICE).masked_fill((self.positions + 1) % self.ratio != 0, -1)
+        step = max(self.layout.dtype.itemsize, 4)
+        self.gap, self.start = (step * draw(g, 0, 9), step * draw(g, 0, 9)) if odd else (0, 0)
+
+    def cache(self, device: torch.device = DEVICE) -> PagedKVCache:
+        """Return an unwritten cache."""
+        if self.own:
+            return PagedKVCache.allocate(self.layout, *self.shape, device)
+        return poisoned(self.layout, *self.shape, gap=self.gap, start=self.start, device=device)
+
+    def run(self, step: Callable[..., None] = compress.compress_norm_rope_store) -> PagedKVCache:
+        """The cache, written by a step."""
+        cache, before = self.cache(), memory(self.states)
+        step(
+            self.states, self.table, self.request, self.positions, self.slots, self.weight, self.eps, self.angles,
+            self.ratio, cache, overlap=self.overlap,
+        )  # fmt: skip
+        assert torch.equal(memory(self.states), before)
+        return cache
+
+    def wanted(self) -> PagedKVCache:
+        """The cache as the definition writes it."""
+        return self.run(TorchLayerSteps(reference.insert).compress_norm_rope_store)
+
+    def check(self) -> PagedKVCache:
+        """Fail unless entries are the definition's, and no other byte was written. Returns the cache."""
+        found, wanted = self.run(), self.wanted()
+        same_entries(found, wanted)
+        return found
+
+
+def values_of(cache: PagedKVCache) -> Tensor:
+    """[slots, D] fp32."""
+    slots = torch.arange(cache.capacity, device=cache.device)
+    if cache.layout.name == "fp8_ds_mla":
+        return reference.read_records(cache, slots).cpu()
+    return records.read_index_keys(cache, slots).cpu()
+
+
+def same_entries(found: PagedKVCache, wanted: PagedKVCache) -> None:
+    """Entries are equal, but for codes and bf16 values that lie next to each other, of which there are few."""
+    now, right = memory(found), memory(wanted)
+    if torch.equal(now, right):
+        return
+    a, b = values_of(found), values_of(wanted)
+    codes = 2.0**-3 if found.layout.fp8_format else 0.5  # distance of neighbours, relative
+    step = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7}.get(found.layout.dtype, 1.01 * codes)
+    torch.testing.assert_close(a, b, rtol=step, atol=1e-5, equal_nan=True)
+    if found.layout.dtype != torch.float32:
+        assert (now != right).sum() <= max(2, len(now) // 500)
+
+
+@each_layout
+@each_overlap
+def test_entries_are_the_definition_s(layout: KVCacheLayout, overlap: bool) -> None:
+    for seed in range(2):
+        Entries(layout, 4, overlap, seed).check()
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 9, 17, 128, 150])
+@each_overlap
+def test_any_ratio_is_served(ratio: int, overlap: bool) -> None:
+    for seed in range(2):
+        Entries(LAYOUTS[11], ratio, overlap, seed, requests=2).check()
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[3], LAYOUTS[11], INDEX_LAYOUTS[3]], ids=lambda layout: layout.fingerprint)
+def test_a_program_makes_all_entries_of_its_tokens(layout: KVCacheLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Entries(layout, 4, True, 2, requests=9)
+    alone = memory(step.run())
+    for programs in (1, 2, 7):
+        monkeypatch.setattr(compress, "PROGRAMS", programs)
+
+        assert torch.equal(memory(step.run()), alone)
+
+
+def test_bits_of_an_entry_depend_on_no_other_token() -> None:
+    step = Entries(LAYOUTS[11], 5, True, 4, requests=6)
+    together, ends = values_of(step.run()), (step.slots >= 0).nonzero().flatten().tolist()
+    for token in ends:
+        one = attrs.evolve(step)
+        for name in ("states", "table", "weight", "angles", "shape", "gap", "start"):
+            setattr(one, name, getattr(step, name))
+        one.positions, one.request, one.slots = (
+            getattr(step, name)[token : token + 1].clone() for name in ("positions", "request", "slots")
+        )
+        slot = int(one.slots[0])
+
+        assert torch.equal(values_of(one.run())[slot], together[slot])
+
+
+def test_slots_that_do_not_exist_are_skipped_whatever_the_position() -> None:
+    step = Entries(LAYOUTS[3], 4, True, 6, requests=8)
+    ends = (step.slots >= 0).nonzero().flatten()
+    capacity = step.shape[0] * step.shape[1]
+    garbage = torch.tensor([-1, -(2**63), capacity, 2**40, 2**32, 2**63 - 1], device=DEVICE)
+    step.slots[ends[: len(garbage)]] = garbage
+    wild = torch.tensor([2**62 - 1, -(2**62) - 1, 2**40 + 3, -1, 3, 2**63 - 1], device=DEVICE)
+    step.positions[ends[: len(garbage)]] = wild
+    found = step.run()
+    live = step.slots.cpu()[(step.slots.cpu() >= 0) & (step.slots.cpu() < capacity)]
+    untouched = torch.ones(capacity, dtype=torch.bool)
+    untouched[live] = False
+
+    assert len(live)
+    codes = found.region("nope").cpu().flatten(0, 1)
+    assert (codes[untouched] == 0xFF).all()
+    assert (found.region("scale").cpu().flatten(0, 1)[untouched] == 0xFF).all()
+    assert not (found.region("scale").cpu().flatten(0, 1)[live] == 0xFF).any()
+
+
+def test_tokens_that_end_no_window_and_tokens_behind_the_slots_store_nothing() -> None:
+    step = Entries(LAYOUTS[3], 4, False, 8)
+    step.slots = torch.where((step.positions + 1) % 4 == 0, -1, torch.arange(len(step.slots), device=DEVICE))
+    assert (memory(step.run()) == 0xFF).all()
+
+    step.slots = step.slots[:0]
+    assert (memory(step.run()) == 0xFF).all()
+    step.positions = step.positions[:0]
+    assert (memory(step.run()) == 0xFF).all()
+
+
+def test_states_without_a_block_do_not_count() -> None:
+    for seed in range(4):
+        step = Entries(LAYOUTS[11], 6, True, 10 + seed)
+        g = seeded(seed)
+        dead = torch.rand(step.table.shape, generator=g) < 0.4
+        values = torch.tensor([-1, step.states.num_blocks, 2**31 - 1, -(2**31)], dtype=torch.int32)
+        step.table[dead.to(DEVICE)] = values[torch.arange(int(dead.sum())) % 4].to(DEVICE)
+        rows, used = step.states.region("row"), torch.zeros(step.states.num_blocks, dtype=torch.bool)
+        used[step.table.cpu()[~dead].long()] = True
+        rows[(~used).to(DEVICE)] = nan
+        found = values_of(step.check())[step.slots[step.slots >= 0].cpu()]
+
+        assert len(found)
+        assert not found.isnan().any()
+
+
+def test_requests_and_columns_that_do_not_exist_have_no_states() -> None:
+    step = Entries(LAYOUTS[11], 4, True, 3, requests=5)
+    step.request[step.request == 1] = -1
+    step.request[step.request == 3] = 5
+    step.table = step.table[:, : step.table.shape[1] - 2]
+    step.check()
+    step.table = step.table[:, :0]
+    found = values_of(step.run())[step.slots[step.slots >= 0].cpu()]
+
+    assert (found == 0).all()
+
+
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "one NaN": lambda s: s[..., :1].fill_(nan),
+    "all NaN": lambda s: s.fill_(nan),
+    "one +inf": lambda s: s[..., 1:2].fill_(inf),
+    "all +inf": lambda s: s.fill_(inf),
+    "one -inf": lambda s: s[..., 2:3].fill_(-inf),
+    "all -inf": lambda s: s.fill_(-inf),
+    "largest": lambda s: s.mul_(1e37),
+    "equal": lambda s: s.fill_(7.0),
+}
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("ratio", [4, 40])
+def test_scores_of_any_kind_weigh_as_in_the_definition(scores: str, ratio: int) -> None:
+    step = Entries(LAYOUTS[11], ratio, False, 1)
+    rows = step.states.region("row")[..., step.width :]
+    SCORES[scores](rows[::2])  # every second page
+    step.check()
+    SCORES[scores](rows)
+    step.check()
+
+
+KVS: dict[str, Callable[[Tensor], Tensor]] = {
+    "NaN of no weight": lambda row: row[0, 3].fill_(nan),
+    "infinite": lambda row: row[0, 3].fill_(inf),
+    "overflowing squares": lambda row: row[0].fill_(1e30),
+    "tiny": lambda row: row[0].mul_(1e-30),
+}
+
+
+@pytest.mark.parametrize("kv", KVS)
+@pytest.mark.parametrize("layout", [LAYOUTS[11], LAYOUTS[3], INDEX_LAYOUTS[0], INDEX_LAYOUTS[3]], ids=lambda x: x.name)
+def test_kv_of_any_kind_counts_as_in_the_definition(kv: str, layout: KVCacheLayout) -> None:
+    step = Entries(layout, 4, False, 2)
+    rows = step.states.region("row")
+    halves = rows.unflatten(-1, (2, step.width)).flatten(0, 1)
+    for row in halves[::3]:
+        KVS[kv](row)
+    if kv == "NaN of no weight":
+        halves[::3, 1, 3] = -1e30
+    found, wanted = step.run(), step.wanted()
+
+    torch.testing.assert_close(values_of(found), values_of(wanted), rtol=0.13, atol=1e-5, equal_nan=True)
+
+
+def test_eps_is_the_one_that_is_given() -> None:
+    step = Entries(LAYOUTS[11], 4, True, 5, eps=0.3)
+    step.check()
+
+
+def test_a_table_of_other_dims_is_refused_before_a_launch() -> None:
+    step = Entries(LAYOUTS[3], 4, True)
+    step.angles = torch.zeros(9, 6)
+    with pytest.raises(ArgumentError, match="cos_sin_cache"):
+        step.run()
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[9], INDEX_LAYOUTS[3]], ids=lambda x: x.fingerprint)
+@each_overlap
+def test_warm_up_foresees_every_form_that_is_launched(layout: KVCacheLayout, overlap: bool) -> None:
+    for seed in range(2):
+        step = Entries(layout, 4, overlap, seed, requests=1, own=not seed)
+        kv = strided(torch.zeros(1, step.width), step.seed % 2)
+        slots, positions = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
+        with observed() as seen:
+            compress.save_partial_states(kv, kv, kv.clone(), positions, step.states, slots)
+            step.run()
+        rope = step.angles.shape[1]
+        known = set(compress.variants(layout, 4, rope, overlap=overlap, aligned=False, aligned_rows=False))
+        usual = set(compress.variants(layout, 4, rope, overlap=overlap))
+
+        assert {variant.name for variant in seen} == {"save_kernel", "compress_kernel"}
+        assert set(seen) <= known
+        assert usual <= known
+        assert seed or set(seen) <= usual
+
+
+def change_constants(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    right = compress._compress_constants
+
+    def changed(*facts: Any, overlap: bool) -> tuple[dict[str, Any], int]:
+        constants, warps = right(*facts, overlap=overlap)
+        return {**constants, **changes}, warps
+
+    monkeypatch.setattr(compress, "_compress_constants", changed)
+
+
+PLANTS: dict[str, dict[str, Any]] = {
+    "half a window": {"RATIO": 2},
+    "no overlap": {"OVERLAP": False},
+    "RoPE one pair early": {"ROPE": 10},
+    "the other dialect": {"FNUZ": True},
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_bug_is_found(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Entries(LAYOUTS[3], 4, True, 2)
+    step.check()
+    change_constants(monkeypatch, **PLANTS[plant])
+    with pytest.raises(AssertionError):
+        step.check()
+
+
+@pytest.mark.parametrize(("rows", "lanes"), [(1, 1), (2, 4), (8, 2), (4, 8)])
+def test_tiles_change_no_entry(rows: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_constants(monkeypatch, ROWS=rows, LANES=lanes)
+    Entries(LAYOUTS[11], 19, True, 3).check()
