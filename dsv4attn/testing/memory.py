@@ -153,6 +153,8 @@ class _Metered:
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - a step
         step, meter = getattr(self._steps, name), _Meter()
+        if not callable(step):
+            return step
 
         def run(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - those of any step
             with meter:

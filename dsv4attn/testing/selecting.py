@@ -281,6 +281,7 @@ def score_errors(q: F64, weights: F64, keys: F64, bits: int = 24) -> F64:
 
 def sum_bits(bench: Bench) -> int:
     """Bits that sums of products of the backend's index codes keep."""
+    # steps of third parties may be older than this attribute
     return int(getattr(complete(bench.backend).layer_steps, "sum_bits", 24))
 
 

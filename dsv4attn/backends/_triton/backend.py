@@ -17,7 +17,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import builder, dense
 from dsv4attn.backends._triton.launching.runtime import multiprocessors
 from dsv4attn.backends._triton.launching.warmup import warm
-from dsv4attn.backends._triton.layer import output
+from dsv4attn.backends._triton.layer import output, steps
 from dsv4attn.backends._triton.tuning import Tuning, tuning_for
 from dsv4attn.core.contract import (
     AttentionCall,
@@ -27,6 +27,7 @@ from dsv4attn.core.contract import (
     IndexForm,
     IndexSteps,
     KeyForm,
+    LayerSteps,
     Phase,
     Run,
 )
@@ -106,6 +107,11 @@ class TritonBackend(BackendDefaults):
         """Zero: kernels write to given memory."""
         return 0
 
+    @cached_property
+    def layer_steps(self) -> LayerSteps:
+        """See `contract.BackendDefaults`."""
+        return steps.TritonLayerSteps(deterministic=self.deterministic)
+
     quantize_and_insert_k_cache = staticmethod(insert.quantize_and_insert_k_cache)
     qnorm_rope_kv_insert = staticmethod(insert.qnorm_rope_kv_insert)
     dequantize_and_gather_k_cache = staticmethod(gather.dequantize_and_gather_k_cache)
@@ -157,6 +163,8 @@ class TritonBackend(BackendDefaults):
                 dims = layer.num_heads, layer.head_dim, layer.rope_dim, bounds.num_groups, bounds.o_lora_rank
                 yield from output.variants(*dims, bounds.q_dtype, aligned=bounds.aligned_rows, arch=device.arch)
             yield from self._attention_variants(bounds, layer, tuning)
+        if bounds.model is not None:
+            yield from steps.variants(bounds, device.arch)
 
     def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """Forms of the attention kernel in both phases."""

@@ -10,14 +10,14 @@ from dsv4attn.core.layer_geometry import LayerKind
 from dsv4attn.core.problem import CacheFacts, Problem, Reason
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["MULTIPLIES_CODES", "index_notes", "require_release", "support"]
+__all__ = ["FP8_UNITS", "index_notes", "require_release", "support"]
 
 INTERPRETER_CURE = "set TRITON_INTERPRET=1 before Python starts, or ask for reference, which is faster there"
 _ROWS = "allocate the cache as bfloat16 rows"
 _LAYOUTS = {"fp8_ds_mla": ("e4m3fn", "e4m3fnuz"), "rows": ("bfloat16", "float32")}
 _WIDEST = 512
-MULTIPLIES_CODES = "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"
-"""Architectures whose matrix units multiply e4m3 codes of OCP as Triton compiles them."""
+FP8_UNITS = "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"
+"""Architectures that convert to e4m3 codes of OCP, and multiply them, in one instruction."""
 _OLDEST = 80
 _OLDEST_TRITON = 3, 6
 """What older releases lack: 3.2 and 3.3 `triton.knobs`; 3.2 to 3.4 the JIT's argument packing, by which kernels are
@@ -47,7 +47,7 @@ def index_notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
     """How scores of the indexer are computed on a device, for layers that have one."""
     if problem.layer.kind is not LayerKind.C4A:
         return []
-    if device.arch in MULTIPLIES_CODES:
+    if device.arch in FP8_UNITS:
         return ["index scores: e4m3 codes go into the matrix unit as they are; other records are decoded"]
     return ["index scores: codes are decoded to fp16, or bf16, for the matrix unit"]
 

@@ -21,7 +21,7 @@ from dsv4attn.backends._triton.cache.records import alignment_of_rows, record_st
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.kernels_index_logits import CODES, NATIVE, NIBBLES, ROWS, score_kernel
-from dsv4attn.backends._triton.support import MULTIPLIES_CODES
+from dsv4attn.backends._triton.support import FP8_UNITS
 from dsv4attn.backends._triton.tuning import COMPILED
 from dsv4attn.core.definitions.indexer import IndexQuery, check_paged_logits, dialect_of
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
@@ -65,7 +65,7 @@ class Tiles:
 _PLAIN = Tile(1, 64, 8, 2, 2)
 PLAIN = Tiles(_PLAIN, _PLAIN, _PLAIN, COMPILED)
 TILES: Mapping[str, Tiles] = {
-    **dict.fromkeys(MULTIPLIES_CODES, Tiles(Tile(1, 64, 4, 3), Tile(2, 64, 8, 3), Tile(2, 64, 8, 3), COMPILED)),
+    **dict.fromkeys(FP8_UNITS, Tiles(Tile(1, 64, 4, 3), Tile(2, 64, 8, 3), Tile(2, 64, 8, 3), COMPILED)),
     "sm_90": Tiles(
         Tile(1, 64, 4, 5, 4),
         Tile(2, 64, 4, 5, 3),
@@ -82,7 +82,7 @@ def multiplies_codes(layout: KVCacheLayout, arch: str) -> bool:
     Sums of such products keep fewer bits than fp32: on an H200 errors are up to 130 times 2^-24 of the product of the
     norms (measured 2026-11-22, as large as DeepGEMM's on the same inputs).
     """
-    return layout.fp8_format is Fp8Format.OCP and arch in MULTIPLIES_CODES and not INTERPRETED
+    return layout.fp8_format is Fp8Format.OCP and arch in FP8_UNITS and not INTERPRETED
 
 
 def tiles_for(layout: KVCacheLayout, arch: str) -> Tiles:
@@ -111,10 +111,8 @@ def score(
     tokens, entries = scores.shape
     tiles = tiles_for(cache.layout, architecture())
     tile = tiles.of(1 if exact_rows else tokens / block_table.shape[0])
-    each, blocks = tile.entries, triton.cdiv(tokens, tile.tokens)
-    runs = max(run // each, 1)
-    wanted = max(tile.programs * multiprocessors() // max(blocks, 1), 1)
-    span = triton.cdiv(triton.cdiv(triton.cdiv(entries, each), wanted), runs) * runs * each
+    runs = max(run // tile.entries, 1)
+    span = _span(tile, tokens, entries, runs)
     keys = _pages(cache, tile)
     _launch(query, keys, (block_table, token_to_req, visible_lens, None), scores, maxima, tile, span, runs, fill=False)
 
@@ -158,10 +156,11 @@ def fp8_mqa_logits(
     return logits
 
 
-def _span(tile: Tile, tokens: int, entries: int) -> int:
-    """Entries of a program."""
-    wanted = max(tile.programs * multiprocessors() // triton.cdiv(tokens, tile.tokens), 1)
-    return triton.cdiv(triton.cdiv(entries, tile.entries), wanted) * tile.entries
+def _span(tile: Tile, tokens: int, entries: int, runs: int = 1) -> int:
+    """Entries of a program: of so many tiles, a multiple of `runs`, that programs fill the device once."""
+    programs = max(tile.programs * multiprocessors() // -(-tokens // tile.tokens), 1)
+    tiles = -(-entries // tile.entries)
+    return -(-tiles // programs // runs) * runs * tile.entries
 
 
 @frozen(eq=False)

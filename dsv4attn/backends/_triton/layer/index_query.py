@@ -18,6 +18,7 @@ from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_align
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch
 from dsv4attn.backends._triton.layer.kernels_index_query import index_query_kernel
+from dsv4attn.backends._triton.support import FP8_UNITS
 from dsv4attn.core.definitions.indexer import IndexQuery
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.tensorspec import check_strides
@@ -26,8 +27,6 @@ __all__ = ["indexer_q_rope_quant", "variants"]
 
 TILE, WARPS = 4096, 8
 """Values of q that a program takes, 32 heads of the model's, and its warps."""
-NATIVE = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
-"""Architectures that convert to e4m3fn in one instruction."""
 
 
 def indexer_q_rope_quant(
@@ -81,7 +80,7 @@ def _constants(layout: KVCacheLayout, heads: int, rope: int, rows: int, arch: st
         "CODE_BITS": _code_bits(layout),
         "GROUP": layout.group_size,
         **{name: writer[name] for name in ("FNUZ", "LARGEST", "FLOOR", "EXACT_CASTS")},
-        "NATIVE": layout.fp8_format is Fp8Format.OCP and arch in NATIVE,
+        "NATIVE": layout.fp8_format is Fp8Format.OCP and arch in FP8_UNITS,
     }
 
 

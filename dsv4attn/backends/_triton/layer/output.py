@@ -21,6 +21,7 @@ from dsv4attn.backends._triton.cache.records import alignment_of_rows, row_align
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
 from dsv4attn.backends._triton.layer.kernels_output import project_codes_kernel, quantize_output_kernel
+from dsv4attn.backends._triton.support import FP8_UNITS
 from dsv4attn.core.layout import Fp8Format
 from dsv4attn.core.tensorspec import check_strides, check_tensor
 from dsv4attn.core.weights import BLOCK, BlockScaledWeight
@@ -33,8 +34,6 @@ AMAX_FLOOR = 1e-10
 FORMATS: Final = {torch.float8_e4m3fn: Fp8Format.OCP, torch.float8_e4m3fnuz: Fp8Format.FNUZ}
 DTYPES: Final = {fp8_format: dtype for dtype, fp8_format in FORMATS.items()}
 SCALES: Final = {"float32": torch.float32, "ue8m0": torch.uint8}
-NATIVE = frozenset({"sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"})
-"""Architectures that multiply OCP codes as they are. Everywhere else, and for FNUZ, codes are multiplied as fp16."""
 QUANTISED_HEADS = 32
 QUANTISE_WARPS = 4
 
@@ -68,8 +67,8 @@ DECODED: Mapping[str, Tiles] = {
 
 
 def is_native(fp8_format: Fp8Format, arch: str) -> bool:
-    """Whether codes are multiplied as they are."""
-    return fp8_format is Fp8Format.OCP and arch in NATIVE and not INTERPRETED
+    """Whether codes are multiplied as they are. Everywhere else they are decoded to fp16."""
+    return fp8_format is Fp8Format.OCP and arch in FP8_UNITS and not INTERPRETED
 
 
 def tiles_for(fp8_format: Fp8Format, arch: str) -> Tiles:
