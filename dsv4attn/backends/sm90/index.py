@@ -1,0 +1,153 @@
+"""Scores of index keys on Hopper: the launcher of `kernels_index`, for calls of many tokens with 64 heads.
+
+Each function says whether it serves a call; the shared ones of `index_logits` serve all. Results mean the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from attrs import frozen
+from torch import Tensor
+
+from dsv4attn.backends._triton.attention.attend import divider
+from dsv4attn.backends._triton.cache.records import record_strides
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
+from dsv4attn.core.definitions.indexer import IndexQuery, dialect_of
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+
+__all__ = ["fp8_mqa_logits", "score", "variants"]
+
+HEADS, DIM, PAGE = 64, 128, 64
+"""Heads and dims of a query, and entries of a tile, which stand in one page."""
+LAYOUT = KVCacheLayout.index_fp8(DIM)
+
+
+@frozen
+class Tile:
+    """Tokens of a program, and stages of its keys for even and for odd tiles.
+
+    programs: that a multiprocessor holds, times the rounds in which they run. sums: how products are rectified.
+    """
+
+    tokens: int
+    stages: int
+    programs: int
+    sums: bool = True
+
+
+TILE = Tile(4, 3, 1)
+"""Nothing measured yet."""
+
+
+def score(
+    query: IndexQuery,
+    cache: PagedKVCache,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    visible_lens: Tensor,
+    scores: Tensor,
+    maxima: Tensor | None,
+    run: int,
+) -> bool:
+    """See `index_logits.score`. False if this kernel does not serve the call; nothing is written then."""
+    tokens, entries = scores.shape
+    page, data, scale_offset, scale = record_strides(cache)
+    served = (
+        _serves(query)
+        and cache.layout == LAYOUT
+        and (data, scale) == (DIM, 4)
+        and not (cache.tensor.data_ptr() % WIDE or page % WIDE or cache.block_size % PAGE or scale_offset % 4)
+        and cache.num_blocks > 0
+        and tokens >= 2 * block_table.shape[0]
+    )
+    if served and tokens and entries:
+        runs = max(run // PAGE, 1)
+        keys = cache.tensor, None, block_table, token_to_req
+        paging = cache.num_blocks, cache.block_size, *divider(cache.block_size), page, scale_offset
+        _launch(query, keys, visible_lens, None, scores, maxima, runs, paging)
+    return served
+
+
+def fp8_mqa_logits(
+    q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor
+) -> Tensor | None:
+    """See `definitions.indexer.fp8_mqa_logits`. None if this kernel does not serve the call."""
+    rows, scales = kv
+    query = IndexQuery(q, weights)
+    dense = rows.shape[1] == DIM and rows.stride() == (DIM, 1) and rows.data_ptr() % WIDE == 0
+    same = dialect_of(q) is dialect_of(rows) is Fp8Format.OCP
+    if not (_serves(query) and dense and same and scales.stride(0) == 1):
+        return None
+    logits = torch.empty(q.shape[0], rows.shape[0], dtype=torch.float32, device=q.device)
+    if logits.numel():
+        given = _raw(rows), scales, None, None
+        _launch(query, given, cu_seqlen_ke, cu_seqlen_ks, logits, None, 1, (0, PAGE, *divider(PAGE), 0, 0))
+    return logits
+
+
+def _serves(query: IndexQuery) -> bool:
+    """Whether the kernel reads queries of these shapes and places."""
+    values, weights = query.values, query.weights
+    step = values.data_ptr() | values.stride(0) | values.stride(1)
+    known = values.shape[1:] == (HEADS, DIM) and values.element_size() == 1 and query.scales is None
+    return not INTERPRETED and known and step % WIDE == 0 and values.stride(2) == weights.stride(1) == 1
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """Codes as bytes."""
+    return tensor.view(torch.uint8)
+
+
+def _launch(
+    query: IndexQuery,
+    keys: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    lens: Tensor,
+    first: Tensor | None,
+    out: Tensor,
+    maxima: Tensor | None,
+    run: int,
+    paging: tuple[int, ...],
+) -> None:
+    from dsv4attn.backends.sm90.kernels_index import score_index  # not where kernels are interpreted
+
+    tile, table, values = TILE, keys[2], _raw(query.values)
+    tokens, entries = out.shape
+    blocks = triton.cdiv(tokens, tile.tokens)
+    wanted = max(tile.programs * multiprocessors() // blocks, 1)
+    span = triton.cdiv(triton.cdiv(triton.cdiv(entries, PAGE), wanted), run) * run * PAGE
+    requests, columns = (0, 0) if table is None else table.shape
+    launch(
+        score_index,
+        (blocks * triton.cdiv(entries, span),),
+        (
+            values, query.weights, *keys, lens, first, out, maxima, tokens, requests, entries, span, run,
+            values.stride(0), values.stride(1), query.weights.stride(0), 0 if table is None else table.stride(0),
+            columns, *paging, out.stride(0), 0 if maxima is None else maxima.stride(0),
+        ),
+        _constants(tile),
+        num_warps=2 * tile.tokens,
+    )  # fmt: skip
+
+
+@cache
+def _constants(tile: Tile) -> dict[str, Any]:
+    return {"TOKENS": tile.tokens, "STAGES": tile.stages, "SUM": tile.sums}
+
+
+def variants(*, gathered: bool = False) -> Iterator[Variant]:
+    """Every form that selection can ask for on pages; and that of `fp8_mqa_logits`."""
+    from dsv4attn.backends.sm90.kernels_index import score_index  # not where kernels are interpreted
+
+    common = {"Q": "*u8", "KEYS": "*u8", "W": "*fp32", "OUT": "*fp32"}
+    forms = [{"SCALES": "none", "FIRST": "none", "MAXIMA": maxima} for maxima in ("none", "*fp32")]
+    if gathered:
+        forms.append({"SCALES": "*fp32", "TABLE": "none", "REQUESTS": "none", "MAXIMA": "none"})
+    for form in forms:
+        constants = _constants(TILE)
+        yield Variant.from_types(score_index, common | form, constants, num_warps=2 * TILE.tokens)
