@@ -23,7 +23,7 @@ from dsv4attn.backends._triton.cache.records import (
     writer_constants,
 )
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, launch
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
 from dsv4attn.backends._triton.layer.kernels_compress import compress_kernel, save_kernel
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
@@ -55,13 +55,15 @@ class Pool:
 
 LONG = Pool(8, 4, 16)
 """For windows of more than eight rows: a program has 128 KB under way, which a core of an H200 needs."""
+UNALIGNED = Pool(4, 4, 16)
+"""For long windows of states out of step with 16 bytes, whose addresses take more registers."""
 SHORT = Pool(8, 1, 16)
 """For short windows, which are read at once."""
 
 
-def pool_for(window: int, block: int, arch: str) -> Pool:
-    """How windows of so many rows are read. block: channels of an entry, a power of two."""
-    most = SHORT if window <= SHORT.rows else LONG
+def pool_for(window: int, block: int, aligned: int, arch: str) -> Pool:
+    """How windows of so many rows are read. block: channels of an entry, a power of two. aligned: of states, bytes."""
+    most = SHORT if window <= SHORT.rows else LONG if aligned == WIDE else UNALIGNED
     rows = min(most.rows, triton.next_power_of_2(window))
     lanes = min(most.lanes, triton.next_power_of_2(triton.cdiv(window, rows)))
     wide = 2 if arch.startswith("gfx9") else 1  # a warp has 64 threads
@@ -153,7 +155,7 @@ def _compress_constants(
         size = triton.next_power_of_2(group)
         rows, in_order = layout.num_groups + triton.cdiv(dim - nope, size), size == group and nope % group == 0
     rows = triton.next_power_of_2(max(rows, pads))
-    pool = pool_for(ratio * (2 if overlap else 1), rows * size, arch)
+    pool = pool_for(ratio * (2 if overlap else 1), rows * size, states, arch)
     writer = writer_constants(layout)
     return {
         "D": dim,

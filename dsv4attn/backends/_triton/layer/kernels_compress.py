@@ -103,7 +103,8 @@ def pool(
     top = tl.full([LANES, BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([LANES, BLOCK], tl.float32)
     acc = tl.zeros([LANES, BLOCK], tl.float32)
-    for step in range(triton.cdiv(window, ROWS * LANES)):
+    steps: tl.constexpr = triton.cdiv(window, ROWS * LANES)
+    for step in range(steps):
         kvs, scores = (), ()
         for each in tl.static_range(ROWS):
             # [LANES]
@@ -131,18 +132,23 @@ def pool(
         for each in tl.static_range(ROWS):
             higher = tl.maximum(higher, scores[each])
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp(top - base)
-        total, acc, top = total * shrink, acc * shrink, higher
+        if steps > 1:
+            shrink = tl.exp(top - base)
+            total, acc = total * shrink, acc * shrink
+        top = higher
         for each in tl.static_range(ROWS):
             weight = tl.exp(scores[each] - base)
             total += weight
             acc += weight * kvs[each]
 
-    # [BLOCK]; a NaN among scores shows in the sums, maxima may pass over it
-    higher = tl.max(top, 0)
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    shrink = tl.exp(top - base[None, :])
-    total, acc = tl.sum(total * shrink, 0), tl.sum(acc * shrink, 0)
+    # a NaN among scores shows in the sums, maxima may pass over it
+    if LANES > 1:
+        higher = tl.max(top, 0)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp(top - base[None, :])
+        total, acc = total * shrink, acc * shrink
+    # [BLOCK]
+    total, acc = tl.sum(total, 0), tl.sum(acc, 0)
     return acc / tl.where(total == 0, 1.0, total)
 
 
