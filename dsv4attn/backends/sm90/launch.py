@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 
@@ -17,12 +17,14 @@ from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning
+from dsv4attn.backends.sm90 import index
 from dsv4attn.backends.sm90.choice import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_parts import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, FP8_PAGES
 from dsv4attn.backends.sm90.tuning import PAGED, ROWED, TUNING, Roles
 from dsv4attn.core.checks import check_attention_strides
-from dsv4attn.core.contract import AttentionCall, KeyForm, Phase, Run
+from dsv4attn.core.contract import AttentionCall, KeyForm, LayerSteps, Phase, Run
+from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.keys import DenseIndices, GatheredKeys
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
@@ -71,6 +73,11 @@ class Sm90Backend(TritonBackend):
             raise ArgumentError("prefill", expected=expected, actual=repr(prefill))
         self.forms = evolve(self.forms, prefill_keys=KeyForm(prefill))
 
+    @cached_property
+    def layer_steps(self) -> LayerSteps:
+        """See `contract.BackendDefaults`."""
+        return index.Sm90LayerSteps(deterministic=self.deterministic)
+
     def _may_serve(self, layer: LayerGeometry) -> bool:
         """Whether the Gluon kernels serve some calls of a layer."""
         return not self.deterministic and layer.num_heads <= MOST_HEADS and layer.head_dim == DIM
@@ -111,6 +118,12 @@ class Sm90Backend(TritonBackend):
         pairs = zip(call.scratch, shapes, strict=False)
         parts = [own.view(-1)[: prod(shape)].view(*shape) for own, shape in pairs]
         return super().prepare(phase, evolve(call, scratch=parts))
+
+    def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:
+        """See `contract.BackendDefaults`."""
+        yield from super().kernel_variants(bounds, device)
+        if bounds.model is not None and not self.deterministic and index.may_serve(bounds):
+            yield from index.variants()
 
     def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """Forms of the Gluon kernels, and of the shared kernel for the calls that it may serve."""

@@ -92,6 +92,9 @@ class TestPrefill(Room, suite.TestPrefill): ...
 class TestMemory(Room, suite.TestMemory): ...
 
 
+class TestLayer(Room, suite.TestLayer): ...
+
+
 class TestCache(Room, suite.TestCache):
     @pytest.fixture
     def backend(self) -> Backend | str:

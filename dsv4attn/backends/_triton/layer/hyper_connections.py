@@ -39,8 +39,8 @@ __all__ = ["hc_head", "mhc_fused_post_pre", "mhc_post", "mhc_pre", "transient_by
 
 LEAST = 16
 """Fewest columns of a matrix product."""
-MOST_SPLITS = 128
-"""Splits that are added in one tile."""
+MOST_SPLITS, MOST_ROWS = 128, 64
+"""Most splits, and tokens, of a tile in which splits are added."""
 
 Numbers: TypeAlias = tuple[float, float, float, float, int, float]
 """rms_eps, pre_eps, sinkhorn_eps, factor of post, iterations, norm_eps."""
@@ -320,7 +320,7 @@ def _mix_constants(
         **_post_constants(block, n, hidden, aligned, out_aligned),
         "MIXES": mixes,
         "SPLITS": splits,
-        "BLOCK_R": max(summed // (added * triton.next_power_of_2(n) ** 2), 1),
+        "BLOCK_R": min(max(summed // (added * triton.next_power_of_2(n) ** 2), 1), MOST_ROWS),
         "BLOCK_S": added,
         "NORM_ALIGNED": norm_aligned,
     }

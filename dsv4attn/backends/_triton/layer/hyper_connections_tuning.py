@@ -87,7 +87,7 @@ INTERPRETER = Tuning(
     mix_many=_BLOCK,
     whole_few=_BLOCK,
     whole_many=_BLOCK,
-    summed=2**20,
+    summed=2**15,
     post=_BLOCK,
 )
 """Large tiles, because there each operation costs the same."""

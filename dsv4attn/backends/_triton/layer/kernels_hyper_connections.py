@@ -371,9 +371,9 @@ def load_norm(NORM, k, HIDDEN: tl.constexpr, NORM_ALIGNED: tl.constexpr):
 def make_sum(
     STREAMS, PRODUCTS, SCALE, BASE, NORM, OUT, row, first, end, k, token_stride, stream_stride, rms_eps, pre_eps,
     norm_eps,
-    N: tl.constexpr, HIDDEN: tl.constexpr, MIXES: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_S: tl.constexpr, ALIGNED: tl.constexpr, NORM_ALIGNED: tl.constexpr, OUT_ALIGNED: tl.constexpr,
-    EXACT_CASTS: tl.constexpr,
+    N: tl.constexpr, HIDDEN: tl.constexpr, MIXES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_S: tl.constexpr, ALIGNED: tl.constexpr, NORM_ALIGNED: tl.constexpr,
+    OUT_ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Write columns k of the weighed sums of the tokens of rows [M] of PRODUCTS, the first of which is `first`.
 
@@ -392,7 +392,9 @@ def make_sum(
     gates = sigmoid(gates * tl.load(SCALE) + tl.load(BASE + place)[None, :]) + pre_eps
     weights = ()
     for n in tl.static_range(N):
-        weights += (tl.sum(tl.where((i == n)[None, :], gates, 0.0), 1)[:, None],)
+        weight = tl.sum(tl.where((i == n)[None, :], gates, 0.0), 1)
+        # of one token a scalar: of a tensor the compiler makes a copy in each thread, from all that it is made of
+        weights += (tl.sum(weight, 0) if BLOCK_M == 1 else weight[:, None],)
     total = weigh(tiles, weights, N)
     out = tl.multiple_of(OUT + token * HIDDEN, OUT_ALIGNED)[:, None] + k[None, :]
     if NORM is not None:
@@ -425,10 +427,10 @@ def mix_kernel(
     rms_eps: tl.float32, pre_eps: tl.float32, comb_eps: tl.float32, factor: tl.float32, repeat: tl.int32,
     norm_eps: tl.float32,
     N: tl.constexpr, HIDDEN: tl.constexpr, MIXES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, ALIGNED: tl.constexpr, NORM_ALIGNED: tl.constexpr,
-    OUT_ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, ALIGNED: tl.constexpr,
+    NORM_ALIGNED: tl.constexpr, OUT_ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles of BLOCK_R tokens + tiles of BLOCK_M tokens * blocks,): post and comb; then sums, BLOCK columns each.
+    """Grid: (tiles of BLOCK_R tokens + tiles of BLOCK_M tokens * blocks,): post and comb; then sums of BLOCK columns.
 
     For the head, only the sums. With a norm, a program makes whole sums.
     """
@@ -439,13 +441,13 @@ def mix_kernel(
         row = (pid - heads) // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
         k = (pid - heads) % blocks * BLOCK + tl.arange(0, BLOCK)
         make_sum(
-            STREAMS, PRODUCTS, SCALE, BASE, NORM, OUT, row, first, end, k, token_stride, stream_stride,
-            rms_eps, pre_eps, norm_eps, N, HIDDEN, MIXES, SPLITS, BLOCK, BLOCK_S, ALIGNED, NORM_ALIGNED, OUT_ALIGNED,
+            STREAMS, PRODUCTS, SCALE, BASE, NORM, OUT, row, first, end, k, token_stride, stream_stride, rms_eps,
+            pre_eps, norm_eps, N, HIDDEN, MIXES, SPLITS, BLOCK_M, BLOCK, BLOCK_S, ALIGNED, NORM_ALIGNED, OUT_ALIGNED,
             EXACT_CASTS,
         )  # fmt: skip
     elif COMB is not None:
-        row = pid * BLOCK_R + tl.arange(0, BLOCK_R)
+        rows = pid * BLOCK_R + tl.arange(0, BLOCK_R)
         make_weights(
-            PRODUCTS, SCALE, BASE, POST, COMB, row, first, end, rms_eps, comb_eps, factor, repeat,
+            PRODUCTS, SCALE, BASE, POST, COMB, rows, first, end, rms_eps, comb_eps, factor, repeat,
             N, HIDDEN, MIXES, SPLITS, BLOCK_S,
         )  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import torch
 import triton
 from attrs import frozen
 from torch import Tensor
@@ -84,7 +85,7 @@ def plan_of(rows: int, max_entries: int, topk: int, cores: int) -> Plan:
     block = block_of(topk)
     if max_entries <= SPLIT_LENGTH or rows > 2 * cores:
         return Plan(block)
-    chunk = max(CHUNK, 2 * block, triton.next_power_of_2(triton.cdiv(max_entries, SPLITS)))
+    chunk = max(CHUNK, LISTS[block].entries, triton.next_power_of_2(triton.cdiv(max_entries, SPLITS)))
     return Plan(block, chunk, triton.cdiv(max_entries, chunk))
 
 
@@ -138,6 +139,7 @@ def select(
     LANES, or 0 for None. K is at most MOST.
     """
     rows, topk = out.shape
+    assert topk <= MOST
     if not rows or not topk:
         return
     plan = plan_of(rows, max_entries, topk, multiprocessors())
@@ -148,8 +150,8 @@ def select(
     columns = _list_columns(plan, max_entries, topk)
     lists = out.new_empty(rows, columns) if columns else out
     if plan.chunk:
-        if not run:
-            maxima, run = _maxima(scores, visible_lens, max_entries, topk, aligned)
+        if not run and (run := maxima_run(max_entries, topk)):
+            maxima = _maxima(scores, visible_lens, max_entries, run, aligned)
         constants, warps = _list_constants(block, aligned)
         launch(
             list_kernel,
@@ -174,11 +176,10 @@ def select(
     )  # fmt: skip
 
 
-def _maxima(scores: Tensor, visible_lens: Tensor, max_entries: int, topk: int, aligned: int) -> tuple[Tensor, int]:
+def _maxima(scores: Tensor, visible_lens: Tensor, max_entries: int, run: int, aligned: int) -> Tensor:
     """Maxima of scores that came without."""
     constants, warps = _maxima_constants(aligned)
-    run = max(maxima_run(max_entries, topk), constants["BLOCK"])
-    rows, runs = scores.shape[0], triton.cdiv(max_entries, run)
+    rows, runs = visible_lens.shape[0], triton.cdiv(max_entries, run)
     maxima = scores.new_empty(rows, runs * LANES)
     launch(
         maxima_kernel,
@@ -187,7 +188,7 @@ def _maxima(scores: Tensor, visible_lens: Tensor, max_entries: int, topk: int, a
         constants,
         num_warps=warps,
     )
-    return maxima, run
+    return maxima
 
 
 def _aligned(scores: Tensor, maxima: Tensor | None, max_entries: int) -> int:
@@ -199,7 +200,7 @@ def _aligned(scores: Tensor, maxima: Tensor | None, max_entries: int) -> int:
 
 @cache
 def _maxima_constants(aligned: int) -> tuple[dict[str, Any], int]:
-    return {"LANES": LANES, "BLOCK": SHORTEST, "ALIGNED": aligned}, 4
+    return {"LANES": LANES, "BLOCK": RUN, "ALIGNED": aligned}, 4
 
 
 @cache

@@ -79,8 +79,23 @@ class TritonLayerSteps(TorchLayerSteps):
                 query.values[part], query.weights[part], None if query.scales is None else query.scales[part]
             )
             maps = block_table, token_to_req[part], visible_lens[part]
-            index_logits.score(own, cache, *maps, scores, maxima, run, exact_rows=self._deterministic)
+            self._score(own, cache, *maps, scores, maxima, run)
             select.select(scores, maxima, visible_lens[part], out[part], max_entries, run=run)
+
+    def _score(
+        self,
+        query: IndexQuery,
+        cache: PagedKVCache,
+        block_table: Tensor,
+        token_to_req: Tensor,
+        visible_lens: Tensor,
+        scores: Tensor,
+        maxima: Tensor | None,
+        run: int,
+    ) -> None:
+        """See `index_logits.score`."""
+        maps = block_table, token_to_req, visible_lens
+        index_logits.score(query, cache, *maps, scores, maxima, run, exact_rows=self._deterministic)
 
     def transient_bytes(self, max_tokens: int) -> int:
         """Scores and lists of a selection, and what the steps make for each token."""
