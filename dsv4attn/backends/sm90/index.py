@@ -71,7 +71,7 @@ class Sm90LayerSteps(TritonLayerSteps):
         if self._deterministic or not score(*given):
             super()._score(*given)
 
-    def fp8_mqa_logits(  # type: ignore[override]
+    def fp8_mqa_logits(
         self, q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor
     ) -> Tensor:
         """See `LayerSteps`."""

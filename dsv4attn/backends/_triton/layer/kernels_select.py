@@ -282,7 +282,8 @@ def list_kernel(
         scores = tl.multiple_of(SCORES + row * score_stride, ALIGNED)
         maxima = tl.multiple_of(MAXIMA + row * group_stride, ALIGNED)
         bound = first_bound(
-            scores, maxima, count, run, is_hinted(count, run, LANES, BLOCK), wanted, slack, LANES, BLOCK, UNROLL, ALIGNED
+            scores, maxima, count, run, is_hinted(count, run, LANES, BLOCK), wanted, slack, LANES, BLOCK, UNROLL,
+            ALIGNED,
         )  # fmt: skip
         head = LISTS + row * list_stride
         lists = head + (2 * SPLITS + 2)

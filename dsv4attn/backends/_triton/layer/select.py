@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import torch
 import triton
 from attrs import frozen
 from torch import Tensor
@@ -19,7 +18,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import WIDE, launch, multiprocessors
 from dsv4attn.backends._triton.layer.kernels_select import choose_kernel, list_kernel, maxima_kernel
 
-__all__ = ["LANES", "MOST", "maxima_columns", "maxima_run", "scratch_bytes", "select", "variants"]
+__all__ = ["LANES", "MOST", "maxima_columns", "maxima_run", "scratch_bytes", "select", "variants", "wanted_run"]
 
 MOST = 2048
 """Entries that can be selected in a row."""
@@ -49,16 +48,18 @@ class Plan:
     """How rows are selected.
 
     block: entries of a row in registers. chunk: entries of a part; 0 if rows have no parts. parts: of the longest row.
+    many: whether there are more rows than fill the device.
     """
 
     block: int
     chunk: int = 0
     parts: int = 1
+    many: bool = False
 
 
 def block_of(topk: int) -> int:
     """Entries of a row in registers: at least 4 K, which bounds how many can be above a bound."""
-    return max(SHORTEST, 4 * triton.next_power_of_2(topk))
+    return max(SHORTEST, 4 << (topk - 1).bit_length())
 
 
 def slack_of(topk: int) -> int:
@@ -70,23 +71,25 @@ SHORT = {2048: Tile(2048, 1, 4), 4096: Tile(4096, 1, 8), 8192: Tile(8192, 1, 16)
 """By the entries in registers, tiles of rows that have no more."""
 LONG = {2048: Tile(2048, 4, 8), 4096: Tile(4096, 2, 16), 8192: Tile(4096, 1, 16)}
 """Tiles of longer rows: no register is spilled on sm_80 .. sm_120 (compiled with Triton 3.6 and 3.9)."""
+MANY = {**LONG, 2048: Tile(1024, 2, 4)}
+"""Tiles of longer rows, if these more than fill the device: 2,048 of 8,192 entries take 111 us on an H200, not 138."""
 LISTS = LONG
 """Tiles of parts of a row."""
 
-
-SPLIT_LENGTH = 32768
+SPLIT_LENGTH = 16384
 """Rows that may be longer are listed in parts, if they are few."""
 CHUNK = 4096
-"""Entries of a part, at least."""
+"""Entries of a part, at least; twice as many if parts fill the device twice."""
 
 
 def plan_of(rows: int, max_entries: int, topk: int, cores: int) -> Plan:
     """How rows are selected on a device with so many multiprocessors; results do not depend on it."""
-    block = block_of(topk)
-    if max_entries <= SPLIT_LENGTH or rows > 2 * cores:
-        return Plan(block)
-    chunk = max(CHUNK, LISTS[block].entries, triton.next_power_of_2(triton.cdiv(max_entries, SPLITS)))
-    return Plan(block, chunk, triton.cdiv(max_entries, chunk))
+    block, most = block_of(topk), 3 * cores // 4
+    if max_entries <= SPLIT_LENGTH or rows > most:
+        return Plan(block, many=rows > most)
+    least = CHUNK if rows * -(-max_entries // CHUNK) <= 2 * cores else 2 * CHUNK
+    chunk = max(least, LISTS[block].entries, triton.next_power_of_2(-(-max_entries // SPLITS)))
+    return Plan(block, chunk, -(-max_entries // chunk))
 
 
 def maxima_run(max_entries: int, topk: int) -> int:
@@ -97,13 +100,18 @@ def maxima_run(max_entries: int, topk: int) -> int:
     """
     if max_entries <= 4 * block_of(topk):
         return 0
-    fewest = triton.cdiv(max_entries * LANES, WIDEST * block_of(topk))
-    return max(RUN, triton.next_power_of_2(fewest))
+    fewest = -(-max_entries * LANES // (WIDEST * block_of(topk)))
+    return max(RUN, 1 << (fewest - 1).bit_length())
+
+
+def wanted_run(rows: int, max_entries: int, topk: int) -> int:
+    """`maxima_run` if maxima save time: only where rows are listed in parts, each of which needs a bound; else 0."""
+    return maxima_run(max_entries, topk) if plan_of(rows, max_entries, topk, multiprocessors()).chunk else 0
 
 
 def maxima_columns(max_entries: int, run: int) -> int:
     """Columns of the maxima of rows of up to max_entries."""
-    return triton.cdiv(max_entries, run) * LANES
+    return -(-max_entries // run) * LANES
 
 
 def _list_columns(plan: Plan, max_entries: int, topk: int) -> int:
@@ -113,7 +121,7 @@ def _list_columns(plan: Plan, max_entries: int, topk: int) -> int:
     if max_entries <= plan.block:
         return 0
     # of each group above the bound all entries, and K that are tied
-    most = (topk + slack_of(topk)) * triton.cdiv(max_entries, plan.block) + topk
+    most = (topk + slack_of(topk)) * -(-max_entries // plan.block) + topk
     return min(most, max_entries)
 
 
@@ -163,7 +171,7 @@ def select(
             constants,
             num_warps=warps,
         )  # fmt: skip
-    constants, warps = _choose_constants(block, max_entries > block, bool(plan.chunk), aligned)
+    constants, warps = _choose_constants(block, max_entries > block, bool(plan.chunk), plan.many, aligned)
     launch(
         choose_kernel,
         (rows,),
@@ -179,7 +187,7 @@ def select(
 def _maxima(scores: Tensor, visible_lens: Tensor, max_entries: int, run: int, aligned: int) -> Tensor:
     """Maxima of scores that came without."""
     constants, warps = _maxima_constants(aligned)
-    rows, runs = visible_lens.shape[0], triton.cdiv(max_entries, run)
+    rows, runs = visible_lens.shape[0], -(-max_entries // run)
     maxima = scores.new_empty(rows, runs * LANES)
     launch(
         maxima_kernel,
@@ -193,7 +201,7 @@ def _maxima(scores: Tensor, visible_lens: Tensor, max_entries: int, run: int, al
 
 def _aligned(scores: Tensor, maxima: Tensor | None, max_entries: int) -> int:
     """Bytes that divide the address of every row, if wide accesses stay inside them; else 1."""
-    if scores.shape[1] < triton.cdiv(max_entries, 4) * 4:
+    if scores.shape[1] < -(-max_entries // 4) * 4:
         return 1
     return alignment_of_rows(scores) if maxima is None else alignment_of_rows(scores, maxima)
 
@@ -211,8 +219,14 @@ def _list_constants(block: int, aligned: int) -> tuple[dict[str, Any], int]:
 
 
 @cache
-def _choose_constants(block: int, long: bool, split: bool, aligned: int) -> tuple[dict[str, Any], int]:  # noqa: FBT001
-    tile = (LONG if long else SHORT)[block]
+def _choose_constants(
+    block: int,
+    long: bool,  # noqa: FBT001 - constants of a launch
+    split: bool,  # noqa: FBT001 - as above
+    many: bool,  # noqa: FBT001 - as above
+    aligned: int,
+) -> tuple[dict[str, Any], int]:
+    tile = (SHORT if not long else MANY if many else LONG)[block]
     constants = {"LANES": LANES, "BLOCK": block, "TILE": tile.entries, "UNROLL": tile.unroll}
     return {**constants, "SPLITS": SPLITS if split else 1, "LONG": long, "ALIGNED": aligned}, tile.warps
 
@@ -224,9 +238,10 @@ def variants(topk: int, max_entries: int, *, aligned: bool = True) -> Iterator[V
     for rows in (WIDE,) if aligned else (WIDE, 1):
         for long in (False, True)[: 1 + (max_entries > block)]:
             for split in (False, True)[: 1 + (max_entries > SPLIT_LENGTH)]:
-                if long or not split:
-                    constants, warps = _choose_constants(block, long, split, rows)
-                    yield Variant.from_types(choose_kernel, fp32, constants, num_warps=warps)
+                for many in (False, True)[: 1 + (long and not split)]:
+                    if long or not split:
+                        constants, warps = _choose_constants(block, long, split, many, rows)
+                        yield Variant.from_types(choose_kernel, fp32, constants, num_warps=warps)
         if max_entries > SPLIT_LENGTH:
             constants, warps = _list_constants(block, rows)
             yield Variant.from_types(list_kernel, fp32, constants, num_warps=warps)

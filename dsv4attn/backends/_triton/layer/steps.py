@@ -16,6 +16,7 @@ from dsv4attn.core.definitions import INVARIANT, PLAIN, TorchLayerSteps
 from dsv4attn.core.definitions.indexer import IndexQuery
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.values import round_up
 
 if TYPE_CHECKING:
     from dsv4attn.backends._triton.compiling.variant import Variant
@@ -68,13 +69,14 @@ class TritonLayerSteps(TorchLayerSteps):
         if not (max_entries > 0 and block_table.numel() and cache.num_blocks):
             out.fill_(-1)
             return
-        run = select.maxima_run(max_entries, topk)
-        columns = select.maxima_columns(max_entries, run) if run else 0
-        rows = max(SCORES_BYTES // (4 * (max_entries + columns)), 1)
+        run = select.wanted_run(tokens, max_entries, topk)
+        # rows begin and end at multiples of the widest access
+        width, columns = round_up(max_entries, 64), select.maxima_columns(max_entries, run) if run else 0
+        rows = max(SCORES_BYTES // (4 * (width + columns)), 1)
         for first in range(0, tokens, rows):
             part = slice(first, min(first + rows, tokens))
-            memory = out.new_empty(part.stop - first, max_entries + columns, dtype=torch.float32)
-            scores, maxima = memory[:, :max_entries], memory[:, max_entries:] if run else None
+            memory = out.new_empty(part.stop - first, width + columns, dtype=torch.float32)
+            scores, maxima = memory[:, :width], memory[:, width:] if run else None
             own = IndexQuery(
                 query.values[part], query.weights[part], None if query.scales is None else query.scales[part]
             )
