@@ -1,0 +1,126 @@
+"""Tuning tables of the hyper-connections: tiles and blocks by architecture and number of tokens.
+
+They change times, and results only by rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from attrs import frozen
+
+from dsv4attn.backends._triton.launching.runtime import WIDE
+
+__all__ = ["FEW", "TUNINGS", "Block", "Tile", "Tuning", "mix_block", "tile_of", "tuning_for"]
+
+
+@frozen
+class Tile:
+    """How a program of the first launch works.
+
+    tokens, columns: of a tile of each stream. warps, stages: of a program. held: whether the factors of its columns
+    stay in shared memory while it goes from tile to tile; otherwise a program has one tile. programs: with held
+    factors, most of them on a multiprocessor.
+    """
+
+    tokens: int
+    columns: int
+    warps: int
+    stages: int = 1
+    held: bool = False
+    programs: int = 1
+
+
+SMALL = Tile(16, 32, 4)
+"""For a few tokens, for fp32, and for unaligned rows."""
+
+
+@frozen
+class Block:
+    """Tokens and columns of a program of the other launches, and its warps."""
+
+    tokens: int
+    columns: int
+    warps: int
+
+
+@frozen
+class Tuning:
+    """Tiles and blocks of one architecture.
+
+    few, many: tiles of `products_kernel` for up to FEW tokens, and for more. fused_few, fused_many: those of
+    `post_products_kernel`. plain: tile for fp32 and for unaligned rows. chunk: tokens of a pair of launches.
+    mix_few, mix_many: blocks of `mix_kernel`. whole_few, whole_many: its blocks with a norm; they have all columns, up
+    to so many. summed: elements of the tile in which it adds splits for post and comb. post: block of `post_kernel`.
+    """
+
+    few: Tile = SMALL
+    many: Tile = Tile(64, 64, 8, held=True, programs=1)
+    fused_few: Tile = SMALL
+    fused_many: Tile = Tile(64, 64, 8, held=True, programs=1)
+    plain: Tile = SMALL
+    chunk: int = 1024
+    mix_few: Block = Block(1, 1024, 4)
+    mix_many: Block = Block(1, 4096, 8)
+    whole_few: Block = Block(1, 8192, 8)
+    whole_many: Block = Block(1, 8192, 8)
+    summed: int = 4096
+    post: Block = Block(1, 2048, 4)
+
+
+DEFAULT = Tuning()
+HOPPER = Tuning(
+    many=Tile(64, 64, 4, held=True, programs=3), fused_many=Tile(64, 32, 4, stages=3, held=True, programs=2)
+)
+CDNA = Tuning(many=Tile(32, 64, 4), fused_many=Tile(16, 64, 4))
+_NARROW = Tile(16, 32, 8)
+RDNA = Tuning(few=_NARROW, many=_NARROW, fused_few=_NARROW, fused_many=_NARROW, plain=_NARROW)
+_WIDE, _HELD, _BLOCK = Tile(16, 512, 4), Tile(64, 512, 4, held=True), Block(64, 4096, 4)
+INTERPRETER = Tuning(
+    few=_WIDE,
+    many=_HELD,
+    fused_few=_WIDE,
+    fused_many=_HELD,
+    plain=_HELD,
+    mix_few=_BLOCK,
+    mix_many=_BLOCK,
+    whole_few=_BLOCK,
+    whole_many=_BLOCK,
+    summed=2**15,
+    post=_BLOCK,
+)
+"""Large tiles, because there each operation costs the same."""
+TUNINGS: Mapping[str, Tuning] = {
+    "sm_90": HOPPER,
+    "gfx90a": CDNA,
+    "gfx942": CDNA,
+    "gfx950": CDNA,
+    "gfx1100": RDNA,
+    "gfx1151": RDNA,
+    "gfx1201": RDNA,
+    "cpu": INTERPRETER,
+}
+FEW = 64
+"""Most tokens of the tiles for a few tokens."""
+
+
+def tuning_for(arch: str) -> Tuning:
+    """The tuning of an architecture."""
+    return TUNINGS.get(arch, DEFAULT)
+
+
+def tile_of(tuning: Tuning, tokens: int, dtype: torch.dtype, aligned: int, *, fused: bool) -> Tile:
+    """Tile of the first launch for streams of this dtype, whose rows are aligned to so many bytes."""
+    if dtype != torch.bfloat16 or aligned < WIDE:
+        return tuning.plain
+    if tokens <= FEW:
+        return tuning.fused_few if fused else tuning.few
+    return tuning.fused_many if fused else tuning.many
+
+
+def mix_block(tuning: Tuning, count: int, *, normed: bool) -> Block:
+    """Block of the second launch for so many tokens."""
+    if normed:
+        return tuning.whole_few if count <= FEW else tuning.whole_many
+    return tuning.mix_few if count <= FEW else tuning.mix_many
