@@ -63,7 +63,7 @@ SHORT = Pool(8, 1, 16)
 
 def pool_for(window: int, block: int, aligned: int, arch: str) -> Pool:
     """How windows of so many rows are read. block: channels of an entry, a power of two. aligned: of states, bytes."""
-    most = SHORT if window <= SHORT.rows else LONG if aligned == WIDE else UNALIGNED
+    most = SHORT if window <= SHORT.rows * SHORT.lanes else LONG if aligned == WIDE else UNALIGNED
     rows = min(most.rows, triton.next_power_of_2(window))
     lanes = min(most.lanes, triton.next_power_of_2(triton.cdiv(window, rows)))
     wide = 2 if arch.startswith("gfx9") else 1  # a warp has 64 threads
