@@ -244,7 +244,7 @@ def _mix(
     """Launch `mix_kernel` for tokens first .. end."""
     count, n, hidden = streams.shape
     tuning = _tuning()
-    block = mix_block(tuning, count, normed=norm is not None)
+    block = mix_block(tuning, count, streams.dtype, normed=norm is not None)
     aligned = alignment_of_rows(streams), 1 if norm is None else alignment_of_rows(norm), _alignment(hidden, out.dtype)
     constants = _mix_constants(block, tuning.summed, n, hidden, len(base), products.shape[1], *aligned)
     blocks = -(-hidden // block.columns) if norm is None else 1
@@ -362,7 +362,7 @@ def variants(
                 (tile, row, normed, mixes), (fused, out_aligned, normed, mixes), (tile, row, heads, n)
             ):  # fmt: skip
                 with_norm = names["NORM"] != "none"
-                block, splits = mix_block(tuning, most, normed=with_norm), -(-hidden // used.columns)
+                block, splits = mix_block(tuning, most, dtype, normed=with_norm), -(-hidden // used.columns)
                 for norm_aligned in ((WIDE,) if aligned else (WIDE, 1)) if with_norm else (1,):
                     sizes = n, hidden, width, splits, at, norm_aligned, out_aligned
                     constants = _mix_constants(block, tuning.summed, *sizes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from dsv4attn.backends._triton.launching.runtime import WIDE
 
@@ -119,8 +119,8 @@ def tile_of(tuning: Tuning, tokens: int, dtype: torch.dtype, aligned: int, *, fu
     return tuning.fused_many if fused else tuning.many
 
 
-def mix_block(tuning: Tuning, count: int, *, normed: bool) -> Block:
-    """Block of the second launch for so many tokens."""
-    if normed:
-        return tuning.whole_few if count <= FEW else tuning.whole_many
-    return tuning.mix_few if count <= FEW else tuning.mix_many
+def mix_block(tuning: Tuning, count: int, dtype: torch.dtype, *, normed: bool) -> Block:
+    """Block of the second launch for so many tokens; columns take as many registers in every dtype."""
+    few, many = (tuning.whole_few, tuning.whole_many) if normed else (tuning.mix_few, tuning.mix_many)
+    block = few if count <= FEW else many
+    return evolve(block, columns=block.columns // 2) if dtype == torch.float32 else block

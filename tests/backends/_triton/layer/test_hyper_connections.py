@@ -1,0 +1,345 @@
+"""Hyper-connections, judged by the kit in float64 and by their definition in torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from math import inf, nan
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.backends._triton.launching.runtime import architecture, launch, observed
+from dsv4attn.backends._triton.layer import hyper_connections as hc
+from dsv4attn.backends._triton.layer import hyper_connections_tuning as tuning
+from dsv4attn.backends._triton.layer.hyper_connections_tuning import Block, Tile, Tuning
+from dsv4attn.backends.triton.launch import GenericBackend
+from dsv4attn.core.definitions import TorchLayerSteps
+from dsv4attn.testing.case import chosen
+from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.conform import conform
+from dsv4attn.testing.subject import Subject
+from tests.backends._triton.cache.caches import DEVICE, each_dtype, seeded, strided
+from tests.backends._triton.compiling.gates import ROOT
+from tests.backends._triton.layer.kernels_factors import parts_kernel
+
+TORCH = TorchLayerSteps(lambda *_: None)
+TINY = Tuning(
+    few=Tile(4, 32, 4),
+    many=Tile(2, 16, 4, held=True, programs=1),
+    fused_few=Tile(4, 32, 4),
+    fused_many=Tile(2, 16, 4, held=True, programs=1),
+    plain=Tile(4, 16, 4),
+    chunk=7,
+    mix_few=Block(1, 16, 4),
+    mix_many=Block(2, 32, 4),
+    whole_few=Block(1, 16, 4),
+    whole_many=Block(4, 64, 4),
+    summed=64,
+    post=Block(2, 16, 4),
+)
+"""Several splits, tiles of a program, chunks and blocks, with a few tokens of a few columns."""
+
+
+def with_tiles(tiles: Tuning) -> Any:
+    """Use these tiles in the steps."""
+    return mock.patch.object(hc, "tuning_for", return_value=tiles)
+
+
+class Steps(TorchLayerSteps):
+    """The kernels, and torch for what is not theirs."""
+
+    mhc_pre = staticmethod(hc.mhc_pre)
+    mhc_post = staticmethod(hc.mhc_post)
+    mhc_fused_post_pre = staticmethod(hc.mhc_fused_post_pre)
+    hc_head = staticmethod(hc.hc_head)
+
+
+KERNELS = Steps(lambda *_: None)
+
+
+class Owner(GenericBackend):
+    """A backend with these steps."""
+
+    @property
+    def layer_steps(self) -> Steps:
+        """The steps."""
+        return Steps(self.quantize_and_insert_k_cache)
+
+
+KIT = [
+    "mhc-pre-bf16", "mhc-post-bf16", "hc-head-bf16", "mhc-pre-fp32", "mhc-post-fp32", "hc-head-fp32", "mhc-pre-n2",
+    "mhc-post-n2", "hc-head-n2", "mhc-pre-n8", "mhc-post-n8", "hc-head-n8", "mhc-pre-flash", "mhc-post-flash",
+    "hc-head-flash", "mhc-fused-bf16", "mhc-fused-fp32", "mhc-norm-bf16", "mhc-norm-fp32", "mhc-fused-norm-bf16",
+    "mhc-fused-norm-fp32", "mhc-sinkhorn-1", "mhc-sinkhorn-2", "mhc-sinkhorn-3", "mhc-eps", "mhc-fused-eps",
+    "hc-head-eps", "mhc-post-1031", "hc-head-1031", "mhc-none",
+]  # fmt: skip
+"""Cases of the kit that take less than three seconds interpreted."""
+
+
+@pytest.mark.parametrize("name", KIT)
+def test_the_kit_passes(name: str) -> None:
+    certificate = conform(Subject.of(Owner()), chosen(CASES, name))
+
+    assert [(o.case.name, o.state, o.message) for o in certificate.outcomes] == [(name, "passed", "")]
+
+
+@pytest.mark.parametrize("name", ["mhc-pre-bf16", "mhc-fused-norm-bf16", "hc-head-eps", "mhc-fused-fp32"])
+def test_the_kit_passes_with_many_splits_tiles_and_chunks(name: str) -> None:
+    with with_tiles(TINY), mock.patch.object(tuning, "FEW", 2), mock.patch.object(hc, "FEW", 2):
+        certificate = conform(Subject.of(Owner()), chosen(CASES, name))
+
+    assert [(o.case.name, o.state, o.message) for o in certificate.outcomes] == [(name, "passed", "")]
+
+
+class Call:
+    """Random streams with rows apart, and the parameters of their mixes."""
+
+    def __init__(
+        self,
+        n: int,
+        hidden: int,
+        count: int,
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        *,
+        normed: bool = False,
+        pad: int = 0,
+    ) -> None:
+        """Draw one. pad: elements of NaN behind each row, and streams behind those of a token."""
+        g = seeded(seed)
+
+        def drawn(*shape: int, dtype: torch.dtype = torch.float32, pad: int = 0) -> Tensor:
+            return strided(torch.randn(*shape, generator=g).to(dtype), pad)
+
+        mixes = 2 * n + n * n
+        self.x = drawn(count, hidden, dtype=dtype, pad=pad)
+        wide = drawn(count, n + (pad > 0), hidden, dtype=dtype, pad=pad)
+        self.residual = wide[:, :n]
+        self.post = drawn(count, n + pad, 1)[:, :n].sigmoid() if pad == 0 else drawn(count, n + pad, 1)[:, :n]
+        self.comb = drawn(count, n, n, pad=pad)
+        self.fn = drawn(mixes, n * hidden, pad=pad) / (n * hidden) ** 0.5
+        self.scale = torch.tensor([0.7, 1.3, 2.1], device=DEVICE)
+        self.base = drawn(mixes)
+        self.norm = drawn(hidden, dtype=dtype) if normed else None
+        self.eps = 1e-3, 0.02, 0.005
+
+    def mixing(self, repeat: int = 3, factor: float = 1.5) -> tuple[Any, ...]:
+        """Arguments of `mhc_pre` behind the streams."""
+        return self.fn, self.scale, self.base, *self.eps, factor, repeat, self.norm, 0.01
+
+    def run(self, steps: Any, repeat: int = 3, **options: Any) -> dict[str, Tensor]:
+        """All results, by name. The streams must stay."""
+        before = self.residual.clone(), self.x.clone()
+        post, comb, entering = steps.mhc_pre(self.residual, *self.mixing(repeat), **options)
+        moved = steps.mhc_post(self.x, self.residual, self.post, self.comb)
+        fused = steps.mhc_fused_post_pre(self.x, self.residual, self.post, self.comb, *self.mixing(repeat), **options)
+        n = self.residual.shape[1]
+        gate = self.fn[:n], self.scale[:1], self.base[:n], 1e-3, 0.03
+        head = steps.hc_head(self.residual, *gate, **options)
+        for now, then in zip((self.residual, self.x), before, strict=True):
+            assert torch.equal(now.nan_to_num(7), then.nan_to_num(7))
+        names = "post", "comb", "entering", "moved", "fused", "fused_post", "fused_comb", "fused_entering", "head"
+        return dict(zip(names, (post, comb, entering, moved, *fused, head), strict=True))
+
+    def check(self, repeat: int = 3, **options: Any) -> None:
+        """Compare with the definition."""
+        near(self.run(KERNELS, repeat, **options), self.run(TORCH, repeat))
+
+
+def near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Fail unless results differ by sums in another order: by a unit of bf16, or by a few of fp32."""
+    for name, each in found.items():
+        assert each.shape == wanted[name].shape, name
+        assert each.dtype == wanted[name].dtype, name
+        assert each.is_contiguous(), name
+        unit = 2.0**-7 if each.dtype == torch.bfloat16 else 2.0**-18
+        error = (each.double() - wanted[name].double()).abs()
+        assert (error <= unit * wanted[name].abs() + 2.0**-19).all(), f"{name}: {float(error.max())}"
+
+
+SIZES = [(4, 96, 5), (4, 100, 9), (3, 50, 3), (8, 40, 2), (1, 33, 2), (2, 65, 1), (5, 24, 4), (4, 1, 3)]
+each_size = pytest.mark.parametrize("sizes", SIZES, ids=str)
+
+
+@each_size
+@each_dtype
+def test_the_steps_are_their_definition(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    for seed, (normed, pad) in enumerate(((False, 0), (True, 3), (True, 8))):
+        Call(*sizes, dtype, seed, normed=normed, pad=pad).check()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 23])
+def test_every_edge_of_tiles_and_chunks(count: int, deterministic: bool) -> None:
+    with with_tiles(TINY), mock.patch.object(tuning, "FEW", 4), mock.patch.object(hc, "FEW", 4):
+        for seed, hidden in enumerate((32, 48, 40)):
+            Call(4, hidden, count, seed=seed, normed=bool(seed % 2), pad=8 * seed).check(deterministic=deterministic)
+
+
+@pytest.mark.parametrize("repeat", [0, 1, 2, 20])
+def test_iterations_are_counted(repeat: int) -> None:
+    for n in (3, 4):
+        Call(n, 16, 3).check(repeat)
+
+
+def test_weights_of_another_dtype_than_the_streams() -> None:
+    call = Call(4, 32, 3, normed=True)
+    assert call.norm is not None
+    call.norm = call.norm.float()
+    call.check()
+
+
+def test_nothing_is_launched_without_tokens() -> None:
+    call = Call(4, 32, 3)
+    call.residual, call.x = call.residual[:0], call.x[:0]
+    call.post, call.comb = call.post[:0], call.comb[:0]
+    with observed() as seen:
+        found = call.run(KERNELS)
+
+    assert seen == []
+    assert {name: tuple(each.shape) for name, each in found.items()} == {
+        "post": (0, 4, 1), "comb": (0, 4, 4), "entering": (0, 32), "moved": (0, 4, 32), "fused": (0, 4, 32),
+        "fused_post": (0, 4, 1), "fused_comb": (0, 4, 4), "fused_entering": (0, 32), "head": (0, 32),
+    }  # fmt: skip
+
+
+Spoil = Callable[[Call], None]
+
+
+def a_stream(call: Call) -> None:
+    call.residual[2, 1, 5] = nan
+
+
+def an_output(call: Call) -> None:
+    call.x[2, 7] = nan
+
+
+def an_infinity(call: Call) -> None:
+    call.residual[2, 0, 0] = inf
+
+
+def a_weight(call: Call) -> None:
+    call.comb[2, 3, 1] = nan
+
+
+@pytest.mark.parametrize("tiles", [TINY, tuning.INTERPRETER], ids=["tiny", "large"])
+@pytest.mark.parametrize("spoil", [a_stream, an_output, an_infinity, a_weight])
+def test_what_is_no_number_reaches_its_own_token_as_the_definition_says(spoil: Spoil, tiles: Tuning) -> None:
+    call = Call(4, 48, 6, normed=True)
+    with with_tiles(tiles):
+        clean = call.run(KERNELS)
+        spoil(call)
+        wanted, found = call.run(TORCH), call.run(KERNELS)
+    others = [0, 1, 3, 4, 5]
+    for name, each in found.items():
+        assert torch.equal(each[others], clean[name][others]), name
+        assert torch.equal(each[2].isnan(), wanted[name][2].isnan()), name
+
+
+def test_bits_of_a_token_do_not_depend_on_the_number_of_tokens_if_that_is_asked_for() -> None:
+    call = Call(4, 48, 9, normed=True)
+    found = []
+    with with_tiles(TINY), mock.patch.object(tuning, "FEW", 4), mock.patch.object(hc, "FEW", 4):
+        for first in (8, 5, 0):
+            part = Call(4, 48, 9 - first, normed=True)
+            for name in ("fn", "scale", "base", "norm"):
+                setattr(part, name, getattr(call, name))
+            for name in ("x", "residual", "post", "comb"):
+                setattr(part, name, getattr(call, name)[first:])
+            found.append({name: each[-1] for name, each in part.run(KERNELS, deterministic=True).items()})
+
+    for other in found[1:]:
+        assert [name for name in other if not torch.equal(other[name], found[0][name])] == []
+
+
+def test_parts_of_a_factor_are_bf16_numbers_whose_sum_it_is() -> None:
+    g = seeded()
+    factors = torch.randn(1024, generator=g) * torch.exp2(torch.randint(-60, 60, (1024,), generator=g).float())
+    factors[:4] = torch.tensor([0.0, -0.0, 1.0, 3.3895314e38])
+    out = torch.empty(3, 1024, device=DEVICE)
+    launch(parts_kernel, (1,), (factors.to(DEVICE), out), {"C": 1024})
+
+    assert torch.equal(out, out.bfloat16().float())
+    assert torch.equal(out[0] + out[1] + out[2], factors.to(DEVICE))
+    assert torch.equal((out[0].double() + out[1] + out[2]).cpu(), factors.double())
+
+
+def test_temporaries_stay_within_their_bound() -> None:
+    for n, hidden, count in ((4, 96, 5), (4, 300, 70), (8, 64, 3), (4, 16, 20)):
+        call = Call(n, hidden, count)
+        for tile in (TINY.few, TINY.many, TINY.plain):
+            with with_tiles(TINY):
+                chunks = [*hc._chunks(call.residual, call.fn, tile)]
+                assert [first for first, *_ in chunks] == [*range(0, count, TINY.chunk)]
+                assert max(products.nbytes for *_, products, _ in chunks) <= hc.transient_bytes(count, n, hidden)
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@each_dtype
+def test_warm_up_foresees_every_form_that_is_launched(dtype: torch.dtype, aligned: bool) -> None:
+    for tiles in (TINY, tuning.HOPPER):
+        for seed, (count, hidden) in enumerate(((3, 64), (1, 64), (9, 64), (2, 30), (9, 30))):
+            pad = 8 * seed if aligned else seed
+            call = Call(2, hidden, count, dtype, seed, pad=pad, normed=bool(seed % 2))
+            with with_tiles(tiles), mock.patch.object(tuning, "FEW", 4), mock.patch.object(hc, "FEW", 4):
+                with observed() as seen:
+                    call.run(KERNELS)
+                    call.run(KERNELS, deterministic=True)
+                norm = None if call.norm is None else call.norm.dtype
+                promised = set(hc.variants(2, hidden, dtype, norm, aligned=aligned, arch=architecture()))
+
+            assert len({variant.name for variant in seen}) == 4
+            assert set(seen) <= promised
+
+
+def test_promises_of_alignment_only_take_forms_away() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        sizes = 4, 4096, dtype, torch.bfloat16
+        assert set(hc.variants(*sizes)) < set(hc.variants(*sizes, aligned=False))
+
+
+# plants
+
+
+def transposed(call: Call) -> None:
+    call.comb = call.comb.mT.contiguous()
+
+
+def one_stream_off(call: Call) -> None:
+    call.residual = call.residual.roll(1, 1)
+
+
+def a_column_of_the_mixes(call: Call) -> None:
+    call.fn[3, -1] += 0.5
+
+
+def another_eps(call: Call) -> None:
+    call.eps = 1e-6, 1e-6, 1e-6
+
+
+@pytest.mark.parametrize("plant", [transposed, one_stream_off, a_column_of_the_mixes, another_eps])
+def test_a_planted_bug_is_found(plant: Spoil) -> None:
+    call, wrong = Call(4, 40, 3), Call(4, 40, 3)
+    plant(wrong)
+    wanted, found = call.run(TORCH), wrong.run(KERNELS)
+
+    with pytest.raises(AssertionError):
+        near(found, wanted)
+
+
+def test_tiles_fit_every_target() -> None:
+    archs = ["sm_80", "sm_90", "sm_120", "gfx942", "gfx950"]
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "tests.backends._triton.layer.compiles_streams", *archs]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=ROOT)
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {arch: [] for arch in archs}
