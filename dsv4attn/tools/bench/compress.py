@@ -107,7 +107,7 @@ def _save(case: AroundCase, parts: _Parts, states: _States, generator: torch.Gen
     cache, new = states.cache, slice(-case.tokens, None)
     ape = torch.randn(parts.ratio, parts.width, generator=generator, device=states.kv.device)
     given = torch.cat([states.kv[:, new], states.score[:, new]], -1).flatten(0, 1)
-    slots, expected = states.slots[:, new].flatten(), given.clone()
+    slots, expected = states.slots[:, new].flatten().contiguous(), given.clone()
     expected[:, parts.width :] += ape[states.positions % parts.ratio]
     # halves of one product, as a layer makes them
     kv, score = given.split(parts.width, -1)

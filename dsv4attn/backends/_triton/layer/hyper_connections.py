@@ -110,7 +110,8 @@ def mhc_fused_post_pre(
     new_post, new_comb, out = _results(residual)
     numbers = rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_eps
     aligned = alignment_of_rows(x, residual)
-    tile = tile_of(_tuning(), _tokens(residual, deterministic=deterministic), residual.dtype, aligned, fused=True)
+    tokens, n = _tokens(residual, deterministic=deterministic), residual.shape[1]
+    tile = tile_of(_tuning(), tokens, n, residual.dtype, aligned, fused=True)
     sizes = tile, residual.shape[1], hidden, fn.shape[0], residual.dtype, aligned, _fn_alignment(fn, hidden)
     strides = *_strides(x, residual, post, comb), fn.stride(0)
     for first, end, products, groups in _chunks(residual, fn, tile):
@@ -176,7 +177,8 @@ def _pre(
     """Fill post and comb, which the head does not have, and out from streams that stay as they are."""
     _, n, hidden = streams.shape
     aligned = alignment_of_rows(streams)
-    tile = tile_of(_tuning(), _tokens(streams, deterministic=deterministic), streams.dtype, aligned, fused=False)
+    tokens, n = _tokens(streams, deterministic=deterministic), streams.shape[1]
+    tile = tile_of(_tuning(), tokens, n, streams.dtype, aligned, fused=False)
     sizes = tile, n, hidden, fn.shape[0], streams.dtype, aligned, _fn_alignment(fn, hidden)
     for first, end, products, groups in _chunks(streams, fn, tile):
         launch(
@@ -350,8 +352,8 @@ def variants(
         constants = _post_constants(tuning.post, n, hidden, row, out_aligned)
         yield Variant.from_types(post_kernel, types, constants, num_warps=tuning.post.warps)
     for count, row, fn_row in product((FEW, FEW + 1), rows, fn_rows):
-        tile = tile_of(tuning, count, dtype, row, fused=False)
-        fused = tile_of(tuning, count, dtype, row, fused=True)
+        tile = tile_of(tuning, count, n, dtype, row, fused=False)
+        fused = tile_of(tuning, count, n, dtype, row, fused=True)
         for width in (mixes, n):
             constants = _products_constants(tile, n, hidden, width, dtype, row, fn_row)
             yield _form(products_kernel, types, constants, tile)

@@ -22,7 +22,7 @@ def largest(arch: str) -> list[str]:
     for variant in dict.fromkeys(hc.variants(4, 7168, torch.bfloat16, torch.bfloat16, arch=arch)):
         constants = dict(variant.constants)
         fused = "OUT_ALIGNED" in constants
-        tile = tile_of(tuning, FEW + 1, torch.bfloat16, 16, fused=fused)
+        tile = tile_of(tuning, FEW + 1, 4, torch.bfloat16, 16, fused=fused)
         wanted = {"BLOCK_M": tile.tokens, "BLOCK_K": tile.columns, "MIXES": 24}
         if wanted.items() <= constants.items() or dict(variant.types).get("NORM") == "*bf16":
             outcome = compile_near(variant, Target.named(arch))
