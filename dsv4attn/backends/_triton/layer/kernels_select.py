@@ -334,11 +334,11 @@ def choose_kernel(
         again = count > BLOCK
         if SPLITS > 1:
             live = part * chunk < tl.where(direct, 0, count)
-            aboves = tl.load(LIST - head + part, mask=live, other=0)
+            highs = tl.load(LIST - head + part, mask=live, other=0)
             ties = tl.load(LIST - head + SPLITS + part, mask=live, other=0)
             bound = tl.load(LIST - head + 2 * SPLITS, mask=count > BLOCK, other=0)
-            above, tied = tl.sum(aboves, 0), tl.sum(ties, 0)
-            lists = aboves + tl.minimum(ties, wanted)
+            above, tied = tl.sum(highs, 0), tl.sum(ties, 0)
+            lists = highs + tl.minimum(ties, wanted)
             starts, listed = tl.cumsum(lists, 0) - lists, tl.sum(lists, 0)
             again = hinted & (count > BLOCK) & (above + tied < wanted) & (bound > LOWEST)
         # a second time with the scores, if the maxima are not those of these scores, which costs time only
