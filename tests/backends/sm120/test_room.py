@@ -205,15 +205,17 @@ def lines(device: str, **asked: Any) -> Sequence[str]:
 
 
 def test_explain_says_which_kernel_and_why() -> None:
-    (line,) = lines("sm_120")
+    line, *_ = lines("sm_120")
     assert "multiplies in fp8" in line
-    (line,) = lines("sm_120", heads=24, dtype="e4m3fnuz")
+    line, *_ = lines("sm_120", heads=24, dtype="e4m3fnuz")
     assert line.startswith("our kernel")
     assert "LAYOUT" in line
-    (line,) = lines("sm_120", deterministic=True)
+    line, *_ = lines("sm_120", deterministic=True)
     assert "DETERMINISTIC" in line
-    (line,) = lines("sm_90")
+    line, scores = lines("sm_90")
     assert "not on sm_90" in line
+    assert scores.startswith("index scores: e4m3 codes go into the matrix unit")
+    assert "decoded to fp16" in lines("sm_80")[1]
 
 
 def test_explain_knows_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +223,7 @@ def test_explain_knows_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 
     here = evolve(SM120, present=True)
     monkeypatch.setattr(choice, "version_of", lambda _: None)
-    assert notes(here, Problem.of(FLASH)) == ["our kernel: flashinfer-python is not installed"]
+    assert notes(here, Problem.of(FLASH))[0] == "our kernel: flashinfer-python is not installed"
     monkeypatch.setattr(choice, "version_of", lambda _: "0.6.1")
-    (line,) = notes(here, Problem.of(FLASH))
+    line, *_ = notes(here, Problem.of(FLASH))
     assert "flashinfer 0.6.1, needs 0.6.18 or newer" in line
