@@ -146,7 +146,7 @@ def test_every_name_of_the_contract_it_tells_exists() -> None:
     optional = {name for name in vars(BackendDefaults) if not name.startswith("_")} - {"translate_to_ragged"}
     told = {
         name
-        for names in re.findall(r"^(?:- |\| )((?:`[a-z_]+`(?:, )?)+)", TEXT, re.MULTILINE)
+        for names in re.findall(r"^(?:- |\| )((?:`[a-z_0-9]+`(?:, )?)+)", TEXT, re.MULTILINE)
         for name in names[1:-1].split("`, `")
     }
 

@@ -53,6 +53,7 @@ PATIENT = {
         ("layers-swa", "layers-c128a", "layers-mixed"),
         "three layers of history; `layers-c4a` shares all that layers share",
     ),
+    "temporaries-*": "kernels hold as much wherever they run; a device shows it, and the reference the rule",
     "nan-*-prefill": "one kernel serves both phases; only the number of rows differs",
     "nan-interleaved-*": "where scales stand changes no code",
     "nan-ocp-decode": "`nan-fnuz-decode` goes the same way; `test_keys` tries the NaN codes of both dialects",

@@ -111,11 +111,13 @@ def test_a_missing_triton_is_one_verdict_in_every_command(
 
 
 def test_an_unknown_option_of_a_backend_is_answered_with_those_there_are(here: Machine) -> None:
-    with pytest.raises(ArgumentError, match=r"expected one of tuning, deterministic, got .*; did you mean 'tuning'\?$"):
+    with pytest.raises(
+        ArgumentError, match=r"expected one of tuning, deterministic, projection, got .*; did you mean 'tuning'\?$"
+    ):
         load_backend("triton", tunings="sm_90")
     (here.shelf.folder / "dsv4attn.toml").write_text("options.triton.tunings = 'sm_90'", encoding="utf-8")
     with pytest.raises(
-        ConfigError, match=r"unknown option 'tunings'; did you mean .* \(known: tuning, deterministic\)"
+        ConfigError, match=r"unknown option 'tunings'; did you mean .* \(known: tuning, deterministic, projection\)"
     ):
         load_backend("triton")
 
@@ -123,9 +125,12 @@ def test_an_unknown_option_of_a_backend_is_answered_with_those_there_are(here: M
 NAMES = [
     (["run", "--bakend", "x"], "(options: --backend, --block-size, "),
     (["explain", "--pase", "x"], "--page-size, --phase, "),
-    (["bench", "decod"], "unknown measurement 'decod'; did you mean 'decode'? (known: decode, gather, host, insert, "),
+    (
+        ["bench", "decod"],
+        "unknown measurement 'decod'; did you mean 'decode'? (known: compress, decode, gather, host, index, insert, ",
+    ),
     (["bench", "--cases", "flash"], "(known: flash_c128, flash_c4, flash_swa, pro_c128, pro_c4)"),
-    (["bench", "--peers", "flashmla"], "(known: flash_mla, flashinfer, vllm)"),
+    (["bench", "--peers", "flashmla"], "(known: deep_gemm, flash_mla, flashinfer, flashinfer_topk, vllm)"),
     (["bench", "--backends", "reverence"], f"(known: {', '.join(sorted(BUILT_IN))})"),
     (["conform", "reference", "--filter", "sinkk"], "expected clauses (A1, A2, "),
     (["run", "--cache", "fp4"], "(known: bf16, fp32, fp8_ds_mla)"),

@@ -131,7 +131,7 @@ def test_options_that_reach_nobody_are_a_problem(here: Machine) -> None:
             "unknown option 'foo' (known: decode_indices, prefill_indices, prefill_keys, deterministic)",
         ),
         ("reference.decode_indices = 'raged'", "unknown decode_indices form 'raged'; did you mean 'ragged'?"),
-        ("rocm.nonsense = 1", "unknown option 'nonsense' (known: tuning, deterministic)"),
+        ("rocm.nonsense = 1", "unknown option 'nonsense' (known: tuning, deterministic, projection)"),
         ("triton.tuning = 'sm_1'", "tuning: expected 'auto' or a row of the triton backend"),
     ],
 )

@@ -123,7 +123,7 @@ def mhc_fused_post_pre(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        _mix(new, products, hc_scale, hc_base, norm_weight, new_post, new_comb, out, first, end, numbers)
+        _mix(new, products, hc_scale, hc_base, norm_weight, new_post, new_comb, out, first, end, numbers, tokens)
     return new, new_post, new_comb, out
 
 
@@ -189,7 +189,7 @@ def _pre(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        _mix(streams, products, scale, base, norm, post, comb, out, first, end, numbers)
+        _mix(streams, products, scale, base, norm, post, comb, out, first, end, numbers, tokens)
 
 
 def _results(residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -242,11 +242,12 @@ def _mix(
     first: int,
     end: int,
     numbers: Numbers,
+    tokens: int,
 ) -> None:
-    """Launch `mix_kernel` for tokens first .. end."""
-    count, n, hidden = streams.shape
+    """Launch `mix_kernel` for tokens first .. end. tokens: how many of them the block follows."""
+    _, n, hidden = streams.shape
     tuning = _tuning()
-    block = mix_block(tuning, count, streams.dtype, normed=norm is not None)
+    block = mix_block(tuning, tokens, streams.dtype, normed=norm is not None)
     aligned = alignment_of_rows(streams), 1 if norm is None else alignment_of_rows(norm), _alignment(hidden, out.dtype)
     constants = _mix_constants(block, tuning.summed, n, hidden, len(base), products.shape[1], *aligned)
     blocks = -(-hidden // block.columns) if norm is None else 1

@@ -29,8 +29,8 @@ ABSENT = tl.constexpr(-0x7F800000)
 
 @triton.jit
 def visible_count(LENS, row, max_entries):
-    """Entries that a row sees, at most max_entries."""
-    return tl.minimum(tl.maximum(tl.load(LENS + row), 0), max_entries)
+    """Entries that a row sees, at most max_entries; none if it is negative."""
+    return tl.minimum(tl.load(LENS + row), max_entries)
 
 
 @triton.jit
@@ -91,12 +91,9 @@ def narrowed(low, at_low, high, at_high, probe, reached, wanted):
     enough = reached >= wanted
     at_low = tl.where(enough, tl.minimum(at_low, reached), at_low)
     at_high = tl.where(enough, at_high, tl.maximum(at_high, reached))
-    return (
-        tl.where(enough, tl.maximum(low, probe), low),
-        at_low,
-        tl.where(enough, high, tl.minimum(high, probe)),
-        at_high,
-    )
+    low = tl.where(enough, tl.maximum(low, probe), low)
+    high = tl.where(enough, high, tl.minimum(high, probe))
+    return low, at_low, high, at_high
 
 
 @triton.jit
@@ -281,10 +278,8 @@ def list_kernel(
     if (count > BLOCK) & (begin < count):
         scores = tl.multiple_of(SCORES + row * score_stride, ALIGNED)
         maxima = tl.multiple_of(MAXIMA + row * group_stride, ALIGNED)
-        bound = first_bound(
-            scores, maxima, count, run, is_hinted(count, run, LANES, BLOCK), wanted, slack, LANES, BLOCK, UNROLL,
-            ALIGNED,
-        )  # fmt: skip
+        hinted = is_hinted(count, run, LANES, BLOCK)
+        bound = first_bound(scores, maxima, count, run, hinted, wanted, slack, LANES, BLOCK, UNROLL, ALIGNED)
         head = LISTS + row * list_stride
         lists = head + (2 * SPLITS + 2)
         end = tl.minimum(begin + chunk, count)
@@ -334,11 +329,11 @@ def choose_kernel(
         again = count > BLOCK
         if SPLITS > 1:
             live = part * chunk < tl.where(direct, 0, count)
-            highs = tl.load(LIST - head + part, mask=live, other=0)
+            larger = tl.load(LIST - head + part, mask=live, other=0)
             ties = tl.load(LIST - head + SPLITS + part, mask=live, other=0)
             bound = tl.load(LIST - head + 2 * SPLITS, mask=count > BLOCK, other=0)
-            above, tied = tl.sum(highs, 0), tl.sum(ties, 0)
-            lists = highs + tl.minimum(ties, wanted)
+            above, tied = tl.sum(larger, 0), tl.sum(ties, 0)
+            lists = larger + tl.minimum(ties, wanted)
             starts, listed = tl.cumsum(lists, 0) - lists, tl.sum(lists, 0)
             again = hinted & (count > BLOCK) & (above + tied < wanted) & (bound > LOWEST)
         # a second time with the scores, if the maxima are not those of these scores, which costs time only

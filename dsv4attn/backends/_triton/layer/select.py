@@ -95,8 +95,9 @@ def plan_of(rows: int, max_entries: int, topk: int, cores: int) -> Plan:
 def maxima_run(max_entries: int, topk: int) -> int:
     """Entries of a run whose maxima are worth having for rows of up to max_entries; 0 if none are.
 
-    Of entry e of a row, with score s, `maxima[row, e // run * LANES + e % LANES]` is at least s, and it is the score of
-    one of these entries, or -inf. Columns behind a row's last run may be anything.
+    A run of entries has LANES groups: `maxima[row, e // run * LANES + e % LANES]` is the largest score of the group of
+    entry e, without NaN and absent entries, or -inf. Which lane of its run an entry belongs to does not matter. Columns
+    behind the run of a row's last entry may be anything.
     """
     if max_entries <= 4 * block_of(topk):
         return 0
