@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from math import inf, nan
 from typing import Any
 
@@ -12,13 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.cache.insert import quantize_and_insert_k_cache
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.layer import compress
 from dsv4attn.backends.reference import kernels as reference
-from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.definitions import TorchLayerSteps, records
-from dsv4attn.core.layer_ops import LayerSteps
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.cache.caches import DEVICE, LAYOUTS, draw, memory, poisoned, seeded, strided
@@ -36,22 +32,6 @@ each_layout = pytest.mark.parametrize(
     "layout", [*LAYOUTS, *INDEX_LAYOUTS], ids=lambda layout: f"{layout.fingerprint}:{layout.fp8_max:g}"
 )
 each_overlap = pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlap"])
-
-
-class Steps(TorchLayerSteps):
-    """Torch's steps, but for those of the compressor."""
-
-    save_partial_states = staticmethod(compress.save_partial_states)
-    compress_norm_rope_store = staticmethod(compress.compress_norm_rope_store)
-
-
-class Compressing(GenericBackend):
-    """The generic backend with these steps."""
-
-    @cached_property
-    def layer_steps(self) -> LayerSteps:
-        """See `contract.BackendDefaults`."""
-        return Steps(quantize_and_insert_k_cache)
 
 
 @attrs.define(eq=False, slots=False)

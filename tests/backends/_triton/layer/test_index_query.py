@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from math import inf, nan
 
 import attrs
@@ -11,12 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.cache.insert import quantize_and_insert_k_cache
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends._triton.layer import index_query
-from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.definitions import IndexQuery, TorchLayerSteps, indexer
-from dsv4attn.core.layer_ops import LayerSteps
+from dsv4attn.core.definitions import IndexQuery, indexer
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.cache.caches import DEVICE, draw, seeded, strided
@@ -36,21 +32,6 @@ LAYOUTS = [
 ]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.fingerprint)
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-
-
-class Steps(TorchLayerSteps):
-    """Torch's steps, but for that of the indexer's query."""
-
-    indexer_q_rope_quant = staticmethod(index_query.indexer_q_rope_quant)
-
-
-class Indexing(GenericBackend):
-    """The generic backend with this step."""
-
-    @cached_property
-    def layer_steps(self) -> LayerSteps:
-        """See `contract.BackendDefaults`."""
-        return Steps(quantize_and_insert_k_cache)
 
 
 @attrs.define(eq=False, slots=False)
