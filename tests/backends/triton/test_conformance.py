@@ -54,6 +54,22 @@ PATIENT = {
         "three layers of history; `layers-c4a` shares all that layers share",
     ),
     "temporaries-*": "kernels hold as much wherever they run; a device shows it, and the reference the rule",
+    **dict.fromkeys(
+        (
+            "select-1024",
+            "select-fnuz",
+            "select-bf16",
+            "select-fp32",
+            "select-nan-mxfp4",
+            "select-unused-*",
+            "select-gaps",
+        ),
+        "`test_select` selects among every kind of score, and `test_index_logits` reads every kind of record",
+    ),
+    **dict.fromkeys(
+        ("select-requests", "scores-fnuz", "scores-bf16", "cuts-*", "replay-*", "mhc-sinkhorn-*", "mhc-norm-*"),
+        "tests beside the kernels show it too, with smaller tiles",
+    ),
     "nan-*-prefill": "one kernel serves both phases; only the number of rows differs",
     "nan-interleaved-*": "where scales stand changes no code",
     "nan-ocp-decode": "`nan-fnuz-decode` goes the same way; `test_keys` tries the NaN codes of both dialects",
