@@ -48,7 +48,7 @@ Rows = namedtuple("Rows", "mine lens first row group out maxima")
 
 @gluon.jit
 def uniform(x):
-    """A scalar that is equal in all threads, so that the assembler knows: it is kept in a uniform register."""
+    """A scalar that is equal in all threads. After this instruction the assembler keeps it in a uniform register."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -114,14 +114,10 @@ def place_of(ACC: gl.constexpr, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(acc, w, scale, best, rows, start, entry, stop, TOKENS: gl.constexpr, FILL: gl.constexpr,
-               SUM: gl.constexpr):  # fmt: skip
+def store_tile(acc, w, scale, best, rows, start, entry, stop, TOKENS: gl.constexpr, FILL: gl.constexpr):
     """Store the scores of a tile, whose products are `acc`. Returns the largest of each entry's group until now."""
-    if SUM:
-        # twice the rectified value, NaN kept; w is half the weight
-        acc = (acc + gl.abs(acc)) * gl.expand_dims(w, 0)
-    else:
-        acc = gl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * gl.expand_dims(w, 0)
+    # a NaN must stay
+    acc = gl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * gl.expand_dims(w, 0)
     score = gl.sum(gl.reshape(acc, [64, TOKENS, 64]), 2)
     layout: gl.constexpr = score.type.layout
     unit = gl.convert_layout(scale, gl.SliceLayout(1, layout))
@@ -164,7 +160,7 @@ def after_tile(best, left, number, rows, run, entry, TOKENS: gl.constexpr):
 @gluon.jit
 def score_tiles(
     pages, rows, q_s, k_even, k_odd, s_even, s_odd, w, begin, end, stop, run, entry, STAGES: gl.constexpr,
-    TOKENS: gl.constexpr, FILL: gl.constexpr, SUM: gl.constexpr, ACC: gl.constexpr, WIDE: gl.constexpr,
+    TOKENS: gl.constexpr, FILL: gl.constexpr, ACC: gl.constexpr, WIDE: gl.constexpr,
     LINE: gl.constexpr,
 ):  # fmt: skip
     """Score the entries begin .. end - 1. While a tile is summed, the products of the next one run.
@@ -211,7 +207,7 @@ def score_tiles(
             scale_b = load_scales(pages, lost, s_odd.index(odd), AHEAD - 1, ACC)
             lost = copy_tile(pages, ahead + 64, end, block, of, lost, k_even.index(to), s_even.index(to), WIDE, LINE)
             block, of = find(pages, ahead + 128)
-            best = store_tile(a, w, scale_a, best, rows, start, entry, stop, TOKENS, FILL, SUM)
+            best = store_tile(a, w, scale_a, best, rows, start, entry, stop, TOKENS, FILL)
             best, left, number = after_tile(best, left, number, rows, run, entry, TOKENS)
             async_copy.wait_group(AHEAD - 1)
             b = warpgroup_mma_wait(0, deps=[b])
@@ -219,7 +215,7 @@ def score_tiles(
             scale_a = load_scales(pages, lost, s_even.index(even), AHEAD - 1, ACC)
             lost = copy_tile(pages, ahead + 128, end, block, of, lost, k_odd.index(to), s_odd.index(to), WIDE, LINE)
             block, of = find(pages, ahead + 192)
-            best = store_tile(b, w, scale_b, best, rows, start + 64, entry, stop, TOKENS, FILL, SUM)
+            best = store_tile(b, w, scale_b, best, rows, start + 64, entry, stop, TOKENS, FILL)
             best, left, number = after_tile(best, left, number, rows, run, entry, TOKENS)
             odd = even
             even = gl.where(even == STAGES - 1, 0, even + 1)
@@ -229,7 +225,7 @@ def score_tiles(
         a = warpgroup_mma_wait(0, deps=[a])
         async_copy.wait_group(0)
         if start < end:
-            best = store_tile(a, w, scale_a, best, rows, start, entry, stop, TOKENS, FILL, SUM)
+            best = store_tile(a, w, scale_a, best, rows, start, entry, stop, TOKENS, FILL)
             best, left, number = after_tile(best, left, number, rows, run, entry, TOKENS)
         if rows.maxima is not None:  # noqa: SIM102 - one is a constant
             if left < run:
@@ -265,13 +261,12 @@ def score_index(
     q_head_stride: tl.int64, w_stride: tl.int64, table_stride: tl.int64, columns: tl.int32, num_blocks: tl.int32,
     page_size: tl.int32, factor: tl.int32, log: tl.int32, page_stride: tl.int64, scale_offset: tl.int32,
     out_stride: tl.int64, maxima_stride: tl.int64,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, SUM: gl.constexpr,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Grid: (splits * token blocks,): TOKENS tokens against `span` entries. Neighbours share entries.
 
     limit: most entries. run: tiles of a group of MAXIMA. With a table, only entries that a token sees are written, NaN
     if they have no block; without, entries that it does not see are -inf. q and keys begin at multiples of 16 bytes.
-    SUM: rectify by a sum, not by a maximum.
     """
     ACC: gl.constexpr = ACC_4 if TOKENS == 4 else ACC_2
     WIDE: gl.constexpr = WIDE_4 if TOKENS == 4 else WIDE_2
@@ -312,8 +307,6 @@ def score_index(
     member = gl.arange(0, TOKENS * 64, layout=gl.SliceLayout(0, ACC))
     own = first_token + member // 64
     w = gl.load(W + (own.to(gl.int64) * w_stride + member % 64), mask=own < tokens, other=0.0)
-    if SUM:
-        w *= 0.5
     keys = KEYS.to(gl.pointer_type(gl.float8e4nv))
     if TABLE is None:
         rows = Rows(live, lens, first, row, group, OUT, MAXIMA)
@@ -345,7 +338,6 @@ def score_index(
             STAGES,
             TOKENS,
             FILL,
-            SUM,
             ACC,
             WIDE,
             LINE,
@@ -383,7 +375,6 @@ def score_index(
                 STAGES,
                 TOKENS,
                 FILL,
-                SUM,
                 ACC,
                 WIDE,
                 LINE,

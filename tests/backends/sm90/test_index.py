@@ -14,11 +14,8 @@ from dsv4attn.backends.sm90 import index
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.definitions import IndexQuery
 from dsv4attn.core.definitions.records import store_index_keys
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.warmup_spec import Bounds
+from tests.backends._triton.compiling.gates import broken_limits
 
 hopper = [
     pytest.mark.device,
@@ -120,9 +117,6 @@ def test_a_deterministic_backend_has_one_kernel_for_scores(monkeypatch: pytest.M
     assert (out[given["visible_lens"] == 0] == -1).all()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="interpreted, the shared kernel serves")
-def test_its_forms_are_foreseen() -> None:
-    bounds = Bounds.of(ModelGeometry.preset("flash"), Limits(8, 512, 4096), layer_steps=True)
-    known = {variant.name for variant in Sm90Backend().kernel_variants(bounds, DeviceFacts.named("sm_90"))}
-
-    assert "score_index" in known
+def test_its_forms_keep_every_limit() -> None:
+    """They are also foreseen: a command that is asked for a kernel that no backend names fails."""
+    assert broken_limits("sm90", ["sm_90"], "--kernel", "score_index") == []

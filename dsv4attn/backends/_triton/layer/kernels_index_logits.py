@@ -138,7 +138,7 @@ def place_in_page(start, table, columns, num_blocks, paging, page_stride, scale_
 
 @triton.jit
 def uniform(x, ASM: tl.constexpr):
-    """A scalar that is equal in all threads, so that NVIDIA's assembler knows: loops over it use uniform registers."""
+    """A scalar that is equal in all threads. NVIDIA's assembler keeps the result in a uniform register."""
     if ASM:
         x = tl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1

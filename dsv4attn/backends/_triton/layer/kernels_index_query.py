@@ -105,20 +105,20 @@ def index_query_kernel(
     if first > 0:
         # [BLOCK_H, first], on its way while a position and its angles are fetched
         dim = tl.arange(0, triton.next_power_of_2(first))
-        kept = live[:, None] & (dim < first)[None, :]
-        x = tl.load(row[:, None] + dim[None, :], mask=kept, other=0.0)
+        mask = live[:, None] & (dim < first)[None, :]
+        x = tl.load(row[:, None] + dim[None, :], mask=mask, other=0.0)
     weight = tl.load(WEIGHTS + token * weight_stride + head, mask=live, other=0.0).to(tl.float32) * factor
     angles = angles_of(POSITIONS + token, TABLE, table_stride, num_positions, ROW_ALIGNED)
     # [BLOCK_H, D - first]
     tail = turned_tail(row, live, angles, BLOCK_H, first, D, ROPE)
     tail_dim = tl.arange(0, triton.next_power_of_2(D - first))
-    tail_kept = live[:, None] & (tail_dim < D - first)[None, :]
+    tail_mask = live[:, None] & (tail_dim < D - first)[None, :]
 
     if CODE_BITS == 0:
         if first > 0:
-            tl.store(values[:, None] + dim[None, :], cast(x, VALUES.dtype.element_ty, EXACT_CASTS), mask=kept)
+            tl.store(values[:, None] + dim[None, :], cast(x, VALUES.dtype.element_ty, EXACT_CASTS), mask=mask)
         tail = round_to(tail, VALUES.dtype.element_ty, EXACT_CASTS)
-        tl.store(values[:, None] + (first + tail_dim)[None, :], tail, mask=tail_kept)
+        tl.store(values[:, None] + (first + tail_dim)[None, :], tail, mask=tail_mask)
     else:
         tail = round_to(tail, tl.bfloat16, EXACT_CASTS).to(tl.float32)
         if first > 0:
@@ -142,7 +142,7 @@ def index_query_kernel(
             shrink = scale_of_byte(254 - byte)[:, None]
             if first > 0:
                 code = encode(x * shrink, FNUZ, LARGEST, NATIVE)
-                tl.store(values[:, None] + dim[None, :], code, mask=kept)
+                tl.store(values[:, None] + dim[None, :], code, mask=mask)
             code = encode(tail * shrink, FNUZ, LARGEST, NATIVE)
-            tl.store(values[:, None] + (first + tail_dim)[None, :], code, mask=tail_kept)
+            tl.store(values[:, None] + (first + tail_dim)[None, :], code, mask=tail_mask)
     tl.store(FOLDED + place, weight, mask=live)
