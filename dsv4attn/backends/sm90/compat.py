@@ -25,3 +25,7 @@ def reinterpret(view, dtype, shape, layout, _semantic=None):  # type: ignore[no-
     """A view of shared memory as another one of the same bytes."""
     method = getattr(view, "reinterpret", None) or view._reinterpret  # noqa: SLF001 - its name in 3.6
     return method(dtype, shape, layout, _semantic=_semantic)
+
+
+barrier: Any = getattr(gl, "thread_barrier", None) or gl.barrier
+"""(): all threads of a program wait for each other."""

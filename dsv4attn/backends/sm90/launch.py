@@ -17,7 +17,7 @@ from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.backends.sm90 import index
+from dsv4attn.backends.sm90 import index, streams
 from dsv4attn.backends.sm90.choice import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_parts import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, FP8_PAGES
@@ -124,6 +124,7 @@ class Sm90Backend(TritonBackend):
         yield from super().kernel_variants(bounds, device)
         if bounds.model is not None and not self.deterministic and index.may_serve(bounds):
             yield from index.variants()
+        yield from streams.variants(bounds, device.arch)
 
     def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """Forms of the Gluon kernels, and of the shared kernel for the calls that it may serve."""

@@ -23,6 +23,7 @@ from dsv4attn.backends._triton.layer.hyper_connections_tuning import (
     Block,
     Tile,
     Tuning,
+    heads_of,
     mix_block,
     tile_of,
     tuning_for,
@@ -35,12 +36,15 @@ from dsv4attn.backends._triton.layer.kernels_hyper_connections import (
 )
 from dsv4attn.backends._triton.untyped import Kernel
 
-__all__ = ["hc_head", "mhc_fused_post_pre", "mhc_post", "mhc_pre", "transient_bytes", "variants"]
+__all__ = [
+    "hc_head", "mhc_fused_post_pre", "mhc_post", "mhc_pre", "mix", "mix_variants", "results", "transient_bytes",
+    "variants",
+]  # fmt: skip
 
 LEAST = 16
 """Fewest columns of a matrix product."""
-MOST_SPLITS, MOST_ROWS = 128, 64
-"""Most splits, and tokens, of a tile in which splits are added."""
+MOST_SPLITS = 128
+"""Most splits that are added at a time."""
 
 Numbers: TypeAlias = tuple[float, float, float, float, int, float]
 """rms_eps, pre_eps, sinkhorn_eps, factor of post, iterations, norm_eps."""
@@ -65,7 +69,7 @@ def mhc_pre(
 
     deterministic: the bits of a token do not depend on the number of tokens; they never depend on the other tokens.
     """
-    post, comb, out = _results(residual)
+    post, comb, out = results(residual)
     numbers = rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_eps
     _pre(residual, fn, hc_scale, hc_base, norm_weight, post, comb, out, numbers, deterministic=deterministic)
     return post, comb, out
@@ -107,7 +111,7 @@ def mhc_fused_post_pre(
     """See `LayerSteps.mhc_fused_post_pre`. deterministic: as of `mhc_pre`."""
     hidden = residual.shape[2]
     new = torch.empty_like(residual, memory_format=torch.contiguous_format)
-    new_post, new_comb, out = _results(residual)
+    new_post, new_comb, out = results(residual)
     numbers = rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_eps
     aligned = alignment_of_rows(x, residual)
     tokens, n = _tokens(residual, deterministic=deterministic), residual.shape[1]
@@ -123,7 +127,7 @@ def mhc_fused_post_pre(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        _mix(new, products, hc_scale, hc_base, norm_weight, new_post, new_comb, out, first, end, numbers, tokens)
+        mix(new, products, hc_scale, hc_base, norm_weight, new_post, new_comb, out, first, end, numbers, tokens)
     return new, new_post, new_comb, out
 
 
@@ -189,10 +193,10 @@ def _pre(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        _mix(streams, products, scale, base, norm, post, comb, out, first, end, numbers, tokens)
+        mix(streams, products, scale, base, norm, post, comb, out, first, end, numbers, tokens)
 
 
-def _results(residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def results(residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Empty post, comb and layer_input."""
     count, n, hidden = residual.shape
     post = residual.new_empty(count, n, 1, dtype=torch.float32)
@@ -230,7 +234,7 @@ def _chunks(streams: Tensor, fn: Tensor, tile: Tile) -> Iterator[tuple[int, int,
         yield first, end, products, min(groups, -(-(end - first) // tile.tokens))
 
 
-def _mix(
+def mix(
     streams: Tensor,
     products: Tensor,
     scale: Tensor,
@@ -244,12 +248,17 @@ def _mix(
     numbers: Numbers,
     tokens: int,
 ) -> None:
-    """Launch `mix_kernel` for tokens first .. end. tokens: how many of them the block follows."""
+    """Launch `mix_kernel`: post, comb, which the head does not have, and out of tokens first .. end.
+
+    products: [end - first or more, splits, width] fp32 - of the streams with their mixes; see `store_products`.
+    tokens: how many of them the block follows.
+    """
     _, n, hidden = streams.shape
     tuning = _tuning()
     block = mix_block(tuning, tokens, streams.dtype, normed=norm is not None)
     aligned = alignment_of_rows(streams), 1 if norm is None else alignment_of_rows(norm), _alignment(hidden, out.dtype)
-    constants = _mix_constants(block, tuning.summed, n, hidden, len(base), products.shape[1], *aligned)
+    rows = heads_of(tuning, tokens)
+    constants = _mix_constants(block, rows, tuning.summed, n, hidden, len(base), products.shape[1], *aligned)
     blocks = -(-hidden // block.columns) if norm is None else 1
     tiles = 0 if comb is None else -(-(end - first) // constants["BLOCK_R"])
     rms_eps, pre_eps, comb_eps, factor, repeat, norm_eps = numbers
@@ -309,6 +318,7 @@ def _post_constants(block: Block, n: int, hidden: int, aligned: int, out_aligned
 @cache
 def _mix_constants(
     block: Block,
+    rows: int,
     summed: int,
     n: int,
     hidden: int,
@@ -318,13 +328,14 @@ def _mix_constants(
     norm_aligned: int,
     out_aligned: int,
 ) -> dict[str, Any]:
-    added = min(triton.next_power_of_2(splits), MOST_SPLITS)
+    added = max(summed // (rows * triton.next_power_of_2(mixes + 1)), 1)
     return {
         **_post_constants(block, n, hidden, aligned, out_aligned),
         "MIXES": mixes,
         "SPLITS": splits,
-        "BLOCK_R": min(max(summed // (added * triton.next_power_of_2(n) ** 2), 1), MOST_ROWS),
-        "BLOCK_S": added,
+        "BLOCK_R": rows,
+        "BLOCK_S": min(triton.next_power_of_2(splits), added),
+        "BLOCK_A": min(triton.next_power_of_2(splits), MOST_SPLITS),
         "NORM_ALIGNED": norm_aligned,
     }
 
@@ -345,10 +356,7 @@ def variants(
     """
     tuning, mixes, out_aligned = tuning_for(arch), 2 * n + n * n, _alignment(hidden, dtype)
     rows, fn_rows = (row_alignments(hidden, each, aligned=aligned) for each in (dtype, torch.float32))
-    streams = dict.fromkeys(("X", "STREAMS", "OUT"), pointer_type(dtype))
-    types = {**streams, **dict.fromkeys(("POST", "COMB", "FN", "PRODUCTS", "SCALE", "BASE"), "*fp32")}
-    heads = {**types, "POST": "none", "COMB": "none", "NORM": "none"}
-    normed = {**types, "NORM": "none" if norm_dtype is None else pointer_type(norm_dtype)}
+    types = _types(dtype)
     for row in rows:
         constants = _post_constants(tuning.post, n, hidden, row, out_aligned)
         yield Variant.from_types(post_kernel, types, constants, num_warps=tuning.post.warps)
@@ -361,15 +369,42 @@ def variants(
         constants = _fused_constants(fused, n, hidden, mixes, dtype, row, fn_row, out_aligned)
         yield _form(post_products_kernel, types, constants, fused)
         for most in (FEW, FEW + 1):
-            for used, at, names, width in (
-                (tile, row, normed, mixes), (fused, out_aligned, normed, mixes), (tile, row, heads, n)
-            ):  # fmt: skip
-                with_norm = names["NORM"] != "none"
-                block, splits = mix_block(tuning, most, dtype, normed=with_norm), -(-hidden // used.columns)
-                for norm_aligned in ((WIDE,) if aligned else (WIDE, 1)) if with_norm else (1,):
-                    sizes = n, hidden, width, splits, at, norm_aligned, out_aligned
-                    constants = _mix_constants(block, tuning.summed, *sizes)
-                    yield Variant.from_types(mix_kernel, names, constants, num_warps=block.warps)
+            given = n, hidden, dtype
+            splits, own = -(-hidden // tile.columns), -(-hidden // fused.columns)
+            yield from mix_variants(*given, norm_dtype, splits, row, many=most > FEW, aligned=aligned, arch=arch)
+            yield from mix_variants(*given, norm_dtype, own, out_aligned, many=most > FEW, aligned=aligned, arch=arch)
+            yield from mix_variants(*given, None, splits, row, head=True, many=most > FEW, aligned=aligned, arch=arch)
+
+
+def mix_variants(
+    n: int,
+    hidden: int,
+    dtype: torch.dtype,
+    norm_dtype: torch.dtype | None,
+    splits: int,
+    row: int,
+    *,
+    head: bool = False,
+    many: bool,
+    aligned: bool,
+    arch: str,
+) -> Iterator[Variant]:
+    """Forms of `mix_kernel` for streams whose rows are aligned to `row` bytes, for many tokens or for few."""
+    tuning, most = tuning_for(arch), FEW + 1 if many else FEW
+    types = {**_types(dtype), "NORM": "none" if norm_dtype is None else pointer_type(norm_dtype)}
+    if head:
+        types |= {"POST": "none", "COMB": "none"}
+    block = mix_block(tuning, most, dtype, normed=norm_dtype is not None)
+    width, out_aligned = n if head else 2 * n + n * n, _alignment(hidden, dtype)
+    for norm_aligned in (1,) if norm_dtype is None else (WIDE,) if aligned else (WIDE, 1):
+        sizes = n, hidden, width, splits, row, norm_aligned, out_aligned
+        constants = _mix_constants(block, heads_of(tuning, most), tuning.summed, *sizes)
+        yield Variant.from_types(mix_kernel, types, constants, num_warps=block.warps)
+
+
+def _types(dtype: torch.dtype) -> dict[str, str]:
+    streams = dict.fromkeys(("X", "STREAMS", "OUT"), pointer_type(dtype))
+    return {**streams, **dict.fromkeys(("POST", "COMB", "FN", "PRODUCTS", "SCALE", "BASE"), "*fp32")}
 
 
 def _form(kernel: Kernel, types: dict[str, str], constants: dict[str, Any], tile: Tile) -> Variant:

@@ -16,7 +16,7 @@ from dsv4attn.backends._triton.launching.runtime import WIDE
 RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
 """Release of Triton."""
 
-__all__ = ["FEW", "TUNINGS", "Block", "Tile", "Tuning", "mix_block", "tile_of", "tuning_for"]
+__all__ = ["FEW", "TUNINGS", "Block", "Tile", "Tuning", "heads_of", "mix_block", "tile_of", "tuning_for"]
 
 
 @frozen
@@ -56,7 +56,8 @@ class Tuning:
     few, many: tiles of `products_kernel` for up to FEW tokens, and for more. fused_few, fused_many: those of
     `post_products_kernel`. plain: tile for fp32 and for unaligned rows. chunk: tokens of a pair of launches.
     mix_few, mix_many: blocks of `mix_kernel`. whole_few, whole_many: its blocks with a norm; they have all columns, up
-    to so many. summed: elements of the tile in which it adds splits for post and comb. post: block of `post_kernel`.
+    to so many. heads_few, heads_many: tokens of its programs that make post and comb; summed: elements of the tile in
+    which these add splits. post: block of `post_kernel`.
     """
 
     few: Tile = SMALL
@@ -69,7 +70,9 @@ class Tuning:
     mix_many: Block = Block(1, 4096, 8)
     whole_few: Block = Block(1, 8192, 8)
     whole_many: Block = Block(1, 8192, 8)
-    summed: int = 4096
+    heads_few: int = 1
+    heads_many: int = 8
+    summed: int = 8192
     post: Block = Block(1, 2048, 4)
 
 
@@ -78,12 +81,12 @@ DEFAULT = Tuning()
 _FUSED = Tile(64, 64, 4, held=True, programs=2) if RELEASE == (3, 6) else Tile(64, 32, 4, 3, held=True, programs=2)
 HOPPER = Tuning(
     many=Tile(128, 64, 8, stages=3, held=True),
-    fused_few=Tile(16, 64, 4),
     fused_many=_FUSED,
     mix_many=Block(1, 4096, 4),
+    whole_few=Block(1, 8192, 4),
     whole_many=Block(1, 8192, 4),
 )
-"""H200, torch 2.11, Triton 3.6, 2026-11-22: fused, 8,192 tokens of 4,096, in 464 us."""
+"""H200, torch 2.11, Triton 3.6, 2026-11-23: fused, 8,192 tokens of 4,096, in 404 us; 64 tokens in 11."""
 CDNA = Tuning(many=Tile(32, 64, 4), fused_many=Tile(16, 64, 4))
 _NARROW = Tile(16, 32, 8)
 RDNA = Tuning(few=_NARROW, many=_NARROW, fused_few=_NARROW, fused_many=_NARROW, plain=_NARROW)
@@ -98,6 +101,8 @@ INTERPRETER = Tuning(
     mix_many=_BLOCK,
     whole_few=_BLOCK,
     whole_many=_BLOCK,
+    heads_few=64,
+    heads_many=64,
     summed=2**15,
     post=_BLOCK,
 )
@@ -135,6 +140,11 @@ def tile_of(tuning: Tuning, tokens: int, n: int, dtype: torch.dtype, aligned: in
     if tokens <= FEW:
         return tuning.fused_few if fused else tuning.few
     return tuning.fused_many if fused else tuning.many
+
+
+def heads_of(tuning: Tuning, count: int) -> int:
+    """Tokens of a program of the second launch that makes post and comb, for so many tokens."""
+    return tuning.heads_few if count <= FEW else tuning.heads_many
 
 
 def mix_block(tuning: Tuning, count: int, dtype: torch.dtype, *, normed: bool) -> Block:

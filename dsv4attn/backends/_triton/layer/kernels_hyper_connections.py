@@ -18,6 +18,8 @@ from dsv4attn.backends._triton.numerics import round_to
 
 READ_ONCE = tl.constexpr("evict_first")
 """Policy for what is not read again soon, so that the cache keeps the new streams until they are mixed."""
+MOST_EARLY = tl.constexpr(4)
+"""Most streams whose factors are loaded before anything is computed; of more there would be too many."""
 
 
 @triton.jit
@@ -41,17 +43,14 @@ def split_factors(factors, IN_BF16: tl.constexpr):
 
 @triton.jit
 def load_factors(
-    FN, fn_stride, k, N: tl.constexpr, HIDDEN: tl.constexpr, MIXES: tl.constexpr, BLOCK_C: tl.constexpr,
-    FN_ALIGNED: tl.constexpr, IN_BF16: tl.constexpr,
+    FN, fn_stride, k, stream, HIDDEN: tl.constexpr, MIXES: tl.constexpr, BLOCK_C: tl.constexpr,
+    FN_ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Factors [K, C] of columns k of N streams, at the first of which FN points: in parts, for each stream."""
+    """Factors [K, C] of columns k of a stream."""
     mix = tl.arange(0, BLOCK_C)
     live = (mix < MIXES)[None, :] & (k < HIDDEN)[:, None]
-    factors = ()
-    for j in tl.static_range(N):
-        at = tl.multiple_of(FN + j * HIDDEN + mix.to(tl.int64) * fn_stride, FN_ALIGNED)[None, :] + k[:, None]
-        factors += (split_factors(tl.load(at, mask=live, other=0.0), IN_BF16),)
-    return factors
+    at = tl.multiple_of(FN + stream * HIDDEN + mix.to(tl.int64) * fn_stride, FN_ALIGNED)[None, :] + k[:, None]
+    return tl.load(at, mask=live, other=0.0)
 
 
 @triton.jit
@@ -139,7 +138,8 @@ def store_products(PRODUCTS, m, count, splits, split, acc, squares, N: tl.conste
     row = PRODUCTS + (m.to(tl.int64) * splits + split) * width
     mix = tl.arange(0, acc.shape[1])
     column = tl.where(mix < N, mix, mix + 1)
-    tl.store(row[:, None] + column[None, :], acc, mask=(m < count)[:, None] & (mix < MIXES)[None, :])
+    # whole rows, with zeros behind the products: memory is slow to take parts of its words
+    tl.store(row[:, None] + column[None, :], acc, mask=(m < count)[:, None] & (mix < width - 1)[None, :])
     tl.store(row + N, tl.sum(squares, 1), mask=m < count)
 
 
@@ -164,7 +164,11 @@ def products_kernel(
     masked: tl.constexpr = HIDDEN % BLOCK_K != 0
     split = tl.program_id(0) % splits
     k = split * BLOCK_K + tl.arange(0, BLOCK_K)
-    held = load_factors(FN, fn_stride, k, N if HELD else 0, HIDDEN, MIXES, BLOCK_C, FN_ALIGNED, IN_BF16)
+    early: tl.constexpr = HELD or N <= MOST_EARLY
+    factors = ()
+    for j in tl.static_range(N if early else 0):
+        loaded = load_factors(FN, fn_stride, k, j, HIDDEN, MIXES, BLOCK_C, FN_ALIGNED)
+        factors += (split_factors(loaded, IN_BF16) if HELD else loaded,)
     for start in tl.range(tl.program_id(0) // splits * BLOCK_M, end - first, groups * BLOCK_M, num_stages=STAGES):
         m = start + tl.arange(0, BLOCK_M)
         # tokens past the end are the last one again, which costs less than a mask
@@ -175,11 +179,12 @@ def products_kernel(
             row = token * token_stride + j * stream_stride
             tile = load_rows(STREAMS, row, k, HIDDEN, ALIGNED, masked, "")
             if HELD:
-                acc = add_product(acc, tile, held[j], IN_BF16)
+                acc = add_product(acc, tile, factors[j], IN_BF16)
+            elif early:
+                acc = add_product(acc, tile, split_factors(factors[j], IN_BF16), IN_BF16)
             else:
-                columns = FN + j * HIDDEN
-                factors = load_factors(columns, fn_stride, k, 1, HIDDEN, MIXES, BLOCK_C, FN_ALIGNED, IN_BF16)
-                acc = add_product(acc, tile, factors[0], IN_BF16)
+                loaded = load_factors(FN, fn_stride, k, j, HIDDEN, MIXES, BLOCK_C, FN_ALIGNED)
+                acc = add_product(acc, tile, split_factors(loaded, IN_BF16), IN_BF16)
             wide = tile.to(tl.float32)
             squares += wide * wide
         store_products(PRODUCTS, m, end - first, splits, split, acc, squares, N, MIXES)
@@ -211,7 +216,11 @@ def post_products_kernel(
     split = tl.program_id(0) % splits
     k = split * BLOCK_K + tl.arange(0, BLOCK_K)
     inside = (k < HIDDEN)[None, :]
-    held = load_factors(FN, fn_stride, k, N if HELD else 0, HIDDEN, MIXES, BLOCK_C, FN_ALIGNED, IN_BF16)
+    early: tl.constexpr = HELD or N <= MOST_EARLY
+    factors = ()
+    for j in tl.static_range(N if early else 0):
+        loaded = load_factors(FN, fn_stride, k, j, HIDDEN, MIXES, BLOCK_C, FN_ALIGNED)
+        factors += (split_factors(loaded, IN_BF16) if HELD else loaded,)
     for start in tl.range(tl.program_id(0) // splits * BLOCK_M, end - first, groups * BLOCK_M, num_stages=STAGES):
         m = start + tl.arange(0, BLOCK_M)
         live = (first + m < end)[:, None]
@@ -228,11 +237,12 @@ def post_products_kernel(
             at = tl.multiple_of(OUT + (token * N + j) * HIDDEN, OUT_ALIGNED)[:, None] + k[None, :]
             tl.store(at, tile, mask=live & inside if masked else live)
             if HELD:
-                acc = add_product(acc, tile, held[j], IN_BF16)
+                acc = add_product(acc, tile, factors[j], IN_BF16)
+            elif early:
+                acc = add_product(acc, tile, split_factors(factors[j], IN_BF16), IN_BF16)
             else:
-                columns = FN + j * HIDDEN
-                factors = load_factors(columns, fn_stride, k, 1, HIDDEN, MIXES, BLOCK_C, FN_ALIGNED, IN_BF16)
-                acc = add_product(acc, tile, factors[0], IN_BF16)
+                loaded = load_factors(FN, fn_stride, k, j, HIDDEN, MIXES, BLOCK_C, FN_ALIGNED)
+                acc = add_product(acc, tile, split_factors(loaded, IN_BF16), IN_BF16)
             wide = tile.to(tl.float32)
             squares += wide * wide
         store_products(PRODUCTS, m, end - first, splits, split, acc, squares, N, MIXES)
@@ -267,26 +277,29 @@ def post_kernel(
 
 
 @triton.jit
-def add_splits(PRODUCTS, row, column, SPLITS: tl.constexpr, MIXES: tl.constexpr, BLOCK_S: tl.constexpr):
-    """[R, C] fp32: sums over the splits of columns [C] of rows [R]."""
+def add_splits(PRODUCTS, row, SPLITS: tl.constexpr, MIXES: tl.constexpr, COUNT: tl.constexpr, BLOCK_S: tl.constexpr):
+    """[R, C] fp32: sums over the splits of the first COUNT columns of rows [R], with one load of them."""
     width: tl.constexpr = triton.cdiv(MIXES + 1, 8) * 8
+    column = tl.arange(0, triton.next_power_of_2(COUNT))
     total = tl.zeros([row.shape[0], column.shape[0]], tl.float32)
     for start in range(0, SPLITS, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
         part = PRODUCTS + (row.to(tl.int64)[:, None] * SPLITS + split[None, :]) * width
-        live = (split < SPLITS)[None, :, None]
+        live = (split < SPLITS)[None, :, None] & (column < COUNT)[None, None, :]
         total += tl.sum(tl.load(part[:, :, None] + column[None, None, :], mask=live, other=0.0), 1)
     return total
 
 
 @triton.jit
-def inverse_root(
-    PRODUCTS, row, eps, N: tl.constexpr, HIDDEN: tl.constexpr, SPLITS: tl.constexpr, MIXES: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """[R, 1] fp32: 1 / the root of the mean square of the streams of rows [R]."""
-    square = add_splits(PRODUCTS, row, N + tl.arange(0, 1), SPLITS, MIXES, BLOCK_S)
-    return tl.rsqrt(square / (N * HIDDEN) + eps)
+def column_of(x, PLACE: tl.constexpr):
+    """[R]: column PLACE of x [R, C]."""
+    return tl.sum(tl.where((tl.arange(0, x.shape[1]) == PLACE)[None, :], x, 0.0), 1)
+
+
+@triton.jit
+def inverse_root(sums, eps, N: tl.constexpr, HIDDEN: tl.constexpr):
+    """[R] fp32: 1 / the root of the mean square of the streams of rows [R], by their sums [R, C]."""
+    return tl.rsqrt(column_of(sums, N) / (N * HIDDEN) + eps)
 
 
 @triton.jit
@@ -296,22 +309,42 @@ def sigmoid(x):
 
 
 @triton.jit
-def share(comb, axis: tl.constexpr, eps, inside):
-    """Comb [R, P, P] over its sums along an axis, plus eps; 0 outside."""
-    return tl.where(inside, comb / (tl.sum(comb, axis, keep_dims=True) + eps), 0.0)
+def share(comb, eps, N: tl.constexpr, ROWS: tl.constexpr):
+    """Elements of N x N matrices, each over the sum of its row, or column, plus eps."""
+    parts = ()
+    for a in tl.static_range(N):
+        total = comb[a * N if ROWS else a]
+        for b in tl.static_range(1, N):
+            total += comb[a * N + b if ROWS else b * N + a]
+        parts += (1.0 / (total + eps),)
+    shares = ()
+    for i in tl.static_range(N):
+        for j in tl.static_range(N):
+            shares += (comb[i * N + j] * parts[i if ROWS else j],)
+    return shares
 
 
 @triton.jit
 def sinkhorn(logits, repeat, eps, N: tl.constexpr):
-    """Logits [R, P, P] as matrices of positive elements, nearly doubly stochastic, with zeros outside of N x N."""
-    i, j = tl.arange(0, logits.shape[1])[None, :, None], tl.arange(0, logits.shape[2])[None, None, :]
-    inside = (i < N) & (j < N)
-    weight = tl.where(j < N, tl.exp(logits - tl.max(tl.where(j < N, logits, -float("inf")), 2, keep_dims=True)), 0.0)
-    comb = tl.where(inside, weight / tl.sum(weight, 2, keep_dims=True) + eps, 0.0)
+    """Logits as matrices of positive elements, nearly doubly stochastic.
+
+    Of the N * N elements of a matrix each is a tensor [R], so that a thread has whole matrices.
+    """
+    weights = ()
+    for i in tl.static_range(N):
+        most = logits[i * N]
+        for j in tl.static_range(1, N):
+            most = tl.maximum(most, logits[i * N + j])
+        for j in tl.static_range(N):
+            weights += (tl.exp(logits[i * N + j] - most),)
+    comb = ()
+    shares = share(weights, 0.0, N, True)
+    for i in tl.static_range(N * N):
+        comb += (shares[i] + eps,)
     if repeat > 0:
-        comb = share(comb, 1, eps, inside)
+        comb = share(comb, eps, N, False)
     for _ in range(1, repeat):
-        comb = share(share(comb, 2, eps, inside), 1, eps, inside)
+        comb = share(share(comb, eps, N, True), eps, N, False)
     return comb
 
 
@@ -339,26 +372,21 @@ def make_weights(
     N: tl.constexpr, HIDDEN: tl.constexpr, MIXES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Write post and comb of the tokens of rows [R] of PRODUCTS; the first row is that of token `first`."""
-    padded: tl.constexpr = triton.next_power_of_2(N)
-    live = (first + row < end)[:, None]
-    token = (first + row).to(tl.int64)[:, None]
+    live = first + row < end
+    token = (first + row).to(tl.int64)
     row = tl.minimum(row, end - first - 1)
-    root = inverse_root(PRODUCTS, row, rms_eps, N, HIDDEN, SPLITS, MIXES, BLOCK_S)
-    # [R, P * P]
-    i, j = tl.arange(0, padded * padded) // padded, tl.arange(0, padded * padded) % padded
-    inside = (i < N) & (j < N)
-    place = tl.where(inside, i * N + j, 0)
-    logits = add_splits(PRODUCTS, row, 2 * N + 1 + place, SPLITS, MIXES, BLOCK_S) * root
-    logits = logits * tl.load(SCALE + 2) + tl.load(BASE + 2 * N + place)[None, :]
-    comb = sinkhorn(tl.reshape(logits, (row.shape[0], padded, padded)), repeat, comb_eps, N)
-    comb = tl.reshape(comb, (row.shape[0], padded * padded))
-    tl.store(COMB + token * (N * N) + place[None, :], comb, mask=live & inside[None, :])
-    # [R, P]
-    j = tl.arange(0, padded)
-    place = tl.minimum(j, N - 1)
-    gates = add_splits(PRODUCTS, row, N + 1 + place, SPLITS, MIXES, BLOCK_S) * root
-    gates = factor * sigmoid(gates * tl.load(SCALE + 1) + tl.load(BASE + N + place)[None, :])
-    tl.store(POST + token * N + j[None, :], gates, mask=live & (j < N)[None, :])
+    sums = add_splits(PRODUCTS, row, SPLITS, MIXES, MIXES + 1, BLOCK_S)
+    root = inverse_root(sums, rms_eps, N, HIDDEN)
+    logits = ()
+    for e in tl.static_range(N * N):
+        product = column_of(sums, 2 * N + 1 + e) * root
+        logits += (product * tl.load(SCALE + 2) + tl.load(BASE + 2 * N + e),)
+    comb = sinkhorn(logits, repeat, comb_eps, N)
+    for e in tl.static_range(N * N):
+        tl.store(COMB + token * (N * N) + e, comb[e], mask=live)
+    for j in tl.static_range(N):
+        gate = column_of(sums, N + 1 + j) * root * tl.load(SCALE + 1) + tl.load(BASE + N + j)
+        tl.store(POST + token * N + j, factor * sigmoid(gate), mask=live)
 
 
 @triton.jit
@@ -372,27 +400,24 @@ def make_sum(
     STREAMS, PRODUCTS, SCALE, BASE, NORM, OUT, row, first, end, k, token_stride, stream_stride, rms_eps, pre_eps,
     norm_eps,
     N: tl.constexpr, HIDDEN: tl.constexpr, MIXES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_S: tl.constexpr, ALIGNED: tl.constexpr, NORM_ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_A: tl.constexpr, ALIGNED: tl.constexpr, NORM_ALIGNED: tl.constexpr,
     OUT_ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Write columns k of the weighed sums of the tokens of rows [M] of PRODUCTS, the first of which is `first`.
 
     With a norm k begins at 0, and all columns are written.
     """
-    padded: tl.constexpr = triton.next_power_of_2(N)
     live = (first + row < end)[:, None]
     row = tl.minimum(row, end - first - 1)
     token = (first + row).to(tl.int64)
     # in flight while the weights are made
     tiles = load_streams(STREAMS, token * token_stride, stream_stride, k, N, HIDDEN, ALIGNED)
-    root = inverse_root(PRODUCTS, row, rms_eps, N, HIDDEN, SPLITS, MIXES, BLOCK_S)
-    i = tl.arange(0, padded)
-    place = tl.minimum(i, N - 1)
-    gates = add_splits(PRODUCTS, row, place, SPLITS, MIXES, BLOCK_S) * root
-    gates = sigmoid(gates * tl.load(SCALE) + tl.load(BASE + place)[None, :]) + pre_eps
+    sums = add_splits(PRODUCTS, row, SPLITS, MIXES, N + 1, BLOCK_A)
+    root = inverse_root(sums, rms_eps, N, HIDDEN)
     weights = ()
     for n in tl.static_range(N):
-        weight = tl.sum(tl.where((i == n)[None, :], gates, 0.0), 1)
+        gate = column_of(sums, n) * root * tl.load(SCALE) + tl.load(BASE + n)
+        weight = sigmoid(gate) + pre_eps
         # of one token a scalar: of a tensor the compiler makes a copy in each thread, from all that it is made of
         weights += (tl.sum(weight, 0) if BLOCK_M == 1 else weight[:, None],)
     total = weigh(tiles, weights, N)
@@ -427,8 +452,8 @@ def mix_kernel(
     rms_eps: tl.float32, pre_eps: tl.float32, comb_eps: tl.float32, factor: tl.float32, repeat: tl.int32,
     norm_eps: tl.float32,
     N: tl.constexpr, HIDDEN: tl.constexpr, MIXES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, ALIGNED: tl.constexpr,
-    NORM_ALIGNED: tl.constexpr, OUT_ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    ALIGNED: tl.constexpr, NORM_ALIGNED: tl.constexpr, OUT_ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of BLOCK_R tokens + tiles of BLOCK_M tokens * blocks,): post and comb; then sums of BLOCK columns.
 
@@ -442,7 +467,7 @@ def mix_kernel(
         k = (pid - heads) % blocks * BLOCK + tl.arange(0, BLOCK)
         make_sum(
             STREAMS, PRODUCTS, SCALE, BASE, NORM, OUT, row, first, end, k, token_stride, stream_stride, rms_eps,
-            pre_eps, norm_eps, N, HIDDEN, MIXES, SPLITS, BLOCK_M, BLOCK, BLOCK_S, ALIGNED, NORM_ALIGNED, OUT_ALIGNED,
+            pre_eps, norm_eps, N, HIDDEN, MIXES, SPLITS, BLOCK_M, BLOCK, BLOCK_A, ALIGNED, NORM_ALIGNED, OUT_ALIGNED,
             EXACT_CASTS,
         )  # fmt: skip
     elif COMB is not None:
