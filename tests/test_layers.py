@@ -208,7 +208,7 @@ def test_every_room_has_the_same_furniture() -> None:
     """
     furniture = (
         {"__init__", "launch"},
-        {"kernels", "tuning", "metadata", "choice", "probe", "support", "compat", "index"},
+        {"kernels", "tuning", "metadata", "choice", "probe", "support", "compat", "index", "steps", "streams"},
     )
     needed, allowed = furniture
     families = ("kernels_", "vllm_api", "flashinfer")

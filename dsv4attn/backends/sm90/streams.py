@@ -109,5 +109,5 @@ def variants(bounds: Bounds, arch: str) -> Iterator[Variant]:
     dims, splits = (STREAMS, hidden, bounds.q_dtype), hidden // (COLUMNS * SLICES)
     for norm in dict.fromkeys((None, bounds.q_dtype, torch.float32)):
         yield from hyper_connections.mix_variants(
-            *dims, norm, splits, WIDE, many=True, aligned=bounds.aligned_rows, arch=arch
+            dims, norm, splits, WIDE, CHUNK, aligned=bounds.aligned_rows, arch=arch
         )

@@ -116,7 +116,7 @@ def mhc_fused_post_pre(
     aligned = alignment_of_rows(x, residual)
     tokens, n = _tokens(residual, deterministic=deterministic), residual.shape[1]
     tile = tile_of(_tuning(), tokens, n, residual.dtype, aligned, fused=True)
-    sizes = tile, residual.shape[1], hidden, fn.shape[0], residual.dtype, aligned, _fn_alignment(fn, hidden)
+    sizes = tile, n, hidden, fn.shape[0], residual.dtype, aligned, _fn_alignment(fn, hidden)
     strides = *_strides(x, residual, post, comb), fn.stride(0)
     for first, end, products, groups in _chunks(residual, fn, tile):
         launch(
@@ -180,8 +180,7 @@ def _pre(
 ) -> None:
     """Fill post and comb, which the head does not have, and out from streams that stay as they are."""
     _, n, hidden = streams.shape
-    aligned = alignment_of_rows(streams)
-    tokens, n = _tokens(streams, deterministic=deterministic), streams.shape[1]
+    aligned, tokens = alignment_of_rows(streams), _tokens(streams, deterministic=deterministic)
     tile = tile_of(_tuning(), tokens, n, streams.dtype, aligned, fused=False)
     sizes = tile, n, hidden, fn.shape[0], streams.dtype, aligned, _fn_alignment(fn, hidden)
     for first, end, products, groups in _chunks(streams, fn, tile):
@@ -257,8 +256,9 @@ def mix(
     tuning = _tuning()
     block = mix_block(tuning, tokens, streams.dtype, normed=norm is not None)
     aligned = alignment_of_rows(streams), 1 if norm is None else alignment_of_rows(norm), _alignment(hidden, out.dtype)
-    rows = heads_of(tuning, tokens)
-    constants = _mix_constants(block, rows, tuning.summed, n, hidden, len(base), products.shape[1], *aligned)
+    constants = _mix_constants(
+        block, heads_of(tuning, tokens), tuning.summed, n, hidden, len(base), products.shape[1], *aligned
+    )
     blocks = -(-hidden // block.columns) if norm is None else 1
     tiles = 0 if comb is None else -(-(end - first) // constants["BLOCK_R"])
     rms_eps, pre_eps, comb_eps, factor, repeat, norm_eps = numbers
@@ -317,17 +317,9 @@ def _post_constants(block: Block, n: int, hidden: int, aligned: int, out_aligned
 
 @cache
 def _mix_constants(
-    block: Block,
-    rows: int,
-    summed: int,
-    n: int,
-    hidden: int,
-    mixes: int,
-    splits: int,
-    aligned: int,
-    norm_aligned: int,
-    out_aligned: int,
-) -> dict[str, Any]:
+    block: Block, rows: int, summed: int, n: int, hidden: int, mixes: int, splits: int,
+    aligned: int, norm_aligned: int, out_aligned: int,
+) -> dict[str, Any]:  # fmt: skip
     added = max(summed // (rows * triton.next_power_of_2(mixes + 1)), 1)
     return {
         **_post_constants(block, n, hidden, aligned, out_aligned),
@@ -368,37 +360,28 @@ def variants(
             yield _form(products_kernel, types, constants, tile)
         constants = _fused_constants(fused, n, hidden, mixes, dtype, row, fn_row, out_aligned)
         yield _form(post_products_kernel, types, constants, fused)
+        splits, own = -(-hidden // tile.columns), -(-hidden // fused.columns)
         for most in (FEW, FEW + 1):
-            given = n, hidden, dtype
-            splits, own = -(-hidden // tile.columns), -(-hidden // fused.columns)
-            yield from mix_variants(*given, norm_dtype, splits, row, many=most > FEW, aligned=aligned, arch=arch)
-            yield from mix_variants(*given, norm_dtype, own, out_aligned, many=most > FEW, aligned=aligned, arch=arch)
-            yield from mix_variants(*given, None, splits, row, head=True, many=most > FEW, aligned=aligned, arch=arch)
+            for used, at, norm, head in (
+                (splits, row, norm_dtype, False), (own, out_aligned, norm_dtype, False), (splits, row, None, True)
+            ):  # fmt: skip
+                yield from mix_variants((n, hidden, dtype), norm, used, at, most, head=head, aligned=aligned, arch=arch)
 
 
 def mix_variants(
-    n: int,
-    hidden: int,
-    dtype: torch.dtype,
-    norm_dtype: torch.dtype | None,
-    splits: int,
-    row: int,
-    *,
-    head: bool = False,
-    many: bool,
-    aligned: bool,
-    arch: str,
-) -> Iterator[Variant]:
-    """Forms of `mix_kernel` for streams whose rows are aligned to `row` bytes, for many tokens or for few."""
-    tuning, most = tuning_for(arch), FEW + 1 if many else FEW
+    dims: tuple[int, int, torch.dtype], norm_dtype: torch.dtype | None, splits: int, row: int, tokens: int, *,
+    head: bool = False, aligned: bool, arch: str,
+) -> Iterator[Variant]:  # fmt: skip
+    """Forms of `mix_kernel` for so many tokens of n streams of hidden columns, in rows aligned to `row` bytes."""
+    (n, hidden, dtype), tuning = dims, tuning_for(arch)
     types = {**_types(dtype), "NORM": "none" if norm_dtype is None else pointer_type(norm_dtype)}
     if head:
         types |= {"POST": "none", "COMB": "none"}
-    block = mix_block(tuning, most, dtype, normed=norm_dtype is not None)
+    block = mix_block(tuning, tokens, dtype, normed=norm_dtype is not None)
     width, out_aligned = n if head else 2 * n + n * n, _alignment(hidden, dtype)
     for norm_aligned in (1,) if norm_dtype is None else (WIDE,) if aligned else (WIDE, 1):
         sizes = n, hidden, width, splits, row, norm_aligned, out_aligned
-        constants = _mix_constants(block, heads_of(tuning, most), tuning.summed, *sizes)
+        constants = _mix_constants(block, heads_of(tuning, tokens), tuning.summed, *sizes)
         yield Variant.from_types(mix_kernel, types, constants, num_warps=block.warps)
 
 
