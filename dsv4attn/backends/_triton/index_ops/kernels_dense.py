@@ -77,7 +77,7 @@ def combine_kernel(
     gather_start = seq_len - tl.load(gather_lens + request * gather_stride)
     position = token + (seq_len - (tl.load(starts + (request + 1) * starts_stride) - base))
     valid = tl.load(is_valid + token * valid_stride)
-    first = tl.maximum(position - (window - 1), 0)
+    first = tl.maximum(tl.maximum(position - (window - 1), gather_start), 0)
     count = tl.where(valid, tl.maximum(position + 1 - first, 0), 0).to(tl.int32)
     first_row = request * rows_per_req
     row = rows + token * rows_stride
