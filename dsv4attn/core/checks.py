@@ -174,10 +174,11 @@ def _check_metadata(
             ("compressed.block_size // compress_ratio", size, ours, f"{records} compressed cache"),
             ("compressed.num_actual_tokens", swa.num_actual_tokens, compressed.num_actual_tokens, "the batch"),
         ]
-        _check_tables(swa, compressed, layer)
     for name, wanted, actual, what in facts:
         if wanted != actual:
             raise ArgumentError(f"metadata.{name}", expected=f"{wanted} ({what})", actual=actual)
+    if layer.kind is LayerKind.C128A and compressed is not None:
+        _check_tables(swa, compressed)
     for name, actual, bound, where in (
         ("tokens", swa.num_actual_tokens, rows, "the rows of q"),
         ("tokens", swa.num_actual_tokens, limits.max_num_batched_tokens, "limits"),
@@ -196,7 +197,7 @@ def _check_metadata(
             raise ArgumentError(f"metadata: {name}", expected=f"at most {bound} ({where})", actual=actual)
 
 
-def _check_tables(swa: DeepseekSparseSWAMetadata, compressed: FlashMLASparseMetadata, layer: LayerGeometry) -> None:
+def _check_tables(swa: DeepseekSparseSWAMetadata, compressed: FlashMLASparseMetadata) -> None:
     """Check that metadata of c128a layers have the tables of each phase that has tokens."""
     counts = {
         "c128a_global_decode_topk_indices": swa.num_decode_tokens,
@@ -204,7 +205,7 @@ def _check_tables(swa: DeepseekSparseSWAMetadata, compressed: FlashMLASparseMeta
     }
     counts["c128a_prefill_topk_indices"] = swa.num_prefill_tokens
     for name, tokens in counts.items():
-        if layer.kind is LayerKind.C128A and tokens and getattr(compressed, name) is None:
+        if tokens and getattr(compressed, name) is None:
             raise ArgumentError(f"metadata.compressed.{name}", expected=f"rows for {tokens} tokens", actual=None)
 
 
