@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from inspect import Parameter, signature
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from dsv4attn.core import indices
+from dsv4attn.core.batch_checks import (
+    bound_of,
+    check_blocks,
+    check_copies,
+    check_slots,
+    check_table,
+    check_windows,
+    outside,
+)
 from dsv4attn.core.contract import Backend, BuilderSteps, MetadataExtension, complete
 from dsv4attn.core.geometry import TABLE_COLUMNS, LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.limits import Limits
@@ -99,7 +110,7 @@ class MetadataBuilder:
         tokens, decodes, window = limits.max_num_batched_tokens, limits.max_decode_tokens, geometry.window
         self._token_to_req = self._buffer(tokens)
         self._is_valid = self._buffer(tokens, dtype=torch.bool)
-        self._decode_swa = self._buffer(decodes, 1, window), self._buffer(decodes)
+        self._decode_swa = self._buffer(decodes, 1, max(window, limits.decode_window_columns)), self._buffer(decodes)
         self._prefill_swa = self._buffer(tokens, 1, window), self._buffer(tokens)
         self._gather_lens = self._buffer(limits.max_num_reqs)
         self._slots = {kind: self._buffer(tokens, dtype=torch.int64) for kind in geometry.kinds}
@@ -123,20 +134,25 @@ class MetadataBuilder:
         split = split_decodes_and_prefills(query_lens, self.limits.decode_threshold, short_prefills=self.short_prefills)
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split
         tokens, window = num_decode_tokens + num_prefill_tokens, self.geometry.window
-        self._check_table("block_table", batch.block_table, query_lens, seq_lens, self.swa_block_size)
+        check_table("block_table", batch.block_table, query_lens, seq_lens, self.swa_block_size)
+        decode_swa = self._decode_rows(batch, query_lens[:num_decodes])
+        phases = (slice(0, num_decode_tokens), batch.causal), (slice(num_decode_tokens, tokens), True)
         if self.validate:
-            self._check_copies(batch, query_lens)
-            self._check_slots(batch, tokens)
+            check_copies(batch, query_lens)
+            size, blocks = self.swa_block_size, self.num_swa_blocks
+            check_windows(batch, phases, window, size, blocks)
+            check_slots(batch, tokens, None if blocks is None else blocks * size)
 
-        starts, lens, blocks = batch.query_start_loc, batch.seq_lens, (batch.block_table, self.swa_block_size)
+        starts, lens, replay = batch.query_start_loc, batch.seq_lens, batch.replay_start
         request, valid = self._token_to_req[:tokens], self._is_valid[:tokens]
         self.steps.build_token_maps(starts, batch.slot_mapping, out=(request, valid))
-        phases = (0, num_decode_tokens, self._decode_swa), (num_decode_tokens, tokens, self._prefill_swa)
-        for first, end, (rows, counts) in phases:
-            maps, out = (request[first:end], valid[first:end], first), (rows[: end - first, 0], counts)
-            self.steps.build_window_indices(starts, lens, *maps, *blocks, window, out=out)
+        for (part, causal), (rows, counts) in zip(phases, (decode_swa, self._prefill_swa), strict=True):
+            build = self._step("build_window_indices", replay_start=replay, causal=None if causal else False)
+            maps, out = (request[part], valid[part], part.start), (rows[: part.stop - part.start, 0], counts)
+            build(starts, lens, *maps, batch.block_table, self.swa_block_size, window, out=out)
         prefill_seq_lens, gather_lens = lens[num_decodes:], self._gather_lens[:num_prefills]
-        self.steps.build_gather_lens(starts[num_decodes:], prefill_seq_lens, window, out=gather_lens)
+        measure = self._step("build_gather_lens", replay_start=None if replay is None else replay[num_decodes:])
+        measure(starts[num_decodes:], prefill_seq_lens, window, out=gather_lens)
         metadata = DeepseekSparseSWAMetadata(
             num_decodes=num_decodes,
             num_prefills=num_prefills,
@@ -153,8 +169,8 @@ class MetadataBuilder:
             query_start_loc_cpu=batch.query_start_loc_cpu,
             is_valid_token=valid,
             token_to_req_indices=request,
-            decode_swa_indices=self._decode_swa[0][:num_decode_tokens],
-            decode_swa_lens=self._decode_swa[1][:num_decode_tokens],
+            decode_swa_indices=decode_swa[0][:num_decode_tokens],
+            decode_swa_lens=decode_swa[1][:num_decode_tokens],
             prefill_swa_indices=self._prefill_swa[0][:num_prefill_tokens],
             prefill_swa_lens=self._prefill_swa[1][:num_prefill_tokens],
             prefill_seq_lens=prefill_seq_lens,
@@ -163,6 +179,29 @@ class MetadataBuilder:
             prefill_query_lens_cpu=batch.query_start_loc_cpu[num_decodes:].diff(),
         )
         return self._extension.extend_swa(metadata) if self._extension else metadata
+
+    def _decode_rows(self, batch: Batch, query_lens: list[int]) -> tuple[Tensor, Tensor]:
+        """Buffers of the decode windows: as wide as the window, or as the limits say if the batch is not causal."""
+        rows, lens = self._decode_swa
+        window, columns = self.geometry.window, rows.shape[2]
+        if batch.causal:
+            return rows if columns == window else rows[..., :window], lens
+        longest = max(query_lens, default=0)
+        if window + longest > columns:
+            expected = f"at most {columns - window} query tokens of a decode request that is not causal"
+            hint = f"raise Limits.decode_window_columns to {window + longest}: the window, and the tokens"
+            raise ArgumentError("query_start_loc", expected=expected, actual=longest, hint=hint)
+        return rows, lens
+
+    def _step(self, name: str, **options: object) -> Callable[..., None]:
+        """A step with options of the batch that are not None; torch's, if the backend's own does not have them."""
+        given = {key: value for key, value in options.items() if value is not None}
+        step: Callable[..., None] = getattr(self.steps, name)
+        if not given:
+            return step
+        parameters = signature(step).parameters
+        anything = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
+        return partial(step if anything or given.keys() <= parameters.keys() else getattr(indices, name), **given)
 
     def build_compressed(
         self, batch: Batch, swa: DeepseekSparseSWAMetadata, kind: LayerKind, *, full_width: bool = False
@@ -244,15 +283,15 @@ class MetadataBuilder:
             return None
         query_lens, seq_lens = self._host_lens(batch)
         size, bound = self.state_block_sizes[layer.kind], self.num_state_blocks.get(layer.kind)
-        self._check_table(f"Batch.{name}", table, query_lens, seq_lens, size)
+        check_table(f"Batch.{name}", table, query_lens, seq_lens, size)
         for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
             if not (self.validate and query_len):
                 continue
             first = layer.first_state(seq_len - query_len) // size
-            wrong = _outside(table[i, first : -(-seq_len // size)], bound)
+            wrong = outside(table[i, first : -(-seq_len // size)], bound)
             if bool(wrong.any()):
                 j = first + int(wrong.nonzero()[0])
-                expected = f"a block in [0, {_bound(bound)}) for the states of positions {j * size} and on"
+                expected = f"a block in [0, {bound_of(bound)}) for the states of positions {j * size} and on"
                 raise ArgumentError(f"{name}[{i}, {j}]", expected=expected, actual=int(table[i, j]))
         return table
 
@@ -266,9 +305,9 @@ class MetadataBuilder:
             raise ArgumentError("Batch.compressed_block_table", expected=expected, actual=None)
         query_lens, seq_lens = self._host_lens(batch)
         entries = [n // ratio for n in seq_lens]
-        self._check_table("compressed_block_table", table, query_lens, entries, records)
+        check_table("compressed_block_table", table, query_lens, entries, records)
         if self.validate:
-            self._check_blocks(table, query_lens, entries, records)
+            check_blocks(table, query_lens, entries, records, self.num_compressed_blocks)
         return table, entries
 
     def _c128a_width(self, entries: int, *, full_width: bool) -> int:
@@ -315,69 +354,3 @@ class MetadataBuilder:
         bound = getattr(self.limits, limit)
         if value > bound:
             raise ArgumentError(argument, expected=f"at most {bound}", actual=value, hint=f"raise Limits.{limit}")
-
-    @staticmethod
-    def _check_table(name: str, table: Tensor, query_lens: list[int], records: list[int], per_block: int) -> None:
-        for i, (query_len, count) in enumerate(zip(query_lens, records, strict=True)):
-            if query_len and count > table.shape[1] * per_block:
-                expected = f"at least {-(-count // per_block)} columns for the {count} records of request {i}"
-                actual = f"{table.shape[1]} columns of {per_block} records"
-                raise ArgumentError(name, expected=expected, actual=actual, hint="widen the block table")
-
-    @staticmethod
-    def _check_copies(batch: Batch, query_lens: list[int]) -> None:
-        """Find lengths on the device that differ from their copies on the host."""
-        starts, copy = batch.query_start_loc.tolist(), batch.query_start_loc_cpu.tolist()
-        if starts != copy:
-            raise ArgumentError("query_start_loc", expected=f"what query_start_loc_cpu holds, {copy}", actual=starts)
-        lens, bounds = batch.seq_lens.tolist(), batch.seq_lens_cpu.tolist()
-        for i, (query_len, seq_len, bound) in enumerate(zip(query_lens, lens, bounds, strict=True)):
-            if not query_len <= seq_len <= bound:
-                expected = f"{query_len} (its query tokens) to {bound} (seq_lens_cpu)"
-                raise ArgumentError(f"seq_lens[{i}]", expected=expected, actual=seq_len)
-
-    def _check_slots(self, batch: Batch, tokens: int) -> None:
-        """Find dead blocks under a window and slots outside the cache."""
-        request = indices.token_to_req_indices(batch.query_start_loc, tokens)
-        position = indices.positions_of(batch.query_start_loc, batch.seq_lens, request)
-        valid = torch.zeros(tokens, dtype=torch.bool, device=self.device)
-        valid[:] = batch.slot_mapping[:tokens] >= 0
-        table, size = batch.block_table, self.swa_block_size
-        slots, lens = indices.window_indices(position, valid, request, table, size, self.geometry.window)
-        capacity = None if self.num_swa_blocks is None else self.num_swa_blocks * size
-        wrong = _outside(slots, capacity) & (torch.arange(slots.shape[1], device=slots.device) < lens[:, None])
-        if bool(wrong.any()):
-            token, column = wrong.nonzero()[0].tolist()
-            i, place = int(request[token]), int(position[token] + 1 - lens[token]) + column
-            expected = f"a block in [0, {_bound(self.num_swa_blocks)}) for position {place}, which a query can see"
-            actual = int(table[i, place // size])
-            raise ArgumentError(f"block_table[{i}, {place // size}]", expected=expected, actual=actual)
-        if capacity is not None and bool((batch.slot_mapping >= capacity).any()):
-            t = int((batch.slot_mapping >= capacity).nonzero()[0])
-            expected = f"below the {capacity} slots of the window cache, or negative for padding"
-            raise ArgumentError(f"slot_mapping[{t}]", expected=expected, actual=int(batch.slot_mapping[t]))
-        stale = batch.slot_mapping[tokens:] >= 0
-        if bool(stale.any()):
-            t = tokens + int(stale.nonzero()[0])
-            expected = f"a negative slot behind the {tokens} tokens of the batch"
-            hint = "fill what pads the batch with -1, or a key of padding is written to this slot"
-            raise ArgumentError(f"slot_mapping[{t}]", expected=expected, actual=int(batch.slot_mapping[t]), hint=hint)
-
-    def _check_blocks(self, table: Tensor, query_lens: list[int], entries: list[int], records: int) -> None:
-        """Find blocks outside a compressed cache among those that hold visible entries."""
-        for i, (query_len, count) in enumerate(zip(query_lens, entries, strict=True)):
-            used = table[i, : -(-count // records)] if query_len else table[i, :0]
-            wrong = _outside(used, self.num_compressed_blocks)
-            if bool(wrong.any()):
-                j, bound = int(wrong.nonzero()[0]), _bound(self.num_compressed_blocks)
-                expected = f"a block in [0, {bound}) for entries {j * records} and on"
-                raise ArgumentError(f"compressed_block_table[{i}, {j}]", expected=expected, actual=int(used[j]))
-
-
-def _outside(values: Tensor, bound: int | None) -> Tensor:
-    """Which values are not in [0, bound); without a bound, which are negative."""
-    return (values < 0) if bound is None else (values < 0) | (values >= bound)
-
-
-def _bound(num_blocks: int | None) -> int | str:
-    return "num_blocks" if num_blocks is None else num_blocks

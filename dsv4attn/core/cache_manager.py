@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from attrs import define, field
@@ -200,7 +201,7 @@ class CacheManager:
         lens = torch.tensor([sequence.length + count for sequence, count in requests], dtype=torch.int32)
         slots = [slot for sequence, count in requests for slot in self._slots(sequence, count)]
         tables = {name: self._table(name, requests) for name in self._tokens_per_block}
-        states = {f"{name}_block_table": tables.get(name) for name in ("c4a_state", "c128a_state")}
+        states: dict[str, Any] = {f"{name}_block_table": tables.get(name) for name in ("c4a_state", "c128a_state")}
         return Batch(
             num_reqs=len(requests),
             query_start_loc=starts.to(self.device),

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.contract import AttentionCall, Forms
+from dsv4attn.core.contract import AttentionCall, Forms, Phase
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.keys import GatheredKeys, RaggedIndices
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata, FlashMLASparseMetadata
+from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.core.tensorspec import check_strides, check_tensor
 from dsv4attn.core.values import check_type, shown
 from dsv4attn.core.weights import Weight, check_weight
@@ -177,16 +177,36 @@ def _check_metadata(
     for name, wanted, actual, what in facts:
         if wanted != actual:
             raise ArgumentError(f"metadata.{name}", expected=f"{wanted} ({what})", actual=actual)
+    if layer.kind is LayerKind.C128A and compressed is not None:
+        _check_tables(swa, compressed)
     for name, actual, bound, where in (
         ("tokens", swa.num_actual_tokens, rows, "the rows of q"),
         ("tokens", swa.num_actual_tokens, limits.max_num_batched_tokens, "limits"),
         ("decode tokens", swa.num_decode_tokens, limits.max_decode_tokens, "limits"),
         ("requests", swa.num_decodes + swa.num_prefills, limits.max_num_reqs, "limits"),
         ("max_seq_len", swa.max_seq_len, limits.max_model_len, "limits"),
-        ("window columns", swa.decode_swa_indices.shape[2], window_columns(layer, limits), "decode_window_columns"),
+        *(
+            (f"{phase.value} window columns", rows.shape[2], window_columns(layer, limits, phase), limit)
+            for phase, rows, limit in (
+                (Phase.DECODE, swa.decode_swa_indices, "decode_window_columns"),
+                (Phase.PREFILL, swa.prefill_swa_indices, "prefill_window_columns"),
+            )
+        ),
     ):
         if actual > bound:
             raise ArgumentError(f"metadata: {name}", expected=f"at most {bound} ({where})", actual=actual)
+
+
+def _check_tables(swa: DeepseekSparseSWAMetadata, compressed: FlashMLASparseMetadata) -> None:
+    """Check that metadata of c128a layers have the tables of each phase that has tokens."""
+    counts = {
+        "c128a_global_decode_topk_indices": swa.num_decode_tokens,
+        "c128a_decode_topk_lens": swa.num_decode_tokens,
+    }
+    counts["c128a_prefill_topk_indices"] = swa.num_prefill_tokens
+    for name, tokens in counts.items():
+        if tokens and getattr(compressed, name) is None:
+            raise ArgumentError(f"metadata.compressed.{name}", expected=f"rows for {tokens} tokens", actual=None)
 
 
 def check_attention_strides(call: AttentionCall) -> None:

@@ -18,7 +18,7 @@ from dsv4attn.core.values import round_up
 from dsv4attn.core.workspace import ALIGNMENT
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["ChunkBounds", "PrefillChunk", "plan_prefill_chunks", "round_up"]
+__all__ = ["ChunkBounds", "PrefillChunk", "plan_prefill_chunks", "plan_row_chunks", "round_up"]
 
 
 @frozen
@@ -28,11 +28,13 @@ class ChunkBounds:
     rows: gathered rows; 0 for backends that read pages and gather nothing.
     index_elements: elements of the index matrix, tokens x columns.
     alignment: columns of the index matrix are rounded up to a multiple of this.
+    window: columns of the index matrix for the window; 0 is the layer's own.
     """
 
     rows: int
     index_elements: int
     alignment: int
+    window: int = 0
 
     @classmethod
     def of(
@@ -51,7 +53,7 @@ class ChunkBounds:
         Without `limits.max_workspace_bytes` a chunk may gather one worst-case request. That cap lowers the bounds, at
         most to the needs of a single query token at full context. scratch_bytes: the backend's part of the same lane.
         """
-        widest = widest_columns(layer, limits, alignment)
+        widest = widest_columns(layer, limits, alignment, gathered=gathered)
         elements = max(min(limits.max_index_elements, limits.max_num_batched_tokens * widest), widest)
         entries = 0 if layer.compress_ratio == 1 else limits.max_model_len // layer.compress_ratio
         rows = entries + layer.window - 1 + limits.max_num_batched_tokens if gathered else 0
@@ -86,9 +88,10 @@ def widest_topk(layer: LayerGeometry, limits: Limits) -> int:
     return layer.topk or max(limits.max_model_len // layer.compress_ratio, 1)
 
 
-def widest_columns(layer: LayerGeometry, limits: Limits, alignment: int) -> int:
-    """Most columns of an index matrix."""
-    return round_up(widest_topk(layer, limits) + layer.window, alignment)
+def widest_columns(layer: LayerGeometry, limits: Limits, alignment: int, *, gathered: bool) -> int:
+    """Most columns of the index matrix of a prefill chunk. Wider windows than the layer's are never gathered."""
+    window = layer.window if gathered else max(layer.window, limits.prefill_window_columns)
+    return round_up(widest_topk(layer, limits) + window, alignment)
 
 
 @frozen
@@ -149,6 +152,16 @@ def plan_prefill_chunks(
         request, token = end, token + tokens
 
 
+def plan_row_chunks(
+    seq_lens: Sequence[int], num_tokens: int, layer: LayerGeometry, most: int
+) -> Iterator[PrefillChunk]:
+    """Cut the prefill part into chunks of at most `most` tokens, whose rows name pages and need no other token's."""
+    entries = 0 if layer.compress_ratio == 1 else max(seq_lens, default=0) // layer.compress_ratio
+    topk = 0 if layer.compress_ratio == 1 else layer.topk or max(entries, 1)
+    for start in range(0, num_tokens, most):
+        yield PrefillChunk(0, len(seq_lens), start, min(start + most, num_tokens), 0, entries, 0, topk)
+
+
 def _cost(seq_len: int, query_len: int, layer: LayerGeometry, bounds: ChunkBounds) -> tuple[int, int, int]:
     """(compressed entries, window rows, index columns for entries) of a request."""
     gather = query_len + min(seq_len - query_len, layer.window - 1) if query_len else 0
@@ -163,7 +176,7 @@ def _cost(seq_len: int, query_len: int, layer: LayerGeometry, bounds: ChunkBound
 def _fits(
     requests: int, tokens: int, entries: int, gather: int, topk: int, layer: LayerGeometry, bounds: ChunkBounds
 ) -> bool:
-    width = round_up(topk + layer.window, bounds.alignment)
+    width = round_up(topk + (bounds.window or layer.window), bounds.alignment)
     rows_fit = bounds.rows == 0 or requests * (entries + gather) <= bounds.rows
     return rows_fit and tokens * width <= bounds.index_elements
 

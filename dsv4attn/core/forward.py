@@ -11,7 +11,7 @@ from torch.profiler import record_function
 
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.checks import check_call
-from dsv4attn.core.contract import Backend, KeyForm, complete
+from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.gathered import GatheredCall
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.limits import Limits
@@ -91,7 +91,7 @@ def _prepare(step: Step) -> Iterable[Part]:
     Memory is required for all of them first, so that a workspace that is too small raises before the first write. Where
     views are not reusable, a call is prepared just before it runs.
     """
-    of_chunk = GatheredCall if step.backend.forms.prefill_keys is KeyForm.GATHERED else PagedCall.of_chunk
+    of_chunk = GatheredCall if step.gathers else PagedCall.of_chunk
     calls = [of_chunk(step, chunk) for chunk in step.chunks()]
     if step.metadata.swa.num_decode_tokens:
         calls.append(PagedCall.of_decode(step))

@@ -118,11 +118,20 @@ class BuilderSteps(Protocol):
         block_size: int,
         window: int,
         out: tuple[Tensor, Tensor],
+        *,
+        replay_start: Tensor | None = None,
+        causal: bool = True,
     ) -> None:
-        """Slots of the windows of a run of tokens that begins with token `first`, and their lengths."""
+        """Slots of the windows of a run of tokens that begins with token `first`, and their lengths.
 
-    def build_gather_lens(self, query_start_loc: Tensor, seq_lens: Tensor, window: int, out: Tensor) -> None:
-        """Window rows that each request needs gathered."""
+        replay_start, causal: of `Batch`; given only where a batch differs from the defaults, since contract 1.3. A
+        step without them is torch's for such a batch.
+        """
+
+    def build_gather_lens(
+        self, query_start_loc: Tensor, seq_lens: Tensor, window: int, out: Tensor, *, replay_start: Tensor | None = None
+    ) -> None:
+        """Window rows that each request needs gathered. replay_start: as above."""
 
     def build_compressed_slot_mapping(
         self,

@@ -26,7 +26,9 @@ __all__ = [
     "positions_of",
     "token_to_req_indices",
     "transient_bytes",
+    "visible_entries",
     "window_indices",
+    "window_spans",
 ]
 
 _LARGEST_SLOT = torch.iinfo(torch.int32).max
@@ -81,17 +83,49 @@ def _compact(values: Tensor, selected: Tensor, width: int) -> tuple[Tensor, Tens
     return packed[:, :width], selected.sum(1).clamp_(max=width)
 
 
-def window_indices(
-    positions: Tensor, is_valid: Tensor, token_to_req: Tensor, block_table: Tensor, block_size: int, window: int
+def window_spans(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    token_to_req: Tensor,
+    first: int,
+    window: int,
+    *,
+    replay_start: Tensor | None = None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Slots of each token's window: positions max(pos - window + 1, 0) .. pos, ascending, then -1.
+    """([T] int64, [T] int64) the first position of each token's window, and the one behind its last.
 
-    positions, token_to_req: [T] int64. is_valid: [T] bool - other rows are empty. block_table: [R, N] int32.
-    Returns ([T, window] int64, lens [T] int64).
+    token_to_req: [T] int64. first: as in `positions_of`. replay_start: [>= R] int32 - no window of a request has a
+    position before it; None is 0. causal: the `window` positions up to the token's own; else the `window` positions
+    before the query tokens of its request, and all of these.
     """
-    start = (positions - (window - 1)).clamp_(min=0)
-    lens = (positions + 1 - start).clamp_(min=0).masked_fill_(~is_valid, 0)
-    columns = torch.arange(window, device=positions.device)
+    if causal:
+        end = positions_of(query_start_loc, seq_lens, token_to_req, first) + 1
+        start = end - window
+    else:
+        end = seq_lens.long()[token_to_req]
+        start = end - query_start_loc.diff().long()[token_to_req] - window
+    if replay_start is not None:
+        start = torch.maximum(start, replay_start.long()[token_to_req])
+    return start.clamp_(min=0), end
+
+
+def window_indices(
+    start: Tensor,
+    end: Tensor,
+    is_valid: Tensor,
+    token_to_req: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    width: int,
+) -> tuple[Tensor, Tensor]:
+    """Slots of each token's window: positions start .. end - 1, ascending, at most `width`, then -1.
+
+    start, end, token_to_req: [T] int64. is_valid: [T] bool - other rows are empty. block_table: [R, N] int32.
+    Returns ([T, width] int64, lens [T] int64).
+    """
+    lens = (end - start).clamp_(0, width).masked_fill_(~is_valid, 0)
+    columns = torch.arange(width, device=start.device)
     visible = columns < lens[:, None]
     return _translate(start[:, None] + columns, visible, block_table, token_to_req, block_size), lens
 
@@ -141,7 +175,8 @@ def combine_topk_swa_indices(
     """One index list per query into the gathered rows of a chunk: selected entries, then its window, then -1.
 
     topk_indices: [T, >=1] int32 entry numbers, or None on window-only layers. visible_lens, is_valid: [T].
-    query_start_loc: [n+1] int32 of the chunk's requests, any base. seq_lens, gather_lens: [n] int32.
+    query_start_loc: [n+1] int32 of the chunk's requests, any base. seq_lens, gather_lens: [n] int32; a window has no
+    position before the first one that is gathered.
     topk: columns set aside for entries. rows: M, rows of each request. offset: N, its first window row.
     out: ([T, >=topk+window] int32, [T] int32). Entry numbers that are negative or not visible are left out, and the
     visible ones move together, so that the window follows them directly. Entry numbers of a row are distinct, as an
@@ -153,7 +188,8 @@ def combine_topk_swa_indices(
     start = query_start_loc - query_start_loc[0]
     request = token_to_req_indices(start, indices.shape[0])
     position = positions_of(start, seq_lens, request)
-    first = (position - (window - 1)).clamp_(min=0)
+    gathered = (seq_lens - gather_lens)[request]
+    first = torch.maximum(position - (window - 1), gathered).clamp_(min=0)
     count = (position + 1 - first).clamp_(min=0).masked_fill_(~is_valid, 0)
     base = request * rows
     columns = torch.arange(indices.shape[1], device=indices.device)
@@ -165,7 +201,7 @@ def combine_topk_swa_indices(
         entries, taken = _compact(topk_indices, visible, topk)
     in_window = (columns >= taken[:, None]) & (columns < (taken + count)[:, None])
     position = (first - taken)[:, None] + columns
-    row = position + (base + offset - (seq_lens - gather_lens)[request])[:, None]
+    row = position + (base + offset - gathered)[:, None]
     if swa is not None:
         in_window &= _exists(position, in_window, swa, request)
     indices.copy_(row.masked_fill_(~in_window, -1))
@@ -231,6 +267,16 @@ def get_compressed_slot_mapping(
     return _translate((positions // ratio)[:, None], completes[:, None], block_table, token_to_req, block_size)[:, 0]
 
 
+def visible_entries(positions: Tensor, is_valid: Tensor, ratio: int, out: Tensor | None = None) -> Tensor:
+    """[T] int32 entries that each token sees, (position + 1) // ratio: `compressed_lens` from positions alone.
+
+    For engines that fill metadata themselves; nothing is read on the host. positions: [T] int64. is_valid: [T] bool -
+    other tokens see none. out: [T] int32, written and returned; None: a new tensor.
+    """
+    seen = torch.div(positions + 1, ratio, rounding_mode="floor").clamp_(min=0).masked_fill_(~is_valid, 0)
+    return seen.int() if out is None else out.copy_(seen)
+
+
 def build_token_maps(query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[Tensor, Tensor]) -> None:
     """Request and validity of each token; see `token_to_req_indices`.
 
@@ -254,28 +300,38 @@ def build_window_indices(
     block_size: int,
     window: int,
     out: tuple[Tensor, Tensor],
+    *,
+    replay_start: Tensor | None = None,
+    causal: bool = True,
 ) -> None:
-    """Windows of a run of tokens; see `window_indices`.
+    """Windows of a run of tokens; see `window_spans` and `window_indices`.
 
     query_start_loc: [R+1] int32. seq_lens: [R] int32. token_to_req: [n] int32. is_valid: [n] bool. first: number of
-    the first token. block_table: [R, N] int32. out: ([n, window] int32 slots, [>= n] int32 lens, 0 from n on).
+    the first token. block_table: [R, N] int32. out: ([n, width] int32 slots, [>= n] int32 lens, 0 from n on).
     """
     rows, lens = out
     n, request = rows.shape[0], token_to_req.long()
-    position = positions_of(query_start_loc, seq_lens, request, first)
-    slots, counts = window_indices(position, is_valid, request, block_table, block_size, window)
+    lengths = query_start_loc, seq_lens, request, first, window
+    start, end = window_spans(*lengths, replay_start=replay_start, causal=causal)
+    slots, counts = window_indices(start, end, is_valid, request, block_table, block_size, rows.shape[1])
     rows.copy_(slots)
     lens[:n].copy_(counts)
     lens[n:].zero_()
 
 
-def build_gather_lens(query_start_loc: Tensor, seq_lens: Tensor, window: int, out: Tensor) -> None:
+def build_gather_lens(
+    query_start_loc: Tensor, seq_lens: Tensor, window: int, out: Tensor, *, replay_start: Tensor | None = None
+) -> None:
     """Trailing tokens of each request that its queries can see through the window; 0 for requests without tokens.
 
-    query_start_loc: [n+1] int32, any base. seq_lens: [n] int32. out: [n] int32.
+    query_start_loc: [n+1] int32, any base. seq_lens: [n] int32. out: [n] int32. replay_start: [>= n] int32 or None, as
+    in `window_spans`.
     """
     query_lens = query_start_loc.diff()
-    seen = (seq_lens - query_lens).clamp_(max=window - 1) + query_lens
+    before = seq_lens - query_lens
+    if replay_start is not None:
+        before = torch.clamp(before - replay_start[: before.shape[0]], min=0)
+    seen = before.clamp_(max=window - 1) + query_lens
     out.copy_(seen.masked_fill_(query_lens == 0, 0))
 
 
@@ -299,7 +355,7 @@ def build_compressed_slot_mapping(
     position = positions_of(query_start_loc, seq_lens, request)
     slots[:n] = get_compressed_slot_mapping(position, is_valid, request, block_table, block_size, ratio)
     slots[n:].fill_(-1)
-    lens[:n] = torch.div(position + 1, ratio, rounding_mode="floor").clamp_(min=0).masked_fill_(~is_valid, 0)
+    visible_entries(position, is_valid, ratio, out=lens[:n])
     lens[n:].zero_()
 
 

@@ -24,8 +24,10 @@ class Limits:
     max_workspace_bytes: cap on the prefill lane of the workspace, in bytes; None is no cap. A smaller cap means more
        and smaller chunks, never another result.
     max_index_elements: cap on tokens x columns of the index matrix of one prefill chunk.
-    decode_window_columns: most columns of `decode_swa_indices`; 0 is the model's window, as `MetadataBuilder` makes
-       them. Metadata that an engine makes itself may be wider, say for a draft block whose tokens see each other.
+    decode_window_columns: most columns of `decode_swa_indices`; 0 is the model's window. A draft block whose tokens see
+       each other (`Batch.causal`) has the window and the block in a row.
+    prefill_window_columns: the same of `prefill_swa_indices`, which an engine makes itself where they are wider, say
+       for the tokens of an image, which see each other.
     single_phase: every request is a decode, of any number of query tokens. So a token's bits do not depend on how its
        request is cut into steps, if the backend is deterministic; long prompts are slower, and index tables larger.
     """
@@ -37,6 +39,7 @@ class Limits:
     max_workspace_bytes: int | None = field(default=None, validator=validators.optional(at_least(0)))
     max_index_elements: int = field(default=2**21, validator=_positive)
     decode_window_columns: int = field(default=0, validator=at_least(0))
+    prefill_window_columns: int = field(default=0, validator=at_least(0))
     single_phase: bool = False
 
     def __attrs_post_init__(self) -> None:

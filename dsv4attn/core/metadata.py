@@ -53,9 +53,13 @@ class Batch:
     compressed_block_table: [R, _] int32 - blocks of the compressed caches: position p is in column
        p // compressed_block_tokens. None where only window-only layers run.
     c4a_state_block_table: [R, _] int32 - blocks of the compressor states of c4a layers, of the indexer's too. Only
-    blocks
-       that overlap a window of the compressor need to be alive. None where the engine compresses itself.
+       blocks that overlap a window of the compressor need to be alive. None where the engine compresses itself.
     c128a_state_block_table: [R, _] int32 - the same of c128a layers.
+    replay_start: [_] int32 - first position of each request that may be in a window, as the keys before it are not in
+       the window cache; at least R elements. None: 0, all positions.
+    causal: whether a token of a decode request sees the window up to itself. If not, its query tokens are a draft
+       block: each sees the W tokens before the block, and the whole block, for which `Limits.decode_window_columns`
+       needs W and the block's tokens. Prefill requests are causal either way, and so are compressed entries.
     """
 
     num_reqs: int = size("R")
@@ -68,9 +72,16 @@ class Batch:
     compressed_block_table: Tensor | None = tensor("R _", torch.int32, optional=True)
     c4a_state_block_table: Tensor | None = tensor("R _", torch.int32, optional=True)
     c128a_state_block_table: Tensor | None = tensor("R _", torch.int32, optional=True)
+    replay_start: Tensor | None = tensor("_", torch.int32, optional=True)
+    causal: bool = True
 
     def __attrs_post_init__(self) -> None:
         check_declared(self)
+        if self.replay_start is not None and self.replay_start.shape[0] < self.num_reqs:
+            expected = f"an element for each of the {self.num_reqs} requests"
+            raise ArgumentError(
+                "Batch.replay_start", expected=expected, actual=f"{self.replay_start.shape[0]} elements"
+            )
 
 
 @frozen(kw_only=True, eq=False)
@@ -93,14 +104,19 @@ class DeepseekSparseSWAMetadata:
     is_valid_token: [T] bool - False for padding rows.
     token_to_req_indices: [T] int32 - request of each token.
     decode_swa_indices: [Td, 1, _] int32 - slots of each decode token's window in ascending position, then -1; at least
-       W columns, and more in metadata that an engine makes itself, see `Limits.decode_window_columns`.
+       W columns, at most `Limits.decode_window_columns`.
     decode_swa_lens: [Td] int32 - how many slots each row has.
-    prefill_swa_indices: [Tp, 1, W] int32 - the same for prefill tokens.
+    prefill_swa_indices: [Tp, 1, _] int32 - the same for prefill tokens; at most `Limits.prefill_window_columns`.
     prefill_swa_lens: [Tp] int32 - how many slots each row has.
     prefill_seq_lens: [Rp] int32 - tokens of each prefill request after this step.
     prefill_gather_lens: [Rp] int32 - trailing tokens of each prefill request that its queries see through the window.
     prefill_seq_lens_cpu: [Rp] int32 - on the host.
     prefill_query_lens_cpu: [Rp] int32 - query tokens of each prefill request, on the host.
+
+    An engine may fill this class itself. Rows of windows are its own then: any slots in any order, -1 among them. Rows
+    of W columns in prefill are an exception: backends that gather keys look at `prefill_gather_lens` instead, and take
+    each window to be the W positions up to the token's own, none before those that are gathered. Tensors of a phase
+    without requests (`decode_*`, `prefill_*`) may be None.
     """
 
     num_decodes: int = size("Rd")
@@ -118,21 +134,22 @@ class DeepseekSparseSWAMetadata:
     query_start_loc_cpu: Tensor = tensor("R+1", torch.int32, cpu=True, copied=True)
     is_valid_token: Tensor = tensor("T", torch.bool)
     token_to_req_indices: Tensor = tensor("T", torch.int32)
-    decode_swa_indices: Tensor = tensor("Td 1 _", torch.int32)
-    decode_swa_lens: Tensor = tensor("Td", torch.int32)
-    prefill_swa_indices: Tensor = tensor("Tp 1 W", torch.int32)
-    prefill_swa_lens: Tensor = tensor("Tp", torch.int32)
-    prefill_seq_lens: Tensor = tensor("Rp", torch.int32)
-    prefill_gather_lens: Tensor = tensor("Rp", torch.int32)
-    prefill_seq_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True, copied=True)
-    prefill_query_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True, copied=True)
+    decode_swa_indices: Tensor = tensor("Td 1 _", torch.int32, none_without="Td")
+    decode_swa_lens: Tensor = tensor("Td", torch.int32, none_without="Td")
+    prefill_swa_indices: Tensor = tensor("Tp 1 _", torch.int32, none_without="Tp")
+    prefill_swa_lens: Tensor = tensor("Tp", torch.int32, none_without="Tp")
+    prefill_seq_lens: Tensor = tensor("Rp", torch.int32, none_without="Rp")
+    prefill_gather_lens: Tensor = tensor("Rp", torch.int32, none_without="Rp")
+    prefill_seq_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True, copied=True, none_without="Rp")
+    prefill_query_lens_cpu: Tensor = tensor("Rp", torch.int32, cpu=True, copied=True, none_without="Rp")
 
     def __attrs_post_init__(self) -> None:
         check_declared(self)
-        columns = self.decode_swa_indices.shape[2]
-        if columns < self.window_size:
-            expected = f"at least the {self.window_size} columns of the window"
-            raise ArgumentError("DeepseekSparseSWAMetadata.decode_swa_indices", expected=expected, actual=columns)
+        for name in ("decode_swa_indices", "prefill_swa_indices"):
+            rows, _, columns = getattr(self, name).shape
+            if rows and columns < self.window_size:
+                expected = f"at least the {self.window_size} columns of the window"
+                raise ArgumentError(f"DeepseekSparseSWAMetadata.{name}", expected=expected, actual=columns)
 
     @cached_property
     def prepared(self) -> dict[object, Any]:

@@ -66,7 +66,7 @@ class PagedCall(BackendCall):
         """The tokens of a prefill chunk."""
         swa, rows = step.metadata.swa, slice(chunk.token_start, chunk.token_end)
         window = DenseIndices(swa.prefill_swa_indices[rows, 0], swa.prefill_swa_lens[rows])
-        return cls(step, Phase.PREFILL, step.prefill_tokens(chunk), window, step.local_entries(chunk))
+        return cls(step, step.prefill_phase, step.prefill_tokens(chunk), window, step.local_entries(chunk))
 
     def prepare(self) -> Part:
         """Bind everything but the addresses that differ between layers."""

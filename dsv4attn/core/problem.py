@@ -99,6 +99,7 @@ class Problem:
     query_len: most query tokens of a decode request; more than one where drafts are verified.
     capture: whether the call will be captured in a graph.
     deterministic: whether a row's bits may not depend on what else is in the batch.
+    window_columns: columns of a row's window, at least the layer's window; 0 is the layer's window.
     """
 
     phase: str = field(converter=_phase)
@@ -112,8 +113,12 @@ class Problem:
     query_len: int = field(default=1, validator=_positive)
     capture: bool = False
     deterministic: bool = False
+    window_columns: int = field(default=0, validator=validators.ge(0))
 
     def __attrs_post_init__(self) -> None:
+        if 0 < self.window_columns < self.layer.window:
+            expected = f"at least the {self.layer.window} of the window, or 0"
+            raise ArgumentError("window_columns", expected=expected, actual=self.window_columns)
         window_only = self.layer.kind is LayerKind.SWA
         if window_only and self.topk:
             raise ArgumentError("topk", expected="0 on a window-only layer", actual=self.topk)
@@ -140,6 +145,7 @@ class Problem:
         query_len: int = 1,
         capture: bool = False,
         deterministic: bool = False,
+        window_columns: int = 0,
     ) -> Problem:
         """The problem of one kind of layer of a model; keywords override what the model says.
 
@@ -159,7 +165,8 @@ class Problem:
         elif compressed_page_size is not None:
             actual = f"a page size of {compressed_page_size}"
             raise ArgumentError("compressed", expected="none on a window-only layer", actual=actual)
-        return cls(phase, layer, swa, compressed, columns, q_dtype, sink, lse, query_len, capture, deterministic)
+        flags = capture, deterministic, window_columns
+        return cls(phase, layer, swa, compressed, columns, q_dtype, sink, lse, query_len, *flags)
 
     def __str__(self) -> str:
         layer, fp8 = self.layer, self.swa.layout == "fp8_ds_mla"
@@ -172,5 +179,6 @@ class Problem:
         text += f"  window={layer.window}  compress_ratio={layer.compress_ratio}  topk={self.topk}"
         text += f"  pages={pages}  kv={kv}  q={self.q_dtype}"
         text += f"  query_len={self.query_len}" if self.query_len > 1 else ""
+        text += f"  window_columns={self.window_columns}" if self.window_columns > layer.window else ""
         flags = [flag for flag in ("lse", "capture", "deterministic") if getattr(self, flag)]
         return "  ".join([text, *flags, *([] if self.sink else ["no sink"])])

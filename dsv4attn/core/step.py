@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import TypeAlias
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.chunking import PrefillChunk, plan_prefill_chunks
-from dsv4attn.core.contract import AttentionCall, CompleteBackend, Phase, Run
+from dsv4attn.core.chunking import PrefillChunk, plan_prefill_chunks, plan_row_chunks
+from dsv4attn.core.contract import AttentionCall, CompleteBackend, KeyForm, Phase, Run
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import PagedKVCache
@@ -49,14 +49,32 @@ class Step:
         """The caches that this kind of layer reads."""
         return self.caches.segments(self.layer)
 
+    @cached_property
+    def gathers(self) -> bool:
+        """Whether the keys of prefill requests are gathered: windows wider than the layer's are read on pages."""
+        columns = self.metadata.swa.prefill_swa_indices.shape[2]
+        return self.backend.forms.prefill_keys is KeyForm.GATHERED and columns <= self.layer.window
+
+    @property
+    def prefill_phase(self) -> Phase:
+        """The phase of the calls for prefill requests: every backend reads pages in decode, not all in prefill."""
+        paged = self.backend.forms.prefill_keys is KeyForm.PAGED
+        return Phase.PREFILL if paged or self.gathers else Phase.DECODE
+
     def chunks(self) -> Sequence[PrefillChunk]:
         """The prefill part, cut so that no chunk needs more memory than planned."""
         swa = self.metadata.swa
         if not swa.num_prefill_tokens:
             return ()
+        seq_lens, query_lens = swa.prefill_seq_lens_cpu.tolist(), swa.prefill_query_lens_cpu.tolist()
+        if self.prefill_phase is Phase.DECODE:
+            most = self.limits.max_decode_tokens
+            return [*plan_row_chunks(seq_lens, swa.num_prefill_tokens, self.layer, most)]
         bounds = prefill_bounds(self.layer, self.limits, self.backend, self.caches.swa.layout)
-        lens = swa.prefill_seq_lens_cpu.tolist(), swa.prefill_query_lens_cpu.tolist()
-        return [chunk for chunk in plan_prefill_chunks(*lens, self.layer, bounds) if chunk.num_tokens]
+        if not self.gathers:
+            bounds = evolve(bounds, window=swa.prefill_swa_indices.shape[2])
+        chunks = plan_prefill_chunks(seq_lens, query_lens, self.layer, bounds)
+        return [chunk for chunk in chunks if chunk.num_tokens]
 
     def local_entries(self, chunk: PrefillChunk) -> Tensor | None:
         """Entry numbers of a chunk's tokens: the indexer's on c4a, all on c128a, None on window-only layers."""

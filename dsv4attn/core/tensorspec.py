@@ -34,13 +34,22 @@ _KEY = "dsv4attn.tensor"
 _SIZE = "dsv4attn.size"
 
 
-def tensor(shape: str, dtype: torch.dtype, *, cpu: bool = False, copied: bool = False, optional: bool = False) -> Any:  # noqa: ANN401 - attrs fields are untyped
+def tensor(
+    shape: str,
+    dtype: torch.dtype,
+    *,
+    cpu: bool = False,
+    copied: bool = False,
+    optional: bool = False,
+    none_without: str = "",
+) -> Any:  # noqa: ANN401 - attrs fields are untyped
     """Attrs field of a tensor.
 
     shape: see the module. cpu: in host memory; all other tensors of an instance share one device. copied: the instance
     holds a copy, so that the caller may write to the tensor again. optional: may be None, which is the default.
+    none_without: a letter; where that count is 0, None is taken for a tensor without elements.
     """
-    options: dict[str, Any] = {"metadata": {_KEY: (shape, dtype, cpu, optional)}}
+    options: dict[str, Any] = {"metadata": {_KEY: (shape, dtype, cpu, optional, none_without)}}
     if copied:
         options["converter"] = _copy
     return attrs.field(default=None, **options) if optional else attrs.field(**options)
@@ -67,15 +76,26 @@ def check_declared(instance: Any) -> None:  # noqa: ANN401 - any attrs instance
                 raise ArgumentError(name, expected="a count >= 0", actual=repr(value))
             letters[letter] = value
     device: torch.device | None = None
-    for name, value, metadata in fields:
-        shape, dtype, cpu, optional = metadata.get(_KEY, ("", None, False, True))
+    for name, given, metadata in fields:
+        value = given
+        shape, dtype, cpu, optional, none_without = metadata.get(_KEY, ("", None, False, True, ""))
         if dtype is None or (value is None and optional):
             continue
+        if value is None and letters.get(none_without) == 0:
+            value = _nothing(shape, dtype, letters, None if cpu else device)
+            object.__setattr__(instance, name.rpartition(".")[2], value)
         check_tensor(name, value, shape, dtype, letters)
         wanted = torch.device("cpu") if cpu else device
         if wanted is not None and value.device != wanted:
             raise ArgumentError(name, expected=f"a tensor on {wanted}", actual=f"one on {value.device}")
         device = device if cpu else value.device
+
+
+def _nothing(shape: str, dtype: torch.dtype, letters: dict[str, int], device: torch.device | None) -> Tensor:
+    """A tensor of a declared shape in which every free size is 0."""
+    sizes = [(letters.get(letter, 0) if letter else 0) + extra for letter, extra in _dims(shape)]
+    with torch.inference_mode(False):  # it outlives the mode that it may be made in
+        return torch.empty(sizes, dtype=dtype, device=device)
 
 
 def check_tensor(

@@ -47,8 +47,8 @@ def plan_workspace(
     prefill = _prefill_bytes(layer, limits, backend, layout, bounds)
     lanes = {Phase.DECODE.value: _decode_bytes(layer, limits, backend), Phase.PREFILL.value: prefill}
     tokens = limits.max_num_batched_tokens
-    width = decode_columns(layer, limits) + window_columns(layer, limits)
-    width = max(width, widest_columns(layer, limits, bounds.alignment))
+    windows = (window_columns(layer, limits, phase) for phase in Phase)
+    width = round_up(decode_columns(layer, limits) + max(windows), bounds.alignment)
     transient = max(
         backend.transient_bytes(layer, tokens, width, max(bounds.rows, tokens)),
         backend.steps.transient_bytes(max(bounds.index_elements, limits.max_decode_tokens * width), tokens),
@@ -64,15 +64,21 @@ def decode_columns(layer: LayerGeometry, limits: Limits) -> int:
     return layer.table_columns(limits.max_model_len) if c128a else widest_topk(layer, limits)
 
 
-def window_columns(layer: LayerGeometry, limits: Limits) -> int:
-    """Most columns of a decode row's window."""
-    return max(layer.window, limits.decode_window_columns)
+def window_columns(layer: LayerGeometry, limits: Limits, phase: Phase) -> int:
+    """Most columns of a row's window in a phase."""
+    decode = phase is Phase.DECODE
+    return max(layer.window, limits.decode_window_columns if decode else limits.prefill_window_columns)
 
 
 def _decode_bytes(layer: LayerGeometry, limits: Limits, backend: Backend) -> int:
-    tokens, columns, window = limits.max_decode_tokens, decode_columns(layer, limits), window_columns(layer, limits)
-    specs: list[BufferSpec] = []
-    if layer.kind is LayerKind.C4A:
+    columns, window = decode_columns(layer, limits), window_columns(layer, limits, Phase.DECODE)
+    translated = layer.kind is LayerKind.C4A
+    wide = window_columns(layer, limits, Phase.PREFILL)
+    if backend.forms.prefill_keys is KeyForm.GATHERED and wide > layer.window:
+        # such prefill rows run as decode calls, with the entries of a c128a layer by their numbers
+        window, translated = max(window, wide), columns > 0
+    tokens, specs = limits.max_decode_tokens, list[BufferSpec]()
+    if translated:
         specs += [((tokens, columns), _INT), ((tokens,), _INT)]
     if backend.forms.decode_indices is IndexForm.RAGGED:
         specs += ragged_specs(tokens, window) + (ragged_specs(tokens, columns) if columns else [])
@@ -91,7 +97,9 @@ def _prefill_bytes(
 
 
 def _prefill_scratch(layer: LayerGeometry, limits: Limits, backend: Backend) -> int:
-    width = widest_columns(layer, limits, backend.forms.index_alignment)
+    forms = backend.forms
+    gathered = forms.prefill_keys is KeyForm.GATHERED
+    width = widest_columns(layer, limits, forms.index_alignment, gathered=gathered)
     return _scratch_bound(Phase.PREFILL, layer, limits.max_num_batched_tokens, width, backend)
 
 

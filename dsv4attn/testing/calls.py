@@ -34,7 +34,7 @@ __all__ = ["Call", "Lanes"]
 I64 = NDArray[np.int64]
 GARBAGE = (-1, -7, -(2**31), 2**31 - 1, 0x7FC00000)
 """Indices that name nothing; the last is a NaN's bits."""
-Pattern = Literal["plain", "behind", "holes", "outside", "empty", "one", "lone", "loud", "twice", "huge"]
+Pattern = Literal["plain", "behind", "holes", "outside", "empty", "one", "lone", "loud", "twice", "huge", "mixed"]
 LOUD, TIMES = 7, 6.0
 """Keys at the end of a loud row, and how much larger than others they are: to lose one of them is to be wrong."""
 LEVEL, SPREAD = 2.5, 0.5
@@ -65,6 +65,7 @@ class Call:
     "loud": rows have all their keys, and the last keys of a row outweigh all others.
     "twice": every other lane repeats the one before it.
     "huge": all logits of a row and head are above 88, or all below -88, where fp32 has no exponential.
+    "mixed": holes, slots listed twice, rows and segments without keys, and rows with all their keys.
 
     apart: names of arguments (q, out, lse) whose rows lie apart, or "all".
     """
@@ -79,6 +80,8 @@ class Call:
     rows: int = 9
     columns: int = 37
     """Of the compressed segment."""
+    window_columns: int = 0
+    """Of the window; 0 is the layer's window."""
     q_dtype: torch.dtype = torch.bfloat16
     sinks: Sequence[float] | None = None
     softmax_scale: float | None = None
@@ -102,7 +105,8 @@ class Call:
         facts = [CacheFacts.of(layout, shelf.block_size) for layout, shelf in pairs]
         topk = 0 if len(facts) == 1 else self.columns
         sink, dtype = self.sinks is not None, dtype_name(self.q_dtype)
-        return [Problem(self.phase.value, self.layer, facts[0], (*facts, None)[1], topk, dtype, sink=sink, lse=lse)]
+        asked = self.phase.value, self.layer, facts[0], (*facts, None)[1], topk, dtype
+        return [Problem(*asked, sink=sink, lse=lse, window_columns=self.window_columns)]
 
     @cached_property
     def q(self) -> F64:
@@ -122,7 +126,7 @@ class Call:
     @cached_property
     def widths(self) -> list[int]:
         """Columns of each segment."""
-        return [self.layer.window, self.columns][: len(self.named_layouts())]
+        return [self.window_columns or self.layer.window, self.columns][: len(self.named_layouts())]
 
     @cached_property
     def books(self) -> list[Book]:
@@ -159,7 +163,6 @@ class Call:
         dead = np.setdiff1d(np.arange(capacity), live)
         lens = np.array([width, 1, width - 1, *rng.integers(1, width + 2, self.rows)])[: self.rows].clip(1, width)
         slots = np.stack([rng.permutation(live)[np.arange(width) % len(live)] for _ in range(self.rows)])
-        inside = np.arange(width) < lens[:, None]
         hit = rng.random(slots.shape) < 0.4
         if self.pattern == "holes":
             slots[hit] = -1
@@ -175,17 +178,18 @@ class Call:
             slots[2::3] = -1
         elif self.pattern == "twice":
             slots[:, 1::2] = slots[:, : width // 2 * 2 : 2]
+        elif self.pattern == "mixed":
+            slots[:, 1::5] = slots[:, : len(slots[0, 1::5]) * 5 : 5]
+            slots[3:][hit[3:]] = -1
+            lens[segment + 3 :: 4] = 0
         elif self._loud(segment):
             lens = width - np.arange(self.rows) % 3
             slots = np.stack([rng.permutation(live[LOUD:])[np.arange(width) % len(live[LOUD:])] for _ in lens])
             for row, length in enumerate(lens):
                 slots[row, length - LOUD : length] = live[:LOUD]
-        if self.pattern == "behind":
-            junk = rng.choice([*live[:8], *dead[:8], *GARBAGE, capacity], slots.shape)
-            slots = np.where(inside, slots, junk)
-        else:
-            slots[np.arange(width) >= lens[:, None]] = -1
-        return Lanes(slots, lens)
+        junk = rng.choice([*live[:8], *dead[:8], *GARBAGE, capacity], slots.shape)
+        inside = np.arange(width) < lens[:, None]
+        return Lanes(np.where(inside, slots, junk if self.pattern == "behind" else -1), lens)
 
     def named(self, row: int) -> list[F64]:
         """Keys of a row, window first."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
+from typing import Any
 
 import torch
 
@@ -54,6 +56,7 @@ def attention_cases() -> Iterator[Case]:
         yield from _sinks(area)
         yield from _calls(area)
         yield from _apart(area)
+    yield from _windows()
 
 
 def _steps() -> Iterator[Case]:
@@ -90,6 +93,31 @@ def _steps() -> Iterator[Case]:
     yield _case(Area.DECODE, "verify-ragged", "F3", says, ragged)
     says = "a rank that holds half of the heads computes those heads, with their own sinks"
     yield _case(Area.PREFILL, "slices-of-heads", "S6", says, step("c4a", *MIXED), checks.slices_of_heads)
+
+
+def _windows() -> Iterator[Case]:
+    """Windows that are not the W positions up to a query."""
+    for (area, phase), kind in product(PHASE.items(), ("swa", "c4a")):
+        says = (
+            f"{area.value}, {kind}: rows of 203 columns for the window, with holes, repeated slots, and rows of no key"
+        )
+        wide = call(phase, "mixed", kind, window_columns=203, sinks=SINKS)
+        yield _case(area, f"call-wide-{kind}-{area.value}", "F9", says, wide)
+    says = "each token of a draft block sees the window before the block, and the whole block"
+    blocks = step(
+        "swa", (300, 5), (3, 4), (126, 5), (64, 1), (0, 2), num_speculative_tokens=4, causal=False, poison=0xFF
+    )
+    yield _case(Area.DECODE, "block-swa", "F9 F10", says, blocks)
+    for kind in ("c4a", "c128a"):
+        says = f"{kind}: prefill tokens that see later ones of their request, beside decode tokens, equal the oracle"
+        scene = step(kind, (300, 1), (0, 7), (250, 12), (70, 3), ahead=5, poison=0xFF, topk="holes", select=65)
+        yield _case(Area.PREFILL, f"ahead-{kind}", "F9", says, scene)
+    for kind in ("swa", "c4a"):
+        says = f"{kind}: no window has a key before its request's first position, be it decode or prefill"
+        # rows behind the batch make the limits so large that gathered keys of all requests are in one chunk
+        more: dict[str, Any] = {"replay": (290, 0, 0, 100, 250), "extra_rows": 400, "poison": 0xFF}
+        scene = step(kind, (300, 1), (9, 1), (0, 7), (130, 6), (250, 4), **more)
+        yield _case(Area.PREFILL, f"bounded-{kind}", "F10", says, scene)
 
 
 def _sizes() -> Iterator[Case]:

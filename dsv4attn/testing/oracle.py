@@ -249,14 +249,24 @@ def q_norm_rope(q: F64, cos: F64, sin: F64, rope_dim: int, eps: float) -> F64:
 
 
 def visible_keys(
-    position: int, window: int, compress_ratio: int, selected: Sequence[int] | None
+    position: int,
+    window: int,
+    compress_ratio: int,
+    selected: Sequence[int] | None,
+    *,
+    block: range | None = None,
+    last: int | None = None,
+    earliest: int = 0,
 ) -> tuple[list[int], list[int]]:
     """Return the window positions and the compressed entries which the query at `position` may see.
 
     The window ends at the query itself. Entry e exists once its last token, (e + 1) * ratio - 1, exists; the
     query may be that token. `selected` (an indexer's choice) narrows the entries and keeps its order.
+    Other windows (vLLM): that of a draft `block` is the `window` positions before it and all of it, for each of its
+    queries; that of a query in an image goes on to the position `last`; no window has a position before `earliest`.
     """
-    positions = list(range(max(position - window + 1, 0), position + 1))
+    first, end = (position - window + 1, position + 1) if block is None else (block.start - window, block.stop)
+    positions = list(range(max(first, earliest, 0), end if last is None else last + 1))
     complete = (position + 1) // compress_ratio if compress_ratio > 1 else 0
     entries = range(complete) if selected is None else selected
     return positions, [e for e in entries if 0 <= e < complete]

@@ -32,6 +32,7 @@ from dsv4attn.core.metadata import AttentionMetadata, Batch
 from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.testing import oracle
 from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.case import dtype_name
 from dsv4attn.testing.judge import F64
@@ -39,6 +40,9 @@ from dsv4attn.testing.pages import Pages, allocate, poison
 from dsv4attn.testing.world import World
 
 __all__ = ["Problem", "Scenario"]
+
+MORE = 19
+"""Columns of rows wider than the window that hold -1, beside those that hold slots."""
 
 
 @attrs.frozen(eq=False)
@@ -112,6 +116,10 @@ class Scenario(World):
     apart: arguments (q, kv, out, lse, topk_indices, block_table, cos_sin_cache) whose rows lie apart, or "all".
     device: torch device.
     pages_of: scenario whose pages this step shares, or None.
+    causal: as in `Batch`.
+    replay: first position of each request that a window may have; () is 0 for all.
+    ahead: positions behind its own, up to the last of its request, that a prefill token sees; their metadata are then
+       made as an engine makes them, with slots in any order and -1 among them.
 
     One half of `extra_rows` has the slot -1, the other half has no slot.
     """
@@ -128,12 +136,33 @@ class Scenario(World):
     apart: str = ""
     device: str = "cpu"
     pages_of: Scenario | None = None
+    causal: bool = True
+    replay: Sequence[int] = ()
+    ahead: int = 0
+
+    @property
+    def num_decodes(self) -> int:
+        """Decode requests of the step."""
+        lens, threshold = [count for _, count, *_ in self.requests], 1 + self.num_speculative_tokens
+        return next((i for i, n in enumerate(lens) if n > threshold), len(lens))
+
+    def visible(self, row: int) -> tuple[list[int], list[int]]:
+        """Window positions and compressed entries that a row of the batch may see."""
+        _, entries = super().visible(row)
+        (request, position, valid), window = self.tokens[row], self.layer.window
+        span, decode = self.spans[request], request < self.num_decodes
+        other: dict[str, Any] = {"earliest": self.replay[request] if self.replay else 0}
+        if decode and not self.causal:
+            other["block"] = span
+        if self.ahead and not decode:
+            other["last"] = min(position + self.ahead, span[-1])
+        return oracle.visible_keys(position, window, 1, None, **other)[0] if valid else [], entries
 
     def problems(self, *, lse: bool = True) -> list[problem.Problem]:
         """One support question for each phase that has work."""
-        layer, threshold, columns = self.layer, 1 + self.num_speculative_tokens, 0
+        layer, first, columns = self.layer, self.num_decodes, 0
         lens = [count for _, count, *_ in self.requests]
-        first = next((i for i, n in enumerate(lens) if n > threshold), len(lens))
+        wide = {"decode": self.limits.decode_window_columns, "prefill": self.limits.prefill_window_columns}
         swa = problem.CacheFacts.of(self.layout, self.swa_block_size)
         compressed = None
         if self.kind is not LayerKind.SWA:
@@ -152,6 +181,7 @@ class Scenario(World):
                 sink=self.sinks is not None,
                 lse=lse,
                 query_len=max(part, default=1) if phase == "decode" else 1,
+                window_columns=wide[phase],
             )
             for phase, part in (("decode", lens[:first]), ("prefill", lens[first:]))
             if any(part)
@@ -180,14 +210,20 @@ class Scenario(World):
         """The tightest limits the step fits in."""
         rows = max(len(self.tokens) + self.extra_rows, 1 + self.num_speculative_tokens)
         longest = max((before + count for before, count, *_ in self.requests), default=0)
-        return Limits(max(len(self.requests), 1), rows, max(longest, 1), self.num_speculative_tokens)
+        limits = Limits(max(len(self.requests), 1), rows, max(longest, 1), self.num_speculative_tokens)
+        block = max((count for _, count, *_ in self.requests[: self.num_decodes]), default=0)
+        return attrs.evolve(
+            limits,
+            decode_window_columns=0 if self.causal else self.layer.window + block + MORE,
+            prefill_window_columns=self.layer.window + self.ahead + MORE if self.ahead else 0,
+        )
 
     @cached_property
     def pages(self) -> tuple[Pages, Pages]:
         """Pages of the window cache, where only records within reach of a window are alive, and compressed pages."""
         if self.pages_of is not None:
             return self.pages_of.pages
-        reach, ratio = self.layer.window - 1, self.layer.compress_ratio
+        reach, ratio = self.layer.window - self.causal, self.layer.compress_ratio
         windows = [(max(before - reach, 0), before + count) for before, count, *_ in self.requests]
         entries = [(0, (before + count) // ratio) for before, count, *_ in self.requests]
         more = {"spare": self.spare_pages, "dead": self.dead_block}
@@ -244,7 +280,7 @@ class Scenario(World):
             short_prefills=self.short_prefills,
             backend=backend,
         )
-        metadata = builder.build_for(batch, [self.kind])[self.kind]
+        metadata = self._widened(builder.build_for(batch, [self.kind])[self.kind])
         extra = np.ones((self.extra_rows, self.layer.num_heads, self.layer.head_dim))
         queries = [*(self.q_rows(i, span) for i, span in spans), extra]
         keys = [*(self.key_rows(i, span) for i, span in spans), extra[:, 0]]
@@ -260,6 +296,22 @@ class Scenario(World):
         sink = None if self.sink_values is None else self._tensor(self.sink_values, torch.float32)
         topk = Apart(self.apart)("topk_indices", self._tensor(self.topk_rows)) if self.kind is LayerKind.C4A else None
         return Problem(self.layer, limits, q, caches, metadata, sink, topk, self.apart)
+
+    def _widened(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """The metadata, with windows of prefill tokens that go on behind the tokens."""
+        swa = metadata.swa
+        if not (self.ahead and swa.num_prefill_tokens):
+            return metadata
+        first, width = swa.num_decode_tokens, self.limits.prefill_window_columns
+        rows = np.full((swa.num_prefill_tokens, 1, width), -1, dtype=np.int32)
+        lens = np.zeros(swa.num_prefill_tokens, dtype=np.int32)
+        for i in range(swa.num_prefill_tokens):
+            positions = self.visible(first + i)[0]
+            places = np.random.default_rng((self.seed, i)).permutation(width)[: len(positions)]
+            rows[i, 0, places] = self.pages[0].slots(self.tokens[first + i].request, positions)
+            lens[i] = places.max(initial=-1) + 1
+        wide = attrs.evolve(swa, prefill_swa_indices=self._tensor(rows), prefill_swa_lens=self._tensor(lens))
+        return attrs.evolve(metadata, swa=wide)
 
     def batch(self) -> Batch:
         """The step as a scheduler describes it."""
@@ -278,6 +330,8 @@ class Scenario(World):
             compressed_block_table=None
             if self.kind is LayerKind.SWA
             else apart("block_table", self._tensor(compressed.table)),
+            replay_start=self._tensor(np.array(self.replay, dtype=np.int32)) if self.replay else None,
+            causal=self.causal,
         )
 
     def _insert(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -137,7 +138,9 @@ class Graph:
         self.here, self.count = here, 4
         columns = {"block_table": 64, "compressed_block_table": 16, "c4a_state_block_table": 1024}
         columns["c128a_state_block_table"] = 512
-        ints = {name: torch.full((4, n), -1, dtype=torch.int32, device="cuda") for name, n in columns.items()}
+        ints: dict[str, Any] = {
+            name: torch.full((4, n), -1, dtype=torch.int32, device="cuda") for name, n in columns.items()
+        }
         starts = torch.arange(5, dtype=torch.int32)
         self.batch = Batch(
             num_reqs=4,

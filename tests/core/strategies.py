@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -54,3 +55,17 @@ def scenarios(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
         "seed": draw(st.integers(0, 2**16)),
     }
     return Scenario(**{**options, **fixed})
+
+
+@st.composite
+def other_windows(draw: st.DrawFn, /, **fixed: Any) -> Scenario:
+    """The same with draft blocks, first positions of windows, and prefill tokens that see later ones; no padding."""
+    scenario = draw(scenarios(**fixed))
+    requests = [(before, count) for before, count, *_ in scenario.requests]
+    return attrs.evolve(
+        scenario,
+        requests=requests,
+        replay=draw(st.sampled_from([(), [draw(st.integers(0, before)) for before, _ in requests]])),
+        causal=draw(st.booleans()),
+        ahead=draw(st.sampled_from([0, 2, 11])),
+    )

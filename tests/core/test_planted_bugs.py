@@ -218,13 +218,11 @@ def test_a_window_one_short_in_gathered_prefill_is_flagged(form: str) -> None:
 def test_a_wrong_window_in_the_builder_is_flagged(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     window_indices = indices.window_indices
 
-    def wrong(pos: Tensor, ok: Tensor, req: Tensor, table: Tensor, size: int, window: int) -> tuple[Tensor, Tensor]:
+    def wrong(start: Tensor, end: Tensor, ok: Tensor, req: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         if change == "next request":
-            return window_indices(pos, ok, (req + 1) % 3, table, size, window)
-        slots, lens = window_indices(
-            pos if change == "one short" else (pos - 1).clamp(min=0), ok, req, table, size, window
-        )
-        return (slots.roll(-1, 1), lens - 1) if change == "one short" else (slots, lens)
+            return window_indices(start, end, ok, (req + 1) % 3, *rest)
+        moved = (start + 1, end) if change == "one short" else ((start - 1).clamp(min=0), (end - 1).clamp(min=1))
+        return window_indices(*moved, ok, req, *rest)
 
     monkeypatch.setattr(indices, "window_indices", wrong)
     scenario = scenario_of("swa", requests=[(100, 1), (99, 1), (98, 1)], dead_block=0)

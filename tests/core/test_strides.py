@@ -125,7 +125,7 @@ FIELDS = ["query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu", 
 
 def batch(**changes: Tensor) -> Batch:
     """Two decode requests."""
-    fields = {
+    fields: dict[str, Any] = {
         "query_start_loc": torch.tensor([0, 1, 2], dtype=I32),
         "query_start_loc_cpu": torch.tensor([0, 1, 2], dtype=I32),
         "seq_lens": torch.tensor([9, 17], dtype=I32),

@@ -1,4 +1,4 @@
-"""Window rows with more columns than the window, as an engine makes them for a draft block (engine metadata only)."""
+"""Window rows with more columns than the window, as an engine makes them, in both phases and every form."""
 
 from __future__ import annotations
 
@@ -7,53 +7,171 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
 
+from dsv4attn.backends.rocm.launch import RocmBackend
+from dsv4attn.backends.sm120.launch import Sm120Backend
 from dsv4attn.backends.triton.launch import GenericBackend
+from dsv4attn.backends.xpu.launch import XpuBackend
+from dsv4attn.core.contract import Phase
 from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.phased import PhasedBackend
+from dsv4attn.core.step import Step
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import plan_workspace
-from dsv4attn.errors import ArgumentError
+from dsv4attn.errors import ArgumentError, WorkspaceError
 from dsv4attn.testing.scenario import Problem, Scenario
-from tests.core.forms import BACKENDS, NAMES
+from tests.core.forms import BACKENDS, NAMES, all_kinds
+from tests.core.strategies import examples, other_windows
 
 MORE = 24
-SUBJECTS: dict[str, Any] = {**{name: BACKENDS[name] for name in NAMES}, "triton": GenericBackend()}
-SCENE = Scenario(kind=LayerKind.C4A, requests=[(60, 1), (3, 1), (30, 1), (9, 7)], poison=0xFF)
+TRITON = {
+    "triton": GenericBackend(),
+    "triton-deterministic": GenericBackend(deterministic=True),
+    "xpu": XpuBackend(),
+    "xpu-gathered": XpuBackend(decode="gathered"),
+    "rocm": RocmBackend(),
+    "sm120": Sm120Backend(),
+}
+PAIR = PhasedBackend(BACKENDS["paged-ragged"], BACKENDS["gathered-dense"])
+SUBJECTS: dict[str, Any] = {**{name: BACKENDS[name] for name in NAMES}, **TRITON, "pair": PAIR}
 
 
-def widened(problem: Problem) -> Problem:
-    """The same step, its decode windows scattered over MORE further columns, with lengths of all columns."""
-    swa, columns = problem.metadata.swa, problem.metadata.swa.window_size + MORE
-    rows = torch.full((swa.num_decode_tokens, 1, columns), -1, dtype=torch.int32)
-    places = torch.randperm(columns, generator=torch.Generator().manual_seed(3))[: swa.window_size]
-    rows[..., places] = swa.decode_swa_indices
-    lens = torch.full_like(swa.decode_swa_lens, columns)
-    wide = evolve(swa, decode_swa_indices=rows, decode_swa_lens=lens)
-    limits = evolve(problem.limits, decode_window_columns=columns)
+def scene_of(kind: LayerKind) -> Scenario:
+    return Scenario(kind=kind, requests=[(60, 1), (3, 1), (30, 1), (9, 7), (33, 4)], poison=0xFF)
+
+
+def scattered(rows: torch.Tensor, columns: int) -> torch.Tensor:
+    """The same slots among -1, in rows of more columns that lie apart."""
+    wide = torch.full((rows.shape[0], 1, columns + 3), -1, dtype=torch.int32)[..., :columns]
+    wide[..., torch.randperm(columns, generator=torch.Generator().manual_seed(3))[: rows.shape[2]]] = rows
+    return wide
+
+
+def changed(metadata: Any, name: str) -> Any:
+    """Metadata with None in a field."""
+    return evolve(metadata, **{name: None})
+
+
+def widened(problem: Problem, more: int = MORE) -> Problem:
+    """The same step, its windows scattered over further columns, with lengths of all columns."""
+    swa = problem.metadata.swa
+    columns = swa.window_size + more
+    wide = evolve(
+        swa,
+        decode_swa_indices=scattered(swa.decode_swa_indices, columns),
+        decode_swa_lens=torch.full_like(swa.decode_swa_lens, columns),
+        prefill_swa_indices=scattered(swa.prefill_swa_indices, columns),
+        prefill_swa_lens=torch.full_like(swa.prefill_swa_lens, columns),
+    )
+    limits = evolve(problem.limits, decode_window_columns=columns, prefill_window_columns=columns)
     return evolve(problem, metadata=AttentionMetadata(wide, problem.metadata.compressed), limits=limits)
 
 
+@all_kinds
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_keys_in_further_columns_are_attended_to_within_the_planned_memory(name: str) -> None:
-    backend = SUBJECTS[name]
-    problem = widened(SCENE.problem(backend))
+def test_keys_in_further_columns_are_attended_to_within_the_planned_memory(name: str, kind: LayerKind) -> None:
+    backend, scene = SUBJECTS[name], scene_of(kind)
+    problem = widened(scene.problem(backend))
     workspace = WorkspaceManager()
     workspace.reserve(plan_workspace(problem.layer, problem.limits, backend, problem.caches.swa.layout))
     workspace.lock()
 
-    SCENE.compare(*problem.run(backend, workspace))
+    scene.compare(*problem.run(backend, workspace))
 
 
-def test_more_columns_than_the_limits_name_are_refused_with_the_limit() -> None:
-    backend = BACKENDS["paged-dense"]
-    problem = SCENE.problem(backend)
-    wide = evolve(problem, metadata=widened(problem).metadata)
-    with pytest.raises(ArgumentError, match=r"window columns: expected at most \d+ \(decode_window_columns\), got"):
-        wide.run(backend)
+@given(scenario=other_windows(), form=st.sampled_from(NAMES))
+@examples(100)
+def test_blocks_bounds_and_later_tokens_equal_the_oracle_in_every_form(scenario: Scenario, form: str) -> None:
+    scenario.check(BACKENDS[form])
 
 
-def test_fewer_columns_than_the_window_are_refused() -> None:
-    swa = SCENE.problem(BACKENDS["paged-dense"]).metadata.swa
-    with pytest.raises(ArgumentError, match=r"decode_swa_indices: expected at least the \d+ columns of the window"):
-        evolve(swa, decode_swa_indices=swa.decode_swa_indices[..., :1])
+@pytest.mark.parametrize("elements", [1, 40, 400])
+def test_a_slice_of_a_request_gathers_nothing_before_its_first_position(elements: int) -> None:
+    """A request is cut along its query tokens; the first slice begins at the bound, later ones behind it."""
+    scene = Scenario(kind=LayerKind.C4A, requests=[(50, 40), (7, 9)], replay=(49, 2), poison=0xFF)
+    backend = BACKENDS["gathered-dense"]
+    problem = scene.problem(backend, limits=evolve(scene.limits, max_index_elements=elements))
+
+    scene.compare(*problem.run(backend))
+
+
+def test_on_a_backend_that_gathers_wide_rows_are_decode_calls_of_the_planned_size() -> None:
+    backend = BACKENDS["gathered-ragged"]
+    problem = widened(scene_of(LayerKind.C128A).problem(backend))
+    given = problem.q, problem.caches, problem.metadata, backend, WorkspaceManager(), torch.empty_like(problem.q)
+    step = Step(*given, problem.layer, problem.limits, None, None, None)
+
+    assert step.prefill_phase is Phase.DECODE
+    counts = [chunk.num_tokens for chunk in step.chunks()]
+    assert sum(counts) == problem.metadata.swa.num_prefill_tokens
+    assert max(counts) <= problem.limits.max_decode_tokens
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("name", ["paged-dense", "gathered-dense"])
+def test_more_columns_than_the_limits_name_are_refused_with_the_limit(phase: str, name: str) -> None:
+    backend = BACKENDS[name]
+    problem = widened(scene_of(LayerKind.SWA).problem(backend))
+    fewer: dict[str, Any] = {f"{phase}_window_columns": 8 + MORE - 1}
+    limits = evolve(problem.limits, **fewer)
+    said = rf"{phase} window columns: expected at most 31 \({phase}_window_columns\), got 32"
+    with pytest.raises(ArgumentError, match=said):
+        evolve(problem, limits=limits).run(backend)
+
+
+@pytest.mark.parametrize("name", ["gathered-ragged", "paged-ragged", "rocm"])
+def test_a_plan_without_the_columns_is_too_small(name: str) -> None:
+    backend = SUBJECTS[name]
+    problem = scene_of(LayerKind.C4A).problem(backend)
+    workspace = WorkspaceManager()
+    workspace.reserve(plan_workspace(problem.layer, problem.limits, backend, problem.caches.swa.layout))
+    workspace.lock()
+    with pytest.raises(WorkspaceError):
+        widened(problem, 20_000).run(backend, workspace)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_fewer_columns_than_the_window_are_refused(phase: str) -> None:
+    swa, name = scene_of(LayerKind.SWA).problem(BACKENDS["paged-dense"]).metadata.swa, f"{phase}_swa_indices"
+    with pytest.raises(ArgumentError, match=rf"{name}: expected at least the \d+ columns of the window"):
+        evolve(swa, **{name: getattr(swa, name)[..., :1]})
+
+
+def test_tensors_of_a_phase_without_requests_may_be_none() -> None:
+    for requests, phase in (([(9, 1)], "prefill"), ([(9, 7)], "decode")):
+        scene = Scenario(kind=LayerKind.C128A, requests=requests)
+        problem = scene.problem(BACKENDS["gathered-dense"])
+        names = [f"decode_swa_{part}" for part in ("indices", "lens")]
+        if phase == "prefill":
+            parts = "swa_indices", "swa_lens", "seq_lens", "gather_lens", "seq_lens_cpu", "query_lens_cpu"
+            names = [f"prefill_{part}" for part in parts]
+        nothing: dict[str, Any] = dict.fromkeys(names)
+        swa = evolve(problem.metadata.swa, **nothing)
+
+        assert all(getattr(swa, name).shape[0] == 0 for name in names)
+        assert all(getattr(swa, name).dtype == torch.int32 for name in names)
+        metadata = AttentionMetadata(swa, problem.metadata.compressed)
+        scene.compare(*evolve(problem, metadata=metadata).run(BACKENDS["gathered-dense"]))
+
+
+@pytest.mark.parametrize("name", ["decode_swa_lens", "prefill_swa_indices", "prefill_seq_lens_cpu"])
+def test_tensors_of_a_phase_with_requests_may_not(name: str) -> None:
+    swa = scene_of(LayerKind.SWA).problem(BACKENDS["paged-dense"]).metadata.swa
+    with pytest.raises(ArgumentError, match=rf"{name}: expected a tensor \[.*, got NoneType"):
+        changed(swa, name)
+
+
+@pytest.mark.parametrize(
+    "name", ["c128a_global_decode_topk_indices", "c128a_decode_topk_lens", "c128a_prefill_topk_indices"]
+)
+def test_tables_of_c128a_layers_may_be_none_only_without_tokens(name: str) -> None:
+    problem = scene_of(LayerKind.C128A).problem(BACKENDS["paged-dense"])
+    swa, compressed = problem.metadata.swa, problem.metadata.compressed
+    assert isinstance(swa, DeepseekSparseSWAMetadata)
+    assert isinstance(compressed, FlashMLASparseMetadata)
+    without = AttentionMetadata(swa, changed(compressed, name))
+    with pytest.raises(ArgumentError, match=rf"metadata.compressed.{name}: expected rows for \d+ tokens, got None"):
+        evolve(problem, metadata=without).run(BACKENDS["paged-dense"])

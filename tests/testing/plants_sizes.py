@@ -74,6 +74,15 @@ def only_keys(most: int) -> Callable[[AttentionCall], None]:
     return wrong
 
 
+def clipped_windows(call: AttentionCall) -> None:
+    """A window has the layer's columns, and keys behind them are forgotten."""
+    assert not isinstance(call.keys, GatheredKeys)
+    first, *others = call.keys
+    assert isinstance(first.rows, DenseIndices)
+    rows = DenseIndices(first.rows.indices[:, : call.layer.window], first.rows.lens)
+    attend(attrs.evolve(call, keys=[attrs.evolve(first, rows=rows), *others]))
+
+
 class _Changed:
     """Index steps of which some get other arguments, by the names of the arguments."""
 
@@ -99,6 +108,38 @@ def steps(change: Callable[[Any], Any], *names: str) -> ReferenceBackend:
     changed: Any = _Changed(change, *names)
     backend.steps = backend.builder_steps = changed
     return backend
+
+
+class Unbounded(ReferenceBackend):
+    """Windows of gathered rows go on before the first row that was gathered: into the rows of another request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: Any = _Unbounded()
+
+
+class _Unbounded:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(indices, name)
+
+    def combine_topk_swa_indices(
+        self,
+        topk: Any,
+        visible: Any,
+        valid: Any,
+        starts: Any,
+        lens: Any,
+        gathered: Any,
+        *rest: Any,
+        out: Any,
+        **more: Any,
+    ) -> None:
+        whole = torch.empty_like(gathered)
+        indices.build_gather_lens(starts, lens, rest[0], out=whole)
+        true: Any = indices.combine_topk_swa_indices
+        true(topk, visible, valid, starts, lens, whole, *rest, out=out, **more)
+        request = indices.token_to_req_indices(starts - starts[0], out[0].shape[0])
+        out[0].sub_((whole - gathered)[request][:, None]).masked_fill_(out[0] < 0, -1)
 
 
 class Partial(ReferenceBackend):

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.testing.case import chosen
@@ -142,6 +143,16 @@ UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: calls(plants.with_caches(plants.packed_pages), made=plants.paged()),
         "gaps-bf16-decode,gaps-bf16-prefill",
     ),
+    "a window has W columns": (
+        lambda: calls(plants_sizes.clipped_windows, made=plants.paged()),
+        "call-wide-swa-decode,call-wide-c4a-decode,call-wide-swa-prefill,call-wide-c4a-prefill,block-swa,ahead-c4a",
+    ),
+    "a draft block is causal": (lambda: plants_sizes.steps(lambda _: True, "causal"), "block-swa"),
+    "windows reach back to position 0": (
+        lambda: plants_sizes.steps(torch.zeros_like, "replay_start"),
+        "bounded-swa,bounded-c4a",
+    ),
+    "gathered windows reach before the gathered rows": (plants_sizes.Unbounded, "bounded-swa"),
     "a slot listed twice counts once": (
         lambda: calls(plants_shared.once),
         "call-twice-swa-decode,call-twice-c4a-decode,call-twice-swa-prefill,call-twice-c4a-prefill",

@@ -19,6 +19,7 @@ from dsv4attn.core.keys import DenseIndices, RaggedIndices
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.core.tensorspec import tensor
+from dsv4attn.errors import ArgumentError
 
 __all__ = [
     "DeepseekV4ROCMAiterMLASparseMetadata",
@@ -42,7 +43,8 @@ class DeepseekV4ROCMAiterSparseSWAMetadata(DeepseekSparseSWAMetadata):
     @property
     def decode_swa_ragged(self) -> RaggedIndices:
         """The decode windows."""
-        return RaggedIndices(self.decode_swa_ragged_indices, self.decode_swa_ragged_indptr, self.window_size)
+        width = self.decode_swa_indices.shape[2]
+        return RaggedIndices(self.decode_swa_ragged_indices, self.decode_swa_ragged_indptr, width)
 
 
 @define(kw_only=True, eq=False)
@@ -74,8 +76,15 @@ class RaggedBuffers:
             self._indptr = torch.zeros(rows + 1, dtype=torch.int32, device=device)
 
     def fill(self, dense: DenseIndices) -> tuple[Tensor, Tensor]:
-        """Write rows; (indices [max(rows * width, 1)], indptr [rows + 1]), the same memory for as many rows."""
+        """Write rows; (indices [max(rows * width, 1)], indptr [rows + 1]), the same memory for as many rows.
+
+        Raises ArgumentError, before anything is written, for more or wider rows than there is memory for.
+        """
         rows = dense.lens.shape[0]
+        if dense.width > self._width or rows >= self._indptr.shape[0]:
+            expected = f"at most {self._indptr.shape[0] - 1} rows of {self._width} columns"
+            hint = "raise Limits of the builder: decode_window_columns, or max_num_reqs"
+            raise ArgumentError("decode rows", expected=expected, actual=[rows, dense.width], hint=hint)
         flat, indptr = self._flat[: max(rows * self._width, 1)], self._indptr[: rows + 1]
         build_ragged_indices_from_dense(dense.indices, dense.lens, _ANY_SLOT, out=(flat, indptr))
         return flat, indptr
@@ -87,7 +96,7 @@ class RocmMetadata:
     def __init__(self, geometry: ModelGeometry, limits: Limits, device: torch.device) -> None:
         """Allocate the buffers for every batch within the limits."""
         rows = limits.max_decode_tokens
-        self._window = RaggedBuffers(rows, geometry.window, device)
+        self._window = RaggedBuffers(rows, max(geometry.window, limits.decode_window_columns), device)
         self._c128a: RaggedBuffers | None = None
         if LayerKind.C128A in geometry.kinds:
             self._c128a = RaggedBuffers(rows, c128a_columns(geometry, limits), device)

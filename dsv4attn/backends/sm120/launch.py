@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from attrs import evolve
 
+from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends.sm120 import flashinfer
@@ -91,24 +92,27 @@ class Sm120Backend(TritonBackend):
         ours = products is Products.BF16
         return Forms(prefill_keys=KeyForm.PAGED, max_logits=ours, empty_lse=True, products=products)
 
-    def reasons(self, phase: Phase, layer: LayerGeometry, tokens: int) -> Sequence[Reason]:
-        """Why our kernel serves calls of this many tokens; empty if FlashInfer serves them."""
-        key = phase, layer, tokens
+    def reasons(self, phase: Phase, layer: LayerGeometry, tokens: int, window: int = 0) -> Sequence[Reason]:
+        """Why our kernel serves calls of this many tokens; empty if FlashInfer serves them.
+
+        window: columns of a row's window, if they are more than the layer's window.
+        """
+        key = phase, layer, tokens, max(window, layer.window)
         answer = self._answers.get(key)
         if answer is None:
-            answer = flashinfer.remember(self._answers, key, self._asked(phase, layer, tokens))
+            answer = flashinfer.remember(self._answers, key, self._asked(*key))
         return answer
 
     @cached_property
-    def _answers(self) -> dict[tuple[Phase, LayerGeometry, int], Sequence[Reason]]:
+    def _answers(self) -> dict[tuple[Phase, LayerGeometry, int, int], Sequence[Reason]]:
         return {}
 
-    def _asked(self, phase: Phase, layer: LayerGeometry, tokens: int) -> Sequence[Reason]:
+    def _asked(self, phase: Phase, layer: LayerGeometry, tokens: int, window: int) -> Sequence[Reason]:
         vendor = self.vendor
         if isinstance(vendor, Reason):
             return [vendor]
         compressed = None if layer.kind is LayerKind.SWA else CacheFacts()
-        problem = Problem(phase.value, layer, CacheFacts(), compressed, layer.topk)
+        problem = Problem(phase.value, layer, CacheFacts(), compressed, layer.topk, window_columns=window)
         against = flashinfer.reasons(vendor.found, problem, tokens=tokens, in_range=self._in_range)
         if against and self._kernel == FLASHINFER:
             first = against[0]
@@ -117,10 +121,9 @@ class Sm120Backend(TritonBackend):
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
         """Scratch of the kernel that serves calls of this shape."""
-        vendor = self.vendor
-        if isinstance(vendor, Reason) or self.reasons(phase, layer, tokens):
+        vendor, window = self.vendor, _window_of(layer, width)
+        if isinstance(vendor, Reason) or self.reasons(phase, layer, tokens, window):
             return super().scratch(phase, layer, tokens, width)
-        window = min(width, layer.window)
         return vendor.scratch(layer, tokens, window, width - window)
 
     def scratch_bound(self, phase: Phase, layer: LayerGeometry, max_tokens: int, max_width: int) -> int:
@@ -128,21 +131,24 @@ class Sm120Backend(TritonBackend):
         bound, vendor = super().scratch_bound(phase, layer, max_tokens, max_width), self.vendor
         if isinstance(vendor, Reason):
             return bound
-        window = min(max_width, layer.window)
+        window = _window_of(layer, max_width)
         for tokens in {max_tokens, min(max_tokens, vendor.found.max_decode_tokens)}:
-            if not self.reasons(phase, layer, tokens):
+            # rows may be narrower than the widest ones, and FlashInfer may serve only these, or only those
+            if not all(self.reasons(phase, layer, tokens, columns) for columns in (window, layer.window)):
                 specs = vendor.scratch(layer, tokens, window, max_width - window)
                 bound += round_up(simultaneous_bytes(list(specs)), ALIGNMENT)
         return bound
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         """See `contract.BackendDefaults`. By FlashInfer if it serves the call."""
-        vendor = self.vendor
-        if isinstance(vendor, Reason) or self.reasons(phase, call.layer, call.q.shape[0]):
+        vendor, layer, tokens = self.vendor, call.layer, call.q.shape[0]
+        columns = [rows.width for rows in attend.index_rows(call.keys)]
+        if isinstance(vendor, Reason) or self.reasons(phase, layer, tokens, _window_of(layer, sum(columns))):
             return super().prepare(phase, call)
-        form = vendor.fit(call) if self._kernel == AUTO else None
+        served = not self.reasons(phase, layer, tokens, columns[0])
+        form = vendor.fit(call) if served and self._kernel == AUTO else None
         if form is None and self._kernel == AUTO:
-            # planned by shapes for FlashInfer, and not its kind of memory: our kernel needs no scratch
+            # planned by shapes for FlashInfer, and not its kind of memory or rows: our kernel needs no scratch
             return super().prepare(phase, evolve(call, scratch=()))
         return vendor.prepare(call, form)
 
@@ -158,3 +164,8 @@ class Sm120Backend(TritonBackend):
         """See `contract.BackendDefaults`. FlashInfer is imported here, and compiles when its shapes run first."""
         _ = self.vendor
         return super().warmup(bounds, device)
+
+
+def _window_of(layer: LayerGeometry, width: int) -> int:
+    """Columns of the window among those of a row: all of a window-only layer, else at most the layer's window."""
+    return width if layer.kind is LayerKind.SWA else min(width, layer.window)

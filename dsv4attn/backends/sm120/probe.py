@@ -165,11 +165,7 @@ def _reasons(
     for stride in page_strides:
         if stride % 16:
             yield Reason("PAGE_STRIDE", f"{stride} bytes", "a multiple of 16", "pad pages")
-    many = tokens is None or tokens > found.max_decode_tokens
-    if in_range and many and layer.window % TILE:
-        expected = f"a multiple of {TILE}, for more than {found.max_decode_tokens} tokens"
-        yield Reason("WINDOW", layer.window, expected, "let the backend copy indices")
-    yield from _of_width(found, problem, heads, tokens)
+    yield from _of_width(found, problem, heads, tokens, in_range=in_range)
 
 
 def _of_cache(found: Found, name: str, cache: CacheFacts) -> Iterator[Reason]:
@@ -182,9 +178,18 @@ def _of_cache(found: Found, name: str, cache: CacheFacts) -> Iterator[Reason]:
         yield Reason("PAGE_SIZE", f"{name} with pages of {cache.page_size}", allowed, _CURE)
 
 
-def _of_width(found: Found, problem: Problem, heads: int | None, tokens: int | None) -> Iterator[Reason]:
+def _of_width(
+    found: Found, problem: Problem, heads: int | None, tokens: int | None, *, in_range: bool
+) -> Iterator[Reason]:
     """Reasons about the columns of the window, its `topk`; the columns of the compressed cache may have any number."""
-    width = problem.layer.window
+    window, many = problem.layer.window, tokens is None or tokens > found.max_decode_tokens
+    width = problem.window_columns or window
+    if width > window and problem.compressed is not None:
+        # scratch is planned for all columns of a row together, and would have to know which are the window's
+        yield Reason("WINDOW", width, f"{window} columns beside a compressed cache")
+    if in_range and many and width % TILE:
+        expected = f"a multiple of {TILE}, for more than {found.max_decode_tokens} tokens"
+        yield Reason("WINDOW", width, expected, "let the backend copy indices")
     if found.topks is not None and width not in found.topks:
         allowed = f"{_listed(found.topks)} with flashinfer {found.version}"
         yield Reason("WINDOW", width, allowed, _CURE)

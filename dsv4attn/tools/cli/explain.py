@@ -54,6 +54,7 @@ _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yel
 @click.option("--max-model-len", metavar="N", type=_positive, help="Longest sequence.  [default: 1,048,576]")
 @click.option("--no-sink", is_flag=True, help="The layer has no sinks.")
 @click.option("--query-len", metavar="N", type=_positive, default=1, show_default=True, help="Tokens of a decode.")
+@click.option("--window-columns", metavar="N", type=Whole(min=0), default=0, help="Of a row.  [default: the window]")
 @click.option("--capture", is_flag=True, help="The call is captured in a graph.")
 @click.option("--deterministic", is_flag=True, help="Bits must not depend on the batch.")
 @click.option("--lse", is_flag=True, help="The log-sum-exp is wanted too.")
@@ -76,6 +77,7 @@ def explain(
     max_model_len: int | None,
     no_sink: bool,
     query_len: int,
+    window_columns: int,
     capture: bool,
     deterministic: bool,
     lse: bool,
@@ -105,6 +107,7 @@ def explain(
         max_model_len=max_model_len or 1_048_576,
         sink=not no_sink,
         query_len=query_len,
+        window_columns=window_columns,
         capture=capture,
         deterministic=deterministic,
         lse=lse,

@@ -207,6 +207,7 @@ class Replay:
         slots = tables[WINDOW].numpy()[request, positions // size].astype(np.int64) * size + positions % size
         starts = torch.tensor([0, *ends.tolist()], dtype=torch.int32)
         seq_lens = torch.tensor([entry.seq_len for entry in entries], dtype=torch.int32)
+        states: dict[str, Any] = {f"{pool.name}_block_table": tables[pool.name] for pool in self._states}
         batch = Batch(
             num_reqs=len(entries),
             query_start_loc=starts,
@@ -216,7 +217,7 @@ class Replay:
             slot_mapping=torch.from_numpy(slots),
             block_table=tables[WINDOW],
             compressed_block_table=tables.get(COMPRESSED),
-            **{f"{pool.name}_block_table": tables[pool.name] for pool in self._states},
+            **states,
         )
         return self._workload.tokens(rows, positions), batch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -179,7 +180,59 @@ def test_scratch_keeps_within_its_bound(kind: str) -> None:
                         assert simultaneous_bytes(list(backend.scratch(phase, layer, tokens, width))) <= bound
 
 
-THROUGH = "decode-*,prefill-*,mixed-*,sink-*,lse-*,call-empty-*,verify-*,call-holes-*"
+def wide(backend: Sm120Backend, trial: Trial) -> Any:
+    """A trial's call for a layer with a window of 128, whose rows are wider."""
+    narrow = evolve(trial.call()[0].layer, window=128)
+    call = evolve(planned(Sm120Backend(kernel="own"), trial), layer=narrow)
+    width = sum(trial.widths[: len(trial.layouts)])
+    specs = backend.scratch(Phase.DECODE, narrow, trial.tokens, width)
+    return evolve(call, scratch=WorkspaceManager(call.q.device).get_simultaneous(*specs))
+
+
+ALONE = evolve(BASE, layouts=(OCP,), pages=(64,), widths=(192,))
+BESIDE = evolve(BASE, widths=(192, 40))
+
+
+@pytest.mark.parametrize("tokens", [2, 66])
+def test_flashinfer_serves_wide_windows_of_layers_without_another_cache(there: type[Counting], tokens: int) -> None:
+    for kernel in ("auto", "flashinfer"):
+        trial = evolve(ALONE, tokens=tokens, seed=tokens)
+        backend = Sm120Backend(kernel=kernel)
+        call = wide(backend, trial)
+        backend.decode(call)
+
+        assert right(trial, call)
+    assert there.ran == 4
+
+
+@pytest.mark.parametrize(("trial", "columns"), [(BESIDE, 192), (evolve(ALONE, widths=(200,)), 200)])
+def test_wide_windows_that_flashinfer_does_not_serve_go_to_our_kernel(
+    there: type[Counting], monkeypatch: pytest.MonkeyPatch, trial: Trial, columns: int
+) -> None:
+    """Beside another cache, or of a width that an old release has no kernel for."""
+    monkeypatch.setattr(flashinfer, "find", lambda: found(Counting, old=True))
+    trial = evolve(trial, pages=(64,) * len(trial.layouts))
+    backend = Sm120Backend()
+    call = wide(backend, trial)
+    backend.decode(call)
+
+    assert right(trial, call)
+    ordered = Sm120Backend(kernel="flashinfer")
+    with pytest.raises(UnsupportedError, match=rf"WINDOW: expected .*, got {columns}"):
+        ordered.decode(wide(ordered, trial))
+    assert there.ran == 0
+
+
+@pytest.mark.usefixtures("there")
+def test_scratch_of_wide_windows_keeps_within_its_bound() -> None:
+    for in_range, (kind, widest) in product((False, True), (("swa", 250), ("c4a", 640 + 122))):
+        backend, layer = Sm120Backend(in_range=in_range), FLASH.layer_of_kind(kind)
+        bound = backend.scratch_bound(Phase.DECODE, layer, 200, widest)
+        for tokens, width in product((1, 64, 65, 200), (1, 128, 192, 193, widest)):
+            assert simultaneous_bytes(list(backend.scratch(Phase.DECODE, layer, tokens, width))) <= bound
+
+
+THROUGH = "decode-*,prefill-*,mixed-*,sink-*,lse-*,call-empty-*,verify-*,call-holes-*,F9"
 
 
 @pytest.mark.parametrize("in_range", [False, True])
@@ -212,6 +265,10 @@ def test_explain_says_which_kernel_and_why() -> None:
     assert "LAYOUT" in line
     line, *_ = lines("sm_120", deterministic=True)
     assert "DETERMINISTIC" in line
+    line, *_ = lines("sm_120", window_columns=192)
+    assert "our kernel, in bf16: WINDOW 192, needs 128 columns beside a compressed cache" in line
+    line, *_ = lines("sm_120", kind="swa", window_columns=192)
+    assert "multiplies in fp8" in line
     line, scores = lines("sm_90")
     assert "not on sm_90" in line
     assert scores.startswith("index scores: e4m3 codes go into the matrix unit")

@@ -36,6 +36,8 @@ NOW = (
     "poison-ocp-decode",
     "apart-call-decode",
     "nan-ocp-decode",
+    "call-wide-c4a-decode",
+    "block-swa",
 )
 """Names of cases that are not slow where kernels are interpreted: what the room does otherwise than all others."""
 NOW_GATHERED = (
@@ -51,6 +53,7 @@ NOW_GATHERED = (
     "scratch-*",
     "gather-ocp-*",
     "apart-call-prefill",
+    "ahead-c4a",
 )
 """The same, of prefill on gathered rows: both kernels, a step with decode, and what a call may hold."""
 

@@ -35,6 +35,17 @@ def test_g9_any_device_can_be_asked_about(here: Machine) -> None:
     assert "ask for it by name" in reference["note"]
 
 
+def test_wide_windows_may_change_the_kernel_and_narrow_ones_are_refused(here: Machine) -> None:
+    for layer, expected in (("swa", "multiplies in fp8"), ("c4a", "our kernel, in bf16: WINDOW 192")):
+        _, told = here.json("explain", "--device", "sm120", "--layer", layer, "--window-columns", "192")
+        [sm120] = [c for c in told["candidates"] if c["name"] == "sm120"]
+        assert expected in sm120["ways"][0]
+    code, told = here.json("explain", "--window-columns", "5")
+
+    assert code == 2
+    assert "window_columns: expected at least the 128 of the window, or 0, got 5" in told["error"]["message"]
+
+
 def test_on_this_machine_something_is_chosen(here: Machine) -> None:
     code, told = here.json("explain")
 
@@ -57,6 +68,7 @@ def test_on_this_machine_something_is_chosen(here: Machine) -> None:
             "topk=512  pages=64+2  kv=e4m3fn  q=float32",
         ),
         (["--no-sink"], "no sink"),
+        (["--window-columns", "192", "--query-len", "5"], "query_len=5  window_columns=192"),
     ],
 )
 def test_every_part_of_a_problem_can_be_said(here: Machine, options: list[str], expected: str) -> None:

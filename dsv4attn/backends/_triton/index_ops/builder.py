@@ -36,16 +36,16 @@ BLOCK = 256
 """Tokens, or requests, of a program that writes a number for each."""
 _CONSTANTS = Constants({"BLOCK": BLOCK})
 WINDOW_TILE = 2048
-"""Slots that a program writes when it writes whole windows."""
+"""Slots that a program writes together."""
 WINDOW_WARPS = {"sm_86": 8, "sm_89": 8}
 """By architecture; 4 on all others. There 4 warps spill 8 bytes a thread (compiled with Triton 3.9, 2026-11-22; not
 measured)."""
 
 
 def _tile_of(window: int) -> dict[str, int]:
-    """Tokens and columns of a program that writes windows."""
+    """Tokens of a program that writes windows, and columns that it writes together. Wider rows take several rounds."""
     columns = triton.next_power_of_2(window)
-    return {"TOKENS": max(WINDOW_TILE // columns, 1), "WINDOW": columns}
+    return {"TOKENS": max(WINDOW_TILE // columns, 1), "COLUMNS": columns}
 
 
 def _window_warps(arch: str) -> int:
@@ -58,9 +58,12 @@ def variants(window: int, arch: str = "") -> Iterator[Variant]:
     window: of the model. arch: as `DeviceFacts.arch` has it.
     """
     types = {"is_valid": "*u1", "slot_mapping": "*i64", "slots": "*i64"}
-    for kernel in (token_maps_kernel, gather_lens_kernel, compressed_kernel):
+    for kernel in (token_maps_kernel, compressed_kernel):
         yield Variant.from_types(kernel, types, _CONSTANTS)
-    yield Variant.from_types(window_kernel, types, _tile_of(window), num_warps=_window_warps(arch))
+    for replay in ("none", "*i32"):
+        given = {**types, "replay_start": replay}
+        yield Variant.from_types(gather_lens_kernel, given, _CONSTANTS)
+        yield Variant.from_types(window_kernel, given, _tile_of(window), num_warps=_window_warps(arch))
 
 
 def build_token_maps(query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[Tensor, Tensor]) -> None:
@@ -83,25 +86,31 @@ def build_window_indices(
     block_size: int,
     window: int,
     out: tuple[Tensor, Tensor],
+    *,
+    replay_start: Tensor | None = None,
+    causal: bool = True,
 ) -> None:
     """See `core.indices`."""
     rows, lens = out
-    check_strides(written=("rows",), rows=rows, lens=lens, token_to_req=token_to_req, is_valid=is_valid)
+    maps = {"token_to_req": token_to_req, "is_valid": is_valid, "replay_start": replay_start}
+    check_strides(written=("rows",), rows=rows, lens=lens, **maps)
     tile, warps = _tile_of(window), _window_warps(architecture())
-    pointers = rows, lens, token_to_req, is_valid, query_start_loc, seq_lens, block_table
-    sizes = rows.stride(0), rows.shape[0], lens.shape[0], first
+    pointers = rows, lens, token_to_req, is_valid, query_start_loc, seq_lens, block_table, replay_start
+    sizes = rows.stride(0), *rows.shape, lens.shape[0], first
     strides = query_start_loc.stride(0), seq_lens.stride(0), *block_table.stride()
-    numbers = *sizes, *strides, *block_table.shape, block_size, window
+    numbers = *sizes, *strides, *block_table.shape, block_size, window, int(causal)
     grid = (triton.cdiv(lens.shape[0], tile["TOKENS"]),)
     launch(window_kernel, grid, (*pointers, *numbers), tile, num_warps=warps)
 
 
-def build_gather_lens(query_start_loc: Tensor, seq_lens: Tensor, window: int, out: Tensor) -> None:
+def build_gather_lens(
+    query_start_loc: Tensor, seq_lens: Tensor, window: int, out: Tensor, *, replay_start: Tensor | None = None
+) -> None:
     """See `core.indices`."""
-    check_strides(out=out)
+    check_strides(out=out, replay_start=replay_start)
     numbers = out.shape[0], query_start_loc.stride(0), seq_lens.stride(0), window
     grid = (triton.cdiv(out.shape[0], BLOCK),)
-    launch(gather_lens_kernel, grid, (out, query_start_loc, seq_lens, *numbers), _CONSTANTS)
+    launch(gather_lens_kernel, grid, (out, query_start_loc, seq_lens, replay_start, *numbers), _CONSTANTS)
 
 
 def build_compressed_slot_mapping(

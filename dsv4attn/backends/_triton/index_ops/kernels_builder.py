@@ -43,34 +43,49 @@ def positions_of(token, request, starts, starts_stride, seq_lens, seq_stride, nu
 
 @stable_kernel
 def window_kernel(
-    rows,  # [num_rows, window] int32
+    rows,  # [num_rows, width] int32
     lens,  # [num_lens] int32
     token_to_req,  # [num_rows] int32
     is_valid,  # [num_rows] bool
     starts,  # [num_reqs + 1] int32
     seq_lens,  # [num_reqs] int32
     table,  # [num_reqs, num_columns] int32
-    rows_stride: tl.int64, num_rows: tl.int32, num_lens: tl.int32, first: tl.int32,
+    replay_start,  # [num_reqs] int32, or None
+    rows_stride: tl.int64, num_rows: tl.int32, width: tl.int32, num_lens: tl.int32, first: tl.int32,
     starts_stride: tl.int64, seq_stride: tl.int64, table_stride: tl.int64, table_column_stride: tl.int64,
-    num_reqs: tl.int32, num_columns: tl.int32, block_size: tl.int32, window: tl.int32,
-    TOKENS: tl.constexpr, WINDOW: tl.constexpr,
+    num_reqs: tl.int32, num_columns: tl.int32, block_size: tl.int32, window: tl.int32, causal: tl.int32,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (lens / TOKENS,). Windows of TOKENS rows; row 0 is token `first`. Lengths behind the last row are 0."""
+    """Grid: (lens / TOKENS,). Windows of TOKENS rows; row 0 is token `first`. Lengths behind the last row are 0.
+
+    causal: 1, or 0 for windows of `window` positions before the request's query tokens, and these.
+    """
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = row < num_rows
     request = tl.load(token_to_req + row, mask=inside, other=0)
-    position = positions_of(first + row, request, starts, starts_stride, seq_lens, seq_stride, num_reqs)
+    end = positions_of(first + row, request, starts, starts_stride, seq_lens, seq_stride, num_reqs) + 1
+    start = end - window
+    known = inside & (request >= 0) & (request < num_reqs)
+    if causal == 0:
+        begin = starts + request.to(tl.int64) * starts_stride
+        length = tl.load(seq_lens + request.to(tl.int64) * seq_stride, mask=known, other=0)
+        queries = tl.load(begin + starts_stride, mask=known, other=0) - tl.load(begin, mask=known, other=0)
+        end = length.to(tl.int64)
+        start = end - queries - window
+    if replay_start is not None:
+        start = tl.maximum(start, tl.load(replay_start + request, mask=known, other=0))
+    start = tl.maximum(start, 0)
     valid = tl.load(is_valid + row, mask=inside, other=0)
-    start = tl.maximum(position - (window - 1), 0)
-    count = tl.where(inside & (valid != 0), tl.maximum(position + 1 - start, 0), 0)
+    count = tl.where(inside & (valid != 0), tl.minimum(tl.maximum(end - start, 0), width), 0)
     tl.store(lens + row, count.to(tl.int32), mask=row < num_lens)
-    # [TOKENS, WINDOW]
-    column = tl.arange(0, WINDOW)[None, :]
     blocks = table + request.to(tl.int64)[:, None] * table_stride
-    visible = column < count[:, None]
-    slot = slots_of(start[:, None] + column, visible, blocks, table_column_stride, num_columns, block_size)
-    place = rows + row.to(tl.int64)[:, None] * rows_stride + column
-    tl.store(place, slot.to(tl.int32), mask=inside[:, None] & (column < window))
+    for column0 in range(0, width, COLUMNS):
+        # [TOKENS, COLUMNS]
+        column = column0 + tl.arange(0, COLUMNS)[None, :]
+        visible = column < count[:, None]
+        slot = slots_of(start[:, None] + column, visible, blocks, table_column_stride, num_columns, block_size)
+        place = rows + row.to(tl.int64)[:, None] * rows_stride + column
+        tl.store(place, slot.to(tl.int32), mask=inside[:, None] & (column < width))
 
 
 @stable_kernel
@@ -78,6 +93,7 @@ def gather_lens_kernel(
     lens,  # [num_reqs] int32
     starts,  # [num_reqs + 1] int32
     seq_lens,  # [num_reqs] int32
+    replay_start,  # [num_reqs] int32, or None
     num_reqs: tl.int32, starts_stride: tl.int64, seq_stride: tl.int64, window: tl.int32,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -87,6 +103,8 @@ def gather_lens_kernel(
     start = starts + request.to(tl.int64) * starts_stride
     query_len = tl.load(start + starts_stride, mask=inside, other=0) - tl.load(start, mask=inside, other=0)
     prefix = tl.load(seq_lens + request.to(tl.int64) * seq_stride, mask=inside, other=0) - query_len
+    if replay_start is not None:
+        prefix = tl.maximum(prefix - tl.load(replay_start + request, mask=inside, other=0), 0)
     seen = tl.minimum(prefix, window - 1) + query_len
     tl.store(lens + request, tl.where(query_len == 0, 0, seen), mask=inside)
 

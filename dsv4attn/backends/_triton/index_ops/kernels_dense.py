@@ -73,12 +73,7 @@ def combine_kernel(
     token, base = tl.program_id(0), tl.load(starts)
     request = request_of(token, starts, starts_stride, base, num_reqs, depth).to(tl.int64)
     token = token.to(tl.int64)
-    seq_len = tl.load(seq_lens + request * seq_stride)
-    gather_start = seq_len - tl.load(gather_lens + request * gather_stride)
-    position = token + (seq_len - (tl.load(starts + (request + 1) * starts_stride) - base))
     valid = tl.load(is_valid + token * valid_stride)
-    first = tl.maximum(position - (window - 1), 0)
-    count = tl.where(valid, tl.maximum(position + 1 - first, 0), 0).to(tl.int32)
     first_row = request * rows_per_req
     row = rows + token * rows_stride
     taken = tl.zeros((), tl.int32)
@@ -98,6 +93,13 @@ def combine_kernel(
             tl.store(row + place, (first_row + entry).to(tl.int32), mask=keep & (place < most_entries))
             taken += tl.sum(keep.to(tl.int32), 0)
         taken = tl.minimum(taken, most_entries)
+    seq_len = tl.load(seq_lens + request * seq_stride)
+    gather_start = seq_len - tl.load(gather_lens + request * gather_stride)
+    position = token + (seq_len - (tl.load(starts + (request + 1) * starts_stride) - base))
+    # no position before the first one that is gathered
+    near = tl.minimum(position + 1 - tl.maximum(gather_start, 0), window)
+    count = tl.where(valid, tl.maximum(near, 0), 0).to(tl.int32)
+    first = position + 1 - count
     # entries were stored only before column `taken`: these stores do not overlap them
     for start in range(taken, width, BLOCK):
         column = start + tl.arange(0, BLOCK)

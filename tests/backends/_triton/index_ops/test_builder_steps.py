@@ -38,7 +38,7 @@ from tests.backends._triton.index_ops.trials import (
     table_of,
     there,
 )
-from tests.core.strategies import examples, scenarios
+from tests.core.strategies import examples, other_windows, scenarios
 
 RANDOMS = st.randoms(use_true_random=False)
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel cannot be changed from outside")
@@ -65,21 +65,32 @@ def tokens_of(rng: Random, counts: list[int]) -> tuple[Tensor, Tensor]:
     return torch.tensor(requests, dtype=INT), torch.tensor(valid, dtype=BOOL)
 
 
+def replayed(rng: Random, counts: list[int]) -> dict[str, Tensor]:
+    """Now and then the first position of each request that a window may have, and more elements behind."""
+    if rng.random() < 0.5:
+        return {}
+    bounds = [rng.choice([0, 1, rng.randint(0, 50), 2**31 - 1]) for _ in range(len(counts) + rng.randint(0, 2))]
+    return {"replay_start": torch.tensor(bounds, dtype=INT)}
+
+
 def windows(rng: Random) -> Trial:
-    """The windows of a run of tokens, some under blocks that are gone."""
+    """The windows of a run of tokens, some under blocks that are gone, in rows of their size or wider; and blocks."""
     counts, starts, lens = ragged(rng)
     requests, valid = tokens_of(rng, counts)
     first = rng.randint(0, len(requests))
     last, window = rng.randint(first, len(requests)), rng.choice([1, 3, 8, 11])
     part = slice(first, last)
     args = starts, lens, requests[part], valid[part], first, *table_of(rng, len(counts)), window
-    rows = last - first
-    return Trial("build_window_indices", args, (((rows, window), INT), ((rows + rng.randint(0, 20),), INT)))
+    rows, width, more = last - first, window + rng.choice([0, 0, 5, 30]), replayed(rng, counts)
+    given = {**more, "causal": rng.random() < 0.5} if width > window else more
+    outs = ((rows, width), INT), ((rows + rng.randint(0, 20),), INT)
+    return Trial("build_window_indices", args, outs, given)
 
 
 def gather_lens(rng: Random) -> Trial:
     counts, starts, lens = ragged(rng)
-    return Trial("build_gather_lens", (starts, lens, rng.choice([1, 3, 8])), [((len(counts),), INT)])
+    given = replayed(rng, counts)
+    return Trial("build_gather_lens", (starts, lens, rng.choice([1, 3, 8])), [((len(counts),), INT)], given)
 
 
 def compressed(rng: Random) -> Trial:
@@ -147,8 +158,8 @@ def tensors(metadata: AttentionMetadata) -> Iterator[tuple[str, Tensor]]:
                     yield f"{type(part).__name__}.{f.name}", value
 
 
-@given(scenario=scenarios(), validate=st.booleans())
-@examples(60)
+@given(scenario=st.one_of(scenarios(), other_windows()), validate=st.booleans())
+@examples(80)
 def test_a_build_with_kernels_equals_one_with_torch(scenario: Scenario, validate: bool) -> None:
     wanted = dict(tensors(built(scenario, definition, validate=False)))
     for name, got in tensors(built(scenario, kernels, validate=validate)):
@@ -266,6 +277,7 @@ PLANTED: list[tuple[Callable[[Random], Trial], str, Callable[..., tuple[Any, ...
     (token_maps, "build_token_maps", lambda starts, slots: (starts, slots + 1)),
     (windows, "build_window_indices", lambda *args: (*args[:4], args[4] + 1, *args[5:])),
     (windows, "build_window_indices", lambda *args: (*args[:5], args[5].clamp(min=0), *args[6:])),
+    (windows, "build_window_indices", lambda *args: (*args[:7], args[7] + 1)),
     (gather_lens, "build_gather_lens", lambda starts, lens, window: (starts, lens, window + 1)),
     (compressed, "build_compressed_slot_mapping", lambda *args: (*args[:3], torch.ones_like(args[3]), *args[4:])),
     (compressed, "build_compressed_slot_mapping", lambda *args: (*args[:6], args[6] + 1)),
@@ -292,4 +304,6 @@ def test_the_inputs_hold_what_they_should() -> None:
     assert max(firsts) > 0
     assert any(bool((trial.args[0].diff() > trial.args[1]).any()) for trial in trials)
     assert {0, 1} <= {trial.outs[0][0][0] for trial in trials}
+    assert {True, False, None} == {trial.keywords.get("causal") for trial in trials}
+    assert any("replay_start" in trial.keywords for trial in trials)
     assert spoiled(Random(0), 0, [-1]) == -1

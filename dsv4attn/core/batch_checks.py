@@ -1,0 +1,97 @@
+"""Checks of a batch by `MetadataBuilder` that read tables and slots; a builder that does not validate skips most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core import indices
+from dsv4attn.core.metadata import Batch
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["bound_of", "check_blocks", "check_copies", "check_slots", "check_table", "check_windows", "outside"]
+
+
+def check_table(name: str, table: Tensor, query_lens: list[int], records: list[int], per_block: int) -> None:
+    """Check that a block table has a column for each record of every request that takes part."""
+    for i, (query_len, count) in enumerate(zip(query_lens, records, strict=True)):
+        if query_len and count > table.shape[1] * per_block:
+            expected = f"at least {-(-count // per_block)} columns for the {count} records of request {i}"
+            actual = f"{table.shape[1]} columns of {per_block} records"
+            raise ArgumentError(name, expected=expected, actual=actual, hint="widen the block table")
+
+
+def check_copies(batch: Batch, query_lens: list[int]) -> None:
+    """Find lengths on the device that differ from their copies on the host."""
+    starts, copy = batch.query_start_loc.tolist(), batch.query_start_loc_cpu.tolist()
+    if starts != copy:
+        raise ArgumentError("query_start_loc", expected=f"what query_start_loc_cpu holds, {copy}", actual=starts)
+    lens, bounds = batch.seq_lens.tolist(), batch.seq_lens_cpu.tolist()
+    for i, (query_len, seq_len, bound) in enumerate(zip(query_lens, lens, bounds, strict=True)):
+        if not query_len <= seq_len <= bound:
+            expected = f"{query_len} (its query tokens) to {bound} (seq_lens_cpu)"
+            raise ArgumentError(f"seq_lens[{i}]", expected=expected, actual=seq_len)
+
+
+def check_windows(
+    batch: Batch, phases: Iterable[tuple[slice, bool]], window: int, block_size: int, num_blocks: int | None
+) -> None:
+    """Find blocks under a window that do not exist.
+
+    phases: the tokens of each phase, and whether their windows are causal. num_blocks: of the window cache, or None.
+    """
+    table, capacity = batch.block_table, None if num_blocks is None else num_blocks * block_size
+    for part, causal in phases:
+        request = indices.token_to_req_indices(batch.query_start_loc, part.stop)[part]
+        valid = torch.zeros(request.shape, dtype=torch.bool, device=request.device)
+        valid[:] = batch.slot_mapping[part] >= 0
+        lengths = batch.query_start_loc, batch.seq_lens, request, part.start, window
+        start, end = indices.window_spans(*lengths, replay_start=batch.replay_start, causal=causal)
+        width = max(int((end - start).max()), 0) if request.numel() else 0
+        slots, lens = indices.window_indices(start, end, valid, request, table, block_size, width)
+        wrong = outside(slots, capacity) & (torch.arange(width, device=slots.device) < lens[:, None])
+        if bool(wrong.any()):
+            token, column = wrong.nonzero()[0].tolist()
+            i, place = int(request[token]), int(start[token]) + column
+            expected = f"a block in [0, {bound_of(num_blocks)}) for position {place}, which a query can see"
+            actual = int(table[i, place // block_size])
+            raise ArgumentError(f"block_table[{i}, {place // block_size}]", expected=expected, actual=actual)
+
+
+def check_slots(batch: Batch, tokens: int, capacity: int | None) -> None:
+    """Find slots outside the window cache, and slots of padding behind the tokens of the batch."""
+    if capacity is not None and bool((batch.slot_mapping >= capacity).any()):
+        t = int((batch.slot_mapping >= capacity).nonzero()[0])
+        expected = f"below the {capacity} slots of the window cache, or negative for padding"
+        raise ArgumentError(f"slot_mapping[{t}]", expected=expected, actual=int(batch.slot_mapping[t]))
+    stale = batch.slot_mapping[tokens:] >= 0
+    if bool(stale.any()):
+        t = tokens + int(stale.nonzero()[0])
+        expected = f"a negative slot behind the {tokens} tokens of the batch"
+        hint = "fill what pads the batch with -1, or a key of padding is written to this slot"
+        raise ArgumentError(f"slot_mapping[{t}]", expected=expected, actual=int(batch.slot_mapping[t]), hint=hint)
+
+
+def check_blocks(
+    table: Tensor, query_lens: list[int], entries: list[int], records: int, num_blocks: int | None
+) -> None:
+    """Find blocks outside a compressed cache among those that hold visible entries."""
+    for i, (query_len, count) in enumerate(zip(query_lens, entries, strict=True)):
+        used = table[i, : -(-count // records)] if query_len else table[i, :0]
+        wrong = outside(used, num_blocks)
+        if bool(wrong.any()):
+            j, bound = int(wrong.nonzero()[0]), bound_of(num_blocks)
+            expected = f"a block in [0, {bound}) for entries {j * records} and on"
+            raise ArgumentError(f"compressed_block_table[{i}, {j}]", expected=expected, actual=int(used[j]))
+
+
+def outside(values: Tensor, bound: int | None) -> Tensor:
+    """Which values are not in [0, bound); without a bound, which are negative."""
+    return (values < 0) if bound is None else (values < 0) | (values >= bound)
+
+
+def bound_of(num_blocks: int | None) -> int | str:
+    """A number of blocks, for errors; its name if it is not known."""
+    return "num_blocks" if num_blocks is None else num_blocks
