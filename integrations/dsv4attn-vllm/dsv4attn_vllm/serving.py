@@ -48,15 +48,14 @@ _log = init_logger("vllm.dsv4attn")
 class _Facts:
     """All that a backend is chosen by; equal for all layers of a model, and for its drafts.
 
-    model: geometry of this rank. device: type of the device. capture: whether graphs are captured. deterministic: vLLM's
-    batch invariance. fnuz: whether vLLM's fp8 type is e4m3fnuz, as on gfx942.
+    model: geometry of this rank. device: type of the device. capture: whether graphs are captured. fnuz: whether vLLM's
+    fp8 type is e4m3fnuz, as on gfx942.
     """
 
     model: ModelGeometry
     limits: Limits
     device: str
     capture: bool
-    deterministic: bool
     fnuz: bool
 
 
@@ -134,7 +133,6 @@ def _check(vllm_config: Any) -> None:  # noqa: ANN401 - as above
 
 
 def _facts(vllm_config: Any) -> _Facts:  # noqa: ANN401 - as above
-    from vllm import envs
     from vllm.platforms import current_platform
 
     config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
@@ -156,7 +154,6 @@ def _facts(vllm_config: Any) -> _Facts:  # noqa: ANN401 - as above
         _limits(vllm_config, model),
         vllm_config.device_config.device_type,
         capture=bool(vllm_config.compilation_config.cudagraph_mode),
-        deterministic=envs.VLLM_BATCH_INVARIANT,
         fnuz=current_platform.is_fp8_fnuz(),
     )
 
@@ -212,7 +209,6 @@ def _problems(facts: _Facts, phase: str, swa: KVCacheLayout) -> list[Problem]:
             max_model_len=facts.limits.max_model_len,
             query_len=facts.limits.decode_threshold if decode else 1,
             capture=facts.capture and decode,
-            deterministic=facts.deterministic,
         )
         found.append(evolve(problem, swa=CacheFacts.of(swa, problem.swa.page_size)))
     return found
