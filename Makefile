@@ -16,12 +16,18 @@ TRITON := triton==3.9.0
 # that; so it stands in a folder of its own, which only the tests read, and pip misses nothing in the environment.
 FLASHINFER := --no-deps --upgrade --target $(VENV)/flashinfer flashinfer-python==0.7.2.post1
 FLASHINFER_NEEDS := apache-tvm-ffi nvidia-ml-py requests
+# adapters for engines are tested against the engines' own Python, with torch for CPUs, in an environment of their own:
+# the engines pin other versions of what `make test` uses. Their compiled parts are not needed, and not installed.
+ENGINES := .venv-engines
+ENGINE_BIN := $(ENGINES)/bin
+ENGINE_PIP := $(ENGINE_BIN)/python -m pip --disable-pip-version-check install -q --no-compile
+VLLM := vllm==0.33.0
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint bench clean
+.PHONY: help run test test-engines lint bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 	@echo '  ARGS="..." is passed on, as in: make test ARGS="-k layers"'
 
 run: $(VENV)/.stamp-run ## serve a small trace through the attention, checked
@@ -30,6 +36,9 @@ run: $(VENV)/.stamp-run ## serve a small trace through the attention, checked
 # one thread a worker: two workers with a thread pool each only fight over two cores.
 test: $(VENV)/.stamp-test ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-engines: $(ENGINES)/.stamp-vllm ## run the tests of the engine adapters in integrations/
+	cd integrations/dsv4attn-vllm && OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(VENV)/.stamp-dev ## ruff, codespell, mypy
 	$(BIN)/ruff check .
@@ -41,8 +50,8 @@ bench: $(VENV)/.stamp-run ## measure the backends of this machine
 	$(BIN)/dsv4attn bench $(ARGS)
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find dsv4attn tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) $(ENGINES) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find dsv4attn tests integrations -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-venv:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "dsv4attn needs Python 3.10 or newer: make PYTHON=python3.11 ...")'
@@ -65,3 +74,15 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-venv $(INPUTS)
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
 	$(PIP) $(FLASHINFER)
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
+
+$(ENGINES)/.stamp-base: $(INPUTS)
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the engines need Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINE_PIP) -c constraints.txt -e . pytest pytest-xdist $(TRITON)
+	@touch $@
+
+$(ENGINES)/.stamp-vllm: $(ENGINES)/.stamp-base integrations/engine_python.py $(wildcard integrations/dsv4attn-vllm/*.t*)
+	$(ENGINE_PIP) --no-deps -r integrations/dsv4attn-vllm/requirements-test.txt
+	$(ENGINE_BIN)/python integrations/engine_python.py $(VLLM)
+	$(ENGINE_PIP) --no-deps -e integrations/dsv4attn-vllm
+	@touch $@

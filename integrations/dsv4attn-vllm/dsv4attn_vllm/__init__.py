@@ -1,0 +1,42 @@
+"""The plugin that vLLM loads: its DeepSeek-V4 layers run attention, KV insert and output projection on dsv4attn.
+
+`register` is the entry point. vLLM calls it in every process, for every model, so it imports nothing of torch or
+dsv4attn: it tells vLLM's registry where the model classes are, and vLLM imports them only to serve a DeepSeek-V4 model.
+
+    guard         which versions of vLLM are served, and the switches
+    model         the classes in the registry: vLLM's own, behind the replacements of this platform
+    replacements  which names in vLLM's modules are replaced, on each platform
+    attention     what a layer runs on dsv4attn; cuda, rocm, xpu and cpu put it into vLLM's class of the platform
+    metadata      vLLM's builders, with dsv4attn's metadata beside their own
+    serving       the backend, limits and layouts of a model
+"""
+
+from __future__ import annotations
+
+from dsv4attn_vllm import guard
+
+__all__ = ["ARCHITECTURES", "__version__", "register"]
+
+__version__ = "0.1.0"
+
+ARCHITECTURES = {
+    "DeepseekV4ForCausalLM": "DeepseekV4ForCausalLM",
+    "DeepseekV4ForConditionalGeneration": "DeepseekV4ForConditionalGeneration",
+    "DeepSeekV4MTPModel": "DeepSeekV4MTP",
+    "DSparkDraftModel": "DSparkDeepseekV4ForCausalLM",
+}
+"""Architectures that are registered again, and the class of each in `dsv4attn_vllm.model`."""
+
+
+def register() -> None:
+    """Register the DeepSeek-V4 architectures with vLLM, unless `DSV4ATTN_VLLM=0`. May be called any number of times.
+
+    Raises nothing about versions: other models must still be served. An untested vLLM is refused when it imports
+    `dsv4attn_vllm.model` for a DeepSeek-V4 model.
+    """
+    if guard.switched_off():
+        return
+    from vllm import ModelRegistry
+
+    for architecture, name in ARCHITECTURES.items():
+        ModelRegistry.register_model(architecture, f"dsv4attn_vllm.model:{name}")

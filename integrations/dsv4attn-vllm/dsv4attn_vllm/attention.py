@@ -1,0 +1,160 @@
+"""What a DeepSeek-V4 layer of vLLM runs on dsv4attn: KV insert, attention, and output projection up to `wo_b`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from vllm.forward_context import get_forward_context
+
+from dsv4attn import AttentionMetadata, LayerCaches, PagedKVCache, forward_mqa
+from dsv4attn.core.checks import check_insert
+from dsv4attn.core.contract import complete
+from dsv4attn.core.projection import o_proj
+from dsv4attn.core.weights import check_weight, dense_weight
+from dsv4attn_vllm.guard import RefusedError
+from dsv4attn_vllm.metadata import Backend, SWABackend
+from dsv4attn_vllm.replacements import original
+from dsv4attn_vllm.serving import serving_of
+
+if TYPE_CHECKING:
+    from vllm.models.deepseek_v4.attention import DeepseekV4Attention as _Layer
+else:
+    _Layer = object
+
+__all__ = ["Dsv4Attention", "insert_context_kv"]
+
+
+class Dsv4Attention(_Layer):
+    """Goes before vLLM's class of a platform among the bases of that platform's layer.
+
+    Projections before attention, compressor and indexer stay vLLM's. Refuses at construction what cannot be served.
+    """
+
+    backend_cls = Backend
+    swa_backend_cls = SWABackend
+    use_fp8_ds_mla_layout = True
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
+        serving = serving_of(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+        self._serving, self._geometry = serving, serving.layer(self.compress_ratio)
+        self._bound: LayerCaches | None = None
+        self._keep_wo_a()
+
+    @classmethod
+    def get_padded_num_q_heads(cls, num_heads: int) -> int:
+        """Heads of q: those that there are."""
+        return num_heads
+
+    # ---------------------------------------------------------------- weights
+
+    def _keep_wo_a(self) -> None:
+        """Keep `wo_a` as the checkpoint has it: vLLM repacks it for the kernel of each platform."""
+        method = self.wo_a.quant_method
+        process = method.process_weights_after_loading
+
+        def others(layer: torch.nn.Module) -> None:
+            if layer is not self.wo_a:
+                process(layer)
+
+        method.process_weights_after_loading = others
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Check `wo_a`, and convert it now if it is fp8 and the backend takes bf16: never inside a captured graph."""
+        parents = getattr(super(), "process_weights_after_loading", None)
+        if parents is not None:
+            parents(act_dtype)
+        converts = not complete(self._serving.backend).projects_fp8
+        try:
+            check_weight("wo_a", self.wo_a, converts=converts)
+            if converts:
+                dense_weight(self.wo_a)
+        except ValueError as error:
+            expected = "bf16, or fp8 with a scale for each 128 x 128 block"
+            cure = "use a checkpoint with such a wo_a"
+            raise RefusedError(f"{self.prefix}.wo_a", expected=expected, actual=error, cure=cure) from error
+
+    # ---------------------------------------------------------------- steps
+
+    def _caches(self) -> LayerCaches:
+        """The caches that vLLM bound last; it binds others when it wakes up."""
+        window, entries = self.swa_cache_layer.kv_cache, self.kv_cache if self.compress_ratio > 1 else None
+        bound = self._bound
+        if (
+            bound is None
+            or bound.swa.tensor is not window
+            or (bound.compressed and bound.compressed.tensor) is not entries
+        ):
+            serving = self._serving
+            swa = PagedKVCache(window, serving.swa_layout)
+            bound = LayerCaches(swa, None if entries is None else PagedKVCache(entries, serving.compressed_layout))
+            self._bound = bound
+        return bound
+
+    def insert(self, q: Tensor, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Normalise and rotate q [T, h, D] in place; rotate a copy of kv [T, D] and write it to the window cache."""
+        cache, table, serving = self._caches().swa, self.rotary_emb.cos_sin_cache, self._serving
+        check_insert(q, kv, positions, slots, table, cache, self._geometry)
+        serving.backend.qnorm_rope_kv_insert(q, kv, cache, slots, positions, table, self._geometry.eps)
+
+    def _fused_qnorm_rope_kv_insert(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        positions: Tensor,
+        attn_metadata: Any,  # noqa: ANN401 - by prefix, or not a dict when vLLM measures memory
+    ) -> Tensor:
+        if isinstance(attn_metadata, dict):
+            self.insert(q, kv, positions, attn_metadata[self.swa_cache_layer.prefix].slot_mapping)
+        return q
+
+    def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
+        """Attention of this step into output [T', h, D]; without metadata, reserve memory and compile kernels.
+
+        q: [T', h, D] after the insert, with rows of padding behind the tokens. kv, positions: not read.
+        """
+        by_prefix, serving = get_forward_context().attn_metadata, self._serving
+        if by_prefix is None:
+            serving.warm_up(self._geometry, q.device)
+            output.zero_()
+            return
+        window = by_prefix[self.swa_cache_layer.prefix].dsv4attn
+        entries = None if self.compress_ratio == 1 else by_prefix[self.prefix].dsv4attn
+        forward_mqa(
+            q,
+            self._caches(),
+            AttentionMetadata(window, entries),
+            serving.backend,
+            serving.workspace(),
+            output,
+            layer=self._geometry,
+            limits=serving.limits,
+            attn_sink=self.attn_sink,
+            topk_indices=self.topk_indices_buffer if self.compress_ratio == 4 else None,
+        )
+
+    def _o_proj(self, o: Tensor, positions: Tensor) -> Tensor:
+        """Inverse RoPE and `wo_a` on the backend; `wo_b`, and the sum over ranks, in vLLM's linear."""
+        table, backend = self.rotary_emb.cos_sin_cache, self._serving.backend
+        z = o_proj(backend, o, positions, table, self.wo_a, self.n_local_groups, layer=self._geometry)
+        return self._wo_b(z.flatten(1))
+
+    def _wo_b(self, z: Tensor) -> Tensor:
+        return self.wo_b(z)
+
+
+def insert_context_kv(attn: Any, kv: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:  # noqa: ANN401
+    """Write the keys of a DSpark draft's context, kv [T, D], which have no queries.
+
+    attn: a draft layer; one that is not dsv4attn's is left to vLLM.
+    """
+    if not isinstance(attn, Dsv4Attention):
+        original(f"{type(attn).__module__.rpartition('.')[0]}.dspark._insert_context_kv")(
+            attn, kv, positions, slot_mapping
+        )
+        return
+    # the step always has queries: zeros, which nobody reads
+    q = kv.new_zeros(kv.shape[0], attn.n_local_heads, attn.head_dim)
+    attn.insert(q, kv, positions, slot_mapping)

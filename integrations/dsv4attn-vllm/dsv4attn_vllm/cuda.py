@@ -1,0 +1,32 @@
+"""vLLM's layer on CUDA, and on platforms that take vLLM's modules for CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.models.deepseek_v4.attention import DeepseekV4Attention
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from dsv4attn_vllm.attention import Dsv4Attention
+from dsv4attn_vllm.replacements import original
+
+__all__ = ["CUDAAttention", "select_attention"]
+
+_log = init_logger("vllm.dsv4attn")
+
+
+class CUDAAttention(Dsv4Attention, DeepseekV4Attention):
+    """The layer on CUDA."""
+
+
+def select_attention(vllm_config: Any) -> type[DeepseekV4Attention]:  # noqa: ANN401 - vLLM's VllmConfig
+    """The class of the attention layers: vLLM's own if `--attention-backend` names one of vLLM's, else dsv4attn's."""
+    asked = vllm_config.attention_config.backend
+    if asked in (None, AttentionBackendEnum.CUSTOM):
+        return CUDAAttention
+    _log.warning_once("dsv4attn-vllm: not used, because --attention-backend asks for %s", asked.name)
+    chosen: type[DeepseekV4Attention] = original("vllm.models.deepseek_v4.nvidia.model._select_dsv4_attn_cls")(
+        vllm_config
+    )
+    return chosen

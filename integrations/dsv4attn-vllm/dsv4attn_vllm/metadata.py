@@ -1,0 +1,190 @@
+"""vLLM's metadata builders of DeepSeek-V4, with dsv4attn's metadata hung on what they build.
+
+A builder runs once a step for all layers of its cache group. The conversion copies no tensor: the frozen metadata name
+the buffers that vLLM's kernels wrote, so what vLLM updates in place, for drafts and for captured graphs, is seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.models.deepseek_v4 import sparse_mla
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, max_decode_query_len
+from vllm.v1.attention.backends.mla import sparse_swa
+
+from dsv4attn import DeepseekSparseSWAMetadata, FlashMLASparseMetadata, LayerKind
+from dsv4attn_vllm.guard import RefusedError
+
+__all__ = ["Backend", "CompressedMetadata", "SWABackend", "SWAMetadata"]
+
+
+class _VariableDecodes:
+    """Steps of decode alone may be captured, of any number of tokens a request: index rows are per token.
+
+    Steps with prefill may not: their chunks follow from lengths on the host.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:  # noqa: ANN401, ARG003
+        """Return the most tokens of a request in a captured step."""
+        return max_decode_query_len(vllm_config)
+
+
+@dataclass
+class SWAMetadata(sparse_swa.DeepseekSparseSWAMetadata):
+    """vLLM's window metadata. dsv4attn: the same step for dsv4attn."""
+
+    dsv4attn: DeepseekSparseSWAMetadata | None = None
+
+
+class SWAMetadataBuilder(_VariableDecodes, sparse_swa.DeepseekSparseSWAMetadataBuilder):
+    """Builds `SWAMetadata`."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,  # noqa: FBT001, FBT002 - vLLM's signature
+        **options: Any,  # noqa: ANN401 - replay_start
+    ) -> SWAMetadata:
+        """Build vLLM's metadata of a step, and dsv4attn's."""
+        base = super().build(common_prefix_len, common_attn_metadata, fast_build, **options)
+        ours = _window(base, common_attn_metadata, self.window_size, self.max_model_len)
+        return SWAMetadata(**vars(base), dsv4attn=ours)
+
+    def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, None]:
+        """No plan of FlashMLA's for any kind of layer; some of vLLM's platforms leave kinds out."""
+        return dict.fromkeys(("swaonly", "c4a", "c128a", "c1a", "c2a"))
+
+
+def _window(
+    base: sparse_swa.DeepseekSparseSWAMetadata, common: CommonAttentionMetadata, window: int, max_model_len: int
+) -> DeepseekSparseSWAMetadata:
+    requests, tokens = base.num_decodes + base.num_prefills, base.num_decode_tokens + base.num_prefill_tokens
+    rows = base.decode_swa_indices
+    empty = rows.new_empty(0)
+    nothing = torch.empty(0, dtype=torch.int32)
+    prefill_rows = base.prefill_swa_indices
+    return DeepseekSparseSWAMetadata(
+        num_decodes=base.num_decodes,
+        num_prefills=base.num_prefills,
+        num_decode_tokens=base.num_decode_tokens,
+        num_prefill_tokens=base.num_prefill_tokens,
+        block_size=base.block_size,
+        window_size=window,
+        max_query_len=common.max_query_len,
+        # vLLM's is an upper bound
+        max_seq_len=min(common.max_seq_len, max_model_len),
+        block_table=base.block_table[:requests],
+        slot_mapping=base.slot_mapping,
+        seq_lens=base.seq_lens[:requests],
+        query_start_loc=base.query_start_loc[: requests + 1],
+        query_start_loc_cpu=base.query_start_loc_cpu[: requests + 1],
+        is_valid_token=base.is_valid_token[:tokens],
+        token_to_req_indices=base.token_to_req_indices[:tokens],
+        decode_swa_indices=rows,
+        decode_swa_lens=base.decode_swa_lens,
+        prefill_swa_indices=rows.new_empty(0, 1, window) if prefill_rows is None else prefill_rows,
+        prefill_swa_lens=empty if base.prefill_swa_lens is None else base.prefill_swa_lens,
+        prefill_seq_lens=empty if base.prefill_seq_lens is None else base.prefill_seq_lens,
+        prefill_gather_lens=empty if base.prefill_gather_lens is None else base.prefill_gather_lens,
+        prefill_seq_lens_cpu=nothing if base.prefill_seq_lens_cpu is None else base.prefill_seq_lens_cpu,
+        prefill_query_lens_cpu=nothing if base.prefill_query_lens_cpu is None else base.prefill_query_lens_cpu,
+    )
+
+
+@dataclass
+class CompressedMetadata(sparse_mla.DeepseekV4FlashMLAMetadata):
+    """vLLM's compressed metadata. dsv4attn: the same step for dsv4attn."""
+
+    dsv4attn: FlashMLASparseMetadata | None = None
+
+
+class CompressedMetadataBuilder(_VariableDecodes, sparse_mla.DeepseekV4SparseMLAMetadataBuilder):
+    """Builds `CompressedMetadata`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
+        super().__init__(*args, **kwargs)
+        tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
+        # [tokens] int32 - entries that each token sees, at an address that captured graphs may read
+        self._visible = torch.zeros(tokens, dtype=torch.int32, device=self.device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,  # noqa: FBT001, FBT002 - vLLM's signature
+    ) -> CompressedMetadata:
+        """Build vLLM's metadata of a step, and dsv4attn's."""
+        base = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return CompressedMetadata(**vars(base), dsv4attn=self._compressed(base, common_attn_metadata))
+
+    def _compressed(
+        self, base: sparse_mla.DeepseekV4FlashMLAMetadata, common: CommonAttentionMetadata
+    ) -> FlashMLASparseMetadata:
+        kind = LayerKind.C128A if self.compress_ratio == 128 else LayerKind.C4A
+        decode, prefill = base.c128a_global_decode_topk_indices, base.c128a_prefill_topk_indices
+        if decode is not None and prefill is not None:
+            # of one width; on some devices vLLM's decode rows are as wide as the buffer, and valid up to their lengths
+            decode = decode[..., : prefill.shape[1]]
+        return FlashMLASparseMetadata(
+            kind=kind,
+            compress_ratio=self.compress_ratio,
+            num_reqs=base.num_reqs,
+            num_actual_tokens=base.num_actual_tokens,
+            max_query_len=base.max_query_len,
+            max_seq_len=min(base.max_seq_len, self.model_config.max_model_len),
+            block_size=base.block_size,
+            topk_tokens=base.topk_tokens if kind is LayerKind.C4A else 0,
+            query_start_loc=base.query_start_loc[: base.num_reqs + 1],
+            slot_mapping=base.slot_mapping,
+            block_table=base.block_table[: base.num_reqs],
+            req_id_per_token=base.req_id_per_token[: base.num_actual_tokens],
+            compressed_lens=self._visible_entries(common),
+            c128a_global_decode_topk_indices=decode,
+            c128a_decode_topk_lens=base.c128a_decode_topk_lens,
+            c128a_prefill_topk_indices=prefill,
+        )
+
+    def _visible_entries(self, common: CommonAttentionMetadata) -> Tensor:
+        """[T] int32 - entries that each token sees, (position + 1) // ratio, 0 for padding; computed on the device."""
+        tokens, positions = common.num_actual_tokens, common.positions
+        if positions is None:
+            cure = "use a model runner that passes positions"
+            raise RefusedError("CommonAttentionMetadata.positions", expected="a tensor", actual=None, cure=cure)
+        out = self._visible[:tokens]
+        entries = (positions[:tokens] + 1).div_(self.compress_ratio, rounding_mode="floor")
+        return out.copy_(entries.masked_fill_(common.slot_mapping[:tokens] < 0, 0))
+
+
+class Backend(sparse_mla.DeepseekV4SparseMLABackend):
+    """vLLM's description of a DeepSeek-V4 backend, for any device that dsv4attn has a backend for."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name in vLLM's log."""
+        return "DSV4ATTN"
+
+    @staticmethod
+    def get_builder_cls() -> type[CompressedMetadataBuilder]:
+        """Return the builder of compressed metadata."""
+        return CompressedMetadataBuilder
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:  # noqa: ANN401, ARG003 - vLLM's DeviceCapability
+        """Whether a device is served: dsv4attn's own selection decides when the layers are built."""
+        return True
+
+
+class SWABackend(sparse_swa.DeepseekSparseSWABackend):
+    """The same for the window caches."""
+
+    @staticmethod
+    def get_builder_cls() -> type[SWAMetadataBuilder]:
+        """Return the builder of window metadata."""
+        return SWAMetadataBuilder

@@ -1,0 +1,33 @@
+"""The DeepSeek-V4 models in vLLM's registry: vLLM's own classes, whose layers are built with dsv4attn's attention.
+
+vLLM imports this module when it serves such a model, and not before. The import raises RefusedError for a vLLM that is
+not served, and replaces the names of this platform.
+"""
+
+from __future__ import annotations
+
+from vllm.logger import init_logger
+
+from dsv4attn_vllm import guard
+from dsv4attn_vllm.replacements import platform_name, replace
+
+_version = guard.check()
+
+from vllm.models.deepseek_v4 import (  # noqa: E402 - a vLLM that is not served may lack these names
+    DeepseekV4ForCausalLM,
+    DeepseekV4ForConditionalGeneration,
+    DeepSeekV4MTP,
+    DSparkDeepseekV4ForCausalLM,
+)
+
+__all__ = [
+    "DSparkDeepseekV4ForCausalLM",
+    "DeepSeekV4MTP",
+    "DeepseekV4ForCausalLM",
+    "DeepseekV4ForConditionalGeneration",
+]
+
+# below "vllm", so that it is shown where and how vLLM's own log is
+_log = init_logger("vllm.dsv4attn")
+_replaced = ", ".join(map(str, replace(platform_name())))
+_log.info_once("dsv4attn-vllm: DeepSeek-V4 attention of vLLM %s runs on dsv4attn; replaced %s", _version, _replaced)

@@ -1,0 +1,78 @@
+"""The names in vLLM's modules that are replaced on each platform, and what replaces them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from attrs import frozen
+
+__all__ = ["PLATFORMS", "Replacement", "original", "platform_name", "replace"]
+
+_originals: dict[str, Any] = {}
+
+
+@frozen
+class Replacement:
+    """One replaced name.
+
+    module: the module of vLLM whose global is replaced.
+    name: the global.
+    by: what replaces it, as "module:name".
+    """
+
+    module: str
+    name: str
+    by: str
+
+    def apply(self) -> None:
+        """Replace it; a second call changes nothing."""
+        target, (module, _, name) = import_module(self.module), self.by.partition(":")
+        _originals.setdefault(str(self), getattr(target, self.name))
+        setattr(target, self.name, getattr(import_module(module), name))
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+def _draft(platform: str) -> Replacement:
+    """The insert of context keys of a DSpark draft, which vLLM's layer class has no method for."""
+    module = f"vllm.models.deepseek_v4.{platform}.dspark"
+    return Replacement(module, "_insert_context_kv", "dsv4attn_vllm.attention:insert_context_kv")
+
+
+def _layers(platform: str, name: str, by: str) -> Replacement:
+    return Replacement(f"vllm.models.deepseek_v4.{platform}.model", name, f"dsv4attn_vllm.{by}")
+
+
+PLATFORMS: Mapping[str, tuple[Replacement, ...]] = {
+    "cuda": (_layers("nvidia", "_select_dsv4_attn_cls", "cuda:select_attention"), _draft("nvidia")),
+    "rocm": (_layers("amd", "DeepseekV4ROCMAiterMLAAttention", "rocm:ROCmAttention"), _draft("amd")),
+    "xpu": (_layers("xpu", "DeepseekV4XPUAttention", "xpu:XPUAttention"), _draft("xpu")),
+    # vLLM has no drafts on a CPU
+    "cpu": (_layers("cpu", "DeepseekV4CPUAttention", "cpu:CPUAttention"),),
+}
+"""By platform, in vLLM's sense: every platform but the last three takes vLLM's modules for CUDA."""
+
+
+def original(name: str) -> Any:  # noqa: ANN401 - a class or a function of vLLM
+    """What vLLM had under a replaced name, "module.name"."""
+    return _originals[name]
+
+
+def platform_name() -> str:
+    """The platform of this process, as `vllm.models.deepseek_v4` chooses it."""
+    from vllm.platforms import current_platform
+
+    for name in ("rocm", "xpu", "cpu"):
+        if getattr(current_platform, f"is_{name}")():
+            return name
+    return "cuda"
+
+
+def replace(platform: str) -> tuple[Replacement, ...]:
+    """Replace the names of a platform, and return them. Imports vLLM's modules for it."""
+    for replacement in PLATFORMS[platform]:
+        replacement.apply()
+    return PLATFORMS[platform]

@@ -1,0 +1,214 @@
+"""What vLLM's configuration means to dsv4attn: the model, its limits, the layouts of its caches, and its backend.
+
+Everything that cannot be served is refused here, when vLLM builds the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from attrs import define, evolve, fields_dict, frozen
+from vllm.logger import init_logger
+from vllm.v1.worker.workspace import current_workspace_manager
+
+from dsv4attn import (
+    Backend,
+    CacheFacts,
+    Fp8Format,
+    KVCacheLayout,
+    LayerGeometry,
+    LayerKind,
+    Limits,
+    ModelGeometry,
+    Problem,
+    WorkspaceManager,
+    explain,
+    plan_workspace,
+    select_backend,
+)
+from dsv4attn.core.contract import complete
+from dsv4attn.core.warmup_spec import Bounds
+from dsv4attn.errors import Dsv4AttnError
+from dsv4attn_vllm.guard import RefusedError
+
+__all__ = ["CACHE_DTYPES", "Serving", "serving_of"]
+
+CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
+"""Values of --kv-cache-dtype that mean records of 584 bytes."""
+
+_NOPE, _ROPE = 448, 64
+_KIND_OF_RATIO = {1: LayerKind.SWA, 4: LayerKind.C4A, 128: LayerKind.C128A}
+_log = init_logger("vllm.dsv4attn")
+
+
+@frozen
+class _Facts:
+    """All that a backend is chosen by; equal for all layers of a model, and for its drafts.
+
+    model: geometry of this rank. device: type of the device. capture: whether graphs are captured. fnuz: whether vLLM's
+    fp8 type is e4m3fnuz, as on gfx942.
+    """
+
+    model: ModelGeometry
+    limits: Limits
+    device: str
+    capture: bool
+    fnuz: bool
+
+
+@define(eq=False)
+class Serving:
+    """How the layers of one model are served: one object for all of them, so that they share prepared steps.
+
+    swa_layout, compressed_layout: of the caches. problems: what the backend was chosen for. warm: whether its kernels
+    were compiled.
+    """
+
+    model: ModelGeometry
+    limits: Limits
+    device: str
+    backend: Backend
+    swa_layout: KVCacheLayout
+    compressed_layout: KVCacheLayout
+    problems: Sequence[Problem] = ()
+    warm: bool = False
+
+    def layer(self, compress_ratio: int) -> LayerGeometry:
+        """Geometry of the layers of a ratio: one object for each ratio."""
+        return _layer(self.model, _KIND_OF_RATIO[compress_ratio])
+
+    def workspace(self) -> WorkspaceManager:
+        """dsv4attn's scratch memory of this device, one for each microbatch; it grows as long as vLLM's own may."""
+        manager = current_workspace_manager()
+        space = manager.get_persistent_resource(("dsv4attn", self.device), partial(WorkspaceManager, self.device))
+        if space.locked is not manager.is_locked():
+            (space.unlock if space.locked else space.lock)()
+        return space
+
+    def warm_up(self, layer: LayerGeometry, device: torch.device) -> None:
+        """Reserve the memory of a layer's largest batch; compile all kernels the first time. No cache is touched."""
+        self.workspace().reserve(plan_workspace(layer, self.limits, self.backend, self.swa_layout), caller="profiling")
+        if not self.warm and device.type != "cpu":
+            bounds = Bounds.of(self.model, self.limits, swa=self.swa_layout, compressed=self.compressed_layout)
+            count = complete(self.backend).warmup(bounds, device)
+            _log.info_once("dsv4attn-vllm: compiled %d kernels of %s", count, self.backend.name)
+        self.warm = True
+
+
+@cache
+def _layer(model: ModelGeometry, kind: LayerKind) -> LayerGeometry:
+    return model.layer_of_kind(kind)
+
+
+def serving_of(vllm_config: Any) -> Serving:  # noqa: ANN401 - vLLM's VllmConfig
+    """How to serve the model of a configuration; the same object for equal models.
+
+    Raises RefusedError for what dsv4attn-vllm does not serve, and NoBackendError, with the reasons of every backend, if
+    there is none for this device.
+    """
+    _check(vllm_config)
+    return _serving(_facts(vllm_config))
+
+
+def _check(vllm_config: Any) -> None:  # noqa: ANN401 - as above
+    """Refuse what has no counterpart in dsv4attn."""
+    dtype = vllm_config.cache_config.cache_dtype
+    if dtype not in CACHE_DTYPES:
+        cure = "leave --kv-cache-dtype out, or pass fp8"
+        raise RefusedError("--kv-cache-dtype", expected=" or ".join(CACHE_DTYPES), actual=dtype, cure=cure)
+    if vllm_config.model_config.dtype != torch.bfloat16:
+        actual = vllm_config.model_config.dtype
+        raise RefusedError("--dtype", expected="bfloat16", actual=actual, cure="pass --dtype bfloat16")
+    parallel, attention = vllm_config.parallel_config, vllm_config.attention_config
+    for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, option)
+        if size != 1:
+            cure = "use tensor or data parallelism"
+            raise RefusedError(f"--{option.replace('_', '-')}", expected="1", actual=size, cure=cure)
+    if getattr(attention, "hisparse_config", None) is not None:
+        raise RefusedError("HiSparse", expected="off", actual="on", cure="switch it off")
+
+
+def _facts(vllm_config: Any) -> _Facts:  # noqa: ANN401 - as above
+    from vllm.platforms import current_platform
+
+    config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
+    try:
+        # of a draft the type says what it is for; its layers are those of the model
+        model = ModelGeometry.from_config({**config.to_dict(), "model_type": "deepseek_v4"}, name="the model")
+        model = model.tensor_parallel(parallel.tensor_parallel_size)
+    except Dsv4AttnError as error:
+        cure = "serve a DeepSeek-V4 model"
+        raise RefusedError("model", expected="a DeepSeek-V4 configuration", actual=error, cure=cure) from error
+    dims = model.head_dim - model.rope_dim, model.rope_dim
+    ratios = {ratio for _, ratio in model.layers}
+    if dims != (_NOPE, _ROPE) or not ratios <= _KIND_OF_RATIO.keys():
+        expected = f"heads of {_NOPE} + {_ROPE} dims and layers of ratios 1, 4 and 128, as vLLM's caches have"
+        actual = f"{dims[0]} + {dims[1]} dims, ratios {sorted(ratios)}"
+        raise RefusedError("model", expected=expected, actual=actual, cure="serve a DeepSeek-V4 model")
+    return _Facts(
+        model,
+        _limits(vllm_config, model),
+        vllm_config.device_config.device_type,
+        capture=bool(vllm_config.compilation_config.cudagraph_mode),
+        fnuz=current_platform.is_fp8_fnuz(),
+    )
+
+
+def _limits(vllm_config: Any, model: ModelGeometry) -> Limits:  # noqa: ANN401 - as above
+    """The largest batch that vLLM's builders describe, with the padding of captured graphs."""
+    from vllm.v1.attention.backend import max_decode_query_len
+    from vllm.v1.attention.backends.mla.compressor_utils import get_dspark_swa_index_width
+
+    scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
+    config, tokens = vllm_config.model_config.hf_config, scheduler.max_num_batched_tokens
+    threshold = max_decode_query_len(vllm_config)
+    padded = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    wide = {}
+    if speculative is not None and speculative.use_dspark():
+        wide["decode_window_columns"] = get_dspark_swa_index_width(model.window, speculative.num_speculative_tokens)
+    images = config.vision_max_n_token if getattr(config, "vision_n_layers", 0) > 0 else 0
+    if images:
+        wide["prefill_window_columns"] = model.window + images
+    if not wide.keys() <= fields_dict(Limits).keys():
+        cure = "upgrade dsv4attn"
+        raise RefusedError("model", expected="no images", actual=f"{images} tokens of an image", cure=cure)
+    return Limits(
+        max_num_reqs=max(scheduler.max_num_seqs, -(-min(padded, tokens) // threshold)),
+        max_num_batched_tokens=tokens,
+        max_model_len=vllm_config.model_config.max_model_len,
+        num_speculative_tokens=threshold - 1,
+        **wide,
+    )
+
+
+@cache
+def _serving(facts: _Facts) -> Serving:
+    swa = KVCacheLayout.fp8_ds_mla(fp8_format=Fp8Format.FNUZ if facts.fnuz else Fp8Format.OCP)
+    # vLLM's compressor writes OCP codes on every device
+    compressed = KVCacheLayout.fp8_ds_mla()
+    problems = [problem for phase in ("decode", "prefill") for problem in _problems(facts, phase, swa)]
+    backend = select_backend(*problems, device=facts.device)
+    for phase in ("decode", "prefill"):
+        verdict = explain([problem for problem in problems if problem.phase == phase], device=facts.device).verdict
+        _log.info_once("dsv4attn-vllm: %s runs on %s", phase, verdict)
+    return Serving(facts.model, facts.limits, facts.device, backend, swa, compressed, problems)
+
+
+def _problems(facts: _Facts, phase: str, swa: KVCacheLayout) -> list[Problem]:
+    """One problem for each kind of layer; drafts are window-only."""
+    decode, found = phase == "decode", []
+    for kind in dict.fromkeys((LayerKind.SWA, *facts.model.kinds)):
+        problem = Problem.of(
+            facts.model,
+            kind,
+            phase,
+            max_model_len=facts.limits.max_model_len,
+            query_len=facts.limits.decode_threshold if decode else 1,
+            capture=facts.capture and decode,
+        )
+        found.append(evolve(problem, swa=CacheFacts.of(swa, problem.swa.page_size)))
+    return found

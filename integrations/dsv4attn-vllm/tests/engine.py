@@ -1,0 +1,261 @@
+"""What an engine does around a few DeepSeek-V4 layers of vLLM: plans caches, describes steps, calls layers."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+from torch.nn import functional
+from transformers import DeepseekV4Config
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, get_kv_cache_spec, init_attn_backend, init_kv_cache
+from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
+
+KINDS = {"swa": "sliding_attention", "c4a": "compressed_sparse_attention", "c128a": "heavily_compressed_attention"}
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 4,
+    "head_dim": 512,
+    "q_lora_rank": 128,
+    "o_groups": 2,
+    "o_lora_rank": 64,
+    "index_topk": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 4096,
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "dtype": "bfloat16",
+}
+PAGES = 1000
+
+
+@cache
+def model_folder(kinds: tuple[str, ...] = ("swa", "c4a", "c128a"), **sizes: Any) -> str:
+    """A folder with the configuration of a small model, as a checkpoint has it."""
+    types = [KINDS[kind] for kind in kinds]
+    config = DeepseekV4Config(
+        **{**SIZES, **sizes}, num_hidden_layers=len(types), layer_types=types, mlp_layer_types=["moe"] * len(types)
+    )
+    folder = tempfile.mkdtemp(prefix="dsv4attn-vllm-")
+    config.save_pretrained(folder)
+    return folder
+
+
+def config_of(folder: str | None = None, **arguments: Any) -> VllmConfig:
+    """VLLM's own configuration, from its command-line arguments."""
+    defaults = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 256, "enforce_eager": True}
+    fixed = {"skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "block_size": 256}
+    return EngineArgs(model=folder or model_folder(), **{**defaults, **fixed, **arguments}).create_engine_config()
+
+
+@contextmanager
+def world(config: VllmConfig, rank: int = 0, size: int = 1, store: str = "") -> Iterator[None]:
+    """The process groups that vLLM's linears want, over gloo, and its workspace."""
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    store = store or f"file://{tempfile.mktemp()}"  # noqa: S306 - the store makes it
+    try:
+        with set_current_vllm_config(config):
+            init_distributed_environment(size, rank, store, rank, "gloo")
+            initialize_model_parallel(size)
+            init_workspace_manager(torch.device("cpu"))
+            yield
+    finally:
+        reset_workspace_manager()
+        destroy_model_parallel()
+        destroy_distributed_environment()
+        torch.set_default_dtype(before)
+
+
+def planned_caches(config: VllmConfig) -> KVCacheConfig:
+    """What vLLM's engine core plans for the layers that were built with this configuration."""
+    register_all_kvcache_specs(config)
+    specs = get_kv_cache_spec(config)
+    names = [layout.name for layout in get_supported_kv_cache_layouts(get_current_attn_backends(config))]
+    resolve_kv_cache_layout(config, [names], specs.values())
+    config.cache_config.num_gpu_blocks_override = PAGES
+    [caches] = get_kv_cache_configs(config, [specs], [2**30], get_global_kv_cache_groups(config, [specs]))
+    caches.kv_cache_layout = config.cache_config.kv_cache_layout
+    return caches
+
+
+def generator(seed: int) -> torch.Generator:
+    """A generator of torch's with this seed."""
+    return torch.Generator().manual_seed(seed)
+
+
+@define(eq=False)
+class Request:
+    """name: seed of its keys. tokens: in the caches before the step. blocks: its pages in each group."""
+
+    name: int
+    tokens: int = 0
+    blocks: list[list[int]] = field(factory=list)
+
+
+class Engine:
+    """Layers of one kind each, their caches, and steps over them.
+
+    Keys, queries and compressor inputs are random, and depend on the request and the position only, so that a step that
+    runs again at the same positions writes the same keys.
+    """
+
+    def __init__(self, config: VllmConfig, layer_class: type, *, layers: int = 3) -> None:
+        self.config = config
+        hf, tokens = config.model_config.hf_config, config.scheduler_config.max_num_batched_tokens
+        self.topk = torch.full((tokens, hf.index_topk), -1, dtype=torch.int32)
+        build = {"topk_indices_buffer": self.topk}
+        self.layers = [layer_class(config, prefix=f"model.layers.{i}.attn", **build) for i in range(layers)]
+        for layer in self.layers:
+            layer.first_head = get_tensor_model_parallel_rank() * layer.n_local_heads
+            for name, weight in [*layer.named_parameters()]:
+                torch.nn.init.normal_(weight, std=1.0 if "sink" in name or "ape" in name else 0.05)
+            for module in layer.modules():
+                if hasattr(module, "quant_method"):
+                    module.cpu_linear = functional.linear
+            layer.process_weights_after_loading(torch.bfloat16)
+        self.caches = planned_caches(config)
+        self.groups, self.graphs, sizes = init_attn_backend(self.caches, config, torch.device("cpu"))
+        self.block_sizes = sizes
+        context = config.compilation_config.static_forward_context
+        self.tensors = init_kv_cache(context, self.caches, torch.device("cpu"), sizes, config)
+        for tensor in self.tensors.values():
+            # a byte that no kernel wrote must not be read: NaN in every format
+            tensor.view(torch.uint8).fill_(0xFF) if tensor.dtype == torch.uint8 else tensor.fill_(float("nan"))
+        self._free = (torch.randperm(PAGES - 1) + 1).tolist()
+        limits, longest = config.scheduler_config, config.model_config.max_model_len
+        self.tables = [torch.zeros(limits.max_num_seqs, -(-longest // size), dtype=torch.int32) for size in sizes]
+        self.slots = torch.full((len(sizes), limits.max_num_batched_tokens), -1, dtype=torch.int64)
+        self.positions = torch.zeros(limits.max_num_batched_tokens, dtype=torch.int64)
+        self.queries: dict[str, Tensor] = {}
+        self.requests = 0
+
+    def request(self, tokens: int = 0) -> Request:
+        """A request whose first tokens are in the caches already, with keys as a prefill of them would write."""
+        self.requests += 1
+        request = Request(self.requests, blocks=[[] for _ in self.block_sizes])
+        while request.tokens < tokens:
+            self.step([(request, min(tokens - request.tokens, 200))], attend=False)
+        return request
+
+    def _grow(self, request: Request, tokens: int) -> None:
+        """Give a request pages for so many tokens in every group: from one pool, in no order, never page 0."""
+        for blocks, size in zip(request.blocks, self.block_sizes, strict=True):
+            while len(blocks) * size < tokens:
+                blocks.append(self._free.pop())
+
+    def describe(self, work: Sequence[tuple[Request, int]], *, pad: int = 0, **options: Any) -> dict[str, Any]:
+        """Metadata of a step, by prefix, from vLLM's builders. work: requests, decodes first, and their new tokens.
+
+        pad: tokens of padding behind the others, as a captured graph of a fixed size has them.
+        """
+        counts, requests = [count for _, count in work], [request for request, _ in work]
+        for request, count in work:
+            self._grow(request, request.tokens + count)
+        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        lens = torch.tensor([request.tokens + count for request, count in work], dtype=torch.int32)
+        self.positions[: sum(counts)] = torch.cat([torch.arange(r.tokens, r.tokens + n) for r, n in work])
+        self.positions[sum(counts) :] = 0
+        self.slots.fill_(-1)
+        for group, size in enumerate(self.block_sizes):
+            self.tables[group].fill_(0)
+            for i, request in enumerate(requests):
+                own = torch.tensor(request.blocks[group], dtype=torch.int32)
+                self.tables[group][i, : len(own)] = own
+                at = torch.arange(request.tokens, request.tokens + counts[i])
+                self.slots[group, starts[i] : starts[i + 1]] = own[at // size].long() * size + at % size
+        tokens = sum(counts) + pad
+        return build_attn_metadata(
+            self.groups,
+            num_reqs=len(work),
+            num_tokens=tokens,
+            query_start_loc_gpu=starts.clone(),
+            query_start_loc_cpu=starts,
+            max_query_len=max(counts),
+            seq_lens=lens.clone(),
+            max_seq_len=int(lens.max()),
+            block_tables=[table[: len(work)] for table in self.tables],
+            slot_mappings=self.slots[:, :tokens],
+            kv_cache_config=self.caches,
+            seq_lens_cpu_upper_bound=lens,
+            positions=self.positions[:tokens],
+            **options,
+        )
+
+    def inputs(self, layer: Any, work: Sequence[tuple[Request, int]], rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Q [rows, h, 512] and kv [rows, 512] bf16 before the insert, and what the compressor gets, [rows, c] fp32."""
+        compressor = layer.compressor
+        width = 2 * compressor.coff * compressor.head_dim if compressor else 0
+        sizes = layer.n_heads * layer.head_dim, layer.head_dim, width
+        parts = []
+        for request, count in work:
+            seeds = [p * 1009 + request.name * 31 for p in range(request.tokens, request.tokens + count)]
+            parts += [torch.randn(sum(sizes), generator=generator(seed), dtype=torch.float32) for seed in seeds]
+        parts += [torch.full((sum(sizes),), 3.0, dtype=torch.float32)] * (rows - len(parts))
+        q, kv, scores = torch.stack(parts).split(sizes, dim=1)
+        heads = slice(layer.first_head, layer.first_head + layer.n_local_heads)
+        q = q.view(rows, layer.n_heads, layer.head_dim)[:, heads].bfloat16().contiguous()
+        return q, kv.bfloat16().contiguous(), scores.contiguous()
+
+    def select(self, work: Sequence[tuple[Request, int]]) -> None:
+        """What the indexer would write: some of the visible entries of each token, in no order, then -1."""
+        self.topk.fill_(-1)
+        row = 0
+        for request, count in work:
+            for position in range(request.tokens, request.tokens + count):
+                seed = generator(position * 1009 + request.name)
+                picks = torch.randperm((position + 1) // 4, generator=seed)[: self.topk.shape[1]]
+                self.topk[row, : len(picks)] = picks.int()
+                row += 1
+
+    def step(
+        self, work: Sequence[tuple[Request, int]], *, pad: int = 0, behind: int = 0, attend: bool = True, **options: Any
+    ) -> list[Tensor]:
+        """One step: the output of each layer's attention, [rows, h, 512].
+
+        pad: see `describe`. behind: rows of padding that the metadata do not know of.
+        """
+        metadata = self.describe(work, pad=pad, **options)
+        rows = sum(count for _, count in work) + pad + behind
+        self.select(work)
+        with set_forward_context(metadata, self.config, num_tokens=rows):
+            outs = [self.run(layer, metadata, work, rows, attend=attend) for layer in self.layers]
+        for request, count in work:
+            request.tokens += count
+        return outs
+
+    def run(self, layer: Any, metadata: Any, work: Any, rows: int, *, attend: bool = True) -> Tensor:
+        """Insert, compress and attend on one layer, through the methods that vLLM's layer calls."""
+        q, kv, scores = self.inputs(layer, work, rows)
+        positions = self.positions[:rows]
+        q = layer._fused_qnorm_rope_kv_insert(q, kv, positions, metadata)
+        if layer.compressor is not None:
+            layer.compressor(scores, positions, layer.rotary_emb)
+        out = torch.full_like(q, float("nan"))
+        self.queries[layer.prefix] = q
+        if attend:
+            layer.forward_mqa(q, kv, positions, out)
+        return out

@@ -1,0 +1,194 @@
+"""Steps of vLLM's own layers, builders and compressor with dsv4attn in them, against its own builder and the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dsv4attn_vllm.cuda import CUDAAttention
+from engine import PAGES, Engine, config_of, world
+from torch import Tensor
+
+import dsv4attn as ds
+from dsv4attn.testing import oracle
+
+SPLIT = {
+    "block_size": 64,
+    "nope_dim": 448,
+    "rope_dim": 64,
+    "group_size": 64,
+    "fnuz": False,
+    "scale_bytes": 8,
+    "split": True,
+}
+
+
+@pytest.fixture
+def engine(backend: str) -> Iterator[Engine]:
+    config = config_of()
+    with world(config):
+        yield Engine(config, CUDAAttention)
+
+
+def tables_of(engine: Engine, layer: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The window cache's slots and block table, and the compressed cache's block table, of a layer in the last step."""
+    names = [group.layer_names for group in engine.caches.kv_cache_groups]
+    window = next(i for i, name in enumerate(names) if layer.swa_cache_layer.prefix in name)
+    entries = next((i for i, name in enumerate(names) if layer.prefix in name), window)
+    return engine.slots[window], engine.tables[window], engine.tables[entries]
+
+
+def of_own_builder(engine: Engine, layer: Any, before: Sequence[tuple[int, int]], rows: int, pad: int = 0) -> Tensor:
+    """The same step by dsv4attn's MetadataBuilder and forward_mqa. before: tokens in the caches, and new tokens."""
+    serving, kind = layer._serving, layer._geometry.kind
+    slots, window, entries = tables_of(engine, layer)
+    counts = [count for _, count in before]
+    starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+    lens = torch.tensor([tokens + count for tokens, count in before], dtype=torch.int32)
+    pages = {"num_swa_blocks": PAGES, "num_compressed_blocks": PAGES}
+    builder = ds.MetadataBuilder(serving.model, serving.limits, short_prefills=True, backend=serving.backend, **pages)
+    batch = ds.Batch(
+        num_reqs=len(counts),
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lens,
+        seq_lens_cpu=lens,
+        slot_mapping=slots[: sum(counts)],
+        block_table=window[: len(counts)],
+        compressed_block_table=entries[: len(counts)],
+    )
+    swa = ds.PagedKVCache(layer.swa_cache_layer.kv_cache, serving.swa_layout)
+    compressed = None if kind is ds.LayerKind.SWA else ds.PagedKVCache(layer.kv_cache, serving.compressed_layout)
+    q = engine.queries[layer.prefix]
+    out = torch.full_like(q, float("nan"))
+    metadata = builder.build_for(batch, [kind])[kind]
+    addresses = q, ds.LayerCaches(swa, compressed), metadata, serving.backend, ds.WorkspaceManager(), out
+    options = {"attn_sink": layer.attn_sink, "topk_indices": engine.topk if kind is ds.LayerKind.C4A else None}
+    ds.forward_mqa(*addresses, layer=layer._geometry, limits=serving.limits, **options)
+    return out
+
+
+def of_oracle(
+    engine: Engine, layer: Any, index: int, position: int, row: int, block: range | None = None
+) -> np.ndarray:
+    """One token's attention in float64, from the bytes in the caches. index, row: of its request and of itself.
+
+    block: positions of a draft block, whose tokens see each other, and the window before it.
+    """
+    _, window, entries = tables_of(engine, layer)
+    ratio, chosen = layer.compress_ratio, None
+    if ratio == 4:
+        chosen = [entry for entry in engine.topk[row].tolist() if entry >= 0]
+    positions, picked = oracle.visible_keys(position, 128, ratio, chosen)
+    if block is not None:
+        positions = range(max(block.start - 128, 0), block.stop)
+
+    def keys(cache: Tensor, table: Tensor, records: int, numbers: Sequence[int]) -> list[np.ndarray]:
+        pages = [cache[int(table[n // records])].as_strided((records * 584,), (1,)).numpy() for n in numbers]
+        shape = {**SPLIT, "block_size": records}
+        return [oracle.read_record(page, n % records, **shape) for page, n in zip(pages, numbers, strict=True)]
+
+    rows = keys(layer.swa_cache_layer.kv_cache, window[index], 64, positions)
+    if ratio > 1:
+        rows += keys(layer.kv_cache, entries[index], 256 // ratio, picked)
+    q = engine.queries[layer.prefix][row].double().numpy()
+    out, _ = oracle.attend_row(q, np.array(rows), layer.attn_sink.double().numpy(), 512**-0.5)
+    return out
+
+
+def check_rows(engine: Engine, outs: Sequence[Tensor], before: Sequence[tuple[int, int]], rows: Sequence[int]) -> None:
+    """Hold rows of the last step against the oracle. before: tokens in the caches before the step, and new tokens."""
+    tokens = [(i, tokens + j) for i, (tokens, count) in enumerate(before) for j in range(count)]
+    for layer, out in zip(engine.layers, outs, strict=True):
+        for row in rows:
+            wanted = of_oracle(engine, layer, *tokens[row], row)
+            error = np.abs(out[row].double().numpy() - wanted).max() / np.abs(wanted).max()
+            assert error < 0.012, (layer.prefix, row, error)
+
+
+@pytest.mark.parametrize(
+    ("before", "behind"),
+    [
+        ([(150, 1), (40, 1)], 2),  # decodes, and rows that a captured piece has behind them
+        ([(0, 70)], 0),  # a fresh prompt
+        ([(150, 1), (40, 1), (129, 30)], 3),  # two decodes and the next chunk of a prompt
+        ([(0, 1), (255, 1), (511, 1)], 0),  # a prompt of one token; steps that complete entries of both ratios
+    ],
+    ids=["decode", "prefill", "mixed", "edges"],
+)
+def test_a_step_is_what_own_builder_and_oracle_say(engine: Engine, before: list[tuple[int, int]], behind: int) -> None:
+    work = [(engine.request(tokens), count) for tokens, count in before]
+    rows = sum(count for _, count in before)
+
+    outs = engine.step(work, behind=behind)
+
+    for layer, out in zip(engine.layers, outs, strict=True):
+        wanted = of_own_builder(engine, layer, before, rows + behind)
+        assert torch.equal(wanted, out), layer.prefix
+        assert not out[rows:].any()
+    check_rows(engine, outs, before, [0, rows // 2, rows - 1])
+
+
+def test_layers_of_a_kind_get_one_frozen_object(engine: Engine) -> None:
+    work = [(engine.request(9), 1)]
+
+    metadata = engine.describe(work)
+
+    swa = metadata["model.layers.1.attn.swa_cache"].dsv4attn
+    assert isinstance(swa, ds.DeepseekSparseSWAMetadata)
+    assert metadata["model.layers.1.attn"].dsv4attn.kind is ds.LayerKind.C4A
+    assert metadata["model.layers.2.attn"].dsv4attn.kind is ds.LayerKind.C128A
+    # nothing is copied: vLLM's kernels write these buffers
+    assert swa.decode_swa_indices.data_ptr() == metadata["model.layers.1.attn.swa_cache"].decode_swa_indices.data_ptr()
+    with pytest.raises(AttributeError):
+        swa.block_size = 1
+
+
+def test_metadata_none_reserves_memory_and_zeroes_the_output(engine: Engine) -> None:
+    from vllm.forward_context import set_forward_context
+    from vllm.v1.worker.workspace import lock_workspace
+
+    q = torch.randn(5, 4, 512).bfloat16()
+    for layer in engine.layers:
+        out, serving = torch.ones_like(q), layer._serving
+        with set_forward_context(None, engine.config, num_tokens=5):
+            assert layer._fused_qnorm_rope_kv_insert(q, q[:, 0], engine.positions[:5], None) is q
+            layer.forward_mqa(q, q[:, 0], engine.positions[:5], out)
+
+        assert not out.any()
+        plan = ds.plan_workspace(layer._geometry, serving.limits, serving.backend, serving.swa_layout)
+        assert all(serving.workspace().size(lane) >= size for lane, size in plan.lanes.items())
+    lock_workspace()
+    assert serving.workspace().locked
+    engine.step([(engine.request(150), 1), (engine.request(), 40)])  # all of it fits
+
+
+def test_padding_of_a_captured_batch_is_zero_and_inserts_nothing(engine: Engine) -> None:
+    work = [(engine.request(150), 1), (engine.request(33), 1)]
+    alone = engine.step(work)
+    for request, _ in work:
+        request.tokens -= 1
+    caches = {name: tensor.clone() for name, tensor in engine.tensors.items() if tensor.dtype == torch.uint8}
+
+    padded = engine.step(work, pad=2)
+
+    for one, other in zip(alone, padded, strict=True):
+        assert torch.equal(one, other[:2])
+        assert not other[2:].any()
+    assert all(torch.equal(engine.tensors[name], caches[name]) for name in caches)
+
+
+def test_o_proj_equals_vllms_torch_path(engine: Engine) -> None:
+    layer, rows = engine.layers[1], 6
+    o, positions = torch.randn(rows, 4, 512).bfloat16(), torch.arange(rows) * 37
+
+    y = layer._o_proj(o, positions)
+
+    rotated = layer.rotary_emb.forward_native(positions, o.clone(), None, inverse=True)[0]
+    z = torch.einsum("tgd,grd->tgr", rotated.float().view(rows, 2, 1024), layer.wo_a.weight.float().view(2, 64, 1024))
+    wanted = z.flatten(1) @ layer.wo_b.weight.float().T
+    assert y.shape == (rows, 256)
+    assert torch.allclose(y.float(), wanted, rtol=0.02, atol=0.02 * wanted.abs().max())

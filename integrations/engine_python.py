@@ -1,0 +1,46 @@
+"""Install the Python files of a wheel, without what it compiled: `python engine_python.py vllm==0.33.0`.
+
+An engine's wheel is hundreds of megabytes of kernels for GPUs. The tests of an adapter need its classes only. The wheel
+is downloaded, its `*.py` and its metadata are unpacked into this interpreter's site-packages, and the wheel is deleted.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from pathlib import Path
+
+
+def install(requirement: str) -> int:
+    """Unpack the Python files of the wheel that pip finds for `requirement`; how many there were."""
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "download",
+            "-q",
+            "--no-deps",
+            "--no-cache-dir",
+        ]
+        subprocess.run([*pip, "--only-binary", ":all:", "-d", folder, requirement], check=True)
+        [wheel] = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            # RECORD lists files that are left out; without it pip does not try to remove them.
+            names = [name for name in archive.namelist() if wanted(name)]
+            archive.extractall(sysconfig.get_paths()["purelib"], names)
+    return len(names)
+
+
+def wanted(name: str) -> bool:
+    """Whether this file of a wheel is Python or says what the wheel is."""
+    return name.endswith(".py") or (".dist-info/" in name and not name.endswith("RECORD"))
+
+
+if __name__ == "__main__":
+    for requirement in sys.argv[1:]:
+        print(f"{requirement}: {install(requirement)} files")
