@@ -20,7 +20,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
 from dsv4attn.backends._triton.layer import index_logits
 from dsv4attn.backends._triton.layer.steps import TritonLayerSteps
-from dsv4attn.core.definitions.indexer import IndexQuery, dialect_of
+from dsv4attn.core.definitions.indexer import IndexQuery, check_paged_logits, dialect_of
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.warmup_spec import Bounds
@@ -29,6 +29,8 @@ __all__ = ["Sm90LayerSteps", "fp8_mqa_logits", "may_serve", "score", "variants"]
 
 HEADS, DIM, PAGE = 64, 128, 64
 """Heads and dims of a query, and entries of a tile, which stand in one page."""
+FEWEST = 2
+"""Tokens of a request that this kernel is for, at least."""
 LAYOUT = KVCacheLayout.index_fp8(DIM)
 
 
@@ -43,9 +45,16 @@ class Tile:
     stages: int
     programs: int
 
+    @property
+    def warps(self) -> int:
+        """Warps of a program: four for every two tokens."""
+        return 4 * -(-self.tokens // 2)
+
 
 TILE = Tile(2, 3, 2)
 """H200, torch 2.11, Triton 3.6, 2026-11-22: 2,048 tokens over 8,192 gathered keys take 275 us; with four tokens 294."""
+PAGED = Tile(2, 5, 2)
+"""On pages, where keys come from memory."""
 
 
 class Sm90LayerSteps(TritonLayerSteps):
@@ -70,6 +79,23 @@ class Sm90LayerSteps(TritonLayerSteps):
         if self._deterministic or not score(*given):
             super()._score(*given)
 
+    def fp8_paged_mqa_logits(
+        self,
+        q: Tensor,
+        kv_cache: PagedKVCache | Tensor,
+        weights: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        schedule_metadata: object = None,
+        max_model_len: int = 0,
+    ) -> Tensor:
+        """See `LayerSteps`."""
+        given = q, kv_cache, weights, context_lens, block_tables
+        found = None if self._deterministic else fp8_paged_mqa_logits(*given, max_model_len)
+        if found is None:
+            found = index_logits.fp8_paged_mqa_logits(*given, schedule_metadata, max_model_len)
+        return found
+
     def fp8_mqa_logits(
         self, q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor
     ) -> Tensor:
@@ -91,21 +117,47 @@ def score(
 ) -> bool:
     """See `index_logits.score`. False if this kernel does not serve the call; nothing is written then."""
     tokens, entries = scores.shape
+    paging = _paging(cache)
+    if paging is None or not _serves(query) or tokens < FEWEST * block_table.shape[0]:
+        return False
+    if tokens and entries:
+        keys = cache.tensor, None, block_table, token_to_req
+        _launch(PAGED, query, keys, visible_lens, None, scores, maxima, max(run // PAGE, 1), paging)
+    return True
+
+
+def fp8_paged_mqa_logits(
+    q: Tensor,
+    kv_cache: PagedKVCache | Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    max_model_len: int,
+) -> Tensor | None:
+    """See `definitions.indexer.fp8_paged_mqa_logits`. None if this kernel does not serve the call."""
+    cache, lens = check_paged_logits(q, kv_cache, weights, context_lens)
+    requests, each, _, _ = q.shape
+    query = IndexQuery(q.flatten(0, 1), weights)
+    paging = _paging(cache)
+    if each < FEWEST or paging is None or not (_serves(query) and block_tables.numel()):
+        return None
+    logits = torch.empty(requests * each, max_model_len, dtype=torch.float32, device=q.device)
+    if logits.numel():
+        keys = cache.tensor, None, block_tables, None
+        _launch(PAGED, query, keys, lens.reshape(-1), None, logits, None, 1, paging, each)
+    return logits
+
+
+def _paging(cache: PagedKVCache) -> tuple[int, ...] | None:
+    """What the kernel is told of pages; None if it does not read such pages."""
     page, data, scale_offset, scale = record_strides(cache)
     served = (
-        _serves(query)
-        and cache.layout == LAYOUT
+        cache.layout == LAYOUT
         and (data, scale) == (DIM, 4)
         and not (cache.tensor.data_ptr() % WIDE or page % WIDE or cache.block_size % PAGE or scale_offset % 4)
         and cache.num_blocks > 0
-        and tokens >= 2 * block_table.shape[0]
     )
-    if served and tokens and entries:
-        runs = max(run // PAGE, 1)
-        keys = cache.tensor, None, block_table, token_to_req
-        paging = cache.num_blocks, cache.block_size, *divider(cache.block_size), page, scale_offset
-        _launch(query, keys, visible_lens, None, scores, maxima, runs, paging)
-    return served
+    return (cache.num_blocks, cache.block_size, *divider(cache.block_size), page, scale_offset) if served else None
 
 
 def fp8_mqa_logits(
@@ -121,7 +173,7 @@ def fp8_mqa_logits(
     logits = torch.empty(q.shape[0], rows.shape[0], dtype=torch.float32, device=q.device)
     if logits.numel():
         given = _raw(rows), scales, None, None
-        _launch(query, given, cu_seqlen_ke, cu_seqlen_ks, logits, None, 1, (0, PAGE, *divider(PAGE), 0, 0))
+        _launch(TILE, query, given, cu_seqlen_ke, cu_seqlen_ks, logits, None, 1, (0, PAGE, *divider(PAGE), 0, 0))
     return logits
 
 
@@ -139,6 +191,7 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def _launch(
+    tile: Tile,
     query: IndexQuery,
     keys: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
     lens: Tensor,
@@ -147,10 +200,11 @@ def _launch(
     maxima: Tensor | None,
     run: int,
     paging: tuple[int, ...],
+    each: int = 0,
 ) -> None:
     from dsv4attn.backends.sm90.kernels_index import score_index  # not where kernels are interpreted
 
-    tile, table, values = TILE, keys[2], _raw(query.values)
+    table, values, fill = keys[2], _raw(query.values), keys[3] is None
     tokens, entries = out.shape
     blocks = triton.cdiv(tokens, tile.tokens)
     wanted = max(tile.programs * multiprocessors() // blocks, 1)
@@ -160,18 +214,18 @@ def _launch(
         score_index,
         (blocks * triton.cdiv(entries, span),),
         (
-            values, query.weights, *keys, lens, first, out, maxima, tokens, requests, entries, span, run,
+            values, query.weights, *keys, lens, first, out, maxima, tokens, requests, each, entries, span, run,
             values.stride(0), values.stride(1), query.weights.stride(0), 0 if table is None else table.stride(0),
             columns, *paging, out.stride(0), 0 if maxima is None else maxima.stride(0),
         ),
-        _constants(tile),
-        num_warps=2 * tile.tokens,
+        _constants(tile, fill),
+        num_warps=tile.warps,
     )  # fmt: skip
 
 
 @cache
-def _constants(tile: Tile) -> dict[str, Any]:
-    return {"TOKENS": tile.tokens, "STAGES": tile.stages}
+def _constants(tile: Tile, fill: bool) -> dict[str, Any]:  # noqa: FBT001 - constants of a launch
+    return {"TOKENS": tile.tokens, "STAGES": tile.stages, "FILL": fill}
 
 
 def may_serve(bounds: Bounds) -> bool:
@@ -189,7 +243,9 @@ def variants(*, gathered: bool = False) -> Iterator[Variant]:
     common = {"Q": "*u8", "KEYS": "*u8", "W": "*fp32", "OUT": "*fp32"}
     forms = [{"SCALES": "none", "FIRST": "none", "MAXIMA": maxima} for maxima in ("none", "*fp32")]
     if gathered:
+        forms.append({"SCALES": "none", "FIRST": "none", "REQUESTS": "none", "MAXIMA": "none"})
         forms.append({"SCALES": "*fp32", "TABLE": "none", "REQUESTS": "none", "MAXIMA": "none"})
     for form in forms:
-        constants = _constants(TILE)
-        yield Variant.from_types(score_index, common | form, constants, num_warps=2 * TILE.tokens)
+        tile = TILE if form.get("TABLE") == "none" else PAGED
+        constants = _constants(tile, form.get("REQUESTS") == "none")
+        yield Variant.from_types(score_index, common | form, constants, num_warps=tile.warps)

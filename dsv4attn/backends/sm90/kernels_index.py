@@ -28,9 +28,10 @@ from dsv4attn.backends.sm90.kernels_schedule import umulhi
 ROWS_S = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 """Rows of 128 codes."""
 FLAT_S = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+ACC_1 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
 _ACC = [gl.NVMMADistributedLayout([3, 0], [4, n], [16, 128, 32]) for n in (1, 2)]
 ACC_2, ACC_4 = gl.constexpr(_ACC[0]), gl.constexpr(_ACC[1])
-"""Products of a tile, for two tokens and four warps, and for four tokens and eight warps."""
+"""Products of a tile, for one or two tokens and four warps, and for four tokens and eight warps."""
 _WIDE = [gl.BlockedLayout([1, 16], [4, 8], [n, 1], [1, 0]) for n in (4, 8)]
 WIDE_2, WIDE_4 = gl.constexpr(_WIDE[0]), gl.constexpr(_WIDE[1])
 """Sixteen codes in each thread."""
@@ -97,12 +98,18 @@ def copy_tile(pages, start, end, block, of, lost, k_s, s_s, WIDE: gl.constexpr, 
 
 
 @gluon.jit
-def load_scales(pages, lost, s_s, AHEAD: gl.constexpr, ACC: gl.constexpr):
-    """[64] scales of a tile, NaN where there is no page. The last copy was of the tile AHEAD tiles later."""
+def load_scales(pages, lost, s_s, AHEAD: gl.constexpr, FILL: gl.constexpr, ACC: gl.constexpr):
+    """[64] scales of a tile, and whether it has no page. The last copy was of the tile AHEAD tiles later.
+
+    Without a page, scales are NaN, unless entries that are not there are filled.
+    """
     scale = s_s.load(gl.SliceLayout(1, ACC))
+    gone = gl.to_tensor(0)
     if pages.table is not None:
-        scale = gl.where(((lost >> AHEAD) & 1) != 0, float("nan"), scale)
-    return scale
+        gone = (lost >> AHEAD) & 1
+        if not FILL:
+            scale = gl.where(gone != 0, float("nan"), scale)
+    return scale, gone
 
 
 @gluon.jit
@@ -114,7 +121,7 @@ def place_of(ACC: gl.constexpr, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(acc, w, scale, best, rows, start, entry, stop, TOKENS: gl.constexpr, FILL: gl.constexpr):
+def store_tile(acc, w, scale, gone, best, rows, start, entry, stop, TOKENS: gl.constexpr, FILL: gl.constexpr):
     """Store the scores of a tile, whose products are `acc`. Returns the largest of each entry's group until now."""
     # a NaN must stay
     acc = gl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * gl.expand_dims(w, 0)
@@ -129,6 +136,7 @@ def store_tile(acc, w, scale, best, rows, start, entry, stop, TOKENS: gl.constex
         sees = sees & (at >= gl.expand_dims(rows.first, 0))
     place = rows.out + (gl.expand_dims(rows.row, 0) + at)
     if FILL:
+        sees = sees & (gone == 0)
         gl.store(place, gl.where(sees, score, -float("inf")), mask=mine & (at < stop))
     else:
         gl.store(place, score, mask=sees)
@@ -189,7 +197,7 @@ def score_tiles(
         async_copy.wait_group(AHEAD - 1)
         fence_async_shared()
         a = warpgroup_mma(k_even.index(0), q, a, use_acc=False, is_async=True)
-        scale_a = load_scales(pages, lost, s_even.index(0), AHEAD - 1, ACC)
+        scale_a, gone_a = load_scales(pages, lost, s_even.index(0), AHEAD - 1, FILL, ACC)
         ahead = begin + AHEAD * 64
         lost = copy_tile(
             pages, ahead, end, block, of, lost, k_odd.index(STAGES - 2), s_odd.index(STAGES - 2), WIDE, LINE
@@ -204,18 +212,18 @@ def score_tiles(
             async_copy.wait_group(AHEAD - 1)
             a = warpgroup_mma_wait(0, deps=[a])
             b = warpgroup_mma(k_odd.index(odd), q, b, use_acc=False, is_async=True)
-            scale_b = load_scales(pages, lost, s_odd.index(odd), AHEAD - 1, ACC)
+            scale_b, gone_b = load_scales(pages, lost, s_odd.index(odd), AHEAD - 1, FILL, ACC)
             lost = copy_tile(pages, ahead + 64, end, block, of, lost, k_even.index(to), s_even.index(to), WIDE, LINE)
             block, of = find(pages, ahead + 128)
-            best = store_tile(a, w, scale_a, best, rows, start, entry, stop, TOKENS, FILL)
+            best = store_tile(a, w, scale_a, gone_a, best, rows, start, entry, stop, TOKENS, FILL)
             best, left, number = after_tile(best, left, number, rows, run, entry, TOKENS)
             async_copy.wait_group(AHEAD - 1)
             b = warpgroup_mma_wait(0, deps=[b])
             a = warpgroup_mma(k_even.index(even), q, a, use_acc=False, is_async=True)
-            scale_a = load_scales(pages, lost, s_even.index(even), AHEAD - 1, ACC)
+            scale_a, gone_a = load_scales(pages, lost, s_even.index(even), AHEAD - 1, FILL, ACC)
             lost = copy_tile(pages, ahead + 128, end, block, of, lost, k_odd.index(to), s_odd.index(to), WIDE, LINE)
             block, of = find(pages, ahead + 192)
-            best = store_tile(b, w, scale_b, best, rows, start + 64, entry, stop, TOKENS, FILL)
+            best = store_tile(b, w, scale_b, gone_b, best, rows, start + 64, entry, stop, TOKENS, FILL)
             best, left, number = after_tile(best, left, number, rows, run, entry, TOKENS)
             odd = even
             even = gl.where(even == STAGES - 1, 0, even + 1)
@@ -225,7 +233,7 @@ def score_tiles(
         a = warpgroup_mma_wait(0, deps=[a])
         async_copy.wait_group(0)
         if start < end:
-            best = store_tile(a, w, scale_a, best, rows, start, entry, stop, TOKENS, FILL)
+            best = store_tile(a, w, scale_a, gone_a, best, rows, start, entry, stop, TOKENS, FILL)
             best, left, number = after_tile(best, left, number, rows, run, entry, TOKENS)
         if rows.maxima is not None:  # noqa: SIM102 - one is a constant
             if left < run:
@@ -233,12 +241,11 @@ def score_tiles(
 
 
 @gluon.jit
-def fill_rows(rows, begin, end, first_token, tokens, stride, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
+def fill_rows(rows, begin, end, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
     """Fill columns begin .. end - 1 with -inf."""
-    token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, LAYOUT))
     lane = gl.arange(0, 256, layout=gl.SliceLayout(0, LAYOUT))
-    row = gl.expand_dims(token.to(gl.int64) * stride, 1)
-    live = gl.expand_dims(token < tokens, 1)
+    row = gl.expand_dims(gl.convert_layout(rows.row, gl.SliceLayout(1, LAYOUT)), 1)
+    live = gl.expand_dims(gl.convert_layout(rows.mine, gl.SliceLayout(1, LAYOUT)), 1)
     for start in range(begin, end, 256):
         at = gl.expand_dims(start + lane, 0)
         gl.store(rows.out + (row + at), gl.full([TOKENS, 256], -float("inf"), gl.float32, layout=LAYOUT),
@@ -252,27 +259,28 @@ def score_index(
     KEYS,  # pages, `page_stride` bytes apart, or rows [N, 128], if there is no TABLE
     SCALES,  # [N] fp32 of rows, or None
     TABLE,  # [R, columns] int32, or None
-    REQUESTS,  # [T] int32 of each token, or None
+    REQUESTS,  # [T] int32 of each token, or None: `each` tokens after another
     LENS,  # [T] int32 entries that each token sees; or the end of its rows
     FIRST,  # [T] int32 first of a token's rows, or None
     OUT,  # [T, limit] fp32
     MAXIMA,  # [T, groups] fp32, or None
-    tokens: tl.int32, requests: tl.int32, limit: tl.int32, span: tl.int32, run: tl.int32, q_stride: tl.int64,
-    q_head_stride: tl.int64, w_stride: tl.int64, table_stride: tl.int64, columns: tl.int32, num_blocks: tl.int32,
-    page_size: tl.int32, factor: tl.int32, log: tl.int32, page_stride: tl.int64, scale_offset: tl.int32,
-    out_stride: tl.int64, maxima_stride: tl.int64,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    tokens: tl.int32, requests: tl.int32, each: tl.int32, limit: tl.int32, span: tl.int32, run: tl.int32,
+    q_stride: tl.int64, q_head_stride: tl.int64, w_stride: tl.int64, table_stride: tl.int64, columns: tl.int32,
+    num_blocks: tl.int32, page_size: tl.int32, factor: tl.int32, log: tl.int32, page_stride: tl.int64,
+    scale_offset: tl.int32, out_stride: tl.int64, maxima_stride: tl.int64,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, FILL: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (splits * token blocks,): TOKENS tokens against `span` entries. Neighbours share entries.
+    """Grid: (splits * token blocks,): TOKENS tokens against a part of the entries. Neighbours share entries.
 
-    limit: most entries. run: tiles of a group of MAXIMA. With a table, only entries that a token sees are written, NaN
-    if they have no block; without, entries that it does not see are -inf. q and keys begin at multiples of 16 bytes.
+    limit: most entries. span: entries of a part of rows; with a table, parts of the entries that a block's tokens see
+    are alike, so that all programs have work where `limit` is far. run: tiles of a group of MAXIMA, which parts hold
+    whole. FILL: whether entries that a token does not see, or that have no block, are written too, as -inf; otherwise
+    those without a block are NaN. q and keys begin at multiples of 16 bytes.
     """
-    ACC: gl.constexpr = ACC_4 if TOKENS == 4 else ACC_2
+    ACC: gl.constexpr = ACC_4 if TOKENS == 4 else ACC_2 if TOKENS == 2 else ACC_1
     WIDE: gl.constexpr = WIDE_4 if TOKENS == 4 else WIDE_2
     LINE: gl.constexpr = LINE_4 if TOKENS == 4 else LINE_2
     FILLED: gl.constexpr = FILL_4 if TOKENS == 4 else FILL_2
-    FILL: gl.constexpr = TABLE is None
     q_s = gl.allocate_shared_memory(gl.float8e4nv, [TOKENS * 64, 128], ROWS_S)
     k_even = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 64, 128], ROWS_S)
     k_odd = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 64, 128], ROWS_S)
@@ -281,8 +289,6 @@ def score_index(
     blocks = (tokens + TOKENS - 1) // TOKENS
     split = gl.program_id(0) // blocks
     first_token = (gl.program_id(0) % blocks) * TOKENS
-    begin = split * span
-    stop = gl.minimum(begin + span, limit)
     entry, number = place_of(ACC, TOKENS)
     token = first_token + number
     live = token < tokens
@@ -290,7 +296,10 @@ def score_index(
     first = None
     if FIRST is not None:
         first = gl.load(FIRST + token, mask=live, other=0)
-    most = gl.max(gl.where(live, lens, 0), 0)
+    request = token
+    if TABLE is not None:
+        # loaded before it is known whether it is needed
+        request = token // each if REQUESTS is None else gl.load(REQUESTS + token, mask=live, other=-1)
     row = token.to(gl.int64) * out_stride
     group = token.to(gl.int64) * maxima_stride
     # queries, which rows of another program's token may follow
@@ -308,74 +317,52 @@ def score_index(
     own = first_token + member // 64
     w = gl.load(W + (own.to(gl.int64) * w_stride + member % 64), mask=own < tokens, other=0.0)
     keys = KEYS.to(gl.pointer_type(gl.float8e4nv))
+    most = gl.maximum(gl.max(gl.where(live, lens, 0), 0), 0)
     if TABLE is None:
         rows = Rows(live, lens, first, row, group, OUT, MAXIMA)
+        begin = split * span
+        stop = gl.minimum(begin + span, limit)
         end = gl.minimum(stop, most)
         if FIRST is not None:
             from_here = gl.min(gl.where(live, gl.maximum(first, begin), end), 0)
             skipped = (gl.maximum(from_here, begin) - begin) // 64 * 64
-            fill_rows(rows, begin, gl.minimum(begin + skipped, stop), first_token, tokens, out_stride, TOKENS, FILLED)
+            fill_rows(rows, begin, gl.minimum(begin + skipped, stop), TOKENS, FILLED)
             begin += skipped
         done = begin + (gl.maximum(end - begin, 0) + 63) // 64 * 64
-        fill_rows(rows, done, stop, first_token, tokens, out_stride, TOKENS, FILLED)
+        fill_rows(rows, done, stop, TOKENS, FILLED)
         pages = Pages(
             keys, SCALES, None, columns, num_blocks, page_size, factor, log, page_stride, scale_offset, limit, limit
         )
         score_tiles(
-            pages,
-            rows,
-            q_s,
-            k_even,
-            k_odd,
-            s_even,
-            s_odd,
-            w,
-            begin,
-            end,
-            stop,
-            run,
-            entry,
-            STAGES,
-            TOKENS,
-            FILL,
-            ACC,
-            WIDE,
-            LINE,
-        )
-    elif begin < most:
-        request = gl.load(REQUESTS + token, mask=live, other=-1)
+            pages, rows, q_s, k_even, k_odd, s_even, s_odd, w, begin, end, stop, run, entry, STAGES, TOKENS, FILL,
+            ACC, WIDE, LINE,
+        )  # fmt: skip
+    else:
+        splits = gl.num_programs(0) // blocks
+        part = 64 * run
+        span = ((most + part - 1) // part + splits - 1) // splits * part
+        begin = split * span
         # of a request that does not exist, no entry has a block
         request = gl.where((request >= 0) & (request < requests), request, -1)
-        known = live & (lens > 0)
+        known = live if FILL else live & (lens > 0)
         lowest = gl.min(gl.where(known, request, 0x7FFFFFFF), 0)
         highest = gl.max(gl.where(known, request, -1), 0)
         for r in range(uniform(lowest), uniform(highest + 1)):
             mine = known & (request == r)
-            end = gl.minimum(stop, gl.max(gl.where(mine, lens, 0), 0))
+            seen = gl.maximum(gl.max(gl.where(mine, lens, 0), 0), 0)
+            end = gl.minimum(begin + span, seen)
             held = gl.where(r < 0, 0, gl.minimum(columns.to(gl.int64) * page_size, limit.to(gl.int64))).to(gl.int32)
             rows = Rows(mine, lens, first, row, group, OUT, MAXIMA)
             table = TABLE + gl.maximum(r, 0) * table_stride
             pages = Pages(
                 keys, SCALES, table, columns, num_blocks, page_size, factor, log, page_stride, scale_offset, held, limit
             )
+            if FILL:
+                scored = gl.minimum((seen + 63) // 64 * 64, limit)
+                share = ((limit - scored + splits - 1) // splits + 31) // 32 * 32
+                unseen = gl.minimum(scored.to(gl.int64) + split.to(gl.int64) * share, limit.to(gl.int64)).to(gl.int32)
+                fill_rows(rows, unseen, gl.minimum(unseen + share, limit), TOKENS, FILLED)
             score_tiles(
-                pages,
-                rows,
-                q_s,
-                k_even,
-                k_odd,
-                s_even,
-                s_odd,
-                w,
-                begin,
-                end,
-                stop,
-                run,
-                entry,
-                STAGES,
-                TOKENS,
-                FILL,
-                ACC,
-                WIDE,
-                LINE,
-            )
+                pages, rows, q_s, k_even, k_odd, s_even, s_odd, w, begin, end, limit, run, entry, STAGES, TOKENS, FILL,
+                ACC, WIDE, LINE,
+            )  # fmt: skip
