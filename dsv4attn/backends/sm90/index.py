@@ -1,4 +1,4 @@
-"""Scores of index keys on Hopper: the launcher of `kernels_index`, for calls of many tokens with 64 heads.
+"""Scores of index keys on Hopper: the launcher of `kernels_index`, for requests of several tokens with 64 heads.
 
 Each function says whether it serves a call; the shared ones of `index_logits` serve all. Results mean the same.
 """
@@ -6,12 +6,9 @@ Each function says whether it serves a call; the shared ones of `index_logits` s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from typing import Any
 
 import torch
 import triton
-from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention.attend import divider
@@ -29,32 +26,15 @@ __all__ = ["Sm90LayerSteps", "fp8_mqa_logits", "may_serve", "score", "variants"]
 
 HEADS, DIM, PAGE = 64, 128, 64
 """Heads and dims of a query, and entries of a tile, which stand in one page."""
-FEWEST = 2
-"""Tokens of a request that this kernel is for, at least."""
 LAYOUT = KVCacheLayout.index_fp8(DIM)
+TOKENS = 2
+"""Tokens of a block, which share the keys that are copied. On pages, requests of fewer are not served."""
+WARPS, REGISTERS, PROGRAMS = 4, 128, 4
+"""Warps of a program, registers of a thread, and programs of a multiprocessor: all registers are used.
 
-
-@frozen
-class Tile:
-    """Tokens of a program, and stages of its keys for even and for odd tiles.
-
-    programs: that a multiprocessor holds, times the rounds in which they run.
-    """
-
-    tokens: int
-    stages: int
-    programs: int
-
-    @property
-    def warps(self) -> int:
-        """Warps of a program: four for every two tokens."""
-        return 4 * -(-self.tokens // 2)
-
-
-TILE = Tile(2, 3, 2)
-"""H200, torch 2.11, Triton 3.6, 2026-11-22: 2,048 tokens over 8,192 gathered keys take 275 us; with four tokens 294."""
-PAGED = Tile(2, 5, 2)
-"""On pages, where keys come from memory."""
+H200, torch 2.11, Triton 3.6, 2026-11-23: 2,048 tokens over 8,192 gathered keys take 265 us; with eight warps for four
+tokens 274, with three programs of 168 registers 278, with two programs of two accumulators each 280.
+"""
 
 
 class Sm90LayerSteps(TritonLayerSteps):
@@ -117,12 +97,12 @@ def score(
 ) -> bool:
     """See `index_logits.score`. False if this kernel does not serve the call; nothing is written then."""
     tokens, entries = scores.shape
-    paging = _paging(cache)
-    if paging is None or not _serves(query) or tokens < FEWEST * block_table.shape[0]:
+    paging, run = _paging(cache), PAGE if maxima is None else run
+    if paging is None or not _serves(query) or tokens < TOKENS * block_table.shape[0] or run & (run - 1):
         return False
     if tokens and entries:
         keys = cache.tensor, None, block_table, token_to_req
-        _launch(PAGED, query, keys, visible_lens, None, scores, maxima, max(run // PAGE, 1), paging)
+        _launch(query, keys, visible_lens, None, scores, maxima, paging, run=run)
     return True
 
 
@@ -139,12 +119,12 @@ def fp8_paged_mqa_logits(
     requests, each, _, _ = q.shape
     query = IndexQuery(q.flatten(0, 1), weights)
     paging = _paging(cache)
-    if each < FEWEST or paging is None or not (_serves(query) and block_tables.numel()):
+    if each < TOKENS or paging is None or not (_serves(query) and block_tables.numel()):
         return None
     logits = torch.empty(requests * each, max_model_len, dtype=torch.float32, device=q.device)
     if logits.numel():
         keys = cache.tensor, None, block_tables, None
-        _launch(PAGED, query, keys, lens.reshape(-1), None, logits, None, 1, paging, each)
+        _launch(query, keys, lens.reshape(-1).contiguous(), None, logits, None, paging, each=each)
     return logits
 
 
@@ -173,7 +153,7 @@ def fp8_mqa_logits(
     logits = torch.empty(q.shape[0], rows.shape[0], dtype=torch.float32, device=q.device)
     if logits.numel():
         given = _raw(rows), scales, None, None
-        _launch(TILE, query, given, cu_seqlen_ke, cu_seqlen_ks, logits, None, 1, (0, PAGE, *divider(PAGE), 0, 0))
+        _launch(query, given, cu_seqlen_ke, cu_seqlen_ks, logits, None, (0, PAGE, *divider(PAGE), 0, 0))
     return logits
 
 
@@ -191,41 +171,42 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def _launch(
-    tile: Tile,
     query: IndexQuery,
     keys: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
     lens: Tensor,
     first: Tensor | None,
     out: Tensor,
     maxima: Tensor | None,
-    run: int,
     paging: tuple[int, ...],
+    *,
+    run: int = PAGE,
     each: int = 0,
 ) -> None:
+    """keys: the tensor, and scales, table and requests or None. run: of maxima, a power of two."""
     from dsv4attn.backends.sm90.kernels_index import score_index  # not where kernels are interpreted
 
-    table, values, fill = keys[2], _raw(query.values), keys[3] is None
-    tokens, entries = out.shape
-    blocks = triton.cdiv(tokens, tile.tokens)
-    wanted = max(tile.programs * multiprocessors() // blocks, 1)
-    span = triton.cdiv(triton.cdiv(triton.cdiv(entries, PAGE), wanted), run) * run * PAGE
-    requests, columns = (0, 0) if table is None else table.shape
+    table, values = keys[2], _raw(query.values)
+    (tokens, entries), programs = out.shape, PROGRAMS * multiprocessors()
+    blocks, tiles = triton.cdiv(tokens, TOKENS), triton.cdiv(entries, PAGE)
+    span = triton.cdiv(tiles, max(programs // blocks, 1)) * PAGE
+    if table is None:
+        grid, requests, last_column, held = blocks * triton.cdiv(entries, span), 0, 0, entries
+    else:
+        grid, (requests, columns) = min(programs, blocks * triton.cdiv(entries, run)), table.shape
+        last_column, held = columns - 1, min(columns * paging[1], entries)
     launch(
         score_index,
-        (blocks * triton.cdiv(entries, span),),
+        (grid,),
         (
-            values, query.weights, *keys, lens, first, out, maxima, tokens, requests, each, entries, span, run,
-            values.stride(0), values.stride(1), query.weights.stride(0), 0 if table is None else table.stride(0),
-            columns, *paging, out.stride(0), 0 if maxima is None else maxima.stride(0),
+            values, query.weights, *keys, lens, first, out, maxima, tokens, requests, each, entries, span,
+            run.bit_length() - 1, held, values.stride(0), values.stride(1), query.weights.stride(0),
+            0 if table is None else table.stride(0), last_column, *paging, out.stride(0),
+            0 if maxima is None else maxima.stride(0),
         ),
-        _constants(tile, fill),
-        num_warps=tile.warps,
+        {"FILL": keys[3] is None},
+        num_warps=WARPS,
+        maxnreg=REGISTERS,
     )  # fmt: skip
-
-
-@cache
-def _constants(tile: Tile, fill: bool) -> dict[str, Any]:  # noqa: FBT001 - constants of a launch
-    return {"TOKENS": tile.tokens, "STAGES": tile.stages, "FILL": fill}
 
 
 def may_serve(bounds: Bounds) -> bool:
@@ -236,16 +217,15 @@ def may_serve(bounds: Bounds) -> bool:
     return (model.index_n_heads, model.index_head_dim) == (HEADS, DIM) and bounds.index_layout == LAYOUT
 
 
-def variants(*, gathered: bool = False) -> Iterator[Variant]:
-    """Every form that selection can ask for on pages; and that of `fp8_mqa_logits`."""
+def variants(*, logits: bool = False) -> Iterator[Variant]:
+    """Every form that selection can ask for; with `logits`, also those of the two functions of that name."""
     from dsv4attn.backends.sm90.kernels_index import score_index  # not where kernels are interpreted
 
     common = {"Q": "*u8", "KEYS": "*u8", "W": "*fp32", "OUT": "*fp32"}
     forms = [{"SCALES": "none", "FIRST": "none", "MAXIMA": maxima} for maxima in ("none", "*fp32")]
-    if gathered:
+    if logits:
         forms.append({"SCALES": "none", "FIRST": "none", "REQUESTS": "none", "MAXIMA": "none"})
         forms.append({"SCALES": "*fp32", "TABLE": "none", "REQUESTS": "none", "MAXIMA": "none"})
     for form in forms:
-        tile = TILE if form.get("TABLE") == "none" else PAGED
-        constants = _constants(tile, form.get("REQUESTS") == "none")
-        yield Variant.from_types(score_index, common | form, constants, num_warps=tile.warps)
+        fill = form.get("REQUESTS") == "none"
+        yield Variant.from_types(score_index, common | form, {"FILL": fill}, num_warps=WARPS, maxnreg=REGISTERS)
