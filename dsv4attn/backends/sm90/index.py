@@ -1,4 +1,4 @@
-"""Scores of index keys on Hopper: the launcher of `kernels_index`, for calls of many tokens with 64 heads.
+"""Scores of index keys on Hopper: the launcher of `kernels_index`, for requests of several tokens with 64 heads.
 
 Each function says whether it serves a call; the shared ones of `index_logits` serve all. Results mean the same.
 """
@@ -6,12 +6,9 @@ Each function says whether it serves a call; the shared ones of `index_logits` s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from typing import Any
 
 import torch
 import triton
-from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention.attend import divider
@@ -20,7 +17,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
 from dsv4attn.backends._triton.layer import index_logits
 from dsv4attn.backends._triton.layer.steps import TritonLayerSteps
-from dsv4attn.core.definitions.indexer import IndexQuery, dialect_of
+from dsv4attn.core.definitions.indexer import IndexQuery, check_paged_logits, dialect_of
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.warmup_spec import Bounds
@@ -30,22 +27,14 @@ __all__ = ["Sm90LayerSteps", "fp8_mqa_logits", "may_serve", "score", "variants"]
 HEADS, DIM, PAGE = 64, 128, 64
 """Heads and dims of a query, and entries of a tile, which stand in one page."""
 LAYOUT = KVCacheLayout.index_fp8(DIM)
+TOKENS = 2
+"""Tokens of a block, which share the keys that are copied. On pages, requests of fewer are not served."""
+WARPS, REGISTERS, PROGRAMS = 4, 128, 4
+"""Warps of a program, registers of a thread, and programs of a multiprocessor: all registers are used.
 
-
-@frozen
-class Tile:
-    """Tokens of a program, and stages of its keys for even and for odd tiles.
-
-    programs: that a multiprocessor holds, times the rounds in which they run.
-    """
-
-    tokens: int
-    stages: int
-    programs: int
-
-
-TILE = Tile(2, 3, 2)
-"""H200, torch 2.11, Triton 3.6, 2026-11-22: 2,048 tokens over 8,192 gathered keys take 275 us; with four tokens 294."""
+H200, torch 2.11, Triton 3.6, 2026-11-23: 2,048 tokens over 8,192 gathered keys take 265 us; with eight warps for four
+tokens 274, with three programs of 168 registers 278, with two programs of two accumulators each 280.
+"""
 
 
 class Sm90LayerSteps(TritonLayerSteps):
@@ -70,6 +59,23 @@ class Sm90LayerSteps(TritonLayerSteps):
         if self._deterministic or not score(*given):
             super()._score(*given)
 
+    def fp8_paged_mqa_logits(
+        self,
+        q: Tensor,
+        kv_cache: PagedKVCache | Tensor,
+        weights: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        schedule_metadata: object = None,
+        max_model_len: int = 0,
+    ) -> Tensor:
+        """See `LayerSteps`."""
+        given = q, kv_cache, weights, context_lens, block_tables
+        found = None if self._deterministic else fp8_paged_mqa_logits(*given, max_model_len)
+        if found is None:
+            found = index_logits.fp8_paged_mqa_logits(*given, schedule_metadata, max_model_len)
+        return found
+
     def fp8_mqa_logits(
         self, q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor
     ) -> Tensor:
@@ -91,21 +97,47 @@ def score(
 ) -> bool:
     """See `index_logits.score`. False if this kernel does not serve the call; nothing is written then."""
     tokens, entries = scores.shape
+    paging, run = _paging(cache), PAGE if maxima is None else run
+    if paging is None or not _serves(query) or tokens < TOKENS * block_table.shape[0] or run & (run - 1):
+        return False
+    if tokens and entries:
+        keys = cache.tensor, None, block_table, token_to_req
+        _launch(query, keys, visible_lens, None, scores, maxima, paging, run=run)
+    return True
+
+
+def fp8_paged_mqa_logits(
+    q: Tensor,
+    kv_cache: PagedKVCache | Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    max_model_len: int,
+) -> Tensor | None:
+    """See `definitions.indexer.fp8_paged_mqa_logits`. None if this kernel does not serve the call."""
+    cache, lens = check_paged_logits(q, kv_cache, weights, context_lens)
+    requests, each, _, _ = q.shape
+    query = IndexQuery(q.flatten(0, 1), weights)
+    paging = _paging(cache)
+    if each < TOKENS or paging is None or not (_serves(query) and block_tables.numel()):
+        return None
+    logits = torch.empty(requests * each, max_model_len, dtype=torch.float32, device=q.device)
+    if logits.numel():
+        keys = cache.tensor, None, block_tables, None
+        _launch(query, keys, lens.reshape(-1).contiguous(), None, logits, None, paging, each=each)
+    return logits
+
+
+def _paging(cache: PagedKVCache) -> tuple[int, ...] | None:
+    """What the kernel is told of pages; None if it does not read such pages."""
     page, data, scale_offset, scale = record_strides(cache)
     served = (
-        _serves(query)
-        and cache.layout == LAYOUT
+        cache.layout == LAYOUT
         and (data, scale) == (DIM, 4)
         and not (cache.tensor.data_ptr() % WIDE or page % WIDE or cache.block_size % PAGE or scale_offset % 4)
         and cache.num_blocks > 0
-        and tokens >= 2 * block_table.shape[0]
     )
-    if served and tokens and entries:
-        runs = max(run // PAGE, 1)
-        keys = cache.tensor, None, block_table, token_to_req
-        paging = cache.num_blocks, cache.block_size, *divider(cache.block_size), page, scale_offset
-        _launch(query, keys, visible_lens, None, scores, maxima, runs, paging)
-    return served
+    return (cache.num_blocks, cache.block_size, *divider(cache.block_size), page, scale_offset) if served else None
 
 
 def fp8_mqa_logits(
@@ -121,7 +153,7 @@ def fp8_mqa_logits(
     logits = torch.empty(q.shape[0], rows.shape[0], dtype=torch.float32, device=q.device)
     if logits.numel():
         given = _raw(rows), scales, None, None
-        _launch(query, given, cu_seqlen_ke, cu_seqlen_ks, logits, None, 1, (0, PAGE, *divider(PAGE), 0, 0))
+        _launch(query, given, cu_seqlen_ke, cu_seqlen_ks, logits, None, (0, PAGE, *divider(PAGE), 0, 0))
     return logits
 
 
@@ -145,33 +177,36 @@ def _launch(
     first: Tensor | None,
     out: Tensor,
     maxima: Tensor | None,
-    run: int,
     paging: tuple[int, ...],
+    *,
+    run: int = PAGE,
+    each: int = 0,
 ) -> None:
+    """keys: the tensor, and scales, table and requests or None. run: of maxima, a power of two."""
     from dsv4attn.backends.sm90.kernels_index import score_index  # not where kernels are interpreted
 
-    tile, table, values = TILE, keys[2], _raw(query.values)
-    tokens, entries = out.shape
-    blocks = triton.cdiv(tokens, tile.tokens)
-    wanted = max(tile.programs * multiprocessors() // blocks, 1)
-    span = triton.cdiv(triton.cdiv(triton.cdiv(entries, PAGE), wanted), run) * run * PAGE
-    requests, columns = (0, 0) if table is None else table.shape
+    table, values = keys[2], _raw(query.values)
+    (tokens, entries), programs = out.shape, PROGRAMS * multiprocessors()
+    blocks, tiles = triton.cdiv(tokens, TOKENS), triton.cdiv(entries, PAGE)
+    span = triton.cdiv(tiles, max(programs // blocks, 1)) * PAGE
+    if table is None:
+        grid, requests, last_column, held = blocks * triton.cdiv(entries, span), 0, 0, entries
+    else:
+        grid, (requests, columns) = min(programs, blocks * triton.cdiv(entries, run)), table.shape
+        last_column, held = columns - 1, min(columns * paging[1], entries)
     launch(
         score_index,
-        (blocks * triton.cdiv(entries, span),),
+        (grid,),
         (
-            values, query.weights, *keys, lens, first, out, maxima, tokens, requests, entries, span, run,
-            values.stride(0), values.stride(1), query.weights.stride(0), 0 if table is None else table.stride(0),
-            columns, *paging, out.stride(0), 0 if maxima is None else maxima.stride(0),
+            values, query.weights, *keys, lens, first, out, maxima, tokens, requests, each, entries, span,
+            run.bit_length() - 1, held, values.stride(0), values.stride(1), query.weights.stride(0),
+            0 if table is None else table.stride(0), last_column, *paging, out.stride(0),
+            0 if maxima is None else maxima.stride(0),
         ),
-        _constants(tile),
-        num_warps=2 * tile.tokens,
+        {"FILL": keys[3] is None},
+        num_warps=WARPS,
+        maxnreg=REGISTERS,
     )  # fmt: skip
-
-
-@cache
-def _constants(tile: Tile) -> dict[str, Any]:
-    return {"TOKENS": tile.tokens, "STAGES": tile.stages}
 
 
 def may_serve(bounds: Bounds) -> bool:
@@ -182,14 +217,15 @@ def may_serve(bounds: Bounds) -> bool:
     return (model.index_n_heads, model.index_head_dim) == (HEADS, DIM) and bounds.index_layout == LAYOUT
 
 
-def variants(*, gathered: bool = False) -> Iterator[Variant]:
-    """Every form that selection can ask for on pages; and that of `fp8_mqa_logits`."""
+def variants(*, logits: bool = False) -> Iterator[Variant]:
+    """Every form that selection can ask for; with `logits`, also those of the two functions of that name."""
     from dsv4attn.backends.sm90.kernels_index import score_index  # not where kernels are interpreted
 
     common = {"Q": "*u8", "KEYS": "*u8", "W": "*fp32", "OUT": "*fp32"}
     forms = [{"SCALES": "none", "FIRST": "none", "MAXIMA": maxima} for maxima in ("none", "*fp32")]
-    if gathered:
+    if logits:
+        forms.append({"SCALES": "none", "FIRST": "none", "REQUESTS": "none", "MAXIMA": "none"})
         forms.append({"SCALES": "*fp32", "TABLE": "none", "REQUESTS": "none", "MAXIMA": "none"})
     for form in forms:
-        constants = _constants(TILE)
-        yield Variant.from_types(score_index, common | form, constants, num_warps=2 * TILE.tokens)
+        fill = form.get("REQUESTS") == "none"
+        yield Variant.from_types(score_index, common | form, {"FILL": fill}, num_warps=WARPS, maxnreg=REGISTERS)

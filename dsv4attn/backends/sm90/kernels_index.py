@@ -1,248 +1,172 @@
-"""Hopper's kernel of the indexer's scores: products of one tile of keys run while the tile before it is summed.
-
-A tile is 64 keys by TOKENS * 64 queries; each warp group multiplies it with the queries of two tokens, and has two
-accumulators in turn. Queries stay in shared memory. Keys and their scales are copied some tiles ahead.
-"""
+"""Hopper's kernel of the indexer's scores: how programs share the entries that blocks of two tokens see."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# ruff: noqa: PYI024 - fields have no types of Python's
 
 from __future__ import annotations
-
-from collections import namedtuple
 
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
-from dsv4attn.backends.sm90.compat import copy_async
-from dsv4attn.backends.sm90.kernels_schedule import umulhi
+from dsv4attn.backends.sm90.kernels_index_tiles import (
+    FLAT_S,
+    ROWS_S,
+    STAGES,
+    TOKENS,
+    Args,
+    Keys,
+    Memory,
+    Rows,
+    fill,
+    place_of,
+    score_tiles,
+    uniform,
+)
 
-ROWS_S = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
-"""Rows of 128 codes."""
-FLAT_S = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_ACC = [gl.NVMMADistributedLayout([3, 0], [4, n], [16, 128, 32]) for n in (1, 2)]
-ACC_2, ACC_4 = gl.constexpr(_ACC[0]), gl.constexpr(_ACC[1])
-"""Products of a tile, for two tokens and four warps, and for four tokens and eight warps."""
-_WIDE = [gl.BlockedLayout([1, 16], [4, 8], [n, 1], [1, 0]) for n in (4, 8)]
-WIDE_2, WIDE_4 = gl.constexpr(_WIDE[0]), gl.constexpr(_WIDE[1])
-"""Sixteen codes in each thread."""
-_LINE = [gl.BlockedLayout([1], [32], [n], [0]) for n in (4, 8)]
-LINE_2, LINE_4 = gl.constexpr(_LINE[0]), gl.constexpr(_LINE[1])
-_FILL = [gl.BlockedLayout([1, 1], [1, 32], [1, n], [1, 0]) for n in (4, 8)]
-FILL_2, FILL_4 = gl.constexpr(_FILL[0]), gl.constexpr(_FILL[1])
-"""Rows of results that are filled."""
-
-Pages = namedtuple("Pages", "keys scales table columns blocks size factor log stride scale_offset held limit")
-"""Where keys are: on pages of a request, or `limit` rows, if there is no table. held: entries that the table has."""
-Rows = namedtuple("Rows", "mine lens first row group out maxima")
-"""[TOKENS] of each token: whether it has these keys; entries that it sees; first of them, or None; its rows' places."""
+AT_ONCE = gl.constexpr(128)
+"""Blocks whose lengths are loaded together."""
+EACH = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+"""AT_ONCE numbers, all of which each warp has: sums need no barrier."""
 
 
 @gluon.jit
-def uniform(x):
-    """A scalar that is equal in all threads. After this instruction the assembler keeps it in a uniform register."""
-    return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
-    )
+def plus(a, b):
+    """A scan's step."""
+    return a + b
 
 
 @gluon.jit
-def find(pages, start):
-    """What the table says of the page of an entry, and the entry's number in the page."""
-    block = start
-    of = start
-    if pages.table is not None:
-        twice = start.to(gl.uint32, bitcast=True) << 1
-        shift = pages.log.to(gl.uint32)
-        column = (umulhi(twice, pages.factor.to(gl.uint32, bitcast=True)) >> shift).to(gl.int32)
-        of = start - column * pages.size
-        block = gl.load(pages.table + gl.maximum(gl.minimum(column, pages.columns - 1), 0))
-    return block, of
+def fill_unseen(args, blocks, number):
+    """Fill what no tile of a token's request reaches with -inf: each program a part of some blocks."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    slices = gl.maximum(programs // blocks, 1)
+    if program // blocks < slices:
+        for block in range(program % blocks, blocks, programs):
+            token = block * TOKENS + number
+            live = token < args.tokens
+            lens = gl.minimum(gl.maximum(gl.load(args.lens + token, mask=live, other=0), 0), args.limit)
+            unseen = gl.where(live, (lens + 63) // 64 * 64, args.limit)
+            least = gl.min(unseen, 0)
+            width = (gl.maximum(args.limit - least, 0) + slices - 1) // slices
+            low = least.to(gl.int64) + width.to(gl.int64) * (program // blocks)
+            low = gl.minimum(low, args.limit.to(gl.int64)).to(gl.int32)
+            high = low + gl.minimum(args.limit - low, width)
+            fill(args, token.to(gl.int64) * args.out_stride, live, unseen, low, high)
 
 
 @gluon.jit
-def copy_tile(pages, start, end, block, of, lost, k_s, s_s, WIDE: gl.constexpr, LINE: gl.constexpr):
-    """Start to copy 64 keys and their scales, if start < end. Keys without a page are those of page 0.
+def score_rows(args, memory, block, split, FILL: gl.constexpr):
+    """Score `span` gathered keys for a block of tokens, and fill what a token does not see."""
+    entry, number = place_of()
+    token = block * TOKENS + number
+    live = token < args.tokens
+    lens = gl.minimum(gl.load(args.lens + token, mask=live, other=0), args.limit)
+    first = gl.load(args.first + token, mask=live, other=0)
+    row = token.to(gl.int64) * args.out_stride
+    begin = split * args.span
+    stop = gl.minimum(begin + args.span, args.limit)
+    end = gl.minimum(stop, gl.max(gl.where(live, lens, 0), 0))
+    from_here = gl.min(gl.where(live, gl.maximum(first, begin), end), 0)
+    skipped = (gl.maximum(from_here, begin) - begin) // 64 * 64
+    fill(args, row, live, lens * 0, begin, gl.minimum(begin + skipped, stop))
+    begin += skipped
+    fill(args, row, live, lens * 0, begin + (gl.maximum(end - begin, 0) + 63) // 64 * 64, stop)
+    rows = Rows(live, lens, first, row, block)
+    score_tiles(args, Keys(None, args.limit), rows, memory, begin, end, stop, entry, FILL)
 
-    Returns `lost`, moved by a bit, with a bit for this tile: whether it has no page. Without branches: the assembler
-    lets products run behind none.
+
+@gluon.jit
+def score_pages(args, memory, block, low, high, shift, again, FILL: gl.constexpr):
+    """Score the units low .. high - 1 of what a block of tokens sees, by one of its requests: the second, if `again`.
+
+    Returns how many units the block has, and whether a second request is left.
     """
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-    column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, WIDE)), 0)
-    lane = gl.arange(0, 64, layout=LINE)
-    if pages.table is None:
-        left = gl.where(start < end, pages.limit - start, 0)
-        keys = pages.keys + start.to(gl.int64) * 128
-        source = gl.multiple_of(keys + (gl.expand_dims(row * 128, 1) + column), [1, 16])
-        copy_async(k_s, source, mask=gl.expand_dims(row, 1) + column * 0 < left)
-        copy_async(s_s, pages.scales + (start + lane), mask=lane < left)
-    else:
-        ok = (block >= 0) & (block < pages.blocks) & (start < pages.held)
-        page = pages.keys + gl.where(ok, block, 0).to(gl.int64) * pages.stride
-        source = gl.multiple_of((page + of * 128) + (gl.expand_dims(row * 128, 1) + column), [1, 16])
-        copy_async(k_s, source, mask=start < end)
-        scales = gl.multiple_of(page + (pages.scale_offset + of * 4), 4).to(gl.pointer_type(gl.float32))
-        copy_async(s_s, scales + lane, mask=start < end)
-        lost = (lost << 1) | gl.where(ok, 0, 1)
-    async_copy.commit_group()
-    return lost
+    entry, number = place_of()
+    token = block * TOKENS + number
+    live = token < args.tokens
+    lens = gl.minimum(gl.load(args.lens + token, mask=live, other=0), args.limit)
+    request = token // args.each if args.requests is None else gl.load(args.requests + token, mask=live, other=-1)
+    row = token.to(gl.int64) * args.out_stride
+    units = (gl.max(gl.where(live, gl.maximum(lens, 0), 0), 0) + ((1 << shift) - 1)) >> shift
+    # of a request that does not exist, no entry has a block
+    request = gl.where((request >= 0) & (request < args.num_requests), request, -1)
+    known = live & (lens > 0)
+    lowest = uniform(gl.min(gl.where(known, request, 0x7FFFFFFF), 0))
+    highest = uniform(gl.max(gl.where(known, request, -1), 0))
+    r = gl.where(again == 0, lowest, highest)
+    mine = known & (request == r)
+    keys = Keys(args.table + gl.maximum(r, 0) * args.table_stride, gl.where(r < 0, 0, args.held))
+    end = gl.minimum(gl.minimum(high, units) << shift, gl.max(gl.where(mine, lens, 0), 0))
+    rows = Rows(mine, lens, None, row, block)
+    score_tiles(args, keys, rows, memory, uniform(low << shift), uniform(end), args.limit, entry, FILL)
+    return units, gl.where((again == 0) & (lowest < highest), 1, 0)
 
 
 @gluon.jit
-def load_scales(pages, lost, s_s, AHEAD: gl.constexpr, ACC: gl.constexpr):
-    """[64] scales of a tile, NaN where there is no page. The last copy was of the tile AHEAD tiles later."""
-    scale = s_s.load(gl.SliceLayout(1, ACC))
-    if pages.table is not None:
-        scale = gl.where(((lost >> AHEAD) & 1) != 0, float("nan"), scale)
-    return scale
+def units_of(args, block, shift):
+    """How many units the tokens of each block see."""
+    most = block * 0
+    for i in gl.static_range(TOKENS):
+        token = block * TOKENS + i
+        most = gl.maximum(most, gl.load(args.lens + token, mask=token < args.tokens, other=0))
+    return (gl.minimum(most, args.limit) + ((1 << shift) - 1)) >> shift
 
 
 @gluon.jit
-def place_of(ACC: gl.constexpr, TOKENS: gl.constexpr):
-    """Numbers [64] of the entries of a tile, and [TOKENS] of the tokens, as their scores are held."""
-    sums = gl.sum(gl.reshape(gl.zeros([64, TOKENS * 64], gl.float32, layout=ACC), [64, TOKENS, 64]), 2)
-    layout: gl.constexpr = sums.type.layout
-    return gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), gl.arange(0, TOKENS, layout=gl.SliceLayout(0, layout))
+def score_shares(args, memory, FILL: gl.constexpr):
+    """Score this program's share of all blocks.
 
-
-@gluon.jit
-def store_tile(acc, w, scale, best, rows, start, entry, stop, TOKENS: gl.constexpr, FILL: gl.constexpr):
-    """Store the scores of a tile, whose products are `acc`. Returns the largest of each entry's group until now."""
-    # a NaN must stay
-    acc = gl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL) * gl.expand_dims(w, 0)
-    score = gl.sum(gl.reshape(acc, [64, TOKENS, 64]), 2)
-    layout: gl.constexpr = score.type.layout
-    unit = gl.convert_layout(scale, gl.SliceLayout(1, layout))
-    score *= gl.expand_dims(unit, 1)
-    at = gl.expand_dims(start + entry, 1)
-    mine = gl.expand_dims(rows.mine, 0)
-    sees = mine & (at < gl.expand_dims(rows.lens, 0))
-    if rows.first is not None:
-        sees = sees & (at >= gl.expand_dims(rows.first, 0))
-    place = rows.out + (gl.expand_dims(rows.row, 0) + at)
+    If blocks see about as many entries, each has the same number of programs, and a program has one block. Otherwise
+    all programs have the same number of units, of one block or of several that follow each other.
+    """
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    blocks = (args.tokens + TOKENS - 1) // TOKENS
+    # log2 of the entries of a unit, which is a tile where there are no maxima
+    shift = 6 if args.maxima is None else args.run
+    lane = gl.arange(0, AT_ONCE, layout=EACH)
+    units = units_of(args, lane, shift)
     if FILL:
-        gl.store(place, gl.where(sees, score, -float("inf")), mask=mine & (at < stop))
-    else:
-        gl.store(place, score, mask=sees)
-    if rows.maxima is not None:
-        best = gl.maximum(best, gl.where(sees, score, -float("inf")))
-    return best
-
-
-@gluon.jit
-def store_group(best, rows, number, entry):
-    """Store the largest scores of the groups of a run."""
-    place = gl.expand_dims(rows.group, 0) + gl.expand_dims(number * 64 + entry, 1)
-    gl.store(rows.maxima + place, best, mask=gl.expand_dims(rows.mine, 0))
-
-
-@gluon.jit
-def after_tile(best, left, number, rows, run, entry, TOKENS: gl.constexpr):
-    """Count a tile of a run; behind the last, store the maxima and begin anew."""
-    if rows.maxima is not None:
-        left -= 1
-        if left == 0:
-            store_group(best, rows, number, entry)
-            best = gl.full([64, TOKENS], -float("inf"), gl.float32, layout=best.type.layout)
-            number += 1
-            left = run
-    return best, left, number
-
-
-@gluon.jit
-def score_tiles(
-    pages, rows, q_s, k_even, k_odd, s_even, s_odd, w, begin, end, stop, run, entry, STAGES: gl.constexpr,
-    TOKENS: gl.constexpr, FILL: gl.constexpr, ACC: gl.constexpr, WIDE: gl.constexpr,
-    LINE: gl.constexpr,
-):  # fmt: skip
-    """Score the entries begin .. end - 1. While a tile is summed, the products of the next one run.
-
-    k_even, k_odd, s_even, s_odd: keys and scales of even and odd tiles, STAGES of each. A tile is copied an odd number
-    of tiles ahead, so that what is read and what is written since the last barrier are different memory. The place that
-    it takes is of a tile whose products every warp has waited for, before that barrier.
-    """
-    if begin < end:
-        AHEAD: gl.constexpr = 2 * STAGES - 3
-        q = q_s.permute((1, 0))
-        lost = gl.to_tensor(0)
-        block, of = find(pages, begin)
-        for i in gl.static_range(AHEAD):
-            k_s, s_s = (k_even, s_even) if i % 2 == 0 else (k_odd, s_odd)
-            lost = copy_tile(
-                pages, begin + i * 64, end, block, of, lost, k_s.index(i // 2), s_s.index(i // 2), WIDE, LINE
-            )
-            block, of = find(pages, begin + (i + 1) * 64)
-        best = gl.full([64, TOKENS], -float("inf"), gl.float32, layout=entry.type.layout.parent)
-        number = begin // (64 * run)
-        left = run
-        a = gl.zeros([64, TOKENS * 64], gl.float32, layout=ACC)
-        b = gl.zeros([64, TOKENS * 64], gl.float32, layout=ACC)
-        # the first tile
-        async_copy.wait_group(AHEAD - 1)
-        fence_async_shared()
-        a = warpgroup_mma(k_even.index(0), q, a, use_acc=False, is_async=True)
-        scale_a = load_scales(pages, lost, s_even.index(0), AHEAD - 1, ACC)
-        ahead = begin + AHEAD * 64
-        lost = copy_tile(
-            pages, ahead, end, block, of, lost, k_odd.index(STAGES - 2), s_odd.index(STAGES - 2), WIDE, LINE
-        )
-        block, of = find(pages, ahead + 64)
-        # places of the next tiles that are multiplied and copied
-        odd = gl.to_tensor(0)
-        even = gl.to_tensor(1)
-        to = gl.to_tensor(STAGES - 1)
-        start = begin
-        for _ in range(uniform((end - begin + 63) // 128)):
-            async_copy.wait_group(AHEAD - 1)
-            a = warpgroup_mma_wait(0, deps=[a])
-            b = warpgroup_mma(k_odd.index(odd), q, b, use_acc=False, is_async=True)
-            scale_b = load_scales(pages, lost, s_odd.index(odd), AHEAD - 1, ACC)
-            lost = copy_tile(pages, ahead + 64, end, block, of, lost, k_even.index(to), s_even.index(to), WIDE, LINE)
-            block, of = find(pages, ahead + 128)
-            best = store_tile(a, w, scale_a, best, rows, start, entry, stop, TOKENS, FILL)
-            best, left, number = after_tile(best, left, number, rows, run, entry, TOKENS)
-            async_copy.wait_group(AHEAD - 1)
-            b = warpgroup_mma_wait(0, deps=[b])
-            a = warpgroup_mma(k_even.index(even), q, a, use_acc=False, is_async=True)
-            scale_a = load_scales(pages, lost, s_even.index(even), AHEAD - 1, ACC)
-            lost = copy_tile(pages, ahead + 128, end, block, of, lost, k_odd.index(to), s_odd.index(to), WIDE, LINE)
-            block, of = find(pages, ahead + 192)
-            best = store_tile(b, w, scale_b, best, rows, start + 64, entry, stop, TOKENS, FILL)
-            best, left, number = after_tile(best, left, number, rows, run, entry, TOKENS)
-            odd = even
-            even = gl.where(even == STAGES - 1, 0, even + 1)
-            to = gl.where(to == STAGES - 1, 0, to + 1)
-            start += 128
-            ahead += 128
-        a = warpgroup_mma_wait(0, deps=[a])
-        async_copy.wait_group(0)
-        if start < end:
-            best = store_tile(a, w, scale_a, best, rows, start, entry, stop, TOKENS, FILL)
-            best, left, number = after_tile(best, left, number, rows, run, entry, TOKENS)
-        if rows.maxima is not None:  # noqa: SIM102 - one is a constant
-            if left < run:
-                store_group(best, rows, number, entry)
-
-
-@gluon.jit
-def fill_rows(rows, begin, end, first_token, tokens, stride, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Fill columns begin .. end - 1 with -inf."""
-    token = first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, LAYOUT))
-    lane = gl.arange(0, 256, layout=gl.SliceLayout(0, LAYOUT))
-    row = gl.expand_dims(token.to(gl.int64) * stride, 1)
-    live = gl.expand_dims(token < tokens, 1)
-    for start in range(begin, end, 256):
-        at = gl.expand_dims(start + lane, 0)
-        gl.store(rows.out + (row + at), gl.full([TOKENS, 256], -float("inf"), gl.float32, layout=LAYOUT),
-                 mask=live & (at < end))  # fmt: skip
+        _, number = place_of()
+        fill_unseen(args, blocks, number)
+    total, longest = gl.sum(units, 0), gl.max(units, 0)
+    for at in range(AT_ONCE, blocks, AT_ONCE):
+        more = units_of(args, at + lane, shift)
+        total += gl.sum(more, 0)
+        longest = gl.maximum(longest, gl.max(more, 0))
+    splits = programs // blocks
+    share = (longest + splits - 1) // gl.maximum(splits, 1)
+    # a program of two blocks takes the time of one or two tiles longer
+    spare = 8 if args.maxima is None else 0
+    apart = (splits == 0) | (share * 8 > (total + programs - 1) // programs * 9 + spare)
+    # the first unit's block, how many units are before that block, and this program's units, counted in the same way
+    block = program % blocks
+    before = gl.to_tensor(0)
+    begin = program // blocks * share
+    end = gl.minimum(begin + share, units_of(args, block, shift))
+    if apart:
+        mean, rest = total // programs, total % programs
+        begin = program * mean + gl.minimum(program, rest)
+        end = begin + mean + gl.where(program < rest, 1, 0)
+        block = gl.to_tensor(0)
+        counted = gl.to_tensor(0)
+        at = gl.to_tensor(0)
+        while at < blocks:
+            ends = counted + gl.associative_scan(units, 0, plus)
+            passed = (ends <= begin) & (at + lane < blocks)
+            block += gl.sum(gl.where(passed, 1, 0), 0)
+            before = gl.maximum(before, gl.max(gl.where(passed, ends, 0), 0))
+            counted = gl.max(ends, 0)
+            at += AT_ONCE
+            units = units_of(args, at + lane, shift)
+    begin, end, block, before = uniform(begin), uniform(end), uniform(block), uniform(before)
+    again = gl.to_tensor(0)
+    while begin < end:
+        passed, again = score_pages(args, memory, block, begin - before, end - before, shift, again, FILL)
+        if again == 0:
+            before = uniform(before + passed)
+            begin = gl.minimum(before, end)
+            block += 1
 
 
 @stable_gluon
@@ -252,130 +176,36 @@ def score_index(
     KEYS,  # pages, `page_stride` bytes apart, or rows [N, 128], if there is no TABLE
     SCALES,  # [N] fp32 of rows, or None
     TABLE,  # [R, columns] int32, or None
-    REQUESTS,  # [T] int32 of each token, or None
+    REQUESTS,  # [T] int32 of each token, or None: `each` tokens after another
     LENS,  # [T] int32 entries that each token sees; or the end of its rows
     FIRST,  # [T] int32 first of a token's rows, or None
     OUT,  # [T, limit] fp32
     MAXIMA,  # [T, groups] fp32, or None
-    tokens: tl.int32, requests: tl.int32, limit: tl.int32, span: tl.int32, run: tl.int32, q_stride: tl.int64,
-    q_head_stride: tl.int64, w_stride: tl.int64, table_stride: tl.int64, columns: tl.int32, num_blocks: tl.int32,
-    page_size: tl.int32, factor: tl.int32, log: tl.int32, page_stride: tl.int64, scale_offset: tl.int32,
-    out_stride: tl.int64, maxima_stride: tl.int64,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    tokens: tl.int32, requests: tl.int32, each: tl.int32, limit: tl.int32, span: tl.int32, run: tl.int32,
+    held: tl.int32, q_stride: tl.int64, q_head_stride: tl.int64, w_stride: tl.int64, table_stride: tl.int64,
+    last_column: tl.int32, num_blocks: tl.int32, page_size: tl.int32, factor: tl.int32, log: tl.int32,
+    page_stride: tl.int64, scale_offset: tl.int32, out_stride: tl.int64, maxima_stride: tl.int64, FILL: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (splits * token blocks,): TOKENS tokens against `span` entries. Neighbours share entries.
+    """Grid: with a TABLE any; without, (splits * blocks of two tokens,), where neighbours share `span` entries.
 
-    limit: most entries. run: tiles of a group of MAXIMA. With a table, only entries that a token sees are written, NaN
-    if they have no block; without, entries that it does not see are -inf. q and keys begin at multiples of 16 bytes.
+    limit: most entries. held: entries that the table's columns have, at most `limit`. run: log2 of the entries of a run
+    of MAXIMA. FILL: whether entries that a token does not see, or that have no page, are written too, as -inf;
+    otherwise those without a page are NaN. q and keys begin at multiples of 16 bytes.
     """
-    ACC: gl.constexpr = ACC_4 if TOKENS == 4 else ACC_2
-    WIDE: gl.constexpr = WIDE_4 if TOKENS == 4 else WIDE_2
-    LINE: gl.constexpr = LINE_4 if TOKENS == 4 else LINE_2
-    FILLED: gl.constexpr = FILL_4 if TOKENS == 4 else FILL_2
-    FILL: gl.constexpr = TABLE is None
-    q_s = gl.allocate_shared_memory(gl.float8e4nv, [TOKENS * 64, 128], ROWS_S)
-    k_even = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 64, 128], ROWS_S)
-    k_odd = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 64, 128], ROWS_S)
-    s_even = gl.allocate_shared_memory(gl.float32, [STAGES, 64], FLAT_S)
-    s_odd = gl.allocate_shared_memory(gl.float32, [STAGES, 64], FLAT_S)
-    blocks = (tokens + TOKENS - 1) // TOKENS
-    split = gl.program_id(0) // blocks
-    first_token = (gl.program_id(0) % blocks) * TOKENS
-    begin = split * span
-    stop = gl.minimum(begin + span, limit)
-    entry, number = place_of(ACC, TOKENS)
-    token = first_token + number
-    live = token < tokens
-    lens = gl.minimum(gl.load(LENS + token, mask=live, other=0), limit)
-    first = None
-    if FIRST is not None:
-        first = gl.load(FIRST + token, mask=live, other=0)
-    most = gl.max(gl.where(live, lens, 0), 0)
-    row = token.to(gl.int64) * out_stride
-    group = token.to(gl.int64) * maxima_stride
-    # queries, which rows of another program's token may follow
-    member = gl.arange(0, TOKENS * 64, layout=gl.SliceLayout(1, WIDE))
-    column = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, WIDE)), 0)
-    own = first_token + member // 64
-    query = Q + (own.to(gl.int64) * q_stride + (member % 64).to(gl.int64) * q_head_stride)
-    query = query.to(gl.pointer_type(gl.float8e4nv))
-    copy_async(
-        q_s,
-        gl.multiple_of(gl.expand_dims(query, 1) + column, [1, 16]),
-        mask=gl.expand_dims(own < tokens, 1) & (column < 128),
+    memory = Memory(
+        gl.allocate_shared_memory(gl.float8e4nv, [TOKENS * 64, 128], ROWS_S),
+        gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 64, 128], ROWS_S),
+        gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 64, 128], ROWS_S),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 64], FLAT_S),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 64], FLAT_S),
     )
-    member = gl.arange(0, TOKENS * 64, layout=gl.SliceLayout(0, ACC))
-    own = first_token + member // 64
-    w = gl.load(W + (own.to(gl.int64) * w_stride + member % 64), mask=own < tokens, other=0.0)
-    keys = KEYS.to(gl.pointer_type(gl.float8e4nv))
+    args = Args(
+        Q, W, KEYS.to(gl.pointer_type(gl.float8e4nv)), SCALES, TABLE, REQUESTS, LENS, FIRST, OUT, MAXIMA, tokens,
+        requests, each, limit, span, run, held, q_stride, q_head_stride, w_stride, table_stride, last_column,
+        num_blocks, page_size, factor, log, page_stride, scale_offset, out_stride, maxima_stride,
+    )  # fmt: skip
     if TABLE is None:
-        rows = Rows(live, lens, first, row, group, OUT, MAXIMA)
-        end = gl.minimum(stop, most)
-        if FIRST is not None:
-            from_here = gl.min(gl.where(live, gl.maximum(first, begin), end), 0)
-            skipped = (gl.maximum(from_here, begin) - begin) // 64 * 64
-            fill_rows(rows, begin, gl.minimum(begin + skipped, stop), first_token, tokens, out_stride, TOKENS, FILLED)
-            begin += skipped
-        done = begin + (gl.maximum(end - begin, 0) + 63) // 64 * 64
-        fill_rows(rows, done, stop, first_token, tokens, out_stride, TOKENS, FILLED)
-        pages = Pages(
-            keys, SCALES, None, columns, num_blocks, page_size, factor, log, page_stride, scale_offset, limit, limit
-        )
-        score_tiles(
-            pages,
-            rows,
-            q_s,
-            k_even,
-            k_odd,
-            s_even,
-            s_odd,
-            w,
-            begin,
-            end,
-            stop,
-            run,
-            entry,
-            STAGES,
-            TOKENS,
-            FILL,
-            ACC,
-            WIDE,
-            LINE,
-        )
-    elif begin < most:
-        request = gl.load(REQUESTS + token, mask=live, other=-1)
-        # of a request that does not exist, no entry has a block
-        request = gl.where((request >= 0) & (request < requests), request, -1)
-        known = live & (lens > 0)
-        lowest = gl.min(gl.where(known, request, 0x7FFFFFFF), 0)
-        highest = gl.max(gl.where(known, request, -1), 0)
-        for r in range(uniform(lowest), uniform(highest + 1)):
-            mine = known & (request == r)
-            end = gl.minimum(stop, gl.max(gl.where(mine, lens, 0), 0))
-            held = gl.where(r < 0, 0, gl.minimum(columns.to(gl.int64) * page_size, limit.to(gl.int64))).to(gl.int32)
-            rows = Rows(mine, lens, first, row, group, OUT, MAXIMA)
-            table = TABLE + gl.maximum(r, 0) * table_stride
-            pages = Pages(
-                keys, SCALES, table, columns, num_blocks, page_size, factor, log, page_stride, scale_offset, held, limit
-            )
-            score_tiles(
-                pages,
-                rows,
-                q_s,
-                k_even,
-                k_odd,
-                s_even,
-                s_odd,
-                w,
-                begin,
-                end,
-                stop,
-                run,
-                entry,
-                STAGES,
-                TOKENS,
-                FILL,
-                ACC,
-                WIDE,
-                LINE,
-            )
+        blocks = (tokens + TOKENS - 1) // TOKENS
+        score_rows(args, memory, gl.program_id(0) % blocks, gl.program_id(0) // blocks, FILL)
+    else:
+        score_shares(args, memory, FILL)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +26,7 @@ hopper = [
     pytest.mark.device,
     pytest.mark.skipif(INTERPRETED or architecture() != "sm_90", reason="needs a Hopper GPU"),
 ]
+ROOT = Path(__file__).resolve().parents[3]
 DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
 
 
@@ -58,7 +64,7 @@ def alike(found: Tensor, wanted: Tensor) -> None:
 
 @pytest.mark.parametrize("run", [0, 128])
 @pytest.mark.parametrize("page", [64, 128])
-@pytest.mark.parametrize("tokens", [6, 41, 300])
+@pytest.mark.parametrize("tokens", [6, 41, 300, 1100])
 class TestOnDevice:
     pytestmark = hopper
 
@@ -72,6 +78,94 @@ class TestOnDevice:
             runs = -(-given["visible_lens"] // run) * index_logits.LANES
             seen = torch.arange(maxima.shape[1], device=DEVICE) < runs[:, None]
             alike(own_maxima[seen], maxima[seen])
+
+    def test_tokens_that_see_the_same_are_shared_out_otherwise(self, tokens: int, page: int, run: int) -> None:
+        given = world(tokens, page)
+        given["visible_lens"].fill_(15 * page - 7)
+        found, own_maxima = scored(run, given, index.score)
+        wanted, maxima = scored(run, given, index_logits.score)
+
+        alike(found, wanted)
+        if own_maxima is not None and maxima is not None:
+            alike(own_maxima, maxima)
+
+
+class Logits:
+    """Tokens of several requests, NaN behind what they see and twice in it, and blocks that are lost."""
+
+    def __init__(self, batch: int, each: int, page: int, lens: str) -> None:
+        torch.manual_seed(batch)
+        self.per, self.page, blocks = 11, page, 11 * batch
+        raw = torch.full((blocks + 1, page * 132), 0x7F, dtype=torch.uint8, device=DEVICE)
+        codes = torch.randn(blocks, page * 128, device=DEVICE).mul(64).to(torch.float8_e4m3fn)
+        raw[:blocks, : page * 128] = codes.view(torch.uint8)
+        scales = torch.exp2(torch.randint(-9, -4, (blocks, page), device=DEVICE).float())
+        scales[0, 5] = torch.nan
+        raw[:blocks, page * 128 :] = scales.view(torch.uint8)
+        raw[blocks - 1, 3 * 128 + 7] = 0x7F
+        self.cache = PagedKVCache(raw.view(-1, page, 132), KVCacheLayout.index_fp8(128))
+        self.q = torch.randn(batch, each, 64, 128, device=DEVICE).to(torch.float8_e4m3fn)
+        self.weights = torch.randn(batch * each, 64, device=DEVICE)
+        most = self.per * page
+        self.lens = torch.full((batch, each), most - 9, dtype=torch.int32, device=DEVICE)
+        if lens == "ragged":
+            self.lens = torch.randint(-3, most + 1, (batch, each), dtype=torch.int32, device=DEVICE)
+            self.lens[batch // 2], self.lens[-1] = 0, most
+        self.table = torch.randperm(blocks, device=DEVICE).int().view(batch, self.per)
+        for request, seen in enumerate(self.lens.amax(1).clamp(min=0).tolist()):
+            self.table[request, -(-seen // page) :] = blocks
+        if batch > 2:
+            self.table[0, 1], self.table[1, 0], self.table[2, -1] = -1, blocks + 9, -(2**31)
+
+    def found(self, function: Any, columns: int) -> Tensor:
+        poison = torch.full((self.weights.shape[0], columns), 7.0, device=DEVICE)
+        del poison
+        given = self.q, self.cache, self.weights, self.lens, self.table
+        made: Tensor | None = function(*given, max_model_len=columns)
+        assert made is not None
+        return made
+
+
+@pytest.mark.parametrize("lens", ["ragged", "alike"])
+@pytest.mark.parametrize(("batch", "each", "page"), [(1, 2, 64), (5, 2, 128), (3, 3, 64), (40, 4, 64), (700, 2, 64)])
+class TestLogits:
+    pytestmark = hopper
+
+    @pytest.mark.parametrize("more", [-70, 0, 77, 3000])
+    def test_they_are_those_of_the_shared_kernel(self, batch: int, each: int, page: int, lens: str, more: int) -> None:
+        world = Logits(batch, each, page, lens)
+        columns = world.per * page + more
+        for _ in range(2):
+            found = world.found(index.fp8_paged_mqa_logits, columns)
+            wanted = world.found(index_logits.fp8_paged_mqa_logits, columns)
+
+            assert torch.equal(found == -torch.inf, wanted == -torch.inf)
+            alike(found.clamp(min=-1e30), wanted.clamp(min=-1e30))
+
+    def test_lengths_may_be_apart(self, batch: int, each: int, page: int, lens: str) -> None:
+        world = Logits(batch, each, page, lens)
+        found = world.found(index.fp8_paged_mqa_logits, 500)
+        world.lens = torch.stack([world.lens, world.lens * 0 - 1], 2)[..., 0]
+        again = world.found(index.fp8_paged_mqa_logits, 500)
+
+        assert torch.equal(found.nan_to_num(nan=1e9), again.nan_to_num(nan=1e9))
+
+
+class TestForms:
+    pytestmark = hopper
+
+    def test_what_is_launched_is_foreseen(self) -> None:
+        world_of_pages, given = Logits(3, 2, 64, "ragged"), world(41)
+        k = torch.randn(70, 128, device=DEVICE).to(torch.float8_e4m3fn)
+        ends = torch.full((3,), 70, dtype=torch.int32, device=DEVICE)
+        q, weights = world_of_pages.q[:, 0], world_of_pages.weights[:3]
+        with observed() as seen:
+            scored(0, given, index.score)
+            scored(128, given, index.score)
+            world_of_pages.found(index.fp8_paged_mqa_logits, 500)
+            index.fp8_mqa_logits(q, (k, torch.rand(70, device=DEVICE)), weights, ends * 0, ends)
+
+        assert set(seen) == set(index.variants(logits=True))
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 257])
@@ -92,31 +186,72 @@ class TestGathered:
         alike(found.clamp(min=-1e30), wanted.clamp(min=-1e30))
 
 
-@pytest.mark.parametrize("case", ["heads", "page", "few tokens", "interpreted"])
+@pytest.mark.parametrize("case", ["heads", "page", "few tokens", "run", "interpreted"])
 def test_what_it_does_not_serve_is_left_to_the_shared_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "INTERPRETED", case == "interpreted")
     given = world(2 if case == "few tokens" else 12, 48 if case == "page" else 64, 32 if case == "heads" else 64)
-    scores = torch.zeros(given["visible_lens"].shape[0], 720, device=DEVICE)
+    tokens = given["visible_lens"].shape[0]
+    scores = torch.zeros(tokens, 720, device=DEVICE)
+    maxima, run = (torch.zeros(tokens, 4 * 64, device=DEVICE), 192) if case == "run" else (None, 0)
     with observed() as seen:
-        assert not index.score(**given, scores=scores, maxima=None, run=0)
+        assert not index.score(**given, scores=scores, maxima=maxima, run=run)
 
     assert not seen
     assert (scores == 0).all()
+
+
+@pytest.mark.parametrize("case", ["one token", "heads", "page", "interpreted"])
+def test_logits_that_it_does_not_serve_are_left_to_the_shared_kernel(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "INTERPRETED", case == "interpreted")
+    given = world(6, 48 if case == "page" else 64, 32 if case == "heads" else 64)
+    query, each = given["query"], 1 if case == "one token" else 2
+    q, lens = query.values.view(6 // each, each, *query.values.shape[1:]), given["visible_lens"].view(6 // each, each)
+    with observed() as seen:
+        found = index.fp8_paged_mqa_logits(
+            q, given["cache"], query.weights, lens, given["block_table"].repeat(2, 1)[: 6 // each], 300
+        )
+
+    assert found is None
+    assert not seen
 
 
 def test_a_deterministic_backend_has_one_kernel_for_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> bool:
         raise AssertionError("asked")
 
-    monkeypatch.setattr(index, "score", refuse)
+    for name in ("score", "fp8_paged_mqa_logits", "fp8_mqa_logits"):
+        monkeypatch.setattr(index, name, refuse)
     steps, given = Sm90Backend(deterministic=True).layer_steps, world(6, heads=8)
     out = torch.empty(6, 4, dtype=torch.int32, device=DEVICE)
     maps = given["block_table"], given["token_to_req"], given["visible_lens"].clamp(max=100)
     steps.select_topk(given["query"], given["cache"], *maps, out, 100)
 
     assert (out[given["visible_lens"] == 0] == -1).all()
+    query, lens = given["query"], given["visible_lens"].view(3, 2)
+    logits = steps.fp8_paged_mqa_logits(
+        query.values.unflatten(0, (3, 2)), given["cache"], query.weights, lens, given["block_table"], max_model_len=50
+    )
+    assert logits.shape == (6, 50)
+    k, row = (
+        torch.zeros(9, 128, device=DEVICE).to(torch.float8_e4m3fn),
+        torch.zeros(6, dtype=torch.int32, device=DEVICE),
+    )
+    logits = steps.fp8_mqa_logits(query.values, (k, torch.ones(9, device=DEVICE)), query.weights, row, row + 9)
+    assert (logits == 0).all()
 
 
 def test_its_forms_keep_every_limit() -> None:
     """They are also foreseen: a command that is asked for a kernel that no backend names fails."""
     assert broken_limits("sm90", ["sm_90"], "--kernel", "score_index") == []
+
+
+def test_four_programs_of_any_form_fit_a_multiprocessor() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "tests.backends.sm90.compiles_index"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=ROOT)
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [{"reasons": [], "programs": index.PROGRAMS}] * 4

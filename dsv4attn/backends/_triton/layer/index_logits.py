@@ -134,7 +134,7 @@ def fp8_paged_mqa_logits(
         return logits.fill_(-inf)
     tile = tiles_for(cache.layout, architecture()).of(each)
     span = _span(tile, requests * each, max_model_len)
-    given = block_tables, None, lens.reshape(-1), None
+    given = block_tables, None, lens.reshape(-1).contiguous(), None
     keys = _pages(cache, tile)
     _launch(IndexQuery(q.flatten(0, 1), weights), keys, given, logits, None, tile, span, 1, fill=True, each=each)
     return logits

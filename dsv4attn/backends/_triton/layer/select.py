@@ -48,7 +48,7 @@ class Plan:
     """How rows are selected.
 
     block: entries of a row in registers. chunk: entries of a part; 0 if rows have no parts. parts: of the longest row.
-    many: whether there are more rows than fill the device.
+    many: whether there are far more rows than multiprocessors.
     """
 
     block: int
@@ -72,7 +72,8 @@ SHORT = {2048: Tile(2048, 1, 4), 4096: Tile(4096, 1, 8), 8192: Tile(8192, 1, 16)
 LONG = {2048: Tile(2048, 4, 8), 4096: Tile(4096, 2, 16), 8192: Tile(4096, 1, 16)}
 """Tiles of longer rows: no register is spilled on sm_80 .. sm_120 (compiled with Triton 3.6 and 3.9)."""
 MANY = {**LONG, 2048: Tile(1024, 2, 4)}
-"""Tiles of longer rows, if these more than fill the device: 2,048 of 8,192 entries take 111 us on an H200, not 138."""
+"""Tiles of longer rows, if these more than fill the device: 2,048 of 8,192 entries take 111 us on an H200, not 138.
+128 of 32,768 entries, with their scores, take 135 us, and 127 us with LONG (Triton 3.6, 2026-11-23)."""
 LISTS = LONG
 """Tiles of parts of a row."""
 
@@ -86,7 +87,7 @@ def plan_of(rows: int, max_entries: int, topk: int, cores: int) -> Plan:
     """How rows are selected on a device with so many multiprocessors; results do not depend on it."""
     block, most = block_of(topk), 3 * cores // 4
     if max_entries <= SPLIT_LENGTH or rows > most:
-        return Plan(block, many=rows > most)
+        return Plan(block, many=rows > 2 * most)
     least = CHUNK if rows * -(-max_entries // CHUNK) <= 2 * cores else 2 * CHUNK
     chunk = max(least, LISTS[block].entries, triton.next_power_of_2(-(-max_entries // SPLITS)))
     return Plan(block, chunk, -(-max_entries // chunk))

@@ -172,7 +172,7 @@ def test_the_fields_function_on_pages(each: int, page: int, dim: int) -> None:
     q = torch.randn(3, each, 8, dim, device=DEVICE).to(dialect.dtype)
     weights = torch.randn(3 * each, 16, device=DEVICE)[:, :8]
     lens = torch.tensor([[200, 0, 310], [77, 330, 5], [-3, 129, 64]], dtype=torch.int32, device=DEVICE)[:, :each]
-    given = q, cache, weights, lens.contiguous(), table, None, 333
+    given = q, cache, weights, lens, table, None, 333
 
     agree(index_logits.fp8_paged_mqa_logits(*given), indexer.fp8_paged_mqa_logits(*given))
 
