@@ -15,14 +15,12 @@ from dsv4attn.backends._triton.attention.attend import divider
 from dsv4attn.backends._triton.cache.records import record_strides
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
-from dsv4attn.backends._triton.layer import index_logits
-from dsv4attn.backends._triton.layer.steps import TritonLayerSteps
 from dsv4attn.core.definitions.indexer import IndexQuery, check_paged_logits, dialect_of
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.warmup_spec import Bounds
 
-__all__ = ["Sm90LayerSteps", "fp8_mqa_logits", "may_serve", "score", "variants"]
+__all__ = ["fp8_mqa_logits", "may_serve", "score", "variants"]
 
 HEADS, DIM, PAGE = 64, 128, 64
 """Heads and dims of a query, and entries of a tile, which stand in one page."""
@@ -35,54 +33,6 @@ WARPS, REGISTERS, PROGRAMS = 4, 128, 4
 H200, torch 2.11, Triton 3.6, 2026-11-23: 2,048 tokens over 8,192 gathered keys take 265 us; with eight warps for four
 tokens 274, with three programs of 168 registers 278, with two programs of two accumulators each 280.
 """
-
-
-class Sm90LayerSteps(TritonLayerSteps):
-    """The shared steps, with scores of many tokens by the kernel for Hopper.
-
-    Not if they are deterministic: which kernel serves a token depends on how many its request has.
-    """
-
-    def _score(
-        self,
-        query: IndexQuery,
-        cache: PagedKVCache,
-        block_table: Tensor,
-        token_to_req: Tensor,
-        visible_lens: Tensor,
-        scores: Tensor,
-        maxima: Tensor | None,
-        run: int,
-    ) -> None:
-        """See `index_logits.score`."""
-        given = query, cache, block_table, token_to_req, visible_lens, scores, maxima, run
-        if self._deterministic or not score(*given):
-            super()._score(*given)
-
-    def fp8_paged_mqa_logits(
-        self,
-        q: Tensor,
-        kv_cache: PagedKVCache | Tensor,
-        weights: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
-        schedule_metadata: object = None,
-        max_model_len: int = 0,
-    ) -> Tensor:
-        """See `LayerSteps`."""
-        given = q, kv_cache, weights, context_lens, block_tables
-        found = None if self._deterministic else fp8_paged_mqa_logits(*given, max_model_len)
-        if found is None:
-            found = index_logits.fp8_paged_mqa_logits(*given, schedule_metadata, max_model_len)
-        return found
-
-    def fp8_mqa_logits(
-        self, q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor
-    ) -> Tensor:
-        """See `LayerSteps`."""
-        given = q, kv, weights, cu_seqlen_ks, cu_seqlen_ke
-        found = None if self._deterministic else fp8_mqa_logits(*given)
-        return index_logits.fp8_mqa_logits(*given) if found is None else found
 
 
 def score(

@@ -17,7 +17,7 @@ from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.backends.sm90 import index, streams
+from dsv4attn.backends.sm90 import index, steps, streams
 from dsv4attn.backends.sm90.choice import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_parts import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, FP8_PAGES
@@ -76,7 +76,7 @@ class Sm90Backend(TritonBackend):
     @cached_property
     def layer_steps(self) -> LayerSteps:
         """See `contract.BackendDefaults`."""
-        return index.Sm90LayerSteps(deterministic=self.deterministic)
+        return steps.Sm90LayerSteps(deterministic=self.deterministic)
 
     def _may_serve(self, layer: LayerGeometry) -> bool:
         """Whether the Gluon kernels serve some calls of a layer."""
