@@ -56,12 +56,12 @@ VARIABLES: Mapping[str, Knob] = {
     "DSV4ATTN_CONFIG": Knob("unset", "path", "configuration file to read instead of looking for one"),
     "DSV4ATTN_PLUGINS_ALLOW": Knob("unset", "comma-separated names", "like `plugins.allow`, and instead of it"),
     "DSV4ATTN_PLUGINS_DENY": Knob("unset", "comma-separated names", "like `plugins.deny`, and instead of it"),
-    "DSV4ATTN_SGLANG": Knob("`1`", "`0` or `1`", "`0` switches `dsv4attn-sglang` off"),
-    "DSV4ATTN_SGLANG_ANY_VERSION": Knob("`0`", "`0` or `1`", "`1` lets it serve an untested version of SGLang"),
-    "DSV4ATTN_VLLM": Knob("`1`", "`0` or `1`", "`0` switches `dsv4attn-vllm` off"),
-    "DSV4ATTN_VLLM_ANY_VERSION": Knob("`0`", "`0` or `1`", "`1` lets it serve an untested version of vLLM"),
+    "DSV4ATTN_SGLANG": Knob("1", "`0` or `1`", "0: `dsv4attn-sglang` does nothing"),
+    "DSV4ATTN_SGLANG_ANY_VERSION": Knob("0", "`0` or `1`", "1: `dsv4attn-sglang` tries an untested SGLang"),
+    "DSV4ATTN_VLLM": Knob("1", "`0` or `1`", "0: `dsv4attn-vllm` does nothing"),
+    "DSV4ATTN_VLLM_ANY_VERSION": Knob("0", "`0` or `1`", "1: `dsv4attn-vllm` tries an untested vLLM"),
 }
-"""A variable with an empty value counts as unset. Those of an engine are read by the wheel that plugs into it."""
+"""A variable with an empty value counts as unset."""
 
 KEYS: Mapping[str, Knob] = {
     "backend": Knob("`auto`", "`NAME` or `auto`", "backend of both phases"),
