@@ -41,6 +41,8 @@ XPU = {
 _log = logging.getLogger("dsv4attn_sglang")
 _registered: set[str] = set()
 """Targets that SGLang's registry has a hook of ours for. It would call two."""
+_said: set[str] = set()
+"""Lines of the log. A model and its draft say the same."""
 
 
 def watch_scheduler() -> None:
@@ -77,7 +79,9 @@ def _serve(runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRunner
         _log.info("dsv4attn-sglang %s: SGLang %s attends for DeepSeek-V4 on dsv4attn (%s)", __version__, version, own)
         _log.info("dsv4attn-sglang: replaced %s", ", ".join(fresh))
     for line in chosen:
-        _log.info("dsv4attn-sglang: %s", line)
+        if line not in _said:
+            _said.add(line)
+            _log.info("dsv4attn-sglang: %s", line)
 
 
 def _replace(targets: dict[str, str]) -> None:

@@ -34,7 +34,7 @@ def targets(device: str) -> dict[str, str]:
 
 
 def check(runner: Any) -> list[str]:  # noqa: ANN401 - SGLang's ModelRunner
-    """Check options, caches and backends of a model. A line for each kind of call: who runs it, and why.
+    """Check options, caches and backends of a model. A line for each phase: which backend runs it, and why.
 
     runner: SGLang's ModelRunner with its caches in place. Raises RefusedError for what dsv4attn does not serve in
     SGLang; NoBackendError, with all reasons, if no backend, or not the one that was asked for, can run a call.
@@ -42,15 +42,15 @@ def check(runner: Any) -> list[str]:  # noqa: ANN401 - SGLang's ModelRunner
     targets(runner.device)
     _check_options()
     _check_caches(runner.token_to_kv_pool)
-    device = torch.empty(0, device=runner.device).device
-    lines = []
-    for phase, sizes in _calls(runner):
-        facts = (_heads(runner), torch.bfloat16, runner.model_config.head_dim**-0.5, True, 1)
+    device, heads = torch.empty(0, device=runner.device).device, _heads(runner)
+    facts = (heads, torch.bfloat16, runner.model_config.head_dim**-0.5, True, 1)
+    lines: dict[str, list[str]] = {}
+    for phase, layers, sizes in _calls(runner):
         # what the calls themselves ask: it raises, and loads the backend
         plan(phase, device, None, *facts, *sizes)
         chosen = explain(described(phase, *facts, *sizes), device=device)
-        lines.append(f"{chosen.problems[0]}: {chosen.verdict} ({chosen.request.source})")
-    return lines
+        lines.setdefault(f"{phase.value}, {heads} heads: {chosen.verdict} ({chosen.request.source})", []).append(layers)
+    return [f"{line}; {', '.join(layers)}" for line, layers in lines.items()]
 
 
 def _check_options() -> None:
@@ -94,8 +94,8 @@ def _heads(runner: Any) -> int:  # noqa: ANN401
     return 64 if local <= 64 else heads
 
 
-def _calls(runner: Any) -> list[tuple[Phase, tuple[int, ...]]]:  # noqa: ANN401
-    """The kinds of calls: decode of each kind of layer, and prefill over gathered rows.
+def _calls(runner: Any) -> list[tuple[Phase, str, tuple[int, ...]]]:  # noqa: ANN401
+    """The kinds of calls: decode of each kind of layer, and prefill over gathered rows; with the name of the layers.
 
     Sizes are columns of the window and its page, then those of the compressed cache.
     """
@@ -104,10 +104,11 @@ def _calls(runner: Any) -> list[tuple[Phase, tuple[int, ...]]]:  # noqa: ANN401
     widths = {ratio: getattr(config.hf_text_config, "index_topk", 512) for ratio in pool.present_ratios}
     if 128 in widths:
         widths[128] = config.context_len // 128
-    calls: list[tuple[Phase, tuple[int, ...]]] = [(Phase.DECODE, window)]
+    calls: list[tuple[Phase, str, tuple[int, ...]]] = [(Phase.DECODE, "swa", window)]
     for ratio, width in widths.items():
-        calls.append((Phase.DECODE, (*window, _filled(width), max(runner.page_size // ratio, 1))))
-    return [*calls, (Phase.PREFILL, (_filled(WINDOW + max(widths.values(), default=0)),))]
+        calls.append((Phase.DECODE, f"c{ratio}a", (*window, _filled(width), max(runner.page_size // ratio, 1))))
+    gathered = _filled(WINDOW + max(widths.values(), default=0))
+    return [*calls, (Phase.PREFILL, f"up to {gathered} of the gathered rows", (gathered,))]
 
 
 def _filled(width: int) -> int:

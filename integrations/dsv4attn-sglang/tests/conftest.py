@@ -11,17 +11,17 @@ from typing import Any
 for name in [name for name in os.environ if name.startswith("DSV4ATTN_")]:
     del os.environ[name]
 
-import fakes  # noqa: E402 - after the environment
+import fakes
 
 fakes.install()
 
-import kit as sglang_kit  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import kit as sglang_kit
+import pytest
+import torch
 
 # the repository's own tests make the interpreter many times faster
 sys.path.append(str(Path(__file__).parents[3]))
-from tests.interpreter import patch_interpreter  # noqa: E402
+from tests.interpreter import patch_interpreter
 
 fakes.round_as_torch()
 patch_interpreter()
@@ -50,24 +50,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang is told that this is a machine of CUDA."""
-    sglang_kit.loaded()
-    import sglang.srt.utils
-    from sglang.srt.layers.attention import deepseek_v4_backend
-    from sglang.srt.layers.attention.dsv4 import compressor_v2
-    from sglang.srt.layers.attention.dsv4.metadata import PagedIndexerMetadata
-
-    for module in (sglang.srt.utils, deepseek_v4_backend):
-        monkeypatch.setattr(module, "is_cuda", lambda: True)
-    for module in (deepseek_v4_backend, compressor_v2):
-        monkeypatch.setattr(module, "create_paged_compressor_data", lambda **given: None)
-    monkeypatch.setattr(PagedIndexerMetadata, "__post_init__", lambda self: None)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
-
-
-@pytest.fixture
-def kit(cuda: None) -> Any:
-    """SGLang's kit of tests."""
-    return sglang_kit.loaded()
+def kit(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's kit of tests, and SGLang told that this is a machine of CUDA."""
+    found = sglang_kit.loaded()
+    fakes.on_cuda(monkeypatch.setattr)
+    return found

@@ -1,19 +1,22 @@
-"""SGLang's own Python on a CPU. What is faked to run it, for all tests and the processes they start:
+"""SGLang's own Python on a CPU, and everything that is faked to run it.
 
+Faked, for all tests and the processes they start:
 - `flash_mla._loader`: FlashMLA's libraries need CUDA. Its Python is FlashMLA's own; a call of one of its operators is
   recorded and raises `FlashMLACalled`.
 - `torchvision`: has no build for this torch that pip would take. SGLang imports it for images.
 - SGLang is told that this is a machine of CUDA (`is_cuda`) where it decides which functions its attention calls.
-- The cast to fp8 of Triton's interpreter, in which SGLang's kernels run: a mantissa that is rounded up to the next power
-  of two loses its carry. torch's cast takes its place.
+- The cast to fp8 of Triton's interpreter, in which SGLang's kernels run: a mantissa that is rounded up to the next
+  power of two loses its carry. torch's cast takes its place.
 - The plans of a step for compressor and indexer, made by compiled kernels: there are none. Both run before attention,
   and not at all in these tests: SGLang's kit writes what they would have written.
 - SGLang's test kit saves the state of a CUDA generator: nothing is saved.
 
 Real are the entry point, `load_plugins`, `HookRegistry`, the builder of attention, `DeepseekV4AttnBackend` with its
-metadata and kernels, the pools of caches and their writers, and the reference of SGLang's test kit.
+metadata and kernels, the pools of caches and their writers, and the reference of SGLang's test kit. There is no server:
+the constructor of the scheduler runs until it needs one.
 """
 
+# ruff: noqa: ARG005 - a fake has the arguments of what it replaces
 from __future__ import annotations
 
 import importlib.abc
@@ -21,7 +24,7 @@ import importlib.machinery
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1", HF_HUB_OFFLINE="1", SGLANG_PLUGINS="dsv4attn")
@@ -34,23 +37,24 @@ class FlashMLACalled(Exception):  # noqa: N818 - no error: what a test may wait 
     """An operator of FlashMLA was called."""
 
 
+_CALLS: list[str] = []
+
+
 class _Operators:
     """In place of FlashMLA's libraries."""
 
-    calls: list[str] = []
-
     def __getattr__(self, name: str) -> Any:
         def operator(*args: object) -> None:
-            self.calls.append(name)
+            _CALLS.append(name)
             raise FlashMLACalled(name)
 
         return operator
 
 
 class _Anything(types.ModuleType):
-    """A module with a class of any name."""
+    """A package with a class of any name."""
 
-    __path__: list[str] = []
+    __path__ = ()  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -91,7 +95,7 @@ def install() -> None:
 
 def flash_mla_calls() -> list[str]:
     """Operators of FlashMLA that were called."""
-    return _Operators.calls
+    return _CALLS
 
 
 def round_as_torch() -> None:
@@ -109,6 +113,23 @@ def round_as_torch() -> None:
         return values.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
     interpreter._convert_float = cast
+
+
+def on_cuda(put: Callable[[Any, str, Any], None]) -> None:
+    """Fake what is faked in SGLang's modules. put: sets an attribute."""
+    import sglang.srt.utils
+    import torch
+    from sglang.srt.layers.attention import deepseek_v4_backend
+    from sglang.srt.layers.attention.dsv4 import compressor_v2
+    from sglang.srt.layers.attention.dsv4.metadata import PagedIndexerMetadata
+
+    for module in (sglang.srt.utils, deepseek_v4_backend):
+        put(module, "is_cuda", lambda: True)
+    for module in (deepseek_v4_backend, compressor_v2):
+        put(module, "create_paged_compressor_data", lambda **given: None)
+    put(PagedIndexerMetadata, "__post_init__", lambda self: None)
+    put(torch.cuda, "get_rng_state", lambda device: None)
+    put(torch.cuda, "set_rng_state", lambda state, device: None)
 
 
 def scheduler_made() -> None:

@@ -1,8 +1,8 @@
-"""SGLang's attention of DeepSeek-V4 runs on dsv4attn: SGLang's own cases, against its reference and against our oracle.
+"""SGLang's attention of DeepSeek-V4 runs on dsv4attn: SGLang's own cases, against its reference and our oracle.
 
-Each test builds SGLang's `DeepseekV4AttnBackend` over its pools of caches, lets it write keys and make the metadata of a
-step, and calls its `forward`. SGLang's reference takes keys before they are rounded to fp8, so its bound is loose (0.08);
-our oracle takes the records that SGLang wrote, in float64.
+Each test builds SGLang's `DeepseekV4AttnBackend` over its pools of caches, lets it write keys and make the metadata of
+a step, and calls its `forward`. SGLang's reference takes keys before they are rounded to fp8, so its bound is loose
+(0.08); our oracle takes the records that SGLang wrote, in float64.
 """
 
 from __future__ import annotations
