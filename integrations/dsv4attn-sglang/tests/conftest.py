@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ fakes.install()
 import kit as sglang_kit
 import pytest
 import torch
+from dsv4attn_sglang import hooks
 
 # the repository's own tests make the interpreter many times faster
 sys.path.append(str(Path(__file__).parents[3]))
@@ -55,3 +57,11 @@ def kit(monkeypatch: pytest.MonkeyPatch) -> Any:
     found = sglang_kit.loaded()
     fakes.on_cuda(monkeypatch.setattr)
     return found
+
+
+@pytest.fixture
+def interface(kit: Any) -> Any:
+    """SGLang's module with FlashMLA's functions, in which ours are."""
+    fakes.flash_mla_calls().clear()
+    hooks._serve(sglang_kit.runner_of(sglang_kit.case("decode", "DECODE", (5,))))
+    return import_module(fakes.FLASH_MLA)

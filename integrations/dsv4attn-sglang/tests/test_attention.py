@@ -8,7 +8,7 @@ a step, and calls its `forward`. SGLang's reference takes keys before they are r
 from __future__ import annotations
 
 import unittest
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import fakes
@@ -18,7 +18,6 @@ import torch
 from kit import case
 from torch import Tensor
 
-from dsv4attn.compat import flash_mla
 from dsv4attn.testing.oracle import attend_row, read_record
 
 RECORD = {"nope_dim": 448, "rope_dim": 64, "group_size": 64, "fnuz": False, "scale_bytes": 8, "split": True}
@@ -26,7 +25,7 @@ TEST = unittest.TestCase()
 
 
 class Calls:
-    """What SGLang gave to our functions, and what it got."""
+    """What SGLang gave to FlashMLA's functions, and what it got."""
 
     def __init__(self) -> None:
         self.decode: list[tuple[dict[str, Any], Tensor]] = []
@@ -34,30 +33,28 @@ class Calls:
 
 
 @pytest.fixture
-def calls(kit: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+def calls(interface: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     """Calls of a test, each of them compared with the oracle at the end."""
     made = Calls()
-    decode, prefill = flash_mla.flash_mla_with_kvcache, flash_mla.flash_mla_sparse_fwd
-
-    def with_kvcache(**given: Any) -> Any:
-        result = decode(**given)
-        made.decode.append((given, result[0].clone()))
-        return result
-
-    def sparse_fwd(**given: Any) -> Any:
-        result = prefill(**given)
-        made.prefill.append((given, result[0].clone()))
-        return result
-
-    monkeypatch.setattr(flash_mla, "flash_mla_with_kvcache", with_kvcache)
-    monkeypatch.setattr(flash_mla, "flash_mla_sparse_fwd", sparse_fwd)
-    fakes.flash_mla_calls().clear()
+    for name, kept in (("flash_mla_with_kvcache", made.decode), ("flash_mla_sparse_fwd", made.prefill)):
+        monkeypatch.setattr(interface, name, recorded(getattr(interface, name), kept))
     yield made
     for given, out in made.decode:
         check_decode(given, out)
     for given, out in made.prefill:
         check_prefill(given, out)
     assert not fakes.flash_mla_calls()
+
+
+def recorded(function: Callable[..., Any], kept: list[tuple[dict[str, Any], Tensor]]) -> Callable[..., Any]:
+    """The function, which keeps its arguments and its output."""
+
+    def call(**given: Any) -> Any:
+        result = function(**given)
+        kept.append((given, result[0].clone()))
+        return result
+
+    return call
 
 
 def records(cache: Tensor, indices: Tensor, length: int) -> np.ndarray[Any, Any]:

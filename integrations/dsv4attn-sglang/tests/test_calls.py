@@ -16,7 +16,7 @@ import pytest
 import torch
 from dsv4attn_sglang import hooks, serving
 from dsv4attn_sglang.guard import RefusedError
-from kit import case, runner_of
+from kit import case
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
@@ -25,14 +25,6 @@ from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 
 H, PAGES, PAGE = 4, 3, 256
 INT = torch.int32
-
-
-@pytest.fixture
-def interface(kit: Any) -> Any:
-    """SGLang's module with FlashMLA's functions, in which ours are."""
-    fakes.flash_mla_calls().clear()
-    hooks._serve(runner_of(case("decode", "DECODE", (5,))))
-    return importlib.import_module(fakes.FLASH_MLA)
 
 
 @functools.cache

@@ -76,13 +76,13 @@ def test_a_spawned_scheduler_attends_on_dsv4attn_and_says_so_once(monkeypatch: p
         f"sglang.kernels.ops.attention.flash_mla_interface.{name}"
         for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")
     ]
-    # the second model is a window alone
+    # the first model is a window alone, the two others are alike
     why = "64 heads: reference: asked for by name (environment variable DSV4ATTN_BACKEND)"
     assert [line for line in said if "asked for" in line] == [
-        f"dsv4attn-sglang: decode, {why}; swa, c4a, c128a",
-        f"dsv4attn-sglang: prefill, {why}; up to 640 of the gathered rows",
         f"dsv4attn-sglang: decode, {why}; swa",
         f"dsv4attn-sglang: prefill, {why}; up to 128 of the gathered rows",
+        f"dsv4attn-sglang: decode, {why}; swa, c4a, c128a",
+        f"dsv4attn-sglang: prefill, {why}; up to 640 of the gathered rows",
     ]
     applied = [line for line in result["lines"] if "plugin=dsv4attn, dist=dsv4attn-sglang" in line]
     assert len(applied) == 4
@@ -92,7 +92,7 @@ def test_a_spawned_scheduler_attends_on_dsv4attn_and_says_so_once(monkeypatch: p
 @pytest.mark.parametrize("off", ["variable", "uninstalled"])
 def test_switched_off_or_uninstalled_sglang_attends_on_flash_mla(off: str) -> None:
     environ = {"DSV4ATTN_SGLANG": "0"} if off == "variable" else {}
-    result = run(f"scheduler(hidden={off == 'uninstalled'}, build=1)", **environ)
+    result = run(f"scheduler(hidden={off == 'uninstalled'}, builds=1)", **environ)
 
     assert result["flash_mla"] == "sparse_decode_fwd"
     assert not [line for line in result["lines"] if "plugin=dsv4attn" in line]
