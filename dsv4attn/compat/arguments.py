@@ -14,12 +14,25 @@ from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.errors import ArgumentError, UnsupportedError
 
-__all__ = ["check_flags", "check_kv", "check_out", "check_q", "check_sink", "index_rows", "paged_segment", "refuse"]
+__all__ = [
+    "check_flags",
+    "check_format",
+    "check_kv",
+    "check_out",
+    "check_q",
+    "check_sink",
+    "check_switch",
+    "index_rows",
+    "paged_segment",
+    "refuse",
+]
 
 _RECORDS = KVCacheLayout.fp8_ds_mla()
 _Q_DTYPES = (torch.bfloat16, torch.float32)
 _BYTE_DTYPES = (torch.float8_e4m3fn, torch.uint8, torch.int8)
 _OTHER_RECORDS = {656: "of DeepSeek-V3.2", 528: "of DeepSeek-V4.1", 288: "of DeepSeek-V4.1 in fp4"}
+_FORMAT = "V4"
+_OTHER_FORMATS = ("V32", "V32_NO_ROPE", "V41", "V41_FP4")
 
 
 def refuse(argument: str, actual: object, hint: str) -> NoReturn:
@@ -40,9 +53,20 @@ def check_q(q: Tensor, shape: str, dim_name: str, dim: int) -> dict[str, int]:
     return letters
 
 
-def check_flags(num_splits: object, *, causal: bool, is_fp8_kvcache: bool) -> None:
-    """Check the switches between FlashMLA's kernels, with indices given."""
-    if not is_fp8_kvcache:
+def check_switch(argument: str, value: object, *others: object) -> None:
+    """Raise ArgumentError unless a switch is a bool, or one of `others`."""
+    if isinstance(value, bool) or any(value is other for other in others):
+        return
+    if isinstance(value, Tensor):
+        hint = "pass the tensor to write to by its name, out=..."
+        raise ArgumentError(argument, expected="True or False", actual="a Tensor", hint=hint)
+    expected = " or ".join(["True", "False", *map(str, others)])
+    raise ArgumentError(argument, expected=expected, actual=repr(value))
+
+
+def check_flags(num_splits: object, *, causal: bool, is_fp8_kvcache: bool | None) -> None:
+    """Check the switches between FlashMLA's kernels, with indices given. is_fp8_kvcache: None means yes."""
+    if is_fp8_kvcache is not None and not is_fp8_kvcache:
         hint = "for bf16 rows call flash_mla_sparse_fwd with k_cache.view(-1, 1, 512)"
         refuse("is_fp8_kvcache", "False together with indices", hint)
     if causal:
@@ -50,6 +74,18 @@ def check_flags(num_splits: object, *, causal: bool, is_fp8_kvcache: bool) -> No
     if num_splits is not None:
         actual = type(num_splits).__name__
         raise ArgumentError("num_splits", expected="None, as get_mla_metadata returns", actual=actual)
+
+
+def check_format(kv_format: object, descale_q: object, descale_k: object) -> None:
+    """Check the name of the record format, and that no scales of dense fp8 attention are given."""
+    if kv_format in _OTHER_FORMATS:
+        refuse("kv_format", f"{kv_format!r}", "keep FlashMLA for these layers, or store records of V4")
+    if kv_format not in (None, _FORMAT):
+        known = ", ".join(repr(name) for name in (_FORMAT, *_OTHER_FORMATS))
+        raise ArgumentError("kv_format", expected=f"None or one of {known}", actual=repr(kv_format))
+    for name, scale in (("descale_q", descale_q), ("descale_k", descale_k)):
+        if scale is not None:
+            refuse(name, "a scale of dense fp8 attention", "leave it out: records of V4 contain their scales")
 
 
 def check_kv(kv: Tensor, q: Tensor, letters: dict[str, int]) -> Tensor:

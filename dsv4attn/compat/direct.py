@@ -21,7 +21,7 @@ from dsv4attn.core.workspace_plan import ragged_specs
 from dsv4attn.errors import Dsv4AttnError
 from dsv4attn.selection import load_backend, resolve
 
-__all__ = ["HEAD_DIM", "ROPE_DIM", "attend", "forget_choices", "largest_logits", "plan"]
+__all__ = ["HEAD_DIM", "ROPE_DIM", "attend", "described", "forget_choices", "largest_logits", "plan"]
 
 HEAD_DIM, ROPE_DIM = 512, 64
 TILE_BYTES = 64 * 2**20
@@ -44,8 +44,35 @@ def plan(
     page_size: int = 64,
     extra_width: int = 0,
     extra_page_size: int = 0,
+    *,
+    deterministic: bool = False,
 ) -> tuple[Backend, LayerGeometry]:
-    """Choose the backend for one kind of call, and describe its layer. Computed once for each kind of call.
+    """Choose the backend for one kind of call, and describe its layer. Computed once for each kind of call."""
+    sizes = (query_len, width, page_size, extra_width, extra_page_size)
+    problem = described(phase, heads, q_dtype, scale, sink, *sizes, deterministic=deterministic)
+    facts = DeviceFacts.here(device)
+    chosen = resolve(problem, backend=name, device=facts).require().info.name
+    backend = _backend(chosen, deterministic=True) if deterministic else _backend(chosen)
+    if phase is Phase.PREFILL and backend.forms.prefill_keys is KeyForm.PAGED:
+        resolve(evolve(problem, swa=CacheFacts("rows", "bfloat16", 1)), backend=chosen, device=facts)
+    return backend, problem.layer
+
+
+def described(
+    phase: Phase,
+    heads: int,
+    q_dtype: torch.dtype,
+    scale: float,
+    sink: bool,  # noqa: FBT001 - in the order of `plan`
+    query_len: int,
+    width: int,
+    page_size: int = 64,
+    extra_width: int = 0,
+    extra_page_size: int = 0,
+    *,
+    deterministic: bool = False,
+) -> Problem:
+    """One kind of call as the problem that backends are asked about. Arguments are those of `plan`.
 
     `width` columns of indices are described as the window, `extra_width` as the selected entries of a second cache. In
     prefill there is no cache, only bf16 rows, as gathering writes them. A backend that reads pages takes them as pages
@@ -54,17 +81,18 @@ def plan(
     kind, ratio = (LayerKind.C4A, 4) if extra_width else (LayerKind.SWA, 1)
     rope = Rope(ROPE_DIM, 10000.0)  # keys are rotated already: the angles are not used
     layer = LayerGeometry(kind, ratio, heads, HEAD_DIM, rope, width, extra_width, softmax_scale=scale)
-    extra = CacheFacts(page_size=extra_page_size) if extra_width else None
-    dtype = str(q_dtype).removeprefix("torch.")
-    problem = Problem(
-        phase.value, layer, CacheFacts(page_size=page_size), extra, extra_width, dtype, sink, True, query_len
+    return Problem(
+        phase.value,
+        layer,
+        CacheFacts(page_size=page_size),
+        CacheFacts(page_size=extra_page_size) if extra_width else None,
+        extra_width,
+        q_dtype=str(q_dtype).removeprefix("torch."),
+        sink=sink,
+        lse=True,
+        query_len=query_len,
+        deterministic=deterministic,
     )
-    facts = DeviceFacts.here(device)
-    chosen = resolve(problem, backend=name, device=facts).require().info.name
-    backend = _backend(chosen)
-    if phase is Phase.PREFILL and backend.forms.prefill_keys is KeyForm.PAGED:
-        resolve(evolve(problem, swa=CacheFacts("rows", "bfloat16", 1)), backend=chosen, device=facts)
-    return backend, layer
 
 
 def forget_choices() -> None:

@@ -1,11 +1,14 @@
 """FlashMLA's Python interface: the same names, arguments and results for the sparse attention of DeepSeek-V4.
 
-Served: `flash_mla_with_kvcache` with `indices` over caches of 584-byte records, and `flash_mla_sparse_fwd` over bf16
-rows of 512 dims. Beyond FlashMLA: any number of heads, q in fp32, empty batches, `out=` (as in vLLM's fork) and
-`backend=`.
+Positional arguments are those of `sgl-flash-mla` 1.0.0, which begin with those of DeepSeek's releases.
 
-Not served, and refused with UnsupportedError: dense attention (`indices=None`, `flash_attn_varlen_*`), keys of 576 dims
-(V3.2, 656-byte records) and the 528- and 288-byte records of V4.1.
+Served: `flash_mla_with_kvcache` with `indices` over caches of 584-byte records, and `flash_mla_sparse_fwd` over bf16
+rows of 512 dims. Beyond FlashMLA: any number of heads, q in fp32, empty batches, `enable_batch_invariant` on every
+device, `out=` (as in vLLM's fork) and `backend=`, both by name.
+
+Not served, and refused with UnsupportedError: dense attention (`indices=None`, `flash_attn_varlen_*`, `descale_q`,
+`descale_k`), keys of 576 dims (V3.2, 656-byte records) and the 528- and 288-byte records of V4.1. The module
+`fused_norm_rope_attn_rope_cast`, for V4.1, does not exist here.
 
 The backend of a kind of call is chosen in its first call - `backend=`, then `DSV4ATTN_BACKEND`, configuration file,
 automatic - as decode or as prefill, and then cached: run every kind once before capturing a graph. Arguments are
@@ -15,7 +18,8 @@ checked by shape, dtype and device; only lengths in host memory are checked by v
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from math import log
+from typing import Any, NoReturn
 
 import torch
 from attrs import asdict, define, frozen
@@ -23,10 +27,12 @@ from torch import Tensor
 
 from dsv4attn.compat.arguments import (
     check_flags,
+    check_format,
     check_kv,
     check_out,
     check_q,
     check_sink,
+    check_switch,
     index_rows,
     paged_segment,
     refuse,
@@ -44,10 +50,13 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
+    "get_mla_decoding_metadata",
     "get_mla_metadata",
+    "has_legacy",
 ]
 
 _ROWS = KVCacheLayout.rows()
+_LOG2E = 1 / log(2)
 
 
 @define
@@ -56,8 +65,8 @@ class FlashMLASchedMeta:
 
     have_initialized: whether a call has used it.
     config: shapes of that call, or None.
-    tile_scheduler_metadata: always None; FlashMLA's field.
-    num_splits: always None; FlashMLA's field.
+    tile_scheduler_metadata: not read; FlashMLA's field.
+    num_splits: not read; FlashMLA's field.
     """
 
     @frozen
@@ -74,6 +83,7 @@ class FlashMLASchedMeta:
         topk: columns of the indices.
         extra_page_block_size: records of a page of the extra cache, or None.
         extra_topk: columns of the extra indices, or None.
+        enable_batch_invariant: flag of the call.
         """
 
         b: int
@@ -86,6 +96,7 @@ class FlashMLASchedMeta:
         topk: int | None
         extra_page_block_size: int | None
         extra_topk: int | None
+        enable_batch_invariant: bool
 
     have_initialized: bool = False
     config: Config | None = None
@@ -98,25 +109,54 @@ def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta
     return FlashMLASchedMeta(), None
 
 
+def get_mla_decoding_metadata(
+    seqlens_k: Tensor,
+    num_q_tokens_per_head_k: int,
+    h_k: int,
+    h_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+    use_legacy: bool = False,
+) -> tuple[None, None]:
+    """The two fields of FlashMLASchedMeta that FlashMLA can plan ahead: None and None, backends plan by themselves.
+
+    Raises UnsupportedError for dense attention (topk None) and for caches of bf16.
+    """
+    if topk is None:
+        refuse("topk", "None: dense attention", "pass the number of indices, or keep FlashMLA for this layer")
+    check_flags(None, causal=False, is_fp8_kvcache=is_fp8_kvcache)
+    return None, None
+
+
+def has_legacy() -> bool:
+    """Whether caches of DeepSeek-V4 are served, which FlashMLA calls legacy. True on every device."""
+    return True
+
+
 def flash_mla_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
     block_table: Tensor | None,
     cache_seqlens: Tensor | None,
     head_dim_v: int,
-    tile_scheduler_metadata: FlashMLASchedMeta,
+    tile_scheduler_metadata: Any,  # noqa: ANN401 - ours or FlashMLA's
     num_splits: None = None,
     softmax_scale: float | None = None,
-    causal: bool = False,  # noqa: FBT001, FBT002 - FlashMLA's signature
-    is_fp8_kvcache: bool = False,  # noqa: FBT001, FBT002
+    causal: bool = False,
+    is_fp8_kvcache: bool | None = None,
     indices: Tensor | None = None,
     attn_sink: Tensor | None = None,
     extra_k_cache: Tensor | None = None,
     extra_indices_in_kvcache: Tensor | None = None,
     topk_length: Tensor | None = None,
     extra_topk_length: Tensor | None = None,
-    out: Tensor | None = None,
+    enable_batch_invariant: bool = False,
+    use_legacy: bool = False,
+    kv_format: str | None = None,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
     *,
+    out: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of few queries per sequence over selected records of one or two paged caches, in one softmax.
@@ -129,9 +169,12 @@ def flash_mla_with_kvcache(
     topk_length, extra_topk_length: [b] int32 in 0 .. topk - leading columns that count, for all queries of a sequence.
     attn_sink: [h_q] fp32, one more logit with value zero; -inf is none, +inf makes the output zero.
     softmax_scale: 512 ** -0.5 if None. out: where to write, like q. backend: name of the one to use.
-    block_table, cache_seqlens are not read: indices name all keys. num_splits must be None, causal False,
-    is_fp8_kvcache True, head_dim_v 512, tile_scheduler_metadata one of `get_mla_metadata` whose first call had the
-    same shapes.
+    tile_scheduler_metadata: of `get_mla_metadata`, ours or FlashMLA's, whose first call had the same shapes. Of a
+       foreign one only `have_initialized` and `config` are used.
+    enable_batch_invariant: bits of a query do not depend on the rest of the batch: option `deterministic` of backends.
+    use_legacy is not read: there is one set of kernels. block_table, cache_seqlens are not read: indices name all keys.
+    num_splits, descale_q, descale_k must be None, causal False, is_fp8_kvcache None or True, head_dim_v 512, kv_format
+    None or "V4".
 
     Returns (out [b, s_q, h_q, 512] like q, lse [b, h_q, s_q] fp32: natural log, without the sink). A query without keys
     gets zeros and lse +inf. Records without an index have no effect, even with NaN.
@@ -141,6 +184,9 @@ def flash_mla_with_kvcache(
         refuse("indices", "dense attention (no indices)", "pass `indices`, or keep FlashMLA for this layer")
     letters = check_q(q, "b s_q h_q 512", "head_dim_v", head_dim_v)
     check_flags(num_splits, causal=causal, is_fp8_kvcache=is_fp8_kvcache)
+    check_switch("enable_batch_invariant", enable_batch_invariant)
+    check_switch("use_legacy", use_legacy)
+    check_format(kv_format, descale_q, descale_k)
     segments = [paged_segment("", q, k_cache, indices, topk_length, letters)]
     if extra_k_cache is not None:
         segments.append(paged_segment("extra_", q, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, letters))
@@ -148,7 +194,7 @@ def flash_mla_with_kvcache(
         raise ArgumentError("extra_k_cache", expected="a cache for the extra indices", actual=None)
     sink, out = check_sink(attn_sink, q, letters), check_out(out, q)
     sizes = [(rows.indices.shape[1], cache.block_size) for cache, rows in segments]
-    _check_shapes(tile_scheduler_metadata, q, sizes)
+    _check_shapes(tile_scheduler_metadata, q, sizes, invariant=enable_batch_invariant)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if not lse.numel():
         return out, lse.transpose(1, 2)
@@ -157,7 +203,7 @@ def flash_mla_with_kvcache(
     caches, rows = zip(*segments[: len(widths) // 2], strict=True)
     scale = HEAD_DIM**-0.5 if softmax_scale is None else float(softmax_scale)
     facts = (q.shape[2], q.dtype, scale, sink is not None, q.shape[1])
-    chosen, layer = plan(Phase.DECODE, q.device, backend, *facts, *widths)
+    chosen, layer = plan(Phase.DECODE, q.device, backend, *facts, *widths, deterministic=enable_batch_invariant)
     flat = out.flatten(0, 1)
     attend(Phase.DECODE, chosen, layer, q.flatten(0, 1), caches, rows, sink, flat, lse.flatten(0, 1))
     if flat.data_ptr() != out.data_ptr():
@@ -173,11 +219,13 @@ def flash_mla_sparse_fwd(
     d_v: int = 512,
     attn_sink: Tensor | None = None,
     topk_length: Tensor | None = None,
-    out: Tensor | None = None,
+    use_legacy: bool = False,
+    return_log2_lse: bool | None = None,
     *,
+    out: Tensor | None = None,
     backend: str | None = None,
     need_max_logits: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Any, Any]:
     """Attention of many queries over selected rows of one matrix of keys.
 
     q: [s_q, h_q, 512] bf16 or fp32. kv: [s_kv, 1, 512] bf16. indices: [s_q, 1, topk] int32 - rows of kv; anything that
@@ -185,50 +233,64 @@ def flash_mla_sparse_fwd(
     topk_length: [s_q] int32 in 0 .. topk - leading columns that count.
     attn_sink: [h_q] fp32, as in `flash_mla_with_kvcache`. d_v must be 512.
     out: where to write, like q. backend: name of the one to use.
+    use_legacy is not read: there is one set of kernels.
+    return_log2_lse: None for natural logarithms in max_logits and lse, True for base 2, False for neither.
     need_max_logits: a backend that does not return largest logits leaves them to plain torch, which reads the selected
        keys once more and multiplies them with q in fp32. Engines that only use `out` say False.
 
-    Returns (out [s_q, h_q, 512] like q, max_logits [s_q, h_q] fp32, lse [s_q, h_q] fp32: natural log), the last two
-    with the scale and without the sink. A query without keys gets zeros, -inf and +inf. max_logits is empty, [0, h_q],
-    if not needed.
+    Returns (out [s_q, h_q, 512] like q, max_logits [s_q, h_q] fp32, lse [s_q, h_q] fp32), the last two with the scale
+    and without the sink; both are None if return_log2_lse is False. A query without keys gets zeros, -inf and +inf.
+    max_logits is empty, [0, h_q], if not needed.
     Raises ArgumentError, UnsupportedError, or NoBackendError, before anything is written.
     """
     letters = check_q(q, "s_q h_q 512", "d_v", d_v)
+    check_switch("use_legacy", use_legacy)
+    check_switch("return_log2_lse", return_log2_lse, None)
     keys = check_kv(kv, q, letters)
     rows = index_rows(("indices", "topk_length"), q, indices, topk_length, "s_q 1 topk", letters)
     sink, out = check_sink(attn_sink, q, letters), check_out(out, q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    wanted = need_max_logits and return_log2_lse is not False
     if not lse.numel():
-        return out, torch.empty_like(lse), lse
+        return (out, None, None) if return_log2_lse is False else (out, torch.empty_like(lse), lse)
     width, scale = rows.indices.shape[1], float(sm_scale)
     chosen, layer = plan(Phase.PREFILL, q.device, backend, q.shape[1], q.dtype, scale, sink is not None, 1, width)
     forms = chosen.forms
-    top = torch.empty_like(lse) if need_max_logits and forms.max_logits else None
+    top = torch.empty_like(lse) if wanted and forms.max_logits else None
     if forms.prefill_keys is KeyForm.PAGED:
         attend(Phase.PREFILL, chosen, layer, q, [PagedKVCache(kv, _ROWS)], [rows], sink, out, lse, top)
     else:
         short = -width % forms.index_alignment
         padded = DenseIndices(torch.nn.functional.pad(rows.indices, (0, short), value=-1), rows.lens) if short else rows
         attend(Phase.PREFILL, chosen, layer, q, keys, [padded], sink, out, lse, top)
+    if return_log2_lse is False:
+        return out, None, None
     if top is None:
-        top = largest_logits(q, keys, rows, scale) if need_max_logits else lse.new_empty((0, q.shape[1]))
-    return out, top, lse
+        top = largest_logits(q, keys, rows, scale) if wanted else lse.new_empty((0, q.shape[1]))
+    return (out, top.mul_(_LOG2E), lse.mul_(_LOG2E)) if return_log2_lse else (out, top, lse)
 
 
-def _check_shapes(meta: object, q: Tensor, sizes: Sequence[tuple[int, int]]) -> None:
-    """Store the shapes of a first call; raise ArgumentError if a later one has others. sizes: (columns, page)."""
+def _check_shapes(meta: Any, q: Tensor, sizes: Sequence[tuple[int, int]], *, invariant: bool) -> None:  # noqa: ANN401
+    """Store the shapes of a first call; raise ArgumentError if a later one has others. sizes: (columns, page).
+
+    meta: FlashMLA's object is known by its fields. Its own class reads the shapes stored here like those it stores.
+    """
     name = "tile_scheduler_metadata"
-    if not isinstance(meta, FlashMLASchedMeta):
-        hint = "pass the first result of dsv4attn.compat.flash_mla.get_mla_metadata()"
-        raise ArgumentError(name, expected="a FlashMLASchedMeta of this module", actual=type(meta).__name__, hint=hint)
+    if not all(hasattr(meta, field) for field in ("have_initialized", "config", name, "num_splits")):
+        hint = "pass the first result of get_mla_metadata()"
+        raise ArgumentError(name, expected="a FlashMLASchedMeta", actual=type(meta).__name__, hint=hint)
     (topk, page), (extra_topk, extra_page) = sizes[0], sizes[1] if len(sizes) > 1 else (None, None)
     b, s_q, h_q = q.shape[:3]
-    config = FlashMLASchedMeta.Config(b, s_q, h_q, page, 1, False, True, topk, extra_page, extra_topk)
+    config = FlashMLASchedMeta.Config(b, s_q, h_q, page, 1, False, True, topk, extra_page, extra_topk, invariant)
     if meta.config is None:
         meta.have_initialized, meta.config = True, config
-    elif meta.config != config:
-        known, given = asdict(meta.config), asdict(config)
-        differing = [key for key in known if known[key] != given[key]]
+    if meta.config == config:
+        return
+    given = asdict(config)
+    # older releases of FlashMLA have fewer fields
+    known = {key: getattr(meta.config, key, value) for key, value in given.items()}
+    differing = [key for key in given if known[key] != given[key]]
+    if differing:
         raise ArgumentError(
             name,
             expected="the shapes of its first call, " + ", ".join(f"{key}={known[key]}" for key in differing),

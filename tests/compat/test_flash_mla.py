@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def run_decode(case: DecodeCase, name: str) -> None:
     tensors = [main.indices, sink]
     tensors += [extra.cache, extra.indices] if extra else [None, None]
     tensors += [main.lengths, extra.lengths if extra else None]
-    moved = [t if t is None else there(t, device) for t in tensors]
+    moved: list[Any] = [t if t is None else there(t, device) for t in tensors]
     meta, _ = get_mla_metadata()
     start = (there(spread(q), device), there(main.cache, device), None, None, 512, meta, None, case.scale, False, True)
     try:

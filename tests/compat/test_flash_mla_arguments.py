@@ -11,7 +11,12 @@ import torch
 from attrs import evolve
 
 from dsv4attn.compat import direct, flash_mla
-from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from dsv4attn.compat.flash_mla import (
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    get_mla_decoding_metadata,
+    get_mla_metadata,
+)
 from dsv4attn.errors import ArgumentError, UnsupportedError
 from dsv4attn.selection import load_backend
 from tests.compat.flash_mla_calls import S_Q, TOPK, B, H, cache_of, decode_args, prefill_args, random
@@ -23,32 +28,48 @@ DECODE_PARAMETERS = {
     "num_splits": None,
     "softmax_scale": None,
     "causal": False,
-    "is_fp8_kvcache": False,
+    "is_fp8_kvcache": None,
     "indices": None,
     **dict.fromkeys(["attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length"]),
+    "enable_batch_invariant": False,
+    "use_legacy": False,
+    **dict.fromkeys(["kv_format", "descale_q", "descale_k"]),
 }
 PREFILL_PARAMETERS = {
     **dict.fromkeys(["q", "kv", "indices", "sm_scale"], ...),
     "d_v": 512,
     "attn_sink": None,
     "topk_length": None,
+    "use_legacy": False,
+    "return_log2_lse": None,
+}
+PLAN_PARAMETERS = {
+    **dict.fromkeys(["seqlens_k", "num_q_tokens_per_head_k", "h_k"], ...),
+    "h_q": None,
+    "is_fp8_kvcache": False,
+    "topk": None,
+    "use_legacy": False,
 }
 
 
 @pytest.mark.parametrize(
     ("function", "wanted"),
-    [(flash_mla_with_kvcache, DECODE_PARAMETERS), (flash_mla_sparse_fwd, PREFILL_PARAMETERS)],
-    ids=["decode", "prefill"],
+    [
+        (flash_mla_with_kvcache, DECODE_PARAMETERS),
+        (flash_mla_sparse_fwd, PREFILL_PARAMETERS),
+        (get_mla_decoding_metadata, PLAN_PARAMETERS),
+    ],
+    ids=["decode", "prefill", "plan"],
 )
-def test_positional_parameters_are_flash_mlas_then_that_of_vllms_fork_and_ours_are_by_name(
+def test_positional_parameters_are_flash_mlas_and_those_of_others_are_by_name(
     function: Callable[..., object], wanted: dict[str, object]
 ) -> None:
     parameters = inspect.signature(function).parameters.values()
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
-    assert {p.name: ... if p.default is p.empty else p.default for p in positional} == {**wanted, "out": None}
-    assert [p.name for p in positional] == [*wanted, "out"]
-    assert {p.kind for p in parameters if p not in positional} == {inspect.Parameter.KEYWORD_ONLY}
+    assert {p.name: ... if p.default is p.empty else p.default for p in positional} == wanted
+    assert [p.name for p in positional] == [*wanted]
+    assert {p.kind for p in parameters if p not in positional} <= {inspect.Parameter.KEYWORD_ONLY}
 
 
 def test_results_have_flash_mlas_shapes_and_strides() -> None:
@@ -180,6 +201,10 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("k_cache", {"k_cache": torch.zeros(2, 64, 1, 656, dtype=torch.uint8)}),
     ("k_cache", {"k_cache": torch.zeros(2, 64, 1, 528, dtype=torch.uint8)}),
     ("extra_k_cache", {"extra_k_cache": torch.zeros(2, 64, 1, 288, dtype=torch.uint8)}),
+    ("kv_format", {"kv_format": "V32_NO_ROPE"}),
+    ("kv_format", {"kv_format": "V41_FP4"}),
+    ("descale_q", {"descale_q": torch.ones(1)}),
+    ("descale_k", {"descale_k": torch.ones(1)}),
 ]
 
 
@@ -191,6 +216,10 @@ def test_what_is_not_served_is_refused_by_name_with_a_way_out(name: str, changes
 
 
 def test_dense_functions_exist_and_refuse() -> None:
+    with pytest.raises(UnsupportedError, match=r"^topk: .*dense attention"):
+        get_mla_decoding_metadata(torch.zeros(3, dtype=INT), 64, 1, 64, is_fp8_kvcache=True)
+    with pytest.raises(UnsupportedError, match=r"^is_fp8_kvcache: "):
+        get_mla_decoding_metadata(torch.zeros(3, dtype=INT), 64, 1, 64, topk=TOPK)
     for name in DENSE:
         with pytest.raises(UnsupportedError, match=name):
             getattr(flash_mla, name)(1, causal=True)
@@ -214,6 +243,11 @@ BAD_DECODE: list[tuple[str, dict[str, Any]]] = [
     ("tile_scheduler_metadata", {"tile_scheduler_metadata": torch.zeros(3, 8, dtype=INT)}),
     ("num_splits", {"num_splits": torch.zeros(4, dtype=INT)}),
     ("causal", {"causal": True}),
+    ("enable_batch_invariant", {"enable_batch_invariant": torch.zeros(B, S_Q, H, 512)}),
+    ("enable_batch_invariant", {"enable_batch_invariant": None}),
+    ("use_legacy", {"use_legacy": "yes"}),
+    ("kv_format", {"kv_format": "v4"}),
+    ("tile_scheduler_metadata", {"tile_scheduler_metadata": None}),
     ("indices", {"indices": torch.zeros(B, S_Q, TOPK, dtype=torch.int64)}),
     ("indices", {"indices": torch.zeros(B, S_Q + 1, TOPK, dtype=INT)}),
     ("indices", {"indices": torch.zeros(B, S_Q, 0, dtype=INT)}),
@@ -238,6 +272,8 @@ BAD_PREFILL: list[tuple[str, dict[str, Any]]] = [
     ("indices", {"indices": torch.zeros(5, TOPK, dtype=INT)}),
     ("indices", {"indices": torch.zeros(4, 1, TOPK, dtype=INT)}),
     ("d_v", {"d_v": 576}),
+    ("use_legacy", {"use_legacy": torch.zeros(5, H, 512)}),
+    ("return_log2_lse", {"return_log2_lse": 2}),
     ("topk_length", {"topk_length": torch.zeros(4, dtype=INT)}),
     ("attn_sink", {"attn_sink": torch.zeros(1, H)}),
 ]

@@ -1,0 +1,125 @@
+"""What is replaced in SGLang, and when. Everything goes through `HookRegistry`, SGLang's own way to do it.
+
+1. SGLang loads the plugin: a hook on the constructor of the scheduler, in processes that have imported one. Nothing is
+   imported for it.
+2. A scheduler is made: a hook on the function that builds attention. The scheduler imports its module anyway.
+3. Attention of DeepSeek-V4 is built: the model and the backends are checked, then FlashMLA's functions are replaced.
+   SGLang binds one of them in the constructor of its attention, so this happens before. Models of other kinds never
+   come here, and for them nothing is replaced.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from dsv4attn_sglang import __version__, guard
+from dsv4attn_sglang.guard import RefusedError
+
+__all__ = ["ATTENTION", "CUDA", "SCHEDULER", "SM120", "XPU", "watch_scheduler"]
+
+SCHEDULER = "sglang.srt.managers.scheduler"
+ATTENTION = "sglang.srt.model_executor.model_runner_components.attention_backend_setup.build_attention_backends"
+
+_OPS = "sglang.kernels.ops.attention"
+CUDA = {
+    f"{_OPS}.flash_mla_interface.flash_mla_with_kvcache": "flash_mla_with_kvcache",
+    f"{_OPS}.flash_mla_interface.flash_mla_sparse_fwd": "flash_mla_sparse_fwd",
+}
+"""Functions of SGLang on NVIDIA's GPUs, and the names in `attention` of those that replace them."""
+SM120 = {**CUDA, f"{_OPS}.flash_mla_sm120.flash_mla_with_kvcache_sm120": "flash_mla_with_kvcache"}
+"""On sm_120 SGLang has a function of its own for decode and prefill."""
+XPU = {
+    "sgl_kernel.flash_mla_with_kvcache": "flash_mla_with_kvcache",
+    "sgl_kernel.flash_mla_sparse_fwd": "flash_mla_sparse_fwd",
+}
+"""On Intel's GPUs the functions have the same names and arguments."""
+
+_log = logging.getLogger("dsv4attn_sglang")
+_registered: set[str] = set()
+"""Targets that SGLang's registry has a hook of ours for. It would call two."""
+_said: set[str] = set()
+"""Lines of the log. A model and its draft say the same."""
+
+
+def watch_scheduler() -> None:
+    """Step 1. A process without a scheduler runs no model: it needs nothing."""
+    if SCHEDULER in sys.modules:
+        _hook(f"{SCHEDULER}.Scheduler.__init__", _scheduler_is_made, "BEFORE")
+
+
+def _scheduler_is_made(*args: object, **kwargs: object) -> None:
+    """Step 2, before the constructor of a scheduler."""
+    _hook(ATTENTION, _attention_is_built, "AROUND")
+    _apply()
+
+
+def _attention_is_built(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    """Step 3, around `build_attention_backends(*, model_runner)`, once for every model of the process."""
+    runner: Any = kwargs.get("model_runner", args[0] if args else None)
+    if "dsv4" in (runner.prefill_attention_backend_str, runner.decode_attention_backend_str):
+        _serve(runner)
+    return original(*args, **kwargs)
+
+
+def _serve(runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRunner
+    """Check a model, replace the functions, and say so. Raises RefusedError or NoBackendError."""
+    version = guard.check()
+    from dsv4attn_sglang import serving
+
+    chosen = serving.check(runner)
+    targets = serving.targets(runner.device)
+    fresh = [target for target in targets if target not in _registered]
+    _replace({target: targets[target] for target in fresh})
+    if fresh:
+        own = f"set {guard.SWITCH}=0 for SGLang's own"
+        _log.info("dsv4attn-sglang %s: SGLang %s attends for DeepSeek-V4 on dsv4attn (%s)", __version__, version, own)
+        _log.info("dsv4attn-sglang: replaced %s", ", ".join(fresh))
+    for line in chosen:
+        if line not in _said:
+            _said.add(line)
+            _log.info("dsv4attn-sglang: %s", line)
+
+
+def _replace(targets: dict[str, str]) -> None:
+    """Replace SGLang's functions by those of `attention`. Raises RefusedError if one of them is not there."""
+    from dsv4attn_sglang import attention
+
+    before = {target: _find(target) for target in targets}
+    for target, name in targets.items():
+        _hook(target, getattr(attention, name), "AROUND")
+    _apply()
+    for target, function in before.items():
+        if _find(target) is function:
+            cure = "see what SGLang logged above, or remove the plugin that hooks it already"
+            raise RefusedError(target, expected="a function that SGLang replaces", actual="the same one", cure=cure)
+
+
+def _find(target: str) -> Any:  # noqa: ANN401 - a function of SGLang
+    """The function at a dotted path. Raises RefusedError with the cause if its module cannot be imported."""
+    module, _, name = target.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, OSError) as error:
+        cure = "repair the installation of SGLang"
+        raise RefusedError(target, expected="a function of SGLang", actual=str(error), cure=cure) from error
+
+
+def _hook(target: str, function: Callable[..., Any], kind: str) -> None:
+    """Give a hook to SGLang's registry, once."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    if target not in _registered:
+        _registered.add(target)
+        source = HookSource("dsv4attn", "dsv4attn-sglang")
+        HookRegistry.register(target, function, HookType[kind], source=source)
+
+
+def _apply() -> None:
+    """Let SGLang put its hooks in place; those that are there already stay. Failures are logged, not raised."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    HookRegistry.apply_hooks()

@@ -1,0 +1,115 @@
+"""Whether dsv4attn can run the attention of a model that SGLang is about to serve: asked before its first token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dsv4attn.compat.direct import described, plan
+from dsv4attn.core.contract import Phase
+from dsv4attn.selection import explain
+from dsv4attn_sglang import hooks
+from dsv4attn_sglang.guard import RefusedError
+
+__all__ = ["check", "targets"]
+
+WINDOW = 128
+COLUMNS = 64
+"""SGLang fills rows of indices up to a multiple of this."""
+
+
+def targets(device: str) -> dict[str, str]:
+    """The functions of SGLang that attention on this device calls, and the names of ours. Raises RefusedError."""
+    from sglang.srt.runtime_context import get_platform
+    from sglang.srt.utils import is_cuda, is_hip, is_xpu
+
+    if is_xpu():
+        return hooks.XPU
+    if is_cuda():
+        return hooks.SM120 if get_platform().is_sm120 else hooks.CUDA
+    expected = "a GPU of NVIDIA or Intel: on others SGLang does not call FlashMLA's functions"
+    actual = "ROCm" if is_hip() else device
+    raise RefusedError("device", expected=expected, actual=actual, cure="use such a GPU")
+
+
+def check(runner: Any) -> list[str]:  # noqa: ANN401 - SGLang's ModelRunner
+    """Check options, caches and backends of a model. A line for each phase: which backend runs it, and why.
+
+    runner: SGLang's ModelRunner with its caches in place. Raises RefusedError for what dsv4attn does not serve in
+    SGLang; NoBackendError, with all reasons, if no backend, or not the one that was asked for, can run a call.
+    """
+    targets(runner.device)
+    _check_options()
+    _check_caches(runner.token_to_kv_pool)
+    device, heads = torch.empty(0, device=runner.device).device, _heads(runner)
+    facts = (heads, torch.bfloat16, runner.model_config.head_dim**-0.5, True, 1)
+    lines: dict[str, list[str]] = {}
+    for phase, layers, sizes in _calls(runner):
+        # what the calls themselves ask: it raises, and loads the backend
+        plan(phase, device, None, *facts, *sizes)
+        chosen = explain(described(phase, *facts, *sizes), device=device)
+        lines.setdefault(f"{phase.value}, {heads} heads: {chosen.verdict} ({chosen.request.source})", []).append(layers)
+    return [f"{line}; {', '.join(layers)}" for line, layers in lines.items()]
+
+
+def _check_options() -> None:
+    """Options of SGLang that lead past FlashMLA's functions are refused."""
+    from sglang.srt.layers.attention.dsv4.sparse_prefill_utils import (
+        DSV4_Q8KV8_PREFILL_ENV,
+        use_dsv4_q8kv8_sparse_prefill,
+    )
+    from sglang.srt.runtime_context import get_exec
+
+    kernel = get_exec().kernel
+    if kernel.dsv4_attn_backend not in ("auto", "flashmla"):
+        what, cure = "--dsv4-attn-backend", "start SGLang with --dsv4-attn-backend flashmla"
+        raise RefusedError(what, expected="flashmla", actual=kernel.dsv4_attn_backend, cure=cure)
+    if use_dsv4_q8kv8_sparse_prefill(kernel.dsv4_prefill_backend):
+        cure = f"start SGLang with --dsv4-prefill-backend flashmla_sparse and without {DSV4_Q8KV8_PREFILL_ENV}"
+        raise RefusedError("--dsv4-prefill-backend", expected="flashmla_sparse", actual="flashmla_sparse_q8", cure=cure)
+
+
+def _check_caches(pool: Any) -> None:  # noqa: ANN401 - SGLang's DeepSeekV4TokenToKVPool
+    """Caches of other records than the 584 bytes of V4 are refused."""
+    cure = "set SGLANG_DSV4_KV_LAYOUT=v4 and SGLANG_DSV4_COMPRESSED_KV_LAYOUT=auto"
+    if pool._unified_kv or pool.uniform_fp8:  # noqa: SLF001 - SGLang has no other name for it
+        actual = "one pool of plain rows" if pool._unified_kv else "uniform fp8 rows"  # noqa: SLF001
+        raise RefusedError("KV cache", expected="pages of 584-byte records", actual=actual, cure=cure)
+    layouts = {"window": pool.kv_layout}
+    layouts |= {f"c{ratio}": pool.compressed_kv_layout(ratio) for ratio in pool.present_ratios}
+    other = [f"{name} {layout.value}" for name, layout in layouts.items() if layout.value != "v4"]
+    if other:
+        raise RefusedError(
+            "layout of the KV cache", expected="v4, 584-byte records", actual=", ".join(other), cure=cure
+        )
+
+
+def _heads(runner: Any) -> int:  # noqa: ANN401
+    """Heads of q, which SGLang fills up to 64 for FlashMLA."""
+    from sglang.srt.runtime_context import get_parallel
+
+    heads: int = runner.model_config.num_attention_heads
+    local = heads // get_parallel().attn_tp_size
+    return 64 if local <= 64 else heads
+
+
+def _calls(runner: Any) -> list[tuple[Phase, str, tuple[int, ...]]]:  # noqa: ANN401
+    """The kinds of calls: decode of each kind of layer, and prefill over gathered rows; with the name of the layers.
+
+    Sizes are columns of the window and its page, then those of the compressed cache.
+    """
+    pool, config = runner.token_to_kv_pool, runner.model_config
+    window = (WINDOW, pool.get_swa_key_page_size())
+    widths = {ratio: getattr(config.hf_text_config, "index_topk", 512) for ratio in pool.present_ratios}
+    if 128 in widths:
+        widths[128] = config.context_len // 128
+    calls: list[tuple[Phase, str, tuple[int, ...]]] = [(Phase.DECODE, "swa", window)]
+    for ratio, width in widths.items():
+        calls.append((Phase.DECODE, f"c{ratio}a", (*window, _filled(width), max(runner.page_size // ratio, 1))))
+    gathered = _filled(WINDOW + max(widths.values(), default=0))
+    return [*calls, (Phase.PREFILL, f"up to {gathered} of the gathered rows", (gathered,))]
+
+
+def _filled(width: int) -> int:
+    return -(-max(width, 1) // COLUMNS) * COLUMNS

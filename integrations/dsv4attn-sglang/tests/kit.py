@@ -1,0 +1,59 @@
+"""SGLang's own kit for tests of DeepSeek-V4 attention, on a CPU, its backend built where SGLang builds it."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from importlib import import_module
+from typing import Any
+
+import fakes
+import torch
+
+KIT = "sglang.test.kits.attention_unittest"
+
+
+@functools.cache
+def loaded() -> Any:
+    """The kit, in a process in which SGLang has loaded its plugins and made a scheduler."""
+    with warnings.catch_warnings():
+        # of torch and SGLang, on import: what is about to be dropped, and what a CPU cannot do
+        warnings.simplefilter("ignore")
+        import_module(fakes.SCHEDULER)
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+        fakes.scheduler_made()
+        import_module("sglang.srt.layers.attention.deepseek_v4_backend")
+        # before SGLang is told of CUDA: it would import CUDA's kernels
+        import_module(f"{KIT}.runner_modes.speculative_draft_extend_runner")
+        dsv4_attention = import_module(f"{KIT}.attention_methods.dsv4_attention")
+    dsv4_attention.ATTENTION_BACKENDS = {"dsv4": _built}
+    return dsv4_attention
+
+
+def _built(runner: Any) -> Any:
+    from sglang.srt.configs.model_config import AttentionArch
+    from sglang.srt.model_executor.model_runner_components import attention_backend_setup
+
+    # the kit's runner has no more than the attention itself reads
+    runner.model_config.attention_arch = AttentionArch.MLA
+    return attention_backend_setup.build_attention_backends(model_runner=runner).attn_backend
+
+
+def case(name: str, mode: str, prefixes: tuple[int, ...], extends: tuple[int, ...] = (), **more: Any) -> Any:
+    """A case of the kit. prefixes: tokens of each request in the caches. extends: new ones of each, if not decode."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    given = {"num_heads": 8, "page_size": 256, "attn_sink_value": 0.5, **more}
+    return loaded().DSV4AttentionCase(
+        name, "dsv4", ForwardMode[mode], prefix_lens=prefixes, extend_lens=extends, **given
+    )
+
+
+def runner_of(given: Any, ratios: tuple[int, ...] = (0, 4, 128), **more: Any) -> Any:
+    """SGLang's runner of a case as far as attention reads it, with caches for layers of these ratios."""
+    kit = loaded()
+    config = kit.TinyDSV4ModelConfig(num_heads=given.num_heads, context_len=512, compression_ratios=list(ratios))
+    sizes = {"dtype": torch.bfloat16, "device": "cpu", "max_context_len": 512, "swa_size": 2048, **more}
+    return kit.MockDSV4ModelRunner(case=given, model_config=config, compression_ratios=list(ratios), **sizes)

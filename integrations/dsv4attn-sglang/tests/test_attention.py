@@ -1,0 +1,166 @@
+"""SGLang's attention of DeepSeek-V4 runs on dsv4attn: SGLang's own cases, against its reference and our oracle.
+
+Each test builds SGLang's `DeepseekV4AttnBackend` over its pools of caches, lets it write keys and make the metadata of
+a step, and calls its `forward`. SGLang's reference takes keys before they are rounded to fp8, so its bound is loose
+(0.08); our oracle takes the records that SGLang wrote, in float64.
+"""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fakes
+import numpy as np
+import pytest
+import torch
+from kit import case
+from torch import Tensor
+
+from dsv4attn.testing.oracle import attend_row, read_record
+
+RECORD = {"nope_dim": 448, "rope_dim": 64, "group_size": 64, "fnuz": False, "scale_bytes": 8, "split": True}
+TEST = unittest.TestCase()
+
+
+class Calls:
+    """What SGLang gave to FlashMLA's functions, and what it got."""
+
+    def __init__(self) -> None:
+        self.decode: list[tuple[dict[str, Any], Tensor]] = []
+        self.prefill: list[tuple[dict[str, Any], Tensor]] = []
+
+
+@pytest.fixture
+def calls(interface: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    """Calls of a test, each of them compared with the oracle at the end."""
+    made = Calls()
+    for name, kept in (("flash_mla_with_kvcache", made.decode), ("flash_mla_sparse_fwd", made.prefill)):
+        monkeypatch.setattr(interface, name, recorded(getattr(interface, name), kept))
+    yield made
+    for given, out in made.decode:
+        check_decode(given, out)
+    for given, out in made.prefill:
+        check_prefill(given, out)
+    assert not fakes.flash_mla_calls()
+
+
+def recorded(function: Callable[..., Any], kept: list[tuple[dict[str, Any], Tensor]]) -> Callable[..., Any]:
+    """The function, which keeps its arguments and its output."""
+
+    def call(**given: Any) -> Any:
+        result = function(**given)
+        kept.append((given, result[0].clone()))
+        return result
+
+    return call
+
+
+def records(cache: Tensor, indices: Tensor, length: int) -> np.ndarray[Any, Any]:
+    """Keys [K, 512] of the records that one row of indices names."""
+    size, slots = cache.shape[1], [slot for slot in indices[:length].tolist() if 0 <= slot < cache.shape[:2].numel()]
+    pages = {slot // size: cache[slot // size].reshape(-1).view(torch.uint8).numpy() for slot in slots}
+    read = [read_record(pages[slot // size], slot % size, block_size=size, **RECORD) for slot in slots]  # type: ignore[arg-type]
+    return np.stack(read) if read else np.zeros((0, 512))
+
+
+def assert_near(got: Tensor, want: np.ndarray[Any, Any]) -> None:
+    """The bound of FlashMLA's own tests."""
+    error = (got.double() - torch.from_numpy(want)).abs()
+    assert bool(((error < 1e-3) | (error / (torch.from_numpy(want).abs() + 1e-6) < 2.01 / 128)).all()), error.max()
+
+
+def check_decode(given: dict[str, Any], out: Tensor) -> None:
+    """Compare a call of `flash_mla_with_kvcache` with the oracle, row by row."""
+    second = given["extra_k_cache"] is not None
+    for row in range(out.shape[0]):
+        keys = [records(given["k_cache"], given["indices"][row, 0], int(given["topk_length"][row]))]
+        if second:
+            extra = given["extra_indices_in_kvcache"][row, 0], int(given["extra_topk_length"][row])
+            keys.append(records(given["extra_k_cache"], *extra))
+        q, sink = given["q"][row, 0].detach().double().numpy(), given["attn_sink"].double().numpy()
+        want, _ = attend_row(q, np.concatenate(keys), sink, given["softmax_scale"])
+        assert_near(out[row, 0], want)
+
+
+def check_prefill(given: dict[str, Any], out: Tensor) -> None:
+    """Compare a call of `flash_mla_sparse_fwd` with the oracle, row by row."""
+    rows = given["kv"][:, 0]
+    for row in range(out.shape[0]):
+        chosen = given["indices"][row, 0, : int(given["topk_length"][row])]
+        keys = rows[chosen[(chosen >= 0) & (chosen < rows.shape[0])].long()].double().numpy()
+        q, sink = given["q"][row].detach().double().numpy(), given["attn_sink"].double().numpy()
+        want, _ = attend_row(q, keys, sink, given["sm_scale"])
+        assert_near(out[row], want)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "prefixes", "extends"),
+    [
+        ("first prompts and a second chunk", "EXTEND", (0, 130), (9, 5)),
+        ("across pages", "EXTEND", (250,), (12,)),
+        ("decode within and past the window", "DECODE", (5, 200, 128), ()),
+    ],
+)
+def test_layers_with_a_window_alone(
+    kit: Any, backend: str, calls: Calls, name: str, mode: str, prefixes: tuple[int, ...], extends: tuple[int, ...]
+) -> None:
+    kit.run_dsv4_attention_case(TEST, case(name, mode, prefixes, extends), device="cpu")
+
+    assert [len(calls.decode), len(calls.prefill)] == ([1, 0] if mode == "DECODE" else [0, 1])
+
+
+@pytest.mark.parametrize("ratio", [4, 128, 2, 1])
+@pytest.mark.parametrize(
+    ("name", "mode", "prefixes", "extends", "sparse"),
+    [
+        ("decode", "DECODE", (60, 130), (), False),
+        ("paged prompt", "EXTEND", (100,), (6,), False),
+        ("gathered prompt", "EXTEND", (120,), (10,), True),
+    ],
+)
+def test_layers_with_a_compressed_cache(
+    kit: Any,
+    backend: str,
+    calls: Calls,
+    ratio: int,
+    name: str,
+    mode: str,
+    prefixes: tuple[int, ...],
+    extends: tuple[int, ...],
+    sparse: bool,
+) -> None:
+    given = case(name, mode, prefixes, extends, compress_ratio=ratio)
+    kit.run_dsv4_compress_attention_case(TEST, given, sparse_prefill=sparse, device="cpu")
+
+    assert [len(calls.decode), len(calls.prefill)] == ([0, 1] if sparse else [1, 0])
+    extra = {1: 256, 2: 128, 4: 64, 128: 2}[ratio]
+    for made, _ in calls.decode:
+        assert (made["k_cache"].shape[1:], made["extra_k_cache"].shape[1:]) == ((256, 1, 584), (extra, 1, 584))
+        assert made["use_legacy"] is True
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_drafts_are_verified(kit: Any, backend: str, calls: Calls, ratio: int) -> None:
+    given = case("verify", "TARGET_VERIFY", (40, 140), (3, 3), compress_ratio=ratio)
+    kit.run_dsv4_target_verify_attention_case(TEST, given, device="cpu")
+
+    assert [made["q"].shape[:2] for made, _ in calls.decode] == [(6, 1)]
+
+
+def test_drafts_are_made(kit: Any, backend: str, calls: Calls) -> None:
+    given = case("draft", "DRAFT_EXTEND_V2", (40, 140), (3, 3))
+    kit.run_dsv4_draft_extend_attention_case(TEST, given, device="cpu")
+
+    assert len(calls.decode) == 1
+
+
+def test_the_oracle_sees_a_wrong_output(kit: Any, calls: Calls) -> None:
+    kit.run_dsv4_attention_case(TEST, case("decode", "DECODE", (5, 200)), device="cpu")
+    [(given, out)] = calls.decode
+
+    with pytest.raises(AssertionError):
+        check_decode(given, out * 1.05)
+    with pytest.raises(AssertionError):
+        check_decode({**given, "attn_sink": given["attn_sink"] + 1}, out)
