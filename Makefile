@@ -37,8 +37,9 @@ run: $(VENV)/.stamp-run ## serve a small trace through the attention, checked
 test: $(VENV)/.stamp-test ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
-test-engines: $(ENGINES)/.stamp-vllm ## run the tests of the engine adapters in integrations/
+test-engines: $(ENGINES)/.stamp-vllm $(ENGINES)/.stamp-sglang ## run the tests of the engine adapters in integrations/
 	cd integrations/dsv4attn-vllm && OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest -n 2 $(ARGS)
+	cd integrations/dsv4attn-sglang && OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(VENV)/.stamp-dev ## ruff, codespell, mypy
 	$(BIN)/ruff check .
@@ -85,4 +86,10 @@ $(ENGINES)/.stamp-vllm: $(ENGINES)/.stamp-base integrations/engine_python.py $(w
 	$(ENGINE_PIP) --no-deps -r integrations/dsv4attn-vllm/requirements-test.txt
 	$(ENGINE_BIN)/python integrations/engine_python.py $(VLLM)
 	$(ENGINE_PIP) --no-deps -e integrations/dsv4attn-vllm
+	@touch $@
+
+# behind vLLM's, whose pins its own repeat
+$(ENGINES)/.stamp-sglang: $(ENGINES)/.stamp-vllm $(wildcard integrations/dsv4attn-sglang/*.t*)
+	$(ENGINE_PIP) --no-deps -r integrations/dsv4attn-sglang/requirements-test.txt
+	$(ENGINE_PIP) --no-deps -e integrations/dsv4attn-sglang
 	@touch $@
