@@ -1,4 +1,4 @@
-"""`dsv4attn doctor`: lists versions, devices, configuration and plugins, and finds problems with their cures."""
+"""`dsv4attn doctor`: lists versions, devices, settings, plugins and engines, and finds problems with their cures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from attrs import asdict, define, field, frozen
 
 from dsv4attn import __version__
-from dsv4attn.tools.cli import FAILED, OK, print_json
+from dsv4attn.tools.cli import FAILED, OK, engines, print_json
 from dsv4attn.tools.cli.backends import automatic, merged
 from dsv4attn.tools.cli.common import console, device_json, failure_json, grid
 
@@ -53,6 +53,7 @@ class _Report:
     settings: Settings
     registry: PluginRegistry
     phases: dict[str, Selection] = field(factory=dict)
+    engines: list[engines.EngineState] = field(factory=list)
     problems: list[_Problem] = field(factory=list)
 
 
@@ -62,8 +63,9 @@ class _Report:
 def doctor(ctx: click.Context, *, as_json: bool) -> None:
     """Look for what is wrong with this installation, and say what to do.
 
-    Shows versions, devices, configuration and where it comes from, environment variables, and every plugin that cannot
-    be used, with its traceback. Nothing is launched. Exit code 0: nothing is wrong; 1: something is.
+    Shows versions, devices, configuration and where it comes from, environment variables, every plugin that cannot be
+    used, with its traceback, and whether an installed vLLM or SGLang runs DeepSeek-V4 on dsv4attn. Nothing is launched,
+    and no engine is imported. Exit code 0: nothing is wrong; 1: something is.
     """
     report = _examine()
     if as_json:
@@ -96,8 +98,11 @@ def _examine() -> _Report:
     registry = registry_for(settings)
     found = {**versions, **{package: version_of(package) for package in _PACKAGES}}
     found["triton"] = devices[0].triton_version
-    report = _Report(found, devices, settings, registry, automatic(registry, devices[0]), problems)
+    phases = automatic(registry, devices[0])
+    report = _Report(found, devices, settings, registry, phases, engines.examine(), problems)
     _judge(report)
+    wrong = [state for state in report.engines if state.is_problem]
+    report.problems += [_Problem(state.verdict, state.cure, state.traceback) for state in wrong]
     return report
 
 
@@ -153,7 +158,8 @@ def _values(settings: Settings) -> list[tuple[str, str, str]]:
 
 
 def _environment() -> dict[str, str]:
-    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith("DSV4ATTN_") or name in _RELATED}
+    names = {*_RELATED, *engines.related()}
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith("DSV4ATTN_") or name in names}
 
 
 def _next(report: _Report) -> list[str]:
@@ -175,6 +181,7 @@ def _as_json(report: _Report) -> dict[str, Any]:
         "configuration": {"file": report.settings.file, "values": values, "ignored": list(report.settings.ignored)},
         "environment": _environment(),
         "automatic": {p: s.chosen.info.name if s.chosen else None for p, s in report.phases.items()},
+        "engines": [engines.as_json(state) for state in report.engines],
         "plugins": [failure_json(failure) for failure in report.registry.failures],
         "problems": [asdict(problem) for problem in report.problems],
         "next": _next(report),
@@ -197,6 +204,7 @@ def _show(report: _Report) -> None:
         ("environment", environment or ["nothing that matters here"]),
         ("backends", [", ".join(report.registry.backends), *left_out]),
         ("automatic", merged({phase: selection.verdict for phase, selection in report.phases.items()})),
+        ("engines", [state.verdict if state.is_problem else str(state) for state in report.engines]),
     ]
     out = console()
     out.print(grid(rows))

@@ -199,6 +199,6 @@ def test_everything_is_aligned(here: Machine, width: int) -> None:
     names = [line[2:15].rstrip() for line in lines if line.startswith("  ") and line[2] not in " n"]
 
     assert code == 0
-    assert names == ["versions", "devices", "configuration", "environment", "backends", "automatic"]
+    assert names == ["versions", "devices", "configuration", "environment", "backends", "automatic", "engines"]
     assert max(map(len, lines)) <= width
     assert "                 acme not loaded: denied by DSV4ATTN_PLUGINS_DENY (dsv4attn-acme" in "\n".join(lines)

@@ -1,0 +1,216 @@
+"""Whether the engines of this installation run DeepSeek-V4 on dsv4attn, from metadata alone: no engine is imported.
+
+The names of engines stand here and in their wheels. A wheel's own `guard` says which versions it was tested with, and
+refuses in the words that the engine's log would have.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from typing import Any
+
+from attrs import asdict, evolve, field, frozen, validators
+
+from dsv4attn.plugins import STRANGE, first_line, trace_of
+
+__all__ = ["ENGINES", "STATES", "Engine", "EngineState", "as_json", "examine", "related"]
+
+
+@frozen
+class Engine:
+    """An engine that a wheel of this project plugs into.
+
+    name: as its authors write it.
+    package: its distribution, and its module.
+    group: entry points that it loads in every process.
+    allowed: its variable with the names of the entry points to load.
+    lenient: whether that variable is unset when it is empty, and blanks around its names do not count.
+    scope: where DeepSeek-V4 runs on dsv4attn when the wheel is active, as far as metadata cannot tell.
+    """
+
+    name: str
+    package: str
+    group: str
+    allowed: str
+    lenient: bool
+    scope: str
+
+    @property
+    def wheel(self) -> str:
+        """The distribution that plugs into it."""
+        return f"dsv4attn-{self.package}"
+
+    @property
+    def switch(self) -> str:
+        """The variable that switches the wheel off."""
+        return f"DSV4ATTN_{self.package.upper()}"
+
+    def leaves_out(self, point: str) -> bool:
+        """Whether the engine's own variable leaves out an entry point."""
+        given = os.environ.get(self.allowed)
+        if given is None or (self.lenient and not given):
+            return False
+        return point not in [name.strip() if self.lenient else name for name in given.split(",")]
+
+
+ENGINES = (
+    Engine(
+        "vLLM", "vllm", "vllm.general_plugins", "VLLM_PLUGINS", False, "unless --attention-backend names one of vLLM's"
+    ),
+    Engine(
+        "SGLang", "sglang", "sglang.srt.plugins", "SGLANG_PLUGINS", True, "on GPUs of NVIDIA and Intel, else refused"
+    ),
+)
+
+
+STATES = ("absent", "no wheel", "off", "left out", "broken", "refused", "untested", "active")
+"""Of an engine and its wheel; `docs/engines.md` says what each means."""
+
+
+@frozen
+class EngineState:
+    """An engine, its wheel, and whether DeepSeek-V4 layers will be served by dsv4attn.
+
+    engine: its name. package, wheel: the two distributions.
+    installed: whether the engine is installed. version: its version, or None.
+    wheel_version: None if the wheel is not installed.
+    tested: versions of the engine that the wheel was tested with. is_tested: None if it cannot be said.
+    state: one of STATES.
+    served: whether its DeepSeek-V4 layers run on dsv4attn. scope: where they do, as `Engine.scope`, or "".
+    why: one phrase. cure: what to do if that is not wanted, or "". traceback: of the wheel's exception, or "".
+    """
+
+    engine: str
+    package: str
+    wheel: str
+    state: str = field(validator=validators.in_(STATES))
+    why: str
+    installed: bool = True
+    version: str | None = None
+    wheel_version: str | None = None
+    tested: tuple[str, ...] = ()
+    is_tested: bool | None = None
+    served: bool = False
+    scope: str = ""
+    cure: str = ""
+    traceback: str = ""
+
+    @property
+    def is_problem(self) -> bool:
+        """Whether something is wrong; a wheel that is off or left out is what the user configured."""
+        return self.state in ("broken", "refused")
+
+    @property
+    def verdict(self) -> str:
+        """One line without the cure."""
+        name = f"{self.engine} {self.version}" if self.version else self.engine
+        if not self.installed:
+            return f"{name}: {self.why}"
+        if self.state == "refused":
+            return f"{name}: refuses to load DeepSeek-V4: {self.why}"
+        how = f"on dsv4attn, {self.scope}" if self.served else "without dsv4attn"
+        return f"{name}: serves DeepSeek-V4 {how}: {self.why}"
+
+    def __str__(self) -> str:
+        """The verdict and its cure."""
+        return f"{self.verdict}{f' -> {self.cure}' if self.cure else ''}"
+
+
+def examine() -> list[EngineState]:
+    """The state of every engine in this environment. Never raises because of a wheel or of strange metadata."""
+    return [_examined(engine) for engine in ENGINES]
+
+
+def as_json(state: EngineState) -> dict[str, Any]:
+    """All facts, and the line that is shown."""
+    return {**asdict(state), "text": str(state)}
+
+
+def related() -> tuple[str, ...]:
+    """Variables of the engines that affect whether a wheel is loaded."""
+    return tuple(engine.allowed for engine in ENGINES)
+
+
+def _examined(engine: Engine) -> EngineState:
+    wheel, found = _distribution(engine.wheel), _distribution(engine.package)
+    named = f"{engine.wheel} {_version(wheel) or 'of unknown version'}" if wheel else engine.wheel
+    state = EngineState(engine.name, engine.package, engine.wheel, "absent", "not installed")
+    state = evolve(state, version=_version(found), wheel_version=(_version(wheel) or "unknown") if wheel else None)
+    if found is None and not _is_module(engine.package):
+        return evolve(state, installed=False, why=f"not installed, but {named} is" if wheel else state.why)
+    if wheel is None:
+        cure = f"to change that, install integrations/{engine.wheel} of dsv4attn's sources"
+        return evolve(state, state="no wheel", why=f"{named} is not installed", cure=cure)
+    try:
+        point = _point(engine, wheel)
+        guard = importlib.import_module(f"{point.module}.guard")
+        return _judged(engine, state, named, point.name, guard)
+    except KeyboardInterrupt:
+        raise
+    except STRANGE as error:
+        why, cure = f"{named} is broken: {first_line(error)}", f"reinstall {engine.wheel}, or uninstall it"
+        return evolve(state, state="broken", why=why, cure=cure, traceback=trace_of(error))
+
+
+def _judged(engine: Engine, state: EngineState, named: str, point: str, guard: Any) -> EngineState:  # noqa: ANN401
+    """The state of an engine with its wheel. point: name of the entry point. guard: the wheel's module."""
+    tested = tuple(map(str, guard.TESTED))
+    is_tested = None if state.version is None else state.version.partition("+")[0] in tested
+    state = evolve(state, tested=tested, is_tested=is_tested)
+    if guard.switched_off():
+        why = f"{engine.switch}={os.environ.get(engine.switch, '')} switches {named} off"
+        return evolve(state, state="off", why=why, cure=f"unset {engine.switch}")
+    if engine.leaves_out(point):
+        given = os.environ[engine.allowed]
+        why = f"{engine.allowed}={given!r} leaves out {point!r}, the plugin of {named}"
+        names = [name.strip() for name in given.split(",") if name.strip() not in ("", point)]
+        return evolve(state, state="left out", why=why, cure=f"{engine.allowed}={','.join([*names, point])}")
+    if state.version is None and _distribution(engine.package):
+        why = f"{engine.name} is broken: its metadata names no version"
+        return evolve(state, state="broken", why=why, cure=f"reinstall {engine.package}")
+    try:
+        guard.check()
+    except guard.RefusedError as error:
+        why, _, cure = str(error).partition(" -> ")
+        return evolve(state, state="refused", why=why, cure=cure)
+    state = evolve(state, served=True, scope=engine.scope)
+    if is_tested:
+        return evolve(state, state="active", why=f"{named} was tested with this version")
+    why = f"{named} was tested with {' and '.join(tested)} only; {guard.ANY_VERSION}=1 lets it try this one"
+    return evolve(state, state="untested", why=why, cure=f"if it fails, install {engine.package}=={tested[-1]}")
+
+
+def _distribution(name: str) -> importlib.metadata.Distribution | None:
+    """An installed distribution, or None."""
+    try:
+        return importlib.metadata.distribution(name)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return None
+
+
+def _version(distribution: importlib.metadata.Distribution | None) -> str | None:
+    """Its version; None if its metadata has none or cannot be read."""
+    try:
+        return next(iter((distribution.metadata.get_all("Version") if distribution else None) or []), "") or None
+    except Exception:  # noqa: BLE001 - metadata of another package
+        return None
+
+
+def _is_module(name: str) -> bool:
+    """Whether a package is on the path without metadata, such as a source tree. A folder of that name is none."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None
+
+
+def _point(engine: Engine, wheel: importlib.metadata.Distribution) -> importlib.metadata.EntryPoint:
+    """The entry point of a wheel that the engine loads."""
+    for point in wheel.entry_points:
+        if point.group == engine.group:
+            return point
+    raise LookupError(f"it has no entry point in {engine.group}")
