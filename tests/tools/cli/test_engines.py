@@ -150,12 +150,8 @@ def test_without_an_engine_there_is_nothing_to_say(place: Place, engine: Engine)
     said = place.said(engine)
 
     assert said["text"] == f"{engine.name}: not installed, but {engine.wheel} 0.1.0 is"
-    assert (said["state"], said["installed"], said["is_tested"], said["wheel_version"]) == (
-        "absent",
-        False,
-        None,
-        "0.1.0",
-    )
+    assert (said["state"], said["installed"], said["is_tested"]) == ("absent", False, None)
+    assert said["wheel_version"] == "0.1.0"
 
 
 @both
