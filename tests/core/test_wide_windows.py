@@ -10,10 +10,6 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4attn.backends.rocm.launch import RocmBackend
-from dsv4attn.backends.sm120.launch import Sm120Backend
-from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.backends.xpu.launch import XpuBackend
 from dsv4attn.core.contract import Phase
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
@@ -23,18 +19,12 @@ from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.errors import ArgumentError, WorkspaceError
 from dsv4attn.testing.scenario import Problem, Scenario
+from tests.backends.built_in import forms
 from tests.core.forms import BACKENDS, NAMES, all_kinds
 from tests.core.strategies import examples, other_windows
 
 MORE = 24
-TRITON = {
-    "triton": GenericBackend(),
-    "triton-deterministic": GenericBackend(deterministic=True),
-    "xpu": XpuBackend(),
-    "xpu-gathered": XpuBackend(decode="gathered"),
-    "rocm": RocmBackend(),
-    "sm120": Sm120Backend(),
-}
+TRITON = {name: make() for name, make in forms().items()}
 PAIR = PhasedBackend(BACKENDS["paged-ragged"], BACKENDS["gathered-dense"])
 SUBJECTS: dict[str, Any] = {**{name: BACKENDS[name] for name in NAMES}, **TRITON, "pair": PAIR}
 
