@@ -16,8 +16,10 @@ from dsv4attn.compat.flash_mla import (
     get_mla_decoding_metadata,
     get_mla_metadata,
 )
+from dsv4attn.core.contract import Rank
 from dsv4attn.errors import ArgumentError, NoBackendError
 from dsv4attn.selection import load_backend
+from tests.backends.built_in import of_rank
 from tests.compat.flash_mla_calls import S_Q, TOPK, B, H, decode_args, prefill_args, random
 
 INT = torch.int32
@@ -87,7 +89,7 @@ def test_what_flash_mla_plans_ahead_is_nothing_here() -> None:
     assert torch.equal(out, flash_mla_with_kvcache(**decode_args())[0])
 
 
-@pytest.mark.parametrize("lane", ["reference", "triton"])
+@pytest.mark.parametrize("lane", [*of_rank(Rank.REFERENCE), *of_rank(Rank.GENERIC)])
 def test_batch_invariant_bits_do_not_depend_on_the_batch(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
