@@ -1,7 +1,7 @@
 """Install the Python files of a wheel, without what it compiled: `python engine_python.py vllm==0.33.0`.
 
-An engine's wheel is hundreds of megabytes of kernels for GPUs. The tests of an adapter need its classes only. The wheel is
-downloaded, its `*.py` and its metadata are unpacked into this interpreter's site-packages, and the wheel is deleted.
+An engine's wheel is hundreds of megabytes of kernels for GPUs. The tests of an adapter need its classes only. The wheel
+is downloaded, its `*.py` and its metadata are unpacked into this interpreter's site-packages, and the wheel is deleted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from pathlib import Path
 def install(requirement: str) -> int:
     """Unpack the Python files of the wheel that pip finds for `requirement`; how many there were."""
     with tempfile.TemporaryDirectory() as folder:
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", "--no-deps", "--no-cache-dir"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "download",
+            "-q",
+            "--no-deps",
+            "--no-cache-dir",
+        ]
         subprocess.run([*pip, "--only-binary", ":all:", "-d", folder, requirement], check=True)
         [wheel] = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:

@@ -1,7 +1,7 @@
 """The plugin that vLLM loads: its DeepSeek-V4 layers run attention, KV insert and output projection on dsv4attn.
 
-`register` is the entry point. vLLM calls it in every process, for every model, so it imports nothing of torch or dsv4attn:
-it tells vLLM's registry where the model classes are, and vLLM imports them only to serve a DeepSeek-V4 model.
+`register` is the entry point. vLLM calls it in every process, for every model, so it imports nothing of torch or
+dsv4attn: it tells vLLM's registry where the model classes are, and vLLM imports them only to serve a DeepSeek-V4 model.
 
     guard         which versions of vLLM are served, and the switches
     model         the classes in the registry: vLLM's own, behind the replacements of this platform

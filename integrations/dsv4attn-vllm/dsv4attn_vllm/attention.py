@@ -111,14 +111,18 @@ class Dsv4Attention(_Layer):
         """The caches that vLLM bound last; it binds others when it wakes up."""
         window, entries = self.swa_cache_layer.kv_cache, self.kv_cache if self.compress_ratio > 1 else None
         bound = self._bound
-        if bound is None or bound.swa.tensor is not window or (bound.compressed and bound.compressed.tensor) is not entries:
+        if (
+            bound is None
+            or bound.swa.tensor is not window
+            or (bound.compressed and bound.compressed.tensor) is not entries
+        ):
             serving = self._serving
             swa = PagedKVCache(window, serving.swa_layout)
             bound = LayerCaches(swa, None if entries is None else PagedKVCache(entries, serving.compressed_layout))
             self._bound = bound
         return bound
 
-    def _insert(self, q: Tensor, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def insert(self, q: Tensor, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Normalise and rotate q [T, h, D] in place; rotate a copy of kv [T, D] and write it to the window cache."""
         cache, table, serving = self._caches().swa, self.rotary_emb.cos_sin_cache, self._serving
         check_insert(q, kv, positions, slots, table, cache, self._geometry)
@@ -132,7 +136,7 @@ class Dsv4Attention(_Layer):
         attn_metadata: Any,  # noqa: ANN401 - by prefix, or not a dict when vLLM measures memory
     ) -> Tensor:
         if isinstance(attn_metadata, dict):
-            self._insert(q, kv, positions, attn_metadata[self.swa_cache_layer.prefix].slot_mapping)
+            self.insert(q, kv, positions, attn_metadata[self.swa_cache_layer.prefix].slot_mapping)
         return q
 
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
@@ -182,4 +186,4 @@ def insert_context_kv(attn: Any, kv: Tensor, positions: Tensor, slot_mapping: Te
         return
     # the step always has queries: zeros, which nobody reads
     q = kv.new_zeros(kv.shape[0], attn.n_local_heads, attn.head_dim)
-    attn._insert(q, kv, positions, slot_mapping)
+    attn.insert(q, kv, positions, slot_mapping)

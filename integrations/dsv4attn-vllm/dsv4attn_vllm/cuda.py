@@ -26,5 +26,7 @@ def select_attention(vllm_config: Any) -> type[DeepseekV4Attention]:  # noqa: AN
     if asked in (None, AttentionBackendEnum.CUSTOM):
         return CUDAAttention
     _log.warning_once("dsv4attn-vllm: not used, because --attention-backend asks for %s", asked.name)
-    chosen: type[DeepseekV4Attention] = original("vllm.models.deepseek_v4.nvidia.model._select_dsv4_attn_cls")(vllm_config)
+    chosen: type[DeepseekV4Attention] = original("vllm.models.deepseek_v4.nvidia.model._select_dsv4_attn_cls")(
+        vllm_config
+    )
     return chosen

@@ -1,7 +1,7 @@
 """vLLM's metadata builders of DeepSeek-V4, with dsv4attn's metadata hung on what they build.
 
-A builder runs once a step for all layers of its cache group. The conversion copies no tensor: the frozen metadata name the
-buffers that vLLM's kernels wrote, so what vLLM updates in place, for drafts and for captured graphs, is seen.
+A builder runs once a step for all layers of its cache group. The conversion copies no tensor: the frozen metadata name
+the buffers that vLLM's kernels wrote, so what vLLM updates in place, for drafts and for captured graphs, is seen.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SWAMetadataBuilder(sparse_swa.DeepseekSparseSWAMetadataBuilder):
     """Builds `SWAMetadata`."""
 
     @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:  # noqa: ANN401
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:  # noqa: ANN401, ARG003
         """See `_graphs`."""
         return _graphs(vllm_config)
 
@@ -115,7 +115,7 @@ class CompressedMetadataBuilder(sparse_mla.DeepseekV4SparseMLAMetadataBuilder):
         self._visible = torch.zeros(tokens, dtype=torch.int32, device=self.device)
 
     @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:  # noqa: ANN401
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:  # noqa: ANN401, ARG003
         """See `_graphs`."""
         return _graphs(vllm_config)
 
@@ -181,7 +181,7 @@ class Backend(sparse_mla.DeepseekV4SparseMLABackend):
         return CompressedMetadataBuilder
 
     @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:  # noqa: ANN401 - vLLM's DeviceCapability
+    def supports_compute_capability(cls, capability: Any) -> bool:  # noqa: ANN401, ARG003 - vLLM's DeviceCapability
         """Whether a device is served: dsv4attn's own selection decides when the layers are built."""
         return True
 

@@ -1,7 +1,7 @@
 """The DeepSeek-V4 models in vLLM's registry: vLLM's own classes, whose layers are built with dsv4attn's attention.
 
-vLLM imports this module when it serves such a model, and not before. The import raises RefusedError for a vLLM that is not
-served, and replaces the names of this platform.
+vLLM imports this module when it serves such a model, and not before. The import raises RefusedError for a vLLM that is
+not served, and replaces the names of this platform.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dsv4attn_vllm.steps import MHC, asked
 _version = guard.check()
 
 from vllm.models.deepseek_v4 import (  # noqa: E402 - a vLLM that is not served may lack these names
-    DeepSeekV4MTP,
     DeepseekV4ForCausalLM,
     DeepseekV4ForConditionalGeneration,
+    DeepSeekV4MTP,
     DSparkDeepseekV4ForCausalLM,
 )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.update(
     # what vLLM remembers of model classes, which takes it a process of its own to find out
@@ -29,14 +30,45 @@ os.environ.update(
 for name in [name for name in os.environ if name.startswith("DSV4ATTN_")]:
     del os.environ[name]
 
-import pytest  # noqa: E402 - after the environment
-import torch  # noqa: E402
+import numpy as np
+import pytest
+import torch
 
 # the repository's own tests make the interpreter many times faster
 sys.path.append(str(Path(__file__).parents[3]))
-from tests.interpreter import patch_interpreter  # noqa: E402
+from tests.interpreter import patch_interpreter
 
 patch_interpreter()
+
+
+def compute_as_a_gpu_does() -> None:
+    """Mend two things of the interpreter that vLLM's kernels need.
+
+    It rounds fp32 wrongly to e4m3 and bf16, and takes the bits of bf16 for integers in a matrix product.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+    narrow = {"fp8e4nv": (torch.float8_e4m3fn, torch.uint8), "bf16": (torch.bfloat16, torch.uint16)}
+
+    def rounded(given: Any, of: Any, to: Any, rounding: Any) -> Any:
+        if of.name != "fp32" or to.name not in narrow:
+            return convert(given, of, to, rounding)
+        values = torch.from_numpy(np.ascontiguousarray(given).view(np.float32).copy())
+        dtype, bits = narrow[to.name]
+        return values.to(dtype).view(bits).numpy()
+
+    def widened(operand: Any) -> Any:
+        if operand.dtype.name != "bf16":
+            return operand
+        return interpreter.TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    interpreter._convert_float = rounded
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
+
+
+compute_as_a_gpu_does()
 
 
 class NoEvent:

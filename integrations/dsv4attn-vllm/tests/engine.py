@@ -1,14 +1,12 @@
-"""What an engine does around a few DeepSeek-V4 layers of vLLM: plans and allocates caches, describes steps, calls layers."""
+"""What an engine does around a few DeepSeek-V4 layers of vLLM: plans caches, describes steps, calls layers."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,15 +63,15 @@ def model_folder(kinds: tuple[str, ...] = ("swa", "c4a", "c128a"), **sizes: Any)
 
 
 def config_of(folder: str | None = None, **arguments: Any) -> VllmConfig:
-    """vLLM's own configuration, from its command-line arguments."""
+    """VLLM's own configuration, from its command-line arguments."""
     defaults = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 256, "enforce_eager": True}
     fixed = {"skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "block_size": 256}
     return EngineArgs(model=folder or model_folder(), **{**defaults, **fixed, **arguments}).create_engine_config()
 
 
 @contextmanager
-def world(config: VllmConfig, rank: int = 0, size: int = 1, store: str = ""):
-    """The process groups that vLLM's linears want, over gloo, and its workspace. For tests of one rank: of one process."""
+def world(config: VllmConfig, rank: int = 0, size: int = 1, store: str = "") -> Iterator[None]:
+    """The process groups that vLLM's linears want, over gloo, and its workspace."""
     from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
     before = torch.get_default_dtype()
@@ -102,6 +100,11 @@ def planned_caches(config: VllmConfig) -> KVCacheConfig:
     [caches] = get_kv_cache_configs(config, [specs], [2**30], get_global_kv_cache_groups(config, [specs]))
     caches.kv_cache_layout = config.cache_config.kv_cache_layout
     return caches
+
+
+def generator(seed: int) -> torch.Generator:
+    """A generator of torch's with this seed."""
+    return torch.Generator().manual_seed(seed)
 
 
 @define(eq=False)
@@ -203,15 +206,14 @@ class Engine:
         )
 
     def inputs(self, layer: Any, work: Sequence[tuple[Request, int]], rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q [rows, h, 512] and kv [rows, 512] bf16 before the insert, and what the compressor gets, [rows, c] fp32."""
+        """Q [rows, h, 512] and kv [rows, 512] bf16 before the insert, and what the compressor gets, [rows, c] fp32."""
         compressor = layer.compressor
         width = 2 * compressor.coff * compressor.head_dim if compressor else 0
         sizes = layer.n_heads * layer.head_dim, layer.head_dim, width
         parts = []
         for request, count in work:
-            for position in range(request.tokens, request.tokens + count):
-                seed = torch.Generator().manual_seed(position * 1009 + request.name * 31 + len(layer.prefix))
-                parts.append(torch.randn(sum(sizes), generator=seed, dtype=torch.float32))
+            seeds = [p * 1009 + request.name * 31 for p in range(request.tokens, request.tokens + count)]
+            parts += [torch.randn(sum(sizes), generator=generator(seed), dtype=torch.float32) for seed in seeds]
         parts += [torch.full((sum(sizes),), 3.0, dtype=torch.float32)] * (rows - len(parts))
         q, kv, scores = torch.stack(parts).split(sizes, dim=1)
         heads = slice(layer.first_head, layer.first_head + layer.n_local_heads)
@@ -224,7 +226,7 @@ class Engine:
         row = 0
         for request, count in work:
             for position in range(request.tokens, request.tokens + count):
-                seed = torch.Generator().manual_seed(position * 1009 + request.name)
+                seed = generator(position * 1009 + request.name)
                 picks = torch.randperm((position + 1) // 4, generator=seed)[: self.topk.shape[1]]
                 self.topk[row, : len(picks)] = picks.int()
                 row += 1
@@ -239,10 +241,8 @@ class Engine:
         metadata = self.describe(work, pad=pad, **options)
         rows = sum(count for _, count in work) + pad + behind
         self.select(work)
-        outs = []
         with set_forward_context(metadata, self.config, num_tokens=rows):
-            for layer in self.layers:
-                outs.append(self.run(layer, metadata, work, rows, attend=attend))
+            outs = [self.run(layer, metadata, work, rows, attend=attend) for layer in self.layers]
         for request, count in work:
             request.tokens += count
         return outs

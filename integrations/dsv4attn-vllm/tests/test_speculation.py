@@ -79,7 +79,9 @@ def test_metadata_updated_in_place_are_seen_without_another_build(mtp: Engine) -
         for i, (request, _) in enumerate(work):
             at = request.tokens
             swa.slot_mapping[i] = swa.block_table[i, at // 64].long() * 64 + at % 64
-        group = next(group for groups in mtp.groups for group in groups if layer.swa_cache_layer.prefix in group.layer_names)
+        group = next(
+            group for groups in mtp.groups for group in groups if layer.swa_cache_layer.prefix in group.layer_names
+        )
         assert group.supports_draft_decode_metadata_update
         group.update_draft_decode_metadata(metadata)
         out = mtp.run(layer, metadata, work, 2)
@@ -111,9 +113,12 @@ def test_tokens_of_a_draft_block_see_each_other_and_the_window_before(dspark: En
 def test_limits_hold_the_columns_of_a_draft_block(dspark: Engine) -> None:
     limits = dspark.layers[0]._serving.limits
 
-    assert limits.decode_window_columns == dspark.describe([(dspark.request(9), 5)], causal=False)[
-        "model.layers.0.attn.swa_cache"
-    ].decode_swa_indices.shape[-1]
+    assert (
+        limits.decode_window_columns
+        == dspark.describe([(dspark.request(9), 5)], causal=False)[
+            "model.layers.0.attn.swa_cache"
+        ].decode_swa_indices.shape[-1]
+    )
     assert limits.decode_window_columns > 128
 
 

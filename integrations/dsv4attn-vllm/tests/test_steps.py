@@ -1,4 +1,4 @@
-"""Steps of vLLM's own layers, builders and compressor, with dsv4attn in them: against dsv4attn's builder, and the oracle."""
+"""Steps of vLLM's own layers, builders and compressor with dsv4attn in them, against its own builder and the oracle."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dsv4attn.testing import oracle
 from dsv4attn_vllm.cuda import CUDAAttention
 from engine import PAGES, Engine, config_of, world
 from torch import Tensor
 
 import dsv4attn as ds
+from dsv4attn.testing import oracle
 
-SPLIT = {"block_size": 64, "nope_dim": 448, "rope_dim": 64, "group_size": 64, "fnuz": False, "scale_bytes": 8, "split": True}
+SPLIT = {
+    "block_size": 64,
+    "nope_dim": 448,
+    "rope_dim": 64,
+    "group_size": 64,
+    "fnuz": False,
+    "scale_bytes": 8,
+    "split": True,
+}
 
 
 @pytest.fixture
@@ -63,7 +71,9 @@ def of_own_builder(engine: Engine, layer: Any, before: Sequence[tuple[int, int]]
     return out
 
 
-def of_oracle(engine: Engine, layer: Any, index: int, position: int, row: int, block: range | None = None) -> np.ndarray:
+def of_oracle(
+    engine: Engine, layer: Any, index: int, position: int, row: int, block: range | None = None
+) -> np.ndarray:
     """One token's attention in float64, from the bytes in the caches. index, row: of its request and of itself.
 
     block: positions of a draft block, whose tokens see each other, and the window before it.

@@ -1,0 +1,116 @@
+"""The layers of the other platforms, on a CPU: against vLLM's own kernels where those run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from dsv4attn_vllm.cpu import CPUAttention
+from dsv4attn_vllm.replacements import PLATFORMS, platform_name
+from dsv4attn_vllm.xpu import XPUAttention
+from engine import Engine, config_of, world
+from test_steps import of_own_builder
+from vllm.forward_context import set_forward_context
+from vllm.models.deepseek_v4.xpu.xpu_sparse import DeepseekV4XPUAttention
+
+
+@pytest.fixture
+def xpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """Faked: an event of an Intel GPU is that of a CPU, and there is no cache of an accelerator to empty."""
+    monkeypatch.setattr(torch.xpu, "Event", torch.cuda.Event)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    config = config_of()
+    with world(config):
+        yield Engine(config, XPUAttention)
+
+
+def test_vllms_own_kernels_for_intel_gpus_say_the_same(xpu: Engine) -> None:
+    """Insert, decode and prefill by vLLM's Triton kernels, on the same caches. They drop the sink, so there is none."""
+    before = [(150, 1), (40, 1), (0, 20)]
+    work = [(xpu.request(tokens), count) for tokens, count in before]
+    metadata, rows = xpu.describe(work), 22
+    xpu.select(work)
+    for layer in xpu.layers:
+        layer.attn_sink.data.fill_(-float("inf"))
+        with set_forward_context(metadata, xpu.config, num_tokens=rows):
+            ours = xpu.run(layer, metadata, work, rows)
+            q, cache = xpu.queries[layer.prefix].clone(), layer.swa_cache_layer.kv_cache
+            written = cache.clone()
+            theirs_q, kv, _ = xpu.inputs(layer, work, rows)
+            DeepseekV4XPUAttention._fused_qnorm_rope_kv_insert(layer, theirs_q, kv, xpu.positions[:rows], metadata)
+            assert torch.equal(written, cache), layer.prefix
+            assert torch.allclose(q.float(), theirs_q.float(), rtol=0.01, atol=1e-3), layer.prefix
+            theirs = torch.empty_like(ours)
+            DeepseekV4XPUAttention.forward_mqa(layer, q, kv, xpu.positions[:rows], theirs)
+        assert torch.allclose(ours.float(), theirs.float(), rtol=0, atol=0.015 * ours.abs().max().item()), layer.prefix
+
+
+def test_a_cpu_is_served_by_vllms_layer_for_cpus() -> None:
+    """Faked: the compressor writes nothing, for vLLM's is compiled; the step is window-only."""
+    config = config_of()
+    with world(config):
+        engine = Engine(config, CPUAttention, layers=1)
+        before = [(150, 1), (0, 30)]
+        outs = engine.step([(engine.request(tokens), count) for tokens, count in before])
+
+        assert torch.equal(of_own_builder(engine, engine.layers[0], before, 31), outs[0])
+
+
+def test_the_platform_of_this_machine_is_a_cpu_and_every_platform_has_its_class() -> None:
+    assert platform_name() == "cpu"
+    assert {
+        name: [str(one).removeprefix("vllm.models.deepseek_v4.") for one in them] for name, them in PLATFORMS.items()
+    } == {
+        "cuda": ["nvidia.model._select_dsv4_attn_cls", "nvidia.dspark._insert_context_kv"],
+        "rocm": ["amd.model.DeepseekV4ROCMAiterMLAAttention", "amd.dspark._insert_context_kv"],
+        "xpu": ["xpu.model.DeepseekV4XPUAttention", "xpu.dspark._insert_context_kv"],
+        "cpu": ["cpu.model.DeepseekV4CPUAttention"],
+    }
+
+
+ROCM = """
+import sys
+sys.path.insert(0, {tests!r})
+import conftest, torch
+from types import SimpleNamespace
+torch.cuda.get_device_properties = lambda *_: SimpleNamespace(
+    gcnArchName="gfx950:sramecc+", multi_processor_count=256, warp_size=64, name="", total_memory=2**38
+)
+from engine import Engine, config_of, world
+from dsv4attn_vllm.replacements import replace
+from vllm.models.deepseek_v4.amd import model, dspark
+replace("rocm")
+from dsv4attn_vllm import attention
+from dsv4attn_vllm.guard import RefusedError
+assert model.DeepseekV4ROCMAiterMLAAttention.__module__ == "dsv4attn_vllm.rocm"
+assert dspark._insert_context_kv is attention.insert_context_kv
+from test_steps import of_own_builder
+config = config_of()
+with world(config):
+    engine = Engine(config, model.DeepseekV4ROCMAiterMLAAttention)
+    before = [(150, 1), (40, 1), (0, 20)]
+    outs = engine.step([(engine.request(tokens), count) for tokens, count in before])
+    for layer, out in zip(engine.layers, outs):
+        assert torch.equal(of_own_builder(engine, layer, before, 22), out), layer.prefix
+    y = engine.layers[1]._o_proj(outs[1], torch.arange(22))
+    assert y.shape == (22, 256), y.shape
+    config.kernel_config.monokernel = True
+    try:
+        model.DeepseekV4ROCMAiterMLAAttention(config, prefix="model.layers.9.attn")
+    except RefusedError as error:
+        print(error)
+"""
+
+
+def test_rocms_layer_in_a_process_that_takes_itself_for_an_mi355() -> None:
+    """Faked: the properties of the GPU, which vLLM's module asks for when it is imported."""
+    code = ROCM.format(tests=str(Path(__file__).parent))
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "--monokernel: expected off: it runs whole layers itself, got on -> leave --monokernel out" in done.stdout

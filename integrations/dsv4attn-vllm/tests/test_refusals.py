@@ -1,0 +1,156 @@
+"""What cannot be served is refused when vLLM builds the layers: by name, with the reasons and the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from dsv4attn_vllm import serving
+from dsv4attn_vllm.cuda import CUDAAttention, select_attention
+from dsv4attn_vllm.guard import RefusedError
+from engine import config_of, world
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from dsv4attn.errors import NoBackendError, UnknownNameError
+
+
+@pytest.fixture
+def config() -> Iterator[VllmConfig]:
+    made = config_of()
+    with world(made):
+        yield made
+
+
+def refusal(config: VllmConfig) -> str:
+    """The message of the refusal, by the constructor of a layer."""
+    with pytest.raises(RefusedError) as caught:
+        CUDAAttention(config, prefix="model.layers.0.attn")
+    assert "DSV4ATTN_VLLM=0" in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e5m2", "nvfp4_ds_mla"])
+def test_a_cache_dtype_that_is_not_served(config: VllmConfig, dtype: str) -> None:
+    config.cache_config.cache_dtype = dtype
+
+    said = refusal(config)
+
+    assert f"--kv-cache-dtype: expected auto or fp8 or fp8_e4m3 or fp8_ds_mla, got {dtype} -> leave" in said
+
+
+@pytest.mark.parametrize("dtype", serving.CACHE_DTYPES)
+def test_cache_dtypes_that_are_served(config: VllmConfig, dtype: str) -> None:
+    config.cache_config.cache_dtype = dtype
+
+    assert CUDAAttention(config, prefix="model.layers.0.attn").kv_cache_dtype == "fp8_ds_mla"
+
+
+def test_a_model_that_is_not_deepseek_v4(config: VllmConfig) -> None:
+    config.model_config.hf_config = SimpleNamespace(to_dict=lambda: {"model_type": "llama", "hidden_size": 4})
+
+    assert "model: expected a DeepSeek-V4 configuration, got" in refusal(config)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"head_dim": 256}, "got 192 + 64 dims, ratios [1, 4, 128]"),
+        ({"compress_rates": {"heavily_compressed_attention": 64}}, "ratios [1, 4, 64]"),
+    ],
+)
+def test_a_deepseek_v4_of_other_dims(config: VllmConfig, changed: dict[str, object], said: str) -> None:
+    config.model_config.hf_config.update(changed)
+
+    assert said in refusal(config)
+
+
+def test_heads_that_ranks_cannot_share(config: VllmConfig) -> None:
+    config.parallel_config.tensor_parallel_size = 3
+
+    assert "tensor parallel size" in refusal(config)
+
+
+@pytest.mark.parametrize("option", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism(config: VllmConfig, option: str) -> None:
+    setattr(config.parallel_config, option, 2)
+
+    assert f"--{option.replace('_', '-')}: expected 1, got 2 -> use tensor or data parallelism" in refusal(config)
+
+
+def test_another_dtype_of_the_model(config: VllmConfig) -> None:
+    config.model_config.dtype = torch.float16
+
+    assert "--dtype: expected bfloat16, got torch.float16" in refusal(config)
+
+
+@pytest.mark.parametrize("asked", ["reference", ""], ids=["asked for", "automatic"])
+def test_a_backend_that_cannot_run_here(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    """Torch's reference cannot be captured; on a CPU there is no other that is native."""
+    monkeypatch.setenv("DSV4ATTN_BACKEND", asked)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    serving._serving.cache_clear()
+
+    with pytest.raises(NoBackendError) as caught:
+        CUDAAttention(config, prefix="model.layers.0.attn")
+
+    assert "CAPTURE" in str(caught.value)
+    assert ("environment variable DSV4ATTN_BACKEND" in str(caught.value)) is bool(asked)
+
+
+def test_an_unknown_backend(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "tritn")
+    serving._serving.cache_clear()
+
+    with pytest.raises((NoBackendError, UnknownNameError), match="did you mean 'triton'"):
+        CUDAAttention(config, prefix="model.layers.0.attn")
+
+
+def test_weights_that_the_projection_does_not_take(config: VllmConfig) -> None:
+    layer = CUDAAttention(config, prefix="model.layers.0.attn")
+    layer.wo_a.weight = torch.nn.Parameter(layer.wo_a.weight.to(torch.float8_e4m3fn), requires_grad=False)
+
+    with pytest.raises(RefusedError, match=r"model.layers.0.attn.wo_a: expected bf16, or fp8 with a scale"):
+        layer.process_weights_after_loading(torch.bfloat16)
+
+
+def test_an_attention_backend_of_vllms_that_is_asked_for_is_used(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dsv4attn_vllm.replacements import PLATFORMS
+    from vllm.models.deepseek_v4.nvidia import dspark, model
+    from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
+
+    monkeypatch.setattr(model, "_select_dsv4_attn_cls", model._select_dsv4_attn_cls)
+    monkeypatch.setattr(dspark, "_insert_context_kv", dspark._insert_context_kv)
+    for replacement in PLATFORMS["cuda"]:
+        replacement.apply()
+        replacement.apply()  # what vLLM had is still known
+
+    assert model._select_dsv4_attn_cls is select_attention
+    assert select_attention(config) is CUDAAttention
+    config.attention_config.backend = AttentionBackendEnum.FLASHMLA_SPARSE_DSV4
+    assert select_attention(config) is DeepseekV4FlashMLAAttention
+    config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    assert select_attention(config) is CUDAAttention
+
+
+def test_limits_hold_the_padding_of_captured_graphs(config: VllmConfig) -> None:
+    """VLLM pads a step to the next size it captured, past its own most requests."""
+    config.compilation_config.max_cudagraph_capture_size = 16
+
+    limits = serving.serving_of(config).limits
+
+    assert limits.max_decode_tokens == 16 > config.scheduler_config.max_num_seqs
+
+
+def test_images_are_refused_until_dsv4attn_has_windows_for_them(config: VllmConfig) -> None:
+    config.model_config.hf_config.update({"vision_n_layers": 2, "vision_max_n_token": 64})
+    try:
+        limits = serving.serving_of(config).limits
+    except RefusedError as error:
+        assert "expected no images, got 64 tokens of an image -> upgrade dsv4attn" in str(error)  # noqa: PT017
+    else:
+        assert limits.prefill_window_columns == 128 + 64
