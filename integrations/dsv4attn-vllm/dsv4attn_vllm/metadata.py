@@ -7,12 +7,12 @@ the buffers that vLLM's kernels wrote, so what vLLM updates in place, for drafts
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.models.deepseek_v4 import sparse_mla
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, max_decode_query_len
 from vllm.v1.attention.backends.mla import sparse_swa
 
 from dsv4attn import DeepseekSparseSWAMetadata, FlashMLASparseMetadata, LayerKind
@@ -21,13 +21,18 @@ from dsv4attn_vllm.guard import RefusedError
 __all__ = ["Backend", "CompressedMetadata", "SWABackend", "SWAMetadata", "visible_entries"]
 
 
-def _graphs(vllm_config: Any) -> AttentionCGSupport:  # noqa: ANN401 - vLLM's VllmConfig
-    """Decode steps may be captured: index rows are per token. Chunks of prefill follow from lengths on the host."""
-    speculative = vllm_config.speculative_config
-    if speculative is not None and getattr(speculative, "enable_adaptive_verification", False):
-        # decode steps whose requests have different numbers of tokens; all rows are made on the device
-        return AttentionCGSupport.ALWAYS
-    return AttentionCGSupport.UNIFORM_BATCH
+class _VariableDecodes:
+    """Steps of decode alone may be captured, of any number of tokens a request: index rows are per token.
+
+    Steps with prefill may not: their chunks follow from lengths on the host.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:  # noqa: ANN401, ARG003
+        """Return the most tokens of a request in a captured step."""
+        return max_decode_query_len(vllm_config)
 
 
 @dataclass
@@ -37,13 +42,8 @@ class SWAMetadata(sparse_swa.DeepseekSparseSWAMetadata):
     dsv4attn: DeepseekSparseSWAMetadata | None = None
 
 
-class SWAMetadataBuilder(sparse_swa.DeepseekSparseSWAMetadataBuilder):
+class SWAMetadataBuilder(_VariableDecodes, sparse_swa.DeepseekSparseSWAMetadataBuilder):
     """Builds `SWAMetadata`."""
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:  # noqa: ANN401, ARG003
-        """See `_graphs`."""
-        return _graphs(vllm_config)
 
     def build(
         self,
@@ -105,7 +105,7 @@ class CompressedMetadata(sparse_mla.DeepseekV4FlashMLAMetadata):
     dsv4attn: FlashMLASparseMetadata | None = None
 
 
-class CompressedMetadataBuilder(sparse_mla.DeepseekV4SparseMLAMetadataBuilder):
+class CompressedMetadataBuilder(_VariableDecodes, sparse_mla.DeepseekV4SparseMLAMetadataBuilder):
     """Builds `CompressedMetadata`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
@@ -113,11 +113,6 @@ class CompressedMetadataBuilder(sparse_mla.DeepseekV4SparseMLAMetadataBuilder):
         tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
         # [tokens] int32 - entries that each token sees, at an address that captured graphs may read
         self._visible = torch.zeros(tokens, dtype=torch.int32, device=self.device)
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:  # noqa: ANN401, ARG003
-        """See `_graphs`."""
-        return _graphs(vllm_config)
 
     def build(
         self,

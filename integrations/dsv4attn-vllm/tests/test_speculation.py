@@ -54,6 +54,13 @@ def test_rejected_drafts_leave_nothing_behind(mtp: Engine) -> None:
     check_rows(mtp, outs, [(151, 3), (61, 1)], [0, 1, 2, 3])
 
 
+def test_decode_steps_may_be_captured_and_their_requests_may_differ(mtp: Engine) -> None:
+    for group in [group for groups in mtp.groups for group in groups if "swa" in group.layer_names[0]]:
+        builder, spec = group.get_metadata_builder(), group.kv_cache_spec
+        assert builder.get_cudagraph_support(mtp.config, spec).name == "UNIFORM_BATCH"
+        assert builder.get_varlen_cudagraph_max_query_len(mtp.config, spec) == 3
+
+
 def test_a_draft_layer_is_window_only_and_shares_the_backend(mtp: Engine) -> None:
     draft = replace(mtp.config, model_config=mtp.config.speculative_config.draft_model_config)
 
