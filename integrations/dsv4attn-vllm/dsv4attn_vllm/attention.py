@@ -92,9 +92,6 @@ class Dsv4Attention(_Layer):
         parents = getattr(super(), "process_weights_after_loading", None)
         if parents is not None:
             parents(act_dtype)
-        if COMPRESSOR in self._serving.steps:
-            for compressor in self._compressors():
-                compressor.cache_norm_weight_fp32()
         converts = not complete(self._serving.backend).projects_fp8
         try:
             check_weight("wo_a", self.wo_a, converts=converts)

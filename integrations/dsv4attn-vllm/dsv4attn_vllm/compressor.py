@@ -34,8 +34,14 @@ class Compressor(DeepseekCompressor):
     _bound: tuple[PagedKVCache, PagedKVCache] | None
 
     def cache_norm_weight_fp32(self) -> None:
-        """Keep the weight of the norm in fp32. Called when weights are loaded, by vLLM's layer on a CPU too."""
-        self._norm_weight_fp32 = self.norm.weight.detach().float().contiguous()
+        """Do nothing: vLLM's layer on a CPU calls it when weights are loaded, which may change without."""
+
+    def _norm_weight(self) -> Tensor:
+        """The weight of the norm [d] in fp32, read in every step: vLLM loads weights in ways that torch does not count."""
+        weight = self.norm.weight.detach()
+        if self._norm_weight_fp32 is None:
+            self._norm_weight_fp32 = torch.empty_like(weight, dtype=torch.float32)
+        return self._norm_weight_fp32.copy_(weight)
 
     def _caches(self) -> tuple[PagedKVCache, PagedKVCache]:
         """States and entries, as vLLM bound them last; it binds others when it wakes up."""
@@ -67,15 +73,13 @@ class Compressor(DeepseekCompressor):
         steps.save_partial_states(kv, score, self.ape, positions, states, state.slot_mapping)
         if self.compress_ratio == _LONG and state.c128_boundary is False and not is_capturing(positions.device):
             return
-        if self._norm_weight_fp32 is None:
-            self.cache_norm_weight_fp32()
         steps.compress_norm_rope_store(
             states,
             state.block_table,
             state.token_to_req_indices,
             positions,
             metadata[self.k_cache_prefix].slot_mapping,
-            self._norm_weight_fp32,
+            self._norm_weight(),
             self.rms_norm_eps,
             rotary_emb.cos_sin_cache,
             self.compress_ratio,
