@@ -33,7 +33,8 @@ __all__ = ["Dsv4Attention", "insert_context_kv"]
 class Dsv4Attention(_Layer):
     """Goes before vLLM's class of a platform among the bases of that platform's layer.
 
-    Projections before attention stay vLLM's; compressor and indexer do where `steps` says so. Refuses at construction what cannot be served.
+    Projections before attention stay vLLM's; compressor and indexer run where `steps` says. Refuses at construction
+    what cannot be served.
     """
 
     backend_cls = Backend
@@ -56,7 +57,7 @@ class Dsv4Attention(_Layer):
         return indexer_class(theirs) if INDEXER in serving_of(vllm_config).steps else theirs
 
     def _put_steps(self) -> None:
-        """Put dsv4attn's compressors in the place of vLLM's, and its indexer where vLLM's layer has put another class."""
+        """Turn compressors, and an indexer whose class vLLM's layer for CPUs has changed, into those of dsv4attn."""
         indexer, steps = self.indexer, self._serving.steps
         if INDEXER in steps and indexer is not None and not isinstance(indexer, IndexerSteps):
             indexer.__class__, indexer.k_cache.__class__ = indexer_class(DeepseekV4Indexer), IndexCache

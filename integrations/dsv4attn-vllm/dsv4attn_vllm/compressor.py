@@ -33,11 +33,15 @@ class Compressor(DeepseekCompressor):
     _norm_weight_fp32: Tensor | None
     _bound: tuple[PagedKVCache, PagedKVCache] | None
 
+    def use(self, serving: Serving) -> None:
+        """Run on the backend of a model."""
+        self._serving, self._norm_weight_fp32, self._bound = serving, None, None
+
     def cache_norm_weight_fp32(self) -> None:
         """Do nothing: vLLM's layer on a CPU calls it when weights are loaded, which may change without."""
 
     def _norm_weight(self) -> Tensor:
-        """The weight of the norm [d] in fp32, read in every step: vLLM loads weights in ways that torch does not count."""
+        """The weight of the norm [d] in fp32, read in every step: torch does not count how vLLM loads weights."""
         weight = self.norm.weight.detach()
         if self._norm_weight_fp32 is None:
             self._norm_weight_fp32 = torch.empty_like(weight, dtype=torch.float32)
@@ -91,4 +95,4 @@ class Compressor(DeepseekCompressor):
 def adopt(compressor: DeepseekCompressor, serving: Serving) -> None:
     """Turn a compressor that vLLM has built into a `Compressor`."""
     compressor.__class__ = Compressor
-    compressor._serving, compressor._norm_weight_fp32, compressor._bound = serving, None, None
+    compressor.use(serving)

@@ -46,7 +46,7 @@ def mhc_pre(
     hc_sinkhorn_eps: float,
     hc_post_mult_value: float,
     sinkhorn_repeat: int,
-    n_splits: int = 1,  # noqa: ARG001
+    n_splits: int = 1,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
 ) -> _Pre:
@@ -58,7 +58,11 @@ def mhc_pre(
 
 
 def mhc_pre_broadcast(
-    residual: Tensor, fn: Tensor, *mixes: Any, fn_broadcast: Tensor | None = None, **options: Any  # noqa: ANN401, ARG001
+    residual: Tensor,
+    fn: Tensor,
+    *mixes: Any,  # noqa: ANN401 - those of `mhc_pre`
+    fn_broadcast: Tensor | None = None,
+    **options: Any,  # noqa: ANN401
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(streams, post, comb, layer input) of the embedding [T, d], which all streams [T, n, d] begin with."""
     count = fn.shape[1] // residual.shape[-1]
@@ -85,8 +89,8 @@ def mhc_fused_post_pre(
     hc_sinkhorn_eps: float,
     hc_post_mult_value: float,
     sinkhorn_repeat: int,
-    n_splits: int = 1,  # noqa: ARG001
-    tile_n: int = 1,  # noqa: ARG001
+    n_splits: int = 1,
+    tile_n: int = 1,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -53,9 +53,9 @@ class IndexMetadataBuilder(AttentionMetadataBuilder[IndexMetadata]):
 
     def build(
         self,
-        common_prefix_len: int,  # noqa: ARG002 - vLLM's signature
+        common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,  # noqa: ARG002, FBT001, FBT002
+        fast_build: bool = False,  # noqa: FBT001, FBT002
     ) -> IndexMetadata:
         """Describe the index keys of a step."""
         common = common_attn_metadata

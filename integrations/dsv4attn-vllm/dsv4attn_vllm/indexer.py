@@ -45,28 +45,28 @@ class Selector(torch.nn.Module):
     def __init__(
         self,
         k_cache: DeepseekV4IndexerCache,
-        quant_block_size: int,  # noqa: ARG002 - the arguments of vLLM's class
-        scale_fmt: str,  # noqa: ARG002
+        quant_block_size: int,
+        scale_fmt: str,
         topk_tokens: int,
-        head_dim: int,  # noqa: ARG002
+        head_dim: int,
         max_model_len: int,
-        max_total_seq_len: int,  # noqa: ARG002
+        max_total_seq_len: int,
         topk_indices_buffer: Tensor,
-        skip_k_cache_insert: bool = False,  # noqa: ARG002, FBT001, FBT002
-        use_fp4_cache: bool = False,  # noqa: ARG002, FBT001, FBT002
+        skip_k_cache_insert: bool = False,  # noqa: FBT001, FBT002
+        use_fp4_cache: bool = False,  # noqa: FBT001, FBT002
         compress_ratio: int = 1,
     ) -> None:
         """Arguments as vLLM's class has them. max_model_len: in entries. topk_indices_buffer: [tokens, >= K] int32."""
         super().__init__()
         self.k_cache, self.topk_indices_buffer = k_cache, topk_indices_buffer
         self.topk_tokens, self.max_entries, self.compress_ratio = topk_tokens, max_model_len, compress_ratio
-        self._serving = serving_of(get_current_vllm_config())
+        self.serving = serving_of(get_current_vllm_config())
         self._bound: PagedKVCache | None = None
 
     def _keys(self) -> PagedKVCache:
         tensor, bound = self.k_cache.kv_cache, self._bound
         if bound is None or bound.tensor is not tensor:
-            self._bound = bound = PagedKVCache(tensor, self._serving.index_layout)
+            self._bound = bound = PagedKVCache(tensor, self.serving.index_layout)
         return bound
 
     def forward(
@@ -77,7 +77,7 @@ class Selector(torch.nn.Module):
         hidden_states: its device counts. q_quant, weights: of `IndexerSteps._q_rope_quant`, with rows of padding
         behind. k: None, as the compressor has stored the keys.
         """
-        by_prefix, steps = get_forward_context().attn_metadata, complete(self._serving.backend).layer_steps
+        by_prefix, steps = get_forward_context().attn_metadata, complete(self.serving.backend).layer_steps
         if not isinstance(by_prefix, dict):
             # vLLM measures memory: what a selection of so many tokens takes for a while
             torch.empty(steps.transient_bytes(weights.shape[0]), dtype=torch.uint8, device=hidden_states.device)
@@ -118,7 +118,7 @@ class IndexerSteps(_Indexer):
         Returns codes, and weights [T', Hi] fp32 with all factors folded; codes of 4 bits have their scales beside them,
         [T', Hi] int32, four exponents each.
         """
-        serving = self.indexer_op._serving
+        serving = self.indexer_op.serving
         steps, table = complete(serving.backend).layer_steps, rotary_emb.cos_sin_cache
         query = steps.indexer_q_rope_quant(q, indexer_weights, positions, table, serving.index_layout)
         if query.scales is None:
@@ -127,7 +127,7 @@ class IndexerSteps(_Indexer):
 
     def forward(
         self,
-        hidden_states: Tensor,  # noqa: ARG002 - vLLM's signature
+        hidden_states: Tensor,
         qr: Tensor,
         compressed_kv_score: Tensor | None,
         indexer_weights: Tensor,
@@ -138,8 +138,8 @@ class IndexerSteps(_Indexer):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Store the index keys of a step, and return query, its scales, and weights for `Selector`.
 
-        Where every token sees at most K entries they are all selected here, and the result is three times None. Not in a
-        captured graph, which may be replayed with longer contexts.
+        Where every token sees at most K entries they are all selected here, and the result is three times None. Not in
+        a captured graph, which may be replayed with longer contexts.
         """
 
         def store_keys() -> None:

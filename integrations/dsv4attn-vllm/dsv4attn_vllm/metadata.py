@@ -151,6 +151,7 @@ class CompressedMetadataBuilder(_VariableDecodes, sparse_mla.DeepseekV4SparseMLA
             c128a_prefill_topk_indices=prefill,
         )
 
+
 def visible_entries(common: CommonAttentionMetadata, ratio: int, buffer: Tensor) -> Tensor:
     """[T] int32 - entries that each token sees, (position + 1) // ratio, 0 for padding; computed on the device."""
     tokens, positions = common.num_actual_tokens, common.positions

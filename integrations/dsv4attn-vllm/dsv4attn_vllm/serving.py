@@ -94,14 +94,16 @@ class Serving:
             (space.unlock if space.locked else space.lock)()
         return space
 
+    def bounds(self) -> Bounds:
+        """What is compiled ahead: kernels of attention, and of the steps around it that run on dsv4attn."""
+        layouts = {"swa": self.swa_layout, "compressed": self.compressed_layout, "index": self.index_layout}
+        return Bounds.of(self.model, self.limits, layer_steps=bool(self.steps - {PROJECTION}), **layouts)
+
     def warm_up(self, layer: LayerGeometry, device: torch.device) -> None:
         """Reserve the memory of a layer's largest batch; compile all kernels the first time. No cache is touched."""
         self.workspace().reserve(plan_workspace(layer, self.limits, self.backend, self.swa_layout), caller="profiling")
         if not self.warm and device.type != "cpu":
-            layouts = {"swa": self.swa_layout, "compressed": self.compressed_layout, "index": self.index_layout}
-            around = bool(self.steps - {PROJECTION})
-            bounds = Bounds.of(self.model, self.limits, layer_steps=around, **layouts)
-            count = complete(self.backend).warmup(bounds, device)
+            count = complete(self.backend).warmup(self.bounds(), device)
             _log.info_once("dsv4attn-vllm: compiled %d kernels of %s", count, self.backend.name)
         self.warm = True
 

@@ -12,7 +12,20 @@ from attrs import frozen
 
 from dsv4attn_vllm.guard import RefusedError
 
-__all__ = ["AUTO", "COMPRESSOR", "INDEXER", "MHC", "PROJECTION", "STEPS", "VARIABLE", "Device", "asked", "chosen", "is_named", "without_warmup"]
+__all__ = [
+    "AUTO",
+    "COMPRESSOR",
+    "INDEXER",
+    "MHC",
+    "PROJECTION",
+    "STEPS",
+    "VARIABLE",
+    "Device",
+    "asked",
+    "chosen",
+    "is_named",
+    "without_warmup",
+]
 
 VARIABLE = "DSV4ATTN_VLLM_STEPS"
 """Steps by name, with commas between them; or `auto`, `all`, `none`. Unset is `auto`."""
@@ -91,8 +104,8 @@ def _words() -> list[str]:
 def chosen(device: Device) -> frozenset[str]:
     """The steps that run on dsv4attn on a device.
 
-    Raises RefusedError for what cannot run: one of indexer and compressor without the other where vLLM's format differs,
-    4 bits on ROCm, whose pages are vLLM's own, and hyper-connections inside of compiled code.
+    Raises RefusedError for what cannot run: one of indexer and compressor without the other where vLLM's format
+    differs, 4 bits on ROCm, whose pages are vLLM's own, and hyper-connections inside of compiled code.
     """
     named = asked()
     if named is None:

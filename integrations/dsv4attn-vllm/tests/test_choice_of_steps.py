@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,9 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.models.deepseek_v4.attention import DeepseekV4Indexer, DeepseekV4IndexerCache
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from vllm.platforms import current_platform
+
+from dsv4attn.core.contract import complete
+from dsv4attn.core.device import DeviceFacts
 
 AMPERE = Device("cuda", deep_gemm=False)
 HOPPER = Device("cuda", deep_gemm=True)
@@ -123,7 +127,9 @@ def test_hyper_connections_in_compiled_code_are_refused(config: VllmConfig, monk
     monkeypatch.setenv(steps.VARIABLE, "mhc")
     config.compilation_config.mode = CompilationMode.VLLM_COMPILE
 
-    with pytest.raises(RefusedError, match="mhc: expected a model that is not compiled, got torch.compile -> pass --enf"):
+    with pytest.raises(
+        RefusedError, match=r"mhc: expected a model that is not compiled, got torch.compile -> pass --enf"
+    ):
         layer_of(config)
 
 
@@ -135,7 +141,9 @@ def test_a_backend_without_an_fp8_projection(config: VllmConfig, monkeypatch: py
         assert PROJECTION not in serving.serving_of(config).steps
     monkeypatch.setenv(steps.VARIABLE, "projection")
     serving._serving.cache_clear()
-    with pytest.raises(RefusedError, match=r"backend reference: expected projection=fp8, which .* asks for, got bf16 -> le"):
+    with pytest.raises(
+        RefusedError, match=r"backend reference: expected projection=fp8, which .* asks for, got bf16 -> le"
+    ):
         layer_of(config)
     monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
     serving._serving.cache_clear()
@@ -143,7 +151,9 @@ def test_a_backend_without_an_fp8_projection(config: VllmConfig, monkeypatch: py
     assert (made.steps, made.backend.projects_fp8) == ({PROJECTION}, True)
 
 
-def test_an_option_in_the_configuration_file_stays(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_an_option_in_the_configuration_file_stays(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "dsv4attn.toml").write_text('[options.triton]\nprojection = "bf16"\n')
     monkeypatch.setenv("DSV4ATTN_CONFIG", str(tmp_path / "dsv4attn.toml"))
     monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
@@ -259,6 +269,29 @@ def test_a_model_is_refused_or_gets_its_hyper_connections_when_it_is_imported() 
     assert refused.endswith("got 'mhd' -> write mhc, or set DSV4ATTN_VLLM=0 to run vLLM's own attention")
     assert ops == ["HCHeadOp", "MHCFusedPostPreOp", "MHCPostOp", "MHCPreOp"]
     assert "replaced vllm.models.deepseek_v4.cpu.model.DeepseekV4CPUAttention, MHCPreOp, MHCPostOp" in done.stdout
+
+
+STEP_KERNELS = {
+    PROJECTION: {"quantize_output_kernel", "project_codes_kernel"},
+    INDEXER: {"index_query_kernel", "score_kernel", "choose_kernel"},
+    COMPRESSOR: {"save_kernel", "compress_kernel"},
+}
+
+
+@pytest.mark.parametrize("text", ["none", "projection", "indexer,compressor", "auto"])
+def test_kernels_of_steps_are_compiled_before_the_first_request(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """The variants that a warm-up on an A100 compiles; nothing is compiled here."""
+    monkeypatch.setenv(steps.VARIABLE, text)
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
+    made = serving.serving_of(config)
+
+    kernels = {one.name for one in complete(made.backend).kernel_variants(made.bounds(), DeviceFacts.named("a100"))}
+
+    around = {name for several in STEP_KERNELS.values() for name in several}
+    assert kernels & around == {name for step in made.steps for name in STEP_KERNELS[step]}
+    assert "attention" in kernels
 
 
 def test_the_device_of_this_machine(config: VllmConfig) -> None:

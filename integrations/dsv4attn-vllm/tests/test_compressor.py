@@ -1,4 +1,4 @@
-"""The compressor's steps on dsv4attn: caches bit for bit those of vLLM's own kernels, which run in Triton's interpreter."""
+"""The compressor's steps on dsv4attn: caches bit for bit those of vLLM's own kernels, interpreted."""
 
 from __future__ import annotations
 
@@ -81,11 +81,13 @@ def test_states_and_entries_are_vllms_byte_for_byte(
 
 @pytest.mark.parametrize("bug", ["window", "position", "state"])
 def test_planted_bugs_are_found(engine: WholeEngine, monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
-    """An entry of a window that is one token off, one that is rotated at its last token, and a score without its bias."""
+    """An entry of another request's window, one that is rotated at its last token, a score without its bias."""
     steps = complete(engine.layers[0]._serving.backend).layer_steps
     store, save = steps.compress_norm_rope_store, steps.save_partial_states
 
-    def wrong_store(states: Any, table: Tensor, requests: Tensor, positions: Tensor, slots: Tensor, *rest: Any, **options: Any) -> None:
+    def wrong_store(
+        states: Any, table: Tensor, requests: Tensor, positions: Tensor, slots: Tensor, *rest: Any, **options: Any
+    ) -> None:
         norm, eps, rope, ratio, cache = rest
         if bug == "window":
             table = table.roll(1, 1)
@@ -103,7 +105,9 @@ def test_planted_bugs_are_found(engine: WholeEngine, monkeypatch: pytest.MonkeyP
     assert all(differences(engine, work).values())
 
 
-def test_a_step_that_completes_no_entry_of_128_stores_none(engine: WholeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_completes_no_entry_of_128_stores_none(
+    engine: WholeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps = complete(engine.layers[0]._serving.backend).layer_steps
     stored: list[int] = []
     monkeypatch.setattr(steps, "compress_norm_rope_store", lambda *given, **_: stored.append(given[8]))
@@ -159,7 +163,9 @@ def test_scores_of_another_dtype_or_width_are_refused(engine: WholeEngine, dtype
 
     with (
         set_forward_context(metadata, engine.config, num_tokens=4),
-        pytest.raises(RefusedError, match=r"layers.1.attn.compressor: kv_score: expected \[T, 2048\] torch.float32, got"),
+        pytest.raises(
+            RefusedError, match=r"layers.1.attn.compressor: kv_score: expected \[T, 2048\] torch.float32, got"
+        ),
     ):
         layer.compressor(given, engine.positions[:4], layer.rotary_emb)
 

@@ -100,7 +100,9 @@ def test_functions_of_the_cuda_model_are_replaced_by_those_of_the_same_name(
     assert hyper_connections.install("cuda") == names
 
     model = import_module("vllm.models.deepseek_v4.nvidia.model")
-    left = [name for name in vars(model) if name.endswith("_tilelang") and getattr(model, name).__module__[:4] == "vllm"]
+    left = [
+        name for name in vars(model) if name.endswith("_tilelang") and getattr(model, name).__module__[:4] == "vllm"
+    ]
     assert left == []
     assert replacements.original("vllm.models.deepseek_v4.nvidia.mtp.mhc_post_tilelang").__module__[:4] == "vllm"
     given, norm = Given(), torch.rand(256, dtype=torch.float32).bfloat16()
@@ -125,7 +127,9 @@ def test_other_leading_dims_are_kept(ops: None) -> None:
 def test_an_op_that_another_plugin_has_is_refused(ops: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(custom_op.op_registry_oot, "HCHeadOp", mhc.MHCPostOp)
 
-    with pytest.raises(RefusedError, match="HCHeadOp: expected vLLM's own, got <class .* of another plugin -> leave mhc"):
+    with pytest.raises(
+        RefusedError, match=r"HCHeadOp: expected vLLM's own, got <class .* of another plugin -> leave mhc"
+    ):
         hyper_connections.install("cpu")
 
 

@@ -231,7 +231,9 @@ def test_metadata_are_those_of_vllms_builder(mtp: WholeEngine) -> None:
     decode, [chunk] = theirs.decode, theirs.prefill.chunks
     assert decode.decode_lens.shape[0] == theirs.num_decode_tokens == 6  # a row for each token
     assert torch.equal(ours.visible_lens[:6], decode.seq_lens.view(-1))
-    assert torch.equal(ours.block_table[ours.token_to_req[:6].long()], decode.block_table[:, : ours.block_table.shape[1]])
+    assert torch.equal(
+        ours.block_table[ours.token_to_req[:6].long()], decode.block_table[:, : ours.block_table.shape[1]]
+    )
     assert torch.equal(ours.visible_lens[6:], chunk.cu_seqlen_ke - chunk.cu_seqlen_ks)
     assert ours.token_to_req.tolist() == [0, 0, 0, 1, 1, 2, *[3] * 30]
     counts = "num_decodes", "num_prefills", "num_decode_tokens", "num_prefill_tokens"

@@ -34,7 +34,7 @@ def engine(backend: str, request: pytest.FixtureRequest) -> Iterator[WholeEngine
 
 
 def round_as_on_cuda(engine: WholeEngine) -> None:
-    """Faked: on a CPU vLLM rounds compressor inputs to bf16, and norms before they are weighted; on GPUs it does not."""
+    """Faked: on a CPU vLLM rounds compressor inputs to bf16, and norms before they are weighted."""
     for layer in engine.layers:
         for compressor in layer._compressors():
             compressor.fused_wkv_wgate.cpu_linear = lambda x, w, _=None: functional.linear(x.float(), w.float())
@@ -42,7 +42,9 @@ def round_as_on_cuda(engine: WholeEngine) -> None:
         layer.kv_norm.weight.data.fill_(1.0)
 
 
-def both(engine: WholeEngine, steps: Sequence[Sequence[tuple[int, int]]], **options: Any) -> list[tuple[Tensor, Tensor]]:
+def both(
+    engine: WholeEngine, steps: Sequence[Sequence[tuple[int, int]]], **options: Any
+) -> list[tuple[Tensor, Tensor]]:
     """The outputs of all layers in the last step, by vLLM's layers and by ours.
 
     steps: of each, (request, tokens) in the order of the batch; requests have numbers.

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import dsv4attn as ds
 
-
 SMALL = {"index_topk": 8, "index_n_heads": 16}
 """Few entries to select, so that short contexts have more; few heads, for Triton's interpreter."""
 
@@ -130,4 +129,3 @@ def weights_of(layer: Any) -> dict[str, Tensor]:
             found |= {f"{name}.wkv": kv, f"{name}.wgate": gate}
             found |= {f"{name}.ape": part.ape, f"{name}.norm": part.norm.weight}
     return {name: weight.detach() for name, weight in found.items()}
-
