@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,8 @@ import torch
 from dsv4attn_vllm.compressor import Compressor
 from dsv4attn_vllm.cpu import CPUAttention
 from dsv4attn_vllm.cuda import CUDAAttention
+from dsv4attn_vllm.indexer import IndexerSteps
+from dsv4attn_vllm.xpu import XPUAttention
 from engine import Request
 from torch import Tensor
 from torch.nn import functional
@@ -71,6 +76,46 @@ def test_outputs_are_bit_for_bit_those_of_own_layers(engine: WholeEngine, case: 
         assert theirs.float().std() > 1e-3
 
 
+def check_platform(layer_class: type) -> None:
+    """Hold a mixed step of a platform's layers against dsv4attn's own. Called in another process too."""
+    with whole_engine(layer_class) as engine:
+        outs = both(engine, [[(0, 45)], [(0, 1), (1, 20)]])
+        assert isinstance(engine.layers[1].indexer, IndexerSteps)
+    assert all(torch.equal(*pair) for pair in outs)
+
+
+def test_layers_for_intel_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faked: an event of an Intel GPU is that of a CPU, and there is no cache of an accelerator to empty."""
+    monkeypatch.setattr(torch.xpu, "Event", torch.cuda.Event)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
+
+    check_platform(XPUAttention)
+
+
+ROCM = """
+import sys
+sys.path.insert(0, {tests!r})
+import conftest, torch
+from types import SimpleNamespace
+torch.cuda.get_device_properties = lambda *_: SimpleNamespace(
+    gcnArchName="gfx950:sramecc+", multi_processor_count=256, warp_size=64, name="", total_memory=2**38
+)
+import test_whole_layers
+from dsv4attn_vllm.rocm import ROCmAttention
+test_whole_layers.check_platform(ROCmAttention)
+"""
+
+
+def test_layers_for_rocm() -> None:
+    """Faked: the properties of the GPU, which vLLM's module asks for when it is imported. One stream, as on no GPU."""
+    code = ROCM.format(tests=str(Path(__file__).parent))
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize("rows", [{"behind": 2}, {"pad": 2}], ids=["behind", "padding"])
 def test_rows_of_padding_change_nothing(engine: WholeEngine, rows: dict[str, int]) -> None:
     """But for a matrix product of bf16 on a CPU, whose bits depend on how many rows it has."""
@@ -95,6 +140,24 @@ def test_a_prompt_in_chunks_then_drafts_and_one_rejected(backend: str) -> None:
             ours = own.step(work, hidden)
             for layer, a, b in zip(engine.layers, theirs, ours, strict=True):
                 assert torch.equal(a, b), (layer.prefix, tokens)
+
+
+def test_index_keys_of_4_bits(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faked: that this is a Blackwell GPU, which vLLM asks for."""
+    from dsv4attn_vllm import serving
+    from vllm.models.deepseek_v4 import attention
+    from vllm.v1.attention.backends.mla import indexer
+
+    for module in (attention, indexer):
+        monkeypatch.setattr(module, "dsa_indexer_uses_fp4", lambda _: True)
+    serving._serving.cache_clear()
+    with whole_engine(CUDAAttention) as engine:
+        outs = both(engine, [[(0, 45)], [(0, 1), (1, 20)]])
+        keys = engine.layers[1].indexer.k_cache.kv_cache
+    serving._serving.cache_clear()
+
+    assert keys.shape[-1] == 68
+    assert all(torch.equal(*pair) for pair in outs)
 
 
 def test_a_planted_bug_is_found(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
