@@ -60,6 +60,11 @@ VARIABLES: Mapping[str, Knob] = {
     "DSV4ATTN_SGLANG_ANY_VERSION": Knob("0", "`0` or `1`", "1: `dsv4attn-sglang` tries an untested SGLang"),
     "DSV4ATTN_VLLM": Knob("1", "`0` or `1`", "0: `dsv4attn-vllm` does nothing"),
     "DSV4ATTN_VLLM_ANY_VERSION": Knob("0", "`0` or `1`", "1: `dsv4attn-vllm` tries an untested vLLM"),
+    "DSV4ATTN_VLLM_STEPS": Knob(
+        "auto",
+        "`auto`, `all`, `none`, or some of `indexer,compressor,projection,mhc`",
+        "steps around attention that `dsv4attn-vllm` runs",
+    ),
 }
 """A variable with an empty value counts as unset."""
 

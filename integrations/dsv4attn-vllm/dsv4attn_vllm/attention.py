@@ -7,16 +7,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
+from vllm.models.deepseek_v4.attention import DeepseekV4Indexer
 
 from dsv4attn import AttentionMetadata, LayerCaches, PagedKVCache, forward_mqa
 from dsv4attn.core.checks import check_insert
 from dsv4attn.core.contract import complete
 from dsv4attn.core.projection import o_proj
 from dsv4attn.core.weights import check_weight, dense_weight
+from dsv4attn_vllm.compressor import adopt
 from dsv4attn_vllm.guard import RefusedError
+from dsv4attn_vllm.indexer import IndexCache, IndexerSteps, indexer_class
 from dsv4attn_vllm.metadata import Backend, SWABackend
 from dsv4attn_vllm.replacements import original
 from dsv4attn_vllm.serving import serving_of
+from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, without_warmup
 
 if TYPE_CHECKING:
     from vllm.models.deepseek_v4.attention import DeepseekV4Attention as _Layer
@@ -29,7 +33,8 @@ __all__ = ["Dsv4Attention", "insert_context_kv"]
 class Dsv4Attention(_Layer):
     """Goes before vLLM's class of a platform among the bases of that platform's layer.
 
-    Projections before attention, compressor and indexer stay vLLM's. Refuses at construction what cannot be served.
+    Projections before attention stay vLLM's; compressor and indexer run where `steps` says. Refuses at construction
+    what cannot be served.
     """
 
     backend_cls = Backend
@@ -38,10 +43,32 @@ class Dsv4Attention(_Layer):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
         serving = serving_of(vllm_config)
-        super().__init__(vllm_config, *args, **kwargs)
+        with without_warmup(vllm_config, serving.steps):
+            super().__init__(vllm_config, *args, **kwargs)
         self._serving, self._geometry = serving, serving.layer(self.compress_ratio)
         self._bound: LayerCaches | None = None
         self._keep_wo_a()
+        self._put_steps()
+
+    # ---------------------------------------------------------------- steps around attention, see `steps`
+
+    def _get_indexer_cls(self, vllm_config: Any) -> Any:  # noqa: ANN401 - a class of vLLM's
+        theirs = super()._get_indexer_cls(vllm_config)
+        return indexer_class(theirs) if INDEXER in serving_of(vllm_config).steps else theirs
+
+    def _put_steps(self) -> None:
+        """Turn compressors, and an indexer whose class vLLM's layer for CPUs has changed, into those of dsv4attn."""
+        indexer, steps = self.indexer, self._serving.steps
+        if INDEXER in steps and indexer is not None and not isinstance(indexer, IndexerSteps):
+            indexer.__class__, indexer.k_cache.__class__ = indexer_class(DeepseekV4Indexer), IndexCache
+        if COMPRESSOR in steps:
+            for compressor in self._compressors():
+                adopt(compressor, self._serving)
+
+    def _compressors(self) -> list[Any]:
+        """The layer's compressor and its indexer's, of those that there are."""
+        found = [self.compressor, None if self.indexer is None else self.indexer.compressor]
+        return [compressor for compressor in found if compressor is not None]
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:

@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.mla import sparse_swa
 from dsv4attn import DeepseekSparseSWAMetadata, FlashMLASparseMetadata, LayerKind
 from dsv4attn_vllm.guard import RefusedError
 
-__all__ = ["Backend", "CompressedMetadata", "SWABackend", "SWAMetadata"]
+__all__ = ["Backend", "CompressedMetadata", "SWABackend", "SWAMetadata", "visible_entries"]
 
 
 class _VariableDecodes:
@@ -145,21 +145,22 @@ class CompressedMetadataBuilder(_VariableDecodes, sparse_mla.DeepseekV4SparseMLA
             slot_mapping=base.slot_mapping,
             block_table=base.block_table[: base.num_reqs],
             req_id_per_token=base.req_id_per_token[: base.num_actual_tokens],
-            compressed_lens=self._visible_entries(common),
+            compressed_lens=visible_entries(common, self.compress_ratio, self._visible),
             c128a_global_decode_topk_indices=decode,
             c128a_decode_topk_lens=base.c128a_decode_topk_lens,
             c128a_prefill_topk_indices=prefill,
         )
 
-    def _visible_entries(self, common: CommonAttentionMetadata) -> Tensor:
-        """[T] int32 - entries that each token sees, (position + 1) // ratio, 0 for padding; computed on the device."""
-        tokens, positions = common.num_actual_tokens, common.positions
-        if positions is None:
-            cure = "use a model runner that passes positions"
-            raise RefusedError("CommonAttentionMetadata.positions", expected="a tensor", actual=None, cure=cure)
-        out = self._visible[:tokens]
-        entries = (positions[:tokens] + 1).div_(self.compress_ratio, rounding_mode="floor")
-        return out.copy_(entries.masked_fill_(common.slot_mapping[:tokens] < 0, 0))
+
+def visible_entries(common: CommonAttentionMetadata, ratio: int, buffer: Tensor) -> Tensor:
+    """[T] int32 - entries that each token sees, (position + 1) // ratio, 0 for padding; computed on the device."""
+    tokens, positions = common.num_actual_tokens, common.positions
+    if positions is None:
+        cure = "use a model runner that passes positions"
+        raise RefusedError("CommonAttentionMetadata.positions", expected="a tensor", actual=None, cure=cure)
+    out = buffer[:tokens]
+    entries = (positions[:tokens] + 1).div_(ratio, rounding_mode="floor")
+    return out.copy_(entries.masked_fill_(common.slot_mapping[:tokens] < 0, 0))
 
 
 class Backend(sparse_mla.DeepseekV4SparseMLABackend):

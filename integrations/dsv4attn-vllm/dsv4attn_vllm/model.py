@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 
 from dsv4attn_vllm import guard
 from dsv4attn_vllm.replacements import platform_name, replace
+from dsv4attn_vllm.steps import MHC, asked
 
 _version = guard.check()
 
@@ -29,5 +30,10 @@ __all__ = [
 
 # below "vllm", so that it is shown where and how vLLM's own log is
 _log = init_logger("vllm.dsv4attn")
-_replaced = ", ".join(map(str, replace(platform_name())))
+_names = [*map(str, replace(platform_name()))]
+if MHC in (asked() or ()):
+    from dsv4attn_vllm.hyper_connections import install
+
+    _names += install(platform_name())
+_replaced = ", ".join(_names)
 _log.info_once("dsv4attn-vllm: DeepSeek-V4 attention of vLLM %s runs on dsv4attn; replaced %s", _version, _replaced)

@@ -33,6 +33,8 @@ from dsv4attn.core.contract import complete
 from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.errors import Dsv4AttnError
 from dsv4attn_vllm.guard import RefusedError
+from dsv4attn_vllm.projection import settings_for, steps_with
+from dsv4attn_vllm.steps import MHC, PROJECTION, VARIABLE, Device, chosen
 
 __all__ = ["CACHE_DTYPES", "Serving", "serving_of"]
 
@@ -49,7 +51,7 @@ class _Facts:
     """All that a backend is chosen by; equal for all layers of a model, and for its drafts.
 
     model: geometry of this rank. device: type of the device. capture: whether graphs are captured. fnuz: whether vLLM's
-    fp8 type is e4m3fnuz, as on gfx942.
+    fp8 type is e4m3fnuz, as on gfx942. steps: see `steps.chosen`. mxfp4: whether index keys have 4 bits.
     """
 
     model: ModelGeometry
@@ -57,14 +59,16 @@ class _Facts:
     device: str
     capture: bool
     fnuz: bool
+    steps: frozenset[str]
+    mxfp4: bool
 
 
 @define(eq=False)
 class Serving:
     """How the layers of one model are served: one object for all of them, so that they share prepared steps.
 
-    swa_layout, compressed_layout: of the caches. problems: what the backend was chosen for. warm: whether its kernels
-    were compiled.
+    swa_layout, compressed_layout, index_layout: of the caches. steps: those around attention that run on dsv4attn.
+    problems: what the backend was chosen for. warm: whether its kernels were compiled.
     """
 
     model: ModelGeometry
@@ -73,6 +77,8 @@ class Serving:
     backend: Backend
     swa_layout: KVCacheLayout
     compressed_layout: KVCacheLayout
+    index_layout: KVCacheLayout
+    steps: frozenset[str] = frozenset()
     problems: Sequence[Problem] = ()
     warm: bool = False
 
@@ -88,12 +94,16 @@ class Serving:
             (space.unlock if space.locked else space.lock)()
         return space
 
+    def bounds(self) -> Bounds:
+        """What is compiled ahead: kernels of attention, and of the steps around it that run on dsv4attn."""
+        layouts = {"swa": self.swa_layout, "compressed": self.compressed_layout, "index": self.index_layout}
+        return Bounds.of(self.model, self.limits, layer_steps=bool(self.steps - {PROJECTION}), **layouts)
+
     def warm_up(self, layer: LayerGeometry, device: torch.device) -> None:
         """Reserve the memory of a layer's largest batch; compile all kernels the first time. No cache is touched."""
         self.workspace().reserve(plan_workspace(layer, self.limits, self.backend, self.swa_layout), caller="profiling")
         if not self.warm and device.type != "cpu":
-            bounds = Bounds.of(self.model, self.limits, swa=self.swa_layout, compressed=self.compressed_layout)
-            count = complete(self.backend).warmup(bounds, device)
+            count = complete(self.backend).warmup(self.bounds(), device)
             _log.info_once("dsv4attn-vllm: compiled %d kernels of %s", count, self.backend.name)
         self.warm = True
 
@@ -110,7 +120,12 @@ def serving_of(vllm_config: Any) -> Serving:  # noqa: ANN401 - vLLM's VllmConfig
     there is none for this device.
     """
     _check(vllm_config)
-    return _serving(_facts(vllm_config))
+    serving = _serving(_facts(vllm_config))
+    if MHC in serving.steps:
+        from dsv4attn_vllm.hyper_connections import serve
+
+        serve(serving.backend)
+    return serving
 
 
 def _check(vllm_config: Any) -> None:  # noqa: ANN401 - as above
@@ -149,12 +164,15 @@ def _facts(vllm_config: Any) -> _Facts:  # noqa: ANN401 - as above
         expected = f"heads of {_NOPE} + {_ROPE} dims and layers of ratios 1, 4 and 128, as vLLM's caches have"
         actual = f"{dims[0]} + {dims[1]} dims, ratios {sorted(ratios)}"
         raise RefusedError("model", expected=expected, actual=actual, cure="serve a DeepSeek-V4 model")
+    device = Device.here(vllm_config)
     return _Facts(
         model,
         _limits(vllm_config, model),
         vllm_config.device_config.device_type,
         capture=bool(vllm_config.compilation_config.cudagraph_mode),
         fnuz=current_platform.is_fp8_fnuz(),
+        steps=chosen(device),
+        mxfp4=device.mxfp4,
     )
 
 
@@ -190,12 +208,19 @@ def _serving(facts: _Facts) -> Serving:
     swa = KVCacheLayout.fp8_ds_mla(fp8_format=Fp8Format.FNUZ if facts.fnuz else Fp8Format.OCP)
     # vLLM's compressor writes OCP codes on every device
     compressed = KVCacheLayout.fp8_ds_mla()
+    # and of index keys, but for their scales on sm_100
+    dim = facts.model.index_head_dim
+    index = KVCacheLayout.index_mxfp4(dim) if facts.mxfp4 else KVCacheLayout.index_fp8(dim)
     problems = [problem for phase in ("decode", "prefill") for problem in _problems(facts, phase, swa)]
-    backend = select_backend(*problems, device=facts.device)
+    settings = settings_for(facts.steps, problems, facts.device)
+    backend = select_backend(*problems, device=facts.device, settings=settings)
+    steps = steps_with(facts.steps, backend)
     for phase in ("decode", "prefill"):
         verdict = explain([problem for problem in problems if problem.phase == phase], device=facts.device).verdict
         _log.info_once("dsv4attn-vllm: %s runs on %s", phase, verdict)
-    return Serving(facts.model, facts.limits, facts.device, backend, swa, compressed, problems)
+    if steps:
+        _log.info_once("dsv4attn-vllm: %s on dsv4attn (%s)", ", ".join(sorted(steps)), VARIABLE)
+    return Serving(facts.model, facts.limits, facts.device, backend, swa, compressed, index, steps, problems)
 
 
 def _problems(facts: _Facts, phase: str, swa: KVCacheLayout) -> list[Problem]:

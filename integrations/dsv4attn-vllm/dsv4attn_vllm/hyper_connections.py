@@ -1,0 +1,172 @@
+"""vLLM's hyper-connections (mHC) on dsv4attn: its functions on CUDA, its custom ops elsewhere. Off unless asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers import mhc
+
+from dsv4attn import Backend
+from dsv4attn.core.contract import complete
+from dsv4attn.core.layer_ops import LayerSteps
+from dsv4attn_vllm.guard import RefusedError
+from dsv4attn_vllm.replacements import Replacement
+from dsv4attn_vllm.steps import MHC, VARIABLE
+
+__all__ = ["FUNCTIONS", "OPS", "install", "serve"]
+
+_Pre = tuple[Tensor, Tensor, Tensor]
+_serving: list[LayerSteps] = []
+
+
+def serve(backend: Backend) -> None:
+    """Run hyper-connections on a backend: that of the model whose layers were built last."""
+    _serving[:] = [complete(backend).layer_steps]
+
+
+def _steps() -> LayerSteps:
+    if not _serving:
+        cure = "build the layers of the model first"
+        raise RefusedError(MHC, expected="a backend", actual="none", cure=cure)
+    return _serving[-1]
+
+
+# ---------------------------------------------------------------- vLLM's functions; more arguments than here are tuning
+
+
+def mhc_pre(
+    residual: Tensor,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    n_splits: int = 1,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> _Pre:
+    """(post [..., n, 1], comb [..., n, n], layer input [..., d]) of residual [..., n, d]."""
+    mixes = fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
+    post, comb, x = _steps().mhc_pre(_flat(residual, 2), *mixes, norm_weight, norm_eps)
+    outer = residual.shape[:-2]
+    return post.unflatten(0, outer), comb.unflatten(0, outer), x.unflatten(0, outer)
+
+
+def mhc_pre_broadcast(
+    residual: Tensor,
+    fn: Tensor,
+    *mixes: Any,  # noqa: ANN401 - those of `mhc_pre`
+    fn_broadcast: Tensor | None = None,
+    **options: Any,  # noqa: ANN401
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(streams, post, comb, layer input) of the embedding [T, d], which all streams [T, n, d] begin with."""
+    count = fn.shape[1] // residual.shape[-1]
+    streams = residual[:, None].repeat(1, count, 1)
+    return streams, *mhc_pre(streams, fn, *mixes, **options)
+
+
+def mhc_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor) -> Tensor:
+    """New residual [..., n, d] from the output x [..., d] of a sublayer."""
+    post, comb = _flat(post_layer_mix, 2), _flat(comb_res_mix, 2)
+    return _steps().mhc_post(_flat(x, 1), _flat(residual, 2), post, comb).view_as(residual)
+
+
+def mhc_fused_post_pre(
+    x: Tensor,
+    residual: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    n_splits: int = 1,
+    tile_n: int = 1,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`mhc_post`, then `mhc_pre` of its result, which comes first of the four."""
+    mixes = fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
+    before = _flat(x, 1), _flat(residual, 2), _flat(post_layer_mix, 2), _flat(comb_res_mix, 2)
+    found = _steps().mhc_fused_post_pre(*before, *mixes, norm_weight, norm_eps)
+    streams, post, comb, out = (tensor.unflatten(0, residual.shape[:-2]) for tensor in found)
+    return streams, post, comb, out
+
+
+def hc_head(
+    hidden_states: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, rms_norm_eps: float, hc_eps: float
+) -> Tensor:
+    """[..., d] of streams [..., n, d]."""
+    out = _steps().hc_head(_flat(hidden_states, 2), hc_fn, hc_scale, hc_base, rms_norm_eps, hc_eps)
+    return out.unflatten(0, hidden_states.shape[:-2])
+
+
+def _flat(tensor: Tensor, dims: int) -> Tensor:
+    """All but so many of the last dims as one."""
+    return tensor.flatten(0, tensor.ndim - dims - 1)
+
+
+# ---------------------------------------------------------------- vLLM's ops
+
+
+class _PreOp(mhc.MHCPreOp):
+    forward = staticmethod(mhc_pre)
+
+
+class _PostOp(mhc.MHCPostOp):
+    forward = staticmethod(mhc_post)
+
+
+class _FusedPostPreOp(mhc.MHCFusedPostPreOp):
+    forward = staticmethod(mhc_fused_post_pre)
+
+
+class _HeadOp(mhc.HCHeadOp):
+    forward = staticmethod(hc_head)
+
+
+OPS = {"MHCPreOp": _PreOp, "MHCPostOp": _PostOp, "MHCFusedPostPreOp": _FusedPostPreOp, "HCHeadOp": _HeadOp}
+"""Classes by the name of vLLM's that they are made instead of."""
+
+_NAMES = {
+    "model": ("mhc_pre", "mhc_pre_broadcast", "mhc_post", "mhc_fused_post_pre", "hc_head"),
+    "mtp": ("mhc_post", "hc_head"),
+    "dspark": ("mhc_post", "hc_head"),
+}
+FUNCTIONS = tuple(
+    Replacement(
+        f"vllm.models.deepseek_v4.nvidia.{module}",
+        "hc_head_fused_kernel_tilelang" if name == "hc_head" else f"{name}_tilelang",
+        f"dsv4attn_vllm.hyper_connections:{name}",
+    )
+    for module, names in _NAMES.items()
+    for name in names
+)
+"""The functions that vLLM's modules for CUDA call, which do not use the ops."""
+
+
+def install(platform: str) -> tuple[str, ...]:
+    """Replace vLLM's hyper-connections on a platform, and return the names; a second call changes nothing.
+
+    Ops are registered out of tree, for every model of the process. Raises RefusedError if another plugin has done so.
+    """
+    if platform == "cuda":
+        for replacement in FUNCTIONS:
+            replacement.apply()
+        return tuple(map(str, FUNCTIONS))
+    for name, op in OPS.items():
+        if op_registry_oot.get(name, op) is not op:
+            actual, cure = f"{op_registry_oot[name]} of another plugin", f"leave {MHC} out of {VARIABLE}"
+            raise RefusedError(name, expected="vLLM's own", actual=actual, cure=cure)
+        if name not in op_registry_oot:
+            getattr(mhc, name).register_oot(op)
+    return tuple(OPS)

@@ -1,0 +1,174 @@
+"""vLLM's indexer with its steps on dsv4attn: queries, short contexts, selection."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.models.deepseek_v4.attention import DeepseekV4Indexer, DeepseekV4IndexerCache
+from vllm.utils.multi_stream_utils import maybe_execute_in_parallel
+
+from dsv4attn import PagedKVCache
+from dsv4attn.core.contract import complete
+from dsv4attn.core.definitions.indexer import IndexQuery
+from dsv4attn.core.device import is_capturing
+from dsv4attn_vllm.index_metadata import IndexBackend
+from dsv4attn_vllm.serving import serving_of
+
+if TYPE_CHECKING:
+    _Indexer = DeepseekV4Indexer
+else:
+    _Indexer = object
+
+__all__ = ["IndexCache", "IndexerSteps", "Selector", "indexer_class"]
+
+
+class IndexCache(DeepseekV4IndexerCache):
+    """The cache of index keys; its metadata are made by dsv4attn's builder."""
+
+    def get_attn_backend(self) -> type[IndexBackend]:
+        """Return the backend that names the builder."""
+        return IndexBackend
+
+
+class Selector(torch.nn.Module):
+    """Scores index keys and writes the best of them to `topk_indices_buffer`. In place of vLLM's `SparseAttnIndexer`.
+
+    That class cannot be built on CUDA without DeepGEMM, so this one is not derived from it. It is returned by the
+    indexer's own hook, and not registered out of tree: other models of the process keep vLLM's.
+    """
+
+    def __init__(
+        self,
+        k_cache: DeepseekV4IndexerCache,
+        quant_block_size: int,
+        scale_fmt: str,
+        topk_tokens: int,
+        head_dim: int,
+        max_model_len: int,
+        max_total_seq_len: int,
+        topk_indices_buffer: Tensor,
+        skip_k_cache_insert: bool = False,  # noqa: FBT001, FBT002
+        use_fp4_cache: bool = False,  # noqa: FBT001, FBT002
+        compress_ratio: int = 1,
+    ) -> None:
+        """Arguments as vLLM's class has them. max_model_len: in entries. topk_indices_buffer: [tokens, >= K] int32."""
+        super().__init__()
+        self.k_cache, self.topk_indices_buffer = k_cache, topk_indices_buffer
+        self.topk_tokens, self.max_entries, self.compress_ratio = topk_tokens, max_model_len, compress_ratio
+        self.serving = serving_of(get_current_vllm_config())
+        self._bound: PagedKVCache | None = None
+
+    def _keys(self) -> PagedKVCache:
+        tensor, bound = self.k_cache.kv_cache, self._bound
+        if bound is None or bound.tensor is not tensor:
+            self._bound = bound = PagedKVCache(tensor, self.serving.index_layout)
+        return bound
+
+    def forward(
+        self, hidden_states: Tensor, q_quant: Tensor | tuple[Tensor, Tensor], k: Tensor | None, weights: Tensor
+    ) -> Tensor:
+        """Select for every token of the step, decodes and prefills alike, and return the buffer.
+
+        hidden_states: its device counts. q_quant, weights: of `IndexerSteps._q_rope_quant`, with rows of padding
+        behind. k: None, as the compressor has stored the keys.
+        """
+        by_prefix, steps = get_forward_context().attn_metadata, complete(self.serving.backend).layer_steps
+        if not isinstance(by_prefix, dict):
+            # vLLM measures memory: what a selection of so many tokens takes for a while
+            torch.empty(steps.transient_bytes(weights.shape[0]), dtype=torch.uint8, device=hidden_states.device)
+            return self.topk_indices_buffer
+        metadata = by_prefix[self.k_cache.prefix]
+        tokens, visible = metadata.visible_lens.shape[0], metadata.visible_lens
+        # a graph is replayed with longer contexts
+        longest = self.max_entries
+        if not is_capturing(weights.device):
+            longest = min(longest, metadata.max_seq_len // self.compress_ratio)
+        values, scales = q_quant if isinstance(q_quant, tuple) else (q_quant, None)
+        if scales is not None:
+            scales = scales[:tokens].unsqueeze(-1).view(torch.uint8)
+        query = IndexQuery(values[:tokens], weights[:tokens], scales)
+        maps = metadata.block_table, metadata.token_to_req, visible
+        steps.select_topk(query, self._keys(), *maps, self.topk_indices_buffer[:tokens, : self.topk_tokens], longest)
+        return self.topk_indices_buffer
+
+
+class IndexerSteps(_Indexer):
+    """Goes before vLLM's class of an indexer. Its projections stay vLLM's."""
+
+    def _get_cache_cls(self) -> type[DeepseekV4IndexerCache]:
+        return IndexCache
+
+    def _get_attn_cls(self) -> type[Any]:
+        return Selector
+
+    def _q_rope_quant(
+        self,
+        positions: Tensor,
+        q: Tensor,
+        rotary_emb: Any,  # noqa: ANN401 - vLLM's module
+        indexer_weights: Tensor,
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
+        """Rotate and quantise q [T', Hi, 128] as the index keys are.
+
+        Returns codes, and weights [T', Hi] fp32 with all factors folded; codes of 4 bits have their scales beside them,
+        [T', Hi] int32, four exponents each.
+        """
+        serving = self.indexer_op.serving
+        steps, table = complete(serving.backend).layer_steps, rotary_emb.cos_sin_cache
+        query = steps.indexer_q_rope_quant(q, indexer_weights, positions, table, serving.index_layout)
+        if query.scales is None:
+            return query.values, query.weights
+        return (query.values, query.scales.view(torch.int32).squeeze(-1)), query.weights
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        qr: Tensor,
+        compressed_kv_score: Tensor | None,
+        indexer_weights: Tensor,
+        positions: Tensor,
+        rotary_emb: Any,  # noqa: ANN401
+        qr_scale: Tensor | None = None,
+        skip_compressor: bool = False,  # noqa: FBT001, FBT002
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Store the index keys of a step, and return query, its scales, and weights for `Selector`.
+
+        Where every token sees at most K entries they are all selected here, and the result is three times None. Not in
+        a captured graph, which may be replayed with longer contexts.
+        """
+
+        def store_keys() -> None:
+            if not skip_compressor:
+                self.compressor(compressed_kv_score, positions, rotary_emb)
+
+        def query() -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
+            q = self._wq_b_proj(qr, qr_scale).view(-1, self.n_head, self.head_dim)
+            return self._q_rope_quant(positions, q, rotary_emb, indexer_weights)
+
+        by_prefix = get_forward_context().attn_metadata
+        if isinstance(by_prefix, dict) and not is_capturing(positions.device):
+            metadata = by_prefix[self.k_cache.prefix]
+            if metadata.max_seq_len // self.compress_ratio <= self.topk_tokens:
+                store_keys()
+                select_all(metadata.visible_lens, self.topk_indices_buffer, self.topk_tokens)
+                return None, None, None
+        (q, weights), _ = maybe_execute_in_parallel(query, store_keys, *self.ln_events, self.aux_stream)
+        return (*q, weights) if isinstance(q, tuple) else (q, None, weights)
+
+
+def select_all(visible_lens: Tensor, buffer: Tensor, topk: int) -> None:
+    """Write 0 .. visible_lens - 1, then -1, to the rows [T, topk] of a buffer. visible_lens: [T] int32."""
+    out = buffer[: visible_lens.shape[0], :topk]
+    numbers = torch.arange(topk, dtype=out.dtype, device=out.device)
+    out.copy_(torch.where(numbers < visible_lens[:, None], numbers, -1))
+
+
+@cache
+def indexer_class(theirs: type[DeepseekV4Indexer]) -> type[DeepseekV4Indexer]:
+    """VLLM's class of a platform with dsv4attn's steps in front of it."""
+    return type(f"Dsv4{theirs.__name__}", (IndexerSteps, theirs), {"__doc__": "An indexer on dsv4attn."})

@@ -1,0 +1,45 @@
+"""The output projection in fp8: an option of the backend, set where `steps` asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import evolve
+
+from dsv4attn import Backend, Problem, resolve
+from dsv4attn.config import PHASES, Settings, load_settings
+from dsv4attn.core.contract import complete
+from dsv4attn_vllm.guard import RefusedError
+from dsv4attn_vllm.steps import PROJECTION, VARIABLE, is_named
+
+__all__ = ["settings_for", "steps_with"]
+
+
+def settings_for(steps: frozenset[str], problems: Sequence[Problem], device: str) -> Settings:
+    """The user's settings, with `projection=fp8` for the backends that will be chosen if that step is wanted.
+
+    A value of the option in the configuration file stays.
+    """
+    settings = load_settings()
+    if PROJECTION not in steps:
+        return settings
+    options = dict(settings.options)
+    for phase in PHASES:
+        own = [problem for problem in problems if problem.phase == phase]
+        info = resolve(own, device=device, settings=settings).require().info
+        if PROJECTION in info.options:
+            options[info.name] = {PROJECTION: "fp8", **options.get(info.name, {})}
+    return evolve(settings, options=options)
+
+
+def steps_with(steps: frozenset[str], backend: Backend) -> frozenset[str]:
+    """The steps that there are with a backend: one that converts `wo_a` to bf16 has no projection in fp8.
+
+    Raises RefusedError if the variable names that step.
+    """
+    if PROJECTION not in steps or complete(backend).projects_fp8:
+        return steps
+    if is_named(PROJECTION):
+        expected, cure = f"{PROJECTION}=fp8, which {VARIABLE} asks for", f"leave {PROJECTION} out of {VARIABLE}"
+        raise RefusedError(f"backend {backend.name}", expected=expected, actual="bf16", cure=cure)
+    return steps - {PROJECTION}

@@ -1,0 +1,143 @@
+"""Which steps around attention run on dsv4attn instead of on vLLM's own kernels: `DSV4ATTN_VLLM_STEPS`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any
+
+from attrs import frozen
+
+from dsv4attn_vllm.guard import RefusedError
+
+__all__ = [
+    "AUTO",
+    "COMPRESSOR",
+    "INDEXER",
+    "MHC",
+    "PROJECTION",
+    "STEPS",
+    "VARIABLE",
+    "Device",
+    "asked",
+    "chosen",
+    "is_named",
+    "without_warmup",
+]
+
+VARIABLE = "DSV4ATTN_VLLM_STEPS"
+"""Steps by name, with commas between them; or `auto`, `all`, `none`. Unset is `auto`."""
+
+INDEXER, COMPRESSOR, PROJECTION, MHC = STEPS = ("indexer", "compressor", "projection", "mhc")
+"""indexer: queries of the indexer, selection, and their metadata. compressor: states and entries of both compressors.
+projection: fp8 `wo_a` is multiplied as it is; without it, it is converted to bf16. mhc: hyper-connections."""
+
+AUTO = frozenset({INDEXER, COMPRESSOR, PROJECTION})
+"""Steps that `auto` takes where vLLM has no kernels for them."""
+
+
+@frozen
+class Device:
+    """What the choice of steps depends on.
+
+    platform: as `replacements.platform_name`. deep_gemm: whether DeepGEMM is installed and runs on this device; vLLM's
+    indexer on CUDA has nothing else. packed_scales: whether vLLM's index keys have four exponents where dsv4attn's have
+    an fp32 scale, as on sm_100. mxfp4: whether index keys have 4 bits. compiled: whether vLLM runs torch.compile on
+    models that it can compile, which of DeepSeek-V4 is that for CPUs.
+    """
+
+    platform: str
+    deep_gemm: bool
+    packed_scales: bool = False
+    mxfp4: bool = False
+    compiled: bool = False
+
+    @classmethod
+    def here(cls, vllm_config: Any) -> Device:  # noqa: ANN401 - vLLM's VllmConfig
+        """The device of this process."""
+        from vllm.config import CompilationMode
+        from vllm.platforms import current_platform
+        from vllm.utils.deep_gemm import has_deep_gemm, mqa_logits_use_mx_scales
+        from vllm.v1.attention.backends.mla.indexer import dsa_indexer_uses_fp4
+
+        from dsv4attn_vllm.replacements import platform_name
+
+        platform = platform_name()
+        return cls(
+            platform,
+            deep_gemm=platform == "cuda" and current_platform.support_deep_gemm() and has_deep_gemm(),
+            packed_scales=mqa_logits_use_mx_scales(),
+            mxfp4=dsa_indexer_uses_fp4(vllm_config),
+            compiled=vllm_config.compilation_config.mode != CompilationMode.NONE,
+        )
+
+
+def asked() -> frozenset[str] | None:
+    """The steps that the variable names, or None for `auto`. Raises RefusedError for any other word."""
+    words = _words()
+    if words in ([], ["auto"]):
+        return None
+    if words == ["all"]:
+        return frozenset(STEPS)
+    if words == ["none"]:
+        return frozenset()
+    for word in words:
+        if word not in STEPS:
+            near = get_close_matches(word, STEPS, 1)
+            expected = f"auto, all, none, or some of {', '.join(STEPS)}"
+            cure = f"write {near[0]}" if near else "correct it"
+            raise RefusedError(f"environment variable {VARIABLE}", expected=expected, actual=repr(word), cure=cure)
+    return frozenset(words)
+
+
+def is_named(step: str) -> bool:
+    """Whether the variable has this very step, and not `all` or `auto`: then it is refused where it cannot run."""
+    return step in _words()
+
+
+def _words() -> list[str]:
+    return [word.strip().lower() for word in os.environ.get(VARIABLE, "").split(",") if word.strip()]
+
+
+def chosen(device: Device) -> frozenset[str]:
+    """The steps that run on dsv4attn on a device.
+
+    Raises RefusedError for what cannot run: one of indexer and compressor without the other where vLLM's format
+    differs, 4 bits on ROCm, whose pages are vLLM's own, and hyper-connections inside of compiled code.
+    """
+    named = asked()
+    if named is None:
+        needed = device.platform == "cpu" or (device.platform == "cuda" and not device.deep_gemm)
+        return AUTO if needed else frozenset()
+    if MHC in named and device.platform == "cpu" and device.compiled:
+        cure = f"pass --enforce-eager, or leave {MHC} out of {VARIABLE}"
+        raise RefusedError(MHC, expected="a model that is not compiled", actual="torch.compile", cure=cure)
+    together = {INDEXER, COMPRESSOR}
+    if device.platform == "rocm" and device.mxfp4 and named & together:
+        cure = f"leave indexer_kv_dtype out, or name neither in {VARIABLE}"
+        raise RefusedError("indexer_kv_dtype", expected="fp8, for steps of dsv4attn on ROCm", actual="mxfp4", cure=cure)
+    if len(named & together) == 1 and device.packed_scales and not device.mxfp4:
+        expected = "indexer and compressor, or neither: vLLM's index keys have another format on this GPU"
+        cure = "name both of them"
+        raise RefusedError(
+            f"environment variable {VARIABLE}", expected=expected, actual=", ".join(sorted(named)), cure=cure
+        )
+    return named
+
+
+@contextmanager
+def without_warmup(vllm_config: Any, steps: frozenset[str]) -> Iterator[None]:  # noqa: ANN401 - vLLM's VllmConfig
+    """Let layers that are built here not register kernels that will not run, and do not compile on every GPU.
+
+    vLLM compiles registered kernels ahead and fails if one of them cannot be. It registers those of indexer, compressor
+    and projection together with those that still run, which are compiled when they run first.
+    """
+    kernels = vllm_config.kernel_config
+    before = kernels.enable_jit_warmup
+    kernels.enable_jit_warmup = before and not steps & {INDEXER, COMPRESSOR}
+    try:
+        yield
+    finally:
+        kernels.enable_jit_warmup = before

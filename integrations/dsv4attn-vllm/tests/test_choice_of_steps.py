@@ -1,0 +1,298 @@
+"""Which steps run on dsv4attn: the variable, the devices of `auto`, and what is refused when layers are built."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import evolve
+from dsv4attn_vllm import serving, steps
+from dsv4attn_vllm.compressor import Compressor
+from dsv4attn_vllm.cpu import CPUAttention
+from dsv4attn_vllm.cuda import CUDAAttention
+from dsv4attn_vllm.guard import RefusedError
+from dsv4attn_vllm.index_metadata import IndexBackend
+from dsv4attn_vllm.indexer import IndexCache, IndexerSteps, Selector
+from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, MHC, PROJECTION, Device
+from engine import config_of, world
+from vllm.config import CompilationMode, VllmConfig
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.models.deepseek_v4.attention import DeepseekV4Indexer, DeepseekV4IndexerCache
+from vllm.models.deepseek_v4.compressor import DeepseekCompressor
+from vllm.platforms import current_platform
+
+from dsv4attn.core.contract import complete
+from dsv4attn.core.device import DeviceFacts
+
+AMPERE = Device("cuda", deep_gemm=False)
+HOPPER = Device("cuda", deep_gemm=True)
+BLACKWELL = Device("cuda", deep_gemm=True, packed_scales=True)
+MI300, INTEL, CPU = (Device(name, deep_gemm=False) for name in ("rocm", "xpu", "cpu"))
+C4A = "model.layers.1.attn"
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
+    serving._serving.cache_clear()
+
+
+@pytest.fixture
+def config() -> Iterator[VllmConfig]:
+    made = config_of()
+    with world(made):
+        yield made
+
+
+def layer_of(config: VllmConfig, layer_class: type = CUDAAttention) -> CUDAAttention:
+    topk = torch.zeros(config.scheduler_config.max_num_batched_tokens, 32, dtype=torch.int32)
+    return layer_class(config, prefix=C4A, topk_indices_buffer=topk)
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted"),
+    [(AMPERE, steps.AUTO), (CPU, steps.AUTO), (HOPPER, set()), (BLACKWELL, set()), (MI300, set()), (INTEL, set())],
+    ids=str,
+)
+@pytest.mark.parametrize("text", ["", " ", "auto", "AUTO", "auto,"])
+def test_auto_takes_what_vllm_has_no_kernels_for(
+    monkeypatch: pytest.MonkeyPatch, device: Device, wanted: set[str], text: str
+) -> None:
+    monkeypatch.setenv(steps.VARIABLE, text)
+
+    assert steps.chosen(device) == wanted
+    assert MHC not in steps.chosen(device)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("all", {INDEXER, COMPRESSOR, PROJECTION, MHC}),
+        ("none", set()),
+        ("mhc", {MHC}),
+        (" indexer , Compressor,", {INDEXER, COMPRESSOR}),
+    ],
+)
+@pytest.mark.parametrize("device", [AMPERE, HOPPER, MI300, CPU], ids=str)
+def test_named_steps_are_taken_on_every_device(
+    monkeypatch: pytest.MonkeyPatch, device: Device, text: str, wanted: set[str]
+) -> None:
+    monkeypatch.setenv(steps.VARIABLE, text)
+
+    assert steps.chosen(device) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("indxer", "got 'indxer' -> write indexer, or set DSV4ATTN_VLLM=0"),
+        ("indexer,all", "got 'all' -> correct it"),
+        ("1", "expected auto, all, none, or some of indexer, compressor, projection, mhc, got '1'"),
+    ],
+)
+def test_another_word_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, text: str, said: str) -> None:
+    monkeypatch.setenv(steps.VARIABLE, text)
+
+    with pytest.raises(RefusedError, match=f"environment variable {steps.VARIABLE}: ") as caught:
+        steps.chosen(HOPPER)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [INDEXER, COMPRESSOR])
+def test_half_of_the_index_keys_is_refused_where_vllm_has_another_format(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv(steps.VARIABLE, text)
+
+    assert steps.chosen(HOPPER) == {text}
+    assert steps.chosen(evolve(BLACKWELL, mxfp4=True)) == {text}  # one format
+    with pytest.raises(RefusedError, match=f"another format on this GPU, got {text} -> name both of them"):
+        steps.chosen(BLACKWELL)
+
+
+def test_pages_that_only_vllm_knows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(steps.VARIABLE, "all")
+
+    with pytest.raises(RefusedError, match="indexer_kv_dtype: expected fp8, for steps of dsv4attn on ROCm, got mxfp4"):
+        steps.chosen(evolve(MI300, mxfp4=True))
+
+
+def test_hyper_connections_in_compiled_code_are_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(steps.VARIABLE, "mhc")
+    config.compilation_config.mode = CompilationMode.VLLM_COMPILE
+
+    with pytest.raises(
+        RefusedError, match=r"mhc: expected a model that is not compiled, got torch.compile -> pass --enf"
+    ):
+        layer_of(config)
+
+
+def test_a_backend_without_an_fp8_projection(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused by name, and left out of `auto` and `all`."""
+    for text in ("auto", "all"):
+        monkeypatch.setenv(steps.VARIABLE, text)
+        serving._serving.cache_clear()
+        assert PROJECTION not in serving.serving_of(config).steps
+    monkeypatch.setenv(steps.VARIABLE, "projection")
+    serving._serving.cache_clear()
+    with pytest.raises(
+        RefusedError, match=r"backend reference: expected projection=fp8, which .* asks for, got bf16 -> le"
+    ):
+        layer_of(config)
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
+    serving._serving.cache_clear()
+    made = serving.serving_of(config)
+    assert (made.steps, made.backend.projects_fp8) == ({PROJECTION}, True)
+
+
+def test_an_option_in_the_configuration_file_stays(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "dsv4attn.toml").write_text('[options.triton]\nprojection = "bf16"\n')
+    monkeypatch.setenv("DSV4ATTN_CONFIG", str(tmp_path / "dsv4attn.toml"))
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
+
+    made = serving.serving_of(config)
+
+    assert (made.steps, made.backend.projects_fp8) == ({INDEXER, COMPRESSOR}, False)
+
+
+@pytest.mark.parametrize("layer_class", [CUDAAttention, CPUAttention])
+def test_classes_of_a_layer_by_its_steps(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, layer_class: type
+) -> None:
+    layer = layer_of(config, layer_class)
+    assert isinstance(layer.indexer, IndexerSteps)
+    assert isinstance(layer.indexer, DeepseekV4Indexer)
+    assert type(layer.indexer.indexer_op) is Selector
+    assert type(layer.indexer.k_cache) is IndexCache
+    assert layer.indexer.k_cache.get_attn_backend() is IndexBackend
+    assert type(layer.compressor) is type(layer.indexer.compressor) is Compressor
+    assert not op_registry_oot  # other models of the process have their own ops
+
+
+def test_none_leaves_vllms_own(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(steps.VARIABLE, "none")
+
+    layer = layer_of(config)
+
+    assert serving.serving_of(config).steps == set()
+    assert type(layer.indexer) is DeepseekV4Indexer
+    assert type(layer.indexer.k_cache) is DeepseekV4IndexerCache
+    assert type(layer.compressor) is type(layer.indexer.compressor) is DeepseekCompressor
+    assert not op_registry_oot
+
+
+def test_an_indexer_is_built_where_vllms_needs_deep_gemm(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM does on an A100. Faked: that the platform is CUDA."""
+    from vllm.model_executor.layers import sparse_attn_indexer
+
+    monkeypatch.setattr(sparse_attn_indexer, "has_deep_gemm", lambda: False)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
+    monkeypatch.setenv(steps.VARIABLE, "none")
+    with pytest.raises(RuntimeError, match="requires DeepGEMM"):
+        layer_of(config)
+    config.compilation_config.static_forward_context.clear()
+    monkeypatch.setenv(steps.VARIABLE, "indexer,compressor")
+
+    assert type(layer_of(config).indexer.indexer_op) is Selector
+
+
+@pytest.mark.parametrize(("text", "registers"), [("indexer", False), ("none", True)])
+def test_kernels_that_will_not_run_are_not_compiled_ahead(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, text: str, registers: bool
+) -> None:
+    from vllm.models.deepseek_v4 import compressor
+
+    registered: list[object] = []
+    kernel = compressor._SAVE_PARTIAL_STATES_KERNEL
+    monkeypatch.setattr(type(kernel), "register_warmup", lambda *_, **options: registered.append(options))
+    monkeypatch.setenv(steps.VARIABLE, text)
+    config.kernel_config.enable_jit_warmup = True
+    with steps.without_warmup(config, steps.chosen(HOPPER)):
+        compressor.DeepseekCompressor(config, 4, 256, 128, prefix="one")
+
+    assert bool(registered) is registers
+    assert config.kernel_config.enable_jit_warmup
+
+
+def test_the_log_says_once_which_steps_run(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.logger
+
+    class Records(logging.Handler):
+        emit = staticmethod(lambda record: said.append(record.getMessage()))
+
+    said: list[str] = []
+    vllm.logger._print_info_once.cache_clear()
+    monkeypatch.setattr(logging.getLogger("vllm.dsv4attn"), "handlers", [Records()])
+    for _ in range(2):
+        serving._serving.cache_clear()
+        layer_of(config)
+        config.compilation_config.static_forward_context.clear()
+
+    wanted = "dsv4attn-vllm: compressor, indexer on dsv4attn (DSV4ATTN_VLLM_STEPS)"
+    assert [text for text in said if steps.VARIABLE in text] == [wanted]
+
+
+MODEL = """
+import json, logging, os, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm import ModelRegistry
+os.environ["DSV4ATTN_VLLM_STEPS"] = "mhd"
+try:
+    ModelRegistry.models["DeepseekV4ForCausalLM"].load_model_cls()
+except RuntimeError as error:
+    refused = str(error)
+os.environ["DSV4ATTN_VLLM_STEPS"] = "mhc"
+ModelRegistry.models["DeepseekV4ForCausalLM"].load_model_cls()
+from vllm.model_executor.custom_op import op_registry_oot
+print()
+print(json.dumps([refused, sorted(op_registry_oot)]))
+"""
+
+
+def test_a_model_is_refused_or_gets_its_hyper_connections_when_it_is_imported() -> None:
+    """In a process of its own, as vLLM imports models."""
+    done = subprocess.run([sys.executable, "-c", MODEL], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    refused, ops = json.loads(done.stdout.strip().splitlines()[-1])
+    assert "DSV4ATTN_VLLM_STEPS: expected auto, all, none, or some of" in refused
+    assert refused.endswith("got 'mhd' -> write mhc, or set DSV4ATTN_VLLM=0 to run vLLM's own attention")
+    assert ops == ["HCHeadOp", "MHCFusedPostPreOp", "MHCPostOp", "MHCPreOp"]
+    assert "replaced vllm.models.deepseek_v4.cpu.model.DeepseekV4CPUAttention, MHCPreOp, MHCPostOp" in done.stdout
+
+
+STEP_KERNELS = {
+    PROJECTION: {"quantize_output_kernel", "project_codes_kernel"},
+    INDEXER: {"index_query_kernel", "score_kernel", "choose_kernel"},
+    COMPRESSOR: {"save_kernel", "compress_kernel"},
+}
+
+
+@pytest.mark.parametrize("text", ["none", "projection", "indexer,compressor", "auto"])
+def test_kernels_of_steps_are_compiled_before_the_first_request(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """The variants that a warm-up on an A100 compiles; nothing is compiled here."""
+    monkeypatch.setenv(steps.VARIABLE, text)
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
+    made = serving.serving_of(config)
+
+    kernels = {one.name for one in complete(made.backend).kernel_variants(made.bounds(), DeviceFacts.named("a100"))}
+
+    around = {name for several in STEP_KERNELS.values() for name in several}
+    assert kernels & around == {name for step in made.steps for name in STEP_KERNELS[step]}
+    assert "attention" in kernels
+
+
+def test_the_device_of_this_machine(config: VllmConfig) -> None:
+    assert Device.here(config) == CPU

@@ -1,0 +1,179 @@
+"""The compressor's steps on dsv4attn: caches bit for bit those of vLLM's own kernels, interpreted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from dsv4attn_vllm.compressor import Compressor
+from dsv4attn_vllm.cuda import CUDAAttention
+from dsv4attn_vllm.guard import RefusedError
+from torch import Tensor
+from vllm.forward_context import set_forward_context
+from vllm.models.deepseek_v4.compressor import DeepseekCompressor
+from whole import WholeEngine, whole_engine
+
+from dsv4attn.core.contract import complete
+
+
+@pytest.fixture
+def engine(backend: str) -> Iterator[WholeEngine]:
+    with whole_engine(CUDAAttention) as made:
+        yield made
+
+
+def compressors(engine: WholeEngine) -> list[tuple[Any, Any]]:
+    """Each compressor with its layer: of c4a, of its indexer, of c128a."""
+    return [(layer, compressor) for layer in engine.layers for compressor in layer._compressors()]
+
+
+def scores(compressor: Any, rows: int) -> Tensor:
+    return torch.randn(rows, 2 * compressor.coff * compressor.head_dim, dtype=torch.float32)
+
+
+def bytes_of(engine: WholeEngine) -> dict[str, Tensor]:
+    return {name: tensor.view(torch.uint8).clone() for name, tensor in engine.tensors.items()}
+
+
+def differences(engine: WholeEngine, work: Sequence[Any], *, pad: int = 0, behind: int = 0) -> dict[str, int]:
+    """Bytes of caches that differ after a step of dsv4attn and one of vLLM, by compressor; every step writes some."""
+    metadata, rows, found = engine.describe(work, pad=pad), sum(count for _, count in work) + pad + behind, {}
+    with set_forward_context(metadata, engine.config, num_tokens=rows):
+        for layer, compressor in compressors(engine):
+            given, before, written = scores(compressor, rows), bytes_of(engine), []
+            for forward in (Compressor.forward, DeepseekCompressor.forward):
+                for name, tensor in engine.tensors.items():
+                    tensor.view(torch.uint8).copy_(before[name])
+                forward(compressor, given, engine.positions[:rows], layer.rotary_emb)
+                written.append(bytes_of(engine))
+            ours, theirs = written
+            assert any((theirs[name] != before[name]).any() for name in before), compressor.prefix
+            found[compressor.prefix] = sum(int((ours[name] != theirs[name]).sum()) for name in ours)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("before", "pad", "behind"),
+    [
+        ([(127, 1), (39, 1)], 0, 2),  # decodes, of which each completes entries; rows behind the batch
+        ([(50, 1), (41, 1)], 2, 0),  # of which none does; padding
+        ([(0, 9)], 0, 0),  # a fresh prompt: entry 0 has no window before it
+        ([(126, 1), (30, 3), (120, 12)], 0, 1),  # a prompt that goes on over a boundary of both ratios
+    ],
+    ids=["decode", "between", "prefill", "mixed"],
+)
+def test_states_and_entries_are_vllms_byte_for_byte(
+    engine: WholeEngine, before: list[tuple[int, int]], pad: int, behind: int
+) -> None:
+    work = [(engine.request(tokens), count) for tokens, count in before]
+
+    found = differences(engine, work, pad=pad, behind=behind)
+
+    assert found == {
+        "model.layers.1.attn.compressor": 0,
+        "model.layers.1.attn.indexer.compressor": 0,
+        "model.layers.2.attn.compressor": 0,
+    }
+
+
+@pytest.mark.parametrize("bug", ["window", "position", "state"])
+def test_planted_bugs_are_found(engine: WholeEngine, monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+    """An entry of another request's window, one that is rotated at its last token, a score without its bias."""
+    steps = complete(engine.layers[0]._serving.backend).layer_steps
+    store, save = steps.compress_norm_rope_store, steps.save_partial_states
+
+    def wrong_store(
+        states: Any, table: Tensor, requests: Tensor, positions: Tensor, slots: Tensor, *rest: Any, **options: Any
+    ) -> None:
+        norm, eps, rope, ratio, cache = rest
+        if bug == "window":
+            table = table.roll(1, 1)
+        if bug == "position":
+            rope = rope.roll(1 - ratio, 0)
+        store(states, table, requests, positions, slots, norm, eps, rope, ratio, cache, **options)
+
+    def wrong_save(kv: Tensor, score: Tensor, ape: Tensor, *rest: Any) -> None:
+        save(kv, score, torch.zeros_like(ape) if bug == "state" else ape, *rest)
+
+    work = [(engine.request(127), 1)]
+    monkeypatch.setattr(steps, "compress_norm_rope_store", wrong_store)
+    monkeypatch.setattr(steps, "save_partial_states", wrong_save)
+
+    assert all(differences(engine, work).values())
+
+
+def test_a_step_that_completes_no_entry_of_128_stores_none(
+    engine: WholeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = complete(engine.layers[0]._serving.backend).layer_steps
+    stored: list[int] = []
+    monkeypatch.setattr(steps, "compress_norm_rope_store", lambda *given, **_: stored.append(given[8]))
+
+    engine.step([(engine.request(), 20)])
+    assert stored == [4, 4]
+    request = engine.request()
+    request.tokens = 127
+    engine.step([(request, 1)])
+    assert stored == [4, 4, 4, 4, 128]
+
+
+def test_caches_that_vllm_binds_again_are_written(engine: WholeEngine) -> None:
+    layer = engine.layers[2]
+    engine.step([(engine.request(), 4)])
+    old = layer.compressor.state_cache.kv_cache.clone()
+    layer.compressor.state_cache.kv_cache = torch.full_like(old, 7.0)
+
+    engine.step([(engine.request(), 4)])
+
+    assert (layer.compressor.state_cache.kv_cache != 7.0).any()
+    assert layer.compressor._caches()[0].tensor is layer.compressor.state_cache.kv_cache
+
+
+def test_weights_that_are_loaded_again_are_used(engine: WholeEngine) -> None:
+    """Written to `.data`, as vLLM's loader does, which torch does not count."""
+    engine.step([(engine.request(), 4)])
+    for _, compressor in compressors(engine):
+        compressor.norm.weight.data.uniform_(1.0, 3.0)
+
+    assert not any(differences(engine, [(engine.request(127), 1)]).values())
+
+
+def test_no_tokens_write_nothing(engine: WholeEngine) -> None:
+    """What a rank without requests gets. vLLM's builders make no such metadata for this test to take."""
+    nothing = {"slot_mapping": torch.empty(0, dtype=torch.int64), "c128_boundary": None}
+    before = bytes_of(engine)
+    for layer, compressor in compressors(engine):
+        table, requests = torch.zeros(1, 4, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
+        state = SimpleNamespace(block_table=table, token_to_req_indices=requests, **nothing)
+        by_prefix = {compressor.state_cache.prefix: state, compressor.k_cache_prefix: SimpleNamespace(**nothing)}
+        with set_forward_context(by_prefix, engine.config, num_tokens=0):
+            compressor(scores(compressor, 0), engine.positions[:0], layer.rotary_emb)
+
+    assert all(torch.equal(before[name], found) for name, found in bytes_of(engine).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scores_of_another_dtype_or_width_are_refused(engine: WholeEngine, dtype: torch.dtype) -> None:
+    layer = engine.layers[1]
+    metadata = engine.describe([(engine.request(), 4)])
+    given = torch.zeros(4, 2048 if dtype == torch.bfloat16 else 1024, dtype=dtype)
+
+    with (
+        set_forward_context(metadata, engine.config, num_tokens=4),
+        pytest.raises(
+            RefusedError, match=r"layers.1.attn.compressor: kv_score: expected \[T, 2048\] torch.float32, got"
+        ),
+    ):
+        layer.compressor(given, engine.positions[:4], layer.rotary_emb)
+
+
+def test_without_metadata_nothing_is_written(engine: WholeEngine) -> None:
+    before = bytes_of(engine)
+    with set_forward_context(None, engine.config, num_tokens=4):
+        for layer, compressor in compressors(engine):
+            compressor(scores(compressor, 4), engine.positions[:4], layer.rotary_emb)
+
+    assert all(torch.equal(before[name], found) for name, found in bytes_of(engine).items())

@@ -1,0 +1,234 @@
+"""Whole layers of vLLM with every step on dsv4attn: against dsv4attn's own layers, caches, builder and pages."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dsv4attn_vllm.compressor import Compressor
+from dsv4attn_vllm.cpu import CPUAttention
+from dsv4attn_vllm.cuda import CUDAAttention
+from dsv4attn_vllm.indexer import IndexerSteps
+from dsv4attn_vllm.xpu import XPUAttention
+from engine import Request
+from torch import Tensor
+from torch.nn import functional
+from vllm.models.deepseek_v4.compressor import DeepseekCompressor
+from whole import OwnLayers, WholeEngine, whole_engine
+
+CASES = {
+    "decode": [(127, 1), (45, 1)],
+    "prefill": [(0, 40)],
+    "mixed": [(127, 1), (45, 1), (33, 20)],
+}
+
+
+@pytest.fixture(params=[CUDAAttention, CPUAttention], ids=["cuda", "cpu"])
+def engine(backend: str, request: pytest.FixtureRequest) -> Iterator[WholeEngine]:
+    with whole_engine(request.param) as made:
+        if request.param is CPUAttention:
+            round_as_on_cuda(made)
+        yield made
+
+
+def round_as_on_cuda(engine: WholeEngine) -> None:
+    """Faked: on a CPU vLLM rounds compressor inputs to bf16, and norms before they are weighted."""
+    for layer in engine.layers:
+        for compressor in layer._compressors():
+            compressor.fused_wkv_wgate.cpu_linear = lambda x, w, _=None: functional.linear(x.float(), w.float())
+        layer.q_norm.weight.data.fill_(1.0)
+        layer.kv_norm.weight.data.fill_(1.0)
+
+
+def both(
+    engine: WholeEngine, steps: Sequence[Sequence[tuple[int, int]]], **options: Any
+) -> list[tuple[Tensor, Tensor]]:
+    """The outputs of all layers in the last step, by vLLM's layers and by ours.
+
+    steps: of each, (request, tokens) in the order of the batch; requests have numbers.
+    """
+    own, requests = OwnLayers(engine), {}
+    for step in steps:
+        work = [(requests.setdefault(name, engine.request()), count) for name, count in step]
+        described = [(copy.copy(request), count) for request, count in work]
+        rows = sum(count for _, count in work)
+        hidden = [engine.hidden_states(layer, described, rows) for layer in engine.layers]
+        theirs, ours = engine.step(work, **options), own.step(described, hidden)
+    return [(a[:rows], b) for a, b in zip(theirs, ours, strict=True)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_are_bit_for_bit_those_of_own_layers(engine: WholeEngine, case: str) -> None:
+    before = CASES[case]
+    steps = [[(i, tokens)] for i, (tokens, _) in enumerate(before) if tokens]
+
+    outs = both(engine, [*steps, [(i, count) for i, (_, count) in enumerate(before)]])
+
+    for layer, (theirs, ours) in zip(engine.layers, outs, strict=True):
+        assert torch.equal(theirs, ours), layer.prefix
+        assert theirs.float().std() > 1e-3
+
+
+def check_platform(layer_class: type) -> None:
+    """Hold a mixed step of a platform's layers against dsv4attn's own. Called in another process too."""
+    with whole_engine(layer_class) as engine:
+        outs = both(engine, [[(0, 45)], [(0, 1), (1, 20)]])
+        assert isinstance(engine.layers[1].indexer, IndexerSteps)
+    assert all(torch.equal(*pair) for pair in outs)
+
+
+def test_layers_for_intel_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faked: an event of an Intel GPU is that of a CPU, and there is no cache of an accelerator to empty."""
+    monkeypatch.setattr(torch.xpu, "Event", torch.cuda.Event)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
+
+    check_platform(XPUAttention)
+
+
+ROCM = """
+import sys
+sys.path.insert(0, {tests!r})
+import conftest, torch
+from types import SimpleNamespace
+torch.cuda.get_device_properties = lambda *_: SimpleNamespace(
+    gcnArchName="gfx950:sramecc+", multi_processor_count=256, warp_size=64, name="", total_memory=2**38
+)
+import test_whole_layers
+from dsv4attn_vllm.rocm import ROCmAttention
+test_whole_layers.check_platform(ROCmAttention)
+"""
+
+
+def test_layers_for_rocm() -> None:
+    """Faked: the properties of the GPU, which vLLM's module asks for when it is imported. One stream, as on no GPU."""
+    code = ROCM.format(tests=str(Path(__file__).parent))
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("rows", [{"behind": 2}, {"pad": 2}], ids=["behind", "padding"])
+def test_rows_of_padding_change_nothing(engine: WholeEngine, rows: dict[str, int]) -> None:
+    """But for a matrix product of bf16 on a CPU, whose bits depend on how many rows it has."""
+    outs = both(engine, [[(0, 45)], [(0, 1), (1, 1)]], **rows)
+
+    for layer, (theirs, ours) in zip(engine.layers, outs, strict=True):
+        assert torch.allclose(theirs.float(), ours.float(), rtol=0, atol=1e-3 * ours.abs().max().item()), layer.prefix
+    assert (engine.topk[0] >= 0).all()
+
+
+def test_a_prompt_in_chunks_then_drafts_and_one_rejected(backend: str) -> None:
+    speculation = {"method": "mtp", "num_speculative_tokens": 1}
+    with whole_engine(CUDAAttention, speculative_config=speculation) as engine:
+        own, request = OwnLayers(engine), engine.request()
+        for tokens, count in [(0, 30), (30, 17), (47, 1), (48, 2), (49, 2)]:  # the draft at 49 is rejected
+            request.tokens = tokens
+            work = [(Request(request.name, tokens), count)]
+            hidden = [engine.hidden_states(layer, work, count) for layer in engine.layers]
+            theirs = engine.step([(request, count)])
+            if tokens == 49:
+                own.manager.truncate(own.sequences[request.name], 49)
+            ours = own.step(work, hidden)
+            for layer, a, b in zip(engine.layers, theirs, ours, strict=True):
+                assert torch.equal(a, b), (layer.prefix, tokens)
+
+
+def test_index_keys_of_4_bits(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faked: that this is a Blackwell GPU, which vLLM asks for."""
+    from dsv4attn_vllm import serving
+    from vllm.models.deepseek_v4 import attention
+    from vllm.v1.attention.backends.mla import indexer
+
+    for module in (attention, indexer):
+        monkeypatch.setattr(module, "dsa_indexer_uses_fp4", lambda _: True)
+    serving._serving.cache_clear()
+    with whole_engine(CUDAAttention) as engine:
+        outs = both(engine, [[(0, 45)], [(0, 1), (1, 20)]])
+        keys = engine.layers[1].indexer.k_cache.kv_cache
+    serving._serving.cache_clear()
+
+    assert keys.shape[-1] == 68
+    assert all(torch.equal(*pair) for pair in outs)
+
+
+def test_a_planted_bug_is_found(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A selection that leaves out the best entry of each token."""
+    with whole_engine(CUDAAttention, kinds=("swa", "c4a")) as engine:
+        selector, forward = engine.layers[1].indexer.indexer_op, type(engine.layers[1].indexer.indexer_op).forward
+
+        def wrong(*given: Any) -> Tensor:
+            out = forward(selector, *given)
+            out[:, 0] = -1
+            return out
+
+        monkeypatch.setattr(selector, "forward", wrong)
+        swa, c4a = both(engine, [[(0, 60)], [(0, 1)]])
+
+    assert torch.equal(*swa)
+    assert not torch.equal(*c4a)
+
+
+def blocks_of_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, and a scale for each block of 128 x 128."""
+    rows, columns = weight.shape
+    scales = torch.empty(-(-rows // 128), -(-columns // 128), dtype=torch.float32)
+    codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            part = slice(i * 128, (i + 1) * 128), slice(j * 128, (j + 1) * 128)
+            scales[i, j] = 2.0 ** torch.ceil(torch.log2(weight[part].float().abs().max() / 448))
+            codes[part] = (weight[part].float() / scales[i, j]).to(torch.float8_e4m3fn)
+    return codes, scales
+
+
+@pytest.mark.parametrize("steps", ["auto", "none"])
+def test_an_fp8_wo_a_is_multiplied_as_it_is_or_converted(monkeypatch: pytest.MonkeyPatch, steps: str) -> None:
+    from dsv4attn_vllm import serving
+
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
+    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", steps)
+    serving._serving.cache_clear()
+    with whole_engine(CUDAAttention) as engine:
+        layer = engine.layers[0]
+        codes, scales = blocks_of_fp8(layer.wo_a.weight)
+        layer.wo_a.weight = torch.nn.Parameter(codes, requires_grad=False)
+        layer.wo_a.weight_scale_inv = torch.nn.Parameter(scales, requires_grad=False)
+        layer.process_weights_after_loading(torch.bfloat16)
+        o, positions = torch.randn(5, 4, 512).bfloat16(), torch.arange(5) * 37
+
+        y = layer._o_proj(o, positions)
+
+        wide = codes.double() * scales.double().repeat_interleave(128, 0)[: codes.shape[0]].repeat_interleave(128, 1)
+        turned = layer.rotary_emb.forward_native(positions, o.clone(), None, inverse=True)[0].double()
+        z = torch.einsum("tgd,grd->tgr", turned.view(5, 2, 1024), wide.view(2, 64, 1024)).flatten(1)
+        wanted = (z @ layer.wo_b.weight.double().T).numpy()
+        error = np.linalg.norm(y.double().numpy() - wanted) / np.linalg.norm(wanted)
+        assert ("projection" in layer._serving.steps) is (steps == "auto")
+        # outputs of attention have 3 bits behind the point in fp8, and 7 in bf16
+        assert (0.01 < error < 0.05) if steps == "auto" else error < 0.01
+
+
+def test_outputs_do_not_depend_on_whose_compressor_runs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same steps with dsv4attn's compressors, and with vLLM's own, in Triton's interpreter."""
+    from dsv4attn_vllm import serving
+
+    outs, classes = [], []
+    for steps in ("indexer,compressor", "indexer"):
+        monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", steps)
+        serving._serving.cache_clear()
+        torch.manual_seed(0)
+        with whole_engine(CUDAAttention) as engine:
+            classes.append({type(compressor) for layer in engine.layers for compressor in layer._compressors()})
+            outs.append(engine.step([(engine.request(127), 1), (engine.request(37), 1), (engine.request(), 9)]))
+
+    assert classes == [{Compressor}, {DeepseekCompressor}]
+    assert all(map(torch.equal, *outs))

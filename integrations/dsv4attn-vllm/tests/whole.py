@@ -1,0 +1,131 @@
+"""Steps of whole layers: hidden states in, hidden states out, through vLLM's own `forward` of a layer.
+
+Faked, beside what conftest.py says: `torch.mm(..., out_dtype=)`, which CPUs lack, multiplies in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from engine import Engine, Request, config_of, model_folder, world
+from torch import Tensor
+
+import dsv4attn as ds
+
+SMALL = {"index_topk": 8, "index_n_heads": 16}
+"""Few entries to select, so that short contexts have more; few heads, for Triton's interpreter."""
+
+
+class WholeEngine(Engine):
+    """An engine whose layers run as a whole, and each get hidden states of their own.
+
+    hidden: [rows, hidden] bf16 of each layer in the last step, by prefix.
+    """
+
+    def select(self, work: Sequence[tuple[Request, int]]) -> None:
+        """Leave the selection to the indexer; what it does not write is visible as a slot far outside."""
+        self.topk.fill_(10**6)
+
+    def hidden_states(self, layer: Any, work: Sequence[tuple[Request, int]], rows: int) -> Tensor:
+        """[rows, hidden] bf16, which depend on request, position and layer only; rows of padding are 3."""
+        parts = []
+        for request, count in work:
+            for position in range(request.tokens, request.tokens + count):
+                seed = torch.Generator().manual_seed(position * 1009 + request.name * 31 + len(layer.prefix))
+                parts.append(torch.randn(layer.hidden_size, generator=seed, dtype=torch.float32))
+        parts += [torch.full((layer.hidden_size,), 3.0, dtype=torch.float32)] * (rows - len(parts))
+        return torch.stack(parts).bfloat16() if parts else torch.zeros(0, layer.hidden_size, dtype=torch.bfloat16)
+
+    def run(self, layer: Any, metadata: Any, work: Any, rows: int, *, attend: bool = True) -> Tensor:
+        """The output [rows, hidden] of a layer. attend: else nothing is selected and attended, which is quicker."""
+        hidden = self.hidden_states(layer, work, rows)
+        self.queries[layer.prefix] = hidden
+        with pytest.MonkeyPatch.context() as patch:
+            if not attend:
+                patch.setattr(layer, "forward_mqa", lambda *_: None, raising=False)
+                patch.setattr(layer, "_o_proj", lambda *_: hidden, raising=False)
+                if layer.indexer is not None:
+                    patch.setattr(layer.indexer.indexer_op, "forward", lambda *_: None)
+            return layer(self.positions[:rows], hidden)
+
+
+@contextmanager
+def whole_engine(
+    layer_class: type, *, kinds: tuple[str, ...] = ("swa", "c4a", "c128a"), **arguments: Any
+) -> Iterator[WholeEngine]:
+    """A `WholeEngine` with a layer of each of these kinds."""
+    config = config_of(model_folder(kinds, **SMALL), **arguments)
+    with world(config), _products_in_fp32():
+        yield WholeEngine(config, layer_class, layers=len(kinds))
+
+
+@contextmanager
+def _products_in_fp32() -> Iterator[None]:
+    """Let `torch.mm` take an `out_dtype`."""
+    product: Callable[..., Tensor] = torch.mm
+
+    def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        if out_dtype is None:
+            return product(a, b, **options)
+        return product(a.to(out_dtype), b.to(out_dtype))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "mm", mm)
+        yield
+
+
+class OwnLayers:
+    """dsv4attn's own layers with the weights of an engine's, over caches, builder and pages of dsv4attn."""
+
+    def __init__(self, engine: Engine) -> None:
+        serving = engine.layers[0]._serving
+        self.engine, self.model = engine, serving.model
+        options = {"index_layout": serving.index_layout, "backend": serving.backend}
+        self.manager = ds.CacheManager(self.model, serving.limits, serving.swa_layout, **options)
+        self.layers, self.sequences = [], {}
+        for i, theirs in enumerate(engine.layers):
+            weights = ds.AttentionWeights.from_dict(weights_of(theirs), self.model, self.model.layer(i))
+            table = {"cos_sin_cache": theirs.rotary_emb.cos_sin_cache}
+            space = {"workspace": ds.WorkspaceManager(), **table}
+            layer = ds.DeepseekV4Attention(
+                theirs.prefix, self.model, i, serving.limits, serving.backend, weights, **space
+            )
+            layer.bind_kv_cache(self.manager.caches[i])
+            self.layers.append(layer)
+
+    def step(self, work: Sequence[tuple[Request, int]], hidden: Sequence[Tensor]) -> list[Tensor]:
+        """The output of each layer of a step, of requests that are new here or ran in earlier steps."""
+        for request, _ in work:
+            self.sequences.setdefault(request.name, self.manager.new())
+        requests = [(self.sequences[request.name], count) for request, count in work]
+        with torch.no_grad(), ds.set_forward_context(self.manager.metadata(self.manager.batch(requests))):
+            positions = self.manager.positions(requests)
+            outs = [layer(own, positions) for layer, own in zip(self.layers, hidden, strict=True)]
+        self.manager.advance(requests)
+        return outs
+
+
+def weights_of(layer: Any) -> dict[str, Tensor]:
+    """The weights of a layer of vLLM by the names of DeepSeek's checkpoints."""
+    lora = layer.q_lora_rank
+    fused = layer.fused_wqa_wkv.weight
+    found = {
+        "wq_a": fused[:lora],
+        "wkv": fused[lora:],
+        **{name: getattr(layer, name).weight for name in ("q_norm", "wq_b", "kv_norm", "wo_a", "wo_b")},
+        "attn_sink": layer.attn_sink,
+    }
+    parts = {"compressor": layer.compressor}
+    if layer.indexer is not None:
+        parts["indexer.compressor"] = layer.indexer.compressor
+        found |= {f"indexer.{name}": getattr(layer.indexer, name).weight for name in ("wq_b", "weights_proj")}
+    for name, part in parts.items():
+        if part is not None:
+            kv, gate = part.fused_wkv_wgate.weight.chunk(2)
+            found |= {f"{name}.wkv": kv, f"{name}.wgate": gate}
+            found |= {f"{name}.ape": part.ape, f"{name}.norm": part.norm.weight}
+    return {name: weight.detach() for name, weight in found.items()}
