@@ -13,7 +13,7 @@ from tests.backends._triton.compiling.gates import broken_limits
 
 @pytest.mark.parametrize(
     ("target", "kernels"),
-    [("sm_80", ("score_kernel", "choose_kernel")), ("gfx942", ("compress_kernel", "index_query_kernel"))],
+    [("sm_100", ("score_kernel", "choose_kernel")), ("gfx942", ("compress_kernel", "index_query_kernel"))],
 )
 def test_they_keep_every_limit(target: str, kernels: tuple[str, ...]) -> None:
     options = [word for kernel in kernels for word in ("--kernel", kernel)]
