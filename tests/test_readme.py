@@ -98,7 +98,9 @@ def test_the_trace_it_shows_is_served_by_the_command_it_shows(tmp_path: Path, mo
     shown = re.findall(r"```\ncat > (\S+) << END\n(.*?)END\ndsv4attn (.*?)\n```", COMMANDS, re.DOTALL)
     [(name, trace, command)] = shown
     (tmp_path / name).write_text(trace, encoding="utf-8")
-    done = CliRunner().invoke(main, [*shlex.split(command), "--layers", "swa"], env={"OMP_NUM_THREADS": "1"})
+    # a small model with layers of every type: the real one is served in `test_run` and in `test_recipe`
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    done = CliRunner().invoke(main, [*shlex.split(command), "--model", "."], env={"OMP_NUM_THREADS": "1"})
 
     assert done.exit_code == 0, done.output
     assert "2 of 2 requests finished" in done.stdout

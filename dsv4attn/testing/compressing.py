@@ -157,8 +157,16 @@ class Compressing:
 
     def state(self, request: int, position: int) -> F64:
         """[2 w] state of a token."""
-        kv, score = (rows(request, [position])[0] for rows in (self.kv_rows, self.score_rows))
-        return oracle_layer.state_row(kv, score, self.ape, position)
+        key = request, position
+        if key not in self._states:
+            kv, score = (rows(request, [position])[0] for rows in (self.kv_rows, self.score_rows))
+            self._states[key] = oracle_layer.state_row(kv, score, self.ape, position)
+        return self._states[key]
+
+    @cached_property
+    def _states(self) -> dict[tuple[int, int], F64]:
+        """States that were asked for before, by request and position: they count in several entries."""
+        return {}
 
     def entry(self, request: int, number: int) -> Formula:
         """An entry of a request, as it is stored but for the last rounding."""

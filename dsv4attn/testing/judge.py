@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -68,7 +69,19 @@ def stored(row: F64, layout: KVCacheLayout) -> F64:
 
 
 def written(row: F64, layout: KVCacheLayout) -> U8:
-    """Bytes of the record that holds this row [D]: its data, then its scales."""
+    """Bytes of the record that holds this row [D]: its data, then its scales. Not to be changed."""
+    return _written(np.asarray(row, dtype=np.float64).tobytes(), layout)
+
+
+@lru_cache(maxsize=2**13)
+def _written(row: bytes, layout: KVCacheLayout) -> U8:
+    """The same of the bytes of a row. Cached, because rows repeat from case to case, and the oracle takes its time."""
+    record = _record(np.frombuffer(row), layout)
+    record.flags.writeable = False
+    return record
+
+
+def _record(row: F64, layout: KVCacheLayout) -> U8:
     if layout.name == "index_fp8":
         fnuz = layout.fp8_format is Fp8Format.FNUZ
         return oracle_layer.index_record_fp8(row, fnuz=fnuz, floor=oracle.MIN_AMAX, largest=layout.fp8_max)

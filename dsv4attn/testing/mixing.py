@@ -102,12 +102,12 @@ class Mixing:
         """[T, n, d] streams; they differ in size."""
         sizes = 2.0 ** (np.arange(self.streams) % 4 - 1)
         drawn = self._drawn(X, DISTINCT, self.streams, self.hidden) * sizes[:, None] + 0.1
-        return rounded(self._rows(self.size * drawn), self.dtype)
+        return self._rows(rounded(self.size * drawn, self.dtype))
 
     @cached_property
     def x(self) -> F64:
         """[T, d] outputs of a sublayer."""
-        return rounded(self._rows(self.size * self._drawn(Y, DISTINCT, self.hidden)), self.dtype)
+        return self._rows(rounded(self.size * self._drawn(Y, DISTINCT, self.hidden), self.dtype))
 
     @cached_property
     def fn(self) -> F64:

@@ -102,13 +102,13 @@ def quantize_record(row: F64, *, nope_dim: int, rope_dim: int, group_size: int, 
         msg = "the rule gives no scale to a group that holds NaN"
         raise ValueError(msg)
     fp8_max = float(np.nanmax(_e4m3_table(fnuz)))
-    codes = np.zeros(nope_dim, dtype=np.uint8)
-    scales = np.zeros(scale_bytes, dtype=np.uint8)
+    exponents = np.zeros(groups, dtype=np.int64)
     for g in range(groups):
         part = slice(g * group_size, min((g + 1) * group_size, nope_dim))
-        exponent = scale_exponent(float(np.abs(values[part]).max()), fp8_max)
-        codes[part] = encode_e4m3(np.ldexp(values[part], -exponent), fnuz)
-        scales[g] = exponent + E8M0_BIAS
+        exponents[g] = scale_exponent(float(np.abs(values[part]).max()), fp8_max)
+    scales = np.zeros(scale_bytes, dtype=np.uint8)
+    scales[:groups] = exponents + E8M0_BIAS
+    codes = encode_e4m3(np.ldexp(values[:nope_dim], -np.repeat(exponents, group_size)[:nope_dim]), fnuz)
     bits = values[nope_dim:].astype(np.float32).view(np.uint32) >> 16  # a bf16 is the upper half of its float32
     return np.concatenate([codes, bits.astype("<u2").view(np.uint8), scales])
 

@@ -157,7 +157,7 @@ class World:
     def _library(self) -> _Library:
         layer, compressed = self.layer, self.compressed_layout or self.layout
         dtype = torch.bfloat16 if self.q_dtype == torch.bfloat16 else self.layout.row_dtype
-        return _Library(self.seed, layer.nope_dim, layer.rope, self.layout, compressed, self.outliers, dtype)
+        return _library(self.seed, layer.nope_dim, layer.rope, self.layout, compressed, self.outliers, dtype)
 
     @cached_property
     def sink_values(self) -> F64 | None:
@@ -228,7 +228,7 @@ class World:
         )
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class _Library:
     """Parameters of the keys of a world. Worlds with equal parameters share their keys.
 
@@ -245,16 +245,29 @@ class _Library:
 
     def rows(self, stream: int, request: int, numbers: Sequence[int]) -> F64:
         """[n, D] rows of a stream, before rotation."""
-        width = self.nope_dim + self.rope.dim
-        rows = normal((self.seed, stream, request), np.asarray(numbers, dtype=np.int64), width)
-        rows[:, 1 : self.nope_dim : 9] *= 20 if self.outliers else 1
-        return rounded(rows, self.dtype)
+        rows = np.empty((len(numbers), self.nope_dim + self.rope.dim))
+        for row, number in zip(rows, numbers, strict=True):
+            row[:] = _row(self, stream, request, int(number))
+        return rows
+
+
+_library = cache(_Library)
+"""One object of equal parameters, so that those that are cached by it are found by its identity."""
+
+
+@lru_cache(maxsize=2**14)
+def _row(library: _Library, stream: int, request: int, number: int) -> F64:
+    """[D] row before rotation. Cached, because most steps begin with keys that others had too."""
+    width = library.nope_dim + library.rope.dim
+    row = normal((library.seed, stream, request), np.array(number), width)
+    row[1 : library.nope_dim : 9] *= 20 if library.outliers else 1
+    return rounded(row, library.dtype)
 
 
 @lru_cache(maxsize=2**14)
 def _record(library: _Library, stream: int, request: int, number: int) -> F64:
     """[D] row as a cache returns it. Cached, because many worlds use the same few thousand rows."""
-    row = library.rows(stream, request, [number])[0]
+    row = _row(library, stream, request, number)
     if stream == KV:
         turn = oracle.rope_cos_sin(number, frequencies(library.rope))
         row = oracle.apply_rope(row, *turn, library.rope.dim)
@@ -268,12 +281,21 @@ def frequencies(rope: Rope) -> oracle.F32:
     return oracle.rope_inv_freq(rope.dim, rope.theta, yarn)
 
 
+@cache
+def _start(key: tuple[int, ...]) -> np.uint64:
+    """Where the numbers of a key begin."""
+    return np.uint64(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+
+
 def normal(key: tuple[int, ...], rows: NDArray[np.int64], width: int) -> F64:
     """Standard normal numbers [*rows.shape, width] that depend on the key, the row number and the column only."""
     x = rows.astype(np.uint64)[..., None] * np.uint64(width) + np.arange(width, dtype=np.uint64)
-    x = x * np.uint64(0x9E3779B97F4A7C15) + np.random.SeedSequence(key).generate_state(1, np.uint64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)  # the finaliser of splitmix64
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x *= np.uint64(0x9E3779B97F4A7C15)
+    x += _start(key)
+    x ^= x >> np.uint64(30)  # the finaliser of splitmix64
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
     x ^= x >> np.uint64(31)
     first, second = ((x >> np.uint64(32)) + np.uint64(1)) / 2.0**32, (x & np.uint64(0xFFFFFFFF)) / 2.0**32
     return np.asarray(np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second))

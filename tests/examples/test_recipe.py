@@ -41,8 +41,11 @@ SHORT = {
     "python -m pytest": "python -m pytest -q -p no:cacheprovider -k lse-decode",
     "dsv4attn conform zephyr": "dsv4attn conform zephyr --filter lse-decode --output dsv4attn-zephyr.json",
     "dsv4attn conform zephyr --filter memory": "dsv4attn conform zephyr --filter scratch-swa,stale-swa",
+    "dsv4attn run --backend zephyr --layers c4a": (
+        "dsv4attn run --backend zephyr --layers c4a --max-requests 1 --max-tokens 40"
+    ),
 }
-"""The long commands, with fewer cases: others run the whole kit."""
+"""The long commands, with fewer cases and tokens: others run the whole kit, and serve long requests."""
 
 
 @pytest.mark.skipif(shutil.which("perl") is None or shutil.which("bash") is None, reason="needs bash and perl")

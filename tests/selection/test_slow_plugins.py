@@ -63,7 +63,10 @@ def test_a_built_in_backend_asked_for_by_name_loads_no_plugin(shelf: Shelf, monk
     assert not loaded(shelf)
 
 
-@pytest.mark.parametrize("command", ["conform reference --filter lse-decode", "run --max-requests 1 --max-tokens 4"])
+RUN = "run --max-requests 1 --max-tokens 4 --indexer random"
+
+
+@pytest.mark.parametrize("command", ["conform reference --filter lse-decode", RUN])
 def test_commands_that_name_a_built_in_backend_load_no_plugin(shelf: Shelf, command: str) -> None:
     shelf.install("dsv4attn-acme", TRAP + plugin())
     code, _ = Machine(shelf).run(*command.split(), *(["--backend", "reference"] if "run" in command else []))

@@ -58,7 +58,7 @@ def layer_of(config: VllmConfig, layer_class: type = CUDAAttention) -> CUDAAtten
 @pytest.mark.parametrize(
     ("device", "wanted"),
     [(AMPERE, steps.AUTO), (CPU, steps.AUTO), (HOPPER, set()), (BLACKWELL, set()), (MI300, set()), (INTEL, set())],
-    ids=str,
+    ids=lambda value: str(sorted(value)) if isinstance(value, set | frozenset) else str(value),
 )
 @pytest.mark.parametrize("text", ["", " ", "auto", "AUTO", "auto,"])
 def test_auto_takes_what_vllm_has_no_kernels_for(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dsv4attn.core.geometry import LayerKind
 from dsv4attn.tools.bench.around import around_cases
 from dsv4attn.tools.bench.cases import AROUND
 from dsv4attn.tools.bench.layer import LayerCase
+from dsv4attn.tools.bench.overhead import overhead
 from dsv4attn.tools.bench.report import comparison_text, run_text
 from dsv4attn.tools.bench.result import load
 from dsv4attn.tools.bench.runner import FAILED, REFUSED, WRONG
@@ -93,6 +95,7 @@ def test_all_kernels_are_measured_by_default(here: Machine) -> None:
 
 def test_steps_scaling_and_the_host_are_asked_for_by_name(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsv4attn.tools.bench.overhead.seconds", lambda call, _: call() or 1.0)
+    monkeypatch.setattr("dsv4attn.tools.bench.runner.overhead", partial(overhead, rounds=4))
     code, told = here.json(
         "bench", "step", "scaling", "host", "--cases", "flash_swa", "--batches", "1", "--tokens", "2", "--rounds", "1"
     )

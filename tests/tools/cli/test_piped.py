@@ -55,13 +55,15 @@ def test_a_pipe_gets_whole_lines(shelf: Shelf, name: str) -> None:
     assert lines == [line.rstrip() for line in lines]
 
 
-@pytest.mark.parametrize("columns", [None, "80"])
-@pytest.mark.parametrize("charset", ["ascii", "latin-1", "cp437"])
+# COLUMNS folds the lines before they are encoded, in every encoding the same
+@pytest.mark.parametrize(("charset", "columns"), [("ascii", None), ("ascii", "80"), ("latin-1", None), ("cp437", None)])
 @pytest.mark.parametrize("name", ["run", "bench"])
 def test_what_an_encoding_lacks_is_written_in_others(
     shelf: Shelf, name: str, charset: str, columns: str | None
 ) -> None:
     args, environ = COMMANDS[name][0], {"COLUMNS": columns, "OMP_NUM_THREADS": "1"}
+    # attention alone has the same signs, and no weights to make
+    args = [*args, "--indexer", "random"] if name == "run" else args
     whole, plain = (CliRunner(charset=c).invoke(main, args, env=environ) for c in ("utf-8", charset))
     signs = {"run": ("(≤", "(<="), "bench": ("±", "+-")}[name]
 

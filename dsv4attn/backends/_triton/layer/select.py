@@ -5,7 +5,7 @@ A row is selected by one program. Where rows are few and long, several programs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.runtime import WIDE, launch, multiprocessors
+from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.kernels_select import choose_kernel, list_kernel, maxima_kernel
 
 __all__ = ["LANES", "MOST", "maxima_columns", "maxima_run", "scratch_bytes", "select", "variants", "wanted_run"]
@@ -41,6 +41,17 @@ class Tile:
     entries: int
     unroll: int
     warps: int
+
+
+@frozen
+class Tiles:
+    """Tiles of rows without parts that have more entries than there are in registers; by the latter.
+
+    few: for rows that do not fill the device. many: for more.
+    """
+
+    few: Mapping[int, Tile]
+    many: Mapping[int, Tile]
 
 
 @frozen
@@ -70,10 +81,20 @@ def slack_of(topk: int) -> int:
 SHORT = {2048: Tile(2048, 1, 4), 4096: Tile(4096, 1, 8), 8192: Tile(8192, 1, 16)}
 """By the entries in registers, tiles of rows that have no more."""
 LONG = {2048: Tile(2048, 4, 8), 4096: Tile(4096, 2, 16), 8192: Tile(4096, 1, 16)}
-"""Tiles of longer rows: no register is spilled on sm_80 .. sm_120 (compiled with Triton 3.6 and 3.9)."""
-MANY = {**LONG, 2048: Tile(1024, 2, 4)}
-"""Tiles of longer rows, if these more than fill the device: 2,048 of 8,192 entries take 111 us on an H200, not 138.
-128 of 32,768 entries, with their scores, take 135 us, and 127 us with LONG (Triton 3.6, 2026-11-23)."""
+"""Tiles of longer rows that have parts, and of rows that have none where nothing else is said."""
+_MANY = {2048: Tile(1024, 2, 4)}
+"""2,048 rows of 8,192 entries take 111 us on an H200, not 138. 128 of 32,768 entries, with their scores, take 135 us,
+and 127 us with LONG (Triton 3.6, 2026-11-23)."""
+_A100 = {**LONG, 4096: Tile(2048, 2, 16)}
+DEFAULT = Tiles(LONG, {**LONG, **_MANY})
+TILES: Mapping[str, Tiles] = {
+    "sm_80": Tiles(_A100, {**_A100, **_MANY}),
+    **dict.fromkeys(("sm_100", "sm_103"), Tiles(LONG, LONG)),
+}
+"""Tiles by architecture, else DEFAULT, of which one spills 36 or 40 bytes of a thread on these with Triton 3.9.
+
+Compiled with Triton 3.6 and 3.9, 2026-11-22: no spills on any target. Measured on an H200 only.
+"""
 LISTS = LONG
 """Tiles of parts of a row."""
 
@@ -173,7 +194,9 @@ def select(
             constants,
             num_warps=warps,
         )  # fmt: skip
-    constants, warps = _choose_constants(block, max_entries > block, bool(plan.chunk), plan.many, aligned)
+    constants, warps = _choose_constants(
+        block, max_entries > block, bool(plan.chunk), plan.many, aligned, architecture()
+    )
     launch(
         choose_kernel,
         (rows,),
@@ -227,13 +250,15 @@ def _choose_constants(
     split: bool,  # noqa: FBT001 - as above
     many: bool,  # noqa: FBT001 - as above
     aligned: int,
+    arch: str,
 ) -> tuple[dict[str, Any], int]:
-    tile = (SHORT if not long else MANY if many else LONG)[block]
+    tiles = TILES.get(arch, DEFAULT)
+    tile = (SHORT if not long else LONG if split else tiles.many if many else tiles.few)[block]
     constants = {"LANES": LANES, "BLOCK": block, "TILE": tile.entries, "UNROLL": tile.unroll}
     return {**constants, "SPLITS": SPLITS if split else 1, "LONG": long, "ALIGNED": aligned}, tile.warps
 
 
-def variants(topk: int, max_entries: int, *, aligned: bool = True) -> Iterator[Variant]:
+def variants(topk: int, max_entries: int, arch: str, *, aligned: bool = True) -> Iterator[Variant]:
     """Every form that `select` can ask for with rows of up to max_entries. aligned: whether rows are, to 16 bytes."""
     block = block_of(topk)
     scores, fp32 = {"SCORES": "*fp32"}, {"SCORES": "*fp32", "MAXIMA": "*fp32"}
@@ -242,7 +267,7 @@ def variants(topk: int, max_entries: int, *, aligned: bool = True) -> Iterator[V
             for split in (False, True)[: 1 + (max_entries > SPLIT_LENGTH)]:
                 for many in (False, True)[: 1 + (long and not split)]:
                     if long or not split:
-                        constants, warps = _choose_constants(block, long, split, many, rows)
+                        constants, warps = _choose_constants(block, long, split, many, rows, arch)
                         yield Variant.from_types(choose_kernel, fp32, constants, num_warps=warps)
         if max_entries > SPLIT_LENGTH:
             constants, warps = _list_constants(block, rows)

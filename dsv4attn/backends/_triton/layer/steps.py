@@ -121,7 +121,7 @@ def variants(bounds: Bounds, arch: str) -> Iterator[Variant]:
             yield from index_query.variants(index, heads, layer.rope_dim, bounds.q_dtype, dtypes, arch=arch)
             yield from index_logits.variants(index, heads, arch, aligned=aligned)
             entries = bounds.limits.max_model_len // layer.compress_ratio
-            yield from select.variants(layer.topk, entries)
+            yield from select.variants(layer.topk, entries, arch)
     dims = model.hc_mult, model.hidden_size, bounds.q_dtype
     norms = dict.fromkeys((None, bounds.q_dtype, torch.float32))
     for norm in norms:

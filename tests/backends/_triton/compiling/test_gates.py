@@ -1,7 +1,8 @@
 """Every target of the table, compiled for without a card: nothing spills, every block fits, products use matrices.
 
-The normal run compiles, for each target, the form of the attention kernel that needs most, and the steps whose numbers
-are the target's own (`fullest.CASES`). Every kernel, preset, dialect and backend takes minutes a target: `-m slow`.
+The normal run compiles, for each target but the twins of others, the form of the attention kernel that needs most, and
+the steps whose numbers are the target's own: `fullest.CASES` and `fullest.TWINS`. Every kernel, preset, dialect and
+backend takes minutes a target: `-m slow`.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from typing import Any
 
 import pytest
 
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.core.device import DeviceFacts
-from tests.backends._triton.compiling.fullest import CASES
+from tests.backends._triton.compiling.fullest import CASES, TWINS
 from tests.backends._triton.compiling.gates import ROOT, broken_limits
 from tests.backends.built_in import triton_backends
 
@@ -24,12 +26,12 @@ PAIRS = [(backend, target) for target in TARGETS for backend in triton_backends(
 """Each target of the table with each Triton backend that runs on it."""
 
 
-@pytest.fixture(scope="module")
-def fullest() -> dict[str, list[dict[str, Any]]]:
+@cache
+def compiled(*targets: str) -> dict[str, list[dict[str, Any]]]:
     """Outcomes by target, from one process that interprets nothing."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "tests.backends._triton.compiling.fullest"]
+    command = [sys.executable, "-m", "tests.backends._triton.compiling.fullest", *targets]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=ROOT)
 
     assert done.returncode == 0, done.stderr
@@ -37,9 +39,9 @@ def fullest() -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_fullest_kernels_keep_every_limit(target: str, fullest: dict[str, list[dict[str, Any]]]) -> None:
-    found = fullest[target]
+@pytest.mark.parametrize("target", [pytest.param(t, marks=pytest.mark.slow if t in TWINS else ()) for t in TARGETS])
+def test_the_fullest_kernels_keep_every_limit(target: str) -> None:
+    found = compiled(*(name for name in CASES if (name in TWINS) == (target in TWINS)))[target]
 
     assert {one["kernel"] for one in found} == {"attention", *CASES[target].others}
     assert {one["kernel"]: one["reasons"] for one in found if one["verdict"] != "ok"} == {}
@@ -47,6 +49,7 @@ def test_the_fullest_kernels_keep_every_limit(target: str, fullest: dict[str, li
 
 def test_no_target_is_left_out() -> None:
     assert set(CASES) == set(TARGETS)
+    assert not {*TWINS} & {*TWINS.values()}
     assert {case.model for case in CASES.values()} == {"flash", "pro"}
     assert {case.dtype for case in CASES.values()} == {"e4m3fn", "e4m3fnuz"}
 

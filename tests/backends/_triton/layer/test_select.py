@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
 from dsv4attn.backends._triton.layer import kernels_select, select
 from dsv4attn.testing import oracle_layer
 from tests.backends._triton.cache.caches import DEVICE
@@ -80,7 +80,8 @@ def few_in_registers(module: ModuleType = select) -> Iterator[None]:
     """Small tiles. On a device they stay: what is compiled there is what runs."""
     tiles = {16: module.Tile(16, 2, 4), 32: module.Tile(16, 1, 4)}
     small: dict[str, Any] = {"SHORTEST": 16, "LANES": 4, "RUN": 8, "SPLITS": 8, "CHUNK": 16}
-    small |= {"SHORT": {16: tiles[16], 32: module.Tile(32, 1, 4)}, "LONG": tiles, "MANY": tiles}
+    small |= {"SHORT": {16: tiles[16], 32: module.Tile(32, 1, 4)}, "LONG": tiles}
+    small |= {"DEFAULT": module.Tiles(tiles, tiles), "TILES": {}}
     small["LISTS"] = {16: module.Tile(8, 1, 4), 32: tiles[32]}
     # on a device of few cores, no row would have parts
     small["multiprocessors"] = lambda: 32
@@ -308,7 +309,7 @@ def test_warm_up_foresees_every_form_that_is_launched(
                     Case(0, "normal", 4, size, maxima=maxima, split=split, apart=-size % 4 if aligned else 1).agrees()
 
                 assert seen
-                assert set(seen) <= set(select.variants(4, size, aligned=aligned and size % 4 == 0))
+                assert set(seen) <= set(select.variants(4, size, architecture(), aligned=aligned and size % 4 == 0))
 
 
 # bugs that must be found
@@ -324,8 +325,8 @@ BUGS: dict[str, tuple[str, str]] = {
                      "tl.where(reached > wanted, wanted - above - 1, SIZE)"),
     "all ties": ("tl.where(reached > wanted, wanted - above, SIZE)", "tl.where(reached > wanted, SIZE, SIZE)"),
     "nothing behind the last": ("column >= tl.minimum(reached, wanted)", "column >= wanted"),
-    "ties with the bound forgotten": ("tl.store(LIST + place, entries, mask=(is_above | (is_tied & (tie <= wanted)))",
-                                      "tl.store(LIST + place, entries, mask=(is_above | (is_tied & (tie < 0)))"),
+    "entry 0 listed for ties": ("tl.store(LIST + place, entries, mask=(is_above",
+                                "tl.store(LIST + place, tl.where(is_above, entries, 0), mask=(is_above"),
     "tiles before this one forgotten": ("return above + (both & 0xFFFF)", "return (both & 0xFFFF)"),
     "an interval one key short": ("keys, ABSENT), 0) + 1", "keys, ABSENT), 0)"),
     "maxima believed that are too large": ("again = hinted & (count > BLOCK) & (above + tied < wanted)",

@@ -1,0 +1,109 @@
+"""Forms of the layer's kernels that need most, compiled for targets; what is wrong with them, as JSON.
+
+Run as a program: a process that interprets kernels cannot compile them. Of each kernel a target has the forms with most
+registers or shared memory. The others do less of the same, and `compiling/test_gates` compiles them with `-m slow`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from dsv4attn.backends._triton.compiling.aot import compile_near
+from dsv4attn.backends._triton.compiling.targets import Target
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.layer import compress, index_logits, index_query, output, select
+from dsv4attn.backends._triton.layer import hyper_connections as hc
+from dsv4attn.backends._triton.layer.hyper_connections_tuning import FEW, tile_of, tuning_for
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout
+
+__all__ = ["CASES"]
+
+BF16 = torch.bfloat16
+
+
+def streams(arch: str) -> Iterator[Variant]:
+    """Hyper-connections: the first launch for many tokens, and of the second, with a norm, that with most splits.
+
+    Of two with as many splits that with fewer warps, whose threads have more to hold.
+    """
+    tuning, mixes = tuning_for(arch), []
+    for variant in dict.fromkeys(hc.variants(4, 7168, BF16, BF16, arch=arch)):
+        constants = dict(variant.constants)
+        tile = tile_of(tuning, FEW + 1, 4, BF16, 16, fused="OUT_ALIGNED" in constants)
+        if {"BLOCK_M": tile.tokens, "BLOCK_K": tile.columns, "MIXES": 24}.items() <= constants.items():
+            yield variant
+        if dict(variant.types).get("NORM") == "*bf16":
+            mixes.append(variant)
+    yield max(mixes, key=lambda v: (dict(v.constants)["SPLITS"], -v.num_warps))
+
+
+def codes(arch: str, fp8_format: Fp8Format) -> Iterator[Variant]:
+    """The output projection in fp8: the largest tile, with scales of one type."""
+    large, fnuz = output.tiles_for(fp8_format, arch)[2], fp8_format is Fp8Format.FNUZ
+    wanted = {"BLOCK_M": large.tokens, "BLOCK_N": large.ranks, "FNUZ": fnuz}
+    forms = output.variants(64, 512, 64, 8, 1024, BF16, arch=arch)
+    yield next(form for form in forms if wanted.items() <= dict(form.constants).items())
+
+
+def native_codes(arch: str) -> Iterator[Variant]:
+    """Codes that a matrix unit takes."""
+    return codes(arch, Fp8Format.OCP)
+
+
+def decoded_codes(arch: str) -> Iterator[Variant]:
+    """Codes that are decoded to fp16; those of the other dialect differ in one constant."""
+    return codes(arch, Fp8Format.FNUZ)
+
+
+def selection(arch: str) -> Iterator[Variant]:
+    """Scores with maxima, of pages of any size, and the selection of 512 entries in rows that do not fit registers."""
+    for variant in index_logits.variants(KVCacheLayout.index_fp8(), 64, arch, aligned=True):
+        if dict(variant.constants)["STRIDE"] == 0 and dict(variant.types)["MAXIMA"] != "none":
+            yield variant
+    for variant in select.variants(512, 2**18, arch):
+        if dict(variant.constants).get("LONG"):
+            yield variant
+
+
+def compressor(arch: str) -> Iterator[Variant]:
+    """Entries of both ratios, and the queries of the indexer."""
+    for ratio in (4, 128):
+        layout = KVCacheLayout.fp8_ds_mla(448, 64)
+        forms = compress.variants(layout, ratio, 64, overlap=ratio == 4, aligned=True, arch=arch)
+        yield from (variant for variant in forms if variant.name == "compress_kernel")
+    yield from index_query.variants(KVCacheLayout.index_fp8(), 64, 64, BF16, (torch.float32,), arch=arch)
+
+
+CASES: dict[str, tuple[Callable[[str], Iterator[Variant]], ...]] = {
+    "sm_80": (decoded_codes,),
+    "sm_90": (streams, native_codes, decoded_codes),
+    "sm_100": (selection,),
+    "sm_120": (streams, native_codes),
+    "gfx942": (streams, decoded_codes, compressor),
+    "gfx950": (streams,),
+    "gfx1100": (decoded_codes,),
+}
+"""By target, so that each row of a tuning table, and each way to compile, is there. Of targets with one row that one
+has most registers in use, or least shared memory."""
+
+
+def wrong(variant: Variant, target: Target) -> list[str]:
+    """Reasons against a form. Products of codes are not of 16 bits, so their matrix instructions are asked for here."""
+    outcome = compile_near(variant, target)
+    matrix = outcome.resources.matrix if outcome.resources else 0
+    lacking = variant.name in ("project_codes_kernel", "score_kernel") and not matrix
+    return [*map(str, outcome.reasons), *(["no matrix instructions"] if lacking else [])]
+
+
+if __name__ == "__main__":
+    told: dict[str, Any] = {}
+    for name, cases in CASES.items():
+        for case in cases:
+            forms = dict.fromkeys(case(name))
+            reasons = [f"{form.name}: {reason}" for form in forms for reason in wrong(form, Target.named(name))]
+            told[f"{name} {case.__name__}"] = {"forms": len(forms), "reasons": reasons}
+    print(json.dumps(told))
