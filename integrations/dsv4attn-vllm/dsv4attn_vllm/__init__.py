@@ -9,6 +9,8 @@ dsv4attn: it tells vLLM's registry where the model classes are, and vLLM imports
     attention     what a layer runs on dsv4attn; cuda, rocm, xpu and cpu put it into vLLM's class of the platform
     metadata      vLLM's builders, with dsv4attn's metadata beside their own
     serving       the backend, limits and layouts of a model
+    steps         which steps around attention run on dsv4attn: compressor, indexer (with index_metadata), projection
+                  and hyper_connections are named after them
 """
 
 from __future__ import annotations
