@@ -24,7 +24,7 @@ from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from whole import OwnLayers, WholeEngine, whole_engine
 
 CASES = {
-    "decode": [(127, 1), (45, 1)],
+    "decode": [(45, 1), (38, 1)],
     "prefill": [(0, 40)],
     "mixed": [(127, 1), (45, 1), (33, 20)],
 }
