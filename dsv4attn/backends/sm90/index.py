@@ -79,7 +79,7 @@ def fp8_paged_mqa_logits(
 
 
 def _paging(cache: PagedKVCache) -> tuple[int, ...] | None:
-    """What the kernel is told of pages; None if it does not read such pages."""
+    """Arguments of the kernel that describe pages; None if it does not read such pages."""
     page, data, scale_offset, scale = record_strides(cache)
     served = (
         cache.layout == LAYOUT

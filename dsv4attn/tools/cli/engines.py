@@ -28,7 +28,7 @@ class Engine:
     group: entry points that it loads in every process.
     allowed: its variable with the names of the entry points to load.
     lenient: whether that variable is unset when it is empty, and blanks around its names do not count.
-    scope: where DeepSeek-V4 runs on dsv4attn when the wheel is active, as far as metadata cannot tell.
+    scope: where DeepSeek-V4 runs on dsv4attn when the wheel is active, as far as metadata does not say.
     """
 
     name: str
