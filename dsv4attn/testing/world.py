@@ -284,7 +284,8 @@ def frequencies(rope: Rope) -> oracle.F32:
 @cache
 def _start(key: tuple[int, ...]) -> np.uint64:
     """Where the numbers of a key begin."""
-    return np.uint64(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+    start: np.uint64 = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
+    return start
 
 
 def normal(key: tuple[int, ...], rows: NDArray[np.int64], width: int) -> F64:
