@@ -48,6 +48,7 @@ SIZES = {
     "dtype": "bfloat16",
 }
 PAGES = 1000
+CPU = torch.device("cpu")
 
 
 @cache
@@ -70,8 +71,10 @@ def config_of(folder: str | None = None, **arguments: Any) -> VllmConfig:
 
 
 @contextmanager
-def world(config: VllmConfig, rank: int = 0, size: int = 1, store: str = "") -> Iterator[None]:
-    """The process groups that vLLM's linears want, over gloo, and its workspace."""
+def world(
+    config: VllmConfig, rank: int = 0, size: int = 1, store: str = "", device: torch.device = CPU
+) -> Iterator[None]:
+    """The process groups that vLLM's linears want, and its workspace on a device."""
     from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
     before = torch.get_default_dtype()
@@ -79,9 +82,9 @@ def world(config: VllmConfig, rank: int = 0, size: int = 1, store: str = "") -> 
     store = store or f"file://{tempfile.mktemp()}"  # noqa: S306 - the store makes it
     try:
         with set_current_vllm_config(config):
-            init_distributed_environment(size, rank, store, rank, "gloo")
+            init_distributed_environment(size, rank, store, rank, "gloo" if device.type == "cpu" else "nccl")
             initialize_model_parallel(size)
-            init_workspace_manager(torch.device("cpu"))
+            init_workspace_manager(device)
             yield
     finally:
         reset_workspace_manager()
@@ -90,14 +93,14 @@ def world(config: VllmConfig, rank: int = 0, size: int = 1, store: str = "") -> 
         torch.set_default_dtype(before)
 
 
-def planned_caches(config: VllmConfig) -> KVCacheConfig:
+def planned_caches(config: VllmConfig, pages: int = PAGES) -> KVCacheConfig:
     """What vLLM's engine core plans for the layers that were built with this configuration."""
     register_all_kvcache_specs(config)
     specs = get_kv_cache_spec(config)
     names = [layout.name for layout in get_supported_kv_cache_layouts(get_current_attn_backends(config))]
     resolve_kv_cache_layout(config, [names], specs.values())
-    config.cache_config.num_gpu_blocks_override = PAGES
-    [caches] = get_kv_cache_configs(config, [specs], [2**30], get_global_kv_cache_groups(config, [specs]))
+    config.cache_config.num_gpu_blocks_override = pages
+    [caches] = get_kv_cache_configs(config, [specs], [2**40], get_global_kv_cache_groups(config, [specs]))
     caches.kv_cache_layout = config.cache_config.kv_cache_layout
     return caches
 
@@ -123,35 +126,50 @@ class Engine:
     runs again at the same positions writes the same keys.
     """
 
-    def __init__(self, config: VllmConfig, layer_class: type, *, layers: int = 3) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: VllmConfig,
+        layer_class: type,
+        *,
+        layers: int = 3,
+        pages: int = PAGES,
+        device: torch.device = CPU,
+        **options: Any,
+    ) -> None:
+        self.config, self.device = config, device
         hf, tokens = config.model_config.hf_config, config.scheduler_config.max_num_batched_tokens
-        self.topk = torch.full((tokens, hf.index_topk), -1, dtype=torch.int32)
-        build = {"topk_indices_buffer": self.topk}
-        self.layers = [layer_class(config, prefix=f"model.layers.{i}.attn", **build) for i in range(layers)]
+        with device:
+            self.topk = torch.full((tokens, hf.index_topk), -1, dtype=torch.int32)
+            build = {"topk_indices_buffer": self.topk, **options}
+            self.layers = [layer_class(config, prefix=f"model.layers.{i}.attn", **build) for i in range(layers)]
         for layer in self.layers:
             layer.first_head = get_tensor_model_parallel_rank() * layer.n_local_heads
-            for name, weight in [*layer.named_parameters()]:
-                torch.nn.init.normal_(weight, std=1.0 if "sink" in name or "ape" in name else 0.05)
-            for module in layer.modules():
-                if hasattr(module, "quant_method"):
-                    module.cpu_linear = functional.linear
-            layer.process_weights_after_loading(torch.bfloat16)
-        self.caches = planned_caches(config)
-        self.groups, self.graphs, sizes = init_attn_backend(self.caches, config, torch.device("cpu"))
+            self.load(layer)
+        self.caches = planned_caches(config, pages)
+        self.groups, self.graphs, sizes = init_attn_backend(self.caches, config, device)
         self.block_sizes = sizes
         context = config.compilation_config.static_forward_context
-        self.tensors = init_kv_cache(context, self.caches, torch.device("cpu"), sizes, config)
+        self.tensors = init_kv_cache(context, self.caches, device, sizes, config)
         for tensor in self.tensors.values():
             # a byte that no kernel wrote must not be read: NaN in every format
             tensor.view(torch.uint8).fill_(0xFF) if tensor.dtype == torch.uint8 else tensor.fill_(float("nan"))
-        self._free = (torch.randperm(PAGES - 1) + 1).tolist()
+        self._free = (torch.randperm(pages - 1) + 1).tolist()
         limits, longest = config.scheduler_config, config.model_config.max_model_len
-        self.tables = [torch.zeros(limits.max_num_seqs, -(-longest // size), dtype=torch.int32) for size in sizes]
-        self.slots = torch.full((len(sizes), limits.max_num_batched_tokens), -1, dtype=torch.int64)
-        self.positions = torch.zeros(limits.max_num_batched_tokens, dtype=torch.int64)
+        with device:
+            self.tables = [torch.zeros(limits.max_num_seqs, -(-longest // size), dtype=torch.int32) for size in sizes]
+            self.slots = torch.full((len(sizes), tokens), -1, dtype=torch.int64)
+            self.positions = torch.zeros(tokens, dtype=torch.int64)
         self.queries: dict[str, Tensor] = {}
         self.requests = 0
+
+    def load(self, layer: Any) -> None:
+        """Give a layer random weights, as a checkpoint would."""
+        for name, weight in [*layer.named_parameters()]:
+            torch.nn.init.normal_(weight, std=1.0 if "sink" in name or "ape" in name else 0.05)
+        for module in layer.modules():
+            if hasattr(module, "quant_method"):
+                module.cpu_linear = functional.linear
+        layer.process_weights_after_loading(torch.bfloat16)
 
     def request(self, tokens: int = 0) -> Request:
         """A request whose first tokens are in the caches already, with keys as a prefill of them would write."""
@@ -192,10 +210,10 @@ class Engine:
             self.groups,
             num_reqs=len(work),
             num_tokens=tokens,
-            query_start_loc_gpu=starts.clone(),
+            query_start_loc_gpu=starts.to(self.device, copy=True),
             query_start_loc_cpu=starts,
             max_query_len=max(counts),
-            seq_lens=lens.clone(),
+            seq_lens=lens.to(self.device, copy=True),
             max_seq_len=int(lens.max()),
             block_tables=[table[: len(work)] for table in self.tables],
             slot_mappings=self.slots[:, :tokens],

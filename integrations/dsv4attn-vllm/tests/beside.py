@@ -1,0 +1,412 @@
+"""Measure vLLM's DeepSeek-V4 layers beside dsv4attn's on one CUDA GPU: `python tests/beside.py --help`.
+
+Both kinds of layer are built in one process from the same random fp8 weights, and work on the same caches: vLLM's
+planner lays them out and vLLM's builders describe the steps. `engine.py` has the part of vLLM's scheduler and runner.
+
+    insert, attention, output   the three methods that dsv4attn-vllm replaces; output is inverse RoPE, wo_a and wo_b
+    served                      the three of them
+    layer                       vLLM's `forward`: hidden states in, hidden states out
+
+A time is that of one layer: in a captured graph of several layers of a kind, each with caches of its own; or in vLLM's
+piecewise graphs, whose attention runs eagerly between replays, by the clock of the host. Both are medians.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_PLUGINS", "dsv4attn")
+
+import click
+import torch
+from engine import Engine, Request, config_of, model_folder, world
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
+from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
+
+GPU = torch.device("cuda")
+RELEASED = {"index_n_heads": 64, "index_head_dim": 128, "max_position_embeddings": 65536}
+MODELS: dict[str, dict[str, Any]] = {
+    "flash": {
+        "hidden_size": 4096,
+        "num_attention_heads": 64,
+        "q_lora_rank": 1024,
+        "o_groups": 8,
+        "o_lora_rank": 1024,
+        "index_topk": 512,
+    },
+    "pro": {
+        "hidden_size": 7168,
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "o_groups": 16,
+        "o_lora_rank": 1024,
+        "index_topk": 1024,
+    },
+}
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+    "scale_fmt": "ue8m0",
+}
+KINDS = ("swa", "c4a", "c128a")
+LAYERS = 4
+"""Layers of each kind, so that a layer does not find its own caches in the L2."""
+
+
+class GPUEngine(Engine):
+    """Layers on a GPU with fp8 weights, and caches full of random keys."""
+
+    def load(self, layer: Any) -> None:
+        """Give a layer the weights that its prefix decides, and process them as vLLM's loader does."""
+        random = torch.Generator(GPU).manual_seed(len(layer.prefix) * 1000 + int(layer.prefix.split(".")[2]))
+        for name, weight in layer.named_parameters():
+            if weight.dtype == torch.float8_e4m3fn:
+                weight.data.copy_((torch.randn(weight.shape, generator=random, device=GPU) * 64).clamp(-440, 440))
+            elif "scale" in name:
+                weight.data.copy_(torch.full(weight.shape, 2.0**-12, device=GPU))
+            elif "norm" not in name:
+                std = 1.0 if "sink" in name or "ape" in name else 0.02
+                weight.data.copy_(torch.randn(weight.shape, generator=random, device=GPU) * std)
+        for module in layer.modules():
+            if hasattr(module, "quant_method"):
+                module.quant_method.process_weights_after_loading(module)
+        # vLLM's class for FlashMLA has nothing to do here
+        getattr(layer, "process_weights_after_loading", lambda _: None)(torch.bfloat16)
+
+    def _grow(self, request: Request, tokens: int) -> None:
+        """Give pages as vLLM's cache manager does: behind a window it keeps none, and the table names page 0."""
+        for group, blocks, size in zip(self.caches.kv_cache_groups, request.blocks, self.block_sizes, strict=True):
+            spec = group.kv_cache_spec
+            specs = getattr(spec, "kv_cache_specs", None)
+            spec = next(iter(specs.values())) if specs else spec
+            window = spec.sliding_window if isinstance(spec, SlidingWindowMLASpec) else tokens
+            first = max(0, request.tokens - window) // size
+            while len(blocks) * size < tokens:
+                blocks.append(self._free.pop() if len(blocks) >= first else 0)
+
+    def at(self, tokens: int) -> Request:
+        """A request with so many tokens, whose keys are those that `fill` wrote."""
+        self.requests += 1
+        return Request(self.requests, tokens, [[] for _ in self.block_sizes])
+
+    def share(self, other: GPUEngine) -> None:
+        """Work on the caches of another engine."""
+        mine, theirs = (e.config.compilation_config.static_forward_context for e in (self, other))
+        for name, layer in mine.items():
+            layer.kv_cache = theirs[name].kv_cache
+        self.tensors = {}
+
+
+def fill(engine: GPUEngine, ours: GPUEngine) -> None:
+    """Random keys and entries in all caches, written by an insert of dsv4attn; finite bytes everywhere else."""
+    for tensor in engine.tensors.values():
+        if tensor.dtype == torch.uint8:
+            # finite in e4m3, and as an exponent or an fp32 of such bytes
+            tensor.copy_(torch.randint(0x30, 0x40, tensor.shape, dtype=torch.uint8, device=GPU))
+        else:
+            tensor.normal_()
+    random = torch.Generator(GPU).manual_seed(7)
+    for layer in ours.layers:
+        caches, backend = layer._caches(), layer._serving.backend
+        for cache in (caches.swa, caches.compressed):
+            for slots in (
+                () if cache is None else torch.arange(cache.num_blocks * cache.block_size, device=GPU).split(16384)
+            ):
+                kv = torch.randn(len(slots), 512, generator=random, device=GPU).bfloat16()
+                q, table = kv.new_zeros(len(slots), layer.n_local_heads, 512), layer.rotary_emb.cos_sin_cache
+                backend.qnorm_rope_kv_insert(q, kv, cache, slots, slots % 1024, table, 1e-6)
+
+
+@contextmanager
+def engines(model: str, classes: dict[str, tuple[type, str]], **limits: int) -> Iterator[dict[str, GPUEngine]]:
+    """An engine for each (layer class, DSV4ATTN_VLLM_STEPS), all on the caches of the first."""
+    kinds = tuple(kind for kind in KINDS for _ in range(LAYERS))
+    folder = model_folder(kinds, **RELEASED, **MODELS[model])
+    written = Path(folder, "config.json")
+    written.write_text(json.dumps({**json.loads(written.read_text()), "quantization_config": FP8}))
+    made: dict[str, GPUEngine] = {}
+    with ExitStack() as stack:
+        for name, (layer_class, steps) in classes.items():
+            os.environ["DSV4ATTN_VLLM_STEPS"] = steps
+            config = config_of(folder, enforce_eager=False, max_model_len=32768, **limits)
+            stack.enter_context(set_current_vllm_config(config) if made else world(config, device=GPU))
+            # a prompt of 8,192 tokens takes 7,000 pages, most of them for states of the compressors
+            pages = 8192 + limits["max_num_seqs"] * 72
+            streams = {"aux_stream_list": [torch.cuda.Stream() for _ in range(3)]}
+            made[name] = GPUEngine(config, layer_class, layers=len(kinds), pages=pages, device=GPU, **streams)
+            first = next(iter(made.values()))
+            if made[name] is not first:
+                made[name].share(first)
+        yield made
+
+
+def steady(engine: GPUEngine, kind: str, call: Callable[[Any], Any], metadata: Any, rows: int) -> float:
+    """Microseconds of one layer of a kind in a captured graph."""
+    layers = of_kind(engine, kind)
+    with set_forward_context(metadata, engine.config, rows, cudagraph_runtime_mode=CUDAGraphMode.FULL):
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                for layer in layers:
+                    call(layer)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            for layer in layers:
+                call(layer)
+    return timed(graph.replay, repeat=20) / len(layers)
+
+
+def timed(call: Callable[[], Any], *, repeat: int, rounds: int = 7) -> float:
+    """Microseconds of a call on the GPU's clock."""
+    times = []
+    for _ in range(rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeat):
+            call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / repeat)
+    return statistics.median(times[1:])
+
+
+def piecewise(engine: GPUEngine, kind: str, hidden: Tensor, work: Any, steps: int = 12) -> tuple[float, float]:
+    """Microseconds of a layer's `forward` in vLLM's piecewise graphs, by the host's clock; and of a builder's step."""
+    layers, rows = of_kind(engine, kind), hidden.shape[0]
+    positions = engine.positions[:rows]
+    start = time.perf_counter()
+    metadata = [engine.describe(work) for _ in range(3 * steps)]
+    torch.cuda.synchronize()
+    build = (time.perf_counter() - start) / len(metadata) * 1e6
+
+    def context(step: Any) -> Any:
+        return set_forward_context(step, engine.config, rows, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
+
+    side = torch.cuda.Stream()
+    with context(metadata[0]), torch.cuda.stream(side):
+        for layer in layers:
+            layer(positions, hidden)
+        torch.cuda.synchronize()
+        with BreakableCUDAGraphCapture() as capture:
+            for layer in layers:
+                layer(positions, hidden)
+        torch.cuda.synchronize()
+        times = []
+        for third in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for step in metadata[third * steps : (third + 1) * steps]:
+                with context(step):
+                    capture.replay()
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - start) * 1e6 / steps / len(layers))
+    return min(times), build
+
+
+def of_kind(engine: GPUEngine, kind: str) -> list[Any]:
+    """The layers of a kind."""
+    at = KINDS.index(kind) * LAYERS
+    return engine.layers[at : at + LAYERS]
+
+
+class Step:
+    """One step of an engine, and the inputs of each part of a layer."""
+
+    def __init__(self, engine: GPUEngine, work: Sequence[tuple[Request, int]], seed: int = 3) -> None:
+        self.engine, self.work, self.metadata = engine, work, engine.describe(work)
+        self.rows, layer = sum(count for _, count in work), engine.layers[0]
+        random = torch.Generator(GPU).manual_seed(seed)
+        size = self.rows, layer.n_local_heads, 512
+        self.hidden = torch.randn(self.rows, layer.hidden_size, generator=random, device=GPU).bfloat16()
+        self.q, self.kv = (torch.randn(s, generator=random, device=GPU).bfloat16() for s in (size, size[::2]))
+        self.positions = engine.positions[: self.rows]
+        engine.topk.fill_(-1)
+        most = engine.topk.shape[1]
+        visible = ((self.positions + 1) // 4).clamp(min=1)
+        # a permutation of the first entries would be too regular: multiples of an odd number, distinct below the length
+        picks = torch.arange(most, device=GPU)[None] * 7919 % visible[:, None]
+        engine.topk[: self.rows] = torch.where(torch.arange(most, device=GPU) < visible[:, None], picks, -1).int()
+        self.out = torch.empty(self.rows, layer.padded_heads, 512, dtype=torch.bfloat16, device=GPU)
+        self.parts: dict[str, Callable[[Any], Any]] = {
+            "insert": self.insert,
+            "attention": lambda layer: layer.forward_mqa(self.q, self.kv, self.positions, self.out),
+            "output": lambda layer: layer._o_proj(self.out[:, : layer.n_local_heads], self.positions),
+            "served": self.served,
+            "layer": lambda layer: layer(self.positions, self.hidden),
+        }
+
+    def insert(self, layer: Any) -> Tensor:
+        """The normalised and rotated q: of vLLM a tensor of its own, of dsv4attn the one that was given."""
+        return layer._fused_qnorm_rope_kv_insert(self.q, self.kv, self.positions, self.metadata)
+
+    def served(self, layer: Any) -> Tensor:
+        """What dsv4attn replaces."""
+        q = self.insert(layer)
+        layer.forward_mqa(q, self.kv, self.positions, self.out)
+        return layer._o_proj(self.out[:, : layer.n_local_heads], self.positions)
+
+    def context(self) -> Any:
+        """The forward context in which vLLM runs the step."""
+        return set_forward_context(self.metadata, self.engine.config, self.rows)
+
+
+def compare(steps: dict[str, Step], kind: str) -> dict[str, float]:
+    """How far outputs are apart, in norms, and how many bytes of the window cache differ; `vLLM` is the first."""
+    found: dict[str, float] = {}
+    (name, base), *others = steps.items()
+    expected = outputs(base, kind)
+    for name, step in others:
+        for part, value in outputs(step, kind).items():
+            theirs = expected[part]
+            if value.dtype == torch.uint8:
+                found[f"{name}.{part}"] = (value != theirs).sum().item()
+            else:
+                found[f"{name}.{part}"] = ((value.float() - theirs.float()).norm() / theirs.float().norm()).item()
+    return found
+
+
+def outputs(step: Step, kind: str) -> dict[str, Tensor]:
+    """Of a kind's first layer: the written records, attention after the insert, and what `forward` returns."""
+    layer = of_kind(step.engine, kind)[0]
+    with step.context(), torch.no_grad():
+        slots = step.metadata[layer.swa_cache_layer.prefix].slot_mapping[: step.rows]
+        page = layer.swa_cache_layer.kv_cache
+        q = layer._fused_qnorm_rope_kv_insert(step.q.clone(), step.kv, step.positions, step.metadata)
+        records = records_at(page, slots)
+        out = torch.empty_like(step.out)
+        layer.forward_mqa(q, step.kv, step.positions, out)
+        heads = layer.n_local_heads
+        found = {"bytes": records, "q": q[:, :heads].clone(), "attention": out[:, :heads].clone()}
+        found["output"] = layer._o_proj(out[:, :heads], step.positions).clone()
+        saved = step.engine.topk.clone()
+        found["layer"] = layer(step.positions, step.hidden).clone()
+        step.engine.topk.copy_(saved)
+    torch.cuda.synchronize()
+    return found
+
+
+def records_at(pages: Tensor, slots: Tensor) -> Tensor:
+    """The bytes of these slots, [T, 584]: codes and RoPE dims, then scales, which a page has behind its data."""
+    count, size, _ = pages.shape
+    flat = pages.as_strided((count, size * 584), (pages.stride(0), 1))
+    page, row = slots // size, slots % size
+    data = flat[page[:, None], row[:, None] * 576 + torch.arange(576, device=GPU)]
+    # the last scale byte is padding
+    return torch.cat([data, flat[page[:, None], size * 576 + row[:, None] * 8 + torch.arange(7, device=GPU)]], 1)
+
+
+def classes_of(names: Sequence[str]) -> dict[str, tuple[type, str]]:
+    """Layer classes by name: vLLM's FlashMLA class, and dsv4attn's with its steps."""
+    from dsv4attn_vllm.cuda import CUDAAttention
+    from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
+
+    known = {"vLLM": (DeepseekV4FlashMLAAttention, "none")}
+    known |= {f"dsv4attn {steps}": (CUDAAttention, steps) for steps in ("none", "projection", "all")}
+    return {name: known[name] for name in names}
+
+
+@click.command()
+@click.option("--model", type=click.Choice(list(MODELS)), default="flash", show_default=True)
+@click.option("--tokens", default="64,256", show_default=True, help="decoded tokens, one a request")
+@click.option("--prompts", default="2x1024,1x8192", show_default=True, help="steps of prefill: requests x tokens")
+@click.option("--with", "names", default="vLLM,dsv4attn none,dsv4attn all", show_default=True)
+@click.option("--kinds", default=",".join(KINDS), show_default=True)
+@click.option("--json", "file", type=click.Path(path_type=Path), help="write all rows here")
+def main(model: str, tokens: str, prompts: str, names: str, kinds: str, file: Path | None) -> None:
+    """Compare and time vLLM's FlashMLA layers and dsv4attn's, decode and prefill."""
+    decodes = [int(count) for count in tokens.split(",") if count]
+    prefills = [tuple(map(int, shape.split("x"))) for shape in prompts.split(",") if shape]
+    most = max([8192, *(requests * count for requests, count in prefills)])
+    limits = {"max_num_seqs": max([8, *decodes]), "max_num_batched_tokens": most}
+    rows: list[dict[str, Any]] = []
+    with torch.inference_mode(), engines(model, classes_of(names.split(",")), **limits) as made:
+        ours = next(engine for name, engine in made.items() if name != "vLLM")
+        fill(next(iter(made.values())), ours)
+        for count in decodes:
+            rows += decode_rows(made, count, kinds.split(","))
+        for shape in prefills:
+            rows += prefill_rows(made, *shape, kinds.split(","))
+        if file:
+            found = {"device": torch.cuda.get_device_name(), "model": model, "rows": rows}
+            file.write_text(json.dumps(found, indent=1))
+    show(rows, list(made))
+
+
+def steps_of(made: dict[str, GPUEngine], contexts: Sequence[int], count: int) -> dict[str, Step]:
+    """The same step of every engine: requests with these contexts, and `count` new tokens each."""
+    first = next(iter(made.values()))
+    free = list(first._free)
+    work = [(first.at(context), count) for context in contexts]
+    found = {}
+    for name, engine in made.items():
+        engine._free = first._free
+        found[name] = Step(engine, work)
+    first._free = free
+    return found
+
+
+def decode_rows(made: dict[str, GPUEngine], count: int, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """One token for each of `count` requests of 2,048 to 16,384 tokens."""
+    lengths = torch.randint(2048, 16384, (count,), generator=torch.Generator().manual_seed(1)).tolist()
+    steps, rows = steps_of(made, lengths, 1), []
+    for kind in kinds:
+        row: dict[str, Any] = {"phase": "decode", "tokens": count, "kind": kind, "apart": compare(steps, kind)}
+        for name, step in steps.items():
+            graph = {p: steady(step.engine, kind, c, step.metadata, step.rows) for p, c in step.parts.items()}
+            pieces, build = piecewise(step.engine, kind, step.hidden, step.work)
+            row[name] = {**graph, "layer, piecewise": pieces, "metadata of a step": build}
+        rows.append(row)
+    return rows
+
+
+def prefill_rows(made: dict[str, GPUEngine], requests: int, count: int, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """Prompts, eagerly; those of several requests continue a context of 4,096 tokens."""
+    steps, rows = steps_of(made, [4096 if requests > 1 else 0] * requests, count), []
+    for kind in kinds:
+        row: dict[str, Any] = {"phase": "prefill", "tokens": requests * count, "kind": kind}
+        row["apart"] = compare(steps, kind)
+        for name, step in steps.items():
+            layers = of_kind(step.engine, kind)
+
+            def run(call: Callable[[Any], Any], layers: Sequence[Any] = layers) -> None:
+                for layer in layers:
+                    call(layer)
+
+            with step.context():
+                row[name] = {p: timed(lambda: run(c), repeat=2, rounds=4) / LAYERS for p, c in step.parts.items()}  # noqa: B023
+        rows.append(row)
+    return rows
+
+
+def show(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """Print the rows."""
+    console = Console(width=150)
+    table = Table("step", "kind", "part", *(f"{name}, us" for name in names), title=torch.cuda.get_device_name())
+    for row in rows:
+        for part, base in row[names[0]].items():
+            times = [row[name][part] for name in names]
+            cells = [f"{times[0]:.1f}", *(f"{t:.1f} ({base / t:.2f}x)" for t in times[1:])]
+            table.add_row(f"{row['phase']} {row['tokens']}", row["kind"], part, *cells)
+    console.print(table)
+    for row in rows:
+        apart = ", ".join(f"{name} {value:.3g}" for name, value in row["apart"].items())
+        console.print(f"{row['phase']} {row['tokens']} {row['kind']}: {apart}")
+
+
+if __name__ == "__main__":
+    main()
