@@ -12,7 +12,7 @@ from dsv4attn import Backend
 from dsv4attn.core.contract import complete
 from dsv4attn.core.layer_ops import LayerSteps
 from dsv4attn_vllm.guard import RefusedError
-from dsv4attn_vllm.replacements import Replacement
+from dsv4attn_vllm.replacements import Replacement, replace
 from dsv4attn_vllm.steps import MHC, VARIABLE
 
 __all__ = ["FUNCTIONS", "OPS", "install", "serve"]
@@ -157,16 +157,16 @@ FUNCTIONS = tuple(
 def install(platform: str) -> tuple[str, ...]:
     """Replace vLLM's hyper-connections on a platform, and return the names; a second call changes nothing.
 
-    Ops are registered out of tree, for every model of the process. Raises RefusedError if another plugin has done so.
+    Ops are registered out of tree, for every model of the process. Raises RefusedError, before anything is replaced, if
+    another plugin has done so or a name is missing.
     """
     if platform == "cuda":
-        for replacement in FUNCTIONS:
-            replacement.apply()
+        replace(FUNCTIONS)
         return tuple(map(str, FUNCTIONS))
     for name, op in OPS.items():
         if op_registry_oot.get(name, op) is not op:
             actual, cure = f"{op_registry_oot[name]} of another plugin", f"leave {MHC} out of {VARIABLE}"
             raise RefusedError(name, expected="vLLM's own", actual=actual, cure=cure)
-        if name not in op_registry_oot:
-            getattr(mhc, name).register_oot(op)
+    for name in OPS.keys() - op_registry_oot.keys():
+        getattr(mhc, name).register_oot(OPS[name])
     return tuple(OPS)

@@ -81,9 +81,9 @@ torch.cuda.get_device_properties = lambda *_: SimpleNamespace(
     gcnArchName="gfx950:sramecc+", multi_processor_count=256, warp_size=64, name="", total_memory=2**38
 )
 from engine import Engine, config_of, world
-from dsv4attn_vllm.replacements import replace
+from dsv4attn_vllm.replacements import PLATFORMS, replace
 from vllm.models.deepseek_v4.amd import model, dspark
-replace("rocm")
+replace(PLATFORMS["rocm"])
 from dsv4attn_vllm import attention
 from dsv4attn_vllm.guard import RefusedError
 assert model.DeepseekV4ROCMAiterMLAAttention.__module__ == "dsv4attn_vllm.rocm"
