@@ -18,19 +18,27 @@ from dsv4attn_vllm.steps import MHC, VARIABLE
 __all__ = ["FUNCTIONS", "OPS", "install", "serve"]
 
 _Pre = tuple[Tensor, Tensor, Tensor]
-_serving: list[LayerSteps] = []
+_serving: list[Backend] = []
 
 
 def serve(backend: Backend) -> None:
-    """Run hyper-connections on a backend: that of the model whose layers were built last."""
-    _serving[:] = [complete(backend).layer_steps]
+    """Run hyper-connections on a backend, for every model of the process: vLLM's calls do not name their model.
+
+    Raises RefusedError if a model that was built before has another one.
+    """
+    if not _serving:
+        _serving.append(backend)
+    elif _serving[0].name != backend.name:
+        expected = f"{_serving[0].name}, the backend of the model that was built first"
+        cure = f"set DSV4ATTN_BACKEND to one backend for all models, or leave {MHC} out of {VARIABLE}"
+        raise RefusedError(MHC, expected=expected, actual=backend.name, cure=cure)
 
 
 def _steps() -> LayerSteps:
     if not _serving:
         cure = "build the layers of the model first"
         raise RefusedError(MHC, expected="a backend", actual="none", cure=cure)
-    return _serving[-1]
+    return complete(_serving[0]).layer_steps
 
 
 # ---------------------------------------------------------------- vLLM's functions; more arguments than here are tuning

@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from attrs import define, evolve, fields_dict, frozen
+from attrs import define, evolve, frozen
 from vllm.logger import init_logger
 from vllm.v1.worker.workspace import current_workspace_manager
 
@@ -129,7 +129,12 @@ def serving_of(vllm_config: Any) -> Serving:  # noqa: ANN401 - vLLM's VllmConfig
 
 
 def _check(vllm_config: Any) -> None:  # noqa: ANN401 - as above
-    """Refuse what has no counterpart in dsv4attn."""
+    """Refuse what has no counterpart in dsv4attn, and a vLLM whose metadata lack what the builders read."""
+    from vllm.v1.attention import backend as attention_backend
+
+    if "positions" not in attention_backend.CommonAttentionMetadata.__dataclass_fields__:
+        expected, cure = "a field of vLLM's metadata", "install a version of vLLM that was tested"
+        raise RefusedError("CommonAttentionMetadata.positions", expected=expected, actual="none", cure=cure)
     dtype = vllm_config.cache_config.cache_dtype
     if dtype not in CACHE_DTYPES:
         cure = "leave --kv-cache-dtype out, or pass fp8"
@@ -185,21 +190,18 @@ def _limits(vllm_config: Any, model: ModelGeometry) -> Limits:  # noqa: ANN401 -
     config, tokens = vllm_config.model_config.hf_config, scheduler.max_num_batched_tokens
     threshold = max_decode_query_len(vllm_config)
     padded = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-    wide = {}
+    decode = prefill = 0
     if speculative is not None and speculative.use_dspark():
-        wide["decode_window_columns"] = get_dspark_swa_index_width(model.window, speculative.num_speculative_tokens)
-    images = config.vision_max_n_token if getattr(config, "vision_n_layers", 0) > 0 else 0
-    if images:
-        wide["prefill_window_columns"] = model.window + images
-    if not wide.keys() <= fields_dict(Limits).keys():
-        cure = "upgrade dsv4attn"
-        raise RefusedError("model", expected="no images", actual=f"{images} tokens of an image", cure=cure)
+        decode = get_dspark_swa_index_width(model.window, speculative.num_speculative_tokens)
+    if getattr(config, "vision_n_layers", 0) > 0:
+        prefill = model.window + config.vision_max_n_token
     return Limits(
         max_num_reqs=max(scheduler.max_num_seqs, -(-min(padded, tokens) // threshold)),
         max_num_batched_tokens=tokens,
         max_model_len=vllm_config.model_config.max_model_len,
         num_speculative_tokens=threshold - 1,
-        **wide,
+        decode_window_columns=decode,
+        prefill_window_columns=prefill,
     )
 
 
@@ -224,16 +226,21 @@ def _serving(facts: _Facts) -> Serving:
 
 
 def _problems(facts: _Facts, phase: str, swa: KVCacheLayout) -> list[Problem]:
-    """One problem for each kind of layer; drafts are window-only."""
-    decode, found = phase == "decode", []
+    """One problem for each kind of layer.
+
+    Drafts are window-only, and draft blocks the only decodes with wide rows; images widen the prefill rows of all.
+    """
+    limits, decode, found = facts.limits, phase == "decode", []
+    wide = limits.decode_window_columns if decode else limits.prefill_window_columns
     for kind in dict.fromkeys((LayerKind.SWA, *facts.model.kinds)):
         problem = Problem.of(
             facts.model,
             kind,
             phase,
-            max_model_len=facts.limits.max_model_len,
-            query_len=facts.limits.decode_threshold if decode else 1,
+            max_model_len=limits.max_model_len,
+            query_len=limits.decode_threshold if decode else 1,
             capture=facts.capture and decode,
+            window_columns=0 if decode and kind is not LayerKind.SWA else wide,
         )
         found.append(evolve(problem, swa=CacheFacts.of(swa, problem.swa.page_size)))
     return found

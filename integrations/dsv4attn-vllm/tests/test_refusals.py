@@ -162,11 +162,31 @@ def test_limits_hold_the_padding_of_captured_graphs(config: VllmConfig) -> None:
     assert limits.max_decode_tokens == 16 > config.scheduler_config.max_num_seqs
 
 
-def test_images_are_refused_until_dsv4attn_has_windows_for_them(config: VllmConfig) -> None:
+def test_a_backend_is_asked_about_the_rows_of_images_and_of_draft_blocks() -> None:
+    speculative = {"method": "dspark", "num_speculative_tokens": 5}
+    config = config_of(speculative_config=speculative)
     config.model_config.hf_config.update({"vision_n_layers": 2, "vision_max_n_token": 64})
-    try:
-        limits = serving.serving_of(config).limits
-    except RefusedError as error:
-        assert "expected no images, got 64 tokens of an image -> upgrade dsv4attn" in str(error)  # noqa: PT017
-    else:
-        assert limits.prefill_window_columns == 128 + 64
+    with world(config):
+        made = serving.serving_of(config)
+
+    assert made.limits.prefill_window_columns == 128 + 64
+    assert made.limits.decode_window_columns == 192
+    # a draft block is attended by drafts alone, which are window-only
+    assert {(one.phase, one.layer.kind.value): one.window_columns for one in made.problems} == {
+        ("decode", "swa"): 192,
+        ("decode", "c4a"): 0,
+        ("decode", "c128a"): 0,
+        ("prefill", "swa"): 192,
+        ("prefill", "c4a"): 192,
+        ("prefill", "c128a"): 192,
+    }
+
+
+def test_metadata_without_positions_are_refused_before_the_first_step(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.attention import backend
+
+    monkeypatch.setattr(backend, "CommonAttentionMetadata", SimpleNamespace(__dataclass_fields__={}))
+
+    assert "CommonAttentionMetadata.positions: expected a field of vLLM's metadata, got none" in refusal(config)
