@@ -34,7 +34,7 @@ from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.errors import Dsv4AttnError
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.projection import settings_for, steps_with
-from dsv4attn_vllm.steps import MHC, PROJECTION, VARIABLE, Device, chosen
+from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, MHC, VARIABLE, Device, chosen
 
 __all__ = ["CACHE_DTYPES", "Serving", "serving_of"]
 
@@ -43,6 +43,7 @@ CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
 
 _NOPE, _ROPE = 448, 64
 _KIND_OF_RATIO = {1: LayerKind.SWA, 4: LayerKind.C4A, 128: LayerKind.C128A}
+_PARTS = {COMPRESSOR: ("compressor",), INDEXER: ("indexer", "selection"), MHC: ("hyper_connections",)}
 _log = init_logger("vllm.dsv4attn")
 
 
@@ -97,7 +98,8 @@ class Serving:
     def bounds(self) -> Bounds:
         """What is compiled ahead: kernels of attention, and of the steps around it that run on dsv4attn."""
         layouts = {"swa": self.swa_layout, "compressed": self.compressed_layout, "index": self.index_layout}
-        return Bounds.of(self.model, self.limits, layer_steps=bool(self.steps - {PROJECTION}), **layouts)
+        parts = tuple(part for step, several in _PARTS.items() if step in self.steps for part in several)
+        return Bounds.of(self.model, self.limits, layer_steps=bool(parts), parts=parts, **layouts)
 
     def warm_up(self, layer: LayerGeometry, device: torch.device) -> None:
         """Reserve the memory of a layer's largest batch; compile all kernels the first time. No cache is touched."""

@@ -275,10 +275,11 @@ STEP_KERNELS = {
     PROJECTION: {"quantize_output_kernel", "project_codes_kernel"},
     INDEXER: {"index_query_kernel", "score_kernel", "choose_kernel"},
     COMPRESSOR: {"save_kernel", "compress_kernel"},
+    MHC: {"products_kernel", "post_products_kernel", "post_kernel", "mix_kernel"},
 }
 
 
-@pytest.mark.parametrize("text", ["none", "projection", "indexer,compressor", "auto"])
+@pytest.mark.parametrize("text", ["none", "projection", "indexer", "compressor", "mhc", "auto", "all"])
 def test_kernels_of_steps_are_compiled_before_the_first_request(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
