@@ -89,7 +89,11 @@ class Dsv4Attention(_Layer):
         method.process_weights_after_loading = others
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Check `wo_a`, and convert it now if it is fp8 and the backend takes bf16: never inside a captured graph."""
+        """Check `wo_a`, and convert it now if it is fp8 and the backend takes bf16: never inside a captured graph.
+
+        Loading weights again ends here too. They are in the old parameters then, written as torch does not count, and
+        the copy is computed again at its old address, which captured graphs read.
+        """
         parents = getattr(super(), "process_weights_after_loading", None)
         if parents is not None:
             parents(act_dtype)
@@ -97,7 +101,7 @@ class Dsv4Attention(_Layer):
         try:
             check_weight("wo_a", self.wo_a, converts=converts)
             if converts:
-                dense_weight(self.wo_a)
+                dense_weight(self.wo_a, recompute=True)
         except ValueError as error:
             expected = "bf16, or fp8 with a scale for each 128 x 128 block"
             cure = "use a checkpoint with such a wo_a"
