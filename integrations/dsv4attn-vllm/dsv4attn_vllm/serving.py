@@ -90,10 +90,25 @@ class Serving:
     def workspace(self) -> WorkspaceManager:
         """dsv4attn's scratch memory of this device, one for each microbatch; it grows as long as vLLM's own may."""
         manager = current_workspace_manager()
-        space = manager.get_persistent_resource(("dsv4attn", self.device), partial(WorkspaceManager, self.device))
+        space = manager.get_persistent_resource(self._resource, partial(WorkspaceManager, self.device))
         if space.locked is not manager.is_locked():
             (space.unlock if space.locked else space.lock)()
         return space
+
+    @property
+    def _resource(self) -> tuple[str, str]:
+        """Key of the scratch memory among vLLM's resources."""
+        return "dsv4attn", self.device
+
+    def _workspaces(self) -> list[WorkspaceManager]:
+        """Those of all microbatches, for the lane of this thread.
+
+        vLLM measures memory without microbatches, and has no public way to another one's resources.
+        """
+        manager, mine = current_workspace_manager(), self.workspace()
+        lane, lanes = manager._get_workspace_id() % manager._num_lanes, manager._num_lanes  # noqa: SLF001
+        slots = manager._persistent_resources[lane::lanes]  # noqa: SLF001
+        return [slot.setdefault(self._resource, WorkspaceManager(mine.device)) for slot in slots]
 
     def bounds(self) -> Bounds:
         """What is compiled ahead: kernels of attention, and of the steps around it that run on dsv4attn."""
@@ -103,7 +118,9 @@ class Serving:
 
     def warm_up(self, layer: LayerGeometry, device: torch.device) -> None:
         """Reserve the memory of a layer's largest batch; compile all kernels the first time. No cache is touched."""
-        self.workspace().reserve(plan_workspace(layer, self.limits, self.backend, self.swa_layout), caller="profiling")
+        plan = plan_workspace(layer, self.limits, self.backend, self.swa_layout)
+        for space in self._workspaces():
+            space.reserve(plan, caller="profiling")
         if not self.warm and device.type != "cpu":
             count = complete(self.backend).warmup(self.bounds(), device)
             _log.info_once("dsv4attn-vllm: compiled %d kernels of %s", count, self.backend.name)

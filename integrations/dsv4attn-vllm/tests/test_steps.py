@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -164,6 +165,37 @@ def test_metadata_none_reserves_memory_and_zeroes_the_output(engine: Engine) -> 
     lock_workspace()
     assert serving.workspace().locked
     engine.step([(engine.request(150), 1), (engine.request(), 40)])  # all of it fits
+
+
+def test_memory_of_every_microbatch_and_lane_is_reserved_before_vllm_locks_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM measures memory without microbatches; drafts run in a lane of their own, and are measured in it."""
+    from vllm.forward_context import set_forward_context
+    from vllm.v1.worker import workspace as theirs
+
+    theirs.reset_workspace_manager()
+    theirs.init_workspace_manager(torch.device("cpu"), num_ubatches=2, num_lanes=2)
+    work = [(engine.request(150), 1), (engine.request(), 40)]
+    q = torch.randn(5, 4, 512).bfloat16()
+    for layer, lane in itertools.product(engine.layers, (0, 1)):
+        with set_forward_context(None, engine.config, num_tokens=5), theirs.use_workspace_lane(lane):
+            layer.forward_mqa(q, q[:, 0], engine.positions[:5], torch.empty_like(q))
+    theirs.lock_workspace()
+    outs, spaces = [], []
+    for microbatch in (0, 1):
+        monkeypatch.setattr(theirs, "dbo_current_ubatch_id", lambda: microbatch)  # noqa: B023 - called in this pass
+        for lane in (0, 1):
+            with theirs.use_workspace_lane(lane):
+                outs.append(engine.step(work))
+                spaces.append(engine.layers[0]._serving.workspace())
+            for request, count in work:
+                request.tokens -= count
+
+    assert len({id(space) for space in spaces}) == 4
+    assert all(space.locked for space in spaces)
+    assert len({space.total_bytes for space in spaces}) == 1
+    assert all(torch.equal(one, other) for each in outs[1:] for one, other in zip(outs[0], each, strict=True))
 
 
 def test_padding_of_a_captured_batch_is_zero_and_inserts_nothing(engine: Engine) -> None:
