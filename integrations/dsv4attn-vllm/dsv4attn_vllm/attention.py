@@ -13,6 +13,8 @@ from dsv4attn import AttentionMetadata, LayerCaches, PagedKVCache, forward_mqa
 from dsv4attn.core.checks import check_insert
 from dsv4attn.core.contract import complete
 from dsv4attn.core.projection import o_proj
+from dsv4attn.core.rope import apply_rope
+from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.weights import check_weight, dense_weight
 from dsv4attn_vllm.compressor import adopt
 from dsv4attn_vllm.guard import RefusedError
@@ -121,14 +123,39 @@ class Dsv4Attention(_Layer):
             serving = self._serving
             swa = PagedKVCache(window, serving.swa_layout)
             bound = LayerCaches(swa, None if entries is None else PagedKVCache(entries, serving.compressed_layout))
+            if self._bound is not None:
+                # its keys name signatures of caches by identity
+                serving.checked.clear()
             self._bound = bound
         return bound
 
     def insert(self, q: Tensor, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Normalise and rotate q [T, h, D] in place; rotate a copy of kv [T, D] and write it to the window cache."""
-        cache, table, serving = self._caches().swa, self.rotary_emb.cos_sin_cache, self._serving
-        check_insert(q, kv, positions, slots, table, cache, self._geometry)
-        serving.backend.qnorm_rope_kv_insert(q, kv, cache, slots, positions, table, self._geometry.eps)
+        """Normalise and rotate q [T, h, D] in place; rotate a copy of kv [T, D] and write it to the window cache.
+
+        Raises ArgumentError before anything is written. Arguments are checked once for each signature that layers of
+        the model pass, and on a CPU, where values are checked too, in every call.
+        """
+        caches, table, serving = self._caches(), self.rotary_emb.cos_sin_cache, self._serving
+        key = None if q.is_cpu else (id(caches.signature), signature(q, kv, positions, slots, table))
+        if key is None or key not in serving.checked:
+            check_insert(q, kv, positions, slots, table, caches.swa, self._geometry)
+            if key is not None:
+                serving.know(key)
+        serving.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, self._geometry.eps)
+
+    def insert_keys(self, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Rotate a copy of kv [T, D], which has no queries, and write it to the window cache.
+
+        Writes the bytes that `insert` writes. Raises ArgumentError before anything is written.
+        """
+        cache, table, layer = self._caches().swa, self.rotary_emb.cos_sin_cache, self._geometry
+        check_insert(None, kv, positions, slots, table, cache, layer)
+        dims = table.shape[1]
+        # positions of padding may be anything, as in `insert`
+        angles = table[positions.clamp(0, len(table) - 1)]
+        rotated = apply_rope(kv[:, -dims:], angles).to(kv.dtype)
+        keys = torch.cat([kv[:, :-dims], rotated], dim=1)
+        self._serving.backend.quantize_and_insert_k_cache(keys, cache, slots)
 
     def _fused_qnorm_rope_kv_insert(
         self,
@@ -186,6 +213,4 @@ def insert_context_kv(attn: Any, kv: Tensor, positions: Tensor, slot_mapping: Te
             attn, kv, positions, slot_mapping
         )
         return
-    # the step always has queries: zeros, which nobody reads
-    q = kv.new_zeros(kv.shape[0], attn.n_local_heads, attn.head_dim)
-    attn.insert(q, kv, positions, slot_mapping)
+    attn.insert_keys(kv, positions, slot_mapping)

@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from attrs import define, evolve, frozen
+from attrs import define, evolve, field, frozen
 from vllm.logger import init_logger
 from vllm.v1.worker.workspace import current_workspace_manager
 
@@ -36,10 +36,13 @@ from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.projection import settings_for, steps_with
 from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, MHC, VARIABLE, Device, chosen
 
-__all__ = ["CACHE_DTYPES", "Serving", "serving_of"]
+__all__ = ["CACHE_DTYPES", "MOST_CHECKED", "Serving", "serving_of"]
 
 CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
 """Values of --kv-cache-dtype that mean records of 584 bytes."""
+
+MOST_CHECKED = 64
+"""Most keys that are remembered: sizes of the last steps x kinds of layers."""
 
 _NOPE, _ROPE = 448, 64
 _KIND_OF_RATIO = {1: LayerKind.SWA, 4: LayerKind.C4A, 128: LayerKind.C128A}
@@ -70,6 +73,7 @@ class Serving:
 
     swa_layout, compressed_layout, index_layout: of the caches. steps: those around attention that run on dsv4attn.
     problems: what the backend was chosen for. warm: whether its kernels were compiled.
+    checked: keys of inserts whose arguments were checked, at most MOST_CHECKED.
     """
 
     model: ModelGeometry
@@ -82,6 +86,13 @@ class Serving:
     steps: frozenset[str] = frozenset()
     problems: Sequence[Problem] = ()
     warm: bool = False
+    checked: set[tuple[object, ...]] = field(factory=set)
+
+    def know(self, key: tuple[object, ...]) -> None:
+        """Remember that the arguments of this key were checked."""
+        if len(self.checked) >= MOST_CHECKED:
+            self.checked.clear()
+        self.checked.add(key)
 
     def layer(self, compress_ratio: int) -> LayerGeometry:
         """Geometry of the layers of a ratio: one object for each ratio."""

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from dsv4attn_vllm.cuda import CUDAAttention
+from dsv4attn_vllm.serving import MOST_CHECKED
 from engine import PAGES, Engine, config_of, world
 from torch import Tensor
 
 import dsv4attn as ds
+from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
 
 SPLIT = {
@@ -146,6 +148,84 @@ def test_layers_of_a_kind_get_one_frozen_object(engine: Engine) -> None:
     assert swa.decode_swa_indices.data_ptr() == metadata["model.layers.1.attn.swa_cache"].decode_swa_indices.data_ptr()
     with pytest.raises(AttributeError):
         swa.block_size = 1
+
+
+def test_arguments_of_an_insert_are_checked_once_for_each_signature(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the device type `meta`, as on a GPU: on a CPU values are read in every call, see the next test."""
+    from dsv4attn_vllm import attention
+
+    checks: list[Any] = []
+    monkeypatch.setattr(attention, "check_insert", lambda *given: checks.append(given))
+    with world(config := config_of()):
+        engine = Engine(config, CUDAAttention)
+        layers = engine.layers
+        serving = layers[0]._serving
+        monkeypatch.setattr(serving, "backend", Inserts())
+        table = torch.nn.Module()
+        table.cos_sin_cache = torch.empty(1024, 64, device="meta")
+        for layer in layers:
+            layer.rotary_emb = table
+            layer.swa_cache_layer.kv_cache = layer.swa_cache_layer.kv_cache.to("meta")
+            if layer.compress_ratio > 1:
+                layer.kv_cache = layer.kv_cache.to("meta")
+
+        def insert(rows: int, layer: Any) -> None:
+            q, numbers = torch.empty(rows, 4, 512, device="meta"), torch.empty(rows, device="meta", dtype=torch.int64)
+            layer.insert(q, q[:, 0], numbers, numbers)
+
+        for rows in (3, 3, 5, 3):
+            for layer in layers:
+                insert(rows, layer)
+        assert [len(each[0]) for each in checks] == [3] * len(layers) + [5] * len(layers)
+        assert len(serving.backend.calls) == 4 * len(layers)
+        # another cache, as after a sleep
+        cache = layers[0].swa_cache_layer
+        cache.kv_cache = torch.empty(7, 64, 584, device="meta", dtype=torch.uint8)
+        insert(3, layers[0])
+        assert len(checks) == 2 * len(layers) + 1
+        for rows in range(10, 200):
+            insert(rows, layers[0])
+        assert len(serving.checked) <= MOST_CHECKED
+
+
+def test_an_insert_is_refused_before_anything_is_written(engine: Engine) -> None:
+    layer, request = engine.layers[0], engine.request(9)
+    metadata = engine.describe([(request, 2)])
+    q, kv, _ = engine.inputs(layer, [(request, 2)], 2)
+    slots = metadata[layer.swa_cache_layer.prefix].slot_mapping
+    layer.insert(q, kv, engine.positions[:2], slots)
+    before = q.clone(), layer.swa_cache_layer.kv_cache.clone()
+    table = layer.rotary_emb.cos_sin_cache
+
+    for changed, said in [
+        ({"kv": kv.float()}, "kv"),
+        ({"positions": engine.positions[:3]}, "positions"),
+        ({"positions": torch.tensor([0, len(table)])}, "positions"),
+        ({"slots": torch.tensor([1, PAGES * 64])}, "slot_mapping"),
+    ]:
+        given = {"kv": kv, "positions": engine.positions[:2], "slots": slots, **changed}
+        with pytest.raises(ArgumentError, match=rf"^{said}\b"):
+            layer.insert(q, **given)
+        if "slots" not in changed:
+            continue
+        with pytest.raises(ArgumentError, match=rf"^{said}\b"):
+            layer.insert_keys(**given)
+
+    assert torch.equal(q, before[0])
+    assert torch.equal(layer.swa_cache_layer.kv_cache, before[1])
+
+
+class Inserts:
+    """A backend that counts its inserts."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def qnorm_rope_kv_insert(self, *given: Any) -> None:
+        """Do nothing."""
+        self.calls.append(given)
 
 
 def test_metadata_none_reserves_memory_and_zeroes_the_output(engine: Engine) -> None:
