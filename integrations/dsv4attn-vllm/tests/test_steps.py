@@ -75,19 +75,19 @@ def of_own_builder(engine: Engine, layer: Any, before: Sequence[tuple[int, int]]
 
 
 def of_oracle(
-    engine: Engine, layer: Any, index: int, position: int, row: int, block: range | None = None
+    engine: Engine, layer: Any, index: int, position: int, row: int, window_keys: range | None = None
 ) -> np.ndarray:
     """One token's attention in float64, from the bytes in the caches. index, row: of its request and of itself.
 
-    block: positions of a draft block, whose tokens see each other, and the window before it.
+    window_keys: positions whose keys of the window cache are visible, where that is not the plain window.
     """
     _, window, entries = tables_of(engine, layer)
     ratio, chosen = layer.compress_ratio, None
     if ratio == 4:
         chosen = [entry for entry in engine.topk[row].tolist() if entry >= 0]
     positions, picked = oracle.visible_keys(position, 128, ratio, chosen)
-    if block is not None:
-        positions = range(max(block.start - 128, 0), block.stop)
+    if window_keys is not None:
+        positions = window_keys
 
     def keys(cache: Tensor, table: Tensor, records: int, numbers: Sequence[int]) -> list[np.ndarray]:
         pages = [cache[int(table[n // records])].as_strided((records * 584,), (1,)).numpy() for n in numbers]
