@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
 from vllm.models.deepseek_v4.attention import DeepseekV4Indexer
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dsv4attn import AttentionMetadata, LayerCaches, PagedKVCache, forward_mqa
 from dsv4attn.core.checks import check_insert
@@ -17,7 +19,7 @@ from dsv4attn.core.rope import apply_rope
 from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.weights import check_weight, dense_weight
 from dsv4attn_vllm.compressor import adopt
-from dsv4attn_vllm.guard import RefusedError
+from dsv4attn_vllm.guard import SWITCH, RefusedError
 from dsv4attn_vllm.indexer import IndexCache, IndexerSteps, indexer_class
 from dsv4attn_vllm.metadata import Backend, SWABackend
 from dsv4attn_vllm.replacements import original
@@ -29,7 +31,16 @@ if TYPE_CHECKING:
 else:
     _Layer = object
 
-__all__ = ["Dsv4Attention", "insert_context_kv"]
+__all__ = ["Dsv4Attention", "backend_of_vllm", "insert_context_kv"]
+
+
+_log = init_logger("vllm.dsv4attn")
+
+
+def backend_of_vllm(vllm_config: Any) -> str | None:  # noqa: ANN401 - vLLM's VllmConfig
+    """The backend of vLLM's own that `--attention-backend` names."""
+    asked = vllm_config.attention_config.backend
+    return None if asked in (None, AttentionBackendEnum.CUSTOM) else str(asked.name)
 
 
 class Dsv4Attention(_Layer):
@@ -44,7 +55,14 @@ class Dsv4Attention(_Layer):
     use_fp8_ds_mla_layout = True
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
-        serving = serving_of(vllm_config)
+        serving, asked = serving_of(vllm_config), backend_of_vllm(vllm_config)
+        if asked is not None:
+            _log.warning_once(
+                "dsv4attn-vllm: --attention-backend %s is not looked at on this platform, where vLLM's DeepSeek-V4 has "
+                "one backend; %s=0 runs that one",
+                asked,
+                SWITCH,
+            )
         with without_warmup(vllm_config, serving.steps):
             super().__init__(vllm_config, *args, **kwargs)
         self._serving, self._geometry = serving, serving.layer(self.compress_ratio)
