@@ -146,7 +146,7 @@ def check_topk(argument: str, value: object, layer: LayerGeometry, *, written: b
     check_tensor(argument, value, "_ K", torch.int32, {"K": columns}, written=written)
 
 
-def check_same_device(q: Tensor, *, like: str = "q", **others: Tensor | None) -> None:
+def check_same_device(q: Tensor, like: str = "q", /, **others: Tensor | None) -> None:
     """Check that all tensors are on the device of q. like: what the error calls q."""
     for name, tensor in others.items():
         if tensor is not None and tensor.device != q.device:
@@ -250,7 +250,8 @@ def check_insert(
     check_tensor("cos_sin_cache", cos_sin_cache, f"_ {layer.rope_dim}", torch.float32, {})
     check_cache("cache", cache, layer)
     tensors = {"kv": kv, "positions": positions, "slot_mapping": slot_mapping, "cos_sin_cache": cos_sin_cache}
-    check_same_device(kv if q is None else q, like="kv" if q is None else "q", **tensors, cache=cache.tensor)
+    first = (kv, "kv") if q is None else (q, "q")
+    check_same_device(*first, **tensors, cache=cache.tensor)
     # values are read on the CPU only: on a device that would synchronise, and kernels skip such slots
     _check_positions(positions, cos_sin_cache)
     largest = int(slot_mapping.max()) if slot_mapping.device.type == "cpu" and slot_mapping.numel() else -1

@@ -182,7 +182,7 @@ def _inspected(
 ) -> tuple[str, Tensor, tuple[Tensor, ...], _Copy | None]:
     """Check a weight: (name of the matrix in errors, the matrix, its scales if it is fp8, its cached copy).
 
-    converts: whether an fp8 weight is to be converted, which cannot be captured in a graph. recompute: look for no copy.
+    converts: whether an fp8 weight is to be converted, which cannot be captured in a graph. recompute: use no copy.
     """
     weight, scales = _parts(value)
     label = name if weight is value else f"{name}.weight"

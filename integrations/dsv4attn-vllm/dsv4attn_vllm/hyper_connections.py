@@ -104,8 +104,8 @@ def mhc_fused_post_pre(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`mhc_post`, then `mhc_pre` of its result, which comes first of the four."""
     mixes = fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
-    before = _flat(x, 1), _flat(residual, 2), _flat(post_layer_mix, 2), _flat(comb_res_mix, 2)
-    found = _steps().mhc_fused_post_pre(*before, *mixes, norm_weight, norm_eps)
+    streams, post, comb = _flat(residual, 2), _flat(post_layer_mix, 2), _flat(comb_res_mix, 2)
+    found = _steps().mhc_fused_post_pre(_flat(x, 1), streams, post, comb, *mixes, norm_weight, norm_eps)
     streams, post, comb, out = (tensor.unflatten(0, residual.shape[:-2]) for tensor in found)
     return streams, post, comb, out
 

@@ -1,4 +1,4 @@
-"""Images in prompts: vLLM's builder gives a token of an image the whole image, and rows that are wider than the window."""
+"""Images in prompts: a token of an image sees the whole image, in rows of vLLM's builder wider than the window."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def visible(position: int, images: Sequence[tuple[int, int]]) -> range:
     return range(max(position - 127, 0), position + 1)
 
 
-def check(engine: Engine, outs: Sequence[Tensor], before: Any, images: Any, positions: Sequence[tuple[int, int]]) -> None:
+def check(
+    engine: Engine, outs: Sequence[Tensor], before: Any, images: Any, positions: Sequence[tuple[int, int]]
+) -> None:
     """Hold tokens, (request, position), of every layer against the oracle."""
     starts = np.cumsum([0, *(count for _, count in before)])
     for layer, out in zip(engine.layers, outs, strict=True):

@@ -74,10 +74,11 @@ def test_a_backend_that_vllm_has_no_choice_of_is_said_to_be_ignored(monkeypatch:
             config.compilation_config.static_forward_context.clear()
             CPUAttention(config, prefix="model.layers.0.attn")
 
-    assert said == [
+    [line] = said
+    assert line == (
         "dsv4attn-vllm: --attention-backend ROCM_FLASHMLA_SPARSE_DSV4 is not looked at on this platform, where vLLM's "
         "DeepSeek-V4 has one backend; DSV4ATTN_VLLM=0 runs that one"
-    ]
+    )
 
 
 def test_the_platform_of_this_machine_is_a_cpu_and_every_platform_has_its_class() -> None:

@@ -146,7 +146,9 @@ def test_nothing_is_replaced_if_one_name_cannot_be(monkeypatch: pytest.MonkeyPat
     first, second = replacements.PLATFORMS["cuda"]
     monkeypatch.setattr(replacements, "_originals", {})
     for broken in (evolve(second, name="_insert"), evolve(second, by="dsv4attn_vllm.attention:insert")):
-        with pytest.raises(RefusedError, match=r"vllm.models.deepseek_v4.nvidia.dspark._insert.*: expected .* -> install a version"):
+        with pytest.raises(
+            RefusedError, match=r"vllm.models.deepseek_v4.nvidia.dspark._insert.*: expected .* -> install a v"
+        ):
             replacements.replace((first, broken))
 
         assert (model._select_dsv4_attn_cls, dspark._insert_context_kv) == own
