@@ -30,7 +30,7 @@ def serve(backend: Backend) -> None:
         _serving.append(backend)
     elif _serving[0].name != backend.name:
         expected = f"{_serving[0].name}, the backend of the model that was built first"
-        cure = f"set DSV4ATTN_BACKEND to one backend for all models, or leave {MHC} out of {VARIABLE}"
+        cure = f"set DSV4ATTN_BACKEND to one backend for all models of a process, or leave {MHC} out of {VARIABLE}"
         raise RefusedError(MHC, expected=expected, actual=backend.name, cure=cure)
 
 
