@@ -18,7 +18,8 @@ from dsv4attn_vllm.steps import MHC, VARIABLE
 __all__ = ["FUNCTIONS", "OPS", "install", "serve"]
 
 _Pre = tuple[Tensor, Tensor, Tensor]
-_serving: list[Backend] = []
+_serving: list[tuple[str, LayerSteps]] = []
+"""The backend of the first model by name, and its steps."""
 
 
 def serve(backend: Backend) -> None:
@@ -27,9 +28,9 @@ def serve(backend: Backend) -> None:
     Raises RefusedError if a model that was built before has another one.
     """
     if not _serving:
-        _serving.append(backend)
-    elif _serving[0].name != backend.name:
-        expected = f"{_serving[0].name}, the backend of the model that was built first"
+        _serving.append((backend.name, complete(backend).layer_steps))
+    elif (name := _serving[0][0]) != backend.name:
+        expected = f"{name}, the backend of the model that was built first"
         cure = f"set DSV4ATTN_BACKEND to one backend for all models of a process, or leave {MHC} out of {VARIABLE}"
         raise RefusedError(MHC, expected=expected, actual=backend.name, cure=cure)
 
@@ -38,7 +39,7 @@ def _steps() -> LayerSteps:
     if not _serving:
         cure = "build the layers of the model first"
         raise RefusedError(MHC, expected="a backend", actual="none", cure=cure)
-    return complete(_serving[0]).layer_steps
+    return _serving[0][1]
 
 
 # ---------------------------------------------------------------- vLLM's functions; more arguments than here are tuning
