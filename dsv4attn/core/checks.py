@@ -146,11 +146,11 @@ def check_topk(argument: str, value: object, layer: LayerGeometry, *, written: b
     check_tensor(argument, value, "_ K", torch.int32, {"K": columns}, written=written)
 
 
-def check_same_device(q: Tensor, **others: Tensor | None) -> None:
-    """Check that all tensors are on the device of q."""
+def check_same_device(q: Tensor, like: str = "q", /, **others: Tensor | None) -> None:
+    """Check that all tensors are on the device of q. like: what the error calls q."""
     for name, tensor in others.items():
         if tensor is not None and tensor.device != q.device:
-            raise ArgumentError(name, expected=f"a tensor on {q.device}, like q", actual=f"one on {tensor.device}")
+            raise ArgumentError(name, expected=f"a tensor on {q.device}, like {like}", actual=f"one on {tensor.device}")
 
 
 def _check_metadata(
@@ -229,7 +229,7 @@ def check_keys(k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
 
 
 def check_insert(
-    q: Tensor,
+    q: Tensor | None,
     kv: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
@@ -237,16 +237,21 @@ def check_insert(
     cache: PagedKVCache,
     layer: LayerGeometry,
 ) -> None:
-    """Raise ArgumentError unless the arguments of the q-norm + RoPE + KV insert step fit each other."""
+    """Raise ArgumentError unless the arguments of the q-norm + RoPE + KV insert step fit each other.
+
+    q: None if there are keys alone.
+    """
     letters = {"H": layer.num_heads, "D": layer.head_dim}
-    check_tensor("q", q, "T H D", _Q_DTYPES, letters, written=True)
-    check_tensor("kv", kv, "T D", q.dtype, letters, like="q")
+    if q is not None:
+        check_tensor("q", q, "T H D", _Q_DTYPES, letters, written=True)
+    check_tensor("kv", kv, "T D", _Q_DTYPES if q is None else q.dtype, letters, like="" if q is None else "q")
     check_tensor("positions", positions, "T", torch.int64, letters)
     check_tensor("slot_mapping", slot_mapping, "_", torch.int64, letters)
     check_tensor("cos_sin_cache", cos_sin_cache, f"_ {layer.rope_dim}", torch.float32, {})
     check_cache("cache", cache, layer)
     tensors = {"kv": kv, "positions": positions, "slot_mapping": slot_mapping, "cos_sin_cache": cos_sin_cache}
-    check_same_device(q, **tensors, cache=cache.tensor)
+    first = (kv, "kv") if q is None else (q, "q")
+    check_same_device(*first, **tensors, cache=cache.tensor)
     # values are read on the CPU only: on a device that would synchronise, and kernels skip such slots
     _check_positions(positions, cos_sin_cache)
     largest = int(slot_mapping.max()) if slot_mapping.device.type == "cpu" and slot_mapping.numel() else -1

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from attrs import field, frozen, validators
 
+from dsv4attn.core.descriptor import LAYER_PARTS
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
@@ -16,6 +17,7 @@ __all__ = ["Bounds"]
 
 _positive = validators.ge(1)
 _plain = validators.in_((torch.bfloat16, torch.float32))
+_parts = validators.deep_iterable(validators.in_(LAYER_PARTS), validators.instance_of(tuple))
 _PAGE_TOKENS = 256
 """Tokens whose entries share a page of a compressed cache, by default."""
 
@@ -43,6 +45,7 @@ class Bounds:
     o_lora_rank: elements that the output projection makes of each group.
     wo_a_dtype: of the projection's matrices, bf16 for those in fp8, which are converted; None: bf16 and fp32.
     model: the model whose steps around attention run on the backend too; None: attention alone.
+    parts: which of them, names of `LAYER_PARTS`.
     index: layout of the index keys; default: `index_fp8` of the model's dims.
     """
 
@@ -61,6 +64,7 @@ class Bounds:
     o_lora_rank: int = field(default=1024, validator=_positive)
     wo_a_dtype: torch.dtype | None = field(default=None, validator=validators.optional(_plain))
     model: ModelGeometry | None = None
+    parts: tuple[str, ...] = field(default=LAYER_PARTS, validator=_parts)
     index: KVCacheLayout | None = None
 
     def __attrs_post_init__(self) -> None:
@@ -85,7 +89,7 @@ class Bounds:
         """Bounds of a model on one rank: a layer of each kind that it has, and a window-only one for drafts.
 
         swa: layout of the window caches, by default `fp8_ds_mla` of the model's dims. compressed: by default the same.
-        layer_steps: whether the steps around attention run on the backend too.
+        layer_steps: whether the steps around attention run on the backend too; all, or those of `parts`.
         """
         if swa is None:
             swa = KVCacheLayout.fp8_ds_mla(geometry.head_dim - geometry.rope_dim, geometry.rope_dim)

@@ -86,7 +86,7 @@ def scaled_weight(value: Weight, name: str = "wo_a") -> BlockScaledWeight | None
     return value if isinstance(value, BlockScaledWeight) else BlockScaledWeight(weight, scales[0])
 
 
-def dense_weight(value: Weight, name: str = "wo_a") -> Tensor:
+def dense_weight(value: Weight, name: str = "wo_a", *, recompute: bool = False) -> Tensor:
     """The weight as bf16 [rows, columns] if it is fp8, and unchanged if it is not.
 
     value: [rows, columns] bf16, fp16 or fp32, a `BlockScaledWeight`, or a module with `weight` and, if that is fp8,
@@ -94,14 +94,15 @@ def dense_weight(value: Weight, name: str = "wo_a") -> Tensor:
     two bytes or more an element is never scaled, even with a scale beside it. Products are fp32, then rounded to bf16.
 
     The first call computes the copy, and later calls with the same weight and scale tensors return it. Writes that
-    torch does not count, to `weight.data` or in inference mode, are not noticed: call `forget` after them.
+    torch does not count, to `weight.data` or in inference mode, are not noticed. recompute: compute the copy again, in
+    the same memory, as after such a write.
     Raises ArgumentError before anything is computed: also if a graph is being captured and there is no copy yet, and
     for fp8 in code that torch.compile traces.
     """
     if isinstance(value, Tensor) and value.dtype in _WIDE:
         check_weight(name, value)
         return value
-    _, weight, scales, cached = _inspected(name, value)
+    _, weight, scales, cached = _inspected(name, value, recompute=recompute)
     if weight.element_size() > 1:
         _copies.pop(id(weight), None)
         return weight
@@ -177,11 +178,11 @@ def _parts(value: Weight) -> tuple[Any, dict[str, Any]]:
 
 
 def _inspected(
-    name: str, value: Weight, *, converts: bool = True
+    name: str, value: Weight, *, converts: bool = True, recompute: bool = False
 ) -> tuple[str, Tensor, tuple[Tensor, ...], _Copy | None]:
     """Check a weight: (name of the matrix in errors, the matrix, its scales if it is fp8, its cached copy).
 
-    converts: whether an fp8 weight is to be converted, which cannot be captured in a graph.
+    converts: whether an fp8 weight is to be converted, which cannot be captured in a graph. recompute: use no copy.
     """
     weight, scales = _parts(value)
     label = name if weight is value else f"{name}.weight"
@@ -191,7 +192,8 @@ def _inspected(
     if weight.dtype in _WIDE:
         _check_matrix(label, weight, _WIDE)
         return label, weight, (), None
-    found, cached = tuple(scales.values()), None if torch.compiler.is_compiling() else _copies.get(id(weight))
+    found = tuple(scales.values())
+    cached = None if recompute or torch.compiler.is_compiling() else _copies.get(id(weight))
     if cached is not None and cached.is_of(weight, found):
         return label, weight, found, cached  # all of it was checked when the copy was made
     _check_matrix(label, weight, (*_WIDE, *_FP8))

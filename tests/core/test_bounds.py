@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsv4attn.core.descriptor import LAYER_PARTS
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.limits import Limits
@@ -50,6 +51,14 @@ def test_an_option_that_is_left_open_means_both() -> None:
     assert Bounds.of(FLASH, LIMITS).with_sink == (True,)
     assert Bounds.of(FLASH, LIMITS, lse=False, sink=None).with_lse == (False,)
     assert Bounds.of(FLASH, LIMITS, lse=False, sink=None).with_sink == (False, True)
+
+
+def test_all_parts_of_the_layer_or_some_run_on_the_backend() -> None:
+    assert Bounds.of(FLASH, LIMITS).model is None
+    assert Bounds.of(FLASH, LIMITS, layer_steps=True).parts == LAYER_PARTS
+    assert Bounds.of(FLASH, LIMITS, layer_steps=True, parts=("indexer",)).parts == ("indexer",)
+    with pytest.raises(ValueError, match="'parts' must be in"):
+        Bounds.of(FLASH, LIMITS, parts=("mhc",))
 
 
 def test_nothing_is_promised_of_rows_and_matrices_unless_it_is_said() -> None:

@@ -231,6 +231,25 @@ def test_new_numbers_appear_where_a_captured_graph_reads_them() -> None:
     assert_worth(copy, Scaled(second.codes, first.scale, OCP).values)
 
 
+def test_a_write_that_torch_does_not_count_is_read_when_that_is_asked_for() -> None:
+    """What engines do to load weights again: under graphs that were captured with the copy."""
+    first, second = (Scaled.draw(seed, 140, 50, OCP, "fp32") for seed in (8, 9))
+    module = first.module()
+    copy = dense_weight(module)
+    module.weight.data.copy_(second.weight())
+    module.weight_scale_inv.data.copy_(second.scale)
+    assert_worth(dense_weight(module), first.values)
+
+    now = dense_weight(module, recompute=True)
+
+    assert now.data_ptr() == copy.data_ptr()
+    assert_worth(copy, second.values)
+    assert dense_weight(module) is now
+    module.weight_scale_inv = None
+    with pytest.raises(ArgumentError, match=r"wo_a\.weight"):
+        dense_weight(module, recompute=True)
+
+
 def test_another_shape_gets_other_memory() -> None:
     first, second = Scaled.draw(8, 140, 50, OCP, "fp32"), Scaled.draw(9, 50, 140, OCP, "fp32")
     module = first.module()

@@ -162,7 +162,9 @@ def _launch(
 def may_serve(bounds: Bounds) -> bool:
     """Whether the kernel serves some calls of a model within the bounds."""
     model = bounds.model
-    if INTERPRETED or model is None or all(layer.kind is not LayerKind.C4A for layer in bounds.layers):
+    if INTERPRETED or model is None or not {"indexer", "selection"} & set(bounds.parts):
+        return False
+    if all(layer.kind is not LayerKind.C4A for layer in bounds.layers):
         return False
     return (model.index_n_heads, model.index_head_dim) == (HEADS, DIM) and bounds.index_layout == LAYOUT
 

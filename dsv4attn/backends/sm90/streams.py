@@ -97,7 +97,9 @@ def _constants() -> dict[str, Any]:
 def variants(bounds: Bounds, arch: str) -> Iterator[Variant]:
     """Every form that `mhc_fused_post_pre` can ask for, beside those of the shared steps."""
     model = bounds.model
-    if INTERPRETED or model is None or bounds.q_dtype != torch.bfloat16 or model.hc_mult != STREAMS:
+    if model is None or "hyper_connections" not in bounds.parts:
+        return
+    if INTERPRETED or bounds.q_dtype != torch.bfloat16 or model.hc_mult != STREAMS:
         return
     hidden = model.hidden_size
     if hidden % (COLUMNS * SLICES):

@@ -58,7 +58,12 @@ class Engine:
 
 ENGINES = (
     Engine(
-        "vLLM", "vllm", "vllm.general_plugins", "VLLM_PLUGINS", False, "unless --attention-backend names one of vLLM's"
+        "vLLM",
+        "vllm",
+        "vllm.general_plugins",
+        "VLLM_PLUGINS",
+        False,
+        "unless --attention-backend names one of vLLM's for CUDA",
     ),
     Engine(
         "SGLang", "sglang", "sglang.srt.plugins", "SGLANG_PLUGINS", True, "on GPUs of NVIDIA and Intel, else refused"

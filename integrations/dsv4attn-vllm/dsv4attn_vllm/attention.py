@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
 from vllm.models.deepseek_v4.attention import DeepseekV4Indexer
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dsv4attn import AttentionMetadata, LayerCaches, PagedKVCache, forward_mqa
 from dsv4attn.core.checks import check_insert
 from dsv4attn.core.contract import complete
 from dsv4attn.core.projection import o_proj
+from dsv4attn.core.rope import apply_rope
+from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.weights import check_weight, dense_weight
 from dsv4attn_vllm.compressor import adopt
-from dsv4attn_vllm.guard import RefusedError
+from dsv4attn_vllm.guard import SWITCH, RefusedError
 from dsv4attn_vllm.indexer import IndexCache, IndexerSteps, indexer_class
 from dsv4attn_vllm.metadata import Backend, SWABackend
 from dsv4attn_vllm.replacements import original
@@ -27,7 +31,16 @@ if TYPE_CHECKING:
 else:
     _Layer = object
 
-__all__ = ["Dsv4Attention", "insert_context_kv"]
+__all__ = ["Dsv4Attention", "backend_of_vllm", "insert_context_kv"]
+
+
+_log = init_logger("vllm.dsv4attn")
+
+
+def backend_of_vllm(vllm_config: Any) -> str | None:  # noqa: ANN401 - vLLM's VllmConfig
+    """The backend of vLLM's own that `--attention-backend` names."""
+    asked = vllm_config.attention_config.backend
+    return None if asked in (None, AttentionBackendEnum.CUSTOM) else str(asked.name)
 
 
 class Dsv4Attention(_Layer):
@@ -42,7 +55,14 @@ class Dsv4Attention(_Layer):
     use_fp8_ds_mla_layout = True
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
-        serving = serving_of(vllm_config)
+        serving, asked = serving_of(vllm_config), backend_of_vllm(vllm_config)
+        if asked is not None:
+            _log.warning_once(
+                "dsv4attn-vllm: --attention-backend %s is not looked at on this platform, where vLLM's DeepSeek-V4 has "
+                "one backend; %s=0 runs that one",
+                asked,
+                SWITCH,
+            )
         with without_warmup(vllm_config, serving.steps):
             super().__init__(vllm_config, *args, **kwargs)
         self._serving, self._geometry = serving, serving.layer(self.compress_ratio)
@@ -89,7 +109,11 @@ class Dsv4Attention(_Layer):
         method.process_weights_after_loading = others
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Check `wo_a`, and convert it now if it is fp8 and the backend takes bf16: never inside a captured graph."""
+        """Check `wo_a`, and convert it now if it is fp8 and the backend takes bf16: never inside a captured graph.
+
+        Loading weights again ends here too. They are in the old parameters then, written as torch does not count, and
+        the copy is computed again at its old address, which captured graphs read.
+        """
         parents = getattr(super(), "process_weights_after_loading", None)
         if parents is not None:
             parents(act_dtype)
@@ -97,7 +121,7 @@ class Dsv4Attention(_Layer):
         try:
             check_weight("wo_a", self.wo_a, converts=converts)
             if converts:
-                dense_weight(self.wo_a)
+                dense_weight(self.wo_a, recompute=True)
         except ValueError as error:
             expected = "bf16, or fp8 with a scale for each 128 x 128 block"
             cure = "use a checkpoint with such a wo_a"
@@ -117,14 +141,39 @@ class Dsv4Attention(_Layer):
             serving = self._serving
             swa = PagedKVCache(window, serving.swa_layout)
             bound = LayerCaches(swa, None if entries is None else PagedKVCache(entries, serving.compressed_layout))
+            if self._bound is not None:
+                # its keys name signatures of caches by identity
+                serving.checked.clear()
             self._bound = bound
         return bound
 
     def insert(self, q: Tensor, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Normalise and rotate q [T, h, D] in place; rotate a copy of kv [T, D] and write it to the window cache."""
-        cache, table, serving = self._caches().swa, self.rotary_emb.cos_sin_cache, self._serving
-        check_insert(q, kv, positions, slots, table, cache, self._geometry)
-        serving.backend.qnorm_rope_kv_insert(q, kv, cache, slots, positions, table, self._geometry.eps)
+        """Normalise and rotate q [T, h, D] in place; rotate a copy of kv [T, D] and write it to the window cache.
+
+        Raises ArgumentError before anything is written. Arguments are checked once for each signature that layers of
+        the model pass, and on a CPU, where values are checked too, in every call.
+        """
+        caches, table, serving = self._caches(), self.rotary_emb.cos_sin_cache, self._serving
+        key = None if q.is_cpu else (id(caches.signature), signature(q, kv, positions, slots, table))
+        if key is None or key not in serving.checked:
+            check_insert(q, kv, positions, slots, table, caches.swa, self._geometry)
+            if key is not None:
+                serving.know(key)
+        serving.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, self._geometry.eps)
+
+    def insert_keys(self, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Rotate a copy of kv [T, D], which has no queries, and write it to the window cache.
+
+        Writes the bytes that `insert` writes. Raises ArgumentError before anything is written.
+        """
+        cache, table, layer = self._caches().swa, self.rotary_emb.cos_sin_cache, self._geometry
+        check_insert(None, kv, positions, slots, table, cache, layer)
+        dims = table.shape[1]
+        # positions of padding may be anything, as in `insert`
+        angles = table[positions.clamp(0, len(table) - 1)]
+        rotated = apply_rope(kv[:, -dims:], angles).to(kv.dtype)
+        keys = torch.cat([kv[:, :-dims], rotated], dim=1)
+        self._serving.backend.quantize_and_insert_k_cache(keys, cache, slots)
 
     def _fused_qnorm_rope_kv_insert(
         self,
@@ -182,6 +231,4 @@ def insert_context_kv(attn: Any, kv: Tensor, positions: Tensor, slot_mapping: Te
             attn, kv, positions, slot_mapping
         )
         return
-    # the step always has queries: zeros, which nobody reads
-    q = kv.new_zeros(kv.shape[0], attn.n_local_heads, attn.head_dim)
-    attn.insert(q, kv, positions, slot_mapping)
+    attn.insert_keys(kv, positions, slot_mapping)

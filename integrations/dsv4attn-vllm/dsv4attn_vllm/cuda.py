@@ -6,9 +6,8 @@ from typing import Any
 
 from vllm.logger import init_logger
 from vllm.models.deepseek_v4.attention import DeepseekV4Attention
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from dsv4attn_vllm.attention import Dsv4Attention
+from dsv4attn_vllm.attention import Dsv4Attention, backend_of_vllm
 from dsv4attn_vllm.replacements import original
 
 __all__ = ["CUDAAttention", "select_attention"]
@@ -22,10 +21,10 @@ class CUDAAttention(Dsv4Attention, DeepseekV4Attention):
 
 def select_attention(vllm_config: Any) -> type[DeepseekV4Attention]:  # noqa: ANN401 - vLLM's VllmConfig
     """The class of the attention layers: vLLM's own if `--attention-backend` names one of vLLM's, else dsv4attn's."""
-    asked = vllm_config.attention_config.backend
-    if asked in (None, AttentionBackendEnum.CUSTOM):
+    asked = backend_of_vllm(vllm_config)
+    if asked is None:
         return CUDAAttention
-    _log.warning_once("dsv4attn-vllm: not used, because --attention-backend asks for %s", asked.name)
+    _log.warning_once("dsv4attn-vllm: not used, because --attention-backend asks for %s", asked)
     chosen: type[DeepseekV4Attention] = original("vllm.models.deepseek_v4.nvidia.model._select_dsv4_attn_cls")(
         vllm_config
     )

@@ -42,10 +42,13 @@ def switched_off() -> bool:
 def check() -> str:
     """The version of vLLM, for the log. Raises RefusedError unless it was tested or `DSV4ATTN_VLLM_ANY_VERSION=1`."""
     _flag(SWITCH, default=True)
+    found: str | None
     try:
         found = version("vllm")
     except PackageNotFoundError:  # a source tree on the path
-        found = "a vLLM without version"
+        found = None
+    # metadata may lack a version, whatever the type of `version` says
+    found = found or "a vLLM without version"
     if found.partition("+")[0] not in TESTED and not _flag(ANY_VERSION, default=False):
         cure = f"install vllm=={TESTED[-1]}, set {ANY_VERSION}=1 to try this version"
         raise RefusedError("version of vLLM", expected=" or ".join(TESTED), actual=found, cure=cure)

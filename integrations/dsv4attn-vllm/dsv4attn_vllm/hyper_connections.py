@@ -12,25 +12,34 @@ from dsv4attn import Backend
 from dsv4attn.core.contract import complete
 from dsv4attn.core.layer_ops import LayerSteps
 from dsv4attn_vllm.guard import RefusedError
-from dsv4attn_vllm.replacements import Replacement
+from dsv4attn_vllm.replacements import Replacement, replace
 from dsv4attn_vllm.steps import MHC, VARIABLE
 
 __all__ = ["FUNCTIONS", "OPS", "install", "serve"]
 
 _Pre = tuple[Tensor, Tensor, Tensor]
-_serving: list[LayerSteps] = []
+_serving: list[tuple[str, LayerSteps]] = []
+"""The backend of the first model by name, and its steps."""
 
 
 def serve(backend: Backend) -> None:
-    """Run hyper-connections on a backend: that of the model whose layers were built last."""
-    _serving[:] = [complete(backend).layer_steps]
+    """Run hyper-connections on a backend, for every model of the process: vLLM's calls do not name their model.
+
+    Raises RefusedError if a model that was built before has another one.
+    """
+    if not _serving:
+        _serving.append((backend.name, complete(backend).layer_steps))
+    elif (name := _serving[0][0]) != backend.name:
+        expected = f"{name}, the backend of the model that was built first"
+        cure = f"set DSV4ATTN_BACKEND to one backend for all models of a process, or leave {MHC} out of {VARIABLE}"
+        raise RefusedError(MHC, expected=expected, actual=backend.name, cure=cure)
 
 
 def _steps() -> LayerSteps:
     if not _serving:
         cure = "build the layers of the model first"
         raise RefusedError(MHC, expected="a backend", actual="none", cure=cure)
-    return _serving[-1]
+    return _serving[0][1]
 
 
 # ---------------------------------------------------------------- vLLM's functions; more arguments than here are tuning
@@ -96,8 +105,8 @@ def mhc_fused_post_pre(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`mhc_post`, then `mhc_pre` of its result, which comes first of the four."""
     mixes = fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
-    before = _flat(x, 1), _flat(residual, 2), _flat(post_layer_mix, 2), _flat(comb_res_mix, 2)
-    found = _steps().mhc_fused_post_pre(*before, *mixes, norm_weight, norm_eps)
+    streams, post, comb = _flat(residual, 2), _flat(post_layer_mix, 2), _flat(comb_res_mix, 2)
+    found = _steps().mhc_fused_post_pre(_flat(x, 1), streams, post, comb, *mixes, norm_weight, norm_eps)
     streams, post, comb, out = (tensor.unflatten(0, residual.shape[:-2]) for tensor in found)
     return streams, post, comb, out
 
@@ -157,16 +166,16 @@ FUNCTIONS = tuple(
 def install(platform: str) -> tuple[str, ...]:
     """Replace vLLM's hyper-connections on a platform, and return the names; a second call changes nothing.
 
-    Ops are registered out of tree, for every model of the process. Raises RefusedError if another plugin has done so.
+    Ops are registered out of tree, for every model of the process. Raises RefusedError, before anything is replaced, if
+    another plugin has done so or a name is missing.
     """
     if platform == "cuda":
-        for replacement in FUNCTIONS:
-            replacement.apply()
+        replace(FUNCTIONS)
         return tuple(map(str, FUNCTIONS))
     for name, op in OPS.items():
         if op_registry_oot.get(name, op) is not op:
             actual, cure = f"{op_registry_oot[name]} of another plugin", f"leave {MHC} out of {VARIABLE}"
             raise RefusedError(name, expected="vLLM's own", actual=actual, cure=cure)
-        if name not in op_registry_oot:
-            getattr(mhc, name).register_oot(op)
+    for name in OPS.keys() - op_registry_oot.keys():
+        getattr(mhc, name).register_oot(OPS[name])
     return tuple(OPS)

@@ -20,7 +20,7 @@ from dsv4attn_vllm.index_metadata import IndexBackend
 from dsv4attn_vllm.serving import serving_of
 
 if TYPE_CHECKING:
-    _Indexer = DeepseekV4Indexer
+    from vllm.models.deepseek_v4.attention import DeepseekV4Indexer as _Indexer
 else:
     _Indexer = object
 

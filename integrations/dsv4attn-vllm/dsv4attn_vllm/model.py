@@ -9,7 +9,7 @@ from __future__ import annotations
 from vllm.logger import init_logger
 
 from dsv4attn_vllm import guard
-from dsv4attn_vllm.replacements import platform_name, replace
+from dsv4attn_vllm.replacements import PLATFORMS, platform_name, replace
 from dsv4attn_vllm.steps import MHC, asked
 
 _version = guard.check()
@@ -30,10 +30,15 @@ __all__ = [
 
 # below "vllm", so that it is shown where and how vLLM's own log is
 _log = init_logger("vllm.dsv4attn")
-_names = [*map(str, replace(platform_name()))]
+_wanted = PLATFORMS[platform_name()]
+_names = [*map(str, _wanted)]
 if MHC in (asked() or ()):
     from dsv4attn_vllm.hyper_connections import install
 
+    # all or nothing: what may be refused comes before the first name that is replaced
+    for _one in _wanted:
+        _one.resolve()
     _names += install(platform_name())
+replace(_wanted)
 _replaced = ", ".join(_names)
 _log.info_once("dsv4attn-vllm: DeepSeek-V4 attention of vLLM %s runs on dsv4attn; replaced %s", _version, _replaced)

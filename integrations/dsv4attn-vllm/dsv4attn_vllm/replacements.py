@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from attrs import frozen
+
+from dsv4attn_vllm.guard import RefusedError
 
 __all__ = ["PLATFORMS", "Replacement", "original", "platform_name", "replace"]
 
@@ -26,11 +29,17 @@ class Replacement:
     name: str
     by: str
 
-    def apply(self) -> None:
-        """Replace it; a second call changes nothing."""
-        target, (module, _, name) = import_module(self.module), self.by.partition(":")
-        _originals.setdefault(str(self), getattr(target, self.name))
-        setattr(target, self.name, getattr(import_module(module), name))
+    def resolve(self) -> tuple[ModuleType, Any]:
+        """The module, and what will replace the name in it. Raises RefusedError if either name is missing."""
+        (own, _, name), found = self.by.partition(":"), []
+        for module, each in ((self.module, self.name), (own, name)):
+            try:
+                found.append((imported := import_module(module), getattr(imported, each)))
+            except (ImportError, AttributeError) as error:
+                expected, cure = f"{module}.{each}", "install a version of vLLM that was tested"
+                raise RefusedError(str(self), expected=expected, actual=error, cure=cure) from error
+        (target, _), (_, value) = found
+        return target, value
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -71,8 +80,12 @@ def platform_name() -> str:
     return "cuda"
 
 
-def replace(platform: str) -> tuple[Replacement, ...]:
-    """Replace the names of a platform, and return them. Imports vLLM's modules for it."""
-    for replacement in PLATFORMS[platform]:
-        replacement.apply()
-    return PLATFORMS[platform]
+def replace(replacements: Sequence[Replacement]) -> None:
+    """Replace names, or none of them if one cannot be; a second call changes nothing. Imports vLLM's modules.
+
+    Raises RefusedError as `Replacement.resolve` does.
+    """
+    resolved = [(one, *one.resolve()) for one in replacements]
+    for one, target, value in resolved:
+        _originals.setdefault(str(one), getattr(target, one.name))
+        setattr(target, one.name, value)

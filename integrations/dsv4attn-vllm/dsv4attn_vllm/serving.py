@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from attrs import define, evolve, fields_dict, frozen
+from attrs import define, evolve, field, frozen
 from vllm.logger import init_logger
 from vllm.v1.worker.workspace import current_workspace_manager
 
@@ -34,15 +34,19 @@ from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.errors import Dsv4AttnError
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.projection import settings_for, steps_with
-from dsv4attn_vllm.steps import MHC, PROJECTION, VARIABLE, Device, chosen
+from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, MHC, VARIABLE, Device, chosen
 
-__all__ = ["CACHE_DTYPES", "Serving", "serving_of"]
+__all__ = ["CACHE_DTYPES", "MOST_CHECKED", "Serving", "serving_of"]
 
 CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
 """Values of --kv-cache-dtype that mean records of 584 bytes."""
 
+MOST_CHECKED = 64
+"""Most keys that are remembered: sizes of the last steps x kinds of layers."""
+
 _NOPE, _ROPE = 448, 64
 _KIND_OF_RATIO = {1: LayerKind.SWA, 4: LayerKind.C4A, 128: LayerKind.C128A}
+_PARTS = {COMPRESSOR: ("compressor",), INDEXER: ("indexer", "selection"), MHC: ("hyper_connections",)}
 _log = init_logger("vllm.dsv4attn")
 
 
@@ -69,6 +73,7 @@ class Serving:
 
     swa_layout, compressed_layout, index_layout: of the caches. steps: those around attention that run on dsv4attn.
     problems: what the backend was chosen for. warm: whether its kernels were compiled.
+    checked: keys of inserts whose arguments were checked, at most MOST_CHECKED.
     """
 
     model: ModelGeometry
@@ -81,6 +86,13 @@ class Serving:
     steps: frozenset[str] = frozenset()
     problems: Sequence[Problem] = ()
     warm: bool = False
+    checked: set[tuple[object, ...]] = field(factory=set)
+
+    def know(self, key: tuple[object, ...]) -> None:
+        """Remember that the arguments of this key were checked."""
+        if len(self.checked) >= MOST_CHECKED:
+            self.checked.clear()
+        self.checked.add(key)
 
     def layer(self, compress_ratio: int) -> LayerGeometry:
         """Geometry of the layers of a ratio: one object for each ratio."""
@@ -89,19 +101,37 @@ class Serving:
     def workspace(self) -> WorkspaceManager:
         """dsv4attn's scratch memory of this device, one for each microbatch; it grows as long as vLLM's own may."""
         manager = current_workspace_manager()
-        space = manager.get_persistent_resource(("dsv4attn", self.device), partial(WorkspaceManager, self.device))
+        space = manager.get_persistent_resource(self._resource, partial(WorkspaceManager, self.device))
         if space.locked is not manager.is_locked():
             (space.unlock if space.locked else space.lock)()
         return space
 
+    @property
+    def _resource(self) -> tuple[str, str]:
+        """Key of the scratch memory among vLLM's resources."""
+        return "dsv4attn", self.device
+
+    def _workspaces(self) -> list[WorkspaceManager]:
+        """Those of all microbatches, for the lane of this thread.
+
+        vLLM measures memory without microbatches, and has no public way to another one's resources.
+        """
+        manager, mine = current_workspace_manager(), self.workspace()
+        lane, lanes = manager._get_workspace_id() % manager._num_lanes, manager._num_lanes  # noqa: SLF001
+        slots = manager._persistent_resources[lane::lanes]  # noqa: SLF001
+        return [slot.setdefault(self._resource, WorkspaceManager(mine.device)) for slot in slots]
+
     def bounds(self) -> Bounds:
         """What is compiled ahead: kernels of attention, and of the steps around it that run on dsv4attn."""
         layouts = {"swa": self.swa_layout, "compressed": self.compressed_layout, "index": self.index_layout}
-        return Bounds.of(self.model, self.limits, layer_steps=bool(self.steps - {PROJECTION}), **layouts)
+        parts = tuple(part for step, several in _PARTS.items() if step in self.steps for part in several)
+        return Bounds.of(self.model, self.limits, layer_steps=bool(parts), parts=parts, **layouts)
 
     def warm_up(self, layer: LayerGeometry, device: torch.device) -> None:
         """Reserve the memory of a layer's largest batch; compile all kernels the first time. No cache is touched."""
-        self.workspace().reserve(plan_workspace(layer, self.limits, self.backend, self.swa_layout), caller="profiling")
+        plan = plan_workspace(layer, self.limits, self.backend, self.swa_layout)
+        for space in self._workspaces():
+            space.reserve(plan, caller="profiling")
         if not self.warm and device.type != "cpu":
             count = complete(self.backend).warmup(self.bounds(), device)
             _log.info_once("dsv4attn-vllm: compiled %d kernels of %s", count, self.backend.name)
@@ -129,7 +159,12 @@ def serving_of(vllm_config: Any) -> Serving:  # noqa: ANN401 - vLLM's VllmConfig
 
 
 def _check(vllm_config: Any) -> None:  # noqa: ANN401 - as above
-    """Refuse what has no counterpart in dsv4attn."""
+    """Refuse what has no counterpart in dsv4attn, and a vLLM whose metadata lack what the builders read."""
+    from vllm.v1.attention import backend as attention_backend
+
+    if "positions" not in attention_backend.CommonAttentionMetadata.__dataclass_fields__:
+        expected, cure = "a field of vLLM's metadata", "install a version of vLLM that was tested"
+        raise RefusedError("CommonAttentionMetadata.positions", expected=expected, actual="none", cure=cure)
     dtype = vllm_config.cache_config.cache_dtype
     if dtype not in CACHE_DTYPES:
         cure = "leave --kv-cache-dtype out, or pass fp8"
@@ -185,21 +220,18 @@ def _limits(vllm_config: Any, model: ModelGeometry) -> Limits:  # noqa: ANN401 -
     config, tokens = vllm_config.model_config.hf_config, scheduler.max_num_batched_tokens
     threshold = max_decode_query_len(vllm_config)
     padded = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-    wide = {}
+    decode = prefill = 0
     if speculative is not None and speculative.use_dspark():
-        wide["decode_window_columns"] = get_dspark_swa_index_width(model.window, speculative.num_speculative_tokens)
-    images = config.vision_max_n_token if getattr(config, "vision_n_layers", 0) > 0 else 0
-    if images:
-        wide["prefill_window_columns"] = model.window + images
-    if not wide.keys() <= fields_dict(Limits).keys():
-        cure = "upgrade dsv4attn"
-        raise RefusedError("model", expected="no images", actual=f"{images} tokens of an image", cure=cure)
+        decode = get_dspark_swa_index_width(model.window, speculative.num_speculative_tokens)
+    if getattr(config, "vision_n_layers", 0) > 0:
+        prefill = model.window + config.vision_max_n_token
     return Limits(
         max_num_reqs=max(scheduler.max_num_seqs, -(-min(padded, tokens) // threshold)),
         max_num_batched_tokens=tokens,
         max_model_len=vllm_config.model_config.max_model_len,
         num_speculative_tokens=threshold - 1,
-        **wide,
+        decode_window_columns=decode,
+        prefill_window_columns=prefill,
     )
 
 
@@ -224,16 +256,21 @@ def _serving(facts: _Facts) -> Serving:
 
 
 def _problems(facts: _Facts, phase: str, swa: KVCacheLayout) -> list[Problem]:
-    """One problem for each kind of layer; drafts are window-only."""
-    decode, found = phase == "decode", []
+    """One problem for each kind of layer.
+
+    Drafts are window-only, and draft blocks the only decodes with wide rows; images widen the prefill rows of all.
+    """
+    limits, decode, found = facts.limits, phase == "decode", []
+    wide = limits.decode_window_columns if decode else limits.prefill_window_columns
     for kind in dict.fromkeys((LayerKind.SWA, *facts.model.kinds)):
         problem = Problem.of(
             facts.model,
             kind,
             phase,
-            max_model_len=facts.limits.max_model_len,
-            query_len=facts.limits.decode_threshold if decode else 1,
+            max_model_len=limits.max_model_len,
+            query_len=limits.decode_threshold if decode else 1,
             capture=facts.capture and decode,
+            window_columns=0 if decode and kind is not LayerKind.SWA else wide,
         )
         found.append(evolve(problem, swa=CacheFacts.of(swa, problem.swa.page_size)))
     return found

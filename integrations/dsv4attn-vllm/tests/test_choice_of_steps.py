@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from attrs import evolve
-from dsv4attn_vllm import serving, steps
+from dsv4attn_vllm import hyper_connections, serving, steps
 from dsv4attn_vllm.compressor import Compressor
 from dsv4attn_vllm.cpu import CPUAttention
 from dsv4attn_vllm.cuda import CUDAAttention
@@ -40,6 +40,7 @@ C4A = "model.layers.1.attn"
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
+    monkeypatch.setattr(hyper_connections, "_serving", [])
     serving._serving.cache_clear()
 
 
@@ -275,10 +276,11 @@ STEP_KERNELS = {
     PROJECTION: {"quantize_output_kernel", "project_codes_kernel"},
     INDEXER: {"index_query_kernel", "score_kernel", "choose_kernel"},
     COMPRESSOR: {"save_kernel", "compress_kernel"},
+    MHC: {"products_kernel", "post_products_kernel", "post_kernel", "mix_kernel"},
 }
 
 
-@pytest.mark.parametrize("text", ["none", "projection", "indexer,compressor", "auto"])
+@pytest.mark.parametrize("text", ["none", "projection", "indexer", "compressor", "mhc", "auto", "all"])
 def test_kernels_of_steps_are_compiled_before_the_first_request(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:

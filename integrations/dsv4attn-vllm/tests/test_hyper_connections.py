@@ -18,6 +18,7 @@ from vllm.model_executor.kernels import mhc as theirs
 from vllm.model_executor.layers import mhc
 
 from dsv4attn import load_backend
+from dsv4attn.core.contract import complete
 
 EPS = 1e-6
 MIXES = EPS, EPS, EPS, 2.0, 20
@@ -156,3 +157,22 @@ def test_layers_that_are_built_say_which_backend(backend: str, monkeypatch: pyte
         with world(config):
             CUDAAttention(config, prefix="model.layers.0.attn")
         assert len(hyper_connections._serving) == count
+
+
+def test_a_second_model_on_another_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM's functions do not say which model calls them."""
+    monkeypatch.setattr(hyper_connections, "_serving", [])
+    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", "mhc")
+
+    def build(backend: str, max_model_len: int) -> serving.Serving:
+        monkeypatch.setenv("DSV4ATTN_BACKEND", backend)
+        with world(config := config_of(max_model_len=max_model_len)):
+            return serving.serving_of(config)
+
+    first = build("reference", 1024)
+    assert build("reference", 512).backend is not first.backend
+    with pytest.raises(
+        RefusedError, match=r"mhc: expected reference, the backend of the model that was built first, got triton -> "
+    ):
+        build("triton", 256)
+    assert hyper_connections._steps() is complete(first.backend).layer_steps

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dsv4attn_vllm import attention
 from dsv4attn_vllm.cpu import CPUAttention
 from dsv4attn_vllm.replacements import PLATFORMS, platform_name
 from dsv4attn_vllm.xpu import XPUAttention
@@ -16,6 +17,7 @@ from engine import Engine, config_of, world
 from test_steps import of_own_builder
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v4.xpu.xpu_sparse import DeepseekV4XPUAttention
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 
 @pytest.fixture
@@ -60,6 +62,25 @@ def test_a_cpu_is_served_by_vllms_layer_for_cpus() -> None:
         assert torch.equal(of_own_builder(engine, engine.layers[0], before, 31), outs[0])
 
 
+def test_a_backend_that_vllm_has_no_choice_of_is_said_to_be_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On ROCm, Intel GPUs and CPUs vLLM's model takes one class of layers, whatever --attention-backend says."""
+    said: list[str] = []
+    monkeypatch.setattr(attention._log, "warning_once", lambda text, *values: said.append(text % values))
+    config = config_of()
+    with world(config):
+        for asked in (None, AttentionBackendEnum.CUSTOM, AttentionBackendEnum.ROCM_FLASHMLA_SPARSE_DSV4):
+            assert said == []
+            config.attention_config.backend = asked
+            config.compilation_config.static_forward_context.clear()
+            CPUAttention(config, prefix="model.layers.0.attn")
+
+    [line] = said
+    assert line == (
+        "dsv4attn-vllm: --attention-backend ROCM_FLASHMLA_SPARSE_DSV4 is not looked at on this platform, where vLLM's "
+        "DeepSeek-V4 has one backend; DSV4ATTN_VLLM=0 runs that one"
+    )
+
+
 def test_the_platform_of_this_machine_is_a_cpu_and_every_platform_has_its_class() -> None:
     assert platform_name() == "cpu"
     assert {
@@ -81,9 +102,9 @@ torch.cuda.get_device_properties = lambda *_: SimpleNamespace(
     gcnArchName="gfx950:sramecc+", multi_processor_count=256, warp_size=64, name="", total_memory=2**38
 )
 from engine import Engine, config_of, world
-from dsv4attn_vllm.replacements import replace
+from dsv4attn_vllm.replacements import PLATFORMS, replace
 from vllm.models.deepseek_v4.amd import model, dspark
-replace("rocm")
+replace(PLATFORMS["rocm"])
 from dsv4attn_vllm import attention
 from dsv4attn_vllm.guard import RefusedError
 assert model.DeepseekV4ROCMAiterMLAAttention.__module__ == "dsv4attn_vllm.rocm"

@@ -137,7 +137,7 @@ def test_a_switch_that_is_neither_0_nor_1_is_refused_by_name(name: str, monkeypa
         guard.check()
 
 
-def test_a_vllm_without_metadata_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_without_metadata_or_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib.metadata import PackageNotFoundError
 
     from dsv4attn_vllm import guard
@@ -145,10 +145,13 @@ def test_a_vllm_without_metadata_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(guard, "version", missing)
+    for version in (missing, lambda _: None):
+        monkeypatch.setattr(guard, "version", version)
 
-    with pytest.raises(guard.RefusedError, match="got a vLLM without version"):
-        guard.check()
+        with pytest.raises(guard.RefusedError, match="got a vLLM without version"):
+            guard.check()
+    monkeypatch.setenv(guard.ANY_VERSION, "1")
+    assert guard.check() == "a vLLM without version"
 
 
 def test_local_parts_of_a_version_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from attrs import evolve
 from dsv4attn_vllm import serving
 from dsv4attn_vllm.cuda import CUDAAttention, select_attention
 from dsv4attn_vllm.guard import RefusedError
@@ -119,15 +120,14 @@ def test_weights_that_the_projection_does_not_take(config: VllmConfig) -> None:
 def test_an_attention_backend_of_vllms_that_is_asked_for_is_used(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dsv4attn_vllm.replacements import PLATFORMS
+    from dsv4attn_vllm.replacements import PLATFORMS, replace
     from vllm.models.deepseek_v4.nvidia import dspark, model
     from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
     monkeypatch.setattr(model, "_select_dsv4_attn_cls", model._select_dsv4_attn_cls)
     monkeypatch.setattr(dspark, "_insert_context_kv", dspark._insert_context_kv)
-    for replacement in PLATFORMS["cuda"]:
-        replacement.apply()
-        replacement.apply()  # what vLLM had is still known
+    replace(PLATFORMS["cuda"])
+    replace(PLATFORMS["cuda"])  # what vLLM had is still known
 
     assert model._select_dsv4_attn_cls is select_attention
     assert select_attention(config) is CUDAAttention
@@ -135,6 +135,24 @@ def test_an_attention_backend_of_vllms_that_is_asked_for_is_used(
     assert select_attention(config) is DeepseekV4FlashMLAAttention
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     assert select_attention(config) is CUDAAttention
+
+
+def test_nothing_is_replaced_if_one_name_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM that lacks the second name, or a module of this package that cannot be imported, keeps all of its own."""
+    from dsv4attn_vllm import replacements
+    from vllm.models.deepseek_v4.nvidia import dspark, model
+
+    own = model._select_dsv4_attn_cls, dspark._insert_context_kv
+    first, second = replacements.PLATFORMS["cuda"]
+    monkeypatch.setattr(replacements, "_originals", {})
+    for broken in (evolve(second, name="_insert"), evolve(second, by="dsv4attn_vllm.attention:insert")):
+        with pytest.raises(
+            RefusedError, match=r"vllm.models.deepseek_v4.nvidia.dspark._insert.*: expected .* -> install a v"
+        ):
+            replacements.replace((first, broken))
+
+        assert (model._select_dsv4_attn_cls, dspark._insert_context_kv) == own
+        assert replacements._originals == {}
 
 
 def test_limits_hold_the_padding_of_captured_graphs(config: VllmConfig) -> None:
@@ -146,11 +164,31 @@ def test_limits_hold_the_padding_of_captured_graphs(config: VllmConfig) -> None:
     assert limits.max_decode_tokens == 16 > config.scheduler_config.max_num_seqs
 
 
-def test_images_are_refused_until_dsv4attn_has_windows_for_them(config: VllmConfig) -> None:
+def test_a_backend_is_asked_about_the_rows_of_images_and_of_draft_blocks() -> None:
+    speculative = {"method": "dspark", "num_speculative_tokens": 5}
+    config = config_of(speculative_config=speculative)
     config.model_config.hf_config.update({"vision_n_layers": 2, "vision_max_n_token": 64})
-    try:
-        limits = serving.serving_of(config).limits
-    except RefusedError as error:
-        assert "expected no images, got 64 tokens of an image -> upgrade dsv4attn" in str(error)  # noqa: PT017
-    else:
-        assert limits.prefill_window_columns == 128 + 64
+    with world(config):
+        made = serving.serving_of(config)
+
+    assert made.limits.prefill_window_columns == 128 + 64
+    assert made.limits.decode_window_columns == 192
+    # a draft block is attended by drafts alone, which are window-only
+    assert {(one.phase, one.layer.kind.value): one.window_columns for one in made.problems} == {
+        ("decode", "swa"): 192,
+        ("decode", "c4a"): 0,
+        ("decode", "c128a"): 0,
+        ("prefill", "swa"): 192,
+        ("prefill", "c4a"): 192,
+        ("prefill", "c128a"): 192,
+    }
+
+
+def test_metadata_without_positions_are_refused_before_the_first_step(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.attention import backend
+
+    monkeypatch.setattr(backend, "CommonAttentionMetadata", SimpleNamespace(__dataclass_fields__={}))
+
+    assert "CommonAttentionMetadata.positions: expected a field of vLLM's metadata, got none" in refusal(config)

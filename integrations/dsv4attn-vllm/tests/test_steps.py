@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from dsv4attn_vllm.cuda import CUDAAttention
+from dsv4attn_vllm.serving import MOST_CHECKED
 from engine import PAGES, Engine, config_of, world
 from torch import Tensor
 
 import dsv4attn as ds
+from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
 
 SPLIT = {
@@ -72,19 +75,19 @@ def of_own_builder(engine: Engine, layer: Any, before: Sequence[tuple[int, int]]
 
 
 def of_oracle(
-    engine: Engine, layer: Any, index: int, position: int, row: int, block: range | None = None
+    engine: Engine, layer: Any, index: int, position: int, row: int, window_keys: range | None = None
 ) -> np.ndarray:
     """One token's attention in float64, from the bytes in the caches. index, row: of its request and of itself.
 
-    block: positions of a draft block, whose tokens see each other, and the window before it.
+    window_keys: positions whose keys of the window cache are visible, where that is not the plain window.
     """
     _, window, entries = tables_of(engine, layer)
     ratio, chosen = layer.compress_ratio, None
     if ratio == 4:
         chosen = [entry for entry in engine.topk[row].tolist() if entry >= 0]
     positions, picked = oracle.visible_keys(position, 128, ratio, chosen)
-    if block is not None:
-        positions = range(max(block.start - 128, 0), block.stop)
+    if window_keys is not None:
+        positions = window_keys
 
     def keys(cache: Tensor, table: Tensor, records: int, numbers: Sequence[int]) -> list[np.ndarray]:
         pages = [cache[int(table[n // records])].as_strided((records * 584,), (1,)).numpy() for n in numbers]
@@ -147,6 +150,84 @@ def test_layers_of_a_kind_get_one_frozen_object(engine: Engine) -> None:
         swa.block_size = 1
 
 
+def test_arguments_of_an_insert_are_checked_once_for_each_signature(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the device type `meta`, as on a GPU: on a CPU values are read in every call, see the next test."""
+    from dsv4attn_vllm import attention
+
+    checks: list[Any] = []
+    monkeypatch.setattr(attention, "check_insert", lambda *given: checks.append(given))
+    with world(config := config_of()):
+        engine = Engine(config, CUDAAttention)
+        layers = engine.layers
+        serving = layers[0]._serving
+        monkeypatch.setattr(serving, "backend", Inserts())
+        table = torch.nn.Module()
+        table.cos_sin_cache = torch.empty(1024, 64, device="meta")
+        for layer in layers:
+            layer.rotary_emb = table
+            layer.swa_cache_layer.kv_cache = layer.swa_cache_layer.kv_cache.to("meta")
+            if layer.compress_ratio > 1:
+                layer.kv_cache = layer.kv_cache.to("meta")
+
+        def insert(rows: int, layer: Any) -> None:
+            q, numbers = torch.empty(rows, 4, 512, device="meta"), torch.empty(rows, device="meta", dtype=torch.int64)
+            layer.insert(q, q[:, 0], numbers, numbers)
+
+        for rows in (3, 3, 5, 3):
+            for layer in layers:
+                insert(rows, layer)
+        assert [len(each[0]) for each in checks] == [3] * len(layers) + [5] * len(layers)
+        assert len(serving.backend.calls) == 4 * len(layers)
+        # another cache, as after a sleep
+        cache = layers[0].swa_cache_layer
+        cache.kv_cache = torch.empty(7, 64, 584, device="meta", dtype=torch.uint8)
+        insert(3, layers[0])
+        assert len(checks) == 2 * len(layers) + 1
+        for rows in range(10, 200):
+            insert(rows, layers[0])
+        assert len(serving.checked) <= MOST_CHECKED
+
+
+def test_an_insert_is_refused_before_anything_is_written(engine: Engine) -> None:
+    layer, request = engine.layers[0], engine.request(9)
+    metadata = engine.describe([(request, 2)])
+    q, kv, _ = engine.inputs(layer, [(request, 2)], 2)
+    slots = metadata[layer.swa_cache_layer.prefix].slot_mapping
+    layer.insert(q, kv, engine.positions[:2], slots)
+    before = q.clone(), layer.swa_cache_layer.kv_cache.clone()
+    table = layer.rotary_emb.cos_sin_cache
+
+    for changed, said in [
+        ({"kv": kv.float()}, "kv"),
+        ({"positions": engine.positions[:3]}, "positions"),
+        ({"positions": torch.tensor([0, len(table)])}, "positions"),
+        ({"slots": torch.tensor([1, PAGES * 64])}, "slot_mapping"),
+    ]:
+        given = {"kv": kv, "positions": engine.positions[:2], "slots": slots, **changed}
+        with pytest.raises(ArgumentError, match=rf"^{said}\b"):
+            layer.insert(q, **given)
+        if "slots" not in changed:
+            continue
+        with pytest.raises(ArgumentError, match=rf"^{said}\b"):
+            layer.insert_keys(**given)
+
+    assert torch.equal(q, before[0])
+    assert torch.equal(layer.swa_cache_layer.kv_cache, before[1])
+
+
+class Inserts:
+    """A backend that counts its inserts."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def qnorm_rope_kv_insert(self, *given: Any) -> None:
+        """Do nothing."""
+        self.calls.append(given)
+
+
 def test_metadata_none_reserves_memory_and_zeroes_the_output(engine: Engine) -> None:
     from vllm.forward_context import set_forward_context
     from vllm.v1.worker.workspace import lock_workspace
@@ -164,6 +245,37 @@ def test_metadata_none_reserves_memory_and_zeroes_the_output(engine: Engine) -> 
     lock_workspace()
     assert serving.workspace().locked
     engine.step([(engine.request(150), 1), (engine.request(), 40)])  # all of it fits
+
+
+def test_memory_of_every_microbatch_and_lane_is_reserved_before_vllm_locks_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM measures memory without microbatches; drafts run in a lane of their own, and are measured in it."""
+    from vllm.forward_context import set_forward_context
+    from vllm.v1.worker import workspace as theirs
+
+    theirs.reset_workspace_manager()
+    theirs.init_workspace_manager(torch.device("cpu"), num_ubatches=2, num_lanes=2)
+    work = [(engine.request(150), 1), (engine.request(), 40)]
+    q = torch.randn(5, 4, 512).bfloat16()
+    for layer, lane in itertools.product(engine.layers, (0, 1)):
+        with set_forward_context(None, engine.config, num_tokens=5), theirs.use_workspace_lane(lane):
+            layer.forward_mqa(q, q[:, 0], engine.positions[:5], torch.empty_like(q))
+    theirs.lock_workspace()
+    outs, spaces = [], []
+    for microbatch in (0, 1):
+        monkeypatch.setattr(theirs, "dbo_current_ubatch_id", lambda: microbatch)  # noqa: B023 - called in this pass
+        for lane in (0, 1):
+            with theirs.use_workspace_lane(lane):
+                outs.append(engine.step(work))
+                spaces.append(engine.layers[0]._serving.workspace())
+            for request, count in work:
+                request.tokens -= count
+
+    assert len({id(space) for space in spaces}) == 4
+    assert all(space.locked for space in spaces)
+    assert len({space.total_bytes for space in spaces}) == 1
+    assert all(torch.equal(one, other) for each in outs[1:] for one, other in zip(outs[0], each, strict=True))
 
 
 def test_padding_of_a_captured_batch_is_zero_and_inserts_nothing(engine: Engine) -> None:

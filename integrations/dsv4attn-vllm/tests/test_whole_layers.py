@@ -23,6 +23,8 @@ from torch.nn import functional
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from whole import OwnLayers, WholeEngine, whole_engine
 
+from dsv4attn.core.weights import dense_weight
+
 CASES = {
     "decode": [(45, 1), (38, 1)],
     "prefill": [(0, 40)],
@@ -215,6 +217,38 @@ def test_an_fp8_wo_a_is_multiplied_as_it_is_or_converted(monkeypatch: pytest.Mon
         assert ("projection" in layer._serving.steps) is (steps == "auto")
         # outputs of attention have 3 bits behind the point in fp8, and 7 in bf16
         assert (0.01 < error < 0.05) if steps == "auto" else error < 0.01
+
+
+@pytest.mark.parametrize("steps", ["auto", "none"])
+def test_weights_that_are_loaded_again_are_read_where_graphs_read_them(
+    monkeypatch: pytest.MonkeyPatch, steps: str
+) -> None:
+    """VLLM copies new weights into the old parameters' `.data`, which torch does not count, and processes them."""
+    from dsv4attn_vllm import serving
+
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
+    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", steps)
+    serving._serving.cache_clear()
+    with whole_engine(CUDAAttention) as engine:
+        layer, other = engine.layers[:2]
+        wo_a, both = layer.wo_a, [blocks_of_fp8(one.wo_a.weight * scale) for one, scale in ((layer, 1), (other, 3))]
+        for linear, (codes, scales) in zip((wo_a, other.wo_a), both, strict=True):
+            linear.weight = torch.nn.Parameter(codes, requires_grad=False)
+            linear.weight_scale_inv = torch.nn.Parameter(scales, requires_grad=False)
+        other.wo_b.weight.data.copy_(layer.wo_b.weight)
+        for one in (layer, other):
+            one.process_weights_after_loading(torch.bfloat16)
+        o, positions = torch.randn(5, 4, 512).bfloat16(), torch.zeros(5, dtype=torch.int64)
+        before, address = layer._o_proj(o, positions), steps == "none" and dense_weight(wo_a).data_ptr()
+        for new, own in zip(both[1], (wo_a.weight, wo_a.weight_scale_inv), strict=True):
+            own.data.copy_(new)
+
+        layer.process_weights_after_loading(torch.bfloat16)
+
+        after = layer._o_proj(o, positions)
+        assert not torch.equal(before, after)
+        assert torch.equal(after, other._o_proj(o, positions))
+        assert (steps == "none" and dense_weight(wo_a).data_ptr()) == address
 
 
 def test_outputs_do_not_depend_on_whose_compressor_runs(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:

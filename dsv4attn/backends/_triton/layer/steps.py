@@ -106,22 +106,27 @@ class TritonLayerSteps(TorchLayerSteps):
 
 def variants(bounds: Bounds, arch: str) -> Iterator[Variant]:
     """Every form that the steps of a model within the bounds can ask for on an architecture."""
-    model, index, aligned = bounds.model, bounds.index_layout, bounds.aligned
+    model, parts, index, aligned = bounds.model, bounds.parts, bounds.index_layout, bounds.aligned
     assert model is not None
     for layer in bounds.layers:
         if layer.kind is LayerKind.SWA:
             continue
         stores = [bounds.compressed, *([index] if layer.kind is LayerKind.C4A else [])]
-        for layout in stores:
+        for layout in stores if "compressor" in parts else ():
             yield from compress.variants(
                 layout, layer.compress_ratio, layer.rope_dim, overlap=layer.overlap, aligned=aligned, arch=arch
             )
         if layer.kind is LayerKind.C4A:
             heads, dtypes = model.index_n_heads, tuple(dict.fromkeys((bounds.q_dtype, torch.float32)))
-            yield from index_query.variants(index, heads, layer.rope_dim, bounds.q_dtype, dtypes, arch=arch)
-            yield from index_logits.variants(index, heads, arch, aligned=aligned)
-            entries = bounds.limits.max_model_len // layer.compress_ratio
-            yield from select.variants(layer.topk, entries, arch)
+            if "indexer" in parts:
+                yield from index_query.variants(index, heads, layer.rope_dim, bounds.q_dtype, dtypes, arch=arch)
+            if "indexer" in parts or "selection" in parts:
+                yield from index_logits.variants(index, heads, arch, aligned=aligned)
+            if "selection" in parts:
+                entries = bounds.limits.max_model_len // layer.compress_ratio
+                yield from select.variants(layer.topk, entries, arch)
+    if "hyper_connections" not in parts:
+        return
     dims = model.hc_mult, model.hidden_size, bounds.q_dtype
     norms = dict.fromkeys((None, bounds.q_dtype, torch.float32))
     for norm in norms:

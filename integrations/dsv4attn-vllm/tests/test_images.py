@@ -1,0 +1,81 @@
+"""Images in prompts: a token of an image sees the whole image, in rows of vLLM's builder wider than the window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from dsv4attn_vllm import serving
+from dsv4attn_vllm.cuda import CUDAAttention
+from engine import Engine, config_of, world
+from test_steps import of_oracle
+from torch import Tensor
+
+LARGEST = 160
+"""Most tokens of an image; more than the window, so that its first tokens are left of the window of its last."""
+
+
+@pytest.fixture(params=["reference", "triton", "xpu"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """A model that reads images, on backends that attend prefills on pages and (xpu) on gathered keys."""
+    monkeypatch.setenv("DSV4ATTN_BACKEND", request.param)
+    serving._serving.cache_clear()
+    config = config_of()
+    config.model_config.hf_config.update({"vision_n_layers": 2, "vision_max_n_token": LARGEST})
+    with world(config):
+        yield Engine(config, CUDAAttention)
+
+
+def visible(position: int, images: Sequence[tuple[int, int]]) -> range:
+    """Positions that a token sees: its window, and all of the image, (first, last), that it belongs to."""
+    for first, last in images:
+        if first <= position <= last:
+            return range(max(min(position - 127, first), 0), last + 1)
+    return range(max(position - 127, 0), position + 1)
+
+
+def check(
+    engine: Engine, outs: Sequence[Tensor], before: Any, images: Any, positions: Sequence[tuple[int, int]]
+) -> None:
+    """Hold tokens, (request, position), of every layer against the oracle."""
+    starts = np.cumsum([0, *(count for _, count in before)])
+    for layer, out in zip(engine.layers, outs, strict=True):
+        for index, position in positions:
+            row = int(starts[index]) + position - before[index][0]
+            wanted = of_oracle(engine, layer, index, position, row, visible(position, images.get(index, ())))
+            error = np.abs(out[row].double().numpy() - wanted).max() / np.abs(wanted).max()
+            assert error < 0.012, (layer.prefix, index, position, error)
+
+
+def test_tokens_of_an_image_see_all_of_it(engine: Engine) -> None:
+    """A decode, the next chunk of a prompt with an image larger than the window, and a fresh prompt with two images."""
+    before, images = [(150, 1), (129, 155), (0, 60)], {1: [(131, 281)], 2: [(3, 20), (21, 40)]}
+    work = [(engine.request(tokens), count) for tokens, count in before]
+
+    outs = engine.step(work, mm_req_doc_ranges=images)
+
+    checked = [(0, 150)]
+    checked += [(1, position) for position in (129, 130, 131, 200, 280, 281, 282, 283)]
+    checked += [(2, position) for position in (0, 2, 3, 19, 20, 21, 40, 41, 59)]
+    check(engine, outs, before, images, checked)
+
+
+def test_prompts_without_images_and_decodes_after_one_have_plain_windows(engine: Engine) -> None:
+    request, other = engine.request(), engine.request(140)
+    engine.step([(request, 60)], mm_req_doc_ranges={0: [(5, 50)]})
+
+    outs = engine.step([(request, 1), (other, 30)])
+
+    check(engine, outs, [(60, 1), (140, 30)], {}, [(0, 60), (1, 140), (1, 169)])
+
+
+def test_rows_are_as_wide_as_was_planned_for(engine: Engine) -> None:
+    layer = engine.layers[0]
+
+    window = engine.describe([(engine.request(), 60)], mm_req_doc_ranges={0: [(5, 50)]})[layer.swa_cache_layer.prefix]
+
+    assert window.dsv4attn.prefill_swa_indices.shape == (60, 1, 128 + LARGEST)
+    assert layer._serving.limits.prefill_window_columns == 128 + LARGEST
+    assert {one.window_columns for one in layer._serving.problems if one.phase == "prefill"} == {128 + LARGEST}
