@@ -109,8 +109,10 @@ def chosen(device: Device) -> frozenset[str]:
     """
     named = asked()
     if named is None:
-        needed = device.platform == "cpu" or (device.platform == "cuda" and not device.deep_gemm)
-        return AUTO if needed else frozenset()
+        if device.platform == "cpu" or (device.platform == "cuda" and not device.deep_gemm):
+            return AUTO
+        # where vLLM's own layers round outputs to fp8 as well
+        return frozenset({PROJECTION}) if device.platform == "cuda" else frozenset()
     if MHC in named and device.platform == "cpu" and device.compiled:
         cure = f"pass --enforce-eager, or leave {MHC} out of {VARIABLE}"
         raise RefusedError(MHC, expected="a model that is not compiled", actual="torch.compile", cure=cure)

@@ -63,8 +63,9 @@ FP8 = {
     "scale_fmt": "ue8m0",
 }
 KINDS = ("swa", "c4a", "c128a")
-LAYERS = 4
-"""Layers of each kind, so that a layer does not find its own caches in the L2."""
+LAYERS, TIMES = 4, 5
+"""Layers of each kind, so that a layer does not find its own caches in the L2; and how often a step runs them, so that
+what happens once a step has the share that it has in a model."""
 
 
 class GPUEngine(Engine):
@@ -111,24 +112,32 @@ class GPUEngine(Engine):
         self.tensors = {}
 
 
-def fill(engine: GPUEngine, ours: GPUEngine) -> None:
-    """Random keys and entries in all caches, written by an insert of dsv4attn; finite bytes everywhere else."""
-    for tensor in engine.tensors.values():
-        if tensor.dtype == torch.uint8:
-            # finite in e4m3, and as an exponent or an fp32 of such bytes
-            tensor.copy_(torch.randint(0x30, 0x40, tensor.shape, dtype=torch.uint8, device=GPU))
-        else:
-            tensor.normal_()
+def fill(engine: GPUEngine, ours: GPUEngine, work: Sequence[tuple[Request, int]]) -> None:
+    """Random keys and entries in the pages of these requests, written by an insert of dsv4attn.
+
+    Groups share memory, so a page is written as those of its group are, and the others hold bytes that are finite in
+    every format: e4m3, bf16, fp32, exponents.
+    """
+    raw = next(iter(engine.tensors.values())).untyped_storage()
+    for part in torch.empty(0, dtype=torch.uint8, device=GPU).set_(raw).split(2**30):
+        part.copy_(torch.randint(0x30, 0x40, part.shape, dtype=torch.uint8, device=GPU))
     random = torch.Generator(GPU).manual_seed(7)
-    for layer in ours.layers:
-        caches, backend = layer._caches(), layer._serving.backend
-        for cache in (caches.swa, caches.compressed):
-            for slots in (
-                () if cache is None else torch.arange(cache.num_blocks * cache.block_size, device=GPU).split(16384)
-            ):
-                kv = torch.randn(len(slots), 512, generator=random, device=GPU).bfloat16()
-                q, table = kv.new_zeros(len(slots), layer.n_local_heads, 512), layer.rotary_emb.cos_sin_cache
-                backend.qnorm_rope_kv_insert(q, kv, cache, slots, slots % 1024, table, 1e-6)
+    for i, group in enumerate(engine.caches.kv_cache_groups):
+        blocks = torch.tensor([b for request, _ in work for b in request.blocks[i] if b], device=GPU)
+        for layer in ours.layers:
+            caches = layer._caches()
+            for name, cache in ((layer.swa_cache_layer.prefix, caches.swa), (layer.prefix, caches.compressed)):
+                if name in group.layer_names:
+                    write(layer, cache, blocks, random)
+
+
+def write(layer: Any, cache: Any, blocks: Tensor, random: torch.Generator) -> None:
+    """Random records in all slots of some pages of a cache of dsv4attn's layer."""
+    slots = (blocks[:, None] * cache.block_size + torch.arange(cache.block_size, device=GPU)).flatten()
+    for part in slots.split(16384):
+        kv = torch.randn(len(part), 512, generator=random, device=GPU).bfloat16()
+        q, table = kv.new_zeros(len(part), layer.n_local_heads, 512), layer.rotary_emb.cos_sin_cache
+        layer._serving.backend.qnorm_rope_kv_insert(q, kv, cache, part, part % 1024, table, 1e-6)
 
 
 @contextmanager
@@ -168,7 +177,7 @@ def steady(engine: GPUEngine, kind: str, call: Callable[[Any], Any], metadata: A
         with torch.cuda.graph(graph, stream=side):
             for layer in layers:
                 call(layer)
-    return timed(graph.replay, repeat=20) / len(layers)
+    return timed(graph.replay, repeat=8) / len(layers)
 
 
 def timed(call: Callable[[], Any], *, repeat: int, rounds: int = 7) -> float:
@@ -185,43 +194,38 @@ def timed(call: Callable[[], Any], *, repeat: int, rounds: int = 7) -> float:
     return statistics.median(times[1:])
 
 
-def piecewise(engine: GPUEngine, kind: str, hidden: Tensor, work: Any, steps: int = 12) -> tuple[float, float]:
-    """Microseconds of a layer's `forward` in vLLM's piecewise graphs, by the host's clock; and of a builder's step."""
-    layers, rows = of_kind(engine, kind), hidden.shape[0]
-    positions = engine.positions[:rows]
-    start = time.perf_counter()
-    metadata = [engine.describe(work) for _ in range(3 * steps)]
-    torch.cuda.synchronize()
-    build = (time.perf_counter() - start) / len(metadata) * 1e6
+def piecewise(step: Step, kind: str, steps: int = 8) -> float:
+    """Microseconds of a layer's `forward` in vLLM's piecewise graphs, by the host's clock; steps have new metadata."""
+    layers, engine = of_kind(step.engine, kind), step.engine
+    metadata = [engine.describe(step.work) for _ in range(3 * steps)]
 
-    def context(step: Any) -> Any:
-        return set_forward_context(step, engine.config, rows, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
+    def context(metadata: Any) -> Any:
+        return set_forward_context(metadata, engine.config, step.rows, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
 
-    side = torch.cuda.Stream()
-    with context(metadata[0]), torch.cuda.stream(side):
-        for layer in layers:
-            layer(positions, hidden)
-        torch.cuda.synchronize()
-        with BreakableCUDAGraphCapture() as capture:
+    times = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        with context(metadata[0]):
             for layer in layers:
-                layer(positions, hidden)
-        torch.cuda.synchronize()
-        times = []
+                layer(step.positions, step.hidden)
+            torch.cuda.synchronize()
+            with BreakableCUDAGraphCapture() as capture:
+                for layer in layers:
+                    layer(step.positions, step.hidden)
         for third in range(3):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            for step in metadata[third * steps : (third + 1) * steps]:
-                with context(step):
+            for described in metadata[third * steps : (third + 1) * steps]:
+                with context(described):
                     capture.replay()
             torch.cuda.synchronize()
             times.append((time.perf_counter() - start) * 1e6 / steps / len(layers))
-    return min(times), build
+    return min(times)
 
 
 def of_kind(engine: GPUEngine, kind: str) -> list[Any]:
-    """The layers of a kind."""
+    """The layers of a kind, as often as a step runs them."""
     at = KINDS.index(kind) * LAYERS
-    return engine.layers[at : at + LAYERS]
+    return engine.layers[at : at + LAYERS] * TIMES
 
 
 class Step:
@@ -234,7 +238,9 @@ class Step:
         size = self.rows, layer.n_local_heads, 512
         self.hidden = torch.randn(self.rows, layer.hidden_size, generator=random, device=GPU).bfloat16()
         self.q, self.kv = (torch.randn(s, generator=random, device=GPU).bfloat16() for s in (size, size[::2]))
-        self.positions = engine.positions[: self.rows]
+        # an insert of dsv4attn works in place
+        self.scratch = self.q.clone()
+        self.positions = engine.positions[: self.rows].clone()
         engine.topk.fill_(-1)
         most = engine.topk.shape[1]
         visible = ((self.positions + 1) // 4).clamp(min=1)
@@ -252,7 +258,7 @@ class Step:
 
     def insert(self, layer: Any) -> Tensor:
         """The normalised and rotated q: of vLLM a tensor of its own, of dsv4attn the one that was given."""
-        return layer._fused_qnorm_rope_kv_insert(self.q, self.kv, self.positions, self.metadata)
+        return layer._fused_qnorm_rope_kv_insert(self.scratch, self.kv, self.positions, self.metadata)
 
     def served(self, layer: Any) -> Tensor:
         """What dsv4attn replaces."""
@@ -326,8 +332,9 @@ def classes_of(names: Sequence[str]) -> dict[str, tuple[type, str]]:
 @click.option("--prompts", default="2x1024,1x8192", show_default=True, help="steps of prefill: requests x tokens")
 @click.option("--with", "names", default="vLLM,dsv4attn none,dsv4attn all", show_default=True)
 @click.option("--kinds", default=",".join(KINDS), show_default=True)
+@click.option("--profile", is_flag=True, help="kernels of a layer's forward too, with their times")
 @click.option("--json", "file", type=click.Path(path_type=Path), help="write all rows here")
-def main(model: str, tokens: str, prompts: str, names: str, kinds: str, file: Path | None) -> None:
+def main(model: str, tokens: str, prompts: str, names: str, kinds: str, profile: bool, file: Path | None) -> None:
     """Compare and time vLLM's FlashMLA layers and dsv4attn's, decode and prefill."""
     decodes = [int(count) for count in tokens.split(",") if count]
     prefills = [tuple(map(int, shape.split("x"))) for shape in prompts.split(",") if shape]
@@ -335,10 +342,8 @@ def main(model: str, tokens: str, prompts: str, names: str, kinds: str, file: Pa
     limits = {"max_num_seqs": max([8, *decodes]), "max_num_batched_tokens": most}
     rows: list[dict[str, Any]] = []
     with torch.inference_mode(), engines(model, classes_of(names.split(",")), **limits) as made:
-        ours = next(engine for name, engine in made.items() if name != "vLLM")
-        fill(next(iter(made.values())), ours)
         for count in decodes:
-            rows += decode_rows(made, count, kinds.split(","))
+            rows += decode_rows(made, count, kinds.split(","), profile=profile)
         for shape in prefills:
             rows += prefill_rows(made, *shape, kinds.split(","))
         if file:
@@ -357,10 +362,13 @@ def steps_of(made: dict[str, GPUEngine], contexts: Sequence[int], count: int) ->
         engine._free = first._free
         found[name] = Step(engine, work)
     first._free = free
+    fill(first, next(engine for name, engine in made.items() if name != "vLLM"), work)
     return found
 
 
-def decode_rows(made: dict[str, GPUEngine], count: int, kinds: Sequence[str]) -> list[dict[str, Any]]:
+def decode_rows(
+    made: dict[str, GPUEngine], count: int, kinds: Sequence[str], *, profile: bool = False
+) -> list[dict[str, Any]]:
     """One token for each of `count` requests of 2,048 to 16,384 tokens."""
     lengths = torch.randint(2048, 16384, (count,), generator=torch.Generator().manual_seed(1)).tolist()
     steps, rows = steps_of(made, lengths, 1), []
@@ -368,8 +376,9 @@ def decode_rows(made: dict[str, GPUEngine], count: int, kinds: Sequence[str]) ->
         row: dict[str, Any] = {"phase": "decode", "tokens": count, "kind": kind, "apart": compare(steps, kind)}
         for name, step in steps.items():
             graph = {p: steady(step.engine, kind, c, step.metadata, step.rows) for p, c in step.parts.items()}
-            pieces, build = piecewise(step.engine, kind, step.hidden, step.work)
-            row[name] = {**graph, "layer, piecewise": pieces, "metadata of a step": build}
+            row[name] = {**graph, "layer, piecewise": piecewise(step, kind)}
+            if profile:
+                show_kernels(f"decode {count}, {kind}, {name}", step, kind)
         rows.append(row)
     return rows
 
@@ -388,9 +397,25 @@ def prefill_rows(made: dict[str, GPUEngine], requests: int, count: int, kinds: S
                     call(layer)
 
             with step.context():
-                row[name] = {p: timed(lambda: run(c), repeat=2, rounds=4) / LAYERS for p, c in step.parts.items()}  # noqa: B023
+                row[name] = {p: timed(lambda: run(c), repeat=1, rounds=4) / len(layers) for p, c in step.parts.items()}  # noqa: B023
         rows.append(row)
     return rows
+
+
+def show_kernels(title: str, step: Step, kind: str) -> None:
+    """Print the kernels of one `forward`, in order, with mean times."""
+    layers = of_kind(step.engine, kind)
+    with step.context(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for layer in layers:
+            layer(step.positions, step.hidden)
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = {}
+    for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
+        times.setdefault(event.name, []).append(event.device_time)
+    print(title)
+    for name, each in times.items():
+        if len(each) >= TIMES:
+            print(f"  {len(each) / len(layers):4.1f} x {statistics.median(each):7.2f} us  {name[:110]}")
 
 
 def show(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:

@@ -58,11 +58,15 @@ def layer_of(config: VllmConfig, layer_class: type = CUDAAttention) -> CUDAAtten
 
 @pytest.mark.parametrize(
     ("device", "wanted"),
-    [(AMPERE, steps.AUTO), (CPU, steps.AUTO), (HOPPER, set()), (BLACKWELL, set()), (MI300, set()), (INTEL, set())],
+    [
+        *[(device, steps.AUTO) for device in (AMPERE, CPU)],
+        *[(device, {PROJECTION}) for device in (HOPPER, BLACKWELL)],
+        *[(device, set()) for device in (MI300, INTEL)],
+    ],
     ids=lambda value: str(sorted(value)) if isinstance(value, set | frozenset) else str(value),
 )
 @pytest.mark.parametrize("text", ["", " ", "auto", "AUTO", "auto,"])
-def test_auto_takes_what_vllm_has_no_kernels_for(
+def test_auto_takes_what_vllm_has_no_kernels_for_and_its_rounding(
     monkeypatch: pytest.MonkeyPatch, device: Device, wanted: set[str], text: str
 ) -> None:
     monkeypatch.setenv(steps.VARIABLE, text)
