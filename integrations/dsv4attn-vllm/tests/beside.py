@@ -7,12 +7,14 @@ planner lays them out and vLLM's builders describe the steps. `engine.py` has th
     served                      the three of them
     layer                       vLLM's `forward`: hidden states in, hidden states out
 
-A time is that of one layer: in a captured graph of several layers of a kind, each with caches of its own; or in vLLM's
-piecewise graphs, whose attention runs eagerly between replays, by the clock of the host. Both are medians.
+A time is that of one layer. Decode: in a captured graph of twenty layers of a kind, four with caches of their own; or
+in vLLM's piecewise graphs, whose attention runs eagerly between replays, by the clock of the host. Prefill: eagerly.
+Engines run in turn; times are medians.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -163,63 +165,58 @@ def engines(model: str, classes: dict[str, tuple[type, str]], **limits: int) -> 
         yield made
 
 
-def steady(engine: GPUEngine, kind: str, call: Callable[[Any], Any], metadata: Any, rows: int) -> float:
-    """Microseconds of one layer of a kind in a captured graph."""
-    layers = of_kind(engine, kind)
-    with set_forward_context(metadata, engine.config, rows, cudagraph_runtime_mode=CUDAGraphMode.FULL):
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                for layer in layers:
-                    call(layer)
+def captured(step: Step, kind: str, call: Callable[[Any], Any]) -> Callable[[], Any]:
+    """A captured graph of the layers of a kind, to be replayed."""
+    layers, graph = of_kind(step.engine, kind), torch.cuda.CUDAGraph()
+    with step.context(CUDAGraphMode.FULL), torch.cuda.stream(torch.cuda.Stream()):
+        for layer in layers:
+            call(layer)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             for layer in layers:
                 call(layer)
-    return timed(graph.replay, repeat=8) / len(layers)
+    return graph.replay
 
 
-def timed(call: Callable[[], Any], *, repeat: int, rounds: int = 7) -> float:
-    """Microseconds of a call on the GPU's clock."""
-    times = []
-    for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(repeat):
-            call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / repeat)
-    return statistics.median(times[1:])
-
-
-def piecewise(step: Step, kind: str, steps: int = 8) -> float:
-    """Microseconds of a layer's `forward` in vLLM's piecewise graphs, by the host's clock; steps have new metadata."""
+def pieces(step: Step, kind: str, steps: int = 8) -> Callable[[], Any]:
+    """Steps in vLLM's piecewise graphs, each with new metadata: a call runs one, and metadata come round again."""
     layers, engine = of_kind(step.engine, kind), step.engine
-    metadata = [engine.describe(step.work) for _ in range(3 * steps)]
-
-    def context(metadata: Any) -> Any:
-        return set_forward_context(metadata, engine.config, step.rows, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
-
-    times = []
-    with torch.cuda.stream(torch.cuda.Stream()):
-        with context(metadata[0]):
+    described = itertools.cycle([engine.describe(step.work) for _ in range(steps)])
+    with step.context(CUDAGraphMode.PIECEWISE), torch.cuda.stream(torch.cuda.Stream()):
+        for layer in layers:
+            step.parts["layer"](layer)
+        torch.cuda.synchronize()
+        with BreakableCUDAGraphCapture() as capture:
             for layer in layers:
-                layer(step.positions, step.hidden)
+                step.parts["layer"](layer)
+
+    def run() -> None:
+        metadata = next(described)
+        with set_forward_context(metadata, engine.config, step.rows, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE):
+            capture.replay()
+
+    return run
+
+
+def in_turn(
+    calls: dict[str, Callable[[], Any]], layers: int, *, repeat: int, rounds: int = 9, host: bool = False
+) -> dict[str, float]:
+    """Microseconds of a layer by each call, which run in turn: medians, of the GPU's clock or the host's."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            call()
             torch.cuda.synchronize()
-            with BreakableCUDAGraphCapture() as capture:
-                for layer in layers:
-                    layer(step.positions, step.hidden)
-        for third in range(3):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            clock = time.perf_counter()
+            begin.record()
+            for _ in range(repeat):
+                call()
+            end.record()
             torch.cuda.synchronize()
-            start = time.perf_counter()
-            for described in metadata[third * steps : (third + 1) * steps]:
-                with context(described):
-                    capture.replay()
-            torch.cuda.synchronize()
-            times.append((time.perf_counter() - start) * 1e6 / steps / len(layers))
-    return min(times)
+            spent = (time.perf_counter() - clock) * 1e6 if host else begin.elapsed_time(end) * 1e3
+            times[name].append(spent / repeat / layers)
+    return {name: statistics.median(each[1:]) for name, each in times.items()}
 
 
 def of_kind(engine: GPUEngine, kind: str) -> list[Any]:
@@ -230,6 +227,8 @@ def of_kind(engine: GPUEngine, kind: str) -> list[Any]:
 
 class Step:
     """One step of an engine, and the inputs of each part of a layer."""
+
+    PARTS = ("insert", "attention", "output", "served", "layer")
 
     def __init__(self, engine: GPUEngine, work: Sequence[tuple[Request, int]], seed: int = 3) -> None:
         self.engine, self.work, self.metadata = engine, work, engine.describe(work)
@@ -266,44 +265,49 @@ class Step:
         layer.forward_mqa(q, self.kv, self.positions, self.out)
         return layer._o_proj(self.out[:, : layer.n_local_heads], self.positions)
 
-    def context(self) -> Any:
+    def context(self, mode: CUDAGraphMode = CUDAGraphMode.NONE) -> Any:
         """The forward context in which vLLM runs the step."""
-        return set_forward_context(self.metadata, self.engine.config, self.rows)
+        return set_forward_context(self.metadata, self.engine.config, self.rows, cudagraph_runtime_mode=mode)
 
 
 def compare(steps: dict[str, Step], kind: str) -> dict[str, float]:
-    """How far outputs are apart, in norms, and how many bytes of the window cache differ; `vLLM` is the first."""
+    """How far outputs are from those of the first, in norms, and how many bytes of inserted records differ."""
+    attended = {name: attend(step, kind) for name, step in steps.items()}
+    # these change the caches, so they come when all have attended
+    outputs = {name: {"layer": forward(step, kind)} for name, step in steps.items()}
+    (name, base), *others = ((name, attended[name] | outputs[name]) for name in steps)
     found: dict[str, float] = {}
-    (name, base), *others = steps.items()
-    expected = outputs(base, kind)
-    for name, step in others:
-        for part, value in outputs(step, kind).items():
-            theirs = expected[part]
-            if value.dtype == torch.uint8:
-                found[f"{name}.{part}"] = (value != theirs).sum().item()
-            else:
-                found[f"{name}.{part}"] = ((value.float() - theirs.float()).norm() / theirs.float().norm()).item()
+    for name, values in others:
+        for part, value in values.items():
+            theirs = base[part]
+            found[f"{name}, {part}"] = (
+                (value != theirs).sum().item()
+                if value.dtype == torch.uint8
+                else ((value.float() - theirs.float()).norm() / theirs.float().norm()).item()
+            )
     return found
 
 
-def outputs(step: Step, kind: str) -> dict[str, Tensor]:
-    """Of a kind's first layer: the written records, attention after the insert, and what `forward` returns."""
+def attend(step: Step, kind: str) -> dict[str, Tensor]:
+    """The records that a kind's first layer writes, its q after the insert, attention, and the output projection."""
     layer = of_kind(step.engine, kind)[0]
-    with step.context(), torch.no_grad():
+    with step.context():
         slots = step.metadata[layer.swa_cache_layer.prefix].slot_mapping[: step.rows]
-        page = layer.swa_cache_layer.kv_cache
         q = layer._fused_qnorm_rope_kv_insert(step.q.clone(), step.kv, step.positions, step.metadata)
-        records = records_at(page, slots)
-        out = torch.empty_like(step.out)
+        records, out = records_at(layer.swa_cache_layer.kv_cache, slots), torch.empty_like(step.out)
         layer.forward_mqa(q, step.kv, step.positions, out)
-        heads = layer.n_local_heads
-        found = {"bytes": records, "q": q[:, :heads].clone(), "attention": out[:, :heads].clone()}
-        found["output"] = layer._o_proj(out[:, :heads], step.positions).clone()
-        saved = step.engine.topk.clone()
-        found["layer"] = layer(step.positions, step.hidden).clone()
-        step.engine.topk.copy_(saved)
-    torch.cuda.synchronize()
-    return found
+        attended = out[:, : layer.n_local_heads]
+        found = {"records": records, "q": q[:, : layer.n_local_heads].clone(), "attention": attended.clone()}
+        return found | {"output": layer._o_proj(attended, step.positions).clone()}
+
+
+def forward(step: Step, kind: str) -> Tensor:
+    """What the `forward` of a kind's first layer returns. The selection of the step stays."""
+    saved = step.engine.topk.clone()
+    with step.context():
+        out = of_kind(step.engine, kind)[0](step.positions, step.hidden).clone()
+    step.engine.topk.copy_(saved)
+    return out
 
 
 def records_at(pages: Tensor, slots: Tensor) -> Tensor:
@@ -322,7 +326,7 @@ def classes_of(names: Sequence[str]) -> dict[str, tuple[type, str]]:
     from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
     known = {"vLLM": (DeepseekV4FlashMLAAttention, "none")}
-    known |= {f"dsv4attn {steps}": (CUDAAttention, steps) for steps in ("none", "projection", "all")}
+    known |= {f"dsv4attn {steps}": (CUDAAttention, steps) for steps in ("auto", "none", "all")}
     return {name: known[name] for name in names}
 
 
@@ -330,7 +334,7 @@ def classes_of(names: Sequence[str]) -> dict[str, tuple[type, str]]:
 @click.option("--model", type=click.Choice(list(MODELS)), default="flash", show_default=True)
 @click.option("--tokens", default="64,256", show_default=True, help="decoded tokens, one a request")
 @click.option("--prompts", default="2x1024,1x8192", show_default=True, help="steps of prefill: requests x tokens")
-@click.option("--with", "names", default="vLLM,dsv4attn none,dsv4attn all", show_default=True)
+@click.option("--with", "names", default="vLLM,dsv4attn auto,dsv4attn none", show_default=True)
 @click.option("--kinds", default=",".join(KINDS), show_default=True)
 @click.option("--profile", is_flag=True, help="kernels of a layer's forward too, with their times")
 @click.option("--json", "file", type=click.Path(path_type=Path), help="write all rows here")
@@ -374,12 +378,16 @@ def decode_rows(
     steps, rows = steps_of(made, lengths, 1), []
     for kind in kinds:
         row: dict[str, Any] = {"phase": "decode", "tokens": count, "kind": kind, "apart": compare(steps, kind)}
-        for name, step in steps.items():
-            graph = {p: steady(step.engine, kind, c, step.metadata, step.rows) for p, c in step.parts.items()}
-            row[name] = {**graph, "layer, piecewise": piecewise(step, kind)}
-            if profile:
-                show_kernels(f"decode {count}, {kind}, {name}", step, kind)
+        layers = LAYERS * TIMES
+        for part in Step.PARTS:
+            graphs = {name: captured(step, kind, step.parts[part]) for name, step in steps.items()}
+            row[part] = in_turn(graphs, layers, repeat=5)
+        runs = {name: pieces(step, kind) for name, step in steps.items()}
+        row["layer, piecewise"] = in_turn(runs, layers, repeat=4, host=True)
         rows.append(row)
+        if profile:
+            for name, step in steps.items():
+                show_kernels(f"decode {count}, {kind}, {name}", step, kind)
     return rows
 
 
@@ -389,17 +397,22 @@ def prefill_rows(made: dict[str, GPUEngine], requests: int, count: int, kinds: S
     for kind in kinds:
         row: dict[str, Any] = {"phase": "prefill", "tokens": requests * count, "kind": kind}
         row["apart"] = compare(steps, kind)
-        for name, step in steps.items():
-            layers = of_kind(step.engine, kind)
-
-            def run(call: Callable[[Any], Any], layers: Sequence[Any] = layers) -> None:
-                for layer in layers:
-                    call(layer)
-
-            with step.context():
-                row[name] = {p: timed(lambda: run(c), repeat=1, rounds=4) / len(layers) for p, c in step.parts.items()}  # noqa: B023
+        for part in Step.PARTS:
+            calls = {name: eager(step, kind, part) for name, step in steps.items()}
+            row[part] = in_turn(calls, LAYERS * TIMES, repeat=1, rounds=5)
         rows.append(row)
     return rows
+
+
+def eager(step: Step, kind: str, part: str) -> Callable[[], Any]:
+    """A part of the layers of a kind without a graph, as vLLM runs a step with prefill."""
+
+    def run() -> None:
+        with step.context():
+            for layer in of_kind(step.engine, kind):
+                step.parts[part](layer)
+
+    return run
 
 
 def show_kernels(title: str, step: Step, kind: str) -> None:
@@ -423,10 +436,11 @@ def show(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
     console = Console(width=150)
     table = Table("step", "kind", "part", *(f"{name}, us" for name in names), title=torch.cuda.get_device_name())
     for row in rows:
-        for part, base in row[names[0]].items():
-            times = [row[name][part] for name in names]
-            cells = [f"{times[0]:.1f}", *(f"{t:.1f} ({base / t:.2f}x)" for t in times[1:])]
-            table.add_row(f"{row['phase']} {row['tokens']}", row["kind"], part, *cells)
+        for part in (*Step.PARTS, "layer, piecewise"):
+            if part in row:
+                base, *times = (row[part][name] for name in names)
+                cells = [f"{base:.1f}", *(f"{spent:.1f} ({base / spent:.2f}x)" for spent in times)]
+                table.add_row(f"{row['phase']} {row['tokens']}", row["kind"], part, *cells)
     console.print(table)
     for row in rows:
         apart = ", ".join(f"{name} {value:.3g}" for name, value in row["apart"].items())
