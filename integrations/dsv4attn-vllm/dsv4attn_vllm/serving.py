@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from attrs import define, evolve, fields_dict, frozen
 from vllm.logger import init_logger
-from vllm.v1.worker.workspace import current_workspace_manager
+from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
 from dsv4attn import (
     Backend,
@@ -68,7 +68,8 @@ class Serving:
     """How the layers of one model are served: one object for all of them, so that they share prepared steps.
 
     swa_layout, compressed_layout, index_layout: of the caches. steps: those around attention that run on dsv4attn.
-    problems: what the backend was chosen for. warm: whether its kernels were compiled.
+    problems: what the backend was chosen for. warm: whether its kernels were compiled. scratch: memory of a process
+    for which vLLM has no workspace.
     """
 
     model: ModelGeometry
@@ -81,13 +82,21 @@ class Serving:
     steps: frozenset[str] = frozenset()
     problems: Sequence[Problem] = ()
     warm: bool = False
+    scratch: WorkspaceManager | None = None
 
     def layer(self, compress_ratio: int) -> LayerGeometry:
         """Geometry of the layers of a ratio: one object for each ratio."""
         return _layer(self.model, _KIND_OF_RATIO[compress_ratio])
 
     def workspace(self) -> WorkspaceManager:
-        """dsv4attn's scratch memory of this device, one for each microbatch; it grows as long as vLLM's own may."""
+        """dsv4attn's scratch memory of this device, one for each microbatch; it grows as long as vLLM's own may.
+
+        vLLM's worker for CPUs has no workspace and no microbatches: there it is one, and may always grow.
+        """
+        if not is_workspace_manager_initialized():
+            if self.scratch is None:
+                self.scratch = WorkspaceManager(self.device)
+            return self.scratch
         manager = current_workspace_manager()
         space = manager.get_persistent_resource(("dsv4attn", self.device), partial(WorkspaceManager, self.device))
         if space.locked is not manager.is_locked():

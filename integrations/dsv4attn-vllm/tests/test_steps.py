@@ -166,6 +166,24 @@ def test_metadata_none_reserves_memory_and_zeroes_the_output(engine: Engine) -> 
     engine.step([(engine.request(150), 1), (engine.request(), 40)])  # all of it fits
 
 
+def test_a_worker_without_a_workspace_has_its_own(engine: Engine) -> None:
+    """VLLM's worker for CPUs makes none."""
+    from vllm.v1.worker.workspace import reset_workspace_manager
+
+    request = engine.request(150)
+    wanted = engine.step([(request, 1)])
+    request.tokens -= 1
+    reset_workspace_manager()
+
+    outs = engine.step([(request, 1)])
+
+    assert all(map(torch.equal, wanted, outs))
+    spaces = [layer._serving.workspace() for layer in engine.layers]
+    assert all(space is spaces[0] for space in spaces)
+    assert spaces[0].total_bytes
+    assert not spaces[0].locked
+
+
 def test_padding_of_a_captured_batch_is_zero_and_inserts_nothing(engine: Engine) -> None:
     work = [(engine.request(150), 1), (engine.request(33), 1)]
     alone = engine.step(work)
