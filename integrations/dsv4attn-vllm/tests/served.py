@@ -101,7 +101,8 @@ def engine(**arguments: Any) -> Any:
             torch.cpu._is_amx_tile_supported = real
 
     EngineArgs.create_engine_config = configured
-    return LLM(skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=2**28, **arguments)
+    options = {"skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True, "disable_log_stats": False}
+    return LLM(**options, kv_cache_memory_bytes=2**28, **arguments)
 
 
 def answers(llm: Any, prompts: list[list[int]], tokens: int, *, of_prompts: bool) -> list[dict[str, Any]]:
@@ -126,7 +127,7 @@ def answers(llm: Any, prompts: list[list[int]], tokens: int, *, of_prompts: bool
 
 
 def main(*, out: str, backend: str, rounds: list[list[list[int]]], tokens: int, **arguments: Any) -> None:
-    """Serve rounds of prompts, one round after another, and save their `answers` to a file.
+    """Serve rounds of prompts, one round after another, and save their `answers`, and how many requests were preempted.
 
     The first round has log-probabilities of prompts too, which vLLM does not take from the prefix cache.
     """
@@ -134,7 +135,8 @@ def main(*, out: str, backend: str, rounds: list[list[list[int]]], tokens: int, 
     with _ops():
         llm = engine(**arguments)
         found = [answers(llm, prompts, tokens, of_prompts=not i) for i, prompts in enumerate(rounds)]
-    torch.save(found, out)
+        [preempted] = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
+    torch.save((found, preempted), out)
 
 
 if __name__ == "__main__":

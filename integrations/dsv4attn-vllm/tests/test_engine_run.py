@@ -23,7 +23,12 @@ CHUNK, TOKENS = 128, 6
 """Tokens of a step: longer prompts are prefilled in chunks, beside decodes of other requests. Tokens that are generated
 for each prompt."""
 
-SHORT, LONG, MIDDLE = (torch.randint(256, (n,), generator=generator(n)).tolist() for n in (5, 300, 131))
+PAGES = 110
+"""Too few for four requests of more than 256 tokens together."""
+
+SHORT, LONG, MIDDLE, *FULL = (
+    torch.randint(256, (n,), generator=generator(n)).tolist() for n in (5, 300, 131, 252, 253, 254, 255)
+)
 
 
 def checkpoint(folder: Path) -> Any:
@@ -57,20 +62,23 @@ def _deepseeks(name: str) -> str:
     return name.replace(".attn.norm.", ".attn.kv_norm.")
 
 
-def serve(folder: Path, backend: str, rounds: Sequence[Sequence[list[int]]]) -> tuple[list[list[dict[str, Any]]], str]:
-    """The answers in each round (see served.py) of an engine in a process of its own, and its log."""
-    limits = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": CHUNK, "max_logprobs": 256}
+def serve(
+    folder: Path, backend: str, rounds: Sequence[Sequence[list[int]]]
+) -> tuple[list[list[dict[str, Any]]], int, str]:
+    """The answers in each round (see served.py) of an engine in a process of its own, its preemptions, and its log."""
+    limits = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": CHUNK, "max_logprobs": 256}
+    limits["num_gpu_blocks_override"] = PAGES
     out, file = folder / "answers.pt", folder / "arguments.json"
     given = {"model": str(folder), "out": str(out), "backend": backend, "rounds": rounds, "tokens": TOKENS}
     file.write_text(json.dumps({**given, **limits}))
     script = Path(__file__).with_name("served.py")
     done = subprocess.run([sys.executable, script, file], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(out), done.stdout + done.stderr
+    return *torch.load(out), done.stdout + done.stderr
 
 
 def logprobs(model: Any, prompts: Sequence[list[int]], answers: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    """Of each prompt and its answer: log-probabilities [n, vocabulary] behind each token but the last."""
+    """Log-probabilities [n, vocabulary] of each prompt and its answer, behind each token but the last."""
     with torch.no_grad():
         pairs = zip(prompts, answers, strict=True)
         rows = [model(torch.tensor([prompt + answer["tokens"][:-1]])).logits[0] for prompt, answer in pairs]
@@ -134,10 +142,14 @@ def check_bugs(model: Any, wanted: Tensor, prompts: Sequence[list[int]], answers
 
 
 def test_requests_are_answered_as_by_transformers(tmp_path: Path) -> None:
-    """Ragged prompts together; then one of them alone, whose first page of tokens comes from the prefix cache."""
+    """Three rounds.
+
+    Ragged prompts together; one of them alone, whose first page of tokens comes from the prefix cache; and more at once
+    than there are pages for, so that a request is preempted and prefilled again.
+    """
     model, prompts = checkpoint(tmp_path), [SHORT, LONG, MIDDLE]
 
-    (together, [again]), log = serve(tmp_path, "reference", [prompts, [LONG]])
+    (together, [again], crowd), preempted, log = serve(tmp_path, "reference", [prompts, [LONG], FULL])
 
     check_log(log)
     wanted = logprobs(model, prompts, together)
@@ -146,13 +158,15 @@ def test_requests_are_answered_as_by_transformers(tmp_path: Path) -> None:
     assert (together[1]["cached"], again["cached"]) == (0, 256)
     assert again["tokens"] == together[1]["tokens"]
     assert rms(again["logprobs"] - together[1]["logprobs"][-TOKENS:]) < 0.01
+    assert preempted > 0
+    check_answers([rows[-TOKENS:] for rows in logprobs(model, FULL, crowd)], crowd)
 
 
 def test_requests_are_answered_by_triton_too(tmp_path: Path) -> None:
     """Fewer of them, for its interpreter."""
     model, prompts = checkpoint(tmp_path), [SHORT, MIDDLE]
 
-    [answers], log = serve(tmp_path, "triton", [prompts])
+    [answers], _, log = serve(tmp_path, "triton", [prompts])
 
     check_log(log)
     check_answers(logprobs(model, prompts, answers), answers)
