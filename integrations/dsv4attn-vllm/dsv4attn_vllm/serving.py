@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from attrs import define, evolve, field, frozen
 from vllm.logger import init_logger
-from vllm.v1.worker.workspace import current_workspace_manager
+from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
 from dsv4attn import (
     Backend,
@@ -72,8 +72,8 @@ class Serving:
     """How the layers of one model are served: one object for all of them, so that they share prepared steps.
 
     swa_layout, compressed_layout, index_layout: of the caches. steps: those around attention that run on dsv4attn.
-    problems: what the backend was chosen for. warm: whether its kernels were compiled.
-    checked: keys of inserts whose arguments were checked, at most MOST_CHECKED.
+    problems: what the backend was chosen for. warm: whether its kernels were compiled. scratch: memory of a process
+    for which vLLM has no workspace. checked: keys of inserts whose arguments were checked, at most MOST_CHECKED.
     """
 
     model: ModelGeometry
@@ -86,6 +86,7 @@ class Serving:
     steps: frozenset[str] = frozenset()
     problems: Sequence[Problem] = ()
     warm: bool = False
+    scratch: WorkspaceManager | None = None
     checked: set[tuple[object, ...]] = field(factory=set)
 
     def know(self, key: tuple[object, ...]) -> None:
@@ -99,7 +100,14 @@ class Serving:
         return _layer(self.model, _KIND_OF_RATIO[compress_ratio])
 
     def workspace(self) -> WorkspaceManager:
-        """dsv4attn's scratch memory of this device, one for each microbatch; it grows as long as vLLM's own may."""
+        """dsv4attn's scratch memory of this device, one for each microbatch; it grows as long as vLLM's own may.
+
+        vLLM's worker for CPUs has no workspace and no microbatches: there it is one, and may always grow.
+        """
+        if not is_workspace_manager_initialized():
+            if self.scratch is None:
+                self.scratch = WorkspaceManager(self.device)
+            return self.scratch
         manager = current_workspace_manager()
         space = manager.get_persistent_resource(self._resource, partial(WorkspaceManager, self.device))
         if space.locked is not manager.is_locked():
@@ -116,7 +124,10 @@ class Serving:
 
         vLLM measures memory without microbatches, and has no public way to another one's resources.
         """
-        manager, mine = current_workspace_manager(), self.workspace()
+        mine = self.workspace()
+        if not is_workspace_manager_initialized():
+            return [mine]
+        manager = current_workspace_manager()
         lane, lanes = manager._get_workspace_id() % manager._num_lanes, manager._num_lanes  # noqa: SLF001
         slots = manager._persistent_resources[lane::lanes]  # noqa: SLF001
         return [slot.setdefault(self._resource, WorkspaceManager(mine.device)) for slot in slots]

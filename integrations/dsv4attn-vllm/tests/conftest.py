@@ -4,8 +4,9 @@ Faked, for all tests:
 - torch.cuda.Event does nothing. vLLM makes events in the constructors of its layers, and a CPU has no streams to order.
 - The linears multiply by torch (`cpu_linear`); vLLM's are compiled.
 - Compressors, insert and index kernels run in Triton's interpreter (TRITON_INTERPRET=1).
-- There is no engine process, no worker and no graph. `engine.py` has a scheduler of its own in a few lines, and calls
-  what vLLM's runner calls: its cache planner, its allocation of caches, its metadata builders, its layers.
+- There is no engine process, no worker and no graph, but for served.py, which has an engine. `engine.py` has a
+  scheduler of its own in a few lines, and calls what vLLM's runner calls: its cache planner, its allocation of
+  caches, its metadata builders, its layers.
 """
 
 from __future__ import annotations

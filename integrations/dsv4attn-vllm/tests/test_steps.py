@@ -278,6 +278,24 @@ def test_memory_of_every_microbatch_and_lane_is_reserved_before_vllm_locks_it(
     assert all(torch.equal(one, other) for each in outs[1:] for one, other in zip(outs[0], each, strict=True))
 
 
+def test_a_worker_without_a_workspace_has_its_own(engine: Engine) -> None:
+    """VLLM's worker for CPUs makes none."""
+    from vllm.v1.worker.workspace import reset_workspace_manager
+
+    request = engine.request(150)
+    wanted = engine.step([(request, 1)])
+    request.tokens -= 1
+    reset_workspace_manager()
+
+    outs = engine.step([(request, 1)])
+
+    assert all(map(torch.equal, wanted, outs))
+    spaces = [layer._serving.workspace() for layer in engine.layers]
+    assert all(space is spaces[0] for space in spaces)
+    assert spaces[0].total_bytes
+    assert not spaces[0].locked
+
+
 def test_padding_of_a_captured_batch_is_zero_and_inserts_nothing(engine: Engine) -> None:
     work = [(engine.request(150), 1), (engine.request(33), 1)]
     alone = engine.step(work)

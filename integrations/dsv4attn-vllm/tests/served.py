@@ -1,0 +1,143 @@
+"""A process with vLLM's own engine in it: `python served.py ARGUMENTS`, which are JSON; see `main`.
+
+vLLM's scheduler, cache manager with prefix caching, worker and model runner (version 2) for CPUs, sampler and model run
+as they are. A DeepSeek-V4 model runs its attention with all steps around it, and its hyper-connections, on dsv4attn.
+
+Faked, beside the interpreter of conftest.py:
+- Four compiled ops that are not attention's are written in torch below (`OPS`), unless vLLM's `_C` is installed.
+- The CPU has AMX while vLLM makes its configuration: without AMX it forbids chunks and prefix caching for this model.
+- The engine, its worker and the caller are one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import conftest  # noqa: F401 - Triton's interpreter and the variables of these tests
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def init_cpu_memory_env(nodes: list[int]) -> None:
+    """Bind no memory."""
+
+
+def prepack_moe_weight(weight: Tensor, packed: Tensor, isa: str) -> None:
+    """Keep the order of a weight."""
+    packed.copy_(weight)
+
+
+def hash_topk_cpu(
+    gating_output: Tensor, tid2eid: Tensor, topk: int, scoring_func: str, fused: int, experts: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Weights and numbers of the experts that a token's id names."""
+    weights = functional.softplus(gating_output.float()).sqrt().gather(1, tid2eid.long())
+    return weights / weights.sum(1, keepdim=True) * scale, tid2eid.int()
+
+
+def cpu_fused_moe(
+    out: Tensor,
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    bias13: Tensor | None,
+    bias2: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+    skip_weighted: bool,
+    act: str,
+    isa: str,
+) -> None:
+    """Experts without biases, in fp32."""
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for expert in experts.unique().tolist():
+        rows, choice = (experts == expert).nonzero(as_tuple=True)
+        gate, up = functional.linear(x[rows].float(), w13[expert].float()).chunk(2, dim=1)
+        y = functional.linear(functional.silu(gate) * up, w2[expert].float())
+        total.index_add_(0, rows, y * weights[rows, choice, None])
+    out.copy_(total)
+
+
+OPS = {init_cpu_memory_env: (), prepack_moe_weight: ("packed",), hash_topk_cpu: (), cpu_fused_moe: ("out",)}
+"""Ops of vLLM's `_C`, and the arguments that each writes."""
+
+
+@contextmanager
+def _ops() -> Iterator[None]:
+    """Define the ops that vLLM's Python calls on a CPU, where nothing compiled does."""
+    import vllm._custom_ops  # noqa: F401 - it loads what is compiled
+
+    library = torch.library.Library("_C", "FRAGMENT")
+    for op, written in OPS.items():
+        if not hasattr(torch.ops._C, op.__name__):
+            library.define(op.__name__ + torch.library.infer_schema(op, mutates_args=written))
+            library.impl(op.__name__, op, "CompositeExplicitAutograd")
+    yield
+    library._destroy()
+
+
+def engine(**arguments: Any) -> Any:
+    """VLLM's `LLM` of these arguments."""
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+
+    make = EngineArgs.create_engine_config
+
+    def configured(*given: Any, **options: Any) -> Any:
+        real, torch.cpu._is_amx_tile_supported = torch.cpu._is_amx_tile_supported, lambda: True
+        try:
+            return make(*given, **options)
+        finally:
+            torch.cpu._is_amx_tile_supported = real
+
+    EngineArgs.create_engine_config = configured
+    options = {"skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True, "disable_log_stats": False}
+    return LLM(**options, kv_cache_memory_bytes=2**28, **arguments)
+
+
+def answers(llm: Any, prompts: list[list[int]], tokens: int, *, of_prompts: bool) -> list[dict[str, Any]]:
+    """Generate so many tokens greedily for all prompts at once. of_prompts: log-probabilities of prompts too.
+
+    Of each prompt: tokens, those that were generated. cached: tokens of the prompt that were in the prefix cache.
+    logprobs: [n, vocabulary] fp32, of the tokens behind the first of the prompt, or of those behind the whole prompt.
+    """
+    from vllm import SamplingParams
+
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    wanted = {"logprobs": vocabulary, "prompt_logprobs": vocabulary if of_prompts else None}
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **wanted)
+    found = []
+    for output in llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False):
+        [completion] = output.outputs
+        rows = [*(output.prompt_logprobs or [None])[1:], *completion.logprobs]
+        logprobs = torch.tensor([[row[token].logprob for token in range(vocabulary)] for row in rows])
+        tokens = [*completion.token_ids]
+        found.append({"tokens": tokens, "cached": output.num_cached_tokens, "logprobs": logprobs})
+    return found
+
+
+def main(*, out: str, backend: str, rounds: list[list[list[int]]], tokens: int, **arguments: Any) -> None:
+    """Serve rounds of prompts, one round after another, and save their `answers`, and how many requests were preempted.
+
+    The first round has log-probabilities of prompts too, which vLLM does not take from the prefix cache.
+    """
+    os.environ.update(DSV4ATTN_BACKEND=backend, DSV4ATTN_VLLM_STEPS="all")
+    with _ops():
+        llm = engine(**arguments)
+        found = [answers(llm, prompts, tokens, of_prompts=not i) for i, prompts in enumerate(rounds)]
+        [preempted] = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
+    torch.save((found, preempted), out)
+
+
+if __name__ == "__main__":
+    main(**json.loads(Path(sys.argv[1]).read_text()))
