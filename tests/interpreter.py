@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.lean import lean_steps
 from tests.tapes import play_tapes
 
 
@@ -26,6 +27,7 @@ def patch_interpreter() -> None:
     remember_casts()
     remember_members()
     if os.environ.get("TAPES") != "0":
+        lean_steps()
         play_tapes()
 
 

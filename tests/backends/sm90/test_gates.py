@@ -66,13 +66,15 @@ def test_every_form_keeps_every_limit(words: str) -> None:
         assert form["factors"] == ([2] * 8 if roles is ROWED else [])
 
 
-def test_fewer_registers_for_a_role_are_found() -> None:
-    done = outside(str(Path(__file__).with_name("compiles.py")), "planted")
+@pytest.mark.parametrize("keys", ["*bf16", pytest.param("*u8", marks=pytest.mark.slow)])
+def test_fewer_registers_for_a_role_are_found(keys: str) -> None:
+    """Slow for keys on pages, as the same check finds it."""
+    done = outside(str(Path(__file__).with_name("compiles.py")), "planted", keys)
     assert done.returncode == 0, done.stderr
     # where kernels were not in Triton's cache, this needs `gluon_exit`
     assert "leaked" not in done.stderr
 
-    assert json.loads(done.stdout) == {"*u8": ["SPILLS", "SERIALISED"], "*bf16": ["SPILLS", "SERIALISED"]}
+    assert json.loads(done.stdout) == ["SPILLS", "SERIALISED"]
 
 
 def test_a_block_s_roles_have_what_a_multiprocessor_has() -> None:

@@ -20,7 +20,6 @@ from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.definitions import IndexQuery
 from dsv4attn.core.definitions.records import store_index_keys
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from tests.backends._triton.compiling.gates import broken_limits
 
 hopper = [
     pytest.mark.device,
@@ -242,16 +241,11 @@ def test_a_deterministic_backend_has_one_kernel_for_scores(monkeypatch: pytest.M
     assert (logits == 0).all()
 
 
-def test_its_forms_keep_every_limit() -> None:
-    """They are also foreseen: a command that is asked for a kernel that no backend names fails."""
-    assert broken_limits("sm90", ["sm_90"], "--kernel", "score_index") == []
-
-
-def test_four_programs_of_any_form_fit_a_multiprocessor() -> None:
+def test_four_programs_of_any_form_fit_a_multiprocessor_and_keep_every_limit() -> None:
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "tests.backends.sm90.compiles_index"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=ROOT)
 
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [{"reasons": [], "programs": index.PROGRAMS}] * 4
+    assert json.loads(done.stdout) == {"foreseen": True, "forms": [{"reasons": [], "programs": index.PROGRAMS}] * 4}

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -33,22 +34,29 @@ def road() -> Iterator[list[tuple[str, str]]]:
     frames: list[tuple[str, str]] = []
     inside: list[FrameType] = []  # the interpreted kernel that is running
 
-    def look(frame: FrameType, event: str, _: object) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "return" and inside and inside[0] is frame:
+    def left(frame: FrameType, event: str, _: object) -> Any:
+        if event == "return":
             inside.clear()
-        if event != "call" or inside or PACKAGE not in path.parents:
-            return
-        if path.stem.startswith("kernels"):
-            inside.append(frame)
-        else:
-            frames.append((str(path.relative_to(PACKAGE)), frame.f_code.co_name))
+        return left
 
-    sys.setprofile(look)
+    def look(frame: FrameType, _event: str, _: object) -> Any:
+        if inside or PACKAGE not in Path(frame.f_code.co_filename).parents:
+            return None
+        path = Path(frame.f_code.co_filename)
+        if not path.stem.startswith("kernels"):
+            frames.append((str(path.relative_to(PACKAGE)), frame.f_code.co_name))
+            return None
+        inside.append(frame)
+        frame.f_trace_lines = False
+        return left
+
+    # not setprofile, which would also ask about each function of numpy that a kernel calls
+    before = sys.gettrace()
+    sys.settrace(look)
     try:
         yield frames
     finally:
-        sys.setprofile(None)
+        sys.settrace(before)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="counted where kernels are interpreted")
