@@ -42,10 +42,13 @@ def switched_off() -> bool:
 def check() -> str:
     """The version of SGLang, for the log. Raises RefusedError if it was not tested, unless the variable allows any."""
     _flag(SWITCH, default=True)
+    found: str | None
     try:
         found = version("sglang")
     except PackageNotFoundError:  # a source tree on the path
-        found = "an SGLang without version"
+        found = None
+    # metadata may lack a version, whatever the type of `version` says
+    found = found or "an SGLang without version"
     if found.partition("+")[0] not in TESTED and not _flag(ANY_VERSION, default=False):
         cure = f"install sglang=={TESTED[-1]}, set {ANY_VERSION}=1 to try this version"
         raise RefusedError("version of SGLang", expected=" or ".join(TESTED), actual=found, cure=cure)

@@ -39,6 +39,13 @@ def test_a_model_that_is_served_says_who_runs_each_kind_of_call(kit: Any, backen
     assert lines == [f"decode, 64 {said}; swa, c4a, c128a", f"prefill, 64 {said}; up to 640 of the gathered rows"]
 
 
+def test_an_sglang_whose_metadata_lack_a_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "version", lambda name: None)
+
+    with pytest.raises(RefusedError, match="version of SGLang: expected 0.5.23, got an SGLang without version"):
+        guard.check()
+
+
 def test_an_untested_sglang_is_refused_by_name_with_the_variable_that_overrides(
     build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
