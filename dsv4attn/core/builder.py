@@ -298,7 +298,7 @@ class MetadataBuilder:
     def _checked_entries(self, batch: Batch, kind: LayerKind, ratio: int) -> tuple[Tensor, list[int]]:
         """Block table of a compressed cache, and how many entries each request has."""
         table, records = batch.compressed_block_table, self.compressed_block_tokens // ratio
-        if ratio == 1:
+        if kind is LayerKind.SWA:
             raise ArgumentError("kind", expected="a layer kind with a compressed cache", actual=kind.value)
         if table is None:
             expected = f"a table for {kind.value} layers"

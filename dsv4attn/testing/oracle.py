@@ -251,7 +251,7 @@ def q_norm_rope(q: F64, cos: F64, sin: F64, rope_dim: int, eps: float) -> F64:
 def visible_keys(
     position: int,
     window: int,
-    compress_ratio: int,
+    compress_ratio: int | None,
     selected: Sequence[int] | None,
     *,
     block: range | None = None,
@@ -261,13 +261,14 @@ def visible_keys(
     """Return the window positions and the compressed entries which the query at `position` may see.
 
     The window ends at the query itself. Entry e exists once its last token, (e + 1) * ratio - 1, exists; the
-    query may be that token. `selected` (an indexer's choice) narrows the entries and keeps its order.
+    query may be that token. Without a ratio there are no entries. `selected` (an indexer's choice) narrows the
+    entries and keeps its order.
     Other windows (vLLM): that of a draft `block` is the `window` positions before it and all of it, for each of its
     queries; that of a query in an image goes on to the position `last`; no window has a position before `earliest`.
     """
     first, end = (position - window + 1, position + 1) if block is None else (block.start - window, block.stop)
     positions = list(range(max(first, earliest, 0), end if last is None else last + 1))
-    complete = (position + 1) // compress_ratio if compress_ratio > 1 else 0
+    complete = 0 if compress_ratio is None else (position + 1) // compress_ratio
     entries = range(complete) if selected is None else selected
     return positions, [e for e in entries if 0 <= e < complete]
 

@@ -156,7 +156,7 @@ class Scenario(World):
             other["block"] = span
         if self.ahead and not decode:
             other["last"] = min(position + self.ahead, span[-1])
-        return oracle.visible_keys(position, window, 1, None, **other)[0] if valid else [], entries
+        return oracle.visible_keys(position, window, None, None, **other)[0] if valid else [], entries
 
     def problems(self, *, lse: bool = True) -> list[problem.Problem]:
         """One support question for each phase that has work."""

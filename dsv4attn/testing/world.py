@@ -184,7 +184,7 @@ class World:
 
     def visible(self, row: int) -> tuple[list[int], list[int]]:
         """Window positions and compressed entries that a row of the batch may see."""
-        token, ratio = self.tokens[row], self.layer.compress_ratio
+        token, ratio = self.tokens[row], None if self.kind is LayerKind.SWA else self.layer.compress_ratio
         if not token.valid:
             return [], []
         selected = self.topk_rows[row].tolist() if self.kind is LayerKind.C4A else None
