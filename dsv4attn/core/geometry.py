@@ -49,6 +49,7 @@ class ModelGeometry:
     of the latent that both q and the indexer's q are projected from. index_n_heads: Hi - heads of the indexer.
     index_head_dim: Di - elements of an index head and index key; the trailing `rope_dim` rotate. hc_mult: streams
     of hyper-connections. hc_sinkhorn_iters: their normalisations. hc_eps: their epsilon. name: for messages.
+    q_norm: whether each head of q is normalised, as in V4; in V4.1 it is not.
     """
 
     num_heads: int = field(validator=_positive)
@@ -72,6 +73,7 @@ class ModelGeometry:
     hc_mult: int = field(default=4, validator=_positive)
     hc_sinkhorn_iters: int = field(default=20, validator=_positive)
     hc_eps: float = 1e-6
+    q_norm: bool = True
 
     def __attrs_post_init__(self) -> None:
         if not 0 < self.rope_dim < self.head_dim or self.rope_dim % 2:
@@ -122,7 +124,8 @@ class ModelGeometry:
         theta, yarn = (self.main_theta, None) if kind is LayerKind.SWA else (self.compress_theta, self.compress_yarn)
         rope = Rope(self.rope_dim, theta, yarn)
         topk = self.index_topk if kind is LayerKind.C4A else 0
-        return LayerGeometry(kind, ratio, self.num_heads, self.head_dim, rope, self.window, topk, self.eps)
+        sizes = self.num_heads, self.head_dim, rope, self.window, topk, self.eps
+        return LayerGeometry(kind, ratio, *sizes, q_norm=self.q_norm)
 
     def tensor_parallel(self, size: int) -> ModelGeometry:
         """Geometry of one rank: heads and output groups are divided, everything else is replicated."""
@@ -213,6 +216,7 @@ def _from_fields(fields: dict[str, Any], name: str) -> ModelGeometry:
     else:
         raise GeometryError(f"{name}: field 'qk_rope_head_dim' is missing, and 'partial_rotary_factor' too")
     main_theta, compress_theta, yarn = _rope_of(fields, name)
+    sizes: dict[str, Any] = {key: need(key) for key in _LAYER_SIZES if fields.get(key) is not None}
     return ModelGeometry(
         num_heads=need("num_attention_heads"),
         head_dim=head_dim,
@@ -230,7 +234,7 @@ def _from_fields(fields: dict[str, Any], name: str) -> ModelGeometry:
         eps=_number(fields, "rms_norm_eps", name, 1e-6),
         hc_eps=_number(fields, "hc_eps", name, 1e-6),
         name=name,
-        **{key: need(key) for key in _LAYER_SIZES if fields.get(key) is not None},
+        **sizes,
     )
 
 
@@ -296,8 +300,8 @@ def _rope_of(fields: dict[str, Any], name: str) -> tuple[float, float, Yarn | No
 def _released(name: str, ratios: list[int], *sizes: int) -> ModelGeometry:
     """sizes: heads, hidden size, q_lora_rank, selected entries, output groups."""
     heads, hidden, lora, topk, groups = sizes
-    attention = {"num_heads": heads, "head_dim": 512, "rope_dim": 64, "window": 128, "index_topk": topk}
-    around = {"max_position": 1_048_576, "hidden_size": hidden, "q_lora_rank": lora, "o_groups": groups}
+    attention: dict[str, Any] = {"num_heads": heads, "head_dim": 512, "rope_dim": 64, "window": 128, "index_topk": topk}
+    around: dict[str, Any] = {"max_position": 1_048_576, "hidden_size": hidden, "q_lora_rank": lora, "o_groups": groups}
     yarn = Yarn(16.0, 65536)
     return ModelGeometry(
         **attention, **around, layers=_layers(ratios), o_lora_rank=1024, compress_yarn=yarn, name=f"deepseek-v4-{name}"

@@ -100,6 +100,7 @@ class DeepseekV4MLAAttention:
     def fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor) -> None:
         """Normalise and rotate q [T', H, D] in place; rotate a copy of kv [T', D] and write it to the window cache.
 
+        Where the geometry says that queries have no norm (`q_norm`), q is rotated only.
         positions: [T'] int64, in range for padding rows too. Call it for all tokens before `forward_mqa`. In a
         warm-up it does nothing.
         """
@@ -146,7 +147,7 @@ def _qnorm_rope_kv_insert(q: Tensor, kv: Tensor, positions: Tensor, layer: str) 
     if metadata is not None:
         slots, table, geometry = metadata.swa.slot_mapping, bound.cos_sin_cache, bound.geometry
         check_insert(q, kv, positions, slots, table, caches.swa, geometry)
-        bound.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, geometry.eps)
+        bound.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, geometry.q_eps)
 
 
 def _forward_mqa(q: Tensor, kv: Tensor, positions: Tensor, output: Tensor, layer: str) -> None:

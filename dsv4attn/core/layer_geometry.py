@@ -62,10 +62,11 @@ class LayerGeometry:
     rope: the layer's rotary embedding.
     window: W - tokens that a query sees through the window, itself included.
     topk: K - entries that the indexer selects for a query of a c4a layer; 0 for the other kinds.
-    eps: epsilon of the weightless RMSNorm of q.
+    eps: epsilon of the RMSNorms, the weightless one of q among them.
     softmax_scale: factor of the logits; None is head_dim ** -0.5.
     overlap: whether an entry of the compressor covers the window of r tokens before its own too; by default on c4a
        layers.
+    q_norm: whether each head of q is normalised before it is rotated, as in DeepSeek-V4; in V4.1 it is not.
     """
 
     kind: LayerKind
@@ -78,6 +79,7 @@ class LayerGeometry:
     eps: float = 1e-6
     softmax_scale: float | None = None
     overlap: bool = Factory(lambda self: self.kind is LayerKind.C4A, takes_self=True)
+    q_norm: bool = True
 
     def __attrs_post_init__(self) -> None:
         limits = {LayerKind.SWA: (1, 1), LayerKind.C128A: (2, inf)}.get(self.kind, (1, inf))
@@ -98,6 +100,11 @@ class LayerGeometry:
     def nope_dim(self) -> int:
         """Elements of a head that carry no position: the leading ones."""
         return self.head_dim - self.rope.dim
+
+    @property
+    def q_eps(self) -> float | None:
+        """The eps of `Backend.qnorm_rope_kv_insert`: None where q is not normalised."""
+        return self.eps if self.q_norm else None
 
     @property
     def has_entries(self) -> bool:

@@ -181,4 +181,5 @@ class Problem:
         text += f"  query_len={self.query_len}" if self.query_len > 1 else ""
         text += f"  window_columns={self.window_columns}" if self.window_columns > layer.window else ""
         flags = [flag for flag in ("lse", "capture", "deterministic") if getattr(self, flag)]
-        return "  ".join([text, *flags, *([] if self.sink else ["no sink"])])
+        flags += [] if self.sink else ["no sink"]
+        return "  ".join([text, *flags, *([] if layer.q_norm else ["no q norm"])])

@@ -241,11 +241,15 @@ def apply_rope(row: F64, cos: F64, sin: F64, rope_dim: int, inverse: bool = Fals
     return out
 
 
-def q_norm_rope(q: F64, cos: F64, sin: F64, rope_dim: int, eps: float) -> F64:
-    """Divide each head of q [H, D] by its root mean square (no weight), then rotate it (vLLM; not yet rounded)."""
+def q_norm_rope(q: F64, cos: F64, sin: F64, rope_dim: int, eps: float | None) -> F64:
+    """Divide each head of q [H, D] by its root mean square (no weight), then rotate it (vLLM; not yet rounded).
+
+    Without eps the heads are rotated as they are (DeepSeek-V4.1).
+    """
     heads = np.asarray(q, dtype=np.float64)
-    normed = np.stack([head / math.sqrt(np.mean(head**2) + eps) for head in heads])
-    return apply_rope(normed, cos, sin, rope_dim)
+    if eps is not None:
+        heads = np.stack([head / math.sqrt(np.mean(head**2) + eps) for head in heads])
+    return apply_rope(heads, cos, sin, rope_dim)
 
 
 def visible_keys(

@@ -342,7 +342,7 @@ class Scenario(World):
         queries = apart("q", self._tensor(np.concatenate(q), self.q_dtype))
         keys = apart("kv", self._tensor(np.concatenate(kv), self.q_dtype))  # kv has q's dtype
         table = apart("cos_sin_cache", self._cos_sin)
-        backend.qnorm_rope_kv_insert(queries, keys, caches.swa, slots, places, table, self.layer.eps)
+        backend.qnorm_rope_kv_insert(queries, keys, caches.swa, slots, places, table, self.layer.q_eps)
         apart.check()
         return queries
 

@@ -203,7 +203,7 @@ class World:
             records = [_record(library, KV, token.request, p) for p in positions]
             records += [_record(library, ENTRY, token.request, e) for e in self._alike(entries)]
             turn = oracle.rope_cos_sin(token.position, frequencies(rope))
-            q = oracle.q_norm_rope(self.q_rows(token.request, [token.position])[0], *turn, rope.dim, layer.eps)
+            q = oracle.q_norm_rope(self.q_rows(token.request, [token.position])[0], *turn, rope.dim, layer.q_eps)
             answers.judge(t, rounded(q, self.q_dtype), records, self.sink_values, layer.scale)
         return answers
 

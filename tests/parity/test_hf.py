@@ -223,7 +223,7 @@ class LeadingRope(ReferenceBackend):
         slot_mapping: Tensor,
         positions: Tensor,
         cos_sin_cache: Tensor,
-        eps: float,
+        eps: float | None,
     ) -> None:
         turned = q.roll(ROPE, -1)
         kernels.qnorm_rope(turned, positions, cos_sin_cache, eps)

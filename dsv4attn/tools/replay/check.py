@@ -112,7 +112,7 @@ class RowChecker:
         layer, workload = self._layer, self._workload
         here = _tokens(workload, row, [position])
         raw = workload.q_rows(workload.q_numbers(layer.kind, here))[0].double().numpy()
-        q = self._rounded(oracle.q_norm_rope(raw, cos, sin, layer.rope_dim, layer.eps))
+        q = self._rounded(oracle.q_norm_rope(raw, cos, sin, layer.rope_dim, layer.q_eps))
         selected = None
         if layer.kind is LayerKind.C4A:
             selected = [e for e in workload.topk(layer.kind, here)[0].tolist() if e != -1]

@@ -187,7 +187,7 @@ class Lane:
             out[chosen], lse[chosen] = torch.nan, torch.nan
         seconds = {"insert": 0.0, "attend": 0.0, "project": 0.0}
         with timed(seconds, "insert"):
-            slots, eps = metadata.swa.slot_mapping, self.layer.eps
+            slots, eps = metadata.swa.slot_mapping, self.layer.q_eps
             backend.qnorm_rope_kv_insert(q, kv, self._caches.swa, slots, positions, self._cos_sin, eps)
             if entries is not None and compressed is not None and self._caches.compressed is not None:
                 slots = compressed.slot_mapping[:count]
