@@ -62,6 +62,10 @@ class DeepseekV4Attention:
         process_group: ProcessGroup | None = None,
     ) -> None:
         layer = geometry.layer(index)
+        if geometry.shared_latent:
+            expected = "a geometry of DeepSeek-V4"
+            hint = "compressor and indexer of V4.1 are not here yet: bind DeepseekV4MLAAttention, and insert entries"
+            raise ArgumentError("geometry", expected=expected, actual=geometry.name, hint=hint)
         _check_limits(geometry, limits)
         weights.check(geometry, layer)
         backend = complete(backend)

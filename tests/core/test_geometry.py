@@ -121,7 +121,7 @@ def test_an_unknown_preset_is_answered_with_the_nearest_name(name: str, meant: s
     with pytest.raises(UnknownNameError, match=rf"unknown model '{name}'; did you mean '[a-z0-9-]*{meant}'\?") as info:
         ModelGeometry.preset(name)
 
-    assert "known: deepseek-v4-flash, deepseek-v4-pro, flash, pro" in str(info.value)
+    assert "known: deepseek-v4-flash, deepseek-v4-pro, deepseek-v4.1-flash, flash, pro, v4.1-flash" in str(info.value)
 
 
 def test_the_released_config_is_the_preset() -> None:
