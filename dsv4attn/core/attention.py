@@ -159,7 +159,7 @@ class DeepseekV4Attention:
         check_same_device(hidden_states, positions=positions, weights=self._wq_a)
         if caches is None:
             raise Dsv4AttnError(f"layer {attention.prefix} has no caches -> call bind_kv_cache first")
-        metadata = get_forward_context().for_layer(attention.prefix, attention.swa_prefix, self.layer.kind)
+        metadata = get_forward_context().for_layer(attention.prefix, attention.swa_prefix, *self.layer.key)
         if metadata is not None:
             self._check_step(metadata, caches, hidden_states.shape[0])
         linear, norm, dtype = self._arithmetic.linear, (self.geometry.eps, self._arithmetic), hidden_states.dtype

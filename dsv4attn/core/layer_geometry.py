@@ -102,6 +102,16 @@ class LayerGeometry:
         return self.head_dim - self.rope.dim
 
     @property
+    def key(self) -> tuple[LayerKind, int]:
+        """(kind, compress ratio): layers of a model with equal keys share the metadata of a step."""
+        return self.kind, self.compress_ratio
+
+    @property
+    def has_states(self) -> bool:
+        """Whether an entry of the compressor needs more than one token, so that tokens have states."""
+        return self.has_entries and (self.overlap or self.compress_ratio > 1)
+
+    @property
     def q_eps(self) -> float | None:
         """The eps of `Backend.qnorm_rope_kv_insert`: None where q is not normalised."""
         return self.eps if self.q_norm else None
