@@ -62,6 +62,10 @@ class DeepseekV4Attention:
         process_group: ProcessGroup | None = None,
     ) -> None:
         layer = geometry.layer(index)
+        if geometry.shared_latent:
+            expected = "a geometry of DeepSeek-V4"
+            hint = "compressor and indexer of V4.1 are not here yet: bind DeepseekV4MLAAttention, and insert entries"
+            raise ArgumentError("geometry", expected=expected, actual=geometry.name, hint=hint)
         _check_limits(geometry, limits)
         weights.check(geometry, layer)
         backend = complete(backend)
@@ -155,7 +159,7 @@ class DeepseekV4Attention:
         check_same_device(hidden_states, positions=positions, weights=self._wq_a)
         if caches is None:
             raise Dsv4AttnError(f"layer {attention.prefix} has no caches -> call bind_kv_cache first")
-        metadata = get_forward_context().for_layer(attention.prefix, attention.swa_prefix, self.layer.kind)
+        metadata = get_forward_context().for_layer(attention.prefix, attention.swa_prefix, *self.layer.key)
         if metadata is not None:
             self._check_step(metadata, caches, hidden_states.shape[0])
         linear, norm, dtype = self._arithmetic.linear, (self.geometry.eps, self._arithmetic), hidden_states.dtype

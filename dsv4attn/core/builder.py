@@ -29,6 +29,7 @@ from dsv4attn.core.metadata import (
     CompressorMetadata,
     DeepseekSparseSWAMetadata,
     FlashMLASparseMetadata,
+    LayerKey,
 )
 from dsv4attn.errors import ArgumentError
 
@@ -103,7 +104,7 @@ class MetadataBuilder:
         with torch.inference_mode(False):  # as `_buffer`
             extension = whole.metadata_extension(geometry, limits, self.device) if whole else None
         self._extension: MetadataExtension | None = extension
-        for _, ratio in geometry.layers:
+        for ratio in (layer.compress_ratio for layer in geometry.distinct_layers):
             if compressed_block_tokens % ratio:
                 expected = f"a multiple of ratio {ratio}"
                 raise ArgumentError("compressed_block_tokens", expected=expected, actual=compressed_block_tokens)
@@ -113,9 +114,10 @@ class MetadataBuilder:
         self._decode_swa = self._buffer(decodes, 1, max(window, limits.decode_window_columns)), self._buffer(decodes)
         self._prefill_swa = self._buffer(tokens, 1, window), self._buffer(tokens)
         self._gather_lens = self._buffer(limits.max_num_reqs)
-        self._slots = {kind: self._buffer(tokens, dtype=torch.int64) for kind in geometry.kinds}
-        self._entries = {kind: self._buffer(tokens) for kind in geometry.kinds}
-        self._state_slots = {kind: self._buffer(tokens, dtype=torch.int64) for kind in geometry.kinds}
+        compressed = [layer.key for layer in geometry.distinct_layers if layer.has_entries]
+        self._slots = {key: self._buffer(tokens, dtype=torch.int64) for key in compressed}
+        self._entries = {key: self._buffer(tokens) for key in compressed}
+        self._state_slots = {key: self._buffer(tokens, dtype=torch.int64) for key in compressed}
         self._state_lens = self._buffer(tokens)
         self._c128a: tuple[Tensor, Tensor] | None = None
         if LayerKind.C128A in geometry.kinds:
@@ -204,19 +206,27 @@ class MetadataBuilder:
         return partial(step if anything or given.keys() <= parameters.keys() else getattr(indices, name), **given)
 
     def build_compressed(
-        self, batch: Batch, swa: DeepseekSparseSWAMetadata, kind: LayerKind, *, full_width: bool = False
+        self,
+        batch: Batch,
+        swa: DeepseekSparseSWAMetadata,
+        kind: LayerKind,
+        *,
+        compress_ratio: int | None = None,
+        full_width: bool = False,
     ) -> FlashMLASparseMetadata:
         """Compressed metadata of a batch for all layers of a kind; `swa` is what `build` made of the same batch.
 
-        full_width: give the C128A table the width of `max_model_len` in every step, as a captured graph requires.
+        compress_ratio: of the layers, where the kind has several. full_width: give the C128A table the width of
+        `max_model_len` in every step, as a captured graph requires.
         """
-        layer = self.geometry.layer_of_kind(kind)
+        layer = self.geometry.layer_of_kind(kind, compress_ratio)
         kind = layer.kind
         ratio, tokens, decodes = layer.compress_ratio, swa.num_actual_tokens, swa.num_decode_tokens
         table, entries = self._checked_entries(batch, kind, ratio)
         records = self.compressed_block_tokens // ratio
 
-        slots, lens, maps = self._slots[kind], self._entries[kind], (swa.token_to_req_indices, swa.is_valid_token)
+        slots, lens = self._slots[layer.key], self._entries[layer.key]
+        maps = swa.token_to_req_indices, swa.is_valid_token
         map_slots = self.steps.build_compressed_slot_mapping
         map_slots(batch.query_start_loc, batch.seq_lens, *maps, table, records, ratio, out=(slots, lens))
         width = self._c128a_width(max(entries, default=0), full_width=full_width) if kind is LayerKind.C128A else 0
@@ -246,29 +256,59 @@ class MetadataBuilder:
     ) -> dict[LayerKind, AttentionMetadata]:
         """Metadata of a batch for several kinds of layers that share its block tables.
 
-        kinds: several of them, also by name, "c4a". full_width: see `build_compressed`.
+        kinds: several of them, also by name, "c4a". full_width: see `build_compressed`. Raises ArgumentError for a
+        kind that the model has with several ratios: `build_all` builds these.
         """
         if isinstance(kinds, str) or not isinstance(kinds, Iterable):
             raise ArgumentError("kinds", expected="a list of kinds", actual=repr(kinds), hint="pass a list, ['c4a']")
         layers = [self.geometry.layer_of_kind(kind) for kind in kinds]
+        return {layer.kind: made for layer, made in zip(layers, self._build(batch, layers, full_width), strict=True)}
+
+    def build_all(self, batch: Batch, *, full_width: bool = False) -> dict[LayerKey, AttentionMetadata]:
+        """Metadata of a batch for all layers of the model, by (kind, compress ratio), as `LayerGeometry.key` has it.
+
+        A kind that has one ratio is a key too. full_width: see `build_compressed`.
+        """
+        layers = self.geometry.distinct_layers
+        made = self._build(batch, layers, full_width)
+        found: dict[LayerKey, AttentionMetadata] = {}
+        for layer, metadata in zip(layers, made, strict=True):
+            found[layer.key] = metadata
+            if sum(other.kind is layer.kind for other in layers) == 1:
+                found[layer.kind] = metadata
+        return found
+
+    def _build(
+        self,
+        batch: Batch,
+        layers: Sequence[LayerGeometry],
+        full_width: bool,  # noqa: FBT001 - of `build_compressed`
+    ) -> list[AttentionMetadata]:
+        """Metadata for each of the layers."""
         compressed = [layer for layer in layers if layer.kind is not LayerKind.SWA]
         for layer in compressed:  # all checks before the first write
             self._checked_entries(batch, layer.kind, layer.compress_ratio)
             self._checked_states(batch, layer)
         swa = self.build(batch)
-        made = {layer.kind: AttentionMetadata(swa) for layer in layers}
-        for kind in (layer.kind for layer in compressed):
-            made[kind].compressed = self.build_compressed(batch, swa, kind, full_width=full_width)
-            made[kind].state = self.build_state(batch, swa, kind)
-        return made
+        made = {layer.key: AttentionMetadata(swa) for layer in layers}
+        for kind, ratio in (layer.key for layer in compressed):
+            part = self.build_compressed(batch, swa, kind, compress_ratio=ratio, full_width=full_width)
+            made[kind, ratio].compressed = part
+            made[kind, ratio].state = self.build_state(batch, swa, kind, compress_ratio=ratio)
+        return [made[layer.key] for layer in layers]
 
-    def build_state(self, batch: Batch, swa: DeepseekSparseSWAMetadata, kind: LayerKind) -> CompressorMetadata | None:
-        """Compressor metadata of a batch for all layers of a kind, or None without a table of states."""
-        layer = self.geometry.layer_of_kind(kind)
+    def build_state(
+        self, batch: Batch, swa: DeepseekSparseSWAMetadata, kind: LayerKind, *, compress_ratio: int | None = None
+    ) -> CompressorMetadata | None:
+        """Compressor metadata of a batch for all layers of a kind; None without a table of states, or without states.
+
+        compress_ratio: see `build_compressed`.
+        """
+        layer = self.geometry.layer_of_kind(kind, compress_ratio)
         table = self._checked_states(batch, layer)
         if table is None:
             return None
-        slots, size = self._state_slots[layer.kind], self.state_block_sizes[layer.kind]
+        slots, size = self._state_slots[layer.key], self.state_block_sizes[layer.kind]
         maps = batch.query_start_loc, batch.seq_lens, swa.token_to_req_indices, swa.is_valid_token
         # every token completes an entry of ratio 1: its own state
         self.steps.build_compressed_slot_mapping(*maps, table, size, 1, out=(slots, self._state_lens))
@@ -279,7 +319,7 @@ class MetadataBuilder:
         """Block table of the states of a kind, after a check that every block exists that this step reads or writes."""
         name = f"{layer.kind.value}_state_block_table"
         table: Tensor | None = getattr(batch, name)
-        if table is None:
+        if table is None or not layer.has_states:
             return None
         query_lens, seq_lens = self._host_lens(batch)
         size, bound = self.state_block_sizes[layer.kind], self.num_state_blocks.get(layer.kind)
@@ -298,7 +338,7 @@ class MetadataBuilder:
     def _checked_entries(self, batch: Batch, kind: LayerKind, ratio: int) -> tuple[Tensor, list[int]]:
         """Block table of a compressed cache, and how many entries each request has."""
         table, records = batch.compressed_block_table, self.compressed_block_tokens // ratio
-        if ratio == 1:
+        if kind is LayerKind.SWA:
             raise ArgumentError("kind", expected="a layer kind with a compressed cache", actual=kind.value)
         if table is None:
             expected = f"a table for {kind.value} layers"

@@ -22,7 +22,7 @@ from dsv4attn.core.contract import Backend
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata, Batch
+from dsv4attn.core.metadata import AttentionMetadata, Batch, LayerKey
 from dsv4attn.core.values import check_count
 from dsv4attn.errors import ArgumentError, OutOfPagesError
 
@@ -47,6 +47,9 @@ class CachedSequence:
 
 class CacheManager:
     """Paged caches of a model's layers, with a pool of pages for each group.
+
+    Where layers share a compressed cache (`ModelGeometry.sources`), they have the same object; only the layer that owns
+    it may write to it.
 
     geometry, limits: of the model, and of every batch. kv_layout: of window and compressed caches. index_layout: of
     index keys; by default fp8 beside `fp8_ds_mla`, and rows of the same dtype beside rows. num_blocks: pages of some
@@ -76,12 +79,12 @@ class CacheManager:
             torch.device(device),
             keep_windows,
         )
-        self._layers = {kind: geometry.layer_of_kind(kind) for kind in geometry.kinds}
-        compressed = [layer for layer in self._layers.values() if layer.kind is not LayerKind.SWA]
+        compressed = [layer for layer in geometry.distinct_layers if layer.has_entries]
+        self._stateful = [layer for layer in compressed if layer.has_states]
         self._tokens_per_block = {WINDOW: swa_block_size}
         if compressed:
             self._tokens_per_block[COMPRESSED] = compressed_block_tokens
-        self._tokens_per_block |= {f"{layer.kind.value}_state": STATE_BLOCK_SIZES[layer.kind] for layer in compressed}
+        self._tokens_per_block |= {_states(layer): STATE_BLOCK_SIZES[layer.kind] for layer in self._stateful}
         for layer in compressed:
             if compressed_block_tokens % layer.compress_ratio:
                 expected = f"a multiple of ratio {layer.compress_ratio}"
@@ -92,10 +95,10 @@ class CacheManager:
                 raise ArgumentError("num_blocks", expected=f"groups {[*self._tokens_per_block]}", actual=repr(name))
         blocks = {name: given.get(name, self._enough(name)) for name in self._tokens_per_block}
         self._pools = {name: BlockAllocator(n, shuffle_seed=shuffle_seed) for name, n in blocks.items()}
-        self.caches = tuple(
-            self._allocate(geometry.layer(i), kv_layout, index_layout or _index_layout(geometry, kv_layout), blocks)
-            for i in range(geometry.num_layers)
-        )
+        self.caches: tuple[DeepseekV4Caches, ...] = ()
+        index_layout = index_layout or _index_layout(geometry, kv_layout)
+        for i in range(geometry.num_layers):
+            self.caches += (self._allocate(i, kv_layout, index_layout, blocks),)
         self.builder = MetadataBuilder(
             geometry,
             limits,
@@ -104,7 +107,7 @@ class CacheManager:
             device=self.device,
             num_swa_blocks=blocks[WINDOW],
             num_compressed_blocks=blocks.get(COMPRESSED),
-            num_state_blocks={layer.kind: blocks[f"{layer.kind.value}_state"] for layer in compressed},
+            num_state_blocks={layer.kind: blocks[_states(layer)] for layer in self._stateful},
             short_prefills=True,
             backend=backend,
         )
@@ -237,9 +240,9 @@ class CacheManager:
             for table in sequence.tables.values():
                 table.ensure(sequence.length + count)
 
-    def metadata(self, batch: Batch, *, full_width: bool = False) -> dict[LayerKind, AttentionMetadata]:
-        """Metadata of a batch for all layers; see `MetadataBuilder.build_for`."""
-        return self.builder.build_for(batch, self.geometry.kinds, full_width=full_width)
+    def metadata(self, batch: Batch, *, full_width: bool = False) -> dict[LayerKey, AttentionMetadata]:
+        """Metadata of a batch for all layers, see `MetadataBuilder.build_all`."""
+        return self.builder.build_all(batch, full_width=full_width)
 
     def positions(self, requests: Sequence[tuple[CachedSequence, int]], *, padding: int = 0) -> Tensor:
         """[T] int64 position of each token of a step; 0 for padding."""
@@ -294,25 +297,31 @@ class CacheManager:
         if self.keep_windows or group == COMPRESSED:
             return whole
         spans = {WINDOW: self.geometry.window - 1}
-        spans |= {
-            f"{kind.value}_state": layer.compress_ratio * (2 if layer.overlap else 1) - 1
-            for kind, layer in self._layers.items()
-        }
+        for layer in self._stateful:
+            span = layer.compress_ratio * (2 if layer.overlap else 1) - 1
+            spans[_states(layer)] = max(spans.get(_states(layer), 0), span)
         span = spans[group] + limits.num_speculative_tokens
         # pages of a sequence between two steps, and those that the tokens of a step add
         return min(whole, limits.max_num_reqs * (span // n + 3) + limits.max_num_batched_tokens // n + 1)
 
     def _allocate(
-        self, layer: LayerGeometry, layout: KVCacheLayout, index: KVCacheLayout, blocks: dict[str, int]
+        self, number: int, layout: KVCacheLayout, index: KVCacheLayout, blocks: dict[str, int]
     ) -> DeepseekV4Caches:
-        device, per_block = self.device, self._tokens_per_block
+        """Caches of a layer, after those of the layers before it, which may own its compressed cache."""
+        device, per_block, layer = self.device, self._tokens_per_block, self.geometry.layer(number)
+        owner = self.geometry.sources(number).kv
         window = PagedKVCache.allocate(layout, blocks[WINDOW], per_block[WINDOW], device)
-        if layer.kind is LayerKind.SWA:
+        if owner is None:
             return DeepseekV4Caches(LayerCaches(window))
+        if owner != number:
+            shared = self.caches[owner]
+            return DeepseekV4Caches(LayerCaches(window, shared.attention.compressed), index=shared.index)
         entries = blocks[COMPRESSED], per_block[COMPRESSED] // layer.compress_ratio, device
-        group = f"{layer.kind.value}_state"
+        group = _states(layer)
 
-        def states(dim: int) -> PagedKVCache:
+        def states(dim: int) -> PagedKVCache | None:
+            if not layer.has_states:
+                return None
             made = KVCacheLayout.compressor_state(2 * dim if layer.overlap else dim)
             return PagedKVCache.allocate(made, blocks[group], per_block[group], device)
 
@@ -320,12 +329,15 @@ class CacheManager:
         if layer.kind is LayerKind.C128A:
             return DeepseekV4Caches(attention, states(layer.head_dim))
         keys = PagedKVCache.allocate(index, *entries)
-        return DeepseekV4Caches(attention, states(layer.head_dim), keys, states(self.geometry.index_head_dim))
+        # with a shared latent, index keys are made of the entries of the layer's own compressor
+        index_states = None if self.geometry.shared_latent else states(self.geometry.index_head_dim)
+        return DeepseekV4Caches(attention, states(layer.head_dim), keys, index_states)
 
     def _of_group(self, group: str) -> Iterator[PagedKVCache]:
-        """Every cache whose pages belong to a group."""
+        """Every cache whose pages belong to a group, once."""
         for i, caches in enumerate(self.caches):
-            state = f"{self.geometry.layers[i][0].value}_state"
+            state = _states(self.geometry.layer(i))
+            shared = self.geometry.sources(i).kv not in (None, i)
             groups = {
                 "swa": WINDOW,
                 "compressed": COMPRESSED,
@@ -333,12 +345,15 @@ class CacheManager:
                 "state": state,
                 "index_state": state,
             }
-            yield from (cache for name, cache in caches.present.items() if groups[name] == group)
+            present = {"swa": caches.attention.swa} if shared else caches.present
+            yield from (cache for name, cache in present.items() if groups[name] == group)
 
     def _needed(self, length: int) -> dict[str, int]:
         """For each group, the first token whose page a token at position `length` reads."""
         found = {WINDOW: max(length - self.geometry.window + 1, 0), COMPRESSED: 0}
-        found |= {f"{kind.value}_state": layer.first_state(length) for kind, layer in self._layers.items()}
+        for layer in self._stateful:
+            first = layer.first_state(length)
+            found[_states(layer)] = min(found.get(_states(layer), first), first)
         return {name: first for name, first in found.items() if name in self._tokens_per_block}
 
     def _release(self, sequence: CachedSequence) -> None:
@@ -357,6 +372,11 @@ class CacheManager:
         width = max(map(len, rows), default=0)
         filled = [row + [-1] * (width - len(row)) for row in rows]
         return torch.tensor(filled, dtype=torch.int32, device=self.device).reshape(len(rows), width)
+
+
+def _states(layer: LayerGeometry) -> str:
+    """The group of the compressor states of a layer."""
+    return f"{layer.kind.value}_state"
 
 
 def _held(sequence: CachedSequence, group: str) -> int:

@@ -55,7 +55,7 @@ class ChunkBounds:
         """
         widest = widest_columns(layer, limits, alignment, gathered=gathered)
         elements = max(min(limits.max_index_elements, limits.max_num_batched_tokens * widest), widest)
-        entries = 0 if layer.compress_ratio == 1 else limits.max_model_len // layer.compress_ratio
+        entries = layer.entries(limits.max_model_len)
         rows = entries + layer.window - 1 + limits.max_num_batched_tokens if gathered else 0
         least = entries + layer.window if gathered else 0
         if limits.max_workspace_bytes is None:
@@ -83,9 +83,9 @@ def small_bytes(limits: Limits) -> int:
 
 def widest_topk(layer: LayerGeometry, limits: Limits) -> int:
     """Most compressed columns of a query: at least one on a layer with a compressed cache, for a -1."""
-    if layer.compress_ratio == 1:
+    if not layer.has_entries:
         return 0
-    return layer.topk or max(limits.max_model_len // layer.compress_ratio, 1)
+    return layer.topk or max(layer.entries(limits.max_model_len), 1)
 
 
 def widest_columns(layer: LayerGeometry, limits: Limits, alignment: int, *, gathered: bool) -> int:
@@ -156,8 +156,8 @@ def plan_row_chunks(
     seq_lens: Sequence[int], num_tokens: int, layer: LayerGeometry, most: int
 ) -> Iterator[PrefillChunk]:
     """Cut the prefill part into chunks of at most `most` tokens, whose rows name pages and need no other token's."""
-    entries = 0 if layer.compress_ratio == 1 else max(seq_lens, default=0) // layer.compress_ratio
-    topk = 0 if layer.compress_ratio == 1 else layer.topk or max(entries, 1)
+    entries = layer.entries(max(seq_lens, default=0))
+    topk = layer.topk or max(entries, 1) if layer.has_entries else 0
     for start in range(0, num_tokens, most):
         yield PrefillChunk(0, len(seq_lens), start, min(start + most, num_tokens), 0, entries, 0, topk)
 
@@ -165,9 +165,9 @@ def plan_row_chunks(
 def _cost(seq_len: int, query_len: int, layer: LayerGeometry, bounds: ChunkBounds) -> tuple[int, int, int]:
     """(compressed entries, window rows, index columns for entries) of a request."""
     gather = query_len + min(seq_len - query_len, layer.window - 1) if query_len else 0
-    if layer.compress_ratio == 1:
+    if not layer.has_entries:
         return 0, gather, 0
-    entries = seq_len // layer.compress_ratio
+    entries = layer.entries(seq_len)
     # combining moves visible entries together, so a short context needs few columns; translation needs all of them
     selected = (min(entries, layer.topk) if bounds.rows else layer.topk) if layer.topk else max(entries, 1)
     return entries, gather, selected

@@ -15,31 +15,36 @@ from dsv4attn.core.metadata import (
     CompressorMetadata,
     DeepseekSparseSWAMetadata,
     FlashMLASparseMetadata,
+    LayerKey,
 )
 from dsv4attn.errors import ArgumentError, NoForwardContextError, UnknownNameError
 
 __all__ = ["ForwardContext", "get_forward_context", "set_forward_context"]
 
 Metadata: TypeAlias = (
-    "Mapping[LayerKind, AttentionMetadata] | Mapping[str, AttentionMetadata]"
+    "Mapping[LayerKind, AttentionMetadata] | Mapping[LayerKey, AttentionMetadata] | Mapping[str, AttentionMetadata]"
     "| Mapping[str, DeepseekSparseSWAMetadata | FlashMLASparseMetadata | CompressorMetadata | None]"
 )
 
 
 @frozen
 class ForwardContext:
-    """attn_metadata: by kind of layer, or by prefix of a cache layer. None means warm-up."""
+    """attn_metadata: by kind of layer, or (kind, ratio), or by prefix of a cache layer. None means warm-up."""
 
     attn_metadata: Metadata | None
 
-    def for_layer(self, prefix: str, swa_prefix: str, kind: LayerKind) -> AttentionMetadata | None:
+    def for_layer(
+        self, prefix: str, swa_prefix: str, kind: LayerKind, compress_ratio: int | None = None
+    ) -> AttentionMetadata | None:
         """Metadata of one layer, None in a warm-up. `prefix` is not looked up for window-only layers."""
         if self.attn_metadata is None:
             return None
         found: Mapping[Any, Any] = self.attn_metadata
         swa, compressed = found.get(swa_prefix), kind is not LayerKind.SWA
-        if swa is None and isinstance(both := found.get(kind), AttentionMetadata):
-            return both
+        if swa is None:
+            both = found.get(kind) or found.get((kind, compress_ratio))
+            if isinstance(both, AttentionMetadata):
+                return both
         part = found.get(prefix) if compressed else None
         if not isinstance(swa, DeepseekSparseSWAMetadata):
             raise NoForwardContextError(_missing(swa_prefix, DeepseekSparseSWAMetadata, swa, found, kind))
@@ -54,12 +59,17 @@ class ForwardContext:
 
 
 def _missing(key: str, wanted: type, found: object, metadata: Mapping[Any, Any], kind: LayerKind) -> str:
-    keys = ", ".join(sorted(key.value if isinstance(key, LayerKind) else str(key) for key in metadata)) or "none"
-    if any(isinstance(key, LayerKind) for key in metadata):
-        cure = "name every kind of layer that runs in this step in build_for"
+    keys = ", ".join(sorted({_name(key) for key in metadata})) or "none"
+    if any(isinstance(key, (LayerKind, tuple)) for key in metadata):
+        cure = "name every kind of layer that runs in this step in build_for, or call build_all"
         return f"attn_metadata: expected metadata of {kind.value} layers, got metadata of: {keys} -> {cure}"
     got = "nothing" if found is None else type(found).__name__
     return f"attn_metadata[{key!r}]: expected {wanted.__name__}, got {got} (keys: {keys})"
+
+
+def _name(key: Any) -> str:  # noqa: ANN401 - of a caller's mapping
+    key = f"{_name(key[0])} of ratio {key[1]}" if isinstance(key, tuple) and len(key) == 2 else key
+    return key.value if isinstance(key, LayerKind) else str(key)
 
 
 def _by_kind(metadata: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -67,10 +77,13 @@ def _by_kind(metadata: Mapping[Any, Any]) -> Mapping[Any, Any]:
     if not isinstance(next(iter(metadata.values()), None), AttentionMetadata):
         return metadata
     kinds = [kind.value for kind in LayerKind]
-    for key in metadata:
-        if key not in kinds:
-            raise UnknownNameError("layer kind in attn_metadata", str(key), kinds)
-    return {LayerKind(key): both for key, both in metadata.items()}
+    found: dict[LayerKey, Any] = {}
+    for key, both in metadata.items():
+        kind, *ratio = key if isinstance(key, tuple) else (key,)
+        if kind not in kinds:
+            raise UnknownNameError("layer kind in attn_metadata", str(kind), kinds)
+        found[(LayerKind(kind), *ratio) if ratio else LayerKind(kind)] = both
+    return found
 
 
 _context: ContextVar[ForwardContext | None] = ContextVar("dsv4attn_forward", default=None)
@@ -80,8 +93,8 @@ _context: ContextVar[ForwardContext | None] = ContextVar("dsv4attn_forward", def
 def set_forward_context(attn_metadata: Metadata | None) -> Iterator[ForwardContext]:
     """Run a step: layers called inside find their metadata in `attn_metadata`.
 
-    attn_metadata: what `MetadataBuilder.build_for` returned, metadata by kind of layer. Or a mapping by prefix: the
-    `prefix` of each layer to its compressed metadata, its `swa_prefix` to its window metadata, its `prefix` and
+    attn_metadata: what `MetadataBuilder.build_for` or `build_all` returned, by kind of layer. Or a mapping by prefix:
+    the `prefix` of each layer to its compressed metadata, its `swa_prefix` to its window metadata, its `prefix` and
     ".state" to that of its compressor. None is the warm-up: layers reserve memory and zero their output. Raises
     ArgumentError for anything else, UnknownNameError for kinds that do not exist.
     """

@@ -235,10 +235,12 @@ class Backend(Protocol):
         slot_mapping: Tensor,
         positions: Tensor,
         cos_sin_cache: Tensor,
-        eps: float,
+        eps: float | None,
     ) -> None:
         """Normalise and rotate q [T, H, D] in place; rotate a copy of kv [T, D], which has q's dtype, and insert it.
 
+        eps: of the norm; None: q is rotated only, as in DeepSeek-V4.1. None is given since contract 1.4, to backends
+        that say that they were written for it.
         Rows at or past len(slot_mapping) have their q processed and nothing inserted.
         """
 

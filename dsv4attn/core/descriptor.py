@@ -27,8 +27,11 @@ class Rank(IntEnum):
 LAYER_PARTS = "compressor", "indexer", "selection", "hyper_connections"
 """Parts of the layer around attention; `layer_ops.LAYER_STEPS` has their steps."""
 
-API_VERSION = "1.3"
+API_VERSION = "1.4"
 """Version of this contract. A minor step only adds; a backend of another major version is refused."""
+
+_NO_Q_NORM = 4
+"""The minor version since which `qnorm_rope_kv_insert` takes no eps, and then rotates only."""
 
 
 @frozen(kw_only=True)
@@ -80,6 +83,15 @@ class BackendInfo:
         self._check("support_step", self.support_step is None or callable(self.support_step), "a function, or None")
         self._check("rank", isinstance(self.rank, Rank), "a Rank")
         self._check("options", isinstance(self.options, Mapping), "a dict")
+
+    def lacks(self, problem: Problem) -> list[Reason]:
+        """Reasons against a problem that has more than the contract which the backend was written for."""
+        minor = re.match(r"\d+\.(\d+)", self.api)
+        if problem.layer.q_norm or int(minor[1] if minor else 0) >= _NO_Q_NORM:
+            return []
+        actual = f"queries without norm, for a backend of contract {self.api}"
+        cure = "install a newer release of the backend, or ask for another one"
+        return [Reason("Q_NORM", actual, f"a backend of contract 1.{_NO_Q_NORM} or newer", cure)]
 
     def _check(self, name: str, holds: object, expected: str) -> None:
         if not holds:

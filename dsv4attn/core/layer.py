@@ -100,6 +100,7 @@ class DeepseekV4MLAAttention:
     def fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor) -> None:
         """Normalise and rotate q [T', H, D] in place; rotate a copy of kv [T', D] and write it to the window cache.
 
+        Where the geometry says that queries have no norm (`q_norm`), q is rotated only.
         positions: [T'] int64, in range for padding rows too. Call it for all tokens before `forward_mqa`. In a
         warm-up it does nothing.
         """
@@ -137,7 +138,7 @@ def _current(handle: str) -> tuple[DeepseekV4MLAAttention, LayerCaches, Attentio
         raise Dsv4AttnError(f"layer {handle} no longer exists -> keep the layer alive as long as graphs that call it")
     if layer.caches is None:
         raise Dsv4AttnError(f"layer {layer.prefix} has no caches -> call bind_kv_cache first")
-    metadata = get_forward_context().for_layer(layer.prefix, layer.swa_prefix, layer.geometry.kind)
+    metadata = get_forward_context().for_layer(layer.prefix, layer.swa_prefix, *layer.geometry.key)
     return layer, layer.caches, metadata
 
 
@@ -146,7 +147,7 @@ def _qnorm_rope_kv_insert(q: Tensor, kv: Tensor, positions: Tensor, layer: str) 
     if metadata is not None:
         slots, table, geometry = metadata.swa.slot_mapping, bound.cos_sin_cache, bound.geometry
         check_insert(q, kv, positions, slots, table, caches.swa, geometry)
-        bound.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, geometry.eps)
+        bound.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, geometry.q_eps)
 
 
 def _forward_mqa(q: Tensor, kv: Tensor, positions: Tensor, output: Tensor, layer: str) -> None:

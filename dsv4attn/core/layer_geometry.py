@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from enum import Enum
+from math import inf
 
-from attrs import field, frozen, validators
+from attrs import Factory, field, frozen, validators
 
 from dsv4attn.core.values import round_up
 from dsv4attn.errors import ArgumentError
@@ -18,10 +19,11 @@ TABLE_COLUMNS = 128
 
 
 class LayerKind(str, Enum):
-    """The three attention layers of DeepSeek-V4.
+    """How a layer chooses its keys; the compress ratio is a number of its own.
 
-    SWA: sliding window only. C4A: window, and the entries an indexer selects from a lightly compressed cache (ratio 4).
-    C128A: window, and every entry of a heavily compressed cache (ratio 128).
+    SWA: sliding window only. C4A: window, and the entries that an indexer selects from a compressed cache of any
+    ratio: 4 in DeepSeek-V4, which gave the kind its name, 1 and 2 in V4.1. C128A: window, and every entry of a
+    compressed cache (ratio 128).
     """
 
     SWA = "swa"
@@ -53,14 +55,18 @@ class LayerGeometry:
     """One attention layer: the part of the model that `forward_mqa` and a backend read.
 
     kind: swa, c4a or c128a.
-    compress_ratio: r - tokens per compressed entry; 1 on window-only layers.
+    compress_ratio: r - tokens per compressed entry. 1 on window-only layers, where it means nothing; on a c4a layer 1
+       is a compressed cache with one entry per token.
     num_heads: H - query heads on this device.
     head_dim: D - elements of a head, and of a key; the trailing `rope.dim` carry positions.
     rope: the layer's rotary embedding.
     window: W - tokens that a query sees through the window, itself included.
     topk: K - entries that the indexer selects for a query of a c4a layer; 0 for the other kinds.
-    eps: epsilon of the weightless RMSNorm of q.
+    eps: epsilon of the RMSNorms, the weightless one of q among them.
     softmax_scale: factor of the logits; None is head_dim ** -0.5.
+    overlap: whether an entry of the compressor covers the window of r tokens before its own too; by default on c4a
+       layers.
+    q_norm: whether each head of q is normalised before it is rotated, as in DeepSeek-V4; in V4.1 it is not.
     """
 
     kind: LayerKind
@@ -72,10 +78,13 @@ class LayerGeometry:
     topk: int
     eps: float = 1e-6
     softmax_scale: float | None = None
+    overlap: bool = Factory(lambda self: self.kind is LayerKind.C4A, takes_self=True)
+    q_norm: bool = True
 
     def __attrs_post_init__(self) -> None:
-        if (self.kind is LayerKind.SWA) != (self.compress_ratio == 1):
-            expected = "1 for window-only layers and more than 1 for all others"
+        limits = {LayerKind.SWA: (1, 1), LayerKind.C128A: (2, inf)}.get(self.kind, (1, inf))
+        if not limits[0] <= self.compress_ratio <= limits[1]:
+            expected = "1 for window-only layers, more than 1 for c128a layers"
             actual = f"{self.compress_ratio} on a {self.kind.value} layer"
             raise ArgumentError("compress_ratio", expected=expected, actual=actual)
         if (self.kind is LayerKind.C4A) != (self.topk > 0):
@@ -93,9 +102,28 @@ class LayerGeometry:
         return self.head_dim - self.rope.dim
 
     @property
-    def overlap(self) -> bool:
-        """Whether an entry of the compressor covers the window of r tokens before its own too."""
-        return self.kind is LayerKind.C4A
+    def key(self) -> tuple[LayerKind, int]:
+        """(kind, compress ratio): layers of a model with equal keys share the metadata of a step."""
+        return self.kind, self.compress_ratio
+
+    @property
+    def has_states(self) -> bool:
+        """Whether an entry of the compressor needs more than one token, so that tokens have states."""
+        return self.has_entries and (self.overlap or self.compress_ratio > 1)
+
+    @property
+    def q_eps(self) -> float | None:
+        """The eps of `Backend.qnorm_rope_kv_insert`: None where q is not normalised."""
+        return self.eps if self.q_norm else None
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether the layer reads a compressed cache."""
+        return self.kind is not LayerKind.SWA
+
+    def entries(self, tokens: int) -> int:
+        """Complete compressed entries of the first `tokens` tokens; 0 on window-only layers."""
+        return tokens // self.compress_ratio if self.has_entries else 0
 
     def first_state(self, position: int) -> int:
         """The first position whose compressor state is needed at or after a position."""

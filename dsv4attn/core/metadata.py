@@ -12,7 +12,7 @@ Letters beside those of `geometry`: Rd, Rp requests, Td, Tp tokens of the decode
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from attrs import define, frozen
@@ -241,6 +241,10 @@ class CompressorMetadata:
 
     def __attrs_post_init__(self) -> None:
         check_declared(self)
+
+
+LayerKey: TypeAlias = "LayerKind | tuple[LayerKind, int]"
+"""Names metadata of layers that are alike: their kind, or (kind, compress ratio) where a kind has several ratios."""
 
 
 @define

@@ -146,14 +146,18 @@ class Problem:
         capture: bool = False,
         deterministic: bool = False,
         window_columns: int = 0,
+        compress_ratio: int | None = None,
     ) -> Problem:
         """The problem of one kind of layer of a model; keywords override what the model says.
 
         kind: which layers of a model; means nothing for a LayerGeometry. topk: default: the indexer's, or on c128a
         layers the width of the table for `max_model_len`. compressed_page_size: default: the entries of 256 tokens.
         dtype: of both caches: "e4m3fn" and "e4m3fnuz" are quantised records, "bfloat16" and "float32" plain rows.
+        compress_ratio: which layers of the kind, where a model has several ratios of it.
         """
-        layer = geometry.layer_of_kind(kind) if isinstance(geometry, ModelGeometry) else geometry
+        layer = geometry
+        if isinstance(layer, ModelGeometry):
+            layer = layer.layer_of_kind(kind, compress_ratio)
         layer = layer if heads is None else evolve(layer, num_heads=heads)
         swa, compressed, columns = CacheFacts.named(dtype, swa_page_size), None, topk or 0
         if layer.kind is not LayerKind.SWA:
@@ -181,4 +185,5 @@ class Problem:
         text += f"  query_len={self.query_len}" if self.query_len > 1 else ""
         text += f"  window_columns={self.window_columns}" if self.window_columns > layer.window else ""
         flags = [flag for flag in ("lse", "capture", "deterministic") if getattr(self, flag)]
-        return "  ".join([text, *flags, *([] if self.sink else ["no sink"])])
+        flags += [] if self.sink else ["no sink"]
+        return "  ".join([text, *flags, *([] if layer.q_norm else ["no q norm"])])

@@ -93,8 +93,7 @@ class Bounds:
         """
         if swa is None:
             swa = KVCacheLayout.fp8_ds_mla(geometry.head_dim - geometry.rope_dim, geometry.rope_dim)
-        kinds = dict.fromkeys((LayerKind.SWA, *geometry.kinds))
-        layers = tuple(geometry.layer_of_kind(kind) for kind in kinds)
+        layers = tuple(dict.fromkeys((geometry.layer_of_kind(LayerKind.SWA), *geometry.distinct_layers)))
         groups = {"num_groups": geometry.o_groups, "o_lora_rank": geometry.o_lora_rank, **options}
         compressed = swa if compressed is None else compressed
         if layer_steps:

@@ -221,7 +221,7 @@ def _ask(
     try:
         for problem in problems:
             # equal reasons of several problems are one line
-            said = _said(info.support(device, problem))
+            said = [*info.lacks(problem), *_said(info.support(device, problem))]
             # the reason DEVICE of such a device is there already
             reasons.update(dict.fromkeys(r for r in said if not (elsewhere and r.code == "DEVICE")))
     except KeyboardInterrupt:

@@ -113,6 +113,10 @@ def odd_cases() -> Iterator[Case]:
         says = f"an eps of {eps:g}, beside queries so small that it shows, is the one that is added"
         name = f"qnorm-eps-{'default' if eps == 1e-6 else 'other'}"
         yield _cache(name, "I1 I5", says, rows(count=9, geometry=layer, size=size), steps.normalises_queries)
+    for name, dtype, cache in (("bf16", torch.bfloat16, "ocp"), ("fp32", torch.float32, "fp32")):
+        scene = rows(cache, dtype=dtype, geometry=attrs.evolve(flash("swa"), q_norm=False, eps=1e-20))
+        says = f"without eps, {name} queries are rotated and not normalised, and keys are written as ever"
+        yield _cache(f"insert-rope-only-{name}", "I6 I2", says, scene, steps.inserts_both)
 
 
 def memory_cases() -> Iterator[Case]:

@@ -186,7 +186,7 @@ def inserts_nan(fused: bool, bench: Bench, call: Spoiled) -> Measure:  # noqa: F
             # of position 0, where nothing is turned
             table = torch.tensor([[1.0] * (rope // 2) + [0.0] * (rope // 2)], device=call.device)
             positions = torch.zeros(len(rows), dtype=torch.int64, device=call.device)
-            bench.backend.qnorm_rope_kv_insert(q, k, book.cache, slots, positions, table, call.layer.eps)
+            bench.backend.qnorm_rope_kv_insert(q, k, book.cache, slots, positions, table, call.layer.q_eps)
         else:
             bench.backend.quantize_and_insert_k_cache(k, book.cache, slots)
     _compare(call, clean, _run(bench, spoiled), [f"dim {dims[row]}" for row in range(call.rows)])

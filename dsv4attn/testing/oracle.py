@@ -241,17 +241,21 @@ def apply_rope(row: F64, cos: F64, sin: F64, rope_dim: int, inverse: bool = Fals
     return out
 
 
-def q_norm_rope(q: F64, cos: F64, sin: F64, rope_dim: int, eps: float) -> F64:
-    """Divide each head of q [H, D] by its root mean square (no weight), then rotate it (vLLM; not yet rounded)."""
+def q_norm_rope(q: F64, cos: F64, sin: F64, rope_dim: int, eps: float | None) -> F64:
+    """Divide each head of q [H, D] by its root mean square (no weight), then rotate it (vLLM; not yet rounded).
+
+    Without eps the heads are rotated as they are (DeepSeek-V4.1).
+    """
     heads = np.asarray(q, dtype=np.float64)
-    normed = np.stack([head / math.sqrt(np.mean(head**2) + eps) for head in heads])
-    return apply_rope(normed, cos, sin, rope_dim)
+    if eps is not None:
+        heads = np.stack([head / math.sqrt(np.mean(head**2) + eps) for head in heads])
+    return apply_rope(heads, cos, sin, rope_dim)
 
 
 def visible_keys(
     position: int,
     window: int,
-    compress_ratio: int,
+    compress_ratio: int | None,
     selected: Sequence[int] | None,
     *,
     block: range | None = None,
@@ -261,13 +265,14 @@ def visible_keys(
     """Return the window positions and the compressed entries which the query at `position` may see.
 
     The window ends at the query itself. Entry e exists once its last token, (e + 1) * ratio - 1, exists; the
-    query may be that token. `selected` (an indexer's choice) narrows the entries and keeps its order.
+    query may be that token. Without a ratio there are no entries. `selected` (an indexer's choice) narrows the
+    entries and keeps its order.
     Other windows (vLLM): that of a draft `block` is the `window` positions before it and all of it, for each of its
     queries; that of a query in an image goes on to the position `last`; no window has a position before `earliest`.
     """
     first, end = (position - window + 1, position + 1) if block is None else (block.start - window, block.stop)
     positions = list(range(max(first, earliest, 0), end if last is None else last + 1))
-    complete = (position + 1) // compress_ratio if compress_ratio > 1 else 0
+    complete = 0 if compress_ratio is None else (position + 1) // compress_ratio
     entries = range(complete) if selected is None else selected
     return positions, [e for e in entries if 0 <= e < complete]
 

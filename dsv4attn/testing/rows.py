@@ -204,7 +204,7 @@ def insert(bench: Bench, rows: Rows, cache: PagedKVCache, slots: NDArray[np.int6
     q, kv = apart("q", rows.tensor(rows.queries, rows.dtype)), apart("kv", rows.tensor(rows.keys, rows.dtype))
     table = apart("cos_sin_cache", rows.tensor(rows.table, torch.float32))
     before = kv.clone()
-    bench.backend.qnorm_rope_kv_insert(q, kv, cache, rows.tensor(slots), positions, table, rows.layer.eps)
+    bench.backend.qnorm_rope_kv_insert(q, kv, cache, rows.tensor(slots), positions, table, rows.layer.q_eps)
     apart.check()
     if not torch.equal(kv, before):
         raise Wrong("kv was changed: it is rotated as a copy")
@@ -216,7 +216,7 @@ def judge_queries(rows: Rows, q: Tensor) -> Measure:
     unit = 2 * BF16 if rows.dtype == torch.bfloat16 else FP32_STEPS
     worst, found = Measure(0.0, unit), q.double().cpu().numpy()
     for i in range(rows.count):
-        wanted = oracle.q_norm_rope(rows.queries[i], *rows.turn(i), rows.layer.rope_dim, rows.layer.eps)
+        wanted = oracle.q_norm_rope(rows.queries[i], *rows.turn(i), rows.layer.rope_dim, rows.layer.q_eps)
         errors = np.abs(found[i] - wanted) / (_magnitudes(wanted, rows.layer.rope_dim) + 2.0**-126)
         errors = np.where(np.isnan(errors), math.inf, errors)
         if errors.max() > worst.error:

@@ -156,7 +156,7 @@ class Scenario(World):
             other["block"] = span
         if self.ahead and not decode:
             other["last"] = min(position + self.ahead, span[-1])
-        return oracle.visible_keys(position, window, 1, None, **other)[0] if valid else [], entries
+        return oracle.visible_keys(position, window, None, None, **other)[0] if valid else [], entries
 
     def problems(self, *, lse: bool = True) -> list[problem.Problem]:
         """One support question for each phase that has work."""
@@ -342,7 +342,7 @@ class Scenario(World):
         queries = apart("q", self._tensor(np.concatenate(q), self.q_dtype))
         keys = apart("kv", self._tensor(np.concatenate(kv), self.q_dtype))  # kv has q's dtype
         table = apart("cos_sin_cache", self._cos_sin)
-        backend.qnorm_rope_kv_insert(queries, keys, caches.swa, slots, places, table, self.layer.eps)
+        backend.qnorm_rope_kv_insert(queries, keys, caches.swa, slots, places, table, self.layer.q_eps)
         apart.check()
         return queries
 

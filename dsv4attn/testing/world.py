@@ -184,7 +184,7 @@ class World:
 
     def visible(self, row: int) -> tuple[list[int], list[int]]:
         """Window positions and compressed entries that a row of the batch may see."""
-        token, ratio = self.tokens[row], self.layer.compress_ratio
+        token, ratio = self.tokens[row], None if self.kind is LayerKind.SWA else self.layer.compress_ratio
         if not token.valid:
             return [], []
         selected = self.topk_rows[row].tolist() if self.kind is LayerKind.C4A else None
@@ -203,7 +203,7 @@ class World:
             records = [_record(library, KV, token.request, p) for p in positions]
             records += [_record(library, ENTRY, token.request, e) for e in self._alike(entries)]
             turn = oracle.rope_cos_sin(token.position, frequencies(rope))
-            q = oracle.q_norm_rope(self.q_rows(token.request, [token.position])[0], *turn, rope.dim, layer.eps)
+            q = oracle.q_norm_rope(self.q_rows(token.request, [token.position])[0], *turn, rope.dim, layer.q_eps)
             answers.judge(t, rounded(q, self.q_dtype), records, self.sink_values, layer.scale)
         return answers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal
 
 import attrs
 import pytest
@@ -62,6 +63,25 @@ def test_g16_any_cut_of_prompts_gives_the_same_bytes_and_the_right_rows(
     check_in_steps(whole, cuts, form)
 
 
+@all_forms
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("rows", ["clean", "holes", "garbage", "none"])
+def test_selected_entries_of_any_ratio_are_attended_to(ratio: int, rows: Literal["clean", "holes"], form: str) -> None:
+    geometry = tiny_geometry(num_heads=2, head_dim=12, rope_dim=4, topk=5, ratios=(ratio, 16))
+    whole = Scenario(
+        kind="c4a",
+        requests=[(33, 1), (2, 1), (0, 1), (0, 70), (41, 9)],
+        geometry=geometry,
+        layout=layouts(geometry)["ocp"],
+        topk=rows,
+        poison=0xFF,
+    )
+    whole.check(BACKENDS[form])
+
+    prompt = attrs.evolve(whole, requests=[(0, 70), (0, 23)], poison=None, short_prefills=True)
+    check_in_steps(prompt, [[0, 1, 2, 33, 34, 70], [0, 22, 23]], form)
+
+
 @all_kinds
 @pytest.mark.parametrize(
     "cuts",
@@ -97,14 +117,15 @@ def test_g16_token_by_token_equals_one_prefill(kind: LayerKind, form: str) -> No
 @st.composite
 def prefills(draw: st.DrawFn) -> tuple[list[int], list[int], Scenario, ChunkBounds]:
     """(seq_lens, query_lens, a scenario whose layer is used, bounds that one token at full context fits)."""
-    geometry = tiny_geometry(window=draw(st.integers(1, 9)), topk=draw(st.integers(1, 9)))
+    ratios = draw(st.sampled_from([1, 2, 4])), 16
+    geometry = tiny_geometry(window=draw(st.integers(1, 9)), topk=draw(st.integers(1, 9)), ratios=ratios)
     scenario = Scenario(kind=draw(st.sampled_from(list(LayerKind))), geometry=geometry, requests=[])
     layer = scenario.layer
     pairs = draw(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 60)), max_size=6))
     entries = max((before + n for before, n in pairs), default=0) // layer.compress_ratio
-    entries = entries if layer.compress_ratio > 1 else 0
+    entries = entries if layer.kind is not LayerKind.SWA else 0
     alignment = draw(st.sampled_from([1, 4, 16]))
-    widest = round_up((layer.topk or max(entries, 1)) * (layer.compress_ratio > 1) + layer.window, alignment)
+    widest = round_up((layer.topk or max(entries, 1)) * (layer.kind is not LayerKind.SWA) + layer.window, alignment)
     gathered = draw(st.booleans())
     rows = entries + layer.window + draw(st.integers(0, 300)) if gathered else 0
     bounds = ChunkBounds(rows, widest + draw(st.sampled_from([0, 1, 50, 500, 10**6])), alignment)
@@ -137,7 +158,7 @@ def test_chunks_cover_every_token_once_and_keep_their_bounds(
             end = seq_lens[i] - chunk.tail
             count = chunk.num_tokens if chunk.is_slice else query_lens[i]
             assert chunk.gather >= count + min(end - count, layer.window - 1) or not count
-            if layer.compress_ratio > 1:
+            if layer.kind is not LayerKind.SWA:
                 assert chunk.entries >= end // layer.compress_ratio
                 assert chunk.topk >= min(end // layer.compress_ratio, layer.topk or end)
 

@@ -121,7 +121,7 @@ def test_an_unknown_preset_is_answered_with_the_nearest_name(name: str, meant: s
     with pytest.raises(UnknownNameError, match=rf"unknown model '{name}'; did you mean '[a-z0-9-]*{meant}'\?") as info:
         ModelGeometry.preset(name)
 
-    assert "known: deepseek-v4-flash, deepseek-v4-pro, flash, pro" in str(info.value)
+    assert "known: deepseek-v4-flash, deepseek-v4-pro, deepseek-v4.1-flash, flash, pro, v4.1-flash" in str(info.value)
 
 
 def test_the_released_config_is_the_preset() -> None:
@@ -353,7 +353,7 @@ def test_a_layer_that_does_not_exist_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "ratio", "topk", "argument"),
-    [(SWA, 4, 0, "compress_ratio"), (C4A, 1, 8, "compress_ratio"), (C4A, 4, 0, "topk"), (C128A, 128, 8, "topk")],
+    [(SWA, 4, 0, "compress_ratio"), (C128A, 1, 0, "compress_ratio"), (C4A, 4, 0, "topk"), (C128A, 128, 8, "topk")],
 )
 def test_a_layer_whose_parts_do_not_fit_is_refused(kind: LayerKind, ratio: int, topk: int, argument: str) -> None:
     with pytest.raises(ArgumentError, match=rf"^{argument}: expected"):

@@ -1,14 +1,13 @@
-"""DeepSeek-V4.1 is refused by name, however its configuration says it; V4's are read as before."""
+"""Which configurations are DeepSeek-V4.1's: ratio 1 is a compressed cache there, and window-only in V4."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.versions import refuse_v41
 from dsv4attn.errors import ArgumentError
 from tests.core.test_geometry import released
 
@@ -17,38 +16,37 @@ V41 = [0, 0, *[2] * 18, *[1] * 20, 0, 0, 0]
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v41", "deepseek_v41_text", "deepseek_v4_1", "DeepSeek-V4.1"])
-def test_its_model_type_is_refused_whatever_else_it_says(model_type: str) -> None:
-    for ratios in (V41, [0] * 2 + [1] * 41, [0, 0, *[4, 128] * 20, 4]):
-        with pytest.raises(ArgumentError, match=r"V4\.1 is not served yet") as info:
-            ModelGeometry.from_config(released(model_type=model_type, compress_ratios=ratios))
+def test_what_serves_v4_alone_refuses_the_model_type_of_v41(model_type: str) -> None:
+    with pytest.raises(ArgumentError, match=r"V4\.1 is not served yet") as info:
+        refuse_v41({"model_type": model_type}, "config")
 
-        assert f"field 'model_type': expected that of DeepSeek-V4, got {model_type!r}" in str(info.value)
+    assert f"field 'model_type': expected that of DeepSeek-V4, got {model_type!r}" in str(info.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"architectures": ["DeepseekV41ForCausalLM"]},
+        {"text_config": {"model_type": "deepseek_v41_text"}},
+        {"model_type": "deepseek_v41", "compress_ratios": [4, 128]},
+    ],
+)
+def test_what_serves_v4_alone_refuses_other_signs(fields: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=r"V4\.1 is not served yet"):
+        refuse_v41(fields, "config")
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"architectures": ["DeepseekV41ForCausalLM"]}, "field 'architectures'"),
-        ({"model_type": None, "text_config": {"model_type": "deepseek_v41_text"}}, "field 'model_type'"),
-        ({"model_type": None, "compress_ratios": [0] * 2 + [1] * 41}, r"'compress_ratios': .* got \[0, 1\]"),
-        (
-            {"model_type": None, "compress_ratios": V41, "num_hidden_layers": 40},
-            r"'compress_ratios': .* got \[0, 1, 2\]",
-        ),
-        ({"model_type": None, "compress_ratios": [1] * 43, "kv_source_layer_ids": [2]}, "field 'kv_source_layer_ids'"),
+        ({"compress_ratios": [0] * 2 + [1] * 41}, r"'compress_ratios': .* got \[0, 1\]"),
+        ({"compress_ratios": V41, "num_hidden_layers": 40}, r"'compress_ratios': .* got \[0, 1, 2\]"),
+        ({"compress_ratios": [1] * 43, "kv_source_layer_ids": [2]}, "field 'kv_source_layer_ids'"),
     ],
 )
-def test_its_signs_are_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"{said}.*V4\.1 is not served yet"):
-        ModelGeometry.from_config(released(**changes))
-
-
-def test_its_file_with_a_nested_configuration_is_refused(tmp_path: Path) -> None:
-    text = {**released(compress_ratios=V41, num_hidden_layers=40), "model_type": "deepseek_v41_text"}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v41", "text_config": text}))
-
-    with pytest.raises(ArgumentError, match=r"V4\.1 is not served yet"):
-        ModelGeometry.from_config(tmp_path)
+def test_a_configuration_that_may_be_either_has_to_say_which(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"{said}.* -> set model_type to 'deepseek_v41'"):
+        ModelGeometry.from_config(released(model_type=None, **changes))
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ class LeadingRope(ReferenceBackend):
         slot_mapping: Tensor,
         positions: Tensor,
         cos_sin_cache: Tensor,
-        eps: float,
+        eps: float | None,
     ) -> None:
         turned = q.roll(ROPE, -1)
         kernels.qnorm_rope(turned, positions, cos_sin_cache, eps)
@@ -241,9 +241,9 @@ class LateEntries(MetadataBuilder):
     """Takes pos // r entries for visible, so that a query does not see the entry its own token completes."""
 
     def build_compressed(
-        self, batch: Batch, swa: DeepseekSparseSWAMetadata, kind: LayerKind, *, full_width: bool = False
+        self, batch: Batch, swa: DeepseekSparseSWAMetadata, kind: LayerKind, **options: Any
     ) -> FlashMLASparseMetadata:
-        made = super().build_compressed(batch, swa, kind, full_width=full_width)
+        made = super().build_compressed(batch, swa, kind, **options)
         completes = (made.slot_mapping[: made.num_actual_tokens] >= 0).int()
         made.compressed_lens.sub_(completes)
         if made.c128a_decode_topk_lens is not None:

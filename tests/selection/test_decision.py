@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import pytest
 
 from dsv4attn.config import Setting, Settings
@@ -53,6 +54,24 @@ def choose(device: DeviceFacts, *backends: Registered, request: str = "auto", **
 
 def told(selection: Selection) -> dict[str, str]:
     return {name: "\n".join(lines) for name, lines in selection.rows}
+
+
+@pytest.mark.parametrize(("api", "refused"), [("1.0", True), ("1.3", True), ("1.4", False), ("1.12", False)])
+def test_queries_without_norm_are_for_backends_of_contract_1_4(api: str, refused: bool) -> None:
+    acme = backend("acme", "sm_90")
+    acme = attrs.evolve(acme, info=attrs.evolve(acme.info, api=api))
+    without = attrs.evolve(DECODE, layer=attrs.evolve(DECODE.layer, q_norm=False))
+
+    assert choose(SM90, acme).chosen is acme
+    found = choose(SM90, acme, problem=without)
+    if not refused:
+        assert found.chosen is acme
+        return
+    assert found.chosen is None
+    assert (
+        f"Q_NORM  queries without norm, for a backend of contract {api}, needs a backend of contract 1.4 or newer "
+        "-> install a newer release of the backend, or ask for another one"
+    ) in told(found)["acme"]
 
 
 # automatic

@@ -252,7 +252,7 @@ class LeadingRope(ReferenceBackend):
 
     def qnorm_rope_kv_insert(
         self, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, positions: Tensor, table: Tensor,
-        eps: float,
+        eps: float | None,
     ) -> None:  # fmt: skip
         rope = table.shape[-1]
         rolled = q.roll(-rope, -1)
@@ -281,11 +281,12 @@ class Careless(ReferenceBackend):
 
     def qnorm_rope_kv_insert(
         self, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, positions: Tensor, table: Tensor,
-        eps: float,
+        eps: float | None,
     ) -> None:  # fmt: skip
         if self.slip == "all rows inserted":
             room = torch.arange(kv.shape[0] - slot_mapping.shape[0])
             slot_mapping = torch.cat([slot_mapping, room])
+        eps = 1e-6 if self.slip == "norm without eps" else eps
         angles = table.roll(1, 0) if self.slip == "next position" else table
         super().qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, angles, eps)
         if self.slip == "kv rotated in place":

@@ -80,7 +80,7 @@ class Slots(ReferenceBackend):
 
     def qnorm_rope_kv_insert(
         self, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, positions: Tensor, table: Tensor,
-        eps: float,
+        eps: float | None,
     ) -> None:  # fmt: skip
         slots, pages = self.change(slot_mapping, cache)
         super().qnorm_rope_kv_insert(q, kv, pages, slots, positions, table, eps)
@@ -119,7 +119,7 @@ class Strict(ReferenceBackend):
 
     def qnorm_rope_kv_insert(
         self, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, positions: Tensor, table: Tensor,
-        eps: float,
+        eps: float | None,
     ) -> None:  # fmt: skip
         assert kv.dtype == q.dtype
         assert (slot_mapping.dtype, positions.dtype, table.dtype) == (torch.int64, torch.int64, torch.float32)
@@ -131,7 +131,7 @@ class Positions(ReferenceBackend):
 
     def qnorm_rope_kv_insert(
         self, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, positions: Tensor, table: Tensor,
-        eps: float,
+        eps: float | None,
     ) -> None:  # fmt: skip
         super().qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions % 2**16, table, eps)
 

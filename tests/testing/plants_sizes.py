@@ -159,12 +159,13 @@ class Partial(ReferenceBackend):
 
     def qnorm_rope_kv_insert(
         self, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, positions: Tensor, table: Tensor,
-        eps: float,
+        eps: float | None,
     ) -> None:  # fmt: skip
         slots = self._inserted(kv, slot_mapping)
         if self.slip == "slot 0 for want of slots" and not slots.shape[0]:
             slots = torch.zeros_like(positions[:1])
-        eps = 1e-6 if self.slip == "eps fixed" else eps * (self.slip != "no eps")
+        if eps is not None:
+            eps = 1e-6 if self.slip == "eps fixed" else eps * (self.slip != "no eps")
         q, kv, table = self._dense("q", q), self._dense("kv", kv), self._dense("angles", table)
         super().qnorm_rope_kv_insert(q, kv, cache, slots, positions, table, eps)
 

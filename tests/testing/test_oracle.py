@@ -142,11 +142,14 @@ def test_q_norm_equals_the_rms_norm_of_torch_and_survives_a_zero_head() -> None:
         (3, 4, 0, 1),
         (126, 128, 0, 0),
         (127, 128, 0, 1),
-        (128, 1, 1, 0),
-        (1511, 0, 1384, 0),
+        (128, None, 1, 0),
+        (1511, None, 1384, 0),
+        (5, 1, 0, 6),
+        (200, 1, 73, 201),
+        (200, 2, 73, 100),
     ],
 )
-def test_visible_keys_of_the_worked_examples(position: int, ratio: int, first: int, entries: int) -> None:
+def test_visible_keys_of_the_worked_examples(position: int, ratio: int | None, first: int, entries: int) -> None:
     window, compressed = oracle.visible_keys(position, 128, ratio, None)
 
     assert window == list(range(first, position + 1))
@@ -155,7 +158,7 @@ def test_visible_keys_of_the_worked_examples(position: int, ratio: int, first: i
 
 
 @quick
-@given(position=st.integers(0, 600), ratio=st.sampled_from([2, 4, 16, 128]))
+@given(position=st.integers(0, 600), ratio=st.sampled_from([1, 2, 4, 16, 128]))
 def test_an_entry_is_visible_once_its_last_token_is(position: int, ratio: int) -> None:
     complete = [e for e in range(position + 2) if max(range(e * ratio, e * ratio + ratio)) <= position]
 
@@ -165,7 +168,8 @@ def test_an_entry_is_visible_once_its_last_token_is(position: int, ratio: int) -
 def test_a_selection_keeps_its_order_and_loses_what_is_not_visible() -> None:
     assert oracle.visible_keys(20, 8, 4, [4, -1, 0, 5, 2, 4]) == (list(range(13, 21)), [4, 0, 2, 4])
     assert oracle.visible_keys(20, 8, 4, []) == (list(range(13, 21)), [])
-    assert oracle.visible_keys(20, 8, 1, [0, 1])[1] == []
+    assert oracle.visible_keys(20, 8, None, [0, 1])[1] == []
+    assert oracle.visible_keys(20, 8, 1, [0, 1, 20, 21])[1] == [0, 1, 20]
 
 
 def problem(keys: int, heads: int = 3, dim: int = 10) -> tuple[oracle.F64, oracle.F64, oracle.F64]:

@@ -152,7 +152,7 @@ class TritonBackend(BackendDefaults):
         for layer in bounds.layers:
             yield from builder.variants(layer.window, device.arch)
             for layout, _ in bounds.caches(layer):
-                yield from insert.variants(layout, layer.num_heads, bounds.q_dtype, **promised)
+                yield from insert.variants(layout, layer.num_heads, bounds.q_dtype, **promised, norm=layer.q_norm)
                 yield from gather.variants(layout, **promised)
             dims = layer.num_heads, layer.nope_dim, layer.rope_dim, bounds.num_groups, bounds.o_lora_rank
             for dtype in bounds.wo_a_dtypes:

@@ -116,12 +116,16 @@ def gather(
 # q-norm and rope
 
 
-def qnorm_rope(q: Tensor, positions: Tensor, cos_sin_cache: Tensor, eps: float) -> None:
-    """Q [T, H, D] in place: q * rsqrt(mean(q^2) + eps) per head, then RoPE on the trailing part; rounded once."""
+def qnorm_rope(q: Tensor, positions: Tensor, cos_sin_cache: Tensor, eps: float | None) -> None:
+    """Q [T, H, D] in place: q * rsqrt(mean(q^2) + eps) per head, then RoPE on the trailing part; rounded once.
+
+    Without eps there is no norm.
+    """
     rope = cos_sin_cache.shape[-1]
     for part in tiles(q.shape[0], 16 * q[:1].numel()):
         x = q[part].float()
-        x *= torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        if eps is not None:
+            x *= torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
         x[..., -rope:] = apply_rope(x[..., -rope:], cos_sin_cache[positions[part], None])
         q[part] = x.to(q.dtype)
 

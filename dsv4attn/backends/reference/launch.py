@@ -86,7 +86,7 @@ class ReferenceBackend(BackendDefaults):
         slot_mapping: Tensor,
         positions: Tensor,
         cos_sin_cache: Tensor,
-        eps: float,
+        eps: float | None,
     ) -> None:
         """See `contract.Backend`."""
         tensors = {"q": q, "kv": kv, "slot_mapping": slot_mapping, "positions": positions}

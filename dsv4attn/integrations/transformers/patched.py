@@ -18,8 +18,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Atten
 from dsv4attn.core.attention import DeepseekV4Attention
 from dsv4attn.core.cache_manager import CachedSequence
 from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.metadata import AttentionMetadata, LayerKey
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, OutOfPagesError, UnsupportedError
 from dsv4attn.integrations.transformers.new_tokens import NewTokens
 from dsv4attn.integrations.transformers.paged_cache import DeepseekV4PagedCache
@@ -43,7 +42,7 @@ class _Step:
     the [N * S] of the call; None if these are the same.
     """
 
-    metadata: Mapping[LayerKind, AttentionMetadata] | None
+    metadata: Mapping[LayerKey, AttentionMetadata] | None
     positions: Tensor
     index: Tensor | None
 

@@ -23,7 +23,7 @@ from dsv4attn.core.hyper_connections import HyperConnections
 from dsv4attn.core.layer_weights import AttentionWeights, HyperConnectionWeights, weight_shapes
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.metadata import AttentionMetadata, LayerKey
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.tools.bench.clock import Clock
 from dsv4attn.tools.bench.parts import LayerPart, MarkedBackend, Marks, measured
@@ -132,7 +132,7 @@ class _Made:
 
     geometry: ModelGeometry
     layer: DeepseekV4Attention
-    metadata: Mapping[LayerKind, AttentionMetadata]
+    metadata: Mapping[LayerKey, AttentionMetadata]
     positions: Tensor
     hidden: Tensor
 

@@ -65,7 +65,7 @@ def choose_rows(tokens: Tokens, layer: LayerGeometry, count: int, random: np.ran
     new_request = row[1:] != row[:-1]
     chunk_edge = np.concatenate([[True], new_request]) | np.concatenate([new_request, [True]])
     window_edge = np.isin(position, (0, layer.window - 1, layer.window))
-    completes = (position + 1) % layer.compress_ratio == 0 if layer.compress_ratio > 1 else np.zeros_like(window_edge)
+    completes = (position + 1) % layer.compress_ratio == 0 if layer.has_entries else np.zeros_like(window_edge)
     rank = 4 * window_edge + 2 * chunk_edge + completes
     by_rank = np.argsort(-(rank + random.random(len(tokens))))
     edges = by_rank[: min(-(-count // 2), int((rank > 0).sum()))]
@@ -112,11 +112,12 @@ class RowChecker:
         layer, workload = self._layer, self._workload
         here = _tokens(workload, row, [position])
         raw = workload.q_rows(workload.q_numbers(layer.kind, here))[0].double().numpy()
-        q = self._rounded(oracle.q_norm_rope(raw, cos, sin, layer.rope_dim, layer.eps))
+        q = self._rounded(oracle.q_norm_rope(raw, cos, sin, layer.rope_dim, layer.q_eps))
         selected = None
         if layer.kind is LayerKind.C4A:
             selected = [e for e in workload.topk(layer.kind, here)[0].tolist() if e != -1]
-        positions, entries = oracle.visible_keys(position, layer.window, layer.compress_ratio, selected)
+        ratio = layer.compress_ratio if layer.has_entries else None
+        positions, entries = oracle.visible_keys(position, layer.window, ratio, selected)
         keys = [*self._keys_at(row, positions), *self._entries_at(row, entries)]
         return oracle.attend_row(q, np.stack(keys), self._sink, layer.scale)
 

@@ -44,7 +44,7 @@ class ExactLayer:
         The second is the root mean square of all heads before their norm, divided by that of each head.
         """
         raw = (self._copy(self._weights.wq_b) @ latent).reshape(self._layer.num_heads, -1)
-        turned = oracle.q_norm_rope(raw, *self._turn(position), self._layer.rope_dim, self._layer.eps)
+        turned = oracle.q_norm_rope(raw, *self._turn(position), self._layer.rope_dim, self._layer.q_eps)
         return turned, np.sqrt(np.mean(raw**2) / np.mean(raw**2, -1))
 
     def key(self, hidden: F64, position: int) -> F64:

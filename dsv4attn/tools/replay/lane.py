@@ -54,7 +54,7 @@ class PageBytes:
     def of(cls, layer: LayerGeometry, layout: KVCacheLayout, block_size: int) -> PageBytes:
         """Page strides, padding included."""
         ratio = layer.compress_ratio
-        compressed = 0 if ratio == 1 else layout.page_stride(COMPRESSED_BLOCK_TOKENS // ratio)
+        compressed = layout.page_stride(COMPRESSED_BLOCK_TOKENS // ratio) if layer.has_entries else 0
         return cls(layout.page_stride(block_size), compressed)
 
     def window_per_sequence(self, layer: LayerGeometry, block_size: int) -> int:
@@ -154,7 +154,7 @@ class Lane:
         layout, block_size, ratio = setting.layout, setting.block_size, layer.compress_ratio
         self.page = PageBytes.of(layer, layout, block_size)
         swa, compressed = PagedKVCache.allocate(layout, sizes.window, block_size), None
-        if ratio > 1:
+        if layer.has_entries:
             compressed = PagedKVCache.allocate(layout, sizes.compressed, COMPRESSED_BLOCK_TOKENS // ratio)
         self._caches = LayerCaches(swa, compressed)
         self._cos_sin = cos_sin_cache(layer.rope, setting.limits.max_model_len)
@@ -187,7 +187,7 @@ class Lane:
             out[chosen], lse[chosen] = torch.nan, torch.nan
         seconds = {"insert": 0.0, "attend": 0.0, "project": 0.0}
         with timed(seconds, "insert"):
-            slots, eps = metadata.swa.slot_mapping, self.layer.eps
+            slots, eps = metadata.swa.slot_mapping, self.layer.q_eps
             backend.qnorm_rope_kv_insert(q, kv, self._caches.swa, slots, positions, self._cos_sin, eps)
             if entries is not None and compressed is not None and self._caches.compressed is not None:
                 slots = compressed.slot_mapping[:count]

@@ -130,7 +130,8 @@ class WholeChecker:
             if step.selected is not None:
                 selected = [e for e in step.selected[i].tolist() if e != -1]
                 stages |= self._selection(i, position, selected, pages, latent, hidden)
-        positions, entries = oracle.visible_keys(position, layer.window, layer.compress_ratio, selected)
+        ratio = layer.compress_ratio if layer.has_entries else None
+        positions, entries = oracle.visible_keys(position, layer.window, ratio, selected)
         keys = self._window.read(blocks, positions)
         if entries and self._entries is not None:
             keys = np.concatenate([keys, self._entries.read(pages, entries)])

@@ -85,7 +85,7 @@ def of_oracle(
     ratio, chosen = layer.compress_ratio, None
     if ratio == 4:
         chosen = [entry for entry in engine.topk[row].tolist() if entry >= 0]
-    positions, picked = oracle.visible_keys(position, 128, ratio, chosen)
+    positions, picked = oracle.visible_keys(position, 128, ratio if ratio > 1 else None, chosen)
     if window_keys is not None:
         positions = window_keys
 

@@ -36,7 +36,7 @@ class QuickHistory(TritonBackend):
         slot_mapping: Tensor,
         positions: Tensor,
         cos_sin_cache: Tensor,
-        eps: float,
+        eps: float | None,
     ) -> None:
         who: Any = ReferenceBackend() if kv.shape[0] > MANY else super()
         who.qnorm_rope_kv_insert(q, kv, cache, slot_mapping, positions, cos_sin_cache, eps)

@@ -32,7 +32,8 @@ def visible(case: Case) -> list[tuple[list[int], list[int]]]:
     """Positions and entries that each token may see, from the oracle."""
     preset = case.preset
     places = [before + i for before, count in case.requests for i in range(count)]
-    return [oracle.visible_keys(place, 128, preset.ratio, None) for place in places]
+    ratio = None if preset.kind is LayerKind.SWA else preset.ratio
+    return [oracle.visible_keys(place, 128, ratio, None) for place in places]
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -116,12 +116,12 @@ class Inserting(ReferenceBackend):
         slot_mapping: Tensor,
         positions: Tensor,
         cos_sin_cache: Tensor,
-        eps: float,
+        eps: float | None,
     ) -> None:
         self.insert(q, kv, cache, slot_mapping, (positions, cos_sin_cache, eps))
 
     def insert(
-        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slots: Tensor, rest: tuple[Tensor, Tensor, float]
+        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slots: Tensor, rest: tuple[Tensor, Tensor, float | None]
     ) -> None:
         """Insert as the reference does."""
         super().qnorm_rope_kv_insert(q, kv, cache, slots, *rest)
@@ -131,7 +131,7 @@ class ScalesOfTheNextRecord(Inserting):
     """Scales are addressed with an offset of one record."""
 
     def insert(
-        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slots: Tensor, rest: tuple[Tensor, Tensor, float]
+        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slots: Tensor, rest: tuple[Tensor, Tensor, float | None]
     ) -> None:
         scales = cache.region("scale")
         scales.copy_(scales.roll(-1, 1))
@@ -141,7 +141,7 @@ class ScalesOfTheNextRecord(Inserting):
 
 class KeysNotRotated(Inserting):
     def insert(
-        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slots: Tensor, rest: tuple[Tensor, Tensor, float]
+        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slots: Tensor, rest: tuple[Tensor, Tensor, float | None]
     ) -> None:
         super().insert(q, kv, cache, slots[:0], rest)
         self.quantize_and_insert_k_cache(kv, cache, slots)
@@ -149,7 +149,7 @@ class KeysNotRotated(Inserting):
 
 class NormOfAllHeads(Inserting):
     def insert(
-        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slots: Tensor, rest: tuple[Tensor, Tensor, float]
+        self, q: Tensor, kv: Tensor, cache: PagedKVCache, slots: Tensor, rest: tuple[Tensor, Tensor, float | None]
     ) -> None:
         louder = q.float().norm(dim=-1, keepdim=True) / q.float().norm(dim=(-2, -1), keepdim=True)
         super().insert(q, kv, cache, slots, rest)

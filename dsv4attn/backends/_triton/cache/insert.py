@@ -57,19 +57,20 @@ def qnorm_rope_kv_insert(
     slot_mapping: Tensor,
     positions: Tensor,
     cos_sin_cache: Tensor,
-    eps: float,
+    eps: float | None,
 ) -> None:
     """Normalise and rotate q [T, H, D] in place; rotate a copy of kv [T, D] and insert it; see `contract.Backend`."""
     tensors = {"q": q, "kv": kv, "slot_mapping": slot_mapping, "positions": positions}
     check_strides(written=("q",), cos_sin_cache=cos_sin_cache, **tensors)
-    constants = _fused_constants(cache.layout, q.shape[1], alignment_of_rows(q, kv), alignment_of_records(cache))
+    aligned = alignment_of_rows(q, kv), alignment_of_records(cache)
+    constants = _fused_constants(cache.layout, q.shape[1], *aligned, norm=eps is not None)
     launch(
         qnorm_rope_kv_insert_kernel,
         (q.shape[0] * (triton.cdiv(q.shape[1], constants["BLOCK_H"]) + 1),),
         (
             q, kv, cache.tensor, slot_mapping, positions, cos_sin_cache,
             q.stride(0), q.stride(1), kv.stride(0), cos_sin_cache.stride(0), cos_sin_cache.shape[0],
-            slot_mapping.shape[0], float(eps), cache.num_blocks, cache.block_size, *record_strides(cache),
+            slot_mapping.shape[0], float(eps or 0.0), cache.num_blocks, cache.block_size, *record_strides(cache),
         ),
         constants,
         num_warps=FUSED_WARPS,
@@ -83,18 +84,24 @@ def _insert_constants(layout: KVCacheLayout, rows: int, records: int) -> dict[st
 
 
 @cache
-def _fused_constants(layout: KVCacheLayout, heads: int, rows: int, records: int) -> dict[str, Any]:
+def _fused_constants(layout: KVCacheLayout, heads: int, rows: int, records: int, *, norm: bool) -> dict[str, Any]:
     block = max(TILE // triton.next_power_of_2(layout.head_dim), 1)
     block = min(block, triton.next_power_of_2(heads))
-    return {"HEADS": heads, "BLOCK_H": block, **_insert_constants(layout, rows, records)}
+    return {"HEADS": heads, "BLOCK_H": block, "NORM": norm, **_insert_constants(layout, rows, records)}
 
 
 def variants(
-    layout: KVCacheLayout, heads: int, dtype: torch.dtype, *, aligned: bool = True, aligned_rows: bool = True
+    layout: KVCacheLayout,
+    heads: int,
+    dtype: torch.dtype,
+    *,
+    aligned: bool = True,
+    aligned_rows: bool = True,
+    norm: bool = True,
 ) -> Iterator[Variant]:
     """Every form that the steps of this module can ask for, with q and kv of one dtype and k that is bf16 or fp32.
 
-    aligned, aligned_rows: whether caches are, and rows of q, kv and k, to 16 bytes.
+    aligned, aligned_rows: whether caches are, and rows of q, kv and k, to 16 bytes. norm: whether q is normalised.
     """
     types = {"CACHE": pointer_type(layout.dtype), "SLOTS": "*i64", "POSITIONS": "*i64", "TABLE": "*fp32"}
     for records in record_alignments(layout, aligned=aligned):
@@ -104,5 +111,5 @@ def variants(
                 yield Variant.from_types(insert_kernel, named, plain, num_warps=INSERT_WARPS, fp_fusion=False)
         named = {**types, "Q": pointer_type(dtype), "KV": pointer_type(dtype)}
         for rows in row_alignments(layout.head_dim, dtype, aligned=aligned_rows):
-            fused = _fused_constants(layout, heads, rows, records)
+            fused = _fused_constants(layout, heads, rows, records, norm=norm)
             yield Variant.from_types(qnorm_rope_kv_insert_kernel, named, fused, num_warps=FUSED_WARPS, fp_fusion=False)

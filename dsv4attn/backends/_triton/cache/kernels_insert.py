@@ -1,4 +1,4 @@
-"""Kernels that write keys to a cache: rotated, rounded, quantised and stored; and q normalised and rotated.
+"""Kernels that write keys to a cache: rotated, rounded, quantised and stored; and q, normalised and rotated.
 
 Everything happens in one kernel and in registers, so no copy of the keys is ever in memory. Quantisation is integer
 arithmetic on the bits of fp32 numbers: every device writes the same bytes, and so does the interpreter.
@@ -171,11 +171,14 @@ def qnorm_rope_kv_insert_kernel(
     q_stride: tl.int64, head_stride: tl.int64, kv_stride: tl.int64, table_stride: tl.int64,
     num_positions: tl.int64, num_slots: tl.int64, eps: tl.float32, num_blocks: tl.int32, block_size: tl.int32,
     page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
-    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr,
-    NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, FNUZ: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, ROW_ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, FNUZ: tl.constexpr,
     LARGEST: tl.constexpr, FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (T * parts,): of each token, the first program writes its key, the others take BLOCK_H heads each."""
+    """Grid: (T * parts,): of each token, the first program writes its key, the others take BLOCK_H heads each.
+
+    NORM: whether q is normalised before it is rotated; without it eps is not read.
+    """
     parts: tl.constexpr = triton.cdiv(HEADS, BLOCK_H) + 1
     token = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
@@ -206,7 +209,8 @@ def qnorm_rope_kv_insert_kernel(
         turned = (pair >= 0) & (pair < ROPE // 2)
         cos = tl.load(angles + pair, mask=turned, other=1.0)
         sin = tl.load(angles + ROPE // 2 + pair, mask=turned, other=0.0)
-        x *= tl.rsqrt(tl.sum(x * x, 1) / (NOPE + ROPE) + eps)[:, None]
+        if NORM:
+            x *= tl.rsqrt(tl.sum(x * x, 1) / (NOPE + ROPE) + eps)[:, None]
         # [BLOCK_H, D / 2] twice
         even, odd = tl.split(tl.reshape(x, (BLOCK_H, block // 2, 2)))
         turned_even, turned_odd = rotate(even, odd, cos[None, :], sin[None, :])

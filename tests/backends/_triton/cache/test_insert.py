@@ -60,6 +60,7 @@ class Step:
         self.slots = slots[torch.randperm(len(slots), generator=g)][: draw(g, 0, tokens + 2)].to(DEVICE)
         self.table = strided(torch.randn(13, layout.rope_dim, generator=g), pad)
         self.positions = torch.randint(0, 13, (tokens,), generator=g).to(DEVICE)
+        self.eps: float | None = 1e-6
 
     def cache(self, device: torch.device = DEVICE) -> PagedKVCache:
         """Return an unwritten cache."""
@@ -71,7 +72,7 @@ class Step:
         assert wide is not None
         whole = wide.clone()
         q, cache, before = whole[..., : self.layout.head_dim], self.cache(), self.kv.clone()
-        insert.qnorm_rope_kv_insert(q, self.kv, cache, self.slots, self.positions, self.table, 1e-6)
+        insert.qnorm_rope_kv_insert(q, self.kv, cache, self.slots, self.positions, self.table, self.eps)
         assert torch.equal(self.kv, before)
         assert whole[..., self.layout.head_dim :].isnan().all()
         return q, cache
@@ -90,7 +91,7 @@ class Step:
         rope = self.layout.rope_dim
         for t, position in enumerate(self.positions.tolist()):
             cos, sin = np.split(self.table[position].double().cpu().numpy(), 2)
-            wanted = oracle.q_norm_rope(self.q[t].double().cpu().numpy(), cos, sin, rope, 1e-6)
+            wanted = oracle.q_norm_rope(self.q[t].double().cpu().numpy(), cos, sin, rope, self.eps)
             size = np.abs(wanted)
             size[:, -rope:] = np.repeat(np.hypot(wanted[:, -rope::2], wanted[:, -rope + 1 :: 2]), 2, axis=1)
             error = np.abs(q[t].double().cpu().numpy() - wanted) / (size + 1e-30)
@@ -104,6 +105,20 @@ def test_q_is_normalised_and_rotated_and_keys_are_the_reference_s_bytes(
 ) -> None:
     for seed in range(3):
         Step(layout, dtype, seed).check()
+
+
+@each_dtype
+def test_without_eps_q_is_rotated_only_and_its_other_dims_keep_their_bits(dtype: torch.dtype) -> None:
+    for seed in range(3):
+        step = Step(LAYOUTS[3], dtype, seed)
+        step.eps = None
+        with observed() as seen:
+            step.check()
+        rotated, dims = step.run()[0], step.layout.nope_dim
+
+        assert torch.equal(rotated[..., :dims], step.q[..., :dims])
+        known = insert.variants(LAYOUTS[3], step.heads, dtype, aligned=False, aligned_rows=False, norm=False)
+        assert set(seen) <= set(known)
 
 
 def test_q_and_kv_may_have_different_dtypes() -> None:
@@ -267,6 +282,6 @@ def test_a_planted_bug_is_found(plant: str, monkeypatch: pytest.MonkeyPatch) -> 
     step.check()
     changed = PLANTS[plant](writer_constants(step.layout))
     right = insert._fused_constants
-    monkeypatch.setattr(insert, "_fused_constants", lambda *facts: {**right(*facts), **changed})
+    monkeypatch.setattr(insert, "_fused_constants", lambda *facts, **norm: {**right(*facts, **norm), **changed})
     with pytest.raises(AssertionError):
         step.check()
