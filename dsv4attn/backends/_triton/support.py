@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 from dsv4attn.core.device import NEWER_TRITON, TRITON_SOURCES, DeviceFacts, release_of
 from dsv4attn.core.layer_geometry import LayerKind
-from dsv4attn.core.problem import KEY_LAYOUTS, Problem, Reason, layout_reasons
+from dsv4attn.core.problem import Problem, Reason, layout_reasons
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["FP8_UNITS", "index_notes", "require_release", "support"]
 
 INTERPRETER_CURE = "set TRITON_INTERPRET=1 before Python starts, or ask for reference, which is faster there"
-_LAYOUTS = {name: KEY_LAYOUTS[name] for name in ("fp8_ds_mla", "rows")}
 _WIDEST = 512
 FP8_UNITS = "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"
 """Architectures that convert to e4m3 codes of OCP, and multiply them, in one instruction."""
@@ -25,7 +24,7 @@ compiled before a launch. With 3.5 the kernels compile, but have run nowhere."""
 
 def support(device: DeviceFacts, problem: Problem) -> Sequence[Reason]:
     """All reasons why the shared kernels cannot serve a problem on a device."""
-    reasons = [*_of_device(device), *layout_reasons(problem, _LAYOUTS)]
+    reasons = [*_of_device(device), *layout_reasons(problem)]
     if problem.q_dtype not in ("bfloat16", "float32"):
         reasons.append(Reason("Q_DTYPE", problem.q_dtype, "bfloat16 or float32", "cast q"))
     if problem.layer.head_dim > _WIDEST:
