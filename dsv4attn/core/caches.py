@@ -9,6 +9,7 @@ from attrs import frozen
 
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.record_layout import check_window
 from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.values import check_type
 
@@ -21,7 +22,7 @@ _CURE = "pass PagedKVCache(tensor, layout), or PagedKVCache.allocate(...)"
 class LayerCaches:
     """The paged caches of one layer.
 
-    swa: the window cache.
+    swa: the window cache, of any layout but `v41_fp4`.
     compressed: the compressed cache, which window-only layers do not have.
     """
 
@@ -30,6 +31,7 @@ class LayerCaches:
 
     def __attrs_post_init__(self) -> None:
         check_type("swa", self.swa, PagedKVCache, cure=_CURE)
+        check_window(self.swa.layout, "swa")
         if self.compressed is not None:
             check_type("compressed", self.compressed, PagedKVCache, cure=_CURE)
 

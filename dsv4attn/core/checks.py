@@ -12,6 +12,7 @@ from dsv4attn.core.keys import GatheredKeys, RaggedIndices
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.record_layout import check_window
 from dsv4attn.core.tensorspec import check_strides, check_tensor
 from dsv4attn.core.values import check_type, shown
 from dsv4attn.core.weights import Weight, check_weight
@@ -249,6 +250,7 @@ def check_insert(
     check_tensor("slot_mapping", slot_mapping, "_", torch.int64, letters)
     check_tensor("cos_sin_cache", cos_sin_cache, f"_ {layer.rope_dim}", torch.float32, {})
     check_cache("cache", cache, layer)
+    check_window(cache.layout, "cache")
     tensors = {"kv": kv, "positions": positions, "slot_mapping": slot_mapping, "cos_sin_cache": cos_sin_cache}
     first = (kv, "kv") if q is None else (q, "q")
     check_same_device(*first, **tensors, cache=cache.tensor)

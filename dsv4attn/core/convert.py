@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dsv4attn.core.definitions import fp4
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
@@ -50,6 +51,9 @@ def convert_cache(source: PagedKVCache, target: PagedKVCache, slots: Tensor | No
     FNUZ always works for scale bytes up to 253; -0 becomes 0, which is all FNUZ has), and fp32 rows become bf16 rows if
     they hold nothing finer. Rows never become quantised records: that is for a backend to do, and loses bits.
 
+    V4's record, V4.1's fp8 and V4.1's fp4 record never become one another: their groups or coded dims differ, and a
+    second rounding changes keys. Gather the keys and insert them with a backend where that is wanted.
+
     Raises LayoutMismatchError, before anything is written, if a key would change; ArgumentError for slots or memory.
     """
     _check_pair(source.layout, target.layout)
@@ -75,10 +79,10 @@ def _check_pair(source: KVCacheLayout, target: KVCacheLayout) -> None:
     """Check that dims and groups of two layouts allow a conversion at all."""
     same = (source.nope_dim, source.rope_dim) == (target.nope_dim, target.rope_dim)
     if target.is_quantised:
-        same = same and source.is_quantised and source.group_size == target.group_size
+        same = same and (source.name, source.group_size) == (target.name, target.group_size)
     if not same:
         expected = f"a layout that holds keys of {source.fingerprint} without loss"
-        hint = "only records of equal dims and groups, or rows of equal dims, do"
+        hint = "only records of the same kind, dims and groups, or rows of equal dims, do"
         raise LayoutMismatchError("target", expected=expected, actual=target.fingerprint, hint=hint)
 
 
@@ -87,11 +91,14 @@ def _converted(source: PagedKVCache, layout: KVCacheLayout, slots: Tensor) -> di
     mine, place = source.layout, (slots // source.block_size, slots % source.block_size)
     if not mine.is_quantised:
         return {"row": _rows(source.region("row")[place], layout, slots)}
-    found = {name: source.region(name)[place] for name in ("nope", "rope", "scale")}
+    names = ("nope", "rope", "scale") if mine.plain_dims else ("nope", "scale")
+    found = {name: source.region(name)[place] for name in names}
     if not layout.is_quantised:
-        nope = _dequantised(found["nope"], found["scale"], mine)
-        _check_exact(~nope.isinf().any(-1), layout, slots)  # no code is infinite: it is beyond fp32
-        return {"row": _rows(torch.cat([nope, found["rope"].float()], dim=-1), layout, slots)}
+        values = _dequantised(found["nope"], found["scale"], mine)
+        _check_exact(~values.isinf().any(-1), layout, slots)  # no code is infinite: it is beyond fp32
+        if mine.plain_dims:
+            values = torch.cat([values, found["rope"].float()], dim=-1)
+        return {"row": _rows(values, layout, slots)}
     if mine.fp8_format is not layout.fp8_format:
         found["nope"], found["scale"] = _recoded(found["nope"], found["scale"], mine, layout, slots)
     return found
@@ -104,12 +111,15 @@ def _rows(values: Tensor, layout: KVCacheLayout, slots: Tensor) -> Tensor:
 
 
 def _dequantised(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor:
-    """[n, nope] fp32: each code times 2^(byte - 127) of its group. The byte is the exponent field of an fp32."""
-    assert layout.fp8_format is not None
+    """[n, dims] fp32: each code times the scale of its group: of fp8, the fp32 that has the byte as exponent."""
+    if layout.name == "v41_fp4":
+        return fp4.dequantize(codes, scales)
+    if layout.fp8_format is None or layout.scale_dtype == torch.float32:
+        raise ArgumentError("source", expected="a cache of keys", actual=f"index keys, {layout.fingerprint}")
     byte = scales[:, : layout.num_groups].int()
     # 0 is the subnormal 2^-127, 255 is NaN
     bits = (byte << 23).masked_fill(byte == 0, 0x00400000).masked_fill(byte == NAN_EXPONENT, 0x7FC00000)
-    scale = bits.view(torch.float32).repeat_interleave(layout.group_size, dim=-1)[:, : layout.nope_dim]
+    scale = bits.view(torch.float32).repeat_interleave(layout.group_size, dim=-1)[:, : layout.coded_dims]
     return codes.view(layout.fp8_format.dtype).float() * scale
 
 
@@ -119,7 +129,7 @@ def _recoded(
     """Codes [n, nope] and scale bytes [n, scale_bytes] of the same values in the other dialect."""
     assert source.fp8_format is not None
     assert target.fp8_format is not None
-    groups = pad(codes, (0, source.num_groups * source.group_size - source.nope_dim))
+    groups = pad(codes, (0, source.num_groups * source.group_size - source.coded_dims))
     groups = groups.unflatten(-1, (source.num_groups, source.group_size))
     byte = scales[:, : source.num_groups].short()
     # a scale that is NaN makes any code NaN
@@ -133,7 +143,7 @@ def _recoded(
         done = done | fits
     _check_exact(done.all(-1), target, slots)
     scales = torch.cat([new_byte.to(torch.uint8), scales[:, source.num_groups :]], dim=-1)
-    return new.flatten(-2)[:, : source.nope_dim], scales
+    return new.flatten(-2)[:, : source.coded_dims], scales
 
 
 @cache

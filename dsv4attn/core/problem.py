@@ -5,6 +5,7 @@ Nothing here imports torch: any backend can be asked about any problem on any ma
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, frozen, validators
@@ -15,7 +16,7 @@ from dsv4attn.errors import ArgumentError, UnknownNameError
 if TYPE_CHECKING:
     from dsv4attn.core.layout import KVCacheLayout
 
-__all__ = ["CacheFacts", "Problem", "Reason"]
+__all__ = ["KEY_LAYOUTS", "CacheFacts", "Problem", "Reason", "layout_reasons"]
 
 _positive = validators.ge(1)
 _PHASES = ("decode", "prefill")
@@ -50,8 +51,8 @@ class Reason:
 class CacheFacts:
     """A paged cache, described.
 
-    layout: "fp8_ds_mla" (quantised records) or "rows".
-    dtype: "e4m3fn" or "e4m3fnuz" of records, "bfloat16" or "float32" of rows.
+    layout: "fp8_ds_mla", "v41_fp8" or "v41_fp4" (quantised records), or "rows".
+    dtype: of codes, "e4m3fn", "e4m3fnuz" or "e2m1"; of rows, "bfloat16" or "float32".
     page_size: records per page. Pages may lie any distance apart: a kernel follows the tensor's stride.
     arrangement: place of the scales, "split" (behind all data of a page) or "interleaved" (behind each record's).
     group_size: codes that share a scale; means nothing for rows.
@@ -66,15 +67,49 @@ class CacheFacts:
     @classmethod
     def of(cls, layout: KVCacheLayout, page_size: int) -> CacheFacts:
         """Facts of a cache of this layout."""
-        if layout.fp8_format is None:
+        if not layout.is_quantised:
             return cls(layout.name, str(layout.dtype).removeprefix("torch."), page_size)
-        arrangement, group = layout.arrangement.value, layout.group_size
-        return cls(layout.name, layout.fp8_format.value, page_size, arrangement, group)
+        codes = layout.fp8_format.value if layout.fp8_format else "e2m1"
+        return cls(layout.name, codes, page_size, layout.arrangement.value, layout.group_size)
+
+    @property
+    def row_dtype(self) -> str:
+        """Type that keys of this cache are read as."""
+        return "float32" if self.dtype == "float32" else "bfloat16"
+
+    @property
+    def shown(self) -> str:
+        """The type of codes, with the record where the type does not say it; or the type of rows."""
+        return f"{self.layout} {self.dtype}" if self.layout.startswith("v41") else self.dtype
 
     @classmethod
     def named(cls, dtype: str, page_size: int) -> CacheFacts:
         """Facts of a built-in layout, by the type of its elements."""
         return cls("rows" if dtype in ("bfloat16", "float32") else "fp8_ds_mla", dtype, page_size)
+
+
+KEY_LAYOUTS: Mapping[str, tuple[str, ...]] = {
+    "fp8_ds_mla": ("e4m3fn", "e4m3fnuz"),
+    "v41_fp8": ("e4m3fn",),
+    "v41_fp4": ("e2m1",),
+    "rows": ("bfloat16", "float32"),
+}
+"""Every layout of keys, and the types of its elements."""
+_ROWS = "allocate the cache as bfloat16 rows"
+_WINDOW = "keep the window in v41_fp8: v41_fp4 is for compressed caches only"
+
+
+def layout_reasons(problem: Problem, layouts: Mapping[str, tuple[str, ...]] = KEY_LAYOUTS) -> Iterator[Reason]:
+    """Why a backend that reads these layouts, two at a time if their keys read as one type, cannot serve a problem."""
+    for name, cache in (("window cache", problem.swa), ("compressed cache", problem.compressed)):
+        if cache is not None and cache.dtype not in layouts.get(cache.layout, ()):
+            allowed = ", ".join(f"{layout} of {' or '.join(dtypes)}" for layout, dtypes in layouts.items())
+            yield Reason("LAYOUT", f"{name} {cache.layout} of {cache.dtype}", allowed, _ROWS)
+    if problem.swa.layout == "v41_fp4":
+        yield Reason("LAYOUT", "window cache v41_fp4", "another layout of windows", _WINDOW)
+    if problem.compressed is not None and problem.compressed.row_dtype != problem.swa.row_dtype:
+        both = f"{problem.swa.dtype} beside {problem.compressed.dtype}"
+        yield Reason("LAYOUT_PAIR", both, "two caches that read as the same type", "use one row type for both")
 
 
 def _phase(value: Any) -> str:  # noqa: ANN401 - a caller's value, not checked yet
@@ -176,9 +211,9 @@ class Problem:
         layer, fp8 = self.layer, self.swa.layout == "fp8_ds_mla"
         dims = f"{layer.nope_dim} fp8 + {layer.rope_dim} bf16" if fp8 else f"{layer.nope_dim} + {layer.rope_dim}"
         pages = f"{self.swa.page_size}" + (f"+{self.compressed.page_size}" if self.compressed else "")
-        kv = self.swa.dtype
-        if self.compressed and self.compressed.dtype != kv:
-            kv += f"+{self.compressed.dtype}"
+        kv = self.swa.shown
+        if self.compressed and self.compressed.shown != kv:
+            kv += f"+{self.compressed.shown}"
         text = f"{self.phase}  {layer.kind.value}  heads={layer.num_heads}  head_dim={layer.head_dim} ({dims})"
         text += f"  window={layer.window}  compress_ratio={layer.compress_ratio}  topk={self.topk}"
         text += f"  pages={pages}  kv={kv}  q={self.q_dtype}"

@@ -11,6 +11,7 @@ from dsv4attn.core.descriptor import LAYER_PARTS
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
+from dsv4attn.core.record_layout import check_window
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["Bounds"]
@@ -68,6 +69,7 @@ class Bounds:
     index: KVCacheLayout | None = None
 
     def __attrs_post_init__(self) -> None:
+        check_window(self.swa, "bounds.swa")
         for layer in self.layers:
             for name, layout in (("swa", self.swa), ("compressed", self.compressed)):
                 wanted, actual = f"{layer.nope_dim} + {layer.rope_dim}", f"{layout.nope_dim} + {layout.rope_dim}"

@@ -30,6 +30,13 @@ MIXED = ((300, 1), (9, 1), (0, 7), (130, 6))
 BOTH = {Area.DECODE: ((300, 1), (70, 1), (9, 1)), Area.PREFILL: ((0, 7), (130, 6), (300, 3))}
 """A small batch of each phase."""
 SINKS = (-math.inf, math.inf, 20.0, -20.0, 1e4, -1e4, 0.0, 1.5)
+V41_PAIRS = {
+    "v41-v41": ("v41", "v41"),
+    "v41-fp4": ("v41", "v41-fp4"),
+    "v41-fp4-split": ("v41-split", "v41-fp4-split"),
+    "ocp-fp4": ("ocp", "v41-fp4"),
+}
+"""Records of window and compressed caches: pairs of V4.1, and V4's window beside V4.1's smallest record."""
 PHASE = {Area.DECODE: Phase.DECODE, Area.PREFILL: Phase.PREFILL}
 
 
@@ -210,7 +217,11 @@ def _contents(area: Area) -> Iterator[Case]:
         says = f"{of}: a window cache of {first} beside a compressed one of {second}, each read its own way"
         scene = step("c4a", *batch, cache=first, compressed=second)
         yield _case(area, f"pair-{first}-{second}-{of}", "C3", says, scene)
-    for cache, byte in (("ocp", 0xFF), ("fnuz", 0x80), ("bf16", 0xFF)):
+    for name, (first, second) in V41_PAIRS.items():
+        says = f"{of}: a window cache of {first} records beside a compressed one of {second}, each read its own way"
+        scene = step("c4a", *batch, cache=first, compressed=second)
+        yield _case(area, f"pair-{name}-{of}", "C3", says, scene)
+    for cache, byte in (("ocp", 0xFF), ("fnuz", 0x80), ("bf16", 0xFF), ("v41", 0xFF)):
         says = f"{of}: bytes 0x{byte:02X} over everything that no query names change no bit of the answer"
         scene = step("c4a", *batch, (40, *(1,) * 2), cache=cache, topk="holes", select=65, extra_rows=2)
         if area is Area.PREFILL:
@@ -292,7 +303,7 @@ def _calls(area: Area) -> Iterator[Case]:
     yield _case(area, f"max-logits-{of}", "L5", says, scene, checks.largest_logits)
     says = f"{of}: rows without keys have the lse that the call says; saying it changes nothing else"
     yield _case(area, f"lse-empty-{of}", "L6", says, call(phase, "empty"), checks.lse_of_empty_rows, needs_lse=True)
-    for cache in ("ocp", "fnuz", "interleaved"):
+    for cache in ("ocp", "fnuz", "interleaved", "v41", "v41-split"):
         says = f"{of} reads all 256 codes of {cache} under 236 scale bytes exactly"
         scene = Codes.of(phase=phase, geometry=flash("swa"), layout=layout(cache))
         yield _case(area, f"codes-{cache}-{of}", "C2", says, scene, reads_every_code)

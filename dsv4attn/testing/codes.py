@@ -40,9 +40,9 @@ class Codes(Call):
         """Bytes of each record, without NaN codes; `cases_nan` tests those."""
         layout = self.layout
         nans = (0x80,) if layout.fp8_format is Fp8Format.FNUZ else (0x7F, 0xFF)
-        codes = np.arange(layout.nope_dim, dtype=np.int64) % 256
+        codes = np.arange(layout.coded_dims, dtype=np.int64) % 256
         codes[np.isin(codes, nans)] = 0
-        rope = np.random.default_rng((self.seed, 30)).integers(0x3F00, 0x4200, (len(SCALES), layout.rope_dim))
+        rope = np.random.default_rng((self.seed, 30)).integers(0x3F00, 0x4200, (len(SCALES), layout.plain_dims))
         made = []
         for row in range(len(SCALES)):
             scales = np.zeros(layout.scale_bytes, dtype=np.uint8)

@@ -17,7 +17,7 @@ from dsv4attn.testing.book import Shelf
 from dsv4attn.testing.calls import Call, Pattern
 from dsv4attn.testing.rows import Rows
 from dsv4attn.testing.scenario import Scenario
-from dsv4attn.testing.world import layouts
+from dsv4attn.testing.world import layouts, v41_layouts
 
 __all__ = ["KINDS", "call", "flash", "layout", "rows", "step"]
 
@@ -34,8 +34,9 @@ def flash(kind: str, heads: int = HEADS, select: int = 512) -> ModelGeometry:
 
 
 def layout(name: str, geometry: ModelGeometry | None = None) -> KVCacheLayout:
-    """A built-in layout by its short name: ocp, fnuz, interleaved, bf16, fp32."""
-    return layouts(geometry or flash("swa"), GROUP)[name]
+    """A built-in layout by its short name: ocp, fnuz, interleaved, bf16, fp32, or one of `v41_layouts`."""
+    geometry = geometry or flash("swa")
+    return {**layouts(geometry, GROUP), **v41_layouts(geometry)}[name]
 
 
 def step(

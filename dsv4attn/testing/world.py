@@ -21,7 +21,7 @@ from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import F64, Expected, rounded, stored, tolerance
 
-__all__ = ["Token", "World", "layouts", "tiny_geometry"]
+__all__ = ["Token", "World", "layouts", "tiny_geometry", "v41_layouts"]
 
 Q, KV, ENTRY, SINK, TOPK = range(5)  # streams of random numbers
 HEADS = 2**12  # more heads than any model has
@@ -65,6 +65,17 @@ def layouts(geometry: ModelGeometry, group_size: int = 16) -> dict[str, KVCacheL
         "interleaved": attrs.evolve(ocp, arrangement=Arrangement.INTERLEAVED),
         "bf16": KVCacheLayout.rows(*dims),
         "fp32": KVCacheLayout.rows(*dims, dtype=torch.float32),
+    }
+
+
+def v41_layouts(geometry: ModelGeometry) -> dict[str, KVCacheLayout]:
+    """V4.1's records for the dims of a model, by a short name. Those of fp4 are for compressed caches."""
+    dims, split = (geometry.head_dim - geometry.rope_dim, geometry.rope_dim), Arrangement.SPLIT
+    return {
+        "v41": KVCacheLayout.v41_fp8(*dims),
+        "v41-split": KVCacheLayout.v41_fp8(*dims, arrangement=split),
+        "v41-fp4": KVCacheLayout.v41_fp4(*dims),
+        "v41-fp4-split": KVCacheLayout.v41_fp4(*dims, arrangement=split),
     }
 
 

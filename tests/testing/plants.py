@@ -14,6 +14,7 @@ from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core import indices
 from dsv4attn.core.contract import AttentionCall, Phase
+from dsv4attn.core.definitions import fp4
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
@@ -26,6 +27,22 @@ right = ReferenceBackend.decode
 def paged() -> ReferenceBackend:
     """The reference, reading pages in both phases."""
     return ReferenceBackend(prefill_keys="paged")
+
+
+class NeighbourScales(ReferenceBackend):
+    """Reads e2m1 codes under the scale of the next group, as a reader with groups of 32 does in every other one."""
+
+    def __init__(self) -> None:
+        super().__init__(prefill_keys="paged")
+
+    def decode(self, call: AttentionCall) -> None:
+        right_one = fp4.dequantize
+
+        def wrong_one(codes: Tensor, scales: Tensor) -> Tensor:
+            return right_one(codes, scales[..., ::2].repeat_interleave(2, -1))
+
+        with mock.patch.object(fp4, "dequantize", wrong_one):
+            super().decode(call)
 
 
 def calls(wrong: Callable[[AttentionCall], None], *phases: str, made: ReferenceBackend | None = None) -> Any:

@@ -58,6 +58,7 @@ PLANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "kv rotated in place": (lambda: Careless("kv rotated in place"), "I,C1", "I2", "I4"),
     "q normalised without eps": (lambda: Careless("norm without eps"), "I,decode-swa", "I6", "I1 I4 F1"),
     "padding inserted": (lambda: Careless("all rows inserted"), "I", "I3", "I4"),
+    "scales of a neighbouring group": (plants.NeighbourScales, "pair-v41-*,decode-swa", "C3", "M1"),
     "floor of the scale": (lambda: Careless("floor of a group at 1"), "C1,R", "C1", "R1"),
     "negative slot wraps": (lambda: Careless("-7 wraps around"), "I", "I3", "I4"),
     "block table taken to be packed": (lambda: Careless("table packed"), "R", "R2", ""),

@@ -38,6 +38,18 @@ def dequantize(code, byte, fnuz):
 
 
 @triton.jit
+def decode_e2m1(code, byte):
+    """fp32 value of e2m1 codes (int32, 0..15) under scale bytes in e4m3fn (int32, 0..255); exact, NaN if the scale is.
+
+    A code's three low bits, put where fp32 has exponent and mantissa, are its value times 2^-126.
+    """
+    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    unit = tl.full((), 253 << 23, tl.int32).to(tl.float32, bitcast=True)
+    # 127 is the byte of 2^0
+    return (bits.to(tl.float32, bitcast=True) * unit) * dequantize(byte, 127 + tl.zeros_like(byte), False)
+
+
+@triton.jit
 def is_nan(code, fnuz):
     """Whether an e4m3 code, int32, is no number: 0x7F and 0xFF, or, in FNUZ, 0x80 alone."""
     # if fnuz is a constant, the compiler removes the other comparison

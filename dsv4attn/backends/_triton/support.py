@@ -7,14 +7,12 @@ from collections.abc import Sequence
 
 from dsv4attn.core.device import NEWER_TRITON, TRITON_SOURCES, DeviceFacts, release_of
 from dsv4attn.core.layer_geometry import LayerKind
-from dsv4attn.core.problem import CacheFacts, Problem, Reason
+from dsv4attn.core.problem import Problem, Reason, layout_reasons
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["FP8_UNITS", "index_notes", "require_release", "support"]
 
 INTERPRETER_CURE = "set TRITON_INTERPRET=1 before Python starts, or ask for reference, which is faster there"
-_ROWS = "allocate the cache as bfloat16 rows"
-_LAYOUTS = {"fp8_ds_mla": ("e4m3fn", "e4m3fnuz"), "rows": ("bfloat16", "float32")}
 _WIDEST = 512
 FP8_UNITS = "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"
 """Architectures that convert to e4m3 codes of OCP, and multiply them, in one instruction."""
@@ -26,16 +24,7 @@ compiled before a launch. With 3.5 the kernels compile, but have run nowhere."""
 
 def support(device: DeviceFacts, problem: Problem) -> Sequence[Reason]:
     """All reasons why the shared kernels cannot serve a problem on a device."""
-    reasons = [*_of_device(device)]
-    for name, cache in (("window cache", problem.swa), ("compressed cache", problem.compressed)):
-        if cache is not None and cache.dtype not in _LAYOUTS.get(cache.layout, ()):
-            allowed = ", ".join(f"{layout} of {' or '.join(dtypes)}" for layout, dtypes in _LAYOUTS.items())
-            reasons.append(Reason("LAYOUT", f"{name} {cache.layout} of {cache.dtype}", allowed, _ROWS))
-    if problem.compressed is not None and _row_dtype(problem.compressed) != _row_dtype(problem.swa):
-        both = f"{problem.swa.dtype} beside {problem.compressed.dtype}"
-        reasons.append(
-            Reason("LAYOUT_PAIR", both, "two caches that read as the same type", "use one row type for both")
-        )
+    reasons = [*_of_device(device), *layout_reasons(problem)]
     if problem.q_dtype not in ("bfloat16", "float32"):
         reasons.append(Reason("Q_DTYPE", problem.q_dtype, "bfloat16 or float32", "cast q"))
     if problem.layer.head_dim > _WIDEST:
@@ -80,7 +69,3 @@ def require_release() -> None:
     old = _older(DeviceFacts.named("cpu"))
     if old is not None:
         raise ArgumentError("triton", expected=old.allowed, actual=old.actual, hint=old.cure)
-
-
-def _row_dtype(cache: CacheFacts) -> str:
-    return "float32" if cache.dtype == "float32" else "bfloat16"

@@ -12,6 +12,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from dsv4attn.core.definitions import fp4
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layer_ops import Linear
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
@@ -34,30 +35,32 @@ def power_of_two(byte: Tensor) -> Tensor:
 
 
 def quantize(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
-    """NoPE parts [n, nope] to codes [n, nope] uint8 and scale bytes [n, scale_bytes] uint8, pad bytes 0.
+    """Coded parts [n, dims] to codes [n, dims * bits / 8] uint8 and scale bytes [n, scale_bytes] uint8, pad bytes 0.
 
-    Each group of `group_size` bf16-rounded values shares a scale 2^e, the smallest power of two with
+    Each group of `group_size` bf16-rounded values shares a scale. fp8: 2^e, the smallest power of two with
     amax / 2^e <= fp8_max. The exponent is read off the bits of amax / fp8_max: biased exponent, plus one unless the
-    mantissa is zero. No logarithm, so no device rounds it differently.
+    mantissa is zero. No logarithm, so no device rounds it differently. e2m1: see `fp4.quantize`.
     """
-    assert layout.fp8_format is not None
+    if layout.fp8_format is None:
+        return fp4.quantize(values)
     rounded = values.bfloat16().float()
-    padded = torch.nn.functional.pad(rounded, (0, layout.num_groups * layout.group_size - layout.nope_dim))
+    padded = torch.nn.functional.pad(rounded, (0, layout.num_groups * layout.group_size - layout.coded_dims))
     groups = padded.unflatten(-1, (layout.num_groups, layout.group_size))
     amax = groups.abs().amax(-1).clamp(min=layout.amax_floor)
     bits = (amax / layout.fp8_max).view(torch.int32)
     exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, LARGEST_EXPONENT)
     scaled = (groups * power_of_two(254 - exponent)[..., None]).clamp(-layout.fp8_max, layout.fp8_max)
-    codes = scaled.flatten(-2)[..., : layout.nope_dim].to(layout.fp8_format.dtype).view(torch.uint8)
+    codes = scaled.flatten(-2)[..., : layout.coded_dims].to(layout.fp8_format.dtype).view(torch.uint8)
     scales = torch.nn.functional.pad(exponent.to(torch.uint8), (0, layout.scale_bytes - layout.num_groups))
     return codes, scales
 
 
 def dequantize(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor:
-    """[n, nope] fp32: each code times 2^(byte - 127) of its group; byte 255 reads as NaN."""
-    assert layout.fp8_format is not None
+    """[n, dims] fp32: each code times the scale of its group, 2^(byte - 127) of fp8; byte 255 reads as NaN."""
+    if layout.fp8_format is None:
+        return fp4.dequantize(codes, scales)
     scale, values = power_of_two(scales[:, : layout.num_groups].int()), codes.view(layout.fp8_format.dtype).float()
-    whole = layout.nope_dim // layout.group_size
+    whole = layout.coded_dims // layout.group_size
     end = whole * layout.group_size
     values[:, :end].unflatten(-1, (whole, layout.group_size)).mul_(scale[:, :whole, None])
     values[:, end:].mul_(scale[:, whole:])  # the last group may be short
@@ -69,8 +72,11 @@ def read_records(cache: PagedKVCache, slots: Tensor) -> Tensor:
     block, offset = slots // cache.block_size, slots % cache.block_size
     if not cache.layout.is_quantised:
         return cache.region("row")[block, offset].float()
-    codes, rope, scales = (cache.region(name)[block, offset] for name in ("nope", "rope", "scale"))
-    return torch.cat([dequantize(codes, scales, cache.layout), rope.float()], dim=-1)
+    codes, scales = (cache.region(name)[block, offset] for name in ("nope", "scale"))
+    values = dequantize(codes, scales, cache.layout)
+    if not cache.layout.plain_dims:
+        return values
+    return torch.cat([values, cache.region("rope")[block, offset].float()], dim=-1)
 
 
 # insert and gather
@@ -86,9 +92,12 @@ def insert(k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
     if not cache.layout.is_quantised:
         cache.region("row")[place] = k.to(cache.layout.dtype)
         return
-    nope = cache.layout.nope_dim
-    cache.region("nope")[place], cache.region("scale")[place] = quantize(k[:, :nope].float(), cache.layout)
-    cache.region("rope")[place] = k[:, nope:].bfloat16()
+    coded = cache.layout.coded_dims
+    if cache.layout.rounds_to_fp4:
+        k = fp4.dequantize(*fp4.quantize(k.float()))
+    cache.region("nope")[place], cache.region("scale")[place] = quantize(k[:, :coded].float(), cache.layout)
+    if cache.layout.plain_dims:
+        cache.region("rope")[place] = k[:, coded:].bfloat16()
 
 
 def gather(
@@ -258,7 +267,7 @@ def width_of(keys: Sequence[PagedKeys] | GatheredKeys) -> int:
 
 def record_bytes(layout: KVCacheLayout) -> int:
     """Temporaries of one record being read or written."""
-    return 24 * max(layout.head_dim, layout.num_groups * layout.group_size + layout.rope_dim) + 256
+    return 24 * max(layout.head_dim, layout.num_groups * layout.group_size + layout.plain_dims) + 256
 
 
 def attend_bytes(heads: int, dim: int, width: int) -> int:

@@ -227,7 +227,7 @@ def _kind_of(layouts: Sequence[KVCacheLayout]) -> int | None:
 def _is_record(layout: KVCacheLayout) -> bool:
     dims = layout.nope_dim, layout.rope_dim, layout.group_size
     dialect = layout.fp8_format is Fp8Format.OCP and layout.arrangement is Arrangement.SPLIT
-    return layout.is_quantised and dims == (448, 64, 64) and layout.scale_bytes == 8 and dialect
+    return layout.name == "fp8_ds_mla" and dims == (448, 64, 64) and layout.scale_bytes == 8 and dialect
 
 
 def _of_pages(keys: Sequence[Any]) -> tuple[int, tuple[int, ...]] | None:

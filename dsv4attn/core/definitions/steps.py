@@ -13,6 +13,7 @@ from dsv4attn.core.definitions.records import store_index_keys
 from dsv4attn.core.definitions.tiles import PLAIN, TILE_BYTES, Arithmetic
 from dsv4attn.core.layer_ops import LAYER_STEPS
 from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.record_layout import KEY_RECORDS
 
 __all__ = ["TorchLayerSteps", "layer_step_sources"]
 
@@ -53,7 +54,7 @@ class TorchLayerSteps:
         """See `LayerSteps`."""
 
         def insert(k: Tensor, slots: Tensor) -> None:
-            if cache.layout.name == "fp8_ds_mla":
+            if cache.layout.name in KEY_RECORDS:
                 self._insert(k, cache, slots)
             else:
                 store_index_keys(k, cache, slots)

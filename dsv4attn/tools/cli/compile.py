@@ -32,7 +32,8 @@ __all__ = ["bounds_of", "compile_"]
 _SAID = {"spills": "spill", "limit": "break a limit", "failed": "do not compile"}
 """Words of the summary for each verdict but "ok"."""
 _STYLES = {"ok": "green", "spills": "yellow", "limit": "bold red", "failed": "bold red"}
-_DTYPES = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32")
+_V41 = ("v41_fp8", "v41_fp4")
+_DTYPES = ("e4m3fn", "e4m3fnuz", "bfloat16", "float32", *_V41)
 
 
 @frozen
@@ -82,7 +83,7 @@ class _Job:
     multiple=True,
     default=_DTYPES[:1],
     show_default=True,
-    help="Of both caches: repeatable.",
+    help="Of both caches, or V4.1's record of the compressed cache, beside v41_fp8: repeatable.",
 )
 @click.option("--kernel", "kernels", metavar="NAME", multiple=True, help="This one only: repeatable.  [default: all]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -222,18 +223,24 @@ def bounds_of(geometry: ModelGeometry, dtype: str) -> Bounds:
     """
     import torch
 
+    from dsv4attn.core.descriptor import LAYER_PARTS
     from dsv4attn.core.layout import Fp8Format, KVCacheLayout
     from dsv4attn.core.limits import Limits
     from dsv4attn.core.warmup_spec import Bounds
 
     dims = geometry.head_dim - geometry.rope_dim, geometry.rope_dim
+    limits = Limits(256, 8192, geometry.max_position)
+    if dtype in _V41:
+        # the kernels of the compressor do not write these records
+        parts = tuple(part for part in LAYER_PARTS if part != "compressor")
+        own = {"compressed": KVCacheLayout.v41_fp4(*dims)} if dtype == "v41_fp4" else {}
+        window = KVCacheLayout.v41_fp8(*dims)
+        return Bounds.of(geometry, limits, swa=window, aligned_rows=True, layer_steps=True, parts=parts, **own)
     if dtype in tuple(Fp8Format):
         layout = KVCacheLayout.fp8_ds_mla(*dims, fp8_format=Fp8Format(dtype))
     else:
         layout = KVCacheLayout.rows(*dims, dtype=getattr(torch, dtype))
-    return Bounds.of(
-        geometry, Limits(256, 8192, geometry.max_position), swa=layout, aligned_rows=True, layer_steps=True
-    )
+    return Bounds.of(geometry, limits, swa=layout, aligned_rows=True, layer_steps=True)
 
 
 def _checked(backend: str, variant: object) -> Variant:

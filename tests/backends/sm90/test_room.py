@@ -119,13 +119,16 @@ def test_what_a_kernel_reads_follows_from_layouts() -> None:
         KVCacheLayout.fp8_ds_mla(arrangement=Arrangement.INTERLEAVED),
         KVCacheLayout.fp8_ds_mla(24, 8, group_size=8),
         evolve(record, group_size=32),
+        # look-alikes by dims and groups, which V4's word reader would misread
+        evolve(record, name="v41_fp8"),
+        KVCacheLayout.v41_fp8(),
         KVCacheLayout.rows(dtype=torch.float32),
         KVCacheLayout.rows(24, 8),
     ]
 
     assert _kind_of([record]) == _kind_of([record, record]) == 0
     assert _kind_of([rows]) == 1
-    assert [_kind_of(pair) for one in others for pair in ([one], [record, one], [one, record])] == [None] * 18
+    assert [_kind_of(pair) for one in others for pair in ([one], [record, one], [one, record])] == [None] * 24
     assert _kind_of([rows, rows]) is _kind_of([record, rows]) is _kind_of([rows, record]) is None
 
 

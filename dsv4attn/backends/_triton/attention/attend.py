@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.attention.kernels import attention
 from dsv4attn.backends._triton.attention.kernels_combine import reduce
-from dsv4attn.backends._triton.attention.keys import BYTES, ROWS, WORDS
+from dsv4attn.backends._triton.attention.keys import BYTES, CODES, NIBBLES, ROWS, WORDS
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch
 from dsv4attn.backends._triton.tuning import Tuning
@@ -31,11 +31,16 @@ MOST_SLOTS = 2**31 - 1
 """Slots of a cache that indices in int32 can name."""
 
 
+_BY_BYTE = {"fp8_ds_mla": BYTES.value, "v41_fp8": CODES.value, "v41_fp4": NIBBLES.value}
+"""Readers of quantised records that take a byte at a time, for any dims."""
+
+
 @frozen
 class Segment:
     """What one segment of keys compiles to.
 
-    kind: WORDS, BYTES or ROWS. unit: elements; page and row strides are multiples of them, so that loads can be wide.
+    kind: WORDS, BYTES, CODES, NIBBLES or ROWS. unit: elements; page and row strides are multiples of them, so that
+    loads can be wide.
     group, scales: codes of a scale, and bytes of a record's scales. dtype: of the cache's elements.
     """
 
@@ -52,8 +57,9 @@ class Segment:
         """The segment of a cache. aligned: whether its pages and rows begin at multiples of 16 bytes."""
         if not layout.is_quantised:
             return cls(ROWS.value, WIDE // layout.dtype.itemsize if aligned else 1, dtype=layout.dtype)
-        words = aligned and (layout.nope_dim, layout.rope_dim, layout.group_size) == (448, 64, 64)
-        kind, unit = (WORDS.value, WIDE) if words else (BYTES.value, 1)
+        dims = layout.nope_dim, layout.rope_dim, layout.group_size
+        words = aligned and layout.name == "fp8_ds_mla" and dims == (448, 64, 64)
+        kind, unit = (WORDS.value, WIDE) if words else (_BY_BYTE[layout.name], 1)
         interleaved, fnuz = layout.arrangement is Arrangement.INTERLEAVED, layout.fp8_format is Fp8Format.FNUZ
         return cls(kind, unit, interleaved, fnuz, layout.group_size, layout.scale_bytes)
 

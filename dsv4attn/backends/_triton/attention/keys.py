@@ -1,9 +1,9 @@
 """Reading keys inside an attention loop: from slots to a tile of rows, in the dtype of the matrix product.
 
 A tile is two pieces of C columns side by side (one, if a key is narrow), since a register file holds no whole tile.
-KIND chooses one of three readers: WORDS for the model's own 448 + 64 record on aligned pages, four codes at a time;
-BYTES for quantised records of other dims or alignment; ROWS for plain rows. A row that is not `ok` reads as zeros and
-touches no memory.
+KIND chooses one of the readers: WORDS for V4's own 448 + 64 record on aligned pages, four codes at a time; BYTES for
+V4's record of other dims or alignment, whose last ROPE dims are bf16; CODES and NIBBLES for V4.1's records, whose dims
+are all codes, of fp8 and of e2m1; ROWS for plain rows. A row that is not `ok` reads as zeros and touches no memory.
 
 A NaN code makes the values of its word NaN. Which values of a key are NaN does not matter: each of its logits is then,
 and with it the whole row of the output.
@@ -21,6 +21,8 @@ from dsv4attn.backends._triton import numerics
 WORDS = tl.constexpr(0)
 BYTES = tl.constexpr(1)
 ROWS = tl.constexpr(2)
+CODES = tl.constexpr(3)
+NIBBLES = tl.constexpr(4)
 
 DECODE = tl.constexpr("""
 {
@@ -211,18 +213,26 @@ def read_piece(
         mask = ok[:, None] & (column < NOPE + ROPE)[None, :]
         values = widen(tl.load(row[:, None] + column[None, :], mask=mask, other=0.0), DT)
     else:
-        DATA: tl.constexpr = NOPE + 2 * ROPE
+        CODED: tl.constexpr = NOPE if KIND == BYTES else NOPE + ROPE
+        DATA: tl.constexpr = (NOPE + ROPE) // 2 if KIND == NIBBLES else NOPE + ROPE + (NOPE + ROPE - CODED)
         if INTERLEAVED:
             data = page + of * (DATA + SCALES)
             scale = data + DATA
         else:
             data = page + of * DATA
             scale = page + paging[0].to(tl.int64) * DATA + of * SCALES
-        is_code = ok[:, None] & (column < NOPE)[None, :]
-        code = tl.load(base + (data[:, None] + column[None, :]), mask=is_code, other=0)
-        byte = tl.load(base + (scale[:, None] + (column // GROUP)[None, :]), mask=is_code, other=127)
-        value = numerics.dequantize(code.to(tl.int32), byte.to(tl.int32), fnuz)
+        is_code = ok[:, None] & (column < CODED)[None, :]
+        at = column // 2 if KIND == NIBBLES else column
+        code = tl.load(base + (data[:, None] + at[None, :]), mask=is_code, other=0).to(tl.int32)
+        byte = tl.load(base + (scale[:, None] + (column // GROUP)[None, :]), mask=is_code, other=127).to(tl.int32)
+        if KIND == NIBBLES:
+            value = numerics.decode_e2m1((code >> (column % 2 * 4)[None, :]) & 15, byte)
+        else:
+            value = numerics.dequantize(code, byte, fnuz)
+        values = tl.where(is_code, value, 0.0)
+        if KIND != BYTES:
+            return values.to(DT)
         rope = (base + (data + NOPE)).to(tl.pointer_type(tl.bfloat16))[:, None] + (column - NOPE)[None, :]
         is_rope = ok[:, None] & ((column >= NOPE) & (column < NOPE + ROPE))[None, :]
-        values = tl.where(is_code, value, tl.load(rope, mask=is_rope, other=0.0).to(tl.float32)).to(DT)
+        values = tl.where(is_code, values, tl.load(rope, mask=is_rope, other=0.0).to(tl.float32)).to(DT)
     return values

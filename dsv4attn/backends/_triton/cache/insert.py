@@ -27,6 +27,7 @@ from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.core.checks import check_keys
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
+from dsv4attn.errors import ArgumentError
 
 __all__ = ["qnorm_rope_kv_insert", "quantize_and_insert_k_cache", "variants"]
 
@@ -80,7 +81,12 @@ def qnorm_rope_kv_insert(
 
 @cache
 def _insert_constants(layout: KVCacheLayout, rows: int, records: int) -> dict[str, Any]:
-    return {"ROW_ALIGNED": rows, "ALIGNED": records, **writer_constants(layout)}
+    if layout.rounds_to_fp4:
+        expected = "a layout whose writer does not round to fp4 first: no kernel here does"
+        hint = "write with the reference backend, or without rounds_to_fp4; bytes of both are read alike"
+        raise ArgumentError("cache layout", expected=expected, actual=f"{layout.fingerprint}, rounds_to_fp4", hint=hint)
+    dims = {"NOPE": layout.nope_dim, "ROPE": layout.rope_dim, "CODED": layout.coded_dims}
+    return {"ROW_ALIGNED": rows, "ALIGNED": records, **writer_constants(layout), **dims}
 
 
 @cache

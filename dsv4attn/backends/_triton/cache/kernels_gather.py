@@ -12,19 +12,20 @@ import triton
 import triton.language as tl
 
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.numerics import cast, dequantize
+from dsv4attn.backends._triton.numerics import cast, decode_e2m1, dequantize
 
 
 @triton.jit
 def copy_records(
     target, written, CACHE, block, row, exists, page_stride, data_stride, scale_offset, scale_stride,
     ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr,
-    FNUZ: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    FP4: tl.constexpr, FNUZ: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Write records to rows that begin at target [R] pointers, where written [R]; those that do not exist are zeros.
 
     block, row: [R] int64. Nothing is read of a record that does not exist. ALIGNED: as in `insert_key`.
     CACHE: pages, `page_stride` elements apart: uint8, or bf16 or fp32 where keys are plain rows.
+    NOPE, ROPE: dims that are codes, and bf16 values behind them. FP4: e2m1 codes, two to a byte, scales in e4m3fn.
     """
     dtype: tl.constexpr = target.dtype.element_ty
     page = CACHE + block * page_stride
@@ -39,8 +40,13 @@ def copy_records(
         member = tl.arange(0, triton.next_power_of_2(GROUP))
         column = (group[:, None] * GROUP + member[None, :])[None, :, :]
         live = ((member < GROUP)[None, :])[None, :, :] & (column < NOPE)
-        code = tl.load(record[:, None, None] + column, mask=exists[:, None, None] & live, other=0).to(tl.int32)
-        value = cast(dequantize(code, byte[:, :, None], FNUZ), dtype, EXACT_CASTS)
+        at = column // 2 if FP4 else column
+        code = tl.load(record[:, None, None] + at, mask=exists[:, None, None] & live, other=0).to(tl.int32)
+        if FP4:
+            value = decode_e2m1((code >> (column % 2 * 4)) & 15, byte[:, :, None])
+        else:
+            value = dequantize(code, byte[:, :, None], FNUZ)
+        value = cast(value, dtype, EXACT_CASTS)
         tl.store(target[:, None, None] + column, value, mask=written[:, None, None] & live)
         tail = (record + NOPE).to(tl.pointer_type(tl.bfloat16))
     else:
@@ -68,7 +74,7 @@ def gather_kernel(
     table_stride: tl.int64, table_width: tl.int32, num_blocks: tl.int32, block_size: tl.int32,
     page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
     BLOCK_R: tl.constexpr, ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, NOPE: tl.constexpr,
-    ROPE: tl.constexpr, GROUP: tl.constexpr, FNUZ: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    ROPE: tl.constexpr, GROUP: tl.constexpr, FP4: tl.constexpr, FNUZ: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n * ceil(rows / BLOCK_R),): BLOCK_R rows of one request, the first one at `offset`."""
     tiles = tl.cdiv(rows, BLOCK_R)
@@ -90,7 +96,7 @@ def gather_kernel(
         target = tl.multiple_of(OUT + request * out_stride + (offset + row).to(tl.int64) * row_stride, ROW_ALIGNED)
         copy_records(
             target, exists, CACHE, block.to(tl.int64), (position % block_size).to(tl.int64), exists,
-            page_stride, data_stride, scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, FNUZ, EXACT_CASTS,
+            page_stride, data_stride, scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, FP4, FNUZ, EXACT_CASTS,
         )  # fmt: skip
 
 
@@ -103,7 +109,7 @@ def gather_slots_kernel(
     num_blocks: tl.int32, block_size: tl.int32,
     page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
     BLOCK_R: tl.constexpr, ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, NOPE: tl.constexpr,
-    ROPE: tl.constexpr, GROUP: tl.constexpr, FNUZ: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    ROPE: tl.constexpr, GROUP: tl.constexpr, FP4: tl.constexpr, FNUZ: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (ceil(rows / BLOCK_R),): BLOCK_R rows."""
     # [R]
@@ -114,5 +120,5 @@ def gather_slots_kernel(
     copy_records(
         tl.multiple_of(OUT + row * row_stride, ROW_ALIGNED), row < rows, CACHE, block.to(tl.int64),
         (slot % block_size).to(tl.int64), exists, page_stride, data_stride, scale_offset, scale_stride,
-        ALIGNED, NOPE, ROPE, GROUP, FNUZ, EXACT_CASTS,
+        ALIGNED, NOPE, ROPE, GROUP, FP4, FNUZ, EXACT_CASTS,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
-from dsv4attn.backends._triton.numerics import angles_of, cast, rotate, round_to, scale_of_byte
+from dsv4attn.backends._triton.numerics import angles_of, cast, dequantize, rotate, round_to, scale_of_byte
 
 
 @triton.jit
@@ -82,6 +82,42 @@ def quantize_e2m1(x, LARGEST: tl.constexpr, FLOOR: tl.constexpr):
 
 
 @triton.jit
+def quantize_fp4(x):
+    """Codes [G, S] and scale bytes [G] in e4m3fn, int32, of groups x [G, S] fp32 that are bf16 values.
+
+    The scale is amax / 6, at least 2^-9. A code is found by comparing with midpoints times the scale, which are exact:
+    a quotient would have to be rounded. A group that holds a NaN gets a NaN for a scale, and codes of zero.
+    """
+    amax = tl.max(size_bits(x), 1)
+    sixth = tl.full((), 0x3E2AAAAB, tl.int32).to(tl.float32, bitcast=True)
+    least = tl.full((), 118 << 23, tl.int32)  # 2^-9
+    wanted = amax.to(tl.float32, bitcast=True) * sixth
+    wanted = tl.maximum(wanted.to(tl.int32, bitcast=True), least).to(tl.float32, bitcast=True)
+    byte = encode_e4m3(wanted, False, 0x43E00000) & 0x7F
+    unit = dequantize(byte, 127 + tl.zeros_like(byte), False)[:, None]
+    size = size_bits(x).to(tl.float32, bitcast=True)
+    code = (size > 0.25 * unit).to(tl.int32) + (size >= 0.75 * unit).to(tl.int32) + (size > 1.25 * unit).to(tl.int32)
+    code += (size >= 1.75 * unit).to(tl.int32) + (size > 2.5 * unit).to(tl.int32) + (size >= 3.5 * unit).to(tl.int32)
+    code += (size > 5.0 * unit).to(tl.int32)
+    code |= (x.to(tl.int32, bitcast=True) >> 28) & 8
+    return tl.where((byte == 0x7F)[:, None], 0, code), byte
+
+
+@triton.jit
+def turned(x, key, angles, column, live, NOPE: tl.constexpr, ROPE: tl.constexpr, EXACT_CASTS: tl.constexpr):
+    """Values x of a key's columns, rotated from NOPE on, rounded to their own type. Arguments as in `insert_key`."""
+    place = column - NOPE
+    rotates = live & (place >= 0)
+    is_even = place % 2 == 0
+    other = tl.load(key + NOPE + (place ^ 1), mask=rotates, other=0.0).to(tl.float32)
+    cos = tl.load(angles + place // 2, mask=rotates, other=1.0)
+    sin = tl.load(angles + ROPE // 2 + place // 2, mask=rotates, other=0.0)
+    own = x.to(tl.float32)
+    even, odd = rotate(tl.where(is_even, own, other), tl.where(is_even, other, own), cos, sin)
+    return tl.where(rotates, round_to(tl.where(is_even, even, odd), x.dtype, EXACT_CASTS), x)
+
+
+@triton.jit
 def pack_pairs(code, ROWS: tl.constexpr, BYTES: tl.constexpr):
     """Bytes [ROWS, BYTES], int32, of 4-bit codes, as many pairs: the even one in the low half."""
     low, high = tl.split(tl.reshape(code, (ROWS, BYTES, 2)))
@@ -91,28 +127,40 @@ def pack_pairs(code, ROWS: tl.constexpr, BYTES: tl.constexpr):
 @triton.jit
 def insert_key(
     key, angles, CACHE, slot, num_blocks, block_size, page_stride, data_stride, scale_offset, scale_stride,
-    ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr,
-    FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, CODED: tl.constexpr,
+    FP4: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Write the key at `key` to its slot, if there is such a slot.
 
     key: pointer to [NOPE + ROPE], bf16 or fp32. angles: pointer to [ROPE] fp32, its cosines before its sines; None if
     it is rotated. ALIGNED: bytes that divide the address of every record. CACHE: num_blocks pages, `page_stride`
-    elements apart: uint8, or bf16 or fp32 where keys are plain rows.
+    elements apart: uint8, or bf16 or fp32 where keys are plain rows. CODED: leading dims that a record holds as codes,
+    NOPE or all. FP4: codes are e2m1, two to a byte, and scales e4m3fn.
     """
     block, row = slot // block_size, slot % block_size
     if (slot >= 0) & (block < num_blocks):
         page = CACHE + block * page_stride
         record = tl.multiple_of(page + row * data_stride, ALIGNED)
         if GROUP > 0:
-            groups: tl.constexpr = triton.cdiv(NOPE, GROUP)
-            scales: tl.constexpr = triton.cdiv(groups, 8) * 8
+            groups: tl.constexpr = triton.cdiv(CODED, GROUP)
+            scales: tl.constexpr = triton.cdiv(groups, 8) * 8 if CODED == NOPE else groups
+            size: tl.constexpr = triton.next_power_of_2(GROUP)
             # [G, S]
-            group, member = tl.arange(0, triton.next_power_of_2(scales)), tl.arange(0, triton.next_power_of_2(GROUP))
+            group, member = tl.arange(0, triton.next_power_of_2(scales)), tl.arange(0, size)
             column = group[:, None] * GROUP + member[None, :]
-            live = (member < GROUP)[None, :] & (column < NOPE)
-            x = cast(tl.load(key + column, mask=live, other=0.0), tl.bfloat16, EXACT_CASTS)
-            codes, byte = quantize(x.to(tl.float32), FNUZ, LARGEST, FLOOR)
+            live = (member < GROUP)[None, :] & (column < CODED)
+            x = tl.load(key + column, mask=live, other=0.0)
+            if CODED > NOPE and angles is not None:
+                x = turned(x, key, angles, column, live, NOPE, ROPE, EXACT_CASTS)
+            x = cast(x, tl.bfloat16, EXACT_CASTS).to(tl.float32)
+            if FP4:
+                codes, byte = quantize_fp4(x)
+                codes = pack_pairs(codes, triton.next_power_of_2(scales), size // 2)
+                # [G, S / 2]
+                column = group[:, None] * (GROUP // 2) + tl.arange(0, size // 2)[None, :]
+                live = column < CODED // 2
+            else:
+                codes, byte = quantize(x, FNUZ, LARGEST, FLOOR)
             tl.store(record + column, codes.to(tl.uint8), mask=live)
             byte = tl.where(group < groups, byte, 0).to(tl.uint8)
             tl.store(page + scale_offset + row * scale_stride + group, byte, mask=group < scales)
@@ -124,7 +172,7 @@ def insert_key(
             tl.store(record + column, cast(x, CACHE.dtype.element_ty, EXACT_CASTS), mask=column < NOPE)
             tail = record + NOPE
 
-        if ROPE > 0:
+        if ROPE > 0 and (GROUP == 0 or CODED == NOPE):
             # [ROPE / 2] pairs; the last pair of an odd ROPE, which is never rotated, has one half
             pair = tl.arange(0, triton.next_power_of_2(triton.cdiv(ROPE, 2)))
             first, second = 2 * pair < ROPE, 2 * pair + 1 < ROPE
@@ -149,14 +197,15 @@ def insert_kernel(
     k_stride: tl.int64, num_blocks: tl.int32, block_size: tl.int32,
     page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
     ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
-    GROUP: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    GROUP: tl.constexpr, CODED: tl.constexpr, FP4: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr,
+    FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n,): each program writes one key. ROW_ALIGNED: bytes that divide the address of every row of K."""
     token = tl.program_id(0).to(tl.int64)
     key = tl.multiple_of(K + token * k_stride, ROW_ALIGNED)
     insert_key(
         key, None, CACHE, tl.load(SLOTS + token).to(tl.int64), num_blocks, block_size, page_stride, data_stride,
-        scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, FNUZ, LARGEST, FLOOR, EXACT_CASTS,
+        scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, CODED, FP4, FNUZ, LARGEST, FLOOR, EXACT_CASTS,
     )  # fmt: skip
 
 
@@ -172,7 +221,8 @@ def qnorm_rope_kv_insert_kernel(
     num_positions: tl.int64, num_slots: tl.int64, eps: tl.float32, num_blocks: tl.int32, block_size: tl.int32,
     page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, ROW_ALIGNED: tl.constexpr,
-    ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, FNUZ: tl.constexpr,
+    ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, CODED: tl.constexpr,
+    FP4: tl.constexpr, FNUZ: tl.constexpr,
     LARGEST: tl.constexpr, FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T * parts,): of each token, the first program writes its key, the others take BLOCK_H heads each.
@@ -188,8 +238,8 @@ def qnorm_rope_kv_insert_kernel(
             key = tl.multiple_of(KV + token * kv_stride, ROW_ALIGNED)
             insert_key(
                 key, angles, CACHE, tl.load(SLOTS + token).to(tl.int64), num_blocks, block_size, page_stride,
-                data_stride, scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, FNUZ, LARGEST, FLOOR,
-                EXACT_CASTS,
+                data_stride, scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, CODED, FP4, FNUZ, LARGEST,
+                FLOOR, EXACT_CASTS,
             )  # fmt: skip
     else:
         # an odd number of dims before the rotated ones: the tile begins one column early, so that pairs are pairs

@@ -23,6 +23,7 @@ __all__ = [
     "record_constants",
     "record_strides",
     "row_alignments",
+    "stored_dims",
     "writer_constants",
 ]
 
@@ -47,6 +48,14 @@ def _strides(layout: KVCacheLayout, block_size: int) -> tuple[int, int, int]:
 def _accesses(layout: KVCacheLayout) -> tuple[int, int]:
     """Bytes of the widest useful access, and of an element. Eight codes are one access: they are 16 bytes in bf16."""
     return (8, 1) if layout.is_quantised else (WIDE, layout.dtype.itemsize)
+
+
+def stored_dims(layout: KVCacheLayout) -> tuple[int, int]:
+    """(NOPE, ROPE) of kernels that read or write a record: leading dims that are codes, and trailing ones that are not.
+
+    Of plain rows, all are values: the two have the model's dims.
+    """
+    return (layout.coded_dims, layout.plain_dims) if layout.is_quantised else (layout.nope_dim, layout.rope_dim)
 
 
 def alignment_of_records(cache: PagedKVCache) -> int:
@@ -89,11 +98,13 @@ def _bits(x: float) -> int:
 
 @cache
 def record_constants(layout: KVCacheLayout) -> dict[str, Any]:
-    """Constants of kernels that read records. GROUP is 0 if records are not quantised."""
+    """Constants of kernels that read records. GROUP is 0 if records are not quantised. FP4: e2m1, scales in e4m3fn."""
+    nope, rope = stored_dims(layout)
     return {
-        "NOPE": layout.nope_dim,
-        "ROPE": layout.rope_dim,
+        "NOPE": nope,
+        "ROPE": rope,
         "GROUP": layout.group_size,
+        "FP4": layout.name == "v41_fp4",
         "FNUZ": layout.fp8_format is Fp8Format.FNUZ,
         "EXACT_CASTS": not INTERPRETED,
     }

@@ -143,6 +143,9 @@ def _compress_constants(
     layout: KVCacheLayout, ratio: int, rope: int, states: int, records: int, arch: str, *, overlap: bool
 ) -> tuple[dict[str, Any], int]:
     """Constants of a launch, and its warps. Raises ArgumentError for a table of other dims than those that rotate."""
+    if layout.name in ("v41_fp8", "v41_fp4"):
+        hint = "compress to fp8_ds_mla or rows, or with the steps of the reference backend"
+        raise ArgumentError("cache", expected="records that this kernel writes", actual=layout.fingerprint, hint=hint)
     if layout.rope_dim not in (0, rope) and layout.is_quantised:
         raise ArgumentError("cos_sin_cache", expected=f"[_, {layout.rope_dim}]", actual=f"[_, {rope}]")
     dim, quantised = layout.head_dim, layout.is_quantised

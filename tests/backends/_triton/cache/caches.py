@@ -26,6 +26,12 @@ LAYOUTS = [
     KVCacheLayout.rows(24, 8),
     KVCacheLayout.rows(23, 6),
     KVCacheLayout.rows(24, 8, dtype=torch.float32),
+    KVCacheLayout.v41_fp8(),
+    KVCacheLayout.v41_fp8(arrangement=Arrangement.SPLIT, scale_floor=1e-4),
+    KVCacheLayout.v41_fp4(),
+    KVCacheLayout.v41_fp4(arrangement=Arrangement.SPLIT),
+    KVCacheLayout.v41_fp8(31, 10),
+    KVCacheLayout.v41_fp4(34, 6),
 ]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.fingerprint}:{layout.fp8_max:g}")
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -16,6 +16,7 @@ from dsv4attn.backends.reference import kernels as reference
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.testing import oracle
 from tests.backends._triton.cache.caches import CPU, DEVICE, FNUZ, LAYOUTS, OCP, draw, each_layout, poisoned, seeded
+from tests.core.v41_packer import unpack_fp4, unpack_fp8
 
 DEAD = [-1, -(2**31), 2**31 - 1, 2**20]
 
@@ -49,6 +50,10 @@ class Pages:
         layout, where = self.layout, (slot // self.size, slot % self.size)
         if not layout.is_quantised:
             return cache.region("row")[where].clone()
+        if layout.name.startswith("v41"):
+            record = torch.cat([cache.region(name)[where] for name in ("nope", "scale")]).numpy()
+            packed = (unpack_fp8 if layout.fp8_format else unpack_fp4)(record, layout.head_dim)
+            return torch.from_numpy(packed).to(layout.row_dtype)
         parts = [cache.region(name)[where].contiguous().view(torch.uint8) for name in ("nope", "rope", "scale")]
         row = oracle.dequantize_record(
             torch.cat(parts).numpy(),

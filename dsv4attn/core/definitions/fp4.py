@@ -1,0 +1,54 @@
+"""Groups of 16 values as e2m1 codes under a scale in e4m3fn: the arithmetic of `KVCacheLayout.v41_fp4`, in torch.
+
+Values: 0, 0.5, 1, 1.5, 2, 3, 4 and 6 by code, bit 3 is the sign. The scale has no second level above it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+__all__ = ["GROUP", "dequantize", "quantize"]
+
+GROUP = 16
+"""Values under one scale."""
+_LEAST_SCALE, _LARGEST_SCALE, _NAN_SCALE = 2.0**-9, 448.0, 0x7F
+_LARGEST_CODE = 6.0
+_ENDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Midpoints between the values. Ties go to the even code: up from every second one."""
+
+
+def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [..., D], D even, to packed codes [..., D / 2] uint8, the even dim low, and scale bytes [..., groups] uint8.
+
+    Values are rounded to bf16 first. The scale is amax / 6, within 2^-9 .. 448, rounded to e4m3fn, to the nearest even;
+    a code is value / scale, rounded likewise, at most 6. Rounded down, a scale leaves the largest value beyond 6. A
+    group that holds a NaN has a NaN for a scale, and codes of zero. The last group may be short.
+    """
+    dim = values.shape[-1]
+    groups = pad(values.bfloat16().float(), (0, -dim % GROUP)).unflatten(-1, (-1, GROUP))
+    amax = groups.abs().amax(-1)
+    is_number = ~amax.isnan()
+    scale = (amax.nan_to_num(posinf=torch.inf) / _LARGEST_CODE).clamp(_LEAST_SCALE, _LARGEST_SCALE)
+    byte = scale.to(torch.float8_e4m3fn)
+    size, unit, code = groups.abs(), byte.float()[..., None], torch.zeros_like(groups, dtype=torch.uint8)
+    for i, end in enumerate(_ENDS):
+        # exact: a midpoint has three significant bits, and a scale four; a division would have to be rounded
+        code += (size > end * unit) if i % 2 == 0 else (size >= end * unit)
+    code |= groups.signbit().to(torch.uint8) << 3
+    code.masked_fill_(~is_number[..., None], 0)
+    low, high = code.flatten(-2)[..., :dim].unflatten(-1, (-1, 2)).unbind(-1)
+    packed: Tensor = low | high << 4
+    return packed, byte.view(torch.uint8).masked_fill(~is_number, _NAN_SCALE)
+
+
+def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    """[..., D] fp32 of packed codes [..., D / 2] uint8 and scale bytes [..., groups] uint8: code times scale, exact."""
+    nibble = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()
+    half, exponent = (nibble & 1) * 0.5, nibble >> 1 & 3
+    size = torch.where(exponent == 0, half, (1 + half) * (1 << exponent >> 1))
+    values = torch.where(nibble > 7, -size, size)
+    scale = scales.view(torch.float8_e4m3fn).float().repeat_interleave(GROUP, dim=-1)
+    scaled: Tensor = values * scale[..., : values.shape[-1]]
+    return scaled

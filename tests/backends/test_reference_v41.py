@@ -1,0 +1,228 @@
+"""What the reference writes into V4.1's records and reads back, byte for byte, judged by an independent packer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.contract import AttentionCall
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
+from dsv4attn.core.keys import DenseIndices, PagedKeys
+from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
+from dsv4attn.testing import oracle
+from tests.core.v41_packer import (
+    FLASHMLA,
+    VLLM,
+    bf16,
+    pack_fp4,
+    pack_fp8,
+    page_of,
+    unpack_fp4,
+    unpack_fp8,
+)
+
+SPLIT = Arrangement.SPLIT
+LAYOUTS = [
+    KVCacheLayout.v41_fp8(),
+    KVCacheLayout.v41_fp8(arrangement=SPLIT),
+    KVCacheLayout.v41_fp8(scale_floor=1e-4),
+    KVCacheLayout.v41_fp4(),
+    KVCacheLayout.v41_fp4(arrangement=SPLIT),
+    KVCacheLayout.v41_fp8(34, 6),
+    KVCacheLayout.v41_fp4(34, 6),
+]
+each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: f"{one.fingerprint}-{one.scale_floor}")
+
+
+def packed(row: np.ndarray, layout: KVCacheLayout) -> np.ndarray:
+    """The packer's record of a row."""
+    if layout.fp8_format is None:
+        return pack_fp4(row.tolist())
+    return pack_fp8(row.tolist(), FLASHMLA if layout.scale_floor else VLLM)
+
+
+def unpacked(record: np.ndarray, layout: KVCacheLayout) -> np.ndarray:
+    """The packer's reading of a record."""
+    return (unpack_fp8 if layout.fp8_format else unpack_fp4)(record, layout.head_dim)
+
+
+def pages(records: list[np.ndarray], layout: KVCacheLayout, size: int) -> np.ndarray:
+    """Pages of these records, whose other bytes are 0xFF."""
+    stride, split = layout.page_stride(size), layout.arrangement is SPLIT
+    parts = [records[i : i + size] for i in range(0, len(records), size)]
+    return np.stack([page_of(part, layout.data_bytes, stride, split=split) for part in parts])
+
+
+def blank(layout: KVCacheLayout, blocks: int, size: int) -> PagedKVCache:
+    """A cache of 0xFF."""
+    flat = torch.full((blocks, layout.page_stride(size)), 0xFF, dtype=torch.uint8)
+    return PagedKVCache(flat, layout, block_size=size)
+
+
+def gathered(cache: PagedKVCache) -> Tensor:
+    """All keys of a cache, in float64."""
+    out = torch.zeros(1, cache.capacity, cache.layout.head_dim)
+    table = torch.arange(cache.num_blocks, dtype=torch.int32)[None]
+    lens = torch.tensor([cache.capacity], dtype=torch.int32)
+    ReferenceBackend().dequantize_and_gather_k_cache(out, cache, lens, None, table, 0)
+    return out[0].double()
+
+
+def draws(dim: int) -> np.ndarray:
+    """[12, dim] rows of many sizes: random, tiny, huge, zeros of both signs, spread, and around every tie."""
+    rng = np.random.default_rng(3)
+    rows = rng.normal(size=(12, dim))
+    rows[1] *= 1e-3
+    rows[2] *= 3e-5
+    rows[3] *= 1e30
+    rows[4] = 0
+    rows[5] = -0.0
+    rows[6] *= np.exp2(np.linspace(-20, 12, dim))
+    rows[7] = rng.choice([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0], dim) * rng.choice([-1, 1], dim)
+    rows[8] = 6.25 * np.sign(rows[8])
+    rows[9] = 0.02734375
+    rows[10] *= 1e-40
+    rows[11] = 448.0 * 6 * rng.random(dim)
+    return bf16(rows)
+
+
+@each_layout
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_records_are_those_of_the_packer_and_no_other_byte_is_written(
+    layout: KVCacheLayout, dtype: torch.dtype
+) -> None:
+    rows = draws(layout.head_dim)
+    cache = blank(layout, 4, 3)
+
+    ReferenceBackend().quantize_and_insert_k_cache(torch.from_numpy(rows).to(dtype), cache, torch.arange(12))
+
+    records = [packed(row, layout) for row in rows]
+    np.testing.assert_array_equal(cache.tensor.numpy(), pages(records, layout, 3))
+    np.testing.assert_array_equal(gathered(cache).numpy(), [unpacked(record, layout) for record in records])
+
+
+@each_layout
+def test_g4_slots_that_do_not_exist_are_skipped(layout: KVCacheLayout) -> None:
+    rows = torch.from_numpy(draws(layout.head_dim)).bfloat16()
+    cache = blank(layout, 2, 3)
+    slots = torch.tensor([-1, 6, 2**40, 4, -(2**40), -7])
+
+    ReferenceBackend().quantize_and_insert_k_cache(rows, cache, slots)
+
+    written = blank(layout, 2, 3)
+    ReferenceBackend().quantize_and_insert_k_cache(rows[3:4], written, torch.tensor([4]))
+    assert torch.equal(cache.tensor, written.tensor)
+    assert int((written.tensor != 0xFF).sum()) > 0
+
+
+@pytest.mark.parametrize("arrangement", [*Arrangement])
+def test_every_code_under_every_scale_reads_as_the_packer_says(arrangement: Arrangement) -> None:
+    """256 records, one for each byte as a scale, that hold all codes: NaN, subnormal, negative scales of fp4 too."""
+    fp8, fp4 = (make(arrangement=arrangement) for make in (KVCacheLayout.v41_fp8, KVCacheLayout.v41_fp4))
+    both = np.arange(256, dtype=np.uint8)
+    for layout, codes in ((fp8, np.tile(both, 2)), (fp4, both)):
+        records = [np.r_[codes, np.full(layout.scale_bytes, byte, dtype=np.uint8)] for byte in range(256)]
+        cache = PagedKVCache(torch.from_numpy(pages(records, layout, 64)), layout, block_size=64)
+        wanted = np.stack([unpacked(record, layout) for record in records])
+        # beyond fp32 a key is infinite
+        with np.errstate(over="ignore"):
+            wanted = wanted.astype(np.float32).astype(np.float64)
+        found = gathered(cache).numpy()
+        np.testing.assert_array_equal(found, wanted)
+        numbers = ~np.isnan(wanted)
+        np.testing.assert_array_equal(np.signbit(found)[numbers], np.signbit(wanted)[numbers])
+        assert np.isnan(wanted).any()
+
+
+def test_each_group_has_its_own_scale() -> None:
+    rows = np.repeat(2.0 ** np.arange(-5, 11), 32)[None]
+    for layout in (KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp4()):
+        cache = blank(layout, 1, 1)
+        ReferenceBackend().quantize_and_insert_k_cache(torch.from_numpy(rows).bfloat16(), cache, torch.tensor([0]))
+        scales = cache.region("scale")[0, 0].tolist()
+        assert len(set(scales)) == 16
+        assert scales == sorted(scales)
+
+
+def test_a_nan_stays_in_its_group() -> None:
+    row = torch.ones(1, 512)
+    row[0, 100] = torch.nan
+    for layout, group in ((KVCacheLayout.v41_fp8(), 32), (KVCacheLayout.v41_fp4(), 16)):
+        cache = blank(layout, 1, 1)
+        ReferenceBackend().quantize_and_insert_k_cache(row, cache, torch.tensor([0]))
+        found = gathered(cache)[0].isnan().nonzero().flatten()
+        assert 100 in found
+        assert set((found // group).tolist()) == {100 // group}
+    assert cache.region("scale")[0, 0, 6] == 0x7F
+    assert not cache.region("nope")[0, 0, 48:56].any()
+
+
+def test_keys_rounded_to_fp4_first_read_as_the_fp4_record_where_fp8_can_hold_them() -> None:
+    rows = torch.from_numpy(draws(512)).bfloat16()
+    slots = torch.arange(12)
+    fp4, fp8 = blank(KVCacheLayout.v41_fp4(), 4, 3), blank(KVCacheLayout.v41_fp8(rounds_to_fp4=True), 4, 3)
+    for cache in (fp4, fp8):
+        ReferenceBackend().quantize_and_insert_k_cache(rows, cache, slots)
+
+    values = gathered(fp4).numpy()
+    wanted = np.stack([unpack_fp8(pack_fp8(row.tolist()), 512) for row in values])
+    np.testing.assert_array_equal(gathered(fp8).numpy(), wanted)
+    plain = blank(KVCacheLayout.v41_fp8(), 4, 3)
+    ReferenceBackend().quantize_and_insert_k_cache(rows, plain, slots)
+    assert not torch.equal(gathered(plain), gathered(fp8))
+
+
+@pytest.mark.parametrize("layout", [KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp4()], ids=lambda one: one.name)
+def test_keys_are_rotated_then_rounded_then_quantised(layout: KVCacheLayout) -> None:
+    rows = draws(512)[[0, 6, 11]]
+    kv, q = torch.from_numpy(rows).bfloat16(), torch.ones(3, 2, 512).bfloat16()
+    angles = torch.linspace(0, 3, 3 * 32).view(3, 32)
+    table = torch.cat([angles.cos(), angles.sin()], dim=1)
+    cache = blank(layout, 1, 3)
+
+    ReferenceBackend().qnorm_rope_kv_insert(q, kv, cache, torch.arange(3), torch.arange(3), table, 1e-6)
+
+    turned = rows.copy()
+    cos, sin = (part.double().numpy() for part in table.split(32, dim=1))
+    turned[:, 448::2] = rows[:, 448::2] * cos - rows[:, 449::2] * sin
+    turned[:, 449::2] = rows[:, 449::2] * cos + rows[:, 448::2] * sin
+    records = [packed(row, layout) for row in bf16(turned)]
+    np.testing.assert_array_equal(cache.tensor.numpy(), pages(records, layout, 3))
+
+
+V4 = KVCacheLayout.fp8_ds_mla()
+PAIRS = [
+    (V4, V4),
+    (KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp8()),
+    (KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp4()),
+    (KVCacheLayout.v41_fp8(arrangement=SPLIT), KVCacheLayout.v41_fp4(arrangement=SPLIT)),
+    (V4, KVCacheLayout.v41_fp4()),
+]
+
+
+@pytest.mark.parametrize(("window", "compressed"), PAIRS, ids=lambda one: f"{one.name}-{one.arrangement.value}")
+def test_attention_reads_each_cache_by_its_own_record(window: KVCacheLayout, compressed: KVCacheLayout) -> None:
+    rows = torch.from_numpy(draws(512)[[0, 0, 6, 7, 0, 1]] * 0.3).bfloat16()
+    layer = LayerGeometry(LayerKind.C4A, 4, 2, 512, Rope(64, 1e4), window=6, topk=6, softmax_scale=0.05)
+    segments, keys = [], []
+    for layout in (window, compressed):
+        cache = blank(layout, 2, 4)
+        ReferenceBackend().quantize_and_insert_k_cache(rows, cache, torch.tensor([0, 7, 2, 3, 5, 6]))
+        keys.append(gathered(cache).numpy())
+        indices = torch.tensor([[7, -1, 0, 5, 2**30, 1], [3, 2, 6, 6, 1, 1]], dtype=torch.int32)
+        segments.append(PagedKeys(cache, DenseIndices(indices, torch.tensor([4, 4], dtype=torch.int32))))
+    q, out = torch.randn(2, 2, 512, generator=torch.Generator().manual_seed(1)), torch.empty(2, 2, 512)
+    sink, lse = torch.tensor([0.5, -1.0]), torch.empty(2, 2)
+    call = AttentionCall(layer=layer, q=q, keys=segments, attn_sink=sink, out=out, lse=lse)
+
+    ReferenceBackend().decode(call)
+
+    for row, slots in enumerate(([7, 0, 5], [3, 2, 6, 6])):
+        named = np.concatenate([values[slots] for values in keys])
+        assert not np.isnan(named).any()
+        wanted, wanted_lse = oracle.attend_row(q[row].double().numpy(), named, sink.double().numpy(), layer.scale)
+        np.testing.assert_allclose(out[row].double().numpy(), wanted, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(lse[row].double().numpy(), wanted_lse, rtol=1e-5, atol=1e-5)
