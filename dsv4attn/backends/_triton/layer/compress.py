@@ -26,7 +26,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
 from dsv4attn.backends._triton.layer.kernels_compress import compress_kernel, pool_kernel, save_kernel
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.tensorspec import check_strides
+from dsv4attn.core.tensorspec import check_norm_weight, check_strides
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["compress_norm_rope_store", "save_partial_states", "variants"]
@@ -127,6 +127,7 @@ def compress_norm_rope_store(
         state_block_table=state_block_table, token_to_req=token_to_req, positions=positions, slot_mapping=slot_mapping,
         norm_weight=norm_weight, cos_sin_cache=cos_sin_cache,
     )  # fmt: skip
+    check_norm_weight(norm_weight, cache.layout.head_dim)
     n = min(positions.shape[0], slot_mapping.shape[0])
     splits = _splits(ratio, overlap=overlap)
     if splits and n > MOST_POOLED:
@@ -269,11 +270,13 @@ def variants(
     overlap: bool,
     aligned: bool = True,
     aligned_rows: bool = True,
+    norms: tuple[torch.dtype, ...] = (torch.float32,),
     arch: str = "",
 ) -> Iterator[Variant]:
     """Every form that the steps of this module can ask for, for entries of a layout.
 
-    aligned, aligned_rows: whether caches are, and rows of kv, scores and their bias, to 16 bytes.
+    aligned, aligned_rows: whether caches are, and rows of kv, scores and their bias, to 16 bytes. norms: dtypes of
+    the weight of the norm.
     """
     width = layout.head_dim * (2 if overlap else 1)
     state_layout, fp32, i64 = KVCacheLayout.compressor_state(width), "*fp32", "*i64"
@@ -287,7 +290,9 @@ def variants(
         for rows in row_alignments(width, torch.float32, aligned=aligned_rows):
             save = _save_constants(width, rows, states)
             yield Variant.from_types(save_kernel, types, save, num_warps=SAVE_WARPS, fp_fusion=False)
-        named = {**maps, "WEIGHT": fp32, "ANGLES": fp32, "CACHE": pointer_type(layout.dtype)}
+        named = {**maps, "ANGLES": fp32, "CACHE": pointer_type(layout.dtype)}
         for records in record_alignments(layout, aligned=aligned):
             constants, warps = _compress_constants(layout, ratio, rope, states, records, arch, overlap=overlap)
-            yield Variant.from_types(compress_kernel, named, constants, num_warps=warps)
+            for norm in norms:
+                named["WEIGHT"] = pointer_type(norm)
+                yield Variant.from_types(compress_kernel, named, constants, num_warps=warps)

@@ -285,6 +285,28 @@ def test_eps_is_the_one_that_is_given() -> None:
     step.check()
 
 
+@pytest.mark.parametrize("ratio", [4, 40])
+@pytest.mark.parametrize("layout", [LAYOUTS[11], LAYOUTS[3], INDEX_LAYOUTS[3]], ids=lambda x: x.name)
+def test_a_norm_weight_in_bf16_counts_as_its_values_in_fp32(layout: KVCacheLayout, ratio: int) -> None:
+    step = Entries(layout, ratio, False, 2)
+    step.weight = step.weight.bfloat16()
+    found = memory(step.check())
+    step.weight = step.weight.float()
+
+    assert torch.equal(memory(step.run()), found)
+
+
+@pytest.mark.parametrize("weight", [torch.ones(32, dtype=torch.float64), torch.ones(31), torch.ones(1, 32)])
+def test_another_norm_weight_is_refused_before_a_launch(weight: Tensor) -> None:
+    step = Entries(LAYOUTS[3], 4, True)
+    step.weight = weight.to(DEVICE)
+    steps = TorchLayerSteps(reference.insert).compress_norm_rope_store
+    for each in (compress.compress_norm_rope_store, steps):
+        with pytest.raises(ArgumentError, match=r"norm_weight: expected \[32\] float32 or bfloat16") as raised:
+            step.run(each)
+        assert str(weight.dtype).removeprefix("torch.") in str(raised.value)
+
+
 def test_a_table_of_other_dims_is_refused_before_a_launch() -> None:
     step = Entries(LAYOUTS[3], 4, True)
     step.angles = torch.zeros(9, 6)
