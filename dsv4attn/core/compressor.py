@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.layer_ops import LayerSteps, Linear
+from dsv4attn.core.layer_ops import LayerSteps, Linear, takes_bf16_norm
 from dsv4attn.core.layer_weights import CompressorWeights
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.metadata import AttentionMetadata
@@ -33,7 +33,9 @@ class Compressor:
         self._layer, self._table, self._steps, self._linear = layer, cos_sin_cache, steps, linear
         # copies, made once: kv first, scores second
         self._projection = torch.cat([dense_weight(getattr(weights, name), name).float() for name in ("wkv", "wgate")])
-        self._ape, self._norm = weights.ape.float().contiguous(), weights.norm.float().contiguous()
+        self._ape, self._norm = weights.ape.float().contiguous(), weights.norm.contiguous()
+        if not takes_bf16_norm(steps):
+            self._norm = self._norm.float()
 
     @property
     def width(self) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dsv4attn.core.definitions.indexer import IndexQuery
     from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 
-__all__ = ["LAYER_STEPS", "LayerSteps", "Linear"]
+__all__ = ["LAYER_STEPS", "LayerSteps", "Linear", "takes_bf16_norm"]
 
 Linear: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 """`linear(x, weight)`: x [..., K] times weight [N, K] transposed."""
@@ -30,13 +30,20 @@ LAYER_STEPS: dict[str, tuple[str, ...]] = {
 """The parts of the layer around attention by the name that selection shows, with their steps."""
 
 
+def takes_bf16_norm(steps: object) -> bool:
+    """Whether a compressor's norm_weight may be given to the steps in bf16. Steps that do not say so get fp32."""
+    return bool(getattr(steps, "bf16_norm", False))
+
+
 class LayerSteps(Protocol):
     """The steps of the layer around attention.
 
     sum_bits: bits that sums of products of index codes keep, 24 in fp32. Some matrix units keep fewer of fp8 products.
+    bf16_norm: whether `compress_norm_rope_store` takes a norm_weight in bf16 too; see `takes_bf16_norm`.
     """
 
     sum_bits: int
+    bf16_norm: bool
 
     def save_partial_states(
         self, kv: Tensor, score: Tensor, ape: Tensor, positions: Tensor, cache: PagedKVCache, slot_mapping: Tensor
@@ -67,8 +74,8 @@ class LayerSteps(Protocol):
         Softmax of the scores over the window, RMSNorm, RoPE at the window's first position, quantise. states,
         state_block_table [R, N] int32: the state cache. token_to_req: [T] int32. positions: [T] int64, consecutive
         within a request. slot_mapping: [S] int64 slots of `cache`, negative for tokens that complete no entry.
-        norm_weight: [d] fp32. cos_sin_cache: [positions, rope] fp32. cache: of keys, or of index keys. overlap: whether
-        an entry covers the window before its own too.
+        norm_weight: [d] fp32, or bf16 with `bf16_norm`. cos_sin_cache: [positions, rope] fp32. cache: of keys, or of
+        index keys. overlap: whether an entry covers the window before its own too.
         """
 
     def indexer_q_rope_quant(

@@ -22,6 +22,7 @@ from dsv4attn.errors import ArgumentError
 __all__ = [
     "ALIGNMENT",
     "check_declared",
+    "check_norm_weight",
     "check_strides",
     "check_tensor",
     "has_dense_rows",
@@ -151,6 +152,17 @@ def check_strides(*, written: Container[str] = (), **tensors: Tensor | None) -> 
         dense = "a dense tensor, of stride 1" if value.ndim == 1 else dense
         hint = f"write to a dense tensor and copy it to {name}" if name in written else f"pass {name}.contiguous()"
         raise ArgumentError(name, expected=dense, actual=actual, hint=hint)
+
+
+def check_norm_weight(value: Tensor, dim: int) -> None:
+    """Raise ArgumentError unless the norm_weight of a compressor is [dim], bf16 or fp32."""
+    if value.dtype not in (torch.float32, torch.bfloat16) or value.shape != (dim,):
+        expected, actual = (
+            f"[{dim}] float32 or bfloat16",
+            f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}",
+        )
+        hint = "pass the weight of the norm of these entries, .float() if it has another dtype"
+        raise ArgumentError("norm_weight", expected=expected, actual=actual, hint=hint)
 
 
 def has_dense_rows(value: Tensor, *, written: bool = False) -> bool:

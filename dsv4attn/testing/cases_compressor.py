@@ -296,6 +296,9 @@ def compressor_cases() -> Iterator[Case]:
     yield _case("states-positions", "K1", says, compressing("c128a", "ocp", requests=((65_500, 70),)), saves_states)
     says = "an eps of 0.02, beside kv so small that it shows, is the one that is added"
     yield _case("compress-eps", "K3", says, compressing("c4a", "ocp", size=0.02, eps=0.02), compresses)
+    says = "a weight of the norm in bf16 counts as the same numbers in fp32, where the steps take one"
+    halved = compressing("c128a", "ocp", norm_dtype=torch.bfloat16)
+    yield _case("compress-norm-bf16", "K3", says, halved, compresses)
     says = "slots of entries that are negative or do not exist are skipped, and no other byte is written"
     many = compressing("index", "fp8", requests=((0, 33), (4, 20)), gap=4608)
     yield _case("compress-skips", "K7", says, many, compresses_only_its_slots)

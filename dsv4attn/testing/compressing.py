@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dsv4attn.core.contract import complete
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.layer_ops import takes_bf16_norm
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.problem import CacheFacts, Problem
 from dsv4attn.testing import oracle_layer
@@ -59,6 +60,7 @@ class Compressing:
     gap: bytes between pages, in addition to those that the layouts ask for.
     size: scale of kv; with a small one eps matters.
     eps: epsilon of the norm.
+    norm_dtype: of its weight; backends whose steps take no other get the same values in fp32.
     unused: value of every byte of the state pages that belongs to no state.
     seed: seed of all random numbers.
     device: torch device.
@@ -74,6 +76,7 @@ class Compressing:
     gap: int = 0
     size: float = 1.0
     eps: float = 1e-6
+    norm_dtype: torch.dtype = torch.float32
     unused: int = 0xFF
     seed: int = 0
     device: str = "cpu"
@@ -146,7 +149,7 @@ class Compressing:
     @cached_property
     def norm_weight(self) -> F64:
         """[d] weight of the norm."""
-        return rounded(1 + 0.5 * normal((self.seed, WEIGHT), np.zeros(1, dtype=np.int64), self.dim)[0], torch.float32)
+        return rounded(1 + 0.5 * normal((self.seed, WEIGHT), np.zeros(1, dtype=np.int64), self.dim)[0], self.norm_dtype)
 
     @cached_property
     def table(self) -> F64:
@@ -307,7 +310,7 @@ def run_step(
         scene.tensor(np.array([request for request, _ in tokens], dtype=np.int32)),
         positions,
         scene.tensor(scene.entry_slots(spans) if slots is None else slots),
-        scene.tensor(scene.norm_weight, torch.float32),
+        scene.tensor(scene.norm_weight, scene.norm_dtype if takes_bf16_norm(steps) else torch.float32),
         scene.eps,
         scene.tensor(scene.table, torch.float32),
         scene.ratio,

@@ -74,6 +74,17 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
     "norm before the softmax": (compress_with(normed=True), ALL_ENTRIES),
     "no running maximum": (compress_with(raw=True), ALL_ENTRIES),
     "no norm weight": (slip(COMPRESS, with_(norm_weight=lambda a: a["norm_weight"] * 0 + 1)), ALL_ENTRIES),
+    "a norm weight in bf16 ignored": (
+        slip(
+            COMPRESS,
+            with_(
+                norm_weight=lambda a: (
+                    a["norm_weight"] if a["norm_weight"].element_size() == 4 else a["norm_weight"] * 0 + 1
+                )
+            ),
+        ),
+        "compress-norm-bf16",
+    ),
     "no eps": (slip(COMPRESS, with_(eps=lambda _: 0.0)), "compress-eps,compress-c4a-fp32,compress-index-fp8"),
     "eps fixed": (slip(COMPRESS, with_(eps=lambda _: 1e-6)), "compress-eps"),
     "pages of states taken to be packed": (

@@ -87,8 +87,8 @@ def compress_norm_rope_store(
 
     states, block_table [R, N] int32: the state cache with all states of the step. token_to_req: [T] int32. positions:
     [T] int64, consecutive within a request. slot_mapping: [S] int64 slots of the cache of entries, negative for tokens
-    that complete none. norm_weight: [d] fp32. cos_sin_cache: [positions, rope] fp32. insert: takes entries [n, d] fp32,
-    rotated, and slots [n]; negative slots are to be skipped.
+    that complete none. norm_weight: [d] bf16 or fp32. cos_sin_cache: [positions, rope] fp32. insert: takes entries
+    [n, d] fp32, rotated, and slots [n]; negative slots are to be skipped.
     """
     n = min(positions.shape[0], slot_mapping.shape[0])
     completes = (slot_mapping[:n] >= 0) & ((positions[:n] + 1) % ratio == 0)

@@ -14,6 +14,7 @@ from dsv4attn.core.definitions.tiles import PLAIN, TILE_BYTES, Arithmetic
 from dsv4attn.core.layer_ops import LAYER_STEPS
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.record_layout import KEY_RECORDS
+from dsv4attn.core.tensorspec import check_norm_weight
 
 __all__ = ["TorchLayerSteps", "layer_step_sources"]
 
@@ -26,6 +27,13 @@ class TorchLayerSteps:
     """
 
     sum_bits: int = 24
+    bf16_norm: bool = True
+
+    def __init_subclass__(cls, **options: object) -> None:
+        """Clear `bf16_norm` of a class that has its own `compress_norm_rope_store` and does not say so."""
+        super().__init_subclass__(**options)
+        if "compress_norm_rope_store" in vars(cls) and "bf16_norm" not in vars(cls):
+            cls.bf16_norm = False
 
     def __init__(self, insert: Callable[[Tensor, PagedKVCache, Tensor], None], arithmetic: Arithmetic = PLAIN) -> None:
         self._insert, self._arithmetic = insert, arithmetic
@@ -52,6 +60,7 @@ class TorchLayerSteps:
         overlap: bool,
     ) -> None:
         """See `LayerSteps`."""
+        check_norm_weight(norm_weight, cache.layout.head_dim)
 
         def insert(k: Tensor, slots: Tensor) -> None:
             if cache.layout.name in KEY_RECORDS:

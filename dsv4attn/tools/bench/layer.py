@@ -1,8 +1,9 @@
 """Times of whole layers from hidden states to hidden states, the price of deterministic ones, and their parts.
 
 A layer of each kind of DeepSeek-V4-Flash, with random weights of its sizes, decodes a token of some sequences, and
-takes a part of a prompt. Caches hold zeros: times do not depend on what they hold. Results are not judged here: tests
-and the conformance kit do that.
+takes a part of a prompt. Of the sequences of a decode every r-th, and one at least, completes an entry of r tokens.
+Caches hold zeros: times do not depend on what they hold. Results are not judged here: tests and the conformance kit do
+that.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from dsv4attn.tools.bench.parts import LayerPart, MarkedBackend, Marks, measured
 
 __all__ = ["LayerCase", "LayerTime", "layer_cases", "layer_time"]
 
+_FLASH = ModelGeometry.preset("deepseek-v4-flash")
+
 
 @frozen
 class LayerCase:
@@ -38,7 +41,7 @@ class LayerCase:
     kind: kind of the layer.
     requests: sequences of the step.
     tokens: tokens of each.
-    context: tokens of each before the step.
+    context: tokens of each before the step; of decodes the most, see `contexts`.
     """
 
     kind: LayerKind
@@ -52,11 +55,31 @@ class LayerCase:
         return f"layer {self.kind.value}, {self.step}"
 
     @property
+    def contexts(self) -> tuple[int, ...]:
+        """Tokens of each sequence before the step. Those of decodes follow each other up to the one before `context`.
+
+        With a `context` that is a multiple of the kind's ratio r, one token in r completes an entry, and one at least.
+        """
+        if self.tokens > 1:
+            return (self.context,) * self.requests
+        return tuple(range(self.context - self.requests, self.context))
+
+    @property
+    def completing(self) -> int:
+        """Sequences that complete an entry in the step; 0 where a layer has none."""
+        ratio = _FLASH.layer_of_kind(self.kind).compress_ratio
+        if ratio == 1:
+            return 0
+        return sum((before + self.tokens) // ratio > before // ratio for before in self.contexts)
+
+    @property
     def step(self) -> str:
         """What the step is, in words."""
         sequences = f"{self.requests:,} sequence{'' if self.requests == 1 else 's'}"
         new = f"{self.tokens:,} new token{'' if self.tokens == 1 else 's'}{' each' if self.requests > 1 else ''}"
-        return f"{sequences}, {new}, {self.context:,} in the cache"
+        first, last = self.contexts[0], self.contexts[-1]
+        before = f"{first:,} to {last:,}" if first < last else f"{last:,}"
+        return f"{sequences}, {new}, {before} in the cache"
 
 
 @frozen
@@ -70,6 +93,7 @@ class LayerTime:
     phase: decode or prompt.
     step: what the step is, in words.
     parts: of the everyday layer, with hyper-connections around it; none where kernels cannot be seen.
+    completing: sequences that complete an entry in the step.
     """
 
     layer: str
@@ -79,6 +103,7 @@ class LayerTime:
     phase: str = ""
     step: str = ""
     parts: tuple[LayerPart, ...] = ()
+    completing: int = 0
 
     def __str__(self) -> str:
         """One line."""
@@ -116,7 +141,7 @@ def layer_time(case: LayerCase, plain: Backend, deterministic: Backend | None, c
         parts = _parts(case, plain, clock, rounds)
     exact = times[1] if len(times) > 1 else None
     phase = "decode" if case.tokens == 1 else "prompt"
-    return LayerTime(case.kind.value, case.name, times[0], exact, phase, case.step, tuple(parts))
+    return LayerTime(case.kind.value, case.name, times[0], exact, phase, case.step, tuple(parts), case.completing)
 
 
 @frozen(eq=False)
@@ -143,9 +168,8 @@ class _Made:
 
 
 def _made(case: LayerCase, backend: Backend, device: torch.device) -> _Made:
-    flash = ModelGeometry.preset("deepseek-v4-flash")
-    index = next(i for i, (kind, _) in enumerate(flash.layers) if kind is case.kind)
-    geometry = evolve(flash, layers=(flash.layers[index],))
+    index = next(i for i, (kind, _) in enumerate(_FLASH.layers) if kind is case.kind)
+    geometry = evolve(_FLASH, layers=(_FLASH.layers[index],))
     longest = case.context + case.tokens
     exact = complete(backend).deterministic
     limits = Limits(case.requests, case.requests * case.tokens, longest, single_phase=exact)
@@ -156,7 +180,7 @@ def _made(case: LayerCase, backend: Backend, device: torch.device) -> _Made:
     layer = DeepseekV4Attention("layer", geometry, 0, limits, backend, weights, workspace=WorkspaceManager(device))
     layer.bind_kv_cache(manager.caches[0])
     sequences = [manager.new() for _ in range(case.requests)]
-    before = [(one, case.context) for one in sequences]
+    before = list(zip(sequences, case.contexts, strict=True))
     manager.reserve(before)
     manager.advance(before)
     requests = [(one, case.tokens) for one in sequences]

@@ -27,7 +27,13 @@ def layer_tables(layers: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType
         what = "the host's time" if host else "time of kernels, without gaps between them, on cold caches"
         yield Text(f"parts: {what}; mHC is around the layer, and in no other time here")
         for phase, step in dict.fromkeys((time["phase"], time["step"]) for time in shown):
-            yield Text(f"{phase}: {step}")
+            made = dict.fromkeys(
+                f"{time['completing']:,} on {time['layer']}"
+                for time in shown
+                if (time["phase"], time["step"]) == ("decode", step) and time.get("completing")
+            )
+            entries = f"; sequences that complete an entry: {', '.join(made)}" if made else ""
+            yield Text(f"{phase}: {step}{entries}")
     for time in layers:
         if not time.get("parts", True):
             yield Text(f"no parts of {time['case']}, {time['by']}: the profiler sees no kernels here", style="yellow")

@@ -12,6 +12,7 @@ from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from dsv4attn import KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract import complete
 from dsv4attn.core.device import is_capturing
+from dsv4attn.core.layer_ops import LayerSteps, takes_bf16_norm
 from dsv4attn_vllm.guard import RefusedError
 
 if TYPE_CHECKING:
@@ -40,9 +41,14 @@ class Compressor(DeepseekCompressor):
     def cache_norm_weight_fp32(self) -> None:
         """Do nothing: vLLM's layer on a CPU calls it when weights are loaded, which may change without."""
 
-    def _norm_weight(self) -> Tensor:
-        """The weight of the norm [d] in fp32, read in every step: torch does not count how vLLM loads weights."""
+    def _norm_weight(self, steps: LayerSteps) -> Tensor:
+        """The weight of the norm [d]: vLLM's own, which may be loaded again, or a copy of every step in fp32.
+
+        The copy is for steps that take no bf16. It is made anew as torch does not count how vLLM loads weights.
+        """
         weight = self.norm.weight.detach()
+        if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and takes_bf16_norm(steps)):
+            return weight
         if self._norm_weight_fp32 is None:
             self._norm_weight_fp32 = torch.empty_like(weight, dtype=torch.float32)
         return self._norm_weight_fp32.copy_(weight)
@@ -83,7 +89,7 @@ class Compressor(DeepseekCompressor):
             state.token_to_req_indices,
             positions,
             metadata[self.k_cache_prefix].slot_mapping,
-            self._norm_weight(),
+            self._norm_weight(steps),
             self.rms_norm_eps,
             rotary_emb.cos_sin_cache,
             self.compress_ratio,

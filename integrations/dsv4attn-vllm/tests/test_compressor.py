@@ -141,6 +141,38 @@ def test_weights_that_are_loaded_again_are_used(engine: WholeEngine) -> None:
     assert not any(differences(engine, [(engine.request(127), 1)]).values())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_weight_of_the_norm_is_vllms_own(
+    engine: WholeEngine, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Not a copy; but steps that take no bf16 get one in fp32, of the weights as they are in that step.
+
+    Sums of vLLM have another order, so a code may be the one beside it: of three entries at most two.
+    """
+    steps = complete(engine.layers[0]._serving.backend).layer_steps
+    given: list[Tensor] = []
+    store, work = steps.compress_norm_rope_store, [(engine.request(127), 1)]
+
+    def noted(*arguments: Any, **options: Any) -> None:
+        given.append(arguments[5])
+        store(*arguments, **options)
+
+    monkeypatch.setattr(steps, "compress_norm_rope_store", noted)
+    own = [compressor.norm.weight for _, compressor in compressors(engine)]
+    for weight in own:
+        weight.data = weight.data.to(dtype)
+    assert sum(differences(engine, work).values()) <= 2
+    assert [each.data_ptr() for each in given] == [weight.data_ptr() for weight in own]
+    monkeypatch.setattr(type(steps), "bf16_norm", False)
+    for _ in range(2):
+        given.clear()
+        for weight in own:
+            weight.data.uniform_(1.0, 3.0)
+        assert sum(differences(engine, work).values()) <= 2
+        assert [each.dtype for each in given] == [torch.float32] * 3
+        assert all(torch.equal(each, weight.float()) for each, weight in zip(given, own, strict=True))
+
+
 def test_no_tokens_write_nothing(engine: WholeEngine) -> None:
     """What a rank without requests gets. vLLM's builders make no such metadata for this test to take."""
     nothing = {"slot_mapping": torch.empty(0, dtype=torch.int64), "c128_boundary": None}

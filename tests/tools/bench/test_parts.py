@@ -11,9 +11,10 @@ from attrs import asdict
 from rich.console import Console
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.definitions import TorchLayerSteps
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.tools.bench.clock import Clock
-from dsv4attn.tools.bench.layer import LayerCase, LayerTime, _parts
+from dsv4attn.tools.bench.layer import LayerCase, LayerTime, _made, _parts, layer_cases
 from dsv4attn.tools.bench.parts import LayerPart, Marks, measured, of_trace
 from dsv4attn.tools.bench.report_layer import layer_tables
 
@@ -140,6 +141,49 @@ def test_every_part_of_a_layer_is_there(kind: LayerKind) -> None:
     first, last = AROUND_ATTENTION
     assert [part.name for part in parts] == [*first, *OF_KIND[kind], *last]
     assert all(part.seconds > 0 for part in parts)
+
+
+@pytest.mark.parametrize("kind", LayerKind)
+@pytest.mark.parametrize("small", [True, False])
+def test_a_decode_completes_the_share_of_entries_that_it_does_in_service(kind: LayerKind, small: bool) -> None:
+    [decode] = [case for case in layer_cases(small=small) if case.kind is kind and case.tokens == 1]
+    ratio = {LayerKind.SWA: 0, LayerKind.C4A: 4, LayerKind.C128A: 128}[kind]
+    ends = [before for before in decode.contexts if ratio and (before + 1) % ratio == 0]
+
+    assert len(decode.contexts) == decode.requests
+    assert decode.completing == len(ends) == (max(decode.requests // ratio, 1) if ratio else 0)
+    # a token sees more entries than a c4a layer selects
+    assert min(decode.contexts) // 4 > 512
+
+
+def test_the_step_that_is_timed_stores_the_entries_that_its_legend_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = LayerCase(LayerKind.C4A, 9, 1, 16)
+    stored: list[int] = []
+    right = TorchLayerSteps.compress_norm_rope_store
+
+    def counted(self: TorchLayerSteps, *given: Any, **options: Any) -> None:
+        stored.append(int((given[4] >= 0).sum()))
+        right(self, *given, **options)
+
+    monkeypatch.setattr(TorchLayerSteps, "compress_norm_rope_store", counted)
+    with torch.inference_mode():
+        _made(case, ReferenceBackend(), CPU).run()
+
+    assert case.contexts == tuple(range(7, 16))
+    assert stored == [case.completing] * 2 == [3, 3], "of the layer and of its indexer"
+
+
+def test_the_legend_says_how_many_sequences_of_a_decode_complete_an_entry() -> None:
+    parts = (LayerPart("attention", 70e-6, 1.5),)
+    lines = shown(
+        LayerTime("swa", "a", 1.0, None, "decode", "64 sequences", parts),
+        LayerTime("c4a", "b", 1.0, None, "decode", "64 sequences", parts, 16),
+        LayerTime("c128a", "c", 1.0, None, "decode", "64 sequences", parts, 1),
+        LayerTime("c128a", "d", 1.0, None, "prompt", "1 sequence", parts, 1),
+    )
+
+    assert "decode: 64 sequences; sequences that complete an entry: 16 on c4a, 1 on c128a" in lines
+    assert "prompt: 1 sequence" in lines
 
 
 def shown(*times: LayerTime) -> list[str]:

@@ -149,7 +149,7 @@ def test_whole_layers_are_timed_with_the_price_of_deterministic_ones(
     ("shape", "said"),
     [
         ((1, 32, 256), "layer c4a, 1 sequence, 32 new tokens, 256 in the cache"),
-        ((64, 1, 8192), "layer c4a, 64 sequences, 1 new token each, 8,192 in the cache"),
+        ((64, 1, 8192), "layer c4a, 64 sequences, 1 new token each, 8,128 to 8,191 in the cache"),
     ],
 )
 def test_names_of_whole_layer_cases_can_be_read(shape: tuple[int, int, int], said: str) -> None:

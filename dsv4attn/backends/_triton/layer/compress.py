@@ -24,9 +24,9 @@ from dsv4attn.backends._triton.cache.records import (
 )
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
-from dsv4attn.backends._triton.layer.kernels_compress import compress_kernel, save_kernel
+from dsv4attn.backends._triton.layer.kernels_compress import compress_kernel, pool_kernel, save_kernel
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.tensorspec import check_strides
+from dsv4attn.core.tensorspec import check_norm_weight, check_strides
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["compress_norm_rope_store", "save_partial_states", "variants"]
@@ -39,6 +39,17 @@ MOST_TOKENS = 128
 """Tokens that a program looks at."""
 FP32_ROW = 128
 """Values of fp32 that a warp of 32 threads reads at once."""
+MOST_ALONE = 32
+"""Rows of the longest windows that one program pools: as many as it reads at a time. For longer ones `pool_kernel` is
+launched first."""
+POOL_DIMS = 32
+"""Dims that a program of `pool_kernel` pools."""
+POOL_TILES = 4
+"""Tiles of a window that such a program reads at a time: all of a c128a entry. A thread has one dim of a lane."""
+POOL_PROGRAMS = 512
+"""With fewer tokens times slices of dims a program of `pool_kernel` looks at one token, with more at several."""
+MOST_POOLED = 2**14
+"""Tokens whose pooled entries have memory at a time: 32 MB for 512 dims."""
 
 
 @frozen
@@ -59,6 +70,11 @@ UNALIGNED = Pool(4, 4, 16)
 """For long windows of states out of step with 16 bytes, whose addresses take more registers."""
 SHORT = Pool(8, 1, 16)
 """For short windows, which are read at once."""
+
+
+def _splits(ratio: int, *, overlap: bool) -> bool:
+    """Whether windows are pooled by several programs each; it must not depend on a step, as bits may."""
+    return ratio * (2 if overlap else 1) > MOST_ALONE
 
 
 def pool_for(window: int, block: int, aligned: int, arch: str) -> Pool:
@@ -111,25 +127,70 @@ def compress_norm_rope_store(
         state_block_table=state_block_table, token_to_req=token_to_req, positions=positions, slot_mapping=slot_mapping,
         norm_weight=norm_weight, cos_sin_cache=cos_sin_cache,
     )  # fmt: skip
+    check_norm_weight(norm_weight, cache.layout.head_dim)
     n = min(positions.shape[0], slot_mapping.shape[0])
+    splits = _splits(ratio, overlap=overlap)
+    if splits and n > MOST_POOLED:
+        for first in range(0, n, MOST_POOLED):
+            part = slice(first, first + MOST_POOLED)
+            tokens_of_part = token_to_req[part], positions[part], slot_mapping[part]
+            norm = norm_weight, eps, cos_sin_cache
+            compress_norm_rope_store(states, state_block_table, *tokens_of_part, *norm, ratio, cache, overlap=overlap)
+        return
     aligned = alignment_of_records(states), alignment_of_records(cache)
     constants, warps = _compress_constants(
         cache.layout, ratio, cos_sin_cache.shape[1], *aligned, architecture(), overlap=overlap
     )
     tokens = min(max(triton.cdiv(n, PROGRAMS), 1), constants["TOKENS"])
+    maps = token_to_req, positions, slot_mapping
     state_page, state_stride, _, _ = record_strides(states)
+    window = (
+        *state_block_table.shape, state_block_table.stride(0), states.num_blocks, states.block_size,
+        -(-(2**48) // states.block_size), state_page, state_stride,
+    )  # fmt: skip
+    pooled = None
+    if splits:
+        pooled = states.tensor.new_empty(n, cache.layout.head_dim)
+        _pool(states.tensor, state_block_table, maps, pooled, window, cache, ratio, overlap=overlap)
     launch(
         compress_kernel,
         (triton.cdiv(n, tokens),),
         (
-            states.tensor, state_block_table, token_to_req, positions, slot_mapping, norm_weight, cos_sin_cache,
-            cache.tensor, n, tokens, float(eps), *state_block_table.shape, state_block_table.stride(0),
-            states.num_blocks, states.block_size, -(-(2**48) // states.block_size), state_page, state_stride,
-            cos_sin_cache.shape[0], cos_sin_cache.stride(0), cache.num_blocks, cache.block_size, *record_strides(cache),
+            states.tensor, state_block_table, *maps, pooled, norm_weight, cos_sin_cache, cache.tensor, n, tokens,
+            float(eps), *window, cos_sin_cache.shape[0], cos_sin_cache.stride(0), cache.num_blocks, cache.block_size,
+            *record_strides(cache),
         ),
         constants,
         num_warps=warps,
     )  # fmt: skip
+
+
+def _pool(
+    states: Tensor,
+    table: Tensor,
+    maps: tuple[Tensor, Tensor, Tensor],
+    pooled: Tensor,
+    window: tuple[int, ...],
+    cache: PagedKVCache,
+    ratio: int,
+    *,
+    overlap: bool,
+) -> None:
+    """Write to pooled [n, D] fp32 the rows of tokens that complete an entry.
+
+    maps: requests, positions and slots of tokens. window: arguments of the kernels that say where states are.
+    """
+    n, dim = pooled.shape
+    constants, warps = _pool_constants(dim, ratio, architecture(), overlap=overlap)
+    slices = triton.cdiv(dim, constants["BLOCK"])
+    tokens = min(max(triton.cdiv(n * slices, POOL_PROGRAMS), 1), constants["TOKENS"])
+    launch(
+        pool_kernel,
+        (triton.cdiv(n, tokens) * slices,),
+        (states, table, *maps, pooled, n, tokens, *window, cache.num_blocks, cache.block_size),
+        constants,
+        num_warps=warps,
+    )
 
 
 @cached
@@ -158,7 +219,10 @@ def _compress_constants(
         size = triton.next_power_of_2(group)
         rows, in_order = layout.num_groups + triton.cdiv(dim - nope, size), size == group and nope % group == 0
     rows = triton.next_power_of_2(max(rows, pads))
-    pool = pool_for(ratio * (2 if overlap else 1), rows * size, states, arch)
+    if _splits(ratio, overlap=overlap):  # the kernel reads no states
+        pool, states = pool_for(1, rows * size, WIDE, arch), 1
+    else:
+        pool = pool_for(ratio * (2 if overlap else 1), rows * size, states, arch)
     writer = writer_constants(layout)
     return {
         "D": dim,
@@ -183,6 +247,24 @@ def _compress_constants(
     }, pool.warps
 
 
+@cached
+def _pool_constants(dim: int, ratio: int, arch: str, *, overlap: bool) -> tuple[dict[str, Any], int]:
+    """Constants of a launch of `pool_kernel`, and its warps: entries of `dim` channels."""
+    window, block = ratio * (2 if overlap else 1), min(triton.next_power_of_2(dim), POOL_DIMS)
+    tiles = triton.cdiv(window, LONG.rows * LONG.lanes)
+    threads = 64 if arch.startswith("gfx9") else 32
+    return {
+        "D": dim,
+        "RATIO": ratio,
+        "OVERLAP": overlap,
+        "ROWS": LONG.rows,
+        "LANES": LONG.lanes,
+        "TILES": min(triton.next_power_of_2(tiles), POOL_TILES),
+        "BLOCK": block,
+        "TOKENS": min(triton.next_power_of_2(ratio), MOST_TOKENS),
+    }, max(block * LONG.lanes // threads, 1)
+
+
 def variants(
     layout: KVCacheLayout,
     ratio: int,
@@ -191,21 +273,29 @@ def variants(
     overlap: bool,
     aligned: bool = True,
     aligned_rows: bool = True,
+    norms: tuple[torch.dtype, ...] = (torch.float32,),
     arch: str = "",
 ) -> Iterator[Variant]:
     """Every form that the steps of this module can ask for, for entries of a layout.
 
-    aligned, aligned_rows: whether caches are, and rows of kv, scores and their bias, to 16 bytes.
+    aligned, aligned_rows: whether caches are, and rows of kv, scores and their bias, to 16 bytes. norms: dtypes of
+    the weight of the norm.
     """
     width = layout.head_dim * (2 if overlap else 1)
     state_layout, fp32, i64 = KVCacheLayout.compressor_state(width), "*fp32", "*i64"
+    splits = _splits(ratio, overlap=overlap)
+    maps = {"STATES": fp32, "POSITIONS": i64, "SLOTS": i64, "POOLED": fp32 if splits else "none"}
+    if splits:
+        constants, warps = _pool_constants(layout.head_dim, ratio, arch, overlap=overlap)
+        yield Variant.from_types(pool_kernel, maps, constants, num_warps=warps)
     types = {"KV": fp32, "SCORE": fp32, "APE": fp32, "POSITIONS": i64, "CACHE": fp32, "SLOTS": i64}
     for states in record_alignments(state_layout, aligned=aligned):
         for rows in row_alignments(width, torch.float32, aligned=aligned_rows):
             save = _save_constants(width, rows, states)
             yield Variant.from_types(save_kernel, types, save, num_warps=SAVE_WARPS, fp_fusion=False)
-        named = {"STATES": fp32, "POSITIONS": i64, "SLOTS": i64, "WEIGHT": fp32, "ANGLES": fp32}
-        named["CACHE"] = pointer_type(layout.dtype)
+        named = {**maps, "ANGLES": fp32, "CACHE": pointer_type(layout.dtype)}
         for records in record_alignments(layout, aligned=aligned):
             constants, warps = _compress_constants(layout, ratio, rope, states, records, arch, overlap=overlap)
-            yield Variant.from_types(compress_kernel, named, constants, num_warps=warps)
+            for norm in norms:
+                named["WEIGHT"] = pointer_type(norm)
+                yield Variant.from_types(compress_kernel, named, constants, num_warps=warps)

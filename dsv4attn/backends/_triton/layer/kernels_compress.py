@@ -1,7 +1,8 @@
 """Kernels of the compressor: states to their slots, and entries from the states of their window.
 
-An entry is made in one program and in registers: softmax of the scores over the window, RMSNorm, RoPE, rounding and
-store. No program reads what another one writes, and what it computes follows from its own entry alone.
+An entry of a short window is made in one program and in registers: softmax of the scores over the window, RMSNorm,
+RoPE, rounding and store. A long window is first pooled by several programs, each for a slice of the dims. What is
+computed for an entry follows from its own window alone.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -84,12 +85,13 @@ def pool(
     position, request, STATES, TABLE, num_requests, num_columns, table_stride, state_blocks, state_size, state_inverse,
     state_page, state_stride, dim, live,
     D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-    BLOCK: tl.constexpr, STATES_ALIGNED: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr, STATES_ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The mean [BLOCK] of the kv of the window that ends at a position, weighted by a softmax of its scores.
 
     dim: [BLOCK] channels of an entry; those that are not `live` are 0. Rows of the window that have no state do not
-    count. ROWS times LANES rows are read at a time. Every lane has a softmax of its own; they are merged at the end.
+    count. A tile is ROWS times LANES rows; TILES of them are read at a time. Tiles are added in order. Every lane has a
+    softmax of its own; they are merged at the end. So bits depend on ROWS and LANES, not on TILES or BLOCK.
     """
     window: tl.constexpr = 2 * RATIO if OVERLAP else RATIO
     width: tl.constexpr = 2 * D if OVERLAP else D
@@ -103,18 +105,18 @@ def pool(
     top = tl.full([LANES, BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([LANES, BLOCK], tl.float32)
     acc = tl.zeros([LANES, BLOCK], tl.float32)
-    steps: tl.constexpr = triton.cdiv(window, ROWS * LANES)
-    for step in range(steps):
+    tiles: tl.constexpr = triton.cdiv(window, ROWS * LANES)
+    for step in range(triton.cdiv(tiles, TILES)):
         kvs, scores = (), ()
-        for each in tl.static_range(ROWS):
+        for each in tl.static_range(TILES * ROWS):
             # [LANES]
-            row = (step * ROWS + each) * LANES + lane
+            row = (step * TILES * ROWS + each) * LANES + lane
             # places from the last one of the position's page back to the row
             back = (window - 1 - row + state_size - 1 - place).to(tl.uint32)
             pages = ((back.to(tl.uint64) * state_inverse) >> 48).to(tl.uint32)
             page = (last - pages.to(tl.int32)).to(tl.uint32)
             exists = page < columns
-            if window % (ROWS * LANES):
+            if window % (TILES * ROWS * LANES):
                 exists &= row < window
             block = tl.load(blocks + page, mask=exists, other=-1).to(tl.uint32)
             exists &= block < state_blocks
@@ -128,18 +130,19 @@ def pool(
             here = exists[:, None] & live[None, :]
             scores += (tl.load(state + width, mask=here, other=float("-inf")),)  # type: ignore[assignment]
             kvs += (tl.load(state, mask=here, other=0.0),)  # type: ignore[assignment]
-        higher = top
-        for each in tl.static_range(ROWS):
-            higher = tl.maximum(higher, scores[each])
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        if steps > 1:
-            shrink = tl.exp(top - base)
-            total, acc = total * shrink, acc * shrink
-        top = higher
-        for each in tl.static_range(ROWS):
-            weight = tl.exp(scores[each] - base)
-            total += weight
-            acc += weight * kvs[each]
+        for tile in tl.static_range(TILES):
+            higher = top
+            for each in tl.static_range(ROWS):
+                higher = tl.maximum(higher, scores[tile * ROWS + each])
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            if tiles > 1:
+                shrink = tl.exp(top - base)
+                total, acc = total * shrink, acc * shrink
+            top = higher
+            for each in tl.static_range(ROWS):
+                weight = tl.exp(scores[tile * ROWS + each] - base)
+                total += weight
+                acc += weight * kvs[tile * ROWS + each]
 
     # a NaN among scores shows in the sums, maxima may pass over it
     if LANES > 1:
@@ -193,7 +196,7 @@ def store_entry(
 
 @triton.jit
 def make_entry(
-    token, request, STATES, TABLE, POSITIONS, SLOTS, WEIGHT, ANGLES, CACHE, eps,
+    token, request, STATES, TABLE, POSITIONS, SLOTS, POOLED, WEIGHT, ANGLES, CACHE, eps,
     num_requests, num_columns, table_stride, state_blocks, state_size, state_inverse, state_page, state_stride,
     num_positions, angle_stride, block_size, page_stride, data_stride, scale_offset, scale_stride,
     D: tl.constexpr, ROPE: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, ROWS: tl.constexpr,
@@ -202,7 +205,7 @@ def make_entry(
     LARGEST: tl.constexpr, FLOOR: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, IN_ORDER: tl.constexpr,
     ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
-    """Make the entry that a token completes, and store it."""
+    """Make the entry that a token completes, or finish the one that is pooled, and store it."""
     block: tl.constexpr = GROUPS * SIZE
     position, slot = tl.load(POSITIONS + token), tl.load(SLOTS + token)
     # [block], [block / 2]
@@ -216,10 +219,14 @@ def make_entry(
     sin = tl.load(angles + ROPE // 2, mask=turned, other=0.0)
     weight = tl.load(WEIGHT + dim, mask=live, other=0.0).to(tl.float32)
 
-    x = pool(
-        position, request, STATES, TABLE, num_requests, num_columns, table_stride, state_blocks, state_size,
-        state_inverse, state_page, state_stride, dim, live, D, RATIO, OVERLAP, ROWS, LANES, block, STATES_ALIGNED,
-    )  # fmt: skip
+    if POOLED is not None:
+        x = tl.load(POOLED + token * D + dim, mask=live, other=0.0)
+    else:
+        x = pool(
+            position, request, STATES, TABLE, num_requests, num_columns, table_stride, state_blocks, state_size,
+            state_inverse, state_page, state_stride, dim, live, D, RATIO, OVERLAP, ROWS, LANES, 1, block,
+            STATES_ALIGNED,
+        )  # fmt: skip
     x = x * tl.rsqrt(tl.sum(x * x, 0) / D + eps) * weight
     even, odd = tl.split(tl.reshape(x, (block // 2, 2)))
     turned_even, turned_odd = rotate(even, odd, cos, sin)
@@ -231,6 +238,58 @@ def make_entry(
     )  # fmt: skip
 
 
+@triton.jit
+def completing(
+    start, n, tokens, POSITIONS, SLOTS, REQUESTS, num_blocks, block_size, RATIO: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """(index, request, whether it completes an entry that has a slot), each [TOKENS], of the tokens of a program."""
+    index = tl.arange(0, TOKENS)
+    given = (index < tokens) & (start + index < n)
+    slot = tl.load(SLOTS + start + index, mask=given, other=-1)
+    position = tl.load(POSITIONS + start + index, mask=given, other=0)
+    request = tl.load(REQUESTS + start + index, mask=given, other=-1)
+    stored = (slot >= 0) & (slot < num_blocks.to(tl.int64) * block_size)
+    return index, request, stored & ((position + 1) % RATIO == 0)
+
+
+@stable_kernel
+def pool_kernel(
+    STATES,  # pages of fp32 rows: kv, then scores; `state_page` elements apart
+    TABLE,  # [num_requests, num_columns] int32, blocks of states
+    REQUESTS,  # [n] int32
+    POSITIONS,  # [n] int64
+    SLOTS,  # [n] int64, of entries
+    POOLED,  # [n, D] fp32
+    n: tl.int32, tokens: tl.int32, num_requests: tl.int32, num_columns: tl.int32, table_stride: tl.int64,
+    state_blocks: tl.int32, state_size: tl.int32, state_inverse: tl.int64, state_page: tl.int64,
+    state_stride: tl.int64, num_blocks: tl.int32, block_size: tl.int32,
+    D: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (n / tokens * D / BLOCK,): each program pools BLOCK dims of the entries that its tokens complete.
+
+    They are stored, before their norm, at the rows of POOLED of their tokens; no other row is written. `tokens` is at
+    most TOKENS.
+    """
+    slices: tl.constexpr = triton.cdiv(D, BLOCK)
+    start = (tl.program_id(0) // slices).to(tl.int64) * tokens
+    dim = tl.program_id(0) % slices * BLOCK + tl.arange(0, BLOCK)
+    live = dim < D
+    index, request, completes = completing(
+        start, n, tokens, POSITIONS, SLOTS, REQUESTS, num_blocks, block_size, RATIO, TOKENS
+    )  # fmt: skip
+    found = tl.min(tl.where(completes, index, TOKENS), 0)
+    while found < TOKENS:
+        token = start + found
+        x = pool(
+            tl.load(POSITIONS + token), tl.sum(tl.where(index == found, request, 0), 0), STATES, TABLE, num_requests,
+            num_columns, table_stride, state_blocks, state_size, state_inverse, state_page, state_stride, dim, live,
+            D, RATIO, OVERLAP, ROWS, LANES, TILES, BLOCK, 1,
+        )  # fmt: skip
+        tl.store(POOLED + token * D + dim, x, mask=live)
+        found = tl.min(tl.where(completes & (index > found), index, TOKENS), 0)
+
+
 @stable_kernel
 def compress_kernel(
     STATES,  # pages of fp32 rows: kv, then scores; `state_page` elements apart
@@ -238,7 +297,8 @@ def compress_kernel(
     REQUESTS,  # [n] int32
     POSITIONS,  # [n] int64
     SLOTS,  # [n] int64, of CACHE
-    WEIGHT,  # [D]
+    POOLED,  # [n, D] fp32 of `pool_kernel`, or None
+    WEIGHT,  # [D] bf16 or fp32
     ANGLES,  # [num_positions, ROPE] fp32, cosines before sines
     CACHE,  # pages, `page_stride` elements apart: uint8, or bf16 or fp32 where entries are plain rows
     n: tl.int32, tokens: tl.int32, eps: tl.float32, num_requests: tl.int32, num_columns: tl.int32,
@@ -254,23 +314,21 @@ def compress_kernel(
 ):  # fmt: skip
     """Grid: (n / tokens,): each program makes the entries that its tokens complete, which are at most TOKENS.
 
+    With POOLED entries are normalised, rotated and stored, and no state is read. `tokens` is at most TOKENS.
     CODE_BITS: 8 of e4m3, 4 of e2m1, 0 of plain rows. SCALES: scale bytes of a record. SCALE_BITS: 8 of an exponent, 32
     of one fp32 scale. Of plain rows, NOPE and GROUP are D.
     """
     start = tl.program_id(0).to(tl.int64) * tokens
-    index = tl.arange(0, TOKENS)
-    given = (index < tokens) & (start + index < n)
-    slot = tl.load(SLOTS + start + index, mask=given, other=-1)
-    position = tl.load(POSITIONS + start + index, mask=given, other=0)
-    request = tl.load(REQUESTS + start + index, mask=given, other=-1)
-    completes = (slot >= 0) & (slot < num_blocks.to(tl.int64) * block_size) & ((position + 1) % RATIO == 0)
+    index, request, completes = completing(
+        start, n, tokens, POSITIONS, SLOTS, REQUESTS, num_blocks, block_size, RATIO, TOKENS
+    )  # fmt: skip
     found = tl.min(tl.where(completes, index, TOKENS), 0)
     while found < TOKENS:
         make_entry(
-            start + found, tl.sum(tl.where(index == found, request, 0), 0), STATES, TABLE, POSITIONS, SLOTS, WEIGHT,
-            ANGLES, CACHE, eps, num_requests, num_columns, table_stride, state_blocks, state_size, state_inverse,
-            state_page, state_stride, num_positions, angle_stride, block_size, page_stride, data_stride, scale_offset,
-            scale_stride, D, ROPE, RATIO, OVERLAP, ROWS, LANES, STATES_ALIGNED, NOPE, GROUP, CODE_BITS, SCALES,
-            SCALE_BITS, FNUZ, LARGEST, FLOOR, GROUPS, SIZE, IN_ORDER, ALIGNED, EXACT_CASTS,
+            start + found, tl.sum(tl.where(index == found, request, 0), 0), STATES, TABLE, POSITIONS, SLOTS, POOLED,
+            WEIGHT, ANGLES, CACHE, eps, num_requests, num_columns, table_stride, state_blocks, state_size,
+            state_inverse, state_page, state_stride, num_positions, angle_stride, block_size, page_stride, data_stride,
+            scale_offset, scale_stride, D, ROPE, RATIO, OVERLAP, ROWS, LANES, STATES_ALIGNED, NOPE, GROUP, CODE_BITS,
+            SCALES, SCALE_BITS, FNUZ, LARGEST, FLOOR, GROUPS, SIZE, IN_ORDER, ALIGNED, EXACT_CASTS,
         )  # fmt: skip
         found = tl.min(tl.where(completes & (index > found), index, TOKENS), 0)

@@ -34,6 +34,8 @@ class TritonLayerSteps(TorchLayerSteps):
     deterministic: whether no token's bits may depend on the other tokens of a step.
     """
 
+    bf16_norm = True
+
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(quantize_and_insert_k_cache, INVARIANT if deterministic else PLAIN)
         self._deterministic = deterministic
@@ -114,7 +116,13 @@ def variants(bounds: Bounds, arch: str) -> Iterator[Variant]:
         stores = [bounds.compressed, *([index] if layer.kind is LayerKind.C4A else [])]
         for layout in stores if "compressor" in parts else ():
             yield from compress.variants(
-                layout, layer.compress_ratio, layer.rope_dim, overlap=layer.overlap, aligned=aligned, arch=arch
+                layout,
+                layer.compress_ratio,
+                layer.rope_dim,
+                overlap=layer.overlap,
+                aligned=aligned,
+                norms=(torch.bfloat16, torch.float32),
+                arch=arch,
             )
         if layer.kind is LayerKind.C4A:
             heads, dtypes = model.index_n_heads, tuple(dict.fromkeys((bounds.q_dtype, torch.float32)))

@@ -74,7 +74,7 @@ def compressor(arch: str) -> Iterator[Variant]:
     for ratio in (4, 128):
         layout = KVCacheLayout.fp8_ds_mla(448, 64)
         forms = compress.variants(layout, ratio, 64, overlap=ratio == 4, aligned=True, arch=arch)
-        yield from (variant for variant in forms if variant.name == "compress_kernel")
+        yield from (variant for variant in forms if variant.name != "save_kernel")
     yield from index_query.variants(KVCacheLayout.index_fp8(), 64, 64, BF16, (torch.float32,), arch=arch)
 
 

@@ -79,9 +79,9 @@ class Entries:
         turned = self.layout.rope_dim or min(dim // 2 * 2, 8)
         self.angles = strided(torch.randn(int(self.positions.max()) + 1, turned, generator=g), odd)
         self.shape = (len(self.positions) // self.ratio + 2 * self.requests, draw(g, 1, 3))
-        self.slots = torch.randperm(self.shape[0] * self.shape[1], generator=g)[: len(self.positions)]
-        self.slots = torch.nn.functional.pad(self.slots, (0, len(self.positions) - len(self.slots)), value=-1)
-        self.slots = self.slots.to(DEVICE).masked_fill((self.positions + 1) % self.ratio != 0, -1)
+        ends = (self.positions + 1) % self.ratio == 0
+        places = torch.randperm(self.shape[0] * self.shape[1], generator=g)[: int(ends.sum())]
+        self.slots = torch.full_like(self.positions, -1).masked_scatter_(ends, places.to(DEVICE))
         step = max(self.layout.dtype.itemsize, 4)
         self.gap, self.start = (step * draw(g, 0, 9), step * draw(g, 0, 9)) if odd else (0, 0)
 
@@ -144,7 +144,10 @@ def test_entries_are_the_definition_s(layout: KVCacheLayout, overlap: bool) -> N
 @each_overlap
 def test_any_ratio_is_served(ratio: int, overlap: bool) -> None:
     for seed in range(2):
-        Entries(LAYOUTS[11], ratio, overlap, seed, requests=2).check()
+        step = Entries(LAYOUTS[11], ratio, overlap, seed, requests=4)
+        step.check()
+
+        assert (step.slots >= 0).any()
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[3], LAYOUTS[11], INDEX_LAYOUTS[3]], ids=lambda layout: layout.fingerprint)
@@ -280,6 +283,28 @@ def test_kv_of_any_kind_counts_as_in_the_definition(kv: str, layout: KVCacheLayo
 def test_eps_is_the_one_that_is_given() -> None:
     step = Entries(LAYOUTS[11], 4, True, 5, eps=0.3)
     step.check()
+
+
+@pytest.mark.parametrize("ratio", [4, 40])
+@pytest.mark.parametrize("layout", [LAYOUTS[11], LAYOUTS[3], INDEX_LAYOUTS[3]], ids=lambda x: x.name)
+def test_a_norm_weight_in_bf16_counts_as_its_values_in_fp32(layout: KVCacheLayout, ratio: int) -> None:
+    step = Entries(layout, ratio, False, 2)
+    step.weight = step.weight.bfloat16()
+    found = memory(step.check())
+    step.weight = step.weight.float()
+
+    assert torch.equal(memory(step.run()), found)
+
+
+@pytest.mark.parametrize("weight", [torch.ones(32, dtype=torch.float64), torch.ones(31), torch.ones(1, 32)])
+def test_another_norm_weight_is_refused_before_a_launch(weight: Tensor) -> None:
+    step = Entries(LAYOUTS[3], 4, True)
+    step.weight = weight.to(DEVICE)
+    steps = TorchLayerSteps(reference.insert).compress_norm_rope_store
+    for each in (compress.compress_norm_rope_store, steps):
+        with pytest.raises(ArgumentError, match=r"norm_weight: expected \[32\] float32 or bfloat16") as raised:
+            step.run(each)
+        assert str(weight.dtype).removeprefix("torch.") in str(raised.value)
 
 
 def test_a_table_of_other_dims_is_refused_before_a_launch() -> None:

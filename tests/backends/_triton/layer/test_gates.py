@@ -37,7 +37,7 @@ FORMS = {
     "sm_120 native_codes": 1,
     "gfx942 streams": 3,
     "gfx942 decoded_codes": 1,
-    "gfx942 compressor": 3,
+    "gfx942 compressor": 4,
     "gfx950 streams": 3,
     "gfx1100 decoded_codes": 1,
 }
