@@ -12,8 +12,8 @@ import torch
 from dsv4attn.backends._triton.attention.attend import Segment
 from dsv4attn.backends._triton.attention.keys import BYTES, CODES, NIBBLES, WORDS
 from dsv4attn.backends._triton.cache import insert
-from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.core.contract import complete
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import ModelGeometry
 from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
@@ -65,14 +65,19 @@ def test_g7_queries_may_be_fp32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS[:3], ids="-".join)
 def test_g18_every_form_that_is_launched_was_foreseen(pair: tuple[str, str]) -> None:
-    geometry, backend = GEOMETRIES[1], load_backend("triton")
+    geometry, backend = GEOMETRIES[1], complete(load_backend("triton"))
     scene = step(pair, geometry)
     with observed() as seen:
         scene.run(backend)
-    options = {"swa": scene.layout, "compressed": scene.compressed_layout, "aligned": False, "sink": None}
+    options: dict[str, Any] = {
+        "swa": scene.layout,
+        "compressed": scene.compressed_layout,
+        "aligned": False,
+        "sink": None,
+    }
     bounds = Bounds.of(geometry, scene.limits, **options)
 
-    known: set[Variant] = set(backend.kernel_variants(bounds, DeviceFacts.here()))
+    known = set[object](backend.kernel_variants(bounds, DeviceFacts.here()))
 
     steps = {one for one in seen if one.name in ("attention", "reduce", "insert_kernel", "qnorm_rope_kv_insert_kernel")}
     assert {one.name for one in steps} >= {"attention", "insert_kernel", "qnorm_rope_kv_insert_kernel"}
