@@ -1,0 +1,122 @@
+"""Every Triton backend attends over V4.1's records as the oracle does, in each pair of window and compressed cache."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from dsv4attn.backends._triton.attention.attend import Segment
+from dsv4attn.backends._triton.attention.keys import BYTES, CODES, NIBBLES, WORDS
+from dsv4attn.backends._triton.cache import insert
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.core.contract import complete
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
+from dsv4attn.core.warmup_spec import Bounds
+from dsv4attn.errors import ArgumentError
+from dsv4attn.selection import load_backend
+from dsv4attn.testing.scenario import Scenario
+from dsv4attn.testing.world import layouts, tiny_geometry, v41_layouts
+from tests.backends._triton.cache.caches import DEVICE
+
+PAIRS = [("v41", "v41"), ("v41", "v41-fp4"), ("v41-split", "v41-fp4-split"), ("ocp", "v41-fp4"), ("v41", "bf16")]
+GEOMETRIES = [tiny_geometry(), tiny_geometry(num_heads=3, head_dim=74, rope_dim=10)]
+
+
+def step(pair: tuple[str, str], geometry: ModelGeometry, **more: Any) -> Scenario:
+    """Decode and prefill requests over both caches, among poison and gaps at odd distances."""
+    known = {**layouts(geometry), **v41_layouts(geometry)}
+    fields = {"kind": "c4a", "requests": [(40, 1), (3, 1), (20, 7), (0, 2)], "geometry": geometry, "topk": "holes"}
+    one, other = (known[name] for name in pair)
+    fields |= {"layout": one, "compressed_layout": other, "page_padding": 34, "poison": 0xFF, "device": DEVICE.type}
+    return Scenario(**{**fields, **more})
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda one: str(one.head_dim))
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("triton", {}),
+        ("triton", {"deterministic": True}),
+        ("rocm", {}),
+        ("xpu", {"decode": "gathered"}),
+        ("xpu", {"decode": "fused"}),
+        ("sm90", {}),
+        ("sm120", {}),
+    ],
+    ids=lambda one: one if isinstance(one, str) else ",".join(one.values() if one.get("decode") else one),
+)
+def test_g7_every_backend_reads_each_cache_by_its_own_record(
+    name: str, options: dict[str, Any], geometry: ModelGeometry, pair: tuple[str, str]
+) -> None:
+    step(pair, geometry).check(load_backend(name, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_g7_queries_may_be_fp32(dtype: torch.dtype) -> None:
+    step(("v41", "v41-fp4"), GEOMETRIES[0], q_dtype=dtype).check(load_backend("triton"))
+
+
+@pytest.mark.parametrize("pair", PAIRS[:3], ids="-".join)
+def test_g18_every_form_that_is_launched_was_foreseen(pair: tuple[str, str]) -> None:
+    geometry, backend = GEOMETRIES[1], complete(load_backend("triton"))
+    scene = step(pair, geometry)
+    with observed() as seen:
+        scene.run(backend)
+    options: dict[str, Any] = {
+        "swa": scene.layout,
+        "compressed": scene.compressed_layout,
+        "aligned": False,
+        "sink": None,
+    }
+    bounds = Bounds.of(geometry, scene.limits, **options)
+
+    known = set[object](backend.kernel_variants(bounds, DeviceFacts.here()))
+
+    steps = {one for one in seen if one.name in ("attention", "reduce", "insert_kernel", "qnorm_rope_kv_insert_kernel")}
+    assert {one.name for one in steps} >= {"attention", "insert_kernel", "qnorm_rope_kv_insert_kernel"}
+    assert steps <= known
+
+
+def test_the_reader_follows_from_the_name_of_the_record_not_from_its_dims() -> None:
+    record = KVCacheLayout.fp8_ds_mla()
+
+    def kind(layout: KVCacheLayout) -> int:
+        return Segment.of(layout, aligned=True).kind
+
+    assert kind(record) == WORDS.value
+    assert kind(KVCacheLayout.fp8_ds_mla(24, 8)) == BYTES.value
+    for arrangement in Arrangement:
+        assert kind(KVCacheLayout.v41_fp8(arrangement=arrangement)) == CODES.value
+        assert kind(KVCacheLayout.v41_fp4(arrangement=arrangement)) == NIBBLES.value
+    # dims and groups of V4's record under V4.1's name
+    assert kind(attrs.evolve(record, name="v41_fp8")) == CODES.value
+
+
+def test_a_writer_that_would_round_to_fp4_first_is_refused_before_anything_is_written() -> None:
+    cache = PagedKVCache.allocate(KVCacheLayout.v41_fp8(rounds_to_fp4=True), 1, 4, DEVICE)
+    with pytest.raises(ArgumentError, match="cache layout: expected a layout whose writer does not round to fp4 first"):
+        insert.quantize_and_insert_k_cache(torch.ones(1, 512, device=DEVICE), cache, torch.zeros(1).long().to(DEVICE))
+
+    assert not cache.tensor.any()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a slow sweep, which needs no device")
+def test_the_fp4_scale_of_every_bf16_maximum_is_that_of_the_reference() -> None:
+    rng = Random(0)
+    tops = (torch.arange(0x7F80, dtype=torch.int32) << 16).view(torch.float32)
+    groups = torch.tensor([rng.choice((0.0, 0.25, 0.5, 0.75, 1.0)) for _ in range(tops.numel() * 16)]).view(-1, 16)
+    groups[:, 3] = 1
+    rows = (groups * tops[:, None]).bfloat16()
+    rows = torch.cat([rows, rows.new_zeros(-len(rows) % 32, 16)]).view(-1, 512)
+    caches = [PagedKVCache.allocate(KVCacheLayout.v41_fp4(), len(rows), 1) for _ in range(2)]
+    for name, cache in zip(("triton", "reference"), caches, strict=True):
+        load_backend(name).quantize_and_insert_k_cache(rows, cache, torch.arange(len(rows)))
+
+    assert torch.equal(caches[0].tensor, caches[1].tensor)
