@@ -1,8 +1,9 @@
 """Protocol of the steps around attention: compressor, indexer, selection, hyper-connections. Part of the contract.
 
 A backend may bring some of them, in `BackendDefaults.layer_steps`; `dsv4attn.core.definitions` is the definition of
-every step, and the default. Core checks arguments before it calls a step. Letters: Hi heads of the indexer, Di dims of
-an index key, n residual streams, d hidden size, w channels of a compressor's kv, r its ratio.
+every step, and the default. Steps of another class may lack those of DeepSeek-V4.1, which are marked so:
+`definitions.complete_steps` fills them in. Core checks arguments before it calls a step. Letters: Hi heads of the
+indexer, Di dims of an index key, n residual streams, d hidden size, w channels of a compressor's kv, r its ratio.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ __all__ = ["LAYER_STEPS", "LayerSteps", "Linear"]
 Linear: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 """`linear(x, weight)`: x [..., K] times weight [N, K] transposed."""
 
+DELAYED = "mhc_pre_delayed", "mhc_fused_post_pre_delayed", "mhc_collapse"
+"""Hyper-connections of DeepSeek-V4.1."""
 LAYER_STEPS: dict[str, tuple[str, ...]] = {
     "compressor": ("save_partial_states", "compress_norm_rope_store"),
     "indexer": ("indexer_q_rope_quant", "fp8_paged_mqa_logits", "fp8_mqa_logits"),
     "selection": ("select_topk",),
-    "hyper_connections": ("mhc_pre", "mhc_post", "mhc_fused_post_pre", "hc_head"),
+    "hyper_connections": ("mhc_pre", "mhc_post", "mhc_fused_post_pre", "hc_head", *DELAYED),
 }
 """The parts of the layer around attention by the name that selection shows, with their steps."""
 
@@ -177,6 +180,51 @@ class LayerSteps(Protocol):
 
         hc_fn: [n, n * d] fp32. hc_scale: [1] fp32. hc_base: [n] fp32.
         """
+
+    def mhc_pre_delayed(
+        self,
+        residual: Tensor,
+        previous_pre: Tensor | None,
+        fn: Tensor,
+        hc_scale: Tensor,
+        hc_base: Tensor,
+        rms_eps: float,
+        hc_pre_eps: float,
+        hc_sinkhorn_eps: float,
+        hc_post_mult_value: float = 2.0,
+        sinkhorn_repeat: int = 20,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-6,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """V4.1: (pre [T, n] fp32, post, comb, layer_input) of residual [T, n, d]; post and comb are `mhc_pre`'s.
+
+        layer_input: the streams, each times its weight in `previous_pre` [T, n] fp32, the pre that the sublayer before
+        this one returned; without one (None, in the first sublayer) stream 0 as it is. pre: has hc_pre_eps added, and
+        is for the next sublayer. norm_weight, norm_eps: of an RMSNorm of layer_input, as in `mhc_pre`.
+        """
+
+    def mhc_fused_post_pre_delayed(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        previous_pre: Tensor | None,
+        fn: Tensor,
+        hc_scale: Tensor,
+        hc_base: Tensor,
+        rms_eps: float,
+        hc_pre_eps: float,
+        hc_sinkhorn_eps: float,
+        hc_post_mult_value: float = 2.0,
+        sinkhorn_repeat: int = 20,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-6,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """V4.1: (residual, pre, post, comb, layer_input): `mhc_post`, then `mhc_pre_delayed` of the new residual."""
+
+    def mhc_collapse(self, streams: Tensor, pre: Tensor) -> Tensor:
+        """V4.1: [T, d] like streams: the sum of streams [T, n, d], each times its weight in pre [T, n] fp32."""
 
     def transient_bytes(self, max_tokens: int) -> int:
         """Upper bound on temporaries of the framework's allocator in any one step; 0 for kernels."""

@@ -31,6 +31,11 @@ STEPS: dict[str, tuple[str, ...]] = {
         "sinkhorn_repeat", "norm_weight", "norm_eps",
     ),
     "mhc_post": ("x", "residual", "post", "comb"),
+    "mhc_pre_delayed": (
+        "residual", "previous_pre", "fn", "hc_scale", "hc_base", "rms_eps", "hc_pre_eps", "hc_sinkhorn_eps",
+        "hc_post_mult_value", "sinkhorn_repeat", "norm_weight", "norm_eps",
+    ),
+    "mhc_collapse": ("streams", "pre"),
     "hc_head": ("streams", "hc_fn", "hc_scale", "hc_base", "rms_eps", "hc_eps"),
 }  # fmt: skip
 """Names of the arguments of each step."""

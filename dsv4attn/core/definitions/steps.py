@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.definitions import compressor, hyper_connections, indexer, selection
 from dsv4attn.core.definitions.records import store_index_keys
-from dsv4attn.core.definitions.tiles import PLAIN, TILE_BYTES, Arithmetic
-from dsv4attn.core.layer_ops import LAYER_STEPS
+from dsv4attn.core.definitions.tiles import INVARIANT, PLAIN, TILE_BYTES, Arithmetic
+from dsv4attn.core.layer_ops import LAYER_STEPS, LayerSteps
 from dsv4attn.core.layout import PagedKVCache
 
-__all__ = ["TorchLayerSteps", "layer_step_sources"]
+__all__ = ["TorchLayerSteps", "complete_steps", "layer_step_sources"]
 
 
 class TorchLayerSteps:
@@ -34,6 +34,7 @@ class TorchLayerSteps:
     fp8_paged_mqa_logits = staticmethod(indexer.fp8_paged_mqa_logits)
     fp8_mqa_logits = staticmethod(indexer.fp8_mqa_logits)
     mhc_post = staticmethod(hyper_connections.mhc_post)
+    mhc_collapse = staticmethod(hyper_connections.mhc_collapse)
 
     def compress_norm_rope_store(
         self,
@@ -114,9 +115,58 @@ class TorchLayerSteps:
         gate = hc_fn, hc_scale, hc_base, rms_eps, hc_eps
         return hyper_connections.hc_head(streams, *gate, arithmetic=self._arithmetic)
 
+    def mhc_pre_delayed(
+        self,
+        residual: Tensor,
+        previous_pre: Tensor | None,
+        fn: Tensor,
+        hc_scale: Tensor,
+        hc_base: Tensor,
+        rms_eps: float,
+        hc_pre_eps: float,
+        hc_sinkhorn_eps: float,
+        hc_post_mult_value: float = 2.0,
+        sinkhorn_repeat: int = 20,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-6,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See `LayerSteps`."""
+        mixes = fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat
+        norm = norm_weight, norm_eps
+        return hyper_connections.mhc_pre_delayed(residual, previous_pre, *mixes, *norm, arithmetic=self._arithmetic)
+
+    def mhc_fused_post_pre_delayed(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        previous_pre: Tensor | None,
+        *mixes: Any,  # noqa: ANN401 - those of `mhc_pre_delayed`
+        **options: Any,  # noqa: ANN401 - as above
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """See `LayerSteps`."""
+        residual = self.mhc_post(x, residual, post, comb)
+        return residual, *self.mhc_pre_delayed(residual, previous_pre, *mixes, **options)
+
     def transient_bytes(self, max_tokens: int) -> int:
         """A tile, and what a step makes for each token."""
         return 2 * TILE_BYTES + 256 * max_tokens
+
+
+def complete_steps(backend: Backend) -> LayerSteps:
+    """The layer steps of a backend, with torch's in place of those that its own, of another class, lack."""
+    whole = complete(backend)
+    steps, names = whole.layer_steps, [name for part in LAYER_STEPS.values() for name in part]
+    if all(hasattr(steps, name) for name in names):
+        return steps
+    made: Any = TorchLayerSteps(whole.quantize_and_insert_k_cache, INVARIANT if whole.deterministic else PLAIN)
+    torchs = made.transient_bytes
+    for name in ("sum_bits", *names):
+        if hasattr(steps, name):
+            setattr(made, name, getattr(steps, name))
+    made.transient_bytes = lambda max_tokens: max(steps.transient_bytes(max_tokens), torchs(max_tokens))
+    return cast("LayerSteps", made)
 
 
 def layer_step_sources(backend: Backend) -> dict[str, str]:

@@ -1,0 +1,51 @@
+"""Cases of the steps that DeepSeek-V4.1 has beside those of V4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from dsv4attn.testing.apart import each_apart
+from dsv4attn.testing.case import Area, Case, Check, Scene
+from dsv4attn.testing.cases_layer import mixing
+from dsv4attn.testing.delayed import runs_collapse, runs_delayed, runs_first, runs_fused_delayed, runs_no_delayed
+
+__all__ = ["v41_cases"]
+
+
+def delayed_cases() -> Iterator[Case]:
+    """Hyper-connections whose input has the weights of the sublayer before."""
+    fp32 = {"dtype": torch.float32}
+    for name, fields in (("bf16", {}), ("fp32", fp32), ("n2", {"streams": 2}), ("flash", {"hidden": 5120, "count": 3})):
+        of, scene = f"{fields.get('streams', 4)} streams of {fields.get('hidden', 96)}", mixing(**fields)
+        says = f"{of} are weighed by the sublayer before, and their own weights go out"
+        yield _case(f"delayed-pre-{name}", "V1 V2", says, scene, runs_delayed)
+        says = f"{of}: the first sublayer takes stream 0"
+        yield _case(f"delayed-first-{name}", "V1 V2", says, scene, runs_first)
+        says = f"{of}: the fused step is post, then the delayed pre of the new streams"
+        yield _case(f"delayed-fused-{name}", "V3", says, scene, runs_fused_delayed)
+        says = f"{of} are collapsed by the last weights"
+        yield _case(f"delayed-collapse-{name}", "V4", says, scene, runs_collapse)
+    for name, fields in (("bf16", {}), ("fp32", fp32)):
+        says = f"{name} streams: the input and the mixes are normed with an eps of 1e-20, and are small"
+        normed = mixing(normed=True, size=2.0**-12, norm_eps=1e-20, rms_eps=1e-20, **fields)
+        yield _case(f"delayed-norm-{name}", "V1 V2", says, normed, runs_delayed)
+    says = "each eps is added where it belongs, and the sublayer's output has its own factor"
+    unlike = mixing(size=0.05, rms_eps=2e-3, pre_eps=0.03, sinkhorn_eps=0.005, post_mult=1.5, repeat=3)
+    yield _case("delayed-eps", "V1 V2", says, unlike, runs_delayed)
+    says = "streams of 1,031 tokens in one step"
+    yield _case("delayed-fused-1031", "V3", says, mixing(count=1031), runs_fused_delayed)
+    says = "rows of the streams, or of a sublayer's output, lie apart"
+    apart = each_apart("x residual all", runs_fused_delayed, runs_collapse)
+    yield _case("delayed-apart", "V3 V4", says, mixing(), apart)
+    yield _case("delayed-none", "V1 V2 V3 V4", "no tokens: empty results", mixing(), runs_no_delayed)
+
+
+def v41_cases() -> Iterator[Case]:
+    """All of them."""
+    yield from delayed_cases()
+
+
+def _case(name: str, clauses: str, says: str, scene: Scene, check: Check) -> Case:
+    return Case(name=name, area=Area.LAYER, clauses=clauses, says=says, scene=scene, check=check)

@@ -1,0 +1,16 @@
+"""The oracle of DeepSeek-V4.1's steps around attention, in float64 numpy; it shares no code with what it judges."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsv4attn.testing.oracle import F64
+
+__all__ = ["collapse"]
+
+
+def collapse(streams: F64, previous_pre: F64 | None) -> F64:
+    """Return the input [d] of a sublayer: the first of the streams [n, d], or all by the weights of the one before."""
+    if previous_pre is None:
+        return np.array(streams[0])
+    return np.asarray(np.einsum("n,nd->d", previous_pre, streams))
