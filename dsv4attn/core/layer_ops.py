@@ -24,8 +24,10 @@ Linear: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 
 DELAYED = "mhc_pre_delayed", "mhc_fused_post_pre_delayed", "mhc_collapse"
 """Hyper-connections of DeepSeek-V4.1."""
+LATENTS = "compress_latents", "norm_rope_store"
+"""Compressor of DeepSeek-V4.1."""
 LAYER_STEPS: dict[str, tuple[str, ...]] = {
-    "compressor": ("save_partial_states", "compress_norm_rope_store"),
+    "compressor": ("save_partial_states", "compress_norm_rope_store", *LATENTS),
     "indexer": ("indexer_q_rope_quant", "fp8_paged_mqa_logits", "fp8_mqa_logits"),
     "selection": ("select_topk",),
     "hyper_connections": ("mhc_pre", "mhc_post", "mhc_fused_post_pre", "hc_head", *DELAYED),
@@ -179,6 +181,48 @@ class LayerSteps(Protocol):
         """[T, d] like streams: the sum of streams [T, n, d], each times the sigmoid of its gate plus hc_eps.
 
         hc_fn: [n, n * d] fp32. hc_scale: [1] fp32. hc_base: [n] fp32.
+        """
+
+    def compress_latents(
+        self,
+        kv: Tensor,
+        score: Tensor | None,
+        positions: Tensor,
+        token_to_req: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        ratio: int,
+        states: PagedKVCache | None = None,
+        state_block_table: Tensor | None = None,
+    ) -> Tensor:
+        """V4.1: latents [T, d] bf16, before RoPE, of the tokens that complete an entry; rows of others are zero.
+
+        Ratio 1: the RMSNorm of kv; score, states and state_block_table are None. Else a softmax of the window's scores,
+        channel by channel, weighs the window's kv, and the RMSNorm follows; then kv and scores of the tokens are saved
+        as they are. kv, score: [T, d] fp32. positions: [T] int64; a request's tokens follow each other, with
+        consecutive positions. token_to_req: [T] int32; a token of no request (-1) saves nothing. norm_weight: [d].
+        states: of `KVCacheLayout.compressor_state(d)`. state_block_table: [R, N] int32; the ring of a request has N
+        blocks, and the token at position p the row p % (N * P) in it, P tokens to a block. Raises ArgumentError if
+        scores or states are missing, or the ring is smaller than the ratio.
+        """
+
+    def norm_rope_store(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        norm_weight: Tensor | None,
+        eps: float,
+        cos_sin_cache: Tensor,
+        ratio: int,
+        cache: PagedKVCache,
+    ) -> None:
+        """V4.1: store keys from latents, or index keys from their projection.
+
+        RMSNorm if it has a weight, rounded to bf16; RoPE on the trailing dims at the window's first position, (p // r)
+        * r; quantise. x: [T, d] bf16 or fp32, which stays. positions: [T] int64. slot_mapping: [S] int64 slots of
+        `cache`; tokens behind S, tokens that complete no entry, and slots that do not exist are skipped. norm_weight:
+        [d], or None for keys. cos_sin_cache: [positions, rope] fp32. cache: of keys, or of index keys.
         """
 
     def mhc_pre_delayed(

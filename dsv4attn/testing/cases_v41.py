@@ -8,8 +8,11 @@ import torch
 
 from dsv4attn.testing.apart import each_apart
 from dsv4attn.testing.case import Area, Case, Check, Scene
+from dsv4attn.testing.cases_compressor import index_layout
 from dsv4attn.testing.cases_layer import mixing
 from dsv4attn.testing.delayed import runs_collapse, runs_delayed, runs_first, runs_fused_delayed, runs_no_delayed
+from dsv4attn.testing.latents import Latents, makes_latents, replaces_drafts, stores
+from dsv4attn.testing.scenes import flash, layout
 
 __all__ = ["v41_cases"]
 
@@ -42,8 +45,36 @@ def delayed_cases() -> Iterator[Case]:
     yield _case("delayed-none", "V1 V2 V3 V4", "no tokens: empty results", mixing(), runs_no_delayed)
 
 
+def latent(name: str = "ocp", **fields: object) -> Latents:
+    """Latents, stored to keys (ocp, bf16) or to index keys of a layout."""
+    cache = layout(name) if name in ("ocp", "fnuz") else index_layout(name, 512 if name == "bf16" else 128)
+    return Latents(**{"geometry": flash("c4a"), "layout": cache, **fields})  # type: ignore[arg-type]
+
+
+def latent_cases() -> Iterator[Case]:
+    """Latents of one and of two tokens, and what is stored of them."""
+    says = "latents of one token are the RMSNorm of its kv, in bf16"
+    yield _case("latents-1", "V5", says, latent(ratio=1), makes_latents())
+    says = "latents of two tokens are weighed by a softmax of both for each channel, whatever stands in the pages"
+    yield _case("latents-2", "V5 V6", says, latent(), makes_latents((13,), (1,), (5, 2, 9)))
+    says = "rings of two blocks hold the last tokens, and steps may be longer than they are"
+    yield _case("latents-ring", "V6", says, latent(state_page=4, ring_blocks=2), makes_latents((3,), (20,), (1, 7)))
+    says = "kv so small that an eps of 1e-6 would show"
+    yield _case("latents-eps", "V5", says, latent(size=2.0**-12), makes_latents((6,)))
+    says = "drafts that are replaced leave latents and rings of one pass"
+    yield _case("latents-drafts", "V6", says, latent(), replaces_drafts)
+    for ratio in (1, 2):
+        for name in ("ocp", "bf16"):
+            says = f"keys of ratio {ratio} are rotated at the first position of their window, in {name} records"
+            yield _case(f"latent-keys-{name}-{ratio}", "V7", says, latent(name, ratio=ratio), stores(normed=False))
+        for name in ("fp8", "mxfp4"):
+            says = f"index keys of ratio {ratio} go through an RMSNorm, bf16 and RoPE to {name} records"
+            yield _case(f"latent-index-{name}-{ratio}", "V7", says, latent(name, ratio=ratio), stores(normed=True))
+
+
 def v41_cases() -> Iterator[Case]:
     """All of them."""
+    yield from latent_cases()
     yield from delayed_cases()
 
 

@@ -36,6 +36,12 @@ STEPS: dict[str, tuple[str, ...]] = {
         "hc_post_mult_value", "sinkhorn_repeat", "norm_weight", "norm_eps",
     ),
     "mhc_collapse": ("streams", "pre"),
+    "compress_latents": (
+        "kv", "score", "positions", "token_to_req", "norm_weight", "eps", "ratio", "states", "state_block_table",
+    ),
+    "norm_rope_store": (
+        "x", "positions", "slot_mapping", "norm_weight", "eps", "cos_sin_cache", "ratio", "cache",
+    ),
     "hc_head": ("streams", "hc_fn", "hc_scale", "hc_base", "rms_eps", "hc_eps"),
 }  # fmt: skip
 """Names of the arguments of each step."""

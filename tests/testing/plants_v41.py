@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.layer_ops import DELAYED
+from dsv4attn.core.layer_ops import DELAYED, LATENTS
 
-NEW = {*DELAYED}
+NEW = {*DELAYED, *LATENTS}
 """Names of the steps that V4 does not have."""
 
 

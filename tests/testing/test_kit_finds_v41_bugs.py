@@ -19,6 +19,7 @@ from tests.testing.plants_layer import slip, with_
 from tests.testing.plants_sizes import dense
 
 DELAYED = "mhc_pre_delayed"
+LATENTS, STORE = "compress_latents", "norm_rope_store"
 
 PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
     # delayed hyper-connections
@@ -53,6 +54,32 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
     "a mean at the end": (
         slip("mhc_collapse", with_(pre=lambda a: a["pre"] * 0 + 0.25)),
         "delayed-collapse-bf16,delayed-collapse-flash",
+    ),
+    # latents
+    "no states": (
+        slip(LATENTS, with_(state_block_table=lambda a: a["state_block_table"] * 0 - 1)),
+        "latents-2,latents-ring,latents-drafts",
+    ),
+    "eps of 1e-6": (slip(LATENTS, with_(eps=lambda _: 1e-6)), "latents-eps"),
+    "a mean of both tokens": (
+        slip(LATENTS, with_(score=lambda a: a["score"] * 0)),
+        "latents-2,latents-ring",
+    ),
+    "the first request's ring": (
+        slip(LATENTS, with_(token_to_req=lambda a: a["token_to_req"] * 0)),
+        "latents-2,latents-ring",
+    ),
+    "RoPE at the last position": (
+        slip(STORE, with_(cos_sin_cache=lambda a: a["cos_sin_cache"].roll(1 - a["ratio"], 0))),
+        "latent-keys-ocp-2,latent-index-fp8-2",
+    ),
+    "RoPE at the entry's number": (
+        slip(STORE, with_(cos_sin_cache=lambda a: a["cos_sin_cache"].repeat_interleave(a["ratio"], 0))),
+        "latent-keys-ocp-2,latent-index-mxfp4-2",
+    ),
+    "index keys without a norm": (
+        slip(STORE, with_(norm_weight=lambda _: None)),
+        "latent-index-fp8-1,latent-index-mxfp4-2",
     ),
 }
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
 
 from dsv4attn.core.contract import Backend, complete
-from dsv4attn.core.definitions import compressor, hyper_connections, indexer, selection
+from dsv4attn.core.definitions import compressor, hyper_connections, indexer, latents, selection
 from dsv4attn.core.definitions.records import store_index_keys
 from dsv4attn.core.definitions.tiles import INVARIANT, PLAIN, TILE_BYTES, Arithmetic
 from dsv4attn.core.layer_ops import LAYER_STEPS, LayerSteps
@@ -52,13 +53,7 @@ class TorchLayerSteps:
         overlap: bool,
     ) -> None:
         """See `LayerSteps`."""
-
-        def insert(k: Tensor, slots: Tensor) -> None:
-            if cache.layout.name == "fp8_ds_mla":
-                self._insert(k, cache, slots)
-            else:
-                store_index_keys(k, cache, slots)
-
+        insert = partial(self._store, cache)
         window = states, state_block_table, token_to_req, positions, slot_mapping
         norm = norm_weight, eps, cos_sin_cache
         compressor.compress_norm_rope_store(*window, *norm, ratio, insert, overlap=overlap, arithmetic=self._arithmetic)
@@ -114,6 +109,44 @@ class TorchLayerSteps:
         """See `LayerSteps`."""
         gate = hc_fn, hc_scale, hc_base, rms_eps, hc_eps
         return hyper_connections.hc_head(streams, *gate, arithmetic=self._arithmetic)
+
+    def _store(self, cache: PagedKVCache, k: Tensor, slots: Tensor) -> None:
+        """Write keys, or index keys, k [n, d] fp32 to slots [n]."""
+        if cache.layout.name == "fp8_ds_mla":
+            self._insert(k, cache, slots)
+        else:
+            store_index_keys(k, cache, slots)
+
+    def compress_latents(
+        self,
+        kv: Tensor,
+        score: Tensor | None,
+        positions: Tensor,
+        token_to_req: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        ratio: int,
+        states: PagedKVCache | None = None,
+        state_block_table: Tensor | None = None,
+    ) -> Tensor:
+        """See `LayerSteps`."""
+        tokens, ring = (kv, score, positions, token_to_req), (states, state_block_table)
+        return latents.compress_latents(*tokens, norm_weight, eps, ratio, *ring, arithmetic=self._arithmetic)
+
+    def norm_rope_store(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        norm_weight: Tensor | None,
+        eps: float,
+        cos_sin_cache: Tensor,
+        ratio: int,
+        cache: PagedKVCache,
+    ) -> None:
+        """See `LayerSteps`."""
+        norm, insert = (norm_weight, eps, cos_sin_cache), partial(self._store, cache)
+        latents.norm_rope_store(x, positions, slot_mapping, *norm, ratio, insert, arithmetic=self._arithmetic)
 
     def mhc_pre_delayed(
         self,
