@@ -26,10 +26,12 @@ DELAYED = "mhc_pre_delayed", "mhc_fused_post_pre_delayed", "mhc_collapse"
 """Hyper-connections of DeepSeek-V4.1."""
 LATENTS = "compress_latents", "norm_rope_store"
 """Compressor of DeepSeek-V4.1."""
+CANDIDATES = "select_candidates", "select_topk_of_candidates"
+"""Selection in two levels of DeepSeek-V4.1."""
 LAYER_STEPS: dict[str, tuple[str, ...]] = {
     "compressor": ("save_partial_states", "compress_norm_rope_store", *LATENTS),
     "indexer": ("indexer_q_rope_quant", "fp8_paged_mqa_logits", "fp8_mqa_logits"),
-    "selection": ("select_topk",),
+    "selection": ("select_topk", *CANDIDATES),
     "hyper_connections": ("mhc_pre", "mhc_post", "mhc_fused_post_pre", "hc_head", *DELAYED),
 }
 """The parts of the layer around attention by the name that selection shows, with their steps."""
@@ -223,6 +225,43 @@ class LayerSteps(Protocol):
         * r; quantise. x: [T, d] bf16 or fp32, which stays. positions: [T] int64. slot_mapping: [S] int64 slots of
         `cache`; tokens behind S, tokens that complete no entry, and slots that do not exist are skipped. norm_weight:
         [d], or None for keys. cos_sin_cache: [positions, rope] fp32. cache: of keys, or of index keys.
+        """
+
+    def select_candidates(
+        self,
+        query: IndexQuery,
+        cache: PagedKVCache,
+        block_table: Tensor,
+        token_to_req: Tensor,
+        visible_lens: Tensor,
+        out: Tensor,
+        block_size: int,
+        max_entries: int,
+    ) -> None:
+        """V4.1: write the numbers of the N blocks with the largest scores of each token to out [T, N] int32, then -1.
+
+        A block is block_size consecutive entries of a request, block 0 its first ones; its score is the largest among
+        the entries of it that the token sees. The block of the newest of these, (visible_lens - 1) // block_size, is
+        always written; of equal ones any, in any order. Other arguments are those of `select_topk`. Raises
+        ArgumentError unless block_size is a power of two up to 512.
+        """
+
+    def select_topk_of_candidates(
+        self,
+        query: IndexQuery,
+        cache: PagedKVCache,
+        block_table: Tensor,
+        token_to_req: Tensor,
+        visible_lens: Tensor,
+        candidates: Tensor,
+        block_size: int,
+        out: Tensor,
+        max_entries: int,
+    ) -> None:
+        """V4.1: `select_topk` among the entries that are in one of the token's candidates [T, N] int32, and visible.
+
+        candidates: of `select_candidates`, for the same tokens; a number that is negative, or of a block that does not
+        exist, is none. Raises ArgumentError unless block_size is a power of two up to 512.
         """
 
     def mhc_pre_delayed(

@@ -12,6 +12,7 @@ from dsv4attn.testing.cases_compressor import index_layout
 from dsv4attn.testing.cases_layer import mixing
 from dsv4attn.testing.delayed import runs_collapse, runs_delayed, runs_first, runs_fused_delayed, runs_no_delayed
 from dsv4attn.testing.latents import Latents, makes_latents, replaces_drafts, stores
+from dsv4attn.testing.narrowing import Narrowing, publishes, selects_within, selects_within_published
 from dsv4attn.testing.scenes import flash, layout
 
 __all__ = ["v41_cases"]
@@ -72,8 +73,43 @@ def latent_cases() -> Iterator[Case]:
             yield _case(f"latent-index-{name}-{ratio}", "V7", says, latent(name, ratio=ratio), stores(normed=True))
 
 
+def narrowing(name: str = "fp8", **fields: object) -> Narrowing:
+    """A selection with candidates, among index keys of a layout."""
+    return Narrowing(**{"geometry": flash("c4a"), "layout": index_layout(name), **fields})  # type: ignore[arg-type]
+
+
+def candidate_cases() -> Iterator[Case]:
+    """Blocks that are published, and selection among their entries."""
+    for name in ("fp8", "mxfp4", "bf16"):
+        says = f"the blocks of {name} keys with the largest scores are published, and the newest one"
+        yield _case(f"candidates-{name}", "V8", says, narrowing(name, heads=32), publishes)
+        says = f"entries of {name} keys in any blocks are selected, and blocks that do not exist are none"
+        yield _case(f"within-{name}", "V9", says, narrowing(name, heads=32, topk=40), selects_within)
+    random = narrowing(whole=False, requests=((4000, 3), (700, 1)), topk=20, blocks=20)
+    yield _case("candidates-random", "V8", "scores of any size: blocks", random, publishes)
+    yield _case("within-random", "V9", "scores of any size: entries of blocks", random, selects_within)
+    says = "fewer blocks are visible than are wanted: all of them, and selection among them is that among all"
+    void = narrowing(requests=((0, 9), (1, 1), (40, 3), (1021, 4)), blocks=40, padding=3)
+    yield _case("candidates-void", "V8", says, void, publishes)
+    yield _case("within-void", "V9", says, void, selects_within_published)
+    says = "more blocks are visible than are wanted: selection is among the published ones"
+    yield _case("within-published", "V9", says, narrowing(blocks=5, topk=64), selects_within_published)
+    for size in (1, 32):
+        says = f"blocks of {size} entries"
+        yield _case(f"candidates-of-{size}", "V8", says, narrowing(block_size=size), publishes)
+        yield _case(f"within-of-{size}", "V9", says, narrowing(block_size=size), selects_within)
+    says = "entries whose block is -1 or does not exist are absent"
+    dead = narrowing(dead=True, requests=((2000, 1), (1500, 2), (1700, 1), (2500, 1)))
+    yield _case("candidates-blocks", "V8", says, dead, publishes)
+    yield _case("within-blocks", "V9", says, dead, selects_within)
+    says = "the bound of visible entries is far above them"
+    yield _case("candidates-bound", "V8", says, narrowing(more_entries=3000), publishes)
+    yield _case("within-bound", "V9", says, narrowing(more_entries=3000), selects_within)
+
+
 def v41_cases() -> Iterator[Case]:
     """All of them."""
+    yield from candidate_cases()
     yield from latent_cases()
     yield from delayed_cases()
 

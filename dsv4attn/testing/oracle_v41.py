@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+from numpy.typing import NDArray
 
 from dsv4attn.testing.oracle import F64
 
-__all__ = ["collapse", "ring_rows"]
+__all__ = ["block_scores", "collapse", "inside_blocks", "ring_rows"]
 
 
 def collapse(streams: F64, previous_pre: F64 | None) -> F64:
@@ -23,3 +26,15 @@ def ring_rows(steps: list[range], ring: int) -> dict[int, int]:
         for position in step:
             held[position % ring] = position
     return held
+
+
+def block_scores(scores: F64, size: int) -> F64:
+    """Return the largest score of each block of `size` entries, NaN left out; -inf where a block has no other."""
+    filled = np.where(np.isnan(scores), -np.inf, scores)
+    return np.array([filled[start : start + size].max() for start in range(0, len(scores), size)])
+
+
+def inside_blocks(blocks: Sequence[int], size: int, count: int) -> NDArray[np.bool_]:
+    """Return for each of `count` entries whether its block is one of those."""
+    wanted = {*blocks}
+    return np.array([entry // size in wanted for entry in range(count)], dtype=np.bool_)

@@ -39,6 +39,13 @@ STEPS: dict[str, tuple[str, ...]] = {
     "compress_latents": (
         "kv", "score", "positions", "token_to_req", "norm_weight", "eps", "ratio", "states", "state_block_table",
     ),
+    "select_candidates": (
+        "query", "cache", "block_table", "token_to_req", "visible_lens", "out", "block_size", "max_entries",
+    ),
+    "select_topk_of_candidates": (
+        "query", "cache", "block_table", "token_to_req", "visible_lens", "candidates", "block_size", "out",
+        "max_entries",
+    ),
     "norm_rope_store": (
         "x", "positions", "slot_mapping", "norm_weight", "eps", "cos_sin_cache", "ratio", "cache",
     ),

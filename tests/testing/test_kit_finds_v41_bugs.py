@@ -10,6 +10,8 @@ import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.definitions import TorchLayerSteps, complete_steps
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import conform
@@ -19,6 +21,7 @@ from tests.testing.plants_layer import slip, with_
 from tests.testing.plants_sizes import dense
 
 DELAYED = "mhc_pre_delayed"
+WITHIN = "select_topk_of_candidates"
 LATENTS, STORE = "compress_latents", "norm_rope_store"
 
 PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -55,6 +58,21 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
         slip("mhc_collapse", with_(pre=lambda a: a["pre"] * 0 + 0.25)),
         "delayed-collapse-bf16,delayed-collapse-flash",
     ),
+    # candidates
+    "the newest block not forced": (
+        slip("select_candidates", behind=wrong.not_forced),
+        "candidates-fp8,candidates-random,candidates-of-1",
+    ),
+    "a block twice": (slip("select_candidates", behind=wrong.cut_to_one), "candidates-fp8,candidates-random"),
+    "blocks of half the size": (
+        slip("select_candidates", with_(block_size=lambda a: a["block_size"] // 2)),
+        "candidates-fp8,candidates-random",
+    ),
+    "candidates ignored": (
+        slip(WITHIN, with_(candidates=lambda a: torch.arange(2000).expand(len(a["candidates"]), -1))),
+        "within-fp8,within-random,within-published,within-of-32",
+    ),
+    "candidates by one": (slip(WITHIN, with_(candidates=wrong.shifted)), "within-fp8,within-published"),
     # latents
     "no states": (
         slip(LATENTS, with_(state_block_table=lambda a: a["state_block_table"] * 0 - 1)),
@@ -141,3 +159,29 @@ def test_steps_that_have_all_are_the_backends_own_object() -> None:
     backend = ReferenceBackend()
 
     assert complete_steps(backend) is backend.layer_steps
+
+
+@pytest.mark.parametrize("size", [0, -8, 12, 1024])
+def test_a_block_size_that_is_no_power_of_two_is_refused_before_anything_is_written(size: int) -> None:
+    steps: Any = ReferenceBackend().layer_steps
+    out = torch.full((1, 4), 7, dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="block_size"):
+        steps.select_candidates(None, None, None, None, None, out, size, 100)
+    with pytest.raises(ArgumentError, match="block_size"):
+        steps.select_topk_of_candidates(None, None, None, None, None, None, size, out, 100)
+    assert (out == 7).all()
+
+
+def test_a_ratio_of_two_needs_scores_and_a_ring_and_a_ratio_of_one_takes_none() -> None:
+    steps: Any = ReferenceBackend().layer_steps
+    kv, numbers = torch.ones(2, 512), torch.arange(2)
+    given = numbers, numbers.int() * 0, torch.ones(512), 1e-20
+    cache = PagedKVCache.allocate(KVCacheLayout.compressor_state(512), 1, 1, "cpu")
+    with pytest.raises(ArgumentError, match="score"):
+        steps.compress_latents(kv, None, *given, 2)
+    with pytest.raises(ArgumentError, match="states"):
+        steps.compress_latents(kv, kv, *given, 2)
+    with pytest.raises(ArgumentError, match="at least 2 tokens"):
+        steps.compress_latents(kv, kv, *given, 2, cache, torch.zeros(1, 1, dtype=torch.int32))
+    with pytest.raises(ArgumentError, match="score"):
+        steps.compress_latents(kv, kv, *given, 1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.definitions import compressor, hyper_connections, indexer, latents, selection
+from dsv4attn.core.definitions.candidates import candidate_mask, check_block_size, select_candidates
 from dsv4attn.core.definitions.records import store_index_keys
 from dsv4attn.core.definitions.tiles import INVARIANT, PLAIN, TILE_BYTES, Arithmetic
 from dsv4attn.core.layer_ops import LAYER_STEPS, LayerSteps
@@ -71,6 +72,42 @@ class TorchLayerSteps:
         """See `LayerSteps`."""
         maps = block_table, token_to_req, visible_lens
         selection.select_topk(query, cache, *maps, out, max_entries, self._arithmetic)
+
+    def select_candidates(
+        self,
+        query: indexer.IndexQuery,
+        cache: PagedKVCache,
+        block_table: Tensor,
+        token_to_req: Tensor,
+        visible_lens: Tensor,
+        out: Tensor,
+        block_size: int,
+        max_entries: int,
+    ) -> None:
+        """See `LayerSteps`."""
+        maps = block_table, token_to_req, visible_lens
+        select_candidates(query, cache, *maps, out, block_size, max_entries, self._arithmetic)
+
+    def select_topk_of_candidates(
+        self,
+        query: indexer.IndexQuery,
+        cache: PagedKVCache,
+        block_table: Tensor,
+        token_to_req: Tensor,
+        visible_lens: Tensor,
+        candidates: Tensor,
+        block_size: int,
+        out: Tensor,
+        max_entries: int,
+    ) -> None:
+        """See `LayerSteps`."""
+        check_block_size(block_size)
+        maps = block_table, token_to_req, visible_lens
+
+        def inside(part: slice, start: int) -> Tensor:
+            return candidate_mask(candidates[part], start, block_size)
+
+        selection.select_topk(query, cache, *maps, out, max_entries, self._arithmetic, inside)
 
     def mhc_pre(
         self,
