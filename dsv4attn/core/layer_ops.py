@@ -1,8 +1,9 @@
 """Protocol of the steps around attention: compressor, indexer, selection, hyper-connections. Part of the contract.
 
 A backend may bring some of them, in `BackendDefaults.layer_steps`; `dsv4attn.core.definitions` is the definition of
-every step, and the default. Core checks arguments before it calls a step. Letters: Hi heads of the indexer, Di dims of
-an index key, n residual streams, d hidden size, w channels of a compressor's kv, r its ratio.
+every step, and the default. Steps of another class may lack those of DeepSeek-V4.1, which are marked so:
+`definitions.complete_steps` fills them in. Core checks arguments before it calls a step. Letters: Hi heads of the
+indexer, Di dims of an index key, n residual streams, d hidden size, w channels of a compressor's kv, r its ratio.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ __all__ = ["LAYER_STEPS", "LayerSteps", "Linear", "takes_bf16_norm"]
 Linear: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 """`linear(x, weight)`: x [..., K] times weight [N, K] transposed."""
 
+DELAYED = "mhc_pre_delayed", "mhc_fused_post_pre_delayed", "mhc_collapse"
+"""Hyper-connections of DeepSeek-V4.1."""
+LATENTS = "compress_latents", "norm_rope_store"
+"""Compressor of DeepSeek-V4.1."""
+CANDIDATES = "select_candidates", "select_topk_of_candidates"
+"""Selection in two levels of DeepSeek-V4.1."""
 LAYER_STEPS: dict[str, tuple[str, ...]] = {
-    "compressor": ("save_partial_states", "compress_norm_rope_store"),
+    "compressor": ("save_partial_states", "compress_norm_rope_store", *LATENTS),
     "indexer": ("indexer_q_rope_quant", "fp8_paged_mqa_logits", "fp8_mqa_logits"),
-    "selection": ("select_topk",),
-    "hyper_connections": ("mhc_pre", "mhc_post", "mhc_fused_post_pre", "hc_head"),
+    "selection": ("select_topk", *CANDIDATES),
+    "hyper_connections": ("mhc_pre", "mhc_post", "mhc_fused_post_pre", "hc_head", *DELAYED),
 }
 """The parts of the layer around attention by the name that selection shows, with their steps."""
 
@@ -184,6 +191,130 @@ class LayerSteps(Protocol):
 
         hc_fn: [n, n * d] fp32. hc_scale: [1] fp32. hc_base: [n] fp32.
         """
+
+    def compress_latents(
+        self,
+        kv: Tensor,
+        score: Tensor | None,
+        positions: Tensor,
+        token_to_req: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        ratio: int,
+        states: PagedKVCache | None = None,
+        state_block_table: Tensor | None = None,
+    ) -> Tensor:
+        """V4.1: latents [T, d] bf16, before RoPE, of the tokens that complete an entry; rows of others are zero.
+
+        Ratio 1: the RMSNorm of kv; score, states and state_block_table are None. Else a softmax of the window's scores,
+        channel by channel, weighs the window's kv, and the RMSNorm follows; then kv and scores of the tokens are saved
+        as they are. kv, score: [T, d] fp32. positions: [T] int64; a request's tokens follow each other, with
+        consecutive positions. token_to_req: [T] int32; a token of no request (-1) saves nothing. norm_weight: [d].
+        states: of `KVCacheLayout.compressor_state(d)`. state_block_table: [R, N] int32; the ring of a request has N
+        blocks, and the token at position p the row p % (N * P) in it, P tokens to a block. Raises ArgumentError if
+        scores or states are missing, or the ring is smaller than the ratio.
+        """
+
+    def norm_rope_store(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        norm_weight: Tensor | None,
+        eps: float,
+        cos_sin_cache: Tensor,
+        ratio: int,
+        cache: PagedKVCache,
+    ) -> None:
+        """V4.1: store keys from latents, or index keys from their projection.
+
+        RMSNorm if it has a weight, rounded to bf16; RoPE on the trailing dims at the window's first position, (p // r)
+        * r; quantise. x: [T, d] bf16 or fp32, which stays. positions: [T] int64. slot_mapping: [S] int64 slots of
+        `cache`; tokens behind S, tokens that complete no entry, and slots that do not exist are skipped. norm_weight:
+        [d], or None for keys. cos_sin_cache: [positions, rope] fp32. cache: of keys, or of index keys.
+        """
+
+    def select_candidates(
+        self,
+        query: IndexQuery,
+        cache: PagedKVCache,
+        block_table: Tensor,
+        token_to_req: Tensor,
+        visible_lens: Tensor,
+        out: Tensor,
+        block_size: int,
+        max_entries: int,
+    ) -> None:
+        """V4.1: write the numbers of the N blocks with the largest scores of each token to out [T, N] int32, then -1.
+
+        A block is block_size consecutive entries of a request, block 0 its first ones; its score is the largest among
+        the entries of it that the token sees. The block of the newest of these, (visible_lens - 1) // block_size, is
+        always written; of equal ones any, in any order. Other arguments are those of `select_topk`. Raises
+        ArgumentError unless block_size is a power of two up to 512.
+        """
+
+    def select_topk_of_candidates(
+        self,
+        query: IndexQuery,
+        cache: PagedKVCache,
+        block_table: Tensor,
+        token_to_req: Tensor,
+        visible_lens: Tensor,
+        candidates: Tensor,
+        block_size: int,
+        out: Tensor,
+        max_entries: int,
+    ) -> None:
+        """V4.1: `select_topk` among the entries that are in one of the token's candidates [T, N] int32, and visible.
+
+        candidates: of `select_candidates`, for the same tokens; a number that is negative, or of a block that does not
+        exist, is none. Raises ArgumentError unless block_size is a power of two up to 512.
+        """
+
+    def mhc_pre_delayed(
+        self,
+        residual: Tensor,
+        previous_pre: Tensor | None,
+        fn: Tensor,
+        hc_scale: Tensor,
+        hc_base: Tensor,
+        rms_eps: float,
+        hc_pre_eps: float,
+        hc_sinkhorn_eps: float,
+        hc_post_mult_value: float = 2.0,
+        sinkhorn_repeat: int = 20,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-6,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """V4.1: (pre [T, n] fp32, post, comb, layer_input) of residual [T, n, d]; post and comb are `mhc_pre`'s.
+
+        layer_input: the streams, each times its weight in `previous_pre` [T, n] fp32, the pre that the sublayer before
+        this one returned; without one (None, in the first sublayer) stream 0 as it is. pre: has hc_pre_eps added, and
+        is for the next sublayer. norm_weight, norm_eps: of an RMSNorm of layer_input, as in `mhc_pre`.
+        """
+
+    def mhc_fused_post_pre_delayed(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        previous_pre: Tensor | None,
+        fn: Tensor,
+        hc_scale: Tensor,
+        hc_base: Tensor,
+        rms_eps: float,
+        hc_pre_eps: float,
+        hc_sinkhorn_eps: float,
+        hc_post_mult_value: float = 2.0,
+        sinkhorn_repeat: int = 20,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-6,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """V4.1: (residual, pre, post, comb, layer_input): `mhc_post`, then `mhc_pre_delayed` of the new residual."""
+
+    def mhc_collapse(self, streams: Tensor, pre: Tensor) -> Tensor:
+        """V4.1: [T, d] like streams: the sum of streams [T, n, d], each times its weight in pre [T, n] fp32."""
 
     def transient_bytes(self, max_tokens: int) -> int:
         """Upper bound on temporaries of the framework's allocator in any one step; 0 for kernels."""

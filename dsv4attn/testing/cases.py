@@ -23,6 +23,7 @@ from dsv4attn.testing.cases_compressor import compressor_cases
 from dsv4attn.testing.cases_layer import hyper_cases, indexer_cases, selection_cases, step_memory_cases
 from dsv4attn.testing.cases_nan import nan_cases
 from dsv4attn.testing.cases_projection import projection_cases
+from dsv4attn.testing.cases_v41 import v41_cases
 from dsv4attn.testing.codes import Codes, gathers_every_code
 from dsv4attn.testing.gathering import gathers, gathers_long
 from dsv4attn.testing.scenes import KINDS, call, flash, layout, rows, step
@@ -46,6 +47,7 @@ GROUPS = {
     "X": "index scores",
     "T": "selection",
     "H": "hyper-connections",
+    "V": "steps of DeepSeek-V4.1",
 }
 """Meaning of the letters of the clauses."""
 
@@ -184,7 +186,7 @@ def _memory(name: str, clauses: str, says: str, scene: Scene, check: Check) -> C
     return Case(name=name, area=Area.MEMORY, clauses=clauses, says=says, scene=scene, check=check)
 
 
-LAYER = (compressor_cases, indexer_cases, selection_cases, hyper_cases, step_memory_cases)
+LAYER = (compressor_cases, indexer_cases, selection_cases, hyper_cases, step_memory_cases, v41_cases)
 """Cases of the layer around attention."""
 CASES: tuple[Case, ...] = (
     *attention_cases(),

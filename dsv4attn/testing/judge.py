@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4attn.core.contract import Products
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout
-from dsv4attn.testing import oracle, oracle_layer, oracle_v41
+from dsv4attn.testing import oracle, oracle_layer, oracle_records
 
 __all__ = ["Expected", "floats", "found", "multiplying_in", "rounded", "stored", "tolerance", "written"]
 
@@ -88,9 +88,9 @@ def _record(row: F64, layout: KVCacheLayout) -> U8:
     if layout.name == "index_mxfp4":
         return oracle_layer.index_record_fp4(row)
     if layout.name == "v41_fp8":
-        return oracle_v41.record_fp8(row, layout.scale_floor)
+        return oracle_records.record_fp8(row, layout.scale_floor)
     if layout.name == "v41_fp4":
-        return oracle_v41.record_fp4(row)
+        return oracle_records.record_fp4(row)
     if layout.is_quantised:
         return oracle.quantize_record(row, **_sizes(layout))
     values = rounded(row, layout.dtype).astype(np.float32).view(np.uint32)
@@ -105,7 +105,7 @@ def found(record: U8, layout: KVCacheLayout) -> F64:
     if layout.name == "index_mxfp4":
         return oracle_layer.read_index_fp4(record)
     if layout.name in ("v41_fp8", "v41_fp4"):
-        return (oracle_v41.read_fp8 if layout.fp8_format else oracle_v41.read_fp4)(record, layout.head_dim)
+        return (oracle_records.read_fp8 if layout.fp8_format else oracle_records.read_fp4)(record, layout.head_dim)
     if not layout.is_quantised:
         return floats(record, layout.dtype)
     return oracle.dequantize_record(record, **_sizes(layout))

@@ -22,7 +22,10 @@ from dsv4attn.testing.judge import F64, rounded
 from dsv4attn.testing.judge_layer import UNIT, Formula, hold_values, summed
 from dsv4attn.testing.world import normal
 
-__all__ = ["Mixing", "runs_fused", "runs_head", "runs_nothing", "runs_post", "runs_pre"]
+__all__ = [
+    "DISTINCT", "Mixing", "judge_each", "judge_streams", "post_arguments", "rows_of", "runs_fused", "runs_head",
+    "runs_nothing", "runs_post", "runs_pre", "worst_of",
+]  # fmt: skip
 
 X, Y, FN, BASE, SCALE, NORM, POST, COMB, HEAD = range(90, 99)
 """Streams of random numbers."""
@@ -219,22 +222,26 @@ class Mixing:
         return {"norm_weight": self.tensor(self.norm_weight, self.dtype), "norm_eps": self.norm_eps}
 
 
-def _worst(*measures: Measure) -> Measure:
+def worst_of(*measures: Measure) -> Measure:
+    """The measure that takes most of its budget."""
     return max(measures, key=lambda measure: measure.fraction)
 
 
-def _rows(found: Tensor, scene: Mixing, what: str, *shape: int, dtype: torch.dtype = torch.float32) -> F64:
+def rows_of(found: Tensor, scene: Mixing, what: str, *shape: int, dtype: torch.dtype = torch.float32) -> F64:
     """The distinct rows of a result of this shape and type. Raises Wrong if the others are not like them."""
     if tuple(found.shape) != (scene.count, *shape) or found.dtype != dtype:
         raise Wrong(f"{what}: {list(found.shape)} {found.dtype}, expected {[scene.count, *shape]} {dtype}")
     return found.double().cpu().numpy().astype(np.float64)
 
 
-def _each(found: F64, scene: Mixing, what: str, wanted: list[Formula], dtype: torch.dtype = torch.float32) -> Measure:
+def judge_each(
+    found: F64, scene: Mixing, what: str, wanted: list[Formula], dtype: torch.dtype = torch.float32
+) -> Measure:
+    """Compare the rows found with those wanted, in a dtype. Raises Wrong."""
     worst = Measure(0.0, 1.0)
     for token in range(scene.count):
         where = partial(_place, f"{what} of token {token}")
-        worst = _worst(worst, hold_values(found[token], wanted[token % DISTINCT], dtype, where))
+        worst = worst_of(worst, hold_values(found[token], wanted[token % DISTINCT], dtype, where))
     return worst
 
 
@@ -245,9 +252,9 @@ def _place(what: str, at: tuple[int, ...]) -> str:
 def _judge_mixes(scene: Mixing, made: tuple[Tensor, Tensor, Tensor], residual: F64) -> Measure:
     """post, comb and layer_input of streams [T, n, d]."""
     n, d = scene.streams, scene.hidden
-    post = _rows(made[0], scene, "post", n, 1)
-    comb = _rows(made[1], scene, "comb", n, n)
-    layer_input = _rows(made[2], scene, "layer_input", d, dtype=scene.dtype)
+    post = rows_of(made[0], scene, "post", n, 1)
+    comb = rows_of(made[1], scene, "comb", n, n)
+    layer_input = rows_of(made[2], scene, "layer_input", d, dtype=scene.dtype)
     posts, combs, inputs = [], [], []
     for token in scene.distinct:
         pre, behind, mixed = scene.logits(residual[token])
@@ -255,10 +262,10 @@ def _judge_mixes(scene: Mixing, made: tuple[Tensor, Tensor, Tensor], residual: F
         combs.append(scene.combined(mixed))
         entering = scene.weighed(scene.gate(pre, scene.pre_eps), residual[token])
         inputs.append(entering.normed(scene.norm_weight, scene.norm_eps) if scene.normed else entering)
-    return _worst(
-        _each(post[..., 0], scene, "post", posts),
-        _each(comb, scene, "comb", combs),
-        _each(layer_input, scene, "layer_input", inputs, scene.dtype),
+    return worst_of(
+        judge_each(post[..., 0], scene, "post", posts),
+        judge_each(comb, scene, "comb", combs),
+        judge_each(layer_input, scene, "layer_input", inputs, scene.dtype),
     )
 
 
@@ -278,18 +285,19 @@ def _unchanged(residual: Tensor, before: Tensor) -> None:
         raise Wrong("the streams that were given were changed")
 
 
-def _streams_behind(scene: Mixing, found: Tensor) -> Measure:
-    new = _rows(found, scene, "residual", scene.streams, scene.hidden, dtype=scene.dtype)
+def judge_streams(scene: Mixing, found: Tensor) -> Measure:
+    """Compare new streams with those of `oracle_layer.hc_post`. Raises Wrong."""
+    new = rows_of(found, scene, "residual", scene.streams, scene.hidden, dtype=scene.dtype)
     wanted = []
     for token in scene.distinct:
         x, residual, post, comb = (values[token] for values in (scene.x, scene.residual, scene.post, scene.comb))
         sizes = oracle_layer.hc_post(np.abs(x), np.abs(residual), post, comb)
         error = (summed(scene.streams + 1) + UNIT) * sizes
         wanted.append(Formula(oracle_layer.hc_post(x, residual, post, comb), error))
-    return _each(new, scene, "residual", wanted, scene.dtype)
+    return judge_each(new, scene, "residual", wanted, scene.dtype)
 
 
-def _behind(scene: Mixing, apart: Apart) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def post_arguments(scene: Mixing, apart: Apart) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, residual, post and comb."""
     x, residual = (apart(name, scene.tensor(getattr(scene, name), scene.dtype)) for name in ("x", "residual"))
     return x, residual, scene.tensor(scene.post[..., None]), scene.tensor(scene.comb)
@@ -298,26 +306,26 @@ def _behind(scene: Mixing, apart: Apart) -> tuple[Tensor, Tensor, Tensor, Tensor
 def runs_post(bench: Bench, scene: Mixing) -> Measure:
     """`mhc_post`: the new streams."""
     apart = Apart(scene.apart)
-    x, residual, post, comb = _behind(scene, apart)
+    x, residual, post, comb = post_arguments(scene, apart)
     before = residual.clone()
     found = complete(bench.backend).layer_steps.mhc_post(x, residual, post, comb)
     apart.check()
     _unchanged(residual, before)
-    return _streams_behind(scene, found)
+    return judge_streams(scene, found)
 
 
 def runs_fused(bench: Bench, scene: Mixing) -> Measure:
     """`mhc_fused_post_pre`: the new streams, and the mixes of these, rounded as they are returned."""
     apart = Apart(scene.apart)
-    x, residual, post, comb = _behind(scene, apart)
+    x, residual, post, comb = post_arguments(scene, apart)
     before = residual.clone()
     steps = complete(bench.backend).layer_steps
     new, *made = steps.mhc_fused_post_pre(x, residual, post, comb, *scene.mixing, **scene.norm)
     apart.check()
     _unchanged(residual, before)
     streams = new.double().cpu().numpy().astype(np.float64)
-    measure = _streams_behind(scene, new)
-    return _worst(measure, _judge_mixes(scene, (made[0], made[1], made[2]), streams))
+    measure = judge_streams(scene, new)
+    return worst_of(measure, _judge_mixes(scene, (made[0], made[1], made[2]), streams))
 
 
 def runs_head(bench: Bench, scene: Mixing) -> Measure:
@@ -327,17 +335,17 @@ def runs_head(bench: Bench, scene: Mixing) -> Measure:
     parameters = scene.tensor(fn), scene.tensor(scale), scene.tensor(base), scene.rms_eps, scene.pre_eps
     found = complete(bench.backend).layer_steps.hc_head(streams, *parameters)
     apart.check()
-    out, wanted = _rows(found, scene, "the head's output", scene.hidden, dtype=scene.dtype), []
+    out, wanted = rows_of(found, scene, "the head's output", scene.hidden, dtype=scene.dtype), []
     for token in scene.distinct:
         mixes = scene.mixes(scene.residual[token], fn)
         value = mixes.value * scale + base
         error = mixes.error * scale + UNIT * (np.abs(mixes.value * scale) + np.abs(value))
         wanted.append(scene.weighed(scene.gate(Formula(value, error), scene.pre_eps), scene.residual[token]))
-    return _each(out, scene, "the head's output", wanted, scene.dtype)
+    return judge_each(out, scene, "the head's output", wanted, scene.dtype)
 
 
 def runs_nothing(bench: Bench, scene: Mixing) -> Measure:
     """No tokens: every step returns empty tensors of its shapes."""
     none = attrs.evolve(scene, count=0)
     checks = runs_pre, runs_post, runs_fused, runs_head
-    return _worst(*[check(bench, none) for check in checks])
+    return worst_of(*[check(bench, none) for check in checks])

@@ -27,7 +27,7 @@ from dsv4attn.testing.judge_layer import TINY, UNIT, summed
 from dsv4attn.testing.pages import Pages
 from dsv4attn.testing.world import normal
 
-__all__ = ["Selecting", "judge_selection", "run_selection", "score_errors", "select_entries", "sum_bits"]
+__all__ = ["Selecting", "judge_row", "judge_selection", "run_selection", "score_errors", "select_entries", "sum_bits"]
 
 Q, WEIGHTS, KEYS, PAGES, NAN = range(80, 85)
 """Streams of random numbers."""
@@ -315,12 +315,13 @@ def judge_selection(
     worst = Measure() if scene.whole and query is None else Measure(0.0, 1.0)
     for token, row in enumerate(found):
         scores, errors = scene.scores(token, query, bits)
-        measure = _judge(row, scores, errors, f"token {token}, which sees {len(scores)} entries")
+        measure = judge_row(row, scores, errors, f"token {token}, which sees {len(scores)} entries")
         worst = max(worst, measure, key=lambda m: m.fraction)
     return worst
 
 
-def _judge(row: NDArray[np.int64], scores: F64, errors: F64, where: str) -> Measure:
+def judge_row(row: NDArray[np.int64], scores: F64, errors: F64, where: str) -> Measure:
+    """Compare the entries of a row with the scores [E]; NaN is absent. Raises Wrong."""
     wanted = oracle_layer.select(scores, len(row))
     number = int((row != -1).sum())
     chosen = [int(entry) for entry in row[:number]]

@@ -31,6 +31,24 @@ STEPS: dict[str, tuple[str, ...]] = {
         "sinkhorn_repeat", "norm_weight", "norm_eps",
     ),
     "mhc_post": ("x", "residual", "post", "comb"),
+    "mhc_pre_delayed": (
+        "residual", "previous_pre", "fn", "hc_scale", "hc_base", "rms_eps", "hc_pre_eps", "hc_sinkhorn_eps",
+        "hc_post_mult_value", "sinkhorn_repeat", "norm_weight", "norm_eps",
+    ),
+    "mhc_collapse": ("streams", "pre"),
+    "compress_latents": (
+        "kv", "score", "positions", "token_to_req", "norm_weight", "eps", "ratio", "states", "state_block_table",
+    ),
+    "select_candidates": (
+        "query", "cache", "block_table", "token_to_req", "visible_lens", "out", "block_size", "max_entries",
+    ),
+    "select_topk_of_candidates": (
+        "query", "cache", "block_table", "token_to_req", "visible_lens", "candidates", "block_size", "out",
+        "max_entries",
+    ),
+    "norm_rope_store": (
+        "x", "positions", "slot_mapping", "norm_weight", "eps", "cos_sin_cache", "ratio", "cache",
+    ),
     "hc_head": ("streams", "hc_fn", "hc_scale", "hc_base", "rms_eps", "hc_eps"),
 }  # fmt: skip
 """Names of the arguments of each step."""

@@ -135,7 +135,7 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
         "select-verify,select-1031",
     ),
     "ties to the higher entry": (
-        slip(SELECT, patched=((selection, "_better", wrong.higher_first),)),
+        slip(SELECT, patched=((selection, "better", wrong.higher_first),)),
         "select-fp8,select-zeros",
     ),
     "-0 below 0": (slip(SELECT, patched=((selection, "scores", wrong.bits_ordered),)), "select-zeros"),

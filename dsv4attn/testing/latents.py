@@ -1,0 +1,258 @@
+"""Latents of DeepSeek-V4.1's compressor: requests cut into steps, rings of states, and records of what is stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4attn.core.definitions import complete_steps
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.problem import Problem
+from dsv4attn.testing import oracle, oracle_v41
+from dsv4attn.testing.book import Book, Shelf, place_of
+from dsv4attn.testing.case import Bench, Measure, Wrong
+from dsv4attn.testing.compressing import Span, attention_problems
+from dsv4attn.testing.judge import F64, rounded
+from dsv4attn.testing.judge_layer import Formula, hold_record, hold_values
+from dsv4attn.testing.pages import Pages
+from dsv4attn.testing.world import normal
+
+__all__ = ["Latents", "makes_latents", "replaces_drafts", "stores"]
+
+KV, SCORE, WEIGHT, ANGLES, STATES, ENTRIES = range(100, 106)
+"""Streams of random numbers."""
+OFFSETS = (0.0, 100.0, -100.0, 0.0)
+"""Added to the scores of every fourth channel: fp32 has no exponential of the larger ones."""
+
+
+@attrs.frozen(kw_only=True, eq=False, slots=False)
+class Latents:
+    """Tokens of some requests from their first one on, and the pages of their rings and entries.
+
+    geometry: the model.
+    layout: layout of the cache of entries.
+    ratio: tokens of an entry.
+    lengths: tokens of each request.
+    state_page: tokens of a block of a ring.
+    ring_blocks: blocks of a ring.
+    size: scale of kv.
+    eps: epsilon of the norms.
+    seed: seed of all random numbers.
+    device: torch device.
+    """
+
+    geometry: ModelGeometry
+    layout: KVCacheLayout
+    ratio: int = 2
+    lengths: Sequence[int] = (31, 8, 17)
+    state_page: int = 8
+    ring_blocks: int = 1
+    size: float = 1.0
+    eps: float = 1e-20
+    seed: int = 0
+    device: str = "cpu"
+
+    def named_layouts(self) -> list[KVCacheLayout]:
+        """Layouts of both caches."""
+        return [KVCacheLayout.compressor_state(self.dim), self.layout]
+
+    def problems(self, *, lse: bool = True) -> list[Problem]:
+        """Decode on a layer with a selection."""
+        return attention_problems(self.geometry.layer_of_kind(LayerKind.C4A), self.layout, lse=lse)
+
+    @property
+    def dim(self) -> int:
+        """Dims of an entry."""
+        return self.layout.head_dim
+
+    @property
+    def ring(self) -> int:
+        """Tokens of a ring."""
+        return self.state_page * self.ring_blocks
+
+    def rows(self, stream: int, request: int, positions: Sequence[int]) -> F64:
+        """[n, d] kv or scores of tokens."""
+        drawn = normal((self.seed, stream, request), np.asarray(positions, dtype=np.int64), self.dim)
+        if stream == SCORE:
+            return rounded(2 * drawn + np.resize(OFFSETS, self.dim), torch.float32)
+        return rounded(self.size * drawn, torch.float32)
+
+    def weight(self) -> F64:
+        """[d] weight of a norm."""
+        return rounded(1 + 0.5 * normal((self.seed, WEIGHT), np.zeros(1, dtype=np.int64), self.dim)[0], torch.float32)
+
+    def latent(self, request: int, number: int) -> Formula:
+        """A latent before it is rounded."""
+        window = range(number * self.ratio, (number + 1) * self.ratio)
+        kv = Formula.exact(self.rows(KV, request, window))
+        made = Formula.exact(kv.value[0]) if self.ratio == 1 else kv.pooled(self.rows(SCORE, request, window))
+        return made.normed(self.weight(), self.eps)
+
+    def state_pages(self) -> Pages:
+        """Pages of the rings."""
+        live = [(0, self.ring)] * len(self.lengths)
+        return Pages(live, self.state_page, spare=2, dead=-1, key=(STATES,))
+
+    def tensor(self, values: NDArray[np.generic], dtype: torch.dtype | None = None) -> Tensor:
+        """Values on the device."""
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, dtype)
+
+    def tokens(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+        """Positions [T] int64 and requests [T] int32."""
+        pairs = [(request, position) for request, positions in spans for position in positions]
+        requests, positions = (np.array([pair[i] for pair in pairs], dtype=np.int64) for i in range(2))
+        return self.tensor(positions), self.tensor(requests, torch.int32)
+
+    def values(self, stream: int, spans: Sequence[Span]) -> Tensor:
+        """[T, d] kv or scores."""
+        rows = [self.rows(stream, request, positions) for request, positions in spans if len(positions)]
+        return self.tensor(np.concatenate([np.zeros((0, self.dim)), *rows]), torch.float32)
+
+    def steps(self, sizes: Sequence[int]) -> list[list[Span]]:
+        """Steps of all requests, of these sizes again and again; request i begins with the i-th."""
+        done, found = [0] * len(self.lengths), list[list[Span]]()
+        while any(at < length for at, length in zip(done, self.lengths, strict=True)):
+            ends = [min(at + sizes[(len(found) + i) % len(sizes)], self.lengths[i]) for i, at in enumerate(done)]
+            found.append([(i, range(at, end)) for i, (at, end) in enumerate(zip(done, ends, strict=True))])
+            done = ends
+        return found
+
+
+def _run(bench: Bench, scene: Latents, states: Book | None, spans: Sequence[Span]) -> Tensor:
+    """The latents [T, d] of a step. Raises Wrong if what was given is changed."""
+    positions, requests = scene.tokens(spans)
+    kv, score = (scene.values(stream, spans) for stream in (KV, SCORE))
+    before = kv.clone(), score.clone()
+    weight = scene.tensor(scene.weight(), torch.float32)
+    rest = positions, requests, weight, scene.eps, scene.ratio
+    run = complete_steps(bench.backend).compress_latents
+    if states is None:
+        found = run(kv, None, *rest)
+    else:
+        found = run(kv, score, *rest, states.cache, scene.tensor(scene.state_pages().table[:, : scene.ring_blocks]))
+    if not (torch.equal(kv, before[0]) and torch.equal(score, before[1])):
+        raise Wrong("kv or scores were changed")
+    if found.dtype != torch.bfloat16 or found.shape != kv.shape:
+        raise Wrong(f"latents: {list(found.shape)} {found.dtype}, expected {list(kv.shape)} torch.bfloat16")
+    return found
+
+
+def _place(what: str, at: tuple[int, ...]) -> str:
+    return f"{what}, {list(at)}"
+
+
+def _judge(scene: Latents, found: Tensor, spans: Sequence[Span]) -> Measure:
+    worst, pairs = Measure(0.0, 1.0), [(request, p) for request, positions in spans for p in positions]
+    for row, (request, position) in zip(found, pairs, strict=True):
+        if (position + 1) % scene.ratio:
+            continue
+        where = f"latent {position // scene.ratio} of request {request}"
+        wanted = scene.latent(request, position // scene.ratio)
+        measure = hold_values(row, wanted, torch.bfloat16, partial(_place, where))
+        worst = max(worst, measure, key=lambda m: m.fraction)
+    return worst
+
+
+def _blank(scene: Latents) -> Book:
+    layout = KVCacheLayout.compressor_state(scene.dim)
+    book = Book.blank(layout, scene.state_pages().count, Shelf(scene.state_page, 0), scene.device)
+    book.shelf.pages(book.cache, 4096).fill_(0xFF)
+    return book
+
+
+def _judge_rings(scene: Latents, states: Book, steps: Sequence[Sequence[Span]]) -> None:
+    """The rings hold kv and scores of the last tokens, and no other byte was written. Raises Wrong."""
+    wanted, pages = _blank(scene), scene.state_pages()
+    for request in range(len(scene.lengths)):
+        held = oracle_v41.ring_rows([positions for step in steps for i, positions in step if i == request], scene.ring)
+        rows = np.concatenate([scene.rows(stream, request, list(held.values())) for stream in (KV, SCORE)], 1)
+        wanted.write(pages.slots(request, held), rows)
+    now, right = states.bytes(), wanted.bytes()
+    if not np.array_equal(now, right):
+        page, byte = (int(axis[0]) for axis in np.nonzero(now != right))
+        raise Wrong(f"{int((now != right).sum())} bytes of rings differ, first byte {byte} of page {page}")
+
+
+def makes_latents(*cuts: Sequence[int]) -> Callable[[Bench, Latents], Measure]:
+    """Latents, and rings if the ratio has them, however requests are cut into steps of these sizes."""
+
+    def check(bench: Bench, scene: Latents) -> Measure:
+        worst = Measure(0.0, 1.0)
+        for sizes in ((2**20,), *cuts):
+            steps, states = scene.steps(sizes), _blank(scene) if scene.ratio > 1 else None
+            for spans in steps:
+                measure = _judge(scene, _run(bench, scene, states, spans), spans)
+                worst = max(worst, measure, key=lambda m: m.fraction)
+            if states is not None:
+                _judge_rings(scene, states, steps)
+        return worst
+
+    return check
+
+
+def replaces_drafts(bench: Bench, scene: Latents) -> Measure:
+    """Drafts of another seed are written, and replaced."""
+    drafts, states = attrs.evolve(scene, seed=scene.seed + 1), _blank(scene)
+    worst, last = Measure(0.0, 1.0), max(scene.lengths)
+    for begin, end, values in ((0, 5, scene), (5, 8, drafts), (5, 6, scene), (6, 8, drafts), (6, last, scene)):
+        spans = [(i, range(length)[begin:end]) for i, length in enumerate(scene.lengths)]
+        found = _run(bench, values, states, spans)
+        if values is scene:
+            worst = max(worst, _judge(scene, found, spans), key=lambda m: m.fraction)
+    _judge_rings(scene, states, [[(i, range(length)) for i, length in enumerate(scene.lengths)]])
+    return worst
+
+
+def stores(*, normed: bool) -> Callable[[Bench, Latents], Measure]:
+    """Rows are stored for the tokens that complete an entry. normed: whether they go through a norm, as index keys."""
+
+    def check(bench: Bench, scene: Latents) -> Measure:
+        spans = [(i, range(length)) for i, length in enumerate(scene.lengths)]
+        live = [(0, -(-length // scene.ratio)) for length in scene.lengths]
+        pages = Pages(live, 16, spare=2, dead=-1, key=(scene.seed, ENTRIES))
+        book = Book.blank(scene.layout, pages.count, Shelf(16, 0), scene.device)
+        (positions, requests), x = scene.tokens(spans), scene.values(KV, spans).bfloat16()
+        pairs = list(zip(requests.tolist(), positions.tolist(), strict=True))
+        # every token has a slot: only those that complete an entry may use it
+        slots = np.array([pages.slots(request, [p // scene.ratio])[0] for request, p in pairs])
+        slots[-scene.ratio :] = [book.cache.capacity, -7, -1][: scene.ratio]
+        angles = np.random.default_rng((scene.seed, ANGLES)).uniform(-math.pi, math.pi, (max(scene.lengths), 32))
+        table = rounded(np.concatenate([np.cos(angles), np.sin(angles)], 1), torch.float32)
+        weight = scene.tensor(scene.weight(), torch.float32) if normed else None
+        kept, before = x.clone(), book.bytes()
+        norm = weight, scene.eps, scene.tensor(table, torch.float32)
+        steps = complete_steps(bench.backend)
+        steps.norm_rope_store(x, positions, scene.tensor(slots), *norm, scene.ratio, book.cache)
+        if not torch.equal(x, kept):
+            raise Wrong("the rows that were given were changed")
+        now, untouched, worst = book.bytes(), before.copy(), Measure()
+        for row, slot, (request, p) in zip(kept.double().cpu().numpy(), slots, pairs, strict=True):
+            if (p + 1) % scene.ratio or not 0 <= slot < book.cache.capacity:
+                continue
+            place, where = (slot // 16, place_of(scene.layout, slot % 16, 16)), f"token {p} of request {request}"
+            wanted = Formula.exact(row)
+            if normed:
+                wanted = _in_bf16(wanted.normed(scene.weight(), scene.eps))
+            wanted = wanted.turned(*np.split(table[p // scene.ratio * scene.ratio], 2))
+            measure = hold_record(now[place], wanted, scene.layout, where)
+            worst, untouched[place] = max(worst, measure, key=lambda m: m.fraction), now[place]
+        if not np.array_equal(now, untouched):
+            raise Wrong("bytes that belong to no entry of the step were written")
+        return worst
+
+    return check
+
+
+def _in_bf16(formula: Formula) -> Formula:
+    """Values rounded to bf16; near a midpoint either neighbour is right."""
+    value = oracle.round_bf16(formula.value)
+    ends = [np.abs(oracle.round_bf16(end) - value) for end in formula.ends]
+    return Formula(value, np.maximum(*ends))

@@ -1,0 +1,187 @@
+"""Every planted bug of a step of DeepSeek-V4.1 fails the cases that are about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.definitions import TorchLayerSteps, complete_steps
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.errors import ArgumentError
+from dsv4attn.testing.case import chosen
+from dsv4attn.testing.cases import CASES
+from dsv4attn.testing.conform import conform
+from dsv4attn.testing.subject import Subject
+from tests.testing import plants_v41 as wrong
+from tests.testing.plants_layer import slip, with_
+from tests.testing.plants_sizes import dense
+
+DELAYED = "mhc_pre_delayed"
+WITHIN = "select_topk_of_candidates"
+LATENTS, STORE = "compress_latents", "norm_rope_store"
+
+PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
+    # delayed hyper-connections
+    "own pre at once": (
+        slip(DELAYED, with_(previous_pre=wrong.own_pre)),
+        "delayed-pre-bf16,delayed-pre-fp32,delayed-fused-bf16,delayed-norm-fp32,delayed-eps",
+    ),
+    "the first sublayer by its own pre": (
+        slip(
+            DELAYED,
+            with_(previous_pre=wrong.own_pre_at_first),
+        ),
+        "delayed-first-bf16,delayed-first-fp32,delayed-first-n2",
+    ),
+    "the first sublayer by a mean": (
+        slip(DELAYED, with_(previous_pre=wrong.mean_at_first)),
+        "delayed-first-bf16,delayed-first-fp32",
+    ),
+    "the given pre goes on": (
+        slip(DELAYED, behind=wrong.given_pre),
+        "delayed-pre-bf16,delayed-pre-fp32,delayed-fused-fp32",
+    ),
+    "pre without its eps": (
+        slip(DELAYED, behind=lambda made, a: (made[0] - a["hc_pre_eps"], *made[1:])),
+        "delayed-eps",
+    ),
+    "eps of 1e-6 in the norm": (
+        slip(DELAYED, with_(norm_eps=lambda _: 1e-6, rms_eps=lambda _: 1e-6)),
+        "delayed-norm-fp32",
+    ),
+    "strided streams": (slip("mhc_collapse", with_(streams=lambda a: dense(a["streams"]))), "delayed-apart"),
+    "a mean at the end": (
+        slip("mhc_collapse", with_(pre=lambda a: a["pre"] * 0 + 0.25)),
+        "delayed-collapse-bf16,delayed-collapse-flash",
+    ),
+    # candidates
+    "the newest block not forced": (
+        slip("select_candidates", behind=wrong.not_forced),
+        "candidates-fp8,candidates-random,candidates-of-1",
+    ),
+    "a block twice": (slip("select_candidates", behind=wrong.cut_to_one), "candidates-fp8,candidates-random"),
+    "blocks of half the size": (
+        slip("select_candidates", with_(block_size=lambda a: a["block_size"] // 2)),
+        "candidates-fp8,candidates-random",
+    ),
+    "candidates ignored": (
+        slip(WITHIN, with_(candidates=lambda a: torch.arange(2000).expand(len(a["candidates"]), -1))),
+        "within-fp8,within-random,within-published,within-of-32",
+    ),
+    "candidates by one": (slip(WITHIN, with_(candidates=wrong.shifted)), "within-fp8,within-published"),
+    # latents
+    "no states": (
+        slip(LATENTS, with_(state_block_table=lambda a: a["state_block_table"] * 0 - 1)),
+        "latents-2,latents-ring,latents-drafts",
+    ),
+    "eps of 1e-6": (slip(LATENTS, with_(eps=lambda _: 1e-6)), "latents-eps"),
+    "a mean of both tokens": (
+        slip(LATENTS, with_(score=lambda a: a["score"] * 0)),
+        "latents-2,latents-ring",
+    ),
+    "the first request's ring": (
+        slip(LATENTS, with_(token_to_req=lambda a: a["token_to_req"] * 0)),
+        "latents-2,latents-ring",
+    ),
+    "RoPE at the last position": (
+        slip(STORE, with_(cos_sin_cache=lambda a: a["cos_sin_cache"].roll(1 - a["ratio"], 0))),
+        "latent-keys-ocp-2,latent-index-fp8-2",
+    ),
+    "RoPE at the entry's number": (
+        slip(STORE, with_(cos_sin_cache=lambda a: a["cos_sin_cache"].repeat_interleave(a["ratio"], 0))),
+        "latent-keys-ocp-2,latent-index-mxfp4-2",
+    ),
+    "index keys without a norm": (
+        slip(STORE, with_(norm_weight=lambda _: None)),
+        "latent-index-fp8-1,latent-index-mxfp4-2",
+    ),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_g23_a_wrong_step_of_v41_fails_the_cases_that_are_about_it(plant: str) -> None:
+    make, names = PLANTS[plant]
+
+    certificate = conform(Subject.of(make()), chosen(CASES, names))
+
+    assert [o.case.name for o in certificate.outcomes if o.state != "failed"] == []
+    assert {o.case.name for o in certificate.outcomes} == {*names.split(",")}
+    assert [o.trace for o in certificate.outcomes if o.trace] == [], "a wrong answer, not an exception"
+
+
+def test_the_reference_passes_all_cases_of_v41() -> None:
+    certificate = conform(Subject.of(ReferenceBackend()), chosen(CASES, "V"))
+
+    assert [(o.case.name, o.message) for o in certificate.outcomes if o.state != "passed"] == []
+
+
+class Older:
+    """Steps of another class, without those of V4.1."""
+
+    sum_bits = 14
+
+    def __init__(self, backend: Any) -> None:
+        self._torchs = TorchLayerSteps(backend.quantize_and_insert_k_cache)
+        self.asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in wrong.NEW:
+            raise AttributeError(name)
+        return getattr(self._torchs, name)
+
+    def mhc_post(self, *args: Any) -> torch.Tensor:
+        self.asked += 1
+        return self._torchs.mhc_post(*args)
+
+    def transient_bytes(self, max_tokens: int) -> int:
+        return 0
+
+
+def test_steps_that_lack_those_of_v41_get_torchs_and_keep_their_own() -> None:
+    backend: Any = ReferenceBackend()
+    older = Older(backend)
+    backend.layer_steps = older
+
+    certificate = conform(Subject.of(backend), chosen(CASES, "V"))
+
+    assert [(o.case.name, o.message) for o in certificate.outcomes if o.state != "passed"] == []
+    assert older.asked, "the fused step calls the post of the backend"
+    whole = complete_steps(backend)
+    assert whole.sum_bits == 14
+    assert whole.transient_bytes(3) == TorchLayerSteps(backend.quantize_and_insert_k_cache).transient_bytes(3)
+
+
+def test_steps_that_have_all_are_the_backends_own_object() -> None:
+    backend = ReferenceBackend()
+
+    assert complete_steps(backend) is backend.layer_steps
+
+
+@pytest.mark.parametrize("size", [0, -8, 12, 1024])
+def test_a_block_size_that_is_no_power_of_two_is_refused_before_anything_is_written(size: int) -> None:
+    steps: Any = ReferenceBackend().layer_steps
+    out = torch.full((1, 4), 7, dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="block_size"):
+        steps.select_candidates(None, None, None, None, None, out, size, 100)
+    with pytest.raises(ArgumentError, match="block_size"):
+        steps.select_topk_of_candidates(None, None, None, None, None, None, size, out, 100)
+    assert (out == 7).all()
+
+
+def test_a_ratio_of_two_needs_scores_and_a_ring_and_a_ratio_of_one_takes_none() -> None:
+    steps: Any = ReferenceBackend().layer_steps
+    kv, numbers = torch.ones(2, 512), torch.arange(2)
+    given = numbers, numbers.int() * 0, torch.ones(512), 1e-20
+    cache = PagedKVCache.allocate(KVCacheLayout.compressor_state(512), 1, 1, "cpu")
+    with pytest.raises(ArgumentError, match="score"):
+        steps.compress_latents(kv, None, *given, 2)
+    with pytest.raises(ArgumentError, match="states"):
+        steps.compress_latents(kv, kv, *given, 2)
+    with pytest.raises(ArgumentError, match="at least 2 tokens"):
+        steps.compress_latents(kv, kv, *given, 2, cache, torch.zeros(1, 1, dtype=torch.int32))
+    with pytest.raises(ArgumentError, match="score"):
+        steps.compress_latents(kv, kv, *given, 1)
