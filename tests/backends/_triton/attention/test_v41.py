@@ -115,8 +115,8 @@ def test_the_fp4_scale_of_every_bf16_maximum_is_that_of_the_reference() -> None:
     groups[:, 3] = 1
     rows = (groups * tops[:, None]).bfloat16()
     rows = torch.cat([rows, rows.new_zeros(-len(rows) % 32, 16)]).view(-1, 512)
-    caches = [PagedKVCache.allocate(KVCacheLayout.v41_fp4(), len(rows), 1) for _ in range(2)]
-    for name, cache in zip(("triton", "reference"), caches, strict=True):
-        load_backend(name).quantize_and_insert_k_cache(rows, cache, torch.arange(len(rows)))
+    ours, theirs = (PagedKVCache.allocate(KVCacheLayout.v41_fp4(), len(rows), 1) for _ in range(2))
+    load_backend("triton").quantize_and_insert_k_cache(rows, ours, torch.arange(len(rows)))
+    load_backend("reference").quantize_and_insert_k_cache(rows, theirs, torch.arange(len(rows)))
 
-    assert torch.equal(caches[0].tensor, caches[1].tensor)
+    assert torch.equal(ours.tensor, theirs.tensor)
