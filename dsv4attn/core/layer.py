@@ -138,7 +138,8 @@ def _current(handle: str) -> tuple[DeepseekV4MLAAttention, LayerCaches, Attentio
         raise Dsv4AttnError(f"layer {handle} no longer exists -> keep the layer alive as long as graphs that call it")
     if layer.caches is None:
         raise Dsv4AttnError(f"layer {layer.prefix} has no caches -> call bind_kv_cache first")
-    metadata = get_forward_context().for_layer(layer.prefix, layer.swa_prefix, *layer.geometry.key)
+    geometry = layer.geometry
+    metadata = get_forward_context().for_layer(layer.prefix, layer.swa_prefix, geometry.kind, geometry.compress_ratio)
     return layer, layer.caches, metadata
 
 

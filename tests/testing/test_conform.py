@@ -67,9 +67,9 @@ def large(case: Case) -> bool:
     return any(fnmatchcase(case.name, pattern) for pattern in LARGE)
 
 
-# on pages is what other backends' tests do too
+# on pages, and ragged, is what other backends' tests do too; tests/core holds every form against the oracle
 @pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=pytest.mark.slow if form.startswith("paged") else ()) for form in FORMS]
+    "form", [pytest.param(form, marks=() if form == "gathered-dense" else pytest.mark.slow) for form in FORMS]
 )
 def test_the_reference_keeps_the_contract_in_every_form(form: str) -> None:
     options, patterns = FORMS[form]
