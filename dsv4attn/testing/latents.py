@@ -227,14 +227,14 @@ def stores(*, normed: bool) -> Callable[[Bench, Latents], Measure]:
         angles = np.random.default_rng((scene.seed, ANGLES)).uniform(-math.pi, math.pi, (max(scene.lengths), 32))
         table = rounded(np.concatenate([np.cos(angles), np.sin(angles)], 1), torch.float32)
         weight = scene.tensor(scene.weight(), torch.float32) if normed else None
-        kept, before = x.clone(), book.bytes()
+        original, before = x.clone(), book.bytes()
         norm = weight, scene.eps, scene.tensor(table, torch.float32)
         steps = complete_steps(bench.backend)
         steps.norm_rope_store(x, positions, scene.tensor(slots), *norm, scene.ratio, book.cache)
-        if not torch.equal(x, kept):
+        if not torch.equal(x, original):
             raise Wrong("the rows that were given were changed")
         now, untouched, worst = book.bytes(), before.copy(), Measure()
-        for row, slot, (request, p) in zip(kept.double().cpu().numpy(), slots, pairs, strict=True):
+        for row, slot, (request, p) in zip(original.double().cpu().numpy(), slots, pairs, strict=True):
             if (p + 1) % scene.ratio or not 0 <= slot < book.cache.capacity:
                 continue
             place, where = (slot // 16, place_of(scene.layout, slot % 16, 16)), f"token {p} of request {request}"

@@ -111,7 +111,7 @@ class Rows:
         facts, layer = CacheFacts.of(self.layout, self.shelf.block_size), self.layer_of_rank
         if self.kind is LayerKind.SWA:
             return [Problem("decode", layer, facts, q_dtype=dtype_name(self.dtype), lse=lse)]
-        # no window is kept in fp4
+        # a window cache has no fp4 records
         window = KVCacheLayout.v41_fp8() if self.layout.name == "v41_fp4" else self.layout
         swa = CacheFacts.of(window, self.shelf.block_size)
         return [Problem("decode", layer, swa, facts, 128, dtype_name(self.dtype), lse=lse)]

@@ -166,7 +166,7 @@ SIZES = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("room", [room for room in ROOMS if room not in KERNELS], ids=str)
-@examples(16)
+@examples(24)
 @given(**SIZES)
 def test_g3_a_yes_never_fails_at_launch(room: Room, kind: LayerKind, **sizes: Any) -> None:
     launches(room, kind, **sizes)

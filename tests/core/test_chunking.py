@@ -50,7 +50,7 @@ def check_in_steps(whole: Scenario, cuts: Sequence[Sequence[int]], *forms: str) 
     form=st.sampled_from(NAMES),
     data=st.data(),
 )
-@examples(40)
+@examples(60)
 def test_g16_any_cut_of_prompts_gives_the_same_bytes_and_the_right_rows(
     kind: LayerKind, layout: str, prompts: list[int], form: str, data: st.DataObject
 ) -> None:
@@ -133,7 +133,7 @@ def prefills(draw: st.DrawFn) -> tuple[list[int], list[int], Scenario, ChunkBoun
 
 
 @given(problem=prefills())
-@examples(250)
+@examples(400)
 def test_chunks_cover_every_token_once_and_keep_their_bounds(
     problem: tuple[list[int], list[int], Scenario, ChunkBounds],
 ) -> None:
@@ -164,7 +164,7 @@ def test_chunks_cover_every_token_once_and_keep_their_bounds(
 
 
 @given(problem=prefills())
-@examples(60)
+@examples(100)
 def test_chunks_are_as_large_as_they_may_be(problem: tuple[list[int], list[int], Scenario, ChunkBounds]) -> None:
     """Two neighbours that hold whole requests would not have fitted into one."""
     seq_lens, query_lens, scenario, bounds = problem
@@ -198,7 +198,7 @@ def test_short_prompts_share_a_chunk_and_a_long_one_does_not_claim_memory_for_fo
 
 
 @given(scenario=scenarios(num_speculative_tokens=0), elements=st.sampled_from([1, 60, 300, 2000]))
-@examples(40)
+@examples(60)
 def test_small_chunks_give_the_rows_of_large_ones(scenario: Scenario, elements: int) -> None:
     limits = attrs.evolve(scenario.limits, max_index_elements=elements)
 

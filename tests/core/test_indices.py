@@ -236,7 +236,7 @@ def random_topk(draw: st.DrawFn, rows: int, width: int, visible: Sequence[int]) 
 
 
 @given(data=st.data())
-@examples(100)
+@examples(150)
 def test_translation_equals_the_formula(data: st.DataObject) -> None:
     draw = data.draw
     rows, width, size = draw(st.integers(0, 5)), draw(st.integers(0, 6)), draw(st.sampled_from([1, 2, 8]))
@@ -259,7 +259,7 @@ def test_translation_equals_the_formula(data: st.DataObject) -> None:
 
 
 @given(data=st.data(), ratio=st.sampled_from([1, 2, 4, 16]), window=st.sampled_from([1, 3, 8]))
-@examples(100)
+@examples(150)
 def test_combination_equals_the_formula(data: st.DataObject, ratio: int, window: int) -> None:
     """Rows M*b + entry, then M*b + N + (position - gather start); what names no visible entry is left out."""
     draw = data.draw

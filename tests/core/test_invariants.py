@@ -20,7 +20,7 @@ REAL_WINDOW = tiny_geometry(num_heads=2, head_dim=16, rope_dim=4, window=128, to
 
 
 @given(scenario=scenarios())
-@examples(100)
+@examples(150)
 def test_every_form_equals_the_oracle(scenario: Scenario) -> None:
     results = {name: scenario.check(BACKENDS[name]) for name in NAMES}
 

@@ -28,7 +28,7 @@ def int32(values: list[int]) -> Tensor:
 
 
 @given(data=st.data())
-@examples(100)
+@examples(150)
 def test_packing_keeps_the_leading_columns_in_their_places(data: st.DataObject) -> None:
     draw = data.draw
     rows, width, slots = draw(st.integers(0, 5)), draw(st.integers(0, 6)), draw(st.sampled_from([0, 1, 5, 9, 2**31]))
@@ -46,7 +46,7 @@ def test_packing_keeps_the_leading_columns_in_their_places(data: st.DataObject) 
 
 
 @given(data=st.data())
-@examples(100)
+@examples(150)
 def test_ragged_translation_equals_the_formula(data: st.DataObject) -> None:
     """As many places as entries are visible, or as are given, at most K: visible ones that exist, then -1."""
     draw = data.draw
