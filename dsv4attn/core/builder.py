@@ -228,6 +228,8 @@ class MetadataBuilder:
         maps = swa.token_to_req_indices, swa.is_valid_token
         map_slots = self.steps.build_compressed_slot_mapping
         map_slots(batch.query_start_loc, batch.seq_lens, *maps, table, records, ratio, out=(slots, lens))
+        if batch.replay_start is not None and self.geometry.shared_latent:
+            indices.skip_replayed(batch.query_start_loc, batch.seq_lens, maps[0], batch.replay_start, ratio, slots)
         width = self._c128a_width(max(entries, default=0), full_width=full_width) if kind is LayerKind.C128A else 0
         decode_table, decode_lens = self._c128a_decode(table, lens[:decodes], swa.token_to_req_indices, width, records)
         metadata = FlashMLASparseMetadata(

@@ -58,7 +58,8 @@ class Batch:
        request is such a ring too. None where the engine compresses itself, and where all entries have one token.
     c128a_state_block_table: [R, _] int32 - the same of c128a layers.
     replay_start: [_] int32 - first position of each request that may be in a window, as the keys before it are not in
-       the window cache; at least R elements. None: 0, all positions.
+       the window cache; at least R elements. None: 0, all positions. V4.1: entries that have a token before it are in
+       their caches, and are not written again.
     causal: whether a token of a decode request sees the window up to itself. If not, its query tokens are a draft
        block: each sees the W tokens before the block, and the whole block, for which `Limits.decode_window_columns`
        needs W and the block's tokens. Prefill requests are causal either way, and so are compressed entries.

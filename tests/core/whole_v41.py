@@ -13,7 +13,6 @@ import attrs
 import numpy as np
 import torch
 
-from dsv4attn.core.geometry import ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.testing import oracle, oracle_layer, oracle_v41
 from dsv4attn.testing.judge import F64, stored
@@ -97,7 +96,8 @@ class Exact:
         factors = w["indexer.weights_proj"] @ self.hidden[n][position] / np.sqrt(self.index_dim * self.index_heads)
         count = (position + 1) // RATIOS[owner]
         keys = np.array([self.entry(owner, n, e, index=True) for e in range(count)]).reshape(count, self.index_dim)
-        return oracle_layer.index_scores(self.turned(layer, q, position), factors, keys)
+        rows = np.stack([stored(row, self.layouts[2]) for row in self.turned(layer, q, position)])
+        return oracle_layer.index_scores(rows, factors, keys)
 
     def candidates(self, n: int, position: int, slack: float) -> tuple[F64, F64]:
         """Entries that surely are in a candidate block, and those that may be, by the publisher's scores."""
@@ -136,8 +136,11 @@ class Exact:
         )
 
 
-def worst(whole: Whole, steps: Steps, *, slack: float = 1e-5, layers: Sequence[int] = range(len(RATIOS))) -> float:
-    """Run steps, assert every indexer's choice, and return the largest error of an output, relative to its norm."""
+def worst(whole: Whole, steps: Steps, *, slack: float = 1e-2) -> float:
+    """Run steps, assert every indexer's choice, and return the largest error of an output, relative to its norm.
+
+    slack: difference of scores, which are of order 1, by which an index key near a midpoint of its format may be off.
+    """
     seeds = range(1, whole.limits.max_num_reqs + 1)
     index = whole.manager.caches[1].index
     assert index is not None
@@ -148,7 +151,7 @@ def worst(whole: Whole, steps: Steps, *, slack: float = 1e-5, layers: Sequence[i
         tokens = [(n, p) for n, count in step for p in range(sequences[n].length, sequences[n].length + count)]
         hidden = torch.cat([whole.hidden(n + 1, 64)[p : p + 1] for n, p in tokens])
         outs = whole.step(requests, hidden)
-        for i in layers:
+        for i in range(len(RATIOS)):
             for t, (n, p) in enumerate(tokens):
                 chosen, chooser = list[int](), INDEX_OF[i]
                 if chooser is not None:
@@ -161,8 +164,3 @@ def worst(whole: Whole, steps: Steps, *, slack: float = 1e-5, layers: Sequence[i
                 error = np.linalg.norm(outs[i][t].double().numpy() - wanted) / np.linalg.norm(wanted)
                 found = max(found, float(np.nan_to_num(error, nan=np.inf)))
     return found
-
-
-def model(**changes: Any) -> ModelGeometry:
-    """Return the small network with changes."""
-    return attrs.evolve(SMALL_V41, **changes)
