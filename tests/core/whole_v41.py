@@ -13,7 +13,10 @@ import attrs
 import numpy as np
 import torch
 
+from dsv4attn.core.contract import Backend
 from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.limits import Limits
+from dsv4attn.selection import load_backend
 from dsv4attn.testing import oracle, oracle_layer, oracle_v41
 from dsv4attn.testing.judge import F64, stored
 from tests.core.network_v41 import INDEX_OF, KV_OF, MODEL, RATIOS, TOPK, WINDOW, Steps
@@ -25,6 +28,9 @@ CONSUMER = 6
 SMALL_V41 = attrs.evolve(
     MODEL, head_dim=64, rope_dim=16, hidden_size=48, q_lora_rank=24, index_head_dim=32, num_heads=4, index_n_heads=32
 )
+
+FP32 = KVCacheLayout.rows(48, 16, dtype=torch.float32)
+LIMITS = Limits(3, 48, 64, num_speculative_tokens=1)
 
 
 class Exact:
@@ -164,3 +170,20 @@ def worst(whole: Whole, steps: Steps, *, slack: float = 1e-2) -> float:
                 error = np.linalg.norm(outs[i][t].double().numpy() - wanted) / np.linalg.norm(wanted)
                 found = max(found, float(np.nan_to_num(error, nan=np.inf)))
     return found
+
+
+def network(
+    layout: KVCacheLayout = FP32, backend: str = "reference", made: Backend | None = None, **options: Any
+) -> Whole:
+    """Layers whose caches, and buffers that indexers write, hold NaN and garbage at first."""
+    given = {"geometry": SMALL_V41, "limits": LIMITS, "swa_block_size": 4, "compressed_block_tokens": 8, **options}
+    whole = Whole(made or load_backend(backend), layout, shuffle_seed=3, **given)
+    for caches in whole.manager.caches:
+        for cache in caches.present.values():
+            cache.tensor.fill_(0xFF if cache.tensor.dtype == torch.uint8 else torch.nan)
+    for layer in whole.layers:
+        if layer.topk_indices is not None:
+            layer.topk_indices.fill_(3)
+        if layer.candidates is not None:
+            layer.candidates.blocks.fill_(0)
+    return whole
