@@ -91,7 +91,9 @@ class DeepseekV4Attention:
         product = self._arithmetic.linear
         self.topk_indices = topk_indices_buffer
         if layer.kind is LayerKind.C4A:
-            shape, chosen = (limits.max_num_batched_tokens, layer.topk), bound.index and bound.index.topk_indices
+            shape, chosen = (limits.max_num_batched_tokens, layer.topk), None
+            if bound.index is not None:
+                chosen = bound.index.topk_indices
             self.topk_indices = own_buffer("topk_indices_buffer", topk_indices_buffer, chosen, shape, device)
         self.candidates = self._candidates(candidates_buffer)
         sink = None if weights.attn_sink is None else weights.attn_sink.float()

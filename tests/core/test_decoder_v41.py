@@ -37,6 +37,7 @@ def test_decoder_layers_hand_the_pre_of_each_sublayer_to_the_next() -> None:
         streams, pre = first, None
         for layer in layers:
             streams, pre = layer(streams, positions, pre)
+        assert pre is not None
         found = connected[3].collapse(streams, pre)
         sublayers = [whole.layers[0], torch.tanh, whole.layers[1], torch.tanh]
         wanted = mixed(first.double().numpy(), around, sublayers, positions)
@@ -59,4 +60,5 @@ def mixed(streams: Any, around: list[HyperConnectionWeights], sublayers: list[An
             comb = oracle_layer.sinkhorn(logits[2].reshape(n, n), sizes.hc_eps, sizes.hc_sinkhorn_iters)
             after.append(oracle_layer.hc_post(y, x, 2 * oracle_layer.sigmoid(logits[1]), comb))
         streams, pre = np.stack(after), np.stack(weighed)
+    assert pre is not None
     return np.stack([oracle_v41.collapse(x, weights) for x, weights in zip(streams, pre, strict=True)])

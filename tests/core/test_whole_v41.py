@@ -37,7 +37,7 @@ def test_every_role_is_right_in_any_chunks(schedule: str) -> None:
     assert worst(network(), SCHEDULES[schedule]) <= ROUNDED
 
 
-FORMATS = {
+FORMATS: dict[str, dict[str, Any]] = {
     "584": {"layout": KVCacheLayout.fp8_ds_mla(48, 16, group_size=16)},
     "528": {"layout": KVCacheLayout.v41_fp8(48, 16), "index_layout": KVCacheLayout.index_mxfp4(32)},
     "288": {"layout": KVCacheLayout.v41_fp8(48, 16), "compressed_layout": KVCacheLayout.v41_fp4(48, 16)},
@@ -51,7 +51,7 @@ def test_every_role_is_right_on_records_of_codes(form: str) -> None:
 
 
 def test_every_role_is_right_on_a_backend_of_kernels() -> None:
-    sizes = {"head_dim": 512, "rope_dim": 64, "index_head_dim": 128, "num_heads": 2, "index_n_heads": 4}
+    sizes: dict[str, Any] = {"head_dim": 512, "rope_dim": 64, "index_head_dim": 128, "num_heads": 2, "index_n_heads": 4}
     layout = KVCacheLayout.rows(dtype=torch.float32)
     whole = network(layout, "triton", geometry=attrs.evolve(SMALL_V41, **sizes))
 

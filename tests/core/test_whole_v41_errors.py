@@ -14,7 +14,7 @@ from dsv4attn.core.context import set_forward_context
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.layer_weights import AttentionWeights
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata, CompressorMetadata
+from dsv4attn.core.metadata import AttentionMetadata, CompressorMetadata, LayerKey
 from dsv4attn.errors import ArgumentError, Dsv4AttnError
 from dsv4attn.selection import load_backend
 from tests.core.forms import same_bits
@@ -109,7 +109,8 @@ def test_a_step_that_does_not_fit_is_refused_before_anything_is_written() -> Non
         (2, AttentionMetadata(two.swa), r"^metadata.compressed: expected metadata of c4a layers"),
     ]
     for index, given, said in wrong:
-        with pytest.raises(Dsv4AttnError, match=said), set_forward_context({(LayerKind.C4A, r): given for r in (1, 2)}):
+        found: dict[LayerKey, AttentionMetadata] = {(LayerKind.C4A, ratio): given for ratio in (1, 2)}
+        with pytest.raises(Dsv4AttnError, match=said), set_forward_context(found):
             whole.layers[index](whole.hidden(1, 4), whole.manager.positions(requests))
     whole.layers[1].caches = whole.manager.caches[3]
     said = r"layers.1 got other caches .* bind layers.2 again"
