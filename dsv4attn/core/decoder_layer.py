@@ -38,7 +38,13 @@ class DeepseekV4DecoderLayer:
 
 @frozen(eq=False)
 class DeepseekV41DecoderLayer:
-    """One layer of a V4.1 model, whose hyper-connections are delayed by a sublayer. Fields: as of the layer of V4."""
+    """One layer of a V4.1 model, whose hyper-connections are delayed by a sublayer.
+
+    attention: the attention sublayer.
+    feed_forward: the other sublayer, an engine's: [T, d] to [T, d].
+    attention_streams: hyper-connections around attention, with its norm.
+    feed_forward_streams: those around the other.
+    """
 
     attention: DeepseekV4Attention
     feed_forward: Callable[[Tensor], Tensor]
