@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dsv4attn.core.context import set_forward_context
     from dsv4attn.core.contract import AttentionCall, Backend, BackendInfo
     from dsv4attn.core.convert import check_compatible, convert_cache
-    from dsv4attn.core.decoder_layer import DeepseekV4DecoderLayer
+    from dsv4attn.core.decoder_layer import DeepseekV4DecoderLayer, DeepseekV41DecoderLayer
     from dsv4attn.core.definitions import IndexQuery, fp8_mqa_logits, fp8_paged_mqa_logits
     from dsv4attn.core.device import DeviceFacts
     from dsv4attn.core.forward import forward_mqa
@@ -58,6 +58,7 @@ __all__ = [
     "DeepseekV4Caches",
     "DeepseekV4DecoderLayer",
     "DeepseekV4MLAAttention",
+    "DeepseekV41DecoderLayer",
     "DeviceFacts",
     "Dsv4AttnError",
     "FlashMLASparseMetadata",
@@ -105,7 +106,7 @@ _MODULE_OF = {
         "core.attention": ("DeepseekV4Attention",),
         "core.cache_manager": ("CacheManager",),
         "core.layer_weights": ("AttentionWeights", "HyperConnectionWeights"),
-        "core.decoder_layer": ("DeepseekV4DecoderLayer",),
+        "core.decoder_layer": ("DeepseekV4DecoderLayer", "DeepseekV41DecoderLayer"),
         "core.hyper_connections": ("HyperConnections",),
         "core.builder": ("MetadataBuilder",),
         "core.caches": ("DeepseekV4Caches", "LayerCaches"),

@@ -20,7 +20,7 @@ from dsv4attn.core.builder import STATE_BLOCK_SIZES, MetadataBuilder
 from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, Batch, LayerKey
 from dsv4attn.core.values import check_count
@@ -51,11 +51,12 @@ class CacheManager:
     Where layers share a compressed cache (`ModelGeometry.sources`), they have the same object; only the layer that owns
     it may write to it.
 
-    geometry, limits: of the model, and of every batch. kv_layout: of window and compressed caches. index_layout: of
-    index keys; by default fp8 beside `fp8_ds_mla`, and rows of the same dtype beside rows. num_blocks: pages of some
-    groups ("window", "compressed", "c4a_state", "c128a_state"); by default enough for `max_num_reqs` sequences of
-    `max_model_len` tokens. shuffle_seed: hand out pages in a random order. keep_windows: keep pages that no later token
-    of a sequence reads, so that it can be forked anywhere. backend: its index kernels build metadata.
+    geometry, limits: of the model, and of every batch. kv_layout: of window and compressed caches. compressed_layout:
+    of compressed caches, if another, such as `v41_fp4` beside `v41_fp8`. index_layout: of index keys; by default fp8
+    beside `fp8_ds_mla`, and rows of the same dtype beside rows. num_blocks: pages of some groups ("window",
+    "compressed", "c4a_state", "c128a_state"); by default enough for `max_num_reqs` sequences of `max_model_len` tokens.
+    shuffle_seed: hand out pages in a random order. keep_windows: keep pages that no later token of a sequence reads, so
+    that it can be forked anywhere. backend: its index kernels build metadata.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class CacheManager:
         limits: Limits,
         kv_layout: KVCacheLayout,
         *,
+        compressed_layout: KVCacheLayout | None = None,
         index_layout: KVCacheLayout | None = None,
         device: torch.device | str = "cpu",
         num_blocks: dict[str, int] | None = None,
@@ -98,7 +100,7 @@ class CacheManager:
         self.caches: tuple[DeepseekV4Caches, ...] = ()
         index_layout = index_layout or _index_layout(geometry, kv_layout)
         for i in range(geometry.num_layers):
-            self.caches += (self._allocate(i, kv_layout, index_layout, blocks),)
+            self.caches += (self._allocate(i, kv_layout, compressed_layout or kv_layout, index_layout, blocks),)
         self.builder = MetadataBuilder(
             geometry,
             limits,
@@ -305,7 +307,12 @@ class CacheManager:
         return min(whole, limits.max_num_reqs * (span // n + 3) + limits.max_num_batched_tokens // n + 1)
 
     def _allocate(
-        self, number: int, layout: KVCacheLayout, index: KVCacheLayout, blocks: dict[str, int]
+        self,
+        number: int,
+        layout: KVCacheLayout,
+        compressed: KVCacheLayout,
+        index: KVCacheLayout,
+        blocks: dict[str, int],
     ) -> DeepseekV4Caches:
         """Caches of a layer, after those of the layers before it, which may own its compressed cache."""
         device, per_block, layer = self.device, self._tokens_per_block, self.geometry.layer(number)
@@ -325,7 +332,7 @@ class CacheManager:
             made = KVCacheLayout.compressor_state(2 * dim if layer.overlap else dim)
             return PagedKVCache.allocate(made, blocks[group], per_block[group], device)
 
-        attention = LayerCaches(window, PagedKVCache.allocate(layout, *entries))
+        attention = LayerCaches(window, PagedKVCache.allocate(compressed, *entries))
         if layer.kind is LayerKind.C128A:
             return DeepseekV4Caches(attention, states(layer.head_dim))
         keys = PagedKVCache.allocate(index, *entries)
@@ -389,5 +396,5 @@ def _index_layout(geometry: ModelGeometry, layout: KVCacheLayout) -> KVCacheLayo
     dim, rope = geometry.index_head_dim, geometry.rope_dim
     if not layout.is_quantised:
         return KVCacheLayout.rows(dim - rope, rope, dtype=layout.dtype)
-    assert layout.fp8_format is not None
-    return KVCacheLayout.index_fp8(dim, fp8_format=layout.fp8_format)
+    # fp4 records name no dialect of fp8
+    return KVCacheLayout.index_fp8(dim, fp8_format=layout.fp8_format or Fp8Format.OCP)
