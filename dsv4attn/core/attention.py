@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from dsv4attn.core.caches import DeepseekV4Caches
 from dsv4attn.core.checks import check_same_device
 from dsv4attn.core.compressor import Compressor
 from dsv4attn.core.context import get_forward_context
+from dsv4attn.core.context_parallel import ContextParallel, select_topk_over_ranks
 from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.definitions import INVARIANT, PLAIN
 from dsv4attn.core.definitions.compressor import rms_norm
@@ -41,8 +43,10 @@ class DeepseekV4Attention:
     (`ModelGeometry.tensor_parallel`). index: number of the layer. limits: of every batch. weights: of the layer, on
     this rank. cos_sin_cache: [positions, rope] fp32 of the layer; made here if None. topk_indices_buffer: [max tokens,
     K] int32, which c4a layers may share; made here if None. workspace: default: the context's. process_group: ranks to
-    sum the output over, or None. A deterministic backend wants `Limits.single_phase`: then a token's bits depend on the
-    tokens before it and on nothing else. Raises ArgumentError unless all of them fit each other.
+    sum the output over, or None. context_parallel: ranks that share the compressed entries of every sequence, or None;
+    metadata and caches are of a `CacheManager` with the same. A deterministic backend wants `Limits.single_phase`: then
+    a token's bits depend on the tokens before it and on nothing else. Raises ArgumentError unless all of them fit each
+    other.
     """
 
     @torch.inference_mode(mode=False)  # buffers are written in and out of the mode
@@ -60,6 +64,7 @@ class DeepseekV4Attention:
         topk_indices_buffer: Tensor | None = None,
         workspace: WorkspaceManager | None = None,
         process_group: ProcessGroup | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
         layer = geometry.layer(index)
         if geometry.shared_latent:
@@ -101,6 +106,7 @@ class DeepseekV4Attention:
             cos_sin_cache=table,
             topk_indices_buffer=self.topk_indices,
             workspace=workspace,
+            context_parallel=context_parallel,
         )
         steps = backend.layer_steps
         self.compressor = self.indexer = None
@@ -108,7 +114,10 @@ class DeepseekV4Attention:
             self.compressor = Compressor(layer, weights.compressor, table, steps, product)
         if weights.indexer is not None:
             given = geometry, layer, limits, weights.indexer, table, steps, product
-            self.indexer = Indexer(*given, shortcut=not backend.deterministic)
+            select = None
+            if context_parallel is not None:
+                select = partial(select_topk_over_ranks, context_parallel, steps, self._arithmetic)
+            self.indexer = Indexer(*given, shortcut=not backend.deterministic, select_topk=select)
         self.caches: DeepseekV4Caches | None = None
 
     def bind_kv_cache(self, caches: DeepseekV4Caches) -> None:
@@ -140,6 +149,9 @@ class DeepseekV4Attention:
                 expected = f"{compressed.block_size} records in a page, as the compressed cache has"
                 raise ArgumentError("caches.index", expected=expected, actual=caches.index.block_size)
         self.attention.bind_kv_cache(caches.attention.swa, caches.attention.compressed)
+        context = self.attention.context_parallel
+        if context is not None and caches.index is not None:
+            context.check_same(f"index keys of {self.attention.prefix}", {"layout": caches.index.layout.fingerprint})
         self.caches = caches
 
     @torch.no_grad()

@@ -101,6 +101,7 @@ class MetadataBuilder:
         self.state_block_sizes, self.num_state_blocks = state_block_sizes, num_state_blocks or {}
         whole = None if backend is None else complete(backend)
         self.steps: BuilderSteps = steps or (whole and whole.builder_steps) or indices
+        self._map_entries: Callable[..., None] = self.steps.build_compressed_slot_mapping
         with torch.inference_mode(False):  # as `_buffer`
             extension = whole.metadata_extension(geometry, limits, self.device) if whole else None
         self._extension: MetadataExtension | None = extension
@@ -227,8 +228,7 @@ class MetadataBuilder:
 
         slots, lens = self._slots[layer.key], self._entries[layer.key]
         maps = swa.token_to_req_indices, swa.is_valid_token
-        map_slots = self.steps.build_compressed_slot_mapping
-        map_slots(batch.query_start_loc, batch.seq_lens, *maps, table, records, ratio, out=(slots, lens))
+        self._map_entries(batch.query_start_loc, batch.seq_lens, *maps, table, records, ratio, out=(slots, lens))
         width = self._c128a_width(max(entries, default=0), full_width=full_width) if kind is LayerKind.C128A else 0
         decode_table, decode_lens = self._c128a_decode(table, lens[:decodes], swa.token_to_req_indices, width, records)
         metadata = FlashMLASparseMetadata(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.compressor import Compressor
+from dsv4attn.core.context_parallel.selection import SelectTopk
 from dsv4attn.core.device import is_capturing
 from dsv4attn.core.geometry import LayerGeometry, ModelGeometry
 from dsv4attn.core.layer_ops import LayerSteps, Linear
@@ -22,7 +23,7 @@ class Indexer:
     """The indexer of one layer.
 
     shortcut: whether selection is skipped where every token sees at most K entries: all of them are selected then. Not
-    for deterministic layers, as it also selects entries whose score is NaN.
+    for deterministic layers, as it also selects entries whose score is NaN. select_topk: instead of that of the steps.
     """
 
     def __init__(
@@ -36,13 +37,14 @@ class Indexer:
         linear: Linear,
         *,
         shortcut: bool = True,
+        select_topk: SelectTopk | None = None,
     ) -> None:
         self._heads, self._topk, self._ratio = geometry.index_n_heads, layer.topk, layer.compress_ratio
         self._limits, self._table, self._steps, self._linear = limits, cos_sin_cache, steps, linear
         self._wq_b, self._weights_proj = (
             dense_weight(getattr(weights, name), f"indexer.{name}") for name in ("wq_b", "weights_proj")
         )
-        self._shortcut = shortcut
+        self._shortcut, self._select_topk = shortcut, select_topk
         self.compressor = Compressor(layer, weights.compressor, cos_sin_cache, steps, linear)
 
     def __call__(
@@ -75,4 +77,4 @@ class Indexer:
         weights = self._linear(hidden_states[:tokens], self._weights_proj)
         query = self._steps.indexer_q_rope_quant(q, weights, positions[:tokens], self._table, keys.layout)
         maps = compressed.block_table, compressed.req_id_per_token, compressed.compressed_lens
-        self._steps.select_topk(query, keys, *maps, out, longest)
+        (self._select_topk or self._steps.select_topk)(query, keys, *maps, out, longest)
