@@ -25,6 +25,7 @@ from dsv4attn.core.context_parallel import (
     reshard_cache,
     select_topk_over_ranks,
 )
+from dsv4attn.core.contract import complete
 from dsv4attn.core.definitions import PLAIN
 from dsv4attn.core.definitions.indexer import IndexQuery
 from dsv4attn.core.geometry import LayerKind
@@ -158,7 +159,7 @@ def selection(group: Any, interleave: int) -> None:
         for n, e in enumerate(numbers.tolist()):
             cache.tensor[table[i, n // size], n % size] = keys[i][e]
     out = torch.full((8, topk + 2), -7, dtype=torch.int32)[:, 1:-1]
-    steps = load_backend("reference").layer_steps
+    steps = complete(load_backend("reference")).layer_steps
     lens = own.counts(visible).int()
     select_topk_over_ranks(context, steps, PLAIN, query, cache, table, token_to_req, lens, out, max(entries))
 
@@ -309,20 +310,16 @@ def fingerprints(group: Any) -> None:
     """Ranks that disagree are refused on every rank, with the rank that differs."""
     last, context = group.size() - 1, over(group)
     mine = group.rank() == last
-    for make_whole, said in (
-        (lambda: Whole(load_backend("reference"), FP8 if mine else FP32, **both(context)), "layout of the window"),
-        (lambda: Whole(load_backend("reference"), **both(over(group, 2 if mine else 1))), "interleave"),
-        (
-            lambda: Whole(load_backend("reference"), limits=Limits(4, 65 if mine else 64, 256), **both(context)),
-            "limits",
-        ),
-        (
-            lambda: Whole(load_backend("reference"), num_blocks={"compressed": 9 - mine}, **both(context)),
-            "pages of the",
-        ),
-    ):
+    limits, wrong = Limits(4, 65 if mine else 64, 256), over(group, 2 if mine else 1)
+    cases: dict[str, dict[str, Any]] = {
+        "layout of the window": {"layout": FP8 if mine else FP32, **both(context)},
+        "interleave": both(wrong),
+        "limits": {"limits": limits, **both(context)},
+        "pages of the": {"num_blocks": {"compressed": 9 - mine}, **both(context)},
+    }
+    for said, options in cases.items():
         try:
-            make_whole()
+            Whole(load_backend("reference"), **options)
         except ArgumentError as error:
             text = str(error)
             assert all(part in text for part in (said, f"on rank {last}", "as rank 0 has")), text

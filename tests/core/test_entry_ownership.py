@@ -11,14 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.builder import MetadataBuilder
 from dsv4attn.core.cache_manager import CacheManager
+from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.context_parallel import ContextParallel, OwnedMetadataBuilder, Ownership, reshard_cache
 from dsv4attn.core.context_parallel.selection import select_among
+from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import Batch
+from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 from tests.core.forms import BACKENDS
 from tests.core.whole import FP8, FP32, SMALL
@@ -148,6 +152,29 @@ def test_windows_are_seen_on_rank_0_alone_and_written_on_every_rank() -> None:
             for name in ("decode_swa_lens", "prefill_swa_lens", "prefill_gather_lens"):
                 wanted = getattr(full, name)
                 assert torch.equal(getattr(swa, name), wanted if sees else torch.zeros_like(wanted))
+
+
+def test_slices_of_a_prompt_without_windows_gather_no_negative_number_of_rows() -> None:
+    class Watching(ReferenceBackend):
+        """Keeps the least number of window rows of each gather."""
+
+        def dequantize_and_gather_k_cache(self, *given: Any) -> None:
+            if given[3] is not None:
+                least.append(int(given[3].min()))
+            super().dequantize_and_gather_k_cache(*given)
+
+    least: list[int] = []
+    layer, limits = SMALL.layer_of_kind(LayerKind.C128A), attrs.evolve(LIMITS, max_index_elements=256)
+    backend = Watching(prefill_keys="gathered")
+    builder = OwnedMetadataBuilder(Ownership(1, 2), SMALL, limits, **SIZES)
+    metadata = builder.build_for(batch_of(REQUESTS, 4), [LayerKind.C128A])[LayerKind.C128A]
+    caches = LayerCaches(PagedKVCache.allocate(FP32, 80, 16), PagedKVCache.allocate(FP32, 20, 2))
+    q = torch.randn(45, 4, 32)
+    more = {"layer": layer, "limits": limits, "attn_sink": None}
+    forward_mqa(q, caches, metadata, backend, WorkspaceManager("cpu"), q.clone(), **more)  # type: ignore[arg-type]
+
+    assert len(least) > 2
+    assert set(least) == {0}
 
 
 def test_a_table_without_pages_for_a_rank_is_refused_with_the_rank_named() -> None:

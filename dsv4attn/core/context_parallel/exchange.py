@@ -66,7 +66,7 @@ class ContextParallel:
         found = mine.new_empty(ranks * mine.shape[0], *mine.shape[1:])
         with self._explained(what):
             _all_gather(found, mine, group=self.group)
-        return found.unflatten(0, (ranks, mine.shape[0]))
+        return found.view(ranks, *mine.shape)
 
     def pieces(self, rows: int, row_bytes: int) -> Iterator[slice]:
         """Cut rows of a tensor so that the pieces of all ranks stay within PIECE_BYTES."""
