@@ -122,7 +122,9 @@ class DeepseekV4Attention:
 
     def bind_kv_cache(self, caches: DeepseekV4Caches) -> None:
         """Bind the caches of this layer. Raises ArgumentError or LayoutMismatchError unless they fit it."""
-        geometry, kind = self.geometry, self.layer.kind
+        geometry, kind, context = self.geometry, self.layer.kind, self.attention.context_parallel
+        if context is not None:
+            context.check_caches(f"caches of {self.attention.prefix}", caches)
         compressors = {"state": self.compressor, "index_state": self.indexer.compressor if self.indexer else None}
         widths = {name: one.width if one else None for name, one in compressors.items()}
         for name, width in widths.items():
@@ -149,9 +151,6 @@ class DeepseekV4Attention:
                 expected = f"{compressed.block_size} records in a page, as the compressed cache has"
                 raise ArgumentError("caches.index", expected=expected, actual=caches.index.block_size)
         self.attention.bind_kv_cache(caches.attention.swa, caches.attention.compressed)
-        context = self.attention.context_parallel
-        if context is not None and caches.index is not None:
-            context.check_same(f"index keys of {self.attention.prefix}", {"layout": caches.index.layout.fingerprint})
         self.caches = caches
 
     @torch.no_grad()

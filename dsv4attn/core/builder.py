@@ -101,7 +101,6 @@ class MetadataBuilder:
         self.state_block_sizes, self.num_state_blocks = state_block_sizes, num_state_blocks or {}
         whole = None if backend is None else complete(backend)
         self.steps: BuilderSteps = steps or (whole and whole.builder_steps) or indices
-        self._map_entries: Callable[..., None] = self.steps.build_compressed_slot_mapping
         with torch.inference_mode(False):  # as `_buffer`
             extension = whole.metadata_extension(geometry, limits, self.device) if whole else None
         self._extension: MetadataExtension | None = extension
@@ -250,6 +249,10 @@ class MetadataBuilder:
             c128a_prefill_topk_indices=self._entry_numbers[:width].expand(tokens - decodes, width) if width else None,
         )
         return self._extension.extend_compressed(metadata) if self._extension else metadata
+
+    @property
+    def _map_entries(self) -> Callable[..., None]:
+        return self.steps.build_compressed_slot_mapping
 
     def build_for(
         self, batch: Batch, kinds: Iterable[LayerKind | str], *, full_width: bool = False

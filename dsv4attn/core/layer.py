@@ -99,6 +99,8 @@ class DeepseekV4MLAAttention:
         differs, unless all ranks have the same geometry, limits, layouts, page sizes and numbers of compressed pages.
         """
         caches = LayerCaches(swa, compressed)
+        if self.context_parallel is not None:
+            self.context_parallel.check_bound(self.prefix, self.geometry, self.limits, caches)
         check_cache("swa cache", swa, self.geometry)
         check_layout(swa.layout, self.swa_layout or swa.layout, f"swa cache of {self.prefix}")
         if self.geometry.kind is not LayerKind.SWA:
@@ -106,8 +108,6 @@ class DeepseekV4MLAAttention:
         if compressed is not None:
             wanted = self.compressed_layout or compressed.layout
             check_layout(compressed.layout, wanted, f"compressed cache of {self.prefix}")
-        if self.context_parallel is not None:
-            self.context_parallel.check_bound(self.prefix, self.geometry, self.limits, caches)
         self.caches = caches
 
     def fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor) -> None:

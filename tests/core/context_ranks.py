@@ -15,7 +15,9 @@ import attrs
 import torch
 from torch import Tensor, distributed
 
+from dsv4attn.core.attention import DeepseekV4Attention
 from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.context import set_forward_context
 from dsv4attn.core.context_parallel import (
     ContextParallel,
     OwnedMetadataBuilder,
@@ -29,6 +31,7 @@ from dsv4attn.core.contract import complete
 from dsv4attn.core.definitions import PLAIN
 from dsv4attn.core.definitions.indexer import IndexQuery
 from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.layer_weights import AttentionWeights
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import Batch
@@ -36,7 +39,7 @@ from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError, ContextParallelError
 from dsv4attn.selection import load_backend
 from tests.core.forms import BACKENDS
-from tests.core.whole import FP8, FP32, SMALL, Whole, deterministic
+from tests.core.whole import FP8, FP32, SMALL, Whole, deterministic, random_weights
 
 __all__ = ["CASES", "SIZES", "serve"]
 
@@ -56,16 +59,23 @@ def serve(rank: int, folder: str) -> None:
     last = distributed.new_group(range(3), timeout=dt.timedelta(seconds=3))
     for size, group in groups.items():
         for name, case in CASES.items() if rank < size else ():
-            try:
-                case(group)
-                failed[size, name] = ""
-            except Exception:  # noqa: BLE001 - the parent shows it
-                failed[size, name] = traceback.format_exc()
+            failed[size, name] = _said(partial(case, group))
+    pairs = [[distributed.new_group(ranks) for ranks in two] for two in (([0, 1], [2, 3]), ([0, 2], [1, 3]))]
+    failed[4, "heads"] = _said(partial(heads, pairs[0][rank // 2], pairs[1][rank % 2]))
     distributed.barrier()
     if rank < 3:
         failed[3, "gone"] = _gone(rank, last)
     torch.save(failed, Path(folder, f"{rank}.pt"))
     os._exit(0)  # a group with a rank that has gone cannot be destroyed in order
+
+
+def _said(case: Callable[[], None]) -> str:
+    """How a case failed, for the parent to show; empty if it did not."""
+    try:
+        case()
+    except Exception:  # noqa: BLE001 - a rank that fails goes on with the next case, as the others do
+        return traceback.format_exc()
+    return ""
 
 
 def _gone(rank: int, group: Any) -> str:
@@ -299,7 +309,37 @@ def long_shortcut(group: Any) -> None:
     """A short context selects everything on every rank, without an exchange."""
     one, many = make(group)
     hidden = one.hidden(0, 15)
+    requests, padded = [(many.manager.new(), 9)], torch.cat([hidden[:9], torch.full_like(hidden[:3], nan)])
+    alone = one.run([(one.manager.new(), 9)], hidden[:9])
+    for mine, wanted in zip(many.run(requests, padded, padding=3), alone, strict=True):
+        assert float((mine[:9] - wanted).abs().max()) <= 3e-6 * float(wanted.abs().max())
     for mine, wanted in zip(many.cut(hidden, [10, 5])[1], one.cut(hidden, [10, 5])[1], strict=True):
+        assert float((mine - wanted).abs().max()) <= 3e-6 * float(wanted.abs().max())
+
+
+def warm_up(group: Any) -> None:
+    """A warm-up sends nothing: here the first rank alone runs it."""
+    _, many = make(group)
+    if group.rank() == 0:
+        with set_forward_context(None), torch.no_grad():
+            for layer in many.layers:
+                assert torch.isfinite(layer(many.hidden(0, 7), torch.arange(7))).all()
+
+
+def heads(context: Any, others: Any) -> None:
+    """Entries over one group and heads over another: outputs of all layers, against one rank."""
+    size, rank, backend = others.size(), others.rank(), load_backend("reference")
+    one, limits = Whole(backend, compressed_block_tokens=64), Limits(4, 64, 256)
+    many = Whole(backend, compressed_block_tokens=64, **both(over(context)))
+    geometry = SMALL.tensor_parallel(size)
+    for i in range(SMALL.num_layers):
+        full = AttentionWeights.from_dict(random_weights(SMALL, i), SMALL, SMALL.layer(i))
+        options = {"workspace": many.workspace, "process_group": others, "context_parallel": over(context)}
+        layer = DeepseekV4Attention(f"l.{i}", geometry, i, limits, backend, full.shard(rank, size), **options)
+        layer.bind_kv_cache(many.manager.caches[i])
+        many.layers[i] = layer
+    hidden = one.hidden(0, 62)
+    for mine, wanted in zip(many.cut(hidden, [40, 20, 1, 1])[1], one.cut(hidden, [40, 20, 1, 1])[1], strict=True):
         assert float((mine - wanted).abs().max()) <= 3e-6 * float(wanted.abs().max())
 
 
@@ -312,7 +352,8 @@ def fingerprints(group: Any) -> None:
     mine = group.rank() == last
     limits, wrong = Limits(4, 65 if mine else 64, 256), over(group, 2 if mine else 1)
     cases: dict[str, dict[str, Any]] = {
-        "layout of the window": {"layout": FP8 if mine else FP32, **both(context)},
+        "layout of swa": {"layout": FP8 if mine else FP32, **both(context)},
+        "layout of index": {"index_layout": KVCacheLayout.index_mxfp4(32) if mine else None, **both(context)},
         "interleave": both(wrong),
         "limits": {"limits": limits, **both(context)},
         "pages of the": {"num_blocks": {"compressed": 9 - mine}, **both(context)},
@@ -345,5 +386,6 @@ CASES: dict[str, Callable[[Any], None]] = {
     "layers-fp8": partial(whole, layout=FP8, interleave=1),
     "layers-prefill": partial(whole, layout=FP32, interleave=4, prefill="gathered"),
     "short": long_shortcut,
+    "warm-up": warm_up,
     "fingerprints": fingerprints,
 }

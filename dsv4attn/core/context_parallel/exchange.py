@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from attrs import field, frozen
 from torch import Tensor, distributed
 
-from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
 from dsv4attn.core.context_parallel.ownership import Ownership
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.limits import Limits
@@ -91,6 +91,10 @@ class ContextParallel:
                     raise ArgumentError(
                         f"{first}: {key}", expected=expected, actual=f"{there} on rank {rank}", hint=hint
                     )
+
+    def check_caches(self, what: str, caches: DeepseekV4Caches) -> None:
+        """`check_same` of all caches of a layer: which there are, and their layouts."""
+        self.check_same(what, {f"layout of {name}": cache.layout.fingerprint for name, cache in caches.present.items()})
 
     def check_bound(self, prefix: str, layer: LayerGeometry, limits: Limits, caches: LayerCaches) -> None:
         """`check_same` of a layer that is bound to its caches."""

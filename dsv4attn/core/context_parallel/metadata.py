@@ -47,11 +47,14 @@ class OwnedMetadataBuilder(MetadataBuilder):
             if layer.has_entries:
                 records = self.compressed_block_tokens // layer.compress_ratio
                 ownership.check_page(records, f"{layer.kind.value} layers")
-        self._map_entries = partial(build_owned_slot_mapping, ownership)
         # never written again
         decodes, prefills = self._decode_swa[0], self._prefill_swa[0]
         self._no_windows = tuple(self._buffer(*rows.shape).fill_(-1) for rows in (decodes, prefills))
         self._no_lens = self._buffer(max(limits.max_num_batched_tokens, limits.max_num_reqs))
+
+    @property
+    def _map_entries(self) -> Callable[..., None]:
+        return partial(build_owned_slot_mapping, self.ownership)
 
     def _build(
         self,
