@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 import dsv4attn as ds
-from dsv4attn.core.context_parallel import ContextParallel
 from dsv4attn.core.layer_weights import weight_shapes
 
 KINDS = (ds.LayerKind.SWA, 1), (ds.LayerKind.C4A, 4), (ds.LayerKind.C128A, 128)
@@ -40,7 +39,7 @@ LAYOUT = ds.KVCacheLayout.rows(dtype=torch.float32)
 class Model:
     """The layers, their caches, and two sequences."""
 
-    def __init__(self, context: ContextParallel | None) -> None:
+    def __init__(self, context: ds.ContextParallel | None) -> None:
         backend = ds.load_backend("reference")
         self.manager = ds.CacheManager(MODEL, LIMITS, LAYOUT, backend=backend, context_parallel=context)
         workspace, self.layers = ds.WorkspaceManager(), []
@@ -75,7 +74,7 @@ def main() -> None:
     """Run both, and print on rank 0 what each rank has."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    context = ContextParallel(dist.group.WORLD)
+    context = ds.ContextParallel(dist.group.WORLD)
     one, many = Model(None), Model(context)
     draw, largest = torch.Generator().manual_seed(9), 0.0
     for counts in ((900, 0), (1, 600), (1, 400), *[(1, 1)] * 8):
