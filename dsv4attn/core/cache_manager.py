@@ -77,7 +77,7 @@ class CacheManager:
         context_parallel: ContextParallel | None = None,
     ) -> None:
         self.geometry, self.limits, self.device = geometry, limits, torch.device(device)
-        self.keep_windows = keep_windows
+        self.keep_windows, self._entry_tokens = keep_windows, compressed_block_tokens
         compressed = [layer for layer in geometry.distinct_layers if layer.has_entries]
         self._stateful = [layer for layer in compressed if layer.has_states]
         self._tokens_per_block = {WINDOW: swa_block_size}
@@ -98,7 +98,7 @@ class CacheManager:
         self.caches: tuple[DeepseekV4Caches, ...] = ()
         index_layout = index_layout or _index_layout(geometry, kv_layout)
         for i in range(geometry.num_layers):
-            self.caches += (self._allocate(i, kv_layout, index_layout, blocks, compressed_block_tokens),)
+            self.caches += (self._allocate(i, kv_layout, index_layout, blocks),)
         self.builder = metadata_builder(context_parallel)(
             geometry,
             limits,
@@ -305,12 +305,9 @@ class CacheManager:
         return min(whole, limits.max_num_reqs * (span // n + 3) + limits.max_num_batched_tokens // n + 1)
 
     def _allocate(
-        self, number: int, layout: KVCacheLayout, index: KVCacheLayout, blocks: dict[str, int], tokens: int
+        self, number: int, layout: KVCacheLayout, index: KVCacheLayout, blocks: dict[str, int]
     ) -> DeepseekV4Caches:
-        """Caches of a layer, after those of the layers before it, which may own its compressed cache.
-
-        tokens: whose entries fill a compressed page.
-        """
+        """Caches of a layer, after those of the layers before it, which may own its compressed cache."""
         device, per_block, layer = self.device, self._tokens_per_block, self.geometry.layer(number)
         owner = self.geometry.sources(number).kv
         window = PagedKVCache.allocate(layout, blocks[WINDOW], per_block[WINDOW], device)
@@ -319,7 +316,7 @@ class CacheManager:
         if owner != number:
             shared = self.caches[owner]
             return DeepseekV4Caches(LayerCaches(window, shared.attention.compressed), index=shared.index)
-        entries = blocks[COMPRESSED], tokens // layer.compress_ratio, device
+        entries = blocks[COMPRESSED], self._entry_tokens // layer.compress_ratio, device
         group = _states(layer)
 
         def states(dim: int) -> PagedKVCache | None:
