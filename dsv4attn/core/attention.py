@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ from dsv4attn.core.caches import DeepseekV4Caches
 from dsv4attn.core.checks import check_metadata, check_same_device
 from dsv4attn.core.compressor import Compressor, LatentCompressor
 from dsv4attn.core.context import get_forward_context
+from dsv4attn.core.context_parallel import ContextParallel, select_topk_over_ranks
 from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.definitions import INVARIANT, PLAIN, complete_steps
 from dsv4attn.core.definitions.compressor import rms_norm
@@ -45,9 +47,10 @@ class DeepseekV4Attention:
     K] int32, which c4a layers may share; made here if None. workspace: default: the context's. process_group: ranks to
     sum the output over, or None. sources: layers made before this one; where layers share compressed caches and
     selected entries (V4.1), those that this one reads from are among them. candidates_buffer: [max tokens, candidate
-    blocks] int32 of a layer that publishes candidates; made here if None. A deterministic backend wants
-    `Limits.single_phase`: then a token's bits depend on the tokens before it and on nothing else. Raises ArgumentError
-    unless all of them fit each other.
+    blocks] int32 of a layer that publishes candidates; made here if None. context_parallel: ranks that share the
+    compressed entries of every sequence, or None; metadata and caches are of a `CacheManager` with the same. A
+    deterministic backend wants `Limits.single_phase`: then a token's bits depend on the tokens before it and on nothing
+    else. Raises ArgumentError unless all of them fit each other.
 
     A layer says by `role` what it has of its own, and by `sources` whose caches and entries it reads. Layers run in
     order: a layer reads what its sources left in the same step.
@@ -70,9 +73,13 @@ class DeepseekV4Attention:
         process_group: ProcessGroup | None = None,
         sources: Iterable[DeepseekV4Attention] = (),
         candidates_buffer: Tensor | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
         layer, self.prefix, self.index = geometry.layer(index), prefix, index
         self.sources = geometry.sources(index)
+        if context_parallel is not None and geometry.shared_latent:
+            hint = "entries of V4.1 are not spread over ranks yet"
+            raise ArgumentError("context_parallel", expected=f"None with {geometry.name}", actual="ranks", hint=hint)
         _check_limits(geometry, limits)
         weights.check(geometry, index)
         backend = complete(backend)
@@ -106,6 +113,7 @@ class DeepseekV4Attention:
             cos_sin_cache=table,
             topk_indices_buffer=self.topk_indices,
             workspace=workspace,
+            context_parallel=context_parallel,
         )
         steps = complete_steps(backend) if geometry.shared_latent else backend.layer_steps
         self.compressor: Compressor | LatentCompressor | None = None
@@ -115,9 +123,13 @@ class DeepseekV4Attention:
             self.compressor = made(layer, weights.compressor, table, steps, product)
         if weights.indexer is not None:
             given = geometry, layer, limits, weights.indexer, table, steps, product
+            select = None
+            if context_parallel is not None:
+                select = partial(select_topk_over_ranks, context_parallel, steps, self._arithmetic)
             self.indexer = Indexer(
                 *given,
                 shortcut=not backend.deterministic,
+                select_topk=select,
                 latents=self.compressor if isinstance(self.compressor, LatentCompressor) else None,
                 publishes=self.candidates if bound.candidates is None else None,
                 restricts=self.candidates if bound.candidates is not None else None,
@@ -149,6 +161,9 @@ class DeepseekV4Attention:
         A layer that reads the compressed cache of another takes that layer's, which is bound before.
         """
         geometry, kind = self.geometry, self.layer.kind
+        context = self.attention.context_parallel
+        if context is not None:
+            context.check_caches(f"caches of {self.attention.prefix}", caches)
         caches = self._sources.caches(caches, self.index, index=self.indexer is not None)
         stateful = self.compressor if self.layer.has_states else None
         compressors = {"state": stateful, "index_state": self.indexer.compressor if self.indexer else None}

@@ -226,8 +226,7 @@ class MetadataBuilder:
 
         slots, lens = self._slots[layer.key], self._entries[layer.key]
         maps = swa.token_to_req_indices, swa.is_valid_token
-        map_slots = self.steps.build_compressed_slot_mapping
-        map_slots(batch.query_start_loc, batch.seq_lens, *maps, table, records, ratio, out=(slots, lens))
+        self._map_entries(batch.query_start_loc, batch.seq_lens, *maps, table, records, ratio, out=(slots, lens))
         if batch.replay_start is not None and self.geometry.shared_latent:
             indices.skip_replayed(batch.query_start_loc, batch.seq_lens, maps[0], batch.replay_start, ratio, slots)
         width = self._c128a_width(max(entries, default=0), full_width=full_width) if kind is LayerKind.C128A else 0
@@ -251,6 +250,10 @@ class MetadataBuilder:
             c128a_prefill_topk_indices=self._entry_numbers[:width].expand(tokens - decodes, width) if width else None,
         )
         return self._extension.extend_compressed(metadata) if self._extension else metadata
+
+    @property
+    def _map_entries(self) -> Callable[..., None]:
+        return self.steps.build_compressed_slot_mapping
 
     def build_for(
         self, batch: Batch, kinds: Iterable[LayerKind | str], *, full_width: bool = False

@@ -16,8 +16,9 @@ from attrs import define, field
 from torch import Tensor
 
 from dsv4attn.core.allocator import BlockAllocator, BlockTable
-from dsv4attn.core.builder import STATE_BLOCK_SIZES, MetadataBuilder
+from dsv4attn.core.builder import STATE_BLOCK_SIZES
 from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
+from dsv4attn.core.context_parallel import ContextParallel, metadata_builder
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
@@ -57,6 +58,7 @@ class CacheManager:
     "compressed", "c4a_state", "c128a_state"); by default enough for `max_num_reqs` sequences of `max_model_len` tokens.
     shuffle_seed: hand out pages in a random order. keep_windows: keep pages that no later token of a sequence reads, so
     that it can be forked anywhere. backend: its index kernels build metadata.
+    context_parallel: ranks that share the compressed entries: a compressed page has those of as many tokens more.
     """
 
     def __init__(
@@ -74,18 +76,16 @@ class CacheManager:
         shuffle_seed: int | None = None,
         keep_windows: bool = False,
         backend: Backend | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
-        self.geometry, self.limits, self.device, self.keep_windows = (
-            geometry,
-            limits,
-            torch.device(device),
-            keep_windows,
-        )
+        self.geometry, self.limits, self.device = geometry, limits, torch.device(device)
+        self.keep_windows, self._entry_tokens = keep_windows, compressed_block_tokens
         compressed = [layer for layer in geometry.distinct_layers if layer.has_entries]
         self._stateful = [layer for layer in compressed if layer.has_states]
         self._tokens_per_block = {WINDOW: swa_block_size}
         if compressed:
-            self._tokens_per_block[COMPRESSED] = compressed_block_tokens
+            ranks = 1 if context_parallel is None else context_parallel.ownership.size
+            self._tokens_per_block[COMPRESSED] = compressed_block_tokens * ranks
         self._tokens_per_block |= {_states(layer): STATE_BLOCK_SIZES[layer.kind] for layer in self._stateful}
         for layer in compressed:
             if compressed_block_tokens % layer.compress_ratio:
@@ -101,7 +101,7 @@ class CacheManager:
         index_layout = index_layout or _index_layout(geometry, kv_layout)
         for i in range(geometry.num_layers):
             self.caches += (self._allocate(i, kv_layout, compressed_layout or kv_layout, index_layout, blocks),)
-        self.builder = MetadataBuilder(
+        self.builder = metadata_builder(context_parallel)(
             geometry,
             limits,
             swa_block_size=swa_block_size,
@@ -323,7 +323,7 @@ class CacheManager:
         if owner != number:
             shared = self.caches[owner]
             return DeepseekV4Caches(LayerCaches(window, shared.attention.compressed), index=shared.index)
-        entries = blocks[COMPRESSED], per_block[COMPRESSED] // layer.compress_ratio, device
+        entries = blocks[COMPRESSED], self._entry_tokens // layer.compress_ratio, device
         group = _states(layer)
 
         def states(dim: int) -> PagedKVCache | None:

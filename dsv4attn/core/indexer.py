@@ -7,6 +7,7 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.compressor import Compressor, LatentCompressor
+from dsv4attn.core.context_parallel.selection import SelectTopk
 from dsv4attn.core.device import is_capturing
 from dsv4attn.core.geometry import LayerGeometry, ModelGeometry
 from dsv4attn.core.layer_ops import LayerSteps, Linear
@@ -41,7 +42,7 @@ class Indexer:
     shortcut: whether selection is skipped where every token sees at most K entries: all of them are selected then. Not
     for deterministic layers, as it also selects entries whose score is NaN. latents: compressor of the layer, where
     index keys are made of its latents (V4.1). publishes: candidates that this indexer writes. restricts: candidates
-    of another indexer that this one selects from.
+    of another indexer that this one selects from. select_topk: instead of that of the steps.
     """
 
     def __init__(
@@ -58,13 +59,15 @@ class Indexer:
         latents: LatentCompressor | None = None,
         publishes: Candidates | None = None,
         restricts: Candidates | None = None,
+        select_topk: SelectTopk | None = None,
     ) -> None:
         self._heads, self._topk, self._ratio = geometry.index_n_heads, layer.topk, layer.compress_ratio
         self._limits, self._table, self._steps, self._linear = limits, cos_sin_cache, steps, linear
         self._wq_b, self._weights_proj = (
             dense_weight(getattr(weights, name), f"indexer.{name}") for name in ("wq_b", "weights_proj")
         )
-        self._shortcut, self._latents, self._publishes, self._restricts = shortcut, latents, publishes, restricts
+        self._shortcut, self._select_topk = shortcut, select_topk
+        self._latents, self._publishes, self._restricts = latents, publishes, restricts
         self.compressor = None
         if weights.compressor is not None:
             self.compressor = Compressor(layer, weights.compressor, cos_sin_cache, steps, linear)
@@ -119,4 +122,4 @@ class Indexer:
             found = restricts.blocks[:tokens], restricts.block_size
             self._steps.select_topk_of_candidates(query, keys, *maps, *found, out, longest)
         else:
-            self._steps.select_topk(query, keys, *maps, out, longest)
+            (self._select_topk or self._steps.select_topk)(query, keys, *maps, out, longest)

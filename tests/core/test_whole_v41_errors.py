@@ -63,6 +63,11 @@ def test_a_buffer_of_another_width_or_owner_is_refused() -> None:
         build(3, candidates_buffer=wide)
 
 
+def test_entries_of_v41_are_not_spread_over_ranks() -> None:
+    with pytest.raises(ArgumentError, match=r"^context_parallel: expected None with .*, got ranks -> entries of V4.1"):
+        build(1, context_parallel=object())
+
+
 def test_weights_of_another_role_are_refused() -> None:
     given = random_weights(SMALL_V41, 4)
     for index, said in ((6, "a reindex c4a layer: .*'compressor.wkv'"), (7, "a reuse c4a layer"), (3, "wgate'")):
