@@ -24,7 +24,7 @@ ENGINE_PIP := $(ENGINE_BIN)/python -m pip --disable-pip-version-check install -q
 VLLM := vllm==0.33.0
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-engines lint bench clean
+.PHONY: help run run-parallel test test-engines lint bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -32,6 +32,9 @@ help: ## list the targets
 
 run: $(VENV)/.stamp-run ## serve a small trace through the attention, checked
 	$(BIN)/dsv4attn run $(ARGS)
+
+run-parallel: $(VENV)/.stamp-run ## run layers over two ranks with gloo, compared with one rank
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/context_parallel.py $(ARGS)
 
 # one thread a worker: two workers with a thread pool each only fight over two cores.
 test: $(VENV)/.stamp-test ## run the tests

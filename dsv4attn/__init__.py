@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from dsv4attn.core.cache_manager import CacheManager
     from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
     from dsv4attn.core.context import set_forward_context
+    from dsv4attn.core.context_parallel import ContextParallel, OwnedMetadataBuilder, Ownership, reshard_cache
     from dsv4attn.core.contract import AttentionCall, Backend, BackendInfo
     from dsv4attn.core.convert import check_compatible, convert_cache
-    from dsv4attn.core.decoder_layer import DeepseekV4DecoderLayer
+    from dsv4attn.core.decoder_layer import DeepseekV4DecoderLayer, DeepseekV41DecoderLayer
     from dsv4attn.core.definitions import IndexQuery, fp8_mqa_logits, fp8_paged_mqa_logits
     from dsv4attn.core.device import DeviceFacts
     from dsv4attn.core.forward import forward_mqa
@@ -53,11 +54,13 @@ __all__ = [
     "BlockTable",
     "CacheFacts",
     "CacheManager",
+    "ContextParallel",
     "DeepseekSparseSWAMetadata",
     "DeepseekV4Attention",
     "DeepseekV4Caches",
     "DeepseekV4DecoderLayer",
     "DeepseekV4MLAAttention",
+    "DeepseekV41DecoderLayer",
     "DeviceFacts",
     "Dsv4AttnError",
     "FlashMLASparseMetadata",
@@ -72,6 +75,8 @@ __all__ = [
     "Limits",
     "MetadataBuilder",
     "ModelGeometry",
+    "OwnedMetadataBuilder",
+    "Ownership",
     "PagedKVCache",
     "Problem",
     "Reason",
@@ -91,6 +96,7 @@ __all__ = [
     "merge_lse",
     "output_projection",
     "plan_workspace",
+    "reshard_cache",
     "resolve",
     "select_backend",
     "set_forward_context",
@@ -105,11 +111,12 @@ _MODULE_OF = {
         "core.attention": ("DeepseekV4Attention",),
         "core.cache_manager": ("CacheManager",),
         "core.layer_weights": ("AttentionWeights", "HyperConnectionWeights"),
-        "core.decoder_layer": ("DeepseekV4DecoderLayer",),
+        "core.decoder_layer": ("DeepseekV4DecoderLayer", "DeepseekV41DecoderLayer"),
         "core.hyper_connections": ("HyperConnections",),
         "core.builder": ("MetadataBuilder",),
         "core.caches": ("DeepseekV4Caches", "LayerCaches"),
         "core.context": ("set_forward_context",),
+        "core.context_parallel": ("ContextParallel", "OwnedMetadataBuilder", "Ownership", "reshard_cache"),
         "core.contract": ("AttentionCall", "Backend", "BackendInfo"),
         "core.convert": ("check_compatible", "convert_cache"),
         "core.definitions": ("IndexQuery", "fp8_mqa_logits", "fp8_paged_mqa_logits"),

@@ -16,6 +16,7 @@ __all__ = [
     "BrokenBackendError",
     "CanaryError",
     "ConfigError",
+    "ContextParallelError",
     "Dsv4AttnError",
     "GeometryError",
     "LayoutMismatchError",
@@ -131,6 +132,16 @@ class ConfigError(Dsv4AttnError, ValueError):
         """Build the message from the variable or file, and the problem."""
         self.where, self.problem = where, problem
         super().__init__(f"{where}: {problem}")
+
+
+class ContextParallelError(Dsv4AttnError, RuntimeError):
+    """An exchange between the ranks of a context-parallel group failed."""
+
+    def __init__(self, rank: int, size: int, what: str, reason: str) -> None:
+        """Build the message from this rank, the number of ranks, what was exchanged, and torch's reason."""
+        self.rank, self.size, self.what, self.reason = rank, size, what, reason
+        cure = "look at the logs of the other ranks: one has ended, hangs, or runs other steps; then restart the group"
+        super().__init__(f"rank {rank} of {size}: the exchange of {what} failed: {reason.strip()} -> {cure}")
 
 
 class NoBackendError(Dsv4AttnError, RuntimeError):

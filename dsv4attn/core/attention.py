@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dsv4attn.core.caches import DeepseekV4Caches
-from dsv4attn.core.checks import check_same_device
-from dsv4attn.core.compressor import Compressor
+from dsv4attn.core.checks import check_metadata, check_same_device
+from dsv4attn.core.compressor import Compressor, LatentCompressor
 from dsv4attn.core.context import get_forward_context
+from dsv4attn.core.context_parallel import ContextParallel, select_topk_over_ranks
 from dsv4attn.core.contract import Backend, complete
-from dsv4attn.core.definitions import INVARIANT, PLAIN
+from dsv4attn.core.definitions import INVARIANT, PLAIN, complete_steps
 from dsv4attn.core.definitions.compressor import rms_norm
-from dsv4attn.core.geometry import LayerKind, ModelGeometry, Rope
-from dsv4attn.core.indexer import Indexer
+from dsv4attn.core.geometry import LayerKind, LayerRole, ModelGeometry, Rope
+from dsv4attn.core.indexer import Candidates, Indexer
 from dsv4attn.core.layer import DeepseekV4MLAAttention
+from dsv4attn.core.layer_sources import BoundSources, own_buffer
 from dsv4attn.core.layer_weights import AttentionWeights
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
@@ -41,8 +45,15 @@ class DeepseekV4Attention:
     (`ModelGeometry.tensor_parallel`). index: number of the layer. limits: of every batch. weights: of the layer, on
     this rank. cos_sin_cache: [positions, rope] fp32 of the layer; made here if None. topk_indices_buffer: [max tokens,
     K] int32, which c4a layers may share; made here if None. workspace: default: the context's. process_group: ranks to
-    sum the output over, or None. A deterministic backend wants `Limits.single_phase`: then a token's bits depend on the
-    tokens before it and on nothing else. Raises ArgumentError unless all of them fit each other.
+    sum the output over, or None. sources: layers made before this one; where layers share compressed caches and
+    selected entries (V4.1), those that this one reads from are among them. candidates_buffer: [max tokens, candidate
+    blocks] int32 of a layer that publishes candidates; made here if None. context_parallel: ranks that share the
+    compressed entries of every sequence, or None; metadata and caches are of a `CacheManager` with the same. A
+    deterministic backend wants `Limits.single_phase`: then a token's bits depend on the tokens before it and on nothing
+    else. Raises ArgumentError unless all of them fit each other.
+
+    A layer says by `role` what it has of its own, and by `sources` whose caches and entries it reads. Layers run in
+    order: a layer reads what its sources left in the same step.
     """
 
     @torch.inference_mode(mode=False)  # buffers are written in and out of the mode
@@ -60,14 +71,17 @@ class DeepseekV4Attention:
         topk_indices_buffer: Tensor | None = None,
         workspace: WorkspaceManager | None = None,
         process_group: ProcessGroup | None = None,
+        sources: Iterable[DeepseekV4Attention] = (),
+        candidates_buffer: Tensor | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
-        layer = geometry.layer(index)
-        if geometry.shared_latent:
-            expected = "a geometry of DeepSeek-V4"
-            hint = "compressor and indexer of V4.1 are not here yet: bind DeepseekV4MLAAttention, and insert entries"
-            raise ArgumentError("geometry", expected=expected, actual=geometry.name, hint=hint)
+        layer, self.prefix, self.index = geometry.layer(index), prefix, index
+        self.sources = geometry.sources(index)
+        if context_parallel is not None and geometry.shared_latent:
+            hint = "entries of V4.1 are not spread over ranks yet"
+            raise ArgumentError("context_parallel", expected=f"None with {geometry.name}", actual="ranks", hint=hint)
         _check_limits(geometry, limits)
-        weights.check(geometry, layer)
+        weights.check(geometry, index)
         backend = complete(backend)
         if backend.deterministic and not limits.single_phase:
             expected = "Limits(..., single_phase=True) with a deterministic backend"
@@ -77,20 +91,18 @@ class DeepseekV4Attention:
         self._wq_a, self._wq_b, self._wkv = (dense_weight(getattr(weights, w), w) for w in ("wq_a", "wq_b", "wkv"))
         self._q_norm, self._kv_norm = weights.q_norm, weights.kv_norm
         self._wo_a, self._wo_b, self._group = weights.wo_a, weights.wo_b, process_group
-        device = self._wq_a.device
+        self.device = device = self._wq_a.device
+        self._sources = bound = BoundSources.find(self.sources, sources, geometry, limits, device)
         table = _table(layer.rope, limits, device) if cos_sin_cache is None else cos_sin_cache
         self._arithmetic = INVARIANT if backend.deterministic else PLAIN
         product = self._arithmetic.linear
         self.topk_indices = topk_indices_buffer
-        if layer.kind is LayerKind.C4A and topk_indices_buffer is not None:
-            wanted, found = (limits.max_num_batched_tokens, layer.topk), tuple(topk_indices_buffer.shape)
-            if len(found) != 2 or found[0] < wanted[0] or found[1] != wanted[1]:
-                expected = f"{wanted[1]} columns, and at least {wanted[0]} rows, the tokens of a step"
-                raise ArgumentError("topk_indices_buffer", expected=expected, actual=list(found))
-        if layer.kind is LayerKind.C4A and topk_indices_buffer is None:
-            self.topk_indices = torch.full(
-                (limits.max_num_batched_tokens, layer.topk), -1, dtype=torch.int32, device=device
-            )
+        if layer.kind is LayerKind.C4A:
+            shape, chosen = (limits.max_num_batched_tokens, layer.topk), None
+            if bound.index is not None:
+                chosen = bound.index.topk_indices
+            self.topk_indices = own_buffer("topk_indices_buffer", topk_indices_buffer, chosen, shape, device)
+        self.candidates = self._candidates(candidates_buffer)
         sink = None if weights.attn_sink is None else weights.attn_sink.float()
         self.attention = DeepseekV4MLAAttention(
             prefix,
@@ -101,20 +113,60 @@ class DeepseekV4Attention:
             cos_sin_cache=table,
             topk_indices_buffer=self.topk_indices,
             workspace=workspace,
+            context_parallel=context_parallel,
         )
-        steps = backend.layer_steps
-        self.compressor = self.indexer = None
+        steps = complete_steps(backend) if geometry.shared_latent else backend.layer_steps
+        self.compressor: Compressor | LatentCompressor | None = None
+        self.indexer: Indexer | None = None
         if weights.compressor is not None:
-            self.compressor = Compressor(layer, weights.compressor, table, steps, product)
+            made = LatentCompressor if geometry.shared_latent else Compressor
+            self.compressor = made(layer, weights.compressor, table, steps, product)
         if weights.indexer is not None:
             given = geometry, layer, limits, weights.indexer, table, steps, product
-            self.indexer = Indexer(*given, shortcut=not backend.deterministic)
+            select = None
+            if context_parallel is not None:
+                select = partial(select_topk_over_ranks, context_parallel, steps, self._arithmetic)
+            self.indexer = Indexer(
+                *given,
+                shortcut=not backend.deterministic,
+                select_topk=select,
+                latents=self.compressor if isinstance(self.compressor, LatentCompressor) else None,
+                publishes=self.candidates if bound.candidates is None else None,
+                restricts=self.candidates if bound.candidates is not None else None,
+            )
         self.caches: DeepseekV4Caches | None = None
 
+    @property
+    def role(self) -> LayerRole:
+        """What the layer has of its own: on V4.1's layers a compressed cache, an indexer, or neither."""
+        return self.sources.role
+
+    def _candidates(self, given: Tensor | None) -> Candidates | None:
+        """Candidates that the layer publishes, or those that its indexer is restricted to."""
+        sharing, source = self.geometry.sharing, self._sources.candidates
+        publishes = sharing is not None and sharing.candidate_source_layer_id == self.index
+        if sharing is None or not (publishes or source is not None):
+            if given is not None:
+                expected = f"None on layer {self.index}, which has no candidates"
+                raise ArgumentError("candidates_buffer", expected=expected, actual="a tensor")
+            return None
+        shape = self.limits.max_num_batched_tokens, sharing.candidate_topk_blocks
+        theirs = None if source is None or source.candidates is None else source.candidates.blocks
+        blocks = own_buffer("candidates_buffer", given, theirs, shape, self.device)
+        return Candidates(blocks, sharing.candidate_block_size)
+
     def bind_kv_cache(self, caches: DeepseekV4Caches) -> None:
-        """Bind the caches of this layer. Raises ArgumentError or LayoutMismatchError unless they fit it."""
+        """Bind the caches of this layer. Raises ArgumentError or LayoutMismatchError unless they fit it.
+
+        A layer that reads the compressed cache of another takes that layer's, which is bound before.
+        """
         geometry, kind = self.geometry, self.layer.kind
-        compressors = {"state": self.compressor, "index_state": self.indexer.compressor if self.indexer else None}
+        context = self.attention.context_parallel
+        if context is not None:
+            context.check_caches(f"caches of {self.attention.prefix}", caches)
+        caches = self._sources.caches(caches, self.index, index=self.indexer is not None)
+        stateful = self.compressor if self.layer.has_states else None
+        compressors = {"state": stateful, "index_state": self.indexer.compressor if self.indexer else None}
         widths = {name: one.width if one else None for name, one in compressors.items()}
         for name, width in widths.items():
             cache = getattr(caches, name)
@@ -167,16 +219,14 @@ class DeepseekV4Attention:
         kv = rms_norm(linear(hidden_states, self._wkv), self._kv_norm, *norm).to(dtype)
         q = linear(qr, self._wq_b).to(dtype).unflatten(-1, (self.layer.num_heads, self.layer.head_dim))
         attention.fused_qnorm_rope_kv_insert(q, kv, positions)
+        latents = None
         if metadata is not None and self.compressor is not None:
-            assert caches.state is not None
-            assert caches.attention.compressed is not None
-            self.compressor(hidden_states, positions, metadata, caches.state, caches.attention.compressed)
+            latents = self._compress(hidden_states, positions, metadata, caches)
         if metadata is not None and self.indexer is not None:
-            assert caches.index_state is not None
             assert caches.index is not None
             assert self.topk_indices is not None
             stores = caches.index_state, caches.index, self.topk_indices
-            self.indexer(hidden_states, qr, positions, metadata, *stores)
+            self.indexer(hidden_states, qr, positions, metadata, *stores, latents)
         out = torch.empty_like(q)
         attention.forward_mqa(q, kv, positions, out)
         return output_projection(
@@ -192,18 +242,34 @@ class DeepseekV4Attention:
             linear=linear,
         )
 
+    def _compress(
+        self, hidden_states: Tensor, positions: Tensor, metadata: AttentionMetadata, caches: DeepseekV4Caches
+    ) -> Tensor | None:
+        """Store the entries of a step. Returns the latents that index keys are made of, in V4.1."""
+        compressor, compressed = self.compressor, caches.attention.compressed
+        assert compressed is not None
+        if isinstance(compressor, LatentCompressor):
+            return compressor(hidden_states, positions, metadata, caches.state, compressed)
+        assert compressor is not None
+        assert caches.state is not None
+        compressor(hidden_states, positions, metadata, caches.state, compressed)
+        return None
+
     def _check_step(self, metadata: AttentionMetadata, caches: DeepseekV4Caches, rows: int) -> None:
         """Check metadata before anything is written: rows for all tokens, and states where this layer has them."""
-        tokens, kind = metadata.swa.num_actual_tokens, self.layer.kind.value
+        tokens, layer = metadata.swa.num_actual_tokens, self.layer
         if tokens > rows:
             raise ArgumentError(
                 "hidden_states", expected=f"a row for each of the {tokens} tokens", actual=f"{rows} rows"
             )
-        if self.compressor is None:
+        self._sources.check_bound(caches, self.prefix)
+        if self.geometry.shared_latent:
+            check_metadata(metadata, caches.attention, layer, self.limits, rows)
+        if self.compressor is None or not layer.has_states:
             return
         if metadata.state is None:
-            cure = f"give Batch.{kind}_state_block_table"
-            prefix = self.attention.prefix
+            cure = f"give Batch.{layer.kind.value}_state_block_table"
+            prefix = self.prefix
             raise NoForwardContextError(f"attn_metadata of {prefix} has no compressor states -> {cure}")
         for name in ("state", "index_state"):
             cache: PagedKVCache | None = getattr(caches, name)
@@ -212,6 +278,12 @@ class DeepseekV4Attention:
                 hint = "give MetadataBuilder these state_block_sizes"
                 size = metadata.state.block_size
                 raise ArgumentError("metadata.state.block_size", expected=expected, actual=size, hint=hint)
+        if self.geometry.shared_latent:
+            ring = metadata.state.block_table.shape[1] * metadata.state.block_size
+            least = min(layer.compress_ratio + self.limits.num_speculative_tokens, metadata.swa.max_seq_len)
+            if tokens and ring < least:
+                expected = f"blocks for at least {least} tokens of a request: a ring of the ratio and all drafts"
+                raise ArgumentError("metadata.state.block_table", expected=expected, actual=f"blocks for {ring}")
 
 
 def _check_limits(geometry: ModelGeometry, limits: Limits) -> None:

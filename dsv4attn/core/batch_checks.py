@@ -8,10 +8,18 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core import indices
+from dsv4attn.core.layer_geometry import LayerGeometry
 from dsv4attn.core.metadata import Batch
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["bound_of", "check_blocks", "check_copies", "check_slots", "check_table", "check_windows", "outside"]
+__all__ = [
+    "check_blocks",
+    "check_copies",
+    "check_slots",
+    "check_states",
+    "check_table",
+    "check_windows",
+]
 
 
 def check_table(name: str, table: Tensor, query_lens: list[int], records: list[int], per_block: int) -> None:
@@ -85,6 +93,30 @@ def check_blocks(
             j, bound = int(wrong.nonzero()[0]), bound_of(num_blocks)
             expected = f"a block in [0, {bound}) for entries {j * records} and on"
             raise ArgumentError(f"compressed_block_table[{i}, {j}]", expected=expected, actual=int(used[j]))
+
+
+def check_states(
+    name: str,
+    table: Tensor,
+    query_lens: list[int],
+    seq_lens: list[int],
+    layer: LayerGeometry,
+    size: int,
+    bound: int | None,
+) -> None:
+    """Check that every block of compressor states exists that this step reads or writes. size: states in a block."""
+    for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        if not query_len:
+            continue
+        first, end, columns = layer.first_state(seq_len - query_len) // size, -(-seq_len // size), table.shape[1]
+        # only a ring has fewer columns than a request has blocks
+        used = table[i, first:end] if end <= columns else table[i].roll(-(first % columns))[: end - first]
+        wrong = outside(used, bound)
+        if bool(wrong.any()):
+            j = first + int(wrong.nonzero()[0])
+            expected = f"a block in [0, {bound_of(bound)}) for the states of positions {j * size} and on"
+            place = j % columns
+            raise ArgumentError(f"{name}[{i}, {place}]", expected=expected, actual=int(table[i, place]))
 
 
 def outside(values: Tensor, bound: int | None) -> Tensor:

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from dsv4attn.core import indices
 from dsv4attn.core.batch_checks import (
-    bound_of,
     check_blocks,
     check_copies,
     check_slots,
+    check_states,
     check_table,
     check_windows,
-    outside,
 )
 from dsv4attn.core.contract import Backend, BuilderSteps, MetadataExtension, complete
 from dsv4attn.core.geometry import TABLE_COLUMNS, LayerGeometry, LayerKind, ModelGeometry
@@ -227,8 +226,9 @@ class MetadataBuilder:
 
         slots, lens = self._slots[layer.key], self._entries[layer.key]
         maps = swa.token_to_req_indices, swa.is_valid_token
-        map_slots = self.steps.build_compressed_slot_mapping
-        map_slots(batch.query_start_loc, batch.seq_lens, *maps, table, records, ratio, out=(slots, lens))
+        self._map_entries(batch.query_start_loc, batch.seq_lens, *maps, table, records, ratio, out=(slots, lens))
+        if batch.replay_start is not None and self.geometry.shared_latent:
+            indices.skip_replayed(batch.query_start_loc, batch.seq_lens, maps[0], batch.replay_start, ratio, slots)
         width = self._c128a_width(max(entries, default=0), full_width=full_width) if kind is LayerKind.C128A else 0
         decode_table, decode_lens = self._c128a_decode(table, lens[:decodes], swa.token_to_req_indices, width, records)
         metadata = FlashMLASparseMetadata(
@@ -250,6 +250,10 @@ class MetadataBuilder:
             c128a_prefill_topk_indices=self._entry_numbers[:width].expand(tokens - decodes, width) if width else None,
         )
         return self._extension.extend_compressed(metadata) if self._extension else metadata
+
+    @property
+    def _map_entries(self) -> Callable[..., None]:
+        return self.steps.build_compressed_slot_mapping
 
     def build_for(
         self, batch: Batch, kinds: Iterable[LayerKind | str], *, full_width: bool = False
@@ -309,6 +313,8 @@ class MetadataBuilder:
         if table is None:
             return None
         slots, size = self._state_slots[layer.key], self.state_block_sizes[layer.kind]
+        if self.geometry.shared_latent:
+            return CompressorMetadata(block_size=size, block_table=table)
         maps = batch.query_start_loc, batch.seq_lens, swa.token_to_req_indices, swa.is_valid_token
         # every token completes an entry of ratio 1: its own state
         self.steps.build_compressed_slot_mapping(*maps, table, size, 1, out=(slots, self._state_lens))
@@ -321,18 +327,12 @@ class MetadataBuilder:
         table: Tensor | None = getattr(batch, name)
         if table is None or not layer.has_states:
             return None
-        query_lens, seq_lens = self._host_lens(batch)
-        size, bound = self.state_block_sizes[layer.kind], self.num_state_blocks.get(layer.kind)
-        check_table(f"Batch.{name}", table, query_lens, seq_lens, size)
-        for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
-            if not (self.validate and query_len):
-                continue
-            first = layer.first_state(seq_len - query_len) // size
-            wrong = outside(table[i, first : -(-seq_len // size)], bound)
-            if bool(wrong.any()):
-                j = first + int(wrong.nonzero()[0])
-                expected = f"a block in [0, {bound_of(bound)}) for the states of positions {j * size} and on"
-                raise ArgumentError(f"{name}[{i}, {j}]", expected=expected, actual=int(table[i, j]))
+        lens, size = self._host_lens(batch), self.state_block_sizes[layer.kind]
+        # rows of a ring are written again, but not before no token of a step, drafts among them, reads them
+        ring = layer.compress_ratio + self.limits.num_speculative_tokens if self.geometry.shared_latent else None
+        check_table(f"Batch.{name}", table, lens[0], lens[1] if ring is None else [min(n, ring) for n in lens[1]], size)
+        if self.validate:
+            check_states(name, table, *lens, layer, size, self.num_state_blocks.get(layer.kind))
         return table
 
     def _checked_entries(self, batch: Batch, kind: LayerKind, ratio: int) -> tuple[Tensor, list[int]]:

@@ -16,11 +16,12 @@ from attrs import define, field
 from torch import Tensor
 
 from dsv4attn.core.allocator import BlockAllocator, BlockTable
-from dsv4attn.core.builder import STATE_BLOCK_SIZES, MetadataBuilder
+from dsv4attn.core.builder import STATE_BLOCK_SIZES
 from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
+from dsv4attn.core.context_parallel import ContextParallel, metadata_builder
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, Batch, LayerKey
 from dsv4attn.core.values import check_count
@@ -51,11 +52,13 @@ class CacheManager:
     Where layers share a compressed cache (`ModelGeometry.sources`), they have the same object; only the layer that owns
     it may write to it.
 
-    geometry, limits: of the model, and of every batch. kv_layout: of window and compressed caches. index_layout: of
-    index keys; by default fp8 beside `fp8_ds_mla`, and rows of the same dtype beside rows. num_blocks: pages of some
-    groups ("window", "compressed", "c4a_state", "c128a_state"); by default enough for `max_num_reqs` sequences of
-    `max_model_len` tokens. shuffle_seed: hand out pages in a random order. keep_windows: keep pages that no later token
-    of a sequence reads, so that it can be forked anywhere. backend: its index kernels build metadata.
+    geometry, limits: of the model, and of every batch. kv_layout: of window and compressed caches. compressed_layout:
+    of compressed caches, if another, such as `v41_fp4` beside `v41_fp8`. index_layout: of index keys; by default fp8
+    beside `fp8_ds_mla`, and rows of the same dtype beside rows. num_blocks: pages of some groups ("window",
+    "compressed", "c4a_state", "c128a_state"); by default enough for `max_num_reqs` sequences of `max_model_len` tokens.
+    shuffle_seed: hand out pages in a random order. keep_windows: keep pages that no later token of a sequence reads, so
+    that it can be forked anywhere. backend: its index kernels build metadata.
+    context_parallel: ranks that share the compressed entries: a compressed page has those of as many tokens more.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class CacheManager:
         limits: Limits,
         kv_layout: KVCacheLayout,
         *,
+        compressed_layout: KVCacheLayout | None = None,
         index_layout: KVCacheLayout | None = None,
         device: torch.device | str = "cpu",
         num_blocks: dict[str, int] | None = None,
@@ -72,18 +76,16 @@ class CacheManager:
         shuffle_seed: int | None = None,
         keep_windows: bool = False,
         backend: Backend | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
-        self.geometry, self.limits, self.device, self.keep_windows = (
-            geometry,
-            limits,
-            torch.device(device),
-            keep_windows,
-        )
+        self.geometry, self.limits, self.device = geometry, limits, torch.device(device)
+        self.keep_windows, self._entry_tokens = keep_windows, compressed_block_tokens
         compressed = [layer for layer in geometry.distinct_layers if layer.has_entries]
         self._stateful = [layer for layer in compressed if layer.has_states]
         self._tokens_per_block = {WINDOW: swa_block_size}
         if compressed:
-            self._tokens_per_block[COMPRESSED] = compressed_block_tokens
+            ranks = 1 if context_parallel is None else context_parallel.ownership.size
+            self._tokens_per_block[COMPRESSED] = compressed_block_tokens * ranks
         self._tokens_per_block |= {_states(layer): STATE_BLOCK_SIZES[layer.kind] for layer in self._stateful}
         for layer in compressed:
             if compressed_block_tokens % layer.compress_ratio:
@@ -98,8 +100,8 @@ class CacheManager:
         self.caches: tuple[DeepseekV4Caches, ...] = ()
         index_layout = index_layout or _index_layout(geometry, kv_layout)
         for i in range(geometry.num_layers):
-            self.caches += (self._allocate(i, kv_layout, index_layout, blocks),)
-        self.builder = MetadataBuilder(
+            self.caches += (self._allocate(i, kv_layout, compressed_layout or kv_layout, index_layout, blocks),)
+        self.builder = metadata_builder(context_parallel)(
             geometry,
             limits,
             swa_block_size=swa_block_size,
@@ -305,7 +307,12 @@ class CacheManager:
         return min(whole, limits.max_num_reqs * (span // n + 3) + limits.max_num_batched_tokens // n + 1)
 
     def _allocate(
-        self, number: int, layout: KVCacheLayout, index: KVCacheLayout, blocks: dict[str, int]
+        self,
+        number: int,
+        layout: KVCacheLayout,
+        compressed: KVCacheLayout,
+        index: KVCacheLayout,
+        blocks: dict[str, int],
     ) -> DeepseekV4Caches:
         """Caches of a layer, after those of the layers before it, which may own its compressed cache."""
         device, per_block, layer = self.device, self._tokens_per_block, self.geometry.layer(number)
@@ -316,7 +323,7 @@ class CacheManager:
         if owner != number:
             shared = self.caches[owner]
             return DeepseekV4Caches(LayerCaches(window, shared.attention.compressed), index=shared.index)
-        entries = blocks[COMPRESSED], per_block[COMPRESSED] // layer.compress_ratio, device
+        entries = blocks[COMPRESSED], self._entry_tokens // layer.compress_ratio, device
         group = _states(layer)
 
         def states(dim: int) -> PagedKVCache | None:
@@ -325,7 +332,7 @@ class CacheManager:
             made = KVCacheLayout.compressor_state(2 * dim if layer.overlap else dim)
             return PagedKVCache.allocate(made, blocks[group], per_block[group], device)
 
-        attention = LayerCaches(window, PagedKVCache.allocate(layout, *entries))
+        attention = LayerCaches(window, PagedKVCache.allocate(compressed, *entries))
         if layer.kind is LayerKind.C128A:
             return DeepseekV4Caches(attention, states(layer.head_dim))
         keys = PagedKVCache.allocate(index, *entries)
@@ -389,5 +396,5 @@ def _index_layout(geometry: ModelGeometry, layout: KVCacheLayout) -> KVCacheLayo
     dim, rope = geometry.index_head_dim, geometry.rope_dim
     if not layout.is_quantised:
         return KVCacheLayout.rows(dim - rope, rope, dtype=layout.dtype)
-    assert layout.fp8_format is not None
-    return KVCacheLayout.index_fp8(dim, fp8_format=layout.fp8_format)
+    # fp4 records name no dialect of fp8
+    return KVCacheLayout.index_fp8(dim, fp8_format=layout.fp8_format or Fp8Format.OCP)

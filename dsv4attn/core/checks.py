@@ -29,6 +29,7 @@ __all__ = [
     "check_compressed",
     "check_insert",
     "check_keys",
+    "check_metadata",
     "check_output",
     "check_projection",
     "check_same_device",
@@ -87,7 +88,7 @@ def check_call(
         return
     part = None if metadata.compressed is None else metadata.compressed.block_table
     check_same_device(q, **{"metadata.swa": metadata.swa.block_table, "metadata.compressed": part})
-    _check_metadata(metadata, caches, layer, limits, q.shape[0])
+    check_metadata(metadata, caches, layer, limits, q.shape[0])
     if layer.kind is LayerKind.C4A:
         check_topk("topk_indices", topk_indices, layer)
         assert topk_indices is not None
@@ -154,7 +155,7 @@ def check_same_device(q: Tensor, like: str = "q", /, **others: Tensor | None) ->
             raise ArgumentError(name, expected=f"a tensor on {q.device}, like {like}", actual=f"one on {tensor.device}")
 
 
-def _check_metadata(
+def check_metadata(
     metadata: AttentionMetadata, caches: LayerCaches, layer: LayerGeometry, limits: Limits, rows: int
 ) -> None:
     """Check that metadata was built for this layer, these caches and these limits."""

@@ -12,7 +12,7 @@ from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.metadata import AttentionMetadata
 from dsv4attn.core.weights import dense_weight
 
-__all__ = ["Compressor"]
+__all__ = ["Compressor", "LatentCompressor"]
 
 
 class Compressor:
@@ -31,8 +31,8 @@ class Compressor:
         linear: Linear,
     ) -> None:
         self._layer, self._table, self._steps, self._linear = layer, cos_sin_cache, steps, linear
-        # copies, made once: kv first, scores second
-        self._projection = torch.cat([dense_weight(getattr(weights, name), name).float() for name in ("wkv", "wgate")])
+        self._projection = _projection(weights)
+        assert weights.ape is not None
         self._ape, self._norm = weights.ape.float().contiguous(), weights.norm.contiguous()
         if not takes_bf16_norm(steps):
             self._norm = self._norm.float()
@@ -59,6 +59,7 @@ class Compressor:
         swa, compressed, state = metadata.swa, metadata.compressed, metadata.state
         assert compressed is not None
         assert state is not None
+        assert state.slot_mapping is not None
         tokens, layer = swa.num_actual_tokens, self._layer
         positions = positions[:tokens]
         kv, score = self._linear(hidden_states[:tokens].float(), self._projection).split(self.width, -1)
@@ -76,3 +77,77 @@ class Compressor:
             cache,
             overlap=layer.overlap,
         )
+
+
+class LatentCompressor:
+    """The compressor of a layer of DeepSeek-V4.1: latents, from which keys and index keys are stored.
+
+    Arguments are those of `Compressor`. Projections and the norm are fp32, whatever the dtype of the model.
+    """
+
+    def __init__(
+        self,
+        layer: LayerGeometry,
+        weights: CompressorWeights,
+        cos_sin_cache: Tensor,
+        steps: LayerSteps,
+        linear: Linear,
+    ) -> None:
+        self._layer, self._table, self._steps, self._linear = layer, cos_sin_cache, steps, linear
+        self._projection, self._norm = _projection(weights), weights.norm.float().contiguous()
+
+    @property
+    def width(self) -> int:
+        """D - channels of the kv of a token."""
+        return self._norm.shape[0]
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        states: PagedKVCache | None,
+        cache: PagedKVCache,
+    ) -> Tensor:
+        """Latents [T, D] bf16 of the tokens of a step, whose entries are stored.
+
+        Rows of tokens that complete no entry are zero. states: the ring of each request, on layers whose entries have
+        several tokens; `metadata.state` has its blocks. Other arguments are those of `Compressor`.
+        """
+        swa, compressed, state, layer = metadata.swa, metadata.compressed, metadata.state, self._layer
+        assert compressed is not None
+        tokens, norm = swa.num_actual_tokens, (self._norm, layer.eps)
+        positions, request = positions[:tokens], swa.token_to_req_indices
+        made = self._linear(hidden_states[:tokens].float(), self._projection)
+        if layer.has_states:
+            assert states is not None
+            assert state is not None
+            kv, score = made.split(self.width, -1)
+            ring = states, state.block_table
+            latents = self._steps.compress_latents(kv, score, positions, request, *norm, layer.compress_ratio, *ring)
+        else:
+            latents = self._steps.compress_latents(made, None, positions, request, *norm, layer.compress_ratio)
+        self.store(latents, positions, metadata, None, cache)
+        return latents
+
+    def store(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        norm_weight: Tensor | None,
+        cache: PagedKVCache,
+    ) -> None:
+        """Store rows [T, d] of the tokens that complete an entry: latents as keys, or what becomes index keys."""
+        compressed, layer = metadata.compressed, self._layer
+        assert compressed is not None
+        tokens = metadata.swa.num_actual_tokens
+        norm = norm_weight, layer.eps, self._table
+        slots = compressed.slot_mapping[:tokens]
+        self._steps.norm_rope_store(x, positions[:tokens], slots, *norm, layer.compress_ratio, cache)
+
+
+def _projection(weights: CompressorWeights) -> Tensor:
+    """A copy of the weights of kv, and behind them of the scores, made once: fp32."""
+    parts = {"wkv": weights.wkv, "wgate": weights.wgate}
+    return torch.cat([dense_weight(value, name).float() for name, value in parts.items() if value is not None])

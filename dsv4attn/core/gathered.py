@@ -69,7 +69,7 @@ class GatheredCall(BackendCall):
             gather_lens.copy_(from_batch[1])
             starts.copy_(query_starts)
             if chunk.is_slice:  # no earlier than the request's own first row
-                gather_lens.sub_(chunk.tail).clamp_(max=t + layer.window - 1)
+                gather_lens.sub_(chunk.tail).clamp_(0, t + layer.window - 1)
                 starts[1:].copy_(starts[:1]).add_(t)
             if entries is not None:
                 torch.div(seq_lens, layer.compress_ratio, rounding_mode="floor", out=entry_lens)

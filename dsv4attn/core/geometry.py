@@ -145,6 +145,11 @@ class ModelGeometry:
         """One layer of each kind and ratio, in the order swa, c4a, c128a, and of the model for several ratios."""
         return tuple(self._layer(*each) for kind in LayerKind for each in dict.fromkeys(self.layers) if each[0] is kind)
 
+    def layers_of_kind(self, kind: LayerKind | str) -> tuple[LayerGeometry, ...]:
+        """One layer of each ratio of a kind. Raises UnknownNameError as `layer_of_kind` does."""
+        found = tuple(layer for layer in self.distinct_layers if layer.kind == kind)
+        return found or (self.layer_of_kind(kind),)
+
     def sources(self, index: int) -> LayerSources:
         """Whose compressed cache and selected entries layer `index` reads; by default its own."""
         kind = self.layer(index).kind

@@ -14,6 +14,10 @@ __all__ = ["HyperConnections"]
 class HyperConnections:
     """Hyper-connections of one sublayer: `pre` makes its input from the streams, `post` puts its output back.
 
+    In V4.1 the input is weighed by the pre of the sublayer before: `pre_delayed` and `after_delayed` take it and return
+    their own, and the pre of the last sublayer of the network collapses the streams. steps: complete for these, as
+    `definitions.complete_steps` has them.
+
     norm_weight: [d] - of the RMSNorm in front of the sublayer, or None. Raises ArgumentError unless the weights have
     the shapes of the model.
     """
@@ -45,3 +49,17 @@ class HyperConnections:
     def post(self, x: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         """New streams [T, n, d] from the output x [T, d] of this sublayer."""
         return self._steps.mhc_post(x, streams, post, comb)
+
+    def pre_delayed(self, streams: Tensor, previous_pre: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """V4.1: (pre [T, n], post, comb, input) of streams [T, n, d]. previous_pre: None in the first sublayer."""
+        return self._steps.mhc_pre_delayed(streams, previous_pre, *self._mixes)
+
+    def after_delayed(
+        self, other: Tensor, streams: Tensor, post: Tensor, comb: Tensor, previous_pre: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """V4.1: (new streams, pre, post, comb, input) from the output `other` of the sublayer before, and its pre."""
+        return self._steps.mhc_fused_post_pre_delayed(other, streams, post, comb, previous_pre, *self._mixes)
+
+    def collapse(self, streams: Tensor, pre: Tensor) -> Tensor:
+        """V4.1: [T, d] of the last streams [T, n, d], by the pre [T, n] that the last sublayer returned."""
+        return self._steps.mhc_collapse(streams, pre)

@@ -1,11 +1,13 @@
-"""`Indexer`: selects the compressed entries that each token of a c4a layer attends to."""
+"""`Indexer`: selects the compressed entries that each token of a c4a layer attends to; `Candidates` of two levels."""
 
 from __future__ import annotations
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.compressor import Compressor
+from dsv4attn.core.compressor import Compressor, LatentCompressor
+from dsv4attn.core.context_parallel.selection import SelectTopk
 from dsv4attn.core.device import is_capturing
 from dsv4attn.core.geometry import LayerGeometry, ModelGeometry
 from dsv4attn.core.layer_ops import LayerSteps, Linear
@@ -15,14 +17,32 @@ from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
 from dsv4attn.core.weights import dense_weight
 
-__all__ = ["Indexer"]
+__all__ = ["Candidates", "Indexer"]
+
+
+@frozen(eq=False)
+class Candidates:
+    """Candidate blocks of the tokens of a step, which one indexer publishes and later ones are restricted to.
+
+    blocks: [max tokens, N] int32 - numbers of the blocks of each token, -1 for none.
+    block_size: compressed entries of a block.
+    """
+
+    blocks: Tensor
+    block_size: int
+
+    def is_void(self, entries: int) -> bool:
+        """Whether all blocks of so many entries are candidates, so that nothing is restricted."""
+        return -(-entries // self.block_size) <= self.blocks.shape[1]
 
 
 class Indexer:
     """The indexer of one layer.
 
     shortcut: whether selection is skipped where every token sees at most K entries: all of them are selected then. Not
-    for deterministic layers, as it also selects entries whose score is NaN.
+    for deterministic layers, as it also selects entries whose score is NaN. latents: compressor of the layer, where
+    index keys are made of its latents (V4.1). publishes: candidates that this indexer writes. restricts: candidates
+    of another indexer that this one selects from. select_topk: instead of that of the steps.
     """
 
     def __init__(
@@ -36,14 +56,23 @@ class Indexer:
         linear: Linear,
         *,
         shortcut: bool = True,
+        latents: LatentCompressor | None = None,
+        publishes: Candidates | None = None,
+        restricts: Candidates | None = None,
+        select_topk: SelectTopk | None = None,
     ) -> None:
         self._heads, self._topk, self._ratio = geometry.index_n_heads, layer.topk, layer.compress_ratio
         self._limits, self._table, self._steps, self._linear = limits, cos_sin_cache, steps, linear
         self._wq_b, self._weights_proj = (
             dense_weight(getattr(weights, name), f"indexer.{name}") for name in ("wq_b", "weights_proj")
         )
-        self._shortcut = shortcut
-        self.compressor = Compressor(layer, weights.compressor, cos_sin_cache, steps, linear)
+        self._shortcut, self._select_topk = shortcut, select_topk
+        self._latents, self._publishes, self._restricts = latents, publishes, restricts
+        self.compressor = None
+        if weights.compressor is not None:
+            self.compressor = Compressor(layer, weights.compressor, cos_sin_cache, steps, linear)
+        self._wk = None if weights.wk is None else dense_weight(weights.wk, "indexer.wk")
+        self._k_norm = None if weights.k_norm is None else weights.k_norm.float().contiguous()
 
     def __call__(
         self,
@@ -51,23 +80,34 @@ class Indexer:
         qr: Tensor,
         positions: Tensor,
         metadata: AttentionMetadata,
-        states: PagedKVCache,
+        states: PagedKVCache | None,
         keys: PagedKVCache,
         topk_indices: Tensor,
+        latents: Tensor | None = None,
     ) -> None:
         """Store the index keys of a step, and write the selected entries of each token to `topk_indices` [>= T, K].
 
-        hidden_states: [T', hidden]. qr: [T', q_lora_rank], the normalised latent of q. positions: [T'] int64. states,
-        keys: the indexer's caches.
+        hidden_states: [T', hidden]. qr: [T', q_lora_rank], the normalised latent of q. positions: [T'] int64. states:
+        of the indexer's compressor, if it has one. keys: index keys; an indexer over the keys of another layer stores
+        none. latents: [T, D] of the layer's compressor (V4.1).
         """
-        self.compressor(hidden_states, positions, metadata, states, keys)
+        if self.compressor is not None:
+            assert states is not None
+            self.compressor(hidden_states, positions, metadata, states, keys)
+        elif self._latents is not None:
+            assert latents is not None
+            assert self._wk is not None
+            self._latents.store(self._linear(latents, self._wk), positions, metadata, self._k_norm, keys)
         compressed = metadata.compressed
         assert compressed is not None
         tokens, out = metadata.swa.num_actual_tokens, topk_indices[: metadata.swa.num_actual_tokens]
         capturing = is_capturing(hidden_states.device)
         # a graph is replayed with longer contexts
         longest = (self._limits.max_model_len if capturing else compressed.max_seq_len) // self._ratio
-        if self._shortcut and not capturing and longest <= self._topk:
+        publishes, restricts = (
+            None if given is None or given.is_void(longest) else given for given in (self._publishes, self._restricts)
+        )
+        if self._shortcut and not capturing and longest <= self._topk and publishes is restricts is None:
             numbers = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
             out.copy_(torch.where(numbers < compressed.compressed_lens[:, None], numbers, -1))
             return
@@ -75,4 +115,11 @@ class Indexer:
         weights = self._linear(hidden_states[:tokens], self._weights_proj)
         query = self._steps.indexer_q_rope_quant(q, weights, positions[:tokens], self._table, keys.layout)
         maps = compressed.block_table, compressed.req_id_per_token, compressed.compressed_lens
-        self._steps.select_topk(query, keys, *maps, out, longest)
+        if publishes is not None:
+            found = publishes.blocks[:tokens], publishes.block_size
+            self._steps.select_candidates(query, keys, *maps, *found, longest)
+        if restricts is not None:
+            found = restricts.blocks[:tokens], restricts.block_size
+            self._steps.select_topk_of_candidates(query, keys, *maps, *found, out, longest)
+        else:
+            (self._select_topk or self._steps.select_topk)(query, keys, *maps, out, longest)

@@ -56,6 +56,18 @@ def positions_of(query_start_loc: Tensor, seq_lens: Tensor, token_to_req: Tensor
     return tokens + (seq_lens - query_start_loc[1:]).long()[token_to_req]
 
 
+def skip_replayed(
+    query_start_loc: Tensor, seq_lens: Tensor, token_to_req: Tensor, replay_start: Tensor, ratio: int, slots: Tensor
+) -> None:
+    """Set the slots [>= T] of entries with a token before `replay_start` [>= R] to -1: V4.1's ring has lost its state.
+
+    Such an entry is in the cache, as the tokens before `replay_start` are. token_to_req: [T] int32.
+    """
+    request = token_to_req.long()
+    first = positions_of(query_start_loc, seq_lens, request) // ratio * ratio
+    slots[: first.shape[0]].masked_fill_(first < replay_start.long()[request], -1)
+
+
 def _translate(local: Tensor, visible: Tensor, table: Tensor, request: Tensor, block_size: int) -> Tensor:
     """Slots of record numbers `local` [T, K] of each token's request; -1 where not visible or without a block."""
     column = torch.div(local, block_size, rounding_mode="floor")

@@ -7,7 +7,7 @@ compiles with `fullgraph=True`, and the metadata of the step is looked up when t
 from __future__ import annotations
 
 import itertools
-from functools import lru_cache
+from functools import lru_cache, partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.checks import check_bound, check_cache, check_compressed, check_insert
 from dsv4attn.core.context import get_forward_context
+from dsv4attn.core.context_parallel import ContextParallel, forward_mqa_over_ranks
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
@@ -43,8 +44,9 @@ class DeepseekV4MLAAttention:
     swa_prefix: key of its window metadata, by default `prefix + ".swa_cache"`. attn_sink: [H] fp32, or None for none.
     cos_sin_cache: [positions, rope_dim] fp32 of this layer's own table (`core.rope.cos_sin_cache`).
     topk_indices_buffer: [max tokens, K] int32, filled by the indexer before each call; c4a layers only. swa_layout,
-    compressed_layout: required layouts of the caches; None: any. workspace: default: the context's manager. Raises
-    ArgumentError unless the arguments fit the layer.
+    compressed_layout: required layouts of the caches; None: any. workspace: default: the context's manager.
+    context_parallel: ranks that share the compressed cache, with metadata of an `OwnedMetadataBuilder`; None: one has
+    it all. Raises ArgumentError unless the arguments fit the layer.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class DeepseekV4MLAAttention:
         swa_layout: KVCacheLayout | None = None,
         compressed_layout: KVCacheLayout | None = None,
         workspace: WorkspaceManager | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
         """Hold everything, run nothing."""
         check_bound(backend, geometry, limits, attn_sink, cos_sin_cache, topk_indices_buffer)
@@ -71,6 +74,10 @@ class DeepseekV4MLAAttention:
         self.geometry, self.limits, self.backend = _one(geometry), limits, backend
         self.attn_sink, self.cos_sin_cache, self.topk_indices_buffer = attn_sink, cos_sin_cache, topk_indices_buffer
         self.swa_layout, self.compressed_layout, self.workspace = swa_layout, compressed_layout, workspace
+        cure = "pass a ContextParallel(group), or None"
+        if context_parallel is not None:
+            check_type("context_parallel", context_parallel, ContextParallel, cure=cure)
+        self.context_parallel = context_parallel if self.geometry.has_entries else None
         self.caches: LayerCaches | None = None
         self.handle = f"{prefix}#{next(_count)}"
         _layers[self.handle] = self
@@ -86,8 +93,14 @@ class DeepseekV4MLAAttention:
         return self.geometry.scale
 
     def bind_kv_cache(self, swa: PagedKVCache, compressed: PagedKVCache | None = None) -> None:
-        """Bind the caches. Raises LayoutMismatchError unless they have the dims and layouts of the layer."""
+        """Bind the caches. Raises LayoutMismatchError unless they have the dims and layouts of the layer.
+
+        With `context_parallel` all ranks must bind at the same time: each raises ArgumentError, with the rank that
+        differs, unless all ranks have the same geometry, limits, layouts, page sizes and numbers of compressed pages.
+        """
         caches = LayerCaches(swa, compressed)
+        if self.context_parallel is not None:
+            self.context_parallel.check_bound(self.prefix, self.geometry, self.limits, caches)
         check_cache("swa cache", swa, self.geometry)
         check_layout(swa.layout, self.swa_layout or swa.layout, f"swa cache of {self.prefix}")
         if self.geometry.kind is not LayerKind.SWA:
@@ -153,7 +166,8 @@ def _qnorm_rope_kv_insert(q: Tensor, kv: Tensor, positions: Tensor, layer: str) 
 
 def _forward_mqa(q: Tensor, kv: Tensor, positions: Tensor, output: Tensor, layer: str) -> None:
     bound, caches, metadata = _current(layer)
-    forward_mqa(
+    run = forward_mqa if bound.context_parallel is None else partial(forward_mqa_over_ranks, bound.context_parallel)
+    run(
         q,
         caches,
         metadata,

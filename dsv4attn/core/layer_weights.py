@@ -9,7 +9,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, LayerRole, ModelGeometry
 from dsv4attn.core.weights import Weight
 from dsv4attn.errors import ArgumentError, did_you_mean
 
@@ -21,14 +21,14 @@ class CompressorWeights:
     """Weights of a compressor of d dims. w is 2 d with overlap, d without.
 
     wkv: [w, hidden] - of kv.
-    wgate: [w, hidden] - of the scores.
-    ape: [r, w] - added to the scores, by the position in a window.
+    wgate: [w, hidden] - of the scores; None with V4.1's ratio 1.
+    ape: [r, w] - added to the scores, by the position in a window; None in V4.1.
     norm: [d] - of the RMSNorm of an entry.
     """
 
     wkv: Weight
-    wgate: Weight
-    ape: Tensor
+    wgate: Weight | None
+    ape: Tensor | None
     norm: Tensor
 
 
@@ -38,12 +38,16 @@ class IndexerWeights:
 
     wq_b: [Hi * Di, q_lora_rank] - of its queries, from the latent of q.
     weights_proj: [Hi, hidden] - of the weights of its heads.
-    compressor: of its keys.
+    compressor: of its keys; None in V4.1, whose keys are made of the latents of the layer's compressor.
+    wk: [Di, D] - V4.1: of its keys, from latents, on layers that own a compressed cache.
+    k_norm: [Di] - of the RMSNorm of these keys.
     """
 
     wq_b: Weight
     weights_proj: Weight
-    compressor: CompressorWeights
+    compressor: CompressorWeights | None = None
+    wk: Weight | None = None
+    k_norm: Tensor | None = None
 
 
 @frozen(eq=False)
@@ -58,8 +62,8 @@ class AttentionWeights:
     wo_a: [G * rank, H / G * D] - output, group by group; may be block-scaled fp8.
     wo_b: [hidden, G * rank] - output; may be block-scaled fp8.
     attn_sink: [H] - a logit for each head, or None.
-    compressor: of layers with a compressed cache.
-    indexer: of c4a layers.
+    compressor: of layers that own a compressed cache.
+    indexer: of layers that select entries.
     """
 
     wq_a: Weight
@@ -75,9 +79,9 @@ class AttentionWeights:
 
     @classmethod
     def from_dict(
-        cls, weights: Mapping[str, Weight], geometry: ModelGeometry, layer: LayerGeometry
+        cls, weights: Mapping[str, Weight], geometry: ModelGeometry, layer: LayerGeometry | int
     ) -> AttentionWeights:
-        """Weights by name, such as "wq_a" and "indexer.compressor.ape".
+        """Weights by name, such as "wq_a" and "indexer.compressor.ape". layer: see `weight_shapes`.
 
         Raises ArgumentError for a name that is missing or unknown, and for a weight of another shape.
         """
@@ -87,16 +91,17 @@ class AttentionWeights:
             bare = unknown[0].removesuffix(".weight")
             ends = max((name for name in wanted if f".{bare}".endswith(f".{name}")), key=len, default="")
             meant = f"; did you mean {ends!r}?" if ends else did_you_mean(bare, missing or wanted)
-            expected = f"names of a {layer.kind.value} layer: {', '.join(wanted)}"
+            expected = f"names of a {_shown(geometry, layer)} layer: {', '.join(wanted)}"
             raise ArgumentError("weights", expected=expected, actual=f"{unknown[0]!r}{meant}")
         if missing:
             raise ArgumentError(f"weights[{missing[0]!r}]", expected=f"a weight {wanted[missing[0]]}", actual="nothing")
         own: dict[str, Any] = {name: value for name, value in weights.items() if "." not in name}
-        compressor = _compressor(weights, "compressor.") if layer.kind is not LayerKind.SWA else None
+        compressor = _compressor(weights, "compressor.") if "compressor.wkv" in wanted else None
         indexer = None
-        if layer.kind is LayerKind.C4A:
-            keys = _compressor(weights, "indexer.compressor.")
-            indexer = IndexerWeights(weights["indexer.wq_b"], weights["indexer.weights_proj"], keys)
+        if "indexer.wq_b" in wanted:
+            keys = _compressor(weights, "indexer.compressor.") if "indexer.compressor.wkv" in wanted else None
+            own_keys: list[Any] = [weights.get(f"indexer.{name}") for name in ("wk", "k_norm")]
+            indexer = IndexerWeights(weights["indexer.wq_b"], weights["indexer.weights_proj"], keys, *own_keys)
         made = cls(**own, compressor=compressor, indexer=indexer)
         made.check(geometry, layer)
         return made
@@ -105,8 +110,8 @@ class AttentionWeights:
         """(name, weight) of every weight, as `from_dict` takes them."""
         yield from _named(self, "")
 
-    def check(self, geometry: ModelGeometry, layer: LayerGeometry) -> None:
-        """Raise ArgumentError for a weight that is missing or of another shape, naming it."""
+    def check(self, geometry: ModelGeometry, layer: LayerGeometry | int) -> None:
+        """Raise ArgumentError for a weight that is missing or of another shape, naming it. See `weight_shapes`."""
         found = dict(self.named())
         for name, shape in weight_shapes(geometry, layer).items():
             value = found.pop(name, None)
@@ -121,7 +126,9 @@ class AttentionWeights:
                 shown = type(value).__name__ if actual is None else list(actual)
                 raise ArgumentError(f"weights.{name}", expected=f"shape {list(shape)}", actual=shown, hint=hint)
         for name in found:
-            raise ArgumentError(f"weights.{name}", expected=f"none on a {layer.kind.value} layer", actual="a weight")
+            raise ArgumentError(
+                f"weights.{name}", expected=f"none on a {_shown(geometry, layer)} layer", actual="a weight"
+            )
 
     def shard(self, rank: int, size: int) -> AttentionWeights:
         """The weights of one rank of `size`: heads and output groups are divided, everything else is replicated.
@@ -168,10 +175,15 @@ _SHARDED = {"wq_b": 0, "wo_a": 0, "wo_b": 1, "attn_sink": 0}
 """Weights that are divided among ranks, with the dimension."""
 
 
-def weight_shapes(geometry: ModelGeometry, layer: LayerGeometry) -> dict[str, tuple[int, ...]]:
-    """Shape of every weight of a layer, by name."""
+def weight_shapes(geometry: ModelGeometry, layer: LayerGeometry | int) -> dict[str, tuple[int, ...]]:
+    """Shape of every weight of a layer, by name.
+
+    layer: its number. Its geometry serves where that says all, which is not so where layers share compressed caches:
+    there the role of a layer says which weights it has.
+    """
+    layer, role = _resolved(geometry, layer)
     hidden, lora, dim, heads = geometry.hidden_size, geometry.q_lora_rank, layer.head_dim, layer.num_heads
-    rank, groups = geometry.o_lora_rank, geometry.o_groups
+    rank, groups, index_dim = geometry.o_lora_rank, geometry.o_groups, geometry.index_head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "wq_a": (lora, hidden),
         "q_norm": (lora,),
@@ -186,19 +198,44 @@ def weight_shapes(geometry: ModelGeometry, layer: LayerGeometry) -> dict[str, tu
     def compressor(prefix: str, dim: int) -> dict[str, tuple[int, ...]]:
         width = 2 * dim if layer.overlap else dim
         parts = {"wkv": (width, hidden), "wgate": (width, hidden), "ape": (layer.compress_ratio, width), "norm": (dim,)}
+        if geometry.shared_latent:
+            del parts["ape"]
+        if not layer.has_states:
+            parts.pop("wgate", None)
         return {prefix + name: shape for name, shape in parts.items()}
 
-    if layer.kind is not LayerKind.SWA:
+    owns = role is LayerRole.FULL
+    if owns:
         shapes |= compressor("compressor.", dim)
-    if layer.kind is LayerKind.C4A:
-        shapes["indexer.wq_b"] = geometry.index_n_heads * geometry.index_head_dim, lora
+    if layer.kind is LayerKind.C4A and (owns or role is LayerRole.REINDEX):
+        shapes["indexer.wq_b"] = geometry.index_n_heads * index_dim, lora
         shapes["indexer.weights_proj"] = geometry.index_n_heads, hidden
-        shapes |= compressor("indexer.compressor.", geometry.index_head_dim)
+        if owns and geometry.shared_latent:
+            shapes |= {"indexer.wk": (index_dim, dim), "indexer.k_norm": (index_dim,)}
+        elif owns:
+            shapes |= compressor("indexer.compressor.", index_dim)
     return shapes
 
 
+def _resolved(geometry: ModelGeometry, layer: LayerGeometry | int) -> tuple[LayerGeometry, LayerRole]:
+    """A layer, and its role. Raises ArgumentError if its geometry does not say the role."""
+    if not isinstance(layer, LayerGeometry):
+        return geometry.layer(layer), geometry.sources(layer).role
+    if layer.has_entries and geometry.sharing is not None:
+        expected = f"the number of the layer, as layers of {geometry.name} share compressed caches"
+        hint = "pass i, not geometry.layer(i): the role of layer i says which weights it has"
+        raise ArgumentError("layer", expected=expected, actual="a LayerGeometry", hint=hint)
+    return layer, LayerRole.FULL if layer.has_entries else LayerRole.WINDOW_ONLY
+
+
+def _shown(geometry: ModelGeometry, layer: LayerGeometry | int) -> str:
+    """The kind of a layer; its role too where layers share compressed caches."""
+    found, role = _resolved(geometry, layer)
+    return found.kind.value if geometry.sharing is None else f"{role.value} {found.kind.value}"
+
+
 def _compressor(weights: Mapping[str, Weight], prefix: str) -> CompressorWeights:
-    parts: list[Any] = [weights[prefix + name] for name in ("wkv", "wgate", "ape", "norm")]
+    parts: list[Any] = [weights.get(prefix + name) for name in ("wkv", "wgate", "ape", "norm")]
     return CompressorWeights(*parts)
 
 

@@ -53,10 +53,13 @@ class Batch:
     compressed_block_table: [R, _] int32 - blocks of the compressed caches: position p is in column
        p // compressed_block_tokens. None where only window-only layers run.
     c4a_state_block_table: [R, _] int32 - blocks of the compressor states of c4a layers, of the indexer's too. Only
-       blocks that overlap a window of the compressor need to be alive. None where the engine compresses itself.
+       blocks that overlap a window of the compressor need to be alive. In V4.1 a ring of N blocks for each request,
+       with position p in row p % (N * block size) and rows for the ratio and all drafts; a table that grows with the
+       request is such a ring too. None where the engine compresses itself, and where all entries have one token.
     c128a_state_block_table: [R, _] int32 - the same of c128a layers.
     replay_start: [_] int32 - first position of each request that may be in a window, as the keys before it are not in
-       the window cache; at least R elements. None: 0, all positions.
+       the window cache; at least R elements. None: 0, all positions. V4.1: entries that have a token before it are in
+       their caches, and are not written again.
     causal: whether a token of a decode request sees the window up to itself. If not, its query tokens are a draft
        block: each sees the W tokens before the block, and the whole block, for which `Limits.decode_window_columns`
        needs W and the block's tokens. Prefill requests are causal either way, and so are compressed entries.
@@ -232,12 +235,13 @@ class CompressorMetadata:
 
     block_size: records per block of the state caches.
     block_table: [R, N] int32 - of the batch.
-    slot_mapping: [S] int64 - state slot of each token, -1 for padding.
+    slot_mapping: [S] int64 - state slot of each token, -1 for padding. None where the states of a request are a ring
+       (V4.1): the token at position p has the row p % (N * block_size) of its blocks.
     """
 
     block_size: int
     block_table: Tensor = tensor("R N", torch.int32)
-    slot_mapping: Tensor = tensor("S", torch.int64)
+    slot_mapping: Tensor | None = tensor("S", torch.int64, optional=True)
 
     def __attrs_post_init__(self) -> None:
         check_declared(self)

@@ -19,6 +19,7 @@ from dsv4attn.testing.mixing import (
     runs_post,
     runs_pre,
 )
+from dsv4attn.testing.ranking import selects_over_ranks
 from dsv4attn.testing.rows import FAR_POSITIONS
 from dsv4attn.testing.scenes import flash, layout
 from dsv4attn.testing.selecting import Selecting, judge_selection, run_selection, select_entries, sum_bits
@@ -116,6 +117,13 @@ def selection_cases() -> Iterator[Case]:
     yield _case("select-requests", "T1 F7", says, many, select_entries)
     says = "1,031 tokens of one request in one step"
     yield _case("select-1031", "T1 F7", says, selecting(requests=((0, 1031),), topk=16, heads=2), select_entries)
+    for ranks, name, scene in (
+        (2, "fp8", selecting()),
+        (3, "few", selecting("fp32", topk=512, requests=((0, 9), (1, 1), (1500, 3)), padding=2)),
+        (3, "nan", selecting("mxfp4", nan=True, topk=200)),
+    ):
+        says = f"{ranks} ranks with a part of the entries each propose theirs: the best of all are those of one rank"
+        yield _case(f"select-ranks-{name}", "T7", says, scene, selects_over_ranks(ranks))
     says = "no tokens select nothing"
     yield _case("select-none", "T4", says, selecting(requests=((300, 0),)), select_entries)
 

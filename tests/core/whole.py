@@ -46,7 +46,7 @@ def random_weights(
 ) -> dict[str, Tensor]:
     """Weights of a layer by name: matrices with outputs of unit size, norms around 1."""
     generator, made = torch.Generator().manual_seed(1000 * seed + index), {}
-    for name, shape in weight_shapes(geometry, geometry.layer(index)).items():
+    for name, shape in weight_shapes(geometry, index).items():
         value = torch.randn(shape, generator=generator)
         if name.endswith("norm"):
             value = 1 + 0.2 * value
@@ -75,11 +75,13 @@ class Whole:
         self.limits = limits or Limits(4, 64, 256)
         self.geometry, self.dtype, self.device = geometry, dtype, device
         self.manager = CacheManager(geometry, self.limits, layout, backend=backend, device=device, **options)
-        self.workspace, self.layers = WorkspaceManager(device), []
+        self.workspace, self.layers = WorkspaceManager(device), list[DeepseekV4Attention]()
+        self.weights: dict[int, Mapping[str, Any]] = {}
         for i in range(geometry.num_layers):
             given = (weights or {}).get(i) or random_weights(geometry, i, dtype=dtype, device=device)
-            made = AttentionWeights.from_dict(given, geometry, geometry.layer(i))
-            common = {"workspace": self.workspace, **(layer_options or {})}
+            self.weights[i] = given
+            made = AttentionWeights.from_dict(given, geometry, i)
+            common = {"workspace": self.workspace, "sources": self.layers, **(layer_options or {})}
             layer = DeepseekV4Attention(f"layers.{i}", geometry, i, self.limits, backend, made, **common)
             layer.bind_kv_cache(self.manager.caches[i])
             self.layers.append(layer)

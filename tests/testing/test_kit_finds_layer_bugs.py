@@ -136,7 +136,7 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "ties to the higher entry": (
         slip(SELECT, patched=((selection, "better", wrong.higher_first),)),
-        "select-fp8,select-zeros",
+        "select-fp8,select-zeros,select-ranks-fp8",
     ),
     "-0 below 0": (slip(SELECT, patched=((selection, "scores", wrong.bits_ordered),)), "select-zeros"),
     "NaN selected": (
@@ -154,6 +154,10 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
     "512 entries looked at": (
         slip(SELECT, with_(max_entries=lambda a: min(a["max_entries"], 512))),
         "select-fp8,select-512,select-1024,scores-fp8",
+    ),
+    "selected by numbers of whole sequences": (
+        slip(SELECT, with_(visible_lens=lambda a: a["visible_lens"] * 2)),
+        "select-ranks-fp8,select-ranks-few",
     ),
     "1,024 entries looked at": (
         slip(SELECT, with_(max_entries=lambda a: min(a["max_entries"], 1024))),

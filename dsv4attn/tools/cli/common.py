@@ -103,7 +103,8 @@ def chosen_backend(
     """
     from dsv4attn.selection import load_backend, registered, resolve, select_backend
 
-    problems = [Problem.of(geometry, kind, phase, **facts) for phase in PHASES for kind in kinds]
+    layers = [layer for kind in kinds for layer in geometry.layers_of_kind(kind)]
+    problems = [Problem.of(layer, phase=phase, **facts) for phase in PHASES for layer in layers]
     if name is not None and name != AUTO and "=" not in name:
         registered(name)
     chosen = {

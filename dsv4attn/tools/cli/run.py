@@ -26,7 +26,7 @@ _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 @click.command(short_help="Serve a request trace through attention layers, checked while it runs.")
 @click.option(
-    "--model", metavar="NAME", default="flash", show_default=True, help="flash, pro, or a config.json or its folder."
+    "--model", metavar="NAME", default="flash", show_default=True, help="flash, pro, v4.1-flash, or a config.json."
 )
 @click.option(
     "--trace", metavar="FILE", help="Mooncake JSONL, or Azure or BurstGPT CSV.  [default: a small built-in one]"
@@ -164,8 +164,8 @@ def _tokens_to_select(geometry: ModelGeometry) -> int | None:
 
     if LayerKind.C4A not in geometry.kinds:
         return None
-    layer = geometry.layer_of_kind(LayerKind.C4A)
-    return layer.compress_ratio * (layer.topk + 1)
+    layers = (layer for layer in geometry.distinct_layers if layer.kind is LayerKind.C4A)
+    return max(layer.compress_ratio * (layer.topk + 1) for layer in layers)
 
 
 def _requests(

@@ -26,7 +26,7 @@ from dsv4attn.tools.replay.request import Request, check_count
 from dsv4attn.tools.replay.results import Report
 from dsv4attn.tools.replay.scheduler import Scheduler, Step
 from dsv4attn.tools.replay.weights import RandomWeights
-from dsv4attn.tools.replay.whole import WholeLane, caches_of, pages_of
+from dsv4attn.tools.replay.whole import WholeLane, caches_of, one_of_each, pages_of
 from dsv4attn.tools.replay.workload import Tokens, Workload
 
 __all__ = ["CACHES", "INDEXERS", "Progress", "Replay", "ReplayConfig"]
@@ -98,7 +98,10 @@ class Replay:
         if config.indexer not in INDEXERS:
             raise UnknownNameError("indexer", config.indexer, INDEXERS)
         whole = config.indexer == "real"
-        layers = [geometry.layer_of_kind(kind) for kind in config.kinds or geometry.kinds]
+        if geometry.shared_latent and not whole:
+            hint = "layers of V4.1 are run whole; leave out --indexer"
+            raise ArgumentError("indexer", expected="'real'", actual=repr(config.indexer), hint=hint)
+        layers = [layer for kind in config.kinds or geometry.kinds for layer in geometry.layers_of_kind(kind)]
         layout, dtype = _layout_of(config.cache, geometry)
         self._limits = limits = _limits_of(self.requests, geometry, config, backend)
         pages = [PageBytes.of(layer, layout, config.block_size) for layer in layers]
@@ -141,12 +144,12 @@ class Replay:
         self._lanes: Sequence[AnyLane]
         if whole:
             manager = caches_of(geometry, layers, limits, layout, sizes, config.block_size, backend)
-            weights = RandomWeights(geometry, config.seed)
+            weights = RandomWeights(manager.geometry, config.seed)
             self._builder = manager.builder
             self._lanes = [WholeLane(i, setting, manager, weights, plan) for i, plan in enumerate(plans)]
         else:
             self._builder = MetadataBuilder(
-                geometry,
+                one_of_each(geometry, layers),
                 limits,
                 swa_block_size=config.block_size,
                 compressed_block_tokens=COMPRESSED_BLOCK_TOKENS,
@@ -183,11 +186,11 @@ class Replay:
             if step is None:
                 return False
             tokens, batch = self._describe(step)
-            metadata = self._builder.build_for(batch, [lane.layer.kind for lane in self._lanes])
+            metadata = self._builder.build_all(batch)
         done, running, waiting = self._scheduler.counters, self._scheduler.num_running, self._scheduler.num_waiting
         number, served = done.steps + 1, done.prefill_tokens + done.decode_tokens - done.recomputed_tokens
         for i, lane in enumerate(self._lanes, 1):
-            lane.step(number, tokens, metadata[lane.layer.kind], self._other_s)
+            lane.step(number, tokens, metadata[lane.layer.key], self._other_s)
             progress(Progress(served + step.num_tokens * i // len(self._lanes), number, running, waiting))
         with timed(self._other_s, "scheduling"):
             self._scheduler.step_done(step)
@@ -223,6 +226,7 @@ class Replay:
 
     def _report(self, wall_s: float, *, interrupted: bool) -> Report:
         done, config, peaks = self._scheduler.counters, self.config, self._blocks.peaks
+        whole = len(self._lanes) >= len(self.geometry.distinct_layers)
         for lane in self._lanes:
             page, states = lane.page, peaks.get(f"{lane.layer.kind.value}_state", 0)
             used = peaks[WINDOW] * page.window + peaks[COMPRESSED] * page.compressed + states * page.state
@@ -247,6 +251,8 @@ class Replay:
             other_s=self._other_s,
             interrupted=interrupted,
             indexer=config.indexer,
+            records_per_token=self.geometry.entries_per_token if whole else 0.0,
+            readers=sum(self.geometry.sources(i).kv not in (None, i) for i in range(self.geometry.num_layers)),
             longest_request=max(x.input_length + x.output_length for x in self.requests),
         )
 

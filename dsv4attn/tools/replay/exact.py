@@ -34,6 +34,11 @@ class ExactLayer:
         sink = weights.attn_sink
         self.sink = None if sink is None else self._copy(sink)
 
+    @property
+    def rounds_latents(self) -> bool:
+        """Whether entries and index keys are made of latents that are rounded to bf16 (V4.1)."""
+        return self._geometry.shared_latent
+
     def latent(self, hidden: F64) -> F64:
         """[lora] the latent of q of a token: projected, normalised."""
         return self._norm(self._copy(self._weights.wq_a) @ hidden, self._weights.q_norm)
@@ -41,11 +46,13 @@ class ExactLayer:
     def query(self, latent: F64, position: int) -> tuple[F64, F64]:
         """([H, D], [H]) q of a token: projected, normalised, rotated; and how much the norm enlarges errors of a head.
 
-        The second is the root mean square of all heads before their norm, divided by that of each head.
+        The second is the root mean square of all heads before their norm, divided by that of each head. Heads that are
+        not normalised (V4.1) have the root mean square of all.
         """
         raw = (self._copy(self._weights.wq_b) @ latent).reshape(self._layer.num_heads, -1)
         turned = oracle.q_norm_rope(raw, *self._turn(position), self._layer.rope_dim, self._layer.q_eps)
-        return turned, np.sqrt(np.mean(raw**2) / np.mean(raw**2, -1))
+        size = np.sqrt(np.mean(raw**2))
+        return turned, size / np.sqrt(np.mean(raw**2, -1)) if self._layer.q_norm else np.full(len(raw), size)
 
     def key(self, hidden: F64, position: int) -> F64:
         """[D] the window key of a token."""
@@ -63,10 +70,15 @@ class ExactLayer:
 
         Each channel is the mean of its kv over the tokens, weighed by the softmax of its scores; then normalised, and
         rotated to the first position of the entry's own window. With overlap a token of the window before counts by the
-        first half of its channels, a token of the entry's own by the second.
+        first half of its channels, a token of the entry's own by the second. In V4.1 an index key is projected from the
+        entry before its rotation, and normalised.
         """
+        if self._geometry.shared_latent:
+            return self._of_latent(hidden, entry, index=index)
         weights, ratio = self._compressor(index=index), self._layer.compress_ratio
         place = np.array(self.entry_tokens(entry)) % ratio
+        assert weights.wgate is not None
+        assert weights.ape is not None
         kv = hidden @ self._copy(weights.wkv).T
         score = hidden @ self._copy(weights.wgate).T + self._copy(weights.ape)[place]
         if self._layer.overlap:
@@ -76,6 +88,23 @@ class ExactLayer:
         share = np.exp(score - score.max(0))
         row = self._norm((share * kv).sum(0) / share.sum(0), weights.norm)
         return oracle.apply_rope(row, *self._turn(entry * ratio), self._layer.rope_dim)
+
+    def _of_latent(self, hidden: F64, entry: int, *, index: bool) -> F64:
+        """`entry` of V4.1."""
+        weights, indexer = self._weights.compressor, self._weights.indexer
+        assert weights is not None
+        kv = hidden @ self._copy(weights.wkv).T
+        share = np.ones_like(kv)
+        if weights.wgate is not None:
+            score = hidden @ self._copy(weights.wgate).T
+            share = np.exp(score - score.max(0))
+        row = self._norm((share * kv).sum(0) / share.sum(0), weights.norm)
+        if index:
+            assert indexer is not None
+            assert indexer.wk is not None
+            assert indexer.k_norm is not None
+            row = self._norm(self._copy(indexer.wk) @ row, indexer.k_norm)
+        return oracle.apply_rope(row, *self._turn(entry * self._layer.compress_ratio), self._layer.rope_dim)
 
     def index_query(self, latent: F64, hidden: F64, position: int) -> tuple[F64, F64]:
         """([Hi, Di], [Hi]) queries of the indexer, rotated, and weights of its heads with all factors of the score."""

@@ -121,6 +121,15 @@ class _RecordingSteps:
         self._steps.compress_norm_rope_store(*arguments, overlap=overlap)
         self._recorder.watch.lap("compressor")
 
+    def compress_latents(self, *arguments: Any) -> Tensor:  # noqa: ANN401
+        latents = self._steps.compress_latents(*arguments)
+        self._recorder.watch.lap("compressor")
+        return latents
+
+    def norm_rope_store(self, *arguments: Any) -> None:  # noqa: ANN401
+        self._steps.norm_rope_store(*arguments)
+        self._recorder.watch.lap("compressor")
+
     def indexer_q_rope_quant(self, *arguments: Any) -> IndexQuery:  # noqa: ANN401
         query = self._steps.indexer_q_rope_quant(*arguments)
         self._recorder.query = query

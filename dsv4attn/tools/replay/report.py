@@ -110,12 +110,25 @@ def _head(report: Report) -> list[str]:
     return [
         f"{report.model} on backend {report.backend}{f' ({options})' if options else ''}, cache {report.cache}",
         *(["whole layers, with random weights"] if report.indexer == "real" else []),
+        *_cache_lines(report),
         f"trace {report.trace} ({_counted(report.requests, 'request')}, longest {report.longest_request:,} tokens)",
         *([str(report.threads["text"])] if report.threads else []),
         f"{report.finished} of {report.requests} requests finished in {report.steps:,} steps",
         f"{total:,} tokens: {phases}{again if report.preemptions else ''}",
         f"{report.wall_s:.1f} s: {', '.join(f'{name} {seconds:.1f}' for name, seconds in spent.items())}",
     ]
+
+
+def _cache_lines(report: Report) -> list[str]:
+    """What a token of context costs in the whole network, and which layers were not run."""
+    found = []
+    if report.records_per_token:
+        keys = " and as many index keys" if report.readers else ""
+        records = f"{report.records_per_token:g} compressed records{keys}"
+        found.append(f"{report.kv_bytes_per_token:,.0f} bytes of KV per token of context, in all layers: {records}")
+    if report.readers:
+        found.append(f"{report.readers} layers read the compressed caches of others; such layers are not run")
+    return found
 
 
 def _sections(report: Report) -> list[tuple[str, list[tuple[str, list[str]]]]]:
@@ -133,11 +146,12 @@ def _sections(report: Report) -> list[tuple[str, list[tuple[str, list[str]]]]]:
         return row(f"  {_OPERATIONS[name]}", lambda x: f"{x.seconds.operations[name]:.2f} s" if x.tokens else "-")
 
     count = sum(layer.layers_in_model for layer in layers)
+    alike = "layers that own what they read" if report.readers else "layers in the model"
     speed = [
         row("tokens/s", lambda x: f"{x.tokens_per_s:,.0f}" if x.tokens else "-"),
         shares("share of time", report.shares()),
         *map(operation, totals),
-        row("layers in the model", lambda x: str(x.layers_in_model)),
+        row(alike, lambda x: str(x.layers_in_model)),
         shares(f"share of time in {'all ' * (count > 1)}{_counted(count, 'layer')}", report.model_shares()),
         *(
             shares(f"  {_OPERATIONS[name]}: {total:.1%}", [part[name] for part in report.operation_shares()])

@@ -236,6 +236,9 @@ class Report:
     threads: threads of the CPU, cores that may be used, and where the number comes from; `text` has all in words.
     indexer: `real` for whole layers, `random` for attention on random inputs.
     longest_request: tokens of the longest request, prompt and output.
+    records_per_token: compressed records of all layers of the model for a token of context; 0 if not all layer types
+    were run.
+    readers: layers of the model that read the compressed cache of another, and were not run.
     """
 
     model: str
@@ -261,6 +264,13 @@ class Report:
     threads: Mapping[str, object] = field(factory=dict)
     indexer: str = "random"
     longest_request: int = 0
+    records_per_token: float = 0.0
+    readers: int = 0
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of compressed entries and index keys of all layers that were run, for a token of context."""
+        return sum(layer.layers_in_model * layer.kv_bytes_per_token for layer in self.layers)
 
     @property
     def ok(self) -> bool:

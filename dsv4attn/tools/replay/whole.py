@@ -17,7 +17,7 @@ from dsv4attn.core.contract import Backend
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.metadata import AttentionMetadata, LayerKey
 from dsv4attn.core.workspace import WorkspacePlan
 from dsv4attn.tools.replay.check import choose_rows
 from dsv4attn.tools.replay.exact import ExactLayer
@@ -29,7 +29,7 @@ from dsv4attn.tools.replay.weights import RandomWeights
 from dsv4attn.tools.replay.whole_check import Step, WholeChecker, tolerance_of
 from dsv4attn.tools.replay.workload import Tokens
 
-__all__ = ["WholeLane", "caches_of", "pages_of"]
+__all__ = ["WholeLane", "caches_of", "one_of_each", "pages_of"]
 
 
 def pages_of(
@@ -37,8 +37,8 @@ def pages_of(
 ) -> list[PageBytes]:
     """Bytes of a page in the caches of each layer type."""
     # a cache of two pages has the stride of any larger one
-    states = {f"{layer.kind.value}_state": 2 for layer in layers if layer.kind is not LayerKind.SWA}
-    two = PoolSizes(2, 2 if states else 0, states).by_name
+    states = {f"{layer.kind.value}_state": 2 for layer in layers if layer.has_states}
+    two = PoolSizes(2, 2 if any(layer.has_entries for layer in layers) else 0, states).by_name
     made = _manager(geometry, layers, Limits(1, 1, 1), layout, two, block_size)
     return [_page_bytes(caches) for caches in made.caches]
 
@@ -65,9 +65,8 @@ def _manager(
     block_size: int,
     backend: Backend | None = None,
 ) -> CacheManager:
-    one_of_each = evolve(geometry, layers=tuple((layer.kind, layer.compress_ratio) for layer in layers))
     return CacheManager(
-        one_of_each,
+        one_of_each(geometry, layers),
         limits,
         layout,
         num_blocks=pages,
@@ -77,10 +76,27 @@ def _manager(
     )
 
 
+def one_of_each(geometry: ModelGeometry, layers: Sequence[LayerGeometry]) -> ModelGeometry:
+    """The model with these layers only, none of which reads from another."""
+    return evolve(geometry, layers=tuple(layer.key for layer in layers), sharing=None)
+
+
 def _page_bytes(caches: DeepseekV4Caches) -> PageBytes:
     strides = {name: cache.page_stride for name, cache in caches.present.items()}
     entries = strides.get("compressed", 0) + strides.get("index", 0)
     return PageBytes(strides["swa"], entries, strides.get("state", 0) + strides.get("index_state", 0))
+
+
+def name_of(geometry: ModelGeometry, layer: LayerGeometry) -> str:
+    """The name of a layer type: its kind, and its ratio where the kind has several."""
+    several = sum(other.kind is layer.kind for other in geometry.distinct_layers) > 1
+    return f"{layer.kind.value} r={layer.compress_ratio}" if several else layer.kind.value
+
+
+def owners_of(geometry: ModelGeometry, layer: LayerGeometry) -> int:
+    """Layers of a type, without those that read the compressed cache of another."""
+    alike = (i for i, key in enumerate(geometry.layers) if key == layer.key)
+    return sum(geometry.sources(i).kv in (None, i) for i in alike)
 
 
 class WholeLane:
@@ -112,8 +128,8 @@ class WholeLane:
         selects = layer.kind is LayerKind.C4A
         steps_bytes = recorder.layer_steps.transient_bytes(limits.max_num_batched_tokens)
         self.report = LayerReport(
-            kind=layer.kind.value,
-            layers_in_model=setting.workload.geometry.count(layer.kind),
+            kind=name_of(setting.workload.geometry, layer),
+            layers_in_model=owners_of(setting.workload.geometry, layer),
             kv_bytes_per_token=self.page.compressed / COMPRESSED_BLOCK_TOKENS,
             window_bytes_per_sequence=self.page.window_per_sequence(layer, setting.block_size),
             workspace_bytes_planned=sum(plan.lanes.values()),
@@ -138,7 +154,8 @@ class WholeLane:
                 attention.topk_indices[chosen] = -1
         setting.workspace.peaks.clear()
         recorder.start(torch.from_numpy(chosen))
-        with set_forward_context({kind: metadata}):
+        found: dict[LayerKey, AttentionMetadata] = {self.layer.key: metadata}
+        with set_forward_context(found):
             output = attention(hidden, positions)
         recorder.watch.lap("project")
         self.report.workspace_bytes_peak = setting.workspace.peak(self._peaks)

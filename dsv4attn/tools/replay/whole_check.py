@@ -7,7 +7,7 @@ arises and roundings do not add up. For a row of a step:
 - query: its q, normalised and rotated, against the one made of its hidden state; bounded as a key that is stored in the
   dtype of hidden states, and the rounding of the latent is added;
 - entry, index_key: the newest entry that it sees, and one at random, against entries made of the hidden states of their
-  tokens; bounded as keys;
+  tokens; bounded as keys. V4.1 rounds latents to bf16, which adds a rounding to entries and that of a latent to keys;
 - index_query: the indexer's quantised queries times the weights of their heads, against those made of its hidden state;
   bounded as an index key, and the rounding of the latent is added;
 - selection: scores of all entries that it sees, in float64, from the quantised queries and the index keys in the cache.
@@ -54,6 +54,8 @@ __all__ = ["Step", "WholeChecker", "tolerance_of"]
 
 _SAMPLED = 64
 """Elements of an output that are compared."""
+_PROJECTED = 5 * BF16 / math.sqrt(3)
+"""Bound on what the rounding of a row to bf16 adds to a projection of it, relative to its root mean square."""
 _HELD = 2048
 """Recomputed entries that are held: consecutive decode steps see the same newest entry."""
 
@@ -161,8 +163,17 @@ class WholeChecker:
         for name, stored, layout in sources:
             exact = [self._entry(row, e, index=name == "index_key") for e in entries]
             pairs = zip(stored, exact, strict=True)
-            found[name] = max(share(s, v, rounding(v, layout, layer.rope_dim)) for s, v in pairs)
+            bounds = [rounding(v, layout, layer.rope_dim) + self._of_entry_latent(v, name) for v in exact]
+            found[name] = max(share(s, v, bound) for (s, v), bound in zip(pairs, bounds, strict=True))
         return found
+
+    def _of_entry_latent(self, exact: F64, name: str) -> F64 | float:
+        """Bound on what roundings of V4.1's latents to bf16, and of rows before they are rotated, add to an entry."""
+        if not self._exact.rounds_latents:
+            return 0.0
+        rope = self._layer.rope_dim
+        bound = rounding(exact, KVCacheLayout.rows(len(exact) - rope, rope), rope)
+        return bound + (_PROJECTED * math.sqrt(float(np.mean(exact**2))) if name == "index_key" else 0.0)
 
     def _entry(self, row: int, entry: int, *, index: bool) -> F64:
         key = row, entry, index
@@ -229,7 +240,7 @@ class WholeChecker:
     @property
     def _of_latent(self) -> float:
         """Bound on what the rounding of the latent adds to a projection of it, relative to its root mean square."""
-        return 0.0 if self._workload.dtype == torch.float32 else 5 * BF16 / math.sqrt(3)
+        return 0.0 if self._workload.dtype == torch.float32 else _PROJECTED
 
     @property
     def _index_layout(self) -> KVCacheLayout:

@@ -1,0 +1,22 @@
+"""Context parallelism: one sequence over the ranks of a process group, each with a part of the compressed entries."""
+
+from __future__ import annotations
+
+from dsv4attn.core.context_parallel.attention import forward_mqa_over_ranks, merge_over_ranks
+from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder, metadata_builder
+from dsv4attn.core.context_parallel.ownership import Ownership, build_owned_slot_mapping
+from dsv4attn.core.context_parallel.reshard import reshard_cache
+from dsv4attn.core.context_parallel.selection import select_topk_over_ranks
+
+__all__ = [
+    "ContextParallel",
+    "OwnedMetadataBuilder",
+    "Ownership",
+    "build_owned_slot_mapping",
+    "forward_mqa_over_ranks",
+    "merge_over_ranks",
+    "metadata_builder",
+    "reshard_cache",
+    "select_topk_over_ranks",
+]

@@ -1,0 +1,116 @@
+"""`ContextParallel`: the ranks that share the compressed entries of every sequence, and what they send each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+from torch import Tensor, distributed
+
+from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
+from dsv4attn.core.context_parallel.ownership import Ownership
+from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.values import at_least, shown
+from dsv4attn.errors import ArgumentError, ContextParallelError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["PIECE_BYTES", "ContextParallel"]
+
+PIECE_BYTES = 32 * 2**20
+"""Most bytes that a rank receives in one exchange, unless one token needs more."""
+
+
+def _all_gather(*tensors: Tensor, group: ProcessGroup) -> None:
+    """Gather one tensor of every rank in another, by torch's name for it; newer releases call the first one so."""
+    name = "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"
+    getattr(distributed, name)(*tensors, group=group)
+
+
+@frozen(eq=False, slots=False)
+class ContextParallel:
+    """A process group whose ranks hold a part of every compressed cache and of the index keys each.
+
+    Windows and compressor states are on every rank. All ranks run the same steps with the same tokens.
+
+    group: of torch.distributed, gloo or NCCL; this rank is one of its ranks.
+    interleave: consecutive entries of one rank, see `Ownership`. It divides the records in every compressed page.
+    """
+
+    group: ProcessGroup
+    interleave: int = field(default=1, validator=at_least(1))
+
+    def __attrs_post_init__(self) -> None:
+        if not (distributed.is_available() and isinstance(self.group, distributed.ProcessGroup)):
+            expected = "a ProcessGroup of torch.distributed that has this rank"
+            hint = "pass torch.distributed.group.WORLD, or what new_group() returned on a rank of the group"
+            raise ArgumentError("group", expected=expected, actual=shown(self.group), hint=hint)
+
+    @cached_property
+    def ownership(self) -> Ownership:
+        """Which entries this rank holds."""
+        return Ownership(self.group.rank(), self.group.size(), self.interleave)
+
+    def gather(self, mine: Tensor, what: str) -> Tensor:
+        """[ranks, ...] a contiguous tensor of every rank, in the order of ranks; all have the same shape and dtype.
+
+        what: names the tensor in errors. Raises ContextParallelError if a rank is gone, or does not send in the time
+        that the group was made with.
+        """
+        ranks = self.ownership.size
+        found = mine.new_empty(ranks * mine.shape[0], *mine.shape[1:])
+        with self._explained(what):
+            _all_gather(found, mine, group=self.group)
+        return found.view(ranks, *mine.shape)
+
+    def pieces(self, rows: int, row_bytes: int) -> Iterator[slice]:
+        """Cut rows of a tensor so that the pieces of all ranks stay within PIECE_BYTES."""
+        step = max(PIECE_BYTES // (row_bytes * self.ownership.size), 1)
+        return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+    def check_same(self, what: str, facts: Mapping[str, object]) -> None:
+        """Raise ArgumentError on every rank, with the first rank that differs, unless all ranks have the same facts.
+
+        what: the thing that the facts are about; a layer, say. Every rank must call it, in the same order.
+        """
+        mine = {"group size": self.ownership.size, "interleave": self.interleave, **facts}
+        found: list[tuple[str, dict[str, object]]] = [("", {})] * self.ownership.size
+        with self._explained(f"the fingerprint of {what}"):
+            distributed.all_gather_object(found, (what, mine), group=self.group)
+        (first, wanted), *others = found
+        for rank, (name, given) in enumerate(others, 1):
+            named = [("layer", first, name)] if name != first else []
+            for key, here, there in [*named, *((key, wanted.get(key), given.get(key)) for key in {**wanted, **given})]:
+                if here != there:
+                    expected, hint = f"{here}, as rank 0 has", "give all ranks of the group the same"
+                    raise ArgumentError(
+                        f"{first}: {key}", expected=expected, actual=f"{there} on rank {rank}", hint=hint
+                    )
+
+    def check_caches(self, what: str, caches: DeepseekV4Caches) -> None:
+        """`check_same` of all caches of a layer: which there are, and their layouts."""
+        self.check_same(what, {f"layout of {name}": cache.layout.fingerprint for name, cache in caches.present.items()})
+
+    def check_bound(self, prefix: str, layer: LayerGeometry, limits: Limits, caches: LayerCaches) -> None:
+        """`check_same` of a layer that is bound to its caches."""
+        facts: dict[str, object] = {"geometry": repr(layer), "limits": repr(limits)}
+        for name, cache in (("window", caches.swa), ("compressed", caches.compressed)):
+            if cache is not None:
+                facts[f"layout of the {name} cache"] = cache.layout.fingerprint
+                facts[f"records in a page of the {name} cache"] = cache.block_size
+        if caches.compressed is not None:
+            facts["pages of the compressed cache"] = caches.compressed.num_blocks
+        self.check_same(prefix, facts)
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Turn an error of torch.distributed into one that says which exchange failed, and where."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            raise ContextParallelError(self.ownership.rank, self.ownership.size, what, str(error)) from error

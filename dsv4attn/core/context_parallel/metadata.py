@@ -1,0 +1,97 @@
+"""`OwnedMetadataBuilder`: metadata of a batch on one rank of several that share the compressed entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from attrs import fields
+from torch import Tensor
+
+from dsv4attn.core.batch_checks import check_blocks, check_table
+from dsv4attn.core.builder import MetadataBuilder
+from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.ownership import Ownership, build_owned_slot_mapping
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["OwnedMetadataBuilder", "metadata_builder"]
+
+
+def metadata_builder(context: ContextParallel | None) -> Callable[..., MetadataBuilder]:
+    """What makes the metadata builder of one rank; without a context it is `MetadataBuilder`."""
+    return MetadataBuilder if context is None else partial(OwnedMetadataBuilder, context.ownership)
+
+
+class OwnedMetadataBuilder(MetadataBuilder):
+    """Builds the metadata of one rank: `compressed_lens`, slots and tables are of its own entries.
+
+    `Batch.compressed_block_table` has the pages of this rank: as a page holds every size-th run of entries, position p
+    is in column p // (compressed_block_tokens * ranks). `max_seq_len` stays that of the whole sequence. Layers with a
+    compressed cache see their windows on rank 0 alone, so that ranks attend to disjoint keys; all ranks write windows.
+
+    ownership: of this rank. geometry, limits, options: of `MetadataBuilder`. Raises ArgumentError for a geometry of
+    DeepSeek-V4.1, and for an interleave that does not divide the records in a page.
+    """
+
+    def __init__(self, ownership: Ownership, geometry: ModelGeometry, limits: Limits, **options: Any) -> None:  # noqa: ANN401 - of the base class
+        if geometry.shared_latent:
+            hint = "layers of V4.1 share caches and selections, which ranks cannot divide yet"
+            raise ArgumentError("geometry", expected="a geometry of DeepSeek-V4", actual=geometry.name, hint=hint)
+        super().__init__(geometry, limits, **options)
+        self.ownership = ownership
+        for layer in geometry.distinct_layers:
+            if layer.has_entries:
+                records = self.compressed_block_tokens // layer.compress_ratio
+                ownership.check_page(records, f"{layer.kind.value} layers")
+        # never written again
+        decodes, prefills = self._decode_swa[0], self._prefill_swa[0]
+        self._no_windows = tuple(self._buffer(*rows.shape).fill_(-1) for rows in (decodes, prefills))
+        self._no_lens = self._buffer(max(limits.max_num_batched_tokens, limits.max_num_reqs))
+
+    @property
+    def _map_entries(self) -> Callable[..., None]:
+        return partial(build_owned_slot_mapping, self.ownership)
+
+    def _build(
+        self,
+        batch: Batch,
+        layers: Sequence[LayerGeometry],
+        full_width: bool,  # noqa: FBT001 - as in the base class
+    ) -> list[AttentionMetadata]:
+        made = super()._build(batch, layers, full_width)
+        if self.ownership.rank and made:
+            empty = self.without_windows(made[0].swa)
+            for layer, metadata in zip(layers, made, strict=True):
+                if layer.has_entries:
+                    metadata.swa = empty
+        return made
+
+    def without_windows(self, swa: DeepseekSparseSWAMetadata) -> DeepseekSparseSWAMetadata:
+        """The same batch, whose tokens see no window, without fields of a backend's own."""
+        kept = {each.name: getattr(swa, each.name) for each in fields(DeepseekSparseSWAMetadata)}
+        decodes, prefills = swa.num_decode_tokens, swa.num_prefill_tokens
+        empty = {
+            "decode_swa_indices": self._no_windows[0][:decodes, :, : swa.decode_swa_indices.shape[2]],
+            "decode_swa_lens": self._no_lens[:decodes],
+            "prefill_swa_indices": self._no_windows[1][:prefills],
+            "prefill_swa_lens": self._no_lens[:prefills],
+            "prefill_gather_lens": self._no_lens[: swa.num_prefills],
+        }
+        return DeepseekSparseSWAMetadata(**{**kept, **empty})
+
+    def _checked_entries(self, batch: Batch, kind: LayerKind, ratio: int) -> tuple[Tensor, list[int]]:
+        """As the base class: the table is that of this rank, the numbers of entries are those of whole sequences."""
+        table, records = batch.compressed_block_table, self.compressed_block_tokens // ratio
+        if kind is LayerKind.SWA or table is None:
+            return super()._checked_entries(batch, kind, ratio)
+        query_lens, seq_lens = self._host_lens(batch)
+        owned = [self.ownership.count(n // ratio) for n in seq_lens]
+        name = f"compressed_block_table of rank {self.ownership.rank}"
+        check_table(name, table, query_lens, owned, records)
+        if self.validate:
+            check_blocks(table, query_lens, owned, records, self.num_compressed_blocks)
+        return table, [n // ratio for n in seq_lens]

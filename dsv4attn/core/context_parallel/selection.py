@@ -1,0 +1,119 @@
+"""Selection among the index keys of all ranks: each proposes entries, and every rank takes the best of them."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.definitions.indexer import IndexQuery, scores
+from dsv4attn.core.definitions.records import read_index_keys, slots_of
+from dsv4attn.core.definitions.selection import ENTRIES, selection_bytes
+from dsv4attn.core.definitions.tiles import PLAIN, Arithmetic, tiles
+from dsv4attn.core.layer_ops import LayerSteps
+from dsv4attn.core.layout import PagedKVCache
+
+__all__ = ["SelectTopk", "score_selected", "select_among", "select_topk_over_ranks"]
+
+_LAST = torch.iinfo(torch.int32).max
+_LOWEST = torch.finfo(torch.float32).min
+
+
+class SelectTopk(Protocol):
+    """`LayerSteps.select_topk`, or what replaces it."""
+
+    def __call__(
+        self,
+        query: IndexQuery,
+        cache: PagedKVCache,
+        block_table: Tensor,
+        token_to_req: Tensor,
+        visible_lens: Tensor,
+        out: Tensor,
+        max_entries: int,
+    ) -> None:
+        """See `LayerSteps.select_topk`."""
+
+
+def select_topk_over_ranks(
+    context: ContextParallel,
+    steps: LayerSteps,
+    arithmetic: Arithmetic,
+    query: IndexQuery,
+    cache: PagedKVCache,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    visible_lens: Tensor,
+    out: Tensor,
+    max_entries: int,
+) -> None:
+    """Write the numbers that this rank gives those of its entries which are among the K best of all ranks.
+
+    out: [T, K] int32, ascending, then -1. The K best are those of `LayerSteps.select_topk` over all entries: of equal
+    scores the lower entry number wins, NaN is never chosen. steps: select this rank's candidates; their scores are
+    computed again, in torch with this arithmetic. cache, block_table, visible_lens: of this rank. max_entries: of whole
+    sequences.
+    """
+    own = context.ownership
+    maps = block_table, token_to_req
+    steps.select_topk(query, cache, *maps, visible_lens, out, own.count(max_entries))
+    topk = out.shape[1]
+    for piece in context.pieces(out.shape[0], 8 * topk):
+        local = out[piece]
+        score = score_selected(query, piece, cache, block_table, token_to_req[piece], local, arithmetic)
+        number = own.entry(local).masked_fill_(local < 0, -1)
+        both = context.gather(torch.stack([number, score.view(torch.int32)]), "candidates")
+        numbers, found = (both[:, i].transpose(0, 1).flatten(1).contiguous() for i in range(2))
+        best = own.local_numbers(select_among(numbers, found.view(torch.float32), topk))
+        out[piece] = _ascending(best)
+
+
+def score_selected(
+    query: IndexQuery,
+    part: slice,
+    cache: PagedKVCache,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    numbers: Tensor,
+    arithmetic: Arithmetic = PLAIN,
+) -> Tensor:
+    """[t, K] fp32 scores of entry numbers [t, K] of some tokens; -inf for -1, for entries without a page, and for NaN.
+
+    The scores are those of `definitions.selection`, in products of the same shape.
+    """
+    result = torch.full(numbers.shape, -inf, device=numbers.device)
+    heads, dim = query.values.shape[1], cache.layout.head_dim
+    for tile in tiles(numbers.shape[0], selection_bytes(heads, dim, ENTRIES)):
+        tokens = slice(part.start + tile.start, part.start + tile.stop)
+        q, weights, request = query.rows(tokens), query.weights[tokens], token_to_req[tile]
+        for first in range(0, numbers.shape[1], ENTRIES):
+            some = numbers[tile, first : first + ENTRIES]
+            padded = torch.nn.functional.pad(some, (0, ENTRIES - some.shape[1]), value=-1)
+            slots = slots_of(padded, block_table, request, cache)
+            # the sum turns -0 into 0: they are equal
+            score = scores(q, weights, read_index_keys(cache, slots), arithmetic).clamp_(min=_LOWEST) + 0.0
+            score = score.masked_fill_((slots < 0) | score.isnan(), -inf)
+            result[tile, first : first + ENTRIES] = score[:, : some.shape[1]]
+    return result
+
+
+def select_among(numbers: Tensor, score: Tensor, topk: int) -> Tensor:
+    """[T, K] the entry numbers with the largest scores among candidates [T, n], in any order, then -1.
+
+    numbers: int32, distinct in a row, -1 for none. score: fp32, not NaN. Of equal scores the lower number wins.
+    """
+    score = score.masked_fill(numbers < 0, -inf)
+    # the last key first: by number, then by score without changing the order of equal ones
+    order = numbers.masked_fill(score == -inf, _LAST).argsort(dim=-1, stable=True)
+    score, numbers = score.gather(-1, order), numbers.gather(-1, order)
+    order = score.argsort(dim=-1, descending=True, stable=True)[:, :topk]
+    return numbers.gather(-1, order).masked_fill_(score.gather(-1, order) == -inf, -1)
+
+
+def _ascending(numbers: Tensor) -> Tensor:
+    """Each row in ascending order, -1 behind."""
+    ordered = numbers.masked_fill(numbers < 0, _LAST).sort(-1).values
+    return ordered.masked_fill_(ordered == _LAST, -1)

@@ -1,0 +1,391 @@
+"""Cases of context parallelism that a pool of ranks runs, each in a process of its own with gloo between them."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import traceback
+from collections.abc import Callable
+from functools import partial
+from math import inf, isnan, nan
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, distributed
+
+from dsv4attn.core.attention import DeepseekV4Attention
+from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.context import set_forward_context
+from dsv4attn.core.context_parallel import (
+    ContextParallel,
+    OwnedMetadataBuilder,
+    exchange,
+    forward_mqa_over_ranks,
+    merge_over_ranks,
+    reshard_cache,
+    select_topk_over_ranks,
+)
+from dsv4attn.core.contract import complete
+from dsv4attn.core.definitions import PLAIN
+from dsv4attn.core.definitions.indexer import IndexQuery
+from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.layer_weights import AttentionWeights
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import Batch
+from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.errors import ArgumentError, ContextParallelError
+from dsv4attn.selection import load_backend
+from tests.core.forms import BACKENDS
+from tests.core.whole import FP8, FP32, SMALL, Whole, deterministic, random_weights
+
+__all__ = ["CASES", "SIZES", "serve"]
+
+SIZES = 2, 3, 4
+RAGGED = [(70, 1), (5, 1), (200, 3), (3, 1), (64, 40), (9, 9), (130, 66)]
+"""(tokens after the step, query tokens); decodes first."""
+
+
+def serve(rank: int, folder: str) -> None:
+    """Run all cases on groups of every size, and write what failed to a file of the rank: {(size, case): text}."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": max(SIZES)}
+    distributed.init_process_group("gloo", timeout=dt.timedelta(seconds=60), **store)
+    failed: dict[tuple[int, str], str] = {}
+    groups = {size: distributed.new_group(range(size), timeout=dt.timedelta(seconds=60)) for size in SIZES}
+    last = distributed.new_group(range(3), timeout=dt.timedelta(seconds=3))
+    for size, group in groups.items():
+        for name, case in CASES.items() if rank < size else ():
+            failed[size, name] = _said(partial(case, group))
+    pairs = [[distributed.new_group(ranks) for ranks in two] for two in (([0, 1], [2, 3]), ([0, 2], [1, 3]))]
+    failed[4, "heads"] = _said(partial(heads, pairs[0][rank // 2], pairs[1][rank % 2]))
+    distributed.barrier()
+    if rank < 3:
+        failed[3, "gone"] = _gone(rank, last)
+    torch.save(failed, Path(folder, f"{rank}.pt"))
+    os._exit(0)  # a group with a rank that has gone cannot be destroyed in order
+
+
+def _said(case: Callable[[], None]) -> str:
+    """How a case failed, for the parent to show; empty if it did not."""
+    try:
+        case()
+    except Exception:  # noqa: BLE001 - a rank that fails goes on with the next case, as the others do
+        return traceback.format_exc()
+    return ""
+
+
+def _gone(rank: int, group: Any) -> str:
+    """What the other ranks say when rank 2 does not come."""
+    if rank == 2:
+        return ""
+    try:
+        ContextParallel(group).gather(torch.zeros(4), "candidates")
+    except ContextParallelError as error:
+        return str(error)
+    return "no error"
+
+
+def over(group: Any, interleave: int = 1) -> ContextParallel:
+    return ContextParallel(group, interleave)
+
+
+# merge
+
+
+def merge(group: Any, dtype: torch.dtype, tolerance: float) -> None:
+    """Random parts against a merge in float64; some ranks have no key of a token, some tokens have none at all."""
+    ranks, rank, (tokens, heads, dim) = group.size(), group.rank(), (37, 3, 16)
+    draw = torch.Generator().manual_seed(ranks)
+    outs = torch.randn(ranks, tokens, heads, dim, generator=draw).to(dtype)
+    lses = 20 * torch.randn(ranks, tokens, heads, generator=draw)
+    lses[torch.rand(ranks, tokens, heads, generator=draw) < 0.4] = -inf
+    lses[:, 5] = -inf
+    lses[1:, 6] = -inf
+    outs[lses == -inf] = nan  # what a rank without keys leaves must not count
+    sink = torch.randn(heads, generator=draw)
+    weight = lses.double().exp()
+    whole = weight.sum(0)
+    terms = torch.where(weight[..., None] > 0, weight[..., None] * outs.double(), 0.0).sum(0)
+    for given in (None, sink):
+        total = whole + (0 if given is None else given.double().exp())
+        wanted = torch.where(whole[..., None] > 0, terms / total[..., None], 0.0)
+        out, lse = outs[rank].transpose(0, 1).contiguous().transpose(0, 1), lses[rank].clone()
+        merge_over_ranks(over(group), out, lse, given)
+
+        assert float((out.double() - wanted).abs().max()) < tolerance
+        torch.testing.assert_close(lse.double(), whole.log())
+        same_everywhere(group, out)
+
+
+def pieces(group: Any) -> None:
+    """Exchanges in pieces of a few tokens change no bit."""
+    draw = torch.Generator().manual_seed(group.rank())
+    out, lse = torch.randn(23, 2, 8, generator=draw), torch.randn(23, 2, generator=draw)
+    other = out.clone(), lse.clone()
+    merge_over_ranks(over(group), out, lse, None)
+    before = exchange.PIECE_BYTES
+    exchange.PIECE_BYTES = 500
+    try:
+        merge_over_ranks(over(group), *other, None)
+    finally:
+        exchange.PIECE_BYTES = before
+
+    assert torch.equal(out, other[0])
+    assert torch.equal(lse, other[1])
+
+
+def same_everywhere(group: Any, value: Tensor) -> None:
+    found = over(group).gather(value.contiguous().view(torch.uint8), "a result")
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+# selection
+
+
+def selection(group: Any, interleave: int) -> None:
+    """Keys of small integers: many equal scores, all exact. Against a sort by (score, number) in Python."""
+    context, draw = over(group, interleave), torch.Generator().manual_seed(7 * group.size() + interleave)
+    own, size, (requests, heads, dim, topk) = context.ownership, 4, (4, 2, 8, 5)
+    entries = [0, 3, 40, 61]
+    layout = KVCacheLayout.rows(dim, 0, dtype=torch.float32)
+    keys = [torch.randint(-1, 2, (n, dim), generator=draw).float() for n in entries]
+    keys[2][7], keys[3][11, 2] = nan, nan
+    keys[3][20] = keys[3][21] = inf
+    token_to_req = torch.tensor([0, 1, 1, 2, 2, 3, 3, 3], dtype=torch.int32)
+    visible = torch.tensor([0, 3, 1, 40, 12, 61, 60, 0], dtype=torch.int32)
+    q = torch.randint(0, 2, (8, heads, dim), generator=draw).float()
+    q[:, :, 2] = 1
+    query = IndexQuery(q, torch.ones(8, heads))
+    local = [own.entry(torch.arange(own.count(n))) for n in entries]
+    columns = max(-(-len(one) // size) for one in local)
+    order = torch.randperm(requests * columns + 3, generator=torch.Generator().manual_seed(group.rank()))
+    table = order[: requests * columns].int().reshape(requests, columns)
+    cache = PagedKVCache(torch.full((len(order), size, dim), nan), layout)
+    for i, numbers in enumerate(local):
+        for n, e in enumerate(numbers.tolist()):
+            cache.tensor[table[i, n // size], n % size] = keys[i][e]
+    out = torch.full((8, topk + 2), -7, dtype=torch.int32)[:, 1:-1]
+    steps = complete(load_backend("reference")).layer_steps
+    lens = own.counts(visible).int()
+    select_topk_over_ranks(context, steps, PLAIN, query, cache, table, token_to_req, lens, out, max(entries))
+
+    for t, (i, n) in enumerate(zip(token_to_req.tolist(), visible.tolist(), strict=True)):
+        score = torch.relu(q[t].double() @ keys[i][:n].double().T).sum(0).tolist()
+        best = sorted((-s, e) for e, s in enumerate(score) if not isnan(s))[:topk]
+        mine = sorted(own.local(e) for _, e in best if own.owner(e) == own.rank)
+        assert out[t].tolist() == mine + [-1] * (topk - len(mine)), (t, best)
+
+
+# attention
+
+
+def attention(group: Any, kind: LayerKind, form: str) -> None:
+    """Ragged decodes and prefills with random keys, NaN in every other slot, against float64."""
+    context, layer = over(group, 2), SMALL.layer_of_kind(kind)
+    own, limits, ratio = context.ownership, Limits(8, 128, 256), layer.compress_ratio
+    draw = torch.Generator().manual_seed(3)
+    page, tokens_per_page, window_page = 64 // ratio, 64, 16
+    sizes = {"swa_block_size": window_page, "compressed_block_tokens": tokens_per_page}
+    columns = -(-256 // (tokens_per_page * own.size))
+    window = PagedKVCache(torch.full((7 * 16, window_page, 32), nan), FP32)
+    compressed = PagedKVCache(torch.full((7 * columns + 2, page, 32), nan), FP32)
+    tables = [torch.randperm(7 * n, generator=draw).int().reshape(7, n) for n in (16, columns)]
+    starts, slots, q = [0], [], torch.randn(121, 4, 32, generator=draw)
+    keys = [(torch.randn(n, 32, generator=draw), torch.randn(n // ratio, 32, generator=draw)) for n, _ in RAGGED]
+    for i, (n, count) in enumerate(RAGGED):
+        for p in range(max(n - count - 7, 0), n):
+            window.tensor[tables[0][i, p // window_page], p % window_page] = keys[i][0][p]
+        for e in range(n // ratio):
+            if own.owner(e) == own.rank:
+                local = own.local(e)
+                compressed.tensor[tables[1][i, local // page], local % page] = keys[i][1][e]
+        starts.append(starts[-1] + count)
+        slots += [int(tables[0][i, p // window_page]) * window_page + p % window_page for p in range(n - count, n)]
+    lens, begin = torch.tensor([n for n, _ in RAGGED]).int(), torch.tensor(starts).int()
+    batch = Batch(
+        num_reqs=7,
+        query_start_loc=begin,
+        query_start_loc_cpu=begin,
+        seq_lens=lens,
+        seq_lens_cpu=lens,
+        slot_mapping=torch.tensor(slots),
+        block_table=tables[0],
+        compressed_block_table=tables[1],
+    )
+    limits = attrs.evolve(limits, num_speculative_tokens=2, max_workspace_bytes=2**18)
+    builder = OwnedMetadataBuilder(
+        own, SMALL, limits, **sizes, backend=BACKENDS[form], num_compressed_blocks=7 * columns
+    )
+    metadata = builder.build_for(batch, [kind])[kind]
+    chosen, global_chosen = None, []
+    request = [i for i, (_, count) in enumerate(RAGGED) for _ in range(count)]
+    seen = [(n - count + j + 1) // ratio for n, count in RAGGED for j in range(count)]
+    if kind is LayerKind.C4A:
+        global_chosen = [torch.randperm(n, generator=draw)[: layer.topk].tolist() for n in seen]
+        rows = torch.tensor([row + [-1] * (layer.topk - len(row)) for row in global_chosen], dtype=torch.int32)
+        chosen = own.local_numbers(rows)
+    else:
+        global_chosen = [list(range(n)) for n in seen]
+    sink, out = torch.randn(4, generator=draw), torch.full((len(q), 4, 32), nan)
+    workspace, lse = WorkspaceManager("cpu"), torch.full((len(q), 4), nan)
+    given = context, q, LayerCaches(window, compressed), metadata, BACKENDS[form], workspace, out
+    more = {"layer": layer, "limits": limits, "attn_sink": sink, "topk_indices": chosen, "lse": lse}
+    forward_mqa_over_ranks(*given, **more)  # type: ignore[arg-type]
+
+    positions = [n - count + j for n, count in RAGGED for j in range(count)]
+    for t, (i, p) in enumerate(zip(request, positions, strict=True)):
+        found = torch.cat([keys[i][0][max(p - layer.window + 1, 0) : p + 1], keys[i][1][global_chosen[t]]]).double()
+        logits = q[t].double() @ found.T * layer.scale
+        weights = torch.cat([logits, sink.double()[:, None]], 1).softmax(1)[:, :-1]
+        torch.testing.assert_close(out[t].double(), weights @ found, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(lse[t].double(), logits.logsumexp(1), rtol=1e-5, atol=2e-6)
+    same_everywhere(group, out)
+
+
+# whole layers
+
+
+def make(group: Any, layout: KVCacheLayout = FP8, interleave: int = 1, prefill: str = "") -> tuple[Whole, Whole]:
+    """The same layers on one rank, and over ranks, with other pages. prefill: keys of prefill, else one phase."""
+    backend, limits = load_backend("reference", deterministic=True), deterministic(Limits(4, 80, 256))
+    if prefill:
+        backend, limits = load_backend("reference", prefill_keys=prefill), Limits(4, 80, 256, num_speculative_tokens=2)
+    common: dict[str, Any] = {"limits": limits, "compressed_block_tokens": 64, "keep_windows": True}
+    return Whole(backend, layout, **common), Whole(
+        backend, layout, **common, **both(over(group, interleave)), shuffle_seed=5
+    )
+
+
+def whole(group: Any, layout: KVCacheLayout, interleave: int, prefill: str = "") -> None:
+    """Several sequences in one batch, chunks, decodes, drafts, a fork: outputs, and every entry's bytes."""
+    one, many = make(group, layout, interleave, prefill)
+    results = []
+    for model in (one, many):
+        a, b, found = model.manager.new(), model.manager.new(), []
+        found += model.step([(a, 40)], model.hidden(1, 40))
+        found += model.step([(a, 1), (b, 70)], model.hidden(2, 71))
+        found += model.run([(a, 3), (b, 1)], model.hidden(3, 4))  # drafts, of which one token is accepted
+        model.manager.advance([(a, 3), (b, 1)])
+        model.manager.truncate(a, 42)
+        c = model.manager.fork(b, 33)
+        for i in range(3):
+            found += model.step([(a, 1), (b, 1), (c, 2)], model.hidden(4 + i, 4))
+        found += model.step([(c, 50)], model.hidden(9, 50))
+        results.append((found, [a, b, c]))
+    for mine, wanted in zip(results[1][0], results[0][0], strict=True):
+        assert float((mine - wanted).abs().max()) <= 3e-6 * float(wanted.abs().max())
+        same_everywhere(group, mine)
+    if layout is FP8:
+        return  # a key of rounded inputs may be rounded another way
+    compare_entries(one, many, results[0][1], results[1][1])
+
+
+def compare_entries(one: Whole, many: Whole, whole_sequences: Any, shares: Any) -> None:
+    """Every entry that this rank holds has the bytes that one rank has."""
+    own = many.manager.builder.ownership  # type: ignore[attr-defined]
+    for left, right in zip(whole_sequences, shares, strict=True):
+        assert left.length == right.length
+        for i in (1, 2):
+            ratio = SMALL.layer(i).compress_ratio
+            for name in ("compressed", "index"):
+                theirs, mine = (m.manager.caches[i].present.get(name) for m in (one, many))
+                if theirs is None or mine is None:
+                    continue
+                pages = [torch.tensor(s.tables["compressed"].blocks) for s in (left, right)]
+                blank = PagedKVCache(torch.zeros_like(mine.tensor), mine.layout)
+                reshard_cache([(theirs, pages[0])], (blank, pages[1]), left.length // ratio, own)
+                count = own.count(left.length // ratio)
+                place = torch.arange(count)
+                at = pages[1][place // mine.block_size], place % mine.block_size
+                torch.testing.assert_close(mine.tensor[at], blank.tensor[at], rtol=1e-5, atol=1e-5)
+                assert count == 0 or bool(mine.tensor[at].any())
+
+
+def long_shortcut(group: Any) -> None:
+    """A short context selects everything on every rank, without an exchange."""
+    one, many = make(group)
+    hidden = one.hidden(0, 15)
+    requests, padded = [(many.manager.new(), 9)], torch.cat([hidden[:9], torch.full_like(hidden[:3], nan)])
+    alone = one.run([(one.manager.new(), 9)], hidden[:9])
+    for mine, wanted in zip(many.run(requests, padded, padding=3), alone, strict=True):
+        assert float((mine[:9] - wanted).abs().max()) <= 3e-6 * float(wanted.abs().max())
+    for mine, wanted in zip(many.cut(hidden, [10, 5])[1], one.cut(hidden, [10, 5])[1], strict=True):
+        assert float((mine - wanted).abs().max()) <= 3e-6 * float(wanted.abs().max())
+
+
+def warm_up(group: Any) -> None:
+    """A warm-up sends nothing: here the first rank alone runs it."""
+    _, many = make(group)
+    if group.rank() == 0:
+        with set_forward_context(None), torch.no_grad():
+            for layer in many.layers:
+                assert torch.isfinite(layer(many.hidden(0, 7), torch.arange(7))).all()
+
+
+def heads(context: Any, others: Any) -> None:
+    """Entries over one group and heads over another: outputs of all layers, against one rank."""
+    size, rank, backend = others.size(), others.rank(), load_backend("reference")
+    one, limits = Whole(backend, compressed_block_tokens=64), Limits(4, 64, 256)
+    many = Whole(backend, compressed_block_tokens=64, **both(over(context)))
+    geometry = SMALL.tensor_parallel(size)
+    for i in range(SMALL.num_layers):
+        full = AttentionWeights.from_dict(random_weights(SMALL, i), SMALL, SMALL.layer(i))
+        options = {"workspace": many.workspace, "process_group": others, "context_parallel": over(context)}
+        layer = DeepseekV4Attention(f"l.{i}", geometry, i, limits, backend, full.shard(rank, size), **options)
+        layer.bind_kv_cache(many.manager.caches[i])
+        many.layers[i] = layer
+    hidden = one.hidden(0, 62)
+    for mine, wanted in zip(many.cut(hidden, [40, 20, 1, 1])[1], one.cut(hidden, [40, 20, 1, 1])[1], strict=True):
+        assert float((mine - wanted).abs().max()) <= 3e-6 * float(wanted.abs().max())
+
+
+# bind
+
+
+def fingerprints(group: Any) -> None:
+    """Ranks that disagree are refused on every rank, with the rank that differs."""
+    last, context = group.size() - 1, over(group)
+    mine = group.rank() == last
+    limits, wrong = Limits(4, 65 if mine else 64, 256), over(group, 2 if mine else 1)
+    cases: dict[str, dict[str, Any]] = {
+        "layout of swa": {"layout": FP8 if mine else FP32, **both(context)},
+        "layout of index": {"index_layout": KVCacheLayout.index_mxfp4(32) if mine else None, **both(context)},
+        "interleave": both(wrong),
+        "limits": {"limits": limits, **both(context)},
+        "pages of the": {"num_blocks": {"compressed": 9 - mine}, **both(context)},
+    }
+    for said, options in cases.items():
+        try:
+            Whole(load_backend("reference"), **options)
+        except ArgumentError as error:
+            text = str(error)
+            assert all(part in text for part in (said, f"on rank {last}", "as rank 0 has")), text
+        else:
+            raise AssertionError(f"{said} is not refused")
+
+
+def both(context: ContextParallel) -> dict[str, Any]:
+    return {"context_parallel": context, "layer_options": {"context_parallel": context}}
+
+
+CASES: dict[str, Callable[[Any], None]] = {
+    "merge-fp32": partial(merge, dtype=torch.float32, tolerance=2e-6),
+    "merge-bf16": partial(merge, dtype=torch.bfloat16, tolerance=0.02),
+    "pieces": pieces,
+    **{f"selection-{n}": partial(selection, interleave=n) for n in (1, 2, 4)},
+    **{
+        f"attention-{kind.value}-{form}": partial(attention, kind=kind, form=form)
+        for kind in (LayerKind.C4A, LayerKind.C128A)
+        for form in BACKENDS
+    },
+    "layers-fp32": partial(whole, layout=FP32, interleave=2),
+    "layers-fp8": partial(whole, layout=FP8, interleave=1),
+    "layers-prefill": partial(whole, layout=FP32, interleave=4, prefill="gathered"),
+    "short": long_shortcut,
+    "warm-up": warm_up,
+    "fingerprints": fingerprints,
+}

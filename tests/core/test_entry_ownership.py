@@ -1,0 +1,281 @@
+"""Which rank holds an entry: arithmetic, metadata of each rank, and caches that are divided another way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core.builder import MetadataBuilder
+from dsv4attn.core.cache_manager import CacheManager
+from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.context_parallel import ContextParallel, OwnedMetadataBuilder, Ownership, reshard_cache
+from dsv4attn.core.context_parallel.selection import select_among
+from dsv4attn.core.forward import forward_mqa
+from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import Batch
+from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.errors import ArgumentError, LayoutMismatchError
+from tests.core.forms import BACKENDS
+from tests.core.whole import FP8, FP32, SMALL
+
+LIMITS = Limits(5, 64, 256, num_speculative_tokens=1)
+KINDS = (LayerKind.C4A, LayerKind.C128A)
+
+
+@given(size=st.integers(1, 6), interleave=st.integers(1, 5), entries=st.integers(0, 70))
+def test_every_entry_has_one_owner_and_one_number(size: int, interleave: int, entries: int) -> None:
+    ranks = [Ownership(rank, size, interleave) for rank in range(size)]
+    owners = [e // interleave % size for e in range(entries)]
+    for own in ranks:
+        mine = [e for e in range(entries) if owners[e] == own.rank]
+        every = torch.arange(entries, dtype=torch.int32)
+
+        assert [own.local(e) for e in mine] == list(range(len(mine)))
+        assert [own.entry(n) for n in range(len(mine))] == mine
+        assert [own.owner(e) for e in range(entries)] == owners == own.owner(every).tolist()
+        assert own.count(entries) == len(mine)
+        assert own.counts(torch.tensor([entries, 0])).tolist() == [len(mine), 0]
+        wanted = [mine.index(e) if e in mine else -1 for e in range(entries)]
+        assert own.local_numbers(torch.cat([every, every.new_tensor([-1])])).tolist() == [*wanted, -1]
+        assert own.entry(torch.arange(len(mine))).tolist() == mine
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ((2, 2), r"rank: expected a rank in \[0, 2\), got 2"),
+        ((-1, 2), "rank: expected an integer of at least 0"),
+        ((0, 0), "size: expected an integer of at least 1"),
+        ((0, 2, 0), "interleave: expected an integer of at least 1"),
+    ],
+)
+def test_an_impossible_rank_is_refused(values: tuple[int, ...], said: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{said}"):
+        Ownership(*values)
+
+
+# metadata
+
+
+def batch_of(requests: list[tuple[int, int]], columns: int, seed: int = 0) -> Batch:
+    """(tokens after the step, query tokens) of each request; tables of random blocks; one row of padding."""
+    draw, starts = torch.Generator().manual_seed(seed), [0]
+    for _, count in requests:
+        starts.append(starts[-1] + count)
+    lens, begin = torch.tensor([n for n, _ in requests]).int(), torch.tensor(starts).int()
+    windows = torch.randperm(16 * len(requests), generator=draw).int().reshape(len(requests), 16)
+    slots = [int(windows[i, p // 16]) * 16 + p % 16 for i, (n, c) in enumerate(requests) for p in range(n - c, n)]
+    return Batch(
+        num_reqs=len(requests),
+        query_start_loc=begin,
+        query_start_loc_cpu=begin,
+        seq_lens=lens,
+        seq_lens_cpu=lens,
+        slot_mapping=torch.tensor([*slots, -1]),
+        block_table=windows,
+        compressed_block_table=torch.randperm(columns * len(requests), generator=draw)
+        .int()
+        .reshape(len(requests), columns),
+    )
+
+
+SIZES: dict[str, Any] = {"swa_block_size": 16, "compressed_block_tokens": 32}
+REQUESTS = [(70, 1), (16, 2), (255, 2), (40, 33), (7, 7)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("interleave", [1, 2])
+@pytest.mark.parametrize("form", ["paged-ragged", "gathered-dense"])
+def test_a_rank_has_the_slots_and_counts_of_its_own_entries(ranks: int, interleave: int, form: str) -> None:
+    columns, positions = -(-256 // (32 * ranks)), [p for n, c in REQUESTS for p in range(n - c, n)]
+    request = [i for i, (_, c) in enumerate(REQUESTS) for _ in range(c)]
+    for rank in range(ranks):
+        own, batch = Ownership(rank, ranks, interleave), batch_of(REQUESTS, columns)
+        table = batch.compressed_block_table
+        assert table is not None
+        builder = OwnedMetadataBuilder(own, SMALL, LIMITS, backend=BACKENDS[form], **SIZES)
+        made = builder.build_all(batch)
+        for kind in KINDS:
+            compressed, ratio = made[kind].compressed, SMALL.layer_of_kind(kind).compress_ratio
+            assert compressed is not None
+            slots, counts = [], []
+            for i, p in zip(request, positions, strict=True):
+                e, records = p // ratio, 32 // ratio
+                mine = [x for x in range((p + 1) // ratio) if x // interleave % ranks == rank]
+                counts.append(len(mine))
+                local = len(mine) - 1
+                stored = (p + 1) % ratio == 0 and e // interleave % ranks == rank
+                slots.append(int(table[i, local // records]) * records + local % records if stored else -1)
+            assert compressed.slot_mapping.tolist() == [*slots, -1]
+            assert compressed.compressed_lens.tolist() == counts
+            assert compressed.max_seq_len == 255
+            if kind is LayerKind.C128A:
+                lens = compressed.c128a_decode_topk_lens
+                assert lens is not None
+                assert lens.tolist() == counts[:5]
+
+
+def test_one_rank_has_what_a_builder_without_ranks_makes() -> None:
+    for part, other in zip(
+        *(b.build_all(batch_of(REQUESTS, 8)).values() for b in (
+            MetadataBuilder(SMALL, LIMITS, **SIZES), OwnedMetadataBuilder(Ownership(0, 1, 2), SMALL, LIMITS, **SIZES)
+        )),
+        strict=True,
+    ):  # fmt: skip
+        for name in ("swa", "compressed"):
+            mine, theirs = getattr(part, name), getattr(other, name)
+            for each in attrs.fields(type(mine)) if mine is not None else ():
+                a, b = getattr(mine, each.name), getattr(theirs, each.name)
+                assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, each.name
+
+
+def test_windows_are_seen_on_rank_0_alone_and_written_on_every_rank() -> None:
+    for rank in range(3):
+        builder = OwnedMetadataBuilder(Ownership(rank, 3), SMALL, LIMITS, backend=BACKENDS["paged-ragged"], **SIZES)
+        batch = batch_of(REQUESTS, 3)
+        made, full = builder.build_all(batch), MetadataBuilder(SMALL, LIMITS, **SIZES).build(batch)
+        for kind in LayerKind:
+            swa, sees = made[kind].swa, rank == 0 or kind is LayerKind.SWA
+            assert torch.equal(swa.slot_mapping, batch.slot_mapping)
+            for name in ("decode_swa_indices", "prefill_swa_indices"):
+                wanted = getattr(full, name)
+                assert torch.equal(getattr(swa, name), wanted if sees else torch.full_like(wanted, -1))
+            for name in ("decode_swa_lens", "prefill_swa_lens", "prefill_gather_lens"):
+                wanted = getattr(full, name)
+                assert torch.equal(getattr(swa, name), wanted if sees else torch.zeros_like(wanted))
+
+
+def test_slices_of_a_prompt_without_windows_gather_no_negative_number_of_rows() -> None:
+    class Watching(ReferenceBackend):
+        """Keeps the least number of window rows of each gather."""
+
+        def dequantize_and_gather_k_cache(self, *given: Any) -> None:
+            if given[3] is not None:
+                least.append(int(given[3].min()))
+            super().dequantize_and_gather_k_cache(*given)
+
+    least: list[int] = []
+    layer, limits = SMALL.layer_of_kind(LayerKind.C128A), attrs.evolve(LIMITS, max_index_elements=256)
+    backend = Watching(prefill_keys="gathered")
+    builder = OwnedMetadataBuilder(Ownership(1, 2), SMALL, limits, **SIZES)
+    metadata = builder.build_for(batch_of(REQUESTS, 4), [LayerKind.C128A])[LayerKind.C128A]
+    caches = LayerCaches(PagedKVCache.allocate(FP32, 80, 16), PagedKVCache.allocate(FP32, 20, 2))
+    q = torch.randn(45, 4, 32)
+    more = {"layer": layer, "limits": limits, "attn_sink": None}
+    forward_mqa(q, caches, metadata, backend, WorkspaceManager("cpu"), q.clone(), **more)  # type: ignore[arg-type]
+
+    assert len(least) > 2
+    assert set(least) == {0}
+
+
+def test_a_table_without_pages_for_a_rank_is_refused_with_the_rank_named() -> None:
+    builder = OwnedMetadataBuilder(Ownership(1, 2), SMALL, LIMITS, **SIZES)
+
+    with pytest.raises(
+        ArgumentError, match=r"^compressed_block_table of rank 1: expected at least 4 columns for the 31"
+    ):
+        builder.build_all(batch_of(REQUESTS, 3))
+
+
+def test_an_interleave_that_divides_no_page_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"^interleave: expected a divisor of 2, the records in a page of c128a"):
+        OwnedMetadataBuilder(Ownership(0, 2, 4), SMALL, LIMITS, **SIZES)
+
+
+def test_what_is_no_group_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"^group: expected a ProcessGroup of torch.distributed that has this rank"):
+        ContextParallel(None)  # type: ignore[arg-type]
+
+
+# selection
+
+
+def test_equal_scores_are_taken_by_number_and_nothing_is_taken_twice() -> None:
+    numbers = torch.tensor([[9, 4, -1, 2, 7, 0], [3, 1, -1, -1, 8, 5]], dtype=torch.int32)
+    score = torch.tensor([[1.0, 1.0, 9.0, 0.5, 1.0, float("inf")], [-1.0, float("-inf"), 0.0, 0.0, -1.0, -2.0]])
+
+    assert select_among(numbers, score, 3).tolist() == [[0, 4, 7], [3, 8, 5]]
+    assert select_among(numbers, score, 5).tolist() == [[0, 4, 7, 9, 2], [3, 8, 5, -1, -1]]
+
+
+# re-sharding
+
+
+LAYOUTS = {"fp32": FP32, "bf16": KVCacheLayout.rows(24, 8), "fp8": FP8, "index": KVCacheLayout.index_fp8(32)}
+LAYOUTS |= {"index-fp4": KVCacheLayout.index_mxfp4(32), "v41-fp8": KVCacheLayout.v41_fp8()}
+
+
+def random_cache(layout: KVCacheLayout, blocks: int, size: int, draw: torch.Generator) -> PagedKVCache:
+    cache = PagedKVCache.allocate(layout, blocks, size)
+    raw = torch.randint(0, 256, (cache.tensor.untyped_storage().nbytes(),), generator=draw).byte()
+    cache.tensor.untyped_storage().copy_(raw.untyped_storage())
+    return cache
+
+
+def read(cache: PagedKVCache, pages: Tensor, own: Ownership, entries: int) -> dict[int, list[Tensor]]:
+    """Bytes of every entry of a rank, by its number in the sequence."""
+    found = {}
+    for n in range(own.count(entries)):
+        place = int(pages[n // cache.block_size]), n % cache.block_size
+        found[own.entry(n)] = [cache.region(r)[place].contiguous().view(torch.uint8) for r in region_names(cache)]
+    return found
+
+
+def region_names(cache: PagedKVCache) -> list[str]:
+    regions = cache.layout.regions(cache.block_size) if cache.layout.is_quantised else ()
+    return [r.name for r in regions if r.count] or ["row"]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("old", "new"), [((1, 1), (3, 2)), ((3, 2), (2, 4)), ((4, 1), (1, 1)), ((2, 4), (4, 1))])
+def test_a_cache_is_divided_another_way_without_loss(name: str, old: tuple[int, int], new: tuple[int, int]) -> None:
+    layout, entries, draw = LAYOUTS[name], 53, torch.Generator().manual_seed(0)
+    sources = []
+    for _ in range(old[0]):
+        cache = random_cache(layout, 20, 8, draw)
+        sources.append((cache, torch.randperm(20, generator=draw)[: -(-entries // 8)]))
+    wanted: dict[int, list[Tensor]] = {}
+    for rank, source in enumerate(sources):
+        wanted |= read(*source, Ownership(rank, *old), entries)
+    assert sorted(wanted) == list(range(entries))
+    found: dict[int, list[Tensor]] = {}
+    for rank in range(new[0]):
+        own, target = Ownership(rank, *new), random_cache(layout, 15, 4, draw)
+        pages = torch.randperm(15, generator=draw)
+        before = target.tensor.clone()
+        reshard_cache(sources, (target, pages), entries, own, interleave=old[1])
+        found |= read(target, pages, own, entries)
+        unused = pages[-(-own.count(entries) // 4) :]
+        assert torch.equal(target.tensor[unused].view(torch.uint8), before[unused].view(torch.uint8))
+    for e in range(entries):
+        assert all(torch.equal(a, b) for a, b in zip(found[e], wanted[e], strict=True)), e
+
+
+def test_a_target_that_cannot_hold_it_is_refused_before_anything_is_written() -> None:
+    draw, own = torch.Generator().manual_seed(0), Ownership(0, 2)
+    source, pages = random_cache(FP8, 4, 8, draw), torch.arange(4)
+    for target, mine, said in (
+        (PagedKVCache.allocate(FP32, 4, 8), pages, "sources.0.: expected layout rows"),
+        (PagedKVCache.allocate(FP8, 4, 8), pages[:1], "target pages: expected 2 pages of 8 records, got 1 pages"),
+        (PagedKVCache.allocate(FP8, 1, 8), pages, r"target pages: expected pages in \[0, 1\), got 1"),
+        (source, pages, "target: expected memory of its own, got the memory of sources.0."),
+    ):
+        before = target.tensor.clone()
+        with pytest.raises((ArgumentError, LayoutMismatchError), match=f"^{said}"):
+            reshard_cache([(source, pages)], (target, mine), 30, own)
+        assert torch.equal(target.tensor.view(torch.uint8), before.view(torch.uint8))
+    with pytest.raises(ArgumentError, match=r"^sources: expected the cache and pages of each rank, got none"):
+        reshard_cache([], (PagedKVCache.allocate(FP8, 4, 8), pages), 30, own)
+
+
+def test_a_manager_without_ranks_is_as_before() -> None:
+    assert type(CacheManager(SMALL, LIMITS, FP32).builder) is MetadataBuilder

@@ -1,0 +1,237 @@
+"""`DeepseekV4Attention` on a network of DeepSeek-V4.1 in all roles, against float64, in any chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+from dsv4attn.core.caches import DeepseekV4Caches
+from dsv4attn.core.compressor import LatentCompressor
+from dsv4attn.core.context import set_forward_context
+from dsv4attn.core.contract import complete
+from dsv4attn.core.definitions.tiles import linear
+from dsv4attn.core.layer_weights import AttentionWeights
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.errors import ArgumentError
+from dsv4attn.selection import load_backend
+from tests.core.network_v41 import INDEX_OF, KV_OF, Steps
+from tests.core.whole import Whole, random_weights
+from tests.core.whole_v41 import BLOCKS, CONSUMER, LIMITS, PUBLISHER, SIZE, SMALL_V41, Exact, network, worst
+
+ROUNDED = 2.0**-9
+"""Error of an output whose latents are rounded to bf16, where fp32 may round to another neighbour than float64."""
+SCHEDULES: dict[str, Steps] = {
+    "whole": [[(0, 30), (1, 11), (2, 1)]],
+    "chunks": [[(0, 3), (1, 1)], [(0, 9), (2, 5)], [(0, 14), (1, 22)]],
+    "one by one": [[(0, 1)]] * 17,
+    "mixed": [[(1, 8)], [(1, 7), (0, 20)], [(0, 1), (1, 1)], [(0, 1), (1, 1)], [(0, 1), (1, 1), (2, 40)]],
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_role_is_right_in_any_chunks(schedule: str) -> None:
+    assert worst(network(), SCHEDULES[schedule]) <= ROUNDED
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "584": {"layout": KVCacheLayout.fp8_ds_mla(48, 16, group_size=16)},
+    "528": {"layout": KVCacheLayout.v41_fp8(48, 16), "index_layout": KVCacheLayout.index_mxfp4(32)},
+    "288": {"layout": KVCacheLayout.v41_fp8(48, 16), "compressed_layout": KVCacheLayout.v41_fp4(48, 16)},
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_role_is_right_on_records_of_codes(form: str) -> None:
+    # a value that fp32 rounds to another code than float64 is off by up to an eighth, by half of it in fp4
+    assert worst(network(**FORMATS[form]), SCHEDULES["mixed"], slack=0.2) <= 2.0**-5
+
+
+def test_every_role_is_right_on_a_backend_of_kernels() -> None:
+    sizes: dict[str, Any] = {"head_dim": 512, "rope_dim": 64, "index_head_dim": 128, "num_heads": 2, "index_n_heads": 4}
+    layout = KVCacheLayout.rows(dtype=torch.float32)
+    whole = network(layout, "triton", geometry=attrs.evolve(SMALL_V41, **sizes))
+
+    assert worst(whole, [[(1, 5)], [(0, 12), (1, 4)], [(0, 1), (1, 1)]]) <= ROUNDED
+
+
+def test_layers_say_their_roles_and_their_sources() -> None:
+    layers = network().layers
+
+    roles = [layer.role.name for layer in layers]
+    assert roles == ["WINDOW_ONLY", "FULL", "REUSE", "FULL", "FULL", "REUSE", "REINDEX", "REUSE"]
+    assert [layer.sources.kv for layer in layers] == KV_OF
+    assert [layer.sources.candidates for layer in layers] == [None] * CONSUMER + [PUBLISHER, None]
+    assert layers[7].topk_indices is layers[6].topk_indices is not layers[4].topk_indices
+    assert {i for i, layer in enumerate(layers) if layer.compressor} == {1, 3, 4}
+    assert {i for i, layer in enumerate(layers) if layer.indexer} == {1, 3, 4, 6}
+
+
+def test_one_buffer_of_selected_entries_serves_all_layers() -> None:
+    shared = torch.full((48, 5), 9, dtype=torch.int32)
+    one, each = network(layer_options={"topk_indices_buffer": shared}), network()
+    hidden = each.hidden(1, 40)
+
+    for left, right in zip(one.cut(hidden, [25, 1, 14])[1], each.cut(hidden, [25, 1, 14])[1], strict=True):
+        assert torch.equal(left, right)
+
+
+def test_a_deterministic_network_has_the_same_bits_in_any_chunks() -> None:
+    backend = load_backend("reference", deterministic=True)
+    found = []
+    for cuts in ([48], [7, 1, 40], [23, 25]):
+        whole = network(limits=attrs.evolve(LIMITS, single_phase=True), made=backend, keep_windows=True)
+        sequence, outs = whole.cut(whole.hidden(1, 48), cuts)
+        found.append([*outs, *whole.bytes_of(sequence)])
+
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+# candidates
+
+
+def candidates_matter(length: int) -> bool:
+    """Whether outputs differ without candidates."""
+    with_them, without = network(), network()
+    indexer = without.layers[CONSUMER].indexer
+    assert indexer is not None
+    indexer._restricts = None
+    hidden = with_them.hidden(1, length)
+    outs = [whole.cut(hidden, [length])[1][CONSUMER] for whole in (with_them, without)]
+    return not torch.equal(*outs)
+
+
+def test_candidates_are_void_up_to_their_limit_and_effective_above() -> None:
+    assert not candidates_matter(BLOCKS * SIZE)
+    assert candidates_matter(6 * BLOCKS * SIZE)
+
+
+# planted bugs
+
+
+def consumer_inserts(whole: Whole) -> None:
+    """Let a reuse layer write entries of its own to its source's cache."""
+    reuse, given = whole.layers[2], random_weights(SMALL_V41, 3)
+    weights = AttentionWeights.from_dict(given, SMALL_V41, 3).compressor
+    assert weights is not None
+    table, steps = reuse.attention.cos_sin_cache, complete(reuse.backend).layer_steps
+    reuse.compressor = LatentCompressor(attrs.evolve(reuse.layer, compress_ratio=2), weights, table, steps, linear)
+    assert reuse.caches is not None
+    reuse.caches = attrs.evolve(reuse.caches, state=whole.manager.caches[3].state)
+
+
+def other_choice(whole: Whole) -> None:
+    """Let a reuse layer read the choice of the layer before its source."""
+    whole.layers[7].attention.topk_indices_buffer = whole.layers[4].topk_indices
+
+
+def no_candidates(whole: Whole) -> None:
+    """Let a consumer select from all entries."""
+    indexer = whole.layers[CONSUMER].indexer
+    assert indexer is not None
+    indexer._restricts = None
+
+
+def own_cache(whole: Whole) -> None:
+    """Let a reuse layer read the entries of the next owner."""
+    swa, entries = (whole.manager.caches[i].attention for i in (2, 3))
+    whole.layers[2].attention.bind_kv_cache(swa.swa, entries.compressed)
+
+
+def queries_are_normalised(whole: Whole) -> None:
+    """Normalise heads of q, as V4 does."""
+    layer = whole.layers[5].attention
+    layer.geometry = attrs.evolve(layer.geometry, q_norm=True)
+
+
+BUGS = [consumer_inserts, other_choice, no_candidates, own_cache, queries_are_normalised]
+
+
+@pytest.mark.parametrize("plant", BUGS)
+def test_a_planted_bug_is_found(plant: Any) -> None:
+    whole = network()
+    plant(whole)
+    try:
+        error = worst(whole, [[(0, 40)], [(0, 3)]])
+    except AssertionError:
+        return
+
+    assert error > 4 * ROUNDED
+
+
+# bounded replay
+
+
+def replayed(first: int, start: int | None) -> tuple[Whole, list[torch.Tensor]]:
+    """Tokens `first` .. 39 of a request that has the entries of 28 tokens: neither windows nor states are there."""
+    whole, hit, end = network(keep_windows=True), 28, 40
+    hidden, sequence = whole.hidden(1, 64), whole.manager.new()
+    whole.step([(sequence, hit)], hidden[:hit])
+    whole.manager.truncate(sequence, first)
+    owned, requests = [whole.manager.caches[i] for i in (1, 3, 4)], [(sequence, end - first)]
+    before = first_entries(sequence, owned, hit)
+    for caches in whole.manager.caches:
+        for cache in (caches.attention.swa, caches.state):
+            if cache is not None:
+                cache.tensor.fill_(torch.nan)
+    batch = whole.manager.batch(requests)
+    if start is not None:
+        batch = attrs.evolve(batch, replay_start=torch.tensor([start], dtype=torch.int32))
+    with set_forward_context(whole.manager.metadata(batch)):
+        outs = [layer(hidden[first:end], whole.manager.positions(requests)) for layer in whole.layers]
+    after = first_entries(sequence, owned, hit)
+    assert start is None or all(torch.allclose(a, b, atol=1e-2) for a, b in zip(before, after, strict=True))
+    return whole, outs
+
+
+def first_entries(sequence: Any, owned: list[DeepseekV4Caches], tokens: int) -> list[torch.Tensor]:
+    """Copies of the pages that are full of entries of the first tokens."""
+    pages = sequence.tables["compressed"].blocks[: tokens // 8]
+    caches = [each.attention.compressed for each in owned]
+    return [cache.tensor[page].clone() for cache in caches if cache is not None for page in pages]
+
+
+@pytest.mark.parametrize("start", [20, 21])
+def test_windows_begin_with_the_tokens_that_are_replayed(start: int) -> None:
+    whole, outs = replayed(start, start)
+    index = whole.manager.caches[1].index
+    assert index is not None
+    exact = Exact(whole, index.layout, [1], 64)
+    for i, out in enumerate(outs):
+        topk = whole.layers[INDEX_OF[i] or 0].topk_indices
+        for p in (start, start + 3, 28, 39):
+            chosen = [] if topk is None or INDEX_OF[i] is None else [e for e in topk[p - start].tolist() if e != -1]
+            wanted = exact.out(i, 0, p, chosen, earliest=start)
+            assert np.linalg.norm(out[p - start].double().numpy() - wanted) <= ROUNDED * np.linalg.norm(wanted)
+
+    unbounded = replayed(start, None)[1]
+    assert all(out[0].isnan().all() for out in unbounded)
+
+
+# an engine's own rings of states
+
+
+def test_rings_of_one_block_are_states_too() -> None:
+    whole, pages = network(), network()
+    ring = torch.tensor([[2]], dtype=torch.int32)  # one block of 4 tokens: the ratio, and a draft
+    hidden, sequence, found = whole.hidden(1, 40), whole.manager.new(), []
+    for part in hidden.split([5, 1, 1, 2, 31]):
+        requests = [(sequence, part.shape[0])]
+        batch = attrs.evolve(whole.manager.batch(requests), c4a_state_block_table=ring)
+        with set_forward_context(whole.manager.metadata(batch)):
+            found.append([layer(part, whole.manager.positions(requests)) for layer in whole.layers])
+        whole.manager.advance(requests)
+
+    wanted = pages.cut(hidden, [5, 1, 1, 2, 31])[1]
+    for i, outs in enumerate(zip(*found, strict=True)):
+        assert torch.equal(torch.cat(outs), wanted[i])
+    batch = attrs.evolve(whole.manager.batch([(sequence, 1)]), c4a_state_block_table=ring - 3)
+    with pytest.raises(ArgumentError, match=r"^c4a_state_block_table\[0, 0\]: expected a block in \[0, "):
+        whole.manager.metadata(batch)
+    none = attrs.evolve(batch, c4a_state_block_table=torch.zeros(1, 0, dtype=torch.int32))
+    with pytest.raises(ArgumentError, match=r"^Batch.c4a_state_block_table: expected at least 1 columns"):
+        whole.manager.metadata(none)

@@ -1,0 +1,28 @@
+"""`examples/context_parallel.py` under torchrun: two ranks have the outputs of one, and half of its entries each."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.examples.shop import ROOT
+
+
+@pytest.mark.slow
+def test_two_ranks_have_half_of_the_entries_each() -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, "examples/context_parallel.py"],
+        cwd=ROOT, env=env, timeout=120, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    sizes = [int(found) for found in re.findall(r"'compressed': (\d+)", done.stdout)]
+    assert len(sizes) == 3
+    assert sizes[1] == sizes[2] <= 0.52 * sizes[0]
+    assert re.findall(r"c4a entries (\[\d+, \d+\])", done.stdout) == ["[114, 126]", "[113, 126]"]
