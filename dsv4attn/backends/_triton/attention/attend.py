@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.attention.kernels import attention
 from dsv4attn.backends._triton.attention.kernels_combine import reduce
-from dsv4attn.backends._triton.attention.keys import BYTES, CODES, NIBBLES, ROWS, WORDS
+from dsv4attn.backends._triton.attention.keys import BYTES, CODE_WORDS, CODES, NIBBLE_WORDS, NIBBLES, ROWS, WORDS
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch
 from dsv4attn.backends._triton.tuning import Tuning
@@ -33,13 +33,19 @@ MOST_SLOTS = 2**31 - 1
 
 _BY_BYTE = {"fp8_ds_mla": BYTES.value, "v41_fp8": CODES.value, "v41_fp4": NIBBLES.value}
 """Readers of quantised records that take a byte at a time, for any dims."""
+_BY_WORD = {
+    "fp8_ds_mla": (WORDS.value, (448, 64, 64)),
+    "v41_fp8": (CODE_WORDS.value, (512, 0, 32)),
+    "v41_fp4": (NIBBLE_WORDS.value, (512, 0, 16)),
+}
+"""Readers of aligned records that take whole words, and the codes, bf16 values and codes of a scale that they know."""
 
 
 @frozen
 class Segment:
     """What one segment of keys compiles to.
 
-    kind: WORDS, BYTES, CODES, NIBBLES or ROWS. unit: elements; page and row strides are multiples of them, so that
+    kind: one of the readers in `keys`. unit: elements; page and row strides are multiples of them, so that
     loads can be wide.
     group, scales: codes of a scale, and bytes of a record's scales. dtype: of the cache's elements.
     """
@@ -57,9 +63,9 @@ class Segment:
         """The segment of a cache. aligned: whether its pages and rows begin at multiples of 16 bytes."""
         if not layout.is_quantised:
             return cls(ROWS.value, WIDE // layout.dtype.itemsize if aligned else 1, dtype=layout.dtype)
-        dims = layout.nope_dim, layout.rope_dim, layout.group_size
-        words = aligned and layout.name == "fp8_ds_mla" and dims == (448, 64, 64)
-        kind, unit = (WORDS.value, WIDE) if words else (_BY_BYTE[layout.name], 1)
+        kind, dims = _BY_WORD[layout.name]
+        words = aligned and dims == (layout.coded_dims, layout.plain_dims, layout.group_size)
+        kind, unit = (kind, WIDE) if words else (_BY_BYTE[layout.name], 1)
         interleaved, fnuz = layout.arrangement is Arrangement.INTERLEAVED, layout.fp8_format is Fp8Format.FNUZ
         return cls(kind, unit, interleaved, fnuz, layout.group_size, layout.scale_bytes)
 
@@ -67,6 +73,12 @@ class Segment:
     def in_order(self) -> Segment:
         """This segment with columns in their order: WORDS becomes BYTES."""
         return evolve(self, kind=BYTES.value) if self.kind == WORDS.value else self
+
+    @property
+    def by_byte(self) -> Segment:
+        """This segment of V4.1's records read by the byte, 64 columns at a time if need be."""
+        kinds = {CODE_WORDS.value: CODES.value, NIBBLE_WORDS.value: NIBBLES.value}
+        return evolve(self, kind=kinds.get(self.kind, self.kind))
 
 
 @frozen
@@ -93,6 +105,8 @@ def constants(shape: Shape, tuning: Tuning) -> dict[str, Any]:
     first, second = shape.segments[0], shape.segments[-1]
     words = all(s.kind == WORDS.value and s.interleaved == first.interleaved for s in shape.segments)
     first, second = (s if words else s.in_order for s in (first, second))
+    if tuning.reload:
+        first, second = first.by_byte, second.by_byte
     exact = torch.float32 in (shape.dtype, first.dtype, second.dtype)
     block = min(tuning.heads, padded(shape.heads))
     return {

@@ -92,23 +92,30 @@ def fetch(tile, slot, first_tiles, segment0, segment1, nothing, INTERLEAVED: tl.
 
 @triton.jit
 def read(
-    slot, ok, fnuz, segment,
+    slot, ok, fnuz, segment, nothing,
     KIND: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
-    GROUP: tl.constexpr, SCALES: tl.constexpr, C: tl.constexpr, PIECES: tl.constexpr, DT: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, C: tl.constexpr, PIECES: tl.constexpr, N: tl.constexpr,
+    DT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Both pieces of a tile of keys of kinds BYTES and ROWS; a narrow key's second piece is its first.
+    """Both pieces of a tile of keys of any kind but WORDS; a narrow key's second piece is its first.
 
     segment: pointer to the pages or rows of a cache, paging of `keys.page_and_row`, page stride, row stride.
     """
     base, size, stride, row_stride = segment[0], segment[1], segment[2], segment[3]
-    left = keys.read_piece(
-        base, slot, ok, size, stride, row_stride, fnuz, 0, C, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP, SCALES, DT
-    )
-    right = left
-    if PIECES == 2:
-        right = keys.read_piece(
-            base, slot, ok, size, stride, row_stride, fnuz, C, C, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP, SCALES, DT
+    if KIND == keys.CODE_WORDS:
+        left, right = keys.read_code_words(base, slot, ok, size, stride, INTERLEAVED, N, DT, ASM)
+    elif KIND == keys.NIBBLE_WORDS:
+        left, right = keys.read_nibble_words(base, slot, ok, size, stride, nothing, INTERLEAVED, N, DT, ASM)
+    else:
+        left = keys.read_piece(
+            base, slot, ok, size, stride, row_stride, fnuz, 0, C, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP, SCALES, DT
         )
+        right = left
+        if PIECES == 2:
+            right = keys.read_piece(
+                base, slot, ok, size, stride, row_stride, fnuz, C, C, KIND, INTERLEAVED, UNIT, NOPE, ROPE, GROUP,
+                SCALES, DT,
+            )  # fmt: skip
     return left, right
 
 
@@ -250,81 +257,98 @@ def attention(
     paging0, paging1 = (page_size0, page_factor0, page_log0), (page_size1, page_factor1, page_log1)
     segment0 = (cache0, paging0, page_stride0, row_stride0, capacity0)
     segment1 = (cache1, paging1, page_stride1, row_stride1, capacity1)
-    slot = load_slots(first, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
     WORDS: tl.constexpr = KIND0 == keys.WORDS
-    if WORDS and PREFETCH:
-        ok, x0, x1, x2, x3, rope, low, high = fetch(
-            first, slot, first_tiles, segment0, segment1, once - 1, INTERLEAVED0, SEGMENTS
-        )
-        slot = load_slots(first + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
-
     largest = tl.full([BH], NOTHING, tl.float32)
     total = tl.zeros([BH], tl.float32)
-    for tile in tl.range(first, last):
-        inside = tile < first_tiles
-        fnuz = FNUZ0 if FNUZ0 == FNUZ1 else inside == FNUZ0
-        z = tl.zeros([BH, N], tl.float32)
-        # the offset is 0, which the compiler cannot prove: no operand of q stays in registers from tile to tile
-        again = q_row + tile * (once - 1)
-        if WORDS:
-            if not PREFETCH:
-                ok, x0, x1, x2, x3, rope, low, high = fetch(
-                    tile, slot, first_tiles, segment0, segment1, once - 1, INTERLEAVED0, SEGMENTS
-                )
-                slot = load_slots(tile + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
-            here = ok
-            left, right = keys.unpack_words(x0, x1, x2, x3, rope, low, high, fnuz, N, DT, ASM)
-            if PREFETCH:
-                # the next tile's loads are in flight while this one is multiplied
-                ok, x0, x1, x2, x3, rope, low, high = fetch(
-                    tile + 1, slot, first_tiles, segment0, segment1, once - 1, INTERLEAVED0, SEGMENTS
-                )
-        else:
-            here = (slot >= 0) & (slot < chosen(inside, capacity0, capacity1, SEGMENTS))
-            if SAME:
-                segment = (
-                    address(inside, cache0, cache1, SEGMENTS),
-                    paging(inside, paging0, paging1, SEGMENTS),
-                    chosen(inside, page_stride0, page_stride1, SEGMENTS),
-                    chosen(inside, row_stride0, row_stride1, SEGMENTS),
-                )
-                if RELOAD:
-                    z = product_in_steps(
-                        again, live, slot, here, fnuz, segment, z, KIND0, INTERLEAVED0, UNIT0, NOPE, ROPE, GROUP0,
-                        SCALES0, C * PIECES, DT,
-                    )  # fmt: skip
-                left, right = read(
-                    slot, here, fnuz, segment, KIND0, INTERLEAVED0, UNIT0, NOPE, ROPE, GROUP0, SCALES0, C, PIECES, DT
-                )
-            elif inside:
-                left, right = read(
-                    slot, here, fnuz, segment0, KIND0, INTERLEAVED0, UNIT0, NOPE, ROPE, GROUP0, SCALES0, C, PIECES, DT
-                )
+    # segments that are read by different readers have a loop each: in one loop, their registers would add up
+    for LOOP in tl.static_range(1 if SAME else 2):
+        begin, end = first, last
+        if not SAME:
+            if LOOP == 0:
+                end = tl.minimum(last, first_tiles)
             else:
-                left, right = read(
-                    slot, here, fnuz, segment1, KIND1, INTERLEAVED1, UNIT1, NOPE, ROPE, GROUP1, SCALES1, C, PIECES, DT
-                )
-            slot = load_slots(tile + 1, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
-        if RELOAD and (WORDS or not SAME):
-            z = product_in_halves(again, left_column, live, left, z, D, N, C, DT)
-            if PIECES == 2:
-                z = product_in_halves(again, right_column, live, right, z, D, N, C, DT)
-        elif not RELOAD:
-            z = product(q_left, tl.trans(left), z, once, CHAINED)
-            if PIECES == 2:
-                z = product(q_right, tl.trans(right), z, once, CHAINED)
+                begin, end = tl.maximum(first, first_tiles), last
+        slot = load_slots(begin, end, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
         if WORDS and PREFETCH:
-            slot = load_slots(tile + 2, last, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
-        z = tl.where(here[None, :], z * (scale * LOG2E), -float("inf"))
-        grown = tl.maximum(largest, tl.max(z, 1))
-        shrink = tl.exp2(largest - grown)
-        p = tl.exp2(z - grown[:, None])
-        total = total * shrink + tl.sum(p, 1)
-        weights = p.to(DT)
-        acc_left = tl.dot(weights, left, acc_left * shrink[:, None], input_precision="ieee")
-        if PIECES == 2:
-            acc_right = tl.dot(weights, right, acc_right * shrink[:, None], input_precision="ieee")
-        largest = grown
+            ok, x0, x1, x2, x3, rope, low, high = fetch(
+                begin, slot, first_tiles, segment0, segment1, once - 1, INTERLEAVED0, SEGMENTS
+            )
+            slot = load_slots(begin + 1, end, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+        for tile in tl.range(begin, end):
+            inside = tile < first_tiles
+            fnuz = FNUZ0 if FNUZ0 == FNUZ1 else inside == FNUZ0
+            z = tl.zeros([BH, N], tl.float32)
+            # the offset is 0, which the compiler cannot prove: no operand of q stays in registers from tile to tile
+            again = q_row + tile * (once - 1)
+            if WORDS:
+                if not PREFETCH:
+                    ok, x0, x1, x2, x3, rope, low, high = fetch(
+                        tile, slot, first_tiles, segment0, segment1, once - 1, INTERLEAVED0, SEGMENTS
+                    )
+                    slot = load_slots(tile + 1, end, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+                here = ok
+                left, right = keys.unpack_words(x0, x1, x2, x3, rope, low, high, fnuz, N, DT, ASM)
+                if PREFETCH:
+                    # the next tile's loads are in flight while this one is multiplied
+                    ok, x0, x1, x2, x3, rope, low, high = fetch(
+                        tile + 1, slot, first_tiles, segment0, segment1, once - 1, INTERLEAVED0, SEGMENTS
+                    )
+            else:
+                if SAME:
+                    segment = (
+                        address(inside, cache0, cache1, SEGMENTS),
+                        paging(inside, paging0, paging1, SEGMENTS),
+                        chosen(inside, page_stride0, page_stride1, SEGMENTS),
+                        chosen(inside, row_stride0, row_stride1, SEGMENTS),
+                        chosen(inside, capacity0, capacity1, SEGMENTS),
+                    )
+                elif LOOP == 0:
+                    segment = segment0
+                else:
+                    segment = segment1
+                here = (slot >= 0) & (slot < segment[4])
+                if LOOP == 0:
+                    dialect = fnuz if SAME else FNUZ0
+                    if RELOAD:
+                        z = product_in_steps(
+                            again, live, slot, here, dialect, segment, z, KIND0, INTERLEAVED0, UNIT0, NOPE, ROPE,
+                            GROUP0, SCALES0, C * PIECES, DT,
+                        )  # fmt: skip
+                    left, right = read(
+                        slot, here, dialect, segment, once - 1, KIND0, INTERLEAVED0, UNIT0, NOPE, ROPE, GROUP0, SCALES0,
+                        C, PIECES, N, DT, ASM,
+                    )  # fmt: skip
+                else:
+                    if RELOAD:
+                        z = product_in_steps(
+                            again, live, slot, here, FNUZ1, segment, z, KIND1, INTERLEAVED1, UNIT1, NOPE, ROPE, GROUP1,
+                            SCALES1, C * PIECES, DT,
+                        )  # fmt: skip
+                    left, right = read(
+                        slot, here, FNUZ1, segment, once - 1, KIND1, INTERLEAVED1, UNIT1, NOPE, ROPE, GROUP1, SCALES1,
+                        C, PIECES, N, DT, ASM,
+                    )  # fmt: skip
+                slot = load_slots(tile + 1, end, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+            if RELOAD and WORDS:
+                z = product_in_halves(again, left_column, live, left, z, D, N, C, DT)
+                if PIECES == 2:
+                    z = product_in_halves(again, right_column, live, right, z, D, N, C, DT)
+            elif not RELOAD:
+                z = product(q_left, tl.trans(left), z, once, CHAINED)
+                if PIECES == 2:
+                    z = product(q_right, tl.trans(right), z, once, CHAINED)
+            if WORDS and PREFETCH:
+                slot = load_slots(tile + 2, end, first_tiles, row0, row1, len0, len1, N, SEGMENTS)
+            z = tl.where(here[None, :], z * (scale * LOG2E), -float("inf"))
+            grown = tl.maximum(largest, tl.max(z, 1))
+            shrink = tl.exp2(largest - grown)
+            p = tl.exp2(z - grown[:, None])
+            total = total * shrink + tl.sum(p, 1)
+            weights = p.to(DT)
+            acc_left = tl.dot(weights, left, acc_left * shrink[:, None], input_precision="ieee")
+            if PIECES == 2:
+                acc_right = tl.dot(weights, right, acc_right * shrink[:, None], input_precision="ieee")
+            largest = grown
 
     empty = total == 0.0
     if SPLIT:

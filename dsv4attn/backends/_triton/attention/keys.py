@@ -3,7 +3,8 @@
 A tile is two pieces of C columns side by side (one, if a key is narrow), since a register file holds no whole tile.
 KIND chooses one of the readers: WORDS for V4's own 448 + 64 record on aligned pages, four codes at a time; BYTES for
 V4's record of other dims or alignment, whose last ROPE dims are bf16; CODES and NIBBLES for V4.1's records, whose dims
-are all codes, of fp8 and of e2m1; ROWS for plain rows. A row that is not `ok` reads as zeros and touches no memory.
+are all codes, of fp8 and of e2m1; CODE_WORDS and NIBBLE_WORDS for those of 512 dims on aligned pages, four and eight
+codes at a time; ROWS for plain rows. A row that is not `ok` reads as zeros and touches no memory.
 
 A NaN code makes the values of its word NaN. Which values of a key are NaN does not matter: each of its logits is then,
 and with it the whole row of the output.
@@ -23,6 +24,8 @@ BYTES = tl.constexpr(1)
 ROWS = tl.constexpr(2)
 CODES = tl.constexpr(3)
 NIBBLES = tl.constexpr(4)
+CODE_WORDS = tl.constexpr(5)
+NIBBLE_WORDS = tl.constexpr(6)
 
 DECODE = tl.constexpr("""
 {
@@ -44,6 +47,44 @@ fma.rn.bf16x2 $1, b, $3, zero;
 """PTX that makes $0 and $1, two bf16 values each, of four e4m3 codes $2, a scale $3 and unit $4, each twice in a word.
 
 The upper bytes of all four values are made at once, and so are the lower ones; then they are put beside each other.
+"""
+
+DECODE_E2M1 = tl.constexpr("""
+{
+.reg .b32 low, high, shifted, a, b, c, d, zero;
+mov.b32 zero, 0x80008000;
+shr.u32 high, $4, 2;
+and.b32 high, high, 0x01010101;
+shl.b32 shifted, $4, 4;
+lop3.b32 high, shifted, 0x80808080, high, 0xea;
+shl.b32 low, $4, 6;
+and.b32 low, low, 0xc0c0c0c0;
+prmt.b32 a, low, high, 0x5140;
+prmt.b32 b, low, high, 0x7362;
+shr.u32 high, $4, 6;
+and.b32 high, high, 0x01010101;
+lop3.b32 high, $4, 0x80808080, high, 0xea;
+shl.b32 low, $4, 2;
+and.b32 low, low, 0xc0c0c0c0;
+prmt.b32 c, low, high, 0x5140;
+prmt.b32 d, low, high, 0x7362;
+prmt.b32 $0, a, c, 0x5410;
+prmt.b32 $1, a, c, 0x7632;
+prmt.b32 $2, b, d, 0x5410;
+prmt.b32 $3, b, d, 0x7632;
+fma.rn.bf16x2 $0, $0, $6, zero;
+fma.rn.bf16x2 $1, $1, $6, zero;
+fma.rn.bf16x2 $2, $2, $6, zero;
+fma.rn.bf16x2 $3, $3, $6, zero;
+fma.rn.bf16x2 $0, $0, $5, zero;
+fma.rn.bf16x2 $1, $1, $5, zero;
+fma.rn.bf16x2 $2, $2, $5, zero;
+fma.rn.bf16x2 $3, $3, $5, zero;
+}
+""")
+"""PTX that makes $0 to $3, two bf16 values each, of eight e2m1 codes $4, a scale $5 and unit $6, each twice in a word.
+
+The upper and the lower bytes of the four even codes are made at once, then those of the odd codes.
 """
 
 
@@ -111,9 +152,9 @@ def scale_of(bits, ASM: tl.constexpr):
 
 
 @triton.jit
-def spread(scale, N: tl.constexpr):
-    """[N, 2] as [N, 32], each over 16 words."""
-    return tl.reshape(tl.broadcast_to(scale[:, :, None], [N, 2, 16]), [N, 32])
+def spread(scale, N: tl.constexpr, G: tl.constexpr):
+    """[N, G] as [N, 32], each over 32 / G words."""
+    return tl.reshape(tl.broadcast_to(scale[:, :, None], [N, G, 32 // G]), [N, 32])
 
 
 @triton.jit
@@ -153,14 +194,121 @@ def unpack_words(x0, x1, x2, x3, rope, low, high, fnuz, N: tl.constexpr, DT: tl.
     """Both pieces, [N, 256] each, of what `load_words` returned, in the order of `columns`."""
     # a scale serves 64 codes: computed once, and broadcast to their 16 words
     shift = (tl.arange(0, 2) * 8)[None, :]
-    k0 = codes(x0, spread(scale_of(low[:, None] >> shift, ASM), N), fnuz, N, 32, ASM)
-    k1 = codes(x1, spread(scale_of(low[:, None] >> (shift + 16), ASM), N), fnuz, N, 32, ASM)
-    k2 = codes(x2, spread(scale_of(high[:, None] >> shift, ASM), N), fnuz, N, 32, ASM)
+    k0 = codes(x0, spread(scale_of(low[:, None] >> shift, ASM), N, 2), fnuz, N, 32, ASM)
+    k1 = codes(x1, spread(scale_of(low[:, None] >> (shift + 16), ASM), N, 2), fnuz, N, 32, ASM)
+    k2 = codes(x2, spread(scale_of(high[:, None] >> shift, ASM), N, 2), fnuz, N, 32, ASM)
     k3 = codes(x3, tl.broadcast_to(scale_of(high >> 16, ASM)[:, None], [N, 16]), fnuz, N, 16, ASM)
     # eight columns of codes, then eight of the rope, in each thread: see `columns`
     pair = tl.join(tl.reshape(k3, [N, 8, 4]), tl.reshape(rope, [N, 8, 4]))
     k3 = tl.reshape(tl.permute(pair, (0, 1, 3, 2)), [N, 64])
     left, right = beside(k0, k1, N, 64), beside(k2, k3, N, 64)
+    return halves(left, N, 128, DT), halves(right, N, 128, DT)
+
+
+@triton.jit
+def pairs(words, scale, N: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+    """Words [N, W] of eight e2m1 codes, under scales [N, W] as `scales_of_codes` makes them, as [N, 4 * W] of two bf16.
+
+    A code's bits, put where bf16 has exponent and mantissa, are its value times 2^-126.
+    """
+    if ASM:
+        unit = 0x7E807E80 + tl.zeros_like(words)
+        a, b, c, d = tl.inline_asm_elementwise(
+            DECODE_E2M1, "=&r,=&r,=&r,=&r,r,r,r", [words, scale, unit],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        a = _pair(words, scale, 0)
+        b = _pair(words, scale, 8)
+        c = _pair(words, scale, 16)
+        d = _pair(words, scale, 24)
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [N, 4 * W])
+
+
+@triton.jit
+def _pair(words, scale, SHIFT: tl.constexpr):
+    """The bf16 bits of the two codes of one byte of each word."""
+    unit = tl.full((), 253 << 23, tl.int32).to(tl.float32, bitcast=True)
+    code = words >> SHIFT
+    even = ((code & 8) << 28) | ((code & 7) << 22)
+    odd = ((code & 0x80) << 24) | ((code & 0x70) << 18)
+    low = (even.to(tl.float32, bitcast=True) * unit * scale).to(tl.int32, bitcast=True)
+    high = (odd.to(tl.float32, bitcast=True) * unit * scale).to(tl.int32, bitcast=True)
+    return ((low >> 16) & 0xFFFF) | (high & -0x10000)
+
+
+@triton.jit
+def scales_of_codes(bits, N: tl.constexpr, ASM: tl.constexpr):
+    """The e4m3fn values [N, 16] of the bytes of int64 [N, 2]: fp32, or for ASM int32 of the same bf16 twice."""
+    shift = (tl.arange(0, 8) * 8).to(tl.int64)[None, None, :]
+    byte = tl.reshape(bits[:, :, None] >> shift, [N, 16]).to(tl.int32) & 255
+    scale = numerics.dequantize(byte, 127 + tl.zeros_like(byte), False)
+    if ASM:
+        half = (scale.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+        scale = half | (half << 16)
+    return scale
+
+
+@triton.jit
+def record_words(base, slot, ok, paging, page_stride16, DATA: tl.constexpr, SCALES: tl.constexpr, INTERLEAVED):
+    """Addresses [N] of each slot's data and of its scales, as bytes.
+
+    base: pointer to a cache's uint8 pages. slot, ok: [N] int32 and bool. DATA, SCALES: bytes, multiples of 16.
+    """
+    page, row = page_and_row(slot, ok, paging, page_stride16.to(tl.int64) * 16)
+    if INTERLEAVED:
+        data = page + row * (DATA + SCALES)
+        scale = data + DATA
+    else:
+        data = page + row * DATA
+        scale = page + paging[0].to(tl.int64) * DATA + row * SCALES
+    return tl.multiple_of(base + data, 16), tl.multiple_of(base + scale, 16)
+
+
+@triton.jit
+def read_code_words(
+    base, slot, ok, paging, page_stride16,
+    INTERLEAVED: tl.constexpr, N: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Both pieces, [N, 256] each in DT, of records of 512 e4m3fn codes and 16 exponents; see `record_words`."""
+    data, scale = record_words(base, slot, ok, paging, page_stride16, 512, 16, INTERLEAVED)
+    data = data.to(tl.pointer_type(tl.int32))[:, None] + tl.arange(0, 32)[None, :]
+    scale, mask = scale.to(tl.pointer_type(tl.int32)), ok[:, None]
+    # all loads are in flight before the first word is decoded
+    x0 = tl.load(data, mask=mask, other=0)
+    x1 = tl.load(data + 32, mask=mask, other=0)
+    x2 = tl.load(data + 64, mask=mask, other=0)
+    x3 = tl.load(data + 96, mask=mask, other=0)
+    s0 = tl.load(scale, mask=ok, other=0)
+    s1 = tl.load(scale + 1, mask=ok, other=0)
+    s2 = tl.load(scale + 2, mask=ok, other=0)
+    s3 = tl.load(scale + 3, mask=ok, other=0)
+    # a scale serves 32 codes: computed once, and broadcast to their 8 words
+    shift = (tl.arange(0, 4) * 8)[None, :]
+    k0 = codes(x0, spread(scale_of(s0[:, None] >> shift, ASM), N, 4), False, N, 32, ASM)
+    k1 = codes(x1, spread(scale_of(s1[:, None] >> shift, ASM), N, 4), False, N, 32, ASM)
+    k2 = codes(x2, spread(scale_of(s2[:, None] >> shift, ASM), N, 4), False, N, 32, ASM)
+    k3 = codes(x3, spread(scale_of(s3[:, None] >> shift, ASM), N, 4), False, N, 32, ASM)
+    return halves(beside(k0, k1, N, 64), N, 128, DT), halves(beside(k2, k3, N, 64), N, 128, DT)
+
+
+@triton.jit
+def read_nibble_words(
+    base, slot, ok, paging, page_stride16, nothing,
+    INTERLEAVED: tl.constexpr, N: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Both pieces, [N, 256] each in DT, of records of 512 e2m1 codes and 32 scales in e4m3fn; see `record_words`."""
+    data, scale = record_words(base, slot, ok, paging, page_stride16, 256, 32, INTERLEAVED)
+    # `nothing` is 0, which the compiler cannot prove: each thread loads two words, the 16 codes of one scale
+    data = data.to(tl.pointer_type(tl.int32))[:, None] + (2 * nothing + tl.arange(0, 32))[None, :]
+    scale = scale.to(tl.pointer_type(tl.int64))[:, None] + tl.arange(0, 2)[None, :]
+    mask = ok[:, None]
+    x0 = tl.load(data, mask=mask, other=0)
+    x1 = tl.load(data + 32, mask=mask, other=0)
+    s0 = tl.load(scale, mask=mask, other=0)
+    s1 = tl.load(scale + 2, mask=mask, other=0)
+    left = pairs(x0, spread(scales_of_codes(s0, N, ASM), N, 16), N, 32, ASM)
+    right = pairs(x1, spread(scales_of_codes(s1, N, ASM), N, 16), N, 32, ASM)
     return halves(left, N, 128, DT), halves(right, N, 128, DT)
 
 

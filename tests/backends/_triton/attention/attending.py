@@ -28,6 +28,7 @@ from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVC
 from dsv4attn.testing.book import place_of
 from dsv4attn.testing.judge import F64, Expected, found, rounded, tolerance
 from tests.backends._triton.cache.caches import CPU, DEVICE, memory, poisoned
+from tests.core import v41_packer
 
 __all__ = ["BF16_ROWS", "FNUZ", "FP32_ROWS", "OCP", "SPLIT_OCP", "TINY", "Answer", "Trial", "any_trial"]
 
@@ -257,12 +258,28 @@ def _record(rng: np.random.Generator, layout: KVCacheLayout) -> tuple[NDArray[An
     if not layout.is_quantised:
         row = rounded(rng.standard_normal(layout.head_dim), layout.dtype)
         return row, row
+    if layout.name.startswith("v41"):
+        return _record_of_codes(rng, layout)
     finite = np.setdiff1d(np.arange(256), [0x80] if layout.fp8_format is Fp8Format.FNUZ else [0x7F, 0xFF])
     rope = torch.from_numpy(rng.standard_normal(layout.rope_dim)).bfloat16().view(torch.uint8).numpy()
     scales = np.full(layout.scale_bytes, 0xFF)
     scales[: layout.num_groups] = rng.integers(116, 121, layout.num_groups)
     record = np.concatenate([rng.choice(finite, layout.nope_dim), rope, scales]).astype(np.uint8)
     return record, found(record, layout)
+
+
+def _record_of_codes(rng: np.random.Generator, layout: KVCacheLayout) -> tuple[NDArray[Any], F64]:
+    """`_record` of V4.1, as an independent reader understands its bytes."""
+    dim, fp8 = layout.head_dim, layout.name == "v41_fp8"
+    if fp8:
+        codes = rng.choice(np.setdiff1d(np.arange(256), [0x7F, 0xFF]), dim)
+        scales = rng.integers(116, 121, layout.scale_bytes)
+    else:
+        codes = rng.integers(0, 256, dim // 2)
+        # positive and negative, subnormal and not
+        scales = rng.choice([3, 7, 40, 49, 55, 60, 62, 0x80 + 53], layout.scale_bytes)
+    record = np.concatenate([codes, scales]).astype(np.uint8)
+    return record, (v41_packer.unpack_fp8 if fp8 else v41_packer.unpack_fp4)(record, dim)
 
 
 def _write(cache: PagedKVCache, slot: int, record: NDArray[Any]) -> None:

@@ -9,7 +9,7 @@ import triton.language as tl
 from dsv4attn.backends._triton.attention import keys
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
-__all__ = ["ROWS", "words_kernel"]
+__all__ = ["ROWS", "nibbles_kernel", "words_kernel"]
 
 ROWS = tl.constexpr(16)
 """Rows of words that a program decodes."""
@@ -26,3 +26,16 @@ def words_kernel(WORDS, BYTES, OUT, dialect: tl.int32, W: tl.constexpr, FNUZ: tl
     scale = tl.broadcast_to(keys.scale_of(tl.load(BYTES + row), ASM)[:, None], [ROWS, W])
     fnuz = (dialect == 1) if FNUZ is None else FNUZ
     tl.store(OUT + row[:, None] * (2 * W) + column[None, :], keys.codes(words, scale, fnuz, ROWS, W, ASM))
+
+
+@stable_kernel
+def nibbles_kernel(WORDS, BYTES, OUT, W: tl.constexpr, ASM: tl.constexpr):
+    """OUT [n, 4 * W] int32: two bf16 values each, of WORDS [n, W] int32: eight e2m1 codes each.
+
+    BYTES: [n, 2] int64 - 16 scales of e4m3fn, of W / 16 words each.
+    """
+    row, word, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, W), tl.arange(0, 4 * W)
+    words = tl.load(WORDS + row[:, None] * W + word[None, :])
+    scale = keys.scales_of_codes(tl.load(BYTES + row[:, None] * 2 + tl.arange(0, 2)[None, :]), ROWS, ASM)
+    values = keys.pairs(words, keys.spread(scale, ROWS, 16), ROWS, W, ASM)
+    tl.store(OUT + row[:, None] * (4 * W) + column[None, :], values)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsv4attn.backends._triton.attention.attend import Segment
-from dsv4attn.backends._triton.attention.keys import BYTES, CODES, NIBBLES, WORDS
+from dsv4attn.backends._triton.attention.keys import BYTES, CODE_WORDS, CODES, NIBBLE_WORDS, NIBBLES, WORDS
 from dsv4attn.backends._triton.cache import insert
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.core.contract import complete
@@ -87,14 +87,17 @@ def test_g18_every_form_that_is_launched_was_foreseen(pair: tuple[str, str]) -> 
 def test_the_reader_follows_from_the_name_of_the_record_not_from_its_dims() -> None:
     record = KVCacheLayout.fp8_ds_mla()
 
-    def kind(layout: KVCacheLayout) -> int:
-        return Segment.of(layout, aligned=True).kind
+    def kind(layout: KVCacheLayout, *, aligned: bool = True) -> int:
+        return Segment.of(layout, aligned=aligned).kind
 
     assert kind(record) == WORDS.value
     assert kind(KVCacheLayout.fp8_ds_mla(24, 8)) == BYTES.value
     for arrangement in Arrangement:
-        assert kind(KVCacheLayout.v41_fp8(arrangement=arrangement)) == CODES.value
-        assert kind(KVCacheLayout.v41_fp4(arrangement=arrangement)) == NIBBLES.value
+        fp8, fp4 = KVCacheLayout.v41_fp8(arrangement=arrangement), KVCacheLayout.v41_fp4(arrangement=arrangement)
+        assert (kind(fp8), kind(fp8, aligned=False)) == (CODE_WORDS.value, CODES.value)
+        assert (kind(fp4), kind(fp4, aligned=False)) == (NIBBLE_WORDS.value, NIBBLES.value)
+        assert kind(KVCacheLayout.v41_fp8(480, 64, arrangement=arrangement)) == CODES.value
+        assert kind(KVCacheLayout.v41_fp4(480, 64, arrangement=arrangement)) == NIBBLES.value
     # dims and groups of V4's record under V4.1's name
     assert kind(attrs.evolve(record, name="v41_fp8")) == CODES.value
 

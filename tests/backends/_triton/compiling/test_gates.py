@@ -60,3 +60,9 @@ def test_no_target_is_left_out() -> None:
 @pytest.mark.parametrize("dtype", ["e4m3fn", "e4m3fnuz"])
 def test_every_kernel_of_every_backend_keeps_every_limit(backend: str, target: str, model: str, dtype: str) -> None:
     assert broken_limits(backend, [target], "--model", model, "--dtype", dtype) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100"])
+def test_the_attention_over_v41s_records_keeps_every_limit(target: str) -> None:
+    assert broken_limits("triton", [target], "--dtype", "v41_fp4", "--kernel", "attention") == []

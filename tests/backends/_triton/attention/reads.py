@@ -1,0 +1,64 @@
+"""Which bytes of caches an interpreted kernel reads, and which it may."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4attn.testing.book import place_of
+from tests.backends._triton.attention.attending import Trial
+
+__all__ = ["bytes_read", "may_read"]
+
+U64 = NDArray[np.uint64]
+
+
+def bytes_read(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> U64:
+    """Addresses of all bytes in the caches of a call that its kernels load, masked lanes aside."""
+    from triton.runtime import interpreter
+
+    found: list[U64] = []
+    load = interpreter._interpreter.load
+
+    def traced(addresses: U64, mask: NDArray[np.bool_], other: Any, dtype: Any) -> Any:
+        first = addresses[mask].astype(np.uint64).ravel()
+        found.append(np.unique(first[:, None] + np.arange(np.dtype(dtype).itemsize, dtype=np.uint64)))
+        return load(addresses, mask, other, dtype)
+
+    with monkeypatch.context() as patch:
+        # where all loads end, those of recorded steps too
+        patch.setattr(interpreter._interpreter, "load", traced)
+        trial.run_it()
+    every = np.unique(np.concatenate(found))
+    inside = np.zeros(len(every), dtype=bool)
+    for begin, end in (_memory(segment.cache.tensor) for segment in trial.segments):
+        inside |= (every >= begin) & (every < end)
+    return every[inside]
+
+
+def may_read(trial: Trial) -> U64:
+    """Addresses of the bytes of all records that rows of a call name."""
+    found = [np.zeros(0, np.uint64)]
+    for cache, values, slots, lens in trial.segments:
+        inside = np.arange(slots.shape[1]) < lens[:, None]
+        for slot in np.unique(slots[inside & (slots >= 0) & (slots < len(values))]):
+            block, offset = divmod(int(slot), cache.block_size)
+            layout = cache.layout
+            if layout.is_quantised:
+                # without the pad byte behind the scales of V4's record
+                place = place_of(layout, offset, cache.block_size)[: layout.data_bytes + layout.num_groups]
+                start = cache.tensor.data_ptr() + block * cache.page_stride
+            else:
+                place, start = np.arange(layout.data_bytes), cache.tensor[block, offset].data_ptr()
+            found.append((start + place).astype(np.uint64))
+    return np.unique(np.concatenate(found))
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of a tensor's storage, and behind its last."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
