@@ -11,7 +11,14 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.cache.insert import quantize_and_insert_k_cache
 from dsv4attn.backends._triton.launching.runtime import architecture
-from dsv4attn.backends._triton.layer import compress, hyper_connections, index_logits, index_query, select
+from dsv4attn.backends._triton.layer import (
+    compress,
+    hyper_connections,
+    hyper_connections_variants,
+    index_logits,
+    index_query,
+    select,
+)
 from dsv4attn.core.definitions import INVARIANT, PLAIN, TorchLayerSteps
 from dsv4attn.core.definitions.indexer import IndexQuery
 from dsv4attn.core.geometry import LayerKind
@@ -43,6 +50,10 @@ class TritonLayerSteps(TorchLayerSteps):
         fused = partial(hyper_connections.mhc_fused_post_pre, deterministic=deterministic)
         self.mhc_fused_post_pre = fused  # type: ignore[method-assign]
         self.hc_head = partial(hyper_connections.hc_head, deterministic=deterministic)  # type: ignore[method-assign]
+        delayed = partial(hyper_connections.mhc_pre_delayed, deterministic=deterministic)
+        self.mhc_pre_delayed = delayed  # type: ignore[method-assign]
+        after = partial(hyper_connections.mhc_fused_post_pre_delayed, deterministic=deterministic)
+        self.mhc_fused_post_pre_delayed = after  # type: ignore[method-assign]
         fp8 = KVCacheLayout.index_fp8()
         self.sum_bits = 14 if index_logits.multiplies_codes(fp8, architecture()) else 24
 
@@ -52,6 +63,7 @@ class TritonLayerSteps(TorchLayerSteps):
     fp8_paged_mqa_logits = staticmethod(index_logits.fp8_paged_mqa_logits)
     fp8_mqa_logits = staticmethod(index_logits.fp8_mqa_logits)
     mhc_post = staticmethod(hyper_connections.mhc_post)
+    mhc_collapse = staticmethod(hyper_connections.mhc_collapse)
 
     def select_topk(
         self,
@@ -138,4 +150,6 @@ def variants(bounds: Bounds, arch: str) -> Iterator[Variant]:
     dims = model.hc_mult, model.hidden_size, bounds.q_dtype
     norms = dict.fromkeys((None, bounds.q_dtype, torch.float32))
     for norm in norms:
-        yield from hyper_connections.variants(*dims, norm, aligned=bounds.aligned_rows, arch=arch)
+        yield from hyper_connections_variants.variants(
+            *dims, norm, delayed=model.shared_latent, aligned=bounds.aligned_rows, arch=arch
+        )

@@ -16,7 +16,7 @@ from dsv4attn.backends._triton.compiling.aot import compile_near
 from dsv4attn.backends._triton.compiling.targets import Target
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.layer import compress, index_logits, index_query, output, select
-from dsv4attn.backends._triton.layer import hyper_connections as hc
+from dsv4attn.backends._triton.layer import hyper_connections_variants as mixing
 from dsv4attn.backends._triton.layer.hyper_connections_tuning import FEW, tile_of, tuning_for
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout
 
@@ -31,7 +31,7 @@ def streams(arch: str) -> Iterator[Variant]:
     Of two with as many splits that with fewer warps, whose threads have more to hold.
     """
     tuning, mixes = tuning_for(arch), []
-    for variant in dict.fromkeys(hc.variants(4, 7168, BF16, BF16, arch=arch)):
+    for variant in dict.fromkeys(mixing.variants(4, 7168, BF16, BF16, arch=arch)):
         constants = dict(variant.constants)
         tile = tile_of(tuning, FEW + 1, 4, BF16, 16, fused="OUT_ALIGNED" in constants)
         if {"BLOCK_M": tile.tokens, "BLOCK_K": tile.columns, "MIXES": 24}.items() <= constants.items():
