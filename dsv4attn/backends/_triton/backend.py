@@ -18,6 +18,7 @@ from dsv4attn.backends._triton.index_ops import builder, dense
 from dsv4attn.backends._triton.launching.runtime import multiprocessors
 from dsv4attn.backends._triton.launching.warmup import warm
 from dsv4attn.backends._triton.layer import output, steps
+from dsv4attn.backends._triton.layer.variants import variants as layer_variants
 from dsv4attn.backends._triton.tuning import Tuning, tuning_for
 from dsv4attn.core.contract import (
     AttentionCall,
@@ -164,7 +165,7 @@ class TritonBackend(BackendDefaults):
                 yield from output.variants(*dims, bounds.q_dtype, aligned=bounds.aligned_rows, arch=device.arch)
             yield from self._attention_variants(bounds, layer, tuning)
         if bounds.model is not None:
-            yield from steps.variants(bounds, device.arch)
+            yield from layer_variants(bounds, device.arch)
 
     def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """Forms of the attention kernel in both phases."""

@@ -26,6 +26,8 @@ class Sm90LayerSteps(TritonLayerSteps):
         super().__init__(deterministic=deterministic)
         fused = partial(streams.mhc_fused_post_pre, deterministic=deterministic)
         self.mhc_fused_post_pre = fused  # type: ignore[method-assign]
+        delayed = partial(streams.mhc_fused_post_pre_delayed, deterministic=deterministic)
+        self.mhc_fused_post_pre_delayed = delayed  # type: ignore[method-assign]
 
     def _score(
         self,

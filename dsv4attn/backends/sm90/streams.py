@@ -15,10 +15,11 @@ from torch import Tensor
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
-from dsv4attn.backends._triton.layer import hyper_connections
+from dsv4attn.backends._triton.layer import hyper_connections, hyper_connections_variants
+from dsv4attn.backends._triton.layer.hyper_connections import Delayed, Numbers
 from dsv4attn.core.warmup_spec import Bounds
 
-__all__ = ["mhc_fused_post_pre", "variants"]
+__all__ = ["mhc_fused_post_pre", "mhc_fused_post_pre_delayed", "variants"]
 
 STREAMS, TOKENS, COLUMNS, WARPS = 4, 64, 64, 8
 SLICES, STAGES = 2, 2
@@ -52,16 +53,63 @@ def mhc_fused_post_pre(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `LayerSteps.mhc_fused_post_pre`. deterministic: as of `hyper_connections.mhc_pre`."""
     numbers = rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_eps
-    count, hidden = x.shape
-    if not (_serves(x, residual, post, comb, fn) and (deterministic or count > FEW)):
+    if not (_serves(x, residual, post, comb, fn) and (deterministic or x.shape[0] > FEW)):
         mixes = fn, hc_scale, hc_base, *numbers[:5], norm_weight, norm_eps
         return hyper_connections.mhc_fused_post_pre(x, residual, post, comb, *mixes, deterministic=deterministic)
+    return _fused(x, residual, post, comb, fn, hc_scale, hc_base, norm_weight, numbers, None)
+
+
+def mhc_fused_post_pre_delayed(
+    x: Tensor,
+    residual: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    previous_pre: Tensor | None,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float = 2.0,
+    sinkhorn_repeat: int = 20,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    *,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `LayerSteps.mhc_fused_post_pre_delayed`. deterministic: as of `hyper_connections.mhc_pre`."""
+    numbers = rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_eps
+    given = x, residual, post, comb
+    if not (_serves(*given, fn) and (deterministic or x.shape[0] > FEW)):
+        every = *given, previous_pre, fn, hc_scale, hc_base, *numbers[:5], norm_weight, norm_eps
+        return hyper_connections.mhc_fused_post_pre_delayed(*every, deterministic=deterministic)
+    delayed, mixes = Delayed(previous_pre, post.new_empty(residual.shape[:2])), (fn, hc_scale, hc_base)
+    new, new_post, new_comb, out = _fused(*given, *mixes, norm_weight, numbers, delayed)
+    assert delayed.pre is not None
+    return new, delayed.pre, new_post, new_comb, out
+
+
+def _fused(
+    x: Tensor,
+    residual: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    norm: Tensor | None,
+    numbers: Numbers,
+    delayed: Delayed | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(new streams, post, comb, input of the sublayer)."""
+    count, hidden = x.shape
     new = torch.empty_like(residual, memory_format=torch.contiguous_format)
     new_post, new_comb, out = hyper_connections.results(residual)
     groups = hidden // (COLUMNS * SLICES)
     products = fn.new_empty(min(count, CHUNK), groups, 32, dtype=torch.float32)
     given = x, residual, post, comb, fn, new, products
-    results = hc_scale, hc_base, norm_weight, new_post, new_comb, out
+    results = scale, base, norm, new_post, new_comb, out
     strides = x.stride(0), residual.stride(0), residual.stride(1), fn.stride(0)
     for first in range(0, count, CHUNK):
         end = min(first + CHUNK, count)
@@ -76,7 +124,7 @@ def mhc_fused_post_pre(
             _constants(),
             num_warps=WARPS,
         )
-        hyper_connections.mix(new, products, *results, first, end, numbers, CHUNK)
+        hyper_connections.mix(new, products, *results, first, end, numbers, CHUNK, delayed)
     return new, new_post, new_comb, out
 
 
@@ -110,6 +158,6 @@ def variants(bounds: Bounds, arch: str) -> Iterator[Variant]:
     yield Variant.from_types(post_products_tiles, types, _constants(), num_warps=WARPS)
     dims, splits = (STREAMS, hidden, bounds.q_dtype), hidden // (COLUMNS * SLICES)
     for norm in dict.fromkeys((None, bounds.q_dtype, torch.float32)):
-        yield from hyper_connections.mix_variants(
-            dims, norm, splits, WIDE, CHUNK, aligned=bounds.aligned_rows, arch=arch
+        yield from hyper_connections_variants.mix_variants(
+            dims, norm, splits, WIDE, CHUNK, delayed=model.shared_latent, aligned=bounds.aligned_rows, arch=arch
         )

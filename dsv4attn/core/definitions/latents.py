@@ -20,7 +20,7 @@ from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.rope import apply_rope
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["compress_latents", "norm_rope_store"]
+__all__ = ["check_ring", "compress_latents", "norm_rope_store"]
 
 _ROW_BYTES = 32
 """Temporaries for each channel of each token of a window."""
@@ -42,12 +42,11 @@ def compress_latents(
     """See `LayerSteps.compress_latents`."""
     count, width = kv.shape
     out = kv.new_empty(count, width, dtype=torch.bfloat16)
+    ring = check_ring(ratio, score, states, state_block_table)
     if ratio == 1:
-        _require_none(score=score, states=states, state_block_table=state_block_table)
         for part in tiles(count, _ROW_BYTES * width):
             out[part] = rms_norm(kv[part], norm_weight, eps, arithmetic).to(out.dtype)
         return out
-    ring = _checked_ring(score, ratio, states, state_block_table)
     assert score is not None
     assert states is not None
     assert state_block_table is not None
@@ -85,18 +84,22 @@ def _require_none(**given: object) -> None:
             raise ArgumentError(name, expected="None with ratio 1", actual=type(value).__name__, hint=hint)
 
 
-def _checked_ring(score: Tensor | None, ratio: int, states: PagedKVCache | None, table: Tensor | None) -> int:
-    """Rows of a request's ring."""
-    for name, value in (("score", score), ("states", states), ("state_block_table", table)):
+def check_ring(ratio: int, score: Tensor | None, states: PagedKVCache | None, state_block_table: Tensor | None) -> int:
+    """Rows of a request's ring; 0 with ratio 1. Raises ArgumentError for arguments that do not fit the ratio."""
+    if ratio == 1:
+        _require_none(score=score, states=states, state_block_table=state_block_table)
+        return 0
+    for name, value in (("score", score), ("states", states), ("state_block_table", state_block_table)):
         if value is None:
             hint = "windows of several tokens are weighed by scores, and may begin in the step before"
             raise ArgumentError(name, expected=f"given with ratio {ratio}", actual=None, hint=hint)
     assert states is not None
-    assert table is not None
-    ring = int(table.shape[1]) * states.block_size
+    assert state_block_table is not None
+    columns = state_block_table.shape[1]
+    ring = columns * states.block_size
     if ring < ratio:
         expected = f"blocks for at least {ratio} tokens of a request"
-        raise ArgumentError("state_block_table", expected=expected, actual=f"{table.shape[1]} of {states.block_size}")
+        raise ArgumentError("state_block_table", expected=expected, actual=f"{columns} of {states.block_size}")
     return ring
 
 

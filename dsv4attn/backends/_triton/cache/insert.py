@@ -17,6 +17,7 @@ from dsv4attn.backends._triton.cache.kernels_insert import insert_kernel, qnorm_
 from dsv4attn.backends._triton.cache.records import (
     alignment_of_records,
     alignment_of_rows,
+    check_writer,
     record_alignments,
     record_strides,
     row_alignments,
@@ -27,7 +28,6 @@ from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.core.checks import check_keys
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
-from dsv4attn.errors import ArgumentError
 
 __all__ = ["qnorm_rope_kv_insert", "quantize_and_insert_k_cache", "variants"]
 
@@ -81,10 +81,7 @@ def qnorm_rope_kv_insert(
 
 @cache
 def _insert_constants(layout: KVCacheLayout, rows: int, records: int) -> dict[str, Any]:
-    if layout.rounds_to_fp4:
-        expected = "a layout whose writer does not round to fp4 first: no kernel here does"
-        hint = "write with the reference backend, or without rounds_to_fp4; bytes of both are read alike"
-        raise ArgumentError("cache layout", expected=expected, actual=f"{layout.fingerprint}, rounds_to_fp4", hint=hint)
+    check_writer(layout)
     dims = {"NOPE": layout.nope_dim, "ROPE": layout.rope_dim, "CODED": layout.coded_dims}
     return {"ROW_ALIGNED": rows, "ALIGNED": records, **writer_constants(layout), **dims}
 

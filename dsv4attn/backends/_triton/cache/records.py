@@ -15,10 +15,12 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.errors import ArgumentError
 
 __all__ = [
     "alignment_of_records",
     "alignment_of_rows",
+    "check_writer",
     "record_alignments",
     "record_constants",
     "record_strides",
@@ -108,6 +110,14 @@ def record_constants(layout: KVCacheLayout) -> dict[str, Any]:
         "FNUZ": layout.fp8_format is Fp8Format.FNUZ,
         "EXACT_CASTS": not INTERPRETED,
     }
+
+
+def check_writer(layout: KVCacheLayout) -> None:
+    """Raise ArgumentError for records that no kernel here writes as their layout asks."""
+    if layout.rounds_to_fp4:
+        expected = "a layout whose writer does not round to fp4 first: no kernel here does"
+        hint = "write with the reference backend, or without rounds_to_fp4; bytes of both are read alike"
+        raise ArgumentError("cache layout", expected=expected, actual=f"{layout.fingerprint}, rounds_to_fp4", hint=hint)
 
 
 @cache

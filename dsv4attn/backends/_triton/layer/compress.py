@@ -17,6 +17,7 @@ from torch import Tensor
 from dsv4attn.backends._triton.cache.records import (
     alignment_of_records,
     alignment_of_rows,
+    check_writer,
     record_alignments,
     record_strides,
     row_alignments,
@@ -29,7 +30,7 @@ from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_norm_weight, check_strides
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["compress_norm_rope_store", "save_partial_states", "variants"]
+__all__ = ["compress_norm_rope_store", "entry_constants", "save_partial_states", "variants"]
 
 SAVE_TILE, SAVE_WARPS = 1024, 4
 """Channels that a program saves, and its warps."""
@@ -203,14 +204,40 @@ def _save_constants(width: int, rows: int, records: int) -> dict[str, Any]:
 def _compress_constants(
     layout: KVCacheLayout, ratio: int, rope: int, states: int, records: int, arch: str, *, overlap: bool
 ) -> tuple[dict[str, Any], int]:
-    """Constants of a launch, and its warps. Raises ArgumentError for a table of other dims than those that rotate."""
-    if layout.name in ("v41_fp8", "v41_fp4"):
-        hint = "compress to fp8_ds_mla or rows, or with the steps of the reference backend"
-        raise ArgumentError("cache", expected="records that this kernel writes", actual=layout.fingerprint, hint=hint)
+    """Constants of a launch, and its warps; see `entry_constants`."""
+    entry = entry_constants(layout, rope)
+    size = entry["GROUPS"] * entry["SIZE"]
+    if _splits(ratio, overlap=overlap):  # the kernel reads no states
+        pool, states = pool_for(1, size, WIDE, arch), 1
+    else:
+        pool = pool_for(ratio * (2 if overlap else 1), size, states, arch)
+    return {
+        **entry,
+        "RATIO": ratio,
+        "OVERLAP": overlap,
+        "ROWS": pool.rows,
+        "LANES": pool.lanes,
+        "STATES_ALIGNED": states,
+        "TOKENS": min(triton.next_power_of_2(ratio), MOST_TOKENS),
+        "ALIGNED": records,
+    }, pool.warps
+
+
+@cached
+def entry_constants(layout: KVCacheLayout, rope: int) -> dict[str, Any]:
+    """Constants of kernels that store entries, or index keys, from registers.
+
+    Raises ArgumentError for a table of other dims than those that rotate, and for records that are not written here.
+    """
     if layout.rope_dim not in (0, rope) and layout.is_quantised:
         raise ArgumentError("cos_sin_cache", expected=f"[_, {layout.rope_dim}]", actual=f"[_, {rope}]")
+    check_writer(layout)
+    if layout.coded_dims > layout.nope_dim and layout.nope_dim % 2:
+        expected = "an even number of dims before those that rotate"
+        hint = "pairs of them stand in one group then; write with the steps of the reference backend"
+        raise ArgumentError("cache layout", expected=expected, actual=layout.fingerprint, hint=hint)
     dim, quantised = layout.head_dim, layout.is_quantised
-    nope, group = (layout.nope_dim, layout.group_size) if quantised else (dim, dim)
+    nope, group = (layout.coded_dims, layout.group_size) if quantised else (dim, dim)
     float_scale = layout.scale_dtype == torch.float32
     pads = layout.scale_bytes if quantised and not float_scale else 1
     if nope == dim and group >= dim:
@@ -218,33 +245,21 @@ def _compress_constants(
     else:
         size = triton.next_power_of_2(group)
         rows, in_order = layout.num_groups + triton.cdiv(dim - nope, size), size == group and nope % group == 0
-    rows = triton.next_power_of_2(max(rows, pads))
-    if _splits(ratio, overlap=overlap):  # the kernel reads no states
-        pool, states = pool_for(1, rows * size, WIDE, arch), 1
-    else:
-        pool = pool_for(ratio * (2 if overlap else 1), rows * size, states, arch)
     writer = writer_constants(layout)
     return {
         "D": dim,
         "ROPE": rope,
-        "RATIO": ratio,
-        "OVERLAP": overlap,
-        "ROWS": pool.rows,
-        "LANES": pool.lanes,
-        "STATES_ALIGNED": states,
         "NOPE": nope,
         "GROUP": group,
         "CODE_BITS": layout.code_bits if quantised else 0,
         "SCALES": layout.scale_bytes,
         "SCALE_BITS": 32 if float_scale else 8,
-        **{name: writer[name] for name in ("FNUZ", "LARGEST", "FLOOR")},
-        "GROUPS": rows,
+        **{name: writer[name] for name in ("FP4", "FNUZ", "LARGEST", "FLOOR")},
+        "GROUPS": triton.next_power_of_2(max(rows, pads)),
         "SIZE": size,
         "IN_ORDER": in_order,
-        "TOKENS": min(triton.next_power_of_2(ratio), MOST_TOKENS),
-        "ALIGNED": records,
         "EXACT_CASTS": not INTERPRETED,
-    }, pool.warps
+    }
 
 
 @cached

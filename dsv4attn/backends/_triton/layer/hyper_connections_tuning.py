@@ -1,22 +1,32 @@
 """Tuning tables of the hyper-connections: tiles and blocks by architecture and number of tokens.
 
-They change times, and results only by rounding.
+They change times, and results only by rounding. Below them, the constants that the kernels have with a tile or a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from typing import Any
 
 import torch
 import triton
 from attrs import evolve, frozen
 
-from dsv4attn.backends._triton.launching.runtime import WIDE
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE
 
 RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
 """Release of Triton."""
 
-__all__ = ["FEW", "TUNINGS", "Block", "Tile", "Tuning", "heads_of", "mix_block", "tile_of", "tuning_for"]
+LEAST = 16
+"""Fewest columns of a matrix product."""
+MOST_SPLITS = 128
+"""Most splits that are added at a time."""
+
+__all__ = [
+    "FEW", "TUNINGS", "Block", "Tile", "Tuning", "alignment", "fused_constants", "heads_of", "mix_block",
+    "mix_constants", "post_constants", "products_constants", "tile_of", "tuning_for",
+]  # fmt: skip
 
 
 @frozen
@@ -152,3 +162,66 @@ def mix_block(tuning: Tuning, count: int, dtype: torch.dtype, *, normed: bool) -
     few, many = (tuning.whole_few, tuning.whole_many) if normed else (tuning.mix_few, tuning.mix_many)
     block = few if count <= FEW else many
     return evolve(block, columns=block.columns // 2) if dtype == torch.float32 else block
+
+
+def alignment(hidden: int, dtype: torch.dtype) -> int:
+    """Alignment of the rows of a dense tensor [.., hidden]."""
+    return 1 if hidden * dtype.itemsize % WIDE else WIDE
+
+
+@cache
+def products_constants(
+    tile: Tile, n: int, hidden: int, mixes: int, dtype: torch.dtype, aligned: int, fn_aligned: int
+) -> dict[str, Any]:
+    return {
+        "N": n,
+        "HIDDEN": hidden,
+        "MIXES": mixes,
+        "BLOCK_M": tile.tokens,
+        "BLOCK_K": tile.columns,
+        "BLOCK_C": max(triton.next_power_of_2(mixes), LEAST),
+        "STAGES": tile.stages,
+        "HELD": tile.held,
+        "ALIGNED": aligned,
+        "FN_ALIGNED": fn_aligned,
+        # interpreted bf16 is multiplied as bit patterns
+        "IN_BF16": dtype == torch.bfloat16 and not INTERPRETED,
+    }
+
+
+@cache
+def fused_constants(
+    tile: Tile, n: int, hidden: int, mixes: int, dtype: torch.dtype, aligned: int, fn_aligned: int, out_aligned: int
+) -> dict[str, Any]:
+    constants = products_constants(tile, n, hidden, mixes, dtype, aligned, fn_aligned)
+    return {**constants, "OUT_ALIGNED": out_aligned, "EXACT_CASTS": not INTERPRETED}
+
+
+@cache
+def post_constants(block: Block, n: int, hidden: int, aligned: int, out_aligned: int) -> dict[str, Any]:
+    return {
+        "N": n,
+        "HIDDEN": hidden,
+        "BLOCK_M": block.tokens,
+        "BLOCK": min(block.columns, triton.next_power_of_2(hidden)),
+        "ALIGNED": aligned,
+        "OUT_ALIGNED": out_aligned,
+        "EXACT_CASTS": not INTERPRETED,
+    }
+
+
+@cache
+def mix_constants(
+    block: Block, rows: int, summed: int, n: int, hidden: int, mixes: int, splits: int,
+    aligned: int, norm_aligned: int, out_aligned: int,
+) -> dict[str, Any]:  # fmt: skip
+    added = max(summed // (rows * triton.next_power_of_2(mixes + 1)), 1)
+    return {
+        **post_constants(block, n, hidden, aligned, out_aligned),
+        "MIXES": mixes,
+        "SPLITS": splits,
+        "BLOCK_R": rows,
+        "BLOCK_S": min(triton.next_power_of_2(splits), added),
+        "BLOCK_A": min(triton.next_power_of_2(splits), MOST_SPLITS),
+        "NORM_ALIGNED": norm_aligned,
+    }

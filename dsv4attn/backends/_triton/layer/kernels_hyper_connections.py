@@ -368,10 +368,10 @@ def load_streams(STREAMS, row, stream_stride, k, N: tl.constexpr, HIDDEN: tl.con
 
 @triton.jit
 def make_weights(
-    PRODUCTS, SCALE, BASE, POST, COMB, row, first, end, rms_eps, comb_eps, factor, repeat,
+    PRODUCTS, SCALE, BASE, PRE, POST, COMB, row, first, end, rms_eps, pre_eps, comb_eps, factor, repeat,
     N: tl.constexpr, HIDDEN: tl.constexpr, MIXES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Write post and comb of the tokens of rows [R] of PRODUCTS; the first row is that of token `first`."""
+    """Write post and comb, and pre if it goes out, of the tokens of rows [R] of PRODUCTS, the first that of `first`."""
     live = first + row < end
     token = (first + row).to(tl.int64)
     row = tl.minimum(row, end - first - 1)
@@ -387,6 +387,9 @@ def make_weights(
     for j in tl.static_range(N):
         gate = column_of(sums, N + 1 + j) * root * tl.load(SCALE + 1) + tl.load(BASE + N + j)
         tl.store(POST + token * N + j, factor * sigmoid(gate), mask=live)
+        if PRE is not None:
+            gate = column_of(sums, j) * root * tl.load(SCALE) + tl.load(BASE + j)
+            tl.store(PRE + token * N + j, sigmoid(gate) + pre_eps, mask=live)
 
 
 @triton.jit
@@ -397,41 +400,50 @@ def load_norm(NORM, k, HIDDEN: tl.constexpr, NORM_ALIGNED: tl.constexpr):
 
 @triton.jit
 def make_sum(
-    STREAMS, PRODUCTS, SCALE, BASE, NORM, OUT, row, first, end, k, token_stride, stream_stride, rms_eps, pre_eps,
-    norm_eps,
+    STREAMS, PRODUCTS, SCALE, BASE, NORM, PREVIOUS, PRE, OUT, row, first, end, k, token_stride, stream_stride,
+    previous_stride, weight_stride, rms_eps, pre_eps, norm_eps,
     N: tl.constexpr, HIDDEN: tl.constexpr, MIXES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_A: tl.constexpr, ALIGNED: tl.constexpr, NORM_ALIGNED: tl.constexpr,
     OUT_ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Write columns k of the weighed sums of the tokens of rows [M] of PRODUCTS, the first of which is `first`.
 
-    With a norm k begins at 0, and all columns are written.
+    With a norm k begins at 0, and all columns are written. Weights are those of PRODUCTS, or PREVIOUS; of the first
+    delayed sublayer, which writes PRE and has no PREVIOUS, the sum is stream 0.
     """
+    used: tl.constexpr = N if PRE is None or PREVIOUS is not None else 1
     live = (first + row < end)[:, None]
     row = tl.minimum(row, end - first - 1)
     token = (first + row).to(tl.int64)
     # in flight while the weights are made
-    tiles = load_streams(STREAMS, token * token_stride, stream_stride, k, N, HIDDEN, ALIGNED)
-    sums = add_splits(PRODUCTS, row, SPLITS, MIXES, N + 1, BLOCK_A)
-    root = inverse_root(sums, rms_eps, N, HIDDEN)
+    tiles = load_streams(STREAMS, token * token_stride, stream_stride, k, used, HIDDEN, ALIGNED)
     weights = ()
-    for n in tl.static_range(N):
-        gate = column_of(sums, n) * root * tl.load(SCALE) + tl.load(BASE + n)
-        weight = sigmoid(gate) + pre_eps
-        # of one token a scalar: of a tensor the compiler makes a copy in each thread, from all that it is made of
-        weights += (tl.sum(weight, 0) if BLOCK_M == 1 else weight[:, None],)
-    total = weigh(tiles, weights, N)
+    if PREVIOUS is not None:
+        for n in tl.static_range(N):
+            weight = tl.load(PREVIOUS + token * previous_stride + n * weight_stride)
+            weights += (tl.sum(weight, 0) if BLOCK_M == 1 else weight[:, None],)
+    elif PRE is None:
+        sums = add_splits(PRODUCTS, row, SPLITS, MIXES, N + 1, BLOCK_A)
+        root = inverse_root(sums, rms_eps, N, HIDDEN)
+        for n in tl.static_range(N):
+            gate = column_of(sums, n) * root * tl.load(SCALE) + tl.load(BASE + n)
+            weight = sigmoid(gate) + pre_eps
+            # of one token a scalar: of a tensor the compiler makes a copy in each thread, from all that it is made of
+            weights += (tl.sum(weight, 0) if BLOCK_M == 1 else weight[:, None],)
+    else:
+        weights += (1.0,)
+    total = weigh(tiles, weights, used)
     out = tl.multiple_of(OUT + token * HIDDEN, OUT_ALIGNED)[:, None] + k[None, :]
     if NORM is not None:
         square = tl.sum(total * total, 1)[:, None]
         for start in range(BLOCK, HIDDEN, BLOCK):
-            tiles = load_streams(STREAMS, token * token_stride, stream_stride, start + k, N, HIDDEN, ALIGNED)
-            more = weigh(tiles, weights, N)
+            tiles = load_streams(STREAMS, token * token_stride, stream_stride, start + k, used, HIDDEN, ALIGNED)
+            more = weigh(tiles, weights, used)
             square += tl.sum(more * more, 1)[:, None]
         scale = tl.rsqrt(square / HIDDEN + norm_eps)
         for start in range(BLOCK, HIDDEN, BLOCK):
-            tiles = load_streams(STREAMS, token * token_stride, stream_stride, start + k, N, HIDDEN, ALIGNED)
-            more = weigh(tiles, weights, N) * scale * load_norm(NORM, start + k, HIDDEN, NORM_ALIGNED)
+            tiles = load_streams(STREAMS, token * token_stride, stream_stride, start + k, used, HIDDEN, ALIGNED)
+            more = weigh(tiles, weights, used) * scale * load_norm(NORM, start + k, HIDDEN, NORM_ALIGNED)
             more = round_to(more, OUT.dtype.element_ty, EXACT_CASTS)
             tl.store(out + start, more, mask=live & (start + k < HIDDEN)[None, :])
         total = total * scale * load_norm(NORM, k, HIDDEN, NORM_ALIGNED)
@@ -441,23 +453,25 @@ def make_sum(
 @stable_kernel
 def mix_kernel(
     STREAMS,  # [tokens, N, HIDDEN]
-    PRODUCTS,  # [end - first, SPLITS, WIDTH] fp32
+    PRODUCTS,  # [end - first, SPLITS, WIDTH] fp32; None where only PREVIOUS weighs, as SCALE and BASE
     SCALE,  # [3] fp32, of pre, post and comb; [1] of the head
     BASE,  # [MIXES] fp32
     NORM,  # [HIDDEN], or None
+    PREVIOUS,  # [tokens, N] fp32: pre of the sublayer before, which weighs the streams; or None
+    PRE,  # [tokens, N] fp32, dense, for the next sublayer; None where pre weighs the streams itself
     POST,  # [tokens, N] fp32, dense; None for the head
     COMB,  # [tokens, N, N] fp32, dense; None for the head
     OUT,  # [tokens, HIDDEN], dense
-    first: tl.int32, end: tl.int32, token_stride: tl.int64, stream_stride: tl.int64,
-    rms_eps: tl.float32, pre_eps: tl.float32, comb_eps: tl.float32, factor: tl.float32, repeat: tl.int32,
-    norm_eps: tl.float32,
+    first: tl.int32, end: tl.int32, token_stride: tl.int64, stream_stride: tl.int64, previous_stride: tl.int64,
+    weight_stride: tl.int64, rms_eps: tl.float32, pre_eps: tl.float32, comb_eps: tl.float32, factor: tl.float32,
+    repeat: tl.int32, norm_eps: tl.float32,
     N: tl.constexpr, HIDDEN: tl.constexpr, MIXES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
     ALIGNED: tl.constexpr, NORM_ALIGNED: tl.constexpr, OUT_ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of BLOCK_R tokens + tiles of BLOCK_M tokens * blocks,): post and comb; then sums of BLOCK columns.
 
-    For the head, only the sums. With a norm, a program makes whole sums.
+    For the head, and where streams are collapsed, only the sums. With a norm, a program makes whole sums.
     """
     blocks: tl.constexpr = 1 if NORM is not None else triton.cdiv(HIDDEN, BLOCK)
     heads = 0 if COMB is None else tl.cdiv(end - first, BLOCK_R)
@@ -466,13 +480,13 @@ def mix_kernel(
         row = (pid - heads) // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
         k = (pid - heads) % blocks * BLOCK + tl.arange(0, BLOCK)
         make_sum(
-            STREAMS, PRODUCTS, SCALE, BASE, NORM, OUT, row, first, end, k, token_stride, stream_stride, rms_eps,
-            pre_eps, norm_eps, N, HIDDEN, MIXES, SPLITS, BLOCK_M, BLOCK, BLOCK_A, ALIGNED, NORM_ALIGNED, OUT_ALIGNED,
-            EXACT_CASTS,
+            STREAMS, PRODUCTS, SCALE, BASE, NORM, PREVIOUS, PRE, OUT, row, first, end, k, token_stride, stream_stride,
+            previous_stride, weight_stride, rms_eps, pre_eps, norm_eps,
+            N, HIDDEN, MIXES, SPLITS, BLOCK_M, BLOCK, BLOCK_A, ALIGNED, NORM_ALIGNED, OUT_ALIGNED, EXACT_CASTS,
         )  # fmt: skip
     elif COMB is not None:
         rows = pid * BLOCK_R + tl.arange(0, BLOCK_R)
         make_weights(
-            PRODUCTS, SCALE, BASE, POST, COMB, rows, first, end, rms_eps, comb_eps, factor, repeat,
+            PRODUCTS, SCALE, BASE, PRE, POST, COMB, rows, first, end, rms_eps, pre_eps, comb_eps, factor, repeat,
             N, HIDDEN, MIXES, SPLITS, BLOCK_S,
         )  # fmt: skip

@@ -89,7 +89,8 @@ def defined() -> F64:
     order = np.stack([low, high], -1).reshape(256, 512)
     sizes = np.array([float(one) for one in v41_packer.E2M1])
     scales = np.array([v41_packer.decode_e4m3(int(byte)) for byte in SCALES])
-    return np.where(order & 8, -1.0, 1.0) * sizes[order & 7] * scales[:, None]
+    values: F64 = np.where(order & 8, -1.0, 1.0) * sizes[order & 7] * scales[:, None]
+    return values
 
 
 def alike(got: F64, want: F64) -> bool:

@@ -15,8 +15,8 @@ import torch
 from dsv4attn.backends._triton.compiling.aot import compile_near
 from dsv4attn.backends._triton.compiling.targets import Target
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.layer import compress, index_logits, index_query, output, select
-from dsv4attn.backends._triton.layer import hyper_connections as hc
+from dsv4attn.backends._triton.layer import candidates, compress, index_logits, index_query, latents, output, select
+from dsv4attn.backends._triton.layer import hyper_connections_variants as mixing
 from dsv4attn.backends._triton.layer.hyper_connections_tuning import FEW, tile_of, tuning_for
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout
 
@@ -31,7 +31,7 @@ def streams(arch: str) -> Iterator[Variant]:
     Of two with as many splits that with fewer warps, whose threads have more to hold.
     """
     tuning, mixes = tuning_for(arch), []
-    for variant in dict.fromkeys(hc.variants(4, 7168, BF16, BF16, arch=arch)):
+    for variant in dict.fromkeys(mixing.variants(4, 7168, BF16, BF16, arch=arch)):
         constants = dict(variant.constants)
         tile = tile_of(tuning, FEW + 1, 4, BF16, 16, fused="OUT_ALIGNED" in constants)
         if {"BLOCK_M": tile.tokens, "BLOCK_K": tile.columns, "MIXES": 24}.items() <= constants.items():
@@ -78,10 +78,19 @@ def compressor(arch: str) -> Iterator[Variant]:
     yield from index_query.variants(KVCacheLayout.index_fp8(), 64, 64, BF16, (torch.float32,), arch=arch)
 
 
+def latest(arch: str) -> Iterator[Variant]:
+    """Latents of two tokens, records and index keys of them, and scores of blocks."""
+    del arch
+    yield from latents.latent_variants(512, 2, norms=(BF16,))
+    for layout, norms in ((KVCacheLayout.v41_fp4(), (None,)), (KVCacheLayout.index_fp8(), (BF16,))):
+        yield from latents.variants(layout, 2, 64, BF16, norms)
+    yield from candidates.variants(8)
+
+
 CASES: dict[str, tuple[Callable[[str], Iterator[Variant]], ...]] = {
     "sm_80": (decoded_codes,),
     "sm_90": (streams, native_codes, decoded_codes),
-    "sm_100": (selection,),
+    "sm_100": (selection, latest),
     "sm_120": (streams, native_codes),
     "gfx942": (streams, decoded_codes, compressor),
     "gfx950": (streams,),

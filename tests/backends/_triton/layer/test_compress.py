@@ -28,8 +28,9 @@ INDEX_LAYOUTS = [
     KVCacheLayout.index_mxfp4(96),
     KVCacheLayout.index_mxfp4(32),
 ]
-WRITTEN = [layout for layout in LAYOUTS if not layout.name.startswith("v41")]
-"""Layouts that the kernel writes; it refuses V4.1's by name."""
+ODD_V41 = [layout for layout in LAYOUTS if layout.name.startswith("v41") and layout.nope_dim % 2]
+"""Records that the kernel refuses: pairs of rotated dims stand in two groups."""
+WRITTEN = [layout for layout in LAYOUTS if layout not in ODD_V41]
 each_layout = pytest.mark.parametrize(
     "layout", [*WRITTEN, *INDEX_LAYOUTS], ids=lambda layout: f"{layout.fingerprint}:{layout.fp8_max:g}"
 )
@@ -117,7 +118,7 @@ class Entries:
 def values_of(cache: PagedKVCache) -> Tensor:
     """[slots, D] fp32."""
     slots = torch.arange(cache.capacity, device=cache.device)
-    if cache.layout.name == "fp8_ds_mla":
+    if cache.layout.name in ("fp8_ds_mla", "v41_fp8", "v41_fp4"):
         return reference.read_records(cache, slots).cpu()
     return records.read_index_keys(cache, slots).cpu()
 
@@ -307,6 +308,24 @@ def test_another_norm_weight_is_refused_before_a_launch(weight: Tensor) -> None:
         with pytest.raises(ArgumentError, match=r"norm_weight: expected \[32\] float32 or bfloat16") as raised:
             step.run(each)
         assert str(weight.dtype).removeprefix("torch.") in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (ODD_V41[0], "an even number of dims before those that rotate"),
+        (KVCacheLayout.v41_fp8(rounds_to_fp4=True), "a layout whose writer does not round to fp4 first"),
+    ],
+    ids=["odd", "rounds"],
+)
+def test_records_that_the_kernel_does_not_write_are_refused_before_a_launch(
+    layout: KVCacheLayout, expected: str
+) -> None:
+    step = Entries(layout, 4, False)
+    with observed() as seen, pytest.raises(ArgumentError, match=expected):
+        step.run()
+
+    assert seen == []
 
 
 def test_a_table_of_other_dims_is_refused_before_a_launch() -> None:

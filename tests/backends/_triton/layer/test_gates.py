@@ -33,6 +33,7 @@ FORMS = {
     "sm_90 native_codes": 1,
     "sm_90 decoded_codes": 1,
     "sm_100 selection": 4,
+    "sm_100 latest": 6,
     "sm_120 streams": 3,
     "sm_120 native_codes": 1,
     "gfx942 streams": 3,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import inf, nan
 from typing import Any
 from unittest import mock
@@ -14,6 +16,7 @@ from torch import Tensor
 from dsv4attn.backends._triton.launching.runtime import architecture, launch, observed
 from dsv4attn.backends._triton.layer import hyper_connections as hc
 from dsv4attn.backends._triton.layer import hyper_connections_tuning as tuning
+from dsv4attn.backends._triton.layer import hyper_connections_variants as forms
 from dsv4attn.backends._triton.layer.hyper_connections_tuning import Block, Tile, Tuning
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.definitions import TorchLayerSteps
@@ -42,9 +45,15 @@ TINY = Tuning(
 """Several splits, tiles of a program, chunks and blocks, with a few tokens of a few columns."""
 
 
-def with_tiles(tiles: Tuning) -> Any:
-    """Use these tiles in the steps."""
-    return mock.patch.object(hc, "tuning_for", return_value=tiles)
+@contextmanager
+def with_tiles(tiles: Tuning, few: int = 4) -> Iterator[None]:
+    """Use these tiles in the steps, and those for few tokens up to so many."""
+    with ExitStack() as stack:
+        for module in (hc, forms):
+            stack.enter_context(mock.patch.object(module, "tuning_for", return_value=tiles))
+        for module in (hc, forms, tuning):
+            stack.enter_context(mock.patch.object(module, "FEW", few))
+        yield
 
 
 class Steps(TorchLayerSteps):
@@ -54,6 +63,9 @@ class Steps(TorchLayerSteps):
     mhc_post = staticmethod(hc.mhc_post)
     mhc_fused_post_pre = staticmethod(hc.mhc_fused_post_pre)
     hc_head = staticmethod(hc.hc_head)
+    mhc_pre_delayed = staticmethod(hc.mhc_pre_delayed)
+    mhc_fused_post_pre_delayed = staticmethod(hc.mhc_fused_post_pre_delayed)
+    mhc_collapse = staticmethod(hc.mhc_collapse)
 
 
 KERNELS = Steps(lambda *_: None)
@@ -68,12 +80,20 @@ class Owner(GenericBackend):
         return Steps(self.quantize_and_insert_k_cache)
 
 
-@pytest.mark.parametrize("name", ["mhc-pre-bf16", "mhc-fused-norm-bf16", "hc-head-eps", "mhc-fused-fp32"])
+@pytest.mark.parametrize(
+    "name", [
+        "mhc-pre-bf16", "mhc-fused-norm-bf16", "hc-head-eps", "mhc-fused-fp32", "delayed-pre-bf16",
+        "delayed-first-bf16", "delayed-fused-fp32", "delayed-collapse-bf16", "delayed-norm-bf16", "delayed-apart",
+    ],
+)  # fmt: skip
 def test_the_kit_passes_with_many_splits_tiles_and_chunks(name: str) -> None:
-    with with_tiles(TINY), mock.patch.object(tuning, "FEW", 2), mock.patch.object(hc, "FEW", 2):
+    with with_tiles(TINY, 2):
         certificate = conform(Subject.of(Owner(), device=DEVICE.type), chosen(CASES, name))
 
     assert [(o.case.name, o.state, o.message) for o in certificate.outcomes] == [(name, "passed", "")]
+
+
+NAMES = "post", "comb", "entering", "moved", "fused", "fused_post", "fused_comb", "fused_entering", "head"
 
 
 class Call:
@@ -106,6 +126,7 @@ class Call:
         self.scale = torch.tensor([0.7, 1.3, 2.1], device=DEVICE)
         self.base = drawn(mixes)
         self.norm = drawn(hidden, dtype=dtype) if normed else None
+        self.previous = drawn(count, n, pad=pad)
         self.eps = 1e-3, 0.02, 0.005
 
     def mixing(self, repeat: int = 3, factor: float = 1.5) -> tuple[Any, ...]:
@@ -121,10 +142,17 @@ class Call:
         n = self.residual.shape[1]
         gate = self.fn[:n], self.scale[:1], self.base[:n], 1e-3, 0.03
         head = steps.hc_head(self.residual, *gate, **options)
+        later = steps.mhc_pre_delayed(self.residual, self.previous, *self.mixing(repeat), **options)
+        early = steps.mhc_pre_delayed(self.residual, None, *self.mixing(repeat), **options)
+        around = self.x, self.residual, self.post, self.comb, self.previous
+        delayed = steps.mhc_fused_post_pre_delayed(*around, *self.mixing(repeat), **options)
+        collapsed = steps.mhc_collapse(self.residual, self.previous)
         for now, then in zip((self.residual, self.x), before, strict=True):
             assert torch.equal(now.nan_to_num(7), then.nan_to_num(7))
-        names = "post", "comb", "entering", "moved", "fused", "fused_post", "fused_comb", "fused_entering", "head"
-        return dict(zip(names, (post, comb, entering, moved, *fused, head), strict=True))
+        found = dict(zip(NAMES, (post, comb, entering, moved, *fused, head), strict=True))
+        for name, made in (("later", later), ("early", early), ("delayed", delayed[1:])):
+            found |= dict(zip((f"{name}_{result}" for result in ("pre", *NAMES[:3])), made, strict=True))
+        return found | {"delayed": delayed[0], "collapsed": collapsed}
 
     def check(self, repeat: int = 3, **options: Any) -> None:
         """Compare with the definition; what follows new streams, by those that were found.
@@ -134,6 +162,8 @@ class Call:
         found, wanted = self.run(KERNELS, repeat, **options), self.run(TORCH, repeat)
         after = TORCH.mhc_pre(found["fused"], *self.mixing(repeat))
         wanted |= dict(zip(("fused_post", "fused_comb", "fused_entering"), after, strict=True))
+        next_one = TORCH.mhc_pre_delayed(found["delayed"], self.previous, *self.mixing(repeat))
+        wanted |= dict(zip((f"delayed_{name}" for name in ("pre", *NAMES[:3])), next_one, strict=True))
         near(found, wanted)
 
 
@@ -162,7 +192,7 @@ def test_the_steps_are_their_definition(sizes: tuple[int, int, int], dtype: torc
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 23])
 def test_every_edge_of_tiles_and_chunks(count: int, deterministic: bool) -> None:
-    with with_tiles(TINY), mock.patch.object(tuning, "FEW", 4), mock.patch.object(hc, "FEW", 4):
+    with with_tiles(TINY):
         for seed, hidden in enumerate((32, 48, 40)):
             Call(4, hidden, count, seed=seed, normed=bool(seed % 2), pad=8 * seed).check(deterministic=deterministic)
 
@@ -183,7 +213,7 @@ def test_weights_of_another_dtype_than_the_streams() -> None:
 def test_nothing_is_launched_without_tokens() -> None:
     call = Call(4, 32, 3)
     call.residual, call.x = call.residual[:0], call.x[:0]
-    call.post, call.comb = call.post[:0], call.comb[:0]
+    call.post, call.comb, call.previous = call.post[:0], call.comb[:0], call.previous[:0]
     with observed() as seen:
         found = call.run(KERNELS)
 
@@ -191,6 +221,11 @@ def test_nothing_is_launched_without_tokens() -> None:
     assert {name: tuple(each.shape) for name, each in found.items()} == {
         "post": (0, 4, 1), "comb": (0, 4, 4), "entering": (0, 32), "moved": (0, 4, 32), "fused": (0, 4, 32),
         "fused_post": (0, 4, 1), "fused_comb": (0, 4, 4), "fused_entering": (0, 32), "head": (0, 32),
+        "delayed": (0, 4, 32), "collapsed": (0, 32),
+    } | {
+        f"{name}_{result}": shape
+        for name in ("later", "early", "delayed")
+        for result, shape in (("pre", (0, 4)), ("post", (0, 4, 1)), ("comb", (0, 4, 4)), ("entering", (0, 32)))
     }  # fmt: skip
 
 
@@ -230,12 +265,12 @@ def test_what_is_no_number_reaches_its_own_token_as_the_definition_says(spoil: S
 def test_bits_of_a_token_do_not_depend_on_the_number_of_tokens_if_that_is_asked_for() -> None:
     call = Call(4, 48, 9, normed=True)
     found = []
-    with with_tiles(TINY), mock.patch.object(tuning, "FEW", 4), mock.patch.object(hc, "FEW", 4):
+    with with_tiles(TINY):
         for first in (8, 5, 0):
             part = Call(4, 48, 9 - first, normed=True)
             for name in ("fn", "scale", "base", "norm"):
                 setattr(part, name, getattr(call, name))
-            for name in ("x", "residual", "post", "comb"):
+            for name in ("x", "residual", "post", "comb", "previous"):
                 setattr(part, name, getattr(call, name)[first:])
             found.append({name: each[-1] for name, each in part.run(KERNELS, deterministic=True).items()})
 
@@ -272,12 +307,13 @@ def test_warm_up_foresees_every_form_that_is_launched(dtype: torch.dtype, aligne
         for seed, (count, hidden) in enumerate(((3, 64), (1, 64), (9, 64), (2, 30), (9, 30))):
             pad = 8 * seed if aligned else seed
             call = Call(2, hidden, count, dtype, seed, pad=pad, normed=bool(seed % 2))
-            with with_tiles(tiles), mock.patch.object(tuning, "FEW", 4), mock.patch.object(hc, "FEW", 4):
+            with with_tiles(tiles):
                 with observed() as seen:
                     call.run(KERNELS)
                     call.run(KERNELS, deterministic=True)
                 norm = None if call.norm is None else call.norm.dtype
-                promised = set(hc.variants(2, hidden, dtype, norm, aligned=aligned, arch=architecture()))
+                every = partial(forms.variants, 2, hidden, dtype, norm, aligned=aligned, arch=architecture())
+                promised = {*every(), *every(delayed=True)}
 
             assert len({variant.name for variant in seen}) == 4
             assert set(seen) <= promised
@@ -286,7 +322,9 @@ def test_warm_up_foresees_every_form_that_is_launched(dtype: torch.dtype, aligne
 def test_promises_of_alignment_only_take_forms_away() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         sizes = 4, 4096, dtype, torch.bfloat16
-        assert set(hc.variants(*sizes)) < set(hc.variants(*sizes, aligned=False))
+        for delayed in (False, True):
+            some = set(forms.variants(*sizes, delayed=delayed))
+            assert some < set(forms.variants(*sizes, delayed=delayed, aligned=False))
 
 
 # plants
@@ -308,7 +346,13 @@ def another_eps(call: Call) -> None:
     call.eps = 1e-6, 1e-6, 1e-6
 
 
-@pytest.mark.parametrize("plant", [transposed, one_stream_off, a_column_of_the_mixes, another_eps])
+def another_sublayers_weights(call: Call) -> None:
+    call.previous = call.previous.roll(1, 1)
+
+
+@pytest.mark.parametrize(
+    "plant", [another_sublayers_weights, transposed, one_stream_off, a_column_of_the_mixes, another_eps]
+)
 def test_a_planted_bug_is_found(plant: Spoil) -> None:
     call, wrong = Call(4, 40, 3), Call(4, 40, 3)
     plant(wrong)

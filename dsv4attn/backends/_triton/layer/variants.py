@@ -1,0 +1,86 @@
+"""Every form that the steps of the layer can ask for, part by part, for warm-up and cross-compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.layer import (
+    candidates,
+    compress,
+    hyper_connections_variants,
+    index_logits,
+    index_query,
+    latents,
+    select,
+)
+from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.warmup_spec import Bounds
+
+__all__ = ["variants"]
+
+NORMS = torch.bfloat16, torch.float32
+"""Dtypes of the weights of norms."""
+
+
+def variants(bounds: Bounds, arch: str) -> Iterator[Variant]:
+    """Every form that the steps of a model within the bounds can ask for on an architecture."""
+    model = bounds.model
+    assert model is not None
+    for layer in bounds.layers:
+        if layer.kind is LayerKind.SWA:
+            continue
+        if "compressor" in bounds.parts:
+            made = _latents(layer, bounds) if model.shared_latent else _entries(layer, bounds, arch)
+            yield from made
+        if layer.kind is LayerKind.C4A:
+            yield from _indexer(model, layer, bounds, arch)
+    if "hyper_connections" in bounds.parts:
+        dims, delayed = (model.hc_mult, model.hidden_size, bounds.q_dtype), model.shared_latent
+        for norm in dict.fromkeys((None, bounds.q_dtype, torch.float32)):
+            yield from hyper_connections_variants.variants(
+                *dims, norm, delayed=delayed, aligned=bounds.aligned_rows, arch=arch
+            )
+
+
+def _entries(layer: LayerGeometry, bounds: Bounds, arch: str) -> Iterator[Variant]:
+    """DeepSeek-V4's compressor, of keys and of index keys."""
+    for layout in [bounds.compressed, *([bounds.index_layout] if layer.kind is LayerKind.C4A else [])]:
+        yield from compress.variants(
+            layout,
+            layer.compress_ratio,
+            layer.rope_dim,
+            overlap=layer.overlap,
+            aligned=bounds.aligned,
+            norms=NORMS,
+            arch=arch,
+        )
+
+
+def _latents(layer: LayerGeometry, bounds: Bounds) -> Iterator[Variant]:
+    """DeepSeek-V4.1's compressor, and what is stored of its latents."""
+    sizes, aligned = (layer.compress_ratio, layer.rope_dim), bounds.aligned
+    yield from latents.latent_variants(layer.head_dim, layer.compress_ratio, aligned=aligned, norms=NORMS)
+    yield from latents.variants(bounds.compressed, *sizes, torch.bfloat16, (None,), aligned=aligned)
+    for dtype in NORMS:
+        yield from latents.variants(bounds.index_layout, *sizes, dtype, NORMS, aligned=aligned)
+
+
+def _indexer(model: ModelGeometry, layer: LayerGeometry, bounds: Bounds, arch: str) -> Iterator[Variant]:
+    """Queries, scores and selection; in two levels if the model has candidates."""
+    index, heads, parts = bounds.index_layout, model.index_n_heads, bounds.parts
+    if "indexer" in parts:
+        dtypes = tuple(dict.fromkeys((bounds.q_dtype, torch.float32)))
+        yield from index_query.variants(index, heads, layer.rope_dim, bounds.q_dtype, dtypes, arch=arch)
+    if "indexer" in parts or "selection" in parts:
+        yield from index_logits.variants(index, heads, arch, aligned=bounds.aligned)
+    if "selection" not in parts:
+        return
+    entries, sharing = bounds.limits.max_model_len // layer.compress_ratio, model.sharing
+    yield from select.variants(layer.topk, entries, arch)
+    if sharing is not None and sharing.candidate_source_layer_id >= 0:
+        yield from candidates.variants(sharing.candidate_block_size)
+        blocks = -(-entries // sharing.candidate_block_size)
+        yield from select.variants(sharing.candidate_topk_blocks, blocks, arch)
