@@ -42,12 +42,14 @@ class GatheredCall(BackendCall):
         """Bind everything but the addresses that differ between layers."""
         step, chunk, layer, tokens = self.step, self._chunk, self.step.layer, self.tokens
         swa, compressed, backend = step.metadata.swa, step.metadata.compressed, step.backend
-        kv, combined, lens, per_request, starts, *views = self.views()
+        kv, combined, lens, per_request, own_starts, *views = self.views()
         n, t, rows = chunk.num_requests, chunk.num_tokens, chunk.entries + chunk.gather
         requests, first = slice(chunk.request_start, chunk.request_end), swa.num_decodes + chunk.request_start
-        seq_lens, gather_lens, entry_lens = per_request.unbind(0)
-        from_batch = swa.prefill_seq_lens[requests], swa.prefill_gather_lens[requests]
-        query_starts, valid = swa.query_start_loc[first : first + n + 1], swa.is_valid_token[tokens]
+        seq_lens, gather_lens = swa.prefill_seq_lens[requests], swa.prefill_gather_lens[requests]
+        starts, valid = swa.query_start_loc[first : first + n + 1], swa.is_valid_token[tokens]
+        whole, entry_lens = (seq_lens, gather_lens, starts), per_request[2]
+        if chunk.is_slice:
+            (seq_lens, gather_lens, _), starts = per_request.unbind(0), own_starts
         window, entries = _page_table(step.caches.swa, swa.block_table[first : first + n]), None
         if layer.kind is not LayerKind.SWA and compressed is not None and step.caches.compressed is not None:
             entries = _page_table(step.caches.compressed, compressed.block_table[first : first + n])
@@ -64,12 +66,12 @@ class GatheredCall(BackendCall):
         attend = self.attention(GatheredKeys(kv.view(n * rows, layer.head_dim), keys), views)
 
         def measure() -> None:
-            """Lengths of each request's rows, computed from those on the device: the host may have upper bounds."""
-            torch.sub(from_batch[0], chunk.tail, out=seq_lens)
-            gather_lens.copy_(from_batch[1])
-            starts.copy_(query_starts)
-            if chunk.is_slice:  # no earlier than the request's own first row
-                gather_lens.sub_(chunk.tail).clamp_(0, t + layer.window - 1)
+            """Lengths of each request's rows, from those on the device: the host may have upper bounds."""
+            if chunk.is_slice:
+                torch.sub(whole[0], chunk.tail, out=seq_lens)
+                # no earlier than the request's own first row
+                torch.sub(whole[1], chunk.tail, out=gather_lens).clamp_(0, t + layer.window - 1)
+                starts.copy_(whole[2])
                 starts[1:].copy_(starts[:1]).add_(t)
             if entries is not None:
                 torch.div(seq_lens, layer.compress_ratio, rounding_mode="floor", out=entry_lens)
