@@ -43,13 +43,13 @@ class GatheredCall(BackendCall):
         step, chunk, layer, tokens = self.step, self._chunk, self.step.layer, self.tokens
         swa, compressed, backend = step.metadata.swa, step.metadata.compressed, step.backend
         kv, combined, lens, per_request, own_starts, *views = self.views()
-        n, t, rows = chunk.num_requests, chunk.num_tokens, chunk.entries + chunk.gather
+        n, rows = chunk.num_requests, chunk.entries + chunk.gather
         requests, first = slice(chunk.request_start, chunk.request_end), swa.num_decodes + chunk.request_start
         seq_lens, gather_lens = swa.prefill_seq_lens[requests], swa.prefill_gather_lens[requests]
         starts, valid = swa.query_start_loc[first : first + n + 1], swa.is_valid_token[tokens]
         whole, entry_lens = (seq_lens, gather_lens, starts), per_request[2]
         if chunk.is_slice:
-            (seq_lens, gather_lens, _), starts = per_request.unbind(0), own_starts
+            seq_lens, gather_lens, starts = per_request[0], per_request[1], own_starts
         window, entries = _page_table(step.caches.swa, swa.block_table[first : first + n]), None
         if layer.kind is not LayerKind.SWA and compressed is not None and step.caches.compressed is not None:
             entries = _page_table(step.caches.compressed, compressed.block_table[first : first + n])
@@ -65,17 +65,6 @@ class GatheredCall(BackendCall):
             keys = RaggedIndices(flat, indptr, keys.width)
         attend = self.attention(GatheredKeys(kv.view(n * rows, layer.head_dim), keys), views)
 
-        def measure() -> None:
-            """Lengths of each request's rows, from those on the device: the host may have upper bounds."""
-            if chunk.is_slice:
-                torch.sub(whole[0], chunk.tail, out=seq_lens)
-                # no earlier than the request's own first row
-                torch.sub(whole[1], chunk.tail, out=gather_lens).clamp_(0, t + layer.window - 1)
-                starts.copy_(whole[2])
-                starts[1:].copy_(starts[:1]).add_(t)
-            if entries is not None:
-                torch.div(seq_lens, layer.compress_ratio, rounding_mode="floor", out=entry_lens)
-
         def run(
             q: Tensor,
             out: Tensor,
@@ -84,7 +73,10 @@ class GatheredCall(BackendCall):
             topk_indices: Tensor | None,
             caches: LayerCaches,
         ) -> None:
-            measure()
+            if chunk.is_slice:
+                _cut(whole, (seq_lens, gather_lens, starts), chunk, layer.window)
+            if entries is not None:
+                torch.div(seq_lens, layer.compress_ratio, rounding_mode="floor", out=entry_lens)
             gather = backend.dequantize_and_gather_k_cache
             if entries is not None and caches.compressed is not None:
                 gather(kv, caches.compressed, entry_lens, None, entries.block_table, 0)
@@ -101,6 +93,21 @@ class GatheredCall(BackendCall):
             attend(q, out, lse, attn_sink, ())
 
         return Part(self.name, run)
+
+
+def _cut(
+    whole: tuple[Tensor, Tensor, Tensor], own: tuple[Tensor, Tensor, Tensor], chunk: PrefillChunk, window: int
+) -> None:
+    """Lengths, window rows and query starts of a slice of one request, from those of the whole one.
+
+    Computed on the device: the host may have upper bounds.
+    """
+    (seq_lens, gather_lens, starts), (to_lens, to_rows, to_starts) = whole, own
+    torch.sub(seq_lens, chunk.tail, out=to_lens)
+    # no earlier than the request's own first row
+    torch.sub(gather_lens, chunk.tail, out=to_rows).clamp_(0, chunk.num_tokens + window - 1)
+    to_starts.copy_(starts)
+    to_starts[1:].copy_(to_starts[:1]).add_(chunk.num_tokens)
 
 
 def _page_table(cache: PagedKVCache, table: Tensor) -> PageTable:
