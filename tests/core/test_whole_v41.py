@@ -14,6 +14,7 @@ from dsv4attn.core.compressor import LatentCompressor
 from dsv4attn.core.context import set_forward_context
 from dsv4attn.core.contract import complete
 from dsv4attn.core.definitions.tiles import linear
+from dsv4attn.core.geometry import LayerRole
 from dsv4attn.core.layer_weights import AttentionWeights
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.errors import ArgumentError
@@ -210,6 +211,33 @@ def test_windows_begin_with_the_tokens_that_are_replayed(start: int) -> None:
 
     unbounded = replayed(start, None)[1]
     assert all(out[0].isnan().all() for out in unbounded)
+
+
+# drafts of DSpark: window layers whose tokens of a block see each other
+
+
+@pytest.mark.parametrize("before", [3, 30])
+def test_tokens_of_a_draft_block_see_the_whole_block_and_the_window_before_it(before: int) -> None:
+    limits = attrs.evolve(LIMITS, num_speculative_tokens=4, decode_window_columns=SMALL_V41.window + 5)
+    whole = network(limits=limits, keep_windows=True)
+    draft, index = whole.layers[0], whole.manager.caches[1].index
+    assert draft.role is LayerRole.WINDOW_ONLY
+    assert index is not None
+    sequence, hidden = whole.manager.new(), whole.hidden(1, 64)
+    whole.step([(sequence, before)], hidden[:before])
+    requests = [(sequence, 5)]
+    batch, positions = whole.manager.batch(requests), whole.manager.positions(requests)
+    with set_forward_context(whole.manager.metadata(attrs.evolve(batch, causal=False))):
+        out = draft(hidden[before : before + 5], positions)
+
+    exact = Exact(whole, index.layout, [1], 64)
+    seen = range(max(before - SMALL_V41.window, 0), before + 5)
+    keys = np.stack([exact.key(0, 0, p) for p in seen])
+    for i, p in enumerate(range(before, before + 5)):
+        wanted = exact.out_of(0, 0, p, keys)
+        assert np.linalg.norm(out[i].double().numpy() - wanted) <= ROUNDED * np.linalg.norm(wanted)
+        alone = exact.out(0, 0, p, [])
+        assert np.linalg.norm(alone - wanted) > ROUNDED * np.linalg.norm(wanted)
 
 
 # an engine's own rings of states

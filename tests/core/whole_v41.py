@@ -129,13 +129,18 @@ class Exact:
 
     def out(self, layer: int, n: int, position: int, chosen: Sequence[int], earliest: int = 0) -> F64:
         """[hidden] of a token. chosen: what the indexer of its source selected."""
-        w, owner = self.weights[layer], KV_OF[layer]
+        owner = KV_OF[layer]
         positions = range(max(position - WINDOW + 1, earliest, 0), position + 1)
         keys = [self.key(layer, n, p) for p in positions]
         if owner is not None:
             keys += [self.entry(owner, n, e, index=False) for e in chosen]
+        return self.out_of(layer, n, position, np.stack(keys))
+
+    def out_of(self, layer: int, n: int, position: int, keys: F64) -> F64:
+        """[hidden] of a token that attends to keys [N, D]."""
+        w = self.weights[layer]
         q = (w["wq_b"] @ self.latent_of_q(layer, n, position)).reshape(-1, self.dim)
-        out, _ = oracle.attend_row(self.turned(layer, q, position), np.stack(keys), w["attn_sink"], self.scale)
+        out, _ = oracle.attend_row(self.turned(layer, q, position), keys, w["attn_sink"], self.scale)
         angles, wo_a = oracle.rope_cos_sin(position, self.tables[layer]), w["wo_a"]
         return oracle.inverse_rope_project(
             out, *angles, self.rope, wo_a.reshape(self.groups, -1, wo_a.shape[1]), w["wo_b"]
