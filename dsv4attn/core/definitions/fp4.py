@@ -5,6 +5,8 @@ Values: 0, 0.5, 1, 1.5, 2, 3, 4 and 6 by code, bit 3 is the sign. The scale has 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -15,6 +17,8 @@ GROUP = 16
 """Values under one scale."""
 _LEAST_SCALE, _LARGEST_SCALE, _NAN_SCALE = 2.0**-9, 448.0, 0x7F
 _LARGEST_CODE = 6.0
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of the codes whose sign is not set."""
 _ENDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Midpoints between the values. Ties go to the even code: up from every second one."""
 
@@ -45,10 +49,16 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     """[..., D] fp32 of packed codes [..., D / 2] uint8 and scale bytes [..., groups] uint8: code times scale, exact."""
-    nibble = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()
-    half, exponent = (nibble & 1) * 0.5, nibble >> 1 & 3
-    size = torch.where(exponent == 0, half, (1 + half) * (1 << exponent >> 1))
-    values = torch.where(nibble > 7, -size, size)
-    scale = scales.view(torch.float8_e4m3fn).float().repeat_interleave(GROUP, dim=-1)
-    scaled: Tensor = values * scale[..., : values.shape[-1]]
-    return scaled
+    values, dim = _pairs(codes.device)[codes.int()].flatten(-2), 2 * codes.shape[-1]
+    groups = pad(values, (0, -dim % GROUP)).unflatten(-1, (-1, GROUP))
+    scaled: Tensor = (groups * scales[..., : groups.shape[-2]].view(torch.float8_e4m3fn).float()[..., None]).flatten(-2)
+    return scaled[..., :dim]
+
+
+@cache
+@torch.inference_mode(mode=False)  # read in and out of the mode
+def _pairs(device: torch.device) -> Tensor:
+    """[256, 2] fp32: the values of both codes of a byte."""
+    values = torch.tensor([*VALUES, *(-value for value in VALUES)])
+    byte = torch.arange(256)
+    return torch.stack([values[byte & 15], values[byte >> 4]], -1).to(device)
