@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4attn.compat.direct import HEAD_DIM
 from dsv4attn.core.checks import check_same_device
 from dsv4attn.core.keys import DenseIndices
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.errors import ArgumentError, UnsupportedError
 
@@ -24,15 +24,22 @@ __all__ = [
     "check_switch",
     "index_rows",
     "paged_segment",
+    "record_layouts",
     "refuse",
 ]
 
-_RECORDS = KVCacheLayout.fp8_ds_mla()
+_SPLIT = Arrangement.SPLIT
+_LAYOUTS = {584: KVCacheLayout.fp8_ds_mla(), 528: KVCacheLayout.v41_fp8(), 288: KVCacheLayout.v41_fp4()}
+"""By bytes of a record. Records of V4.1 have their scales behind their codes."""
+_LEGACY = {528: KVCacheLayout.v41_fp8(arrangement=_SPLIT), 288: KVCacheLayout.v41_fp4(arrangement=_SPLIT)}
+"""The same in FlashMLA's legacy kernels, where scales are behind all codes of a page."""
+_PAIRS = ((584, 584), (528, 528), (528, 288))
+"""Bytes of records of the cache and of the extra one."""
 _Q_DTYPES = (torch.bfloat16, torch.float32)
 _BYTE_DTYPES = (torch.float8_e4m3fn, torch.uint8, torch.int8)
-_OTHER_RECORDS = {656: "of DeepSeek-V3.2", 528: "of DeepSeek-V4.1", 288: "of DeepSeek-V4.1 in fp4"}
-_FORMAT = "V4"
-_OTHER_FORMATS = ("V32", "V32_NO_ROPE", "V41", "V41_FP4")
+_FORMATS = {"V4": 584, "V41": 528}
+"""Names of the records of `k_cache`, with their bytes."""
+_OTHER_FORMATS = ("V32", "V32_NO_ROPE", "V41_FP4")
 
 
 def refuse(argument: str, actual: object, hint: str) -> NoReturn:
@@ -78,14 +85,18 @@ def check_flags(num_splits: object, *, causal: bool, is_fp8_kvcache: bool | None
 
 def check_format(kv_format: object, descale_q: object, descale_k: object) -> None:
     """Check the name of the record format, and that no scales of dense fp8 attention are given."""
+    if kv_format == "V41_FP4":
+        refuse(
+            "kv_format", "'V41_FP4' for `k_cache`", "say 'V41': fp4 records of an extra cache are known by their size"
+        )
     if kv_format in _OTHER_FORMATS:
         refuse("kv_format", f"{kv_format!r}", "keep FlashMLA for these layers, or store records of V4")
-    if kv_format not in (None, _FORMAT):
-        known = ", ".join(repr(name) for name in (_FORMAT, *_OTHER_FORMATS))
+    if kv_format not in (None, *_FORMATS):
+        known = ", ".join(repr(name) for name in (*_FORMATS, *_OTHER_FORMATS))
         raise ArgumentError("kv_format", expected=f"None or one of {known}", actual=repr(kv_format))
     for name, scale in (("descale_q", descale_q), ("descale_k", descale_k)):
         if scale is not None:
-            refuse(name, "a scale of dense fp8 attention", "leave it out: records of V4 contain their scales")
+            refuse(name, "a scale of dense fp8 attention", "leave it out: records contain their scales")
 
 
 def check_kv(kv: Tensor, q: Tensor, letters: dict[str, int]) -> Tensor:
@@ -113,22 +124,57 @@ def check_out(out: Tensor | None, q: Tensor) -> Tensor:
     return out
 
 
+def record_layouts(
+    k_cache: Tensor, extra_k_cache: Tensor | None, kv_format: str | None, *, legacy: bool
+) -> tuple[KVCacheLayout, KVCacheLayout]:
+    """Layouts of the cache and of the extra one, by the bytes of their records, as FlashMLA knows them."""
+    window = _record(k_cache, "k_cache")
+    if window == 288:
+        expected = "records of 584 or 528 bytes: those of 288 are for an extra cache"
+        raise ArgumentError("k_cache", expected=expected, actual="288")
+    if kv_format is not None and window in _LAYOUTS and window != _FORMATS[kv_format]:
+        expected = f"records of {_FORMATS[kv_format]} bytes with kv_format={kv_format!r}"
+        raise ArgumentError("k_cache", expected=expected, actual=window)
+    if legacy and window == 528 and kv_format is None:
+        hint = "V32_NO_ROPE records have as many bytes, and others in them"
+        expected = "'V41' with use_legacy=True and records of 528 bytes"
+        raise ArgumentError("kv_format", expected=expected, actual=None, hint=hint)
+    extra = window if extra_k_cache is None else _record(extra_k_cache, "extra_k_cache")
+    if extra in _LAYOUTS and window in _LAYOUTS and (window, extra) not in _PAIRS:
+        beside = " or ".join(str(other) for one, other in _PAIRS if one == window)
+        expected = f"records of {beside} bytes beside those of {window}"
+        raise ArgumentError("extra_k_cache", expected=expected, actual=extra)
+    known = {**_LAYOUTS, **_LEGACY} if legacy else _LAYOUTS
+    return known.get(window, _LAYOUTS[584]), known.get(extra, _LAYOUTS[584])
+
+
+def _record(cache: Tensor, name: str) -> int:
+    """Last dim of a cache; 0 of what is no tensor."""
+    size = next(iter(getattr(cache, "shape", ())[-1:]), 0)
+    if size == 656:
+        hint = "keep FlashMLA for these layers, or store records of V4 or V4.1"
+        refuse(name, "656-byte records, of DeepSeek-V3.2", hint)
+    return int(size)
+
+
 def paged_segment(
-    prefix: str, q: Tensor, cache: Tensor, indices: Tensor | None, length: Tensor | None, letters: dict[str, int]
+    prefix: str,
+    q: Tensor,
+    cache: Tensor,
+    layout: KVCacheLayout,
+    indices: Tensor | None,
+    length: Tensor | None,
+    letters: dict[str, int],
 ) -> tuple[PagedKVCache, DenseIndices]:
     """One cache and its index rows, checked, with FlashMLA's names in errors."""
-    name = f"{prefix}k_cache"
-    record = next(iter(getattr(cache, "shape", ())[-1:]), 0)
-    if record in _OTHER_RECORDS:
-        refuse(
-            name,
-            f"{record}-byte records, {_OTHER_RECORDS[record]}",
-            "keep FlashMLA for these layers, or store 584-byte records",
-        )
-    check_tensor(name, cache, f"_ {prefix}page_block_size 1 584", _BYTE_DTYPES, letters)
+    name, record = f"{prefix}k_cache", layout.record_bytes
+    check_tensor(name, cache, f"_ {prefix}page_block_size 1 {record}", _BYTE_DTYPES, letters)
     check_same_device(q, **{name: cache})
+    if record != 584 and cache.shape[0] > 1 and cache.stride(0) % record:
+        expected = f"pages that begin at whole records, multiples of {record} bytes"
+        raise ArgumentError(name, expected=expected, actual=f"every {cache.stride(0)} bytes")
     try:
-        paged = PagedKVCache(cache[:, :, 0].view(torch.uint8), _RECORDS)
+        paged = PagedKVCache(cache[:, :, 0].view(torch.uint8), layout)
     except ArgumentError as error:
         raise ArgumentError(name, expected=error.expected, actual=error.actual, hint=error.hint) from error
     if not paged.block_size:

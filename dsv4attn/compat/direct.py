@@ -14,7 +14,7 @@ from dsv4attn.core.contract import AttentionCall, Backend, Extras, IndexForm, Ke
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.problem import CacheFacts, Problem
 from dsv4attn.core.workspace import BufferSpec, WorkspaceManager, current_workspace_manager
 from dsv4attn.core.workspace_plan import ragged_specs
@@ -45,11 +45,12 @@ def plan(
     extra_width: int = 0,
     extra_page_size: int = 0,
     *,
+    layouts: tuple[KVCacheLayout, ...] = (),
     deterministic: bool = False,
 ) -> tuple[Backend, LayerGeometry]:
     """Choose the backend for one kind of call, and describe its layer. Computed once for each kind of call."""
     sizes = (query_len, width, page_size, extra_width, extra_page_size)
-    problem = described(phase, heads, q_dtype, scale, sink, *sizes, deterministic=deterministic)
+    problem = described(phase, heads, q_dtype, scale, sink, *sizes, layouts=layouts, deterministic=deterministic)
     facts = DeviceFacts.here(device)
     chosen = resolve(problem, backend=name, device=facts).require().info.name
     backend = _backend(chosen, deterministic=True) if deterministic else _backend(chosen)
@@ -70,22 +71,24 @@ def described(
     extra_width: int = 0,
     extra_page_size: int = 0,
     *,
+    layouts: tuple[KVCacheLayout, ...] = (),
     deterministic: bool = False,
 ) -> Problem:
     """One kind of call as the problem that backends are asked about. Arguments are those of `plan`.
 
-    `width` columns of indices are described as the window, `extra_width` as the selected entries of a second cache. In
-    prefill there is no cache, only bf16 rows, as gathering writes them. A backend that reads pages takes them as pages
-    of one row.
+    `width` columns of indices are described as the window, `extra_width` as the selected entries of a second cache.
+    layouts: of both caches, by default `fp8_ds_mla`. In prefill there is no cache, only bf16 rows, as gathering writes
+    them. A backend that reads pages takes them as pages of one row.
     """
     kind, ratio = (LayerKind.C4A, 4) if extra_width else (LayerKind.SWA, 1)
     rope = Rope(ROPE_DIM, 10000.0)  # keys are rotated already: the angles are not used
     layer = LayerGeometry(kind, ratio, heads, HEAD_DIM, rope, width, extra_width, softmax_scale=scale)
+    both = layouts or (KVCacheLayout.fp8_ds_mla(),)
     return Problem(
         phase.value,
         layer,
-        CacheFacts(page_size=page_size),
-        CacheFacts(page_size=extra_page_size) if extra_width else None,
+        CacheFacts.of(both[0], page_size),
+        CacheFacts.of(both[-1], extra_page_size) if extra_width else None,
         extra_width,
         q_dtype=str(q_dtype).removeprefix("torch."),
         sink=sink,

@@ -2,13 +2,12 @@
 
 Positional arguments are those of `sgl-flash-mla` 1.0.0, which begin with those of DeepSeek's releases.
 
-Served: `flash_mla_with_kvcache` with `indices` over caches of 584-byte records, and `flash_mla_sparse_fwd` over bf16
-rows of 512 dims. Beyond FlashMLA: any number of heads, q in fp32, empty batches, `enable_batch_invariant` on every
-device, `out=` (as in vLLM's fork) and `backend=`, both by name.
+Served: `flash_mla_with_kvcache` with `indices` over caches of V4's records, 584 bytes, and of V4.1's, 528 and 288;
+`flash_mla_sparse_fwd` over bf16 rows of 512 dims. Beyond FlashMLA: V4.1 and `enable_batch_invariant` on every device,
+any number of heads, q in fp32, empty batches, `out=` (as in vLLM's fork) and `backend=`, both by name.
 
 Not served, and refused with UnsupportedError: dense attention (`indices=None`, `flash_attn_varlen_*`, `descale_q`,
-`descale_k`), keys of 576 dims (V3.2, 656-byte records) and the 528- and 288-byte records of V4.1. The module
-`fused_norm_rope_attn_rope_cast`, for V4.1, does not exist here.
+`descale_k`) and keys of 576 dims (V3.2, 656-byte records).
 
 The backend of a kind of call is chosen in its first call - `backend=`, then `DSV4ATTN_BACKEND`, configuration file,
 automatic - as decode or as prefill, and then cached: run every kind once before capturing a graph. Arguments are
@@ -35,6 +34,7 @@ from dsv4attn.compat.arguments import (
     check_switch,
     index_rows,
     paged_segment,
+    record_layouts,
     refuse,
 )
 from dsv4attn.compat.direct import HEAD_DIM, attend, largest_logits, plan
@@ -162,8 +162,11 @@ def flash_mla_with_kvcache(
     """Attention of few queries per sequence over selected records of one or two paged caches, in one softmax.
 
     q: [b, s_q, h_q, 512] bf16 or fp32, unit stride on the last dim, like `indices`.
-    k_cache, extra_k_cache: [num_blocks, page_block_size, 1, 584] of one-byte type, any stride between pages. Each has
-       its own page size. A page holds the data of all its tokens, then the scales of all its tokens.
+    k_cache, extra_k_cache: [num_blocks, page_block_size, 1, record] of one-byte type, any stride between pages. Each
+       has its own page size. Bytes of a record say which it is: 584 in both caches (V4: a page holds the data of all
+       its tokens, then the scales of all), or V4.1's, 528 in both, or 528 and in the extra cache 288. Scales of V4.1's
+       follow their codes, and pages begin at whole records. With use_legacy=True and kv_format="V41" such a page holds
+       the codes of all its tokens, then the scales of all.
     indices, extra_indices_in_kvcache: [b, s_q, topk] int32 - block * page_block_size + offset in the cache they belong
        to; -1 or anything outside the cache is no key.
     topk_length, extra_topk_length: [b] int32 in 0 .. topk - leading columns that count, for all queries of a sequence.
@@ -172,9 +175,10 @@ def flash_mla_with_kvcache(
     tile_scheduler_metadata: of `get_mla_metadata`, ours or FlashMLA's, whose first call had the same shapes. Of a
        foreign one only `have_initialized` and `config` are used.
     enable_batch_invariant: bits of a query do not depend on the rest of the batch: option `deterministic` of backends.
-    use_legacy is not read: there is one set of kernels. block_table, cache_seqlens are not read: indices name all keys.
-    num_splits, descale_q, descale_k must be None, causal False, is_fp8_kvcache None or True, head_dim_v 512, kv_format
-    None or "V4".
+    use_legacy: how pages of V4.1's records are arranged, nothing else. block_table, cache_seqlens are not read: indices
+    name all keys.
+    num_splits, descale_q, descale_k must be None, causal False, is_fp8_kvcache None or True, head_dim_v 512. kv_format:
+    None, or the name of the records in k_cache, "V4" or "V41".
 
     Returns (out [b, s_q, h_q, 512] like q, lse [b, h_q, s_q] fp32: natural log, without the sink). A query without keys
     gets zeros and lse +inf. Records without an index have no effect, even with NaN.
@@ -187,9 +191,11 @@ def flash_mla_with_kvcache(
     check_switch("enable_batch_invariant", enable_batch_invariant)
     check_switch("use_legacy", use_legacy)
     check_format(kv_format, descale_q, descale_k)
-    segments = [paged_segment("", q, k_cache, indices, topk_length, letters)]
+    layouts = record_layouts(k_cache, extra_k_cache, kv_format, legacy=use_legacy)
+    segments = [paged_segment("", q, k_cache, layouts[0], indices, topk_length, letters)]
     if extra_k_cache is not None:
-        segments.append(paged_segment("extra_", q, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, letters))
+        extra = layouts[1], extra_indices_in_kvcache, extra_topk_length
+        segments.append(paged_segment("extra_", q, extra_k_cache, *extra, letters))
     elif extra_indices_in_kvcache is not None or extra_topk_length is not None:
         raise ArgumentError("extra_k_cache", expected="a cache for the extra indices", actual=None)
     sink, out = check_sink(attn_sink, q, letters), check_out(out, q)
@@ -202,8 +208,11 @@ def flash_mla_with_kvcache(
     widths = [n for pair in sizes if pair[0] for n in pair]
     caches, rows = zip(*segments[: len(widths) // 2], strict=True)
     scale = HEAD_DIM**-0.5 if softmax_scale is None else float(softmax_scale)
-    facts = (q.shape[2], q.dtype, scale, sink is not None, q.shape[1])
-    chosen, layer = plan(Phase.DECODE, q.device, backend, *facts, *widths, deterministic=enable_batch_invariant)
+    facts = q.shape[2], q.dtype, scale, sink is not None, q.shape[1]
+    kinds = tuple(cache.layout for cache in caches)
+    chosen, layer = plan(
+        Phase.DECODE, q.device, backend, *facts, *widths, layouts=kinds, deterministic=enable_batch_invariant
+    )
     flat = out.flatten(0, 1)
     attend(Phase.DECODE, chosen, layer, q.flatten(0, 1), caches, rows, sink, flat, lse.flatten(0, 1))
     if flat.data_ptr() != out.data_ptr():
