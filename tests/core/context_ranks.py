@@ -40,6 +40,7 @@ from dsv4attn.errors import ArgumentError, ContextParallelError
 from dsv4attn.selection import load_backend
 from tests.core.forms import BACKENDS
 from tests.core.whole import FP8, FP32, SMALL, Whole, deterministic, random_weights
+from tests.tools.replay.rank_cases import REPLAYS
 
 __all__ = ["CASES", "SIZES", "serve"]
 
@@ -58,7 +59,7 @@ def serve(rank: int, folder: str) -> None:
     groups = {size: distributed.new_group(range(size), timeout=dt.timedelta(seconds=60)) for size in SIZES}
     last = distributed.new_group(range(3), timeout=dt.timedelta(seconds=3))
     for size, group in groups.items():
-        for name, case in CASES.items() if rank < size else ():
+        for name, case in {**CASES, **REPLAYS.get(size, {})}.items() if rank < size else ():
             failed[size, name] = _said(partial(case, group))
     pairs = [[distributed.new_group(ranks) for ranks in two] for two in (([0, 1], [2, 3]), ([0, 2], [1, 3]))]
     failed[4, "heads"] = _said(partial(heads, pairs[0][rank // 2], pairs[1][rank % 2]))

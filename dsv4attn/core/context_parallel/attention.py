@@ -15,7 +15,15 @@ from dsv4attn.core.merge import apply_sink, merge_lse
 from dsv4attn.core.metadata import AttentionMetadata
 from dsv4attn.core.workspace import WorkspaceManager
 
-__all__ = ["forward_mqa_over_ranks", "merge_over_ranks"]
+__all__ = ["attention_bytes", "forward_mqa_over_ranks", "merge_over_ranks"]
+
+
+def attention_bytes(heads: int, dim: int, element_bytes: int) -> int:
+    """Bytes that a rank sends for one token of one layer: out and lse of all heads. It receives as much of each other.
+
+    element_bytes: of q.
+    """
+    return heads * (dim * element_bytes + 4)
 
 
 def forward_mqa_over_ranks(
@@ -56,7 +64,7 @@ def merge_over_ranks(context: ContextParallel, out: Tensor, lse: Tensor, attn_si
     """
     tokens, heads, dim = out.shape
     size = dim * out.element_size()
-    for piece in context.pieces(tokens, heads * (size + 4)):
+    for piece in context.pieces(tokens, attention_bytes(heads, dim, out.element_size())):
         mine = out[piece].contiguous().view(torch.uint8), lse[piece].contiguous()[..., None].view(torch.uint8)
         parts = context.gather(torch.cat(mine, -1), "attention")
         outs = parts[..., :size].contiguous().view(out.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from attrs import field, frozen
 from torch import Tensor, distributed
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PIECE_BYTES", "ContextParallel"]
 
+_Object = TypeVar("_Object")
 PIECE_BYTES = 32 * 2**20
 """Most bytes that a rank receives in one exchange, unless one token needs more."""
 
@@ -68,6 +69,16 @@ class ContextParallel:
             _all_gather(found, mine, group=self.group)
         return found.view(ranks, *mine.shape)
 
+    def gather_objects(self, mine: _Object, what: str) -> list[_Object]:
+        """The object of every rank, in the order of ranks: for checks and reports. They are pickled.
+
+        what: as in `gather`, with the same errors.
+        """
+        found = [mine] * self.ownership.size
+        with self._explained(what):
+            distributed.all_gather_object(found, mine, group=self.group)
+        return found
+
     def pieces(self, rows: int, row_bytes: int) -> Iterator[slice]:
         """Cut rows of a tensor so that the pieces of all ranks stay within PIECE_BYTES."""
         step = max(PIECE_BYTES // (row_bytes * self.ownership.size), 1)
@@ -79,10 +90,7 @@ class ContextParallel:
         what: the thing that the facts are about; a layer, say. Every rank must call it, in the same order.
         """
         mine = {"group size": self.ownership.size, "interleave": self.interleave, **facts}
-        found: list[tuple[str, dict[str, object]]] = [("", {})] * self.ownership.size
-        with self._explained(f"the fingerprint of {what}"):
-            distributed.all_gather_object(found, (what, mine), group=self.group)
-        (first, wanted), *others = found
+        (first, wanted), *others = self.gather_objects((what, mine), f"the fingerprint of {what}")
         for rank, (name, given) in enumerate(others, 1):
             named = [("layer", first, name)] if name != first else []
             for key, here, there in [*named, *((key, wanted.get(key), given.get(key)) for key in {**wanted, **given})]:

@@ -16,10 +16,15 @@ from dsv4attn.core.definitions.tiles import PLAIN, Arithmetic, tiles
 from dsv4attn.core.layer_ops import LayerSteps
 from dsv4attn.core.layout import PagedKVCache
 
-__all__ = ["SelectTopk", "score_selected", "select_among", "select_topk_over_ranks"]
+__all__ = ["SelectTopk", "candidate_bytes", "score_selected", "select_among", "select_topk_over_ranks"]
 
 _LAST = torch.iinfo(torch.int32).max
 _LOWEST = torch.finfo(torch.float32).min
+
+
+def candidate_bytes(topk: int) -> int:
+    """Bytes that a rank sends for one token of a layer that selects: score and number of each candidate."""
+    return 8 * topk
 
 
 class SelectTopk(Protocol):
@@ -61,7 +66,7 @@ def select_topk_over_ranks(
     maps = block_table, token_to_req
     steps.select_topk(query, cache, *maps, visible_lens, out, own.count(max_entries))
     topk = out.shape[1]
-    for piece in context.pieces(out.shape[0], 8 * topk):
+    for piece in context.pieces(out.shape[0], candidate_bytes(topk)):
         local = out[piece]
         score = score_selected(query, piece, cache, block_table, token_to_req[piece], local, arithmetic)
         number = own.entry(local).masked_fill_(local < 0, -1)
