@@ -15,16 +15,12 @@ from dsv4attn.core.definitions.selection import ENTRIES, selection_bytes
 from dsv4attn.core.definitions.tiles import PLAIN, Arithmetic, tiles
 from dsv4attn.core.layer_ops import LayerSteps
 from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.rank_buffers import candidate_bytes
 
-__all__ = ["SelectTopk", "candidate_bytes", "score_selected", "select_among", "select_topk_over_ranks"]
+__all__ = ["SelectTopk", "score_selected", "select_among", "select_topk_over_ranks"]
 
 _LAST = torch.iinfo(torch.int32).max
 _LOWEST = torch.finfo(torch.float32).min
-
-
-def candidate_bytes(topk: int) -> int:
-    """Bytes that a rank sends for one token of a layer that selects: score and number of each candidate."""
-    return 8 * topk
 
 
 class SelectTopk(Protocol):

@@ -141,7 +141,8 @@ class Replay:
             blocks=self._blocks,
         )
         self._workload = Workload(geometry, self.requests, config.seed, dtype)
-        plans = [plan_workspace(layer, limits, backend, layout) for layer in layers]
+        size = None if context is None else ranks
+        plans = [plan_workspace(layer, limits, backend, layout, ranks=size) for layer in layers]
         workspace = MeteredWorkspace()
         workspace.reserve(reduce(WorkspacePlan.union, plans), caller="replay")
         workspace.lock()

@@ -17,8 +17,9 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from dsv4attn.core.context_parallel import ContextParallel, attention_bytes, candidate_bytes
+from dsv4attn.core.context_parallel import ContextParallel
 from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.rank_buffers import attention_bytes, candidate_bytes
 from dsv4attn.testing.oracle import F64
 from dsv4attn.tools.replay.stored import StoredIndexKeys, StoredKeys
 
@@ -46,10 +47,10 @@ class MeteredContext(ContextParallel):
         """Bytes by what they are: `attention` or `candidates`."""
         return Counter()
 
-    def gather(self, mine: Tensor, what: str) -> Tensor:
+    def gather(self, mine: Tensor, what: str, *, out: Tensor | None = None) -> Tensor:
         """As the base class does."""
         self.sent[what] += mine.numel() * mine.element_size()
-        return super().gather(mine, what)
+        return super().gather(mine, what, out=out)
 
 
 @frozen
