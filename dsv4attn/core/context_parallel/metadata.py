@@ -59,7 +59,7 @@ class OwnedMetadataBuilder(MetadataBuilder):
 
     @property
     def _map_entries(self) -> Callable[..., None]:
-        return partial(build_owned_slot_mapping, self.ownership)
+        return partial(getattr(self.steps, "build_owned_slot_mapping", build_owned_slot_mapping), self.ownership)
 
     def _build(
         self,
