@@ -68,7 +68,8 @@ def merge_over_ranks(
 
 
 def _views(context: ContextParallel, out: Tensor, workspace: WorkspaceManager) -> list[Tensor]:
-    specs = merge_specs(context.ownership.size, *out.shape, out.dtype)
+    tokens, heads, dim = out.shape
+    specs = merge_specs(context.ownership.size, tokens, heads, dim, out.dtype)
     return workspace.get_simultaneous(*specs, lane=LANE, caller=f"attention on {context.label}")
 
 

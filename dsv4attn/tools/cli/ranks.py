@@ -50,7 +50,9 @@ def joined(ranks: int) -> Iterator[MeteredContext]:
         # all ranks are on this machine: its name need not resolve to an address
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     distributed.init_process_group("gloo", timeout=TIMEOUT)
+    everyone = distributed.group.WORLD
+    assert everyone is not None
     try:
-        yield MeteredContext(distributed.group.WORLD)
+        yield MeteredContext(everyone)
     finally:
         distributed.destroy_process_group()
