@@ -33,8 +33,8 @@ help: ## list the targets
 run: $(VENV)/.stamp-run ## serve a small trace through the attention, checked
 	$(BIN)/dsv4attn run $(ARGS)
 
-run-parallel: $(VENV)/.stamp-run ## run layers over two ranks with gloo, compared with one rank
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/context_parallel.py $(ARGS)
+run-parallel: $(VENV)/.stamp-run ## the same over two ranks with gloo, each with a part of the entries
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m dsv4attn run --context-parallel 2 $(ARGS)
 
 # one thread a worker: two workers with a thread pool each only fight over two cores.
 test: $(VENV)/.stamp-test ## run the tests

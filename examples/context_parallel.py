@@ -1,8 +1,8 @@
 """Three layers over the ranks of a process group, compared with the same layers on one rank.
 
-Run it with `torchrun --nproc-per-node 2 examples/context_parallel.py`, or `make run-parallel`. Every rank makes the
-same random weights and runs the same steps: two prompts, one of them in two parts, then decodes. Each rank also runs
-the layers on its own, and compares the outputs.
+Run it with `torchrun --standalone --nproc-per-node 2 examples/context_parallel.py`. Every rank makes the same random
+weights and runs the same steps: two prompts, one of them in two parts, then decodes. Each rank also runs the layers on
+its own, and compares the outputs.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch import Tensor
 from dsv4attn.core.allocator import BlockAllocator, BlockTable
 from dsv4attn.core.builder import STATE_BLOCK_SIZES
 from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
-from dsv4attn.core.context_parallel import ContextParallel, metadata_builder
+from dsv4attn.core.context_parallel import ContextParallel, metadata_builder, on_rank
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
@@ -82,9 +82,8 @@ class CacheManager:
         self.keep_windows, self._entry_tokens = keep_windows, compressed_block_tokens
         compressed = [layer for layer in geometry.distinct_layers if layer.has_entries]
         self._stateful = [layer for layer in compressed if layer.has_states]
-        self._tokens_per_block = {WINDOW: swa_block_size}
+        self._tokens_per_block, (ranks, self._where) = {WINDOW: swa_block_size}, on_rank(context_parallel)
         if compressed:
-            ranks = 1 if context_parallel is None else context_parallel.ownership.size
             self._tokens_per_block[COMPRESSED] = compressed_block_tokens * ranks
         self._tokens_per_block |= {_states(layer): STATE_BLOCK_SIZES[layer.kind] for layer in self._stateful}
         for layer in compressed:
@@ -231,11 +230,11 @@ class CacheManager:
             seen.add(id(sequence))
             if sequence.length + count > self.limits.max_model_len:
                 expected = f"at most {self.limits.max_model_len} tokens in a sequence, the max_model_len of the limits"
-                raise ArgumentError("requests", expected=expected, actual=sequence.length + count)
+                raise ArgumentError(f"requests{self._where}", expected=expected, actual=sequence.length + count)
         for name, pool in self._pools.items():
             missing = sum(sequence.tables[name].missing(sequence.length + count) for sequence, count in requests)
             if missing > pool.num_free:
-                have = f"{pool.num_free} of {pool.num_blocks} are free"
+                have = f"{pool.num_free} of {pool.num_blocks} are free{self._where}"
                 cure = "free sequences, give the manager more blocks, or run fewer tokens; no page was taken"
                 raise OutOfPagesError(f"{missing} {name} pages needed, {have} -> {cure}")
         for sequence, count in requests:

@@ -13,10 +13,19 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dsv4attn.core.context_parallel.ownership import Ownership
     from dsv4attn.core.keys import PageTable
     from dsv4attn.core.metadata import DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 
-__all__ = ["BuilderSteps", "IndexStep", "IndexSteps", "MetadataExtension", "RaggedSteps", "prepare_index_step"]
+__all__ = [
+    "BuilderSteps",
+    "IndexStep",
+    "IndexSteps",
+    "MetadataExtension",
+    "OwnedBuilderSteps",
+    "RaggedSteps",
+    "prepare_index_step",
+]
 
 _P = ParamSpec("_P")
 
@@ -156,6 +165,24 @@ class BuilderSteps(Protocol):
         out: tuple[Tensor, Tensor],
     ) -> object:
         """The same as in `IndexSteps`, for the C128A table."""
+
+
+class OwnedBuilderSteps(BuilderSteps, Protocol):
+    """Steps of the builder with an optional one for context parallelism; torch's where a backend lacks it."""
+
+    def build_owned_slot_mapping(
+        self,
+        ownership: Ownership,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        token_to_req: Tensor,
+        is_valid: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        ratio: int,
+        out: tuple[Tensor, Tensor],
+    ) -> None:
+        """`build_compressed_slot_mapping` of one rank; `core.context_parallel.ownership` is the definition."""
 
 
 class RaggedSteps(IndexSteps, Protocol):

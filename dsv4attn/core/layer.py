@@ -27,6 +27,7 @@ from dsv4attn.core.projection import o_proj
 from dsv4attn.core.values import check_type
 from dsv4attn.core.weights import Weight
 from dsv4attn.core.workspace import WorkspaceManager, current_workspace_manager
+from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.errors import Dsv4AttnError
 
 __all__ = ["DeepseekV4MLAAttention"]
@@ -96,11 +97,16 @@ class DeepseekV4MLAAttention:
         """Bind the caches. Raises LayoutMismatchError unless they have the dims and layouts of the layer.
 
         With `context_parallel` all ranks must bind at the same time: each raises ArgumentError, with the rank that
-        differs, unless all ranks have the same geometry, limits, layouts, page sizes and numbers of compressed pages.
+        differs, unless all ranks have the same geometry, limits, layouts, page sizes and numbers of compressed pages,
+        and a workspace that can hold its plan.
         """
         caches = LayerCaches(swa, compressed)
         if self.context_parallel is not None:
             self.context_parallel.check_bound(self.prefix, self.geometry, self.limits, caches)
+            if self.workspace is not None:
+                ranks = self.context_parallel.ownership.size
+                plan = plan_workspace(self.geometry, self.limits, self.backend, swa.layout, ranks=ranks)
+                self.context_parallel.check_workspace(self.prefix, self.workspace, plan)
         check_cache("swa cache", swa, self.geometry)
         check_layout(swa.layout, self.swa_layout or swa.layout, f"swa cache of {self.prefix}")
         if self.geometry.kind is not LayerKind.SWA:

@@ -6,9 +6,12 @@ import torch
 
 from dsv4attn.core.chunking import ChunkBounds, round_up, small_bytes, widest_columns, widest_topk
 from dsv4attn.core.contract import Backend, IndexForm, KeyForm, Phase, complete
+from dsv4attn.core.definitions.tiles import TILE_BYTES
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
+from dsv4attn.core.rank_buffers import LANE as RANKS
+from dsv4attn.core.rank_buffers import merge_bytes, selection_transient_bytes
 from dsv4attn.core.workspace import ALIGNMENT, BufferSpec, WorkspacePlan, simultaneous_bytes
 
 __all__ = ["plan_workspace", "prefill_bounds", "ragged_specs", "window_columns"]
@@ -36,12 +39,19 @@ def prefill_bounds(layer: LayerGeometry, limits: Limits, backend: Backend, layou
 
 
 def plan_workspace(
-    layer: LayerGeometry, limits: Limits, backend: Backend, layout: KVCacheLayout, *, layer_steps: bool = False
+    layer: LayerGeometry,
+    limits: Limits,
+    backend: Backend,
+    layout: KVCacheLayout,
+    *,
+    layer_steps: bool = False,
+    ranks: int | None = None,
 ) -> WorkspacePlan:
     """Upper bound over every batch within `limits`, for layers like this one.
 
     layout: of the window cache; the compressed cache has the same row dtype. layer_steps: whether the steps around
-    attention run too. Take the `union` over a model's layers.
+    attention run too. ranks: those that share the compressed entries; None: no context parallelism. Take the `union`
+    over a model's layers.
     """
     bounds = prefill_bounds(layer, limits, backend, layout)
     prefill = _prefill_bytes(layer, limits, backend, layout, bounds)
@@ -55,6 +65,10 @@ def plan_workspace(
     )
     if layer_steps:
         transient = max(transient, complete(backend).layer_steps.transient_bytes(tokens))
+    if ranks is not None and layer.has_entries:
+        lanes[RANKS] = merge_bytes(ranks, layer, limits)
+        if layer_steps and layer.topk:
+            transient = max(transient, 2 * TILE_BYTES + selection_transient_bytes(ranks, layer, tokens))
     return WorkspacePlan(lanes, transient)
 
 

@@ -15,13 +15,13 @@ import attrs
 import torch
 from torch import Tensor, distributed
 
+from dsv4attn.core import rank_buffers
 from dsv4attn.core.attention import DeepseekV4Attention
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.context import set_forward_context
 from dsv4attn.core.context_parallel import (
     ContextParallel,
     OwnedMetadataBuilder,
-    exchange,
     forward_mqa_over_ranks,
     merge_over_ranks,
     reshard_cache,
@@ -40,6 +40,7 @@ from dsv4attn.errors import ArgumentError, ContextParallelError
 from dsv4attn.selection import load_backend
 from tests.core.forms import BACKENDS
 from tests.core.whole import FP8, FP32, SMALL, Whole, deterministic, random_weights
+from tests.tools.replay.rank_cases import REPLAYS
 
 __all__ = ["CASES", "SIZES", "serve"]
 
@@ -58,7 +59,7 @@ def serve(rank: int, folder: str) -> None:
     groups = {size: distributed.new_group(range(size), timeout=dt.timedelta(seconds=60)) for size in SIZES}
     last = distributed.new_group(range(3), timeout=dt.timedelta(seconds=3))
     for size, group in groups.items():
-        for name, case in CASES.items() if rank < size else ():
+        for name, case in {**CASES, **REPLAYS.get(size, {})}.items() if rank < size else ():
             failed[size, name] = _said(partial(case, group))
     pairs = [[distributed.new_group(ranks) for ranks in two] for two in (([0, 1], [2, 3]), ([0, 2], [1, 3]))]
     failed[4, "heads"] = _said(partial(heads, pairs[0][rank // 2], pairs[1][rank % 2]))
@@ -114,7 +115,7 @@ def merge(group: Any, dtype: torch.dtype, tolerance: float) -> None:
         total = whole + (0 if given is None else given.double().exp())
         wanted = torch.where(whole[..., None] > 0, terms / total[..., None], 0.0)
         out, lse = outs[rank].transpose(0, 1).contiguous().transpose(0, 1), lses[rank].clone()
-        merge_over_ranks(over(group), out, lse, given)
+        merge_over_ranks(over(group), out, lse, given, WorkspaceManager(debug=True))
 
         assert float((out.double() - wanted).abs().max()) < tolerance
         torch.testing.assert_close(lse.double(), whole.log())
@@ -126,13 +127,13 @@ def pieces(group: Any) -> None:
     draw = torch.Generator().manual_seed(group.rank())
     out, lse = torch.randn(23, 2, 8, generator=draw), torch.randn(23, 2, generator=draw)
     other = out.clone(), lse.clone()
-    merge_over_ranks(over(group), out, lse, None)
-    before = exchange.PIECE_BYTES
-    exchange.PIECE_BYTES = 500
+    merge_over_ranks(over(group), out, lse, None, WorkspaceManager())
+    before = rank_buffers.PIECE_BYTES
+    rank_buffers.PIECE_BYTES = 500
     try:
-        merge_over_ranks(over(group), *other, None)
+        merge_over_ranks(over(group), *other, None, WorkspaceManager())
     finally:
-        exchange.PIECE_BYTES = before
+        rank_buffers.PIECE_BYTES = before
 
     assert torch.equal(out, other[0])
     assert torch.equal(lse, other[1])
@@ -351,11 +352,15 @@ def fingerprints(group: Any) -> None:
     last, context = group.size() - 1, over(group)
     mine = group.rank() == last
     limits, wrong = Limits(4, 65 if mine else 64, 256), over(group, 2 if mine else 1)
+    small = WorkspaceManager()
+    if mine:
+        small.lock()
     cases: dict[str, dict[str, Any]] = {
         "layout of swa": {"layout": FP8 if mine else FP32, **both(context)},
         "layout of index": {"index_layout": KVCacheLayout.index_mxfp4(32) if mine else None, **both(context)},
         "interleave": both(wrong),
         "limits": {"limits": limits, **both(context)},
+        "workspace: expected room for the plan": both(context, workspace=small),
         "pages of the": {"num_blocks": {"compressed": 9 - mine}, **both(context)},
     }
     for said, options in cases.items():
@@ -368,8 +373,8 @@ def fingerprints(group: Any) -> None:
             raise AssertionError(f"{said} is not refused")
 
 
-def both(context: ContextParallel) -> dict[str, Any]:
-    return {"context_parallel": context, "layer_options": {"context_parallel": context}}
+def both(context: ContextParallel, **more: Any) -> dict[str, Any]:
+    return {"context_parallel": context, "layer_options": {"context_parallel": context, **more}}
 
 
 CASES: dict[str, Callable[[Any], None]] = {

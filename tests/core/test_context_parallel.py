@@ -9,6 +9,7 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from tests.core.context_ranks import CASES, SIZES, serve
+from tests.tools.replay.rank_cases import REPLAYS
 
 Failed = dict[int, dict[tuple[int, str], str]]
 """By rank, and by size and case: how it failed."""
@@ -20,6 +21,13 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Failed:
     folder = tmp_path_factory.mktemp("ranks")
     spawn(serve, (str(folder),), nprocs=max(SIZES))
     return {rank: torch.load(Path(folder, f"{rank}.pt")) for rank in range(max(SIZES))}
+
+
+@pytest.mark.parametrize(("size", "case"), [(size, case) for size, cases in REPLAYS.items() for case in cases])
+def test_a_replay_over_ranks_is_checked_on_each(failed: Failed, case: str, size: int) -> None:
+    said = {rank: found[size, case] for rank, found in failed.items() if rank < size}
+
+    assert {rank: text for rank, text in said.items() if text} == {}
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from attrs import field, frozen
 from torch import Tensor, distributed
@@ -14,16 +14,17 @@ from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
 from dsv4attn.core.context_parallel.ownership import Ownership
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.limits import Limits
+from dsv4attn.core.rank_buffers import piece_rows
 from dsv4attn.core.values import at_least, shown
+from dsv4attn.core.workspace import WorkspaceManager, WorkspacePlan
 from dsv4attn.errors import ArgumentError, ContextParallelError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["PIECE_BYTES", "ContextParallel"]
+__all__ = ["ContextParallel"]
 
-PIECE_BYTES = 32 * 2**20
-"""Most bytes that a rank receives in one exchange, unless one token needs more."""
+_Object = TypeVar("_Object")
 
 
 def _all_gather(*tensors: Tensor, group: ProcessGroup) -> None:
@@ -56,21 +57,36 @@ class ContextParallel:
         """Which entries this rank holds."""
         return Ownership(self.group.rank(), self.group.size(), self.interleave)
 
-    def gather(self, mine: Tensor, what: str) -> Tensor:
+    @cached_property
+    def label(self) -> str:
+        """This rank in errors: `rank 1 of 2`."""
+        return f"rank {self.ownership.rank} of {self.ownership.size}"
+
+    def gather(self, mine: Tensor, what: str, *, out: Tensor | None = None) -> Tensor:
         """[ranks, ...] a contiguous tensor of every rank, in the order of ranks; all have the same shape and dtype.
 
-        what: names the tensor in errors. Raises ContextParallelError if a rank is gone, or does not send in the time
-        that the group was made with.
+        what: names the tensor in errors. out: [ranks * n, ...] for tensors [n, ...], written and returned; None: a new
+        one. Raises ContextParallelError if a rank is gone, or does not send in the time that the group was made with.
         """
         ranks = self.ownership.size
-        found = mine.new_empty(ranks * mine.shape[0], *mine.shape[1:])
+        found = mine.new_empty(ranks * mine.shape[0], *mine.shape[1:]) if out is None else out
         with self._explained(what):
             _all_gather(found, mine, group=self.group)
         return found.view(ranks, *mine.shape)
 
+    def gather_objects(self, mine: _Object, what: str) -> list[_Object]:
+        """The object of every rank, in the order of ranks: for checks and reports. They are pickled.
+
+        what: as in `gather`, with the same errors.
+        """
+        found = [mine] * self.ownership.size
+        with self._explained(what):
+            distributed.all_gather_object(found, mine, group=self.group)
+        return found
+
     def pieces(self, rows: int, row_bytes: int) -> Iterator[slice]:
-        """Cut rows of a tensor so that the pieces of all ranks stay within PIECE_BYTES."""
-        step = max(PIECE_BYTES // (row_bytes * self.ownership.size), 1)
+        """Cut rows of a tensor into pieces of `piece_rows`."""
+        step = piece_rows(self.ownership.size, row_bytes)
         return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
     def check_same(self, what: str, facts: Mapping[str, object]) -> None:
@@ -79,10 +95,7 @@ class ContextParallel:
         what: the thing that the facts are about; a layer, say. Every rank must call it, in the same order.
         """
         mine = {"group size": self.ownership.size, "interleave": self.interleave, **facts}
-        found: list[tuple[str, dict[str, object]]] = [("", {})] * self.ownership.size
-        with self._explained(f"the fingerprint of {what}"):
-            distributed.all_gather_object(found, (what, mine), group=self.group)
-        (first, wanted), *others = found
+        (first, wanted), *others = self.gather_objects((what, mine), f"the fingerprint of {what}")
         for rank, (name, given) in enumerate(others, 1):
             named = [("layer", first, name)] if name != first else []
             for key, here, there in [*named, *((key, wanted.get(key), given.get(key)) for key in {**wanted, **given})]:
@@ -106,6 +119,15 @@ class ContextParallel:
         if caches.compressed is not None:
             facts["pages of the compressed cache"] = caches.compressed.num_blocks
         self.check_same(prefix, facts)
+
+    def check_workspace(self, prefix: str, workspace: WorkspaceManager, plan: WorkspacePlan) -> None:
+        """`check_same` of whether the workspace holds, or may grow to, the plan of a layer.
+
+        So no rank refuses a step for which the others wait.
+        """
+        lacks = [f"{size} bytes in lane {lane!r}" for lane, size in plan.lanes.items() if workspace.size(lane) < size]
+        short = f"locked without {lacks[0]}" if lacks and workspace.locked else "room for the plan"
+        self.check_same(prefix, {"workspace": short})
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:

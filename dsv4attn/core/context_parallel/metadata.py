@@ -18,7 +18,12 @@ from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["OwnedMetadataBuilder", "metadata_builder"]
+__all__ = ["OwnedMetadataBuilder", "metadata_builder", "on_rank"]
+
+
+def on_rank(context: ContextParallel | None) -> tuple[int, str]:
+    """How many ranks share compressed entries, and what names this one in errors."""
+    return (1, "") if context is None else (context.ownership.size, f" on {context.label}")
 
 
 def metadata_builder(context: ContextParallel | None) -> Callable[..., MetadataBuilder]:
@@ -54,7 +59,7 @@ class OwnedMetadataBuilder(MetadataBuilder):
 
     @property
     def _map_entries(self) -> Callable[..., None]:
-        return partial(build_owned_slot_mapping, self.ownership)
+        return partial(getattr(self.steps, "build_owned_slot_mapping", build_owned_slot_mapping), self.ownership)
 
     def _build(
         self,
@@ -82,6 +87,9 @@ class OwnedMetadataBuilder(MetadataBuilder):
             "prefill_gather_lens": self._no_lens[: swa.num_prefills],
         }
         return DeepseekSparseSWAMetadata(**{**kept, **empty})
+
+    def _check_limit(self, argument: str, limit: str, value: int) -> None:
+        super()._check_limit(f"{argument} on rank {self.ownership.rank} of {self.ownership.size}", limit, value)
 
     def _checked_entries(self, batch: Batch, kind: LayerKind, ratio: int) -> tuple[Tensor, list[int]]:
         """As the base class: the table is that of this rank, the numbers of entries are those of whole sequences."""

@@ -15,6 +15,7 @@ from dsv4attn.core.definitions.selection import ENTRIES, selection_bytes
 from dsv4attn.core.definitions.tiles import PLAIN, Arithmetic, tiles
 from dsv4attn.core.layer_ops import LayerSteps
 from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.rank_buffers import candidate_bytes
 
 __all__ = ["SelectTopk", "score_selected", "select_among", "select_topk_over_ranks"]
 
@@ -61,7 +62,7 @@ def select_topk_over_ranks(
     maps = block_table, token_to_req
     steps.select_topk(query, cache, *maps, visible_lens, out, own.count(max_entries))
     topk = out.shape[1]
-    for piece in context.pieces(out.shape[0], 8 * topk):
+    for piece in context.pieces(out.shape[0], candidate_bytes(topk)):
         local = out[piece]
         score = score_selected(query, piece, cache, block_table, token_to_req[piece], local, arithmetic)
         number = own.entry(local).masked_fill_(local < 0, -1)

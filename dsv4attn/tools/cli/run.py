@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import click
@@ -62,6 +62,12 @@ _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
     help="Of every number.",
 )
 @click.option("--threads", metavar="N", type=_positive, help="Of the CPU.  [default: OMP_NUM_THREADS, or free cores]")
+@click.option(
+    "--context-parallel",
+    metavar="N",
+    type=Whole(min=2),
+    help="Divide compressed entries over the N processes that torchrun has started.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and no progress.")
 @click.pass_context
 def run(
@@ -83,6 +89,7 @@ def run(
     check_rows: int,
     seed: int,
     threads: int | None,
+    context_parallel: int | None,
     as_json: bool,
 ) -> None:
     """Serve the requests of a trace through the attention layers of a model: paged caches, chunked prefill, decode.
@@ -91,8 +98,9 @@ def run(
     projections, compressor, indexer, attention, output projection. With --indexer random it is attention alone, on
     random inputs; the built-in trace has more and shorter requests then. In every step --check-rows rows are
     computed again in float64, stage by stage, from raw inputs. There are as many threads as cores are free when it
-    begins. Exit code 0: all rows agree; 1: some do not; 2: bad input; 130: interrupted, with a report of what has
-    run.
+    begins. With --context-parallel, under torchrun, every rank serves the trace over its part of the compressed
+    entries and checks its own outputs; the first rank prints what all have found. Exit code 0: all rows agree; 1: some
+    do not; 2: bad input; 130: interrupted, with a report of what has run.
     """
     from dsv4attn.tools.cli.threads import Load, wait_passively
 
@@ -102,11 +110,14 @@ def run(
 
     from dsv4attn.errors import ArgumentError
     from dsv4attn.tools.cli.common import chosen_backend, console, geometry_of
+    from dsv4attn.tools.cli.ranks import check_ranks, joined
     from dsv4attn.tools.replay.engine import Replay, ReplayConfig
     from dsv4attn.tools.replay.report import as_json as report_json
     from dsv4attn.tools.replay.report import as_text
 
     geometry = geometry_of(model)
+    if context_parallel is not None:
+        check_ranks(context_parallel, geometry)
     config = ReplayConfig(
         kinds=_kinds(layers),
         cache=cache,
@@ -123,22 +134,24 @@ def run(
     facts: dict[str, object] = {"swa_page_size": block_size, "dtype": _KV_DTYPES.get(cache, "e4m3fn"), "lse": True}
     facts["q_dtype"] = "float32" if cache == "fp32" else "bfloat16"
     chosen = chosen_backend(backend, options, geometry, config.kinds or geometry.kinds, **facts)
-    try:
-        replay = Replay(geometry, chosen, requests, config)
-    except ArgumentError as error:
-        if error.argument != "max_kv_bytes":
-            raise
-        # named and in the unit of the command line's option
-        expected = re.sub(r"\d+", lambda found: str(-(-int(found[0]) // 2**20)), error.expected, count=1)
-        raise ArgumentError("--max-kv-mib", expected=expected, actual=max_kv_mib, hint=error.hint) from error
-    taken = before.threads(threads)
-    with taken.used(), _progress(replay.total_tokens, shown=not as_json) as progress:
-        report = replay.run(progress)
+    with joined(context_parallel) if context_parallel else nullcontext() as context:
+        try:
+            replay = Replay(geometry, chosen, requests, config, context)
+        except ArgumentError as error:
+            if error.argument != "max_kv_bytes":
+                raise
+            # named and in the unit of the command line's option
+            expected = re.sub(r"\d+", lambda found: str(-(-int(found[0]) // 2**20)), error.expected, count=1)
+            raise ArgumentError("--max-kv-mib", expected=expected, actual=max_kv_mib, hint=error.hint) from error
+        prints = context is None or context.ownership.rank == 0
+        taken = before.threads(threads)
+        with taken.used(), _progress(replay.total_tokens, shown=prints and not as_json) as progress:
+            report = replay.run(progress)
     setting = {**taken.as_json(), "text": str(taken)}
     report = evolve(report, trace=trace or "generated", options=options, threads=setting)
-    if as_json:
+    if prints and as_json:
         print_json(report_json(report))
-    else:
+    elif prints:
         console().print(as_text(report))
     ctx.exit(INTERRUPTED if report.interrupted else OK if report.ok else FAILED)
 

@@ -22,6 +22,7 @@ from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.errors import ArgumentError, UnknownNameError
 from dsv4attn.tools.replay.lane import AnyLane, Lane, MeteredWorkspace, PageBytes, Setting, Shared, timed
 from dsv4attn.tools.replay.pages import COMPRESSED, COMPRESSED_BLOCK_TOKENS, WINDOW, PagedBlocks, PoolSizes, StatePool
+from dsv4attn.tools.replay.ranks import MeteredContext, RanksReport
 from dsv4attn.tools.replay.request import Request, check_count
 from dsv4attn.tools.replay.results import Report
 from dsv4attn.tools.replay.scheduler import Scheduler, Step
@@ -91,9 +92,17 @@ class Replay:
     """
 
     def __init__(
-        self, geometry: ModelGeometry, backend: Backend, requests: Sequence[Request], config: ReplayConfig
+        self,
+        geometry: ModelGeometry,
+        backend: Backend,
+        requests: Sequence[Request],
+        config: ReplayConfig,
+        context: MeteredContext | None = None,
     ) -> None:
-        """Size the pools, allocate caches and buffers, reserve and lock the workspace."""
+        """Size the pools, allocate caches and buffers, reserve and lock the workspace.
+
+        context: ranks that share the compressed entries; all of them replay the same. Memory is that of one rank.
+        """
         self.geometry, self.backend, self.config, self.requests = geometry, backend, config, tuple(requests)
         if config.indexer not in INDEXERS:
             raise UnknownNameError("indexer", config.indexer, INDEXERS)
@@ -101,6 +110,10 @@ class Replay:
         if geometry.shared_latent and not whole:
             hint = "layers of V4.1 are run whole; leave out --indexer"
             raise ArgumentError("indexer", expected="'real'", actual=repr(config.indexer), hint=hint)
+        if context is not None and not whole:
+            hint = "ranks share the entries of whole layers; leave out --indexer"
+            raise ArgumentError("indexer", expected="'real' over ranks", actual=repr(config.indexer), hint=hint)
+        self._context, ranks = context, 1 if context is None else context.ownership.size
         layers = [layer for kind in config.kinds or geometry.kinds for layer in geometry.layers_of_kind(kind)]
         layout, dtype = _layout_of(config.cache, geometry)
         self._limits = limits = _limits_of(self.requests, geometry, config, backend)
@@ -118,8 +131,9 @@ class Replay:
             compressed_page_bytes=sum(page.compressed for page in pages),
             max_bytes=config.max_kv_bytes,
             states=self._states,
+            ranks=ranks,
         )
-        self._blocks = PagedBlocks(sizes, config.block_size, geometry.window, config.seed, self._states)
+        self._blocks = PagedBlocks(sizes, config.block_size, geometry.window, config.seed, self._states, ranks)
         self._scheduler = Scheduler(
             self.requests,
             max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -127,7 +141,8 @@ class Replay:
             blocks=self._blocks,
         )
         self._workload = Workload(geometry, self.requests, config.seed, dtype)
-        plans = [plan_workspace(layer, limits, backend, layout) for layer in layers]
+        size = None if context is None else ranks
+        plans = [plan_workspace(layer, limits, backend, layout, ranks=size) for layer in layers]
         workspace = MeteredWorkspace()
         workspace.reserve(reduce(WorkspacePlan.union, plans), caller="replay")
         workspace.lock()
@@ -142,11 +157,13 @@ class Replay:
             seed=config.seed,
         )
         self._lanes: Sequence[AnyLane]
+        self._whole: Sequence[WholeLane] = ()
         if whole:
-            manager = caches_of(geometry, layers, limits, layout, sizes, config.block_size, backend)
+            manager = caches_of(geometry, layers, limits, layout, sizes, config.block_size, backend, context)
             weights = RandomWeights(manager.geometry, config.seed)
             self._builder = manager.builder
-            self._lanes = [WholeLane(i, setting, manager, weights, plan) for i, plan in enumerate(plans)]
+            self._whole = [WholeLane(i, setting, manager, weights, plan, context) for i, plan in enumerate(plans)]
+            self._lanes = self._whole
         else:
             self._builder = MetadataBuilder(
                 one_of_each(geometry, layers),
@@ -231,6 +248,10 @@ class Replay:
             page, states = lane.page, peaks.get(f"{lane.layer.kind.value}_state", 0)
             used = peaks[WINDOW] * page.window + peaks[COMPRESSED] * page.compressed + states * page.state
             lane.report.kv_bytes_peak = used
+        ranks = None
+        if self._context is not None and not interrupted:
+            each = [lane.on_rank(peaks[COMPRESSED] * lane.page.compressed) for lane in self._whole]
+            ranks = RanksReport.gather(self._context, each)
         return Report(
             model=self.geometry.name,
             backend=self.backend.name,
@@ -254,6 +275,7 @@ class Replay:
             records_per_token=self.geometry.entries_per_token if whole else 0.0,
             readers=sum(self.geometry.sources(i).kv not in (None, i) for i in range(self.geometry.num_layers)),
             longest_request=max(x.input_length + x.output_length for x in self.requests),
+            ranks=ranks,
         )
 
 

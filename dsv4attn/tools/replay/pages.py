@@ -86,12 +86,14 @@ class PoolSizes:
         compressed_page_bytes: int,
         max_bytes: int,
         states: Sequence[StatePool] = (),
+        ranks: int = 1,
     ) -> PoolSizes:
         """Sizes for the `max_num_seqs` longest requests at once, or as many pages as fit into `max_bytes`.
 
         page bytes: of one page in the caches of all layer types together; 0 if no layer type has such a cache. The
         pools of windows and states never run out. The compressed pool may, if `max_bytes` binds, and then requests are
-        preempted; it always holds the longest one, or this raises ArgumentError.
+        preempted; it always holds the longest one, or this raises ArgumentError. ranks: those that share compressed
+        entries; pages and bytes are of one rank.
         """
 
         def enough(span: int, size: int) -> int:
@@ -103,7 +105,8 @@ class PoolSizes:
 
         for_window = enough(window, block_size)
         for_states = {pool.name: enough(pool.span, pool.tokens) for pool in states}
-        blocks = [-(-r.attention_tokens // COMPRESSED_BLOCK_TOKENS) for r in requests] if compressed_page_bytes else []
+        size = COMPRESSED_BLOCK_TOKENS * ranks
+        blocks = [-(-r.attention_tokens // size) for r in requests] if compressed_page_bytes else []
         least, wanted = max(blocks, default=0), sum(_largest(blocks, max_num_seqs))
         needed = for_window * window_page_bytes + least * compressed_page_bytes
         needed += sum(for_states[pool.name] * pool.page_bytes for pool in states)
@@ -154,12 +157,18 @@ class PagedBlocks:
     """
 
     def __init__(
-        self, sizes: PoolSizes, block_size: int, window: int, seed: int, states: Sequence[StatePool] = ()
+        self,
+        sizes: PoolSizes,
+        block_size: int,
+        window: int,
+        seed: int,
+        states: Sequence[StatePool] = (),
+        ranks: int = 1,
     ) -> None:
-        """Start with every page free."""
+        """Start with every page free. ranks: as in `PoolSizes.of`."""
         found: dict[str, tuple[int, Callable[[int], int]]] = {
             WINDOW: (block_size, lambda position: max(position - window + 1, 0)),
-            COMPRESSED: (COMPRESSED_BLOCK_TOKENS, lambda _: 0),
+            COMPRESSED: (COMPRESSED_BLOCK_TOKENS * ranks, lambda _: 0),
             **{pool.name: (pool.tokens, pool.layer.first_state) for pool in states},
         }
         self._pools = {

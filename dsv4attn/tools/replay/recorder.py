@@ -62,6 +62,7 @@ class RecordingBackend:
         self.layer_steps = _RecordingSteps(self._backend.layer_steps, self)
         self.rows = torch.empty(0, dtype=torch.int64)
         self.q = self.out = torch.empty(0)
+        self._merged: list[tuple[int, Tensor]] = []
         self.lse = torch.empty(max_tokens, heads)
         self.query: IndexQuery | None = None
 
@@ -71,6 +72,7 @@ class RecordingBackend:
     def start(self, rows: Tensor) -> None:
         """Begin a step."""
         self.rows, self.query = rows, None
+        self._merged.clear()
         self.watch.start()
 
     def qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, cache: PagedKVCache, *rest: Any) -> None:  # noqa: ANN401
@@ -81,16 +83,21 @@ class RecordingBackend:
         self.watch.lap("insert")
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
-        """See `BackendDefaults`; lse is always computed."""
+        """See `BackendDefaults`; lse is always computed.
+
+        An lse that core asks for is written too: it is of one rank, and core replaces it by that of all ranks.
+        """
         tokens = call.q.shape[0]
         run = self._backend.prepare(phase, evolve(call, lse=self.lse[:tokens]))
 
         def recorded(
-            q: Tensor, out: Tensor, _: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
+            q: Tensor, out: Tensor, lse: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
         ) -> None:
             # out is a part of the layer's own tensor, which begins with the first row of the step
             first = out.storage_offset() // out.stride(0)
-            own = self.lse[first : first + tokens]
+            own = self.lse[first : first + tokens] if lse is None else lse
+            if lse is not None:
+                self._merged.append((first, lse))
             checked = self.rows[(self.rows >= first) & (self.rows < first + tokens)] - first
             out[checked], own[checked] = torch.nan, torch.nan
             run(q, out, own, attn_sink, caches)
@@ -100,6 +107,8 @@ class RecordingBackend:
     def inv_rope_o_proj(self, o: Tensor, *rest: Any) -> Tensor:  # noqa: ANN401
         """See `Backend`."""
         self.watch.lap("attend")
+        for first, lse in self._merged:
+            self.lse[first : first + lse.shape[0]] = lse
         self.out = o
         return self._backend.inv_rope_o_proj(o, *rest)
 

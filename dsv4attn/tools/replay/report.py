@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import asdict
 
+from dsv4attn.tools.replay.ranks import RanksReport, Traffic
 from dsv4attn.tools.replay.results import CheckResult, LayerReport, Report
 
 __all__ = ["as_json", "as_text"]
@@ -56,6 +57,7 @@ def as_text(report: Report) -> Any:  # noqa: ANN401 - a rich renderable; rich is
         if layer.check is not None
         for line in [*layer.check.failures, *_more(layer.check)]
     ]
+    failures += [Text(line, style="red") for line in _of_ranks(report.ranks)]
     notes = [Text(note, style="yellow") for note in _not_exercised(report)]
     return Group(*map(Text, _head(report)), Text(), table, Text(), *notes, *failures, _verdict(report))
 
@@ -86,6 +88,19 @@ _ERRORS = {
 _STYLES = {"ok": "green", "FAIL": "bold red", "not checked": "yellow"}
 
 
+def _of_ranks(ranks: RanksReport | None) -> list[str]:
+    """Failures on other ranks than the first, which prints its own in full."""
+    if ranks is None:
+        return []
+    failed = [
+        f"rank {rank.rank}, {layer.kind}: {line}"
+        for rank in ranks.ranks[1:]
+        for layer in rank.layers
+        for line in layer.failures
+    ]
+    return [*failed, *(f"{kind}: attention is not the same bits on all ranks" for kind in ranks.differing)]
+
+
 def _more(check: CheckResult) -> list[str]:
     hidden = check.failed - len(check.failures)
     return [f"and {hidden} more rows"] if hidden > 0 else []
@@ -111,6 +126,7 @@ def _head(report: Report) -> list[str]:
         f"{report.model} on backend {report.backend}{f' ({options})' if options else ''}, cache {report.cache}",
         *(["whole layers, with random weights"] if report.indexer == "real" else []),
         *_cache_lines(report),
+        *([] if report.ranks is None else [f"compressed entries over {report.ranks.size} ranks"]),
         f"trace {report.trace} ({_counted(report.requests, 'request')}, longest {report.longest_request:,} tokens)",
         *([str(report.threads["text"])] if report.threads else []),
         f"{report.finished} of {report.requests} requests finished in {report.steps:,} steps",
@@ -131,7 +147,11 @@ def _cache_lines(report: Report) -> list[str]:
     return found
 
 
-def _sections(report: Report) -> list[tuple[str, list[tuple[str, list[str]]]]]:
+Line = tuple[str, list[str]]
+"""A line of the table: its name, and a cell for each layer type."""
+
+
+def _sections(report: Report) -> list[tuple[str, list[Line]]]:
     layers = report.layers
 
     def row(name: str, cell: Callable[[LayerReport], str]) -> tuple[str, list[str]]:
@@ -178,11 +198,34 @@ def _sections(report: Report) -> list[tuple[str, list[tuple[str, list[str]]]]]:
     sections = [
         ("speed", speed),
         ("memory", memory),
+        *([] if report.ranks is None else [_ranks_section(report.ranks)]),
         ("checks against the float64 oracle", checks),
         ("error, share of allowed rounding (≤1)", stages),
         ("largest error (≤limit)", errors),
     ]
     return [(title, lines) for title, lines in sections if lines]
+
+
+def _ranks_section(ranks: RanksReport) -> tuple[str, list[Line]]:
+    """What each rank holds, and the bytes that the first one sends: those of all ranks are equal."""
+    pages, (first, *_) = list[Line](), ranks.ranks
+    for rank in ranks.ranks:
+        name = f"rank {rank.rank}: entries, index keys"
+        pages.append((name, [_size(x.compressed_bytes) if x.compressed_bytes else "-" for x in rank.layers]))
+        pages.append(("  windows, compressor states", [_size(x.other_bytes) for x in rank.layers]))
+
+    def sent(name: str, value: Callable[[Traffic], float], mean: Callable[[Traffic], float]) -> list[Line]:
+        of_layers = [(value(layer.traffic), mean(layer.traffic)) for layer in first.layers]
+        lines = zip(*((f"{a:,.0f} B", f"{b:,.0f} B") if a else ("-", "-") for a, b in of_layers), strict=True)
+        return [(f"sent per token: {name}", [*next(lines)]), ("  in this run, mean", [*next(lines)])]
+
+    traffic = sent("attention", lambda x: x.attention, lambda x: x.attention_sent)
+    traffic += sent("selection", lambda x: x.selection, lambda x: x.selection_sent)
+    same = ["-" if not x.digest else "no" if x.kind in ranks.differing else "yes" for x in first.layers]
+    checked = f"of {sum(x.rows for r in ranks.ranks for x in r.layers):,} rows on all ranks, failed"
+    failed = [str(sum(rank.layers[i].failed for rank in ranks.ranks)) for i in range(len(first.layers))]
+    title = f"{ranks.size} ranks, interleave {ranks.interleave}, peak of pages"
+    return title, [*pages, *traffic, ("attention has the same bits on all", same), (checked, failed)]
 
 
 def _layer_verdict(layer: LayerReport) -> str:
@@ -226,13 +269,19 @@ def _verdict(report: Report) -> Any:  # noqa: ANN401 - as `as_text`
 
     rows = sum(layer.check.rows for layer in report.layers if layer.check)
     failed = sum(layer.check.failed for layer in report.layers if layer.check)
+    if report.ranks is not None:
+        layers = [layer for rank in report.ranks.ranks for layer in rank.layers]
+        rows, failed = sum(layer.rows for layer in layers), sum(layer.failed for layer in layers)
+    on_ranks = f", on {report.ranks.size} ranks" if report.ranks is not None else ""
     text = Text()
     if report.interrupted:
         text.append("interrupted; the above is what had run until then. ", style="bold yellow")
     if failed:
         text.append(f"FAILED: {failed:,} of {rows:,} checked rows are beyond a limit", style="bold red")
+    elif report.ranks is not None and report.ranks.differing:
+        text.append("FAILED: ranks differ", style="bold red")
     elif rows:
-        text.append(f"ok: all {rows:,} checked rows are within their limits", style="green")
+        text.append(f"ok: all {rows:,} checked rows are within their limits{on_ranks}", style="green")
     else:
         text.append("nothing was checked", style="yellow")
     return text

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import Factory, asdict, astuple, define, evolve, field, frozen
+
+if TYPE_CHECKING:
+    from dsv4attn.tools.replay.ranks import RanksReport
 
 __all__ = [
     "SHOWN_FAILURES",
@@ -239,6 +242,7 @@ class Report:
     records_per_token: compressed records of all layers of the model for a token of context; 0 if not all layer types
     were run.
     readers: layers of the model that read the compressed cache of another, and were not run.
+    ranks: what each rank holds, sends and found, if ranks share the compressed entries and the run was not interrupted.
     """
 
     model: str
@@ -266,6 +270,7 @@ class Report:
     longest_request: int = 0
     records_per_token: float = 0.0
     readers: int = 0
+    ranks: RanksReport | None = None
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -274,8 +279,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the replay ran to its end and no checked row failed."""
-        return not self.interrupted and all(layer.check is None or layer.check.ok for layer in self.layers)
+        """Whether the replay ran to its end and no checked row failed, on all ranks."""
+        ranks_ok = self.ranks is None or self.ranks.ok
+        return not self.interrupted and ranks_ok and all(layer.check is None or layer.check.ok for layer in self.layers)
 
     def shares(self) -> list[float]:
         """Share of each layer type in the time of those that were run, one layer each."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
@@ -13,6 +14,7 @@ from dsv4attn.core.attention import DeepseekV4Attention
 from dsv4attn.core.cache_manager import CacheManager
 from dsv4attn.core.caches import DeepseekV4Caches
 from dsv4attn.core.context import set_forward_context
+from dsv4attn.core.context_parallel import ContextParallel
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout
@@ -23,6 +25,7 @@ from dsv4attn.tools.replay.check import choose_rows
 from dsv4attn.tools.replay.exact import ExactLayer
 from dsv4attn.tools.replay.lane import PageBytes, Setting, timed
 from dsv4attn.tools.replay.pages import COMPRESSED_BLOCK_TOKENS, PoolSizes, StatePool
+from dsv4attn.tools.replay.ranks import LayerOnRank, MeteredContext, OutputDigest, Traffic
 from dsv4attn.tools.replay.recorder import RecordingBackend
 from dsv4attn.tools.replay.results import LayerReport, WholeSeconds
 from dsv4attn.tools.replay.weights import RandomWeights
@@ -51,9 +54,10 @@ def caches_of(
     sizes: PoolSizes,
     block_size: int,
     backend: Backend,
+    context: ContextParallel | None = None,
 ) -> CacheManager:
     """The caches of one layer of each type, with a builder of their metadata; pages come from the replay's pools."""
-    return _manager(geometry, layers, limits, layout, sizes.by_name, block_size, backend)
+    return _manager(geometry, layers, limits, layout, sizes.by_name, block_size, backend, context)
 
 
 def _manager(
@@ -64,6 +68,7 @@ def _manager(
     pages: dict[str, int],
     block_size: int,
     backend: Backend | None = None,
+    context: ContextParallel | None = None,
 ) -> CacheManager:
     return CacheManager(
         one_of_each(geometry, layers),
@@ -73,6 +78,7 @@ def _manager(
         swa_block_size=block_size,
         compressed_block_tokens=COMPRESSED_BLOCK_TOKENS,
         backend=backend,
+        context_parallel=context,
     )
 
 
@@ -103,7 +109,13 @@ class WholeLane:
     """A whole layer that stands for all layers of its type."""
 
     def __init__(
-        self, index: int, setting: Setting, manager: CacheManager, weights: RandomWeights, plan: WorkspacePlan
+        self,
+        index: int,
+        setting: Setting,
+        manager: CacheManager,
+        weights: RandomWeights,
+        plan: WorkspacePlan,
+        context: MeteredContext | None = None,
     ) -> None:
         """Draw the weights and bind the caches. index: of the layer in the manager's geometry."""
         self._setting, geometry, limits = setting, manager.geometry, setting.limits
@@ -115,15 +127,23 @@ class WholeLane:
         own = weights.of(layer, setting.workload.sink(layer.kind))
         backend = cast("Backend", recorder)
         self._attention = DeepseekV4Attention(
-            f"layers.{index}", geometry, index, limits, backend, own, workspace=setting.workspace
+            f"layers.{index}",
+            geometry,
+            index,
+            limits,
+            backend,
+            own,
+            workspace=setting.workspace,
+            context_parallel=context,
         )
         self._attention.bind_kv_cache(caches)
         self._checker: WholeChecker | None = None
         if setting.check_rows:
             exact = ExactLayer(geometry, layer, own, weights)
             tolerance = tolerance_of(setting.workload.dtype, weights.key_rms)
-            self._checker = WholeChecker(layer, exact, caches, recorder, setting.workload, tolerance)
+            self._checker = WholeChecker(layer, exact, caches, recorder, setting.workload, tolerance, context)
         self._peaks: dict[str, int] = {}
+        self._context, self._sent, self._digest = context, Counter[str](), OutputDigest()
         states = StatePool(layer, self.page.state) if self.page.state else None
         selects = layer.kind is LayerKind.C4A
         steps_bytes = recorder.layer_steps.transient_bytes(limits.max_num_batched_tokens)
@@ -158,9 +178,21 @@ class WholeLane:
         with set_forward_context(found):
             output = attention(hidden, positions)
         recorder.watch.lap("project")
+        if self._context is not None and self.layer.has_entries:
+            self._sent += self._context.sent
+            self._context.sent.clear()
+            with timed(other_s, "checks"):
+                self._digest.add(recorder.out)
         self.report.workspace_bytes_peak = setting.workspace.peak(self._peaks)
         self.report.tokens += len(tokens)
         self.report.seconds.add(recorder.watch.seconds)
         if self._checker is not None:
             with timed(other_s, "checks"):
                 self._checker.check(Step(number, tokens, metadata, attention.topk_indices, output), chosen, random)
+
+    def on_rank(self, compressed_bytes: int) -> LayerOnRank:
+        """What this rank has of the layer. compressed_bytes: of pages of entries and index keys, at their peak."""
+        report, dtype = self.report, self._setting.workload.dtype
+        traffic = Traffic.of(self.layer, dtype, self._sent, report.tokens)
+        other, checked = report.kv_bytes_peak - compressed_bytes, LayerOnRank.checked(report.check)
+        return LayerOnRank(report.kind, compressed_bytes, other, traffic, *checked, digest=str(self._digest))

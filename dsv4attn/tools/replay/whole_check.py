@@ -38,6 +38,7 @@ from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.caches import DeepseekV4Caches
+from dsv4attn.core.context_parallel import ContextParallel
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.metadata import AttentionMetadata
@@ -45,6 +46,7 @@ from dsv4attn.testing import oracle
 from dsv4attn.testing.oracle import F64
 from dsv4attn.tools.replay.check import largest, relative
 from dsv4attn.tools.replay.exact import ExactLayer
+from dsv4attn.tools.replay.ranks import IndexKeysOverRanks, KeysOverRanks, selected_over_ranks
 from dsv4attn.tools.replay.recorder import RecordingBackend
 from dsv4attn.tools.replay.results import CheckResult, WholeErrors
 from dsv4attn.tools.replay.stored import BF16, SUMS, StoredIndexKeys, StoredKeys, rounding, share
@@ -76,7 +78,8 @@ class Step:
     number: of the step.
     tokens: its tokens.
     metadata: its metadata.
-    selected: [>= T, K] int32 entries that the indexer selected, -1 for none; None on other layers than c4a.
+    selected: [>= T, K] int32 entries that the indexer selected, -1 for none; over ranks the numbers that this rank
+    gives its own; None on other layers than c4a.
     output: [T, hidden] of the layer.
     """
 
@@ -98,13 +101,22 @@ class WholeChecker:
         recorder: RecordingBackend,
         workload: Workload,
         tolerance: WholeErrors,
+        context: ContextParallel | None = None,
     ) -> None:
-        """Take the sources of the rows. recorder: has what attention and the indexer left in a step."""
+        """Take the sources of the rows. recorder: has what attention and the indexer left in a step.
+
+        context: ranks that share the compressed entries; all of them check the same rows at the same time.
+        """
         self._layer, self._exact, self._recorder, self._workload = layer, exact, recorder, workload
         self._caches, attention = caches, caches.attention
         self._window = StoredKeys(attention.swa)
         self._entries = None if attention.compressed is None else StoredKeys(attention.compressed)
         self._index = None if caches.index is None else StoredIndexKeys(caches.index)
+        self._context = context
+        if context is not None and self._entries is not None:
+            self._entries = KeysOverRanks(context, self._entries)
+        if context is not None and self._index is not None:
+            self._index = IndexKeysOverRanks(context, self._index)
         self._made: dict[tuple[int, int, bool], F64] = {}
         self.result = CheckResult(tolerance=tolerance)
 
@@ -130,7 +142,7 @@ class WholeChecker:
             pages = metadata.compressed.block_table[request].tolist()
             stages |= self._compressed(row, position, pages, random)
             if step.selected is not None:
-                selected = [e for e in step.selected[i].tolist() if e != -1]
+                selected = self._selected(step.selected[i])
                 stages |= self._selection(i, position, selected, pages, latent, hidden)
         ratio = layer.compress_ratio if layer.has_entries else None
         positions, entries = oracle.visible_keys(position, layer.window, ratio, selected)
@@ -147,6 +159,11 @@ class WholeChecker:
             projection=relative(_f64(step.output[i, dims]), exact.output(out, position, dims)),
             **stages,
         )
+
+    def _selected(self, row: Tensor) -> list[int]:
+        if self._context is not None:
+            return selected_over_ranks(self._context, row)
+        return [e for e in row.tolist() if e != -1]
 
     def _compressed(self, row: int, position: int, pages: list[int], random: np.random.Generator) -> dict[str, float]:
         """Errors of the newest entry that a row sees, and of one at random, and of their index keys."""

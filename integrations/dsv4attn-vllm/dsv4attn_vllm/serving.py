@@ -184,11 +184,13 @@ def _check(vllm_config: Any) -> None:  # noqa: ANN401 - as above
         actual = vllm_config.model_config.dtype
         raise RefusedError("--dtype", expected="bfloat16", actual=actual, cure="pass --dtype bfloat16")
     parallel, attention = vllm_config.parallel_config, vllm_config.attention_config
-    for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, option)
+    for phase, parts in (("decode", "heads"), ("prefill", "tokens")):
+        size = getattr(parallel, f"{phase}_context_parallel_size")
         if size != 1:
+            # `dsv4attn.ContextParallel` divides entries over ranks with the same heads and the same tokens
+            expected = f"1, as vLLM divides {parts} over the ranks that share a context, and dsv4attn does not"
             cure = "use tensor or data parallelism"
-            raise RefusedError(f"--{option.replace('_', '-')}", expected="1", actual=size, cure=cure)
+            raise RefusedError(f"--{phase}-context-parallel-size", expected=expected, actual=size, cure=cure)
     if getattr(attention, "hisparse_config", None) is not None:
         raise RefusedError("HiSparse", expected="off", actual="on", cure="switch it off")
 

@@ -74,11 +74,13 @@ def test_heads_that_ranks_cannot_share(config: VllmConfig) -> None:
     assert "tensor parallel size" in refusal(config)
 
 
-@pytest.mark.parametrize("option", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_context_parallelism(config: VllmConfig, option: str) -> None:
-    setattr(config.parallel_config, option, 2)
+@pytest.mark.parametrize(("phase", "parts"), [("decode", "heads"), ("prefill", "tokens")])
+def test_context_parallelism(config: VllmConfig, phase: str, parts: str) -> None:
+    setattr(config.parallel_config, f"{phase}_context_parallel_size", 2)
 
-    assert f"--{option.replace('_', '-')}: expected 1, got 2 -> use tensor or data parallelism" in refusal(config)
+    reason = f"vLLM divides {parts} over the ranks that share a context, and dsv4attn does not"
+    wanted = f"--{phase}-context-parallel-size: expected 1, as {reason}, got 2 -> use tensor or data parallelism"
+    assert wanted in refusal(config)
 
 
 def test_another_dtype_of_the_model(config: VllmConfig) -> None:

@@ -7,6 +7,7 @@ the integers are equal. A step of all layer kinds takes eight launches.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import triton
 from torch import Tensor
@@ -17,15 +18,20 @@ from dsv4attn.backends._triton.index_ops.dense import compute_global_topk_indice
 from dsv4attn.backends._triton.index_ops.kernels_builder import (
     compressed_kernel,
     gather_lens_kernel,
+    owned_kernel,
     token_maps_kernel,
     window_kernel,
 )
 from dsv4attn.backends._triton.launching.runtime import Constants, architecture, launch
 from dsv4attn.core.tensorspec import check_strides
 
+if TYPE_CHECKING:
+    from dsv4attn.core.context_parallel import Ownership
+
 __all__ = [
     "build_compressed_slot_mapping",
     "build_gather_lens",
+    "build_owned_slot_mapping",
     "build_token_maps",
     "build_window_indices",
     "compute_global_topk_indices_and_lens",
@@ -58,7 +64,7 @@ def variants(window: int, arch: str = "") -> Iterator[Variant]:
     window: of the model. arch: as `DeviceFacts.arch` has it.
     """
     types = {"is_valid": "*u1", "slot_mapping": "*i64", "slots": "*i64"}
-    for kernel in (token_maps_kernel, compressed_kernel):
+    for kernel in (token_maps_kernel, compressed_kernel, owned_kernel):
         yield Variant.from_types(kernel, types, _CONSTANTS)
     for replay in ("none", "*i32"):
         given = {**types, "replay_start": replay}
@@ -124,11 +130,44 @@ def build_compressed_slot_mapping(
     out: tuple[Tensor, Tensor],
 ) -> None:
     """See `core.indices`."""
+    maps = token_to_req, is_valid
+    grid, arguments = _entries_call(query_start_loc, seq_lens, *maps, block_table, block_size, ratio, out)
+    launch(compressed_kernel, grid, arguments, _CONSTANTS)
+
+
+def build_owned_slot_mapping(
+    ownership: Ownership,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    token_to_req: Tensor,
+    is_valid: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    ratio: int,
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """See `core.context_parallel.ownership`."""
+    maps = token_to_req, is_valid
+    grid, arguments = _entries_call(query_start_loc, seq_lens, *maps, block_table, block_size, ratio, out)
+    own = ownership.rank, ownership.size, ownership.interleave
+    launch(owned_kernel, grid, (*arguments, *own), _CONSTANTS)
+
+
+def _entries_call(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    token_to_req: Tensor,
+    is_valid: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    ratio: int,
+    out: tuple[Tensor, Tensor],
+) -> tuple[tuple[int], tuple[Any, ...]]:
+    """Grid and arguments of the kernels of slots and lengths of entries."""
     slots, lens = out
     check_strides(slots=slots, lens=lens, token_to_req=token_to_req, is_valid=is_valid)
     pointers = slots, lens, token_to_req, is_valid, query_start_loc, seq_lens, block_table
     sizes = token_to_req.shape[0], slots.shape[0], lens.shape[0]
     strides = query_start_loc.stride(0), seq_lens.stride(0), *block_table.stride()
     numbers = *sizes, *strides, *block_table.shape, block_size, ratio
-    grid = (triton.cdiv(max(slots.shape[0], lens.shape[0]), BLOCK),)
-    launch(compressed_kernel, grid, (*pointers, *numbers), _CONSTANTS)
+    return (triton.cdiv(max(slots.shape[0], lens.shape[0]), BLOCK),), (*pointers, *numbers)

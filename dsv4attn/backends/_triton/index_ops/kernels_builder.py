@@ -135,3 +135,41 @@ def compressed_kernel(
     slot = slots_of(position // ratio, completes, blocks, table_column_stride, num_columns, block_size)
     tl.store(slots + token, slot, mask=token < num_slots)
     tl.store(lens + token, (seen // ratio).to(tl.int32), mask=token < num_lens)
+
+
+@stable_kernel
+def owned_kernel(
+    slots,  # [num_slots] int64
+    lens,  # [num_lens] int32
+    token_to_req,  # [num_tokens] int32
+    is_valid,  # [num_tokens] bool
+    starts,  # [num_reqs + 1] int32
+    seq_lens,  # [num_reqs] int32
+    table,  # [num_reqs, num_columns] int32
+    num_tokens: tl.int32, num_slots: tl.int32, num_lens: tl.int32, starts_stride: tl.int64,
+    seq_stride: tl.int64, table_stride: tl.int64, table_column_stride: tl.int64,
+    num_reqs: tl.int32, num_columns: tl.int32, block_size: tl.int32, ratio: tl.int32,
+    rank: tl.int32, size: tl.int32, interleave: tl.int32,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (slots / BLOCK,). `compressed_kernel` of one rank, which owns entry e if rank = e // interleave % size.
+
+    Slots of other ranks' entries are -1, lengths count this rank's entries, and the table has its pages.
+    """
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < num_tokens
+    request = tl.load(token_to_req + token, mask=inside, other=0)
+    position = positions_of(token, request, starts, starts_stride, seq_lens, seq_stride, num_reqs)
+    valid = tl.load(is_valid + token, mask=inside, other=0)
+    seen = tl.where(inside & (valid != 0) & (position >= 0), position + 1, 0)
+    entries, cycle = seen // ratio, interleave * size
+    # entries of whole cycles, and those of the last one that are of this rank's run
+    rest = tl.minimum(tl.maximum(entries % cycle - rank * interleave, 0), interleave)
+    count = entries // cycle * interleave + rest
+    # the entry that is completed is the last one seen; if it is this rank's, it has the last of its numbers
+    entry = entries - 1
+    stored = (seen > 0) & (seen % ratio == 0) & (entry // interleave % size == rank)
+    blocks = table + request.to(tl.int64) * table_stride
+    slot = slots_of(count - 1, stored, blocks, table_column_stride, num_columns, block_size)
+    tl.store(slots + token, slot, mask=token < num_slots)
+    tl.store(lens + token, count.to(tl.int32), mask=token < num_lens)

@@ -18,6 +18,7 @@ from dsv4attn.backends._triton.index_ops import dense as index_kernels
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.core import indices as definition
 from dsv4attn.core.builder import MetadataBuilder
+from dsv4attn.core.context_parallel import OwnedMetadataBuilder, ownership
 from dsv4attn.core.contract import BuilderSteps
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.limits import Limits
@@ -102,7 +103,14 @@ def compressed(rng: Random) -> Trial:
     return Trial("build_compressed_slot_mapping", args, (((size,), LONG), ((size,), INT)))
 
 
-STEPS = [token_maps, windows, gather_lens, compressed]
+def owned(rng: Random) -> Trial:
+    """The same of one rank of several."""
+    one, size = compressed(rng), rng.choice([1, 2, 3, 8])
+    own = ownership.Ownership(rng.randrange(size), size, rng.choice([1, 1, 2, 5, 64]))
+    return Trial("build_owned_slot_mapping", (own, *one.args), one.outs, source=ownership)
+
+
+STEPS = [token_maps, windows, gather_lens, compressed, owned]
 all_steps = pytest.mark.parametrize("make", STEPS)
 
 
@@ -197,6 +205,25 @@ def test_a_build_of_all_kinds_is_a_handful_of_launches_of_foreseen_forms() -> No
     assert set(seen) <= {*kernels.variants(builder.geometry.window), *index_kernels.variants()}
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_build_of_one_rank_is_as_many_launches_and_equals_one_with_torch(rank: int) -> None:
+    _, batch = flash()
+    own, made = ownership.Ownership(rank, 2), []
+    for steps in (kernels, definition):
+        limits = Limits(8, 512, 8192, num_speculative_tokens=2)
+        builder = OwnedMetadataBuilder(own, ModelGeometry.preset("flash"), limits, device=DEVICE or "cpu", steps=steps)
+        with observed() as seen:
+            made.append(builder.build_for(batch, list(LayerKind)))
+        if steps is kernels:
+            assert len(seen) == 7
+            assert set(seen) <= {*kernels.variants(builder.geometry.window), *index_kernels.variants()}
+
+    for kind in LayerKind:
+        wanted = dict(tensors(made[1][kind]))
+        for name, got in tensors(made[0][kind]):
+            assert torch.equal(got, wanted[name]), name
+
+
 def test_the_next_build_stands_where_the_last_one_stood() -> None:
     builder, batch = flash()
     kinds = list(LayerKind)
@@ -281,6 +308,9 @@ PLANTED: list[tuple[Callable[[Random], Trial], str, Callable[..., tuple[Any, ...
     (gather_lens, "build_gather_lens", lambda starts, lens, window: (starts, lens, window + 1)),
     (compressed, "build_compressed_slot_mapping", lambda *args: (*args[:3], torch.ones_like(args[3]), *args[4:])),
     (compressed, "build_compressed_slot_mapping", lambda *args: (*args[:6], args[6] + 1)),
+    (owned, "build_owned_slot_mapping", lambda own, *args: (attrs.evolve(own, interleave=own.interleave + 1), *args)),
+    (owned, "build_owned_slot_mapping", lambda own, *args: (attrs.evolve(own, size=own.size + 1), *args)),
+    (owned, "build_owned_slot_mapping", lambda own, *args: (attrs.evolve(own, rank=0), *args)),
 ]
 
 

@@ -1,0 +1,93 @@
+"""Sizes of what ranks exchange and merge: bytes of a token, rows of a piece, views of the workspace."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.values import round_up
+from dsv4attn.core.workspace import BufferSpec, simultaneous_bytes
+
+__all__ = [
+    "LANE",
+    "PIECE_BYTES",
+    "attention_bytes",
+    "candidate_bytes",
+    "merge_bytes",
+    "merge_specs",
+    "piece_bytes",
+    "piece_rows",
+    "selection_transient_bytes",
+]
+
+LANE = "ranks"
+"""The lane of the workspace for attention over ranks. Its views live through the calls of the other lanes."""
+PIECE_BYTES = 32 * 2**20
+"""Most bytes that a rank receives in one exchange, unless one token needs more."""
+_FP32 = torch.float32
+_SORTING = 64
+"""Bytes for each candidate of all ranks while the best are found: numbers, scores, and their orders in 64 bits."""
+
+
+def attention_bytes(heads: int, dim: int, element_bytes: int) -> int:
+    """Bytes that a rank sends for one token of one layer: out and lse of all heads. It receives as much of each other.
+
+    element_bytes: of q.
+    """
+    return heads * (dim * element_bytes + 4)
+
+
+def candidate_bytes(topk: int) -> int:
+    """Bytes that a rank sends for one token of a layer that selects: score and number of each candidate."""
+    return 8 * topk
+
+
+def piece_rows(ranks: int, row_bytes: int) -> int:
+    """Most tokens of one exchange. row_bytes: that a rank sends for a token."""
+    return max(PIECE_BYTES // (row_bytes * ranks), 1)
+
+
+def piece_bytes(rows: int, heads: int, dim: int, element_bytes: int) -> tuple[int, int]:
+    """(bytes of out, bytes of out and lse) that a rank sends for some tokens; out is filled up to whole fp32."""
+    out = round_up(rows * heads * dim * element_bytes, 4)
+    return out, out + 4 * rows * heads
+
+
+def merge_specs(ranks: int, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+    """Views of attention over ranks: of all tokens, lse; of a piece, what is sent and received, and sums in fp32.
+
+    dtype: of q.
+    """
+    size = dtype.itemsize
+    rows = min(piece_rows(ranks, attention_bytes(heads, dim, size)), tokens)
+    _, sent = piece_bytes(rows, heads, dim, size)
+    numbers: list[BufferSpec] = [((rows, heads), _FP32)] * 3
+    sums: list[BufferSpec] = [((rows, heads, dim), _FP32)] * 2
+    return (
+        ((tokens, heads), _FP32),
+        ((sent,), torch.uint8),
+        ((ranks * sent,), torch.uint8),
+        *numbers,
+        ((rows, heads), torch.bool),
+        *sums,
+    )
+
+
+def merge_bytes(ranks: int, layer: LayerGeometry, limits: Limits) -> int:
+    """Bytes of LANE for any step within limits, with q in bf16 or fp32. Layers without entries need none."""
+    if not layer.has_entries:
+        return 0
+    tokens, sizes = limits.max_num_batched_tokens, (layer.num_heads, layer.head_dim)
+    return max(simultaneous_bytes(merge_specs(ranks, tokens, *sizes, dtype)) for dtype in (torch.bfloat16, _FP32))
+
+
+def selection_transient_bytes(ranks: int, layer: LayerGeometry, max_tokens: int) -> int:
+    """Temporaries of a selection over ranks beside those of a tile: candidates of all ranks for the tokens of a piece.
+
+    0 on layers that select nothing.
+    """
+    if not layer.topk:
+        return 0
+    rows = min(piece_rows(ranks, candidate_bytes(layer.topk)), max_tokens)
+    return _SORTING * rows * layer.topk * (ranks + 1)

@@ -1,0 +1,58 @@
+"""`--context-parallel`: the process group of a command that torchrun has started on every rank."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from dsv4attn.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from dsv4attn.core.geometry import ModelGeometry
+    from dsv4attn.tools.replay.ranks import MeteredContext
+
+__all__ = ["check_ranks", "joined"]
+
+OPTION = "--context-parallel"
+TIMEOUT = timedelta(minutes=5)
+"""The longest wait for another rank: no exchange of a run takes that long."""
+_SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def check_ranks(ranks: int, geometry: ModelGeometry) -> None:
+    """Raise ArgumentError unless torchrun has started so many processes, and the model can be served over them."""
+    if geometry.shared_latent:
+        hint = f"leave out {OPTION}: layers of V4.1 share caches and selections, which ranks cannot divide yet"
+        raise ArgumentError(OPTION, expected="a model of DeepSeek-V4", actual=geometry.name, hint=hint)
+    given = shlex.join(sys.argv[1:])
+    command = f"type: torchrun --standalone --nproc-per-node {ranks} -m dsv4attn {given}"
+    expected = f"{ranks} processes that torchrun has started"
+    if any(name not in os.environ for name in _SET_BY_TORCHRUN):
+        raise ArgumentError(OPTION, expected=expected, actual="one process, without torchrun", hint=command)
+    started = int(os.environ["WORLD_SIZE"])
+    if started != ranks:
+        raise ArgumentError(OPTION, expected=expected, actual=f"{started} processes", hint=command)
+
+
+@contextmanager
+def joined(ranks: int) -> Iterator[MeteredContext]:
+    """The group of all ranks, inside a `with` block. Its exchanges run over gloo."""
+    from torch import distributed
+
+    from dsv4attn.tools.replay.ranks import MeteredContext
+
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(ranks) and sys.platform == "linux":
+        # all ranks are on this machine: its name need not resolve to an address
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    distributed.init_process_group("gloo", timeout=TIMEOUT)
+    everyone = distributed.group.WORLD
+    assert everyone is not None
+    try:
+        yield MeteredContext(everyone)
+    finally:
+        distributed.destroy_process_group()

@@ -1,0 +1,200 @@
+"""A replay over the ranks of a process group: what each rank holds, what the ranks send, and whether they agree.
+
+Every rank serves the same steps and checks the same rows against float64, on its own outputs. Bytes in caches of other
+ranks come by exchanges of their own, which are not counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from dsv4attn.core.context_parallel import ContextParallel
+from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.rank_buffers import attention_bytes, candidate_bytes
+from dsv4attn.testing.oracle import F64
+from dsv4attn.tools.replay.stored import StoredIndexKeys, StoredKeys
+
+if TYPE_CHECKING:
+    from dsv4attn.tools.replay.results import CheckResult
+
+__all__ = [
+    "IndexKeysOverRanks",
+    "KeysOverRanks",
+    "LayerOnRank",
+    "MeteredContext",
+    "OutputDigest",
+    "RankReport",
+    "RanksReport",
+    "Traffic",
+    "selected_over_ranks",
+]
+
+
+class MeteredContext(ContextParallel):
+    """A context that counts the bytes which this rank sends."""
+
+    @cached_property
+    def sent(self) -> Counter[str]:
+        """Bytes by what they are: `attention` or `candidates`."""
+        return Counter()
+
+    def gather(self, mine: Tensor, what: str, *, out: Tensor | None = None) -> Tensor:
+        """As the base class does."""
+        self.sent[what] += mine.numel() * mine.element_size()
+        return super().gather(mine, what, out=out)
+
+
+@frozen
+class Traffic:
+    """Bytes that a rank sends for a token of one layer. It receives as many of each other rank.
+
+    attention: out and lse, by the formula.
+    selection: candidates, by the formula; 0 on layers that select nothing.
+    attention_sent: mean over the tokens of the run, counted.
+    selection_sent: the same of candidates; steps whose tokens see few entries send none.
+    """
+
+    attention: int
+    selection: int
+    attention_sent: float = 0.0
+    selection_sent: float = 0.0
+
+    @classmethod
+    def of(cls, layer: LayerGeometry, dtype: torch.dtype, sent: Counter[str], tokens: int) -> Traffic:
+        """Of a layer that has sent so many bytes for so many tokens. dtype: of q."""
+        if not layer.has_entries:
+            return cls(0, 0)
+        attention = attention_bytes(layer.num_heads, layer.head_dim, dtype.itemsize)
+        selection = candidate_bytes(layer.topk) if layer.topk else 0
+        means = (sent[name] / max(tokens, 1) for name in ("attention", "candidates"))
+        return cls(attention, selection, *means)
+
+
+@frozen
+class LayerOnRank:
+    """A layer type on one rank.
+
+    kind: layer type.
+    compressed_bytes: most bytes of pages of entries and index keys in use at once.
+    other_bytes: the same of windows and compressor states.
+    traffic: bytes that the rank sends.
+    rows: rows that the rank checked.
+    failed: rows beyond a tolerance.
+    failures: lines on some of them.
+    digest: of attention over the keys of all ranks, of all tokens; empty on layers without compressed entries.
+    """
+
+    kind: str
+    compressed_bytes: int
+    other_bytes: int
+    traffic: Traffic
+    rows: int = 0
+    failed: int = 0
+    failures: tuple[str, ...] = ()
+    digest: str = ""
+
+    @staticmethod
+    def checked(check: CheckResult | None) -> tuple[int, int, tuple[str, ...]]:
+        """The last fields but one, from the rows that were checked."""
+        return (0, 0, ()) if check is None else (check.rows, check.failed, tuple(check.failures))
+
+
+@frozen
+class RankReport:
+    """One rank. rank: its number. layers: one for each layer type."""
+
+    rank: int
+    layers: Sequence[LayerOnRank]
+
+
+@frozen
+class RanksReport:
+    """All ranks of a replay.
+
+    size: ranks. interleave: consecutive entries of one rank. ranks: in their order.
+    """
+
+    size: int
+    interleave: int
+    ranks: Sequence[RankReport] = field(factory=tuple)
+
+    @classmethod
+    def gather(cls, context: ContextParallel, layers: Sequence[LayerOnRank]) -> RanksReport:
+        """The same report on every rank."""
+        own = context.ownership
+        return cls(own.size, own.interleave, context.gather_objects(RankReport(own.rank, layers), "the report"))
+
+    @property
+    def differing(self) -> list[str]:
+        """Layer types whose attention is not the same bits on all ranks."""
+        kinds = [layer.kind for layer in self.ranks[0].layers]
+        same = [len({rank.layers[i].digest for rank in self.ranks}) == 1 for i in range(len(kinds))]
+        return [kind for kind, agree in zip(kinds, same, strict=True) if not agree]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no rank has a failed row, and all have the same bits."""
+        return not self.differing and not any(layer.failed for rank in self.ranks for layer in rank.layers)
+
+
+class OutputDigest:
+    """Of the attention of all steps of a layer."""
+
+    def __init__(self) -> None:
+        """Start with no step."""
+        self._hash = hashlib.blake2b(digest_size=16)
+        self.steps = 0
+
+    def add(self, out: Tensor) -> None:
+        """Add the rows of a step."""
+        self._hash.update(out.contiguous().view(torch.uint8).numpy().data)
+        self.steps += 1
+
+    def __str__(self) -> str:
+        """Hexadecimal; empty without a step."""
+        return self._hash.hexdigest() if self.steps else ""
+
+
+def selected_over_ranks(context: ContextParallel, local: Tensor) -> list[int]:
+    """Entries of all ranks. local: [K] the numbers that this rank gives those of its own, -1 for none."""
+    mine = context.ownership.entry(local[local != -1]).tolist()
+    return sorted(entry for part in context.gather_objects(mine, "checks") for entry in part)
+
+
+class KeysOverRanks(StoredKeys):
+    """Compressed entries in the caches of all ranks. Every rank reads the same ones at the same time."""
+
+    def __init__(self, context: ContextParallel, keys: StoredKeys) -> None:
+        """Look at the keys of this rank."""
+        self._context, self._own = context, keys
+
+    def read(self, blocks: list[int], numbers: list[int]) -> F64:
+        """[n, D] entries. blocks: of this rank."""
+        own = self._context.ownership
+        mine = {e: self._own.read(blocks, [own.local(e)])[0] for e in numbers if own.owner(e) == own.rank}
+        found = {e: row for part in self._context.gather_objects(mine, "checks") for e, row in part.items()}
+        return np.stack([found[e] for e in numbers])
+
+
+class IndexKeysOverRanks(StoredIndexKeys):
+    """Index keys in the caches of all ranks; otherwise as `KeysOverRanks`."""
+
+    def __init__(self, context: ContextParallel, keys: StoredIndexKeys) -> None:
+        """Look at the keys of this rank."""
+        self._context, self._own = context, keys
+
+    def read(self, blocks: list[int], count: int) -> F64:
+        """[count, Di] the first keys. blocks: of this rank."""
+        own = self._context.ownership
+        parts = self._context.gather_objects(self._own.read(blocks, own.count(count)), "checks")
+        places = [(own.owner(e), own.local(e)) for e in range(count)]
+        return np.stack([parts[rank][n] for rank, n in places]) if count else parts[own.rank]
