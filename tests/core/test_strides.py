@@ -14,6 +14,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core import indices
 from dsv4attn.core.context import set_forward_context
+from dsv4attn.core.context_parallel import ownership
 from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.layer import DeepseekV4MLAAttention
@@ -318,6 +319,10 @@ def index_steps() -> dict[str, tuple[dict[str, Any], tuple[Tensor, ...]]]:
         "build_window_indices": ({**tokens, "first": 0, "window": 4}, (new(5, 4), new(5))),
         "build_gather_lens": ({**step, "window": 4}, (new(2),)),
         "build_compressed_slot_mapping": ({**tokens, "ratio": 2}, (new(5, dtype=torch.int64), new(5))),
+        "build_owned_slot_mapping": (
+            {"ownership": ownership.Ownership(1, 2), **tokens, "ratio": 2},
+            (new(5, dtype=torch.int64), new(5)),
+        ),
     }
 
 
@@ -328,7 +333,7 @@ def test_g21_an_index_step_serves_any_input_it_does_not_refuse(step: str) -> Non
     outs = range(len(index_steps()[step][1]))
     for name in [*names, *outs]:
         results = []
-        for steps_of in (indices, builder_steps, triton_indices):
+        for steps_of in (indices, ownership, builder_steps, triton_indices):
             function = getattr(steps_of, step, None)
             if function is None:
                 continue
