@@ -5,9 +5,11 @@
     from flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
     from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
-Served: the sparse attention of DeepSeek-V4 (512 dims, 584-byte records or bf16 rows), any number of heads, any page
-size, on every backend. Not served: dense attention and the record formats of other models; asking for them raises
-`UnsupportedError`, whose message has the cure. No other module of the package imports this one.
+Served: the sparse attention of DeepSeek-V4 and V4.1 (512 dims, records of 584, 528 and 288 bytes, or bf16 rows), any
+number of heads, any page size, on every backend. Not served: dense attention and the record formats of other models;
+asking for them raises `UnsupportedError`, whose message has the cure. No other module of the package imports this one.
+
+`dsv4attn.compat.fused_norm_rope_attn_rope_cast` has FlashMLA's functions of that name, as a definition in torch.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ U8 = NDArray[np.uint8]
 LANES = [*of_rank(Rank.REFERENCE), *of_rank(Rank.GENERIC)]
 
 
+@cache
 def packed(record: int, page: int, blocks: int, *, split: bool, more: int = 0) -> tuple[Tensor, Any]:
     """A cache [blocks, page, 1, record], of whose slots every second one is NaN, and the keys [slots, 512] in float64.
 
