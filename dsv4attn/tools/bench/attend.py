@@ -17,7 +17,7 @@ from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.problem import CacheFacts, Problem
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import ragged_specs
-from dsv4attn.tools.bench.cases import WINDOW_PAGE, Case
+from dsv4attn.tools.bench.cases import Case
 from dsv4attn.tools.bench.inputs import Inputs
 
 __all__ = ["attend", "gather_rows", "problem_of"]
@@ -36,9 +36,7 @@ def problem_of(case: Case, prefill_keys: KeyForm = KeyForm.PAGED) -> Problem:
     phase = "decode" if decodes else "prefill"
     if preset.kind is LayerKind.SWA:
         return Problem.of(preset.layer, phase=phase)
-    asked = Problem.of(preset.layer, phase=phase, topk=preset.columns, compressed_page_size=preset.page)
-    window, compressed = preset.layouts
-    return evolve(asked, swa=CacheFacts.of(window, WINDOW_PAGE), compressed=CacheFacts.of(compressed, preset.page))
+    return Problem.of(preset.layer, phase=phase, topk=preset.columns, compressed_page_size=preset.page)
 
 
 def attend(backend: Backend, inputs: Inputs, out: Tensor) -> Callable[[], None]:

@@ -9,7 +9,6 @@ from operator import attrgetter
 from attrs import evolve, frozen
 
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.errors import UnknownNameError
 
 __all__ = [
@@ -17,9 +16,6 @@ __all__ = [
     "ATTENTION",
     "KERNELS",
     "PRESETS",
-    "RECORDS",
-    "V4_RECORDS",
-    "V41",
     "WHAT",
     "Case",
     "Preset",
@@ -55,7 +51,6 @@ class Preset:
     ratio: compression ratio; 1 for window-only layers.
     topk: most compressed keys of a token.
     page: records in a page of the compressed cache.
-    records: bytes of a record of the window and of the compressed cache, one of RECORDS; "" are V4's.
     """
 
     name: str
@@ -64,19 +59,13 @@ class Preset:
     ratio: int = 1
     topk: int = 0
     page: int = WINDOW_PAGE
-    records: str = ""
-
-    @property
-    def layouts(self) -> tuple[KVCacheLayout, KVCacheLayout]:
-        """Layouts of the window and of the compressed cache."""
-        return RECORDS[self.records or V4_RECORDS]
 
     @property
     def layer(self) -> LayerGeometry:
         """Geometry of the layer, as a backend gets it."""
         topk = self.topk if self.kind is LayerKind.C4A else 0
         return LayerGeometry(
-            self.kind, self.ratio, self.heads, HEAD_DIM, Rope(ROPE_DIM, 10000.0), WINDOW, topk, q_norm=not self.records
+            self.kind, self.ratio, self.heads, HEAD_DIM, Rope(ROPE_DIM, 10000.0), WINDOW, topk
         )  # 448 + 64 dims
 
     @property
@@ -90,18 +79,6 @@ class Preset:
         return self.ratio * (max(2048, 2 * self.topk) if self.kind is LayerKind.C4A else self.topk) or 8192
 
 
-V4_RECORDS = "584/584"
-RECORDS = {
-    V4_RECORDS: (KVCacheLayout.fp8_ds_mla(), KVCacheLayout.fp8_ds_mla()),
-    "528/528": (KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp8()),
-    "528/288": (KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp4()),
-}
-"""Pairs of records that DeepSeek-V4.1 is served with, by their bytes; the first is V4's too."""
-V41 = {
-    name: tuple(Preset(f"{name} {pair}", LayerKind.C4A, 64, ratio, 512, records=pair) for pair in RECORDS)
-    for name, ratio in (("v41_r1", 1), ("v41_r2", 2))
-}
-"""Layers of DeepSeek-V4.1 with a compressed cache, once for each pair of records: for decode and prefill on pages."""
 PRESETS = {
     preset.name: preset
     for preset in (
@@ -183,9 +160,8 @@ def named(kind: str, given: str | None, allowed: Sequence[str], default: Sequenc
 
 
 def cases_of(kernels: Sequence[str], presets: Sequence[str], size: Size) -> list[Case]:
-    """Cases of some kernels, without repeated ones. presets: names in PRESETS and in V41."""
-    given = [preset for name in presets for preset in V41.get(name, ()) or [PRESETS[name]]]
-    return [case for kernel in kernels for case in _cases(kernel, given, size)]
+    """Cases of some kernels, without repeated ones."""
+    return [case for kernel in kernels for case in _cases(kernel, [PRESETS[name] for name in presets], size)]
 
 
 def _cases(kernel: str, presets: Sequence[Preset], size: Size) -> Iterator[Case]:
@@ -198,8 +174,7 @@ def _cases(kernel: str, presets: Sequence[Preset], size: Size) -> Iterator[Case]
     facet = facets.get(kernel, attrgetter("name"))
     first: dict[object, Preset] = {}
     for preset in presets:
-        if not preset.records or kernel in ("decode", "prefill"):
-            first.setdefault(facet(preset), preset)
+        first.setdefault(facet(preset), preset)
     for preset in first.values():
         if kernel == "decode":
             for batch in size.batches:

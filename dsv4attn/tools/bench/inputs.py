@@ -53,7 +53,6 @@ class Inputs:
     combined: keys of each token as indices into `rows`; None without prefill.
     keys: keys of all tokens.
     records: different records among them.
-    record_bytes: of these records.
     """
 
     case: Case
@@ -66,7 +65,6 @@ class Inputs:
     combined: DenseIndices | None
     keys: int
     records: int
-    record_bytes: int
 
     @property
     def flops(self) -> int:
@@ -77,8 +75,8 @@ class Inputs:
     def bytes(self) -> int:
         """Least bytes that attention moves: every record once, q, out, and one index for each key."""
         paged = self.case.kernel != "prefill-rows"
-        read = self.record_bytes if paged else self.records * 2 * HEAD_DIM
-        return read + 2 * self.q.numel() * self.q.element_size() + 4 * self.keys
+        record = LAYOUT.record_bytes if paged else 2 * HEAD_DIM
+        return self.records * record + 2 * self.q.numel() * self.q.element_size() + 4 * self.keys
 
 
 def query(case: Case, device: torch.device, generator: torch.Generator) -> Tensor:
@@ -99,8 +97,8 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     start = (position - WINDOW + 1).clamp_min(0)
     wanted = start[:, None] + torch.arange(WINDOW, device=device)
     lens = (position + 1).clamp_max(WINDOW)
-    window, compressed = preset.layouts
-    segments = [_segment(window, WINDOW_PAGE, first, seqs, seqs - first, wanted, lens, request, generator)]
+    segments = [_segment(WINDOW_PAGE, first, seqs, seqs - first, wanted, lens, request, generator)]
+    keys = int(lens.sum())
     if preset.kind is not LayerKind.SWA:
         entries, visible = seqs // preset.ratio, (position + 1) // preset.ratio
         if preset.kind is LayerKind.C4A:
@@ -109,21 +107,18 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
             wanted = torch.arange(preset.columns, device=device).expand(case.tokens, -1)
         lens = visible.clamp_max(preset.topk)
         nothing = torch.zeros_like(entries)
-        segments.append(_segment(compressed, preset.page, nothing, entries, entries, wanted, lens, request, generator))
+        segments.append(_segment(preset.page, nothing, entries, entries, wanted, lens, request, generator))
+        keys += int(lens.sum())
     rows, offset, combined = None, 0, None
     if case.kernel in ("prefill", "prefill-rows"):
         rows, offset, combined = _gathered(segments, request)
-    keys = [int(segment.slots.lens.sum()) for segment in segments]
-    records = [min(n, int(segment.gather_lens.sum())) for n, segment in zip(keys, segments, strict=True)]
-    read = sum(n * segment.cache.layout.record_bytes for n, segment in zip(records, segments, strict=True))
+    gathered = int(sum(segment.gather_lens.sum() for segment in segments))
     q = query(case, device, generator)
     sink = torch.randn(preset.heads, generator=generator, device=device)
-    found = tuple(segments), rows, offset, combined
-    return Inputs(case, preset.layer, q, sink, *found, sum(keys), sum(records), read)
+    return Inputs(case, preset.layer, q, sink, tuple(segments), rows, offset, combined, keys, min(keys, gathered))
 
 
 def _segment(
-    layout: KVCacheLayout,
     page: int,
     first: Tensor,
     ends: Tensor,
@@ -140,7 +135,7 @@ def _segment(
     blocks = max(int(there.sum()), 1)
     table = torch.full(there.shape, -1, dtype=torch.int32, device=device)
     table[there] = torch.randperm(blocks, generator=generator, device=device)[: int(there.sum())].int()
-    cache = PagedKVCache.allocate(layout, blocks, page, device)
+    cache = PagedKVCache.allocate(LAYOUT, blocks, page, device)
     fill(cache, generator)
     absent = torch.arange(wanted.shape[1], device=device) >= lens[:, None]
     pages = table[request[:, None], (wanted // page).clamp(0, table.shape[1] - 1)]

@@ -17,7 +17,7 @@ from torch import Tensor
 from dsv4attn.core.contract import Backend
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.tools.bench.attend import gather_rows
-from dsv4attn.tools.bench.cases import ATTENTION, HEAD_DIM, V4_RECORDS
+from dsv4attn.tools.bench.cases import ATTENTION, HEAD_DIM
 from dsv4attn.tools.bench.inputs import Inputs
 from dsv4attn.tools.bench.subjects import Subject, Task
 
@@ -197,8 +197,6 @@ def peer_subject(peer: Peer, task: Task, gatherers: Sequence[Backend]) -> Subjec
     inputs = task.inputs
     if not isinstance(inputs, Inputs):
         raise UnsupportedError("kernel", expected="attention", actual=task.case.kernel)
-    if inputs.case.preset.records not in ("", V4_RECORDS):
-        raise UnsupportedError("records", expected=V4_RECORDS, actual=inputs.case.preset.records)
     name, before, note = peer.name, None, ""
     if inputs.case.kernel == "decode":
         call = peer.decode(inputs)

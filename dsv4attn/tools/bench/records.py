@@ -14,10 +14,6 @@ __all__ = ["coded", "fill", "read", "read_index", "write", "write_index"]
 
 _CHUNK = 65536
 """Records whose temporaries are alive at a time."""
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values of the codes of four bits."""
-_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Between the codes that are not negative."""
 
 
 def fill(cache: PagedKVCache, generator: torch.Generator) -> None:
@@ -29,30 +25,15 @@ def fill(cache: PagedKVCache, generator: torch.Generator) -> None:
 
 
 def write(cache: PagedKVCache, slots: Tensor, rows: Tensor) -> None:
-    """Store rows [N, D] bf16 at slots [N]: each group by the least power of two that makes it fit the codes.
-
-    In `v41_fp4`, by a sixth of its largest element, rounded to e4m3fn.
-    """
+    """Store rows [N, D] bf16 at slots [N]: each group by the least power of two that makes it fit the codes."""
     layout = cache.layout
     page, place = slots // cache.block_size, slots % cache.block_size
-    if layout.name == "v41_fp4":
-        groups = rows.float().unflatten(1, (layout.num_groups, layout.group_size))
-        scales = (groups.abs().amax(-1) / 6).clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn)
-        size = (groups / scales.float()[..., None]).abs().flatten(1)
-        low, high = (
-            torch.bucketize(size, torch.tensor(_MIDDLES, device=rows.device), right=up) for up in (False, True)
-        )
-        codes = low.where(low % 2 == 0, high) | (rows < 0) * 8  # of two equally near ones the even code
-        cache.region("nope")[page, place] = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
-        cache.region("scale")[page, place] = scales.view(torch.uint8)
-        return
-    groups = rows[:, : layout.coded_dims].float().unflatten(1, (layout.num_groups, layout.group_size))
+    groups = rows[:, : layout.nope_dim].float().unflatten(1, (layout.num_groups, layout.group_size))
     mantissa, exponent = torch.frexp(groups.abs().amax(-1).clamp_min(layout.amax_floor) / layout.fp8_max)
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
     codes = (groups * _power(-exponent)[..., None]).clamp(-layout.fp8_max, layout.fp8_max)
     cache.region("nope")[page, place] = codes.to(_fp8(layout)).view(torch.uint8).flatten(1)
-    if layout.plain_dims:
-        cache.region("rope")[page, place] = rows[:, layout.coded_dims :]
+    cache.region("rope")[page, place] = rows[:, layout.nope_dim :]
     scales = torch.zeros(slots.shape[0], layout.scale_bytes, dtype=torch.uint8, device=rows.device)
     scales[:, : layout.num_groups] = (exponent + 127).to(torch.uint8)
     cache.region("scale")[page, place] = scales
@@ -64,17 +45,10 @@ def read(cache: PagedKVCache, slots: Tensor) -> Tensor:
     page, place = slots.long() // cache.block_size, slots.long() % cache.block_size
     if not layout.is_quantised:
         return cache.region("row")[page, place].float()
-    if layout.name == "v41_fp4":
-        byte = cache.region("nope")[page, place].long()
-        values = torch.tensor(_E2M1, device=byte.device)[torch.stack([byte & 15, byte >> 4], -1)]
-        scales = cache.region("scale")[page, place].contiguous().view(torch.float8_e4m3fn).float()
-        groups: Tensor = values.flatten(1).unflatten(1, (layout.num_groups, -1)) * scales[..., None]
-        return groups.flatten(1)
     codes = cache.region("nope")[page, place].contiguous().view(_fp8(layout)).float()
     scales = _power(cache.region("scale")[page, place][:, : layout.num_groups].int() - 127)
     nope = codes.unflatten(1, (layout.num_groups, layout.group_size)) * scales[..., None]
-    plain = [cache.region("rope")[page, place].float()] if layout.plain_dims else []
-    return torch.cat([nope.flatten(1), *plain], 1)
+    return torch.cat([nope.flatten(1), cache.region("rope")[page, place].float()], 1)
 
 
 def coded(rows: Tensor, fp8_format: Fp8Format = Fp8Format.OCP) -> tuple[Tensor, Tensor]:

@@ -9,9 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dsv4attn.tools.bench.cases import V4_RECORDS
 from dsv4attn.tools.bench.compare import Comparison
-from dsv4attn.tools.bench.pairs import pair_means
 from dsv4attn.tools.bench.report_layer import layer_tables
 from dsv4attn.tools.bench.result import Run
 from dsv4attn.tools.bench.runner import FAILED, MEASURED, REFUSED, WRONG, Row, geomeans
@@ -101,9 +99,6 @@ def _lines(run: Run) -> Iterator[Text]:
     for (kernel, by, peer), ratio in geomeans(run.rows).items():
         count = sum(1 for row in run.rows if (row.series or row.kernel, row.by) == (kernel, by) and peer in row.vs)
         yield Text(f"{kernel}: {by} runs at {ratio:.2f} of {peer}'s speed (geometric mean of {count} cases)")
-    for (kernel, by, pair), (ratio, count) in pair_means(run.rows).items():
-        of = f"geometric mean of {count} cases" if count > 1 else "one case"
-        yield Text(f"{kernel}: {by} runs on {pair} records at {ratio:.2f} of its speed on {V4_RECORDS} ({of})")
     if any(row.exposed for row in run.rows):
         yield Text("*: the host's own time is part of it: the call waits for the device, or takes long to enqueue")
     for by, note in dict.fromkeys((row.by, row.reason) for row in run.rows if row.state == MEASURED and row.reason):

@@ -15,7 +15,6 @@ from attrs import asdict, field, frozen
 from dsv4attn import __version__
 from dsv4attn.core.device import DeviceFacts, version_of
 from dsv4attn.errors import ArgumentError
-from dsv4attn.tools.bench.pairs import pair_means
 from dsv4attn.tools.bench.roofline import Roofline
 from dsv4attn.tools.bench.runner import FAILED, WRONG, Row, geomeans
 from dsv4attn.tools.bench.scaling import Cliff
@@ -127,10 +126,6 @@ class Run:
             "roofline": asdict(self.roofline),
             "rows": [row.as_json() for row in self.rows],
             "geometric_means": means,
-            "record_means": [
-                {"kernel": kernel, "by": by, "records": pair, "speed": ratio, "cases": count}
-                for (kernel, by, pair), (ratio, count) in pair_means(self.rows).items()
-            ],
             "cliffs": [cliff.as_json() for cliff in self.cliffs],
             "unavailable": dict(self.unavailable),
             "versions": dict(self.versions),

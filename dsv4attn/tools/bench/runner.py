@@ -15,7 +15,7 @@ from dsv4attn.errors import Dsv4AttnError, UnsupportedError
 from dsv4attn.selection import explain, load_backend, registered, registry_of
 from dsv4attn.tools.bench.around import AroundCase
 from dsv4attn.tools.bench.attend import problem_of
-from dsv4attn.tools.bench.cases import PRESETS, RECORDS, Case
+from dsv4attn.tools.bench.cases import PRESETS, Case
 from dsv4attn.tools.bench.clock import Clock, Spread
 from dsv4attn.tools.bench.compress import compress_task
 from dsv4attn.tools.bench.index import index_task, select_task
@@ -56,7 +56,7 @@ class Row:
     flops: operations of the products.
     bytes: least bytes to move.
     least: time that the roofline allows.
-    vs: speed relative to each peer; 2 is twice as fast. On V4.1's records, relative to V4's too.
+    vs: speed relative to each peer; 2 is twice as fast.
     series: scaling line of the case, or "".
     x: size of the case in that line.
     """
@@ -291,8 +291,7 @@ def geomeans(rows: Sequence[Row]) -> dict[tuple[str, str, str], float]:
     logs: dict[tuple[str, str, str], list[float]] = {}
     for row in rows:
         for peer, ratio in row.vs.items():
-            if peer not in RECORDS:
-                logs.setdefault((row.series or row.kernel, row.by, peer), []).append(log(ratio))
+            logs.setdefault((row.series or row.kernel, row.by, peer), []).append(log(ratio))
     return {key: exp(sum(values) / len(values)) for key, values in logs.items()}
 
 

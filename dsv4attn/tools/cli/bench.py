@@ -55,11 +55,7 @@ def _numbers(_: click.Context, parameter: click.Parameter, value: str | None) ->
 @click.command(short_help="Time every kernel beside the roofline and other libraries.")
 @click.argument("what", nargs=-1)
 @click.option("--backend", "--backends", "backends", metavar="NAMES", help="Backends.  [default: those native here]")
-@click.option(
-    "--cases",
-    metavar="NAMES",
-    help="flash_c4, pro_c4, flash_c128, pro_c128, flash_swa; v41_r1, v41_r2.  [default: the first five]",
-)
+@click.option("--cases", metavar="NAMES", help="flash_c4, pro_c4, flash_c128, pro_c128, flash_swa.  [default: all]")
 @click.option("--batches", metavar="NUMBERS", callback=_numbers, help="Requests of the decodes, as in 8,64,256.")
 @click.option("--tokens", type=Whole(1), help="Query tokens of the prefills.")
 @click.option("--rounds", type=Whole(1), help="Rounds to take the median of.")
@@ -115,9 +111,6 @@ def bench(
     and cliffs are listed, where time grows faster than work. host: time of a bound layer on the host.
     layer: whole layers from hidden states to hidden states, the price of deterministic ones, and time and launches of
     each part of a layer.
-
-    Layers of DeepSeek-V4.1, v41_r1 and v41_r2, are timed by decode and prefill on each pair of records, with their
-    speed relative to that on V4's, 584 bytes for both caches.
 
     index: index logits, on pages and gathered. select: scores and selection in one step. compress: states saved,
     entries stored, index queries. mhc: hyper-connections. Sizes of these four are fixed: --cases, --batches and
@@ -192,9 +185,8 @@ class _Asked:
 
 def _measured(asked: _Asked, *, shown: bool) -> Run:
     """Check all options before anything slow, and measure."""
-    from dsv4attn.tools.bench.cases import KERNELS, PRESETS, V41, WHAT, host_cases, named, sizes
+    from dsv4attn.tools.bench.cases import KERNELS, PRESETS, WHAT, host_cases, named, sizes
     from dsv4attn.tools.bench.layer import layer_cases
-    from dsv4attn.tools.bench.pairs import with_pairs
     from dsv4attn.tools.bench.result import Run, now, peer_versions, this_machine
     from dsv4attn.tools.bench.runner import Runner
     from dsv4attn.tools.bench.scaling import cliffs
@@ -202,7 +194,7 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
 
     before = Load()
     what = named("measurement", ",".join(asked.what), WHAT, KERNELS)
-    presets = named("case", asked.cases, [*PRESETS, *V41], list(PRESETS))
+    presets = named("case", asked.cases, list(PRESETS), list(PRESETS))
     place = _device(asked.device)
     backends = _backends(asked.backends, place)
     size = _size(asked, sizes(place.type))
@@ -246,7 +238,7 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
         date=now(),
         rounds=size.rounds,
         roofline=roofline,
-        rows=tuple(with_pairs(rows)),
+        rows=tuple(rows),
         cliffs=tuple(cliffs(rows)),
         unavailable=runner.unavailable,
         versions=peer_versions(here),
@@ -259,16 +251,11 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
 
 def _cases(what: Sequence[str], presets: Sequence[str], size: Size, *, small: bool) -> list[Case | AroundCase]:
     """Cases whose results are rows: all but the host's and those of whole layers."""
-    from dsv4attn.errors import ArgumentError
     from dsv4attn.tools.bench.around import around_cases
-    from dsv4attn.tools.bench.cases import AROUND, V41, cases_of
+    from dsv4attn.tools.bench.cases import AROUND, cases_of
     from dsv4attn.tools.bench.scaling import scaling_cases
 
     kernels = [kernel for kernel in what if kernel not in (*AROUND, "scaling", "host", "layer")]
-    for name in presets:
-        if name in V41 and kernels and not any(kernel in ("decode", "prefill") for kernel in kernels):
-            hint = "layers of V4.1 are timed by these two"
-            raise ArgumentError("cases", expected=f"decode or prefill with {name}", actual=" ".join(kernels), hint=hint)
     lines = scaling_cases(small=small) if "scaling" in what else []
     around = around_cases([kernel for kernel in what if kernel in AROUND], small=small)
     return [*cases_of(kernels, presets, size), *lines, *around]
