@@ -5,16 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.errors import UnknownNameError
 
+if TYPE_CHECKING:
+    from dsv4attn.tools.bench.around import AroundCase
+
 __all__ = [
     "AROUND",
     "ATTENTION",
     "KERNELS",
+    "PAIRED",
+    "PAIRS",
     "PRESETS",
     "WHAT",
     "Case",
@@ -25,6 +31,7 @@ __all__ = [
     "host_cases",
     "named",
     "sizes",
+    "together",
     "with_topk",
 ]
 
@@ -32,6 +39,10 @@ KERNELS = ("decode", "prefill", "prefill-rows", "insert", "quantize", "gather")
 """decode, prefill: attention on fp8 pages. prefill-rows: on bf16 rows gathered before. insert: q-norm, RoPE, quantise
 and store. quantize: quantise and store. gather: pages to bf16 rows."""
 ATTENTION = KERNELS[:3]
+PAIRED = ("decode", "prefill", "step")
+"""Kernels that read the pages of a layer's caches."""
+PAIRS = ("584/584", "528/528", "528/288")
+"""Bytes of the records of a V4.1 layer's window and compressed cache. Times are compared with those of the first."""
 AROUND = ("index", "select", "compress", "mhc")
 """Steps around attention. index: logits of index keys. select: scores and selection. compress: states, entries and
 index queries. mhc: hyper-connections."""
@@ -51,6 +62,7 @@ class Preset:
     ratio: compression ratio; 1 for window-only layers.
     topk: most compressed keys of a token.
     page: records in a page of the compressed cache.
+    model: name of the model, as `ModelGeometry.preset` takes it.
     """
 
     name: str
@@ -59,14 +71,19 @@ class Preset:
     ratio: int = 1
     topk: int = 0
     page: int = WINDOW_PAGE
+    model: str = "flash"
 
     @property
     def layer(self) -> LayerGeometry:
         """Geometry of the layer, as a backend gets it."""
         topk = self.topk if self.kind is LayerKind.C4A else 0
-        return LayerGeometry(
-            self.kind, self.ratio, self.heads, HEAD_DIM, Rope(ROPE_DIM, 10000.0), WINDOW, topk
-        )  # 448 + 64 dims
+        sizes = self.heads, HEAD_DIM, Rope(ROPE_DIM, 10000.0), WINDOW, topk  # 448 + 64 dims
+        return LayerGeometry(self.kind, self.ratio, *sizes, overlap=not self.v41, q_norm=not self.v41)
+
+    @property
+    def v41(self) -> bool:
+        """Whether it is a layer of DeepSeek-V4.1, whose queries have no norm and whose caches have several records."""
+        return self.model.startswith("v4.1")
 
     @property
     def columns(self) -> int:
@@ -83,10 +100,12 @@ PRESETS = {
     preset.name: preset
     for preset in (
         Preset("flash_c4", LayerKind.C4A, 64, 4, 512),
-        Preset("pro_c4", LayerKind.C4A, 128, 4, 1024),
+        Preset("pro_c4", LayerKind.C4A, 128, 4, 1024, model="pro"),
         Preset("flash_c128", LayerKind.C128A, 64, 128, 1024, 2),
-        Preset("pro_c128", LayerKind.C128A, 128, 128, 1024, 2),
+        Preset("pro_c128", LayerKind.C128A, 128, 128, 1024, 2, "pro"),
         Preset("flash_swa", LayerKind.SWA, 64),
+        Preset("v41_r1", LayerKind.C4A, 64, 1, 512, model="v4.1-flash"),
+        Preset("v41_r2", LayerKind.C4A, 64, 2, 512, model="v4.1-flash"),
     )
 }
 
@@ -102,6 +121,7 @@ class Case:
     series: name of the scaling line, or "".
     x: size that grows along that line.
     seed: seed of the inputs.
+    records: one of PAIRS, or "" for the 584-byte records of V4's layers.
     """
 
     kernel: str
@@ -111,11 +131,12 @@ class Case:
     series: str = ""
     x: int = 0
     seed: int = 0
+    records: str = ""
 
     @property
     def name(self) -> str:
         """Unique in a run, and the same in every run."""
-        return f"{self.series or self.kernel} {self.preset.name} {self.label}"
+        return " ".join(filter(None, (self.series or self.kernel, self.preset.name, self.label, self.records)))
 
     @property
     def tokens(self) -> int:
@@ -164,10 +185,30 @@ def cases_of(kernels: Sequence[str], presets: Sequence[str], size: Size) -> list
     return [case for kernel in kernels for case in _cases(kernel, [PRESETS[name] for name in presets], size)]
 
 
+def together(cases: Sequence[Case | AroundCase]) -> list[list[Case | AroundCase]]:
+    """Cases that are timed in turn: those that differ in their records alone."""
+    groups: list[list[Case | AroundCase]] = []
+    for case in cases:
+        last = groups[-1][0] if groups else None
+        if isinstance(case, Case) and isinstance(last, Case) and evolve(case, records="") == evolve(last, records=""):
+            groups[-1].append(case)
+        else:
+            groups.append([case])
+    return groups
+
+
 def _cases(kernel: str, presets: Sequence[Preset], size: Size) -> Iterator[Case]:
-    # insert depends on heads alone, gather on the page size, quantize on neither
+    for case in _of_kernel(kernel, presets, size):
+        paired = case.preset.v41 and kernel in PAIRED
+        yield from (evolve(case, records=pair) for pair in PAIRS) if paired else (case,)
+
+
+def _of_kernel(kernel: str, presets: Sequence[Preset], size: Size) -> Iterator[Case]:
+    # insert depends on heads and the norm alone, rows on the keys of a token, gather on the page size, quantize on
+    # nothing
     facets: dict[str, Callable[[Preset], object]] = {
-        "insert": attrgetter("heads"),
+        "insert": attrgetter("heads", "v41"),
+        "prefill-rows": attrgetter("kind", "heads", "columns"),
         "quantize": type,
         "gather": attrgetter("page"),
     }

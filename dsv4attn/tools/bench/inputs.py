@@ -12,9 +12,10 @@ from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.tools.bench.cases import HEAD_DIM, WINDOW, WINDOW_PAGE, Case
 from dsv4attn.tools.bench.records import fill, read
 
-__all__ = ["LAYOUT", "Inputs", "Segment", "make_inputs", "query"]
+__all__ = ["LAYOUT", "Inputs", "Segment", "layouts", "make_inputs", "query"]
 
 LAYOUT = KVCacheLayout.fp8_ds_mla()
+_LAYOUTS = {"584": LAYOUT, "528": KVCacheLayout.v41_fp8(), "288": KVCacheLayout.v41_fp4()}
 _ELEMENTS = 2**24
 """Random numbers drawn at a time to choose keys from."""
 
@@ -53,6 +54,7 @@ class Inputs:
     combined: keys of each token as indices into `rows`; None without prefill.
     keys: keys of all tokens.
     records: different records among them.
+    stored: bytes of these records in the caches.
     """
 
     case: Case
@@ -65,6 +67,7 @@ class Inputs:
     combined: DenseIndices | None
     keys: int
     records: int
+    stored: int
 
     @property
     def flops(self) -> int:
@@ -74,15 +77,20 @@ class Inputs:
     @property
     def bytes(self) -> int:
         """Least bytes that attention moves: every record once, q, out, and one index for each key."""
-        paged = self.case.kernel != "prefill-rows"
-        record = LAYOUT.record_bytes if paged else 2 * HEAD_DIM
-        return self.records * record + 2 * self.q.numel() * self.q.element_size() + 4 * self.keys
+        read = 2 * HEAD_DIM * self.records if self.case.kernel == "prefill-rows" else self.stored
+        return read + 2 * self.q.numel() * self.q.element_size() + 4 * self.keys
 
 
 def query(case: Case, device: torch.device, generator: torch.Generator) -> Tensor:
     """[T, H, D] bf16, each element N(0, 1), as q-norm leaves it; with keys of that size logits are N(0, 1) too."""
     shape = (case.tokens, case.preset.heads, HEAD_DIM)
     return torch.randn(shape, generator=generator, device=device).bfloat16()
+
+
+def layouts(case: Case) -> tuple[KVCacheLayout, KVCacheLayout]:
+    """Layouts of the window cache and of the compressed cache, with interleaved scales in V4.1's records."""
+    window, compressed = (case.records or "584/584").split("/")
+    return _LAYOUTS[window], _LAYOUTS[compressed]
 
 
 def make_inputs(case: Case, device: torch.device) -> Inputs:
@@ -97,8 +105,8 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     start = (position - WINDOW + 1).clamp_min(0)
     wanted = start[:, None] + torch.arange(WINDOW, device=device)
     lens = (position + 1).clamp_max(WINDOW)
-    segments = [_segment(WINDOW_PAGE, first, seqs, seqs - first, wanted, lens, request, generator)]
-    keys = int(lens.sum())
+    swa, compressed = layouts(case)
+    segments = [_segment(swa, WINDOW_PAGE, first, seqs, seqs - first, wanted, lens, request, generator)]
     if preset.kind is not LayerKind.SWA:
         entries, visible = seqs // preset.ratio, (position + 1) // preset.ratio
         if preset.kind is LayerKind.C4A:
@@ -107,18 +115,21 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
             wanted = torch.arange(preset.columns, device=device).expand(case.tokens, -1)
         lens = visible.clamp_max(preset.topk)
         nothing = torch.zeros_like(entries)
-        segments.append(_segment(preset.page, nothing, entries, entries, wanted, lens, request, generator))
-        keys += int(lens.sum())
+        segments.append(_segment(compressed, preset.page, nothing, entries, entries, wanted, lens, request, generator))
     rows, offset, combined = None, 0, None
     if case.kernel in ("prefill", "prefill-rows"):
         rows, offset, combined = _gathered(segments, request)
-    gathered = int(sum(segment.gather_lens.sum() for segment in segments))
+    keys = [int(segment.slots.lens.sum()) for segment in segments]
+    records = [min(n, int(segment.gather_lens.sum())) for n, segment in zip(keys, segments, strict=True)]
+    stored = sum(n * segment.cache.layout.record_bytes for n, segment in zip(records, segments, strict=True))
     q = query(case, device, generator)
     sink = torch.randn(preset.heads, generator=generator, device=device)
-    return Inputs(case, preset.layer, q, sink, tuple(segments), rows, offset, combined, keys, min(keys, gathered))
+    sizes = sum(keys), sum(records), stored
+    return Inputs(case, preset.layer, q, sink, tuple(segments), rows, offset, combined, *sizes)
 
 
 def _segment(
+    layout: KVCacheLayout,
     page: int,
     first: Tensor,
     ends: Tensor,
@@ -135,7 +146,7 @@ def _segment(
     blocks = max(int(there.sum()), 1)
     table = torch.full(there.shape, -1, dtype=torch.int32, device=device)
     table[there] = torch.randperm(blocks, generator=generator, device=device)[: int(there.sum())].int()
-    cache = PagedKVCache.allocate(LAYOUT, blocks, page, device)
+    cache = PagedKVCache.allocate(layout, blocks, page, device)
     fill(cache, generator)
     absent = torch.arange(wanted.shape[1], device=device) >= lens[:, None]
     pages = table[request[:, None], (wanted // page).clamp(0, table.shape[1] - 1)]

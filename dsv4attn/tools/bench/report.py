@@ -12,7 +12,7 @@ from rich.text import Text
 from dsv4attn.tools.bench.compare import Comparison
 from dsv4attn.tools.bench.report_layer import layer_tables
 from dsv4attn.tools.bench.result import Run
-from dsv4attn.tools.bench.runner import FAILED, MEASURED, REFUSED, WRONG, Row, geomeans
+from dsv4attn.tools.bench.runner import FAILED, MEASURED, REFUSED, WRONG, Row, geomeans, pair_means
 
 __all__ = ["comparison_text", "run_text"]
 
@@ -51,11 +51,14 @@ def _table(title: str, rows: list[Row]) -> Table:
     """One line for each row with a time. Other rows are listed below the tables, with their reasons."""
     peers = list(dict.fromkeys(peer for row in rows for peer in row.vs))
     headings = ["case", "by", "time us", "spread", "TFLOP/s", "GB/s", "roofline", "error", *(f"x {p}" for p in peers)]
+    paired = any(row.records for row in rows)
+    headings += ["x 584/584"] if paired else []
     lines, before = [], ""
     for row in rows:
         # the kernel is in the title
         case = row.case.partition(" ")[2]
         ratios = [f"{row.vs[peer]:.2f}" if peer in row.vs else "" for peer in peers]
+        ratios += [f"{row.vs_584:.2f}" if row.vs_584 else ""] if paired else []
         lines.append([case if case != before else "", row.by, *_numbers(row), *ratios])
         before = case
     heading = f"scaling: {title}" if rows[0].series else title
@@ -99,6 +102,12 @@ def _lines(run: Run) -> Iterator[Text]:
     for (kernel, by, peer), ratio in geomeans(run.rows).items():
         count = sum(1 for row in run.rows if (row.series or row.kernel, row.by) == (kernel, by) and peer in row.vs)
         yield Text(f"{kernel}: {by} runs at {ratio:.2f} of {peer}'s speed (geometric mean of {count} cases)")
+    for (kernel, by, records), ratio in pair_means(run.rows).items():
+        count = sum(bool(row.vs_584) for row in run.rows if (row.kernel, row.by, row.records) == (kernel, by, records))
+        yield Text(
+            f"{kernel}: on {records} {by} runs at {ratio:.2f} of its own speed on 584/584 "
+            f"(geometric mean of {count} cases)"
+        )
     if any(row.exposed for row in run.rows):
         yield Text("*: the host's own time is part of it: the call waits for the device, or takes long to enqueue")
     for by, note in dict.fromkeys((row.by, row.reason) for row in run.rows if row.state == MEASURED and row.reason):

@@ -16,7 +16,7 @@ from dsv4attn import __version__
 from dsv4attn.core.device import DeviceFacts, version_of
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench.roofline import Roofline
-from dsv4attn.tools.bench.runner import FAILED, WRONG, Row, geomeans
+from dsv4attn.tools.bench.runner import FAILED, WRONG, Row, geomeans, pair_means
 from dsv4attn.tools.bench.scaling import Cliff
 
 __all__ = ["SCHEMA", "Machine", "Run", "load", "now", "peer_versions", "this_machine"]
@@ -126,6 +126,10 @@ class Run:
             "roofline": asdict(self.roofline),
             "rows": [row.as_json() for row in self.rows],
             "geometric_means": means,
+            "beside_584": [
+                {"kernel": kernel, "by": by, "records": records, "speed": ratio}
+                for (kernel, by, records), ratio in pair_means(self.rows).items()
+            ],
             "cliffs": [cliff.as_json() for cliff in self.cliffs],
             "unavailable": dict(self.unavailable),
             "versions": dict(self.versions),

@@ -15,7 +15,7 @@ from dsv4attn.errors import Dsv4AttnError, UnsupportedError
 from dsv4attn.selection import explain, load_backend, registered, registry_of
 from dsv4attn.tools.bench.around import AroundCase
 from dsv4attn.tools.bench.attend import problem_of
-from dsv4attn.tools.bench.cases import PRESETS, Case
+from dsv4attn.tools.bench.cases import PAIRS, PRESETS, Case
 from dsv4attn.tools.bench.clock import Clock, Spread
 from dsv4attn.tools.bench.compress import compress_task
 from dsv4attn.tools.bench.index import index_task, select_task
@@ -30,7 +30,7 @@ from dsv4attn.tools.bench.roofline import Roofline
 from dsv4attn.tools.bench.step import make_step, products
 from dsv4attn.tools.bench.subjects import Subject, Task, make_task
 
-__all__ = ["FAILED", "MEASURED", "REFUSED", "WRONG", "Row", "Runner", "geomeans"]
+__all__ = ["FAILED", "MEASURED", "REFUSED", "WRONG", "Row", "Runner", "geomeans", "pair_means"]
 
 MEASURED, WRONG, FAILED, REFUSED = "measured", "wrong", "failed", "refused"
 """States of a row. wrong: its error is above the limit. failed: it raised. refused: its support said no."""
@@ -59,6 +59,8 @@ class Row:
     vs: speed relative to each peer; 2 is twice as fast.
     series: scaling line of the case, or "".
     x: size of the case in that line.
+    records: bytes of the records of both caches, as "528/288", or "" where there is one pair only.
+    vs_584: on other records than 584/584, speed relative to the same backend's on those, in the same rounds.
     """
 
     kernel: str
@@ -80,6 +82,8 @@ class Row:
     vs: Mapping[str, float] = field(factory=dict)
     series: str = ""
     x: int = 0
+    records: str = ""
+    vs_584: float | None = None
 
     @property
     def roofline(self) -> float | None:
@@ -105,7 +109,7 @@ class Row:
     @classmethod
     def from_json(cls, values: Mapping[str, object]) -> Row:
         """The inverse of `as_json`. Raises KeyError or TypeError for a missing field."""
-        given = {"fp8": False, **values}  # which older files do not have
+        given = {"fp8": False, "records": "", "vs_584": None, **values}  # which older files do not have
         return cls(**{name: given[name] for name in cls.__annotations__})  # type: ignore[arg-type]
 
 
@@ -129,32 +133,37 @@ class Runner:
         self.clock = Clock(device)
         self.roofline = Roofline.measure(self.clock)
 
-    def run(self, case: Case | AroundCase) -> list[Row]:
-        """Rows of one case, backends first."""
+    def run(self, *cases: Case | AroundCase) -> list[Row]:
+        """Rows of one case, backends first; or of several, whose calls run in turn, one case after the other."""
         with torch.inference_mode():
             try:
-                task = (
-                    make_task(case, self.device) if isinstance(case, Case) else _AROUND[case.kernel](case, self.device)
-                )
+                tasks = [self._task(case) for case in cases]
             except (torch.OutOfMemoryError, MemoryError) as full:
                 why = f"inputs do not fit this machine: {_line(full)}"
-                return [self._row(case, name, REFUSED, reason=why) for name in self.backends]
-            rows, made = self._subjects(task)
-            ready = [self._checked(task, *one) for one in made]
-            running = [one for (one, _, _), row in zip(made, ready, strict=True) if row.state == MEASURED]
-            spreads = iter(self._spreads(running))
+                return [self._row(case, name, REFUSED, reason=why) for case in cases for name in self.backends]
+            lost, checked = [], []
+            for task in tasks:
+                rows, made = self._subjects(task)
+                lost.append(rows)
+                checked.append([(one, self._checked(task, *one)) for one in made])
+            right = [one.run for each in checked for (one, _, _), row in each if row.state == MEASURED]
+            spreads = iter(self._spreads(right))
             timed = [
-                self._timed(task, one, row, next(spreads)) if row.state == MEASURED else row
-                for one, row in zip(made, ready, strict=True)
+                [self._timed(task, one, row, next(spreads)) if row.state == MEASURED else row for one, row in each]
+                for task, each in zip(tasks, checked, strict=True)
             ]
-        return _compared([*timed, *rows])
+        rows_by_case = [_compared([*those, *rest]) for those, rest in zip(timed, lost, strict=True)]
+        return _beside_584([row for rows in rows_by_case for row in rows])
 
-    def _spreads(self, running: Sequence[Subject]) -> list[Spread | Exception]:
-        """Times of all subjects in turn. If one raises, each is timed alone, and that one gives its exception."""
+    def _task(self, case: Case | AroundCase) -> Task:
+        return make_task(case, self.device) if isinstance(case, Case) else _AROUND[case.kernel](case, self.device)
+
+    def _spreads(self, running: Sequence[Callable[[], None]]) -> list[Spread | Exception]:
+        """Times of all calls in turn. If one raises, each is timed alone, and that one gives its exception."""
         if not running:
             return []
         try:
-            return [*self.clock.times([one.run for one in running], self.rounds)]
+            return [*self.clock.times(running, self.rounds)]
         except Exception as broken:  # noqa: BLE001 - a row, not the end of the run
             return [broken] if len(running) == 1 else [s for one in running for s in self._spreads([one])]
 
@@ -248,7 +257,8 @@ class Runner:
         return evolve(sized, median=spread.median, p10=spread.p10, p90=spread.p90, exposed=spread.exposed)
 
     def _row(self, case: Case | AroundCase, by: str, state: str, *, is_peer: bool = False, reason: str = "") -> Row:
-        return Row(case.kernel, case.name, by, state, is_peer, reason, series=case.series, x=case.x)
+        records = case.records if isinstance(case, Case) else ""
+        return Row(case.kernel, case.name, by, state, is_peer, reason, series=case.series, x=case.x, records=records)
 
 
 def _makers(
@@ -257,7 +267,8 @@ def _makers(
     """(name, whether it is a peer, type of its products, what makes it) of all subjects of a case."""
     for name, backend in able.items():
         yield name, False, backend.forms.products, partial(task.subject, name, backend)
-    if task.case.kernel == "step" and isinstance(task.inputs, Inputs):
+    first = isinstance(task.case, Case) and task.case.records in ("", PAIRS[0])
+    if task.case.kernel == "step" and isinstance(task.inputs, Inputs) and first:
         bare = partial(Subject, "products", products(task.inputs), lambda: None, list)
         yield "products", True, Products.BF16, bare
     for peer in peers:
@@ -286,12 +297,32 @@ def _compared(rows: list[Row]) -> list[Row]:
     ]
 
 
+def _beside_584(rows: list[Row]) -> list[Row]:
+    """Rows with the speed relative to the same backend's on 584-byte records. Peers have none."""
+    ours = {row.by: row.median for row in rows if row.records == PAIRS[0] and not row.is_peer}
+
+    def compared(row: Row) -> Row:
+        before = None if row.is_peer or row.records in ("", PAIRS[0]) else ours.get(row.by)
+        return evolve(row, vs_584=before / row.median) if before and row.median else row
+
+    return [compared(row) for row in rows]
+
+
 def geomeans(rows: Sequence[Row]) -> dict[tuple[str, str, str], float]:
     """Geometric mean of the speed relative to a peer over all cases of a kernel: (kernel, by, peer) -> ratio."""
     logs: dict[tuple[str, str, str], list[float]] = {}
     for row in rows:
         for peer, ratio in row.vs.items():
             logs.setdefault((row.series or row.kernel, row.by, peer), []).append(log(ratio))
+    return {key: exp(sum(values) / len(values)) for key, values in logs.items()}
+
+
+def pair_means(rows: Sequence[Row]) -> dict[tuple[str, str, str], float]:
+    """Geometric mean of the speed relative to 584-byte records: (kernel, by, records) -> ratio."""
+    logs: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows:
+        if row.vs_584:
+            logs.setdefault((row.kernel, row.by, row.records), []).append(log(row.vs_584))
     return {key: exp(sum(values) / len(values)) for key, values in logs.items()}
 
 

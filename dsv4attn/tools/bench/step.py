@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.core.builder import MetadataBuilder
@@ -18,7 +18,7 @@ from dsv4attn.core.metadata import AttentionMetadata, Batch
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.tools.bench.cases import WINDOW_PAGE
-from dsv4attn.tools.bench.inputs import LAYOUT, Inputs
+from dsv4attn.tools.bench.inputs import Inputs
 
 __all__ = ["Step", "make_step", "products"]
 
@@ -72,13 +72,15 @@ def make_step(inputs: Inputs, backend: Backend) -> Step:
     """Make metadata with a builder, and plan and lock the workspace, as an engine does."""
     case, device = inputs.case, inputs.q.device
     window, *rest = inputs.segments
-    model = ModelGeometry.preset(case.preset.name.partition("_")[0])
-    layer = model.layer_of_kind(case.preset.kind)
+    model = ModelGeometry.preset(case.preset.model)
+    layer = model.layer_of_kind(case.preset.kind, case.preset.ratio)
+    model = evolve(model, layers=(layer.key,), sharing=None)
     seqs = torch.tensor([before + count for before, count in case.requests], dtype=torch.int32)
     counts = torch.tensor([count for _, count in case.requests], dtype=torch.int32)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     limits = Limits(len(case.requests), case.tokens, max(int(seqs.max()), WINDOW_PAGE))
-    builder = MetadataBuilder(model, limits, swa_block_size=WINDOW_PAGE, device=device, backend=backend)
+    pages = {"swa_block_size": WINDOW_PAGE, "compressed_block_tokens": case.preset.page * case.preset.ratio}
+    builder = MetadataBuilder(model, limits, **pages, device=device, backend=backend)
     # a token's own slot is the last of its window
     last = (window.slots.lens - 1).long()[:, None]
     batch = Batch(
@@ -92,7 +94,7 @@ def make_step(inputs: Inputs, backend: Backend) -> Step:
         compressed_block_table=rest[0].table if rest else None,
     )
     workspace = WorkspaceManager(device)
-    workspace.reserve(plan_workspace(layer, limits, backend, LAYOUT))
+    workspace.reserve(plan_workspace(layer, limits, backend, window.cache.layout))
     workspace.lock()
     return Step(
         layer,

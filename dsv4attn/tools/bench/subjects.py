@@ -122,14 +122,14 @@ def _insert(case: Case, device: torch.device) -> Task:
     write(wanted, slots, rotated(kv, table).bfloat16() if whole else kv)
     expected = [read(wanted, slots)]
     if whole:
-        expected.append(rotated(normalised(given, layer.eps), table))
+        expected.append(rotated(normalised(given, layer.eps) if layer.q_norm else given, table))
 
     def subject(name: str, backend: Backend) -> Subject:
         q = given.clone()
 
         def run() -> None:
             if whole:
-                backend.qnorm_rope_kv_insert(q, kv, cache, slots, positions, table, layer.eps)
+                backend.qnorm_rope_kv_insert(q, kv, cache, slots, positions, table, layer.q_eps)
             else:
                 backend.quantize_and_insert_k_cache(kv, cache, slots)
 

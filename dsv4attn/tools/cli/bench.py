@@ -55,7 +55,11 @@ def _numbers(_: click.Context, parameter: click.Parameter, value: str | None) ->
 @click.command(short_help="Time every kernel beside the roofline and other libraries.")
 @click.argument("what", nargs=-1)
 @click.option("--backend", "--backends", "backends", metavar="NAMES", help="Backends.  [default: those native here]")
-@click.option("--cases", metavar="NAMES", help="flash_c4, pro_c4, flash_c128, pro_c128, flash_swa.  [default: all]")
+@click.option(
+    "--cases",
+    metavar="NAMES",
+    help="flash_c4, pro_c4, flash_c128, pro_c128, flash_swa, v41_r1, v41_r2.  [default: all]",
+)
 @click.option("--batches", metavar="NUMBERS", callback=_numbers, help="Requests of the decodes, as in 8,64,256.")
 @click.option("--tokens", type=Whole(1), help="Query tokens of the prefills.")
 @click.option("--rounds", type=Whole(1), help="Rounds to take the median of.")
@@ -111,6 +115,9 @@ def bench(
     and cliffs are listed, where time grows faster than work. host: time of a bound layer on the host.
     layer: whole layers from hidden states to hidden states, the price of deterministic ones, and time and launches of
     each part of a layer.
+
+    v41_r1 and v41_r2 are layers of DeepSeek-V4.1. Calls that read pages are timed there on records of 584/584, 528/528
+    and 528/288 bytes (window/compressed) in turn; the last column is the speed relative to 584/584.
 
     index: index logits, on pages and gathered. select: scores and selection in one step. compress: states saved,
     entries stored, index queries. mhc: hyper-connections. Sizes of these four are fixed: --cases, --batches and
@@ -185,7 +192,7 @@ class _Asked:
 
 def _measured(asked: _Asked, *, shown: bool) -> Run:
     """Check all options before anything slow, and measure."""
-    from dsv4attn.tools.bench.cases import KERNELS, PRESETS, WHAT, host_cases, named, sizes
+    from dsv4attn.tools.bench.cases import KERNELS, PRESETS, WHAT, host_cases, named, sizes, together
     from dsv4attn.tools.bench.layer import layer_cases
     from dsv4attn.tools.bench.result import Run, now, peer_versions, this_machine
     from dsv4attn.tools.bench.runner import Runner
@@ -211,10 +218,10 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
         begin("roofline")
         runner = Runner(place, backends, peers, size.rounds)
         try:
-            for case in cases:
-                begin(case.name)
-                rows += runner.run(case)
-                ran += 1
+            for group in together(cases):
+                begin(group[0].name, len(group))
+                rows += runner.run(*group)
+                ran += len(group)
             for case in hosts:
                 begin(case.name)
                 shares, failed = runner.host(case)
@@ -327,7 +334,7 @@ def _command(ctx: click.Context) -> str:
 
 
 @contextmanager
-def _progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
+def _progress(total: int, *, shown: bool) -> Iterator[Callable[..., None]]:
     """A bar on stderr with the running case; nothing if stderr is no terminal."""
     from rich import progress as bars
     from rich.console import Console
@@ -344,10 +351,10 @@ def _progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
     bar = bars.Progress(*columns, console=out, transient=True, auto_refresh=False, disable=not watched)
     task, begun = bar.add_task("", total=total), 0
 
-    def begin(name: str) -> None:
+    def begin(name: str, cases: int = 1) -> None:
         nonlocal begun
         bar.update(task, completed=begun, description=name, refresh=True)
-        begun += 1
+        begun += cases
 
     with bar:
         yield begin

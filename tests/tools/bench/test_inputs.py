@@ -9,10 +9,12 @@ from attrs import evolve
 
 from dsv4attn.core.contract import Products
 from dsv4attn.core.geometry import LayerKind, Rope
+from dsv4attn.core.problem import CacheFacts
 from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.errors import UnknownNameError
 from dsv4attn.testing import oracle
-from dsv4attn.tools.bench.cases import KERNELS, PRESETS, Case, Size, cases_of, decodes, named
+from dsv4attn.tools.bench.attend import problem_of
+from dsv4attn.tools.bench.cases import KERNELS, PAIRS, PRESETS, Case, Size, cases_of, decodes, named, together
 from dsv4attn.tools.bench.inputs import LAYOUT, Inputs, make_inputs
 from dsv4attn.tools.bench.records import read
 from dsv4attn.tools.bench.reference import Error, attention, error, limit, normalised, rotated
@@ -185,7 +187,39 @@ def test_cases_are_named_once_and_repeat_nothing() -> None:
 
     assert len({case.name for case in cases}) == len(cases)
     counts = {kernel: sum(case.kernel == kernel for case in cases) for kernel in KERNELS}
-    assert counts == {"decode": 10, "prefill": 5, "prefill-rows": 5, "insert": 2, "quantize": 1, "gather": 2}
+    assert counts == {"decode": 22, "prefill": 11, "prefill-rows": 5, "insert": 3, "quantize": 1, "gather": 2}
+
+
+def test_v41_cases_have_three_pairs_of_records_that_are_timed_in_turn() -> None:
+    cases = cases_of(["decode", "prefill-rows"], ["flash_c4", "v41_r2"], SIZE)
+
+    assert [case.name for case in cases[2:5]] == [f"decode v41_r2 b=8 {pair}" for pair in PAIRS]
+    assert [len(group) for group in together(cases)] == [1, 1, 3, 3, 1]
+    assert [case.name for group in together(cases) for case in group] == [case.name for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("pair", "record"), [("584/584", (584, 584)), ("528/528", (528, 528)), ("528/288", (528, 288))]
+)
+def test_the_pair_says_the_records_of_both_caches(pair: str, record: tuple[int, int]) -> None:
+    inputs = make_inputs(Case("decode", PRESETS["v41_r1"], "b=2", ((2047, 1), (300, 1)), records=pair), CPU)
+
+    assert tuple(segment.cache.layout.record_bytes for segment in inputs.segments) == record
+    assert not inputs.layer.q_norm
+    assert inputs.keys == inputs.records == 2 * 128 + 512 + 301
+    assert inputs.stored == 256 * record[0] + 813 * record[1]
+    asked = problem_of(inputs.case)
+    found = [CacheFacts.of(segment.cache.layout, segment.cache.block_size) for segment in inputs.segments]
+    assert [asked.swa, asked.compressed] == found
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_reference_reads_v41_records_as_the_oracle_does(pair: str) -> None:
+    inputs = make_inputs(evolve(small("v41_r2"), records=pair), CPU)
+    out = attention(inputs)
+
+    for token in range(inputs.q.shape[0]):
+        np.testing.assert_allclose(out[token].double().numpy(), expected(inputs, token), atol=2e-5)
 
 
 def test_requests_are_the_same_in_every_run_and_ragged_where_they_should_be() -> None:

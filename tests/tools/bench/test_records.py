@@ -8,6 +8,7 @@ import torch
 
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.testing import oracle
+from dsv4attn.testing.oracle_records import read_fp4, read_fp8, record_fp4, record_fp8
 from dsv4attn.tools.bench.records import fill, read, write
 
 LAYOUTS = [
@@ -41,6 +42,26 @@ def test_bytes_are_those_of_the_oracle(layout: KVCacheLayout) -> None:
         assert np.array_equal(torch.cat(parts).numpy(), record)
         wanted = oracle.dequantize_record(record, scale_bytes=8, **sizes)  # type: ignore[arg-type]
         assert np.array_equal(found[i].double().numpy(), wanted)
+
+
+@pytest.mark.parametrize("arrangement", Arrangement)
+@pytest.mark.parametrize("name", ["v41_fp8", "v41_fp4"])
+def test_bytes_of_v41_records_are_those_of_the_oracle(name: str, arrangement: Arrangement) -> None:
+    fp8, given = name == "v41_fp8", rows()
+    given[8, :32] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(4) * torch.tensor([1, -1] * 16)
+    given[9, 500:] = -0.0
+    layout = KVCacheLayout.v41_fp8(arrangement=arrangement) if fp8 else KVCacheLayout.v41_fp4(arrangement=arrangement)
+    slots = torch.tensor([9, 0, 5, 2, 11, 7, 1, 8, 3, 10, 4])
+    cache = PagedKVCache.allocate(layout, 3, 4)
+    write(cache, slots, given)
+
+    pack, unpack = (record_fp8, read_fp8) if fp8 else (record_fp4, read_fp4)
+    found = read(cache, slots)
+    for i, slot in enumerate(slots.tolist()):
+        place = slot // 4, slot % 4
+        record = pack(given[i].double().numpy())
+        assert np.array_equal(torch.cat([cache.region(part)[place] for part in ("nope", "scale")]).numpy(), record)
+        assert np.array_equal(found[i].double().numpy(), unpack(record, 512))
 
 
 def test_filling_leaves_no_slot_out() -> None:

@@ -13,7 +13,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract import AttentionCall, Phase
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.workspace import BufferSpec, simultaneous_bytes
-from dsv4attn.tools.bench.cases import PRESETS, Case, Preset, host_cases
+from dsv4attn.tools.bench.cases import PAIRS, PRESETS, Case, Preset, host_cases
 from dsv4attn.tools.bench.inputs import make_inputs
 from dsv4attn.tools.bench.overhead import Overhead, overhead
 from dsv4attn.tools.bench.reference import attention, error
@@ -50,6 +50,20 @@ def test_a_step_computes_what_its_kernels_would(preset: Preset, requests: tuple[
 
     assert error([(step.out, attention(inputs))]).within(1e-2)
     assert step.workspace.locked
+
+
+@pytest.mark.parametrize("requests", [((300, 1), (90, 1)), ((700, 3), (0, 2))])
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("preset", ["v41_r1", "v41_r2"])
+def test_a_step_of_v41_does_too_on_each_pair_of_records(
+    preset: str, pair: str, requests: tuple[tuple[int, int], ...]
+) -> None:
+    inputs = make_inputs(Case("step", PRESETS[preset], "", requests, seed=8, records=pair), CPU)
+    step = make_step(inputs, ReferenceBackend())
+    step.out.fill_(torch.nan)
+    step.run()
+
+    assert error([(step.out, attention(inputs))]).within(1e-2)
 
 
 def test_products_multiply_as_many_keys_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
