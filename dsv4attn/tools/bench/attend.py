@@ -37,8 +37,8 @@ def problem_of(case: Case, prefill_keys: KeyForm = KeyForm.PAGED) -> Problem:
     if preset.kind is LayerKind.SWA:
         return Problem.of(preset.layer, phase=phase)
     asked = Problem.of(preset.layer, phase=phase, topk=preset.columns, compressed_page_size=preset.page)
-    swa, compressed = layouts(case)
-    return evolve(asked, swa=CacheFacts.of(swa, asked.swa.page_size), compressed=CacheFacts.of(compressed, preset.page))
+    window, entries = layouts(case)
+    return evolve(asked, swa=CacheFacts.of(window, asked.swa.page_size), compressed=CacheFacts.of(entries, preset.page))
 
 
 def attend(backend: Backend, inputs: Inputs, out: Tensor) -> Callable[[], None]:
