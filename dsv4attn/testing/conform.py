@@ -66,14 +66,6 @@ class Outcome:
     seconds: float = 0.0
     without_lse: bool = False
 
-    @property
-    def v41_steps(self) -> dict[str, str]:
-        """For each step of DeepSeek-V4.1's layers alone, whose ran: the backend's own, or the reference's."""
-        try:
-            return v41_step_sources(self.subject.backend)
-        except Exception as error:  # noqa: BLE001 - as above
-            return dict.fromkeys((*LATENTS, *CANDIDATES, *DELAYED), f"raised {type(error).__name__}")
-
     def as_json(self) -> dict[str, Any]:
         """Everything, for programs. Numbers that are not finite are null here; the message has them."""
         measure = self.measure or Measure(math.nan, math.nan)
@@ -122,14 +114,6 @@ class Failures:
             if outcome.state == "failed":
                 groups.setdefault(NUMBER.sub("N", outcome.message), []).append(outcome)
         return [cls(tuple(group)) for group in groups.values()]
-
-    @property
-    def v41_steps(self) -> dict[str, str]:
-        """For each step of DeepSeek-V4.1's layers alone, whose ran: the backend's own, or the reference's."""
-        try:
-            return v41_step_sources(self.subject.backend)
-        except Exception as error:  # noqa: BLE001 - as above
-            return dict.fromkeys((*LATENTS, *CANDIDATES, *DELAYED), f"raised {type(error).__name__}")
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""

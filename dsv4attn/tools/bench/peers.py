@@ -198,7 +198,7 @@ def peer_subject(peer: Peer, task: Task, gatherers: Sequence[Backend]) -> Subjec
     if not isinstance(inputs, Inputs):
         raise UnsupportedError("kernel", expected="attention", actual=task.case.kernel)
     if any(segment.cache.layout.name != "fp8_ds_mla" for segment in inputs.segments):
-        raise UnsupportedError("records", expected="584 bytes: others are not compared", actual=task.case.records)
+        raise UnsupportedError("records", expected="584 bytes: others are not compared", actual=inputs.case.records)
     name, before, note = peer.name, None, ""
     if inputs.case.kernel == "decode":
         call = peer.decode(inputs)

@@ -79,8 +79,14 @@ def make_step(inputs: Inputs, backend: Backend) -> Step:
     counts = torch.tensor([count for _, count in case.requests], dtype=torch.int32)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     limits = Limits(len(case.requests), case.tokens, max(int(seqs.max()), WINDOW_PAGE))
-    pages = {"swa_block_size": WINDOW_PAGE, "compressed_block_tokens": case.preset.page * case.preset.ratio}
-    builder = MetadataBuilder(model, limits, **pages, device=device, backend=backend)
+    builder = MetadataBuilder(
+        model,
+        limits,
+        swa_block_size=WINDOW_PAGE,
+        compressed_block_tokens=case.preset.page * case.preset.ratio,
+        device=device,
+        backend=backend,
+    )
     # a token's own slot is the last of its window
     last = (window.slots.lens - 1).long()[:, None]
     batch = Batch(
