@@ -17,7 +17,7 @@ from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.problem import CacheFacts, Problem
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import ragged_specs
-from dsv4attn.tools.bench.cases import WINDOW_PAGE, Case
+from dsv4attn.tools.bench.cases import Case
 from dsv4attn.tools.bench.inputs import Inputs, layouts
 
 __all__ = ["attend", "gather_rows", "problem_of"]
@@ -38,8 +38,7 @@ def problem_of(case: Case, prefill_keys: KeyForm = KeyForm.PAGED) -> Problem:
         return Problem.of(preset.layer, phase=phase)
     asked = Problem.of(preset.layer, phase=phase, topk=preset.columns, compressed_page_size=preset.page)
     window, entries = layouts(case)
-    swa, compressed = CacheFacts.of(window, WINDOW_PAGE), CacheFacts.of(entries, preset.page)
-    return evolve(asked, swa=swa, compressed=compressed)
+    return evolve(asked, swa=CacheFacts.of(window, asked.swa.page_size), compressed=CacheFacts.of(entries, preset.page))
 
 
 def attend(backend: Backend, inputs: Inputs, out: Tensor) -> Callable[[], None]:
