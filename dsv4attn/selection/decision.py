@@ -60,6 +60,10 @@ class Candidate:
         return [f"{' ' * len(said) if i else said}{line}" for i, line in enumerate(texts)] or [self.note, *self.ways]
 
 
+_OTHER_IN_V41 = "compressor", "candidates", "hyper_connections"
+"""Parts that are other steps in DeepSeek-V4.1. A backend that brings a part need not have these."""
+
+
 @frozen
 class Selection:
     """The choice for some problems of one phase, with its trace.
@@ -95,17 +99,24 @@ class Selection:
     def layer_steps(self) -> dict[str, str]:
         """Who runs each part of the layer around attention: the chosen backend, or "reference", plain torch.
 
-        Parts that no layer of the problems has are left out. Empty without a chosen backend.
+        Parts that no layer of the problems has are left out. Empty without a chosen backend. "candidates" is the
+        selection in two levels that layers of DeepSeek-V4.1 may have.
         """
         if self.chosen is None:
             return {}
         kinds = {problem.layer.kind for problem in self.problems}
         parts = ["compressor"] if kinds - {LayerKind.SWA} else []
         parts += ["indexer", "selection"] if LayerKind.C4A in kinds else []
+        parts += ["candidates"] if LayerKind.C4A in kinds and self._v41 else []
         return {part: self._brings(self.chosen.info, part) for part in (*parts, "hyper_connections")}
 
+    @property
+    def _v41(self) -> bool:
+        """Whether a problem is of DeepSeek-V4.1, whose compressor, candidates and hyper-connections are other steps."""
+        return any(not problem.layer.q_norm for problem in self.problems)
+
     def _brings(self, info: BackendInfo, part: str) -> str:
-        if part not in info.layer_steps:
+        if ("selection" if part == "candidates" else part) not in info.layer_steps:
             return "reference"
         asked = info.support_step
         try:
@@ -115,7 +126,10 @@ class Selection:
             raise
         except STRANGE as error:
             return f"reference (support_step of {info.name} raised {first_line(error)})"
-        return f"reference ({info.name}: {reasons[0]})" if reasons else info.name
+        if reasons:
+            return f"reference ({info.name}: {reasons[0]})"
+        unsaid = asked is None and info.name != "reference" and self._v41 and part in _OTHER_IN_V41
+        return f"{info.name}, or reference where it lacks DeepSeek-V4.1's" if unsaid else info.name
 
     @property
     def rows(self) -> list[tuple[str, list[str]]]:

@@ -24,8 +24,8 @@ import attrs
 
 import dsv4attn
 from dsv4attn.core.contract import API_VERSION
-from dsv4attn.core.definitions import layer_step_sources
-from dsv4attn.core.layer_ops import LAYER_STEPS
+from dsv4attn.core.definitions import layer_step_sources, v41_step_sources
+from dsv4attn.core.layer_ops import CANDIDATES, DELAYED, LATENTS, LAYER_STEPS
 from dsv4attn.testing.case import Bench, Case, Measure, SkipCase, Wrong
 from dsv4attn.testing.cases import CASES, GROUPS
 from dsv4attn.testing.judge import multiplying_in
@@ -185,6 +185,14 @@ class Certificate:
         except Exception as error:  # noqa: BLE001 - whatever a stranger's backend raises; its cases have failed
             return dict.fromkeys(LAYER_STEPS, f"raised {type(error).__name__}")
 
+    @property
+    def v41_steps(self) -> dict[str, str]:
+        """For each step of DeepSeek-V4.1's layers alone, whose ran: the backend's own, or the reference's."""
+        try:
+            return v41_step_sources(self.subject.backend)
+        except Exception as error:  # noqa: BLE001 - as above
+            return dict.fromkeys((*LATENTS, *CANDIDATES, *DELAYED), f"raised {type(error).__name__}")
+
     def as_json(self) -> dict[str, Any]:
         """The certificate."""
         subject, worst = self.subject, self.worst
@@ -202,6 +210,7 @@ class Certificate:
             "version": subject.version,
             "contract": API_VERSION,
             "layer_steps": self.layer_steps,
+            "v41_steps": self.v41_steps,
             "device": {**attrs.asdict(subject.facts), "torch_device": subject.device},
             "versions": versions(),
             "environment": environment(),

@@ -22,7 +22,7 @@ SPLIT = Arrangement.SPLIT
 FP8, FP8_SPLIT = KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp8(arrangement=SPLIT)
 FP4, FP4_SPLIT = KVCacheLayout.v41_fp4(), KVCacheLayout.v41_fp4(arrangement=SPLIT)
 LAYOUTS = [FP8, FP8_SPLIT, FP4, FP4_SPLIT]
-V4 = KVCacheLayout.fp8_ds_mla()
+V4, V4_INTERLEAVED = KVCacheLayout.fp8_ds_mla(), KVCacheLayout.fp8_ds_mla(arrangement=Arrangement.INTERLEAVED)
 
 
 def held(layout: KVCacheLayout, seed: int = 0, block_size: int = 3) -> tuple[PagedKVCache, np.ndarray]:
@@ -187,11 +187,19 @@ def test_g20_records_move_between_arrangements_byte_by_byte(source: KVCacheLayou
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [pair for pair in product([V4, FP8, FP4, *LOOK_ALIKES[:1]], repeat=2) if pair[0] != pair[1]],
+    [
+        (a, b)
+        for a, b in product([V4, V4_INTERLEAVED, FP8, FP8_SPLIT, FP4, FP4_SPLIT, *LOOK_ALIKES[:1]], repeat=2)
+        if (a.name, a.group_size) != (b.name, b.group_size)
+    ],
 )
-def test_g20_records_of_another_kind_are_refused(source: KVCacheLayout, target: KVCacheLayout) -> None:
-    with pytest.raises(LayoutMismatchError, match=r"^target: expected a layout that holds keys of"):
-        convert_cache(PagedKVCache.allocate(source, 1, 4), PagedKVCache.allocate(target, 1, 4))
+def test_g20_records_of_another_kind_are_refused_by_name(source: KVCacheLayout, target: KVCacheLayout) -> None:
+    cache, other = PagedKVCache.allocate(source, 1, 4), PagedKVCache.allocate(target, 1, 4)
+    other.tensor.fill_(0x5A)
+    with pytest.raises(LayoutMismatchError, match=r"^target: expected a layout that holds keys of") as told:
+        convert_cache(cache, other)
+    assert f"keys of {source.fingerprint} without loss, got {target.fingerprint} -> " in str(told.value)
+    assert bool((other.tensor == 0x5A).all())
 
 
 def test_g20_rows_never_become_records() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.definitions import TorchLayerSteps, complete_steps
+from dsv4attn.core import layer_ops
+from dsv4attn.core.definitions import TorchLayerSteps, complete_steps, v41_step_sources
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import chosen
@@ -185,3 +186,15 @@ def test_a_ratio_of_two_needs_scores_and_a_ring_and_a_ratio_of_one_takes_none() 
         steps.compress_latents(kv, kv, *given, 2, cache, torch.zeros(1, 1, dtype=torch.int32))
     with pytest.raises(ArgumentError, match="score"):
         steps.compress_latents(kv, kv, *given, 1)
+
+
+def test_a_certificate_says_who_runs_each_step_of_v41() -> None:
+    backend: Any = ReferenceBackend()
+    backend.name = "own"
+    backend.layer_steps.compress_latents = backend.layer_steps.compress_latents
+    certificate = conform(Subject.of(backend), chosen(CASES, "latents-1"))
+    names = (*layer_ops.LATENTS, *layer_ops.CANDIDATES, *layer_ops.DELAYED)
+
+    assert certificate.as_json()["v41_steps"] == {**dict.fromkeys(names, "reference"), "compress_latents": "own"}
+    backend.layer_steps = object()
+    assert v41_step_sources(backend) == dict.fromkeys(names, "reference"), "complete_steps has torch's"

@@ -10,7 +10,7 @@ from dsv4attn.core.layer_geometry import LayerKind
 from dsv4attn.core.problem import Problem, Reason, layout_reasons
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["FP8_UNITS", "index_notes", "require_release", "support"]
+__all__ = ["FP8_UNITS", "index_notes", "require_release", "support", "support_step"]
 
 INTERPRETER_CURE = "set TRITON_INTERPRET=1 before Python starts, or ask for reference, which is faster there"
 _WIDEST = 512
@@ -22,6 +22,10 @@ _OLDEST_TRITON = 3, 6
 compiled before a launch. With 3.5 the kernels compile, but have run nowhere."""
 
 
+_TORCH_OF_V41 = {"compressor": "latents", "candidates": "candidates", "hyper_connections": "hyper-connections"}
+"""Parts of V4.1's layers that `TritonLayerSteps` leaves to torch, and what their steps make."""
+
+
 def support(device: DeviceFacts, problem: Problem) -> Sequence[Reason]:
     """All reasons why the shared kernels cannot serve a problem on a device."""
     reasons = [*_of_device(device), *layout_reasons(problem)]
@@ -30,6 +34,12 @@ def support(device: DeviceFacts, problem: Problem) -> Sequence[Reason]:
     if problem.layer.head_dim > _WIDEST:
         reasons.append(Reason("HEAD_DIM", problem.layer.head_dim, f"at most {_WIDEST}"))
     return reasons
+
+
+def support_step(device: DeviceFacts, part: str, problem: Problem) -> Sequence[Reason]:
+    """Why a part of the layer around attention is torch's: the kernels are of DeepSeek-V4's steps alone."""
+    only_torch = "" if problem.layer.q_norm else _TORCH_OF_V41.get(part, "")
+    return [Reason("STEP", f"{only_torch} of DeepSeek-V4.1", "those of DeepSeek-V4")] if only_torch else []
 
 
 def index_notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:

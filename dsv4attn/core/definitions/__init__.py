@@ -7,7 +7,7 @@ capture it; temporaries are cut into tiles of TILE_BYTES.
 from __future__ import annotations
 
 from dsv4attn.core.definitions.indexer import IndexQuery, fp8_mqa_logits, fp8_paged_mqa_logits
-from dsv4attn.core.definitions.steps import TorchLayerSteps, complete_steps, layer_step_sources
+from dsv4attn.core.definitions.steps import TorchLayerSteps, complete_steps, layer_step_sources, v41_step_sources
 from dsv4attn.core.definitions.tiles import INVARIANT, PLAIN, Arithmetic, batch_invariant_linear, linear
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "fp8_paged_mqa_logits",
     "layer_step_sources",
     "linear",
+    "v41_step_sources",
 ]

@@ -13,12 +13,12 @@ from dsv4attn.core.definitions import compressor, hyper_connections, indexer, la
 from dsv4attn.core.definitions.candidates import candidate_mask, check_block_size, select_candidates
 from dsv4attn.core.definitions.records import store_index_keys
 from dsv4attn.core.definitions.tiles import INVARIANT, PLAIN, TILE_BYTES, Arithmetic
-from dsv4attn.core.layer_ops import LAYER_STEPS, LayerSteps
+from dsv4attn.core.layer_ops import CANDIDATES, DELAYED, LATENTS, LAYER_STEPS, LayerSteps
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.record_layout import KEY_RECORDS
 from dsv4attn.core.tensorspec import check_norm_weight
 
-__all__ = ["TorchLayerSteps", "complete_steps", "layer_step_sources"]
+__all__ = ["TorchLayerSteps", "complete_steps", "layer_step_sources", "v41_step_sources"]
 
 
 class TorchLayerSteps:
@@ -261,3 +261,14 @@ def layer_step_sources(backend: Backend) -> dict[str, str]:
         return step in assigned or getattr(type(steps), step, None) is not getattr(TorchLayerSteps, step)
 
     return {part: backend.name if any(map(is_own, names)) else "reference" for part, names in LAYER_STEPS.items()}
+
+
+def v41_step_sources(backend: Backend) -> dict[str, str]:
+    """For each step that only DeepSeek-V4.1's layers have, who runs it: the backend, or "reference" for torch's."""
+    steps = complete(backend).layer_steps
+
+    def is_own(name: str) -> bool:
+        assigned = name in getattr(steps, "__dict__", {})
+        return assigned or getattr(type(steps), name, None) not in (None, getattr(TorchLayerSteps, name))
+
+    return {name: backend.name if is_own(name) else "reference" for name in (*LATENTS, *CANDIDATES, *DELAYED)}

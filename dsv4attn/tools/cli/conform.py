@@ -147,6 +147,10 @@ def _show(certificate: Certificate, target: Path | None) -> None:
         for part, source in certificate.layer_steps.items():
             sources[source].append(part.replace("_", "-"))
         head.append(("layer", [f"{', '.join(parts)}: {source}" for source, parts in sources.items()]))
+        of_v41: dict[str, list[str]] = defaultdict(list)
+        for step, source in certificate.v41_steps.items():
+            of_v41[source].append(step)
+        head.append(("of V4.1", [f"{', '.join(steps)}: {source}" for source, steps in of_v41.items()]))
     out.print(grid(head))
     out.print(Padding(_table(certificate), (0, 0, 0, 1)))
     for state in ("refused", "skipped"):

@@ -8,6 +8,7 @@ import click
 from attrs import evolve
 
 from dsv4attn.core.devices import DEVICES
+from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.cli import FAILED, OK, Whole, print_json
 from dsv4attn.tools.cli.common import (
     console,
@@ -22,6 +23,8 @@ from dsv4attn.tools.cli.common import (
 
 if TYPE_CHECKING:
     from dsv4attn.core.device import DeviceFacts
+    from dsv4attn.core.geometry import ModelGeometry
+    from dsv4attn.core.problem import Problem
     from dsv4attn.selection import Selection
 
 __all__ = ["explain"]
@@ -32,8 +35,13 @@ _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yel
 
 @click.command(short_help="Say which backend would run a problem, and why not the others.", epilog=epilog(DEVICES))
 @click.option("--device", metavar="NAME", help="h200, mi300x, sm_90, cpu, ...: see below.  [default: this one]")
-@click.option("--model", metavar="NAME", default="flash", show_default=True, help="flash, pro, or a config.json.")
-@click.option("--layer", metavar="KIND", default="c4a", show_default=True, help="swa, c4a or c128a.")
+@click.option(
+    "--model", metavar="NAME", default="flash", show_default=True, help="flash, pro, v4.1-flash, or a config.json."
+)
+@click.option("--layer", metavar="KIND", help="swa, c4a or c128a.  [default: c4a, or the kind with that ratio]")
+@click.option(
+    "--ratio", metavar="N", type=Whole(min=0), help="Of V4.1's layers: 0, 1 or 2; 0 is swa.  [default: the kind's]"
+)
 @click.option(
     "--phase", type=click.Choice(["decode", "prefill"]), default="decode", show_default=True, help="Which call."
 )
@@ -49,6 +57,13 @@ _STYLES = {"chosen": "green", "supported": "", "not native": "", "refused": "yel
     default="e4m3fn",
     show_default=True,
     help="Of both caches.",
+)
+@click.option(
+    "--records",
+    type=click.Choice(["584/584", "528/528", "528/288"]),
+    default="584/584",
+    show_default=True,
+    help="Bytes of the records of both caches.",
 )
 @click.option("--q-dtype", metavar="NAME", default="bfloat16", show_default=True, help="Of the queries.")
 @click.option("--max-model-len", metavar="N", type=_positive, help="Longest sequence.  [default: 1,048,576]")
@@ -66,13 +81,15 @@ def explain(
     *,
     device: str | None,
     model: str,
-    layer: str,
+    layer: str | None,
+    ratio: int | None,
     phase: str,
     heads: int | None,
     topk: int | None,
     page_size: int,
     compressed_page_size: int | None,
     dtype: str,
+    records: str,
     q_dtype: str,
     max_model_len: int | None,
     no_sink: bool,
@@ -87,17 +104,24 @@ def explain(
     """Say which backend would run a problem, and why not the others.
 
     Nothing is launched, and the device need not be here: packages of a device that is only described are taken to be
-    installed. Exit code 0: a backend was chosen; 1: none can run it, or the choice is a tie; 2: bad input.
+    installed. --model v4.1-flash with --ratio and --records asks about layers of DeepSeek-V4.1; its window-only layers
+    have the first of the two records. Exit code 0: a backend was chosen; 1: none can run it, or the choice is a tie;
+    2: bad input.
     """
     from dsv4attn.config import load_settings
     from dsv4attn.core.problem import Problem
     from dsv4attn.selection import explain as explained
     from dsv4attn.selection.making import check_options
 
+    geometry = geometry_of(model)
+    kind, ratio = _kind(geometry, layer, ratio)
+    if records != "584/584" and dtype != "e4m3fn":
+        raise click.UsageError(f"--records {records} are of e4m3fn: leave out --dtype {dtype}")
     problem = Problem.of(
-        geometry_of(model),
-        layer,
+        geometry,
+        kind,
         phase,
+        compress_ratio=ratio,
         heads=heads,
         topk=topk,
         swa_page_size=page_size,
@@ -112,6 +136,7 @@ def explain(
         deterministic=deterministic,
         lse=lse,
     )
+    problem = _with_records(problem, records)
     settings = load_settings()
     selection = explained(problem, backend=backend, device=_device(device), settings=settings)
     if selection.request.source == "argument" and "=" in (backend or ""):
@@ -123,6 +148,40 @@ def explain(
     else:
         _show(selection)
     ctx.exit(FAILED if selection.chosen is None else OK)
+
+
+def _kind(geometry: ModelGeometry, layer: str | None, ratio: int | None) -> tuple[str, int | None]:
+    """Kind and ratio of the layers that --layer and --ratio mean; 0 is the ratio of window-only layers."""
+    found = {each.compress_ratio: each.kind.value for each in geometry.distinct_layers if each.has_entries}
+    if ratio is not None and ratio not in (0, *found):
+        expected = f"one of {[0, *sorted(found)]}, the ratios of {geometry.name}"
+        raise ArgumentError("--ratio", expected=expected, actual=ratio)
+    if ratio is not None and layer not in (None, "swa" if ratio == 0 else found[ratio]):
+        raise click.UsageError(f"--ratio {ratio} is not of {layer} layers of {geometry.name}: leave out --layer")
+    if ratio is not None:
+        return ("swa", None) if ratio == 0 else (found[ratio], ratio)
+    kind = layer or "c4a"
+    ratios = sorted(ratio for ratio, each in found.items() if each == kind)
+    if len(ratios) > 1:
+        expected = f"one of {ratios}, the ratios of the {kind} layers of {geometry.name}"
+        raise ArgumentError("--ratio", expected=expected, actual="none", hint=f"add --ratio {ratios[0]}")
+    return kind, None
+
+
+def _with_records(problem: Problem, records: str) -> Problem:
+    """The problem with caches of these records, of interleaved scales if they are V4.1's."""
+    from dsv4attn.core.layout import KVCacheLayout
+    from dsv4attn.core.problem import CacheFacts
+
+    if records == "584/584":
+        return problem
+    swa, compressed = problem.swa, problem.compressed
+    entries = KVCacheLayout.v41_fp4() if records == "528/288" else KVCacheLayout.v41_fp8()
+    return evolve(
+        problem,
+        swa=CacheFacts.of(KVCacheLayout.v41_fp8(), swa.page_size),
+        compressed=compressed and CacheFacts.of(entries, compressed.page_size),
+    )
 
 
 def _device(name: str | None) -> DeviceFacts:

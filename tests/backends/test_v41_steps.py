@@ -1,0 +1,48 @@
+"""What descriptors say of V4.1's steps is what their backends bring."""
+
+from __future__ import annotations
+
+import pytest
+from attrs import evolve
+
+from dsv4attn import load_backend
+from dsv4attn.core.definitions import v41_step_sources
+from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.layer_ops import CANDIDATES, DELAYED, LATENTS
+from dsv4attn.core.problem import Problem
+from dsv4attn.selection import explain, registered
+from tests.backends.built_in import triton_backends
+
+PARTS = {"compressor": LATENTS, "candidates": CANDIDATES, "hyper_connections": DELAYED}
+HERE = DeviceFacts.here("cpu")
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("name", triton_backends())
+def test_a_descriptor_names_torch_exactly_where_the_backend_has_no_step_of_v41(name: str, ratio: int) -> None:
+    problem = Problem.of(ModelGeometry.preset("v4.1-flash"), compress_ratio=ratio)
+    told, sources = explain(problem, backend=name, device=HERE).layer_steps, v41_step_sources(load_backend(name))
+
+    for part, steps in PARTS.items():
+        own = {sources[step] for step in steps} == {name}
+        assert told[part].partition(" (")[0] == (name if own else "reference"), part
+    assert (told["indexer"], told["selection"]) == (name, name)
+
+
+@pytest.mark.parametrize("name", triton_backends())
+def test_v4_layers_have_no_candidates_and_the_steps_are_the_backends(name: str) -> None:
+    problem = Problem.of(ModelGeometry.preset("flash"))
+    assert explain(problem, backend=name, device=HERE).layer_steps == dict.fromkeys(
+        registered(name).info.layer_steps, name
+    )
+
+
+def test_of_a_backend_that_does_not_say_it_is_left_open() -> None:
+    problem = Problem.of(ModelGeometry.preset("v4.1-flash"), compress_ratio=1)
+    made = explain(problem, backend="triton", device=HERE)
+    assert made.chosen is not None
+    silent = evolve(made, chosen=evolve(made.chosen, info=evolve(made.chosen.info, support_step=None)))
+
+    unknown = "triton, or reference where it lacks DeepSeek-V4.1's"
+    assert silent.layer_steps == {**dict.fromkeys(PARTS, unknown), "indexer": "triton", "selection": "triton"}
