@@ -22,10 +22,6 @@ _OLDEST_TRITON = 3, 6
 compiled before a launch. With 3.5 the kernels compile, but have run nowhere."""
 
 
-_TORCH_OF_V41 = {"compressor": "latents", "candidates": "candidates", "hyper_connections": "hyper-connections"}
-"""Parts of V4.1's layers that `TritonLayerSteps` leaves to torch, and what their steps make."""
-
-
 def support(device: DeviceFacts, problem: Problem) -> Sequence[Reason]:
     """All reasons why the shared kernels cannot serve a problem on a device."""
     reasons = [*_of_device(device), *layout_reasons(problem)]
@@ -37,9 +33,9 @@ def support(device: DeviceFacts, problem: Problem) -> Sequence[Reason]:
 
 
 def support_step(device: DeviceFacts, part: str, problem: Problem) -> Sequence[Reason]:
-    """Why a part of the layer around attention is torch's: the kernels are of DeepSeek-V4's steps alone."""
-    only_torch = "" if problem.layer.q_norm else _TORCH_OF_V41.get(part, "")
-    return [Reason("STEP", f"{only_torch} of DeepSeek-V4.1", "those of DeepSeek-V4")] if only_torch else []
+    """Why a part of the layer around attention is torch's: none is, on layers of DeepSeek-V4 and of V4.1."""
+    del device, part, problem
+    return []
 
 
 def index_notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
