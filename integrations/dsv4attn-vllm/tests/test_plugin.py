@@ -46,17 +46,21 @@ arguments = EngineArgs(model={model_folder()!r}, skip_tokenizer_init=True, load_
 config = arguments.create_engine_config()
 from vllm import ModelRegistry
 models = [ModelRegistry.models[name] for name in ARCHITECTURES]
+others = [model.module_name for name, model in ModelRegistry.models.items() if "V41" in name]
 classes = [model.load_model_cls().__module__ for model in models]
 from vllm.models.deepseek_v4.cpu import model
 print()
-print(json.dumps([heavy, [m.module_name for m in models], classes, model.DeepseekV4CPUAttention.__module__]))
+print(json.dumps([heavy, [m.module_name for m in models], classes, model.DeepseekV4CPUAttention.__module__, others]))
 """
-    (heavy, modules, classes, attention), log = run(tmp_path / "main.py", code)
+    (heavy, modules, classes, attention, others), log = run(tmp_path / "main.py", code)
 
     assert heavy == []
     assert set(modules) == {"dsv4attn_vllm.model"}
     assert all(module.startswith("vllm.models.deepseek_v4") for module in classes)
     assert attention == "dsv4attn_vllm.cpu"
+    # models of V4.1 stay vLLM's own
+    assert len(others) >= 2
+    assert all(module.startswith("vllm.models.deepseek_v41") for module in others)
     # the process that vLLM starts to look at the class has the plugin too
     assert [path.name for path in (tmp_path / "modelinfos").iterdir()] == [
         "dsv4attn_vllm-model-DeepseekV4ForCausalLM.json"
