@@ -170,11 +170,11 @@ def _kind(geometry: ModelGeometry, layer: str | None, ratio: int | None) -> tupl
 
 def _with_records(problem: Problem, records: str) -> Problem:
     """The problem with caches of these records, of interleaved scales if they are V4.1's."""
-    from dsv4attn.core.layout import KVCacheLayout
-    from dsv4attn.core.problem import CacheFacts
-
     if records == "584/584":
         return problem
+    from dsv4attn.core.layout import KVCacheLayout  # which imports torch
+    from dsv4attn.core.problem import CacheFacts
+
     swa, compressed = problem.swa, problem.compressed
     entries = KVCacheLayout.v41_fp4() if records == "528/288" else KVCacheLayout.v41_fp8()
     return evolve(
