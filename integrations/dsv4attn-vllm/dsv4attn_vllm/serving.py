@@ -198,10 +198,14 @@ def _check(vllm_config: Any) -> None:  # noqa: ANN401 - as above
 def _facts(vllm_config: Any) -> _Facts:  # noqa: ANN401 - as above
     from vllm.platforms import current_platform
 
-    config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
+    fields, parallel = vllm_config.model_config.hf_config.to_dict(), vllm_config.parallel_config
+    # a draft's type says what it is for; what only V4.1 has is told by its sources too
+    if str(fields.get("model_type", "")).startswith("deepseek_v41") or fields.get("kv_source_layer_ids") is not None:
+        cure = "leave its layers to vLLM: serve it by its own architecture"
+        raise RefusedError("model", expected="a DeepSeek-V4 configuration", actual="one of DeepSeek-V4.1", cure=cure)
     try:
-        # of a draft the type says what it is for; its layers are those of the model
-        model = ModelGeometry.from_config({**config.to_dict(), "model_type": "deepseek_v4"}, name="the model")
+        # the layers of a draft are those of the model
+        model = ModelGeometry.from_config({**fields, "model_type": "deepseek_v4"}, name="the model")
         model = model.tensor_parallel(parallel.tensor_parallel_size)
     except Dsv4AttnError as error:
         cure = "serve a DeepSeek-V4 model"

@@ -56,6 +56,19 @@ def test_a_model_that_is_not_deepseek_v4(config: VllmConfig) -> None:
 
 
 @pytest.mark.parametrize(
+    "changed", [{"model_type": "deepseek_v41"}, {"model_type": "deepseek_mtp", "kv_source_layer_ids": [0, 1]}]
+)
+def test_a_deepseek_v41_under_a_name_of_v4(config: VllmConfig, changed: dict[str, object]) -> None:
+    """Its ratio 1 would read as layers without a compressed cache."""
+    fields = {**config.model_config.hf_config.to_dict(), **changed}
+    config.model_config.hf_config = SimpleNamespace(to_dict=lambda: fields)
+
+    assert "model: expected a DeepSeek-V4 configuration, got one of DeepSeek-V4.1 -> leave its layers" in refusal(
+        config
+    )
+
+
+@pytest.mark.parametrize(
     ("changed", "said"),
     [
         ({"head_dim": 256}, "got 192 + 64 dims, ratios [1, 4, 128]"),
