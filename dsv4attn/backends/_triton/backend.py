@@ -83,7 +83,8 @@ class TritonBackend(BackendDefaults):
         return self._tuning(DeviceFacts.here())
 
     def _tuning(self, device: DeviceFacts) -> Tuning:
-        return tuning_for(self.tunings, device.arch if self._row == "auto" else self._row, device.kind)
+        row = tuning_for(self.tunings, device.arch if self._row == "auto" else self._row, device.kind)
+        return row.on(device.arch)
 
     def _splits(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> int:
         """Splits of each row: a function of shapes, and of a row's own width alone when deterministic."""
@@ -148,12 +149,13 @@ class TritonBackend(BackendDefaults):
     def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:
         """See `contract.BackendDefaults`."""
         tuning = self._tuning(device)
-        yield from dense.variants()
+        yield from dense.variants(device.arch)
         promised = {"aligned": bounds.aligned, "aligned_rows": bounds.aligned_rows}
         for layer in bounds.layers:
             yield from builder.variants(layer.window, device.arch)
             for layout, _ in bounds.caches(layer):
-                yield from insert.variants(layout, layer.num_heads, bounds.q_dtype, **promised, norm=layer.q_norm)
+                heads, norm = layer.num_heads, layer.q_norm
+                yield from insert.variants(layout, heads, bounds.q_dtype, **promised, norm=norm, arch=device.arch)
                 yield from gather.variants(layout, **promised)
             dims = layer.num_heads, layer.nope_dim, layer.rope_dim, bounds.num_groups, bounds.o_lora_rank
             for dtype in bounds.wo_a_dtypes:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from attrs import frozen
+from attrs import evolve, frozen
 
+from dsv4attn.backends._triton.launching.dependent import overlaps
 from dsv4attn.core.contract import Phase
 
 __all__ = ["CDNA", "COMPILED", "DEFAULT", "HOPPER", "INTERPRETER", "RDNA", "Tuning", "tuning_for"]
@@ -25,6 +26,7 @@ class Tuning:
     reload: whether registers are too few for q and keys: q is loaded for each tile, plain keys for each product.
     assembly: whether codes are decoded four at a time in PTX; otherwise by plain integer operations.
     run: tiles of a split when results must not depend on the batch.
+    pdl: whether launches overlap, see `launching.kernels_dependent`; set by `on`.
     measured: on what, when, and by which command; or that nothing was measured.
     prefill: numbers of prefill, if they differ from those of decode.
     """
@@ -40,12 +42,19 @@ class Tuning:
     reload: bool = False
     assembly: bool = False
     run: int = 16
+    pdl: bool = False
     measured: str = "not measured"
     prefill: Tuning | None = None
 
     def of(self, phase: Phase) -> Tuning:
         """The tuning of a phase."""
         return self.prefill or self if phase is Phase.PREFILL else self
+
+    def on(self, arch: str) -> Tuning:
+        """These numbers on an architecture."""
+        if not overlaps(arch):
+            return self
+        return evolve(self, pdl=True, prefill=self.prefill and self.prefill.on(arch))
 
 
 COMPILED = "compiled with Triton 3.9, 2026-11-22: no spills, fits; not measured on this hardware"

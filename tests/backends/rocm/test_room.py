@@ -107,7 +107,7 @@ def test_an_option_with_a_wrong_value_says_what_it_may_be(options: dict[str, Any
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_an_architecture_has_its_own_numbers(arch: str) -> None:
     assert RocmBackend()._tuning(DeviceFacts.named(arch)) is TUNING[arch]
-    assert RocmBackend(tuning=arch)._tuning(DeviceFacts.named("sm_90")) is TUNING[arch]
+    assert RocmBackend(tuning=arch)._tuning(DeviceFacts.named("gfx90a")) is TUNING[arch]
     assert RocmBackend()._tuning(DeviceFacts.named("gfx90a")) is TUNING[DEFAULT]
 
 

@@ -139,6 +139,7 @@ def constants(shape: Shape, tuning: Tuning) -> dict[str, Any]:
         "PREFETCH": tuning.prefetch and words and not exact,
         "RELOAD": tuning.reload and not exact,
         "EXACT_CASTS": not INTERPRETED,
+        "PDL": tuning.pdl and not INTERPRETED,
     }
 
 
@@ -250,7 +251,7 @@ def _warps(chosen: dict[str, Any], tuning: Tuning) -> int:
 
 def _reduce_constants(chosen: dict[str, Any], tuning: Tuning) -> dict[str, Any]:
     dim = chosen["NOPE"] + chosen["ROPE"]
-    same = {name: chosen[name] for name in ("H", "ROPE", "UNIT", "EXACT_CASTS")}
+    same = {name: chosen[name] for name in ("H", "ROPE", "UNIT", "EXACT_CASTS", "PDL")}
     return {"D": dim, "DP": padded(dim), "N": tuning.reduce_parts, **same}
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
+from dsv4attn.backends._triton.launching.kernels_dependent import take_over
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING, angles_of, rotate
 
@@ -30,13 +31,14 @@ def reduce(
     max_token: tl.int64, max_head: tl.int64, splits: tl.int32,
     table_stride: tl.int64, num_positions: tl.int64, empty_lse: tl.float32,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROPE: tl.constexpr,
-    UNIT: tl.constexpr, N: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    UNIT: tl.constexpr, N: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T x H,). Combines the splits of a row, N at a time, and applies the sink.
 
     out_token, out_head: in UNITs. positions, table: given to undo the rotation too.
     N: splits that are loaded together, a power of two: one after the other, each would wait for the one before it.
     """
+    take_over(PDL)
     PART: tl.constexpr = 16 if D % 4 == 0 else 4  # bytes to which parts are aligned
     WIDE: tl.constexpr = UNIT * (out.dtype.element_ty.primitive_bitwidth // 8)
     pid = tl.program_id(0).to(tl.int64)

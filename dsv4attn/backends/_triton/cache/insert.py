@@ -24,7 +24,8 @@ from dsv4attn.backends._triton.cache.records import (
     writer_constants,
 )
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
-from dsv4attn.backends._triton.launching.runtime import launch
+from dsv4attn.backends._triton.launching.dependent import overlaps
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, launch
 from dsv4attn.core.checks import check_keys
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
@@ -45,7 +46,7 @@ def quantize_and_insert_k_cache(k: Tensor, cache: PagedKVCache, slot_mapping: Te
         insert_kernel,
         (min(k.shape[0], slot_mapping.shape[0]),),
         (k, cache.tensor, slot_mapping, k.stride(0), cache.num_blocks, cache.block_size, *record_strides(cache)),
-        _insert_constants(cache.layout, alignment_of_rows(k), alignment_of_records(cache)),
+        _insert_constants(cache.layout, alignment_of_rows(k), alignment_of_records(cache), architecture()),
         num_warps=INSERT_WARPS,
         fp_fusion=False,
     )
@@ -63,8 +64,8 @@ def qnorm_rope_kv_insert(
     """Normalise and rotate q [T, H, D] in place; rotate a copy of kv [T, D] and insert it; see `contract.Backend`."""
     tensors = {"q": q, "kv": kv, "slot_mapping": slot_mapping, "positions": positions}
     check_strides(written=("q",), cos_sin_cache=cos_sin_cache, **tensors)
-    aligned = alignment_of_rows(q, kv), alignment_of_records(cache)
-    constants = _fused_constants(cache.layout, q.shape[1], *aligned, norm=eps is not None)
+    facts = alignment_of_rows(q, kv), alignment_of_records(cache), architecture()
+    constants = _fused_constants(cache.layout, q.shape[1], *facts, norm=eps is not None)
     launch(
         qnorm_rope_kv_insert_kernel,
         (q.shape[0] * (triton.cdiv(q.shape[1], constants["BLOCK_H"]) + 1),),
@@ -80,17 +81,20 @@ def qnorm_rope_kv_insert(
 
 
 @cache
-def _insert_constants(layout: KVCacheLayout, rows: int, records: int) -> dict[str, Any]:
+def _insert_constants(layout: KVCacheLayout, rows: int, records: int, arch: str) -> dict[str, Any]:
     check_writer(layout)
     dims = {"NOPE": layout.nope_dim, "ROPE": layout.rope_dim, "CODED": layout.coded_dims}
-    return {"ROW_ALIGNED": rows, "ALIGNED": records, **writer_constants(layout), **dims}
+    chosen = {"ROW_ALIGNED": rows, "ALIGNED": records, "PDL": overlaps(arch) and not INTERPRETED}
+    return {**chosen, **writer_constants(layout), **dims}
 
 
 @cache
-def _fused_constants(layout: KVCacheLayout, heads: int, rows: int, records: int, *, norm: bool) -> dict[str, Any]:
+def _fused_constants(
+    layout: KVCacheLayout, heads: int, rows: int, records: int, arch: str, *, norm: bool
+) -> dict[str, Any]:
     block = max(TILE // triton.next_power_of_2(layout.head_dim), 1)
     block = min(block, triton.next_power_of_2(heads))
-    return {"HEADS": heads, "BLOCK_H": block, "NORM": norm, **_insert_constants(layout, rows, records)}
+    return {"HEADS": heads, "BLOCK_H": block, "NORM": norm, **_insert_constants(layout, rows, records, arch)}
 
 
 def variants(
@@ -101,18 +105,20 @@ def variants(
     aligned: bool = True,
     aligned_rows: bool = True,
     norm: bool = True,
+    arch: str = "",
 ) -> Iterator[Variant]:
     """Every form that the steps of this module can ask for, with q and kv of one dtype and k that is bf16 or fp32.
 
     aligned, aligned_rows: whether caches are, and rows of q, kv and k, to 16 bytes. norm: whether q is normalised.
+    arch: of the device.
     """
     types = {"CACHE": pointer_type(layout.dtype), "SLOTS": "*i64", "POSITIONS": "*i64", "TABLE": "*fp32"}
     for records in record_alignments(layout, aligned=aligned):
         for k_dtype in (torch.bfloat16, torch.float32):
             for rows in row_alignments(layout.head_dim, k_dtype, aligned=aligned_rows):
-                plain, named = _insert_constants(layout, rows, records), {**types, "K": pointer_type(k_dtype)}
+                plain, named = _insert_constants(layout, rows, records, arch), {**types, "K": pointer_type(k_dtype)}
                 yield Variant.from_types(insert_kernel, named, plain, num_warps=INSERT_WARPS, fp_fusion=False)
         named = {**types, "Q": pointer_type(dtype), "KV": pointer_type(dtype)}
         for rows in row_alignments(layout.head_dim, dtype, aligned=aligned_rows):
-            fused = _fused_constants(layout, heads, rows, records, norm=norm)
+            fused = _fused_constants(layout, heads, rows, records, arch, norm=norm)
             yield Variant.from_types(qnorm_rope_kv_insert_kernel, named, fused, num_warps=FUSED_WARPS, fp_fusion=False)

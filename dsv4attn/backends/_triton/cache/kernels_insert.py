@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4attn.backends._triton.launching.kernels_dependent import take_over
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import angles_of, cast, dequantize, rotate, round_to, scale_of_byte
 
@@ -198,9 +199,10 @@ def insert_kernel(
     page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
     ROW_ALIGNED: tl.constexpr, ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
     GROUP: tl.constexpr, CODED: tl.constexpr, FP4: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr,
-    FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (n,): each program writes one key. ROW_ALIGNED: bytes that divide the address of every row of K."""
+    take_over(PDL)
     token = tl.program_id(0).to(tl.int64)
     key = tl.multiple_of(K + token * k_stride, ROW_ALIGNED)
     insert_key(
@@ -223,12 +225,13 @@ def qnorm_rope_kv_insert_kernel(
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, ROW_ALIGNED: tl.constexpr,
     ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr, CODED: tl.constexpr,
     FP4: tl.constexpr, FNUZ: tl.constexpr,
-    LARGEST: tl.constexpr, FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    LARGEST: tl.constexpr, FLOOR: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T * parts,): of each token, the first program writes its key, the others take BLOCK_H heads each.
 
     NORM: whether q is normalised before it is rotated; without it eps is not read.
     """
+    take_over(PDL)
     parts: tl.constexpr = triton.cdiv(HEADS, BLOCK_H) + 1
     token = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts

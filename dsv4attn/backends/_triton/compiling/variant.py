@@ -12,6 +12,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.compiled import WIDE
+from dsv4attn.backends._triton.launching.dependent import launch_options
 from dsv4attn.backends._triton.untyped import Kernel
 
 __all__ = ["StandIn", "Variant", "options", "pointer_type"]
@@ -88,7 +89,8 @@ class Variant:
     @property
     def options(self) -> dict[str, Any]:
         """Compiler options of a launch."""
-        return options(self.num_warps, self.num_stages, fp_fusion=self.fp_fusion, **dict(self.extra))
+        extra = {**dict(self.extra), **launch_options(dict(self.constants))}
+        return options(self.num_warps, self.num_stages, fp_fusion=self.fp_fusion, **extra)
 
     def stand_ins(self, *, far: bool = False) -> list[StandIn | float | None]:
         """Arguments that compile to this form, in order. far: as of `StandIn`, which makes a difference on AMD."""

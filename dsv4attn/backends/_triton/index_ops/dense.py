@@ -7,6 +7,7 @@ any strides; outputs have unit stride along rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 
 from torch import Tensor
 
@@ -18,7 +19,8 @@ from dsv4attn.backends._triton.index_ops.ragged import (
     build_ragged_indices_from_dense,
     compute_global_topk_ragged_indices_and_indptr,
 )
-from dsv4attn.backends._triton.launching.runtime import Launch, launch
+from dsv4attn.backends._triton.launching.dependent import overlaps
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch, architecture, launch
 from dsv4attn.core.index_ops import IndexStep
 from dsv4attn.core.keys import PageTable
 from dsv4attn.core.tensorspec import check_strides
@@ -33,14 +35,19 @@ __all__ = [
 ]
 
 
-def variants() -> Iterator[Variant]:
-    """Every form that the steps of this module can ask for."""
-    yield Variant.from_types(translate_kernel, {}, CONSTANTS)
+def variants(arch: str = "") -> Iterator[Variant]:
+    """Every form that the steps of this module can ask for on an architecture."""
+    yield Variant.from_types(translate_kernel, {}, _translate_constants(arch))
     yield from ragged.variants()
     for absent in ((), ("entry_table",), ("topk", "visible_lens", "entry_table")):
         for pages in ((), ("swa_table",)):
             types = {"is_valid": "*u1"} | dict.fromkeys((*absent, *pages), "none")
             yield Variant.from_types(combine_kernel, types, CONSTANTS)
+
+
+@cache
+def _translate_constants(arch: str) -> Constants:
+    return Constants({**CONSTANTS, "PDL": overlaps(arch) and not INTERPRETED})
 
 
 @IndexStep
@@ -58,7 +65,7 @@ def compute_global_topk_indices_and_lens(
     tokens, width = topk_indices.shape
     strides = visible_lens.stride(0), token_to_req.stride(0), *block_table.stride()
     numbers = slots.stride(0), *topk_indices.stride(), width, *strides, *block_table.shape, block_size
-    launch = Launch(translate_kernel, CONSTANTS, numbers)
+    launch = Launch(translate_kernel, _translate_constants(architecture()), numbers)
 
     def run(topk_indices: Tensor) -> None:
         launch(tokens, (slots, lens, topk_indices, visible_lens, token_to_req, block_table))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from dsv4attn.backends._triton.index_ops.kernels_common import request_of, slots_of
+from dsv4attn.backends._triton.launching.kernels_dependent import take_over
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
 
@@ -24,9 +25,10 @@ def translate_kernel(
     slots_stride: tl.int64, topk_stride: tl.int64, topk_column_stride: tl.int64, width: tl.int32,
     visible_stride: tl.int64, request_stride: tl.int64, table_stride: tl.int64, table_column_stride: tl.int64,
     num_reqs: tl.int32, num_columns: tl.int32, block_size: tl.int32,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T,). Slots of one token's entries, and where the last visible one ends."""
+    take_over(PDL)
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(token_to_req + token * request_stride)
     known = (request >= 0) & (request < num_reqs)

@@ -21,6 +21,7 @@ from triton.runtime.driver import driver
 from dsv4attn.backends._triton.compiling.variant import StandIn, Variant, options
 from dsv4attn.backends._triton.launching import compiled
 from dsv4attn.backends._triton.launching.compiled import WIDE, Compiled, Constants
+from dsv4attn.backends._triton.launching.dependent import launch_options
 from dsv4attn.backends._triton.support import INTERPRETER_CURE, require_release
 from dsv4attn.backends._triton.untyped import Kernel
 from dsv4attn.core.device import DeviceFacts
@@ -130,6 +131,7 @@ def launch(
         given = args
         if far:
             given = [StandIn(arg.dtype, arg.data_ptr(), far=True) if isinstance(arg, Tensor) else arg for arg in args]
+        extra |= launch_options(constants)
         built = kernel[grid](*given, **constants, **options(num_warps, num_stages, fp_fusion=fp_fusion, **extra))
         return compiled.remember(form, built, constants)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4attn.backends._triton.launching.kernels_dependent import take_over
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import angles_of, rotate, round_to, scale_of_byte
 
@@ -45,12 +46,14 @@ def quantize_output_kernel(
     o_stride: tl.int64, head_stride: tl.int64, table_stride: tl.int64, num_positions: tl.int64,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr,
     GROUP: tl.constexpr, ALIGNED: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tokens * parts * DIM / GROUP,): of each token, BLOCK_H heads, the GROUP columns of each under one scale.
 
     ALIGNED: bytes that divide the address of every row of O. LARGEST, FLOOR: the largest code, and the smallest maximum
     of a group, by the bits of their values in fp32.
     """
+    take_over(PDL)
     nope: tl.constexpr = DIM - ROPE
     groups: tl.constexpr = DIM // GROUP
     parts: tl.constexpr = triton.cdiv(HEADS, BLOCK_H) * groups
@@ -150,7 +153,7 @@ def project_codes_kernel(
     out_stride: tl.int64, out_group_stride: tl.int64,
     RANK: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SWAPPED: tl.constexpr, NATIVE: tl.constexpr, OUT_ALIGNED: tl.constexpr,
-    FNUZ: tl.constexpr, DT: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    FNUZ: tl.constexpr, DT: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (groups * token tiles * rank tiles,), neighbours share tokens: a tile of one group's product.
 
@@ -158,6 +161,7 @@ def project_codes_kernel(
     multiples of 16 bytes. NATIVE: codes are multiplied as fp8, and otherwise as DT. SWAPPED: weights are the left
     operand, for tiles of few tokens. OUT_ALIGNED: bytes that divide the address of every row of OUT.
     """
+    take_over(PDL)
     rank_tiles: tl.constexpr = triton.cdiv(RANK, BLOCK_N)
     token_tiles = tl.cdiv(tokens, BLOCK_M)
     tile = tl.program_id(0) // rank_tiles

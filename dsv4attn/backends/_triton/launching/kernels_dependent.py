@@ -1,0 +1,39 @@
+"""What kernels do that are launched while the kernel before them still ends: functions that they call.
+
+A kernel with constant PDL waits, before it reads or writes anything, until all kernels before it have ended, and lets
+the next one begin only after that. So whatever kernel comes next, with this attribute or not, finds every result of
+those before this one even if it does not wait at once.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_for_earlier(PDL: tl.constexpr):
+    """Wait until the kernels before this one have ended; nothing if not PDL. First in a kernel."""
+    if PDL:
+        tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def let_next_begin(PDL: tl.constexpr):
+    """Let the next kernel be launched once all programs have called this or ended; nothing if not PDL.
+
+    Its programs go where there is room. So a kernel whose programs end at different times calls this late: otherwise
+    the next kernel crowds the multiprocessors that have nothing to do.
+    """
+    if PDL:
+        text: tl.constexpr = "griddepcontrol.launch_dependents; // $0"
+        tl.inline_asm_elementwise(text, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def take_over(PDL: tl.constexpr):
+    """Wait for the kernels before this one, then let the next one begin: first in a short kernel."""
+    wait_for_earlier(PDL)
+    let_next_begin(PDL)

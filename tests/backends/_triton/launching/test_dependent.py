@@ -1,0 +1,56 @@
+"""Launches that overlap: a kernel touches no memory before the kernels before it have ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4attn.backends._triton.launching.dependent import launch_options, overlaps
+from tests.backends._triton.compiling.gates import ROOT
+
+
+@pytest.fixture(scope="module")
+def told() -> Any:
+    """What `waits.py` says."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
+    command = [sys.executable, str(Path(__file__).with_name("waits.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_kernel_of_a_step_waits_before_it_touches_memory_on_sm_90(told: Any) -> None:
+    on = {name: form for name, form in told.items() if name.startswith("sm_90")}
+
+    assert {name.split()[-1] for name in on} >= {
+        "attention",
+        "insert_kernel",
+        "project_codes_kernel",
+        "qnorm_rope_kv_insert_kernel",
+        "quantize_output_kernel",
+        "reduce",
+        "translate_kernel",
+    }
+    for name, form in on.items():
+        assert (form["waits"], form["lets"], form["early"], form["option"]) == (True, 1, 0, True), name
+        assert form["accesses"] > 0, name
+
+
+def test_no_kernel_does_where_that_was_not_measured(told: Any) -> None:
+    off = [form for name, form in told.items() if name.startswith("sm_80")]
+
+    assert off
+    assert not any(form["waits"] or form["lets"] or form["option"] for form in off)
+    assert not any(map(overlaps, ("cpu", "sm_80", "sm_120", "gfx942", "xpu")))
+
+
+def test_the_launch_option_follows_from_the_constant() -> None:
+    assert launch_options({"PDL": True}) == {"launch_pdl": True}
+    assert launch_options({"PDL": False}) == launch_options({}) == {}

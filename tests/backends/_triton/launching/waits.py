@@ -1,0 +1,56 @@
+"""Kernels of a step, compiled for sm_90 and sm_80: whether each waits for the one before it, and lets the next begin.
+
+A program of its own, since a process that interprets kernels cannot compile them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import islice
+
+import torch
+
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.cache import insert
+from dsv4attn.backends._triton.compiling.aot import cross_compile
+from dsv4attn.backends._triton.compiling.targets import TARGETS
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.index_ops import dense
+from dsv4attn.backends._triton.layer import output
+from dsv4attn.backends._triton.tuning import HOPPER
+from dsv4attn.core.layout import KVCacheLayout
+
+WAIT = "griddepcontrol.wait;"
+ACCESS = re.compile(r"(?:ld|st|red|atom|cp\.async\S*)\.(?:\w+\.)*global")
+BF16 = torch.bfloat16
+
+
+def forms(arch: str) -> Iterator[Variant]:
+    """A few forms of each kernel between the projections of q and of the output."""
+    record = KVCacheLayout.fp8_ds_mla()
+    yield from islice(dense.variants(arch), 1)
+    yield from islice(insert.variants(record, 64, BF16, arch=arch), 3)
+    yield from islice(output.variants(64, 512, 64, 8, 1024, BF16, arch=arch), 2)
+    shape = attend.Shape(16, 448, 64, (attend.Segment.of(record, aligned=True),), BF16, 8, ragged=False)
+    tuning = HOPPER.on(arch)
+    yield from islice(attend.variants(shape, tuning, sinks=(False,), lses=(False,)), 3)
+
+
+def told(form: Variant, arch: str) -> dict[str, object]:
+    """What is said of a form."""
+    kernel = cross_compile(form, TARGETS[arch])
+    body = kernel.asm["ptx"].partition(".entry")[2]
+    before, waits, _ = body.partition(WAIT)
+    return {
+        "waits": bool(waits),
+        "lets": body.count("griddepcontrol.launch_dependents;"),
+        "early": len(ACCESS.findall(before)) if waits else None,
+        "accesses": len(ACCESS.findall(body)),
+        "option": bool(kernel.metadata.launch_pdl),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({f"{a} {i} {f.name}": told(f, a) for a in ("sm_90", "sm_80") for i, f in enumerate(forms(a))}))
