@@ -10,6 +10,8 @@ from dsv4attn.core.problem import CacheFacts, Problem
 
 __all__ = ["MOST_HEADS", "notes"]
 
+_V4, _CODES, _NIBBLES = ("fp8_ds_mla", "e4m3fn", 64), ("v41_fp8", "e4m3fn", 32), ("v41_fp4", "e2m1", 16)
+_RECORDS = {(_V4,), (_V4, _V4), (_CODES,), (_CODES, _CODES), (_CODES, _NIBBLES)}
 MOST_HEADS = 128
 """Most heads of a layer. More heads take more than two blocks of 64, which has not been tested."""
 
@@ -38,8 +40,11 @@ def _against(problem: Problem) -> Sequence[str]:
         found.append(f"{layer.num_heads} heads, more than {MOST_HEADS}")
     caches = [cache for cache in (problem.swa, problem.compressed) if cache is not None]
     rows = len(caches) == 1 and _layout_and_dtype(caches[0]) == ("rows", "bfloat16")
-    if not rows and any(_layout_and_dtype(cache) != ("fp8_ds_mla", "e4m3fn") for cache in caches):
-        found.append("caches that are not fp8_ds_mla of e4m3fn")
+    records = [(*_layout_and_dtype(cache), cache.group_size) for cache in caches]
+    if not rows and tuple(records) not in _RECORDS:
+        found.append("caches that are not all fp8_ds_mla of e4m3fn, nor v41_fp8, or v41_fp8 and v41_fp4")
+    elif len({cache.arrangement for cache in caches}) > 1 or (_V4 in records and caches[0].arrangement != "split"):
+        found.append("scales elsewhere: behind the page's records in fp8_ds_mla, and in V4.1's two caches alike")
     if problem.deterministic:
         found.append("deterministic")
     return found

@@ -7,11 +7,12 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 
+from dsv4attn.backends._triton.launching.kernels_dependent import wait_for_earlier
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
 from dsv4attn.backends.sm90.kernels_common import LINE_L
 from dsv4attn.backends.sm90.kernels_pages import attend_pages
 from dsv4attn.backends.sm90.kernels_rows import attend_rows
-from dsv4attn.backends.sm90.kernels_schedule import Keys, Query, Results, Segment, share
+from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, Keys, Query, Results, Segment, share
 
 
 @stable_gluon
@@ -38,14 +39,17 @@ def attention(
     width1: tl.int32, stride1: tl.int64, size1: tl.int32,
     factor1: tl.int32, log1: tl.int32, pitch1: tl.int32, count1: tl.int32,
     tokens: tl.int32, least: tl.int32, scale: tl.float32, empty_lse: tl.float32,
-    SEGMENTS: gl.constexpr, H: gl.constexpr, BT: gl.constexpr, VALUES: gl.constexpr, PRODUCE: gl.constexpr,
+    SEGMENTS: gl.constexpr, KIND: gl.constexpr, INTERLEAVED: gl.constexpr, H: gl.constexpr, BT: gl.constexpr,
+    VALUES: gl.constexpr, PRODUCE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: (programs x blocks of 64 heads,), heads fastest, so that programs that share keys run together.
 
-    The dtype of cache0 chooses the roles. q, out, pages and rows begin at multiples of 16 bytes. Arguments are as the
-    fields of `Query`, `Segment` and `Results` have them; least and BT, as `share` does; VALUES, PRODUCE: registers of
-    the second role and of `produce`. The first role has what they leave.
+    KIND: FP8_PAGES, BF16_ROWS, CODE_PAGES or NIBBLE_PAGES; INTERLEAVED: as of `coded_page_of`. q, out, pages and rows
+    begin at multiples of 16 bytes. Arguments are as the fields of `Query`, `Segment` and `Results` have them; least and
+    BT, as `share` does; VALUES, PRODUCE: registers of the second role and of `produce`. The first role has what they
+    leave.
     """
+    wait_for_earlier(PDL)
     BLOCKS: gl.constexpr = (H + 63) // 64
     program = gl.program_id(0)
     query = Query(q, q_token, q_head, scale, (program % BLOCKS) * 64)
@@ -60,7 +64,7 @@ def attention(
     )  # fmt: skip
     at = gl.arange(0, BT, layout=LINE_L)
     chunk, t, pos, count = share(keys, tokens, program // BLOCKS, gl.num_programs(0) // BLOCKS, least, at, BT)
-    if cache0.dtype.element_ty == gl.bfloat16:
+    if KIND == BF16_ROWS:
         attend_rows(query, keys, results, chunk, t, pos, H, VALUES, PRODUCE)
     else:
-        attend_pages(query, keys, results, chunk, t, pos, count, H, VALUES, PRODUCE)
+        attend_pages(query, keys, results, chunk, t, pos, count, KIND, INTERLEAVED, H, VALUES, PRODUCE)

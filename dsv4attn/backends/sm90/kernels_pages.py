@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dsv4attn.backends._triton.launching.kernels_dependent import let_next_begin
 from dsv4attn.backends._triton.numerics import LOG2E, NOTHING
 from dsv4attn.backends.sm90.compat import copy_async
 from dsv4attn.backends.sm90.kernels_common import (
@@ -45,7 +46,8 @@ from dsv4attn.backends.sm90.kernels_common import (
     write_part,
 )
 from dsv4attn.backends.sm90.kernels_produce import allocate_codes, produce
-from dsv4attn.backends.sm90.kernels_schedule import enter, part_of, store_split, tiles_of, write_sums
+from dsv4attn.backends.sm90.kernels_produce_v41 import produce_coded
+from dsv4attn.backends.sm90.kernels_schedule import FP8_PAGES, enter, part_of, store_split, tiles_of, write_sums
 
 OUT_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 """128 columns of the output."""
@@ -161,6 +163,7 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
         pos += gl.maximum(n, 1) + chunk.extra
         t += 1
         j += 1
+    let_next_begin(True)
     async_copy.wait_group(0)
     mbarrier.wait(smem.n_empty.index(0), (j & 1) ^ 1)
     smem.note.store(single(-1, gl.int32))
@@ -226,9 +229,19 @@ def values(results, smem, H: gl.constexpr):
 
 
 @gluon.jit
+def produce_any(keys, chunk, t, pos, count, smem, KIND: gl.constexpr, INTERLEAVED: gl.constexpr):
+    """`produce` for records of this kind."""
+    if KIND == FP8_PAGES:
+        produce(keys, chunk, t, pos, count, smem)
+    else:
+        produce_coded(keys, chunk, t, pos, count, smem, KIND, INTERLEAVED)
+
+
+@gluon.jit
 def attend_pages(
-    query, keys, results, chunk, t, pos, count, H: gl.constexpr, VALUES: gl.constexpr, PRODUCE: gl.constexpr
-):
+    query, keys, results, chunk, t, pos, count, KIND: gl.constexpr, INTERLEAVED: gl.constexpr,
+    H: gl.constexpr, VALUES: gl.constexpr, PRODUCE: gl.constexpr,
+):  # fmt: skip
     """Attend a chunk of count tiles, whose first row is t, at pos of the line. VALUES, PRODUCE: registers of roles."""
     smem = Shared(
         q=allocate(gl.bfloat16, [4, 64, 128], KEYS_S),
@@ -249,7 +262,7 @@ def attend_pages(
         [
             (scores, (query, keys, results, chunk, t, pos, smem, H)),
             (values, (results, smem, H)),
-            (produce, (keys, chunk, t, pos, count, smem)),
+            (produce_any, (keys, chunk, t, pos, count, smem, KIND, INTERLEAVED)),
         ],
         worker_num_warps=[4, 8],
         worker_num_regs=[VALUES, PRODUCE],

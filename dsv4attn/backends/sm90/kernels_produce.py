@@ -19,13 +19,13 @@ KEY_WORDS_S = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 RAW_S = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
 
 
-def _decoder(*, last: bool) -> str:
+def _decoder(*, last: bool, scale: int = 16) -> str:
     """PTX that decodes four words of e4m3 codes, as `keys.DECODE` does one.
 
     $0..$7: of each word its first two values, then of each its last two. $8: the largest code so far, twice, at least
     $20: without its sign, where bf16 has exponent and mantissa. $12..$15: words. $16: four scale bytes, of which $24
     picks one. What would be equal in all four operands is read from the first.
-    last: whether the values of the last word are NaN if the largest code is.
+    last: whether the values of the last word are NaN if the largest code is. scale: the operand read instead of $16.
     """
     lines = [
         ".reg .b32 scale, unit, zero, seen, t;",
@@ -34,7 +34,7 @@ def _decoder(*, last: bool) -> str:
         "mov.b32 zero, 0x80008000;",
         "mov.b32 unit, 0x7b807b80;",
         # a bf16 power of two, twice; of byte 0 the subnormal 2^-127
-        "prmt.b32 scale, $16, 0, $24;",
+        f"prmt.b32 scale, ${scale}, 0, $24;",
         "shl.b32 scale, scale, 7;",
         "max.u32 scale, scale, 0x00400040;",
         "mov.b32 seen, $20;",

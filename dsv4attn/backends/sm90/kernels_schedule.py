@@ -8,6 +8,8 @@ chunk, and of a row that continues behind it.
 
 Where rows differ, each takes COST tiles more on the line, for the work that a program does once for a row. Where they
 do not, chunks are whole rows, or equal parts of a row, whenever that is not much longer: then few rows or none split.
+Where there are enough programs, each row has a chunk of its own as long as the longest row, unless that is longer than
+the chunks of split rows and what their parts cost.
 
 These are functions of plain Triton. Called from Gluon they are compiled as Gluon, so vectors come from the caller,
 which alone knows their layout; and no number here is a Python literal that a loop changes, since its type would.
@@ -32,11 +34,18 @@ FP8_PAGES = tl.constexpr(0)
 """Keys are records of 448 codes and 64 bf16 values, and scales in the page's footer."""
 BF16_ROWS = tl.constexpr(1)
 """Keys are rows of 512 bf16 values."""
+CODE_PAGES = tl.constexpr(2)
+"""Keys are records of V4.1: 512 codes e4m3, and 16 scale bytes."""
+NIBBLE_PAGES = tl.constexpr(3)
+"""As CODE_PAGES in the first segment. In the second, 512 codes e2m1, two in a byte, and 32 scales e4m3."""
 TILE = tl.constexpr(64)
 COST = tl.constexpr(2)
+SPLIT = tl.constexpr(4)
+"""Tiles that take as long as the parts of all rows, if rows are as many as programs: those who write and read parts
+share the memory."""
 TOLERANCE = tl.constexpr(8.0)
 """How far, in base 2, a row's largest logit may exceed the reference of its weights, for bf16 rows."""
-_MOST_TILES = tl.constexpr(1 << 30)
+_MOST_TILES = tl.constexpr(1 << 29)
 
 
 Query = namedtuple("Query", "q token head scale head0")
@@ -56,7 +65,8 @@ Keys = namedtuple("Keys", "first second")
 Chunk = namedtuple("Chunk", "tokens lo hi length extra")
 """A program's chunk of the line, [lo, hi).
 
-tokens: rows of the call. length: tiles of every chunk. extra: tiles that a row takes beside its own.
+tokens: rows of the call. length: tiles of every chunk. extra: tiles that a row takes beside its own; _MOST_TILES
+where each row has a chunk of its own, so that no row follows.
 """
 Results = namedtuple(
     "Results",
@@ -124,6 +134,8 @@ def share(keys, tokens, part, parts, least, at, BT: tl.constexpr):
     uniform = (longest == shortest) & (aligned <= even + even // 16 + COST)
     extra = tl.where(uniform, 0, COST)
     length = tl.where(uniform, aligned, tl.maximum(cdiv(work + COST * tokens, parts), least))
+    whole = (tokens <= parts) & ((longest - length) * parts <= SPLIT * tokens)
+    length = tl.where(whole, longest, length)
     lo = part * length
     hi = lo + length
     first, pos, before, count = zero, zero, zero, zero
@@ -132,16 +144,16 @@ def share(keys, tokens, part, parts, least, at, BT: tl.constexpr):
         there = t < tokens
         n0, n1 = lengths(keys, t, there)
         n = tiles_of(n0, n1)
-        m = tl.where(there, tl.maximum(n, 1) + extra, 0)
+        m = tl.where(there, tl.where(whole, length, tl.maximum(n, 1) + extra), 0)
         end = before + tl.cumsum(m, 0)
         start = end - m
-        done = there & (end - extra <= lo)
+        done = there & (end - tl.where(whole, 0, extra) <= lo)
         first += tl.sum(done.to(tl.int32), 0)
         pos += tl.sum(tl.where(done, m, 0), 0)
         mine = tl.maximum(tl.minimum(hi, start + n) - tl.maximum(lo, start), 0)
         count += tl.sum(tl.where(there, mine, 0), 0)
         before += tl.sum(m, 0)
-    chunk = Chunk(tokens, lo, hi, length, extra)
+    chunk = Chunk(tokens, lo, hi, length, tl.where(whole, _MOST_TILES, extra))
     return chunk, first, pos, count
 
 
@@ -255,6 +267,36 @@ def page_of(keys, slot, inside):
     data = base + start + at.to(tl.int64) * 576
     scale = base + start + (size.to(tl.int64) * 576 + at.to(tl.int64) * 8)
     return ok, data.to(tl.pointer_type(tl.int32)), scale.to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def coded_page_of(keys, slot, inside, KIND: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """As `page_of`, of V4.1's records: addresses of data and scales, both int32 words.
+
+    KIND: CODE_PAGES or NIBBLE_PAGES. INTERLEAVED: scales are behind each record's data, and not behind the page's.
+    """
+    first, second = keys.first, keys.second
+    size, factor, log, pitch, count, base = first.size, first.factor, first.log, first.pitch, first.count, first.cache
+    data_bytes, scale_bytes = inside * 0 + 512, inside * 0 + 16
+    if second is not None:  # noqa: SIM102 - a constant, and a value
+        if inside == 0:
+            size, factor, log, pitch = second.size, second.factor, second.log, second.pitch
+            count, base = second.count, second.cache
+            if KIND == NIBBLE_PAGES:
+                data_bytes, scale_bytes = inside + 256, inside + 32
+    ok = (slot >= 0) & (slot < count)
+    slot = tl.where(ok, slot, 0)
+    twice = slot.to(tl.uint32, bitcast=True) << 1
+    page = (umulhi(twice, factor.to(tl.uint32, bitcast=True)) >> log.to(tl.uint32)).to(tl.int32)
+    at = (slot - page * size).to(tl.int64)
+    start = base + page.to(tl.int64) * pitch.to(tl.int64) * 16
+    data = start + at * data_bytes
+    if INTERLEAVED:
+        data += at * scale_bytes
+        scale = data + data_bytes
+    else:
+        scale = start + (size.to(tl.int64) * data_bytes + at * scale_bytes)
+    return ok, data.to(tl.pointer_type(tl.int32)), scale.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit

@@ -18,12 +18,15 @@ from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LOG2E, NOTHING
 from dsv4attn.backends.sm90.kernels_schedule import (
     BF16_ROWS,
+    FP8_PAGES,
+    NIBBLE_PAGES,
     TOLERANCE,
     Keys,
     Results,
     Segment,
     advance,
     begin,
+    coded_page_of,
     enter,
     page_of,
     pairs_of,
@@ -48,6 +51,23 @@ def read_page(data, scale, ok):
     rope = tl.load(data.to(tl.pointer_type(tl.bfloat16))[:, None] + (column - 224), mask=is_rope, other=0.0)
     value = numerics.dequantize(code.to(tl.int32), byte.to(tl.int32), False)
     return tl.where(is_code, value, widen(rope, tl.float32))
+
+
+@triton.jit
+def read_coded_page(data, scale, ok, inside, KIND: tl.constexpr):
+    """[64, 512] fp32 of V4.1's records; zeros where not ok."""
+    column = tl.arange(0, 512)[None, :]
+    data, scale = data.to(tl.pointer_type(tl.uint8))[:, None], scale.to(tl.pointer_type(tl.uint8))[:, None]
+    there = ok[:, None] & (column < 512)
+    if (KIND == NIBBLE_PAGES) & (inside == 0):
+        code = tl.load(data + column // 2, mask=there, other=0).to(tl.int32) >> (column % 2 * 4)
+        byte = tl.load(scale + column // 16, mask=there, other=0)
+        value = numerics.decode_e2m1(code & 15, byte.to(tl.int32))
+    else:
+        code = tl.load(data + column, mask=there, other=0)
+        byte = tl.load(scale + column // 32, mask=there, other=127)
+        value = numerics.dequantize(code.to(tl.int32), byte.to(tl.int32), False)
+    return value
 
 
 @triton.jit
@@ -80,9 +100,9 @@ def attention(
     width1: tl.int32, stride1: tl.int64, size1: tl.int32,
     factor1: tl.int32, log1: tl.int32, pitch1: tl.int32, count1: tl.int32,
     tokens: tl.int32, least: tl.int32, scale: tl.float32, empty_lse: tl.float32,
-    SEGMENTS: tl.constexpr, KIND: tl.constexpr, H: tl.constexpr, BT: tl.constexpr,
+    SEGMENTS: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, H: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """See `kernels.attention`; KIND: FP8_PAGES or BF16_ROWS."""
+    """See `kernels.attention`."""
     BLOCKS: tl.constexpr = (H + 63) // 64
     program = tl.program_id(0)
     within = tl.arange(0, 64)
@@ -120,8 +140,13 @@ def attention(
             else:
                 slot, inside = slots(keys, chunk, walk, within)
                 # a tile that the producer never reaches has no keys
-                ok, data, scales = page_of(keys, tl.where(done < count, slot, -1), inside)
-                values = read_page(data, scales, ok)
+                slot = tl.where(done < count, slot, -1)
+                if KIND == FP8_PAGES:
+                    ok, data, scales = page_of(keys, slot, inside)
+                    values = read_page(data, scales, ok)
+                else:
+                    ok, data, scales = coded_page_of(keys, slot, inside, KIND, INTERLEAVED)
+                    values = read_coded_page(data, scales, ok, inside, KIND)
             z = tl.dot(query, tl.trans(values), input_precision="ieee") * (scale * LOG2E)
             # as the roles do: a NaN in q reaches a row of pages whose keys are all absent, and no row of gathered keys
             if KIND == BF16_ROWS:

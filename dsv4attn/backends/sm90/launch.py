@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from attrs import evolve
@@ -20,7 +20,7 @@ from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.backends.sm90 import index, steps, streams
 from dsv4attn.backends.sm90.choice import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_parts import combine_parts
-from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, FP8_PAGES
+from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, CODE_PAGES, FP8_PAGES, NIBBLE_PAGES
 from dsv4attn.backends.sm90.tuning import PAGED, ROWED, TUNING, Roles
 from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.contract import AttentionCall, KeyForm, LayerSteps, Phase, Run
@@ -37,7 +37,7 @@ if INTERPRETED:
 else:
     from dsv4attn.backends.sm90.kernels import attention
 
-__all__ = ["Sm90Backend"]
+__all__ = ["PAGES", "ROWS", "Kind", "Sm90Backend", "variants"]
 
 HEADS, DIM = 64, 512
 """Heads of a block, and dims of a key."""
@@ -45,6 +45,21 @@ FARTHEST = WIDE * 2**31
 """Bytes from page to page, or from row to row: the least that the kernel's int32 strides cannot hold."""
 LINE = 1024
 """Rows of a call that a program reads together when it computes its chunk."""
+
+
+class Kind(NamedTuple):
+    """What a Gluon kernel reads: a number of `kernels_schedule`, and whether scales are behind each record's data."""
+
+    number: int
+    interleaved: bool = False
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether keys are records."""
+        return self.number != int(BF16_ROWS.value)
+
+
+PAGES, ROWS = Kind(FP8_PAGES.value), Kind(BF16_ROWS.value)
 
 
 class Sm90Backend(TritonBackend):
@@ -138,7 +153,7 @@ class Sm90Backend(TritonBackend):
         for read, shared in sources:
             kind = _kind_of(read) if may else None
             # which of these keys the Gluon kernels read: all rows, all aligned records, some plain pages
-            every = shared == self._gathered_variants or (bounds.aligned and kind == FP8_PAGES.value)
+            every = shared == self._gathered_variants or (bounds.aligned and kind is not None and kind.is_paged)
             for one in shared(bounds, layer, tuning):
                 # and only q and out whose rows are aligned
                 if kind is None or not every or dict(one.constants)["UNIT"] == 1:
@@ -153,7 +168,7 @@ def _programs(heads: int) -> int:
     return max(multiprocessors() // blocks, 1) * blocks
 
 
-def _prepare(call: AttentionCall, kind: int, numbers: Sequence[int]) -> Run:
+def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
     """Launches of a Gluon kernel, which writes rows and parts of rows, and of the kernel that combines the parts."""
     q, top, keys = call.q, call.max_logits, call.keys
     tokens, heads, _ = q.shape
@@ -181,7 +196,7 @@ def _prepare(call: AttentionCall, kind: int, numbers: Sequence[int]) -> Run:
     return run
 
 
-def _kind_and_numbers(call: AttentionCall) -> tuple[int, Sequence[int]] | None:
+def _kind_and_numbers(call: AttentionCall) -> tuple[Kind, Sequence[int]] | None:
     """Kind of the keys, and numbers of both segments; None if the shared kernel serves the call."""
     q, out, keys = call.q, call.out, call.keys
     if q.dtype != torch.bfloat16 or out.dtype != torch.bfloat16 or not (_is_wide(q) and _is_wide(out)):
@@ -191,21 +206,21 @@ def _kind_and_numbers(call: AttentionCall) -> tuple[int, Sequence[int]] | None:
     return _of_pages(keys) if all(isinstance(segment.rows, DenseIndices) for segment in keys) else None
 
 
-def _roles(kind: int) -> Roles:
+def _roles(kind: Kind) -> Roles:
     """Numbers of the Gluon kernel for one kind of keys."""
-    return PAGED if kind == FP8_PAGES.value else ROWED
+    return PAGED if kind.is_paged else ROWED
 
 
 @cache
-def _constants(segments: int, kind: int, heads: int) -> tuple[Constants, tuple[tuple[int, Constants], ...]]:
+def _constants(segments: int, kind: Kind, heads: int) -> tuple[Constants, tuple[tuple[int, Constants], ...]]:
     """Constants of the Gluon kernel; programs of a token and constants of `combine_parts`, for few and many heads."""
     roles = _roles(kind)
-    chosen = {"SEGMENTS": segments, "H": heads, "BT": LINE}
-    # one twin serves both kinds
-    chosen |= {"KIND": kind} if INTERPRETED else {"VALUES": roles.values, "PRODUCE": roles.produce}
+    chosen = {"SEGMENTS": segments, "KIND": kind.number, "INTERLEAVED": kind.interleaved, "H": heads, "BT": LINE}
+    if not INTERPRETED:
+        chosen |= {"VALUES": roles.values, "PRODUCE": roles.produce, "PDL": True}
+    real = dict.fromkeys(("EXACT_CASTS", "PDL"), not INTERPRETED)
     combining = tuple(
-        (-(-heads // own), Constants({"H": heads, "R": own, "N": parts, "EXACT_CASTS": not INTERPRETED}))
-        for own, parts in roles.combining
+        (-(-heads // own), Constants({"H": heads, "R": own, "N": parts, **real})) for own, parts in roles.combining
     )
     return Constants(chosen), combining
 
@@ -215,13 +230,19 @@ def _is_wide(tensor: Tensor) -> bool:
     return attend.wide_unit(tensor, *tensor.stride()[:-1]) > 1
 
 
-def _kind_of(layouts: Sequence[KVCacheLayout]) -> int | None:
-    """FP8_PAGES or BF16_ROWS for aligned caches of these layouts; None if the Gluon kernels do not read them."""
+def _kind_of(layouts: Sequence[KVCacheLayout]) -> Kind | None:
+    """What is read of aligned caches of these layouts; None if the Gluon kernels do not read them."""
     if all(map(_is_record, layouts)):
-        return int(FP8_PAGES.value)
+        return PAGES
     (first, *others) = layouts
+    interleaved = first.arrangement is Arrangement.INTERLEAVED
+    if _is_coded(first, "v41_fp8", 32) and all(other.arrangement is first.arrangement for other in others):
+        if all(_is_coded(other, "v41_fp8", 32) for other in others):
+            return Kind(CODE_PAGES.value, interleaved)
+        if all(_is_coded(other, "v41_fp4", 16) for other in others):
+            return Kind(NIBBLE_PAGES.value, interleaved)
     rows = not first.is_quantised and first.dtype == torch.bfloat16 and first.head_dim == DIM and not others
-    return int(BF16_ROWS.value) if rows else None
+    return ROWS if rows else None
 
 
 def _is_record(layout: KVCacheLayout) -> bool:
@@ -230,7 +251,12 @@ def _is_record(layout: KVCacheLayout) -> bool:
     return layout.name == "fp8_ds_mla" and dims == (448, 64, 64) and layout.scale_bytes == 8 and dialect
 
 
-def _of_pages(keys: Sequence[Any]) -> tuple[int, tuple[int, ...]] | None:
+def _is_coded(layout: KVCacheLayout, name: str, group: int) -> bool:
+    dims = layout.coded_dims, layout.plain_dims, layout.group_size
+    return layout.name == name and dims == (DIM, 0, group) and layout.fp8_format is not Fp8Format.FNUZ
+
+
+def _of_pages(keys: Sequence[Any]) -> tuple[Kind, tuple[int, ...]] | None:
     """`_kind_and_numbers` of keys on pages."""
     caches = [segment.cache for segment in keys]
     kind = _kind_of([cache.layout for cache in caches])
@@ -240,7 +266,7 @@ def _of_pages(keys: Sequence[Any]) -> tuple[int, tuple[int, ...]] | None:
     for segment in keys:
         cache, indices, size = segment.cache, segment.rows.indices, segment.cache.block_size
         pitch = cache.page_stride
-        if kind == BF16_ROWS.value:
+        if not kind.is_paged:
             pitch = cache.tensor.stride(1) * 2 if size > 1 else pitch
             # contiguous pages of rows are read as rows
             if pitch * size != cache.page_stride or pitch % WIDE:
@@ -252,20 +278,22 @@ def _of_pages(keys: Sequence[Any]) -> tuple[int, tuple[int, ...]] | None:
     return kind, tuple(numbers * (3 - len(keys)))
 
 
-def _of_rows(keys: GatheredKeys) -> tuple[int, tuple[int, ...]] | None:
+def _of_rows(keys: GatheredKeys) -> tuple[Kind, tuple[int, ...]] | None:
     """`_kind_and_numbers` of gathered rows."""
     kv, rows, pitch = keys.kv, keys.rows, keys.kv.stride(0) * 2
     if kv.dtype != torch.bfloat16 or not _is_wide(kv) or pitch >= FARTHEST or not isinstance(rows, DenseIndices):
         return None
     slots = min(kv.shape[0], attend.MOST_SLOTS)
     numbers = rows.indices.shape[1], rows.indices.stride(0), 1, *divider(1), pitch // WIDE, slots
-    return int(BF16_ROWS.value), numbers * 2
+    return ROWS, numbers * 2
 
 
-def variants(segments: int, kind: int, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]) -> Iterator[Variant]:
+def variants(
+    segments: int, kind: Kind, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]
+) -> Iterator[Variant]:
     """Every form of these kernels that `forward_mqa` can ask for."""
     constants, combining = _constants(segments, kind, heads)
-    caches = (torch.uint8 if kind == FP8_PAGES.value else torch.bfloat16,)
+    caches = (torch.uint8 if kind.is_paged else torch.bfloat16,)
     for given in attend.call_types(torch.bfloat16, caches, sinks, lses):
         types = given | dict.fromkeys(("part", "part_lse"), "*fp32")
         yield Variant.from_types(attention, types, constants)

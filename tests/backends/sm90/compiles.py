@@ -14,11 +14,12 @@ from typing import Any
 from dsv4attn.backends._triton.compiling.aot import compile_all, compile_near, cross_compile, distinctions
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, FP8_PAGES
-from dsv4attn.backends.sm90.launch import variants
+from dsv4attn.backends.sm90.kernels_schedule import CODE_PAGES, NIBBLE_PAGES
+from dsv4attn.backends.sm90.launch import PAGES, ROWS, Kind, variants
 
 HEADS = (16, 64, 100, 128)
 TARGET = TARGETS["sm_90"]
+CODED = [Kind(number.value, interleaved) for number in (CODE_PAGES, NIBBLE_PAGES) for interleaved in (False, True)]
 
 
 def with_largest(form: Variant) -> Variant:
@@ -27,10 +28,10 @@ def with_largest(form: Variant) -> Variant:
     return Variant(form.kernel, types, form.constants, num_warps=form.num_warps)
 
 
-def forms(heads: int) -> list[Variant]:
-    """With the largest logits where lse is told, as nobody asks for them alone."""
+def forms(heads: int, coded: Sequence[Kind] = CODED) -> list[Variant]:
+    """With the largest logits where lse is told, as nobody asks for them alone. coded: records of V4.1 among them."""
     found = []
-    for segments, kind in ((1, FP8_PAGES.value), (2, FP8_PAGES.value), (1, BF16_ROWS.value)):
+    for segments, kind in ((1, PAGES), (2, PAGES), (1, ROWS), (1, CODED[0]), *((2, kind) for kind in coded)):
         for form in variants(segments, kind, heads, sinks=(True,), lses=(False, True)):
             told = dict(form.types)["lse"] != "none"
             found.append(with_largest(form) if told else form)
@@ -38,8 +39,8 @@ def forms(heads: int) -> list[Variant]:
 
 
 def fullest(heads: int) -> list[Variant]:
-    """Of these, those that tell every result: they need the most."""
-    return [form for form in forms(heads) if dict(form.types)["lse"] != "none"]
+    """Of these, those that tell every result: they need the most. Of V4.1's, those with scales within records."""
+    return [form for form in forms(heads, CODED[1::2]) if dict(form.types)["lse"] != "none"]
 
 
 def planted(keys: str) -> list[str]:

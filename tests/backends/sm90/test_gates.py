@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,14 +45,17 @@ def test_every_kernel_keeps_every_limit(model: str, dtype: str) -> None:
     "words", ["fullest 64", *(pytest.param(n, marks=pytest.mark.slow) for n in ("64", "128", "100"))]
 )
 def test_every_form_keeps_every_limit(words: str) -> None:
-    """Slow but for the three forms of one block of heads that tell every result; all others tell less, or mask more."""
+    """Slow but for six forms of one block of heads that tell every result; all others tell less, or mask more."""
     done = outside(str(Path(__file__).with_name("compiles.py")), *words.split())
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     own = {name: form for name, form in told.items() if name.startswith("attention")}
 
-    assert {name: form["reasons"] for name, form in told.items() if form["reasons"]} == {}
-    assert len(own) == (3 if "fullest" in words else 6)
+    assert {name: form["reasons"] for name, form in told.items() if form["reasons"] and not is_coded(name)} == {}
+    # keys of V4.1 take some registers more than their role has; with Triton 3.6 8 and 12 bytes spill
+    spills = [reason for name, form in told.items() if is_coded(name) for reason in form["reasons"]]
+    assert [reason for reason in spills if not re.match(r"SPILLS  \d\d? bytes stored and 1?\d?\d loaded", reason)] == []
+    assert len(own) == (6 if "fullest" in words else 16)
     for name, form in own.items():
         roles = PAGED if "cache0:*u8" in name else ROWED
         assert form["roles"] == [[*role] for role in roles.block], name
@@ -64,6 +68,11 @@ def test_every_form_keeps_every_limit(words: str) -> None:
         assert form["narrow"] == 0
         # of two rows, which are asked about: nothing else that a branch skips. Two roles, two tiles, half at a time
         assert form["factors"] == ([2] * 8 if roles is ROWED else [])
+
+
+def is_coded(name: str) -> bool:
+    """Whether a form reads V4.1's records."""
+    return "KIND=2" in name or "KIND=3" in name
 
 
 @pytest.mark.parametrize("keys", ["*bf16", pytest.param("*u8", marks=pytest.mark.slow)])

@@ -12,7 +12,7 @@ from dsv4attn import errors
 from dsv4attn.backends._triton.launching.runtime import multiprocessors, observed
 from dsv4attn.backends.sm90 import INFO, launch
 from dsv4attn.backends.sm90.choice import notes
-from dsv4attn.backends.sm90.launch import Sm90Backend, _kind_of
+from dsv4attn.backends.sm90.launch import PAGES, ROWS, Sm90Backend, _kind_of
 from dsv4attn.compat import flash_mla
 from dsv4attn.config import Settings
 from dsv4attn.core.contract import Forms, KeyForm
@@ -20,7 +20,7 @@ from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.problem import CacheFacts, Problem
 from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.plugins import PluginRegistry
 from dsv4attn.selection import explain, load_backend
@@ -91,6 +91,15 @@ def test_only_gathered_keys_take_workspace(kind: LayerKind) -> None:
     assert plans[0].lanes["decode"] == plans[1].lanes["decode"]
 
 
+CODES = CacheFacts("v41_fp8", arrangement="interleaved", group_size=32)
+NIBBLES = CacheFacts("v41_fp4", "e2m1", arrangement="interleaved", group_size=16)
+
+
+def of_v41(window: CacheFacts, entries: CacheFacts | None) -> Problem:
+    """A problem with these caches."""
+    return evolve(Problem.of(FLASH, "swa" if entries is None else "c4a"), swa=window, compressed=entries)
+
+
 @pytest.mark.parametrize(
     ("problem", "said"),
     [
@@ -99,8 +108,13 @@ def test_only_gathered_keys_take_workspace(kind: LayerKind) -> None:
         (Problem.of(FLASH, heads=128), OWN),
         (Problem.of(FLASH, heads=129), "129 heads, more than 128"),
         (Problem.of(FLASH, q_dtype="float32"), "q is float32"),
-        (Problem.of(FLASH, dtype="e4m3fnuz"), "not fp8_ds_mla of e4m3fn"),
-        (Problem.of(FLASH, dtype="bfloat16"), "not fp8_ds_mla of e4m3fn"),
+        (Problem.of(FLASH, dtype="e4m3fnuz"), "not all fp8_ds_mla of e4m3fn"),
+        (Problem.of(FLASH, dtype="bfloat16"), "not all fp8_ds_mla of e4m3fn"),
+        (of_v41(CODES, CODES), OWN),
+        (of_v41(CODES, NIBBLES), OWN),
+        (of_v41(CODES, evolve(NIBBLES, arrangement="split")), "scales elsewhere"),
+        (of_v41(CacheFacts(), CODES), "not all fp8_ds_mla"),
+        (of_v41(evolve(CacheFacts(), arrangement="interleaved"), None), "scales elsewhere"),
         (Problem.of(FLASH, "swa", dtype="bfloat16"), OWN),
         (Problem.of(FLASH, deterministic=True), "deterministic"),
     ],
@@ -121,14 +135,22 @@ def test_what_a_kernel_reads_follows_from_layouts() -> None:
         evolve(record, group_size=32),
         # look-alikes by dims and groups, which V4's word reader would misread
         evolve(record, name="v41_fp8"),
-        KVCacheLayout.v41_fp8(),
+        KVCacheLayout.v41_fp4(),
+        KVCacheLayout.v41_fp8(24, 8),
         KVCacheLayout.rows(dtype=torch.float32),
         KVCacheLayout.rows(24, 8),
     ]
 
-    assert _kind_of([record]) == _kind_of([record, record]) == 0
-    assert _kind_of([rows]) == 1
-    assert [_kind_of(pair) for one in others for pair in ([one], [record, one], [one, record])] == [None] * 24
+    assert _kind_of([record]) == _kind_of([record, record]) == PAGES
+    assert _kind_of([rows]) == ROWS
+    assert [_kind_of(pair) for one in others for pair in ([one], [record, one], [one, record])] == [None] * 27
+    for interleaved, arrangement in enumerate(Arrangement):
+        codes, nibbles = (make(arrangement=arrangement) for make in (KVCacheLayout.v41_fp8, KVCacheLayout.v41_fp4))
+        assert _kind_of([codes]) == _kind_of([codes, codes]) == (2, interleaved)
+        assert _kind_of([codes, nibbles]) == (3, interleaved)
+        assert (
+            _kind_of([codes, evolve(nibbles, arrangement=next(a for a in Arrangement if a is not arrangement))]) is None
+        )
     assert _kind_of([rows, rows]) is _kind_of([record, rows]) is _kind_of([rows, record]) is None
 
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from dsv4attn.backends._triton.attention.attend import divider
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch
-from dsv4attn.backends.sm90.kernels_schedule import COST
+from dsv4attn.backends.sm90.kernels_schedule import COST, SPLIT
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm90.kernels_walk import pages, walk
 from tests.backends.sm90.planting import planted
 
-EXTRA = COST.value
+EXTRA, SPLIT_COST = COST.value, SPLIT.value
 LOOK = 4 if INTERPRETED else 128
 """Rows that a program looks at together: few, so that it looks several times."""
 
@@ -174,7 +174,17 @@ def test_rows_that_are_alike_are_shared_evenly(tokens: int, tiles: int, programs
     line = Line(((64 * tiles,) * tokens,), (64 * tiles,), programs)
     even = ceil(tokens * tiles / programs)
 
-    assert longest_share(line) <= even + even // 16 + EXTRA
+    assert longest_share(line) <= even + even // 16 + EXTRA + SPLIT_COST * tokens // programs
+
+
+@pytest.mark.parametrize("tokens", [4, 5, 7])
+def test_rows_are_not_split_where_that_is_hardly_shorter(tokens: int) -> None:
+    line = Line(((192, 64, 0, 65, 128, 192, 1)[:tokens],), (256,), 7)
+    told = walked(line)
+
+    assert (told.table[:, 1] == 1).all()
+    assert [list(chunk) for chunk in told.chunks[:tokens]] == [[len(t), len(t), 1] for t in line.tiles]
+    assert not told.chunks[tokens:].any()
 
 
 def test_rows_that_differ_are_shared_evenly_with_what_a_row_costs() -> None:
@@ -189,11 +199,10 @@ def test_a_chunk_is_never_shorter_than_the_least() -> None:
 
 
 PLANTS = {
-    "an empty row has no place": (
-        "m = tl.where(there, tl.maximum(n, 1) + extra, 0)",
-        "m = tl.where(there, n + extra, 0)",
-    ),
-    "the row behind an end is skipped": ("(end - extra <= lo)", "(end <= lo)"),
+    "an empty row has no place": ("tl.maximum(n, 1) + extra), 0)", "n + extra), 0)"),
+    "a row's own chunk is as long as its tiles": ("tl.where(whole, length,", "tl.where(whole, tl.maximum(n, 1),"),
+    "a row follows in another's own chunk": ("length, tl.where(whole, _MOST_TILES, extra))", "length, extra)"),
+    "the row behind an end is skipped": ("(end - tl.where(whole, 0, extra) <= lo)", "(end <= lo)"),
     "a length is not cut to the width": (
         "tl.minimum(tl.maximum(tl.load(first.lens + t, mask=there, other=0), 0), first.width)",
         "tl.maximum(tl.load(first.lens + t, mask=there, other=0), 0)",
@@ -222,6 +231,7 @@ HARD = [
     Line(((0, 500, -200, 64, 0, 129, 450), (64, 0, 0, 70, -1, 300, 1)), (400, 128), 4),
     Line(((0, 0, -300, 900),), (128,), 3),
     Line(((70, 200, 0, 130),), (200,), 3),
+    Line(((320, 64, 0, 320),), (320,), 4),
     Line(((128,) * 9, (0, 64, 65, 0, 400, 1, 2, 3, 64)), (128, 400), 5),
 ]
 

@@ -16,11 +16,15 @@ __all__ = ["instructions", "of_bf16", "run"]
 U32 = Any  # what numpy makes of shifted uint32 arrays depends on its version
 
 
-def prmt(a: U32, b: U32, selector: int) -> U32:
-    """Four bytes picked from the eight of b and a, a's first."""
-    pool = [(a >> (8 * i)) & 255 for i in range(4)] + [(b >> (8 * i)) & 255 for i in range(4)]
-    picked = [pool[(selector >> (4 * i)) & 7] << (8 * i) for i in range(4)]
-    return picked[0] | picked[1] | picked[2] | picked[3]
+def prmt(a: U32, b: U32, selector: U32) -> U32:
+    """Four bytes picked from the eight of b and a, a's first; of a byte picked with 8 or more, eight times its sign."""
+    pool = np.stack([(x >> np.uint32(8 * i)) & 255 for x in (a, b) for i in range(4)])
+    found = np.zeros_like(a)
+    for i in range(4):
+        pick = (selector >> np.uint32(4 * i)) & 15
+        (byte,) = np.take_along_axis(pool, (pick & 7)[None].astype(np.int64), axis=0)
+        found |= np.where(pick & 8, (byte >> 7) * 255, byte).astype(np.uint32) << np.uint32(8 * i)
+    return found
 
 
 def lop3(a: U32, b: U32, c: U32, table: int) -> U32:
@@ -64,10 +68,13 @@ def fma(a: U32, b: U32, c: U32) -> U32:
 
 OPERATIONS: dict[str, Callable[..., U32]] = {
     "mov.b32": lambda a: a,
-    "prmt.b32": lambda a, b, s: prmt(a, b, int(s.flat[0])),
+    "prmt.b32": prmt,
     "shr.u32": lambda a, n: a >> n,
     "shl.b32": lambda a, n: a << n,
     "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "mul.lo.u32": lambda a, b: a * b,
+    "min.u32": np.minimum,
     "lop3.b32": lambda a, b, c, t: lop3(a, b, c, int(t.flat[0])),
     "add.u32": lambda a, b: a + b,
     "max.u32": np.maximum,
@@ -75,6 +82,7 @@ OPERATIONS: dict[str, Callable[..., U32]] = {
     "abs.f16x2": lambda a: a & 0x7FFF7FFF,
     "max.f16x2": lambda a, b: halves(largest_f16, a, b),
     "setp.ne.u32": lambda a, b: a != b,
+    "setp.eq.u32": lambda a, b: a == b,
     "selp.b32": lambda a, b, p: np.where(p, a, b),
 }
 """By name, of arrays of uint32."""

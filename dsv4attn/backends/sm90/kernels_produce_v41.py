@@ -1,0 +1,256 @@
+"""The role that loads and decodes V4.1's records: from slots to tiles of bf16 in shared memory.
+
+As `kernels_produce`. A record of codes has eight pieces of 64, of which five are copied to shared memory and three wait
+in registers. A record of nibbles, which has four pieces of 128, is copied as a whole.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+
+from dsv4attn.backends.sm90.compat import copy_async, reinterpret
+from dsv4attn.backends.sm90.kernels_produce import (
+    _OPERANDS,
+    KEY_WORDS_S,
+    WORDS_L,
+    _decoder,
+    load_codes,
+    spoilt,
+    store_words,
+)
+from dsv4attn.backends.sm90.kernels_schedule import NIBBLE_PAGES, advance, begin, coded_page_of, slots
+
+CODES_0 = gl.constexpr(_decoder(last=False, scale=16))
+CODES_1 = gl.constexpr(_decoder(last=False, scale=17))
+CODES_2 = gl.constexpr(_decoder(last=False, scale=18))
+CODES_3 = gl.constexpr(_decoder(last=False, scale=19))
+"""A thread has all 16 scale bytes of its key, in four words: $16 to $19."""
+LAST_1 = gl.constexpr(_decoder(last=True, scale=17))
+
+SEEN = gl.constexpr(
+    """{
+.reg .b32 t;
+or.b32 t, $4, $5;
+or.b32 t, t, $6;
+or.b32 t, t, $7;
+and.b32 t, t, 0x80808080;
+min.u32 t, t, 1;
+mul.lo.u32 t, t, 0x07F007F0;
+mov.b32 $0, t;
+mov.b32 $1, t;
+mov.b32 $2, t;
+mov.b32 $3, t;
+}
+"""
+)
+"""What has been seen, in all four operands, if one of four words has a bit of 0x80808080."""
+
+
+def _nibbles(piece: int) -> str:
+    """PTX that decodes four words of e2m1 codes, eight in each.
+
+    $0..$3: of each word its first two values; $4..$7, $8..$11, $12..$15: the next ones. $16..$19: words.
+    $20 + piece: four scales, of which $24 picks that of the first two words; the one behind it is of the others.
+    The bytes of a code's bf16 value are looked up by its three low bits; a fourth bit would pick a sign.
+    """
+    lines = [
+        ".reg .b32 scale<2>, zero, unit, pick, t, m;",
+        ".reg .b32 w, x, high, low, a, b;",
+        ".reg .pred p;",
+        "mov.b32 zero, 0x80008000;",
+        "mov.b32 unit, 0x7b807b80;",
+        "mov.b32 pick, $24;",
+    ]
+    for i in range(2):
+        lines += [
+            f"prmt.b32 t, ${20 + piece}, 0, pick;",
+            "and.b32 m, t, 0x007f007f;",
+            "setp.eq.u32 p, m, 0x007f007f;",
+            "shl.b32 m, m, 4;",
+            "shl.b32 t, t, 8;",
+            "lop3.b32 m, t, 0x80008000, m, 0xea;",
+            f"fma.rn.bf16x2 scale{i}, m, unit, zero;",
+            f"selp.b32 scale{i}, 0x7fc07fc0, scale{i}, p;",
+            "add.u32 pick, pick, 0x0101;",
+        ]
+    for i in range(4):
+        lines += [f"and.b32 w, ${16 + i}, 0x77777777;", f"shl.b32 x, ${16 + i}, 4;"]
+        for half in range(2):
+            signs = (0x9D8C, 0xBFAE)[half]
+            lines += [
+                "prmt.b32 high, 0x3f3f3f00, 0x40404040, w;",
+                "prmt.b32 low, 0xc0800000, 0xc0804000, w;",
+                f"prmt.b32 t, ${16 + i}, x, {signs:#x};",
+                "lop3.b32 high, t, 0x80808080, high, 0xea;",
+                "prmt.b32 a, low, high, 0x5140;",
+                "prmt.b32 b, low, high, 0x7362;",
+                f"fma.rn.bf16x2 ${8 * half + i}, a, scale{i // 2}, zero;",
+                f"fma.rn.bf16x2 ${8 * half + 4 + i}, b, scale{i // 2}, zero;",
+            ]
+            lines += ["shr.u32 w, w, 16;"] if half == 0 else []
+    return "{\n" + "\n".join(lines) + "\n}\n"
+
+
+NIBBLES_0 = gl.constexpr(_nibbles(0))
+NIBBLES_1 = gl.constexpr(_nibbles(1))
+NIBBLES_2 = gl.constexpr(_nibbles(2))
+NIBBLES_3 = gl.constexpr(_nibbles(3))
+_OF_NIBBLES = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 12))
+
+
+@gluon.jit
+def decoded(words, scales, seen, PIECE: gl.constexpr, TEXT: gl.constexpr):
+    """[64, 16] words of codes, the piece PIECE of each record, as [64, 32] words of two bf16 values; and `seen`.
+
+    scales: [64, 16], in each thread the four words of its key's scales. seen: as in `kernels_produce.decoded`.
+    """
+    of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
+    pick = 0x4040 + 0x0202 * (PIECE % 2) + 0x0101 * (of >> 3)
+    first, second, seen = gl.inline_asm_elementwise(
+        TEXT,
+        _OPERANDS,
+        [words, scales, seen, gl.expand_dims(pick, 0) + gl.zeros_like(words)],
+        dtype=(gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=4,
+    )
+    return gl.reshape(gl.join(first, second), [64, 32]), seen
+
+
+@gluon.jit
+def store_nibbles(stages, b, words, scales, TEXT: gl.constexpr):
+    """Write [64, 16] words of nibbles, a piece of each record, as 128 columns of tile b. scales: of `load_scales`."""
+    of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
+    pick = 0x4040 + 0x0202 * ((of >> 2) & 1)
+    y0, y1, y2, y3 = gl.inline_asm_elementwise(
+        TEXT,
+        _OF_NIBBLES,
+        [words, scales, gl.expand_dims(pick, 0) + gl.zeros_like(words)],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=4,
+    )
+    values = gl.reshape(gl.join(gl.join(y0, y2), gl.join(y1, y3)), [64, 64])
+    reinterpret(stages.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(values)
+
+
+@gluon.jit
+def load_scales(data, scale, ok, inside, KIND: gl.constexpr, INTERLEAVED: gl.constexpr):
+    """[64, 16] words of scales, four in each thread: all of a record of codes; of nibbles, those that it decodes.
+
+    The thread decodes a quarter of each piece of nibbles, which has two scales: half a word of each of four.
+    """
+    of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
+    place = of % 4
+    if INTERLEAVED:
+        # not carried from tile to tile: it takes registers that keys need
+        scale = data + (gl.where(inside != 0, 128, 64) if KIND == NIBBLE_PAGES else 128)
+    if KIND == NIBBLE_PAGES:
+        place = gl.where(inside != 0, place, 2 * place + (of >> 3))
+    p = gl.expand_dims(scale, 1) + gl.expand_dims(place, 0)
+    if KIND != NIBBLE_PAGES:
+        p = gl.multiple_of(p, [1, 16])
+    return gl.load(p, mask=gl.expand_dims(ok, 1) & (gl.expand_dims(of, 0) < 16), other=0)
+
+
+@gluon.jit
+def copy_pieces(raw_s, data, ok, inside, KIND: gl.constexpr):
+    """Start to copy five pieces of each key to shared memory, or the four that a record of nibbles has."""
+    of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
+    p = gl.multiple_of(gl.expand_dims(data, 1) + gl.expand_dims(of, 0), [1, 16])
+    mask = gl.expand_dims(ok, 1) & (gl.expand_dims(of, 0) < 16)
+    for g in gl.static_range(4):
+        copy_async(raw_s[g], p + 16 * g, mask=mask)
+    if KIND == NIBBLE_PAGES:
+        mask = gl.expand_dims(ok & (inside != 0), 1) & (gl.expand_dims(of, 0) < 16)
+    copy_async(raw_s[4], p + 64, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def load_rest(data, ok, inside, KIND: gl.constexpr):
+    """The other three pieces of a record of codes."""
+    if KIND == NIBBLE_PAGES:
+        ok = ok & (inside != 0)
+    return load_codes(data, ok, 80), load_codes(data, ok, 96), load_codes(data, ok, 112)
+
+
+@gluon.jit
+def first_half(smem, b, x4, x5, x6, x7, scales):
+    """Write the last 256 columns of tile b; what has been seen."""
+    none = spoilt(scales)
+    seen = gl.inline_asm_elementwise(SEEN, "=r,=r,=r,=r,r,r,r,r", [none], dtype=gl.int32, is_pure=True, pack=4)
+    y, seen = decoded(x6, scales, seen, 6, CODES_3)
+    z, seen = decoded(x7, scales, seen, 7, CODES_3)
+    store_words(smem.k3, b, y, z)
+    y, seen = decoded(x4, scales, seen, 4, CODES_2)
+    z, seen = decoded(x5, scales, seen, 5, CODES_2)
+    store_words(smem.k2, b, y, z)
+    return seen
+
+
+@gluon.jit
+def second_half(smem, b, x0, x1, x2, x3, scales, seen):
+    """Write the first 256 columns of tile b, of which some are NaN if a NaN was seen anywhere."""
+    y, seen = decoded(x0, scales, seen, 0, CODES_0)
+    z, seen = decoded(x1, scales, seen, 1, CODES_0)
+    store_words(smem.k0, b, y, z)
+    y, seen = decoded(x2, scales, seen, 2, CODES_1)
+    z, seen = decoded(x3, scales, seen, 3, LAST_1)
+    store_words(smem.k1, b, y, z)
+
+
+@gluon.jit
+def produce_coded(keys, chunk, t, pos, count, smem, KIND: gl.constexpr, INTERLEAVED: gl.constexpr):
+    """As `kernels_produce.produce`. KIND: CODE_PAGES or NIBBLE_PAGES."""
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, WORDS_L))
+    walk = begin(keys, chunk, t, pos)
+    slot, inside = slots(keys, chunk, walk, row)
+    ok, data, scale = coded_page_of(keys, slot, inside, KIND, INTERLEAVED)
+    copy_pieces(smem.raw, data, ok, inside, KIND)
+    x5, x6, x7 = load_rest(data, ok, inside, KIND)
+    scales = load_scales(data, scale, ok, inside, KIND, INTERLEAVED)
+    walk = advance(keys, chunk, walk)
+    next_slot, next_inside = slots(keys, chunk, walk, row)
+    walk = advance(keys, chunk, walk)
+    slot, behind = slots(keys, chunk, walk, row)
+    next_ok, data, scale = coded_page_of(keys, next_slot, next_inside, KIND, INTERLEAVED)
+    for i in range(count):
+        b = i % 2
+        async_copy.wait_group(0)
+        x0 = smem.raw[0].load(WORDS_L)
+        x1 = smem.raw[1].load(WORDS_L)
+        x2 = smem.raw[2].load(WORDS_L)
+        x3 = smem.raw[3].load(WORDS_L)
+        x4 = smem.raw[4].load(WORDS_L)
+        copy_pieces(smem.raw, data, next_ok, next_inside, KIND)
+        mbarrier.wait(smem.k_empty.index(b), ((i // 2) & 1) ^ 1)
+        coded = (inside != 0) if KIND == NIBBLE_PAGES else True
+        seen = scales
+        if coded:
+            seen = first_half(smem, b, x4, x5, x6, x7, scales)
+        else:
+            store_nibbles(smem.k3, b, x3, scales, NIBBLES_3)
+            store_nibbles(smem.k2, b, x2, scales, NIBBLES_2)
+        next_scales = load_scales(data, scale, next_ok, next_inside, KIND, INTERLEAVED)
+        x5, x6, x7 = load_rest(data, next_ok, next_inside, KIND)
+        if coded:
+            second_half(smem, b, x0, x1, x2, x3, scales, seen)
+        else:
+            store_nibbles(smem.k1, b, x1, scales, NIBBLES_1)
+            store_nibbles(smem.k0, b, x0, scales, NIBBLES_0)
+        smem.bias.index(b).store(gl.where(ok, 0.0, -float("inf")))
+        fence_async_shared()
+        mbarrier.arrive(smem.k_full.index(b), count=1)
+        ok = next_ok
+        scales = next_scales
+        if KIND == NIBBLE_PAGES:
+            inside = next_inside
+            next_inside = behind
+        next_ok, data, scale = coded_page_of(keys, slot, behind, KIND, INTERLEAVED)
+        walk = advance(keys, chunk, walk)
+        slot, behind = slots(keys, chunk, walk, row)
