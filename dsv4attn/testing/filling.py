@@ -71,7 +71,7 @@ class _Chunk:
         lists = DenseIndices(*(self._ints(np.full(shape, 7)) for shape in ((tokens, width), (tokens,))))
         flat = None
         if self.bench.backend.forms.prefill_indices is IndexForm.RAGGED:
-            flat = RaggedIndices(*(self._ints(np.full(n, 7)) for n in (tokens * width, tokens + 1)), width)
+            flat = RaggedIndices(self._ints(np.full(tokens * width, 7)), self._ints(np.full(tokens + 1, 7)), width)
         chunk = ChunkRows(
             kv=kv.to(self.rows.device),
             combined=lists,
@@ -126,8 +126,9 @@ class _Chunk:
         rows, dense = chunk.kv.shape[1], chunk.combined
         wanted = torch.full_like(dense.indices, 7), torch.full_like(dense.lens, 7)
         lengths = chunk.visible_lens, chunk.is_valid, lens["starts"], lens["ends"], lens["gathers"]
-        sizes, tables = (WINDOW, TOPK, rows, chunk.offset), {"swa": chunk.swa, "compressed": chunk.compressed}
-        indices.combine_topk_swa_indices(topk, *lengths, *sizes, out=wanted, **tables)
+        sizes = WINDOW, TOPK, rows, chunk.offset
+        combine = indices.combine_topk_swa_indices
+        combine(topk, *lengths, *sizes, out=wanted, swa=chunk.swa, compressed=chunk.compressed)
         pairs = {"lists": (dense.indices, wanted[0]), "lengths of lists": (dense.lens, wanted[1])}
         if chunk.ragged is not None:
             flat = torch.full_like(chunk.ragged.indices, 7), torch.full_like(chunk.ragged.indptr, 7)

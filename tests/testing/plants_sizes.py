@@ -203,7 +203,7 @@ class Hasty(ReferenceBackend):
     def __init__(self, slip: str) -> None:
         super().__init__(prefill_indices="ragged")
         self.slip = slip
-        self.prepare_rows = self._prepare_rows  # type: ignore[assignment]
+        self.prepare_rows = self._prepare_rows
 
     def _prepare_rows(self, chunk: ChunkRows, topk_indices: Tensor | None, caches: LayerCaches) -> FillRows:
         if self.slip == "a part is whole":

@@ -165,7 +165,8 @@ class TritonBackend(BackendDefaults):
                 yield from gather.variants(layout, **promised)
             if self.forms.prefill_keys is KeyForm.GATHERED and self.prepare_rows is not None:
                 ragged = self.forms.prefill_indices is IndexForm.RAGGED
-                yield from fill.variants(layouts[0], *(layouts[1:] or [None]), ragged=ragged, aligned=bounds.aligned)
+                entries = layouts[1] if len(layouts) > 1 else None
+                yield from fill.variants(layouts[0], entries, ragged=ragged, aligned=bounds.aligned)
             dims = layer.num_heads, layer.nope_dim, layer.rope_dim, bounds.num_groups, bounds.o_lora_rank
             for dtype in bounds.wo_a_dtypes:
                 yield from projection.variants(

@@ -47,9 +47,10 @@ def prepare_rows(chunk: ChunkRows, topk_indices: Tensor | None, caches: LayerCac
     """See `contract.BackendDefaults`."""
     kv, (indices, lens), ragged = chunk.kv, (chunk.combined.indices, chunk.combined.lens), chunk.ragged
     swa, compressed = chunk.swa, chunk.compressed if caches.compressed is not None else None
-    tables = {"swa table": swa.block_table, "compressed table": compressed and compressed.block_table}
+    entry_table = None if compressed is None else compressed.block_table
     seq_lens, gather_lens = chunk.seq_lens, chunk.gather_lens
-    check_strides(written=("kv",), kv=kv, seq_lens=seq_lens, gather_lens=gather_lens, **tables)
+    check_strides(written=("kv",), kv=kv, seq_lens=seq_lens, gather_lens=gather_lens)
+    check_strides(swa_block_table=swa.block_table, compressed_block_table=entry_table)
     (n, rows, _), (tokens, width) = kv.shape, indices.shape
     lengths = chunk.visible_lens, chunk.is_valid, chunk.query_start_loc, seq_lens, gather_lens
     sizes = chunk.window, chunk.topk, rows, chunk.offset
@@ -77,7 +78,7 @@ def prepare_rows(chunk: ChunkRows, topk_indices: Tensor | None, caches: LayerCac
     launch = Launch(fill_kernel, constants, numbers, WARPS)
     block = constants["BLOCK_R"]
     programs = packers + n * (triton.cdiv(chunk.offset, block) + triton.cdiv(rows - chunk.offset, block))
-    pointers = seq_lens, gather_lens, tables["compressed table"], swa.block_table, flat, indptr, *packed
+    pointers = seq_lens, gather_lens, entry_table, swa.block_table, flat, indptr, *packed
 
     def fill(topk_indices: Tensor | None, caches: LayerCaches) -> None:
         combine(topk_indices)

@@ -83,10 +83,10 @@ class Chunk:
         width, windows = topk + window + rng.randint(0, 3), Pages(layout, rng.randrange(100))
         compressed = Pages(entries, rng.randrange(100)) if entries else None
         more = longest + window
-        pages = PageTable(table_of(windows, rng, n, more), windows.size, windows.blocks), None
+        blocks: PageTable | None = None
         if compressed is not None:
             of = table_of(compressed, rng, n, longest // ratio)
-            pages = pages[0], PageTable(of, compressed.size, compressed.blocks)
+            blocks = PageTable(of, compressed.size, compressed.blocks)
         lists = DenseIndices(torch.zeros(tokens, width, dtype=INT), torch.zeros(tokens, dtype=INT))
         flat = RaggedIndices(torch.zeros(tokens * width, dtype=INT), torch.zeros(tokens + 1, dtype=INT), width)
         starts = counts if not cut else [counts[0] + tail]
@@ -103,8 +103,8 @@ class Chunk:
             tail=tail if cut else None,
             visible_lens=numbers(rng, (tokens,), lambda: rng.randint(0, 24)) if entries else None,
             is_valid=numbers(rng, (tokens,), lambda: rng.random() < 0.8, BOOL),
-            swa=pages[0],
-            compressed=pages[1],
+            swa=PageTable(table_of(windows, rng, n, more), windows.size, windows.blocks),
+            compressed=blocks,
             window=window,
             ratio=ratio,
             topk=topk,
