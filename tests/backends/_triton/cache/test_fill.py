@@ -73,7 +73,9 @@ class Chunk:
         lens = [count + tail + rng.choice([0, 1, rng.randint(0, 20)]) for count in counts]
         own = [one - tail for one in lens]
         tokens, longest = max(sum(counts), 1), max(lens)
-        gathers = [count + tail + min(one - count - tail, window - 1) for count, one in zip(counts, lens, strict=True)]
+        # fewer than a window reaches where a request is computed again from a position on
+        before = [rng.randint(0, min(one - count - tail, window - 1)) for count, one in zip(counts, lens, strict=True)]
+        gathers = [count + tail + more for count, more in zip(counts, before, strict=True)]
         # the host has upper bounds
         offset = max(max(own) // ratio + rng.choice([0, 0, 3]), 0) if entries else 0
         reach = max(count + min(one - count, window - 1) for count, one in zip(counts, own, strict=True))
