@@ -24,6 +24,7 @@ from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.keys import ChunkRows, DenseIndices, PageTable, RaggedIndices
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.testing.scenario import Scenario
+from dsv4attn.testing.world import tiny_geometry, v41_layouts
 from tests.backends._triton.cache.caches import DEVICE, LAYOUTS
 from tests.backends._triton.cache.test_gather import DEAD, Pages, bits
 from tests.backends._triton.engine import launching_nothing
@@ -249,3 +250,26 @@ def test_a_backend_with_a_gather_or_steps_of_its_own_has_them_called(own: str) -
         other: Any = make()
         setattr(other, own, getattr(ReferenceBackend(), own))
         assert other.prepare_rows is None, name
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_a_cut_prompt_of_v41_on_gathered_rows_equals_the_oracle(ratio: int) -> None:
+    """Behind a prefix, in chunks as small as the index matrix makes them, on records of two formats."""
+    geometry = tiny_geometry(num_heads=2, ratios=(ratio, 16))
+    kinds = v41_layouts(geometry)
+    scenario = Scenario(
+        kind="c4a",
+        geometry=geometry,
+        requests=[(11, 9), (0, 3)],
+        layout=kinds["v41"],
+        compressed_layout=kinds["v41-fp4"],
+        topk="garbage",
+        poison=0xFF,
+        device=DEVICE.type,
+    )
+    width = 5 * (geometry.window + geometry.index_topk)
+    problem = scenario.problem(ReferenceBackend())
+    problem = evolve(problem, limits=evolve(problem.limits, max_index_elements=width))
+    with small_rounds(dense, fill):
+        for make in {make().forms.prefill_indices: make for make in GATHERING.values()}.values():
+            scenario.compare(*problem.run(make()))
