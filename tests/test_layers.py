@@ -288,7 +288,7 @@ def test_a_file_holds_kernels_or_the_host_functions_that_launch_them() -> None:
 @pytest.mark.parametrize("mark", ["triton.jit", "gluon.jit", "stable_kernel", "stable_gluon", "triton.jit(debug=True)"])
 def test_a_kernel_beside_its_launcher_is_found(mark: str) -> None:
     launcher = backend_sources()["dsv4attn.backends._triton.cache.gather"]
-    public = {"dequantize_and_gather_k_cache", "dequant_gather_slots", "variants"}
+    public = {"block_of", "dequantize_and_gather_k_cache", "dequant_gather_slots", "variants"}
 
     assert set(mixture(f"{launcher}\n\n@{mark}\ndef planted(x):\n    return x\n")) == public
     assert mixture(f"# mypy: ignore-errors, allow-untyped-defs\n{launcher}") == ["untyped"]

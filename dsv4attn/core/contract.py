@@ -27,7 +27,7 @@ from attrs import frozen
 from dsv4attn.core.descriptor import API_VERSION, LAYER_PARTS, BackendInfo, Rank
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.index_ops import BuilderSteps, IndexStep, IndexSteps, MetadataExtension, RaggedSteps
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, PageTable, RaggedIndices
+from dsv4attn.core.keys import ChunkRows, DenseIndices, GatheredKeys, PagedKeys, PageTable, RaggedIndices
 from dsv4attn.core.layer_ops import LAYER_STEPS, LayerSteps
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from dsv4attn.core.caches import LayerCaches
     from dsv4attn.core.device import DeviceFacts
     from dsv4attn.core.geometry import ModelGeometry
     from dsv4attn.core.layout import PagedKVCache
@@ -51,9 +52,11 @@ __all__ = [
     "BackendDefaults",
     "BackendInfo",
     "BuilderSteps",
+    "ChunkRows",
     "CompleteBackend",
     "DenseIndices",
     "Extras",
+    "FillRows",
     "Forms",
     "GatheredKeys",
     "IndexForm",
@@ -65,6 +68,7 @@ __all__ = [
     "PageTable",
     "PagedKeys",
     "Phase",
+    "PrepareRows",
     "Products",
     "RaggedIndices",
     "RaggedSteps",
@@ -200,6 +204,12 @@ Run: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Sequen
 caches: one for each paged segment; not read where keys are gathered. The tensors have the signatures
 (`tensorspec.signature`) of those that the call was prepared with; q, out and lse may have more rows behind."""
 
+FillRows: TypeAlias = "Callable[[Tensor | None, LayerCaches], None]"
+"""A prepared filling of a chunk's rows and lists: `fill(topk_indices, caches)`, with tensors of the signatures of those
+that it was prepared with."""
+
+PrepareRows: TypeAlias = "Callable[[ChunkRows, Tensor | None, LayerCaches], FillRows]"
+
 
 class Backend(Protocol):
     """The kernels of a device. Core checks all arguments before it calls a method."""
@@ -313,6 +323,16 @@ class BackendDefaults(Protocol):
         attend: Callable[[AttentionCall], None] = getattr(self, phase.value)
         return lambda *addresses: attend(call.at(*addresses))
 
+    @cached_property
+    def prepare_rows(self) -> PrepareRows | None:
+        """`prepare_rows(chunk, topk_indices, caches)`: a step that fills all rows and lists of a gathered chunk.
+
+        It checks and plans for all layers of a kind in a step, and returns what fills; nothing is launched or written.
+        topk_indices: [t, K] int32 entry numbers of the chunk's tokens; None on window-only layers. None: core calls
+        `dequantize_and_gather_k_cache` and the index steps one by one (`gathered.fill_by_steps`, the definition).
+        """
+        return None
+
     def metadata_extension(
         self, geometry: ModelGeometry, limits: Limits, device: torch.device
     ) -> MetadataExtension | None:
@@ -342,6 +362,7 @@ def complete(backend: Backend) -> CompleteBackend:
 
 _OPTIONAL = (
     "prepare",
+    "prepare_rows",
     "builder_steps",
     "deterministic",
     "projects_fp8",

@@ -11,6 +11,7 @@ from torch.profiler import record_function
 
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.checks import check_call
+from dsv4attn.core.chunking import PrefillChunk
 from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.gathered import GatheredCall
 from dsv4attn.core.geometry import LayerGeometry
@@ -91,11 +92,19 @@ def _prepare(step: Step) -> Iterable[Part]:
     Memory is required for all of them first, so that a workspace that is too small raises before the first write. Where
     views are not reusable, a call is prepared just before it runs.
     """
-    of_chunk = GatheredCall if step.gathers else PagedCall.of_chunk
-    calls = [of_chunk(step, chunk) for chunk in step.chunks()]
+    calls = [_call_of(step, chunk) for chunk in step.chunks()]
     if step.metadata.swa.num_decode_tokens:
         calls.append(PagedCall.of_decode(step))
     for call in calls if len(calls) > 1 else ():
         call.require()
     parts = (call.prepare() for call in calls)
     return [*parts] if step.workspace.reusable else parts
+
+
+def _call_of(step: Step, chunk: PrefillChunk) -> GatheredCall | PagedCall:
+    """The call of a chunk, on rows or on pages: the only place that decides it.
+
+    All chunks of a step have the form that the backend declares. A rule by measured costs of a chunk belongs here;
+    the workspace plan of a backend that gathers has memory for rows.
+    """
+    return GatheredCall(step, chunk) if step.gathers else PagedCall.of_chunk(step, chunk)

@@ -1,23 +1,28 @@
-"""`GatheredCall`: a prefill chunk's keys are copied to contiguous rows, on which the backend's attention runs."""
+"""`GatheredCall`: a prefill chunk's keys are copied to contiguous rows, on which the backend's attention runs.
+
+`fill_by_steps` is the definition of `BackendDefaults.prepare_rows`, and what runs for backends without it.
+"""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.chunking import PrefillChunk, round_up
-from dsv4attn.core.contract import IndexForm, Phase
+from dsv4attn.core.contract import Backend, FillRows, IndexForm, Phase
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.index_ops import prepare_index_step
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PageTable, RaggedIndices
+from dsv4attn.core.keys import ChunkRows, DenseIndices, GatheredKeys, PageTable, RaggedIndices
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.prepared import Part
-from dsv4attn.core.step import INT, BackendCall, Rows, Step
+from dsv4attn.core.step import INT, BackendCall, Step
 from dsv4attn.core.workspace import BufferSpec
 from dsv4attn.core.workspace_plan import ragged_specs
 
-__all__ = ["GatheredCall"]
+__all__ = ["GatheredCall", "fill_by_steps"]
 
 
 class GatheredCall(BackendCall):
@@ -42,28 +47,37 @@ class GatheredCall(BackendCall):
         """Bind everything but the addresses that differ between layers."""
         step, chunk, layer, tokens = self.step, self._chunk, self.step.layer, self.tokens
         swa, compressed, backend = step.metadata.swa, step.metadata.compressed, step.backend
-        kv, combined, lens, per_request, own_starts, *views = self.views()
+        kv, combined, lens, lengths, own_starts, *views = self.views()
         n, rows = chunk.num_requests, chunk.entries + chunk.gather
         requests, first = slice(chunk.request_start, chunk.request_end), swa.num_decodes + chunk.request_start
-        seq_lens, gather_lens = swa.prefill_seq_lens[requests], swa.prefill_gather_lens[requests]
-        starts, valid = swa.query_start_loc[first : first + n + 1], swa.is_valid_token[tokens]
-        whole, entry_lens = (seq_lens, gather_lens, starts), per_request[2]
-        if chunk.is_slice:
-            seq_lens, gather_lens, starts = per_request[0], per_request[1], own_starts
-        window, entries = _page_table(step.caches.swa, swa.block_table[first : first + n]), None
+        entries = None
         if layer.kind is not LayerKind.SWA and compressed is not None and step.caches.compressed is not None:
             entries = _page_table(step.caches.compressed, compressed.block_table[first : first + n])
-        visible = None if compressed is None else compressed.compressed_lens[tokens]
-        numbers = step.local_entries(chunk)
-        indexer = layer.kind is LayerKind.C4A
-        keys: Rows = DenseIndices(combined, lens)
-        pack = None
-        if self._ragged:
-            flat, indptr = views.pop(0), views.pop(0)
-            build = backend.steps.build_ragged_indices_from_dense
-            pack = prepare_index_step(build, combined, lens, n * rows, out=(flat, indptr))
-            keys = RaggedIndices(flat, indptr, keys.width)
-        attend = self.attention(GatheredKeys(kv.view(n * rows, layer.head_dim), keys), views)
+        dense = DenseIndices(combined, lens)
+        ragged = RaggedIndices(views.pop(0), views.pop(0), dense.width) if self._ragged else None
+        gathered = ChunkRows(
+            kv=kv,
+            combined=dense,
+            ragged=ragged,
+            seq_lens=swa.prefill_seq_lens[requests],
+            gather_lens=swa.prefill_gather_lens[requests],
+            query_start_loc=swa.query_start_loc[first : first + n + 1],
+            tail=chunk.tail if chunk.is_slice else None,
+            visible_lens=None if compressed is None else compressed.compressed_lens[tokens],
+            is_valid=swa.is_valid_token[tokens],
+            swa=_page_table(step.caches.swa, swa.block_table[first : first + n]),
+            compressed=entries,
+            window=layer.window,
+            ratio=layer.compress_ratio,
+            topk=chunk.topk,
+            offset=chunk.entries,
+            lengths=lengths,
+            starts=own_starts,
+        )
+        numbers, indexer = step.local_entries(chunk), layer.kind is LayerKind.C4A
+        prepare = backend.prepare_rows or partial(fill_by_steps, backend)
+        fill = prepare(gathered, numbers, step.caches)
+        attend = self.attention(GatheredKeys(kv.view(n * rows, layer.head_dim), ragged or dense), views)
 
         def run(
             q: Tensor,
@@ -73,21 +87,7 @@ class GatheredCall(BackendCall):
             topk_indices: Tensor | None,
             caches: LayerCaches,
         ) -> None:
-            if chunk.is_slice:
-                _cut(whole, (seq_lens, gather_lens, starts), chunk, layer.window)
-            if entries is not None:
-                torch.div(seq_lens, layer.compress_ratio, rounding_mode="floor", out=entry_lens)
-            gather = backend.dequantize_and_gather_k_cache
-            if entries is not None and caches.compressed is not None:
-                gather(kv, caches.compressed, entry_lens, None, entries.block_table, 0)
-            gather(kv, caches.swa, seq_lens, gather_lens, window.block_table, chunk.entries)
-            chosen = topk_indices[tokens] if indexer and topk_indices is not None else numbers
-            sizes = layer.window, chunk.topk, rows, chunk.entries
-            lengths = visible, valid, starts, seq_lens, gather_lens
-            combine, to = backend.steps.combine_topk_swa_indices, (combined, lens)
-            combine(chosen, *lengths, *sizes, out=to, swa=window, compressed=entries)
-            if pack is not None:
-                pack(combined)
+            fill(topk_indices[tokens] if indexer and topk_indices is not None else numbers, caches)
             if tokens.start:
                 q, out, lse = q[tokens], out[tokens], None if lse is None else lse[tokens]
             attend(q, out, lse, attn_sink, ())
@@ -95,19 +95,55 @@ class GatheredCall(BackendCall):
         return Part(self.name, run)
 
 
+def fill_by_steps(backend: Backend, chunk: ChunkRows, topk_indices: Tensor | None, caches: LayerCaches) -> FillRows:
+    """Fill a chunk's rows and lists by the backend's gather and index steps, one after the other.
+
+    Arguments as those of `BackendDefaults.prepare_rows`.
+    """
+    seq_lens, gather_lens, starts = whole = chunk.seq_lens, chunk.gather_lens, chunk.query_start_loc
+    own_seq_lens, own_gather_lens, entry_lens = chunk.lengths
+    if chunk.tail is not None:
+        seq_lens, gather_lens, starts = own_seq_lens, own_gather_lens, chunk.starts
+    combined, swa, compressed, ragged = chunk.combined, chunk.swa, chunk.compressed, chunk.ragged
+    n, rows, _ = chunk.kv.shape
+    pack = None
+    if ragged is not None:
+        out = ragged.indices, ragged.indptr
+        build = backend.steps.build_ragged_indices_from_dense
+        pack = prepare_index_step(build, combined.indices, combined.lens, n * rows, out=out)
+    lengths = chunk.visible_lens, chunk.is_valid, starts, seq_lens, gather_lens
+    sizes = chunk.window, chunk.topk, rows, chunk.offset
+
+    def fill(topk_indices: Tensor | None, caches: LayerCaches) -> None:
+        if chunk.tail is not None:
+            most = combined.lens.shape[0] + chunk.window - 1
+            _cut(whole, (seq_lens, gather_lens, starts), chunk.tail, combined.lens.shape[0], most)
+        gather = backend.dequantize_and_gather_k_cache
+        if compressed is not None and caches.compressed is not None:
+            torch.div(seq_lens, chunk.ratio, rounding_mode="floor", out=entry_lens)
+            gather(chunk.kv, caches.compressed, entry_lens, None, compressed.block_table, 0)
+        gather(chunk.kv, caches.swa, seq_lens, gather_lens, swa.block_table, chunk.offset)
+        combine, to = backend.steps.combine_topk_swa_indices, (combined.indices, combined.lens)
+        combine(topk_indices, *lengths, *sizes, out=to, swa=swa, compressed=compressed)
+        if pack is not None:
+            pack(combined.indices)
+
+    return fill
+
+
 def _cut(
-    whole: tuple[Tensor, Tensor, Tensor], own: tuple[Tensor, Tensor, Tensor], chunk: PrefillChunk, window: int
+    whole: tuple[Tensor, Tensor, Tensor], own: tuple[Tensor, Tensor, Tensor], tail: int, tokens: int, most: int
 ) -> None:
     """Lengths, window rows and query starts of a slice of one request, from those of the whole one.
 
     Computed on the device: the host may have upper bounds.
     """
     (seq_lens, gather_lens, starts), (to_lens, to_rows, to_starts) = whole, own
-    torch.sub(seq_lens, chunk.tail, out=to_lens)
+    torch.sub(seq_lens, tail, out=to_lens)
     # no earlier than the request's own first row
-    torch.sub(gather_lens, chunk.tail, out=to_rows).clamp_(0, chunk.num_tokens + window - 1)
+    torch.sub(gather_lens, tail, out=to_rows).clamp_(0, most)
     to_starts.copy_(starts)
-    to_starts[1:].copy_(to_starts[:1]).add_(chunk.num_tokens)
+    to_starts[1:].copy_(to_starts[:1]).add_(tokens)
 
 
 def _page_table(cache: PagedKVCache, table: Tensor) -> PageTable:

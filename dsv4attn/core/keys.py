@@ -1,4 +1,4 @@
-"""Types of selected keys: dense or ragged indices, page tables, keys in pages or in gathered rows."""
+"""Types of selected keys: dense or ragged indices, page tables, keys in pages or in gathered rows, rows to gather."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from dsv4attn.core.layout import PagedKVCache
 
-__all__ = ["DenseIndices", "GatheredKeys", "PageTable", "PagedKeys", "RaggedIndices"]
+__all__ = ["ChunkRows", "DenseIndices", "GatheredKeys", "PageTable", "PagedKeys", "RaggedIndices"]
 
 # no slots in classes with an instance a call: construction of frozen classes with slots takes twice as long
 
@@ -86,3 +86,50 @@ class GatheredKeys:
 
     kv: Tensor
     rows: DenseIndices | RaggedIndices
+
+
+@frozen(slots=False, eq=False)
+class ChunkRows:
+    """The rows that a prefill chunk of n requests and t query tokens gathers, and the lists that name them.
+
+    kv: [n, M, D] in the layout's row dtype - receives the rows of request i in kv[i]: its compressed entries from row 0
+       on, then its window records from row `offset` on. A row of an absent record, or of none, is not written.
+    combined: indices [t, >= topk + window] and lens [t] - receive the list of each token: rows of kv, counted through
+       all requests, as `indices.combine_topk_swa_indices` makes them.
+    ragged: None, or the same lists once more, as `indices.build_ragged_indices_from_dense` makes them.
+    seq_lens: [n] int32 - tokens of each request after the step.
+    gather_lens: [n] int32 - trailing tokens of each request that its queries see through the window.
+    query_start_loc: [n + 1] int32 - where the query tokens of each request begin, from any base.
+    tail: None; or the chunk is a part of one request's query tokens, and `tail` of them come behind it. The request
+       then ends that much earlier, has t query tokens, and gathers gather_lens - tail window records, at least 0 and
+       at most t + window - 1.
+    visible_lens: [t] int32 - entries that each token sees; None on window-only layers.
+    is_valid: [t] bool - other tokens have empty lists.
+    swa: the blocks of the window cache.
+    compressed: the blocks of the compressed cache, of which a request gathers seq_len // ratio entries; None on
+       window-only layers.
+    window: W.
+    ratio: tokens per entry.
+    topk: columns of the lists that are set aside for entries.
+    offset: N - rows of a request before its window.
+    lengths: [3, n] int32 - scratch of any content.
+    starts: [n + 1] int32 - scratch of any content.
+    """
+
+    kv: Tensor
+    combined: DenseIndices
+    ragged: RaggedIndices | None
+    seq_lens: Tensor
+    gather_lens: Tensor
+    query_start_loc: Tensor
+    tail: int | None
+    visible_lens: Tensor | None
+    is_valid: Tensor
+    swa: PageTable
+    compressed: PageTable | None
+    window: int
+    ratio: int
+    topk: int
+    offset: int
+    lengths: Tensor
+    starts: Tensor

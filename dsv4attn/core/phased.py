@@ -37,7 +37,8 @@ class PhasedBackend(BackendDefaults):
 
     Index steps, insert, output projection and the steps around attention run on the decode backend in both phases: a
     captured decode step contains them, and only the decode backend's `support` covers capture. Gathering runs on the
-    prefill backend, which reads the gathered keys. The cache layout makes sure that both read and write the same bytes.
+    prefill backend, which reads the gathered keys, and with its `prepare_rows` so do the lists of a gathered chunk. The
+    cache layout makes sure that both read and write the same bytes.
     """
 
     def __init__(self, decode: Backend, prefill: Backend) -> None:
@@ -58,6 +59,7 @@ class PhasedBackend(BackendDefaults):
         self.qnorm_rope_kv_insert = decode.qnorm_rope_kv_insert
         self.inv_rope_o_proj = decode.inv_rope_o_proj
         self.dequantize_and_gather_k_cache = prefill.dequantize_and_gather_k_cache
+        self.prepare_rows = self._prefill.prepare_rows
         self.decode, self.prefill = decode.decode, prefill.prefill
         self._both = [self._decode] if decode is prefill else [self._decode, self._prefill]
 

@@ -25,6 +25,7 @@ from dsv4attn.testing.cases_nan import nan_cases
 from dsv4attn.testing.cases_projection import projection_cases
 from dsv4attn.testing.cases_v41 import v41_cases
 from dsv4attn.testing.codes import Codes, gathers_every_code
+from dsv4attn.testing.filling import fills
 from dsv4attn.testing.gathering import gathers, gathers_long
 from dsv4attn.testing.scenes import KINDS, call, flash, layout, rows, step
 
@@ -105,6 +106,10 @@ def cache_cases() -> Iterator[Case]:
         says = f"records of {cache} pages of {page} are gathered bit for bit, into their own rows only"
         scene = rows(cache, page=page, blocks=4, shelf=Shelf(page, 4608))
         yield _cache(f"gather-{cache}-{page}", "R1 R2 R3 C4", says, scene, gathers)
+    for cache, page in (("ocp", 16), ("fp32", 2), ("v41-fp4", 4)):
+        says = f"rows and lists of a chunk are those of {cache} pages of {page}, of whole requests and of parts"
+        scene = rows(cache, page=page, kind=LayerKind.C4A, geometry=flash("c4a"), shelf=Shelf(page, 4608), blocks=5)
+        yield _cache(f"fill-{cache}-{page}", "R5", says, scene, fills)
     says = "records behind the table, before the first position or past the output are absent, whatever lengths say"
     yield _cache("beyond-gather", "R3 R4", says, rows(page=4, blocks=4), gathers_within)
     for cache in ("ocp", "fnuz", "interleaved", "v41"):

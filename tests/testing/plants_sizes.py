@@ -12,8 +12,10 @@ from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core import indices
-from dsv4attn.core.contract import AttentionCall
-from dsv4attn.core.keys import DenseIndices, GatheredKeys
+from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.contract import AttentionCall, FillRows
+from dsv4attn.core.gathered import fill_by_steps
+from dsv4attn.core.keys import ChunkRows, DenseIndices, GatheredKeys
 from dsv4attn.core.layout import PagedKVCache
 from tests.testing.plants import attend
 
@@ -193,3 +195,26 @@ class Partial(ReferenceBackend):
             o = o.clone()
             o[512:] = 0
         return super().inv_rope_o_proj(o, positions, table, wo_a, num_groups)
+
+
+class Hasty(ReferenceBackend):
+    """A step of its own for a chunk, with a slip."""
+
+    def __init__(self, slip: str) -> None:
+        super().__init__(prefill_indices="ragged")
+        self.slip = slip
+        self.prepare_rows = self._prepare_rows
+
+    def _prepare_rows(self, chunk: ChunkRows, topk_indices: Tensor | None, caches: LayerCaches) -> FillRows:
+        if self.slip == "a part is whole":
+            chunk = attrs.evolve(chunk, tail=None)
+        if self.slip == "entries of the whole request" and chunk.tail:
+            chunk = attrs.evolve(chunk, ratio=max(chunk.ratio // 2, 1))
+        if self.slip == "no blocks of entries":
+            chunk = attrs.evolve(chunk, compressed=None)
+        if self.slip == "no ragged lists":
+            chunk = attrs.evolve(chunk, ragged=None)
+        fill = fill_by_steps(self, chunk, topk_indices, caches)
+        if self.slip == "the first layer's entries":
+            return lambda _, caches: fill(topk_indices, caches)
+        return fill

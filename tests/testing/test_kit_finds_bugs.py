@@ -17,7 +17,7 @@ from dsv4attn.testing.subject import Subject
 from tests.testing import plants, plants_shared, plants_sizes, plants_weights
 from tests.testing.plants import Careless, Scratch, calls, paged, with_caches, with_rows, with_top
 from tests.testing.plants_shared import Slots
-from tests.testing.plants_sizes import Partial
+from tests.testing.plants_sizes import Hasty, Partial
 
 # a plant, the cases it is tried on, the clauses that must fail, and those that must still pass.
 PLANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
@@ -101,6 +101,11 @@ UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
     "32 requests of a gather": (lambda: Partial("32 requests of a gather"), "gather-requests,requests-prefill"),
     "1024 records of a gather": (lambda: Partial("1024 records of a gather"), "gather-long"),
     "1024 blocks of a gather": (lambda: Partial("1024 blocks of a gather"), "gather-long"),
+    "a part is whole": (lambda: Hasty("a part is whole"), "fill-ocp-16,fill-fp32-2,fill-v41-fp4-4"),
+    "entries of the whole request": (lambda: Hasty("entries of the whole request"), "fill-ocp-16,fill-v41-fp4-4"),
+    "no blocks of entries": (lambda: Hasty("no blocks of entries"), "fill-fp32-2"),
+    "no ragged lists": (lambda: Hasty("no ragged lists"), "fill-ocp-16"),
+    "the first layer's entries": (lambda: Hasty("the first layer's entries"), "fill-ocp-16"),
     "1024 blocks of a table": (
         lambda: plants_sizes.steps(lambda table: table[:, :1024], "block_table"),
         "million-c4a,million-c128a",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.attention import attend
-from dsv4attn.backends._triton.cache import gather, insert
+from dsv4attn.backends._triton.cache import fill, gather, insert
 from dsv4attn.backends._triton.cache.records import row_alignments
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import builder, dense
@@ -30,6 +30,7 @@ from dsv4attn.core.contract import (
     KeyForm,
     LayerSteps,
     Phase,
+    PrepareRows,
     Run,
 )
 from dsv4attn.core.device import DeviceFacts
@@ -118,6 +119,12 @@ class TritonBackend(BackendDefaults):
     qnorm_rope_kv_insert = staticmethod(insert.qnorm_rope_kv_insert)
     dequantize_and_gather_k_cache = staticmethod(gather.dequantize_and_gather_k_cache)
 
+    @cached_property
+    def prepare_rows(self) -> PrepareRows | None:
+        """See `contract.BackendDefaults`. Subclasses with a gather or index steps of their own have those called."""
+        own = self.dequantize_and_gather_k_cache is gather.dequantize_and_gather_k_cache and self.steps is dense
+        return fill.prepare_rows if own else None
+
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         """See `contract.BackendDefaults`. One kernel for both phases; it takes gathered rows too."""
         if phase is Phase.PREFILL:
@@ -153,10 +160,15 @@ class TritonBackend(BackendDefaults):
         promised = {"aligned": bounds.aligned, "aligned_rows": bounds.aligned_rows}
         for layer in bounds.layers:
             yield from builder.variants(layer.window, device.arch)
-            for layout, _ in bounds.caches(layer):
+            layouts = [layout for layout, _ in bounds.caches(layer)]
+            for layout in layouts:
                 heads, norm = layer.num_heads, layer.q_norm
                 yield from insert.variants(layout, heads, bounds.q_dtype, **promised, norm=norm, arch=device.arch)
                 yield from gather.variants(layout, **promised)
+            if self.forms.prefill_keys is KeyForm.GATHERED and self.prepare_rows is not None:
+                ragged = self.forms.prefill_indices is IndexForm.RAGGED
+                entries = layouts[1] if len(layouts) > 1 else None
+                yield from fill.variants(layouts[0], entries, ragged=ragged, aligned=bounds.aligned)
             dims = layer.num_heads, layer.nope_dim, layer.rope_dim, bounds.num_groups, bounds.o_lora_rank
             for dtype in bounds.wo_a_dtypes:
                 yield from projection.variants(

@@ -18,6 +18,7 @@ from attrs import asdict, evolve
 from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.attention.attend import Segment
+from dsv4attn.backends._triton.cache import fill
 from dsv4attn.backends._triton.compiling.aot import Resources, cross_compile
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
@@ -54,6 +55,8 @@ def forms(row: Tuning) -> Iterator[tuple[str, Variant]]:
                 elif (heads, name) == (HEADS[0], "decode both"):
                     yield variant.name, variant
     for variant in ragged.variants():
+        yield variant.name, variant
+    for variant in fill.variants(KVCacheLayout.fp8_ds_mla(), KVCacheLayout.fp8_ds_mla(), ragged=True):
         yield variant.name, variant
     for variant in projection.variants(64, NOPE, ROPE, 8, 1024, torch.bfloat16, torch.bfloat16):
         yield f"{variant.name}, {dict(variant.constants)['BLOCK_M']} tokens", variant

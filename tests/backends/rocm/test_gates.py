@@ -31,6 +31,7 @@ BLOCKS = {
     "prefill gathered, 64 heads": (1, 1),
     "reduce": (8, 8),
     "pack_kernel": (8, 8),
+    "fill_kernel": (8, 8),
     "ragged_translate_kernel": (8, 8),
     "project_kernel, 16 tokens": (1, 2),
     "project_kernel, 64 tokens": (1, 2),

@@ -1,4 +1,4 @@
-"""Limits that the room's own kernels break on devices that are not here, as JSON.
+"""Limits that the room's own kernels, and its fill of a chunk, break on devices that are not here, as JSON.
 
 Run as a program: a process that interprets kernels cannot compile them.
 """
@@ -10,6 +10,7 @@ import sys
 
 import torch
 
+from dsv4attn.backends._triton.cache import fill
 from dsv4attn.backends._triton.compiling.aot import compile_all
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends.xpu import launch, vllm_api
@@ -20,7 +21,8 @@ def outcomes(target: str) -> list[list[str]]:
     """For each kernel, the limits that it breaks."""
     (gathering,) = launch.variants(KVCacheLayout.fp8_ds_mla(), second=True)
     *_, attending = vllm_api.variants(128, 512, 576, torch.bfloat16)
-    made = compile_all([gathering, attending], TARGETS[target])
+    (filling,) = fill.variants(KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp4(), ragged=False)
+    made = compile_all([gathering, attending, filling], TARGETS[target])
     return [[outcome.variant.name, *map(str, outcome.reasons)] for outcome in made]
 
 

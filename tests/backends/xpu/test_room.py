@@ -134,7 +134,7 @@ def test_nothing_is_launched_that_was_not_announced(form: str) -> None:
         names |= {variant.name for variant in seen}
 
     assert ("gather_selected" in names) == (form == "gathered")
-    assert {"attention", "gather_kernel", "qnorm_rope_kv_insert_kernel"} <= names
+    assert {"attention", "fill_kernel", "qnorm_rope_kv_insert_kernel"} <= names
 
 
 def test_only_the_chosen_form_of_decode_is_announced() -> None:
@@ -168,7 +168,7 @@ def test_its_own_kernels_fit_devices_that_are_not_here() -> None:
     told = json.loads(done.stdout)
     assert set(told) == {"sm_80", "gfx942"}
     for outcomes in told.values():
-        assert {tuple(outcome) for outcome in outcomes} == {("gather_selected",), ("attend_leading_values",)}
+        assert {tuple(one) for one in outcomes} == {("gather_selected",), ("attend_leading_values",), ("fill_kernel",)}
 
 
 # what the host does

@@ -27,7 +27,7 @@ from dsv4attn.backends._triton.launching.runtime import launch
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
 
-__all__ = ["dequant_gather_slots", "dequantize_and_gather_k_cache", "variants"]
+__all__ = ["block_of", "dequant_gather_slots", "dequantize_and_gather_k_cache", "variants"]
 
 TILE, MOST, WARPS = 4096, 32, 4
 """Values that a program copies (eight of the model's records), the most records of a program, and its warps."""
@@ -74,9 +74,14 @@ def dequant_gather_slots(out: Tensor, cache: PagedKVCache, slots: Tensor) -> Non
 
 
 @cache
+def block_of(layout: KVCacheLayout) -> int:
+    """Records that a program copies."""
+    return min(max(TILE // int(triton.next_power_of_2(layout.head_dim)), 1), MOST)
+
+
+@cache
 def _constants(layout: KVCacheLayout, rows: int, records: int) -> dict[str, Any]:
-    block = min(max(TILE // triton.next_power_of_2(layout.head_dim), 1), MOST)
-    return {"BLOCK_R": block, "ROW_ALIGNED": rows, "ALIGNED": records, **record_constants(layout)}
+    return {"BLOCK_R": block_of(layout), "ROW_ALIGNED": rows, "ALIGNED": records, **record_constants(layout)}
 
 
 def variants(layout: KVCacheLayout, *, aligned: bool = True, aligned_rows: bool = True) -> Iterator[Variant]:

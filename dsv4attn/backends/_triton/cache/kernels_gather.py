@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dsv4attn.backends._triton.index_ops.kernels_common import cut_lengths
+from dsv4attn.backends._triton.index_ops.kernels_ragged import pack_rows
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import cast, decode_e2m1, dequantize
 
@@ -63,6 +65,32 @@ def copy_records(
         tl.store(at, cast(value, dtype, EXACT_CASTS), mask=written[:, None] & (column < ROPE))
 
 
+@triton.jit
+def copy_tile(
+    rows_of, CACHE, blocks, first, seq_len, count, rows, row_stride, table_width, num_blocks, block_size,
+    page_stride, data_stride, scale_offset, scale_stride, BLOCK_R: tl.constexpr, ROW_ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr,
+    FP4: tl.constexpr, FNUZ: tl.constexpr, EXACT_CASTS: tl.constexpr,
+):  # fmt: skip
+    """Copy BLOCK_R of a request's last `count` records, of seq_len >= 0, from number `first` of them on.
+
+    rows_of: where their first row begins, of which there are `rows`. blocks: [table_width] int32 of the request.
+    """
+    if first < count:
+        # [R]
+        row = first + tl.arange(0, BLOCK_R)
+        position = seq_len - count + row
+        column = position // block_size
+        wanted = (row < count) & (row < rows) & (position >= 0) & (column < table_width)
+        block = tl.load(blocks + column, mask=wanted, other=-1)
+        exists = wanted & (block >= 0) & (block < num_blocks)
+        target = tl.multiple_of(rows_of + row.to(tl.int64) * row_stride, ROW_ALIGNED)
+        copy_records(
+            target, exists, CACHE, block.to(tl.int64), (position % block_size).to(tl.int64), exists,
+            page_stride, data_stride, scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, FP4, FNUZ, EXACT_CASTS,
+        )  # fmt: skip
+
+
 @stable_kernel
 def gather_kernel(
     OUT,  # [n, offset + rows, NOPE + ROPE]
@@ -85,19 +113,12 @@ def gather_kernel(
     count = seq_len
     if GATHER_LENS is not None:
         count = tl.load(GATHER_LENS + request)
-    if first < count:
-        # [R]
-        row = first + tl.arange(0, BLOCK_R)
-        position = seq_len - count + row
-        column = position // block_size
-        wanted = (row < count) & (row < rows) & (position >= 0) & (column < table_width)
-        block = tl.load(BLOCK_TABLE + request * table_stride + column, mask=wanted, other=-1)
-        exists = wanted & (block >= 0) & (block < num_blocks)
-        target = tl.multiple_of(OUT + request * out_stride + (offset + row).to(tl.int64) * row_stride, ROW_ALIGNED)
-        copy_records(
-            target, exists, CACHE, block.to(tl.int64), (position % block_size).to(tl.int64), exists,
-            page_stride, data_stride, scale_offset, scale_stride, ALIGNED, NOPE, ROPE, GROUP, FP4, FNUZ, EXACT_CASTS,
-        )  # fmt: skip
+    copy_tile(
+        OUT + request * out_stride + offset.to(tl.int64) * row_stride, CACHE, BLOCK_TABLE + request * table_stride,
+        first, seq_len, count, rows, row_stride, table_width, num_blocks, block_size,
+        page_stride, data_stride, scale_offset, scale_stride,
+        BLOCK_R, ROW_ALIGNED, ALIGNED, NOPE, ROPE, GROUP, FP4, FNUZ, EXACT_CASTS,
+    )  # fmt: skip
 
 
 @stable_kernel
@@ -122,3 +143,70 @@ def gather_slots_kernel(
         (slot % block_size).to(tl.int64), exists, page_stride, data_stride, scale_offset, scale_stride,
         ALIGNED, NOPE, ROPE, GROUP, FP4, FNUZ, EXACT_CASTS,
     )  # fmt: skip
+
+
+@stable_kernel
+def fill_kernel(
+    OUT,  # [n, offset + window_rows, D]
+    ENTRIES,  # pages of the compressed cache, as CACHE above, or None
+    CACHE,  # pages of the window cache
+    SEQ_LENS,  # [n] int32
+    GATHER_LENS,  # [n] int32
+    ENTRY_TABLE,  # [n, entry_width] int32, None where ENTRIES is
+    BLOCK_TABLE,  # [n, table_width] int32
+    FLAT,  # ragged lists, or None
+    INDPTR,  # [tokens + 1] int32, None where FLAT is
+    ROWS,  # [tokens, width] int32, None where FLAT is
+    LENS,  # [tokens] int32, None where FLAT is
+    offset: tl.int32, window_rows: tl.int32, out_stride: tl.int64, row_stride: tl.int64,
+    tail: tl.int32, slice_tokens: tl.int32, window: tl.int32, ratio: tl.int32,
+    entry_stride: tl.int64, entry_width: tl.int32, entry_blocks: tl.int32, entry_block_size: tl.int32,
+    entry_page_stride: tl.int64, entry_data_stride: tl.int64,
+    entry_scale_offset: tl.int64, entry_scale_stride: tl.int64,
+    table_stride: tl.int64, table_width: tl.int32, num_blocks: tl.int32, block_size: tl.int32,
+    page_stride: tl.int64, data_stride: tl.int64, scale_offset: tl.int64, scale_stride: tl.int64,
+    packers: tl.int32, group: tl.int32, tokens: tl.int32, width: tl.int32, rows_stride: tl.int64, num_slots: tl.int64,
+    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, ROW_ALIGNED: tl.constexpr, EXACT_CASTS: tl.constexpr,
+    ALIGNED: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, GROUP: tl.constexpr,
+    FP4: tl.constexpr, FNUZ: tl.constexpr,
+    ENTRY_ALIGNED: tl.constexpr, ENTRY_NOPE: tl.constexpr, ENTRY_ROPE: tl.constexpr, ENTRY_GROUP: tl.constexpr,
+    ENTRY_FP4: tl.constexpr, ENTRY_FNUZ: tl.constexpr,
+):  # fmt: skip
+    """Grid: (packers + n * (ceil(offset / BLOCK_R) + ceil(window_rows / BLOCK_R)),): all of a chunk behind its lists.
+
+    The first programs pack `group` dense lists each; the others copy BLOCK_R rows of one request, entries, which begin
+    at row 0, or window records, which begin at `offset`. tail, slice_tokens: of `cut_lengths`. ENTRY_*: of ENTRIES.
+    """
+    tile = tl.program_id(0) - packers
+    if FLAT is not None:  # noqa: SIM102 - a constant
+        if tile < 0:
+            first = tl.program_id(0) * group
+            pack_rows(FLAT, INDPTR, ROWS, LENS, first, group, tokens, rows_stride, width, num_slots, BLOCK)
+    if tile >= 0:
+        entry_tiles = tl.cdiv(offset, BLOCK_R)
+        tiles = entry_tiles + tl.cdiv(window_rows, BLOCK_R)
+        request = (tile // tiles).to(tl.int64)
+        first = tile % tiles
+        rows_of = OUT + request * out_stride
+        seq_len, gather_len = cut_lengths(
+            tl.load(SEQ_LENS + request), tl.load(GATHER_LENS + request), tail, slice_tokens, window
+        )
+        # a request of negative length has no records, and no position overflows
+        seq_len = tl.maximum(seq_len, 0)
+        if ENTRIES is not None:  # noqa: SIM102 - a constant
+            if first < entry_tiles:
+                entries = seq_len // ratio
+                copy_tile(
+                    rows_of, ENTRIES, ENTRY_TABLE + request * entry_stride, first * BLOCK_R, entries, entries, offset,
+                    row_stride, entry_width, entry_blocks, entry_block_size,
+                    entry_page_stride, entry_data_stride, entry_scale_offset, entry_scale_stride,
+                    BLOCK_R, ROW_ALIGNED, ENTRY_ALIGNED, ENTRY_NOPE, ENTRY_ROPE, ENTRY_GROUP,
+                    ENTRY_FP4, ENTRY_FNUZ, EXACT_CASTS,
+                )  # fmt: skip
+        if first >= entry_tiles:
+            copy_tile(
+                rows_of + offset.to(tl.int64) * row_stride, CACHE, BLOCK_TABLE + request * table_stride,
+                (first - entry_tiles) * BLOCK_R, seq_len, gather_len, window_rows,
+                row_stride, table_width, num_blocks, block_size, page_stride, data_stride, scale_offset, scale_stride,
+                BLOCK_R, ROW_ALIGNED, ALIGNED, NOPE, ROPE, GROUP, FP4, FNUZ, EXACT_CASTS,
+            )  # fmt: skip

@@ -20,7 +20,7 @@ from dsv4attn.backends._triton.index_ops.ragged import (
     compute_global_topk_ragged_indices_and_indptr,
 )
 from dsv4attn.backends._triton.launching.dependent import overlaps
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch, architecture, launch
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch, architecture
 from dsv4attn.core.index_ops import IndexStep
 from dsv4attn.core.keys import PageTable
 from dsv4attn.core.tensorspec import check_strides
@@ -30,6 +30,7 @@ __all__ = [
     "combine_topk_swa_indices",
     "compute_global_topk_indices_and_lens",
     "compute_global_topk_ragged_indices_and_indptr",
+    "prepare_combine",
     "transient_bytes",
     "variants",
 ]
@@ -90,21 +91,46 @@ def combine_topk_swa_indices(
     compressed: PageTable | None = None,
 ) -> None:
     """See `core.indices`."""
-    indices, lens = out
+    lengths = visible_lens, is_valid, query_start_loc, seq_lens, gather_lens
+    tables, sizes = (compressed, swa), (window, topk, rows, offset)
+    prepare_combine(topk_indices, lengths, sizes, tables, out)(topk_indices)
+
+
+def prepare_combine(
+    topk_indices: Tensor | None,
+    lengths: tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor],
+    sizes: tuple[int, int, int, int],
+    tables: tuple[PageTable | None, PageTable | None],
+    out: tuple[Tensor, Tensor],
+    *,
+    tail: int | None = None,
+) -> Callable[[Tensor | None], None]:
+    """`combine_topk_swa_indices` prepared, which `run(topk_indices)` launches; also of a part of one request.
+
+    lengths: visible_lens, is_valid, query_start_loc, seq_lens, gather_lens. sizes: window, topk, rows, offset. tables:
+    compressed, swa. tail: of `keys.ChunkRows`.
+    """
+    (indices, lens), (visible_lens, *vectors), (compressed, swa) = out, lengths, tables
     check_strides(written=("indices",), indices=indices, lens=lens)
-    (tokens, width), num_reqs = indices.shape, seq_lens.shape[0]
-    if topk_indices is None or visible_lens is None or not topk:
-        topk_indices = visible_lens = compressed = None
-        chosen: tuple[int, ...] = (0, 0, 0, 0)
-    else:
+    (tokens, width), num_reqs = indices.shape, lengths[3].shape[0]
+    chosen: tuple[int, ...] = (0, 0, 0, 0)
+    absent = topk_indices is None or visible_lens is None or not sizes[1]
+    if absent:
+        visible_lens = compressed = None
+    elif topk_indices is not None and visible_lens is not None:
         chosen = *topk_indices.stride(), topk_indices.shape[1], visible_lens.stride(0)
-    tables = [None if pages is None else pages.block_table for pages in (compressed, swa)]
-    vectors = is_valid, query_start_loc, seq_lens, gather_lens
-    pointers = indices, lens, topk_indices, visible_lens, *vectors, *tables
-    sizes = num_reqs, depth_of(num_reqs), window, topk, rows, offset
+    blocks = [None if pages is None else pages.block_table for pages in (compressed, swa)]
     strides = [vector.stride(0) for vector in vectors]
-    numbers = indices.stride(0), width, *chosen, *strides, *sizes, *_numbers_of(compressed), *_numbers_of(swa)
-    launch(combine_kernel, (tokens if num_reqs else 0,), (*pointers, *numbers), CONSTANTS)
+    numbers = indices.stride(0), width, *chosen, *strides, num_reqs, depth_of(num_reqs), *sizes
+    cut = (0, -1) if tail is None else (tail, tokens)
+    launch = Launch(combine_kernel, CONSTANTS, (*numbers, *_numbers_of(compressed), *_numbers_of(swa), *cut))
+    programs = tokens if num_reqs else 0
+
+    def run(topk_indices: Tensor | None) -> None:
+        first = None if absent else topk_indices
+        launch(programs, (indices, lens, first, visible_lens, *vectors, *blocks))
+
+    return run
 
 
 def _numbers_of(pages: PageTable | None) -> tuple[int, ...]:

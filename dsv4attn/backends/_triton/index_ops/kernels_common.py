@@ -1,4 +1,4 @@
-"""Functions that several index kernels call: the request of a token, and the slots of records."""
+"""Functions that several index kernels call: requests of tokens, slots of records, lengths of a part of a request."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -41,3 +41,13 @@ def slots_of(records, visible, blocks, stride, num_columns, block_size):
     # in 64 bits: a garbage block times the block size may wrap around to a slot that exists
     slot = block.to(tl.int64) * block_size + record % block_size
     return tl.where((block >= 0) & (slot <= 0x7FFFFFFF), slot, -1)
+
+
+@triton.jit
+def cut_lengths(seq_len, gather_len, tail, slice_tokens, window):
+    """(seq_len, gather_len) of a request (int32) as far as a chunk has it, see `keys.ChunkRows`.
+
+    slice_tokens: query tokens of a part of the request, `tail` of them come behind it; -1 with tail 0 for all of it.
+    """
+    cut = tl.minimum(tl.maximum(gather_len - tail, 0), slice_tokens + window - 1)
+    return seq_len - tail, tl.where(slice_tokens >= 0, cut, gather_len)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from dsv4attn.backends._triton.index_ops.kernels_common import request_of, slots_of
+from dsv4attn.backends._triton.index_ops.kernels_common import cut_lengths, request_of, slots_of
 from dsv4attn.backends._triton.launching.kernels_dependent import take_over
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
@@ -65,12 +65,12 @@ def combine_kernel(
     entry_stride: tl.int64, entry_column_stride: tl.int64, entry_columns: tl.int32,
     entry_block_size: tl.int32, entry_slots: tl.int64,
     swa_stride: tl.int64, swa_column_stride: tl.int64, swa_columns: tl.int32,
-    swa_block_size: tl.int32, swa_slots: tl.int64,
+    swa_block_size: tl.int32, swa_slots: tl.int64, tail: tl.int32, slice_tokens: tl.int32,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T,). The rows of one token: visible entries, moved together, then its window, then -1.
 
-    entry_table, swa_table: None where slots are not to be looked at.
+    entry_table, swa_table: None where slots are not to be looked at. tail, slice_tokens: of `cut_lengths`.
     """
     token, base = tl.program_id(0), tl.load(starts)
     request = request_of(token, starts, starts_stride, base, num_reqs, depth).to(tl.int64)
@@ -95,9 +95,13 @@ def combine_kernel(
             tl.store(row + place, (first_row + entry).to(tl.int32), mask=keep & (place < most_entries))
             taken += tl.sum(keep.to(tl.int32), 0)
         taken = tl.minimum(taken, most_entries)
-    seq_len = tl.load(seq_lens + request * seq_stride)
-    gather_start = seq_len - tl.load(gather_lens + request * gather_stride)
-    position = token + (seq_len - (tl.load(starts + (request + 1) * starts_stride) - base))
+    seq_len, gather_len = cut_lengths(
+        tl.load(seq_lens + request * seq_stride), tl.load(gather_lens + request * gather_stride),
+        tail, slice_tokens, window,
+    )  # fmt: skip
+    gather_start = seq_len - gather_len
+    end = tl.load(starts + (request + 1) * starts_stride) - base
+    position = token + (seq_len - tl.where(slice_tokens >= 0, slice_tokens, end))
     # no position before the first one that is gathered
     near = tl.minimum(position + 1 - tl.maximum(gather_start, 0), window)
     count = tl.where(valid, tl.maximum(near, 0), 0).to(tl.int32)

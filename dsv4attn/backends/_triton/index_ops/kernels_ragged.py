@@ -40,20 +40,55 @@ def scan_kernel(
 
 
 @triton.jit
+def length_before(row, lens, stride, width, BLOCK: tl.constexpr):
+    """Entries of all rows before one. lens: [rows] int32, `stride` apart."""
+    before = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, row, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        before += length_of(lens, other, other < row, stride, width)
+    return tl.sum(before, 0)
+
+
+@triton.jit
 def span_of(row, rows, scanned, indptr, lens, stride, width, BLOCK: tl.constexpr):
     """Where a row begins, int64, and its length; stored to indptr unless that is scanned. No rows: nothing is.
 
     indptr: [rows + 1] int32. lens: [rows] int32, `stride` apart.
     """
-    before = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, tl.where(scanned != 0, 0, row), BLOCK):
-        other = start + tl.arange(0, BLOCK)
-        before += length_of(lens, other, other < row, stride, width)
-    begin = tl.sum(before, 0) + tl.load(indptr + row, mask=(scanned != 0) & (row < rows), other=0)
+    begin = length_before(tl.where(scanned != 0, 0, row), lens, stride, width, BLOCK)
+    begin += tl.load(indptr + row, mask=(scanned != 0) & (row < rows), other=0)
     length = length_of(lens, row, row < rows, stride, width)
     tl.store(indptr, 0, mask=(scanned == 0) & (row == 0))
     tl.store(indptr + row + 1, begin + length, mask=(scanned == 0) & (row < rows))
     return begin.to(tl.int64), length
+
+
+@triton.jit
+def pack_row(to, source, length, column_stride, num_slots, BLOCK: tl.constexpr):
+    """Copy the leading columns of a dense row; -1 for values outside [0, num_slots)."""
+    for start in range(0, length, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        entry = tl.load(source + column.to(tl.int64) * column_stride, mask=column < length, other=-1)
+        tl.store(to + column, tl.where(entry < num_slots, tl.maximum(entry, -1), -1), mask=column < length)
+
+
+@triton.jit
+def pack_rows(
+    flat, indptr, indices, lens, first, count, rows, row_stride, width, num_slots, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Pack rows first .. first + count - 1 of dense ones [rows, width]; their lengths lie side by side.
+
+    Sums the lengths of all rows before them, and stores where each row ends.
+    """
+    begin = length_before(first, lens, 1, width, BLOCK)
+    tl.store(indptr, 0, mask=first == 0)
+    source = indices + first.to(tl.int64) * row_stride
+    for row in range(first, tl.minimum(first + count, rows)):
+        length = tl.minimum(tl.maximum(tl.load(lens + row), 0), width)
+        pack_row(flat + begin.to(tl.int64), source, length, 1, num_slots, BLOCK)
+        begin += length
+        source += row_stride
+        tl.store(indptr + row + 1, begin)
 
 
 @stable_kernel
@@ -69,11 +104,7 @@ def pack_kernel(
     """Grid: (max(T, 1),). A dense row's leading columns, as they are. scanned: whether indptr is there already."""
     row = tl.program_id(0)
     begin, length = span_of(row, rows, scanned, indptr, lens, lens_stride, width, BLOCK)
-    for start in range(0, length, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        place = indices + row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
-        entry = tl.load(place, mask=column < length, other=-1)
-        tl.store(flat + begin + column, tl.where(entry < num_slots, tl.maximum(entry, -1), -1), mask=column < length)
+    pack_row(flat + begin, indices + row.to(tl.int64) * row_stride, length, column_stride, num_slots, BLOCK)
 
 
 @stable_kernel

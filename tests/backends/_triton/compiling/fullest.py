@@ -61,7 +61,7 @@ CASES = {
     "sm_121": Case("sm120", model="pro", dtype="e4m3fnuz"),
     "gfx90a": Case("rocm", dtype="e4m3fnuz"),
     "gfx942": Case("rocm", model="pro", dtype="e4m3fnuz"),
-    "gfx950": Case("rocm"),
+    "gfx950": Case("rocm", others=("fill_kernel",)),
     "gfx1100": Case("rocm", cut=False, gathered=True, others=("project_kernel",)),
     "gfx1151": Case("triton", model="pro"),
     "gfx1201": Case("rocm", model="pro", others=("project_kernel",)),

@@ -1,0 +1,125 @@
+"""`prepare_rows`: all rows and lists of a gathered prefill chunk in two launches.
+
+The first, `combine_kernel`, makes the list of each token. The second, `fill_kernel`, copies the records of both caches,
+and packs the lists where a backend takes ragged ones. `core.gathered.fill_by_steps` is the definition: results are
+equal, byte by byte. What depends on metadata alone is computed where it is used, in both kernels: there is no plan that
+another launch would have to make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+
+import triton
+from torch import Tensor
+
+from dsv4attn.backends._triton.cache.gather import block_of
+from dsv4attn.backends._triton.cache.kernels_gather import fill_kernel
+from dsv4attn.backends._triton.cache.records import (
+    alignment_of_records,
+    alignment_of_rows,
+    record_alignments,
+    record_constants,
+    record_strides,
+    row_alignments,
+)
+from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.index_ops.common import CONSTANTS
+from dsv4attn.backends._triton.index_ops.dense import prepare_combine
+from dsv4attn.backends._triton.launching.runtime import Constants, Launch
+from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.contract import FillRows
+from dsv4attn.core.keys import ChunkRows, PageTable
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.tensorspec import check_strides
+
+__all__ = ["prepare_rows", "variants"]
+
+WARPS = 4
+PACKERS = 4096
+"""Most programs that pack lists. Each sums the lengths of all lists before its own, so that time in sums grows with
+PACKERS times the lists, and there is no launch for the sums."""
+
+
+def prepare_rows(chunk: ChunkRows, topk_indices: Tensor | None, caches: LayerCaches) -> FillRows:
+    """See `contract.BackendDefaults`."""
+    kv, (indices, lens), ragged = chunk.kv, (chunk.combined.indices, chunk.combined.lens), chunk.ragged
+    swa, compressed = chunk.swa, chunk.compressed if caches.compressed is not None else None
+    entry_table = None if compressed is None else compressed.block_table
+    seq_lens, gather_lens = chunk.seq_lens, chunk.gather_lens
+    check_strides(written=("kv",), kv=kv, seq_lens=seq_lens, gather_lens=gather_lens)
+    check_strides(swa_block_table=swa.block_table, compressed_block_table=entry_table)
+    (n, rows, _), (tokens, width) = kv.shape, indices.shape
+    lengths = chunk.visible_lens, chunk.is_valid, chunk.query_start_loc, seq_lens, gather_lens
+    sizes = chunk.window, chunk.topk, rows, chunk.offset
+    to = indices, lens
+    combine = prepare_combine(topk_indices, lengths, sizes, (chunk.compressed, swa), to, tail=chunk.tail)
+
+    flat = indptr = None
+    group, packers = 1, 0
+    if ragged is not None:
+        flat, indptr = ragged.indices, ragged.indptr
+        check_strides(flat=flat, indptr=indptr)
+        group = max(triton.cdiv(tokens, PACKERS), 1)
+        packers = max(triton.cdiv(tokens, group), 1)
+    packed = (None, None) if flat is None else to
+    entries = None if compressed is None else caches.compressed
+    layouts = caches.swa.layout, None if entries is None else entries.layout
+    aligned = alignment_of_records(caches.swa), 1 if entries is None else alignment_of_records(entries)
+    constants = _constants(*layouts, alignment_of_rows(kv), *aligned, CONSTANTS["BLOCK"])
+    cut = (0, -1) if chunk.tail is None else (chunk.tail, tokens)
+    numbers = (
+        chunk.offset, rows - chunk.offset, *kv.stride()[:2], *cut, chunk.window, chunk.ratio,
+        *_numbers_of(compressed, entries), *_numbers_of(swa, caches.swa),
+        packers, group, tokens, width, indices.stride(0), n * rows,
+    )  # fmt: skip
+    launch = Launch(fill_kernel, constants, numbers, WARPS)
+    block = constants["BLOCK_R"]
+    programs = packers + n * (triton.cdiv(chunk.offset, block) + triton.cdiv(rows - chunk.offset, block))
+    pointers = seq_lens, gather_lens, entry_table, swa.block_table, flat, indptr, *packed
+
+    def fill(topk_indices: Tensor | None, caches: LayerCaches) -> None:
+        combine(topk_indices)
+        cache = None if entries is None or caches.compressed is None else caches.compressed.tensor
+        launch(programs, (kv, cache, caches.swa.tensor, *pointers))
+
+    return fill
+
+
+def _numbers_of(pages: PageTable | None, cache: PagedKVCache | None) -> tuple[int, ...]:
+    """Stride and columns of a table; blocks, block size and strides of its cache."""
+    if pages is None or cache is None:
+        return 0, 0, 0, 1, 0, 0, 0, 0
+    table = pages.block_table
+    return table.stride(0), table.shape[1], cache.num_blocks, cache.block_size, *record_strides(cache)
+
+
+@cache
+def _constants(
+    layout: KVCacheLayout, entries: KVCacheLayout | None, rows: int, records: int, entry_records: int, block: int
+) -> Constants:
+    """Constants of `fill_kernel`. rows, records, entry_records: alignments. block: columns packed together."""
+    own = {**record_constants(layout), "ALIGNED": records}
+    of_entries = own if entries is None else {**record_constants(entries), "ALIGNED": entry_records}
+    of_entries = {f"ENTRY_{name}": value for name, value in of_entries.items() if name != "EXACT_CASTS"}
+    return Constants({"BLOCK": block, "BLOCK_R": block_of(layout), "ROW_ALIGNED": rows, **own, **of_entries})
+
+
+def variants(
+    layout: KVCacheLayout, entries: KVCacheLayout | None, *, ragged: bool, aligned: bool = True
+) -> Iterator[Variant]:
+    """Every form of `fill_kernel` for layers of these layouts, besides the forms of `combine_kernel`.
+
+    aligned: whether caches are to 16 bytes. Rows are in the workspace, where all views are.
+    """
+    given = "*i32" if ragged else "none"
+    types = {"OUT": pointer_type(layout.row_dtype), "CACHE": pointer_type(layout.dtype)}
+    types |= {"ENTRIES": "none", "ENTRY_TABLE": "none"} if entries is None else {"ENTRIES": pointer_type(entries.dtype)}
+    types |= dict.fromkeys(("FLAT", "INDPTR", "ROWS", "LENS"), given)
+    of_rows = row_alignments(layout.head_dim, layout.row_dtype, aligned=True)
+    of_entries = (1,) if entries is None else record_alignments(entries, aligned=aligned)
+    for each in product(of_rows, record_alignments(layout, aligned=aligned), of_entries):
+        constants = _constants(layout, entries, *each, CONSTANTS["BLOCK"])
+        yield Variant.from_types(fill_kernel, types, constants, num_warps=WARPS)

@@ -1,0 +1,174 @@
+"""Check of the cases of `prepare_rows`: rows and index lists of a gathered chunk against records and definitions."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsv4attn.core import indices
+from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.contract import IndexForm, KeyForm, complete
+from dsv4attn.core.gathered import fill_by_steps
+from dsv4attn.core.keys import ChunkRows, DenseIndices, PageTable, RaggedIndices
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.testing.book import Book
+from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
+from dsv4attn.testing.judge import F64
+from dsv4attn.testing.rows import Rows
+from dsv4attn.testing.world import normal
+
+__all__ = ["fills"]
+
+WINDOW, TOPK, RATIO = 5, 4, 4
+NONE = np.array([-1, -9, 2**31 - 1, -(2**31)])
+"""Entry numbers that are none."""
+
+
+def fills(bench: Bench, rows: Rows) -> Measure:
+    """Rows and lists of chunks of whole requests, and of a part of one, for two layers that share them."""
+    if bench.backend.forms.prefill_keys is not KeyForm.GATHERED:
+        raise SkipCase("does not apply: this backend reads pages in prefill and gathers nothing")
+    window = KVCacheLayout.v41_fp8() if rows.layout.name == "v41_fp4" else rows.layout
+    size = rows.shelf.block_size
+    books = [_book(attrs.evolve(rows, seed=rows.seed + i), each) for i, each in enumerate((window, rows.layout))]
+    # tokens before the step, those of the step that are computed, and those behind the chunk
+    whole = [(0, 3, 0), (17, 6, 0), (2 * size, 1, 0), (9, 0, 0), (1, 2, 0)]
+    for number, requests in enumerate((whole, [(0, 4, 5)], [(size + 3, 4, 3)], [(2, 2, 0)])):
+        _Chunk(bench, rows, books, np.array(requests), number).check()
+    return Measure()
+
+
+@attrs.frozen(eq=False)
+class _Chunk:
+    """A chunk. requests: [n, 3] tokens before the step, query tokens in the chunk, and those behind it."""
+
+    bench: Bench
+    rows: Rows
+    books: list[Book]
+    requests: NDArray[np.int64]
+    number: int
+
+    def check(self) -> None:
+        """Fill, and compare rows and lists. Raises Wrong."""
+        before, counts, tails = self.requests.T
+        rng, ends = np.random.default_rng((self.rows.seed, 41, self.number)), before + counts
+        gathers = np.where(counts > 0, counts + np.minimum(before, WINDOW - 1), 0)
+        tokens, entries = int(counts.sum()), ends // RATIO
+        # a row more than the host knows of
+        offset, total = int(entries.max()) + 1, int(entries.max()) + 2 + int(gathers.max())
+        tables = [self._table(rng, i, int(ends.max()) // (1, RATIO)[i]) for i in range(2)]
+        pages = [PageTable(self._ints(table)[:, :-1], self.rows.shelf.block_size, self.rows.blocks) for table in tables]
+        seen = np.concatenate([(b + 1 + np.arange(n)) // RATIO for b, n in zip(before, counts, strict=True)])
+        starts = 3 + np.concatenate([[0], np.cumsum(counts + tails)])
+        kv = torch.full((len(counts), total, self.rows.layer.head_dim), math.nan, dtype=self.row_dtype)
+        width = TOPK + WINDOW + 2
+        lists = DenseIndices(*(self._ints(np.full(shape, 7)) for shape in ((tokens, width), (tokens,))))
+        flat = None
+        if self.bench.backend.forms.prefill_indices is IndexForm.RAGGED:
+            flat = RaggedIndices(self._ints(np.full(tokens * width, 7)), self._ints(np.full(tokens + 1, 7)), width)
+        chunk = ChunkRows(
+            kv=kv.to(self.rows.device),
+            combined=lists,
+            ragged=flat,
+            seq_lens=self._ints(ends + tails),
+            gather_lens=self._ints(np.where(counts > 0, counts + tails + np.minimum(before, WINDOW - 1), 0)),
+            query_start_loc=self._ints(starts),
+            tail=int(tails[0]) if self.number else None,
+            visible_lens=self._ints(seen),
+            is_valid=self.rows.tensor(np.arange(tokens) % 4 != 2),
+            swa=pages[0],
+            compressed=pages[1],
+            window=WINDOW,
+            ratio=RATIO,
+            topk=TOPK,
+            offset=offset,
+            lengths=self._ints(np.full((3, len(counts)), 7)),
+            starts=self._ints(np.full(len(counts) + 1, 7)),
+        )
+        caches, backend = LayerCaches(*(book.cache for book in self.books)), complete(self.bench.backend)
+        numbers = [self._ints(self._numbers(rng, seen)) for _ in range(2)]
+        prepare = backend.prepare_rows or partial(fill_by_steps, backend)
+        fill = prepare(chunk, numbers[0], caches)
+        lens = {"ends": ends, "gathers": gathers, "starts": np.concatenate([[0], np.cumsum(counts)])}
+        for topk in numbers:
+            fill(topk, caches)
+            self._judge_lists(chunk, topk, {name: self._ints(value) for name, value in lens.items()})
+        self._judge_rows(chunk, tables, ends, gathers)
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Type of the rows."""
+        return self.rows.layout.row_dtype
+
+    def _ints(self, values: NDArray[np.int64]) -> Tensor:
+        return self.rows.tensor(values, torch.int32)
+
+    def _table(self, rng: np.random.Generator, cache: int, records: int) -> NDArray[np.int64]:
+        """Blocks of every request: alive, dead, or of no cache; behind them a column that is not theirs."""
+        columns = records // self.rows.shelf.block_size + 2
+        table = rng.integers(0, self.rows.blocks, (len(self.requests), columns))
+        dead = rng.random(table.shape) < 0.2
+        return np.where(dead, rng.choice([-1, self.rows.blocks, 2**30], table.shape), table)
+
+    def _numbers(self, rng: np.random.Generator, seen: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Distinct entry numbers of each token, some past what it sees, with none between them."""
+        found = np.stack([rng.permutation(int(seen.max()) + TOPK + 3)[: TOPK + 2] for _ in seen])
+        return np.where(rng.random(found.shape) < 0.3, rng.choice(NONE, found.shape), found)
+
+    def _judge_lists(self, chunk: ChunkRows, topk: Tensor, lens: dict[str, Tensor]) -> None:
+        """Lists are those of `core.indices`."""
+        rows, dense = chunk.kv.shape[1], chunk.combined
+        wanted = torch.full_like(dense.indices, 7), torch.full_like(dense.lens, 7)
+        lengths = chunk.visible_lens, chunk.is_valid, lens["starts"], lens["ends"], lens["gathers"]
+        sizes = WINDOW, TOPK, rows, chunk.offset
+        combine = indices.combine_topk_swa_indices
+        combine(topk, *lengths, *sizes, out=wanted, swa=chunk.swa, compressed=chunk.compressed)
+        pairs = {"lists": (dense.indices, wanted[0]), "lengths of lists": (dense.lens, wanted[1])}
+        if chunk.ragged is not None:
+            flat = torch.full_like(chunk.ragged.indices, 7), torch.full_like(chunk.ragged.indptr, 7)
+            indices.build_ragged_indices_from_dense(*wanted, chunk.kv.shape[0] * rows, out=flat)
+            end = int(flat[1][-1])
+            pairs |= {"ragged lists": (chunk.ragged.indices[:end], flat[0][:end])}
+            pairs |= {"starts of ragged lists": (chunk.ragged.indptr, flat[1])}
+        for what, (found, right) in pairs.items():
+            if not torch.equal(found, right):
+                place = tuple(int(axis[0]) for axis in (found != right).nonzero(as_tuple=True))
+                got, want = int(found[place]), int(right[place])
+                raise Wrong(f"chunk {self.number}, {what}, place {place}: {got}, expected {want}")
+
+    def _judge_rows(
+        self,
+        chunk: ChunkRows,
+        tables: list[NDArray[np.int64]],
+        ends: NDArray[np.int64],
+        gathers: NDArray[np.int64],
+    ) -> None:
+        """Rows are the records of both caches, and NaN, which was there before, where no record is."""
+        wanted = np.full(tuple(chunk.kv.shape), math.nan)
+        for i, (end, count) in enumerate(zip(ends, gathers, strict=True)):
+            places = [(1, j, j) for j in range(end // RATIO)]
+            places += [(0, end - count + j, chunk.offset + j) for j in range(count)]
+            for cache, record, row in places:
+                column, offset = divmod(record, self.rows.shelf.block_size)
+                block = tables[cache][i, column] if column < tables[cache].shape[1] - 1 else -1
+                if 0 <= block < self.rows.blocks:
+                    wanted[i, row] = self.books[cache].values[block * self.rows.shelf.block_size + offset]
+        found = chunk.kv.double().cpu().numpy()
+        same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
+        if not same.all():
+            request, row, column = (int(axis[0]) for axis in (~same).nonzero())
+            got, want = found[request, row, column], wanted[request, row, column]
+            where = f"chunk {self.number}, request {request}, row {row}, column {column}"
+            raise Wrong(f"{where}: {got:.6g}, expected {want:.6g}")
+
+
+def _book(rows: Rows, layout: KVCacheLayout) -> Book:
+    slots = np.arange(rows.blocks * rows.shelf.block_size)
+    keys: F64 = normal((rows.seed, 42), slots, rows.layer.head_dim)
+    return attrs.evolve(rows, layout=layout).blank().write(slots, keys)
