@@ -24,6 +24,7 @@ __all__ = [
     "asked",
     "chosen",
     "is_named",
+    "v41_steps",
     "without_warmup",
 ]
 
@@ -127,6 +128,21 @@ def chosen(device: Device) -> frozenset[str]:
             f"environment variable {VARIABLE}", expected=expected, actual=", ".join(sorted(named)), cure=cure
         )
     return named
+
+
+def v41_steps(device: Device) -> frozenset[str]:
+    """The steps around attention of DeepSeek-V4.1 that run on dsv4attn: none, compressor and indexer are vLLM's.
+
+    Raises RefusedError for a step that is named, and for a GPU that vLLM's indexer does not run on.
+    """
+    asked()
+    for step in filter(is_named, STEPS):
+        expected, cure = "auto, all or none, as these steps of DeepSeek-V4.1 are vLLM's", f"leave {VARIABLE} out"
+        raise RefusedError(f"environment variable {VARIABLE}", expected=expected, actual=step, cure=cure)
+    if device.platform == "cuda" and not device.deep_gemm:
+        expected, cure = "one with DeepGEMM, which vLLM's indexer of DeepSeek-V4.1 needs", "use sm_90 or newer"
+        raise RefusedError("GPU", expected=expected, actual="one without DeepGEMM", cure=cure)
+    return frozenset()
 
 
 @contextmanager
