@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from engine import Engine, Request, config_of, generator
+from engine import Engine, Request, config_of, generator, world
 from torch import Tensor
 from vllm.config import VllmConfig
+from whole import products_in_fp32
 
 import dsv4attn as ds
 from dsv4attn.testing import oracle
@@ -130,6 +133,11 @@ class V41Engine(Engine):
             layer.forward_mqa(q, kv, positions, out)
         return out
 
+    def bound(self) -> dict[str, Tensor]:
+        """All caches that vLLM bound, by prefix."""
+        context = self.config.compilation_config.static_forward_context
+        return {name: layer.kv_cache for name, layer in context.items() if layer.kv_cache.numel()}
+
     def group_of(self, prefix: str) -> int:
         """The number of the group of caches that a layer's cache is in."""
         groups = self.caches.kv_cache_groups
@@ -206,3 +214,82 @@ class V41Engine(Engine):
         options = {"attn_sink": layer.attn_sink, "topk_indices": self.chosen[layer.prefix]}
         ds.forward_mqa(*addresses, layer=layer._geometry, limits=serving.limits, **options)
         return out
+
+
+class WholeV41Engine(V41Engine):
+    """An engine whose layers run as a whole, through vLLM's own `forward`, compressor and indexer.
+
+    Contexts are so short that vLLM's indexer selects all entries, and needs no scores.
+    """
+
+    def hidden_states(self, layer: Any, work: Sequence[tuple[Request, int]], rows: int) -> Tensor:
+        """[rows, hidden] bf16, which depend on request, position and layer only; rows of padding are 3."""
+        parts = []
+        for request, count in work:
+            for position in range(request.tokens, request.tokens + count):
+                seed = generator(position * 1009 + request.name * 31 + layer.layer_id)
+                parts.append(torch.randn(layer.hidden_size, generator=seed, dtype=torch.float32))
+        parts += [torch.full((layer.hidden_size,), 3.0, dtype=torch.float32)] * (rows - len(parts))
+        return torch.stack(parts).bfloat16()
+
+    def run(self, layer: Any, metadata: Any, work: Any, rows: int, *, attend: bool = True) -> Tensor:
+        """The output [rows, hidden] of a layer. attend: else its keys are written and nothing more, by `forward_kv`."""
+        hidden = self.hidden_states(layer, work, rows)
+        if attend:
+            return layer(self.positions[:rows], hidden)
+        layer.forward_kv(self.positions[:rows], hidden)
+        return hidden
+
+
+@contextmanager
+def whole_v41_engine(layer_class: type) -> Iterator[WholeV41Engine]:
+    """A `WholeV41Engine`. Faked: products in fp32, which CPUs lack, and that no stream is being captured."""
+    config = v41_config()
+    with world(config), products_in_fp32(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        yield WholeV41Engine(config, layer_class, layers=len(RATIOS))
+
+
+class OwnV41Layers:
+    """dsv4attn's own layers with the weights of an engine's, over caches, builder and pages of dsv4attn."""
+
+    def __init__(self, engine: Engine) -> None:
+        serving = engine.layers[0]._serving
+        self.model, options = serving.model, {"index_layout": serving.index_layout, "backend": serving.backend}
+        layouts = serving.swa_layout, serving.compressed_layout
+        self.manager = ds.CacheManager(self.model, serving.limits, layouts[0], compressed_layout=layouts[1], **options)
+        self.layers, self.sequences = [], {}
+        for i, theirs in enumerate(engine.layers):
+            weights = ds.AttentionWeights.from_dict(weights_of(theirs), self.model, i)
+            space = {"workspace": ds.WorkspaceManager(), "cos_sin_cache": theirs.rotary_emb.cos_sin_cache}
+            layer = ds.DeepseekV4Attention(
+                theirs.prefix, self.model, i, serving.limits, serving.backend, weights, sources=self.layers, **space
+            )
+            layer.bind_kv_cache(self.manager.caches[i])
+            self.layers.append(layer)
+
+    def step(self, work: Sequence[tuple[Request, int]], hidden: Sequence[Tensor]) -> list[Tensor]:
+        """The output of each layer of a step, of requests that are new here or ran in earlier steps."""
+        for request, _ in work:
+            self.sequences.setdefault(request.name, self.manager.new())
+        requests = [(self.sequences[request.name], count) for request, count in work]
+        with torch.no_grad(), ds.set_forward_context(self.manager.metadata(self.manager.batch(requests))):
+            positions = self.manager.positions(requests)
+            outs = [layer(own, positions) for layer, own in zip(self.layers, hidden, strict=True)]
+        self.manager.advance(requests)
+        return outs
+
+
+def weights_of(layer: Any) -> dict[str, Tensor]:
+    """The weights of a layer of vLLM by the names of DeepSeek's checkpoints."""
+    lora, fused = layer.q_lora_rank, layer.fused_wqa_wkv.weight
+    found = {name: getattr(layer, name).weight for name in ("q_norm", "wq_b", "kv_norm", "wo_a", "wo_b")}
+    found |= {"wq_a": fused[:lora], "wkv": fused[lora:], "attn_sink": layer.attn_sink}
+    if layer.compressor is not None:
+        names = ("compressor.wkv", "compressor.wgate")[: layer.compress_ratio]
+        found |= dict(zip(names, layer.compressor.fused_wkv_wgate.weight.split(512), strict=True))
+        found["compressor.norm"] = layer.compressor.norm.weight
+    if layer.indexer is not None:
+        names = ("wq_b", "weights_proj", *(("wk", "k_norm") if layer.indexer.owns_k else ()))
+        found |= {f"indexer.{name}": getattr(layer.indexer, name).weight for name in names}
+    return {name: weight.detach() for name, weight in found.items()}
