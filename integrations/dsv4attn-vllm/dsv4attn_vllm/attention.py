@@ -67,9 +67,10 @@ class Dsv4Attention(_Layer):
                 asked,
                 SWITCH,
             )
+        self._serving = serving
         with without_warmup(vllm_config, serving.steps):
             super().__init__(vllm_config, *args, **kwargs)
-        self._serving, self._geometry = serving, serving.layer(self.compress_ratio)
+        self._geometry = serving.layer(self.compress_ratio)
         self._bound: LayerCaches | None = None
         self._keep_wo_a()
         self._put_steps()

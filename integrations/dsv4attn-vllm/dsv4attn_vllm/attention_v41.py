@@ -1,7 +1,7 @@
 """What a DeepSeek-V4.1 layer of vLLM runs on dsv4attn, where it differs from `attention`.
 
 Layers read the compressed cache and the selection of another layer, queries are not normalised, and `wo_a` may have a
-scale for each 32 columns. Compressor and indexer are vLLM's.
+scale for each 32 columns.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from vllm.model_executor.layers.quantization.utils.mxfp8_utils import dequant_mx
 
 from dsv4attn.core.weights import Weight
 from dsv4attn_vllm.attention import Dsv4Attention
+from dsv4attn_vllm.compressor_v41 import adopt
 from dsv4attn_vllm.guard import RefusedError
+from dsv4attn_vllm.indexer_v41 import IndexCache, Indexer
 from dsv4attn_vllm.metadata_v41 import Backend, SWABackend
+from dsv4attn_vllm.steps import COMPRESSOR, INDEXER
 
 if TYPE_CHECKING:
     from vllm.models.deepseek_v41.attention import DeepseekV4Attention as _Layer
@@ -47,6 +50,20 @@ class Dsv41Attention(Dsv4Attention, _Layer):  # type: ignore[misc] # two classes
             if actual != layout.record_bytes:
                 expected, cure = f"records of {layout.record_bytes} bytes", "install a version of vLLM that was tested"
                 raise RefusedError(f"{self.prefix}: {cache} cache", expected=expected, actual=actual, cure=cure)
+
+    # ---------------------------------------------------------------- steps around attention, see `steps`
+
+    def _indexer_cls(self, k_cache: Any) -> Any:  # noqa: ANN401 - a cache and a class of vLLM's
+        if INDEXER not in self._serving.steps:
+            return super()._indexer_cls(k_cache)
+        k_cache.__class__ = IndexCache
+        return Indexer
+
+    def _put_steps(self) -> None:
+        if COMPRESSOR in self._serving.steps and self.compressor is not None:
+            adopt(self.compressor, self._serving)
+
+    # ---------------------------------------------------------------- caches
 
     def _entries(self) -> Tensor:
         return self._compressed_kv_cache()

@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.models.deepseek_v41 import sparse_mla
+from vllm.models.deepseek_v41 import compressor, sparse_mla
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.mla.indexer import DeepseekV41IndexerBackend
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWABackend
 
 from dsv4attn import FlashMLASparseMetadata, LayerKind
+from dsv4attn_vllm import index_metadata
 from dsv4attn_vllm.metadata import VariableDecodes, Windows, positions_of
 
-__all__ = ["Backend", "CompressedMetadata", "SWABackend", "visible_entries"]
+__all__ = ["Backend", "CompressedMetadata", "IndexBackend", "SWABackend", "StateBackend", "visible_entries"]
 
 
 class SWAMetadataBuilder(Windows, sparse_mla.DeepseekV41SparseSWAMetadataBuilder):
@@ -72,10 +74,12 @@ def visible_entries(common: CommonAttentionMetadata, ratio: int, buffer: Tensor,
     windows alone have one here, and see their entries.
     numbers: 0, 1, 2, ...
     """
-    tokens = common.num_actual_tokens
     entries = (positions_of(common) + 1).div_(ratio, rounding_mode="floor")
-    padding = numbers[:tokens] >= common.query_start_loc[common.num_reqs]
-    return buffer[:tokens].copy_(entries.masked_fill_(padding, 0))
+    return buffer[: len(entries)].copy_(entries.masked_fill_(_is_padding(common, numbers), 0))
+
+
+def _is_padding(common: CommonAttentionMetadata, numbers: Tensor) -> Tensor:
+    return numbers[: common.num_actual_tokens] >= common.query_start_loc[common.num_reqs]
 
 
 class Backend(sparse_mla.DeepseekV4SparseMLABackend):
@@ -104,3 +108,79 @@ class SWABackend(DeepseekSparseSWABackend):
     def get_builder_cls() -> type[SWAMetadataBuilder]:
         """Return the builder of window metadata."""
         return SWAMetadataBuilder
+
+
+class IndexMetadataBuilder(index_metadata.IndexMetadataBuilder):
+    """Builds metadata of V4.1's index keys, for steps on dsv4attn."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:  # noqa: ANN401
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._places = torch.arange(tokens, dtype=torch.int32, device=device)
+
+    def _entries(self, common: CommonAttentionMetadata) -> Tensor:
+        return visible_entries(common, self._ratio, self._visible, self._places)
+
+
+class IndexBackend(DeepseekV41IndexerBackend):
+    """vLLM's description of V4.1's index cache, with dsv4attn's builder."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name in vLLM's log."""
+        return "DSV4ATTN_V41_INDEXER"
+
+    @staticmethod
+    def get_builder_cls() -> type[IndexMetadataBuilder]:
+        """Return the builder."""
+        return IndexMetadataBuilder
+
+
+@dataclass
+class StateMetadata(compressor.CompressorMetadata):
+    """vLLM's metadata of the compressor's rings.
+
+    ring_table: [R, 1] int32 - the block of each request's ring, -1 if it has none. requests: [T] int32 - the request of
+    each token, -1 for padding.
+    """
+
+    ring_table: Tensor | None = None
+    requests: Tensor | None = None
+
+
+class StateMetadataBuilder(compressor.CompressorMetadataBuilder):
+    """Builds `StateMetadata`, in buffers at fixed addresses, which captured graphs read."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
+        super().__init__(*args, **kwargs)
+        scheduler, options = self.vllm_config.scheduler_config, {"dtype": torch.int32, "device": self.device}
+        tokens = scheduler.max_num_batched_tokens
+        self._requests = torch.zeros(tokens, **options)
+        self._places = torch.arange(tokens, **options)
+        # a captured step may be padded with requests
+        self._rings = torch.zeros(max(scheduler.max_num_seqs, tokens), 1, **options)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,  # noqa: FBT001, FBT002 - vLLM's signature
+    ) -> StateMetadata:
+        """Build vLLM's metadata of a step, and what steps on dsv4attn need."""
+        common = common_attn_metadata
+        base = super().build(common_prefix_len, common, fast_build)
+        tokens, reqs = common.num_actual_tokens, common.num_reqs
+        own = base.token_to_req_indices[:tokens].masked_fill(_is_padding(common, self._places), -1)
+        table = common.block_table_tensor[:reqs, :1]
+        # vLLM gives block 0 to requests that have none
+        rings = self._rings[:reqs].copy_(table.masked_fill(table == 0, -1))
+        return StateMetadata(**vars(base), ring_table=rings, requests=self._requests[:tokens].copy_(own))
+
+
+class StateBackend(compressor.CompressorBackend):
+    """vLLM's description of the rings, with dsv4attn's builder."""
+
+    @staticmethod
+    def get_builder_cls() -> type[StateMetadataBuilder]:
+        """Return the builder."""
+        return StateMetadataBuilder

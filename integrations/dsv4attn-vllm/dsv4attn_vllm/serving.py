@@ -227,13 +227,17 @@ def _facts(vllm_config: Any, records: tuple[int, int] | None) -> _Facts:  # noqa
 
     device = Device.here(vllm_config)
     model = _v4_model(vllm_config) if records is None else _v41_model(vllm_config)
+    steps = chosen(device) if records is None else v41_steps(device)
+    if records is not None and INDEXER in steps and vllm_config.attention_config.indexer_sparse_logits:
+        cure = "leave indexer_sparse_logits out"
+        raise RefusedError("indexer_sparse_logits", expected="off, for an indexer on dsv4attn", actual="on", cure=cure)
     return _Facts(
         model,
         _limits(vllm_config, model),
         vllm_config.device_config.device_type,
         capture=bool(vllm_config.compilation_config.cudagraph_mode),
         fnuz=current_platform.is_fp8_fnuz(),
-        steps=chosen(device) if records is None else v41_steps(device),
+        steps=steps,
         mxfp4=device.mxfp4,
         records=records,
     )

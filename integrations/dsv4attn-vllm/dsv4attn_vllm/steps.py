@@ -131,18 +131,27 @@ def chosen(device: Device) -> frozenset[str]:
 
 
 def v41_steps(device: Device) -> frozenset[str]:
-    """The steps around attention of DeepSeek-V4.1 that run on dsv4attn: none, compressor and indexer are vLLM's.
+    """The steps around attention of DeepSeek-V4.1 that run on dsv4attn on a device: indexer and compressor, or none.
 
-    Raises RefusedError for a step that is named, and for a GPU that vLLM's indexer does not run on.
+    Raises RefusedError for another step that is named, for one of the two without the other, as index keys of vLLM have
+    another format on some GPUs, for 4 bits on ROCm, and for none where vLLM's indexer does not run.
     """
-    asked()
-    for step in filter(is_named, STEPS):
-        expected, cure = "auto, all or none, as these steps of DeepSeek-V4.1 are vLLM's", f"leave {VARIABLE} out"
+    named, both = asked(), frozenset({INDEXER, COMPRESSOR})
+    for step in filter(is_named, (PROJECTION, MHC)):
+        expected, cure = "indexer and compressor, as the others of DeepSeek-V4.1 are vLLM's", f"leave {step} out"
         raise RefusedError(f"environment variable {VARIABLE}", expected=expected, actual=step, cure=cure)
-    if device.platform == "cuda" and not device.deep_gemm:
-        expected, cure = "one with DeepGEMM, which vLLM's indexer of DeepSeek-V4.1 needs", "use sm_90 or newer"
-        raise RefusedError("GPU", expected=expected, actual="one without DeepGEMM", cure=cure)
-    return frozenset()
+    alone = device.platform == "cuda" and not device.deep_gemm
+    steps = (both if alone else frozenset()) if named is None else named & both
+    if len(steps) == 1:
+        expected, cure = "indexer and compressor, or neither, for DeepSeek-V4.1", "name both of them"
+        raise RefusedError(f"environment variable {VARIABLE}", expected=expected, actual=min(steps), cure=cure)
+    if alone and not steps:
+        expected, cure = "indexer and compressor, as vLLM's need DeepGEMM", f"leave {VARIABLE} out"
+        raise RefusedError(f"environment variable {VARIABLE}", expected=expected, actual="none", cure=cure)
+    if steps and device.platform == "rocm" and device.mxfp4:
+        cure = f"leave indexer_kv_dtype out, or name neither in {VARIABLE}"
+        raise RefusedError("indexer_kv_dtype", expected="fp8, for steps of dsv4attn on ROCm", actual="mxfp4", cure=cure)
+    return steps
 
 
 @contextmanager

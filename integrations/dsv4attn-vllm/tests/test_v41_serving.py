@@ -91,21 +91,43 @@ def test_another_model(config: VllmConfig, changed: dict[str, object], said: str
     assert said in refusal(config)
 
 
-@pytest.mark.parametrize("step", steps.STEPS)
-def test_a_step_that_is_named(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", step)
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("projection", "expected indexer and compressor, as the others of DeepSeek-V4.1 are vLLM's, got projection"),
+        ("indexer,compressor,mhc", "got mhc -> leave mhc out"),
+        ("indexer", "expected indexer and compressor, or neither, for DeepSeek-V4.1, got indexer -> name both"),
+        ("compressor", "got compressor -> name both of them"),
+        ("indexr", "got 'indexr' -> write indexer"),
+    ],
+)
+def test_steps_that_are_named(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, named: str, said: str) -> None:
+    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", named)
 
-    said = refusal(config)
-
-    assert "DSV4ATTN_VLLM_STEPS: expected auto, all or none, as these steps of DeepSeek-V4.1 are vLLM's" in said
-    assert f"got {step} -> leave DSV4ATTN_VLLM_STEPS out" in said
+    assert said in refusal(config)
 
 
-def test_a_gpu_that_vllms_indexer_does_not_run_on() -> None:
-    with pytest.raises(RefusedError, match="GPU: expected one with DeepGEMM, which vLLM's indexer"):
-        steps.v41_steps(steps.Device("cuda", deep_gemm=False))
-    assert steps.v41_steps(steps.Device("cuda", deep_gemm=True)) == set()
-    assert steps.v41_steps(steps.Device("rocm", deep_gemm=False)) == set()
+def test_scores_of_candidates_by_a_kernel_of_vllms(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", "all")
+    config.attention_config.indexer_sparse_logits = True
+
+    assert "indexer_sparse_logits: expected off, for an indexer on dsv4attn, got on -> leave" in refusal(config)
+
+
+def test_steps_run_where_vllm_has_no_indexer_and_elsewhere_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    ampere, hopper = (steps.Device("cuda", deep_gemm=deep_gemm) for deep_gemm in (False, True))
+    amd, both = steps.Device("rocm", deep_gemm=False), {"indexer", "compressor"}
+
+    assert (steps.v41_steps(ampere), steps.v41_steps(hopper), steps.v41_steps(amd)) == (both, set(), set())
+    for asked in ("all", "indexer,compressor"):
+        monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", asked)
+        assert all(steps.v41_steps(device) == both for device in (ampere, hopper, amd))
+        with pytest.raises(RefusedError, match="indexer_kv_dtype: expected fp8, for steps of dsv4attn on ROCm"):
+            steps.v41_steps(evolve(amd, mxfp4=True))
+    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", "none")
+    assert steps.v41_steps(hopper) == steps.v41_steps(amd) == set()
+    with pytest.raises(RefusedError, match="expected indexer and compressor, as vLLM's need DeepGEMM, got none"):
+        steps.v41_steps(ampere)
 
 
 def test_records_that_vllm_has_and_dsv4attn_does_not_expect(config: VllmConfig, monkeypatch: Any) -> None:
@@ -303,8 +325,9 @@ def test_a_model_of_v4_keeps_its_geometry() -> None:
 ROCM = """
 import sys
 sys.path.insert(0, {tests!r})
-import conftest, torch
+import conftest, os, torch
 from types import SimpleNamespace
+os.environ["DSV4ATTN_VLLM_STEPS"] = "all"
 torch.cuda.get_device_properties = lambda *_: SimpleNamespace(
     gcnArchName="gfx950:sramecc+", multi_processor_count=256, warp_size=64, name="", total_memory=2**38
 )
@@ -328,6 +351,8 @@ with world(config):
         assert torch.equal(engine.of_own_builder(layer, before, 10), out), layer.prefix
         assert engine.error(layer, out, 0, 40, 0) < 0.012
         assert type(layer._alloc_attn_out(3, out.flatten(1))) is torch.Tensor
+    assert type(engine.layers[3].indexer).__module__ == "dsv4attn_vllm.indexer_v41"
+    assert type(engine.layers[3].compressor).__module__ == "dsv4attn_vllm.compressor_v41"
     y = engine.layers[1]._o_proj(outs[1], torch.arange(10))
     assert y.shape == (10, 256), y.shape
     config.kernel_config.monokernel = True

@@ -75,9 +75,9 @@ def model_folder(**changed: Any) -> str:
     return folder
 
 
-def v41_config(**arguments: Any) -> VllmConfig:
-    """VLLM's own configuration of that model."""
-    config = config_of(model_folder(), **arguments)
+def v41_config(sizes: dict[str, Any] | None = None, **arguments: Any) -> VllmConfig:
+    """VLLM's own configuration of that model, with other sizes."""
+    config = config_of(model_folder(**(sizes or {})), **arguments)
     config.cache_config.block_size = BLOCK
     return config
 
@@ -219,7 +219,7 @@ class V41Engine(Engine):
 class WholeV41Engine(V41Engine):
     """An engine whose layers run as a whole, through vLLM's own `forward`, compressor and indexer.
 
-    Contexts are so short that vLLM's indexer selects all entries, and needs no scores.
+    For vLLM's indexer contexts must be so short that it selects all entries, for which it needs no scores.
     """
 
     def hidden_states(self, layer: Any, work: Sequence[tuple[Request, int]], rows: int) -> Tensor:
@@ -242,12 +242,14 @@ class WholeV41Engine(V41Engine):
 
 
 @contextmanager
-def whole_v41_engine(layer_class: type) -> Iterator[WholeV41Engine]:
+def whole_v41_engine(
+    layer_class: type, sizes: dict[str, Any] | None = None, **options: Any
+) -> Iterator[WholeV41Engine]:
     """A `WholeV41Engine`. Faked: products in fp32, which CPUs lack, and that no stream is being captured."""
-    config = v41_config()
+    config = v41_config(sizes)
     with world(config), products_in_fp32(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        yield WholeV41Engine(config, layer_class, layers=len(RATIOS))
+        yield WholeV41Engine(config, layer_class, layers=len(RATIOS), **options)
 
 
 class OwnV41Layers:

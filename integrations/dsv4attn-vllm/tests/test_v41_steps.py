@@ -1,0 +1,136 @@
+"""Compressor and indexer of DeepSeek-V4.1 on dsv4attn in vLLM's layers: against its own layers, and vLLM's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from dsv4attn_vllm import serving
+from dsv4attn_vllm.compressor_v41 import Compressor
+from dsv4attn_vllm.cuda_v41 import CUDAAttention
+from dsv4attn_vllm.indexer_v41 import Indexer
+from engine import Request
+from test_v41_layers import bytes_of
+from torch import Tensor
+from v41 import OwnV41Layers, WholeV41Engine, whole_v41_engine
+from vllm.models.deepseek_v41.compressor import DeepseekCompressor
+
+CANDIDATES = {
+    "candidate_source_layer_id": 3,
+    "candidate_topk_blocks": 5,
+    "candidate_block_size": 8,
+}
+STEPS = ([(0, 50)], [(0, 17)], [(0, 1), (1, 5)], [(0, 2), (1, 1)])
+"""Chunks of a prompt of more tokens than entries are selected, or than candidate blocks hold; then decodes."""
+
+
+@pytest.fixture(autouse=True)
+def _all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", "all")
+
+
+@contextmanager
+def whole_engine(sizes: dict[str, Any] | None = None) -> Iterator[WholeV41Engine]:
+    """An engine with all steps on dsv4attn."""
+    blocks = torch.full((256, CANDIDATES["candidate_topk_blocks"]), -1, dtype=torch.int32)
+    with whole_v41_engine(CUDAAttention, sizes, candidate_block_buffer=blocks) as made:
+        yield made
+
+
+def both(
+    engine: WholeV41Engine, steps: Sequence[Sequence[tuple[int, int]]], **options: Any
+) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """(layer, vLLM's output, that of dsv4attn's own layer) of all steps: of each, (request, tokens)."""
+    own, requests = OwnV41Layers(engine), {}
+    for step in steps:
+        work = [(requests.setdefault(name, engine.request()), count) for name, count in step]
+        described = [(Request(request.name, request.tokens), count) for request, count in work]
+        rows = sum(count for _, count in work)
+        hidden = [engine.hidden_states(layer, described, rows) for layer in engine.layers]
+        outs = engine.step(work, **options), own.step(described, hidden)
+        for layer, theirs, ours in zip(engine.layers, *outs, strict=True):
+            yield layer, theirs[:rows], ours
+
+
+@pytest.mark.parametrize(
+    ("backend", "sizes"),
+    [("reference", {}), ("reference", CANDIDATES), ("triton", CANDIDATES)],
+    ids=["reference", "candidates", "triton"],
+    indirect=["backend"],
+)
+def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str, sizes: dict[str, Any]) -> None:
+    with whole_engine(sizes) as engine:
+        assert [type(layer.indexer) for layer in engine.layers[1:4:2]] == [Indexer] * 2
+        assert type(engine.layers[1].compressor) is Compressor
+        for layer, theirs, ours in both(engine, STEPS if backend == "reference" else STEPS[:1] + STEPS[2:3]):
+            assert torch.equal(theirs, ours), layer.prefix
+            assert theirs.float().std() > 1e-3
+
+
+def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An indexer that is not restricted to the candidates of another layer."""
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
+    with whole_engine(CANDIDATES) as engine:
+        engine.layers[5].indexer.indexer_op._candidates = None
+
+        found = {layer.layer_id for layer, theirs, ours in both(engine, [[(0, 50)]]) if not torch.equal(theirs, ours)}
+
+    assert found == {5}
+
+
+def written(cache: Tensor, before: Tensor) -> Tensor:
+    """Which pages of a cache were written, or which rows of a ring. before: bytes."""
+    changed = bytes_of(cache) != before
+    return changed.any(-1) if cache.dtype == torch.float32 else changed.flatten(1).any(-1)
+
+
+@pytest.mark.parametrize("rows", [{"behind": 2}, {"pad": 2}], ids=["behind", "padding"])
+def test_rows_of_padding_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: dict[str, int]) -> None:
+    """But for a matrix product of bf16 on a CPU, whose bits depend on how many rows it has."""
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
+    with whole_engine() as engine:
+        first, second = engine.request(), engine.request()
+        engine.step([(first, 43), (second, 3)])
+        before = {name: bytes_of(cache) for name, cache in engine.bound().items()}
+        states = {}
+        for options in ({}, rows):
+            for name, cache in engine.bound().items():
+                cache.copy_(before[name].view(cache.dtype))
+            first.tokens, second.tokens = 43, 3
+            outs = engine.step([(first, 1), (second, 1)], **options)
+            changed = {name: written(cache, before[name]) for name, cache in engine.bound().items()}
+            states[bool(options)] = [out[:2] for out in outs], changed
+
+    (alone, rings), (padded, same) = states[False], states[True]
+    assert all(torch.equal(rings[name], same[name]) for name in rings)
+    ring = "model.layers.1.attn.compressor.state_cache"
+    own = [request.blocks[engine.group_of(ring)][0] for request in (first, second)]
+    assert rings[ring][own].sum(dim=1).tolist() == [1, 1]
+    for one, other in zip(alone, padded, strict=True):
+        assert torch.allclose(one.float(), other.float(), rtol=0, atol=1e-3 * one.abs().max().item())
+
+
+@pytest.mark.parametrize("backend", ["reference"], indirect=True)
+def test_caches_are_byte_for_byte_those_of_vllms_own_kernels(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries and index keys, of a prompt in chunks that break windows of two tokens, and outputs."""
+    found, classes = [], []
+    for steps in ("all", "none"):
+        monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", steps)
+        serving._serving.cache_clear()
+        torch.manual_seed(0)
+        with whole_engine() as engine:
+            first, second = engine.request(), engine.request()
+            for work in ([(first, 13)], [(first, 1), (second, 5)], [(first, 2), (second, 1)]):
+                outs = engine.step(work)
+            caches = {name: bytes_of(c) for name, c in engine.bound().items() if c.dtype == torch.uint8}
+            found.append((outs, caches))
+            classes.append(type(engine.layers[1].compressor))
+
+    (ours, caches), (theirs, wanted) = found
+    assert classes == [Compressor, DeepseekCompressor]
+    assert caches.keys() == wanted.keys()
+    assert [name for name in caches if not torch.equal(caches[name], wanted[name])] == []
+    assert all(map(torch.equal, ours, theirs))
