@@ -32,7 +32,7 @@ _GROUPS = [1, 32]
 """Rows and columns under one scale of vLLM's MXFP8 weights."""
 
 
-class Dsv41Attention(Dsv4Attention, _Layer):  # type: ignore[misc] # two classes of vLLM with one name
+class Dsv41Attention(Dsv4Attention, _Layer):
     """Goes before vLLM's class of a platform among the bases of that platform's layer."""
 
     backend_cls = Backend

@@ -10,7 +10,6 @@ from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v41.compressor import CompressorStateCache, DeepseekCompressor
 
 from dsv4attn import KVCacheLayout, PagedKVCache
-from dsv4attn.core.definitions import complete_steps
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.metadata_v41 import StateBackend
 
@@ -48,7 +47,7 @@ class Compressor(DeepseekCompressor):
         if kv_score.dtype != torch.float32 or kv_score.shape[-1] != ratio * self.head_dim:
             expected, actual = f"[T, {ratio * self.head_dim}] torch.float32", f"{list(kv_score.shape)} {kv_score.dtype}"
             raise RefusedError(f"{self.prefix}: kv_score", expected=expected, actual=actual, cure="report it")
-        steps = complete_steps(self._serving.backend)
+        steps = self._serving.layer_steps
         self._norm_fp32 = in_fp32(self.norm.weight, self._norm_fp32)
         norm = self._norm_fp32, self.rms_norm_eps
         if self.state_cache is None:
@@ -74,8 +73,8 @@ class Compressor(DeepseekCompressor):
         tokens = len(latent)
         slots, table = by_prefix[self.k_cache_prefix].slot_mapping[:tokens], rotary_emb.cos_sin_cache
         norm = None, self.rms_norm_eps, table
-        steps = complete_steps(self._serving.backend)
-        steps.norm_rope_store(latent, positions[:tokens], slots, *norm, self.compress_ratio, self._entries)
+        store = self._serving.layer_steps.norm_rope_store
+        store(latent, positions[:tokens], slots, *norm, self.compress_ratio, self._entries)
 
 
 def in_fp32(weight: Tensor, copy: Tensor | None) -> Tensor:

@@ -79,7 +79,7 @@ class Selector(torch.nn.Module):
         hidden_states: its device counts. q_quant, weights: of `IndexerSteps._q_rope_quant`, with rows of padding
         behind. k: None, as the compressor has stored the keys.
         """
-        by_prefix, steps = get_forward_context().attn_metadata, complete(self.serving.backend).layer_steps
+        by_prefix, steps = get_forward_context().attn_metadata, self.serving.layer_steps
         if not isinstance(by_prefix, dict):
             # vLLM measures memory: what a selection of so many tokens takes for a while
             torch.empty(steps.transient_bytes(weights.shape[0]), dtype=torch.uint8, device=hidden_states.device)

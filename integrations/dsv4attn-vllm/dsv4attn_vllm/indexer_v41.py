@@ -10,7 +10,6 @@ from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v41.attention import DeepseekV4Indexer, DeepseekV4IndexerCache
 
 from dsv4attn import PagedKVCache
-from dsv4attn.core.definitions import complete_steps
 from dsv4attn.core.definitions.indexer import IndexQuery
 from dsv4attn.core.device import is_capturing
 from dsv4attn.core.indexer import Candidates
@@ -49,7 +48,7 @@ class Selector(indexer.Selector):
         self._publishes = candidate_write
 
     def _select(self, query: IndexQuery, maps: tuple[Tensor, Tensor, Tensor], out: Tensor, longest: int) -> None:
-        steps, keys, candidates = complete_steps(self.serving.backend), self._keys(), self._candidates
+        steps, keys, candidates = self.serving.layer_steps, self._keys(), self._candidates
         if candidates is None or candidates.is_void(longest):
             steps.select_topk(query, keys, *maps, out, longest)
             return
@@ -78,7 +77,7 @@ class Indexer(DeepseekV4Indexer):
             self._bound = PagedKVCache(cache, serving.index_layout)
         self._k_norm_fp32 = in_fp32(self.k_norm.weight, self._k_norm_fp32)
         norm = self._k_norm_fp32, self.k_norm.variance_epsilon, rotary_emb.cos_sin_cache
-        slots, steps = by_prefix[self.k_cache.prefix].slot_mapping[:tokens], complete_steps(serving.backend)
+        slots, steps = by_prefix[self.k_cache.prefix].slot_mapping[:tokens], serving.layer_steps
         steps.norm_rope_store(self.wk(latent)[0], positions[:tokens], slots, *norm, self.compress_ratio, self._bound)
 
     def forward_q(
@@ -91,7 +90,7 @@ class Indexer(DeepseekV4Indexer):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Project, rotate and quantise queries as index keys are: codes, their scales if they have 4 bits, weights."""
         q, serving = self._wq_b_proj(qr, qr_scale).view(-1, self.n_head, self.head_dim), self.indexer_op.serving
-        steps, table = complete_steps(serving.backend), rotary_emb.cos_sin_cache
+        steps, table = serving.layer_steps, rotary_emb.cos_sin_cache
         query = steps.indexer_q_rope_quant(q, indexer_weights, positions, table, serving.index_layout)
         scales = None if query.scales is None else query.scales.view(torch.int32).squeeze(-1)
         return query.values, scales, query.weights

@@ -19,7 +19,7 @@ from dsv4attn import DeepseekSparseSWAMetadata, FlashMLASparseMetadata, LayerKin
 from dsv4attn_vllm.guard import RefusedError
 
 if TYPE_CHECKING:
-    _SWABuilder = sparse_swa.DeepseekSparseSWAMetadataBuilder
+    from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadataBuilder as _SWABuilder
 else:
     _SWABuilder = object
 

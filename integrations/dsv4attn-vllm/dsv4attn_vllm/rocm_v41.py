@@ -15,7 +15,7 @@ from dsv4attn_vllm.rocm import refuse_monokernel
 __all__ = ["ROCmAttention", "select_attention"]
 
 
-class ROCmAttention(Dsv41Attention, DeepseekV41ROCMAiterMLAAttention):  # type: ignore[misc] # as `Dsv41Attention`
+class ROCmAttention(Dsv41Attention, DeepseekV41ROCMAiterMLAAttention):
     """The layer on ROCm."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature

@@ -6,7 +6,7 @@ Everything that cannot be served is refused here, when vLLM builds the layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from dsv4attn import (
     select_backend,
 )
 from dsv4attn.core.contract import complete
+from dsv4attn.core.definitions import complete_steps
+from dsv4attn.core.layer_ops import LayerSteps
 from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.errors import Dsv4AttnError
 from dsv4attn_vllm.guard import RefusedError
@@ -99,6 +101,11 @@ class Serving:
     warm: bool = False
     scratch: WorkspaceManager | None = None
     checked: set[tuple[object, ...]] = field(factory=set)
+
+    @cached_property
+    def layer_steps(self) -> LayerSteps:
+        """The steps around attention, with torch's in place of those that the backend lacks."""
+        return complete_steps(self.backend)
 
     def know(self, key: tuple[object, ...]) -> None:
         """Remember that the arguments of this key were checked."""
@@ -306,13 +313,12 @@ def _limits(vllm_config: Any, model: ModelGeometry) -> Limits:  # noqa: ANN401 -
 
 @cache
 def _serving(facts: _Facts) -> Serving:
-    window, entries = facts.records or (584, 584)
     swa = KVCacheLayout.fp8_ds_mla(fp8_format=Fp8Format.FNUZ if facts.fnuz else Fp8Format.OCP)
-    if window == 528:
-        swa = KVCacheLayout.v41_fp8()
     # vLLM's compressor writes OCP codes on every device
-    layouts = {584: KVCacheLayout.fp8_ds_mla, 528: KVCacheLayout.v41_fp8, 288: KVCacheLayout.v41_fp4}
-    compressed = layouts[entries]()
+    compressed = KVCacheLayout.fp8_ds_mla()
+    if facts.records is not None and facts.records[0] == 528:
+        swa = KVCacheLayout.v41_fp8()
+        compressed = KVCacheLayout.v41_fp4() if facts.records[1] == 288 else swa
     # and of index keys, but for their scales on sm_100
     dim = facts.model.index_head_dim
     index = KVCacheLayout.index_mxfp4(dim) if facts.mxfp4 else KVCacheLayout.index_fp8(dim)

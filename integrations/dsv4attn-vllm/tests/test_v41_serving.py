@@ -192,6 +192,7 @@ def test_one_problem_for_each_ratio_and_no_wider_rows_for_images(config: VllmCon
 @pytest.fixture
 def drafting(monkeypatch: pytest.MonkeyPatch) -> Iterator[V41Engine]:
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
+    serving._serving.cache_clear()
     config = v41_config(speculative_config={"method": "dspark", "num_speculative_tokens": 5})
     draft = replaced(config, model_config=config.speculative_config.draft_model_config)
 
@@ -210,6 +211,7 @@ def test_tokens_of_a_draft_block_see_each_other_and_the_window_before(drafting: 
     [out] = drafting.step(work, causal=False)
 
     assert layer._geometry.kind is ds.LayerKind.SWA
+    assert layer._serving is serving.serving_of(drafting.config, v41=True)
     assert layer._serving.limits.decode_window_columns > 128
     for i, (tokens, count) in enumerate(before):
         for j in range(count):

@@ -12,11 +12,14 @@ from dsv4attn_vllm import serving
 from dsv4attn_vllm.compressor_v41 import Compressor
 from dsv4attn_vllm.cuda_v41 import CUDAAttention
 from dsv4attn_vllm.indexer_v41 import Indexer
-from engine import Request
+from engine import Request, world
 from test_v41_layers import bytes_of
 from torch import Tensor
-from v41 import OwnV41Layers, WholeV41Engine, whole_v41_engine
+from v41 import OwnV41Layers, WholeV41Engine, v41_config, whole_v41_engine
 from vllm.models.deepseek_v41.compressor import DeepseekCompressor
+
+from dsv4attn.core.contract import complete
+from dsv4attn.core.device import DeviceFacts
 
 CANDIDATES = {
     "candidate_source_layer_id": 3,
@@ -134,3 +137,19 @@ def test_caches_are_byte_for_byte_those_of_vllms_own_kernels(backend: str, monke
     assert caches.keys() == wanted.keys()
     assert [name for name in caches if not torch.equal(caches[name], wanted[name])] == []
     assert all(map(torch.equal, ours, theirs))
+
+
+def test_kernels_of_steps_are_compiled_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variants that a warm-up on an A100 compiles; nothing is compiled here."""
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
+    config, found = v41_config(CANDIDATES), {}
+    with world(config):
+        for asked in ("all", "none"):
+            monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", asked)
+            made = serving.serving_of(config, v41=True)
+            variants = complete(made.backend).kernel_variants(made.bounds(), DeviceFacts.named("a100"))
+            found[asked] = {one.name for one in variants}
+
+    around = {"index_query_kernel", "score_kernel", "choose_kernel", "block_scores_kernel", "keep_kernel"}
+    assert found["all"] - found["none"] == {*around, "latent_kernel", "ring_kernel", "store_kernel"}
+    assert "attention" in found["none"]
