@@ -1,4 +1,4 @@
-"""What is served of DeepSeek-V4.1 and what is refused: records, drafts, weights, platforms; see v41.py."""
+"""What is served of DeepSeek-V4.1 and what is refused: records, drafts, platforms; see v41.py."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from dsv4attn_vllm.attention import insert_context_kv
 from dsv4attn_vllm.cuda_v41 import CUDAAttention, select_attention
 from dsv4attn_vllm.guard import RefusedError
 from engine import config_of, world
-from test_whole_layers import blocks_of_fp8
 from v41 import RATIOS, V41Engine, v41_config
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import dsv4attn as ds
-from dsv4attn.core.weights import dense_weight
 
 DRAFT = len(RATIOS)
 
@@ -233,48 +231,6 @@ def test_context_keys_of_a_draft_are_those_that_a_step_inserts(drafting: V41Engi
     found = drafting.records(swa.kv_cache, swa.prefix, 0, numbers)
     assert not np.isnan(wanted).any()
     assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
-
-
-# ---------------------------------------------------------------- weights
-
-
-def groups_of_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, and an exponent for each 32 columns of a row."""
-    groups = weight.float().view(len(weight), -1, 32)
-    exponents = torch.ceil(torch.log2(groups.abs().amax(-1) / 448))
-    codes = (groups / 2.0 ** exponents[..., None]).to(torch.float8_e4m3fn).view(weight.shape)
-    return codes, (exponents + 127).to(torch.uint8)
-
-
-@pytest.mark.parametrize("columns", [32, 128])
-def test_an_fp8_wo_a_is_converted_and_again_at_its_address(config: VllmConfig, columns: int) -> None:
-    """With a scale for each 32 columns of a row, as vLLM keeps the released 32 x 32, or for each 128 x 128."""
-    layer, o, positions = layer_of(config), torch.randn(5, 4, 512).bfloat16(), torch.arange(5) * 37
-    torch.nn.init.normal_(layer.wo_b.weight, std=0.05)
-    layer.wo_b.cpu_linear = torch.nn.functional.linear
-    addresses = set()
-    for scale in (0.05, 0.2):
-        weight = torch.randn(layer.wo_a.weight.shape, dtype=torch.float32) * scale
-        codes, scales = groups_of_fp8(weight) if columns == 32 else blocks_of_fp8(weight)
-        factors = 2.0 ** (scales.double() - 127) if columns == 32 else scales.double().repeat_interleave(128, 0)
-        wide = codes.double() * factors.repeat_interleave(columns, 1)
-        if not addresses:
-            layer.wo_a.weight = torch.nn.Parameter(codes, requires_grad=False)
-            layer.wo_a.weight_scale = torch.nn.Parameter(scales, requires_grad=False)
-            layer.wo_a.weight_block_size = [1, 32] if columns == 32 else [128, 128]
-        else:
-            layer.wo_a.weight.data.copy_(codes)
-            layer.wo_a.weight_scale.data.copy_(scales)
-
-        layer.process_weights_after_loading(torch.bfloat16)
-
-        turned = layer.rotary_emb.forward_native(positions, o.clone(), None, inverse=True)[0].double()
-        z = torch.einsum("tgd,grd->tgr", turned.view(5, 2, 1024), wide.view(2, 64, 1024)).flatten(1)
-        wanted = (z @ layer.wo_b.weight.double().T).detach()
-        error = (layer._o_proj(o, positions).double() - wanted).norm() / wanted.norm()
-        assert error < 0.01
-        addresses.add(dense_weight(layer._weight()).data_ptr())
-    assert len(addresses) == 1
 
 
 # ---------------------------------------------------------------- platforms
