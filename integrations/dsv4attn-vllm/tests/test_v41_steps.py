@@ -36,10 +36,10 @@ def _all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def whole_engine(sizes: dict[str, Any] | None = None) -> Iterator[WholeV41Engine]:
-    """An engine with all steps on dsv4attn."""
+def whole_engine(sizes: dict[str, Any] | None = None, drafts: int = 0) -> Iterator[WholeV41Engine]:
+    """An engine with all steps on dsv4attn. drafts: tokens that are verified at once."""
     blocks = torch.full((256, CANDIDATES["candidate_topk_blocks"]), -1, dtype=torch.int32)
-    with whole_v41_engine(CUDAAttention, sizes, candidate_block_buffer=blocks) as made:
+    with whole_v41_engine(CUDAAttention, sizes, drafts, candidate_block_buffer=blocks) as made:
         yield made
 
 
@@ -71,6 +71,21 @@ def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str, sizes: dict[st
         for layer, theirs, ours in both(engine, STEPS if backend == "reference" else STEPS[:1] + STEPS[2:3]):
             assert torch.equal(theirs, ours), layer.prefix
             assert theirs.float().std() > 1e-3
+
+
+def test_drafts_that_are_rejected_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings hold the states of a step's drafts, and that before them."""
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
+    with whole_engine(CANDIDATES, drafts=5) as engine:
+        own, request = OwnV41Layers(engine), engine.request()
+        for tokens, count in [(0, 37), (37, 6), (38, 6), (43, 6), (44, 1), (45, 2)]:
+            request.tokens, work = tokens, [(Request(request.name, tokens), count)]
+            hidden = [engine.hidden_states(layer, work, count) for layer in engine.layers]
+            theirs = engine.step([(request, count)])
+            if request.name in own.sequences:
+                own.manager.truncate(own.sequences[request.name], tokens)
+            for layer, a, b in zip(engine.layers, theirs, own.step(work, hidden), strict=True):
+                assert torch.equal(a, b), (layer.prefix, tokens)
 
 
 def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
