@@ -17,6 +17,7 @@ from test_v41_layers import bytes_of
 from torch import Tensor
 from v41 import OwnV41Layers, WholeV41Engine, v41_config, whole_v41_engine
 from vllm.models.deepseek_v41.compressor import DeepseekCompressor
+from vllm.platforms import current_platform
 
 from dsv4attn.core.contract import complete
 from dsv4attn.core.device import DeviceFacts
@@ -36,10 +37,13 @@ def _all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def whole_engine(sizes: dict[str, Any] | None = None, drafts: int = 0) -> Iterator[WholeV41Engine]:
+def whole_engine(
+    sizes: dict[str, Any] | None = None, drafts: int = 0, kv_cache_dtype: str = "auto"
+) -> Iterator[WholeV41Engine]:
     """An engine with all steps on dsv4attn. drafts: tokens that are verified at once."""
     blocks = torch.full((256, CANDIDATES["candidate_topk_blocks"]), -1, dtype=torch.int32)
-    with whole_v41_engine(CUDAAttention, sizes, drafts, candidate_block_buffer=blocks) as made:
+    options = {"kv_cache_dtype": kv_cache_dtype, "candidate_block_buffer": blocks}
+    with whole_v41_engine(CUDAAttention, sizes, drafts, **options) as made:
         yield made
 
 
@@ -71,6 +75,24 @@ def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str, sizes: dict[st
         for layer, theirs, ours in both(engine, STEPS if backend == "reference" else ([(0, 42)], [(0, 1), (1, 3)])):
             assert torch.equal(theirs, ours), layer.prefix
             assert theirs.float().std() > 1e-3
+
+
+def test_records_and_index_keys_of_sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compressed records of 288 bytes beside windows of 528, and index keys of 4 bits. Faked: that GPU."""
+    from vllm.models.deepseek_v41 import attention
+    from vllm.v1.attention.backends.mla import indexer
+
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
+    told = classmethod(lambda _, family, *__: family == 100)
+    monkeypatch.setattr(type(current_platform), "is_device_capability_family", told)
+    for module in (attention, indexer):
+        monkeypatch.setattr(module, "dsa_indexer_uses_fp4", lambda _: True)
+    with whole_engine(CANDIDATES, kv_cache_dtype="nvfp4_ds_mla") as engine:
+        for layer, theirs, ours in both(engine, [[(0, 42)], [(0, 1), (1, 3)]]):
+            assert torch.equal(theirs, ours), layer.prefix
+        caches = engine.bound()
+    widths = [caches[f"model.layers.1.attn{name}"].shape[-1] for name in (".swa_cache", "", ".indexer.k_cache")]
+    assert widths == [528, 288, 68]
 
 
 def test_drafts_that_are_rejected_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,11 +243,17 @@ class WholeV41Engine(V41Engine):
 
 @contextmanager
 def whole_v41_engine(
-    layer_class: type, sizes: dict[str, Any] | None = None, drafts: int = 0, **options: Any
+    layer_class: type,
+    sizes: dict[str, Any] | None = None,
+    drafts: int = 0,
+    *,
+    kv_cache_dtype: str = "auto",
+    **options: Any,
 ) -> Iterator[WholeV41Engine]:
     """A `WholeV41Engine`. Faked: products in fp32, which CPUs lack, and that no stream is being captured."""
     speculation = {"speculative_config": {"method": "dspark", "num_speculative_tokens": drafts}} if drafts else {}
     config = v41_config(sizes, **speculation)
+    config.cache_config.cache_dtype = kv_cache_dtype
     with world(config), products_in_fp32(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         yield WholeV41Engine(config, layer_class, layers=len(RATIOS), **options)
