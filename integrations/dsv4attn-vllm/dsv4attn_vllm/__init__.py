@@ -1,7 +1,7 @@
-"""The plugin that vLLM loads: its DeepSeek-V4 layers run attention, KV insert and output projection on dsv4attn.
+"""The plugin that vLLM loads: attention, KV insert and output projection of DeepSeek-V4 and V4.1 run on dsv4attn.
 
 `register` is the entry point. vLLM calls it in every process, for every model, so it imports nothing of torch or
-dsv4attn: it tells vLLM's registry where the model classes are, and vLLM imports them only to serve a DeepSeek-V4 model.
+dsv4attn: it tells vLLM's registry where the model classes are, and vLLM imports them only to serve such a model.
 
     guard         which versions of vLLM are served, and the switches
     model         the classes in the registry: vLLM's own, behind the replacements of this platform
@@ -9,6 +9,7 @@ dsv4attn: it tells vLLM's registry where the model classes are, and vLLM imports
     attention     what a layer runs on dsv4attn; cuda, rocm, xpu and cpu put it into vLLM's class of the platform
     metadata      vLLM's builders, with dsv4attn's metadata beside their own
     serving       the backend, limits and layouts of a model
+    *_v41         the same of DeepSeek-V4.1, where it differs
     steps         which steps around attention run on dsv4attn: compressor, indexer (with index_metadata), projection
                   and hyper_connections are named after them
 """
@@ -22,23 +23,25 @@ __all__ = ["ARCHITECTURES", "__version__", "register"]
 __version__ = "0.1.0"
 
 ARCHITECTURES = {
-    "DeepseekV4ForCausalLM": "DeepseekV4ForCausalLM",
-    "DeepseekV4ForConditionalGeneration": "DeepseekV4ForConditionalGeneration",
-    "DeepSeekV4MTPModel": "DeepSeekV4MTP",
-    "DSparkDraftModel": "DSparkDeepseekV4ForCausalLM",
+    "DeepseekV4ForCausalLM": "model:DeepseekV4ForCausalLM",
+    "DeepseekV4ForConditionalGeneration": "model:DeepseekV4ForConditionalGeneration",
+    "DeepSeekV4MTPModel": "model:DeepSeekV4MTP",
+    "DSparkDraftModel": "model:DSparkDeepseekV4ForCausalLM",
+    "DeepseekV41ForCausalLM": "model_v41:DeepseekV41ForCausalLM",
+    "DSparkV41DraftModel": "model_v41:DSparkDeepseekV4ForCausalLM",
 }
-"""Architectures that are registered again, and the class of each in `dsv4attn_vllm.model`."""
+"""Architectures that are registered again, and the class of each: a module of this package, and a name in it."""
 
 
 def register() -> None:
-    """Register the DeepSeek-V4 architectures with vLLM, unless `DSV4ATTN_VLLM=0`. May be called any number of times.
+    """Register the architectures with vLLM, unless `DSV4ATTN_VLLM=0`. May be called any number of times.
 
     Raises nothing about versions: other models must still be served. An untested vLLM is refused when it imports
-    `dsv4attn_vllm.model` for a DeepSeek-V4 model.
+    `dsv4attn_vllm.model`, or `model_v41`, for a DeepSeek-V4 model.
     """
     if guard.switched_off():
         return
     from vllm import ModelRegistry
 
     for architecture, name in ARCHITECTURES.items():
-        ModelRegistry.register_model(architecture, f"dsv4attn_vllm.model:{name}")
+        ModelRegistry.register_model(architecture, f"dsv4attn_vllm.{name}")

@@ -1,8 +1,11 @@
-"""What a DeepSeek-V4 layer of vLLM runs on dsv4attn: KV insert, attention, and output projection up to `wo_b`."""
+"""What a layer of vLLM runs on dsv4attn: KV insert, attention, and output projection up to `wo_b`.
+
+Of DeepSeek-V4; `attention_v41` has what differs in V4.1.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,13 +14,13 @@ from vllm.logger import init_logger
 from vllm.models.deepseek_v4.attention import DeepseekV4Indexer
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from dsv4attn import AttentionMetadata, LayerCaches, PagedKVCache, forward_mqa
+from dsv4attn import AttentionMetadata, LayerCaches, LayerKind, PagedKVCache, forward_mqa
 from dsv4attn.core.checks import check_insert
 from dsv4attn.core.contract import complete
 from dsv4attn.core.projection import o_proj
 from dsv4attn.core.rope import apply_rope
 from dsv4attn.core.tensorspec import signature
-from dsv4attn.core.weights import check_weight, dense_weight
+from dsv4attn.core.weights import Weight, check_weight, dense_weight
 from dsv4attn_vllm.compressor import adopt
 from dsv4attn_vllm.guard import SWITCH, RefusedError
 from dsv4attn_vllm.indexer import IndexCache, IndexerSteps, indexer_class
@@ -50,12 +53,13 @@ class Dsv4Attention(_Layer):
     what cannot be served.
     """
 
-    backend_cls = Backend
-    swa_backend_cls = SWABackend
+    backend_cls: ClassVar[Any] = Backend
+    swa_backend_cls: ClassVar[Any] = SWABackend
     use_fp8_ds_mla_layout = True
+    is_v41: ClassVar[bool] = False
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
-        serving, asked = serving_of(vllm_config), backend_of_vllm(vllm_config)
+        serving, asked = serving_of(vllm_config, v41=self.is_v41), backend_of_vllm(vllm_config)
         if asked is not None:
             _log.warning_once(
                 "dsv4attn-vllm: --attention-backend %s is not looked at on this platform, where vLLM's DeepSeek-V4 has "
@@ -63,9 +67,10 @@ class Dsv4Attention(_Layer):
                 asked,
                 SWITCH,
             )
+        self._serving = serving
         with without_warmup(vllm_config, serving.steps):
             super().__init__(vllm_config, *args, **kwargs)
-        self._serving, self._geometry = serving, serving.layer(self.compress_ratio)
+        self._geometry = serving.layer(self.compress_ratio)
         self._bound: LayerCaches | None = None
         self._keep_wo_a()
         self._put_steps()
@@ -129,9 +134,21 @@ class Dsv4Attention(_Layer):
 
     # ---------------------------------------------------------------- steps
 
+    def _entries(self) -> Tensor:
+        """The compressed cache that this layer reads, if it reads one."""
+        return self.kv_cache
+
+    def _entries_prefix(self) -> str:
+        """The prefix that metadata of that cache have."""
+        return self.prefix
+
+    def _weight(self) -> Weight:
+        """`wo_a` for the backend."""
+        return self.wo_a
+
     def _caches(self) -> LayerCaches:
         """The caches that vLLM bound last; it binds others when it wakes up."""
-        window, entries = self.swa_cache_layer.kv_cache, self.kv_cache if self.compress_ratio > 1 else None
+        window, entries = self.swa_cache_layer.kv_cache, self._entries() if self._geometry.has_entries else None
         bound = self._bound
         if (
             bound is None
@@ -148,7 +165,7 @@ class Dsv4Attention(_Layer):
         return bound
 
     def insert(self, q: Tensor, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Normalise and rotate q [T, h, D] in place; rotate a copy of kv [T, D] and write it to the window cache.
+        """Rotate q [T, h, D] in place, in V4 normalised; rotate a copy of kv [T, D] and write it to the window cache.
 
         Raises ArgumentError before anything is written. Arguments are checked once for each signature that layers of
         the model pass, and on a CPU, where values are checked too, in every call.
@@ -159,7 +176,7 @@ class Dsv4Attention(_Layer):
             check_insert(q, kv, positions, slots, table, caches.swa, self._geometry)
             if key is not None:
                 serving.know(key)
-        serving.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, self._geometry.eps)
+        serving.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, self._geometry.q_eps)
 
     def insert_keys(self, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Rotate a copy of kv [T, D], which has no queries, and write it to the window cache.
@@ -197,7 +214,8 @@ class Dsv4Attention(_Layer):
             output.zero_()
             return
         window = by_prefix[self.swa_cache_layer.prefix].dsv4attn
-        entries = None if self.compress_ratio == 1 else by_prefix[self.prefix].dsv4attn
+        layer = self._geometry
+        entries = by_prefix[self._entries_prefix()].dsv4attn if layer.has_entries else None
         forward_mqa(
             q,
             self._caches(),
@@ -205,16 +223,16 @@ class Dsv4Attention(_Layer):
             serving.backend,
             serving.workspace(),
             output,
-            layer=self._geometry,
+            layer=layer,
             limits=serving.limits,
             attn_sink=self.attn_sink,
-            topk_indices=self.topk_indices_buffer if self.compress_ratio == 4 else None,
+            topk_indices=self.topk_indices_buffer if layer.kind is LayerKind.C4A else None,
         )
 
     def _o_proj(self, o: Tensor, positions: Tensor) -> Tensor:
         """Inverse RoPE and `wo_a` on the backend; `wo_b`, and the sum over ranks, in vLLM's linear."""
         table, backend = self.rotary_emb.cos_sin_cache, self._serving.backend
-        z = o_proj(backend, o, positions, table, self.wo_a, self.n_local_groups, layer=self._geometry)
+        z = o_proj(backend, o, positions, table, self._weight(), self.n_local_groups, layer=self._geometry)
         return self._wo_b(z.flatten(1))
 
     def _wo_b(self, z: Tensor) -> Tensor:

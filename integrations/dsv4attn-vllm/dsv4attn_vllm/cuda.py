@@ -10,7 +10,7 @@ from vllm.models.deepseek_v4.attention import DeepseekV4Attention
 from dsv4attn_vllm.attention import Dsv4Attention, backend_of_vllm
 from dsv4attn_vllm.replacements import original
 
-__all__ = ["CUDAAttention", "select_attention"]
+__all__ = ["CUDAAttention", "chosen_class", "select_attention"]
 
 _log = init_logger("vllm.dsv4attn")
 
@@ -21,11 +21,19 @@ class CUDAAttention(Dsv4Attention, DeepseekV4Attention):
 
 def select_attention(vllm_config: Any) -> type[DeepseekV4Attention]:  # noqa: ANN401 - vLLM's VllmConfig
     """The class of the attention layers: vLLM's own if `--attention-backend` names one of vLLM's, else dsv4attn's."""
+    theirs = "vllm.models.deepseek_v4.nvidia.model._select_dsv4_attn_cls"
+    chosen: type[DeepseekV4Attention] = chosen_class(vllm_config, CUDAAttention, theirs)
+    return chosen
+
+
+def chosen_class(vllm_config: Any, ours: type, theirs: str) -> type:  # noqa: ANN401 - as above
+    """The class `ours`, or what vLLM's own function chooses if `--attention-backend` names one of vLLM's.
+
+    theirs: the name of that function, "module.name".
+    """
     asked = backend_of_vllm(vllm_config)
     if asked is None:
-        return CUDAAttention
+        return ours
     _log.warning_once("dsv4attn-vllm: not used, because --attention-backend asks for %s", asked)
-    chosen: type[DeepseekV4Attention] = original("vllm.models.deepseek_v4.nvidia.model._select_dsv4_attn_cls")(
-        vllm_config
-    )
+    chosen: type = original(theirs)(vllm_config)
     return chosen

@@ -75,7 +75,7 @@ class IndexMetadataBuilder(AttentionMetadataBuilder[IndexMetadata]):
                 out=self._slots,
             )
             requests = common.token_to_req_indices(self._requests)
-            visible = visible_entries(common, self._ratio, self._visible)
+            visible = self._entries(common)
         decodes, prefills, decode_tokens, prefill_tokens = parts
         return IndexMetadata(
             seq_lens=common.seq_lens,
@@ -89,6 +89,9 @@ class IndexMetadataBuilder(AttentionMetadataBuilder[IndexMetadata]):
             token_to_req=requests,
             visible_lens=visible,
         )
+
+    def _entries(self, common: CommonAttentionMetadata) -> Tensor:
+        return visible_entries(common, self._ratio, self._visible)
 
     def update_draft_decode_metadata(self, metadata: IndexMetadata) -> None:
         """Make the tensors of a step of one token a request again, from lengths that changed in place."""

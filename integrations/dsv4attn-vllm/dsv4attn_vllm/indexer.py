@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class Selector(torch.nn.Module):
     indexer's own hook, and not registered out of tree: other models of the process keep vLLM's.
     """
 
+    is_v41: ClassVar[bool] = False
+
     def __init__(
         self,
         k_cache: DeepseekV4IndexerCache,
@@ -60,7 +62,7 @@ class Selector(torch.nn.Module):
         super().__init__()
         self.k_cache, self.topk_indices_buffer = k_cache, topk_indices_buffer
         self.topk_tokens, self.max_entries, self.compress_ratio = topk_tokens, max_model_len, compress_ratio
-        self.serving = serving_of(get_current_vllm_config())
+        self.serving = serving_of(get_current_vllm_config(), v41=self.is_v41)
         self._bound: PagedKVCache | None = None
 
     def _keys(self) -> PagedKVCache:
@@ -77,7 +79,7 @@ class Selector(torch.nn.Module):
         hidden_states: its device counts. q_quant, weights: of `IndexerSteps._q_rope_quant`, with rows of padding
         behind. k: None, as the compressor has stored the keys.
         """
-        by_prefix, steps = get_forward_context().attn_metadata, complete(self.serving.backend).layer_steps
+        by_prefix, steps = get_forward_context().attn_metadata, self.serving.layer_steps
         if not isinstance(by_prefix, dict):
             # vLLM measures memory: what a selection of so many tokens takes for a while
             torch.empty(steps.transient_bytes(weights.shape[0]), dtype=torch.uint8, device=hidden_states.device)
@@ -93,8 +95,12 @@ class Selector(torch.nn.Module):
             scales = scales[:tokens].unsqueeze(-1).view(torch.uint8)
         query = IndexQuery(values[:tokens], weights[:tokens], scales)
         maps = metadata.block_table, metadata.token_to_req, visible
-        steps.select_topk(query, self._keys(), *maps, self.topk_indices_buffer[:tokens, : self.topk_tokens], longest)
+        self._select(query, maps, self.topk_indices_buffer[:tokens, : self.topk_tokens], longest)
         return self.topk_indices_buffer
+
+    def _select(self, query: IndexQuery, maps: tuple[Tensor, Tensor, Tensor], out: Tensor, longest: int) -> None:
+        """Write the best entries of each token to out [T, K]. longest: most entries that a token sees."""
+        complete(self.serving.backend).layer_steps.select_topk(query, self._keys(), *maps, out, longest)
 
 
 class IndexerSteps(_Indexer):

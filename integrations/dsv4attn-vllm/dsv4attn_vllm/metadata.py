@@ -7,7 +7,7 @@ the buffers that vLLM's kernels wrote, so what vLLM updates in place, for drafts
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,10 +18,24 @@ from vllm.v1.attention.backends.mla import sparse_swa
 from dsv4attn import DeepseekSparseSWAMetadata, FlashMLASparseMetadata, LayerKind
 from dsv4attn_vllm.guard import RefusedError
 
-__all__ = ["Backend", "CompressedMetadata", "SWABackend", "SWAMetadata", "visible_entries"]
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadataBuilder as _SWABuilder
+else:
+    _SWABuilder = object
+
+__all__ = [
+    "Backend",
+    "CompressedMetadata",
+    "SWABackend",
+    "SWAMetadata",
+    "VariableDecodes",
+    "Windows",
+    "positions_of",
+    "visible_entries",
+]
 
 
-class _VariableDecodes:
+class VariableDecodes:
     """Steps of decode alone may be captured, of any number of tokens a request: index rows are per token.
 
     Steps with prefill may not: their chunks follow from lengths on the host.
@@ -42,8 +56,8 @@ class SWAMetadata(sparse_swa.DeepseekSparseSWAMetadata):
     dsv4attn: DeepseekSparseSWAMetadata | None = None
 
 
-class SWAMetadataBuilder(_VariableDecodes, sparse_swa.DeepseekSparseSWAMetadataBuilder):
-    """Builds `SWAMetadata`."""
+class Windows(VariableDecodes, _SWABuilder):
+    """Builds `SWAMetadata`; goes before vLLM's builder among the bases."""
 
     def build(
         self,
@@ -60,6 +74,10 @@ class SWAMetadataBuilder(_VariableDecodes, sparse_swa.DeepseekSparseSWAMetadataB
     def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, None]:
         """No plan of FlashMLA's for any kind of layer; some of vLLM's platforms leave kinds out."""
         return dict.fromkeys(("swaonly", "c4a", "c128a", "c1a", "c2a"))
+
+
+class SWAMetadataBuilder(Windows, sparse_swa.DeepseekSparseSWAMetadataBuilder):
+    """Builds `SWAMetadata` of V4."""
 
 
 def _window(
@@ -105,7 +123,7 @@ class CompressedMetadata(sparse_mla.DeepseekV4FlashMLAMetadata):
     dsv4attn: FlashMLASparseMetadata | None = None
 
 
-class CompressedMetadataBuilder(_VariableDecodes, sparse_mla.DeepseekV4SparseMLAMetadataBuilder):
+class CompressedMetadataBuilder(VariableDecodes, sparse_mla.DeepseekV4SparseMLAMetadataBuilder):
     """Builds `CompressedMetadata`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
@@ -154,13 +172,17 @@ class CompressedMetadataBuilder(_VariableDecodes, sparse_mla.DeepseekV4SparseMLA
 
 def visible_entries(common: CommonAttentionMetadata, ratio: int, buffer: Tensor) -> Tensor:
     """[T] int32 - entries that each token sees, (position + 1) // ratio, 0 for padding; computed on the device."""
-    tokens, positions = common.num_actual_tokens, common.positions
-    if positions is None:
+    tokens = common.num_actual_tokens
+    entries = (positions_of(common) + 1).div_(ratio, rounding_mode="floor")
+    return buffer[:tokens].copy_(entries.masked_fill_(common.slot_mapping[:tokens] < 0, 0))
+
+
+def positions_of(common: CommonAttentionMetadata) -> Tensor:
+    """[T] int64 - positions of the tokens of a step. Raises RefusedError if the model runner passes none."""
+    if common.positions is None:
         cure = "use a model runner that passes positions"
         raise RefusedError("CommonAttentionMetadata.positions", expected="a tensor", actual=None, cure=cure)
-    out = buffer[:tokens]
-    entries = (positions[:tokens] + 1).div_(ratio, rounding_mode="floor")
-    return out.copy_(entries.masked_fill_(common.slot_mapping[:tokens] < 0, 0))
+    return common.positions[: common.num_actual_tokens]
 
 
 class Backend(sparse_mla.DeepseekV4SparseMLABackend):

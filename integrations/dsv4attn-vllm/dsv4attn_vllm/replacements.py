@@ -11,7 +11,7 @@ from attrs import frozen
 
 from dsv4attn_vllm.guard import RefusedError
 
-__all__ = ["PLATFORMS", "Replacement", "original", "platform_name", "replace"]
+__all__ = ["PLATFORMS", "V41_PLATFORMS", "Replacement", "original", "platform_name", "replace"]
 
 _originals: dict[str, Any] = {}
 
@@ -45,14 +45,19 @@ class Replacement:
         return f"{self.module}.{self.name}"
 
 
-def _draft(platform: str) -> Replacement:
+def _draft(platform: str, model: str = "deepseek_v4") -> Replacement:
     """The insert of context keys of a DSpark draft, which vLLM's layer class has no method for."""
-    module = f"vllm.models.deepseek_v4.{platform}.dspark"
+    module = f"vllm.models.{model}.{platform}.dspark"
     return Replacement(module, "_insert_context_kv", "dsv4attn_vllm.attention:insert_context_kv")
 
 
-def _layers(platform: str, name: str, by: str) -> Replacement:
-    return Replacement(f"vllm.models.deepseek_v4.{platform}.model", name, f"dsv4attn_vllm.{by}")
+def _layers(platform: str, name: str, by: str, model: str = "deepseek_v4") -> Replacement:
+    return Replacement(f"vllm.models.{model}.{platform}.model", name, f"dsv4attn_vllm.{by}")
+
+
+def _v41(platform: str, by: str) -> tuple[Replacement, ...]:
+    layers = _layers(platform, "_select_dsv4_attn_cls", f"{by}:select_attention", "deepseek_v41")
+    return layers, _draft(platform, "deepseek_v41")
 
 
 PLATFORMS: Mapping[str, tuple[Replacement, ...]] = {
@@ -63,6 +68,12 @@ PLATFORMS: Mapping[str, tuple[Replacement, ...]] = {
     "cpu": (_layers("cpu", "DeepseekV4CPUAttention", "cpu:CPUAttention"),),
 }
 """By platform, in vLLM's sense: every platform but the last three takes vLLM's modules for CUDA."""
+
+V41_PLATFORMS: Mapping[str, tuple[Replacement, ...]] = {
+    "cuda": _v41("nvidia", "cuda_v41"),
+    "rocm": _v41("amd", "rocm_v41"),
+}
+"""The same for DeepSeek-V4.1, which vLLM has no modules of for Intel GPUs and CPUs."""
 
 
 def original(name: str) -> Any:  # noqa: ANN401 - a class or a function of vLLM

@@ -6,7 +6,7 @@ Everything that cannot be served is refused here, when vLLM builds the layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -30,22 +30,33 @@ from dsv4attn import (
     select_backend,
 )
 from dsv4attn.core.contract import complete
+from dsv4attn.core.definitions import complete_steps
+from dsv4attn.core.layer_ops import LayerSteps
 from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.errors import Dsv4AttnError
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.projection import settings_for, steps_with
-from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, MHC, VARIABLE, Device, chosen
+from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, MHC, VARIABLE, Device, chosen, v41_steps
 
-__all__ = ["CACHE_DTYPES", "MOST_CHECKED", "Serving", "serving_of"]
+__all__ = ["CACHE_DTYPES", "FP4_CACHE", "MOST_CHECKED", "V41_CACHE_DTYPES", "Serving", "serving_of"]
 
 CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
 """Values of --kv-cache-dtype that mean records of 584 bytes."""
+
+V41_CACHE_DTYPES = ("auto", "fp8", "fp8_ds_mla")
+"""The same for DeepSeek-V4.1, where they mean records of 528 bytes on sm_100."""
+
+FP4_CACHE = "nvfp4_ds_mla"
+"""On sm_100, for DeepSeek-V4.1: compressed records of 288 bytes."""
 
 MOST_CHECKED = 64
 """Most keys that are remembered: sizes of the last steps x kinds of layers."""
 
 _NOPE, _ROPE = 448, 64
+_V41_PAGE = 32
+"""Tokens of a page of V4.1's window caches."""
 _KIND_OF_RATIO = {1: LayerKind.SWA, 4: LayerKind.C4A, 128: LayerKind.C128A}
+_V41_KIND_OF_RATIO = {0: LayerKind.SWA, 1: LayerKind.C4A, 2: LayerKind.C4A}
 _PARTS = {COMPRESSOR: ("compressor",), INDEXER: ("indexer", "selection"), MHC: ("hyper_connections",)}
 _log = init_logger("vllm.dsv4attn")
 
@@ -55,7 +66,8 @@ class _Facts:
     """All that a backend is chosen by; equal for all layers of a model, and for its drafts.
 
     model: geometry of this rank. device: type of the device. capture: whether graphs are captured. fnuz: whether vLLM's
-    fp8 type is e4m3fnuz, as on gfx942. steps: see `steps.chosen`. mxfp4: whether index keys have 4 bits.
+    fp8 type is e4m3fnuz, as on gfx942. steps: see `steps.chosen`. mxfp4: whether index keys have 4 bits. records: of
+    V4.1, by their bytes, those of windows and those of compressed caches; None: a model of V4.
     """
 
     model: ModelGeometry
@@ -65,6 +77,7 @@ class _Facts:
     fnuz: bool
     steps: frozenset[str]
     mxfp4: bool
+    records: tuple[int, int] | None = None
 
 
 @define(eq=False)
@@ -89,6 +102,11 @@ class Serving:
     scratch: WorkspaceManager | None = None
     checked: set[tuple[object, ...]] = field(factory=set)
 
+    @cached_property
+    def layer_steps(self) -> LayerSteps:
+        """The steps around attention, with torch's in place of those that the backend lacks."""
+        return complete_steps(self.backend)
+
     def know(self, key: tuple[object, ...]) -> None:
         """Remember that the arguments of this key were checked."""
         if len(self.checked) >= MOST_CHECKED:
@@ -96,8 +114,10 @@ class Serving:
         self.checked.add(key)
 
     def layer(self, compress_ratio: int) -> LayerGeometry:
-        """Geometry of the layers of a ratio: one object for each ratio."""
-        return _layer(self.model, _KIND_OF_RATIO[compress_ratio])
+        """Geometry of the layers of a ratio, as vLLM's layer has it: one object for each ratio."""
+        if not self.model.shared_latent:
+            return _layer(self.model, _KIND_OF_RATIO[compress_ratio])
+        return _layer(self.model, _V41_KIND_OF_RATIO[compress_ratio], compress_ratio or None)
 
     def workspace(self) -> WorkspaceManager:
         """dsv4attn's scratch memory of this device, one for each microbatch; it grows as long as vLLM's own may.
@@ -150,18 +170,20 @@ class Serving:
 
 
 @cache
-def _layer(model: ModelGeometry, kind: LayerKind) -> LayerGeometry:
-    return model.layer_of_kind(kind)
+def _layer(model: ModelGeometry, kind: LayerKind, compress_ratio: int | None = None) -> LayerGeometry:
+    return model.layer_of_kind(kind, compress_ratio)
 
 
-def serving_of(vllm_config: Any) -> Serving:  # noqa: ANN401 - vLLM's VllmConfig
+def serving_of(vllm_config: Any, *, v41: bool = False) -> Serving:  # noqa: ANN401 - vLLM's VllmConfig
     """How to serve the model of a configuration; the same object for equal models.
 
+    v41: whether its layers are those of DeepSeek-V4.1.
     Raises RefusedError for what dsv4attn-vllm does not serve, and NoBackendError, with the reasons of every backend, if
     there is none for this device.
     """
-    _check(vllm_config)
-    serving = _serving(_facts(vllm_config))
+    records = _v41_records(vllm_config) if v41 else None
+    _check(vllm_config, v41=v41)
+    serving = _serving(_facts(vllm_config, records))
     if MHC in serving.steps:
         from dsv4attn_vllm.hyper_connections import serve
 
@@ -169,17 +191,29 @@ def serving_of(vllm_config: Any) -> Serving:  # noqa: ANN401 - vLLM's VllmConfig
     return serving
 
 
-def _check(vllm_config: Any) -> None:  # noqa: ANN401 - as above
+def _v41_records(vllm_config: Any) -> tuple[int, int]:  # noqa: ANN401 - as above
+    """Bytes of the records of V4.1's window caches and compressed caches, as vLLM chooses them."""
+    from vllm.platforms import current_platform
+
+    blackwell = current_platform.is_device_capability_family(100)
+    if vllm_config.cache_config.cache_dtype == FP4_CACHE and blackwell:
+        return 528, 288
+    return (528, 528) if blackwell else (584, 584)
+
+
+def _check(vllm_config: Any, *, v41: bool) -> None:  # noqa: ANN401 - as above
     """Refuse what has no counterpart in dsv4attn, and a vLLM whose metadata lack what the builders read."""
     from vllm.v1.attention import backend as attention_backend
 
     if "positions" not in attention_backend.CommonAttentionMetadata.__dataclass_fields__:
         expected, cure = "a field of vLLM's metadata", "install a version of vLLM that was tested"
         raise RefusedError("CommonAttentionMetadata.positions", expected=expected, actual="none", cure=cure)
-    dtype = vllm_config.cache_config.cache_dtype
-    if dtype not in CACHE_DTYPES:
+    dtype, served = vllm_config.cache_config.cache_dtype, V41_CACHE_DTYPES if v41 else CACHE_DTYPES
+    if v41 and _v41_records(vllm_config)[0] == 528:
+        served = (*served, FP4_CACHE)
+    if dtype not in served:
         cure = "leave --kv-cache-dtype out, or pass fp8"
-        raise RefusedError("--kv-cache-dtype", expected=" or ".join(CACHE_DTYPES), actual=dtype, cure=cure)
+        raise RefusedError("--kv-cache-dtype", expected=" or ".join(served), actual=dtype, cure=cure)
     if vllm_config.model_config.dtype != torch.bfloat16:
         actual = vllm_config.model_config.dtype
         raise RefusedError("--dtype", expected="bfloat16", actual=actual, cure="pass --dtype bfloat16")
@@ -195,37 +229,61 @@ def _check(vllm_config: Any) -> None:  # noqa: ANN401 - as above
         raise RefusedError("HiSparse", expected="off", actual="on", cure="switch it off")
 
 
-def _facts(vllm_config: Any) -> _Facts:  # noqa: ANN401 - as above
+def _facts(vllm_config: Any, records: tuple[int, int] | None) -> _Facts:  # noqa: ANN401 - as above
     from vllm.platforms import current_platform
 
-    fields, parallel = vllm_config.model_config.hf_config.to_dict(), vllm_config.parallel_config
-    # a draft's type says what it is for; what only V4.1 has is told by its sources too
-    if str(fields.get("model_type", "")).startswith("deepseek_v41") or fields.get("kv_source_layer_ids") is not None:
-        cure = "leave its layers to vLLM: serve it by its own architecture"
-        raise RefusedError("model", expected="a DeepSeek-V4 configuration", actual="one of DeepSeek-V4.1", cure=cure)
-    try:
-        # the layers of a draft are those of the model
-        model = ModelGeometry.from_config({**fields, "model_type": "deepseek_v4"}, name="the model")
-        model = model.tensor_parallel(parallel.tensor_parallel_size)
-    except Dsv4AttnError as error:
-        cure = "serve a DeepSeek-V4 model"
-        raise RefusedError("model", expected="a DeepSeek-V4 configuration", actual=error, cure=cure) from error
-    dims = model.head_dim - model.rope_dim, model.rope_dim
-    ratios = {ratio for _, ratio in model.layers}
-    if dims != (_NOPE, _ROPE) or not ratios <= _KIND_OF_RATIO.keys():
-        expected = f"heads of {_NOPE} + {_ROPE} dims and layers of ratios 1, 4 and 128, as vLLM's caches have"
-        actual = f"{dims[0]} + {dims[1]} dims, ratios {sorted(ratios)}"
-        raise RefusedError("model", expected=expected, actual=actual, cure="serve a DeepSeek-V4 model")
     device = Device.here(vllm_config)
+    model = _v4_model(vllm_config) if records is None else _v41_model(vllm_config)
+    steps = chosen(device) if records is None else v41_steps(device)
+    if records is not None and INDEXER in steps and vllm_config.attention_config.indexer_sparse_logits:
+        cure = "leave indexer_sparse_logits out"
+        raise RefusedError("indexer_sparse_logits", expected="off, for an indexer on dsv4attn", actual="on", cure=cure)
     return _Facts(
         model,
         _limits(vllm_config, model),
         vllm_config.device_config.device_type,
         capture=bool(vllm_config.compilation_config.cudagraph_mode),
         fnuz=current_platform.is_fp8_fnuz(),
-        steps=chosen(device),
+        steps=steps,
         mxfp4=device.mxfp4,
+        records=records,
     )
+
+
+def _v4_model(vllm_config: Any) -> ModelGeometry:  # noqa: ANN401 - as above
+    fields = vllm_config.model_config.hf_config.to_dict()
+    # a draft's type says what it is for; what only V4.1 has is told by its sources too
+    if str(fields.get("model_type", "")).startswith("deepseek_v41") or fields.get("kv_source_layer_ids") is not None:
+        cure = "serve it by its own architecture"
+        raise RefusedError("model", expected="a DeepSeek-V4 configuration", actual="one of DeepSeek-V4.1", cure=cure)
+    model = _model_of(vllm_config, fields, "deepseek_v4", "DeepSeek-V4")
+    dims = model.head_dim - model.rope_dim, model.rope_dim
+    ratios = {ratio for _, ratio in model.layers}
+    if dims != (_NOPE, _ROPE) or not ratios <= _KIND_OF_RATIO.keys():
+        expected = f"heads of {_NOPE} + {_ROPE} dims and layers of ratios 1, 4 and 128, as vLLM's caches have"
+        actual = f"{dims[0]} + {dims[1]} dims, ratios {sorted(ratios)}"
+        raise RefusedError("model", expected=expected, actual=actual, cure="serve a DeepSeek-V4 model")
+    return model
+
+
+def _v41_model(vllm_config: Any) -> ModelGeometry:  # noqa: ANN401 - as above
+    model = _model_of(vllm_config, vllm_config.model_config.hf_config.to_dict(), "deepseek_v41", "DeepSeek-V4.1")
+    dims = model.head_dim - model.rope_dim, model.rope_dim
+    if dims != (_NOPE, _ROPE) or model.q_norm:
+        expected = f"heads of {_NOPE} + {_ROPE} dims without a norm of queries, as vLLM's layers have"
+        actual = f"{dims[0]} + {dims[1]} dims, {'with' if model.q_norm else 'without'} a norm"
+        raise RefusedError("model", expected=expected, actual=actual, cure="serve a DeepSeek-V4.1 model")
+    return model
+
+
+def _model_of(vllm_config: Any, fields: dict[str, Any], model_type: str, name: str) -> ModelGeometry:  # noqa: ANN401 - as above
+    """The model on this rank. A draft has the layers of its model, but another type."""
+    try:
+        model = ModelGeometry.from_config({**fields, "model_type": model_type}, name="the model")
+        return model.tensor_parallel(vllm_config.parallel_config.tensor_parallel_size)
+    except Dsv4AttnError as error:
+        cure = f"serve a {name} model"
+        raise RefusedError("model", expected=f"a {name} configuration", actual=error, cure=cure) from error
 
 
 def _limits(vllm_config: Any, model: ModelGeometry) -> Limits:  # noqa: ANN401 - as above
@@ -240,7 +298,8 @@ def _limits(vllm_config: Any, model: ModelGeometry) -> Limits:  # noqa: ANN401 -
     decode = prefill = 0
     if speculative is not None and speculative.use_dspark():
         decode = get_dspark_swa_index_width(model.window, speculative.num_speculative_tokens)
-    if getattr(config, "vision_n_layers", 0) > 0:
+    # tokens of an image see each other in V4 alone
+    if getattr(config, "vision_n_layers", 0) > 0 and not model.shared_latent:
         prefill = model.window + config.vision_max_n_token
     return Limits(
         max_num_reqs=max(scheduler.max_num_seqs, -(-min(padded, tokens) // threshold)),
@@ -257,10 +316,13 @@ def _serving(facts: _Facts) -> Serving:
     swa = KVCacheLayout.fp8_ds_mla(fp8_format=Fp8Format.FNUZ if facts.fnuz else Fp8Format.OCP)
     # vLLM's compressor writes OCP codes on every device
     compressed = KVCacheLayout.fp8_ds_mla()
+    if facts.records is not None and facts.records[0] == 528:
+        swa = KVCacheLayout.v41_fp8()
+        compressed = KVCacheLayout.v41_fp4() if facts.records[1] == 288 else swa
     # and of index keys, but for their scales on sm_100
     dim = facts.model.index_head_dim
     index = KVCacheLayout.index_mxfp4(dim) if facts.mxfp4 else KVCacheLayout.index_fp8(dim)
-    problems = [problem for phase in ("decode", "prefill") for problem in _problems(facts, phase, swa)]
+    problems = [problem for phase in ("decode", "prefill") for problem in _problems(facts, phase, swa, compressed)]
     settings = settings_for(facts.steps, problems, facts.device)
     backend = select_backend(*problems, device=facts.device, settings=settings)
     steps = steps_with(facts.steps, backend)
@@ -272,22 +334,31 @@ def _serving(facts: _Facts) -> Serving:
     return Serving(facts.model, facts.limits, facts.device, backend, swa, compressed, index, steps, problems)
 
 
-def _problems(facts: _Facts, phase: str, swa: KVCacheLayout) -> list[Problem]:
-    """One problem for each kind of layer.
+def _problems(facts: _Facts, phase: str, swa: KVCacheLayout, compressed: KVCacheLayout) -> list[Problem]:
+    """One problem for each kind of layer, and in V4.1 for each ratio.
 
     Drafts are window-only, and draft blocks the only decodes with wide rows; images widen the prefill rows of all.
     """
     limits, decode, found = facts.limits, phase == "decode", []
     wide = limits.decode_window_columns if decode else limits.prefill_window_columns
-    for kind in dict.fromkeys((LayerKind.SWA, *facts.model.kinds)):
+    page, tokens = (64, 256) if facts.records is None else (_V41_PAGE, _v41_page_tokens())
+    for layer in dict.fromkeys((facts.model.layer_of_kind(LayerKind.SWA), *facts.model.distinct_layers)):
         problem = Problem.of(
-            facts.model,
-            kind,
-            phase,
+            layer,
+            phase=phase,
+            swa_page_size=page,
             max_model_len=limits.max_model_len,
             query_len=limits.decode_threshold if decode else 1,
             capture=facts.capture and decode,
-            window_columns=0 if decode and kind is not LayerKind.SWA else wide,
+            window_columns=0 if decode and layer.has_entries else wide,
         )
-        found.append(evolve(problem, swa=CacheFacts.of(swa, problem.swa.page_size)))
+        entries = CacheFacts.of(compressed, tokens // layer.compress_ratio) if layer.has_entries else None
+        found.append(evolve(problem, swa=CacheFacts.of(swa, page), compressed=entries))
     return found
+
+
+def _v41_page_tokens() -> int:
+    """Tokens of a page of V4.1's compressed caches."""
+    from dsv4attn_vllm.metadata_v41 import Backend as Paged
+
+    return int(min(Paged.get_supported_kernel_block_sizes()))

@@ -24,6 +24,7 @@ __all__ = [
     "asked",
     "chosen",
     "is_named",
+    "v41_steps",
     "without_warmup",
 ]
 
@@ -127,6 +128,30 @@ def chosen(device: Device) -> frozenset[str]:
             f"environment variable {VARIABLE}", expected=expected, actual=", ".join(sorted(named)), cure=cure
         )
     return named
+
+
+def v41_steps(device: Device) -> frozenset[str]:
+    """The steps around attention of DeepSeek-V4.1 that run on dsv4attn on a device: indexer and compressor, or none.
+
+    Raises RefusedError for another step that is named, for one of the two without the other, as index keys of vLLM have
+    another format on some GPUs, for 4 bits on ROCm, and for none where vLLM's indexer does not run.
+    """
+    named, both = asked(), frozenset({INDEXER, COMPRESSOR})
+    for step in filter(is_named, (PROJECTION, MHC)):
+        expected, cure = "indexer and compressor, as the others of DeepSeek-V4.1 are vLLM's", f"leave {step} out"
+        raise RefusedError(f"environment variable {VARIABLE}", expected=expected, actual=step, cure=cure)
+    alone = device.platform == "cuda" and not device.deep_gemm
+    steps = (both if alone else frozenset()) if named is None else named & both
+    if len(steps) == 1:
+        expected, cure = "indexer and compressor, or neither, for DeepSeek-V4.1", "name both of them"
+        raise RefusedError(f"environment variable {VARIABLE}", expected=expected, actual=min(steps), cure=cure)
+    if alone and not steps:
+        expected, cure = "indexer and compressor, as vLLM's need DeepGEMM", f"leave {VARIABLE} out"
+        raise RefusedError(f"environment variable {VARIABLE}", expected=expected, actual="none", cure=cure)
+    if steps and device.platform == "rocm" and device.mxfp4:
+        cure = f"leave indexer_kv_dtype out, or name neither in {VARIABLE}"
+        raise RefusedError("indexer_kv_dtype", expected="fp8, for steps of dsv4attn on ROCm", actual="mxfp4", cure=cure)
+    return steps
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 import torch
 from dsv4attn_vllm import attention
 from dsv4attn_vllm.cpu import CPUAttention
-from dsv4attn_vllm.replacements import PLATFORMS, platform_name
+from dsv4attn_vllm.replacements import PLATFORMS, V41_PLATFORMS, platform_name
 from dsv4attn_vllm.xpu import XPUAttention
 from engine import Engine, config_of, world
 from test_steps import of_own_builder
@@ -90,6 +90,13 @@ def test_the_platform_of_this_machine_is_a_cpu_and_every_platform_has_its_class(
         "rocm": ["amd.model.DeepseekV4ROCMAiterMLAAttention", "amd.dspark._insert_context_kv"],
         "xpu": ["xpu.model.DeepseekV4XPUAttention", "xpu.dspark._insert_context_kv"],
         "cpu": ["cpu.model.DeepseekV4CPUAttention"],
+    }
+    assert {
+        name: [str(one).removeprefix("vllm.models.deepseek_v41.") for one in them]
+        for name, them in V41_PLATFORMS.items()
+    } == {
+        "cuda": ["nvidia.model._select_dsv4_attn_cls", "nvidia.dspark._insert_context_kv"],
+        "rocm": ["amd.model._select_dsv4_attn_cls", "amd.dspark._insert_context_kv"],
     }
 
 

@@ -46,27 +46,24 @@ arguments = EngineArgs(model={model_folder()!r}, skip_tokenizer_init=True, load_
 config = arguments.create_engine_config()
 from vllm import ModelRegistry
 models = [ModelRegistry.models[name] for name in ARCHITECTURES]
-others = [model.module_name for name, model in ModelRegistry.models.items() if "V41" in name]
 classes = [model.load_model_cls().__module__ for model in models]
 from vllm.models.deepseek_v4.cpu import model
 print()
-print(json.dumps([heavy, [m.module_name for m in models], classes, model.DeepseekV4CPUAttention.__module__, others]))
+print(json.dumps([heavy, [m.module_name for m in models], classes, model.DeepseekV4CPUAttention.__module__]))
 """
-    (heavy, modules, classes, attention, others), log = run(tmp_path / "main.py", code)
+    (heavy, modules, classes, attention), log = run(tmp_path / "main.py", code)
 
     assert heavy == []
-    assert set(modules) == {"dsv4attn_vllm.model"}
-    assert all(module.startswith("vllm.models.deepseek_v4") for module in classes)
+    assert modules == ["dsv4attn_vllm.model"] * 4 + ["dsv4attn_vllm.model_v41"] * 2
+    assert [module.split(".")[2] for module in classes] == ["deepseek_v4"] * 4 + ["deepseek_v41"] * 2
     assert attention == "dsv4attn_vllm.cpu"
-    # models of V4.1 stay vLLM's own
-    assert len(others) >= 2
-    assert all(module.startswith("vllm.models.deepseek_v41") for module in others)
     # the process that vLLM starts to look at the class has the plugin too
     assert [path.name for path in (tmp_path / "modelinfos").iterdir()] == [
         "dsv4attn_vllm-model-DeepseekV4ForCausalLM.json"
     ]
     assert log.count("DeepSeek-V4 attention of vLLM 0.33.0 runs on dsv4attn; replaced") == 1
     assert "replaced vllm.models.deepseek_v4.cpu.model.DeepseekV4CPUAttention" in log
+    assert "not used: vLLM has no DeepSeek-V4.1 layers for this platform (cpu)" in log
 
 
 def test_without_the_plugin_vllm_is_as_it_was(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_a_deepseek_v41_under_a_name_of_v4(config: VllmConfig, changed: dict[str
     fields = {**config.model_config.hf_config.to_dict(), **changed}
     config.model_config.hf_config = SimpleNamespace(to_dict=lambda: fields)
 
-    assert "model: expected a DeepSeek-V4 configuration, got one of DeepSeek-V4.1 -> leave its layers" in refusal(
+    assert "model: expected a DeepSeek-V4 configuration, got one of DeepSeek-V4.1 -> serve it by its own" in refusal(
         config
     )
 

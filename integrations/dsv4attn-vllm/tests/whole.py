@@ -59,12 +59,12 @@ def whole_engine(
 ) -> Iterator[WholeEngine]:
     """A `WholeEngine` with a layer of each of these kinds."""
     config = config_of(model_folder(kinds, **SMALL), **arguments)
-    with world(config), _products_in_fp32():
+    with world(config), products_in_fp32():
         yield WholeEngine(config, layer_class, layers=len(kinds))
 
 
 @contextmanager
-def _products_in_fp32() -> Iterator[None]:
+def products_in_fp32() -> Iterator[None]:
     """Let `torch.mm` take an `out_dtype`."""
     product: Callable[..., Tensor] = torch.mm
 

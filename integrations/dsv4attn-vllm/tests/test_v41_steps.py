@@ -1,0 +1,192 @@
+"""Compressor and indexer of DeepSeek-V4.1 on dsv4attn in vLLM's layers: against its own layers, and vLLM's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from dsv4attn_vllm import serving
+from dsv4attn_vllm.compressor_v41 import Compressor
+from dsv4attn_vllm.cuda_v41 import CUDAAttention
+from dsv4attn_vllm.indexer_v41 import Indexer
+from engine import Request, world
+from test_v41_layers import bytes_of
+from torch import Tensor
+from v41 import OwnV41Layers, WholeV41Engine, v41_config, whole_v41_engine
+from vllm.models.deepseek_v41.compressor import DeepseekCompressor
+from vllm.platforms import current_platform
+
+from dsv4attn.core.contract import complete
+from dsv4attn.core.device import DeviceFacts
+
+CANDIDATES = {
+    "candidate_source_layer_id": 3,
+    "candidate_topk_blocks": 5,
+    "candidate_block_size": 8,
+}
+STEPS = ([(0, 50)], [(0, 17)], [(0, 1), (1, 5)], [(0, 2), (1, 1)])
+"""Chunks of a prompt of more tokens than entries are selected, or than candidate blocks hold; then decodes."""
+
+
+@pytest.fixture(autouse=True)
+def _all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", "all")
+
+
+@contextmanager
+def whole_engine(
+    sizes: dict[str, Any] | None = None, drafts: int = 0, kv_cache_dtype: str = "auto"
+) -> Iterator[WholeV41Engine]:
+    """An engine with all steps on dsv4attn. drafts: tokens that are verified at once."""
+    blocks = torch.full((256, CANDIDATES["candidate_topk_blocks"]), -1, dtype=torch.int32)
+    options = {"kv_cache_dtype": kv_cache_dtype, "candidate_block_buffer": blocks}
+    with whole_v41_engine(CUDAAttention, sizes, drafts, **options) as made:
+        yield made
+
+
+def both(
+    engine: WholeV41Engine, steps: Sequence[Sequence[tuple[int, int]]], **options: Any
+) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """(layer, vLLM's output, that of dsv4attn's own layer) of all steps: of each, (request, tokens)."""
+    own, requests = OwnV41Layers(engine), {}
+    for step in steps:
+        work = [(requests.setdefault(name, engine.request()), count) for name, count in step]
+        described = [(Request(request.name, request.tokens), count) for request, count in work]
+        rows = sum(count for _, count in work)
+        hidden = [engine.hidden_states(layer, described, rows) for layer in engine.layers]
+        outs = engine.step(work, **options), own.step(described, hidden)
+        for layer, theirs, ours in zip(engine.layers, *outs, strict=True):
+            yield layer, theirs[:rows], ours
+
+
+@pytest.mark.parametrize(
+    ("backend", "sizes"),
+    [("reference", {}), ("reference", CANDIDATES), ("triton", CANDIDATES)],
+    ids=["reference", "candidates", "triton"],
+    indirect=["backend"],
+)
+def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str, sizes: dict[str, Any]) -> None:
+    with whole_engine(sizes) as engine:
+        assert [type(layer.indexer) for layer in engine.layers[1:4:2]] == [Indexer] * 2
+        assert type(engine.layers[1].compressor) is Compressor
+        for layer, theirs, ours in both(engine, STEPS if backend == "reference" else ([(0, 42)], [(0, 1), (1, 3)])):
+            assert torch.equal(theirs, ours), layer.prefix
+            assert theirs.float().std() > 1e-3
+
+
+def test_records_and_index_keys_of_sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compressed records of 288 bytes beside windows of 528, and index keys of 4 bits. Faked: that GPU."""
+    from vllm.models.deepseek_v41 import attention
+    from vllm.v1.attention.backends.mla import indexer
+
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
+    told = classmethod(lambda _, family, *__: family == 100)
+    monkeypatch.setattr(type(current_platform), "is_device_capability_family", told)
+    for module in (attention, indexer):
+        monkeypatch.setattr(module, "dsa_indexer_uses_fp4", lambda _: True)
+    with whole_engine(CANDIDATES, kv_cache_dtype="nvfp4_ds_mla") as engine:
+        for layer, theirs, ours in both(engine, [[(0, 42)], [(0, 1), (1, 3)]]):
+            assert torch.equal(theirs, ours), layer.prefix
+        caches = engine.bound()
+    widths = [caches[f"model.layers.1.attn{name}"].shape[-1] for name in (".swa_cache", "", ".indexer.k_cache")]
+    assert widths == [528, 288, 68]
+
+
+def test_drafts_that_are_rejected_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings hold the states of a step's drafts, and that before them."""
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
+    with whole_engine(CANDIDATES, drafts=5) as engine:
+        own, request = OwnV41Layers(engine), engine.request()
+        for tokens, count in [(0, 37), (37, 6), (38, 6), (43, 6), (44, 1), (45, 2)]:
+            request.tokens, work = tokens, [(Request(request.name, tokens), count)]
+            hidden = [engine.hidden_states(layer, work, count) for layer in engine.layers]
+            theirs = engine.step([(request, count)])
+            if request.name in own.sequences:
+                own.manager.truncate(own.sequences[request.name], tokens)
+            for layer, a, b in zip(engine.layers, theirs, own.step(work, hidden), strict=True):
+                assert torch.equal(a, b), (layer.prefix, tokens)
+
+
+def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An indexer that is not restricted to the candidates of another layer."""
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
+    with whole_engine(CANDIDATES) as engine:
+        engine.layers[5].indexer.indexer_op._candidates = None
+
+        found = {layer.layer_id for layer, theirs, ours in both(engine, [[(0, 50)]]) if not torch.equal(theirs, ours)}
+
+    assert found == {5}
+
+
+def written(cache: Tensor, before: Tensor) -> Tensor:
+    """Which pages of a cache were written, or which rows of a ring. before: bytes."""
+    changed = bytes_of(cache) != before
+    return changed.any(-1) if cache.dtype == torch.float32 else changed.flatten(1).any(-1)
+
+
+@pytest.mark.parametrize("rows", [{"behind": 2}, {"pad": 2}], ids=["behind", "padding"])
+def test_rows_of_padding_change_nothing(monkeypatch: pytest.MonkeyPatch, rows: dict[str, int]) -> None:
+    """But for a matrix product of bf16 on a CPU, whose bits depend on how many rows it has."""
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
+    with whole_engine() as engine:
+        first, second = engine.request(), engine.request()
+        engine.step([(first, 43), (second, 3)])
+        before = {name: bytes_of(cache) for name, cache in engine.bound().items()}
+        states = {}
+        for options in ({}, rows):
+            for name, cache in engine.bound().items():
+                cache.copy_(before[name].view(cache.dtype))
+            first.tokens, second.tokens = 43, 3
+            outs = engine.step([(first, 1), (second, 1)], **options)
+            changed = {name: written(cache, before[name]) for name, cache in engine.bound().items()}
+            states[bool(options)] = [out[:2] for out in outs], changed
+
+    (alone, rings), (padded, same) = states[False], states[True]
+    assert all(torch.equal(rings[name], same[name]) for name in rings)
+    ring = "model.layers.1.attn.compressor.state_cache"
+    own = [request.blocks[engine.group_of(ring)][0] for request in (first, second)]
+    assert rings[ring][own].sum(dim=1).tolist() == [1, 1]
+    for one, other in zip(alone, padded, strict=True):
+        assert torch.allclose(one.float(), other.float(), rtol=0, atol=1e-3 * one.abs().max().item())
+
+
+@pytest.mark.parametrize("backend", ["reference"], indirect=True)
+def test_caches_are_byte_for_byte_those_of_vllms_own_kernels(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries and index keys, of a prompt in chunks that break windows of two tokens, and outputs."""
+    found, classes = [], []
+    for steps in ("all", "none"):
+        monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", steps)
+        serving._serving.cache_clear()
+        torch.manual_seed(0)
+        with whole_engine() as engine:
+            first, second = engine.request(), engine.request()
+            for work in ([(first, 13)], [(first, 1), (second, 5)], [(first, 2), (second, 1)]):
+                outs = engine.step(work)
+            caches = {name: bytes_of(c) for name, c in engine.bound().items() if c.dtype == torch.uint8}
+            found.append((outs, caches))
+            classes.append(type(engine.layers[1].compressor))
+
+    (ours, caches), (theirs, wanted) = found
+    assert classes == [Compressor, DeepseekCompressor]
+    assert caches.keys() == wanted.keys()
+    assert [name for name in caches if not torch.equal(caches[name], wanted[name])] == []
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_kernels_of_steps_are_compiled_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variants that a warm-up on an A100 compiles; nothing is compiled here."""
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "triton")
+    config, found = v41_config(CANDIDATES), {}
+    with world(config):
+        for asked in ("all", "none"):
+            monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", asked)
+            made = serving.serving_of(config, v41=True)
+            variants = complete(made.backend).kernel_variants(made.bounds(), DeviceFacts.named("a100"))
+            found[asked] = {one.name for one in variants}
+
+    around = {"index_query_kernel", "score_kernel", "choose_kernel", "block_scores_kernel", "keep_kernel"}
+    assert found["all"] - found["none"] == {*around, "latent_kernel", "ring_kernel", "store_kernel"}
+    assert "attention" in found["none"]
