@@ -333,6 +333,15 @@ class BackendDefaults(Protocol):
         """
         return None
 
+    def prefers_pages(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> bool:
+        """Whether a prefill chunk that core would gather is attended faster on pages. False: it is gathered.
+
+        requests: tokens before the chunk, and of it, of each request; the host may know upper bounds only. rows: to be
+        gathered. Asked of backends whose form of prefill keys is GATHERED; one that answers True takes both forms in
+        `prepare`, and needs no more memory for pages.
+        """
+        return False
+
     def metadata_extension(
         self, geometry: ModelGeometry, limits: Limits, device: torch.device
     ) -> MetadataExtension | None:
@@ -363,6 +372,7 @@ def complete(backend: Backend) -> CompleteBackend:
 _OPTIONAL = (
     "prepare",
     "prepare_rows",
+    "prefers_pages",
     "builder_steps",
     "deterministic",
     "projects_fp8",

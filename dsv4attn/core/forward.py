@@ -104,7 +104,11 @@ def _prepare(step: Step) -> Iterable[Part]:
 def _call_of(step: Step, chunk: PrefillChunk) -> GatheredCall | PagedCall:
     """The call of a chunk, on rows or on pages: the only place that decides it.
 
-    All chunks of a step have the form that the backend declares. A rule by measured costs of a chunk belongs here;
-    the workspace plan of a backend that gathers has memory for rows.
+    The workspace plan of a backend that gathers has memory for rows, and that is enough for pages.
     """
-    return GatheredCall(step, chunk) if step.gathers else PagedCall.of_chunk(step, chunk)
+    if not step.gathers:
+        return PagedCall.of_chunk(step, chunk)
+    rows = chunk.num_requests * (chunk.entries + chunk.gather)
+    if step.backend.prefers_pages(step.layer, step.requests_of(chunk), rows):
+        return PagedCall.of_chunk(step, chunk)
+    return GatheredCall(step, chunk)

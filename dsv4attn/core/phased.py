@@ -90,6 +90,10 @@ class PhasedBackend(BackendDefaults):
         """The backend of a phase."""
         return self._decode if phase is Phase.DECODE else self._prefill
 
+    def prefers_pages(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> bool:
+        """As the prefill backend has it."""
+        return self._prefill.prefers_pages(layer, requests, rows)
+
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
         """The views of the phase's backend."""
         return self.of(phase).scratch(phase, layer, tokens, width)

@@ -87,6 +87,13 @@ class Step:
             return None if numbers is None else numbers[chunk.token_start : chunk.token_end, :width]
         return None
 
+    def requests_of(self, chunk: PrefillChunk) -> Sequence[tuple[int, int]]:
+        """Tokens before a chunk, and of it, of each of its requests, as the host knows them."""
+        swa, own = self.metadata.swa, slice(chunk.request_start, chunk.request_end)
+        seq_lens = swa.prefill_seq_lens_cpu[own].tolist()
+        counts = [chunk.num_tokens] if chunk.is_slice else swa.prefill_query_lens_cpu[own].tolist()
+        return [(n - chunk.tail - count, count) for n, count in zip(seq_lens, counts, strict=True)]
+
     def prefill_tokens(self, chunk: PrefillChunk) -> slice:
         """A chunk's tokens among those of the batch."""
         first = self.metadata.swa.num_decode_tokens

@@ -5,7 +5,8 @@ with a twin of both kernels that has the same schedule. The Gluon kernels serve 
 over records of 448 + 64 dims in OCP codes, one over bf16 rows. The kernel that all Triton backends share serves every
 other call, with the same answers. Shapes, strides and dtypes determine which kernel serves a call.
 
-Prefill reads pages, or, with option `prefill=gathered`, rows to which core has copied a chunk's keys in the workspace.
+Prefill reads pages, or, with option `prefill=gathered`, rows to which core has copied a chunk's keys in the workspace;
+with `prefill=auto`, whichever is faster for a chunk.
 
 Status: correct and measured on an NVIDIA H200, torch 2.11, Triton 3.6.
 """

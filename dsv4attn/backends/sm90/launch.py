@@ -21,7 +21,7 @@ from dsv4attn.backends.sm90 import index, steps, streams
 from dsv4attn.backends.sm90.choice import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_parts import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, CODE_PAGES, FP8_PAGES, NIBBLE_PAGES
-from dsv4attn.backends.sm90.tuning import PAGED, ROWED, TUNING, Roles
+from dsv4attn.backends.sm90.tuning import PAGED, ROADS, ROWED, TUNING, Roles
 from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.contract import AttentionCall, KeyForm, LayerSteps, Phase, Run
 from dsv4attn.core.device import DeviceFacts
@@ -65,7 +65,8 @@ PAGES, ROWS = Kind(FP8_PAGES.value), Kind(BF16_ROWS.value)
 class Sm90Backend(TritonBackend):
     """Attention on pages in decode, and in prefill on pages or on bf16 rows that core gathers.
 
-    prefill: "paged" gathers nothing and takes no workspace for keys; "gathered" pays for long chunks of many heads.
+    prefill: "paged" gathers nothing and takes no workspace for keys; "gathered" pays for long chunks of many heads;
+    "auto" takes the memory of "gathered", and of both what is faster for a chunk, see `tuning.Roads`.
     tuning: of the shared kernel, see `TritonBackend`. deterministic: the shared kernel serves every call, because the
     Gluon kernels split rows at places that depend on the batch. projection: see `TritonBackend`.
     """
@@ -83,10 +84,11 @@ class Sm90Backend(TritonBackend):
     ) -> None:
         """Check the options; no device is touched."""
         super().__init__(tuning=tuning, deterministic=deterministic, projection=projection)
-        if prefill not in (*KeyForm,):
-            expected = " or ".join(f"'{form.value}'" for form in KeyForm)
+        if prefill not in (*KeyForm, "auto"):
+            expected = " or ".join(f"'{form}'" for form in ("auto", *(form.value for form in KeyForm)))
             raise ArgumentError("prefill", expected=expected, actual=repr(prefill))
-        self.forms = evolve(self.forms, prefill_keys=KeyForm(prefill))
+        self._chooses = prefill == "auto"
+        self.forms = evolve(self.forms, prefill_keys=KeyForm.GATHERED if self._chooses else KeyForm(prefill))
 
     @cached_property
     def layer_steps(self) -> LayerSteps:
@@ -96,6 +98,10 @@ class Sm90Backend(TritonBackend):
     def _may_serve(self, layer: LayerGeometry) -> bool:
         """Whether the Gluon kernels serve some calls of a layer."""
         return not self.deterministic and layer.num_heads <= MOST_HEADS and layer.head_dim == DIM
+
+    def prefers_pages(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> bool:
+        """See `contract.BackendDefaults`."""
+        return self._chooses and self._may_serve(layer) and ROADS.prefers_pages(layer, requests, rows)
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
         """Two parts of each program, their lse and largest logits, and which programs share each row.

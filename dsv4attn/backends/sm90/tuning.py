@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from attrs import frozen
 
 from dsv4attn.backends._triton.tuning import DEFAULT, HOPPER, INTERPRETER, Tuning
+from dsv4attn.core.geometry import LayerGeometry
 
-__all__ = ["PAGED", "ROWED", "TUNING", "Roles"]
+__all__ = ["PAGED", "ROADS", "ROWED", "TUNING", "Roads", "Roles"]
 
 
 @frozen
@@ -53,6 +56,69 @@ PAGED = Roles(measured=f"{_ON} decode prefill")
 """Keys in fp8 pages."""
 ROWED = Roles(values=216, produce=72, producers=4, measured=f"{_ON} prefill-rows")
 """Keys in bf16 rows."""
+
+_SAMPLES = 16
+
+
+@frozen
+class Roads:
+    """Microseconds of a prefill chunk on pages and on gathered rows, fitted to measured ones; which of them is faster.
+
+    Times are sums of products: page, row: of a tile of 64 keys and of a pair of tiles, of each token and block of 64
+    heads; page_token, row_token: of each token and block; page_list, row_list: of each token; uneven: of each token and
+    block where rows have different numbers of tiles, so that rows are split; gathered: of each gathered row;
+    page_start, row_start: of a chunk. least: tokens of the shortest chunk that is gathered.
+    """
+
+    page: float = 0.0191
+    page_token: float = 0.0377
+    page_list: float = 0.00261
+    page_start: float = 10.5
+    row: float = 0.0236
+    row_token: float = 0.0376
+    row_list: float = 0.00893
+    uneven: float = 0.0116
+    gathered: float = 0.000727
+    row_start: float = 14.4
+    least: int = 128
+
+    measured: str = "not measured"
+
+    def prefers_pages(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> bool:
+        """Whether pages are faster. requests: tokens before the chunk and of it, of each; rows: gathered for it."""
+        tokens = sum(count for _, count in requests)
+        if tokens < self.least:
+            return True
+        page, row = self.times(layer, requests, rows)
+        return page <= row
+
+    def times(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> tuple[float, float]:
+        """Microseconds on pages and on rows. Some tokens, evenly over the chunk, stand for all of them."""
+        ends = [*accumulate(count for _, count in requests)]
+        tokens, blocks = ends[-1], -(-layer.num_heads // 64)
+        tiles, pairs = [], []
+        for i in range(_SAMPLES):
+            token = i * (tokens - 1) // (_SAMPLES - 1)
+            request = bisect_right(ends, token)
+            before, count = requests[request]
+            seen = before + token - (ends[request] - count) + 1
+            entries = layer.entries(seen)
+            window, entries = min(seen, layer.window), min(entries, layer.topk) if layer.topk else entries
+            tiles.append(-(-window // 64) - (-entries // 64))
+            pairs.append(-(-(window + entries) // 128))
+        every, uneven = tokens * blocks, self.uneven * (min(tiles) < max(tiles))
+        page = every * (self.page * sum(tiles) / _SAMPLES + self.page_token)
+        row = every * (self.row * sum(pairs) / _SAMPLES + self.row_token + uneven)
+        return (
+            page + tokens * self.page_list + self.page_start,
+            row + tokens * self.row_list + rows * self.gathered + self.row_start,
+        )
+
+
+ROADS = Roads(
+    measured="H200, torch 2.11, Triton 3.6, 2026-11-23: 90 chunks of 32 to 8,192 tokens behind 0 to 65,536, 64 and 128 "
+    "heads, all kinds of layers; for 89 the choice is at most 1.4 % slower than the better one"
+)
 
 TUNING: Mapping[str, Tuning] = {DEFAULT: HOPPER, "cpu": INTERPRETER, "sm_90": HOPPER}
 """Tuning of the shared kernel."""

@@ -1,0 +1,144 @@
+"""Option `prefill=auto` of the Hopper room: pages or rows for each chunk, in the memory of rows, with their results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends.sm90 import launch
+from dsv4attn.backends.sm90.launch import Sm90Backend
+from dsv4attn.backends.sm90.tuning import ROADS
+from dsv4attn.core.forward import _call_of
+from dsv4attn.core.gathered import GatheredCall
+from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.paged import PagedCall
+from dsv4attn.core.phased import PhasedBackend
+from dsv4attn.core.step import Step
+from tests.backends._triton.cache.caches import DEVICE
+from tests.backends._triton.engine import Engine, launching_nothing
+
+MEASURED = Path(__file__).parents[2] / "fixtures" / "roads_h200.txt"
+FLASH = ModelGeometry.preset("deepseek-v4-flash")
+
+
+def rows() -> list[tuple[int, str, int, int, float, float]]:
+    """Heads, kind of layer, tokens before and of a chunk, microseconds on pages and on rows."""
+    split = [line.split() for line in MEASURED.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    return [(int(h), kind, int(before), int(n), float(page), float(row)) for h, kind, before, n, page, row in split]
+
+
+def regret(row: tuple[int, str, int, int, float, float], roads: Any = ROADS) -> float:
+    """Time of the road that is chosen, relative to the better one."""
+    heads, kind, before, tokens, page, gathered = row
+    model = FLASH if heads == 64 else ModelGeometry.preset("deepseek-v4-pro")
+    layer = model.layer_of_kind(kind)
+    count = layer.entries(before + tokens) + min(before + tokens, tokens + layer.window - 1)
+    chosen = page if roads.prefers_pages(layer, [(before, tokens)], count) else gathered
+    return chosen / min(page, gathered)
+
+
+def test_the_choice_is_that_of_the_measured_times() -> None:
+    lost = {row[:4]: regret(row) for row in rows()}
+
+    assert len(lost) == 90
+    # the one where rows of different lengths hurt less than the model has it
+    assert lost.pop((128, "swa", 0, 8192)) < 1.07
+    assert max(lost.values()) < 1.03
+    assert {row[4] < row[5] for row in rows()} == {True, False}
+
+
+@pytest.mark.parametrize("change", [{"row": 0.1}, {"page": 0.1}, {"gathered": 0.01}, {"least": 4096}, {"uneven": 0.0}])
+def test_another_number_chooses_worse(change: dict[str, float]) -> None:
+    roads = evolve(ROADS, **change)
+
+    assert sum(regret(row, roads) > 1.03 for row in rows()) > 1
+
+
+def test_requests_of_one_length_take_the_road_of_one_request() -> None:
+    layer = FLASH.layer_of_kind("c4a")
+
+    assert ROADS.prefers_pages(layer, [(9000, 64)], 2400)
+    assert not ROADS.prefers_pages(layer, [(9000, 64)] * 8, 8 * 2400)
+
+
+LIMITS = Limits(max_num_reqs=3, max_num_batched_tokens=40, max_model_len=600, max_index_elements=2**14)
+STEPS = [[(300, 7)], [(130, 31)], [(500, 1), (260, 9)], [(300, 7), (0, 5)]]
+"""In the last the rows of both requests are too many: they are two chunks on rows, and one on pages."""
+
+
+def outputs(prefill: str, kind: LayerKind, monkeypatch: pytest.MonkeyPatch, pages: list[bool]) -> list[torch.Tensor]:
+    """Of three steps. pages: what the rule answers, in turn."""
+    asked: list[bool] = []
+
+    class Told:
+        def prefers_pages(self, *_: object) -> bool:
+            asked.append(pages[len(asked) % len(pages)])
+            return asked[-1]
+
+    monkeypatch.setattr(launch, "ROADS", Told())
+    on, rng = Engine(Sm90Backend(prefill=prefill), FLASH, LIMITS, kind, DEVICE), Random(7)
+    found = []
+    for requests in STEPS:
+        batch = on.load(requests, rng)
+        found.append(on.attend(batch.slot_mapping.shape[0], on.metadata(batch)).clone())
+    assert bool(asked) == (prefill == "auto")
+    return found
+
+
+@pytest.mark.parametrize("kind", [LayerKind.C4A, LayerKind.SWA] if INTERPRETED else list(LayerKind))
+def test_each_chunk_has_the_result_of_its_road(kind: LayerKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a workspace that is locked at the plan of rows."""
+    paged, gathered = (outputs(form, kind, monkeypatch, [True]) for form in ("paged", "gathered"))
+    on_pages, on_rows, mixed = (outputs("auto", kind, monkeypatch, told) for told in ([True], [False], [True, False]))
+
+    assert all(torch.equal(one, other) for one, other in zip(paged[:3], on_pages, strict=False))
+    assert all(torch.equal(one, other) for one, other in zip(gathered, on_rows, strict=True))
+    assert torch.equal(mixed[0], paged[0])
+    assert torch.equal(mixed[1], gathered[1])
+    for found in (on_pages, on_rows, mixed):
+        for one, other in zip(found, paged, strict=True):
+            assert (one.float() - other.float()).norm() <= 4e-3 * other.float().norm()
+
+
+@pytest.mark.parametrize("answer", [True, False])
+@pytest.mark.parametrize("pair", [False, True])
+def test_core_asks_with_the_lengths_of_the_chunk(*, answer: bool, pair: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Asked(Sm90Backend):
+        def prefers_pages(self, layer: Any, requests: Any, rows: int) -> bool:
+            asked.append((requests, rows))
+            return answer
+
+    one = Asked(prefill="auto")
+    backend: Any = PhasedBackend(Sm90Backend(), one) if pair else one
+    limits = evolve(LIMITS, max_index_elements=10 * 198)
+    on = Engine(backend, FLASH, limits, LayerKind.C4A, torch.device("meta"))
+    with launching_nothing():
+        metadata = on.metadata(on.load([(500, 1), (260, 20), (10, 6)], Random(1)))
+    seen: list[Any] = []
+    monkeypatch.setattr(Step, "chunks", lambda step, whole=Step.chunks: seen.append(step) or whole(step))
+    with launching_nothing():
+        on.attend(27, metadata)
+    (step,) = seen
+    calls = [type(_call_of(step, chunk)) for chunk in step.chunks()]
+
+    assert set(calls) == {PagedCall if answer else GatheredCall}
+    # the first request is cut: ten of its tokens, with 198 columns each, fill the index matrix
+    lengths = [requests for requests, _ in asked[: len(calls)]]
+    assert sum(count for requests in lengths for _, count in requests) == 26
+    assert [before for requests in lengths for before, _ in requests][:2] == [260, 260 + lengths[0][0][1]]
+    assert lengths[-1][-1] == (10, 6)
+    assert all(rows > 0 for _, rows in asked)
+
+
+def test_an_unknown_road_is_refused() -> None:
+    with pytest.raises(ValueError, match="'auto' or "):
+        Sm90Backend(prefill="rows")
