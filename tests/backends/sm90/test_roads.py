@@ -55,7 +55,7 @@ def test_the_choice_is_that_of_the_measured_times() -> None:
 
 
 @pytest.mark.parametrize("change", [{"row": 0.1}, {"page": 0.1}, {"gathered": 0.01}, {"least": 4096}, {"uneven": 0.0}])
-def test_another_number_chooses_worse(change: dict[str, float]) -> None:
+def test_another_number_chooses_worse(change: dict[str, Any]) -> None:
     roads = evolve(ROADS, **change)
 
     assert sum(regret(row, roads) > 1.03 for row in rows()) > 1
@@ -123,8 +123,13 @@ def test_core_asks_with_the_lengths_of_the_chunk(*, answer: bool, pair: bool, mo
     on = Engine(backend, FLASH, limits, LayerKind.C4A, torch.device("meta"))
     with launching_nothing():
         metadata = on.metadata(on.load([(500, 1), (260, 20), (10, 6)], Random(1)))
-    seen: list[Any] = []
-    monkeypatch.setattr(Step, "chunks", lambda step, whole=Step.chunks: seen.append(step) or whole(step))
+    seen, whole = list[Step](), Step.chunks
+
+    def noted(step: Step) -> Any:
+        seen.append(step)
+        return whole(step)
+
+    monkeypatch.setattr(Step, "chunks", noted)
     with launching_nothing():
         on.attend(27, metadata)
     (step,) = seen
