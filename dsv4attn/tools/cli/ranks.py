@@ -40,8 +40,11 @@ def check_ranks(ranks: int, geometry: ModelGeometry) -> None:
 
 
 @contextmanager
-def joined(ranks: int) -> Iterator[MeteredContext]:
-    """The group of all ranks, inside a `with` block. Its exchanges run over gloo."""
+def joined(ranks: int, interleave: int = 1) -> Iterator[MeteredContext]:
+    """The group of all ranks, inside a `with` block. Its exchanges run over gloo.
+
+    interleave: consecutive entries of one rank.
+    """
     from torch import distributed
 
     from dsv4attn.tools.replay.ranks import MeteredContext
@@ -53,6 +56,6 @@ def joined(ranks: int) -> Iterator[MeteredContext]:
     everyone = distributed.group.WORLD
     assert everyone is not None
     try:
-        yield MeteredContext(everyone)
+        yield MeteredContext(everyone, interleave)
     finally:
         distributed.destroy_process_group()

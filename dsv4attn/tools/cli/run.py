@@ -68,6 +68,12 @@ _KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
     type=Whole(min=2),
     help="Divide compressed entries over the N processes that torchrun has started.",
 )
+@click.option(
+    "--interleave",
+    metavar="N",
+    type=_positive,
+    help="Consecutive entries of one rank, with --context-parallel.  [default: 1]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and no progress.")
 @click.pass_context
 def run(
@@ -90,6 +96,7 @@ def run(
     seed: int,
     threads: int | None,
     context_parallel: int | None,
+    interleave: int | None,
     as_json: bool,
 ) -> None:
     """Serve the requests of a trace through the attention layers of a model: paged caches, chunked prefill, decode.
@@ -118,6 +125,9 @@ def run(
     geometry = geometry_of(model)
     if context_parallel is not None:
         check_ranks(context_parallel, geometry)
+    elif interleave is not None:
+        hint = "add --context-parallel, or leave out --interleave"
+        raise ArgumentError("--interleave", expected="several ranks", actual="one process", hint=hint)
     config = ReplayConfig(
         kinds=_kinds(layers),
         cache=cache,
@@ -134,10 +144,13 @@ def run(
     facts: dict[str, object] = {"swa_page_size": block_size, "dtype": _KV_DTYPES.get(cache, "e4m3fn"), "lse": True}
     facts["q_dtype"] = "float32" if cache == "fp32" else "bfloat16"
     chosen = chosen_backend(backend, options, geometry, config.kinds or geometry.kinds, **facts)
-    with joined(context_parallel) if context_parallel else nullcontext() as context:
+    with joined(context_parallel, interleave or 1) if context_parallel else nullcontext() as context:
         try:
             replay = Replay(geometry, chosen, requests, config, context)
         except ArgumentError as error:
+            if error.argument == "interleave":
+                actual, hint = error.actual, "larger pages have more records: --block-size"
+                raise ArgumentError("--interleave", expected=error.expected, actual=actual, hint=hint) from error
             if error.argument != "max_kv_bytes":
                 raise
             # named and in the unit of the command line's option

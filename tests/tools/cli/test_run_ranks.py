@@ -61,12 +61,29 @@ def test_v41_is_refused_before_torchrun_is_asked_for() -> None:
     assert "share caches and selections, which ranks cannot divide yet" in result.stderr
 
 
+def test_an_interleave_needs_ranks() -> None:
+    result = CliRunner().invoke(main, ["run", "--interleave", "2"])
+
+    assert result.exit_code == 2
+    assert "--interleave: expected several ranks, got one process -> add --context-parallel" in result.stderr
+
+
 @pytest.mark.slow
 def test_two_ranks_under_torchrun_print_once(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dsv4attn"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    options = ["--context-parallel", "2", "--model", str(tmp_path), "--max-requests", "2", "--json"]
+    options = [
+        "--context-parallel",
+        "2",
+        "--model",
+        str(tmp_path),
+        "--max-requests",
+        "2",
+        "--interleave",
+        "2",
+        "--json",
+    ]
     done = subprocess.run(
         [*launch, "run", *options], cwd=tmp_path, env=env, timeout=120, capture_output=True, text=True, check=False
     )
@@ -74,4 +91,5 @@ def test_two_ranks_under_torchrun_print_once(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["ok"]
+    assert report["ranks"]["interleave"] == 2
     assert [rank["rank"] for rank in report["ranks"]["ranks"]] == [0, 1]
