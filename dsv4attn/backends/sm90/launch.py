@@ -15,6 +15,7 @@ from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.attention.attend import divider
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.dependent import overlaps
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.backends.sm90 import index, steps, streams
@@ -223,8 +224,8 @@ def _constants(segments: int, kind: Kind, heads: int) -> tuple[Constants, tuple[
     roles = _roles(kind)
     chosen = {"SEGMENTS": segments, "KIND": kind.number, "INTERLEAVED": kind.interleaved, "H": heads, "BT": LINE}
     if not INTERPRETED:
-        chosen |= {"VALUES": roles.values, "PRODUCE": roles.produce, "PDL": True}
-    real = dict.fromkeys(("EXACT_CASTS", "PDL"), not INTERPRETED)
+        chosen |= {"VALUES": roles.values, "PRODUCE": roles.produce, "PDL": overlaps("sm_90")}
+    real = {"EXACT_CASTS": not INTERPRETED, "PDL": overlaps("sm_90") and not INTERPRETED}
     combining = tuple(
         (-(-heads // own), Constants({"H": heads, "R": own, "N": parts, **real})) for own, parts in roles.combining
     )

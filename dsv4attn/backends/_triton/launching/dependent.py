@@ -6,7 +6,10 @@ Kernels with constant PDL are launched so, and do what `kernels_dependent` says.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
+
+import torch
 
 __all__ = ["launch_options", "overlaps"]
 
@@ -14,9 +17,20 @@ _MEASURED = frozenset({"sm_90"})
 """CUDA has it from sm_90 on. Elsewhere it was not measured."""
 
 
+_CAPTURED = 12030
+"""The first driver that captures such launches in graphs: CUDA 12.3."""
+
+
 def overlaps(arch: str) -> bool:
-    """Whether kernels for an architecture have PDL set."""
-    return arch in _MEASURED
+    """Whether kernels for an architecture have PDL set: not if the driver here is too old."""
+    return arch in _MEASURED and _driver() >= _CAPTURED
+
+
+@cache
+def _driver() -> int:
+    """CUDA version of the driver as a number, 13010 for 13.1; the first that will do where there is none."""
+    read = getattr(torch._C, "_cuda_getDriverVersion", None)  # noqa: SLF001 - no public name
+    return int(read()) if read is not None and torch.accelerator.is_available() else _CAPTURED
 
 
 def launch_options(constants: Mapping[str, Any]) -> dict[str, bool]:
