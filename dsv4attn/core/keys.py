@@ -108,7 +108,7 @@ class ChunkRows:
     swa: the blocks of the window cache.
     compressed: the blocks of the compressed cache, of which a request gathers seq_len // ratio entries; None on
        window-only layers.
-    window: W.
+    window: W - most window records of a token.
     ratio: tokens per entry.
     topk: columns of the lists that are set aside for entries.
     offset: N - rows of a request before its window.

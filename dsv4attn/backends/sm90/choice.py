@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from dsv4attn.backends._triton.support import index_notes
+from dsv4attn.backends.sm90.tuning import ROADS
 from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.layer_geometry import LayerGeometry
 from dsv4attn.core.problem import CacheFacts, Problem
 
 __all__ = ["MOST_HEADS", "notes"]
@@ -17,8 +19,26 @@ MOST_HEADS = 128
 
 
 def notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
-    """The kernel that attends, and how scores of the indexer are computed."""
-    return [_attends(device, problem), *index_notes(device, problem)]
+    """The kernel that attends, where `prefill=auto` would gather keys, and how scores of the indexer are computed."""
+    return [_attends(device, problem), *_roads(problem), *index_notes(device, problem)]
+
+
+def _roads(problem: Problem) -> Iterator[str]:
+    """One line on prefill from records: from how many tokens on, behind some, `prefill=auto` gathers keys."""
+    if problem.phase != "prefill" or problem.swa.layout == "rows" or [*_against(problem)]:
+        return
+    layer, told = problem.layer, []
+    for before in (0, 8192, 65536):
+        sizes = (2**i for i in range(7, 15))
+        fewest = next((n for n in sizes if not ROADS.prefers_pages(layer, [(before, n)], _rows(layer, before, n))), 0)
+        told.append(f"{fewest:,}" if fewest else "none")
+    told_by = ", ".join(told)
+    yield f"prefill=auto gathers a prompt's keys from {told_by} tokens on, behind 0, 8,192, 65,536 (by its model)"
+
+
+def _rows(layer: LayerGeometry, before: int, tokens: int) -> int:
+    """Rows that are gathered for the tokens of one request."""
+    return layer.entries(before + tokens) + min(before, layer.window - 1) + tokens
 
 
 def _attends(device: DeviceFacts, problem: Problem) -> str:

@@ -126,6 +126,17 @@ def test_explain_says_which_kernel_serves_and_why(problem: Problem, said: str) -
     assert (OWN in line) == (said == OWN)
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"), [("c4a", "from 1,024, 128, 256 tokens on"), ("swa", "from none, 1,024, 1,024 tokens on")]
+)
+def test_explain_says_which_chunks_prefill_auto_gathers(kind: str, said: str) -> None:
+    (line,) = [line for line in notes(SM90, Problem.of(FLASH, kind, "prefill")) if "prefill=auto" in line]
+
+    assert said in line
+    for other in (Problem.of(FLASH, kind), Problem.of(FLASH, kind, "prefill", q_dtype="float32")):
+        assert not any("prefill=auto" in line for line in notes(SM90, other))
+
+
 def test_what_a_kernel_reads_follows_from_layouts() -> None:
     record, rows = KVCacheLayout.fp8_ds_mla(), KVCacheLayout.rows()
     others = [

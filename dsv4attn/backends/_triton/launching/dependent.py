@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-import torch
-
 __all__ = ["launch_options", "overlaps"]
 
 _MEASURED = frozenset({"sm_90"})
@@ -29,6 +27,8 @@ def overlaps(arch: str) -> bool:
 @cache
 def _driver() -> int:
     """CUDA version of the driver as a number, 13010 for 13.1; the first that will do where there is none."""
+    import torch  # not where `explain` asks for tunings
+
     read = getattr(torch._C, "_cuda_getDriverVersion", None)  # noqa: SLF001 - no public name
     return int(read()) if read is not None and torch.accelerator.is_available() else _CAPTURED
 

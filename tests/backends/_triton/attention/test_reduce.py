@@ -98,6 +98,7 @@ class Sums:
             "UNIT": 1,
             "N": self.together,
             "EXACT_CASTS": not INTERPRETED,
+            "PDL": False,
         }
         args = (*parts, out, lse, top, sink, *angles, *numbers)
         kernel = vars(attend)["reduce"]  # where bugs are planted
