@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from dsv4attn.backends.sm90.compat import ROPE_FIRST, copy_async, reinterpret
 from dsv4attn.backends.sm90.kernels_schedule import advance, begin, page_of, slots
+from dsv4attn.backends.sm90.ptx import codes
 
 WORDS_L = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
 """64 codes of each key of a tile, as words: four threads hold a key, eight warps a tile."""
@@ -19,59 +20,9 @@ KEY_WORDS_S = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 RAW_S = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
 
 
-def _decoder(*, last: bool, scale: int = 16) -> str:
-    """PTX that decodes four words of e4m3 codes, as `keys.DECODE` does one.
-
-    $0..$7: of each word its first two values, then of each its last two. $8: the largest code so far, twice, at least
-    $20: without its sign, where bf16 has exponent and mantissa. $12..$15: words. $16: four scale bytes, of which $24
-    picks one. What would be equal in all four operands is read from the first.
-    last: whether the values of the last word are NaN if the largest code is. scale: the operand read instead of $16.
-    """
-    lines = [
-        ".reg .b32 scale, unit, zero, seen, t;",
-        ".reg .b32 low<4>, high<4>, a<4>, b<4>;",
-        ".reg .pred p;",
-        "mov.b32 zero, 0x80008000;",
-        "mov.b32 unit, 0x7b807b80;",
-        # a bf16 power of two, twice; of byte 0 the subnormal 2^-127
-        f"prmt.b32 scale, ${scale}, 0, $24;",
-        "shl.b32 scale, scale, 7;",
-        "max.u32 scale, scale, 0x00400040;",
-        "mov.b32 seen, $20;",
-    ]
-    for i in range(4):
-        lines += [
-            # this half first: with Triton 3.9, the other order spills
-            f"shl.b32 low{i}, ${12 + i}, 4;",
-            f"and.b32 low{i}, low{i}, 0xf0f0f0f0;",
-            f"shr.u32 high{i}, ${12 + i}, 4;",
-            f"and.b32 high{i}, high{i}, 0x07070707;",
-            f"lop3.b32 high{i}, ${12 + i}, 0x80808080, high{i}, 0xea;",
-            f"prmt.b32 a{i}, low{i}, high{i}, 0x5140;",
-            f"prmt.b32 b{i}, low{i}, high{i}, 0x7362;",
-            # bits of bf16 are ordered like those of f16: one instruction on Hopper
-            f"abs.f16x2 low{i}, a{i};",
-            f"abs.f16x2 high{i}, b{i};",
-            f"max.f16x2 low{i}, low{i}, high{i};",
-            f"max.f16x2 seen, seen, low{i};",
-            f"fma.rn.bf16x2 a{i}, a{i}, unit, zero;",
-            f"fma.rn.bf16x2 b{i}, b{i}, unit, zero;",
-        ]
-        if last and i == 3:
-            lines += [
-                "add.u32 t, seen, 0x00100010;",
-                "and.b32 t, t, 0x08000800;",
-                "setp.ne.u32 p, t, 0;",
-                "selp.b32 scale, 0x7fc07fc0, scale, p;",
-            ]
-        lines += [f"fma.rn.bf16x2 ${i}, a{i}, scale, zero;", f"fma.rn.bf16x2 ${4 + i}, b{i}, scale, zero;"]
-    lines += [f"mov.b32 ${8 + i}, seen;" for i in range(4)]
-    return "{\n" + "\n".join(lines) + "\n}\n"
-
-
-DECODE = gl.constexpr(_decoder(last=False))
-LAST = gl.constexpr(_decoder(last=True))
-_OPERANDS = gl.constexpr(",".join(["=&r"] * 12 + ["r"] * 16))
+DECODE = gl.constexpr(codes(last=False))
+LAST = gl.constexpr(codes(last=True))
+OPERANDS = gl.constexpr(",".join(["=&r"] * 12 + ["r"] * 16))
 
 
 @gluon.jit
@@ -86,7 +37,7 @@ def decoded(words, scales, seen, BYTE: gl.constexpr, TEXT: gl.constexpr):
     zeros = gl.zeros_like(words)
     first, second, seen = gl.inline_asm_elementwise(
         TEXT,
-        _OPERANDS,
+        OPERANDS,
         [words, gl.expand_dims(scales, 1) + zeros, seen, zeros + (0x4040 + 0x0101 * BYTE)],
         dtype=(gl.int32, gl.int32, gl.int32),
         is_pure=True,

@@ -14,22 +14,22 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from dsv4attn.backends.sm90.compat import copy_async, reinterpret
 from dsv4attn.backends.sm90.kernels_produce import (
-    _OPERANDS,
     KEY_WORDS_S,
+    OPERANDS,
     WORDS_L,
-    _decoder,
     load_codes,
     spoilt,
     store_words,
 )
 from dsv4attn.backends.sm90.kernels_schedule import NIBBLE_PAGES, advance, begin, coded_page_of, slots
+from dsv4attn.backends.sm90.ptx import codes, nibbles
 
-CODES_0 = gl.constexpr(_decoder(last=False, scale=16))
-CODES_1 = gl.constexpr(_decoder(last=False, scale=17))
-CODES_2 = gl.constexpr(_decoder(last=False, scale=18))
-CODES_3 = gl.constexpr(_decoder(last=False, scale=19))
+CODES_0 = gl.constexpr(codes(last=False, scale=16))
+CODES_1 = gl.constexpr(codes(last=False, scale=17))
+CODES_2 = gl.constexpr(codes(last=False, scale=18))
+CODES_3 = gl.constexpr(codes(last=False, scale=19))
 """A thread has all 16 scale bytes of its key, in four words: $16 to $19."""
-LAST_1 = gl.constexpr(_decoder(last=True, scale=17))
+LAST_1 = gl.constexpr(codes(last=True, scale=17))
 
 SEEN = gl.constexpr(
     """{
@@ -49,56 +49,10 @@ mov.b32 $3, t;
 )
 """What has been seen, in all four operands, if one of four words has a bit of 0x80808080."""
 
-
-def _nibbles(piece: int) -> str:
-    """PTX that decodes four words of e2m1 codes, eight in each.
-
-    $0..$3: of each word its first two values; $4..$7, $8..$11, $12..$15: the next ones. $16..$19: words.
-    $20 + piece: four scales, of which $24 picks that of the first two words; the one behind it is of the others.
-    The bytes of a code's bf16 value are looked up by its three low bits; a fourth bit would pick a sign.
-    """
-    lines = [
-        ".reg .b32 scale<2>, zero, unit, pick, t, m;",
-        ".reg .b32 w, x, high, low, a, b;",
-        ".reg .pred p;",
-        "mov.b32 zero, 0x80008000;",
-        "mov.b32 unit, 0x7b807b80;",
-        "mov.b32 pick, $24;",
-    ]
-    for i in range(2):
-        lines += [
-            f"prmt.b32 t, ${20 + piece}, 0, pick;",
-            "and.b32 m, t, 0x007f007f;",
-            "setp.eq.u32 p, m, 0x007f007f;",
-            "shl.b32 m, m, 4;",
-            "shl.b32 t, t, 8;",
-            "lop3.b32 m, t, 0x80008000, m, 0xea;",
-            f"fma.rn.bf16x2 scale{i}, m, unit, zero;",
-            f"selp.b32 scale{i}, 0x7fc07fc0, scale{i}, p;",
-            "add.u32 pick, pick, 0x0101;",
-        ]
-    for i in range(4):
-        lines += [f"and.b32 w, ${16 + i}, 0x77777777;", f"shl.b32 x, ${16 + i}, 4;"]
-        for half in range(2):
-            signs = (0x9D8C, 0xBFAE)[half]
-            lines += [
-                "prmt.b32 high, 0x3f3f3f00, 0x40404040, w;",
-                "prmt.b32 low, 0xc0800000, 0xc0804000, w;",
-                f"prmt.b32 t, ${16 + i}, x, {signs:#x};",
-                "lop3.b32 high, t, 0x80808080, high, 0xea;",
-                "prmt.b32 a, low, high, 0x5140;",
-                "prmt.b32 b, low, high, 0x7362;",
-                f"fma.rn.bf16x2 ${8 * half + i}, a, scale{i // 2}, zero;",
-                f"fma.rn.bf16x2 ${8 * half + 4 + i}, b, scale{i // 2}, zero;",
-            ]
-            lines += ["shr.u32 w, w, 16;"] if half == 0 else []
-    return "{\n" + "\n".join(lines) + "\n}\n"
-
-
-NIBBLES_0 = gl.constexpr(_nibbles(0))
-NIBBLES_1 = gl.constexpr(_nibbles(1))
-NIBBLES_2 = gl.constexpr(_nibbles(2))
-NIBBLES_3 = gl.constexpr(_nibbles(3))
+NIBBLES_0 = gl.constexpr(nibbles(0))
+NIBBLES_1 = gl.constexpr(nibbles(1))
+NIBBLES_2 = gl.constexpr(nibbles(2))
+NIBBLES_3 = gl.constexpr(nibbles(3))
 _OF_NIBBLES = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 12))
 
 
@@ -112,7 +66,7 @@ def decoded(words, scales, seen, PIECE: gl.constexpr, TEXT: gl.constexpr):
     pick = 0x4040 + 0x0202 * (PIECE % 2) + 0x0101 * (of >> 3)
     first, second, seen = gl.inline_asm_elementwise(
         TEXT,
-        _OPERANDS,
+        OPERANDS,
         [words, scales, seen, gl.expand_dims(pick, 0) + gl.zeros_like(words)],
         dtype=(gl.int32, gl.int32, gl.int32),
         is_pure=True,
@@ -122,7 +76,7 @@ def decoded(words, scales, seen, PIECE: gl.constexpr, TEXT: gl.constexpr):
 
 
 @gluon.jit
-def store_nibbles(stages, b, words, scales, TEXT: gl.constexpr):
+def storenibbles(stages, b, words, scales, TEXT: gl.constexpr):
     """Write [64, 16] words of nibbles, a piece of each record, as 128 columns of tile b. scales: of `load_scales`."""
     of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
     pick = 0x4040 + 0x0202 * ((of >> 2) & 1)
@@ -234,15 +188,15 @@ def produce_coded(keys, chunk, t, pos, count, smem, KIND: gl.constexpr, INTERLEA
         if coded:
             seen = first_half(smem, b, x4, x5, x6, x7, scales)
         else:
-            store_nibbles(smem.k3, b, x3, scales, NIBBLES_3)
-            store_nibbles(smem.k2, b, x2, scales, NIBBLES_2)
+            storenibbles(smem.k3, b, x3, scales, NIBBLES_3)
+            storenibbles(smem.k2, b, x2, scales, NIBBLES_2)
         next_scales = load_scales(data, scale, next_ok, next_inside, KIND, INTERLEAVED)
         x5, x6, x7 = load_rest(data, next_ok, next_inside, KIND)
         if coded:
             second_half(smem, b, x0, x1, x2, x3, scales, seen)
         else:
-            store_nibbles(smem.k1, b, x1, scales, NIBBLES_1)
-            store_nibbles(smem.k0, b, x0, scales, NIBBLES_0)
+            storenibbles(smem.k1, b, x1, scales, NIBBLES_1)
+            storenibbles(smem.k0, b, x0, scales, NIBBLES_0)
         smem.bias.index(b).store(gl.where(ok, 0.0, -float("inf")))
         fence_async_shared()
         mbarrier.arrive(smem.k_full.index(b), count=1)
