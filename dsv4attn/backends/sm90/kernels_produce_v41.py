@@ -76,8 +76,8 @@ def decoded(words, scales, seen, PIECE: gl.constexpr, TEXT: gl.constexpr):
 
 
 @gluon.jit
-def storenibbles(stages, b, words, scales, TEXT: gl.constexpr):
-    """Write [64, 16] words of nibbles, a piece of each record, as 128 columns of tile b. scales: of `load_scales`."""
+def store_nibbles(stages, b, words, scales, TEXT: gl.constexpr):
+    """Write [64, 16] words of nibbles, a piece of each record, as 128 columns of tile b. scales: of `copy_pieces`."""
     of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
     pick = 0x4040 + 0x0202 * ((of >> 2) & 1)
     y0, y1, y2, y3 = gl.inline_asm_elementwise(
@@ -94,34 +94,38 @@ def storenibbles(stages, b, words, scales, TEXT: gl.constexpr):
 
 @gluon.jit
 def load_scales(data, scale, ok, inside, KIND: gl.constexpr, INTERLEAVED: gl.constexpr):
-    """[64, 16] words of scales, four in each thread: all of a record of codes; of nibbles, those that it decodes.
-
-    The thread decodes a quarter of each piece of nibbles, which has two scales: half a word of each of four.
-    """
+    """[64, 16] words of scales, in each thread all four of its key's record of codes."""
     of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
-    place = of % 4
     if INTERLEAVED:
         # not carried from tile to tile: it takes registers that keys need
-        scale = data + (gl.where(inside != 0, 128, 64) if KIND == NIBBLE_PAGES else 128)
+        scale = data + 128
     if KIND == NIBBLE_PAGES:
-        place = gl.where(inside != 0, place, 2 * place + (of >> 3))
-    p = gl.expand_dims(scale, 1) + gl.expand_dims(place, 0)
-    if KIND != NIBBLE_PAGES:
-        p = gl.multiple_of(p, [1, 16])
+        ok = ok & (inside != 0)
+    p = gl.multiple_of(gl.expand_dims(scale, 1) + gl.expand_dims(of % 4, 0), [1, 16])
     return gl.load(p, mask=gl.expand_dims(ok, 1) & (gl.expand_dims(of, 0) < 16), other=0)
 
 
 @gluon.jit
-def copy_pieces(raw_s, data, ok, inside, KIND: gl.constexpr):
-    """Start to copy five pieces of each key to shared memory, or the four that a record of nibbles has."""
+def copy_pieces(raw_s, data, scale, ok, inside, KIND: gl.constexpr, INTERLEAVED: gl.constexpr):
+    """Start to copy five pieces of each key to shared memory, or the four that a record of nibbles has, and its scales.
+
+    A thread decodes a quarter of each piece of nibbles, which has two scales: half a word of each of four.
+    """
     of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
     p = gl.multiple_of(gl.expand_dims(data, 1) + gl.expand_dims(of, 0), [1, 16])
     mask = gl.expand_dims(ok, 1) & (gl.expand_dims(of, 0) < 16)
     for g in gl.static_range(4):
         copy_async(raw_s[g], p + 16 * g, mask=mask)
-    if KIND == NIBBLE_PAGES:
-        mask = gl.expand_dims(ok & (inside != 0), 1) & (gl.expand_dims(of, 0) < 16)
-    copy_async(raw_s[4], p + 64, mask=mask)
+    # not `or`: Triton 3.6 fails where a condition has a constant and a value
+    if KIND != NIBBLE_PAGES:
+        copy_async(raw_s[4], p + 64, mask=mask)
+    elif inside != 0:
+        copy_async(raw_s[4], p + 64, mask=mask)
+    else:
+        if INTERLEAVED:
+            scale = data + 64
+        place = 2 * (of % 4) + (of >> 3)
+        copy_async(raw_s[4], gl.expand_dims(scale, 1) + gl.expand_dims(place, 0), mask=mask)
     async_copy.commit_group()
 
 
@@ -165,7 +169,7 @@ def produce_coded(keys, chunk, t, pos, count, smem, KIND: gl.constexpr, INTERLEA
     walk = begin(keys, chunk, t, pos)
     slot, inside = slots(keys, chunk, walk, row)
     ok, data, scale = coded_page_of(keys, slot, inside, KIND, INTERLEAVED)
-    copy_pieces(smem.raw, data, ok, inside, KIND)
+    copy_pieces(smem.raw, data, scale, ok, inside, KIND, INTERLEAVED)
     x5, x6, x7 = load_rest(data, ok, inside, KIND)
     scales = load_scales(data, scale, ok, inside, KIND, INTERLEAVED)
     walk = advance(keys, chunk, walk)
@@ -181,22 +185,22 @@ def produce_coded(keys, chunk, t, pos, count, smem, KIND: gl.constexpr, INTERLEA
         x2 = smem.raw[2].load(WORDS_L)
         x3 = smem.raw[3].load(WORDS_L)
         x4 = smem.raw[4].load(WORDS_L)
-        copy_pieces(smem.raw, data, next_ok, next_inside, KIND)
+        copy_pieces(smem.raw, data, scale, next_ok, next_inside, KIND, INTERLEAVED)
         mbarrier.wait(smem.k_empty.index(b), ((i // 2) & 1) ^ 1)
         coded = (inside != 0) if KIND == NIBBLE_PAGES else True
         seen = scales
         if coded:
             seen = first_half(smem, b, x4, x5, x6, x7, scales)
         else:
-            storenibbles(smem.k3, b, x3, scales, NIBBLES_3)
-            storenibbles(smem.k2, b, x2, scales, NIBBLES_2)
+            store_nibbles(smem.k3, b, x3, x4, NIBBLES_3)
+            store_nibbles(smem.k2, b, x2, x4, NIBBLES_2)
         next_scales = load_scales(data, scale, next_ok, next_inside, KIND, INTERLEAVED)
         x5, x6, x7 = load_rest(data, next_ok, next_inside, KIND)
         if coded:
             second_half(smem, b, x0, x1, x2, x3, scales, seen)
         else:
-            storenibbles(smem.k1, b, x1, scales, NIBBLES_1)
-            storenibbles(smem.k0, b, x0, scales, NIBBLES_0)
+            store_nibbles(smem.k1, b, x1, x4, NIBBLES_1)
+            store_nibbles(smem.k0, b, x0, x4, NIBBLES_0)
         smem.bias.index(b).store(gl.where(ok, 0.0, -float("inf")))
         fence_async_shared()
         mbarrier.arrive(smem.k_full.index(b), count=1)
