@@ -116,8 +116,7 @@ def copy_pieces(raw_s, data, scale, ok, inside, KIND: gl.constexpr, INTERLEAVED:
     mask = gl.expand_dims(ok, 1) & (gl.expand_dims(of, 0) < 16)
     for g in gl.static_range(4):
         copy_async(raw_s[g], p + 16 * g, mask=mask)
-    # not `or`: Triton 3.6 fails where a condition has a constant and a value
-    if KIND != NIBBLE_PAGES:
+    if KIND != NIBBLE_PAGES:  # noqa: SIM114 - Triton 3.6 takes no `or` of a constant and a value
         copy_async(raw_s[4], p + 64, mask=mask)
     elif inside != 0:
         copy_async(raw_s[4], p + 64, mask=mask)
