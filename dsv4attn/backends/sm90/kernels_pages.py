@@ -45,9 +45,17 @@ from dsv4attn.backends.sm90.kernels_common import (
     single,
     write_part,
 )
-from dsv4attn.backends.sm90.kernels_produce import allocate_codes, produce
-from dsv4attn.backends.sm90.kernels_produce_v41 import produce_coded
-from dsv4attn.backends.sm90.kernels_schedule import FP8_PAGES, enter, part_of, store_split, tiles_of, write_sums
+from dsv4attn.backends.sm90.kernels_produce import RAW_S, allocate_codes, produce
+from dsv4attn.backends.sm90.kernels_produce_v41 import RAW_NIBBLES_S, produce_coded
+from dsv4attn.backends.sm90.kernels_schedule import (
+    FP8_PAGES,
+    NIBBLE_PAGES,
+    enter,
+    part_of,
+    store_split,
+    tiles_of,
+    write_sums,
+)
 
 OUT_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 """128 columns of the output."""
@@ -243,12 +251,13 @@ def attend_pages(
     H: gl.constexpr, VALUES: gl.constexpr, PRODUCE: gl.constexpr,
 ):  # fmt: skip
     """Attend a chunk of count tiles, whose first row is t, at pos of the line. VALUES, PRODUCE: registers of roles."""
+    RAW: gl.constexpr = RAW_NIBBLES_S if KIND == NIBBLE_PAGES else RAW_S
     smem = Shared(
         q=allocate(gl.bfloat16, [4, 64, 128], KEYS_S),
         # a buffer for each 128 columns: the compiler confuses parts of one buffer
         k0=allocate(gl.bfloat16, [2, 64, 128], KEYS_S), k1=allocate(gl.bfloat16, [2, 64, 128], KEYS_S),
         k2=allocate(gl.bfloat16, [2, 64, 128], KEYS_S), k3=allocate(gl.bfloat16, [2, 64, 128], KEYS_S),
-        raw=(allocate_codes(), allocate_codes(), allocate_codes(), allocate_codes(), allocate_codes()),
+        raw=(allocate_codes(RAW), allocate_codes(RAW), allocate_codes(RAW), allocate_codes(RAW), allocate_codes(RAW)),
         p=allocate(gl.bfloat16, [1, 64, 64], KEYS_S), alpha=allocate(gl.float32, [1, 64], FLAT_S),
         bias=allocate(gl.float32, [2, 64], FLAT_S), factor=allocate(gl.float32, [64], FLAT_S),
         note=allocate(gl.int32, [1], FLAT_S), where=allocate(gl.int64, [1], FLAT_S),

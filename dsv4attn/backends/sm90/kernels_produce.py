@@ -60,9 +60,9 @@ def store_words(stages, b, first, second):
 
 
 @gluon.jit
-def load_codes(data, ok, FIRST: gl.constexpr):
+def load_codes(data, ok, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
     """64 codes of each key, from word FIRST on; zeros where not ok."""
-    of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
+    of = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))
     p = gl.multiple_of(gl.expand_dims(data, 1) + gl.expand_dims(of, 0) + FIRST, [1, 16])
     # a mask of both dimensions: with a mask of one, the compiler loads word by word
     return gl.load(p, mask=gl.expand_dims(ok, 1) & (gl.expand_dims(of, 0) < 16), other=0)
@@ -79,9 +79,9 @@ def load_rope(data, ok):
 
 
 @gluon.jit
-def allocate_codes():
+def allocate_codes(LAYOUT: gl.constexpr):
     """Shared memory of 64 codes of each key."""
-    return gl.allocate_shared_memory(gl.int32, [64, 16], RAW_S)
+    return gl.allocate_shared_memory(gl.int32, [64, 16], LAYOUT)
 
 
 @gluon.jit
@@ -106,8 +106,8 @@ def produce(keys, chunk, t, pos, count, smem):
     slot, inside = slots(keys, chunk, walk, row)
     ok, data, scale = page_of(keys, slot, inside)
     copy_codes(smem.raw, data, ok)
-    x5 = load_codes(data, ok, 80)
-    x6 = load_codes(data, ok, 96)
+    x5 = load_codes(data, ok, 80, WORDS_L)
+    x6 = load_codes(data, ok, 96, WORDS_L)
     rope = load_rope(data, ok)
     scales = gl.load(scale, mask=ok, other=0)
     walk = advance(keys, chunk, walk)
@@ -139,8 +139,8 @@ def produce(keys, chunk, t, pos, count, smem):
         store_words(smem.k2, b, y, z)
         if ROPE_FIRST:
             rope = load_rope(data, next_ok)
-        x5 = load_codes(data, next_ok, 80)
-        x6 = load_codes(data, next_ok, 96)
+        x5 = load_codes(data, next_ok, 80, WORDS_L)
+        x6 = load_codes(data, next_ok, 96, WORDS_L)
         if not ROPE_FIRST:
             rope = load_rope(data, next_ok)
         y, seen = decoded(x0, low, seen, 0, DECODE)

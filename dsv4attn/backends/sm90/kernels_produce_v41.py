@@ -53,6 +53,22 @@ NIBBLES_0 = gl.constexpr(nibbles(0))
 NIBBLES_1 = gl.constexpr(nibbles(1))
 NIBBLES_2 = gl.constexpr(nibbles(2))
 NIBBLES_3 = gl.constexpr(nibbles(3))
+PIECES_L = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2]],
+        lane_bases=[[1, 0], [2, 0], [4, 0], [0, 4], [0, 8]],
+        warp_bases=[[8, 0], [16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 16],
+    )
+)
+"""As WORDS_L, with lanes in another order: eight lanes in a row hold eight keys.
+
+A thread's word of nibbles is 16 bytes of a tile. In WORDS_L's order, where four of eight lanes hold the same key, lanes
+store to the same banks, and take two turns.
+"""
+RAW_NIBBLES_S = gl.constexpr(gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
+"""As RAW_S, for eight lanes that hold eight keys."""
 _OF_NIBBLES = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 12))
 
 
@@ -62,7 +78,7 @@ def decoded(words, scales, seen, PIECE: gl.constexpr, TEXT: gl.constexpr):
 
     scales: [64, 16], in each thread the four words of its key's scales. seen: as in `kernels_produce.decoded`.
     """
-    of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
+    of = gl.arange(0, 16, layout=gl.SliceLayout(0, words.type.layout))
     pick = 0x4040 + 0x0202 * (PIECE % 2) + 0x0101 * (of >> 3)
     first, second, seen = gl.inline_asm_elementwise(
         TEXT,
@@ -78,7 +94,7 @@ def decoded(words, scales, seen, PIECE: gl.constexpr, TEXT: gl.constexpr):
 @gluon.jit
 def store_nibbles(stages, b, words, scales, TEXT: gl.constexpr):
     """Write [64, 16] words of nibbles, a piece of each record, as 128 columns of tile b. scales: of `copy_pieces`."""
-    of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
+    of = gl.arange(0, 16, layout=gl.SliceLayout(0, words.type.layout))
     pick = 0x4040 + 0x0202 * ((of >> 2) & 1)
     y0, y1, y2, y3 = gl.inline_asm_elementwise(
         TEXT,
@@ -93,9 +109,9 @@ def store_nibbles(stages, b, words, scales, TEXT: gl.constexpr):
 
 
 @gluon.jit
-def load_scales(data, scale, ok, inside, KIND: gl.constexpr, INTERLEAVED: gl.constexpr):
+def load_scales(data, scale, ok, inside, KIND: gl.constexpr, INTERLEAVED: gl.constexpr, LAYOUT: gl.constexpr):
     """[64, 16] words of scales, in each thread all four of its key's record of codes."""
-    of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
+    of = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))
     if INTERLEAVED:
         # not carried from tile to tile: it takes registers that keys need
         scale = data + 128
@@ -106,12 +122,12 @@ def load_scales(data, scale, ok, inside, KIND: gl.constexpr, INTERLEAVED: gl.con
 
 
 @gluon.jit
-def copy_pieces(raw_s, data, scale, ok, inside, KIND: gl.constexpr, INTERLEAVED: gl.constexpr):
+def copy_pieces(raw_s, data, scale, ok, inside, KIND: gl.constexpr, INTERLEAVED: gl.constexpr, LAYOUT: gl.constexpr):
     """Start to copy five pieces of each key to shared memory, or the four that a record of nibbles has, and its scales.
 
     A thread decodes a quarter of each piece of nibbles, which has two scales: half a word of each of four.
     """
-    of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
+    of = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))
     p = gl.multiple_of(gl.expand_dims(data, 1) + gl.expand_dims(of, 0), [1, 16])
     mask = gl.expand_dims(ok, 1) & (gl.expand_dims(of, 0) < 16)
     for g in gl.static_range(4):
@@ -129,11 +145,11 @@ def copy_pieces(raw_s, data, scale, ok, inside, KIND: gl.constexpr, INTERLEAVED:
 
 
 @gluon.jit
-def load_rest(data, ok, inside, KIND: gl.constexpr):
+def load_rest(data, ok, inside, KIND: gl.constexpr, LAYOUT: gl.constexpr):
     """The other three pieces of a record of codes."""
     if KIND == NIBBLE_PAGES:
         ok = ok & (inside != 0)
-    return load_codes(data, ok, 80), load_codes(data, ok, 96), load_codes(data, ok, 112)
+    return load_codes(data, ok, 80, LAYOUT), load_codes(data, ok, 96, LAYOUT), load_codes(data, ok, 112, LAYOUT)
 
 
 @gluon.jit
@@ -164,13 +180,14 @@ def second_half(smem, b, x0, x1, x2, x3, scales, seen):
 @gluon.jit
 def produce_coded(keys, chunk, t, pos, count, smem, KIND: gl.constexpr, INTERLEAVED: gl.constexpr):
     """As `kernels_produce.produce`. KIND: CODE_PAGES or NIBBLE_PAGES."""
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, WORDS_L))
+    LAYOUT: gl.constexpr = PIECES_L if KIND == NIBBLE_PAGES else WORDS_L
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     walk = begin(keys, chunk, t, pos)
     slot, inside = slots(keys, chunk, walk, row)
     ok, data, scale = coded_page_of(keys, slot, inside, KIND, INTERLEAVED)
-    copy_pieces(smem.raw, data, scale, ok, inside, KIND, INTERLEAVED)
-    x5, x6, x7 = load_rest(data, ok, inside, KIND)
-    scales = load_scales(data, scale, ok, inside, KIND, INTERLEAVED)
+    copy_pieces(smem.raw, data, scale, ok, inside, KIND, INTERLEAVED, LAYOUT)
+    x5, x6, x7 = load_rest(data, ok, inside, KIND, LAYOUT)
+    scales = load_scales(data, scale, ok, inside, KIND, INTERLEAVED, LAYOUT)
     walk = advance(keys, chunk, walk)
     next_slot, next_inside = slots(keys, chunk, walk, row)
     walk = advance(keys, chunk, walk)
@@ -179,12 +196,12 @@ def produce_coded(keys, chunk, t, pos, count, smem, KIND: gl.constexpr, INTERLEA
     for i in range(count):
         b = i % 2
         async_copy.wait_group(0)
-        x0 = smem.raw[0].load(WORDS_L)
-        x1 = smem.raw[1].load(WORDS_L)
-        x2 = smem.raw[2].load(WORDS_L)
-        x3 = smem.raw[3].load(WORDS_L)
-        x4 = smem.raw[4].load(WORDS_L)
-        copy_pieces(smem.raw, data, scale, next_ok, next_inside, KIND, INTERLEAVED)
+        x0 = smem.raw[0].load(LAYOUT)
+        x1 = smem.raw[1].load(LAYOUT)
+        x2 = smem.raw[2].load(LAYOUT)
+        x3 = smem.raw[3].load(LAYOUT)
+        x4 = smem.raw[4].load(LAYOUT)
+        copy_pieces(smem.raw, data, scale, next_ok, next_inside, KIND, INTERLEAVED, LAYOUT)
         mbarrier.wait(smem.k_empty.index(b), ((i // 2) & 1) ^ 1)
         coded = (inside != 0) if KIND == NIBBLE_PAGES else True
         seen = scales
@@ -193,8 +210,8 @@ def produce_coded(keys, chunk, t, pos, count, smem, KIND: gl.constexpr, INTERLEA
         else:
             store_nibbles(smem.k3, b, x3, x4, NIBBLES_3)
             store_nibbles(smem.k2, b, x2, x4, NIBBLES_2)
-        next_scales = load_scales(data, scale, next_ok, next_inside, KIND, INTERLEAVED)
-        x5, x6, x7 = load_rest(data, next_ok, next_inside, KIND)
+        next_scales = load_scales(data, scale, next_ok, next_inside, KIND, INTERLEAVED, LAYOUT)
+        x5, x6, x7 = load_rest(data, next_ok, next_inside, KIND, LAYOUT)
         if coded:
             second_half(smem, b, x0, x1, x2, x3, scales, seen)
         else:

@@ -52,7 +52,7 @@ def test_every_form_keeps_every_limit(words: str) -> None:
     own = {name: form for name, form in told.items() if name.startswith("attention")}
 
     assert {name: form["reasons"] for name, form in told.items() if form["reasons"] and not is_coded(name)} == {}
-    # keys of V4.1 take some registers more than their role has; with Triton 3.6 8 and 12 bytes spill
+    # keys of V4.1 take some registers more than their role has with Triton 3.9; with 3.6 nothing spills
     spills = [reason for name, form in told.items() if is_coded(name) for reason in form["reasons"]]
     assert [reason for reason in spills if not re.match(r"SPILLS  \d\d? bytes stored and 1?\d?\d loaded", reason)] == []
     assert len(own) == (6 if "fullest" in words else 16)
@@ -62,8 +62,8 @@ def test_every_form_keeps_every_limit(words: str) -> None:
         assert sum(32 * warps * registers for warps, registers in form["roles"]) <= FILE
         assert form["shared"] <= 232_448
         assert form["occupancy"] == 1
-        # sixteen bytes at a time, in and out
-        assert form["copied"] == [16]
+        # sixteen bytes at a time, in and out; but words of scales of nibbles one by one
+        assert form["copied"] == ([4, 16] if "KIND=3" in name else [16])
         assert form["stored"] >= 4 * 8
         assert form["narrow"] == 0
         # of two rows, which are asked about: nothing else that a branch skips. Two roles, two tiles, half at a time
