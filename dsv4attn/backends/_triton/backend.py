@@ -87,10 +87,17 @@ class TritonBackend(BackendDefaults):
         row = tuning_for(self.tunings, device.arch if self._row == "auto" else self._row, device.kind)
         return row.on(device.arch)
 
+    def tuning_of(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Tuning:
+        """The tuning of a call: a function of shapes, and of the phase alone when deterministic."""
+        if self.deterministic or phase is Phase.PREFILL:
+            return self.tuning.of(phase)
+        return self.tuning.of_call(tokens, layer.num_heads, width, multiprocessors())
+
     def _splits(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> int:
         """Splits of each row: a function of shapes, and of a row's own width alone when deterministic."""
         if not self.deterministic:
-            return attend.splits_of(tokens, layer.num_heads, width, self.tuning.of(phase), multiprocessors())
+            tuning = self.tuning_of(phase, layer, tokens, width)
+            return attend.splits_of(tokens, layer.num_heads, width, tuning, multiprocessors())
         tiles = -(-width // self.tuning.keys) + 1
         return -(-tiles // self.tuning.run) if phase is Phase.DECODE else 1
 
@@ -127,9 +134,10 @@ class TritonBackend(BackendDefaults):
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         """See `contract.BackendDefaults`. One kernel for both phases; it takes gathered rows too."""
-        if phase is Phase.PREFILL:
-            return attend.prepare(call, self.tuning.of(phase))
-        return attend.prepare(call, self.tuning, tiles_per_split=self.tuning.run if self.deterministic else 0)
+        width = sum(rows.width for rows in attend.index_rows(call.keys))
+        tuning = self.tuning_of(phase, call.layer, call.q.shape[0], width) if call.scratch else self.tuning.of(phase)
+        fixed = self.deterministic and phase is Phase.DECODE
+        return attend.prepare(call, tuning, tiles_per_split=tuning.run if fixed else 0)
 
     def decode(self, call: AttentionCall) -> None:
         """See `contract.Backend`."""
@@ -187,11 +195,13 @@ class TritonBackend(BackendDefaults):
         if self.forms.prefill_keys is KeyForm.GATHERED:
             yield from self._gathered_variants(bounds, layer, tuning)
 
-    def _gathered_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
-        """Forms for keys in the workspace, where all views begin at multiples of 16 bytes."""
+    def _gathered_variants(
+        self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning, *, decode: bool = False
+    ) -> Iterator[Variant]:
+        """Forms for keys in the workspace, where all views begin at multiples of 16 bytes. decode: also of decode."""
         rows = KVCacheLayout.rows(bounds.swa.nope_dim, bounds.swa.rope_dim, dtype=bounds.swa.row_dtype)
         segment = attend.Segment.of(rows, aligned=rows.data_bytes % 16 == 0)
-        yield from self._variants_over(bounds, layer, tuning, (segment,))
+        yield from self._variants_over(bounds, layer, tuning, (segment,), decode=decode)
 
     def _paged_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         layouts = [layout for layout, _ in bounds.caches(layer)]
@@ -199,7 +209,13 @@ class TritonBackend(BackendDefaults):
             yield from self._variants_over(bounds, layer, tuning, segments)
 
     def _variants_over(
-        self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning, segments: tuple[attend.Segment, ...]
+        self,
+        bounds: Bounds,
+        layer: LayerGeometry,
+        tuning: Tuning,
+        segments: tuple[attend.Segment, ...],
+        *,
+        decode: bool = True,
     ) -> Iterator[Variant]:
         dims, itemsize = (layer.num_heads, layer.nope_dim, layer.rope_dim), bounds.q_dtype.itemsize
         for rows in row_alignments(layer.head_dim, bounds.q_dtype, aligned=bounds.aligned_rows):
@@ -207,6 +223,9 @@ class TritonBackend(BackendDefaults):
             shape = attend.Shape(*dims, segments, bounds.q_dtype, one, self._ragged)
             for numbers in dict.fromkeys(map(tuning.of, Phase)):
                 yield from attend.variants(shape, numbers, sinks=bounds.with_sink, lses=bounds.with_lse)
+            for numbers in tuning.small if decode and not self.deterministic else ():
+                given = {"sinks": bounds.with_sink, "lses": bounds.with_lse, "splits": (True,)}
+                yield from attend.variants(shape, numbers, **given)
 
     def warmup(self, bounds: Bounds, device: torch.device) -> int:
         """See `contract.BackendDefaults`."""

@@ -9,7 +9,7 @@ from attrs import evolve, frozen
 from dsv4attn.backends._triton.launching.dependent import overlaps
 from dsv4attn.core.contract import Phase
 
-__all__ = ["CDNA", "COMPILED", "DEFAULT", "HOPPER", "INTERPRETER", "RDNA", "Tuning", "tuning_for"]
+__all__ = ["CDNA", "COMPILED", "DEFAULT", "HOPPER", "INTERPRETER", "RDNA", "Tuning", "padded", "tuning_for"]
 
 
 @frozen
@@ -29,6 +29,7 @@ class Tuning:
     pdl: whether launches overlap, see `launching.kernels_dependent`; set by `on`.
     measured: on what, when, and by which command; or that nothing was measured.
     prefill: numbers of prefill, if they differ from those of decode.
+    small: numbers of decodes so small that each program has one tile, see `of_call`.
     """
 
     heads: int = 64
@@ -45,16 +46,37 @@ class Tuning:
     pdl: bool = False
     measured: str = "not measured"
     prefill: Tuning | None = None
+    small: tuple[Tuning, ...] = ()
 
     def of(self, phase: Phase) -> Tuning:
         """The tuning of a phase."""
         return self.prefill or self if phase is Phase.PREFILL else self
 
+    def of_call(self, tokens: int, heads: int, width: int, programs: int) -> Tuning:
+        """The first of `small` with which each tile of a decode has one of so many programs to itself; else these.
+
+        tokens, heads, width: of the decode, whose rows have at most so many keys. Rows of one tile are not split.
+        """
+        for one in self.small:
+            if width > one.keys and tokens * one.blocks(heads) * -(-width // one.keys) <= programs:
+                return one
+        return self
+
+    def blocks(self, heads: int) -> int:
+        """Programs that share the heads of a token."""
+        return -(-heads // min(self.heads, padded(heads)))
+
     def on(self, arch: str) -> Tuning:
         """These numbers on an architecture."""
         if not overlaps(arch):
             return self
-        return evolve(self, pdl=True, prefill=self.prefill and self.prefill.on(arch))
+        small = tuple(one.on(arch) for one in self.small)
+        return evolve(self, pdl=True, prefill=self.prefill and self.prefill.on(arch), small=small)
+
+
+def padded(n: int) -> int:
+    """The smallest power of two that is at least n, and at least what a matrix product takes."""
+    return max(16, 1 << (n - 1).bit_length())
 
 
 COMPILED = "compiled with Triton 3.9, 2026-11-22: no spills, fits; not measured on this hardware"
@@ -63,7 +85,19 @@ COMPILED = "compiled with Triton 3.9, 2026-11-22: no spills, fits; not measured 
 _MEASURED = "H200, torch 2.11, Triton 3.6, 2026-11-22: dsv4attn bench decode prefill --backend triton"
 # records in flight spill 4 to 24 bytes a thread, with Triton 3.6 and 3.9. Without them 8 tokens decode 1 to 8 % faster,
 # 256 tokens 5 to 8 % slower: 1.024 of the time in the geometric mean of 12 shapes
-HOPPER = Tuning(chained=False, assembly=True, prefetch=False, measured=_MEASURED)
+# programs of 16 and 32 heads take 0.69 to 0.87 of the time with 8 warps, and with 4 spill
+_LARGE = Tuning(narrow_warps=8, chained=False, assembly=True, prefetch=False, measured=_MEASURED)
+# a program of few heads loads less of q and stores less of a part, and decodes its keys anew
+_MEASURED_SMALL = "H200, torch 2.11, Triton 3.6, 2026-11-23: 1 to 32 tokens, 12 forms beside each other"
+_SMALL = evolve(_LARGE, chained=True, measured=_MEASURED_SMALL)
+HOPPER = evolve(
+    _LARGE,
+    small=(
+        evolve(_SMALL, heads=16, keys=32, reduce_parts=8),
+        evolve(_SMALL, heads=16, reduce_parts=8),
+        evolve(_SMALL, heads=32),
+    ),
+)
 """sm_90, for every backend that uses the shared kernel."""
 
 # each block of heads unpacks keys anew, so 64 of them; 32 keys spill, with Triton 3.6 or where rows are gathered, and

@@ -148,12 +148,14 @@ def _attend(
     """Launch, and return the number of leading rows whose rotation was undone."""
     backend = _backend()
     scratch: Any = ()
+    tuning = backend.tuning.of(phase)
     if workspace is not None:
         width = sum(_width_of(each.rows) for each in ([keys] if isinstance(keys, GatheredKeys) else keys))
+        tuning = backend.tuning_of(phase, layer, q.shape[0], width)
         specs = backend.scratch(phase, layer, q.shape[0], width)
         scratch = workspace.get_simultaneous(*specs, lane=phase.value, caller=f"rocm_sparse_attn_{phase.value}")
     call = AttentionCall(layer, q, keys, sink, out, None, scratch)
-    return attend.attend(call, backend.tuning.of(phase), angles=angles)
+    return attend.attend(call, tuning, angles=angles)
 
 
 def _width_of(rows: DenseIndices | RaggedIndices) -> int:

@@ -3,7 +3,8 @@
 Chosen automatically on sm_90. Requested by name, it also runs on a CPU under Triton's interpreter (TRITON_INTERPRET=1),
 with a twin of both kernels that has the same schedule. The Gluon kernels serve bf16 queries of at most 128 heads: one
 over records in OCP codes, of V4's 448 + 64 dims or V4.1's 512, one over bf16 rows. The kernel that all Triton backends
-share serves every other call, with the same answers. Shapes, strides and dtypes determine which kernel serves a call.
+share serves every other call, with the same answers, and decodes of few tokens, where it is faster, unless option
+`small=gluon` is given. Shapes, strides and dtypes determine which kernel serves a call.
 
 Prefill reads pages, or, with option `prefill=gathered`, rows to which core has copied a chunk's keys in the workspace;
 with `prefill=auto`, whichever is faster for a chunk.
@@ -33,7 +34,7 @@ INFO = BackendInfo(
     runs_on=("sm_90", "cpu"),
     rank=Rank.VENDOR,
     packages=("torch",),
-    options={"prefill": "paged", "tuning": "auto", "deterministic": False, "projection": "bf16"},
+    options={"prefill": "paged", "tuning": "auto", "deterministic": False, "projection": "bf16", "small": "shared"},
 )
 
 

@@ -46,7 +46,8 @@ def _attends(device: DeviceFacts, problem: Problem) -> str:
     against = [*_against(problem)]
     if against:
         return f"the shared Triton kernel: {'; '.join(against)}"
-    return "the Gluon kernel for Hopper, where q, out and pages begin at multiples of 16 bytes"
+    few = "" if problem.swa.layout == "rows" else "; the shared Triton kernel for few tokens, unless small=gluon"
+    return f"the Gluon kernel for Hopper, where q, out and pages begin at multiples of 16 bytes{few}"
 
 
 def _against(problem: Problem) -> Sequence[str]:

@@ -22,7 +22,7 @@ from dsv4attn.backends.sm90 import index, steps, streams
 from dsv4attn.backends.sm90.choice import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_parts import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, CODE_PAGES, FP8_PAGES, NIBBLE_PAGES
-from dsv4attn.backends.sm90.tuning import PAGED, ROADS, ROWED, TUNING, Roles
+from dsv4attn.backends.sm90.tuning import FEW, PAGED, ROADS, ROWED, TUNING, Roles
 from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.contract import AttentionCall, KeyForm, LayerSteps, Phase, Run
 from dsv4attn.core.device import DeviceFacts
@@ -70,6 +70,7 @@ class Sm90Backend(TritonBackend):
     "auto" takes the memory of "gathered", and of both what is faster for a chunk, see `tuning.Roads`.
     tuning: of the shared kernel, see `TritonBackend`. deterministic: the shared kernel serves every call, because the
     Gluon kernels split rows at places that depend on the batch. projection: see `TritonBackend`.
+    small: "shared", or "gluon" for Gluon kernels in calls of few tokens too, see `tuning.FEW`.
     """
 
     name = "sm90"
@@ -82,9 +83,13 @@ class Sm90Backend(TritonBackend):
         tuning: str = "auto",
         deterministic: bool = False,
         projection: str = "bf16",
+        small: str = "shared",
     ) -> None:
         """Check the options; no device is touched."""
         super().__init__(tuning=tuning, deterministic=deterministic, projection=projection)
+        if small not in ("shared", "gluon"):
+            raise ArgumentError("small", expected="'shared' or 'gluon'", actual=repr(small))
+        self._shares = small == "shared"
         if prefill not in (*KeyForm, "auto"):
             expected = " or ".join(f"'{form}'" for form in ("auto", *(form.value for form in KeyForm)))
             raise ArgumentError("prefill", expected=expected, actual=repr(prefill))
@@ -130,11 +135,11 @@ class Sm90Backend(TritonBackend):
         if not call.scratch or not self._may_serve(call.layer):
             return super().prepare(phase, call)
         check_attention_strides(call)
+        width = sum(rows.width for rows in attend.index_rows(call.keys))
         found = _kind_and_numbers(call)
-        if found is not None:
+        if found is not None and not (self._shares and phase is Phase.DECODE and _is_small(call, width)):
             return _prepare(call, *found)
         # the splits of the shared kernel, in the same memory
-        width = sum(rows.width for rows in attend.index_rows(call.keys))
         splits = self._splits(phase, call.layer, call.q.shape[0], width)
         shapes = [shape for shape, _ in attend.scratch(call.q.shape[0], call.layer, splits)]
         pairs = zip(call.scratch, shapes, strict=False)
@@ -159,8 +164,9 @@ class Sm90Backend(TritonBackend):
         may = self._may_serve(layer) and bounds.q_dtype == torch.bfloat16
         for read, shared in sources:
             kind = _kind_of(read) if may else None
-            # which of these keys the Gluon kernels read: all rows, all aligned records, some plain pages
-            every = shared == self._gathered_variants or (bounds.aligned and kind is not None and kind.is_paged)
+            # of which of these keys the Gluon kernels serve all calls: all rows, all aligned records, no plain pages
+            records = bounds.aligned and kind is not None and kind.is_paged and not self._shares
+            every = shared == self._gathered_variants or records
             for one in shared(bounds, layer, tuning):
                 # and only q and out whose rows are aligned
                 if kind is None or not every or dict(one.constants)["UNIT"] == 1:
@@ -201,6 +207,14 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
         combine(combiners, (*parts, out, lse, top, attn_sink))
 
     return run
+
+
+def _is_small(call: AttentionCall, width: int) -> bool:
+    """Whether the shared kernel is faster for a decode, whose rows have at most `width` keys."""
+    tokens, heads, _ = call.q.shape
+    if isinstance(call.keys, GatheredKeys):
+        return False
+    return tokens * -(-heads // HEADS) * -(-width // HEADS) <= FEW * multiprocessors()
 
 
 def _kind_and_numbers(call: AttentionCall) -> tuple[Kind, Sequence[int]] | None:

@@ -152,6 +152,7 @@ class XpuBackend(TritonBackend):
         tuning, gathers = self._tuning(device), self._gathers(device)
         for layer in bounds.layers:
             if gathers:
+                yield from self._gathered_variants(bounds, layer, tuning, decode=True)
                 for i, (layout, _) in enumerate(bounds.caches(layer)):
                     yield from variants(layout, second=i > 0, aligned=bounds.aligned)
             else:

@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4attn.backends._triton.arguments import FLOATS, as_rows, check_optional, layer_of
-from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.cache import insert
 from dsv4attn.backends._triton.cache.records import alignment_of_rows
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch
+from dsv4attn.backends._triton.tuning import padded
 from dsv4attn.backends.xpu import kernels
 from dsv4attn.backends.xpu.launch import XpuBackend
 from dsv4attn.backends.xpu.tuning import TUNING
@@ -264,7 +264,7 @@ def _attend_leading_values(
 
 @lru_cache(maxsize=256)
 def _constants(heads: int, d_v: int, d_qk: int, dtypes: tuple[torch.dtype, torch.dtype], rows: int) -> dict[str, Any]:
-    values, exact = attend.padded(d_v), torch.float32 in dtypes
+    values, exact = padded(d_v), torch.float32 in dtypes
     pieces = 1 if values <= 256 else 2
     return {
         "H": heads,
@@ -275,7 +275,7 @@ def _constants(heads: int, d_v: int, d_qk: int, dtypes: tuple[torch.dtype, torch
         "N": _SMALL.keys,
         "C": values // pieces,
         "PIECES": pieces,
-        "TAIL": attend.padded(d_qk - d_v),
+        "TAIL": padded(d_qk - d_v),
         "DT": tl.float32 if INTERPRETED or exact else tl.bfloat16,
         "EXACT_CASTS": not INTERPRETED,
     }

@@ -47,7 +47,7 @@ def run(
     change: Callable[[AttentionCall], AttentionCall] = lambda call: call,
 ) -> Result:
     """Run it, and fail if anything was written but the outputs."""
-    one = backend or Sm90Backend()
+    one = backend or Sm90Backend(small="gluon")
     call, asked = change(planned(one, trial, phase)), []
 
     def asking(*args: Any, **keywords: Any) -> Any:

@@ -62,7 +62,8 @@ class Quick(QuickHistory, Sm90Backend): ...
 
 
 class Room(suite.Fixtures):
-    options: ClassVar[dict[str, Any]] = {}
+    # also where the shared kernel, whose room shows all of it, is faster
+    options: ClassVar[dict[str, Any]] = {"small": "gluon"}
     now: ClassVar[tuple[str, ...]] = NOW
 
     @pytest.fixture
@@ -84,7 +85,7 @@ class Room(suite.Fixtures):
 
 
 class Gathered(Room):
-    options: ClassVar[dict[str, Any]] = {"prefill": "gathered"}
+    options: ClassVar[dict[str, Any]] = {"prefill": "gathered", "small": "gluon"}
     now: ClassVar[tuple[str, ...]] = NOW_GATHERED
 
 

@@ -112,9 +112,9 @@ def test_g18_every_launch_within_the_bounds_is_foreseen(kind: LayerKind, layout:
 
 @each_form
 def test_where_everything_is_the_room_s_own_no_shared_form_is_compiled(form: str) -> None:
-    on = engine(LayerKind.C4A, prefill=form)
-    bounds = evolve(on.bounds(), aligned=True, aligned_rows=True)
-    variants = [*on.backend.kernel_variants(bounds, DeviceFacts.named("sm_90"))]
+    backend = Sm90Backend(prefill=form, small="gluon")
+    bounds = evolve(engine(LayerKind.C4A).bounds(), aligned=True, aligned_rows=True)
+    variants = [*backend.kernel_variants(bounds, DeviceFacts.named("sm_90"))]
     names, forms = [one.name for one in variants], 2 if form == "gathered" else 1
 
     assert "reduce" not in names
@@ -158,7 +158,7 @@ def test_scratch_keeps_within_its_bound(kind: str, heads: int) -> None:
 
 
 def test_a_prepared_call_launches_the_same_for_other_memory_and_the_shared_kernel_for_other_alignments() -> None:
-    backend = Sm90Backend()
+    backend = Sm90Backend(small="gluon")
     call = planned(backend, Trial(widths=(40, 70), tokens=2, seed=9))
     sink = call.attn_sink
     assert sink is not None

@@ -52,7 +52,9 @@ def test_it_runs_on_no_other_accelerator_even_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"prefill": "rows"}, {"prefill": True}, {"tuning": "sm_70"}, {"deterministic": 1}], ids=str
+    "options",
+    [{"prefill": "rows"}, {"prefill": True}, {"tuning": "sm_70"}, {"deterministic": 1}, {"small": "own"}],
+    ids=str,
 )
 def test_options_are_checked(options: dict[str, Any]) -> None:
     (name,) = options
@@ -71,6 +73,7 @@ def test_prefill_reads_pages_unless_rows_are_asked_for() -> None:
         "tuning": "auto",
         "deterministic": False,
         "projection": "bf16",
+        "small": "shared",
     }
     assert load_backend("sm90").forms == Forms(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
     gathered = load_backend("sm90", prefill="gathered")

@@ -17,7 +17,7 @@ from dsv4attn.backends._triton.attention.kernels_combine import reduce
 from dsv4attn.backends._triton.attention.keys import BYTES, CODE_WORDS, CODES, NIBBLE_WORDS, NIBBLES, ROWS, WORDS
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch
-from dsv4attn.backends._triton.tuning import Tuning
+from dsv4attn.backends._triton.tuning import Tuning, padded
 from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.contract import AttentionCall, Run
 from dsv4attn.core.geometry import LayerGeometry
@@ -155,15 +155,9 @@ def divider(size: int) -> tuple[int, int]:
     return (factor - 2**32 if factor >= 2**31 else factor), log
 
 
-def padded(n: int) -> int:
-    """The smallest power of two that is at least n, and at least what a matrix product takes."""
-    return max(16, 1 << (n - 1).bit_length())
-
-
 def splits_of(tokens: int, heads: int, width: int, tuning: Tuning, programs: int) -> int:
     """Programs that share a token's keys: enough to fill the device, at most one a tile. A function of shapes."""
-    blocks = -(-heads // min(tuning.heads, padded(heads)))
-    return max(1, min(programs // max(tokens * blocks, 1), -(-width // tuning.keys)))
+    return max(1, min(programs // max(tokens * tuning.blocks(heads), 1), -(-width // tuning.keys)))
 
 
 def scratch(tokens: int, layer: LayerGeometry, splits: int, *, always: bool = False) -> Sequence[BufferSpec]:
@@ -255,11 +249,18 @@ def _reduce_constants(chosen: dict[str, Any], tuning: Tuning) -> dict[str, Any]:
     return {"D": dim, "DP": padded(dim), "N": tuning.reduce_parts, **same}
 
 
-def variants(shape: Shape, tuning: Tuning, *, sinks: Sequence[bool], lses: Sequence[bool]) -> Iterator[Variant]:
-    """Every form that `attend` can ask for with a shape, without the rotation."""
+def variants(
+    shape: Shape,
+    tuning: Tuning,
+    *,
+    sinks: Sequence[bool],
+    lses: Sequence[bool],
+    splits: Sequence[bool] = (False, True),
+) -> Iterator[Variant]:
+    """Every form that `attend` can ask for with a shape, without the rotation. splits: whether rows are split."""
     chosen, reduced = constants(shape, tuning), _reduce_constants(constants(shape, tuning), tuning)
     caches = [segment.dtype for segment in shape.segments]
-    for given, split in product(call_types(shape.dtype, caches, sinks, lses), (False, True)):
+    for given, split in product(call_types(shape.dtype, caches, sinks, lses), splits):
         absent = dict.fromkeys(("positions", "table"), "none")
         types = {**given, **absent, **dict.fromkeys(("part", "part_lse"), "*fp32" if split else "none")}
         yield Variant.from_types(attention, types, {**chosen, "SPLIT": split}, num_warps=_warps(chosen, tuning))

@@ -1,0 +1,156 @@
+"""Decodes so small that each program has one tile: which numbers they take, and that their answers are the oracle's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from dsv4attn.backends._triton import backend as shared
+from dsv4attn.backends._triton.launching.runtime import observed
+from dsv4attn.backends._triton.tuning import DEFAULT, HOPPER, Tuning
+from dsv4attn.backends.rocm.launch import RocmBackend
+from dsv4attn.backends.sm90 import launch
+from dsv4attn.backends.sm90.launch import Sm90Backend
+from dsv4attn.backends.triton.launch import GenericBackend
+from dsv4attn.backends.xpu.launch import XpuBackend
+from dsv4attn.core.contract import Phase
+from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.workspace import WorkspaceManager, simultaneous_bytes
+from tests.backends._triton.attention.attending import OCP, Answer, Trial
+from tests.backends._triton.launching.test_foreseen import FLASH, LAYOUTS, LIMITS, META, Sliced, foreseen, meta_only
+
+UNITS = 132
+FEW, HEADS, BLOCKS = HOPPER.small
+
+
+class Room(GenericBackend):
+    tunings: Mapping[str, Tuning] = {DEFAULT: HOPPER}
+
+
+@pytest.fixture(autouse=True)
+def units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many programs as an H200 has."""
+    for module in (shared, launch):
+        monkeypatch.setattr(module, "multiprocessors", lambda: UNITS)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "width", "chosen"),
+    [
+        (1, 64, 640, FEW),
+        (2, 64, 640, HEADS),
+        (3, 64, 640, HEADS),
+        (4, 64, 640, BLOCKS),
+        (6, 64, 640, BLOCKS),
+        (7, 64, 640, HOPPER),
+        (1, 128, 1152, BLOCKS),
+        (2, 128, 1152, HOPPER),
+        (8, 64, 128, FEW),
+        (16, 64, 128, HEADS),
+        (6, 8, 640, FEW),
+        (7, 8, 640, HEADS),
+        (1, 64, 32, HOPPER),
+        (1, 64, 33, FEW),
+        (0, 64, 640, FEW),
+        (1, 64, 10**6, HOPPER),
+    ],
+)
+def test_each_tile_has_a_program_to_itself(tokens: int, heads: int, width: int, chosen: Tuning) -> None:
+    assert HOPPER.of_call(tokens, heads, width, UNITS) == chosen
+    assert chosen.of_call(tokens, heads, width, UNITS) in (chosen, FEW)
+
+
+def test_an_architecture_s_numbers_hold_for_small_decodes_too() -> None:
+    assert {one.pdl for one in (HOPPER, *HOPPER.small)} == {False}
+    on = HOPPER.on("sm_90")
+
+    assert len({one.pdl for one in (on, *on.small)}) == 1
+    assert HOPPER.on("sm_80") is HOPPER
+
+
+def answered(backend: GenericBackend, trial: Trial, phase: Phase = Phase.DECODE) -> tuple[float, tuple[int, int]]:
+    """Error in budgets, and heads and keys of the programs that attended."""
+    call, _ = trial.call()
+    specs = list(backend.scratch(phase, trial.layer, trial.tokens, sum(trial.widths[: len(trial.layouts)])))
+    scratch = WorkspaceManager(call.q.device).get_simultaneous(*specs) if specs else []
+    for view in scratch:
+        view.view(torch.uint8).fill_(0xFF)
+    call = evolve(call, scratch=scratch)
+    with observed() as seen:
+        (backend.decode if phase is Phase.DECODE else backend.prefill)(call)
+    (form,) = (dict(one.constants) for one in seen if one.name == "attention")
+    return trial.error(Answer(call.out, call.lse, call.max_logits)), (form["BH"], form["N"])
+
+
+CODES, NIBBLES = KVCacheLayout.v41_fp8(), KVCacheLayout.v41_fp4()
+TRIALS = {
+    "few": (Trial(layouts=(OCP, OCP), widths=(128, 150), tokens=1, heads=40, seed=1), FEW),
+    "few, of codes and nibbles": (Trial(layouts=(CODES, NIBBLES), widths=(64, 70), tokens=2, heads=20, seed=2), FEW),
+    "of 16 heads": (Trial(layouts=(OCP, OCP), widths=(128, 192), tokens=5, heads=65, seed=3), HEADS),
+    "of 32 heads": (Trial(layouts=(OCP,), widths=(65,), tokens=20, heads=50, seed=4), BLOCKS),
+    "not aligned": (Trial(layouts=(OCP,), widths=(90,), tokens=3, heads=17, aligned=False, seed=5), FEW),
+    "ragged": (Trial(layouts=(OCP,), widths=(90,), tokens=3, heads=17, form="ragged", seed=6), FEW),
+    "in fp32": (Trial(layouts=(OCP,), widths=(90,), tokens=2, heads=17, q_dtype=torch.float32, seed=7), FEW),
+}
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_a_small_decode_is_right(name: str) -> None:
+    trial, chosen = TRIALS[name]
+    error, blocks = answered(Room(), trial)
+
+    assert error <= 1
+    assert blocks == (chosen.heads, 32 if "fp32" in name else chosen.keys)
+
+
+def test_prefill_and_deterministic_calls_take_the_same_numbers_whatever_their_size() -> None:
+    trial = Trial(layouts=(OCP,), widths=(90,), tokens=1, heads=40, seed=8)
+    sizes = answered(Room(), trial, Phase.PREFILL), answered(Room(deterministic=True), trial)
+
+    assert all(error <= 1 for error, _ in sizes)
+    assert {blocks for _, blocks in sizes} == {(HOPPER.heads, HOPPER.keys)}
+
+
+@pytest.mark.parametrize("make", [Room, Sm90Backend])
+def test_scratch_of_small_decodes_keeps_within_its_bound(make: type[GenericBackend]) -> None:
+    for heads, tokens, width in product((1, 8, 17, 64, 65, 128), (1, 2, 3, 8, 16, 66, 132), (33, 64, 65, 640, 1152)):
+        backend, layer = make(), Trial(heads=heads, widths=(width,)).layer
+        specs = list(backend.scratch(Phase.DECODE, layer, tokens, width))
+
+        assert simultaneous_bytes(specs) <= backend.scratch_bound(Phase.DECODE, layer, tokens, width)
+        splits = backend._splits(Phase.DECODE, layer, tokens, width)
+        rows = specs[0][0][0] if make is Sm90Backend else tokens * splits * heads
+        assert tokens * splits * heads <= rows
+        assert splits == 1 or tokens * splits <= UNITS
+
+
+@meta_only
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GenericBackend(tuning="sm_90"),
+        lambda: XpuBackend(decode="gathered", tuning="sm_90"),
+        lambda: RocmBackend(tuning="sm_90"),
+        lambda: Sm90Backend(tuning="sm_90"),
+    ],
+    ids=["triton", "xpu gathered", "rocm", "sm90"],
+)
+def test_g18_forms_of_small_decodes_are_foreseen(make: Callable[[], Any], layout: str) -> None:
+    cache, dtype = LAYOUTS[layout]
+    sizes = set[tuple[int, int]]()
+    for seed, kind in enumerate(LayerKind):
+        on = Sliced(make(), FLASH, LIMITS, kind, META, layout=cache, q_dtype=dtype)
+        asked, known = on.sweep(8, seed), foreseen(on.backend, on.bounds())
+        forms = [dict(one.constants) for one in asked if one.name == "attention"]
+        sizes |= {(form["BH"], form["N"]) for form in forms if "BH" in form}
+
+        assert asked <= known, {str(one) for one in asked - known}
+    # fp32 takes one size of tiles
+    assert len(sizes) > 1 or dtype == torch.float32
