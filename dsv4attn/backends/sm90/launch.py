@@ -22,7 +22,7 @@ from dsv4attn.backends.sm90 import index, steps, streams
 from dsv4attn.backends.sm90.choice import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_parts import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, CODE_PAGES, FP8_PAGES, NIBBLE_PAGES
-from dsv4attn.backends.sm90.tuning import FEW, PAGED, ROADS, ROWED, TUNING, Roles
+from dsv4attn.backends.sm90.tuning import PAGED, ROADS, ROWED, TUNING, Roles, is_small
 from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.contract import AttentionCall, KeyForm, LayerSteps, Phase, Run
 from dsv4attn.core.device import DeviceFacts
@@ -70,7 +70,7 @@ class Sm90Backend(TritonBackend):
     "auto" takes the memory of "gathered", and of both what is faster for a chunk, see `tuning.Roads`.
     tuning: of the shared kernel, see `TritonBackend`. deterministic: the shared kernel serves every call, because the
     Gluon kernels split rows at places that depend on the batch. projection: see `TritonBackend`.
-    small: "shared", or "gluon" for Gluon kernels in calls of few tokens too, see `tuning.FEW`.
+    small: "shared", or "gluon" for Gluon kernels in calls of few tokens too, see `tuning.is_small`.
     """
 
     name = "sm90"
@@ -137,7 +137,7 @@ class Sm90Backend(TritonBackend):
         check_attention_strides(call)
         width = sum(rows.width for rows in attend.index_rows(call.keys))
         found = _kind_and_numbers(call)
-        if found is not None and not (self._shares and phase is Phase.DECODE and _is_small(call, width)):
+        if found is not None and not self._leaves(phase, call, width):
             return _prepare(call, *found)
         # the splits of the shared kernel, in the same memory
         splits = self._splits(phase, call.layer, call.q.shape[0], width)
@@ -145,6 +145,12 @@ class Sm90Backend(TritonBackend):
         pairs = zip(call.scratch, shapes, strict=False)
         parts = [own.view(-1)[: prod(shape)].view(*shape) for own, shape in pairs]
         return super().prepare(phase, evolve(call, scratch=parts))
+
+    def _leaves(self, phase: Phase, call: AttentionCall, width: int) -> bool:
+        """Whether the shared kernel serves a call that the Gluon kernels could serve."""
+        if not self._shares or phase is Phase.PREFILL or isinstance(call.keys, GatheredKeys):
+            return False
+        return is_small(*call.q.shape[:2], width, multiprocessors())
 
     def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:
         """See `contract.BackendDefaults`."""
@@ -207,14 +213,6 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
         combine(combiners, (*parts, out, lse, top, attn_sink))
 
     return run
-
-
-def _is_small(call: AttentionCall, width: int) -> bool:
-    """Whether the shared kernel is faster for a decode, whose rows have at most `width` keys."""
-    tokens, heads, _ = call.q.shape
-    if isinstance(call.keys, GatheredKeys):
-        return False
-    return tokens * -(-heads // HEADS) * -(-width // HEADS) <= FEW * multiprocessors()
 
 
 def _kind_and_numbers(call: AttentionCall) -> tuple[Kind, Sequence[int]] | None:

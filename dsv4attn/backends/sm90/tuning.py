@@ -11,7 +11,7 @@ from attrs import frozen
 from dsv4attn.backends._triton.tuning import DEFAULT, HOPPER, INTERPRETER, Tuning
 from dsv4attn.core.geometry import LayerGeometry
 
-__all__ = ["FEW", "PAGED", "ROADS", "ROWED", "TUNING", "Roads", "Roles"]
+__all__ = ["PAGED", "ROADS", "ROWED", "TUNING", "Roads", "Roles", "is_small"]
 
 
 @frozen
@@ -57,11 +57,16 @@ PAGED = Roles(measured=f"{_ON} decode prefill")
 ROWED = Roles(values=216, produce=72, producers=4, measured=f"{_ON} prefill-rows")
 """Keys in bf16 rows."""
 
-FEW = 0.8
-"""Tiles of 64 keys and 64 heads for each multiprocessor, up to which the shared kernel is faster on pages.
 
-Measured on an H200, torch 2.11, Triton 3.6, 2026-11-23: 1 to 32 tokens, 64 and 128 heads, three kinds of layers.
-"""
+def is_small(tokens: int, heads: int, width: int, programs: int) -> bool:
+    """Whether the shared kernel is faster for a decode whose rows have at most `width` keys.
+
+    Each tile of 64 keys and block of 64 heads has one of so many programs to itself, and combining counts as one more.
+    Measured on an H200, torch 2.11, Triton 3.6, 2026-11-23: 59 decodes of 1 to 256 tokens, 8 to 128 heads, on V4's and
+    V4.1's records. In 56 the choice is the faster kernel, in two it is 4 % slower, in one of 8 heads 8 %.
+    """
+    return tokens * -(-heads // 64) * (-(-width // 64) + 1) <= programs
+
 
 _SAMPLES = 16
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import product
+from math import prod
 from typing import Any
 
 import pytest
@@ -125,8 +126,9 @@ def test_scratch_of_small_decodes_keeps_within_its_bound(make: type[GenericBacke
 
         assert simultaneous_bytes(specs) <= backend.scratch_bound(Phase.DECODE, layer, tokens, width)
         splits = backend._splits(Phase.DECODE, layer, tokens, width)
-        rows = specs[0][0][0] if make is Sm90Backend else tokens * splits * heads
-        assert tokens * splits * heads <= rows
+        if splits > 1:
+            # of sm90, whose scratch the shared kernel's parts are laid into, too
+            assert tokens * splits * heads * 512 <= prod(specs[0][0])
         assert splits == 1 or tokens * splits <= UNITS
 
 

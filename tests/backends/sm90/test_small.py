@@ -1,0 +1,39 @@
+"""Which decodes sm90 leaves to the shared kernel, held against measured times of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsv4attn.backends.sm90.tuning import is_small
+
+MEASURED = Path(__file__).parents[2] / "fixtures" / "small_h200.txt"
+UNITS = 132
+
+
+def regrets(units: int = UNITS) -> dict[str, float]:
+    """Time of the chosen kernel of each decode, relative to the faster one. units: that the rule is told of."""
+    found = {}
+    for line in MEASURED.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        name, *sizes, shared, gluon = line.split()
+        tokens, heads, width = map(int, sizes)
+        chosen = shared if is_small(tokens, heads, width, units) else gluon
+        found[f"{name} {tokens}"] = float(chosen) / min(float(shared), float(gluon))
+    return found
+
+
+def test_the_choice_is_that_of_the_measured_times() -> None:
+    lost = regrets()
+
+    assert len(lost) == 59
+    assert lost.pop("flash_c4_h8 16") < 1.08
+    assert max(lost.values()) < 1.04
+    assert sum(each > 1 for each in lost.values()) == 2
+
+
+@pytest.mark.parametrize("units", [0, 80, 200, 10**9])
+def test_another_limit_chooses_worse(units: int) -> None:
+    assert sum(each > 1.02 for each in regrets(units).values()) > 3
