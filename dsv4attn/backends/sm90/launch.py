@@ -150,7 +150,8 @@ class Sm90Backend(TritonBackend):
         """Whether the shared kernel serves a call that the Gluon kernels could serve."""
         if not self._shares or phase is Phase.PREFILL or isinstance(call.keys, GatheredKeys):
             return False
-        return is_small(*call.q.shape[:2], width, multiprocessors())
+        tokens, heads, _ = call.q.shape
+        return is_small(tokens, heads, width, multiprocessors())
 
     def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:
         """See `contract.BackendDefaults`."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, observed
-from dsv4attn.backends._triton.tuning import Tuning
+from dsv4attn.backends._triton.tuning import Tuning, padded
 from tests.backends._triton.attention.attending import TINY, Answer, Trial
 from tests.backends._triton.attention.planting import plant
 from tests.backends._triton.cache.caches import DEVICE
@@ -93,7 +93,7 @@ class Sums:
         constants = {
             "H": HEADS,
             "D": self.dim,
-            "DP": attend.padded(self.dim),
+            "DP": padded(self.dim),
             "ROPE": self.rope,
             "UNIT": 1,
             "N": self.together,
