@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import product
 from math import prod
-from typing import Any
 
 import pytest
 import torch
@@ -14,17 +13,16 @@ from attrs import evolve
 from dsv4attn.backends._triton import backend as shared
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.tuning import DEFAULT, HOPPER, Tuning
-from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.backends.xpu.launch import XpuBackend
 from dsv4attn.core.contract import Phase
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.workspace import WorkspaceManager, simultaneous_bytes
 from tests.backends._triton.attention.attending import OCP, Answer, Trial
 from tests.backends._triton.launching.test_foreseen import FLASH, LAYOUTS, LIMITS, META, Sliced, foreseen, meta_only
+from tests.backends.built_in import forms
 
 UNITS = 132
 FEW, HEADS, BLOCKS = HOPPER.small
@@ -134,24 +132,15 @@ def test_scratch_of_small_decodes_keeps_within_its_bound(make: type[GenericBacke
 
 @meta_only
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: GenericBackend(tuning="sm_90"),
-        lambda: XpuBackend(decode="gathered", tuning="sm_90"),
-        lambda: RocmBackend(tuning="sm_90"),
-        lambda: Sm90Backend(tuning="sm_90"),
-    ],
-    ids=["triton", "xpu gathered", "rocm", "sm90"],
-)
-def test_g18_forms_of_small_decodes_are_foreseen(make: Callable[[], Any], layout: str) -> None:
+@pytest.mark.parametrize("name", forms())
+def test_g18_forms_of_small_decodes_are_foreseen(name: str, layout: str) -> None:
     cache, dtype = LAYOUTS[layout]
     sizes = set[tuple[int, int]]()
     for seed, kind in enumerate(LayerKind):
-        on = Sliced(make(), FLASH, LIMITS, kind, META, layout=cache, q_dtype=dtype)
+        on = Sliced(forms()[name](tuning="sm_90"), FLASH, LIMITS, kind, META, layout=cache, q_dtype=dtype)
         asked, known = on.sweep(8, seed), foreseen(on.backend, on.bounds())
-        forms = [dict(one.constants) for one in asked if one.name == "attention"]
-        sizes |= {(form["BH"], form["N"]) for form in forms if "BH" in form}
+        made = [dict(one.constants) for one in asked if one.name == "attention"]
+        sizes |= {(form["BH"], form["N"]) for form in made if "BH" in form}
 
         assert asked <= known, {str(one) for one in asked - known}
     # fp32 takes one size of tiles
