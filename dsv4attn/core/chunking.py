@@ -28,6 +28,7 @@ class ChunkBounds:
     rows: gathered rows; 0 for backends that read pages and gather nothing.
     index_elements: elements of the index matrix, tokens x columns.
     alignment: columns of the index matrix are rounded up to a multiple of this.
+    tokens: query tokens; 0: any number.
     window: columns of the index matrix for the window; 0 is the layer's own.
     """
 
@@ -35,6 +36,7 @@ class ChunkBounds:
     index_elements: int
     alignment: int
     window: int = 0
+    tokens: int = 0
 
     @classmethod
     def of(
@@ -178,7 +180,8 @@ def _fits(
 ) -> bool:
     width = round_up(topk + (bounds.window or layer.window), bounds.alignment)
     rows_fit = bounds.rows == 0 or requests * (entries + gather) <= bounds.rows
-    return rows_fit and tokens * width <= bounds.index_elements
+    tokens_fit = bounds.tokens == 0 or tokens <= bounds.tokens
+    return rows_fit and tokens_fit and tokens * width <= bounds.index_elements
 
 
 def _slices(

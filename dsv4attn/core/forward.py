@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import inf
 
 from torch import Tensor, is_inference_mode_enabled
@@ -24,7 +24,7 @@ from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import plan_workspace
 
-__all__ = ["forward_mqa"]
+__all__ = ["forward_in_parts", "forward_mqa"]
 
 
 def forward_mqa(
@@ -52,6 +52,30 @@ def forward_mqa(
     Raises, before any launch or write, ArgumentError or LayoutMismatchError, and WorkspaceError when `workspace` is
     locked and too small.
     """
+    given = {"layer": layer, "limits": limits, "attn_sink": attn_sink, "topk_indices": topk_indices, "lse": lse}
+    for _ in forward_in_parts(q, caches, metadata, backend, workspace, out, **given):  # type: ignore[arg-type]
+        pass
+
+
+def forward_in_parts(
+    q: Tensor,
+    caches: LayerCaches,
+    metadata: AttentionMetadata | None,
+    backend: Backend,
+    workspace: WorkspaceManager,
+    out: Tensor,
+    *,
+    layer: LayerGeometry,
+    limits: Limits,
+    attn_sink: Tensor | None,
+    topk_indices: Tensor | None = None,
+    lse: Tensor | None = None,
+    chunk_tokens: int = 0,
+) -> Iterator[slice]:
+    """`forward_mqa`, call by call of the backend: after each, its rows of out and lse; prefill in order, then decode.
+
+    chunk_tokens: most tokens of a prefill chunk; 0: as many as the workspace allows. Padding is written at the end.
+    """
     if metadata is None:
         check_call(q, caches, None, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
         workspace.reserve(plan_workspace(layer, limits, backend, caches.swa.layout), caller="warm-up")
@@ -61,7 +85,7 @@ def forward_mqa(
         prepared = metadata.swa.prepared
         owners = backend, layer, limits, workspace, metadata.compressed, caches.signature
         mode = workspace.debug, is_inference_mode_enabled()
-        key = *map(id, owners), mode, signature(q, out, attn_sink, lse, topk_indices)
+        key = *map(id, owners), mode, chunk_tokens, signature(q, out, attn_sink, lse, topk_indices)
     except AttributeError:
         check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
         raise
@@ -69,7 +93,8 @@ def forward_mqa(
     if step is None or step.parts is None:
         check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
         whole = complete(backend)
-        given = Step(q, caches, metadata, whole, workspace, out, layer, limits, attn_sink, topk_indices, lse)
+        tensors = out, layer, limits, attn_sink, topk_indices, lse
+        given = Step(q, caches, metadata, whole, workspace, *tensors, chunk_tokens)
         step = PreparedStep(metadata.swa.num_actual_tokens, _prepare(given), owners)
         if workspace.reusable:
             if len(prepared) >= MOST_STEPS:
@@ -80,6 +105,7 @@ def forward_mqa(
     for part in step.parts or ():
         run = record_function(part.name)(part.run) if profiled else part.run
         run(q, out, lse, attn_sink, topk_indices, caches)
+        yield part.rows
     if step.tokens < q.shape[0]:
         out[step.tokens :].zero_()
         if lse is not None:

@@ -92,7 +92,7 @@ class GatheredCall(BackendCall):
                 q, out, lse = q[tokens], out[tokens], None if lse is None else lse[tokens]
             attend(q, out, lse, attn_sink, ())
 
-        return Part(self.name, run)
+        return Part(self.name, self.tokens, run)
 
 
 def fill_by_steps(backend: Backend, chunk: ChunkRows, topk_indices: Tensor | None, caches: LayerCaches) -> FillRows:

@@ -93,7 +93,7 @@ class PagedCall(BackendCall):
             second = None if window_only else caches.compressed
             attend(q, out, lse, attn_sink, (caches.swa,) if second is None else (caches.swa, second))
 
-        return Part(self.name, run)
+        return Part(self.name, self.tokens, run)
 
     def _needs_slots(self, rows: Tensor | Rows, step: Step) -> bool:
         """Whether entry numbers are translated to dense slots in the workspace."""

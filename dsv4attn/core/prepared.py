@@ -25,10 +25,12 @@ class Part:
     """One prepared call of a backend: only addresses are arguments.
 
     name: the call's name in profiles.
+    rows: of q and out, those that it computes.
     run: `run(q, out, lse, attn_sink, topk_indices, caches)` fills the index buffers of the call, and attends.
     """
 
     name: str
+    rows: slice
     run: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, LayerCaches], None]
 
 

@@ -11,11 +11,13 @@ from dsv4attn.core.workspace import BufferSpec, simultaneous_bytes
 
 __all__ = [
     "LANE",
+    "PART_TOKENS",
     "PIECE_BYTES",
     "attention_bytes",
     "candidate_bytes",
     "merge_bytes",
     "merge_specs",
+    "part_tokens",
     "piece_bytes",
     "piece_rows",
     "selection_transient_bytes",
@@ -23,8 +25,10 @@ __all__ = [
 
 LANE = "ranks"
 """The lane of the workspace for attention over ranks. Its views live through the calls of the other lanes."""
-PIECE_BYTES = 32 * 2**20
-"""Most bytes that a rank receives in one exchange, unless one token needs more."""
+PIECE_BYTES = 16 * 2**20
+"""Most bytes that a rank receives in one exchange, unless one token needs more. Two are under way at a time."""
+PART_TOKENS = 512
+"""Least tokens of a prefill chunk that is cut off, so that its exchange runs beside the next chunk's attention."""
 _FP32 = torch.float32
 _SORTING = 64
 """Bytes for each candidate of all ranks while the best are found: numbers, scores, and their orders in 64 bits."""
@@ -54,20 +58,26 @@ def piece_bytes(rows: int, heads: int, dim: int, element_bytes: int) -> tuple[in
     return out, out + 4 * rows * heads
 
 
+def part_tokens(ranks: int, row_bytes: int) -> int:
+    """Most tokens of a prefill chunk of attention over ranks."""
+    return max(piece_rows(ranks, row_bytes), PART_TOKENS)
+
+
 def merge_specs(ranks: int, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """Views of attention over ranks: of all tokens, lse; of a piece, what is sent and received, and sums in fp32.
 
-    dtype: of q.
+    dtype: of q. Where tokens are more than a piece, what is sent and received has a second place, for the next piece.
     """
     size = dtype.itemsize
     rows = min(piece_rows(ranks, attention_bytes(heads, dim, size)), tokens)
     _, sent = piece_bytes(rows, heads, dim, size)
+    places = 2 if rows < tokens else 1
     numbers: list[BufferSpec] = [((rows, heads), _FP32)] * 3
     sums: list[BufferSpec] = [((rows, heads, dim), _FP32)] * 2
     return (
         ((tokens, heads), _FP32),
-        ((sent,), torch.uint8),
-        ((ranks * sent,), torch.uint8),
+        ((places, sent), torch.uint8),
+        ((places, ranks * sent), torch.uint8),
         *numbers,
         ((rows, heads), torch.bool),
         *sums,

@@ -30,7 +30,7 @@ Rows: TypeAlias = DenseIndices | RaggedIndices
 
 @frozen(eq=False, slots=False)
 class Step:
-    """The arguments of a `forward_mqa`, checked."""
+    """The arguments of a `forward_mqa`, checked. chunk_tokens: most tokens of a prefill chunk; 0: any number."""
 
     q: Tensor
     caches: LayerCaches
@@ -43,6 +43,7 @@ class Step:
     attn_sink: Tensor | None
     topk_indices: Tensor | None
     lse: Tensor | None
+    chunk_tokens: int = 0
 
     @cached_property
     def segments(self) -> Sequence[PagedKVCache]:
@@ -68,11 +69,13 @@ class Step:
             return ()
         seq_lens, query_lens = swa.prefill_seq_lens_cpu.tolist(), swa.prefill_query_lens_cpu.tolist()
         if self.prefill_phase is Phase.DECODE:
-            most = self.limits.max_decode_tokens
+            most = min(self.limits.max_decode_tokens, self.chunk_tokens or swa.num_prefill_tokens)
             return [*plan_row_chunks(seq_lens, swa.num_prefill_tokens, self.layer, most)]
         bounds = prefill_bounds(self.layer, self.limits, self.backend, self.caches.swa.layout)
         if not self.gathers:
             bounds = evolve(bounds, window=swa.prefill_swa_indices.shape[2])
+        if self.chunk_tokens:
+            bounds = evolve(bounds, tokens=self.chunk_tokens)
         chunks = plan_prefill_chunks(seq_lens, query_lens, self.layer, bounds)
         return [chunk for chunk in chunks if chunk.num_tokens]
 

@@ -6,7 +6,7 @@ import datetime as dt
 import os
 import traceback
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
@@ -184,9 +184,48 @@ def selection(group: Any, interleave: int) -> None:
 # attention
 
 
-def attention(group: Any, kind: LayerKind, form: str) -> None:
+class Watched(ContextParallel):
+    """A context that notes when exchanges begin and end, and whether rows of `out` are still to come."""
+
+    out: Tensor
+
+    @cached_property
+    def notes(self) -> list[str]:
+        return []
+
+    def start(self, mine: Tensor, what: str, *, out: Tensor | None = None) -> Callable[[], Tensor]:
+        self.notes.append("begin before others" if bool(torch.isnan(self.out).any()) else "begin")
+        finish = super().start(mine, what, out=out)
+
+        def noted() -> Tensor:
+            self.notes.append("end")
+            return finish()
+
+        return noted
+
+
+def beside(group: Any, kind: LayerKind, form: str) -> None:
+    """Exchanges of a prefill run beside the attention of later chunks, two at a time."""
+    before = rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS
+    # about eight tokens, and chunks of at least twice as many
+    rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS = 8 * group.size() * 4 * (32 * 4 + 4), 16
+    context = Watched(group, 2)
+    try:
+        attention(group, kind, form, context)
+    finally:
+        rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS = before
+    notes = context.notes
+    # 115 tokens of prefill, then six of decode
+    assert len(notes) == 2 * (15 + 1)
+    assert notes[:4] == ["begin before others", "begin before others", "end", "begin before others"]
+    # the last chunk's pieces, and the decodes', begin when all rows are there
+    assert notes[-3:] == ["begin", "end", "end"]
+    assert notes.count("begin before others") >= 8
+
+
+def attention(group: Any, kind: LayerKind, form: str, context: ContextParallel | None = None) -> None:
     """Ragged decodes and prefills with random keys, NaN in every other slot, against float64."""
-    context, layer = over(group, 2), SMALL.layer_of_kind(kind)
+    context, layer = context or over(group, 2), SMALL.layer_of_kind(kind)
     own, limits, ratio = context.ownership, Limits(8, 128, 256), layer.compress_ratio
     draw = torch.Generator().manual_seed(3)
     page, tokens_per_page, window_page = 64 // ratio, 64, 16
@@ -233,6 +272,7 @@ def attention(group: Any, kind: LayerKind, form: str) -> None:
         global_chosen = [list(range(n)) for n in seen]
     sink, out = torch.randn(4, generator=draw), torch.full((len(q), 4, 32), nan)
     workspace, lse = WorkspaceManager("cpu"), torch.full((len(q), 4), nan)
+    context.__dict__["out"] = out
     given = context, q, LayerCaches(window, compressed), metadata, BACKENDS[form], workspace, out
     more = {"layer": layer, "limits": limits, "attn_sink": sink, "topk_indices": chosen, "lse": lse}
     forward_mqa_over_ranks(*given, **more)  # type: ignore[arg-type]
@@ -387,6 +427,7 @@ CASES: dict[str, Callable[[Any], None]] = {
         for kind in (LayerKind.C4A, LayerKind.C128A)
         for form in BACKENDS
     },
+    **{f"beside-{form}": partial(beside, kind=LayerKind.C4A, form=form) for form in BACKENDS},
     "layers-fp32": partial(whole, layout=FP32, interleave=2),
     "layers-fp8": partial(whole, layout=FP8, interleave=1),
     "layers-prefill": partial(whole, layout=FP32, interleave=4, prefill="gathered"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import attrs
@@ -40,9 +41,12 @@ class Alone:
     def label(self) -> str:
         return f"rank {self.ownership.rank} of {self.ownership.size}"
 
-    def pieces(self, rows: int, row_bytes: int) -> Iterator[slice]:
+    def pieces(self, rows: int, row_bytes: int, *, first: int = 0) -> Iterator[slice]:
         step = rank_buffers.piece_rows(self.ownership.size, row_bytes)
-        return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+        return (slice(start, min(start + step, rows)) for start in range(first, rows, step))
+
+    def start(self, mine: Tensor, what: str, *, out: Tensor | None = None) -> Callable[[], Tensor]:
+        return partial(self.gather, mine, what, out=out)
 
     def gather(self, mine: Tensor, what: str, *, out: Tensor | None = None) -> Tensor:
         ranks = self.ownership.size
@@ -72,7 +76,8 @@ def test_the_plan_holds_every_step_and_is_no_invention(
             for tokens in range(limits.max_num_batched_tokens + 1)
         ]
         assert max(sizes) <= plan
-        assert max(sizes) >= plan / 2
+        # the plan is for fp32 too, whose pieces may have a second place where those of bf16 have one
+        assert max(sizes) >= plan / (2 if dtype == torch.float32 else 3)
 
 
 def test_layers_without_entries_and_plans_without_ranks_have_no_such_lane() -> None:

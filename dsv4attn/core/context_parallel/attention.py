@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 
 import torch
@@ -11,11 +13,11 @@ from torch import Tensor
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.context_parallel.exchange import ContextParallel
 from dsv4attn.core.contract import Backend
-from dsv4attn.core.forward import forward_mqa
+from dsv4attn.core.forward import forward_in_parts, forward_mqa
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
-from dsv4attn.core.rank_buffers import LANE, attention_bytes, merge_specs, piece_bytes
+from dsv4attn.core.rank_buffers import LANE, attention_bytes, merge_specs, part_tokens, piece_bytes
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import plan_workspace
 
@@ -50,8 +52,13 @@ def forward_mqa_over_ranks(
         return
     part, *scratch = _views(context, out, workspace)
     part = part if lse is None else lse
-    forward_mqa(q, caches, metadata, backend, workspace, out, **given, lse=part)  # type: ignore[arg-type]
-    _merge(context, out, part, attn_sink, scratch)
+    first = metadata.swa.num_decode_tokens if metadata.swa.num_prefill_tokens else 0
+    merging = _Merging(context, out, part, attn_sink, scratch, first)
+    tokens = part_tokens(context.ownership.size, attention_bytes(layer.num_heads, layer.head_dim, out.element_size()))
+    steps = forward_in_parts(q, caches, metadata, backend, workspace, out, **given, lse=part, chunk_tokens=tokens)  # type: ignore[arg-type]
+    for rows in steps:
+        merging.reached(rows.stop)
+    merging.finish()
 
 
 def merge_over_ranks(
@@ -64,7 +71,7 @@ def merge_over_ranks(
     token's out and lse in one exchange, and merges all parts in the order of ranks: so all ranks have the same bits.
     """
     _, *scratch = _views(context, out, workspace)
-    _merge(context, out, lse, attn_sink, scratch)
+    _Merging(context, out, lse, attn_sink, scratch).finish()
 
 
 def _views(context: ContextParallel, out: Tensor, workspace: WorkspaceManager) -> list[Tensor]:
@@ -73,22 +80,70 @@ def _views(context: ContextParallel, out: Tensor, workspace: WorkspaceManager) -
     return workspace.get_simultaneous(*specs, lane=LANE, caller=f"attention on {context.label}")
 
 
-def _merge(
-    context: ContextParallel, out: Tensor, lse: Tensor, attn_sink: Tensor | None, scratch: Sequence[Tensor]
-) -> None:
-    """`merge_over_ranks` in these views, those of `merge_specs` but the first. Nothing is allocated."""
-    (tokens, heads, dim), ranks, size = out.shape, context.ownership.size, out.element_size()
-    sent, received, *working = scratch
-    for piece in context.pieces(tokens, attention_bytes(heads, dim, size)):
-        rows = piece.stop - piece.start
-        before, whole = piece_bytes(rows, heads, dim, size)
-        mine, found = sent[:whole], received[: ranks * whole]
-        _parts(mine[None], before, out[piece])[0][0].copy_(out[piece])
-        _parts(mine[None], before, out[piece])[1][0].copy_(lse[piece])
-        context.gather(mine, "attention", out=found)
-        parts = _parts(found.view(ranks, whole), before, out[piece])
-        merged = _merge_parts(*parts, lse[piece], attn_sink, [view[:rows] for view in working])
-        out[piece].copy_(merged)
+class _Merging:
+    """`merge_over_ranks` piece by piece, in the views of `merge_specs` but the first. Nothing is allocated.
+
+    A piece is sent as soon as its rows are there, and merged when the place of what it received is needed again. So an
+    exchange runs beside the attention of later rows. Pieces and their order follow from numbers of rows alone: ranks
+    may cut prefill in different chunks.
+    """
+
+    def __init__(
+        self,
+        context: ContextParallel,
+        out: Tensor,
+        lse: Tensor,
+        attn_sink: Tensor | None,
+        scratch: Sequence[Tensor],
+        first: int = 0,
+    ) -> None:
+        """first: row at which prefill begins, whose rows come before those of decode."""
+        self._context, self._out, self._lse, self._sink = context, out, lse, attn_sink
+        self._sent, self._received, *self._working = scratch
+        (rows, heads, dim), size = out.shape, out.element_size()
+        cut = partial(context.pieces, row_bytes=attention_bytes(heads, dim, size))
+        self._first, self._waiting = first, deque([*cut(rows, first=first), *cut(first)])
+        self._place, self._under_way = 0, deque[tuple[slice, Callable[[], Tensor]]]()
+
+    def reached(self, stop: int) -> None:
+        """Send the pieces of prefill that end here, or before."""
+        while self._waiting and self._first <= self._waiting[0].start and self._waiting[0].stop <= stop:
+            self._send(self._waiting.popleft())
+
+    def finish(self) -> None:
+        """Send all other pieces, and merge."""
+        while self._waiting:
+            self._send(self._waiting.popleft())
+        while self._under_way:
+            self._merge_one()
+
+    def _send(self, piece: slice) -> None:
+        """Begin the exchange of these rows."""
+        if len(self._under_way) == len(self._sent):
+            self._merge_one()
+        out, ranks = self._out[piece], self._context.ownership.size
+        before, whole = _bytes_of(out)
+        mine, found = self._sent[self._place][:whole], self._received[self._place][: ranks * whole]
+        parts = _parts(mine[None], before, out)
+        for part, one in zip(parts, (out, self._lse[piece]), strict=True):
+            part[0].copy_(one)
+        self._under_way.append((piece, self._context.start(mine, "attention", out=found)))
+        self._place = (self._place + 1) % len(self._sent)
+
+    def _merge_one(self) -> None:
+        """End the oldest exchange, and write the rows of all ranks."""
+        piece, finish = self._under_way.popleft()
+        out = self._out[piece]
+        before, _ = _bytes_of(out)
+        parts = _parts(finish(), before, out)
+        working = [view[: out.shape[0]] for view in self._working]
+        out.copy_(_merge_parts(*parts, self._lse[piece], self._sink, working))
+
+
+def _bytes_of(out: Tensor) -> tuple[int, int]:
+    """`piece_bytes` of rows of out."""
+    rows, heads, dim = out.shape
+    return piece_bytes(rows, heads, dim, out.element_size())
 
 
 def _parts(sent: Tensor, before: int, out: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
@@ -27,10 +27,11 @@ __all__ = ["ContextParallel"]
 _Object = TypeVar("_Object")
 
 
-def _all_gather(*tensors: Tensor, group: ProcessGroup) -> None:
-    """Gather one tensor of every rank in another, by torch's name for it; newer releases call the first one so."""
+def _all_gather(*tensors: Tensor, group: ProcessGroup) -> distributed.Work:
+    """Begin to gather one tensor of every rank in another, by torch's name for it; newer releases call the first so."""
     name = "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"
-    getattr(distributed, name)(*tensors, group=group)
+    work: distributed.Work = getattr(distributed, name)(*tensors, group=group, async_op=True)
+    return work
 
 
 @frozen(eq=False, slots=False)
@@ -68,11 +69,25 @@ class ContextParallel:
         what: names the tensor in errors. out: [ranks * n, ...] for tensors [n, ...], written and returned; None: a new
         one. Raises ContextParallelError if a rank is gone, or does not send in the time that the group was made with.
         """
+        return self.start(mine, what, out=out)()
+
+    def start(self, mine: Tensor, what: str, *, out: Tensor | None = None) -> Callable[[], Tensor]:
+        """Begin a `gather`. What is returned ends it: it waits, and returns the tensor of `gather`.
+
+        Until then `mine` may not be written, and `out` neither read nor written. On a GPU begin and end are work of the
+        current stream, and the host does not wait. All ranks begin the same gathers in the same order.
+        """
         ranks = self.ownership.size
         found = mine.new_empty(ranks * mine.shape[0], *mine.shape[1:]) if out is None else out
         with self._explained(what):
-            _all_gather(found, mine, group=self.group)
-        return found.view(ranks, *mine.shape)
+            work = _all_gather(found, mine, group=self.group)
+
+        def finish() -> Tensor:
+            with self._explained(what):
+                work.wait()
+            return found.view(ranks, *mine.shape)
+
+        return finish
 
     def gather_objects(self, mine: _Object, what: str) -> list[_Object]:
         """The object of every rank, in the order of ranks: for checks and reports. They are pickled.
@@ -84,10 +99,10 @@ class ContextParallel:
             distributed.all_gather_object(found, mine, group=self.group)
         return found
 
-    def pieces(self, rows: int, row_bytes: int) -> Iterator[slice]:
-        """Cut rows of a tensor into pieces of `piece_rows`."""
+    def pieces(self, rows: int, row_bytes: int, *, first: int = 0) -> Iterator[slice]:
+        """Cut rows of a tensor, from the first to `rows`, into pieces of `piece_rows`."""
         step = piece_rows(self.ownership.size, row_bytes)
-        return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+        return (slice(start, min(start + step, rows)) for start in range(first, rows, step))
 
     def check_same(self, what: str, facts: Mapping[str, object]) -> None:
         """Raise ArgumentError on every rank, with the first rank that differs, unless all ranks have the same facts.

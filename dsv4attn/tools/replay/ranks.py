@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -47,10 +47,10 @@ class MeteredContext(ContextParallel):
         """Bytes by what they are: `attention` or `candidates`."""
         return Counter()
 
-    def gather(self, mine: Tensor, what: str, *, out: Tensor | None = None) -> Tensor:
+    def start(self, mine: Tensor, what: str, *, out: Tensor | None = None) -> Callable[[], Tensor]:
         """As the base class does."""
         self.sent[what] += mine.numel() * mine.element_size()
-        return super().gather(mine, what, out=out)
+        return super().start(mine, what, out=out)
 
 
 @frozen

@@ -23,29 +23,32 @@ SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 32, "block_size": 4, "inde
 class WrongPart(MeteredContext):
     """The last rank sends zeros for its attention."""
 
-    def gather(self, mine: Tensor, what: str, **into: Tensor | None) -> Tensor:
+    def start(self, mine: Tensor, what: str, **into: Tensor | None) -> Callable[[], Tensor]:
         last = self.ownership.rank == self.ownership.size - 1
-        return super().gather(mine * 0 if last and what == "attention" else mine, what, **into)
+        return super().start(mine * 0 if last and what == "attention" else mine, what, **into)
 
 
 class WrongCandidates(MeteredContext):
     """The last rank proposes its first entry alone."""
 
-    def gather(self, mine: Tensor, what: str, **into: Tensor | None) -> Tensor:
+    def start(self, mine: Tensor, what: str, **into: Tensor | None) -> Callable[[], Tensor]:
         if self.ownership.rank == self.ownership.size - 1 and what == "candidates":
             mine[0, :, 1:] = -1
-        return super().gather(mine, what, **into)
+        return super().start(mine, what, **into)
 
 
 class OtherOrder(MeteredContext):
     """The last rank takes the attention of the others for its own."""
 
-    def gather(self, mine: Tensor, what: str, **into: Tensor | None) -> Tensor:
-        found = super().gather(mine, what, **into)
+    def start(self, mine: Tensor, what: str, **into: Tensor | None) -> Callable[[], Tensor]:
+        finish = super().start(mine, what, **into)
         last = self.ownership.rank == self.ownership.size - 1
-        if last and what == "attention":
-            found.copy_(found[:1].clone().expand_as(found))
-        return found
+
+        def others() -> Tensor:
+            found = finish()
+            return found.copy_(found[:1].clone().expand_as(found))
+
+        return others if last and what == "attention" else finish
 
 
 def served(context: MeteredContext, *lengths: tuple[int, int], **config: Any) -> Report:
