@@ -116,6 +116,8 @@ class Forms:
     decode_indices: how decode takes the keys selected for each token: a dense matrix, or a ragged list.
     prefill_indices: the same for prefill.
     prefill_keys: whether prefill reads pages or gathered rows. Decode always reads pages.
+    prefill_pages: whether prefill takes pages too, where rows are its form. On layers of ratio 1, where a gather would
+       hold the whole context, core then gathers nothing.
     index_alignment: columns of a gathered chunk's index matrix are rounded up to this.
     max_logits: whether `AttentionCall.max_logits` may be given. Without it, callers compute them beside the call.
     empty_lse: whether `AttentionCall.empty_lse` may differ from -inf. Without it, callers put another value there.
@@ -129,6 +131,7 @@ class Forms:
     max_logits: bool = False
     empty_lse: bool = False
     products: Products = Products.BF16
+    prefill_pages: bool = False
 
 
 @frozen

@@ -30,8 +30,10 @@ LAYER_PARTS = "compressor", "indexer", "selection", "hyper_connections"
 API_VERSION = "1.5"
 """Version of this contract. A minor step only adds; a backend of another major version is refused."""
 
-_NO_Q_NORM = 4
-"""The minor version since which `qnorm_rope_kv_insert` takes no eps, and then rotates only."""
+_V41 = 4
+"""The minor version since which there are V4.1's records, and `qnorm_rope_kv_insert` may be given no eps."""
+
+_V41_RECORDS = "v41_fp8", "v41_fp4"
 
 
 @frozen(kw_only=True)
@@ -87,11 +89,14 @@ class BackendInfo:
     def lacks(self, problem: Problem) -> list[Reason]:
         """Reasons against a problem that has more than the contract which the backend was written for."""
         minor = re.match(r"\d+\.(\d+)", self.api)
-        if problem.layer.q_norm or int(minor[1] if minor else 0) >= _NO_Q_NORM:
+        if int(minor[1] if minor else 0) >= _V41:
             return []
-        actual = f"queries without norm, for a backend of contract {self.api}"
+        found = [] if problem.layer.q_norm else [("Q_NORM", "queries without norm")]
+        layouts = (cache.layout for cache in (problem.swa, problem.compressed) if cache is not None)
+        found += [("LAYOUT", f"records {layout}") for layout in layouts if layout in _V41_RECORDS]
+        allowed = f"a backend of contract 1.{_V41} or newer"
         cure = "install a newer release of the backend, or ask for another one"
-        return [Reason("Q_NORM", actual, f"a backend of contract 1.{_NO_Q_NORM} or newer", cure)]
+        return [Reason(code, f"{what}, for a backend of contract {self.api}", allowed, cure) for code, what in found]
 
     def _check(self, name: str, holds: object, expected: str) -> None:
         if not holds:

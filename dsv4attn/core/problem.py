@@ -56,6 +56,7 @@ class CacheFacts:
     page_size: records per page. Pages may lie any distance apart: a kernel follows the tensor's stride.
     arrangement: place of the scales, "split" (behind all data of a page) or "interleaved" (behind each record's).
     group_size: codes that share a scale; means nothing for rows.
+    rounds_to_fp4: whether writers round keys to what `v41_fp4` holds first; readers do not care.
     """
 
     layout: str = "fp8_ds_mla"
@@ -63,6 +64,7 @@ class CacheFacts:
     page_size: int = field(default=64, validator=_positive)
     arrangement: str = "split"
     group_size: int = 64
+    rounds_to_fp4: bool = False
 
     @classmethod
     def of(cls, layout: KVCacheLayout, page_size: int) -> CacheFacts:
@@ -70,7 +72,7 @@ class CacheFacts:
         if not layout.is_quantised:
             return cls(layout.name, str(layout.dtype).removeprefix("torch."), page_size)
         codes = layout.fp8_format.value if layout.fp8_format else "e2m1"
-        return cls(layout.name, codes, page_size, layout.arrangement.value, layout.group_size)
+        return cls(layout.name, codes, page_size, layout.arrangement.value, layout.group_size, layout.rounds_to_fp4)
 
     @property
     def row_dtype(self) -> str:
@@ -96,15 +98,23 @@ KEY_LAYOUTS: Mapping[str, tuple[str, ...]] = {
 }
 """Every layout of keys, and the types of its elements."""
 _ROWS = "allocate the cache as bfloat16 rows"
+_ROUNDS = "write with the reference backend, or without rounds_to_fp4; bytes of both are read alike"
 _WINDOW = "keep the window in v41_fp8: v41_fp4 is for compressed caches only"
 
 
-def layout_reasons(problem: Problem, layouts: Mapping[str, tuple[str, ...]] = KEY_LAYOUTS) -> Iterator[Reason]:
-    """Why a backend that reads these layouts, two at a time if their keys read as one type, cannot serve a problem."""
+def layout_reasons(
+    problem: Problem, layouts: Mapping[str, tuple[str, ...]] = KEY_LAYOUTS, *, rounds_to_fp4: bool = False
+) -> Iterator[Reason]:
+    """Why a backend that reads these layouts, two at a time if their keys read as one type, cannot serve a problem.
+
+    rounds_to_fp4: whether the backend's writers can round keys to fp4 first.
+    """
     for name, cache in (("window cache", problem.swa), ("compressed cache", problem.compressed)):
         if cache is not None and cache.dtype not in layouts.get(cache.layout, ()):
             allowed = ", ".join(f"{layout} of {' or '.join(dtypes)}" for layout, dtypes in layouts.items())
             yield Reason("LAYOUT", f"{name} {cache.layout} of {cache.dtype}", allowed, _ROWS)
+        elif cache is not None and cache.rounds_to_fp4 and not rounds_to_fp4:
+            yield Reason("LAYOUT", f"{name} that rounds to fp4 first", "a writer that rounds to fp8 alone", _ROUNDS)
     if problem.swa.layout == "v41_fp4":
         yield Reason("LAYOUT", "window cache v41_fp4", "another layout of windows", _WINDOW)
     if problem.compressed is not None and problem.compressed.row_dtype != problem.swa.row_dtype:

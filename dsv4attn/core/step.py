@@ -12,14 +12,14 @@ from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.chunking import PrefillChunk, plan_prefill_chunks, plan_row_chunks
-from dsv4attn.core.contract import AttentionCall, CompleteBackend, KeyForm, Phase, Run
+from dsv4attn.core.contract import AttentionCall, CompleteBackend, Phase, Run
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
 from dsv4attn.core.workspace import BufferSpec, WorkspaceManager
-from dsv4attn.core.workspace_plan import prefill_bounds
+from dsv4attn.core.workspace_plan import gathers_keys, prefill_bounds
 
 __all__ = ["INT", "BackendCall", "Rows", "Step"]
 
@@ -54,12 +54,12 @@ class Step:
     def gathers(self) -> bool:
         """Whether the keys of prefill requests are gathered: windows wider than the layer's are read on pages."""
         columns = self.metadata.swa.prefill_swa_indices.shape[2]
-        return self.backend.forms.prefill_keys is KeyForm.GATHERED and columns <= self.layer.window
+        return gathers_keys(self.layer, self.backend) and columns <= self.layer.window
 
     @property
     def prefill_phase(self) -> Phase:
         """The phase of the calls for prefill requests: every backend reads pages in decode, not all in prefill."""
-        paged = self.backend.forms.prefill_keys is KeyForm.PAGED
+        paged = not gathers_keys(self.layer, self.backend)
         return Phase.PREFILL if paged or self.gathers else Phase.DECODE
 
     def chunks(self) -> Sequence[PrefillChunk]:

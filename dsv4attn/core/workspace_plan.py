@@ -14,7 +14,7 @@ from dsv4attn.core.rank_buffers import LANE as RANKS
 from dsv4attn.core.rank_buffers import merge_bytes, selection_transient_bytes
 from dsv4attn.core.workspace import ALIGNMENT, BufferSpec, WorkspacePlan, simultaneous_bytes
 
-__all__ = ["plan_workspace", "prefill_bounds", "ragged_specs", "window_columns"]
+__all__ = ["gathers_keys", "plan_workspace", "prefill_bounds", "ragged_specs", "window_columns"]
 
 _INT = torch.int32
 
@@ -24,13 +24,20 @@ def ragged_specs(tokens: int, width: int) -> list[BufferSpec]:
     return [((tokens * width,), _INT), ((tokens + 1,), _INT)]
 
 
+def gathers_keys(layer: LayerGeometry, backend: Backend) -> bool:
+    """Whether prefill of such layers has its keys gathered."""
+    forms = backend.forms
+    on_pages = forms.prefill_pages and layer.has_entries and layer.compress_ratio == 1
+    return forms.prefill_keys is KeyForm.GATHERED and not on_pages
+
+
 def prefill_bounds(layer: LayerGeometry, limits: Limits, backend: Backend, layout: KVCacheLayout) -> ChunkBounds:
     """Bounds of this layer's prefill chunks on this backend."""
     forms = backend.forms
     return ChunkBounds.of(
         layer,
         limits,
-        gathered=forms.prefill_keys is KeyForm.GATHERED,
+        gathered=gathers_keys(layer, backend),
         alignment=forms.index_alignment,
         row_bytes=layer.head_dim * layout.row_dtype.itemsize,
         index_copies=2 if forms.prefill_indices is IndexForm.RAGGED else 1,
@@ -88,7 +95,7 @@ def _decode_bytes(layer: LayerGeometry, limits: Limits, backend: Backend) -> int
     columns, window = decode_columns(layer, limits), window_columns(layer, limits, Phase.DECODE)
     translated = layer.kind is LayerKind.C4A
     wide = window_columns(layer, limits, Phase.PREFILL)
-    if backend.forms.prefill_keys is KeyForm.GATHERED and wide > layer.window:
+    if gathers_keys(layer, backend) and wide > layer.window:
         # such prefill rows run as decode calls, with the entries of a c128a layer by their numbers
         window, translated = max(window, wide), columns > 0
     tokens, specs = limits.max_decode_tokens, list[BufferSpec]()
@@ -112,7 +119,7 @@ def _prefill_bytes(
 
 def _prefill_scratch(layer: LayerGeometry, limits: Limits, backend: Backend) -> int:
     forms = backend.forms
-    gathered = forms.prefill_keys is KeyForm.GATHERED
+    gathered = gathers_keys(layer, backend)
     width = widest_columns(layer, limits, forms.index_alignment, gathered=gathered)
     return _scratch_bound(Phase.PREFILL, layer, limits.max_num_batched_tokens, width, backend)
 

@@ -92,6 +92,9 @@ def _steps() -> Iterator[Case]:
         scene = step(kind, (140, 4), (0, 3), topk="holes", extra_rows=2)
         check = any_cut_same_bits((4,), (1, 2, 1))
         yield _case(Area.DECODE, f"any-cut-{kind}", "D2", says, scene, check)
+    says = "on V4.1's records, if deterministic, bits of a row depend neither on the cut of its request nor on others"
+    scene = step("c4a", (140, 4), (0, 3), topk="holes", extra_rows=2, cache="v41", compressed="v41-fp4", ratio=1)
+    yield _case(Area.DECODE, "any-cut-v41", "D2", says, scene, any_cut_same_bits((4,), (1, 2, 1)))
     says = "layers of one step with decode and prefill requests each equal the oracle, twice"
     scene = step("c4a", (40, 1), (9, 1), (0, 7), (30, 6), topk="holes", select=9)
     yield _case(Area.PREFILL, "layers-mixed", "F8 F2", says, scene, layers_share)
@@ -206,6 +209,7 @@ def _shapes(area: Area) -> Iterator[Case]:
 def _contents(area: Area) -> Iterator[Case]:
     """Contents of caches and indices."""
     batch, of = BOTH[area], area.value
+    more: dict[str, Any]
     for lanes, clause in (("holes", "A1"), ("garbage", "A2")):
         says = f"{of}: entries stand anywhere among {'-1' if lanes == 'holes' else 'numbers that name nothing'}"
         scene = step("c4a", *batch, select=65, topk=lanes, dead_block=2**30)
@@ -221,11 +225,18 @@ def _contents(area: Area) -> Iterator[Case]:
         says = f"{of}: a window cache of {first} records beside a compressed one of {second}, each read its own way"
         scene = step("c4a", *batch, cache=first, compressed=second)
         yield _case(area, f"pair-{name}-{of}", "C3", says, scene)
-    for cache, byte in (("ocp", 0xFF), ("fnuz", 0x80), ("bf16", 0xFF), ("v41", 0xFF)):
+    for ratio in (1, 2):
+        says = f"{of}: entries of {ratio} tokens each, on V4.1's records, equal the oracle"
+        for name in ("v41-v41", "v41-fp4-split"):
+            first, second = V41_PAIRS[name]
+            more = {"cache": first, "compressed": second, "select": 65, "topk": "holes", "poison": 0xFF}
+            yield _case(area, f"ratio-{ratio}-{name}-{of}", "F5 C3 C6", says, step("c4a", *batch, ratio=ratio, **more))
+    for cache, byte in (("ocp", 0xFF), ("fnuz", 0x80), ("bf16", 0xFF), ("v41", 0xFF), ("v41-fp4", 0xFF)):
+        window, entries = V41_PAIRS.get(cache, (cache, cache))
         says = f"{of}: bytes 0x{byte:02X} over everything that no query names change no bit of the answer"
-        scene = step("c4a", *batch, (40, *(1,) * 2), cache=cache, topk="holes", select=65, extra_rows=2)
-        if area is Area.PREFILL:
-            scene = step("c4a", *batch, (40, 3, 2), cache=cache, topk="holes", select=65, extra_rows=2)
+        last = (40, 3, 2) if area is Area.PREFILL else (40, 1, 1)
+        more = {"cache": window, "compressed": entries, "topk": "holes", "select": 65, "extra_rows": 2}
+        scene = step("c4a", *batch, last, **more)
         check = same_bits(f"with 0x{byte:02X} everywhere else", {"poison": byte})
         yield _case(area, f"poison-{cache}-{of}", "C6 B2", says, scene, check)
     says = f"{of}: pages in another order, further apart, with others between them, give the same bits"

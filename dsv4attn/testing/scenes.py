@@ -26,10 +26,13 @@ HEADS = 8
 GROUP = 64
 
 
-def flash(kind: str, heads: int = HEADS, select: int = 512) -> ModelGeometry:
-    """DeepSeek-V4-Flash with one window-only layer and one of a kind. select: entries that an indexer selects."""
+def flash(kind: str, heads: int = HEADS, select: int = 512, ratio: int = 0) -> ModelGeometry:
+    """DeepSeek-V4-Flash with one window-only layer and one of a kind. select: entries that an indexer selects.
+
+    ratio: another one than the kind has in V4; V4.1's 1, say.
+    """
     whole = ModelGeometry.preset("flash")
-    kinds = {LayerKind.SWA: 1, LayerKind(kind): whole.layer_of_kind(kind).compress_ratio}
+    kinds = {LayerKind.SWA: 1, LayerKind(kind): ratio or whole.layer_of_kind(kind).compress_ratio}
     return attrs.evolve(whole, num_heads=heads, o_groups=1, index_topk=select, layers=tuple(kinds.items()))
 
 
@@ -47,10 +50,11 @@ def step(
     cache: str = "ocp",
     compressed: str | None = None,
     pages: tuple[int, int] = (64, 256),
+    ratio: int = 0,
     **more: Any,  # noqa: ANN401 - fields of a Scenario
 ) -> Scenario:
     """One step of a batch. pages: records of a window page, tokens of a compressed one."""
-    geometry = more.pop("geometry", None) or flash(kind, heads, select)
+    geometry = more.pop("geometry", None) or flash(kind, heads, select, ratio)
     fields: dict[str, Any] = {
         "kind": kind,
         "requests": requests,

@@ -6,23 +6,19 @@ import datetime as dt
 import os
 import traceback
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
 from dsv4attn.core import rank_buffers
 from dsv4attn.core.attention import DeepseekV4Attention
-from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.context import set_forward_context
 from dsv4attn.core.context_parallel import (
     ContextParallel,
-    OwnedMetadataBuilder,
-    forward_mqa_over_ranks,
     merge_over_ranks,
     reshard_cache,
     select_topk_over_ranks,
@@ -34,10 +30,10 @@ from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.layer_weights import AttentionWeights
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import Batch
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError, ContextParallelError
 from dsv4attn.selection import load_backend
+from tests.core.context_attention import attention, beside, over, same_everywhere
 from tests.core.forms import BACKENDS
 from tests.core.whole import FP8, FP32, SMALL, Whole, deterministic, random_weights
 from tests.tools.replay.rank_cases import REPLAYS
@@ -45,8 +41,6 @@ from tests.tools.replay.rank_cases import REPLAYS
 __all__ = ["CASES", "SIZES", "serve"]
 
 SIZES = 2, 3, 4
-RAGGED = [(70, 1), (5, 1), (200, 3), (3, 1), (64, 40), (9, 9), (130, 66)]
-"""(tokens after the step, query tokens); decodes first."""
 
 
 def serve(rank: int, folder: str) -> None:
@@ -88,10 +82,6 @@ def _gone(rank: int, group: Any) -> str:
     except ContextParallelError as error:
         return str(error)
     return "no error"
-
-
-def over(group: Any, interleave: int = 1) -> ContextParallel:
-    return ContextParallel(group, interleave)
 
 
 # merge
@@ -139,11 +129,6 @@ def pieces(group: Any) -> None:
     assert torch.equal(lse, other[1])
 
 
-def same_everywhere(group: Any, value: Tensor) -> None:
-    found = over(group).gather(value.contiguous().view(torch.uint8), "a result")
-    assert all(torch.equal(one, found[0]) for one in found)
-
-
 # selection
 
 
@@ -179,112 +164,6 @@ def selection(group: Any, interleave: int) -> None:
         best = sorted((-s, e) for e, s in enumerate(score) if not isnan(s))[:topk]
         mine = sorted(own.local(e) for _, e in best if own.owner(e) == own.rank)
         assert out[t].tolist() == mine + [-1] * (topk - len(mine)), (t, best)
-
-
-# attention
-
-
-class Watched(ContextParallel):
-    """A context that notes when exchanges begin and end, and whether rows of `out` are still to come."""
-
-    out: Tensor
-
-    @cached_property
-    def notes(self) -> list[str]:
-        return []
-
-    def start(self, mine: Tensor, what: str, *, out: Tensor | None = None) -> Callable[[], Tensor]:
-        self.notes.append("begin before others" if bool(torch.isnan(self.out).any()) else "begin")
-        finish = super().start(mine, what, out=out)
-
-        def noted() -> Tensor:
-            self.notes.append("end")
-            return finish()
-
-        return noted
-
-
-def beside(group: Any, kind: LayerKind, form: str) -> None:
-    """Exchanges of a prefill run beside the attention of later chunks, two at a time."""
-    before = rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS
-    # about eight tokens, and chunks of at least twice as many
-    rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS = 8 * group.size() * 4 * (32 * 4 + 4), 16
-    context = Watched(group, 2)
-    try:
-        attention(group, kind, form, context)
-    finally:
-        rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS = before
-    notes = context.notes
-    # 115 tokens of prefill, then six of decode
-    assert len(notes) == 2 * (15 + 1)
-    assert notes[:4] == ["begin before others", "begin before others", "end", "begin before others"]
-    # the last chunk's pieces, and the decodes', begin when all rows are there
-    assert notes[-3:] == ["begin", "end", "end"]
-    assert notes.count("begin before others") >= 8
-
-
-def attention(group: Any, kind: LayerKind, form: str, context: ContextParallel | None = None) -> None:
-    """Ragged decodes and prefills with random keys, NaN in every other slot, against float64."""
-    context, layer = context or over(group, 2), SMALL.layer_of_kind(kind)
-    own, limits, ratio = context.ownership, Limits(8, 128, 256), layer.compress_ratio
-    draw = torch.Generator().manual_seed(3)
-    page, tokens_per_page, window_page = 64 // ratio, 64, 16
-    sizes = {"swa_block_size": window_page, "compressed_block_tokens": tokens_per_page}
-    columns = -(-256 // (tokens_per_page * own.size))
-    window = PagedKVCache(torch.full((7 * 16, window_page, 32), nan), FP32)
-    compressed = PagedKVCache(torch.full((7 * columns + 2, page, 32), nan), FP32)
-    tables = [torch.randperm(7 * n, generator=draw).int().reshape(7, n) for n in (16, columns)]
-    starts, slots, q = [0], [], torch.randn(121, 4, 32, generator=draw)
-    keys = [(torch.randn(n, 32, generator=draw), torch.randn(n // ratio, 32, generator=draw)) for n, _ in RAGGED]
-    for i, (n, count) in enumerate(RAGGED):
-        for p in range(max(n - count - 7, 0), n):
-            window.tensor[tables[0][i, p // window_page], p % window_page] = keys[i][0][p]
-        for e in range(n // ratio):
-            if own.owner(e) == own.rank:
-                local = own.local(e)
-                compressed.tensor[tables[1][i, local // page], local % page] = keys[i][1][e]
-        starts.append(starts[-1] + count)
-        slots += [int(tables[0][i, p // window_page]) * window_page + p % window_page for p in range(n - count, n)]
-    lens, begin = torch.tensor([n for n, _ in RAGGED]).int(), torch.tensor(starts).int()
-    batch = Batch(
-        num_reqs=7,
-        query_start_loc=begin,
-        query_start_loc_cpu=begin,
-        seq_lens=lens,
-        seq_lens_cpu=lens,
-        slot_mapping=torch.tensor(slots),
-        block_table=tables[0],
-        compressed_block_table=tables[1],
-    )
-    limits = attrs.evolve(limits, num_speculative_tokens=2, max_workspace_bytes=2**18)
-    builder = OwnedMetadataBuilder(
-        own, SMALL, limits, **sizes, backend=BACKENDS[form], num_compressed_blocks=7 * columns
-    )
-    metadata = builder.build_for(batch, [kind])[kind]
-    chosen, global_chosen = None, []
-    request = [i for i, (_, count) in enumerate(RAGGED) for _ in range(count)]
-    seen = [(n - count + j + 1) // ratio for n, count in RAGGED for j in range(count)]
-    if kind is LayerKind.C4A:
-        global_chosen = [torch.randperm(n, generator=draw)[: layer.topk].tolist() for n in seen]
-        rows = torch.tensor([row + [-1] * (layer.topk - len(row)) for row in global_chosen], dtype=torch.int32)
-        chosen = own.local_numbers(rows)
-    else:
-        global_chosen = [list(range(n)) for n in seen]
-    sink, out = torch.randn(4, generator=draw), torch.full((len(q), 4, 32), nan)
-    workspace, lse = WorkspaceManager("cpu"), torch.full((len(q), 4), nan)
-    context.__dict__["out"] = out
-    given = context, q, LayerCaches(window, compressed), metadata, BACKENDS[form], workspace, out
-    more = {"layer": layer, "limits": limits, "attn_sink": sink, "topk_indices": chosen, "lse": lse}
-    forward_mqa_over_ranks(*given, **more)  # type: ignore[arg-type]
-
-    positions = [n - count + j for n, count in RAGGED for j in range(count)]
-    for t, (i, p) in enumerate(zip(request, positions, strict=True)):
-        found = torch.cat([keys[i][0][max(p - layer.window + 1, 0) : p + 1], keys[i][1][global_chosen[t]]]).double()
-        logits = q[t].double() @ found.T * layer.scale
-        weights = torch.cat([logits, sink.double()[:, None]], 1).softmax(1)[:, :-1]
-        torch.testing.assert_close(out[t].double(), weights @ found, rtol=1e-5, atol=2e-6)
-        torch.testing.assert_close(lse[t].double(), logits.logsumexp(1), rtol=1e-5, atol=2e-6)
-    same_everywhere(group, out)
 
 
 # whole layers

@@ -51,12 +51,14 @@ class ReferenceBackend(BackendDefaults):
         if not isinstance(deterministic, bool):
             raise ArgumentError("deterministic", expected="true or false", actual=repr(deterministic))
         self.deterministic = deterministic
+        keys = _form(KeyForm, "prefill_keys", prefill_keys)
         self.forms = Forms(
             _form(IndexForm, "decode_indices", decode_indices),
             _form(IndexForm, "prefill_indices", prefill_indices),
-            _form(KeyForm, "prefill_keys", prefill_keys),
+            keys,
             max_logits=True,
             empty_lse=True,
+            prefill_pages=keys is KeyForm.GATHERED,
         )
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:

@@ -10,7 +10,7 @@ from dsv4attn.core.problem import Problem, Reason, layout_reasons
 
 def support(device: DeviceFacts, problem: Problem) -> Sequence[Reason]:
     """All reasons why not."""
-    reasons = [*layout_reasons(problem)]
+    reasons = [*layout_reasons(problem, rounds_to_fp4=True)]
     if problem.q_dtype not in ("bfloat16", "float32"):
         reasons.append(Reason("Q_DTYPE", problem.q_dtype, "bfloat16 or float32", "cast q"))
     if problem.capture:

@@ -25,6 +25,7 @@ class RocmBackend(TritonBackend):
         prefill_keys=KeyForm.GATHERED,
         max_logits=True,
         empty_lse=True,
+        prefill_pages=True,
     )
 
     def metadata_extension(self, geometry: ModelGeometry, limits: Limits, device: torch.device) -> RocmMetadata:

@@ -94,7 +94,8 @@ class Sm90Backend(TritonBackend):
             expected = " or ".join(f"'{form}'" for form in ("auto", *(form.value for form in KeyForm)))
             raise ArgumentError("prefill", expected=expected, actual=repr(prefill))
         self._chooses = prefill == "auto"
-        self.forms = evolve(self.forms, prefill_keys=KeyForm.GATHERED if self._chooses else KeyForm(prefill))
+        keys = KeyForm.GATHERED if self._chooses else KeyForm(prefill)
+        self.forms = evolve(self.forms, prefill_keys=keys, prefill_pages=keys is KeyForm.GATHERED)
 
     @cached_property
     def layer_steps(self) -> LayerSteps:

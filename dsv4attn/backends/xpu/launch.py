@@ -35,6 +35,7 @@ from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.core.workspace import BufferSpec
+from dsv4attn.core.workspace_plan import gathers_keys
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["XpuBackend"]
@@ -71,7 +72,9 @@ class XpuBackend(TritonBackend):
 
     name = "xpu"
     tunings = TUNING
-    forms = Forms(prefill_keys=KeyForm.GATHERED, index_alignment=COLUMNS, max_logits=True, empty_lse=True)
+    forms = Forms(
+        prefill_keys=KeyForm.GATHERED, index_alignment=COLUMNS, max_logits=True, empty_lse=True, prefill_pages=True
+    )
 
     def __init__(
         self, *, decode: str = "auto", tuning: str = "auto", deterministic: bool = False, projection: str = "bf16"
@@ -155,7 +158,7 @@ class XpuBackend(TritonBackend):
                 yield from self._gathered_variants(bounds, layer, tuning, decode=True)
                 for i, (layout, _) in enumerate(bounds.caches(layer)):
                     yield from variants(layout, second=i > 0, aligned=bounds.aligned)
-            else:
+            if not gathers or not gathers_keys(layer, self):
                 yield from self._paged_variants(bounds, layer, tuning)
 
 

@@ -77,7 +77,7 @@ def test_prefill_reads_pages_unless_rows_are_asked_for() -> None:
     }
     assert load_backend("sm90").forms == Forms(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
     gathered = load_backend("sm90", prefill="gathered")
-    assert gathered.forms == Forms(prefill_keys=KeyForm.GATHERED, max_logits=True, empty_lse=True)
+    assert gathered.forms == Forms(prefill_keys=KeyForm.GATHERED, max_logits=True, empty_lse=True, prefill_pages=True)
 
 
 @pytest.mark.parametrize("kind", list(LayerKind))

@@ -17,6 +17,7 @@ from dsv4attn.core.contract import complete
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import ModelGeometry
 from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
+from dsv4attn.core.problem import CacheFacts, Problem, layout_reasons
 from dsv4attn.core.warmup_spec import Bounds
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
@@ -103,7 +104,13 @@ def test_the_reader_follows_from_the_name_of_the_record_not_from_its_dims() -> N
 
 
 def test_a_writer_that_would_round_to_fp4_first_is_refused_before_anything_is_written() -> None:
-    cache = PagedKVCache.allocate(KVCacheLayout.v41_fp8(rounds_to_fp4=True), 1, 4, DEVICE)
+    layout = KVCacheLayout.v41_fp8(rounds_to_fp4=True)
+    facts = CacheFacts.of(layout, 64)
+    problem = attrs.evolve(Problem.of(ModelGeometry.preset("flash")), swa=facts)
+    # known before anything is launched, and read alike
+    assert [reason.actual for reason in layout_reasons(problem)] == ["window cache that rounds to fp4 first"]
+    assert [*layout_reasons(problem, rounds_to_fp4=True)] == []
+    cache = PagedKVCache.allocate(layout, 1, 4, DEVICE)
     with pytest.raises(ArgumentError, match="cache layout: expected a layout whose writer does not round to fp4 first"):
         insert.quantize_and_insert_k_cache(torch.ones(1, 512, device=DEVICE), cache, torch.zeros(1).long().to(DEVICE))
 
