@@ -68,15 +68,17 @@ class Compressor(DeepseekCompressor):
         """Save the states of a step's tokens, then store the entries that they complete.
 
         kv_score: [T', 2 w] fp32, kv first. positions: [T'] int64. Rows behind the tokens of the step are not read.
+        Shape and dtype are checked without metadata too, so that wrong ones are refused at load.
         """
-        metadata = get_forward_context().attn_metadata
-        if not isinstance(metadata, dict):
-            return
         width = self.coff * self.head_dim
         if kv_score.dtype != torch.float32 or kv_score.shape[-1] != 2 * width:
             expected, actual = f"[T, {2 * width}] torch.float32", f"{list(kv_score.shape)} {kv_score.dtype}"
             cure = "report it"
             raise RefusedError(f"{self.prefix}: kv_score", expected=expected, actual=actual, cure=cure)
+        metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict):
+            # vLLM measures memory
+            return
         steps, (states, cache) = complete(self._serving.backend).layer_steps, self._caches()
         state = metadata[self.state_cache.prefix]
         kv, score = kv_score.split(width, -1)

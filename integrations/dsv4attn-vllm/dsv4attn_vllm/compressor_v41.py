@@ -39,14 +39,15 @@ class Compressor(DeepseekCompressor):
         """Save the states of a step's tokens, and return latents [T, 512] bf16, before RoPE.
 
         kv_score: [T', 512 r] fp32, kv first. positions: [T'] int64. Rows behind the tokens of the step are not read.
-        None: vLLM measures memory.
+        None: vLLM measures memory. Shape and dtype are checked then too, so that wrong ones are refused at load.
         """
-        by_prefix, ratio = get_forward_context().attn_metadata, self.compress_ratio
-        if not isinstance(by_prefix, dict):
-            return None
+        ratio = self.compress_ratio
         if kv_score.dtype != torch.float32 or kv_score.shape[-1] != ratio * self.head_dim:
             expected, actual = f"[T, {ratio * self.head_dim}] torch.float32", f"{list(kv_score.shape)} {kv_score.dtype}"
             raise RefusedError(f"{self.prefix}: kv_score", expected=expected, actual=actual, cure="report it")
+        by_prefix = get_forward_context().attn_metadata
+        if not isinstance(by_prefix, dict):
+            return None
         steps = self._serving.layer_steps
         self._norm_fp32 = in_fp32(self.norm.weight, self._norm_fp32)
         norm = self._norm_fp32, self.rms_norm_eps

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -100,8 +101,9 @@ def check_answers(wanted: Sequence[Tensor], answers: Sequence[Mapping[str, Any]]
         assert (decoded.max(dim=1).values - decoded.gather(1, tokens[:, None])[:, 0]).max() < 0.1
 
 
-def check_log(log: str) -> None:
-    """The parts of vLLM that this is about did run."""
+def check_log(log: str, backend: str) -> None:
+    """The parts of vLLM that this is about did run, and the log says once for each phase which backend runs it."""
+    assert re.findall(r"dsv4attn-vllm: (\w+) runs on (\w+):", log) == [("decode", backend), ("prefill", backend)]
     assert "DeepSeek-V4 attention of vLLM 0.33.0 runs on dsv4attn" in log
     assert "compressor, indexer, mhc" in log
     assert "Using V2 Model Runner" in log
@@ -151,7 +153,7 @@ def test_requests_are_answered_as_by_transformers(tmp_path: Path) -> None:
 
     (together, [again], crowd), preempted, log = serve(tmp_path, "reference", [prompts, [LONG], FULL])
 
-    check_log(log)
+    check_log(log, "reference")
     wanted = logprobs(model, prompts, together)
     check_answers(wanted, together)
     check_bugs(model, torch.cat(wanted), prompts, together)
@@ -168,5 +170,5 @@ def test_requests_are_answered_by_triton_too(tmp_path: Path) -> None:
 
     [answers], _, log = serve(tmp_path, "triton", [prompts])
 
-    check_log(log)
+    check_log(log, "triton")
     check_answers(logprobs(model, prompts, answers), answers)

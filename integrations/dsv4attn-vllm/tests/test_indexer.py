@@ -17,6 +17,7 @@ from torch import Tensor
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v4.common.ops.fused_indexer_q import _FUSED_INDEXER_Q_ROPE_QUANT_TRITON_KERNEL
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
+from vllm.v1.attention.ops.rocm_aiter_mla_sparse import fp8_paged_mqa_logits_torch
 from whole import WholeEngine, whole_engine
 
 from dsv4attn.core.contract import complete
@@ -58,11 +59,16 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return Seen(monkeypatch)
 
 
+def index_table(engine: WholeEngine) -> Tensor:
+    """The pages of the index keys of each request in the last step, [R, B]."""
+    names = [group.layer_names for group in engine.caches.kv_cache_groups]
+    return engine.tables[next(i for i, name in enumerate(names) if KEYS in name)]
+
+
 def index_key(engine: WholeEngine, request: int, entry: int) -> np.ndarray:
     """An index key in float64, from the bytes of its page: 64 times 128 codes, then 64 scales."""
-    names = [group.layer_names for group in engine.caches.kv_cache_groups]
-    table = engine.tables[next(i for i, name in enumerate(names) if KEYS in name)]
-    page = engine.layers[0].indexer.k_cache.kv_cache[int(table[request, entry // 64])].as_strided((64 * 132,), (1,))
+    page = int(index_table(engine)[request, entry // 64])
+    page = engine.layers[0].indexer.k_cache.kv_cache[page].as_strided((64 * 132,), (1,))
     codes = page[(entry % 64) * 128 :][:128].view(torch.float8_e4m3fn).double().numpy()
     scale = page[64 * 128 + 4 * (entry % 64) :][:4].numpy().view(np.float32)[0]
     return codes * np.float64(scale)
@@ -85,6 +91,37 @@ def check_selection(engine: WholeEngine, seen: Seen, before: Sequence[tuple[int,
                 assert not len(left) or scores[picked].min() >= left.max() - tolerance, (row, picked)
                 chosen_of_many += bool(len(left))
             row += 1
+    assert chosen_of_many, "no token of this test had more entries than it selects"
+
+
+def check_against_vllms_scores(engine: WholeEngine, seen: Seen, before: Sequence[tuple[int, int]]) -> None:
+    """Hold the last selection against the largest scores of vLLM's `fp8_paged_mqa_logits_torch`. before: as above.
+
+    Faked: vLLM calls this function on ROCm without AITER; on CUDA it calls DeepGEMM, which a CPU lacks. The pages are
+    copied, because they are strided here and the function takes contiguous ones. Each token is a request of one token,
+    tokens of a prompt too, for which vLLM gathers keys and calls another function. Pages, visible entries and the best
+    of the scores are computed here, not by vLLM.
+    """
+    [*_, (q, weights, out)] = seen.steps
+    requests = torch.tensor([request for request, (_, count) in enumerate(before) for _ in range(count)])
+    positions = torch.cat([torch.arange(tokens, tokens + count) for tokens, count in before])
+    visible, table, rows = (positions + 1) // 4, index_table(engine)[requests], len(positions)
+    pages = engine.layers[0].indexer.k_cache.kv_cache.contiguous()
+    assert pages.shape[1:] == (64, 132)
+
+    scores = fp8_paged_mqa_logits_torch(q[:rows, None], pages, weights[:rows], visible, table, 256)
+
+    chosen_of_many = 0
+    for row, seen_entries in enumerate(visible.tolist()):
+        picked, count = {entry for entry in out[row].tolist() if entry >= 0}, min(seen_entries, out.shape[1])
+        best = scores[row].topk(count)
+        assert len(picked) == count, row
+        if count:
+            exchanged = scores[row][[*picked.symmetric_difference(best.indices.tolist())]]
+            # products are added in another order
+            tolerance = 1e-6 * scores[row, :seen_entries].abs().max()
+            assert ((exchanged - best.values[-1]).abs() <= tolerance).all(), row
+            chosen_of_many += seen_entries > count
     assert chosen_of_many, "no token of this test had more entries than it selects"
 
 
@@ -123,6 +160,22 @@ def test_drafts_that_are_verified_select_for_each_token(
     check_selection(mtp, seen, before)
 
 
+@pytest.mark.parametrize(
+    "before",
+    [[(70, 1), (39, 1), (600, 1)], [(0, 50), (280, 30)], [(290, 1), (33, 20), (0, 40)]],
+    ids=["decode", "prefill", "mixed"],
+)
+def test_selected_are_the_entries_of_vllms_largest_scores(
+    engine: WholeEngine, seen: Seen, before: list[tuple[int, int]]
+) -> None:
+    """Up to equal scores. Some requests have entries on several pages."""
+    work = [(engine.request(tokens), count) for tokens, count in before]
+
+    engine.step(work)
+
+    check_against_vllms_scores(engine, seen, before)
+
+
 def test_planted_bugs_of_scores_are_found(engine: WholeEngine, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """A query of the token before, and a selection that sees one entry less."""
     steps, before = complete(engine.layers[0]._serving.backend).layer_steps, [(70, 1), (60, 1)]
@@ -143,11 +196,13 @@ def test_planted_bugs_of_scores_are_found(engine: WholeEngine, seen: Seen, monke
         engine.step(work)
         for request, _ in work:
             request.tokens -= 1
-        with pytest.raises(AssertionError):
-            check_selection(engine, seen, before)
+        for check in (check_selection, check_against_vllms_scores):
+            with pytest.raises(AssertionError):
+                check(engine, seen, before)
     monkeypatch.setattr(steps, "select_topk", select)
     engine.step(work)
     check_selection(engine, seen, before)
+    check_against_vllms_scores(engine, seen, before)
 
 
 def test_chunks_of_a_prompt_select_what_the_prompt_in_one_step_does(engine: WholeEngine, seen: Seen) -> None:

@@ -11,11 +11,13 @@ import torch
 from dsv4attn_vllm import serving
 from dsv4attn_vllm.compressor_v41 import Compressor
 from dsv4attn_vllm.cuda_v41 import CUDAAttention
+from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.indexer_v41 import Indexer
 from engine import Request, world
 from test_v41_layers import bytes_of
 from torch import Tensor
 from v41 import OwnV41Layers, WholeV41Engine, v41_config, whole_v41_engine
+from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v41.compressor import DeepseekCompressor
 from vllm.platforms import current_platform
 
@@ -174,6 +176,28 @@ def test_caches_are_byte_for_byte_those_of_vllms_own_kernels(backend: str, monke
     assert caches.keys() == wanted.keys()
     assert [name for name in caches if not torch.equal(caches[name], wanted[name])] == []
     assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("measuring", [False, True], ids=["step", "without metadata"])
+def test_scores_of_another_dtype_or_width_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    measuring: bool,
+) -> None:
+    """In a step, and before it, while vLLM measures memory and passes no metadata; right ones are then ignored."""
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
+    with whole_engine() as engine:
+        metadata = None if measuring else engine.describe([(engine.request(), 4)])
+        compressors = [layer.compressor for layer in engine.layers if layer.compressor is not None]
+        assert {compressor.compress_ratio for compressor in compressors} == {1, 2}
+        with set_forward_context(metadata, engine.config, num_tokens=4):
+            for compressor in compressors:
+                width = compressor.compress_ratio * compressor.head_dim
+                for wrong in (torch.zeros(4, width).bfloat16(), torch.zeros(4, width - 1, dtype=torch.float32)):
+                    expected = rf"{compressor.prefix}: kv_score: expected \[T, {width}\] torch.float32, got"
+                    with pytest.raises(RefusedError, match=expected):
+                        compressor(wrong, engine.positions[:4])
+                if measuring:
+                    assert compressor(torch.zeros(4, width, dtype=torch.float32), engine.positions[:4]) is None
 
 
 def test_kernels_of_steps_are_compiled_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
