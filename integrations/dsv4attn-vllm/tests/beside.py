@@ -9,7 +9,7 @@ planner lays them out and vLLM's builders describe the steps. `engine.py` has th
 
 A time is that of one layer. Decode: in a captured graph of twenty layers of a kind, four with caches of their own; or
 in vLLM's piecewise graphs, whose attention runs eagerly between replays, by the clock of the host. Prefill: eagerly.
-Engines run in turn; times are medians.
+Engines run in turn; times are medians. Exit code 1 if a result is further from vLLM's than `budgets.py` allows.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ os.environ.setdefault("VLLM_PLUGINS", "dsv4attn")
 
 import click
 import torch
+from budgets import excesses
 from engine import Request
 from released import GPU, KINDS, LAYERS, MODELS, TIMES, GPUEngine, engines, fill, of_kind
 from rich.console import Console
@@ -232,6 +233,8 @@ def main(model: str, tokens: str, prompts: str, names: str, kinds: str, profile:
             found = {"device": torch.cuda.get_device_name(), "model": model, "rows": rows}
             file.write_text(json.dumps(found, indent=1))
     show(rows, list(made))
+    if wrong := excesses(rows):
+        raise click.ClickException("\n".join(wrong))
 
 
 def steps_of(made: dict[str, GPUEngine], contexts: Sequence[int], count: int) -> dict[str, Step]:
