@@ -170,7 +170,7 @@ def paged_segment(
     name, record = f"{prefix}k_cache", layout.record_bytes
     check_tensor(name, cache, f"_ {prefix}page_block_size 1 {record}", _BYTE_DTYPES, letters)
     check_same_device(q, **{name: cache})
-    if record != 584 and cache.shape[0] > 1 and cache.stride(0) % record:
+    if layout.arrangement is Arrangement.INTERLEAVED and cache.shape[0] > 1 and cache.stride(0) % record:
         expected = f"pages that begin at whole records, multiples of {record} bytes"
         raise ArgumentError(name, expected=expected, actual=f"every {cache.stride(0)} bytes")
     try:

@@ -10,7 +10,7 @@ Letters used in every shape of this package:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ __all__ = [
 
 
 _positive = validators.ge(1)
+_LATENT_RATIOS = (1, 2)
+"""Tokens of an entry whose latent is shared with the index key: those of DeepSeek-V4.1."""
 
 
 @frozen
@@ -94,8 +96,20 @@ class ModelGeometry:
             raise GeometryError(f"index_head_dim: expected {expected}, got {self.index_head_dim}")
         if not self.layers:
             raise GeometryError("layers: expected at least one layer, got none")
+        if self.shared_latent:
+            self._check_shared_latent()
         if self.sharing is not None:
             self.sharing.check(self.layers)
+
+    def _check_shared_latent(self) -> None:
+        for i, (kind, ratio) in enumerate(self.layers):
+            if kind is not LayerKind.SWA and (kind is not LayerKind.C4A or ratio not in _LATENT_RATIOS):
+                expected = "window-only layers, and c4a layers of ratio 1 or 2, with shared_latent=True"
+                actual = f"a {kind.value} layer of ratio {ratio} at {i}"
+                raise GeometryError(f"layers: expected {expected}, got {actual} -> leave out shared_latent for V4")
+        if self.sharing is None:
+            hint = "pass LayerSharing(...), or leave out shared_latent for V4"
+            raise GeometryError(f"sharing: expected a LayerSharing with shared_latent=True, got None -> {hint}")
 
     @property
     def num_layers(self) -> int:
@@ -172,6 +186,11 @@ class ModelGeometry:
         sizes = self.num_heads, self.head_dim, rope, self.window, topk, self.eps
         overlap = kind is LayerKind.C4A and not self.shared_latent
         return LayerGeometry(kind, ratio, *sizes, overlap=overlap, q_norm=self.q_norm)
+
+    def with_own_layers(self, layers: Sequence[tuple[LayerKind, int]]) -> ModelGeometry:
+        """The model with other layers, (kind, ratio) of each, which read from no other layer."""
+        own = tuple(i for i, (kind, _) in enumerate(layers) if kind is not LayerKind.SWA)
+        return evolve(self, layers=tuple(layers), sharing=LayerSharing(own, own) if self.shared_latent else None)
 
     def tensor_parallel(self, size: int) -> ModelGeometry:
         """Geometry of one rank: heads and output groups are divided, everything else is replicated."""

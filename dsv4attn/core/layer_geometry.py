@@ -112,6 +112,11 @@ class LayerGeometry:
         return self.has_entries and (self.overlap or self.compress_ratio > 1)
 
     @property
+    def shared_latent(self) -> bool:
+        """Whether the layer selects among entries of DeepSeek-V4.1: the windows of its entries do not overlap."""
+        return self.kind is LayerKind.C4A and not self.overlap
+
+    @property
     def q_eps(self) -> float | None:
         """The eps of `Backend.qnorm_rope_kv_insert`: None where q is not normalised."""
         return self.eps if self.q_norm else None

@@ -221,7 +221,8 @@ def _resolved(geometry: ModelGeometry, layer: LayerGeometry | int) -> tuple[Laye
     """A layer, and its role. Raises ArgumentError if its geometry does not say the role."""
     if not isinstance(layer, LayerGeometry):
         return geometry.layer(layer), geometry.sources(layer).role
-    if layer.has_entries and geometry.sharing is not None:
+    roles = {geometry.sources(i).role for i, key in enumerate(geometry.layers) if key == layer.key}
+    if layer.has_entries and geometry.sharing is not None and roles != {LayerRole.FULL}:
         expected = f"the number of the layer, as layers of {geometry.name} share compressed caches"
         hint = "pass i, not geometry.layer(i): the role of layer i says which weights it has"
         raise ArgumentError("layer", expected=expected, actual="a LayerGeometry", hint=hint)

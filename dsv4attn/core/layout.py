@@ -19,10 +19,11 @@ _LAYOUTS = "pass KVCacheLayout.fp8_ds_mla(), .v41_fp8(), .v41_fp4() or .rows()"
 
 
 class PagedKVCache:
-    """A paged cache: a tensor, and the layout of its bytes. Any page stride is respected; nothing is copied.
+    """A paged cache: a tensor, and the layout of its bytes. The page stride is that of the tensor; nothing is copied.
 
     tensor: quantised records: uint8 [B, P, record_bytes] or [B, 1, P, record_bytes]; pages begin at
             multiples of stride(0), in bytes (token i is not at i * record_bytes). Or [B, bytes], block_size given.
+            V4.1's interleaved records: with more than one page, stride(0) is a multiple of record_bytes.
             Rows: bf16 or fp32 [B, P, D] or [B, 1, P, D] with unit stride on the last dimension.
     layout: the meaning of the bytes.
     Raises ArgumentError if the tensor cannot be such a cache.
@@ -85,6 +86,12 @@ class PagedKVCache:
         stride = tensor.stride(0) if self.num_blocks > 1 else round_up(page, 4)
         if stride < page:
             raise ArgumentError("cache tensor", expected=f"a page stride of at least {page} bytes", actual=stride)
+        whole = layout.name.startswith("v41_") and layout.arrangement is Arrangement.INTERLEAVED
+        if whole and self.num_blocks > 1 and stride % layout.record_bytes:
+            expected = f"a page stride of whole records, a multiple of {layout.record_bytes} bytes for {layout.name}"
+            near = round_up(stride, layout.record_bytes)
+            hint = f"allocate pages {near} bytes apart; arrangement='split' names pages with all scales last"
+            raise ArgumentError("cache tensor", expected=expected, actual=f"{stride} bytes", hint=hint)
         unit = max(2 if layout.plain_dims else 1, layout.scale_dtype.itemsize)
         if tensor.storage_offset() % unit or stride % unit:
             where = "even bytes" if unit == 2 else f"multiples of {unit} bytes"

@@ -179,8 +179,9 @@ class KVCacheLayout:
     ) -> KVCacheLayout:
         """Layout of V4.1's 288-byte record: e2m1 codes of all dims, groups of 16 under a scale in e4m3fn.
 
-        For compressed caches only; the window beside it is `v41_fp8` of the same arrangement. arrangement: as in
-        `v41_fp8`; pages of SPLIT are aligned to 256 bytes.
+        For compressed caches only. FlashMLA and vLLM put a window of `v41_fp8` with the same arrangement beside it. The
+        backends here read each cache by its own layout, so another arrangement or record of the window works too.
+        arrangement: as in `v41_fp8`; pages of SPLIT are aligned to 256 bytes.
         """
         _check_dims(nope_dim, rope_dim)
         dim = nope_dim + rope_dim

@@ -107,13 +107,17 @@ class Selection:
         kinds = {problem.layer.kind for problem in self.problems}
         parts = ["compressor"] if kinds - {LayerKind.SWA} else []
         parts += ["indexer", "selection"] if LayerKind.C4A in kinds else []
-        parts += ["candidates"] if LayerKind.C4A in kinds and self._v41 else []
+        parts += ["candidates"] if any(problem.layer.shared_latent for problem in self.problems) else []
         return {part: self._brings(self.chosen.info, part) for part in (*parts, "hyper_connections")}
 
     @property
     def _v41(self) -> bool:
-        """Whether a problem is of DeepSeek-V4.1, whose compressor, candidates and hyper-connections are other steps."""
-        return any(not problem.layer.q_norm for problem in self.problems)
+        """Whether a problem is of DeepSeek-V4.1, whose compressor, candidates and hyper-connections are other steps.
+
+        A window-only layer shows it by the missing norm of q alone, which a configuration may switch on.
+        """
+        layers = [problem.layer for problem in self.problems]
+        return any(layer.shared_latent or not layer.q_norm for layer in layers)
 
     def _brings(self, info: BackendInfo, part: str) -> str:
         if ("selection" if part == "candidates" else part) not in info.layer_steps:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.testing.case import SkipCase
 from dsv4attn.testing.judge import F64, U8, found, stored, written
-from dsv4attn.testing.pages import BEHIND_PAGE
+from dsv4attn.testing.pages import BEHIND_PAGE, page_step
 
 __all__ = ["Book", "Shelf", "place_of"]
 
@@ -26,7 +26,7 @@ class Shelf:
     """Placement of pages in memory.
 
     block_size: records of a page.
-    gap: bytes between pages, in addition to the page stride of the layout.
+    gap: bytes between pages, in addition to the page stride of the layout; rounded up as in `page_step`.
     before: bytes in front of the first page.
     """
 
@@ -37,7 +37,7 @@ class Shelf:
     def memory(self, layout: KVCacheLayout, blocks: int, device: str) -> PagedKVCache:
         """Pages of unwritten bytes. Raises SkipCase if the device has not that much memory."""
         element, last = layout.dtype.itemsize, layout.record_bytes // layout.dtype.itemsize
-        stride = layout.page_stride(self.block_size) + self.gap
+        stride = page_step(layout, self.block_size, self.gap)
         total = self.before + max(blocks - 1, 0) * stride + layout.page_bytes(self.block_size) + BEHIND_PAGE
         try:
             flat = torch.empty(-(-total // element), dtype=layout.dtype, device=device)

@@ -9,9 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
+from dsv4attn.core.values import round_up
 
-__all__ = ["Pages", "allocate", "body", "poison"]
+__all__ = ["Pages", "allocate", "body", "page_step", "poison"]
 
 BEHIND_PAGE = 4096
 """Bytes at the start of a gap that are filled, poisoned and compared. A gap may be gigabytes of untouched memory."""
@@ -47,10 +48,17 @@ class Pages:
         return np.asarray(page * self.block_size + numbers % self.block_size)
 
 
+def page_step(layout: KVCacheLayout, block_size: int, gap: int) -> int:
+    """Bytes from one page to the next, with a gap. V4.1's interleaved pages are whole records, so the gap rounds up."""
+    step = layout.page_stride(block_size) + gap
+    whole = layout.name.startswith("v41_") and layout.arrangement is Arrangement.INTERLEAVED
+    return round_up(step, layout.record_bytes) if whole else step
+
+
 def allocate(layout: KVCacheLayout, count: int, block_size: int, padding: int, device: str) -> PagedKVCache:
-    """A cache whose pages are zero and `padding` bytes further apart than the layout asks for; gaps are untouched."""
+    """A cache whose pages are zero, `page_step` bytes apart with a gap of `padding`; gaps are untouched."""
     element = layout.dtype.itemsize
-    stride, last = (layout.page_stride(block_size) + padding) // element, layout.record_bytes // element
+    stride, last = page_step(layout, block_size, padding) // element, layout.record_bytes // element
     flat = torch.empty(count * stride, dtype=layout.dtype, device=device)
     cache = PagedKVCache(flat.as_strided((count, block_size, last), (stride, last, 1)), layout)
     body(cache).zero_()

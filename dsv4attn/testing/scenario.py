@@ -106,7 +106,7 @@ class Scenario(World):
 
     swa_block_size: records of a page of the window cache.
     compressed_block_tokens: tokens of a page of the compressed cache.
-    page_padding: bytes between pages, in addition to the page stride of the layout.
+    page_padding: bytes between pages, in addition to the page stride of the layout; rounded up as in `page_step`.
     spare_pages: pages of each cache that belong to no request.
     pages_seed: seed of the order of the pages; it changes nothing else.
     dead_block: entry of block tables where no block is alive.

@@ -30,6 +30,18 @@ def test_a_descriptor_names_torch_exactly_where_the_backend_has_no_step_of_v41(n
     assert (told["indexer"], told["selection"]) == (name, name)
 
 
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_layers_of_v41_whose_queries_have_a_norm_have_the_same_parts(ratio: int) -> None:
+    model = ModelGeometry.preset("v4.1-flash")
+    found, wanted = (
+        explain(Problem.of(each, compress_ratio=ratio), backend="triton", device=HERE).layer_steps
+        for each in (evolve(model, q_norm=True), model)
+    )
+
+    assert "candidates" in found
+    assert found == wanted
+
+
 @pytest.mark.parametrize("name", triton_backends())
 def test_v4_layers_have_no_candidates_and_the_steps_are_the_backends(name: str) -> None:
     problem = Problem.of(ModelGeometry.preset("flash"))

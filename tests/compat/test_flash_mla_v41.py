@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsv4attn.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from dsv4attn.core.contract import Rank
+from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError, UnsupportedError
 from dsv4attn.testing import oracle
 from tests.backends.built_in import of_rank
@@ -88,6 +89,33 @@ def check(found: tuple[Tensor, Tensor], out: Any, lse: Any) -> None:
 def test_every_pair_of_records_in_both_arrangements(extra: int | None, split: bool, lane: str) -> None:
     given, *wanted = call(extra=extra, split=split, more=3)
     check(flash_mla_with_kvcache(**given, backend=lane), *wanted)
+
+
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("extra", [None, 528, 288])
+def test_pages_of_split_records_have_the_stride_that_their_layout_allocates(extra: int | None, page: int) -> None:
+    arrangement = Arrangement.SPLIT
+    layouts = {
+        528: KVCacheLayout.v41_fp8(arrangement=arrangement),
+        288: KVCacheLayout.v41_fp4(arrangement=arrangement),
+    }
+    given, *wanted = call(extra=extra, split=True)
+    for name, record, block_size in (("k_cache", 528, 4), ("extra_k_cache", extra, 8)):
+        if record is None:
+            continue
+        layout, cache = layouts[record], given[name]
+        blocks = -(-cache.shape[0] * block_size // page)
+        moved = PagedKVCache.allocate(layout, blocks + 1, page)
+        held = PagedKVCache(cache[:, :, 0], layout)
+        for region in ("nope", "scale"):
+            values = held.region(region)
+            flat = torch.full((moved.capacity, values.shape[2]), 0xFF, dtype=torch.uint8).view(values.dtype)
+            flat[: held.capacity] = values.flatten(0, 1)
+            moved.region(region).copy_(flat.view(blocks + 1, page, -1))
+        given[name] = moved.tensor[:, :, None]
+        assert given[name].stride(0) == layout.page_stride(page)
+    assert given["k_cache"].stride(0) == {16: 8704, 64: 33792}[page]
+    check(flash_mla_with_kvcache(**given), *wanted)
 
 
 def test_the_name_of_the_format_may_be_given_without_legacy_too() -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 
-from dsv4attn.core.geometry import LayerKind, LayerRole, LayerSources, ModelGeometry, Rope, Yarn
+from dsv4attn.core.geometry import LayerKind, LayerRole, LayerSharing, LayerSources, ModelGeometry, Rope, Yarn
+from dsv4attn.core.model_config import v41_layers
 from dsv4attn.core.problem import Problem
 from dsv4attn.errors import ArgumentError, GeometryError
 from tests.core.test_geometry import released, same
@@ -183,6 +185,52 @@ def test_without_a_candidate_source_no_indexer_is_restricted() -> None:
     model = ModelGeometry.from_config(text(**without))
 
     assert all(model.sources(i).candidates is None for i in range(40))
+
+
+V4_FLASH = ModelGeometry.preset("flash")
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "said"),
+    [
+        (
+            FLASH,
+            {"layers": v41_layers([0, 0, *[2] * 18, *[3] * 20])},
+            "^layers: expected .* ratio 1 or 2.* ratio 3 at 20",
+        ),
+        (
+            FLASH,
+            {"layers": v41_layers([0, 3, 2]), "sharing": None},
+            "^layers: expected .* got a c4a layer of ratio 3 at 1",
+        ),
+        (FLASH, {"layers": ((SWA, 1), (LayerKind.C128A, 2))}, "^layers: .* got a c128a layer of ratio 2 at 1 -> leave"),
+        (V4_FLASH, {"shared_latent": True}, "^layers: expected .* got a c4a layer of ratio 4 at 2"),
+        (FLASH, {"sharing": None}, "^sharing: expected a LayerSharing with shared_latent=True, got None -> pass"),
+    ],
+)
+def test_a_shared_latent_is_of_ratios_1_and_2_with_sources(
+    model: ModelGeometry, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(GeometryError, match=said):
+        attrs.evolve(model, **changes)
+
+
+def test_a_model_of_window_only_layers_may_have_a_shared_latent() -> None:
+    model = attrs.evolve(FLASH, layers=v41_layers([0, 0]), sharing=LayerSharing((), ()))
+
+    assert model.kinds == (SWA,)
+
+
+def test_a_model_of_some_layers_gives_each_its_own_cache() -> None:
+    model = FLASH.with_own_layers([each.key for each in FLASH.distinct_layers])
+
+    assert [model.sources(i) for i in range(3)] == [LayerSources(0), LayerSources(1, 1, 1), LayerSources(2, 2, 2)]
+    assert V4_FLASH.with_own_layers([(C4A, 4)]).sharing is None
+
+
+def test_entries_that_do_not_overlap_are_of_a_shared_latent() -> None:
+    assert [each.shared_latent for each in FLASH.distinct_layers] == [False, True, True]
+    assert not any(each.shared_latent for each in V4_FLASH.distinct_layers)
 
 
 def test_a_norm_of_q_is_read_where_a_configuration_says_so() -> None:

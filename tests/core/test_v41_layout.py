@@ -143,9 +143,9 @@ def test_v41_has_one_dialect() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.fingerprint)
-def test_pages_may_begin_at_odd_bytes(layout: KVCacheLayout) -> None:
+def test_the_first_page_may_begin_at_an_odd_byte_and_gaps_are_skipped(layout: KVCacheLayout) -> None:
     made, values = held(layout)
-    stride = made.page_stride + 1
+    stride = made.page_stride + (1 if layout.arrangement is SPLIT else layout.record_bytes)
     flat = torch.full((5 + 2 * stride,), 0xFF, dtype=torch.uint8)
     for page in range(2):
         flat[5 + page * stride :][: made.page_stride] = made.tensor[page]
@@ -155,6 +155,27 @@ def test_pages_may_begin_at_odd_bytes(layout: KVCacheLayout) -> None:
     convert_cache(cache, rows)
 
     np.testing.assert_array_equal(rows.tensor.double().numpy().reshape(6, 512), values)
+
+
+@pytest.mark.parametrize(("layout", "stride"), [(FP8, 2176), (FP8, 2113), (FP8, 2560), (FP4, 1280), (FP4, 1153)])
+def test_interleaved_pages_of_other_than_whole_records_are_refused(layout: KVCacheLayout, stride: int) -> None:
+    record = layout.record_bytes
+    flat, pages = torch.zeros(3 * stride, dtype=torch.uint8), (stride, record, 1)
+    said = rf"^cache tensor: expected .* a multiple of {record} bytes for {layout.name}, got {stride} bytes -> allocate"
+    for count in (2, 3):
+        with pytest.raises(ArgumentError, match=said):
+            PagedKVCache(flat.as_strided((count, 4, record), pages), layout)
+        with pytest.raises(ArgumentError, match=said):
+            PagedKVCache(flat.as_strided((count, stride), (stride, 1)), layout, block_size=4)
+    # the stride of a single page means nothing
+    PagedKVCache(flat.as_strided((1, 4, record), pages), layout)
+    PagedKVCache(flat.as_strided((0, 4, record), pages), layout)
+
+
+@pytest.mark.parametrize(("layout", "stride"), [(FP8, 2640), (FP4, 4608), (FP8_SPLIT, 2176), (FP4_SPLIT, 1153)])
+def test_pages_of_whole_records_and_split_pages_may_lie_apart(layout: KVCacheLayout, stride: int) -> None:
+    flat = torch.zeros(2 * stride, dtype=torch.uint8)
+    assert PagedKVCache(flat.as_strided((2, stride), (stride, 1)), layout, block_size=4).page_stride == stride
 
 
 def test_facts_of_a_cache_name_the_record() -> None:

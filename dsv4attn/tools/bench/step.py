@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.builder import MetadataBuilder
@@ -74,7 +74,7 @@ def make_step(inputs: Inputs, backend: Backend) -> Step:
     window, *rest = inputs.segments
     model = ModelGeometry.preset(case.preset.model)
     layer = model.layer_of_kind(case.preset.kind, case.preset.ratio)
-    model = evolve(model, layers=(layer.key,), sharing=None)
+    model = model.with_own_layers([layer.key])
     seqs = torch.tensor([before + count for before, count in case.requests], dtype=torch.int32)
     counts = torch.tensor([count for _, count in case.requests], dtype=torch.int32)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()

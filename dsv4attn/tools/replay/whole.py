@@ -8,7 +8,6 @@ from typing import cast
 
 import numpy as np
 import torch
-from attrs import evolve
 
 from dsv4attn.core.attention import DeepseekV4Attention
 from dsv4attn.core.cache_manager import CacheManager
@@ -84,7 +83,7 @@ def _manager(
 
 def one_of_each(geometry: ModelGeometry, layers: Sequence[LayerGeometry]) -> ModelGeometry:
     """The model with these layers only, none of which reads from another."""
-    return evolve(geometry, layers=tuple(layer.key for layer in layers), sharing=None)
+    return geometry.with_own_layers([layer.key for layer in layers])
 
 
 def _page_bytes(caches: DeepseekV4Caches) -> PageBytes:

@@ -129,7 +129,7 @@ class Trial:
 
     def _memory(self, layout: KVCacheLayout, blocks: int, page: int, rng: np.random.Generator) -> PagedKVCache:
         if self.aligned:
-            gap = -page * layout.record_bytes % 16 + 16 * int(rng.integers(0, 3))
+            gap = -page * layout.record_bytes % 16 + math.lcm(16, layout.record_bytes) * int(rng.integers(0, 3))
             return poisoned(layout, blocks, page, gap=gap if layout.is_quantised else 0, start=4096, device=CPU)
         step = max(layout.dtype.itemsize, 2)
         gap, start = (step * int(n) for n in rng.integers(0, 9, 2))

@@ -26,11 +26,12 @@ from dsv4attn.testing.world import layouts, tiny_geometry, v41_layouts
 from tests.backends._triton.cache.caches import DEVICE
 
 PAIRS = [("v41", "v41"), ("v41", "v41-fp4"), ("v41-split", "v41-fp4-split"), ("ocp", "v41-fp4"), ("v41", "bf16")]
+PAIRS += [("v41", "v41-fp4-split"), ("v41-split", "v41-fp4")]
 GEOMETRIES = [tiny_geometry(), tiny_geometry(num_heads=3, head_dim=74, rope_dim=10)]
 
 
 def step(pair: tuple[str, str], geometry: ModelGeometry, **more: Any) -> Scenario:
-    """Decode and prefill requests over both caches, among poison and gaps at odd distances."""
+    """Decode and prefill requests over both caches, among poison and gaps; split pages lie at odd distances."""
     known = {**layouts(geometry), **v41_layouts(geometry)}
     fields = {"kind": "c4a", "requests": [(40, 1), (3, 1), (20, 7), (0, 2)], "geometry": geometry, "topk": "holes"}
     one, other = (known[name] for name in pair)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.values import round_up
 
 CPU = torch.device("cpu")
 DEVICE = CPU if INTERPRETED else torch.accelerator.current_accelerator() or CPU
@@ -52,13 +53,16 @@ def poisoned(
 ) -> PagedKVCache:
     """Return a cache all of whose memory is 0xFF: NaN in each of its types.
 
-    gap: bytes between pages. start: bytes before the first one. Rows of an unquantised cache lie a few further apart.
+    gap: bytes between pages; V4.1's interleaved pages are rounded up to whole records. start: bytes before the first
+    page. Rows of an unquantised cache lie a few further apart.
     """
     element = layout.dtype.itemsize
     assert not gap % max(element, 2)
     assert not start % max(element, 2)
     apart = layout.record_bytes if layout.is_quantised else layout.record_bytes + gap % 16
     page = size * apart + (size * apart) % 2 + gap
+    if layout.name.startswith("v41_") and layout.arrangement is Arrangement.INTERLEAVED:
+        page = round_up(page, layout.record_bytes)
     raw = torch.full((start + blocks * page + 64,), 0xFF, dtype=torch.uint8, device=device).view(layout.dtype)
     shape, strides = (blocks, size, layout.record_bytes // element), (page // element, apart // element, 1)
     return PagedKVCache(raw.as_strided(shape, strides, start // element), layout)
