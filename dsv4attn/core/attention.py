@@ -163,7 +163,8 @@ class DeepseekV4Attention:
         geometry, kind = self.geometry, self.layer.kind
         context = self.attention.context_parallel
         if context is not None:
-            context.check_caches(f"caches of {self.attention.prefix}", caches)
+            part = None if self._group is None else (self._group.rank(), self._group.size())
+            context.check_caches(f"caches of {self.attention.prefix}", caches, heads=part)
         caches = self._sources.caches(caches, self.index, index=self.indexer is not None)
         stateful = self.compressor if self.layer.has_states else None
         compressors = {"state": stateful, "index_state": self.indexer.compressor if self.indexer else None}
@@ -263,6 +264,9 @@ class DeepseekV4Attention:
                 "hidden_states", expected=f"a row for each of the {tokens} tokens", actual=f"{rows} rows"
             )
         self._sources.check_bound(caches, self.prefix)
+        if layer.has_entries:
+            context = self.attention.context_parallel
+            metadata.check_owner(None if context is None else context.ownership)
         if self.geometry.shared_latent:
             check_metadata(metadata, caches.attention, layer, self.limits, rows)
         if self.compressor is None or not layer.has_states:

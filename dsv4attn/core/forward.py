@@ -52,6 +52,8 @@ def forward_mqa(
     Raises, before any launch or write, ArgumentError or LayoutMismatchError, and WorkspaceError when `workspace` is
     locked and too small.
     """
+    if layer.has_entries and getattr(metadata, "ownership", None) is not None:
+        metadata.check_owner(None)  # type: ignore[union-attr]
     given = {"layer": layer, "limits": limits, "attn_sink": attn_sink, "topk_indices": topk_indices, "lse": lse}
     for _ in forward_in_parts(q, caches, metadata, backend, workspace, out, **given):  # type: ignore[arg-type]
         pass

@@ -102,7 +102,8 @@ class DeepseekV4MLAAttention:
         """
         caches = LayerCaches(swa, compressed)
         if self.context_parallel is not None:
-            self.context_parallel.check_bound(self.prefix, self.geometry, self.limits, caches)
+            has_sink = self.attn_sink is not None
+            self.context_parallel.check_bound(self.prefix, self.geometry, self.limits, caches, attn_sink=has_sink)
             if self.workspace is not None:
                 ranks = self.context_parallel.ownership.size
                 plan = plan_workspace(self.geometry, self.limits, self.backend, swa.layout, ranks=ranks)

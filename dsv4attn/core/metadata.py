@@ -258,8 +258,17 @@ class AttentionMetadata:
     swa: the window part.
     compressed: the compressed part of the layer's kind. Window-only layers do not read it.
     state: the compressor's part of the layer's kind; None where the engine compresses itself.
+    ownership: `context_parallel.Ownership` of the entries that slots, tables and counts are of; None: all entries.
     """
 
     swa: DeepseekSparseSWAMetadata
     compressed: FlashMLASparseMetadata | None = None
     state: CompressorMetadata | None = None
+    ownership: object | None = None
+
+    def check_owner(self, ownership: object | None) -> None:
+        """Raise ArgumentError unless these metadata are of this ownership; None: of whole sequences."""
+        if self.ownership != ownership:
+            expected, actual = (f"metadata of {one or 'all entries'}" for one in (ownership, self.ownership))
+            hint = "give context_parallel to the layer and to the CacheManager, or to neither"
+            raise ArgumentError("metadata", expected=expected, actual=actual, hint=hint)

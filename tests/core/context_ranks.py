@@ -11,6 +11,7 @@ from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
@@ -68,7 +69,7 @@ def _said(case: Callable[[], None]) -> str:
     """How a case failed, for the parent to show; empty if it did not."""
     try:
         case()
-    except Exception:  # noqa: BLE001 - a rank that fails goes on with the next case, as the others do
+    except (Exception, pytest.fail.Exception):  # noqa: BLE001 - a rank that fails goes on with the next case, as the others do
         return traceback.format_exc()
     return ""
 
@@ -292,6 +293,35 @@ def fingerprints(group: Any) -> None:
             raise AssertionError(f"{said} is not refused")
 
 
+def half_divided(group: Any) -> None:
+    """Caches are divided and layers are not, or the other way round, or in another way: refused before the step."""
+    context = over(group)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"context_parallel": context}, "expected metadata of all entries"),
+        ({"layer_options": {"context_parallel": context}}, "got metadata of all entries"),
+        ({"context_parallel": over(group, 2), "layer_options": {"context_parallel": context}}, "interleave=2"),
+    ]
+    for options, said in cases:
+        model = Whole(load_backend("reference"), compressed_block_tokens=64, **options)
+        with pytest.raises(ArgumentError, match=f"^metadata: .*{said}"):
+            model.step([(model.manager.new(), 9)], model.hidden(0, 9))
+
+
+def heads_of_others(group: Any) -> None:
+    """Ranks that hold different heads are refused as ranks of one context, with what differs."""
+    limits, rank, size = Limits(4, 64, 256), group.rank(), group.size()
+    if size != 2:  # the heads of four are divided by two
+        return
+    backend = load_backend("reference")
+    many = Whole(backend, compressed_block_tokens=64, **both(over(group)))
+    full = AttentionWeights.from_dict(random_weights(SMALL, 1), SMALL, SMALL.layer(1))
+    options = {"workspace": many.workspace, "process_group": group, "context_parallel": over(group)}
+    weights = full.shard(rank, size)
+    layer = DeepseekV4Attention("l.1", SMALL.tensor_parallel(size), 1, limits, backend, weights, **options)
+    with pytest.raises(ArgumentError, match=r"heads: expected \(0, 2\), as rank 0 has, got \(1, 2\) on rank 1"):
+        layer.bind_kv_cache(many.manager.caches[1])
+
+
 def both(context: ContextParallel, **more: Any) -> dict[str, Any]:
     return {"context_parallel": context, "layer_options": {"context_parallel": context, **more}}
 
@@ -313,4 +343,6 @@ CASES: dict[str, Callable[[Any], None]] = {
     "short": long_shortcut,
     "warm-up": warm_up,
     "fingerprints": fingerprints,
+    "half-divided": half_divided,
+    "heads-of-others": heads_of_others,
 }

@@ -50,6 +50,7 @@ def forward_mqa_over_ranks(
         plan = plan_workspace(layer, limits, backend, caches.swa.layout, ranks=context.ownership.size)
         workspace.reserve(plan, caller=f"warm-up on {context.label}")
         return
+    metadata.check_owner(context.ownership)
     part, *scratch = _views(context, out, workspace)
     part = part if lse is None else lse
     first = metadata.swa.num_decode_tokens if metadata.swa.num_prefill_tokens else 0

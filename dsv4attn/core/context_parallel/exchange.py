@@ -120,13 +120,16 @@ class ContextParallel:
                         f"{first}: {key}", expected=expected, actual=f"{there} on rank {rank}", hint=hint
                     )
 
-    def check_caches(self, what: str, caches: DeepseekV4Caches) -> None:
-        """`check_same` of all caches of a layer: which there are, and their layouts."""
-        self.check_same(what, {f"layout of {name}": cache.layout.fingerprint for name, cache in caches.present.items()})
+    def check_caches(self, what: str, caches: DeepseekV4Caches, **facts: object) -> None:
+        """`check_same` of all caches of a layer, which there are and their layouts, and of further facts."""
+        layouts = {f"layout of {name}": cache.layout.fingerprint for name, cache in caches.present.items()}
+        self.check_same(what, {**layouts, **facts})
 
-    def check_bound(self, prefix: str, layer: LayerGeometry, limits: Limits, caches: LayerCaches) -> None:
-        """`check_same` of a layer that is bound to its caches."""
-        facts: dict[str, object] = {"geometry": repr(layer), "limits": repr(limits)}
+    def check_bound(
+        self, prefix: str, layer: LayerGeometry, limits: Limits, caches: LayerCaches, **more: object
+    ) -> None:
+        """`check_same` of a layer that is bound to its caches, and of further facts."""
+        facts: dict[str, object] = {"geometry": repr(layer), "limits": repr(limits), **more}
         for name, cache in (("window", caches.swa), ("compressed", caches.compressed)):
             if cache is not None:
                 facts[f"layout of the {name} cache"] = cache.layout.fingerprint

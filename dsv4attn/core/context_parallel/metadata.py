@@ -68,6 +68,8 @@ class OwnedMetadataBuilder(MetadataBuilder):
         full_width: bool,  # noqa: FBT001 - as in the base class
     ) -> list[AttentionMetadata]:
         made = super()._build(batch, layers, full_width)
+        for metadata in made:
+            metadata.ownership = self.ownership
         if self.ownership.rank and made:
             empty = self.without_windows(made[0].swa)
             for layer, metadata in zip(layers, made, strict=True):
