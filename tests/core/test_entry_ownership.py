@@ -170,8 +170,13 @@ def test_slices_of_a_prompt_without_windows_gather_no_negative_number_of_rows() 
     metadata = builder.build_for(batch_of(REQUESTS, 4), [LayerKind.C128A])[LayerKind.C128A]
     caches = LayerCaches(PagedKVCache.allocate(FP32, 80, 16), PagedKVCache.allocate(FP32, 20, 2))
     q = torch.randn(45, 4, 32)
-    more = {"layer": layer, "limits": limits, "attn_sink": None}
-    forward_mqa(q, caches, metadata, backend, WorkspaceManager("cpu"), q.clone(), **more)  # type: ignore[arg-type]
+    more: dict[str, Any] = {"layer": layer, "limits": limits, "attn_sink": None}
+    with pytest.raises(ArgumentError, match="^metadata: expected metadata of all entries, got metadata of Ownership"):
+        forward_mqa(q, caches, metadata, backend, WorkspaceManager("cpu"), q.clone(), **more)
+    assert not least
+    # a part for `merge_over_ranks`
+    more["lse"] = torch.empty(45, 4)
+    forward_mqa(q, caches, metadata, backend, WorkspaceManager("cpu"), q.clone(), **more)
 
     assert len(least) > 2
     assert set(least) == {0}
