@@ -52,12 +52,9 @@ def forward_mqa(
     Raises, before any launch or write, ArgumentError or LayoutMismatchError, and WorkspaceError when `workspace` is
     locked and too small.
     """
-    # one rank's part of a row, for `merge_over_ranks`, is told by its lse and has no sink
-    if (
-        getattr(metadata, "ownership", None) is not None
-        and layer.has_entries
-        and (lse is None or attn_sink is not None)
-    ):
+    # one rank's part of a row, for `merge_over_ranks`, has an lse and no sink
+    is_part = lse is not None and attn_sink is None
+    if getattr(metadata, "ownership", None) is not None and layer.has_entries and not is_part:
         metadata.check_owner(None)  # type: ignore[union-attr]
     given = {"layer": layer, "limits": limits, "attn_sink": attn_sink, "topk_indices": topk_indices, "lse": lse}
     for _ in forward_in_parts(q, caches, metadata, backend, workspace, out, **given):  # type: ignore[arg-type]

@@ -171,7 +171,7 @@ def test_slices_of_a_prompt_without_windows_gather_no_negative_number_of_rows() 
     caches = LayerCaches(PagedKVCache.allocate(FP32, 80, 16), PagedKVCache.allocate(FP32, 20, 2))
     q = torch.randn(45, 4, 32)
     more: dict[str, Any] = {"layer": layer, "limits": limits, "attn_sink": None}
-    with pytest.raises(ArgumentError, match="^metadata: expected metadata of all entries, got metadata of Ownership"):
+    with pytest.raises(ArgumentError, match=r"^metadata: expected metadata of all entries, got metadata of Ownership"):
         forward_mqa(q, caches, metadata, backend, WorkspaceManager("cpu"), q.clone(), **more)
     assert not least
     # a part for `merge_over_ranks`
