@@ -85,7 +85,7 @@ COMPILED = "compiled with Triton 3.9, 2026-11-22: no spills, fits; not measured 
 _MEASURED = "H200, torch 2.11, Triton 3.6, 2026-11-22: dsv4attn bench decode prefill --backend triton"
 # records in flight spill 4 to 24 bytes a thread, with Triton 3.6 and 3.9. Without them 8 tokens decode 1 to 8 % faster,
 # 256 tokens 5 to 8 % slower: 1.024 of the time in the geometric mean of 12 shapes
-# programs of 16 and 32 heads take 0.69 to 0.87 of the time with 8 warps, and with 4 spill
+# programs of 16 and 32 heads take 0.65 to 0.88 of the time with 8 warps, and with 4 spill
 _LARGE = Tuning(narrow_warps=8, chained=False, assembly=True, prefetch=False, measured=_MEASURED)
 # a program of few heads loads less of q and stores less of a part, and decodes its keys anew
 _MEASURED_SMALL = "H200, torch 2.11, Triton 3.6, 2026-11-23: 1 to 32 tokens, 12 forms beside each other"

@@ -46,7 +46,7 @@ def _attends(device: DeviceFacts, problem: Problem) -> str:
     against = [*_against(problem)]
     if against:
         return f"the shared Triton kernel: {'; '.join(against)}"
-    few = "" if problem.swa.layout == "rows" else "; the shared Triton kernel for few tokens, unless small=gluon"
+    few = "; the shared Triton kernel for few tokens, unless small=gluon" if problem.phase == "decode" else ""
     return f"the Gluon kernel for Hopper, where q, out and pages begin at multiples of 16 bytes{few}"
 
 

@@ -127,6 +127,8 @@ def test_explain_says_which_kernel_serves_and_why(problem: Problem, said: str) -
 
     assert said in line
     assert (OWN in line) == (said == OWN)
+    # only decodes are left to the shared kernel
+    assert ("small=gluon" in line) == (said == OWN and problem.phase == "decode")
 
 
 @pytest.mark.parametrize(
