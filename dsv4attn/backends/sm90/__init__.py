@@ -6,8 +6,8 @@ over records in OCP codes, of V4's 448 + 64 dims or V4.1's 512, one over bf16 ro
 share serves every other call, with the same answers, and decodes of few tokens, where it is faster, unless option
 `small=gluon` is given. Shapes, strides and dtypes determine which kernel serves a call.
 
-Prefill reads pages, or, with option `prefill=gathered`, rows to which core has copied a chunk's keys in the workspace;
-with `prefill=auto`, whichever is faster for a chunk.
+Prefill reads pages, or rows to which core has copied a chunk's keys in the workspace, whichever is faster for a chunk.
+Option `prefill=paged` or `prefill=gathered` takes one of them for all; pages need no workspace for keys.
 
 Status: correct and measured on an NVIDIA H200, torch 2.11, Triton 3.6.
 """
@@ -34,7 +34,7 @@ INFO = BackendInfo(
     runs_on=("sm_90", "cpu"),
     rank=Rank.VENDOR,
     packages=("torch",),
-    options={"prefill": "paged", "tuning": "auto", "deterministic": False, "projection": "bf16", "small": "shared"},
+    options={"prefill": "auto", "tuning": "auto", "deterministic": False, "projection": "bf16", "small": "shared"},
 )
 
 

@@ -66,7 +66,7 @@ PAGES, ROWS = Kind(FP8_PAGES.value), Kind(BF16_ROWS.value)
 class Sm90Backend(TritonBackend):
     """Attention on pages in decode, and in prefill on pages or on bf16 rows that core gathers.
 
-    prefill: "paged" gathers nothing and takes no workspace for keys; "gathered" pays for long chunks of many heads;
+    prefill: "paged" gathers nothing, and takes no workspace for keys; "gathered" copies a chunk's keys to rows first;
     "auto" takes the memory of "gathered", and of both what is faster for a chunk, see `tuning.Roads`.
     tuning: of the shared kernel, see `TritonBackend`. deterministic: the shared kernel serves every call, because the
     Gluon kernels split rows at places that depend on the batch. projection: see `TritonBackend`.
@@ -79,7 +79,7 @@ class Sm90Backend(TritonBackend):
     def __init__(
         self,
         *,
-        prefill: str = KeyForm.PAGED.value,
+        prefill: str = "auto",
         tuning: str = "auto",
         deterministic: bool = False,
         projection: str = "bf16",
@@ -94,7 +94,9 @@ class Sm90Backend(TritonBackend):
             expected = " or ".join(f"'{form}'" for form in ("auto", *(form.value for form in KeyForm)))
             raise ArgumentError("prefill", expected=expected, actual=repr(prefill))
         self._chooses = prefill == "auto"
-        keys = KeyForm.GATHERED if self._chooses else KeyForm(prefill)
+        # the shared kernel, which serves deterministic calls, gains nothing from rows
+        chosen = KeyForm.PAGED if deterministic else KeyForm.GATHERED
+        keys = chosen if self._chooses else KeyForm(prefill)
         self.forms = evolve(self.forms, prefill_keys=keys, prefill_pages=keys is KeyForm.GATHERED)
 
     @cached_property
@@ -108,7 +110,7 @@ class Sm90Backend(TritonBackend):
 
     def prefers_pages(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> bool:
         """See `contract.BackendDefaults`."""
-        return self._chooses and self._may_serve(layer) and ROADS.prefers_pages(layer, requests, rows)
+        return self._chooses and (not self._may_serve(layer) or ROADS.prefers_pages(layer, requests, rows))
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
         """Two parts of each program, their lse and largest logits, and which programs share each row.

@@ -47,6 +47,9 @@ def attend(backend: Backend, inputs: Inputs, out: Tensor) -> Callable[[], None]:
     phase = Phase.DECODE if kernel == "decode" else Phase.PREFILL
     form = forms.decode_indices if phase is Phase.DECODE else forms.prefill_indices
     gathered = phase is Phase.PREFILL and forms.prefill_keys is KeyForm.GATHERED
+    if gathered and kernel == "prefill" and inputs.rows is not None:
+        rows_of = inputs.rows.shape[0] * inputs.rows.shape[1]
+        gathered = not complete(backend).prefers_pages(inputs.layer, inputs.case.requests, rows_of)
     on_rows = gathered or kernel == "prefill-rows"
     layer = _rows_layer(inputs.case) if kernel == "prefill-rows" else inputs.layer
     lists = [_combined(inputs, forms.index_alignment)] if on_rows else [segment.slots for segment in inputs.segments]

@@ -67,17 +67,27 @@ def test_what_prefill_may_be_is_said() -> None:
         load_backend("sm90", prefill="rows")
 
 
-def test_prefill_reads_pages_unless_rows_are_asked_for() -> None:
+def test_prefill_may_choose_unless_told() -> None:
     assert dict(INFO.options) == {
-        "prefill": "paged",
+        "prefill": "auto",
         "tuning": "auto",
         "deterministic": False,
         "projection": "bf16",
         "small": "shared",
     }
-    assert load_backend("sm90").forms == Forms(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
-    gathered = load_backend("sm90", prefill="gathered")
-    assert gathered.forms == Forms(prefill_keys=KeyForm.GATHERED, max_logits=True, empty_lse=True, prefill_pages=True)
+    paged = Forms(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
+    gathered = evolve(paged, prefill_keys=KeyForm.GATHERED, prefill_pages=True)
+    assert load_backend("sm90").forms == load_backend("sm90", prefill="gathered").forms == gathered
+    assert load_backend("sm90", prefill="paged").forms == paged
+    assert load_backend("sm90", deterministic=True).forms == paged
+
+
+def test_layers_of_the_shared_kernel_stay_on_pages() -> None:
+    long, layer = [(65536, 4096)], FLASH.layer_of_kind(LayerKind.C4A)
+
+    assert not load_backend("sm90").prefers_pages(layer, long, 70000)
+    assert load_backend("sm90").prefers_pages(evolve(layer, num_heads=192), long, 70000)
+    assert not load_backend("sm90", prefill="gathered").prefers_pages(layer, [(0, 1)], 1)
 
 
 @pytest.mark.parametrize("kind", list(LayerKind))
