@@ -85,9 +85,9 @@ def test_prefill_may_choose_unless_told() -> None:
 def test_layers_of_the_shared_kernel_stay_on_pages() -> None:
     long, layer = [(65536, 4096)], FLASH.layer_of_kind(LayerKind.C4A)
 
-    assert not load_backend("sm90").prefers_pages(layer, long, 70000)
-    assert load_backend("sm90").prefers_pages(evolve(layer, num_heads=192), long, 70000)
-    assert not load_backend("sm90", prefill="gathered").prefers_pages(layer, [(0, 1)], 1)
+    assert not Sm90Backend().prefers_pages(layer, long, 70000)
+    assert Sm90Backend().prefers_pages(evolve(layer, num_heads=192), long, 70000)
+    assert not Sm90Backend(prefill="gathered").prefers_pages(layer, [(0, 1)], 1)
 
 
 @pytest.mark.parametrize("kind", list(LayerKind))
