@@ -57,7 +57,7 @@ def attention(
     second = None
     if SEGMENTS == 2:
         second = Segment(cache1, rows1, lens1, width1, stride1, size1, factor1, log1, pitch1, count1)
-    keys = Keys(first, second)
+    keys = Keys(first, second, KIND == BF16_ROWS)
     results = Results(
         out, lse, max_logits, sink, part, part_lse, part_max, table,
         out_token, out_head, lse_token, lse_head, max_token, max_head, empty_lse,

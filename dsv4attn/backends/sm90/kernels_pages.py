@@ -110,7 +110,7 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
     j = gl.to_tensor(0)
     while (pos < chunk.hi) & (t < chunk.tokens):
         n0, n1, first, last = enter(keys, chunk, t, pos)
-        n = tiles_of(n0, n1)
+        n = tiles_of(keys, n0, n1)
         mbarrier.wait(smem.n_empty.index(0), (j & 1) ^ 1)
         smem.note.store(single(last - first, gl.int32))
         async_copy.wait_group(0)

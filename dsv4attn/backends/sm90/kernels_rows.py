@@ -52,6 +52,7 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     enter,
     pairs_of,
     part_of,
+    room_of,
     row_of,
     row_slots,
     store_split,
@@ -147,9 +148,9 @@ def produce(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
     i = gl.to_tensor(0)
     while (pos < chunk.hi) & (t < chunk.tokens):
         n0, n1, first, last = enter(keys, chunk, t, pos)
-        n = tiles_of(n0, n1)
-        slot_a = row_slots(segment, t, n0, last, first, row)
-        slot_b = row_slots(segment, t, n0, last, first + 1, row)
+        n = tiles_of(keys, n0, n1)
+        slot_a = row_slots(segment, t, n0, first, row)
+        slot_b = row_slots(segment, t, n0, first + 1, row)
         b = j % 2
         mbarrier.wait(smem.n_empty.index(b), ((j // 2) & 1) ^ 1)
         side = part_of(chunk, program, pos)
@@ -170,8 +171,8 @@ def produce(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
         for k in range(first, first + 2 * pairs_of(first, last), 2):
             ok_a, key_a = row_of(segment, slot_a)
             ok_b, key_b = row_of(segment, slot_b)
-            slot_a = row_slots(segment, t, n0, last, k + 2, row)
-            slot_b = row_slots(segment, t, n0, last, k + 3, row)
+            slot_a = row_slots(segment, t, n0, k + 2, row)
+            slot_b = row_slots(segment, t, n0, k + 3, row)
             # halves in the order of their products. A mask is stored with the half that only its reader releases
             mbarrier.wait(smem.l_empty.index(0), (i & 1) ^ 1)
             copy_half(smem.k_left.index(0), key_a, ok_a, 0)
@@ -188,7 +189,7 @@ def produce(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
             copy_half(smem.k_left.index(1), key_b, ok_b, 0)
             arrive_copied(smem.l_full.index(1))
             i += 1
-        pos += gl.maximum(n, 1) + chunk.extra
+        pos += room_of(keys, n) + chunk.extra
         t += 1
         j += 1
     mbarrier.wait(smem.n_empty.index(j % 2), ((j // 2) & 1) ^ 1)

@@ -4,9 +4,9 @@ All rows of a call form one line of tiles, and the line is cut into as many chun
 keys of one segment; a row has the tiles of its window, then those of its compressed segment. A row without keys takes
 the place of one tile, so that one program writes it. A row in more than one chunk is split: each of its programs
 writes a part, and `kernels_parts` combines the parts. A program has at most two parts: of a row that began before its
-chunk, and of a row that continues behind it.
+chunk, and of a row that continues behind it. A kernel that attends tiles in pairs has whole pairs on the line.
 
-Where rows differ, each takes COST tiles more on the line, for the work that a program does once for a row. Where they
+Where rows differ, each takes some tiles more on the line, for the work that a program does once for a row. Where they
 do not, chunks are whole rows, or equal parts of a row, whenever that is not much longer: then few rows or none split.
 Where there are enough programs, each row has a chunk of its own as long as the longest row, unless that is longer than
 the chunks of split rows and what their parts cost.
@@ -40,6 +40,9 @@ NIBBLE_PAGES = tl.constexpr(3)
 """As CODE_PAGES in the first segment. In the second, 512 codes e2m1, two in a byte, and 32 scales e4m3."""
 TILE = tl.constexpr(64)
 COST = tl.constexpr(2)
+"""Tiles that take as long as what a program does once for a row."""
+PAIR_COST = tl.constexpr(4)
+"""The same where tiles come in pairs; even, so that chunks are whole pairs."""
 SPLIT = tl.constexpr(4)
 """Tiles that take as long as the parts of all rows, if rows are as many as programs: those who write and read parts
 share the memory."""
@@ -60,8 +63,8 @@ cache: pages of records, or [count, 512] bf16. rows: [T, width] int32, slots; st
 int32, columns that count. size: slots of a page; factor, log: its `attend.divider`. pitch: units of 16 bytes from page
 to page, or from key to key of bf16 rows. count: slots.
 """
-Keys = namedtuple("Keys", "first second")
-"""Both segments of a row; the second may be None."""
+Keys = namedtuple("Keys", "first second paired")
+"""Both segments of a row; the second may be None. paired, a constant: tiles are attended in pairs, of one segment."""
 Chunk = namedtuple("Chunk", "tokens lo hi length extra")
 """A program's chunk of the line, [lo, hi).
 
@@ -99,9 +102,19 @@ def lengths(keys, t, there):
 
 
 @triton.jit
-def tiles_of(n0, n1):
-    """Tiles of a row, of which a segment without columns has none."""
-    return _tiles(n0) + _tiles(n1)
+def tiles_of(keys, n0, n1):
+    """Tiles of a row, of which a segment without columns has none. The last of a pair may be without columns."""
+    n = _tiles(n0) + _tiles(n1)
+    if keys.paired:
+        n += n & 1
+    return n
+
+
+@triton.jit
+def room_of(keys, n):
+    """What a row of n tiles takes of the line, beside `Chunk.extra`."""
+    least: tl.constexpr = 2 if keys.paired else 1
+    return tl.maximum(n, least)
 
 
 @triton.jit
@@ -118,22 +131,26 @@ def share(keys, tokens, part, parts, least, at, BT: tl.constexpr):
     that row begins. count: tiles of the chunk.
     """
     zero = tokens * 0
+    odd: tl.constexpr = 1 if keys.paired else 0
+    cost: tl.constexpr = PAIR_COST if keys.paired else COST
     work, longest, shortest = zero, zero, zero + _MOST_TILES
     for base in range(0, tokens, BT):
         t = base + at
         there = t < tokens
         n0, n1 = lengths(keys, t, there)
-        m = tl.maximum(tiles_of(n0, n1), 1)
+        m = room_of(keys, tiles_of(keys, n0, n1))
         work += tl.sum(tl.where(there, m, 0), 0)
         longest = tl.maximum(longest, tl.max(tl.where(there, m, 0), 0))
         shortest = tl.minimum(shortest, tl.min(tl.where(there, m, _MOST_TILES), 0))
     even = tl.maximum(cdiv(work, parts), least)
     rows = cdiv(even, longest) * longest
     pieces = cdiv(longest, tl.maximum(longest // even, 1))
+    pieces += pieces & odd
     aligned = tl.where(even >= longest, rows, pieces)
-    uniform = (longest == shortest) & (aligned <= even + even // 16 + COST)
-    extra = tl.where(uniform, 0, COST)
-    length = tl.where(uniform, aligned, tl.maximum(cdiv(work + COST * tokens, parts), least))
+    uniform = (longest == shortest) & (aligned <= even + even // 16 + cost)
+    extra = tl.where(uniform, 0, cost)
+    length = tl.maximum(cdiv(work + cost * tokens, parts), least)
+    length = tl.where(uniform, aligned, length + (length & odd))
     whole = (tokens <= parts) & ((longest - length) * parts <= SPLIT * tokens)
     length = tl.where(whole, longest, length)
     lo = part * length
@@ -143,8 +160,8 @@ def share(keys, tokens, part, parts, least, at, BT: tl.constexpr):
         t = base + at
         there = t < tokens
         n0, n1 = lengths(keys, t, there)
-        n = tiles_of(n0, n1)
-        m = tl.where(there, tl.where(whole, length, tl.maximum(n, 1) + extra), 0)
+        n = tiles_of(keys, n0, n1)
+        m = tl.where(there, tl.where(whole, length, room_of(keys, n) + extra), 0)
         end = before + tl.cumsum(m, 0)
         start = end - m
         done = there & (end - tl.where(whole, 0, extra) <= lo)
@@ -164,7 +181,7 @@ def enter(keys, chunk, t, pos):
     Of a row that is not there all are 0.
     """
     n0, n1 = lengths(keys, t, t < chunk.tokens)
-    return n0, n1, tl.maximum(chunk.lo - pos, 0), tl.minimum(chunk.hi - pos, tiles_of(n0, n1))
+    return n0, n1, tl.maximum(chunk.lo - pos, 0), tl.minimum(chunk.hi - pos, tiles_of(keys, n0, n1))
 
 
 @triton.jit
@@ -191,7 +208,7 @@ def _settle(keys, chunk, t, pos, n0, n1, k, last):
     As little as possible is carried from tile to tile: it takes registers that keys need.
     """
     while (k >= last) & (t < chunk.tokens):
-        pos += tl.maximum(tiles_of(n0, n1), 1) + chunk.extra
+        pos += room_of(keys, tiles_of(keys, n0, n1)) + chunk.extra
         t += 1
         t = tl.where(pos >= chunk.hi, chunk.tokens, t)
         n0, n1, k, last = enter(keys, chunk, t, pos)
@@ -221,22 +238,19 @@ def slots(keys, chunk, walk, row):
 
 @triton.jit
 def pairs_of(first, last):
-    """Pairs in which the tiles of a row of one segment are attended; the last may be half a pair, or an empty one.
+    """Pairs in which the tiles of a row are attended; a row without keys has an empty one.
 
-    first: the row's first tile here, last: the one behind its last.
+    first: the row's first tile here, last: the one behind its last; both are even.
     """
-    return tl.maximum((last - first + 1) // 2, 1)
+    return tl.maximum((last - first) // 2, 1)
 
 
 @triton.jit
-def row_slots(segment, t, n, last, k, row):
-    """Indices of tile k of row t of one segment, -1 behind its n columns. row: 0 .. TILE.
-
-    -1 too from tile `last` on: that belongs to another program, even where it is the second of a pair.
-    """
+def row_slots(segment, t, n, k, row):
+    """Indices of tile k of row t of one segment, -1 behind its n columns. row: 0 .. TILE."""
     column = k * TILE + row
     at = segment.rows + t.to(tl.int64) * segment.stride
-    return tl.load(at + column, mask=column < tl.minimum(n, last * TILE), other=-1)
+    return tl.load(at + column, mask=column < n, other=-1)
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     page_of,
     pairs_of,
     part_of,
+    room_of,
     row_of,
     row_slots,
     share,
@@ -113,7 +114,7 @@ def attention(
     second = None
     if SEGMENTS == 2:
         second = Segment(cache1, rows1, lens1, width1, stride1, size1, factor1, log1, pitch1, count1)
-    keys = Keys(first, second)
+    keys = Keys(first, second, KIND == BF16_ROWS)
     results = Results(
         out, lse, max_logits, sink, part, part_lse, part_max, table,
         out_token, out_head, lse_token, lse_head, max_token, max_head, empty_lse,
@@ -125,7 +126,7 @@ def attention(
     done = count * 0
     while (pos < chunk.hi) & (t < tokens):
         n0, n1, first_tile, last = enter(keys, chunk, t, pos)
-        n = tiles_of(n0, n1)
+        n = tiles_of(keys, n0, n1)
         token = t.to(tl.int64)
         q_row = q + token * q_token + head.to(tl.int64)[:, None] * q_head + column[None, :]
         query = widen(tl.load(q_row, mask=live[:, None], other=0.0), tl.float32)
@@ -135,7 +136,7 @@ def attention(
         acc = tl.zeros([64, 512], tl.float32)
         for k in range(first_tile, first_tile + pairs_of(first_tile, last) * 2 if KIND == BF16_ROWS else last):
             if KIND == BF16_ROWS:
-                ok, key = row_of(first, row_slots(first, t, n0, last, k, within))
+                ok, key = row_of(first, row_slots(first, t, n0, k, within))
                 values = read_row(key, ok)
             else:
                 slot, inside = slots(keys, chunk, walk, within)
@@ -178,5 +179,5 @@ def attention(
         write_sums(results, t, whole, side, total, reference, largest, head0, within, H)
         if first_tile == 0:
             store_split(table, chunk, t, pos, n)
-        pos += tl.maximum(n, 1) + chunk.extra
+        pos += room_of(keys, n) + chunk.extra
         t += 1

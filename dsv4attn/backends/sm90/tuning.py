@@ -76,21 +76,19 @@ class Roads:
     """Microseconds of a prefill chunk on pages and on gathered rows, fitted to measured ones; which of them is faster.
 
     Times are sums of products: page, row: of a tile of 64 keys and of a pair of tiles, of each token and block of 64
-    heads; page_token, row_token: of each token and block; page_list, row_list: of each token; uneven: of each token and
-    block where rows have different numbers of tiles, so that rows are split; gathered: of each gathered row;
-    page_start, row_start: of a chunk. least: tokens of the shortest chunk that is gathered.
+    heads; page_token, row_token: of each token and block; page_list, row_list: of each token; gathered: of a gathered
+    row; page_start, row_start: of a chunk. least: tokens of the shortest chunk that is gathered.
     """
 
-    page: float = 0.0191
-    page_token: float = 0.0377
-    page_list: float = 0.00261
-    page_start: float = 10.5
-    row: float = 0.0236
-    row_token: float = 0.0376
-    row_list: float = 0.00893
-    uneven: float = 0.0116
-    gathered: float = 0.000727
-    row_start: float = 14.4
+    page: float = 0.0192
+    page_token: float = 0.0378
+    page_list: float = 0.0038
+    page_start: float = 10.4
+    row: float = 0.0249
+    row_token: float = 0.0378
+    row_list: float = 0.00941
+    gathered: float = 0.000565
+    row_start: float = 14.7
     least: int = 128
 
     measured: str = "not measured"
@@ -117,9 +115,8 @@ class Roads:
             window, entries = min(seen, layer.window), min(entries, layer.topk) if layer.topk else entries
             tiles.append(-(-window // 64) - (-entries // 64))
             pairs.append(-(-(window + entries) // 128))
-        every, uneven = tokens * blocks, self.uneven * (min(tiles) < max(tiles))
-        page = every * (self.page * sum(tiles) / _SAMPLES + self.page_token)
-        row = every * (self.row * sum(pairs) / _SAMPLES + self.row_token + uneven)
+        page = tokens * blocks * (self.page * sum(tiles) / _SAMPLES + self.page_token)
+        row = tokens * blocks * (self.row * sum(pairs) / _SAMPLES + self.row_token)
         return (
             page + tokens * self.page_list + self.page_start,
             row + tokens * self.row_list + rows * self.gathered + self.row_start,
@@ -127,8 +124,8 @@ class Roads:
 
 
 ROADS = Roads(
-    measured="H200, torch 2.11, Triton 3.6, 2026-11-23: 90 chunks of 32 to 8,192 tokens behind 0 to 65,536, 64 and 128 "
-    "heads, all kinds of layers; for 89 the choice is at most 1.4 % slower than the better one"
+    measured="H200, torch 2.11, Triton 3.6, 2026-11-24: 90 chunks of 32 to 8,192 tokens behind 0 to 65,536, 64 and 128 "
+    "heads, all kinds of layers; the choice is at most 1.2 % slower than the better one"
 )
 
 TUNING: Mapping[str, Tuning] = {DEFAULT: HOPPER, "cpu": INTERPRETER, "sm_90": HOPPER}

@@ -16,6 +16,7 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     page_of,
     pairs_of,
     part_of,
+    room_of,
     row_slots,
     share,
     slots,
@@ -47,10 +48,11 @@ def walk(
     most: tl.int32,
     SEGMENTS: tl.constexpr,
     BT: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):
     """Grid: (programs,). chunks: [P, 3], count, tiles walked, rows walked. tiles: [P, most, 3], row, tile, segment.
 
-    indices: [P, most, 64] of each tile; paired: [P, 2 * most, 64] of each in pairs, where rows have one segment. rows:
+    indices: [P, most, 64] of each tile; paired: [P, 2 * most, 64] of each in pairs, where PAIRED. rows:
     [P, most, 4], row, first tile, one behind the last, part or -1 if whole.
     """
     program, row = tl.program_id(0), tl.arange(0, 64)
@@ -60,7 +62,7 @@ def walk(
     second = None
     if SEGMENTS == 2:
         second = Segment(chunks, rows1, lens1, width1, stride1, none, none, none, none, none)
-    keys = Keys(first, second)
+    keys = Keys(first, second, PAIRED)
     chunk, t, pos, count = share(keys, tokens, program, tl.num_programs(0), least, at, BT)
     step = begin(keys, chunk, t, pos)
     walked = count * 0
@@ -76,21 +78,21 @@ def walk(
     written, tile = count * 0, count * 0
     while (pos < chunk.hi) & (t < tokens):
         n0, n1, begun, last = enter(keys, chunk, t, pos)
-        n = tiles_of(n0, n1)
+        n = tiles_of(keys, n0, n1)
         to = rows + (program * most + written) * 4
         tl.store(to, t)
         tl.store(to + 1, begun)
         tl.store(to + 2, last)
         tl.store(to + 3, tl.where((begun == 0) & (last == n), -1, part_of(chunk, program, pos)))
-        if SEGMENTS == 1:
+        if PAIRED:
             for of in range(begun, begun + 2 * pairs_of(begun, last)):
                 to = paired + (program * 2 * most + tile) * 64
-                tl.store(to + row, row_slots(first, t, n0, last, of, row))
+                tl.store(to + row, row_slots(first, t, n0, of, row))
                 tile += 1
         if begun == 0:
             store_split(table, chunk, t, pos, n)
         written += 1
-        pos += tl.maximum(n, 1) + chunk.extra
+        pos += room_of(keys, n) + chunk.extra
         t += 1
     tl.store(chunks + program * 3, count)
     tl.store(chunks + program * 3 + 1, walked)
@@ -111,7 +113,7 @@ def pages(
 ):
     """Grid: (1,). out: [3, N] int64, whether each given slot exists, and offsets of its data and of its scales."""
     at = tl.arange(0, N)
-    keys = Keys(Segment(cache, cache, cache, size, size, size, factor, log, pitch, count), None)
+    keys = Keys(Segment(cache, cache, cache, size, size, size, factor, log, pitch, count), None, False)
     ok, data, scale = page_of(keys, tl.load(given + at), 1)
     base = cache.to(tl.int64)
     tl.store(out + at, ok.to(tl.int64))

@@ -277,8 +277,6 @@ OF_ROWS = {
         "tl.where(ok, slot, 0).to(tl.int64) * segment.pitch.to(tl.int64) * 8",
         "tl.where(ok, slot, 0).to(tl.int64) * 512",
     ),
-    "the tile behind an odd last one": ("schedule", "tl.minimum(n, last * TILE)", "n"),
-    "an odd last tile is left out": ("schedule", "(last - first + 1) // 2", "(last - first) // 2"),
     "what weights are relative to, as the largest logit": (
         "schedule",
         '-float("inf"), largest * LN2',

@@ -48,13 +48,11 @@ def test_the_choice_is_that_of_the_measured_times() -> None:
     lost = {row[:4]: regret(row) for row in rows()}
 
     assert len(lost) == 90
-    # the one where rows of different lengths hurt less than the model has it
-    assert lost.pop((128, "swa", 0, 8192)) < 1.07
     assert max(lost.values()) < 1.03
     assert {row[4] < row[5] for row in rows()} == {True, False}
 
 
-@pytest.mark.parametrize("change", [{"row": 0.1}, {"page": 0.1}, {"gathered": 0.01}, {"least": 4096}, {"uneven": 0.0}])
+@pytest.mark.parametrize("change", [{"row": 0.1}, {"page": 0.1}, {"gathered": 0.01}, {"least": 4096}])
 def test_another_number_chooses_worse(change: dict[str, Any]) -> None:
     roads = evolve(ROADS, **change)
 

@@ -15,24 +15,25 @@ from hypothesis import strategies as st
 
 from dsv4attn.backends._triton.attention.attend import divider
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch
-from dsv4attn.backends.sm90.kernels_schedule import COST, SPLIT
+from dsv4attn.backends.sm90.kernels_schedule import COST, PAIR_COST, SPLIT
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm90.kernels_walk import pages, walk
 from tests.backends.sm90.planting import planted
 
-EXTRA, SPLIT_COST = COST.value, SPLIT.value
+EXTRA, PAIR_EXTRA, SPLIT_COST = COST.value, PAIR_COST.value, SPLIT.value
 LOOK = 4 if INTERPRETED else 128
 """Rows that a program looks at together: few, so that it looks several times."""
 
 
 @frozen
 class Line:
-    """Lengths of rows in one or two segments, their widths, and how many programs share them."""
+    """Lengths of rows in one or two segments, their widths, how many programs share them, and whether in pairs."""
 
     lens: tuple[tuple[int, ...], ...]
     widths: tuple[int, ...]
     programs: int
     least: int = 1
+    paired: bool = False
 
     @property
     def columns(self) -> list[list[int]]:
@@ -41,16 +42,17 @@ class Line:
 
     @property
     def tiles(self) -> list[list[tuple[int, int, int]]]:
-        """Segment, first column and columns of each tile of each row, in order."""
+        """Segment, first column and columns of each tile of each row, in order. The last of a pair may have none."""
+        step = 128 if self.paired else 64
         return [
-            [(s, c, min(64, n - c)) for s, n in enumerate(row) for c in range(0, n, 64)]
+            [(s, c, max(min(64, n - c), 0)) for s, n in enumerate(row) for c in range(0, -(-n // step) * step, 64)]
             for row in zip(*self.columns, strict=True)
         ]
 
     @property
     def length(self) -> int:
         """Tiles of the line: a row without keys has a place too."""
-        return sum(max(len(tiles), 1) for tiles in self.tiles)
+        return sum(max(len(tiles), 1 + self.paired) for tiles in self.tiles)
 
 
 @frozen
@@ -88,7 +90,7 @@ def walked(line: Line, kernel: Any = walk) -> Walk:
         ]
     ]
     args = [*outs, *given_[0], *given_[1], *numbers, tokens, line.least, most]
-    launch(kernel, (line.programs,), args, {"SEGMENTS": len(lens), "BT": LOOK})
+    launch(kernel, (line.programs,), args, {"SEGMENTS": len(lens), "BT": LOOK, "PAIRED": line.paired})
     return Walk(*(out.cpu().numpy() for out in outs))
 
 
@@ -104,11 +106,11 @@ def check(line: Line, kernel: Any = walk) -> None:
         # both walks are one
         assert [(t, k) for t, a, b, _ in rows_ for k in range(a, b)] == [(t, k) for t, k, _ in walk_]
         for (t, k, inside), slots in zip(walk_, told.indices[program, :tiles], strict=True):
-            assert inside == (wanted[t][k][0] == 0)
+            assert inside == (wanted[t][k][0] == 0) or not wanted[t][k][2]
             assert (slots == slots_of(wanted, t, k)).all()
-        if len(line.widths) == 1:
-            # in pairs, of which a second tile may be nobody's, and both are if there is none
-            pairs = [(t, k, b) for t, a, b, _ in rows_ for k in range(a, a + max(b - a + (b - a) % 2, 2))]
+        if line.paired:
+            # a row without keys has a pair without columns
+            pairs = [(t, k, b) for t, a, b, _ in rows_ for k in range(a, max(b, a + 2))]
             for (t, k, b), slots in zip(pairs, told.paired[program], strict=False):
                 assert (slots == (slots_of(wanted, t, k) if k < b else -1)).all()
             assert (told.paired[program, len(pairs) :] == -7).all()
@@ -148,7 +150,8 @@ def lines(draw: st.DrawFn) -> Line:
     widths = tuple(draw(st.sampled_from([0, 1, 63, 64, 65, 128, 400])) for _ in range(segments))
     one = st.tuples(*[lengths] * tokens)
     same = lengths.map(lambda n: (n,) * tokens)
-    return Line(tuple(draw(st.one_of(one, same)) for _ in widths), widths, programs, draw(st.sampled_from([1, 1, 3])))
+    lens, paired = tuple(draw(st.one_of(one, same)) for _ in widths), segments == 1 and draw(st.booleans())
+    return Line(lens, widths, programs, draw(st.sampled_from([1, 1, 3])), paired)
 
 
 @settings(max_examples=100 if INTERPRETED else 300)
@@ -156,6 +159,7 @@ def lines(draw: st.DrawFn) -> Line:
 @example(Line(((128,) * 3, (0, 1, 64)), (128, 400), 1))
 @example(Line(((0, 0, -5),), (64,), 5))
 @example(Line(((400,), (400,)), (400, 400), 7))
+@example(Line(((1, 300, 0, 450, 65, 129, 0),), (450,), 3, 3, paired=True))
 @given(lines())
 def test_every_tile_is_attended_once_and_every_row_is_written_once(line: Line) -> None:
     check(line)
@@ -194,12 +198,25 @@ def test_rows_that_differ_are_shared_evenly_with_what_a_row_costs() -> None:
     assert longest_share(line) <= ceil((line.length + EXTRA * len(lens)) / 7)
 
 
+def test_pairs_are_whole_and_shared_evenly() -> None:
+    """Rows of one tile take as long as rows of two: a window that fills up costs what a full one does."""
+    lens = tuple(min(t + 1, 128) for t in range(400))
+    told = walked(Line((lens,), (128,), 7, paired=True))
+
+    assert (told.table[:, 1] == 1).all(), "no row is split"
+    assert max(told.chunks[:, 2]) == ceil(400 / 7)
+    uneven = tuple(max(1, 640 - 3 * t) for t in range(100))
+    line = Line((uneven,), (640,), 7, paired=True)
+    assert longest_share(line) <= ceil((line.length + PAIR_EXTRA * 100) / 7) + 1
+    assert all(first % 2 == 0 for rows in walked(line).rows for _, first, _, _ in rows if first > 0)
+
+
 def test_a_chunk_is_never_shorter_than_the_least() -> None:
     assert sorted(walked(Line(((640,),), (640,), 6, least=4)).chunks[:, 0]) == [0, 0, 0, 0, 5, 5]
 
 
 PLANTS = {
-    "an empty row has no place": ("tl.maximum(n, 1) + extra), 0)", "n + extra), 0)"),
+    "an empty row has no place": ("room_of(keys, n) + extra), 0)", "n + extra), 0)"),
     "a row's own chunk is as long as its tiles": ("tl.where(whole, length,", "tl.where(whole, tl.maximum(n, 1),"),
     "a row follows in another's own chunk": ("length, tl.where(whole, _MOST_TILES, extra))", "length, extra)"),
     "the row behind an end is skipped": ("(end - tl.where(whole, 0, extra) <= lo)", "(end <= lo)"),
@@ -213,17 +230,16 @@ PLANTS = {
     ),
     "rows of a second look begin at 0": ("before += tl.sum(m, 0)", "before += 0"),
     "a walk forgets what a row costs": (
-        "pos += tl.maximum(tiles_of(n0, n1), 1) + chunk.extra",
-        "pos += tl.maximum(tiles_of(n0, n1), 1)",
+        "pos += room_of(keys, tiles_of(keys, n0, n1)) + chunk.extra",
+        "pos += room_of(keys, tiles_of(keys, n0, n1))",
     ),
     "the second segment begins at its second tile": ("column = (k - before) * TILE + row", "column = k * TILE + row"),
     "columns behind the length": ("mask=column < tl.where(t < chunk.tokens, length, 0)", "mask=column < length + 1"),
     "a last part is left out": ("until - own + 1", "until - own"),
     "two parts of a program in one place": ("program * 2 + (pos >= chunk.lo).to(tl.int32)", "program * 2"),
-    "an odd last tile is left out": ("(last - first + 1) // 2", "(last - first) // 2"),
-    "the tile behind an odd last one": ("tl.minimum(n, last * TILE)", "n"),
-    "columns behind the length, in pairs": ("tl.minimum(n, last * TILE)", "last * TILE"),
-    "an empty row has no pair": ("tl.maximum((last - first + 1) // 2, 1)", "(last - first + 1) // 2"),
+    "columns behind the length, in pairs": ("mask=column < n, other", "mask=column < n + 1, other"),
+    "an empty row has no pair": ("tl.maximum((last - first) // 2, 1)", "(last - first) // 2"),
+    "the empty half of a pair has no place": ("n += n & 1", "n += 0"),
     "tiles of the chunk are miscounted": ("tl.minimum(hi, start + n)", "tl.minimum(hi - 1, start + n)"),
 }
 HARD = [
@@ -233,6 +249,7 @@ HARD = [
     Line(((70, 200, 0, 130),), (200,), 3),
     Line(((320, 64, 0, 320),), (320,), 4),
     Line(((128,) * 9, (0, 64, 65, 0, 400, 1, 2, 3, 64)), (128, 400), 5),
+    Line(((1, 300, 0, 450, 65, 129, 0),), (450,), 3, 3, paired=True),
 ]
 
 
