@@ -13,7 +13,7 @@ from dsv4attn.core.caches import DeepseekV4Caches
 from dsv4attn.core.checks import check_metadata, check_same_device
 from dsv4attn.core.compressor import Compressor, LatentCompressor
 from dsv4attn.core.context import get_forward_context
-from dsv4attn.core.context_parallel import ContextParallel, select_topk_over_ranks
+from dsv4attn.core.context_parallel import ContextParallel, check_heads, select_topk_over_ranks
 from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.definitions import INVARIANT, PLAIN, complete_steps
 from dsv4attn.core.definitions.compressor import rms_norm
@@ -48,7 +48,8 @@ class DeepseekV4Attention:
     sum the output over, or None. sources: layers made before this one; where layers share compressed caches and
     selected entries (V4.1), those that this one reads from are among them. candidates_buffer: [max tokens, candidate
     blocks] int32 of a layer that publishes candidates; made here if None. context_parallel: ranks that share the
-    compressed entries of every sequence, or None; metadata and caches are of a `CacheManager` with the same. A
+    compressed entries of every sequence, or None; metadata and caches are of a `CacheManager` with the same. If they
+    divide heads, geometry and weights are of one rank, and process_group is usually the group of the context. A
     deterministic backend wants `Limits.single_phase`: then a token's bits depend on the tokens before it and on nothing
     else. Raises ArgumentError unless all of them fit each other.
 
@@ -164,7 +165,10 @@ class DeepseekV4Attention:
         context = self.attention.context_parallel
         if context is not None:
             part = None if self._group is None else (self._group.rank(), self._group.size())
-            context.check_caches(f"caches of {self.attention.prefix}", caches, heads=part)
+            same = {} if context.divides_heads else {"heads": part}
+            context.check_caches(f"caches of {self.attention.prefix}", caches, **same)
+            if context.divides_heads:
+                check_heads(context, self.attention.prefix, part)
         caches = self._sources.caches(caches, self.index, index=self.indexer is not None)
         stateful = self.compressor if self.layer.has_states else None
         compressors = {"state": stateful, "index_state": self.indexer.compressor if self.indexer else None}

@@ -101,13 +101,14 @@ class DeepseekV4MLAAttention:
         and a workspace that can hold its plan.
         """
         caches = LayerCaches(swa, compressed)
-        if self.context_parallel is not None:
+        context = self.context_parallel
+        if context is not None:
             has_sink = self.attn_sink is not None
-            self.context_parallel.check_bound(self.prefix, self.geometry, self.limits, caches, attn_sink=has_sink)
+            context.check_bound(self.prefix, self.geometry, self.limits, caches, attn_sink=has_sink)
             if self.workspace is not None:
-                ranks = self.context_parallel.ownership.size
-                plan = plan_workspace(self.geometry, self.limits, self.backend, swa.layout, ranks=ranks)
-                self.context_parallel.check_workspace(self.prefix, self.workspace, plan)
+                given, ranks = (self.geometry, self.limits, self.backend, swa.layout), context.ownership.size
+                plan = plan_workspace(*given, ranks=ranks, divides_heads=context.divides_heads)
+                context.check_workspace(self.prefix, self.workspace, plan)
         check_cache("swa cache", swa, self.geometry)
         check_layout(swa.layout, self.swa_layout or swa.layout, f"swa cache of {self.prefix}")
         if self.geometry.kind is not LayerKind.SWA:

@@ -84,12 +84,13 @@ def merge_specs(ranks: int, tokens: int, heads: int, dim: int, dtype: torch.dtyp
     )
 
 
-def merge_bytes(ranks: int, layer: LayerGeometry, limits: Limits) -> int:
-    """Bytes of LANE for any step within limits, with q in bf16 or fp32. Layers without entries need none."""
+def merge_bytes(ranks: int, layer: LayerGeometry, limits: Limits, q_dtype: torch.dtype | None = None) -> int:
+    """Bytes of LANE for any step within limits. q_dtype: of q; None: bf16 or fp32. Layers without entries need none."""
     if not layer.has_entries:
         return 0
     tokens, sizes = limits.max_num_batched_tokens, (layer.num_heads, layer.head_dim)
-    return max(simultaneous_bytes(merge_specs(ranks, tokens, *sizes, dtype)) for dtype in (torch.bfloat16, _FP32))
+    dtypes = (torch.bfloat16, _FP32) if q_dtype is None else (q_dtype,)
+    return max(simultaneous_bytes(merge_specs(ranks, tokens, *sizes, dtype)) for dtype in dtypes)
 
 
 def selection_transient_bytes(ranks: int, layer: LayerGeometry, max_tokens: int) -> int:

@@ -8,6 +8,7 @@ from dsv4attn.core.chunking import ChunkBounds, round_up, small_bytes, widest_co
 from dsv4attn.core.contract import Backend, IndexForm, KeyForm, Phase, complete
 from dsv4attn.core.definitions.tiles import TILE_BYTES
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.head_buffers import all_heads, divided_bytes
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.rank_buffers import LANE as RANKS
@@ -53,13 +54,21 @@ def plan_workspace(
     *,
     layer_steps: bool = False,
     ranks: int | None = None,
+    divides_heads: bool = False,
+    q_dtype: torch.dtype | None = None,
 ) -> WorkspacePlan:
     """Upper bound over every batch within `limits`, for layers like this one.
 
     layout: of the window cache; the compressed cache has the same row dtype. layer_steps: whether the steps around
-    attention run too. ranks: those that share the compressed entries; None: no context parallelism. Take the `union`
-    over a model's layers.
+    attention run too. ranks: those that share the compressed entries; None: no context parallelism. divides_heads:
+    whether these ranks divide heads, and the layer has those of one (`ContextParallel.divides_heads`). q_dtype: of
+    what ranks exchange; None: bf16 or fp32. Take the `union` over a model's layers.
     """
+    exchanged = 0
+    if ranks is not None and layer.has_entries:
+        exchanged = (divided_bytes if divides_heads else merge_bytes)(ranks, layer, limits, q_dtype)
+        # the backend attends with the heads of all ranks
+        layer = all_heads(layer, ranks) if divides_heads else layer
     bounds = prefill_bounds(layer, limits, backend, layout)
     prefill = _prefill_bytes(layer, limits, backend, layout, bounds)
     lanes = {Phase.DECODE.value: _decode_bytes(layer, limits, backend), Phase.PREFILL.value: prefill}
@@ -73,7 +82,7 @@ def plan_workspace(
     if layer_steps:
         transient = max(transient, complete(backend).layer_steps.transient_bytes(tokens))
     if ranks is not None and layer.has_entries:
-        lanes[RANKS] = merge_bytes(ranks, layer, limits)
+        lanes[RANKS] = exchanged
         if layer_steps and layer.topk:
             transient = max(transient, 2 * TILE_BYTES + selection_transient_bytes(ranks, layer, tokens))
     return WorkspacePlan(lanes, transient)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
-from math import nan
+from functools import cached_property, partial
+from math import inf, nan
 from typing import Any
 
 import attrs
@@ -15,6 +15,7 @@ from dsv4attn.core import rank_buffers
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.context_parallel import ContextParallel, OwnedMetadataBuilder, forward_mqa_over_ranks
 from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.head_buffers import divided_specs
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import Batch
@@ -28,8 +29,8 @@ RAGGED = [(70, 1), (5, 1), (200, 3), (3, 1), (64, 40), (9, 9), (130, 66)]
 """(tokens after the step, query tokens); decodes first."""
 
 
-def over(group: Any, interleave: int = 1) -> ContextParallel:
-    return ContextParallel(group, interleave)
+def over(group: Any, interleave: int = 1, *, divides_heads: bool = False) -> ContextParallel:
+    return ContextParallel(group, interleave, divides_heads)
 
 
 def same_everywhere(group: Any, value: Tensor) -> None:
@@ -38,7 +39,7 @@ def same_everywhere(group: Any, value: Tensor) -> None:
 
 
 class Watched(ContextParallel):
-    """A context that notes when exchanges begin and end, and whether rows of `out` are still to come."""
+    """A context that notes when parts begin and end to be sent, and whether rows of `out` are still to come."""
 
     out: Tensor
 
@@ -47,8 +48,16 @@ class Watched(ContextParallel):
         return []
 
     def start(self, mine: Tensor, what: str, *, out: Tensor | None = None) -> Callable[[], Tensor]:
+        return self._noted(what, partial(super().start, mine, what, out=out))
+
+    def start_all_to_all(self, mine: Tensor, what: str, *, out: Tensor) -> Callable[[], Tensor]:
+        return self._noted(what, partial(super().start_all_to_all, mine, what, out=out))
+
+    def _noted(self, what: str, start: Callable[[], Callable[[], Tensor]]) -> Callable[[], Tensor]:
+        if what != "attention":
+            return start()
         self.notes.append("begin before others" if bool(torch.isnan(self.out).any()) else "begin")
-        finish = super().start(mine, what, out=out)
+        finish = start()
 
         def noted() -> Tensor:
             self.notes.append("end")
@@ -57,12 +66,12 @@ class Watched(ContextParallel):
         return noted
 
 
-def beside(group: Any, kind: LayerKind, form: str) -> None:
+def beside(group: Any, kind: LayerKind, form: str, *, divides_heads: bool = False) -> None:
     """Exchanges of a prefill run beside the attention of later chunks, two at a time."""
-    before = rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS
+    before, heads = (rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS), 2 if divides_heads else 4
     # about eight tokens, and chunks of at least twice as many
-    rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS = 8 * group.size() * 4 * (32 * 4 + 4), 16
-    context = Watched(group, 2)
+    rank_buffers.PIECE_BYTES, rank_buffers.PART_TOKENS = 8 * group.size() * heads * (32 * 4 + 4), 16
+    context = Watched(group, 2, divides_heads)
     try:
         attention(group, kind, form, context)
     finally:
@@ -76,9 +85,23 @@ def beside(group: Any, kind: LayerKind, form: str) -> None:
     assert notes.count("begin before others") >= 8
 
 
-def attention(group: Any, kind: LayerKind, form: str, context: ContextParallel | None = None) -> None:
-    """Ragged decodes and prefills with random keys, NaN in every other slot, against float64."""
+def attention(
+    group: Any,
+    kind: LayerKind,
+    form: str,
+    context: ContextParallel | None = None,
+    sink: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Ragged decodes and prefills with random keys, NaN in every other slot, against float64.
+
+    sink: of all heads, -inf for none; None: random. Where ranks divide heads, each has two.
+    """
     context, layer = context or over(group, 2), SMALL.layer_of_kind(kind)
+    every, mine = layer.num_heads, slice(None)
+    if context.divides_heads:
+        layer, every = attrs.evolve(layer, num_heads=2), 2 * group.size()
+        mine = slice(2 * group.rank(), 2 * group.rank() + 2)
     own, limits, ratio = context.ownership, Limits(8, 128, 256), layer.compress_ratio
     draw = torch.Generator().manual_seed(3)
     page, tokens_per_page, window_page = 64 // ratio, 64, 16
@@ -87,7 +110,7 @@ def attention(group: Any, kind: LayerKind, form: str, context: ContextParallel |
     window = PagedKVCache(torch.full((7 * 16, window_page, 32), nan), FP32)
     compressed = PagedKVCache(torch.full((7 * columns + 2, page, 32), nan), FP32)
     tables = [torch.randperm(7 * n, generator=draw).int().reshape(7, n) for n in (16, columns)]
-    starts, slots, q = [0], [], torch.randn(121, 4, 32, generator=draw)
+    starts, slots, q = [0], [], torch.randn(121, every, 32, generator=draw)
     keys = [(torch.randn(n, 32, generator=draw), torch.randn(n // ratio, 32, generator=draw)) for n, _ in RAGGED]
     for i, (n, count) in enumerate(RAGGED):
         for p in range(max(n - count - 7, 0), n):
@@ -123,18 +146,27 @@ def attention(group: Any, kind: LayerKind, form: str, context: ContextParallel |
         chosen = own.local_numbers(rows)
     else:
         global_chosen = [list(range(n)) for n in seen]
-    sink, out = torch.randn(4, generator=draw), torch.full((len(q), 4, 32), nan)
-    workspace, lse = WorkspaceManager("cpu"), torch.full((len(q), 4), nan)
+    sink = torch.randn(every, generator=draw) if sink is None else sink
+    q = q.to(dtype)
+    workspace, (out, lse) = WorkspaceManager("cpu"), (torch.full_like(q[:, mine], nan), torch.full((121, every), nan))
+    lse = lse[:, mine].contiguous()
+    own_sink = None if bool((sink == -inf).all()) else sink[mine].contiguous()
     context.__dict__["out"] = out
-    given = context, q, LayerCaches(window, compressed), metadata, BACKENDS[form], workspace, out
-    more = {"layer": layer, "limits": limits, "attn_sink": sink, "topk_indices": chosen, "lse": lse}
+    if context.divides_heads:
+        views = workspace.get_simultaneous(*divided_specs(own.size, 121, 2, 32, dtype), lane=rank_buffers.LANE)
+        context.__dict__["out"] = views[-2].fill_(nan)
+    given = context, q[:, mine], LayerCaches(window, compressed), metadata, BACKENDS[form], workspace, out
+    more = {"layer": layer, "limits": limits, "attn_sink": own_sink, "topk_indices": chosen, "lse": lse}
     forward_mqa_over_ranks(*given, **more)  # type: ignore[arg-type]
 
+    rtol, atol = (1e-5, 2e-6) if dtype == torch.float32 else (2e-2, 2e-2)
     positions = [n - count + j for n, count in RAGGED for j in range(count)]
     for t, (i, p) in enumerate(zip(request, positions, strict=True)):
         found = torch.cat([keys[i][0][max(p - layer.window + 1, 0) : p + 1], keys[i][1][global_chosen[t]]]).double()
         logits = q[t].double() @ found.T * layer.scale
-        weights = torch.cat([logits, sink.double()[:, None]], 1).softmax(1)[:, :-1]
-        torch.testing.assert_close(out[t].double(), weights @ found, rtol=1e-5, atol=2e-6)
-        torch.testing.assert_close(lse[t].double(), logits.logsumexp(1), rtol=1e-5, atol=2e-6)
-    same_everywhere(group, out)
+        # logits are finite, so a sink of +inf takes all
+        weights = torch.cat([logits, sink.double().clamp(max=1e6)[:, None]], 1).softmax(1)[:, :-1]
+        torch.testing.assert_close(out[t].double(), (weights @ found)[mine], rtol=rtol, atol=atol)
+        torch.testing.assert_close(lse[t].double(), logits.logsumexp(1)[mine], rtol=1e-5, atol=2e-6)
+    if not context.divides_heads:
+        same_everywhere(group, out)

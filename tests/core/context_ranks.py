@@ -35,6 +35,7 @@ from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError, ContextParallelError
 from dsv4attn.selection import load_backend
 from tests.core.context_attention import attention, beside, over, same_everywhere
+from tests.core.context_heads import HEADS
 from tests.core.forms import BACKENDS
 from tests.core.whole import FP8, FP32, SMALL, Whole, deterministic, random_weights
 from tests.tools.replay.rank_cases import REPLAYS
@@ -345,4 +346,5 @@ CASES: dict[str, Callable[[Any], None]] = {
     "fingerprints": fingerprints,
     "half-divided": half_divided,
     "heads-of-others": heads_of_others,
+    **HEADS,
 }

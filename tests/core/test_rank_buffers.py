@@ -36,6 +36,7 @@ class Alone:
     """A context whose other ranks send what this one sends, with nothing in between."""
 
     ownership: Ownership
+    divides_heads: bool = False
 
     @property
     def label(self) -> str:
@@ -47,6 +48,9 @@ class Alone:
 
     def start(self, mine: Tensor, what: str, *, out: Tensor | None = None) -> Callable[[], Tensor]:
         return partial(self.gather, mine, what, out=out)
+
+    def start_all_to_all(self, mine: Tensor, what: str, *, out: Tensor) -> Callable[[], Tensor]:
+        return lambda: out.view(mine.shape).copy_(mine)
 
     def gather(self, mine: Tensor, what: str, *, out: Tensor | None = None) -> Tensor:
         ranks = self.ownership.size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dsv4attn.core.context_parallel.attention import forward_mqa_over_ranks, merge_over_ranks
 from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.heads import check_heads
 from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder, metadata_builder, on_rank
 from dsv4attn.core.context_parallel.ownership import Ownership, build_owned_slot_mapping
 from dsv4attn.core.context_parallel.reshard import reshard_cache
@@ -14,6 +15,7 @@ __all__ = [
     "OwnedMetadataBuilder",
     "Ownership",
     "build_owned_slot_mapping",
+    "check_heads",
     "forward_mqa_over_ranks",
     "merge_over_ranks",
     "metadata_builder",

@@ -11,15 +11,19 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.checks import check_call
 from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.heads import by_rank, gather_queries
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.forward import forward_in_parts, forward_mqa
 from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.head_buffers import ALL_HEADS_VIEWS, all_heads, divided_specs
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
 from dsv4attn.core.rank_buffers import LANE, attention_bytes, merge_specs, part_tokens, piece_bytes
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.errors import ArgumentError
 
 __all__ = ["forward_mqa_over_ranks", "merge_over_ranks"]
 
@@ -43,20 +47,32 @@ def forward_mqa_over_ranks(
 
     Arguments are those of `forward_mqa`, with metadata of an `OwnedMetadataBuilder`, and entry numbers of this rank in
     `topk_indices`. What is sent, received and merged lies in `workspace`. A warm-up reserves it, and sends nothing.
+    Where ranks divide heads, q, out, lse, attn_sink and layer are of the heads of this rank: queries of all ranks are
+    gathered, the backend attends with all heads to the entries of this rank, and each rank merges its own heads.
     """
     given = {"layer": layer, "limits": limits, "attn_sink": None, "topk_indices": topk_indices}
+    ranks, divides = context.ownership.size, context.divides_heads
     if metadata is None:
         forward_mqa(q, caches, metadata, backend, workspace, out, **given, lse=lse)  # type: ignore[arg-type]
-        plan = plan_workspace(layer, limits, backend, caches.swa.layout, ranks=context.ownership.size)
+        over = {"ranks": ranks, "divides_heads": divides, "q_dtype": q.dtype}
+        plan = plan_workspace(layer, limits, backend, caches.swa.layout, **over)  # type: ignore[arg-type]
         workspace.reserve(plan, caller=f"warm-up on {context.label}")
         return
     metadata.check_owner(context.ownership)
+    if divides:
+        check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
     part, *scratch = _views(context, out, workspace)
     part = part if lse is None else lse
+    attended, sources = (q, out, part), None
+    if divides:
+        scratch, attended = scratch[:-ALL_HEADS_VIEWS], tuple(scratch[-ALL_HEADS_VIEWS:])  # type: ignore[assignment]
+        sources, given["layer"] = by_rank(ranks, *attended[1:]), all_heads(layer, ranks)
+        gather_queries(context, q, attended[0], *scratch[:2])
     first = metadata.swa.num_decode_tokens if metadata.swa.num_prefill_tokens else 0
-    merging = _Merging(context, out, part, attn_sink, scratch, first)
-    tokens = part_tokens(context.ownership.size, attention_bytes(layer.num_heads, layer.head_dim, out.element_size()))
-    steps = forward_in_parts(q, caches, metadata, backend, workspace, out, **given, lse=part, chunk_tokens=tokens)  # type: ignore[arg-type]
+    merging = _Merging(context, out, part, attn_sink, scratch, first, sources)
+    tokens = part_tokens(ranks, attention_bytes(layer.num_heads, layer.head_dim, out.element_size()))
+    q, to, lses = attended
+    steps = forward_in_parts(q, caches, metadata, backend, workspace, to, **given, lse=lses, chunk_tokens=tokens)  # type: ignore[arg-type]
     for rows in steps:
         merging.reached(rows.stop)
     merging.finish()
@@ -70,14 +86,19 @@ def merge_over_ranks(
     out: [T, H, D] bf16 or fp32, and lse: [T, H] fp32, natural log, both without the sink. attn_sink: [H] fp32 - applied
     once, to the whole; None: none. lse stays without it. workspace: of the views of `merge_specs`. Every rank sends a
     token's out and lse in one exchange, and merges all parts in the order of ranks: so all ranks have the same bits.
+    Raises ArgumentError where ranks divide heads: what a rank attends to then has more heads than what it gets.
     """
+    if context.divides_heads:
+        expected, hint = "a context whose ranks have the same heads", "call forward_mqa_over_ranks"
+        raise ArgumentError("context", expected=expected, actual="divides_heads=True", hint=hint)
     _, *scratch = _views(context, out, workspace)
     _Merging(context, out, lse, attn_sink, scratch).finish()
 
 
 def _views(context: ContextParallel, out: Tensor, workspace: WorkspaceManager) -> list[Tensor]:
     tokens, heads, dim = out.shape
-    specs = merge_specs(context.ownership.size, tokens, heads, dim, out.dtype)
+    made = divided_specs if context.divides_heads else merge_specs
+    specs = made(context.ownership.size, tokens, heads, dim, out.dtype)
     return workspace.get_simultaneous(*specs, lane=LANE, caller=f"attention on {context.label}")
 
 
@@ -97,9 +118,14 @@ class _Merging:
         attn_sink: Tensor | None,
         scratch: Sequence[Tensor],
         first: int = 0,
+        sources: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """first: row at which prefill begins, whose rows come before those of decode."""
+        """first: row at which prefill begins, whose rows come before those of decode.
+
+        sources: out and lse of the heads of each rank, as of `by_rank`; None: out and lse are sent to all ranks.
+        """
         self._context, self._out, self._lse, self._sink = context, out, lse, attn_sink
+        self._divided, self._sources = sources is not None, sources or (out[None], lse[None])
         self._sent, self._received, *self._working = scratch
         (rows, heads, dim), size = out.shape, out.element_size()
         cut = partial(context.pieces, row_bytes=attention_bytes(heads, dim, size))
@@ -124,11 +150,15 @@ class _Merging:
             self._merge_one()
         out, ranks = self._out[piece], self._context.ownership.size
         before, whole = _bytes_of(out)
-        mine, found = self._sent[self._place][:whole], self._received[self._place][: ranks * whole]
-        parts = _parts(mine[None], before, out)
-        for part, one in zip(parts, (out, self._lse[piece]), strict=True):
-            part[0].copy_(one)
-        self._under_way.append((piece, self._context.start(mine, "attention", out=found)))
+        sent, found = self._sent[self._place], self._received[self._place][: ranks * whole]
+        mine = sent[: whole * len(self._sources[0])].view(-1, whole)
+        for part, one in zip(_parts(mine, before, out), self._sources, strict=True):
+            part.copy_(one[:, piece])
+        if self._divided:
+            finish = self._context.start_all_to_all(mine, "attention", out=found)
+        else:
+            finish = self._context.start(mine[0], "attention", out=found)
+        self._under_way.append((piece, finish))
         self._place = (self._place + 1) % len(self._sent)
 
     def _merge_one(self) -> None:

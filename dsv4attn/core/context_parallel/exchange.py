@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
-from attrs import field, frozen
+from attrs import field, frozen, validators
 from torch import Tensor, distributed
 
 from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
@@ -42,10 +42,14 @@ class ContextParallel:
 
     group: of torch.distributed, gloo or NCCL; this rank is one of its ranks.
     interleave: consecutive entries of one rank, see `Ownership`. It divides the records in every compressed page.
+    divides_heads: whether the ranks divide the query heads too, as an engine does whose context group is part of its
+       tensor parallel group: geometries, weights, queries and sinks are of the heads of one rank, equally many on all.
+       False: all ranks have the same heads.
     """
 
     group: ProcessGroup
     interleave: int = field(default=1, validator=at_least(1))
+    divides_heads: bool = field(default=False, validator=validators.instance_of(bool))
 
     def __attrs_post_init__(self) -> None:
         if not (distributed.is_available() and isinstance(self.group, distributed.ProcessGroup)):
@@ -89,6 +93,23 @@ class ContextParallel:
 
         return finish
 
+    def start_all_to_all(self, mine: Tensor, what: str, *, out: Tensor) -> Callable[[], Tensor]:
+        """Begin to send mine[i] to rank i. What is returned ends it: [ranks, ...] what each rank has sent to this one.
+
+        mine: [ranks, ...], contiguous, of the same shape and dtype on all ranks. out: as many elements, written and
+        returned. Otherwise as `start`.
+        """
+        found = out.view(mine.shape)
+        with self._explained(what):
+            work = distributed.all_to_all_single(found, mine, group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            with self._explained(what):
+                work.wait()
+            return found
+
+        return finish
+
     def gather_objects(self, mine: _Object, what: str) -> list[_Object]:
         """The object of every rank, in the order of ranks: for checks and reports. They are pickled.
 
@@ -109,7 +130,8 @@ class ContextParallel:
 
         what: the thing that the facts are about; a layer, say. Every rank must call it, in the same order.
         """
-        mine = {"group size": self.ownership.size, "interleave": self.interleave, **facts}
+        ours = {"group size": self.ownership.size, "interleave": self.interleave, "divides_heads": self.divides_heads}
+        mine = {**ours, **facts}
         (first, wanted), *others = self.gather_objects((what, mine), f"the fingerprint of {what}")
         for rank, (name, given) in enumerate(others, 1):
             named = [("layer", first, name)] if name != first else []
