@@ -13,7 +13,7 @@ from dsv4attn.core.caches import DeepseekV4Caches
 from dsv4attn.core.checks import check_metadata, check_same_device
 from dsv4attn.core.compressor import Compressor, LatentCompressor
 from dsv4attn.core.context import get_forward_context
-from dsv4attn.core.context_parallel import ContextParallel, check_heads, select_topk_over_ranks
+from dsv4attn.core.context_parallel import ContextParallel, check_heads, select_topk_over_ranks, together
 from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.definitions import INVARIANT, PLAIN, complete_steps
 from dsv4attn.core.definitions.compressor import rms_norm
@@ -159,9 +159,9 @@ class DeepseekV4Attention:
     def bind_kv_cache(self, caches: DeepseekV4Caches) -> None:
         """Bind the caches of this layer. Raises ArgumentError or LayoutMismatchError unless they fit it.
 
-        A layer that reads the compressed cache of another takes that layer's, which is bound before.
+        A layer that reads the compressed cache of another takes that layer's, which is bound before. With
+        `context_parallel` all ranks must bind at the same time, and if one rank refuses, all do.
         """
-        geometry, kind = self.geometry, self.layer.kind
         context = self.attention.context_parallel
         if context is not None:
             part = None if self._group is None else (self._group.rank(), self._group.size())
@@ -169,7 +169,15 @@ class DeepseekV4Attention:
             context.check_caches(f"caches of {self.attention.prefix}", caches, **same)
             if context.divides_heads:
                 check_heads(context, self.attention.prefix, part)
-        caches = self._sources.caches(caches, self.index, index=self.indexer is not None)
+        with together(context, f"caches of {self.attention.prefix}"):
+            caches = self._sources.caches(caches, self.index, index=self.indexer is not None)
+            self._check_caches(caches)
+        self.attention.bind_kv_cache(caches.attention.swa, caches.attention.compressed)
+        self.caches = caches
+
+    def _check_caches(self, caches: DeepseekV4Caches) -> None:
+        """Raise ArgumentError unless there are the caches that this layer has, with its layouts."""
+        geometry, kind = self.geometry, self.layer.kind
         stateful = self.compressor if self.layer.has_states else None
         compressors = {"state": stateful, "index_state": self.indexer.compressor if self.indexer else None}
         widths = {name: one.width if one else None for name, one in compressors.items()}
@@ -196,8 +204,6 @@ class DeepseekV4Attention:
             if compressed is not None and compressed.block_size != caches.index.block_size:
                 expected = f"{compressed.block_size} records in a page, as the compressed cache has"
                 raise ArgumentError("caches.index", expected=expected, actual=caches.index.block_size)
-        self.attention.bind_kv_cache(caches.attention.swa, caches.attention.compressed)
-        self.caches = caches
 
     @torch.no_grad()
     def __call__(self, hidden_states: Tensor, positions: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from dsv4attn.core.allocator import BlockAllocator, BlockTable
 from dsv4attn.core.builder import STATE_BLOCK_SIZES
 from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
-from dsv4attn.core.context_parallel import ContextParallel, metadata_builder, on_rank
+from dsv4attn.core.context_parallel import ContextParallel, agreed, metadata_builder, on_rank
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
@@ -57,10 +57,11 @@ class CacheManager:
     beside `fp8_ds_mla`, and rows of the same dtype beside rows. num_blocks: pages of some groups ("window",
     "compressed", "c4a_state", "c128a_state"); by default enough for `max_num_reqs` sequences of `max_model_len` tokens.
     shuffle_seed: hand out pages in a random order. keep_windows: keep pages that no later token of a sequence reads, so
-    that it can be forked anywhere. backend: its index kernels build metadata.
-    context_parallel: ranks that share the compressed entries: a compressed page has those of as many tokens more.
+    that it can be forked anywhere. backend: its index kernels build metadata. context_parallel: ranks that share the
+    compressed entries; a compressed page has those of as many tokens more. If one rank's manager fails, all ranks' do.
     """
 
+    @agreed("CacheManager")
     def __init__(
         self,
         geometry: ModelGeometry,

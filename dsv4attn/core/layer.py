@@ -16,7 +16,7 @@ from torch import Tensor
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.checks import check_bound, check_cache, check_compressed, check_insert
 from dsv4attn.core.context import get_forward_context
-from dsv4attn.core.context_parallel import ContextParallel, forward_mqa_over_ranks
+from dsv4attn.core.context_parallel import ContextParallel, forward_mqa_over_ranks, together
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
@@ -98,7 +98,7 @@ class DeepseekV4MLAAttention:
 
         With `context_parallel` all ranks must bind at the same time: each raises ArgumentError, with the rank that
         differs, unless all ranks have the same geometry, limits, layouts, page sizes and numbers of compressed pages,
-        and a workspace that can hold its plan.
+        and a workspace that can hold its plan. If one rank refuses, all do.
         """
         caches = LayerCaches(swa, compressed)
         context = self.context_parallel
@@ -109,13 +109,14 @@ class DeepseekV4MLAAttention:
                 given, ranks = (self.geometry, self.limits, self.backend, swa.layout), context.ownership.size
                 plan = plan_workspace(*given, ranks=ranks, divides_heads=context.divides_heads)
                 context.check_workspace(self.prefix, self.workspace, plan)
-        check_cache("swa cache", swa, self.geometry)
-        check_layout(swa.layout, self.swa_layout or swa.layout, f"swa cache of {self.prefix}")
-        if self.geometry.kind is not LayerKind.SWA:
-            check_compressed(caches, self.geometry)
-        if compressed is not None:
-            wanted = self.compressed_layout or compressed.layout
-            check_layout(compressed.layout, wanted, f"compressed cache of {self.prefix}")
+        with together(context, f"caches of {self.prefix}"):
+            check_cache("swa cache", swa, self.geometry)
+            check_layout(swa.layout, self.swa_layout or swa.layout, f"swa cache of {self.prefix}")
+            if self.geometry.kind is not LayerKind.SWA:
+                check_compressed(caches, self.geometry)
+            if compressed is not None:
+                wanted = self.compressed_layout or compressed.layout
+                check_layout(compressed.layout, wanted, f"compressed cache of {self.prefix}")
         self.caches = caches
 
     def fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor) -> None:

@@ -11,6 +11,7 @@ from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import distributed
@@ -308,6 +309,40 @@ def half_divided(group: Any) -> None:
             model.step([(model.manager.new(), 9)], model.hidden(0, 9))
 
 
+def refusals(group: Any) -> None:
+    """What one rank alone refuses, before or while it binds, is refused on all; then the group goes on."""
+    last, context = group.size() - 1, over(group)
+    mine = group.rank() == last
+    good = Whole(load_backend("reference"), compressed_block_tokens=64, **both(context))
+    layer, caches = good.layers[1], good.manager.caches[1]
+    assert caches.index is not None
+    own, twice = caches.index, 2 * caches.index.block_size
+    index = PagedKVCache.allocate(own.layout, own.num_blocks, twice, own.device) if mine else own
+    attempts: list[tuple[str, str, Callable[[], object]]] = [
+        ("interleave", "CacheManager", lambda: Whole(load_backend("reference"), **both(over(group, 3 if mine else 1)))),
+        (
+            "compressed_block_tokens",
+            "CacheManager",
+            lambda: Whole(load_backend("reference"), compressed_block_tokens=66 if mine else 64, **both(context)),
+        ),
+        ("caches.index", "caches of layers.1", lambda: layer.bind_kv_cache(attrs.evolve(caches, index=index))),
+    ]
+    for said, what, attempt in attempts:
+        with pytest.raises(ArgumentError) as caught:
+            attempt()
+        wanted = f"{said}: " if mine else f"{what}: expected what every rank of the group accepts, got rank {last} "
+        assert str(caught.value).startswith(wanted), str(caught.value)
+        assert said in str(caught.value)
+    layer.bind_kv_cache(caches)
+    # a context beyond the limits is refused by each rank itself, before anything is sent
+    sequence = good.manager.new()
+    for first in range(0, 256, 64):
+        good.step([(sequence, 64)], good.hidden(first, 64))
+    with pytest.raises(ArgumentError, match=f"rank {group.rank()} of {group.size()}: expected at most 256"):
+        good.step([(sequence, 1)], good.hidden(0, 1))
+    same_everywhere(group, torch.ones(3))
+
+
 def heads_of_others(group: Any) -> None:
     """Ranks that hold different heads are refused as ranks of one context, with what differs."""
     limits, rank, size = Limits(4, 64, 256), group.rank(), group.size()
@@ -343,6 +378,7 @@ CASES: dict[str, Callable[[Any], None]] = {
     "layers-prefill": partial(whole, layout=FP32, interleave=4, prefill="gathered"),
     "short": long_shortcut,
     "warm-up": warm_up,
+    "refusals": refusals,
     "fingerprints": fingerprints,
     "half-divided": half_divided,
     "heads-of-others": heads_of_others,

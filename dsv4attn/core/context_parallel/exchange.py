@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from attrs import field, frozen, validators
 from torch import Tensor, distributed
@@ -22,9 +22,10 @@ from dsv4attn.errors import ArgumentError, ContextParallelError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["ContextParallel"]
+__all__ = ["ContextParallel", "agreed", "together"]
 
 _Object = TypeVar("_Object")
+_P = ParamSpec("_P")
 
 
 def _all_gather(*tensors: Tensor, group: ProcessGroup) -> distributed.Work:
@@ -170,9 +171,51 @@ class ContextParallel:
         self.check_same(prefix, {"workspace": short})
 
     @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A block that fails on every rank if it fails on one, so that no rank waits for another that has refused.
+
+        The rank that refuses keeps its error; the others raise ArgumentError with its number and text. what: names the
+        block in errors. Every rank must enter it, in the same order.
+        """
+        refused: Exception | None = None
+        try:
+            yield
+        except ContextParallelError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            refused = error
+        said = self.gather_objects(None if refused is None else str(refused), f"whether all ranks accept {what}")
+        if refused is not None:
+            raise refused
+        for rank, text in enumerate(said):
+            if text is not None:
+                actual = f"rank {rank} refuses: {text}"
+                raise ArgumentError(what, expected="what every rank of the group accepts", actual=actual)
+
+    @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
         """Turn an error of torch.distributed into one that says which exchange failed, and where."""
         try:
             yield
         except (RuntimeError, ValueError) as error:
             raise ContextParallelError(self.ownership.rank, self.ownership.size, what, str(error)) from error
+
+
+def together(context: ContextParallel | None, what: str) -> AbstractContextManager[None]:
+    """`ContextParallel.together`; without a context a block like any other."""
+    return nullcontext() if context is None else context.together(what)
+
+
+def agreed(what: str) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
+    """Decorate a constructor with a keyword `context_parallel`, so that it fails on every rank if it fails on one."""
+
+    def decorate(made: Callable[_P, None]) -> Callable[_P, None]:
+        @wraps(made)
+        def run(*args: _P.args, **options: _P.kwargs) -> None:
+            context = options.get("context_parallel")
+            with together(context if isinstance(context, ContextParallel) else None, what):
+                made(*args, **options)
+
+        return run
+
+    return decorate
