@@ -73,9 +73,9 @@ def plan_workspace(
     if layer_steps:
         transient = max(transient, complete(backend).layer_steps.transient_bytes(tokens))
     if ranks is not None and layer.has_entries:
-        lanes[RANKS] = merge_bytes(ranks, layer, limits)
+        lanes[RANKS] = merge_bytes(ranks, layer, limits, sums=complete(backend).rank_steps is None)
         if layer_steps and layer.topk:
-            transient = max(transient, 2 * TILE_BYTES + selection_transient_bytes(ranks, layer, tokens))
+            transient = max(transient, 2 * TILE_BYTES) + selection_transient_bytes(ranks, layer, tokens)
     return WorkspacePlan(lanes, transient)
 
 

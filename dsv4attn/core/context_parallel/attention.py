@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.context_parallel.exchange import ContextParallel
-from dsv4attn.core.contract import Backend
+from dsv4attn.core.contract import Backend, RankSteps, complete
 from dsv4attn.core.forward import forward_in_parts, forward_mqa
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.limits import Limits
@@ -51,10 +51,11 @@ def forward_mqa_over_ranks(
         workspace.reserve(plan, caller=f"warm-up on {context.label}")
         return
     metadata.check_owner(context.ownership)
-    part, *scratch = _views(context, out, workspace)
+    kernels = complete(backend).rank_steps
+    part, *scratch = _views(context, out, workspace, kernels)
     part = part if lse is None else lse
     first = metadata.swa.num_decode_tokens if metadata.swa.num_prefill_tokens else 0
-    merging = _Merging(context, out, part, attn_sink, scratch, first)
+    merging = _Merging(context, out, part, attn_sink, scratch, first, kernels)
     tokens = part_tokens(context.ownership.size, attention_bytes(layer.num_heads, layer.head_dim, out.element_size()))
     steps = forward_in_parts(q, caches, metadata, backend, workspace, out, **given, lse=part, chunk_tokens=tokens)  # type: ignore[arg-type]
     for rows in steps:
@@ -63,21 +64,31 @@ def forward_mqa_over_ranks(
 
 
 def merge_over_ranks(
-    context: ContextParallel, out: Tensor, lse: Tensor, attn_sink: Tensor | None, workspace: WorkspaceManager
+    context: ContextParallel,
+    out: Tensor,
+    lse: Tensor,
+    attn_sink: Tensor | None,
+    workspace: WorkspaceManager,
+    *,
+    backend: Backend | None = None,
 ) -> None:
     """Replace the attention of one rank's keys by that of all ranks' keys, in place.
 
     out: [T, H, D] bf16 or fp32, and lse: [T, H] fp32, natural log, both without the sink. attn_sink: [H] fp32 - applied
-    once, to the whole; None: none. lse stays without it. workspace: of the views of `merge_specs`. Every rank sends a
-    token's out and lse in one exchange, and merges all parts in the order of ranks: so all ranks have the same bits.
+    once, to the whole; None: none. lse stays without it. workspace: of the views of `merge_specs`. backend: that the
+    workspace was planned with, whose `rank_steps` merge; None: torch does. Every rank sends a token's out and lse in
+    one exchange, and merges all parts in the order of ranks: so all ranks have the same bits, if they merge alike.
     """
-    _, *scratch = _views(context, out, workspace)
-    _Merging(context, out, lse, attn_sink, scratch).finish()
+    kernels = None if backend is None else complete(backend).rank_steps
+    _, *scratch = _views(context, out, workspace, kernels)
+    _Merging(context, out, lse, attn_sink, scratch, 0, kernels).finish()
 
 
-def _views(context: ContextParallel, out: Tensor, workspace: WorkspaceManager) -> list[Tensor]:
+def _views(
+    context: ContextParallel, out: Tensor, workspace: WorkspaceManager, kernels: RankSteps | None
+) -> list[Tensor]:
     tokens, heads, dim = out.shape
-    specs = merge_specs(context.ownership.size, tokens, heads, dim, out.dtype)
+    specs = merge_specs(context.ownership.size, tokens, heads, dim, out.dtype, sums=kernels is None)
     return workspace.get_simultaneous(*specs, lane=LANE, caller=f"attention on {context.label}")
 
 
@@ -96,10 +107,11 @@ class _Merging:
         lse: Tensor,
         attn_sink: Tensor | None,
         scratch: Sequence[Tensor],
-        first: int = 0,
+        first: int,
+        kernels: RankSteps | None,
     ) -> None:
-        """first: row at which prefill begins, whose rows come before those of decode."""
-        self._context, self._out, self._lse, self._sink = context, out, lse, attn_sink
+        """first: row at which prefill begins, whose rows come before those of decode. kernels: None: torch merges."""
+        self._context, self._out, self._lse, self._sink, self._kernels = context, out, lse, attn_sink, kernels
         self._sent, self._received, *self._working = scratch
         (rows, heads, dim), size = out.shape, out.element_size()
         cut = partial(context.pieces, row_bytes=attention_bytes(heads, dim, size))
@@ -125,9 +137,12 @@ class _Merging:
         out, ranks = self._out[piece], self._context.ownership.size
         before, whole = _bytes_of(out)
         mine, found = self._sent[self._place][:whole], self._received[self._place][: ranks * whole]
-        parts = _parts(mine[None], before, out)
-        for part, one in zip(parts, (out, self._lse[piece]), strict=True):
-            part[0].copy_(one)
+        its = [part[0] for part in _parts(mine[None], before, out)]
+        if self._kernels is not None:
+            self._kernels.pack_part(out, self._lse[piece], *its)
+        else:
+            for part, one in zip(its, (out, self._lse[piece]), strict=True):
+                part.copy_(one)
         self._under_way.append((piece, self._context.start(mine, "attention", out=found)))
         self._place = (self._place + 1) % len(self._sent)
 
@@ -137,6 +152,9 @@ class _Merging:
         out = self._out[piece]
         before, _ = _bytes_of(out)
         parts = _parts(finish(), before, out)
+        if self._kernels is not None:
+            self._kernels.merge_parts(*parts, out, self._lse[piece], self._sink)
+            return
         working = [view[: out.shape[0]] for view in self._working]
         out.copy_(_merge_parts(*parts, self._lse[piece], self._sink, working))
 
