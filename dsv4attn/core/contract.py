@@ -26,7 +26,7 @@ from attrs import frozen
 
 from dsv4attn.core.descriptor import API_VERSION, LAYER_PARTS, BackendInfo, Rank
 from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.index_ops import BuilderSteps, IndexStep, IndexSteps, MetadataExtension, RaggedSteps
+from dsv4attn.core.index_ops import BuilderSteps, IndexStep, IndexSteps, MetadataExtension, RaggedSteps, RankSteps
 from dsv4attn.core.keys import ChunkRows, DenseIndices, GatheredKeys, PagedKeys, PageTable, RaggedIndices
 from dsv4attn.core.layer_ops import LAYER_STEPS, LayerSteps
 
@@ -73,6 +73,7 @@ __all__ = [
     "RaggedIndices",
     "RaggedSteps",
     "Rank",
+    "RankSteps",
     "Run",
     "complete",
 ]
@@ -292,12 +293,13 @@ class Backend(Protocol):
 class BackendDefaults(Protocol):
     """The optional parts of a backend, and their defaults. Derive from it, or define some of the parts.
 
-    builder_steps: index arithmetic of `MetadataBuilder`; None: torch's.
+    builder_steps, rank_steps: index arithmetic of `MetadataBuilder`, and the merge over ranks; None: torch's.
     deterministic: whether no row's bits depend on the other rows of a call.
     projects_fp8: whether `inv_rope_o_proj` takes a `BlockScaledWeight` as it is, and rounds outputs to fp8 then.
     """
 
     builder_steps: BuilderSteps | None = None
+    rank_steps: RankSteps | None = None
     deterministic: bool = False
     projects_fp8: bool = False
 
@@ -377,6 +379,7 @@ _OPTIONAL = (
     "prepare_rows",
     "prefers_pages",
     "builder_steps",
+    "rank_steps",
     "deterministic",
     "projects_fp8",
     "layer_steps",

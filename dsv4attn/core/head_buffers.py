@@ -27,12 +27,14 @@ def all_heads(layer: LayerGeometry, ranks: int) -> LayerGeometry:
     return evolve(layer, num_heads=layer.num_heads * ranks)
 
 
-def divided_specs(ranks: int, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+def divided_specs(
+    ranks: int, tokens: int, heads: int, dim: int, dtype: torch.dtype, *, sums: bool = True
+) -> tuple[BufferSpec, ...]:
     """Views of attention over ranks with `heads` heads each: those of `merge_specs`, then q, out and lse of all heads.
 
     What is sent has a part for each rank, and queries are gathered where parts are received later. dtype: of q.
     """
-    lse, ((places, sent), kind), *others = merge_specs(ranks, tokens, heads, dim, dtype)
+    lse, ((places, sent), kind), *others = merge_specs(ranks, tokens, heads, dim, dtype, sums=sums)
     every = tokens, ranks * heads
     return (
         lse,
@@ -44,8 +46,10 @@ def divided_specs(ranks: int, tokens: int, heads: int, dim: int, dtype: torch.dt
     )
 
 
-def divided_bytes(ranks: int, layer: LayerGeometry, limits: Limits, q_dtype: torch.dtype | None = None) -> int:
+def divided_bytes(
+    ranks: int, layer: LayerGeometry, limits: Limits, q_dtype: torch.dtype | None = None, *, sums: bool = True
+) -> int:
     """`rank_buffers.merge_bytes` of ranks that divide heads. layer: with the heads of one rank."""
     tokens, sizes = limits.max_num_batched_tokens, (layer.num_heads, layer.head_dim)
     dtypes = (torch.bfloat16, torch.float32) if q_dtype is None else (q_dtype,)
-    return max(simultaneous_bytes(divided_specs(ranks, tokens, *sizes, dtype)) for dtype in dtypes)
+    return max(simultaneous_bytes(divided_specs(ranks, tokens, *sizes, dtype, sums=sums)) for dtype in dtypes)

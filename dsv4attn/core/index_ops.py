@@ -24,6 +24,7 @@ __all__ = [
     "MetadataExtension",
     "OwnedBuilderSteps",
     "RaggedSteps",
+    "RankSteps",
     "prepare_index_step",
 ]
 
@@ -183,6 +184,24 @@ class OwnedBuilderSteps(BuilderSteps, Protocol):
         out: tuple[Tensor, Tensor],
     ) -> None:
         """`build_compressed_slot_mapping` of one rank; `core.context_parallel.ownership` is the definition."""
+
+
+class RankSteps(Protocol):
+    """Attention over ranks: what is sent, and the merge. `core.context_parallel.attention` is the definition.
+
+    Letters: R ranks, t tokens of a piece, H heads, D dims. Nothing is allocated.
+    """
+
+    def pack_part(self, out: Tensor, lse: Tensor, sent: Tensor, sent_lse: Tensor) -> None:
+        """Copy out [t, H, D] and lse [t, H] fp32, of any strides, to contiguous tensors of the same dtypes."""
+
+    def merge_parts(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, attn_sink: Tensor | None) -> None:
+        """Write the attention over the keys of all ranks to out [t, H, D] and lse [t, H] fp32, of any strides.
+
+        outs: [R, t, H, D] like out, and lses: [R, t, H] fp32, natural log: contiguous but for the first dimension. They
+        are summed in fp32 in the order of ranks, so that all ranks have the same bits. A part of weight zero may hold
+        NaN. attn_sink: [H] fp32 or None - applied once, to the whole; lse stays without it.
+        """
 
 
 class RaggedSteps(IndexSteps, Protocol):

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dsv4attn.core.context_parallel.ownership import Ownership
     from dsv4attn.core.definitions.indexer import IndexQuery
     from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 
-__all__ = ["LAYER_STEPS", "LayerSteps", "Linear", "takes_bf16_norm"]
+__all__ = ["LAYER_STEPS", "LayerSteps", "Linear", "RankSelection", "takes_bf16_norm"]
 
 Linear: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 """`linear(x, weight)`: x [..., K] times weight [N, K] transposed."""
@@ -318,3 +319,39 @@ class LayerSteps(Protocol):
 
     def transient_bytes(self, max_tokens: int) -> int:
         """Upper bound on temporaries of the framework's allocator in any one step; 0 for kernels."""
+
+
+class RankSelection(Protocol):
+    """Optional steps of a selection over ranks; torch's where steps lack them. R ranks, T tokens, K entries of each.
+
+    most_over_ranks: the largest K that they take.
+    """
+
+    most_over_ranks: int
+
+    def propose_candidates(
+        self,
+        ownership: Ownership,
+        query: IndexQuery,
+        cache: PagedKVCache,
+        block_table: Tensor,
+        token_to_req: Tensor,
+        visible_lens: Tensor,
+        numbers: Tensor,
+        scores: Tensor,
+        max_entries: int,
+    ) -> None:
+        """`LayerSteps.select_topk` of this rank's entries, with the scores that it compared.
+
+        numbers: [T, K] int32 - entry numbers of whole sequences, ascending, then -1. scores: [T, K] fp32 of them, -inf
+        for none. max_entries: of this rank.
+        """
+
+    def choose_candidates(
+        self, ownership: Ownership, numbers: Tensor, scores: Tensor, out: Tensor, max_entries: int
+    ) -> None:
+        """Write this rank's numbers of the K best candidates of all ranks to out [T, K] int32, ascending, then -1.
+
+        numbers: [R, T, K] int32 and scores: [R, T, K] fp32 with equal strides, as `propose_candidates` wrote them on
+        each rank. Of equal scores the lower entry number wins. max_entries: of whole sequences.
+        """

@@ -53,6 +53,7 @@ class PhasedBackend(BackendDefaults):
             products=one.products if one.products is Products.FP8 else other.products,
         )
         self.steps, self.builder_steps = decode.steps, self._decode.builder_steps
+        self.rank_steps = self._decode.rank_steps
         self.deterministic = self._decode.deterministic and self._prefill.deterministic
         self.layer_steps, self.projects_fp8 = self._decode.layer_steps, self._decode.projects_fp8
         self.quantize_and_insert_k_cache = decode.quantize_and_insert_k_cache

@@ -63,34 +63,41 @@ def part_tokens(ranks: int, row_bytes: int) -> int:
     return max(piece_rows(ranks, row_bytes), PART_TOKENS)
 
 
-def merge_specs(ranks: int, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+def merge_specs(
+    ranks: int, tokens: int, heads: int, dim: int, dtype: torch.dtype, *, sums: bool = True
+) -> tuple[BufferSpec, ...]:
     """Views of attention over ranks: of all tokens, lse; of a piece, what is sent and received, and sums in fp32.
 
     dtype: of q. Where tokens are more than a piece, what is sent and received has a second place, for the next piece.
+    sums: whether sums are kept in memory, as torch's merge does.
     """
     size = dtype.itemsize
     rows = min(piece_rows(ranks, attention_bytes(heads, dim, size)), tokens)
     _, sent = piece_bytes(rows, heads, dim, size)
     places = 2 if rows < tokens else 1
     numbers: list[BufferSpec] = [((rows, heads), _FP32)] * 3
-    sums: list[BufferSpec] = [((rows, heads, dim), _FP32)] * 2
+    whole: list[BufferSpec] = [((rows, heads, dim), _FP32)] * 2
+    working = (*numbers, ((rows, heads), torch.bool), *whole) if sums else ()
     return (
         ((tokens, heads), _FP32),
         ((places, sent), torch.uint8),
         ((places, ranks * sent), torch.uint8),
-        *numbers,
-        ((rows, heads), torch.bool),
-        *sums,
+        *working,
     )
 
 
-def merge_bytes(ranks: int, layer: LayerGeometry, limits: Limits, q_dtype: torch.dtype | None = None) -> int:
-    """Bytes of LANE for any step within limits. q_dtype: of q; None: bf16 or fp32. Layers without entries need none."""
+def merge_bytes(
+    ranks: int, layer: LayerGeometry, limits: Limits, q_dtype: torch.dtype | None = None, *, sums: bool = True
+) -> int:
+    """Bytes of LANE for any step within limits. Layers without entries need none.
+
+    q_dtype: of q; None: bf16 or fp32. sums: see `merge_specs`.
+    """
     if not layer.has_entries:
         return 0
     tokens, sizes = limits.max_num_batched_tokens, (layer.num_heads, layer.head_dim)
     dtypes = (torch.bfloat16, _FP32) if q_dtype is None else (q_dtype,)
-    return max(simultaneous_bytes(merge_specs(ranks, tokens, *sizes, dtype)) for dtype in dtypes)
+    return max(simultaneous_bytes(merge_specs(ranks, tokens, *sizes, dtype, sums=sums)) for dtype in dtypes)
 
 
 def selection_transient_bytes(ranks: int, layer: LayerGeometry, max_tokens: int) -> int:

@@ -48,6 +48,7 @@ class Bounds:
     model: the model whose steps around attention run on the backend too; None: attention alone.
     parts: which of them, names of `LAYER_PARTS`.
     index: layout of the index keys; default: `index_fp8` of the model's dims.
+    over_ranks: whether ranks share the compressed entries (`ContextParallel`), so that parts are exchanged and merged.
     """
 
     layers: tuple[LayerGeometry, ...] = field(validator=validators.min_len(1))
@@ -67,6 +68,7 @@ class Bounds:
     model: ModelGeometry | None = None
     parts: tuple[str, ...] = field(default=LAYER_PARTS, validator=_parts)
     index: KVCacheLayout | None = None
+    over_ranks: bool = False
 
     def __attrs_post_init__(self) -> None:
         check_window(self.swa, "bounds.swa")

@@ -66,7 +66,8 @@ def plan_workspace(
     """
     exchanged = 0
     if ranks is not None and layer.has_entries:
-        exchanged = (divided_bytes if divides_heads else merge_bytes)(ranks, layer, limits, q_dtype)
+        needed, sums = divided_bytes if divides_heads else merge_bytes, complete(backend).rank_steps is None
+        exchanged = needed(ranks, layer, limits, q_dtype, sums=sums)
         # the backend attends with the heads of all ranks
         layer = all_heads(layer, ranks) if divides_heads else layer
     bounds = prefill_bounds(layer, limits, backend, layout)
@@ -84,7 +85,7 @@ def plan_workspace(
     if ranks is not None and layer.has_entries:
         lanes[RANKS] = exchanged
         if layer_steps and layer.topk:
-            transient = max(transient, 2 * TILE_BYTES + selection_transient_bytes(ranks, layer, tokens))
+            transient = max(transient, 2 * TILE_BYTES) + selection_transient_bytes(ranks, layer, tokens)
     return WorkspacePlan(lanes, transient)
 
 

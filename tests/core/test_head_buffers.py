@@ -95,7 +95,7 @@ def test_gathering_and_merging_allocate_nothing(dtype: torch.dtype, monkeypatch:
     sink, out = torch.randn(heads, generator=draw), torch.empty(tokens, heads, dim, dtype=dtype)
     with Meter() as meter:
         gather_queries(context, q, queries, *scratch[:2])
-        _Merging(context, out, lse, sink, scratch, 0, by_rank(ranks, outs, lses)).finish()
+        _Merging(context, out, lse, sink, scratch, 0, None, by_rank(ranks, outs, lses)).finish()
 
     assert meter.peak == 0
     assert torch.equal(queries, q.repeat(1, ranks, 1))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton import projection
-from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.attention import attend, ranks
 from dsv4attn.backends._triton.cache import fill, gather, insert
 from dsv4attn.backends._triton.cache.records import row_alignments
 from dsv4attn.backends._triton.compiling.variant import Variant
@@ -31,6 +31,7 @@ from dsv4attn.core.contract import (
     LayerSteps,
     Phase,
     PrepareRows,
+    RankSteps,
     Run,
 )
 from dsv4attn.core.device import DeviceFacts
@@ -62,6 +63,7 @@ class TritonBackend(BackendDefaults):
     forms = Forms(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
     steps: IndexSteps = dense
     builder_steps: BuilderSteps = builder
+    rank_steps: RankSteps = ranks
 
     @property
     def _ragged(self) -> bool:
@@ -185,6 +187,14 @@ class TritonBackend(BackendDefaults):
             if self.projects_fp8:
                 dims = layer.num_heads, layer.head_dim, layer.rope_dim, bounds.num_groups, bounds.o_lora_rank
                 yield from output.variants(*dims, bounds.q_dtype, aligned=bounds.aligned_rows, arch=device.arch)
+            if bounds.over_ranks and layer.has_entries:
+                yield from ranks.variants(
+                    layer.num_heads,
+                    layer.head_dim,
+                    bounds.q_dtype,
+                    sinks=bounds.with_sink,
+                    aligned=bounds.aligned_rows,
+                )
             yield from self._attention_variants(bounds, layer, tuning)
         if bounds.model is not None:
             yield from layer_variants(bounds, device.arch)

@@ -14,7 +14,7 @@ from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.checks import check_call
 from dsv4attn.core.context_parallel.exchange import ContextParallel
 from dsv4attn.core.context_parallel.heads import by_rank, gather_queries
-from dsv4attn.core.contract import Backend
+from dsv4attn.core.contract import Backend, RankSteps, complete
 from dsv4attn.core.forward import forward_in_parts, forward_mqa
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.head_buffers import ALL_HEADS_VIEWS, all_heads, divided_specs
@@ -61,7 +61,8 @@ def forward_mqa_over_ranks(
     metadata.check_owner(context.ownership)
     if divides:
         check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
-    part, *scratch = _views(context, out, workspace)
+    kernels = complete(backend).rank_steps
+    part, *scratch = _views(context, out, workspace, kernels)
     part = part if lse is None else lse
     attended, sources = (q, out, part), None
     if divides:
@@ -69,7 +70,7 @@ def forward_mqa_over_ranks(
         sources, given["layer"] = by_rank(ranks, *attended[1:]), all_heads(layer, ranks)
         gather_queries(context, q, attended[0], *scratch[:2])
     first = metadata.swa.num_decode_tokens if metadata.swa.num_prefill_tokens else 0
-    merging = _Merging(context, out, part, attn_sink, scratch, first, sources)
+    merging = _Merging(context, out, part, attn_sink, scratch, first, kernels, sources)
     tokens = part_tokens(ranks, attention_bytes(layer.num_heads, layer.head_dim, out.element_size()))
     q, to, lses = attended
     steps = forward_in_parts(q, caches, metadata, backend, workspace, to, **given, lse=lses, chunk_tokens=tokens)  # type: ignore[arg-type]
@@ -79,26 +80,36 @@ def forward_mqa_over_ranks(
 
 
 def merge_over_ranks(
-    context: ContextParallel, out: Tensor, lse: Tensor, attn_sink: Tensor | None, workspace: WorkspaceManager
+    context: ContextParallel,
+    out: Tensor,
+    lse: Tensor,
+    attn_sink: Tensor | None,
+    workspace: WorkspaceManager,
+    *,
+    backend: Backend | None = None,
 ) -> None:
     """Replace the attention of one rank's keys by that of all ranks' keys, in place.
 
     out: [T, H, D] bf16 or fp32, and lse: [T, H] fp32, natural log, both without the sink. attn_sink: [H] fp32 - applied
-    once, to the whole; None: none. lse stays without it. workspace: of the views of `merge_specs`. Every rank sends a
-    token's out and lse in one exchange, and merges all parts in the order of ranks: so all ranks have the same bits.
+    once, to the whole; None: none. lse stays without it. workspace: of the views of `merge_specs`. backend: that the
+    workspace was planned with, whose `rank_steps` merge; None: torch does. Every rank sends a token's out and lse in
+    one exchange, and merges all parts in the order of ranks: so all ranks have the same bits, if they merge alike.
     Raises ArgumentError where ranks divide heads: what a rank attends to then has more heads than what it gets.
     """
     if context.divides_heads:
         expected, hint = "a context whose ranks have the same heads", "call forward_mqa_over_ranks"
         raise ArgumentError("context", expected=expected, actual="divides_heads=True", hint=hint)
-    _, *scratch = _views(context, out, workspace)
-    _Merging(context, out, lse, attn_sink, scratch).finish()
+    kernels = None if backend is None else complete(backend).rank_steps
+    _, *scratch = _views(context, out, workspace, kernels)
+    _Merging(context, out, lse, attn_sink, scratch, 0, kernels).finish()
 
 
-def _views(context: ContextParallel, out: Tensor, workspace: WorkspaceManager) -> list[Tensor]:
+def _views(
+    context: ContextParallel, out: Tensor, workspace: WorkspaceManager, kernels: RankSteps | None
+) -> list[Tensor]:
     tokens, heads, dim = out.shape
     made = divided_specs if context.divides_heads else merge_specs
-    specs = made(context.ownership.size, tokens, heads, dim, out.dtype)
+    specs = made(context.ownership.size, tokens, heads, dim, out.dtype, sums=kernels is None)
     return workspace.get_simultaneous(*specs, lane=LANE, caller=f"attention on {context.label}")
 
 
@@ -117,14 +128,15 @@ class _Merging:
         lse: Tensor,
         attn_sink: Tensor | None,
         scratch: Sequence[Tensor],
-        first: int = 0,
+        first: int,
+        kernels: RankSteps | None,
         sources: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """first: row at which prefill begins, whose rows come before those of decode.
+        """first: row at which prefill begins, whose rows come before those of decode. kernels: None: torch merges.
 
         sources: out and lse of the heads of each rank, as of `by_rank`; None: out and lse are sent to all ranks.
         """
-        self._context, self._out, self._lse, self._sink = context, out, lse, attn_sink
+        self._context, self._out, self._lse, self._sink, self._kernels = context, out, lse, attn_sink, kernels
         self._divided, self._sources = sources is not None, sources or (out[None], lse[None])
         self._sent, self._received, *self._working = scratch
         (rows, heads, dim), size = out.shape, out.element_size()
@@ -152,8 +164,12 @@ class _Merging:
         before, whole = _bytes_of(out)
         sent, found = self._sent[self._place], self._received[self._place][: ranks * whole]
         mine = sent[: whole * len(self._sources[0])].view(-1, whole)
-        for part, one in zip(_parts(mine, before, out), self._sources, strict=True):
-            part.copy_(one[:, piece])
+        parts = _parts(mine, before, out)
+        if self._kernels is not None and not self._divided:
+            self._kernels.pack_part(out, self._lse[piece], parts[0][0], parts[1][0])
+        else:
+            for part, one in zip(parts, self._sources, strict=True):
+                part.copy_(one[:, piece])
         if self._divided:
             finish = self._context.start_all_to_all(mine, "attention", out=found)
         else:
@@ -167,6 +183,9 @@ class _Merging:
         out = self._out[piece]
         before, _ = _bytes_of(out)
         parts = _parts(finish(), before, out)
+        if self._kernels is not None:
+            self._kernels.merge_parts(*parts, out, self._lse[piece], self._sink)
+            return
         working = [view[: out.shape[0]] for view in self._working]
         out.copy_(_merge_parts(*parts, self._lse[piece], self._sink, working))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from dsv4attn.core.definitions.indexer import IndexQuery, scores
 from dsv4attn.core.definitions.records import read_index_keys, slots_of
 from dsv4attn.core.definitions.selection import ENTRIES, selection_bytes
 from dsv4attn.core.definitions.tiles import PLAIN, Arithmetic, tiles
-from dsv4attn.core.layer_ops import LayerSteps
+from dsv4attn.core.layer_ops import LayerSteps, RankSelection
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.rank_buffers import candidate_bytes
 
@@ -54,11 +54,21 @@ def select_topk_over_ranks(
     """Write the numbers that this rank gives those of its entries which are among the K best of all ranks.
 
     out: [T, K] int32, ascending, then -1. The K best are those of `LayerSteps.select_topk` over all entries: of equal
-    scores the lower entry number wins, NaN is never chosen. steps: select this rank's candidates; their scores are
-    computed again, in torch with this arithmetic. cache, block_table, visible_lens: of this rank. max_entries: of whole
-    sequences.
+    scores the lower entry number wins, NaN is never chosen. steps: select this rank's candidates, with their scores if
+    they have `layer_ops.RankSelection`; else scores are computed again, in torch with this arithmetic. cache,
+    block_table, visible_lens: of this rank. max_entries: of whole sequences.
     """
     own = context.ownership
+    if out.shape[1] <= getattr(steps, "most_over_ranks", 0):
+        kernels = cast("RankSelection", steps)
+        for piece in context.pieces(out.shape[0], candidate_bytes(out.shape[1])):
+            mine = out.new_empty(2, piece.stop - piece.start, out.shape[1])
+            tables = block_table, token_to_req[piece], visible_lens[piece]
+            given = _rows(query, piece), cache, *tables, mine[0], mine[1].view(torch.float32), own.count(max_entries)
+            kernels.propose_candidates(own, *given)
+            both = context.gather(mine, "candidates")
+            kernels.choose_candidates(own, both[:, 0], both[:, 1].view(torch.float32), out[piece], max_entries)
+        return
     maps = block_table, token_to_req
     steps.select_topk(query, cache, *maps, visible_lens, out, own.count(max_entries))
     topk = out.shape[1]
@@ -112,6 +122,10 @@ def select_among(numbers: Tensor, score: Tensor, topk: int) -> Tensor:
     score, numbers = score.gather(-1, order), numbers.gather(-1, order)
     order = score.argsort(dim=-1, descending=True, stable=True)[:, :topk]
     return numbers.gather(-1, order).masked_fill_(score.gather(-1, order) == -inf, -1)
+
+
+def _rows(query: IndexQuery, part: slice) -> IndexQuery:
+    return IndexQuery(query.values[part], query.weights[part], None if query.scales is None else query.scales[part])
 
 
 def _ascending(numbers: Tensor) -> Tensor:

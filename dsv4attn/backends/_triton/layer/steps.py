@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from math import inf
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from dsv4attn.backends._triton.layer import (
     index_logits,
     index_query,
     latents,
+    ranks,
     select,
 )
 from dsv4attn.backends._triton.layer.candidates import keep_candidates
+from dsv4attn.core.context_parallel.ownership import Ownership
 from dsv4attn.core.definitions import INVARIANT, PLAIN, TorchLayerSteps
 from dsv4attn.core.definitions.candidates import check_block_size
 from dsv4attn.core.definitions.indexer import IndexQuery
@@ -74,12 +77,55 @@ class TritonLayerSteps(TorchLayerSteps):
         max_entries: int,
     ) -> None:
         """See `LayerSteps`."""
-        tokens, topk = out.shape
-        if topk > select.MOST:
+        if out.shape[1] > select.MOST:
             super().select_topk(query, cache, block_table, token_to_req, visible_lens, out, max_entries)
             return
+        self._select(query, cache, (block_table, token_to_req, visible_lens), out, max_entries, None)
+
+    @property
+    def most_over_ranks(self) -> int:
+        """See `layer_ops.RankSelection`."""
+        return select.MOST
+
+    def propose_candidates(
+        self,
+        ownership: Ownership,
+        query: IndexQuery,
+        cache: PagedKVCache,
+        block_table: Tensor,
+        token_to_req: Tensor,
+        visible_lens: Tensor,
+        numbers: Tensor,
+        scores: Tensor,
+        max_entries: int,
+    ) -> None:
+        """See `layer_ops.RankSelection`."""
+        self._select(
+            query,
+            cache,
+            (block_table, token_to_req, visible_lens),
+            numbers,
+            max_entries,
+            (ownership, scores),
+        )
+
+    choose_candidates = staticmethod(ranks.choose)
+
+    def _select(
+        self,
+        query: IndexQuery,
+        cache: PagedKVCache,
+        tables: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        max_entries: int,
+        proposed: tuple[Ownership, Tensor] | None,
+    ) -> None:
+        """`select_topk` of at most `select.MOST` entries, or `propose_candidates` of an owner with these scores."""
+        (block_table, token_to_req, visible_lens), (tokens, topk) = tables, out.shape
         if not (max_entries > 0 and block_table.numel() and cache.num_blocks):
             out.fill_(-1)
+            if proposed is not None:
+                proposed[1].fill_(-inf)
             return
         run = select.wanted_run(tokens, max_entries, topk)
         # rows begin and end at multiples of the widest access
@@ -89,6 +135,8 @@ class TritonLayerSteps(TorchLayerSteps):
             maps = block_table, token_to_req[part], visible_lens[part]
             self._score(_rows(query, part), cache, *maps, scores, maxima, run)
             select.select(scores, maxima, visible_lens[part], out[part], max_entries, run=run)
+            if proposed is not None:
+                ranks.propose(proposed[0], scores, out[part], proposed[1][part])
 
     def select_candidates(
         self,

@@ -14,6 +14,7 @@ from dsv4attn.backends._triton.layer import (
     index_logits,
     index_query,
     latents,
+    ranks,
     select,
 )
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
@@ -80,6 +81,8 @@ def _indexer(model: ModelGeometry, layer: LayerGeometry, bounds: Bounds, arch: s
         return
     entries, sharing = bounds.limits.max_model_len // layer.compress_ratio, model.sharing
     yield from select.variants(layer.topk, entries, arch)
+    if bounds.over_ranks and not model.shared_latent and layer.topk <= select.MOST:
+        yield from ranks.variants(layer.topk)
     if sharing is not None and sharing.candidate_source_layer_id >= 0:
         yield from candidates.variants(sharing.candidate_block_size)
         blocks = -(-entries // sharing.candidate_block_size)

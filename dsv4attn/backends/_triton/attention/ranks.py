@@ -1,0 +1,78 @@
+"""Attention over ranks: the launchers of `kernels_ranks`. `core.context_parallel.attention` is the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from dsv4attn.backends._triton.attention.attend import wide_unit
+from dsv4attn.backends._triton.attention.kernels_ranks import merge_parts_kernel, pack_part_kernel
+from dsv4attn.backends._triton.cache.records import row_alignments
+from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, launch
+from dsv4attn.backends._triton.tuning import padded
+
+__all__ = ["merge_parts", "pack_part", "variants"]
+
+TOGETHER = 4
+"""Ranks whose parts are loaded together. Results do not depend on it."""
+
+
+def pack_part(out: Tensor, lse: Tensor, sent: Tensor, sent_lse: Tensor) -> None:
+    """See `core.index_ops.RankSteps`."""
+    rows, heads, dim = out.shape
+    unit = wide_unit(out, *out.stride()[:2])
+    if wide_unit(sent, dim) < unit:
+        unit = 1
+    launch(
+        pack_part_kernel,
+        (rows * heads,),
+        (out, lse, sent, sent_lse, out.stride(0) // unit, out.stride(1) // unit, *lse.stride()),
+        _packing(heads, dim, unit),
+    )
+
+
+def merge_parts(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, attn_sink: Tensor | None) -> None:
+    """See `core.index_ops.RankSteps`."""
+    rows, heads, dim = out.shape
+    unit = wide_unit(out, *out.stride()[:2])
+    if wide_unit(outs, dim, outs.stride(0)) < unit:
+        unit = 1
+    strides = outs.stride(0) // unit, lses.stride(0), out.stride(0) // unit, out.stride(1) // unit, *lse.stride()
+    numbers = *strides, 0 if attn_sink is None else attn_sink.stride(0), outs.shape[0]
+    # products are rounded before they are added, as they are in torch
+    launch(
+        merge_parts_kernel,
+        (rows * heads,),
+        (outs, lses, out, lse, attn_sink, *numbers),
+        _merging(heads, dim, unit),
+        fp_fusion=False,
+    )
+
+
+@lru_cache(maxsize=64)
+def _packing(heads: int, dim: int, unit: int) -> Constants:
+    return Constants({"H": heads, "D": dim, "DP": padded(dim), "UNIT": unit})
+
+
+@lru_cache(maxsize=64)
+def _merging(heads: int, dim: int, unit: int) -> Constants:
+    return Constants({**_packing(heads, dim, unit), "N": TOGETHER, "EXACT_CASTS": not INTERPRETED})
+
+
+def variants(
+    heads: int, dim: int, dtype: torch.dtype, *, sinks: Sequence[bool], aligned: bool = True
+) -> Iterator[Variant]:
+    """Every form that this module can ask for. aligned: whether rows of out are, to 16 bytes."""
+    # what a rank sends is a multiple of 16 bytes, whatever its rows are, if its lse is
+    for rows in row_alignments(dim, dtype, aligned=aligned and heads % 4 == 0):
+        unit = max(rows // dtype.itemsize, 1)
+        types = dict.fromkeys(("out", "sent", "parts"), pointer_type(dtype))
+        types |= dict.fromkeys(("lse", "sent_lse", "part_lse"), "*fp32")
+        yield Variant.from_types(pack_part_kernel, types, _packing(heads, dim, unit))
+        for sink in sinks:
+            given = {**types, "sink": "*fp32" if sink else "none"}
+            yield Variant.from_types(merge_parts_kernel, given, _merging(heads, dim, unit), fp_fusion=False)

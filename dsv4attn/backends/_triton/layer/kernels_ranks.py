@@ -1,0 +1,99 @@
+"""Kernels of a selection over ranks: candidates with their scores, their order by number, and what a rank holds."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from dsv4attn.backends._triton.launching.runtime import stable_kernel
+
+LAST = tl.constexpr(2**31 - 1)
+"""Where -1 stands among numbers in ascending order."""
+
+
+@stable_kernel
+def propose_kernel(
+    SCORES,  # [n, >= entries] fp32
+    NUMBERS,  # [n, K] int32: numbers of this rank, -1 for none; entry numbers are written in their place
+    SENT,  # [n, K] fp32: scores of them, -inf for none
+    score_stride: tl.int64, number_stride: tl.int64, sent_stride: tl.int64,
+    topk: tl.int32, rank: tl.int32, ranks: tl.int32, interleave: tl.int32,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (n,). BLOCK: at least K."""
+    token = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    at = NUMBERS + token * number_stride + j
+    local = tl.load(at, mask=j < topk, other=-1)
+    score = tl.load(SCORES + token * score_stride + local, mask=local >= 0, other=float("-inf"))
+    # as they are compared: -0 is 0, and -inf the lowest finite number
+    score = tl.where(score == 0.0, 0.0, tl.maximum(score, -3.4028234663852886e38))
+    number = (local // interleave * ranks + rank) * interleave + local % interleave
+    tl.store(SENT + token * sent_stride + j, tl.where(local >= 0, score, float("-inf")), mask=j < topk)
+    tl.store(at, tl.where(local >= 0, number, -1), mask=j < topk)
+
+
+@stable_kernel
+def place_kernel(
+    NUMBERS,  # [R, n, K] int32: of each rank ascending, then -1
+    SCORES,  # [R, n, K] fp32
+    PLACED,  # [n, >= R x K] int32
+    PLACED_SCORES,  # [n, >= R x K] fp32
+    COUNTS,  # [n] int32
+    rank_stride: tl.int64, row_stride: tl.int64, placed_stride: tl.int64,
+    topk: tl.int32, ranks: tl.int32, steps: tl.int32,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (n * ranks,). Puts the candidates of a rank where they stand in the order of all ranks' numbers.
+
+    A score of -inf, which is none, becomes NaN. steps: of a search among K numbers. rank_stride, row_stride: of NUMBERS
+    and SCORES. BLOCK: at least K.
+    """
+    token, rank = (tl.program_id(0) // ranks).to(tl.int64), tl.program_id(0) % ranks
+    j = tl.arange(0, BLOCK)
+    rows = token * row_stride
+    number = tl.load(NUMBERS + rank * rank_stride + rows + j, mask=j < topk, other=-1)
+    score = tl.load(SCORES + rank * rank_stride + rows + j, mask=j < topk, other=0.0)
+    key = tl.where(number < 0, LAST, number)
+    place = j
+    for other in range(ranks):
+        # equal ones, which are all -1, stand in the order of ranks: how many of the other rank's come before
+        bound = key.to(tl.int64) + tl.where(other < rank, 1, 0)
+        low, high = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + topk
+        for _ in range(steps):
+            middle = (low + high) // 2
+            seen = tl.load(NUMBERS + other * rank_stride + rows + middle, mask=middle < topk, other=-1)
+            before = (tl.where(seen < 0, LAST, seen).to(tl.int64) < bound) & (low < high)
+            high = tl.where(before, high, tl.minimum(high, middle))
+            low = tl.where(before, middle + 1, low)
+        place += tl.where(other == rank, 0, low)
+    none = (number < 0) | (score == float("-inf"))
+    at = token * placed_stride + place
+    tl.store(PLACED + at, number, mask=j < topk)
+    tl.store(PLACED_SCORES + at, tl.where(none, float("nan"), score), mask=j < topk)
+    if rank == 0:
+        tl.store(COUNTS + token, ranks * topk)
+
+
+@stable_kernel
+def own_kernel(
+    CHOSEN,  # [n, K] int32: columns of PLACED, ascending, then -1
+    PLACED,  # [n, >= R x K] int32: entry numbers, ascending
+    OUT,  # [n, K] int32
+    chosen_stride: tl.int64, placed_stride: tl.int64, out_stride: tl.int64,
+    topk: tl.int32, rank: tl.int32, ranks: tl.int32, interleave: tl.int32,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (n,). Writes the numbers that a rank gives those of the chosen entries that it holds, then -1."""
+    token = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    column = tl.load(CHOSEN + token * chosen_stride + j, mask=j < topk, other=-1)
+    number = tl.load(PLACED + token * placed_stride + column, mask=column >= 0, other=-1)
+    mine = (number >= 0) & (number // interleave % ranks == rank)
+    local = number // (interleave * ranks) * interleave + number % interleave
+    before = tl.cumsum(mine.to(tl.int32), 0)
+    count = tl.sum(mine.to(tl.int32), 0)
+    out = OUT + token * out_stride
+    tl.store(out + before - 1, local, mask=mine)
+    tl.store(out + j, tl.zeros([BLOCK], tl.int32) - 1, mask=(j >= count) & (j < topk))

@@ -1,0 +1,66 @@
+"""Selection over ranks: the launchers of `kernels_ranks` around `select`.
+
+`core.context_parallel.selection` is the definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import triton
+from torch import Tensor
+
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.runtime import Constants, launch
+from dsv4attn.backends._triton.layer.kernels_ranks import own_kernel, place_kernel, propose_kernel
+from dsv4attn.backends._triton.layer.select import select
+from dsv4attn.core.context_parallel.ownership import Ownership
+from dsv4attn.core.values import round_up
+
+__all__ = ["choose", "propose", "variants"]
+
+
+def propose(ownership: Ownership, scores: Tensor, numbers: Tensor, sent: Tensor) -> None:
+    """Write scores of selected entries to sent [T, K] fp32, and entry numbers over their numbers [T, K] int32.
+
+    scores: [T, entries] fp32, of this rank's entries. numbers: this rank's, ascending, then -1.
+    """
+    rows, topk = numbers.shape
+    strides = scores.stride(0), numbers.stride(0), sent.stride(0)
+    owner = ownership.rank, ownership.size, ownership.interleave
+    launch(propose_kernel, (rows,), (scores, numbers, sent, *strides, topk, *owner), _constants(topk))
+
+
+def choose(ownership: Ownership, numbers: Tensor, scores: Tensor, out: Tensor, max_entries: int) -> None:
+    """Write this rank's numbers of the K best candidates of all ranks to out [T, K] int32, ascending, then -1.
+
+    numbers: [R, T, K] int32, of each rank ascending, then -1; scores: [R, T, K] fp32, of the same strides, -inf for
+    none, not NaN. Of equal scores the lower number wins. max_entries: bound of numbers that are not -1.
+    """
+    ranks, rows, topk = numbers.shape
+    if not (rows and topk):
+        return
+    width, constants = round_up(ranks * topk, 64), _constants(topk)
+    placed, counts, chosen = out.new_empty(rows, width), out.new_empty(rows), out.new_empty(rows, topk)
+    placed_scores = scores.new_empty(rows, width)
+    strides = *numbers.stride()[:2], width
+    given = numbers, scores, placed, placed_scores, counts, *strides, topk, ranks, topk.bit_length()
+    launch(place_kernel, (rows * ranks,), given, constants)
+    # candidates are at most as many as entries, and stand before what is none
+    select(placed_scores, None, counts, chosen, min(ranks * topk, max_entries), run=0)
+    owner = ownership.rank, ownership.size, ownership.interleave
+    strides = chosen.stride(0), width, out.stride(0)
+    launch(own_kernel, (rows,), (chosen, placed, out, *strides, topk, *owner), constants)
+
+
+@cache
+def _constants(topk: int) -> Constants:
+    return Constants({"BLOCK": triton.next_power_of_2(topk)})
+
+
+def variants(topk: int) -> Iterator[Variant]:
+    """Every form that this module can ask for, beside those of `select`."""
+    types = dict.fromkeys(("SCORES", "SENT", "PLACED_SCORES"), "*fp32")
+    for kernel in (propose_kernel, place_kernel, own_kernel):
+        yield Variant.from_types(kernel, types, _constants(topk))

@@ -1,0 +1,69 @@
+"""Layers on Triton's kernels over two ranks, each in a process of its own with gloo between them, against one rank."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.multiprocessing.spawn import spawn
+
+from dsv4attn.backends._triton.launching.runtime import observed
+from dsv4attn.backends.triton.launch import GenericBackend
+from dsv4attn.core.context_parallel import ContextParallel
+from tests.core.whole import FP8, Whole
+
+RANKS = 2
+MERGED = {"pack_part_kernel": 1, "merge_parts_kernel": 1}
+CHOSEN = {"propose_kernel": 1, "place_kernel": 1, "own_kernel": 1}
+
+
+def test_two_ranks_of_kernels_are_one(tmp_path: Path) -> None:
+    spawn(serve, (str(tmp_path),), nprocs=RANKS)
+
+    assert [Path(tmp_path, str(rank)).read_text(encoding="utf-8") for rank in range(RANKS)] == ["", ""]
+
+
+def serve(rank: int, folder: str) -> None:
+    """One rank; what failed is written to its file."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = f"file://{folder}/store"
+    timeout = dt.timedelta(seconds=120)
+    distributed.init_process_group("gloo", timeout=timeout, init_method=store, rank=rank, world_size=RANKS)
+    said = ""
+    try:
+        compare()
+    except Exception:  # noqa: BLE001 - told by the parent
+        said = traceback.format_exc()
+    Path(folder, str(rank)).write_text(said, encoding="utf-8")
+    os._exit(0)  # a group with a rank that has failed cannot be destroyed in order
+
+
+def compare() -> None:
+    """A prompt in two chunks, longer than the top-k, and a decode: all layers, and launches of the decode."""
+    everyone = distributed.group.WORLD
+    assert everyone is not None
+    context = ContextParallel(everyone)
+    over: dict[str, Any] = {"context_parallel": context, "layer_options": {"context_parallel": context}}
+    one = Whole(GenericBackend(), FP8, compressed_block_tokens=64)
+    many = Whole(GenericBackend(), FP8, compressed_block_tokens=64, **over)
+    hidden = one.hidden(0, 41)
+    sequences = one.manager.new(), many.manager.new()
+    for first, count in ((0, 30), (30, 10), (40, 1)):
+        alone = one.step([(sequences[0], count)], hidden[first : first + count])
+        with observed() as seen:
+            mine = many.step([(sequences[1], count)], hidden[first : first + count])
+        for got, wanted in zip(mine, alone, strict=True):
+            assert float((got - wanted).norm()) <= 4e-3 * float(wanted.norm()), (first, count)
+    launches = Counter(getattr(one.kernel, "__name__", str(one.kernel)) for one in seen)
+    kinds = Counter(layer.layer.kind.value for layer in many.layers)
+    for name, each in MERGED.items():
+        assert launches[name] == each * (kinds["c4a"] + kinds["c128a"]), (name, launches)
+    for name, each in CHOSEN.items():
+        assert launches[name] == each * kinds["c4a"], (name, launches)
