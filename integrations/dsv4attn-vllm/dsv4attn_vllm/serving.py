@@ -218,11 +218,11 @@ def _check(vllm_config: Any, *, v41: bool) -> None:  # noqa: ANN401 - as above
         actual = vllm_config.model_config.dtype
         raise RefusedError("--dtype", expected="bfloat16", actual=actual, cure="pass --dtype bfloat16")
     parallel, attention = vllm_config.parallel_config, vllm_config.attention_config
-    for phase, parts in (("decode", "heads"), ("prefill", "tokens")):
+    for phase in ("decode", "prefill"):
         size = getattr(parallel, f"{phase}_context_parallel_size")
         if size != 1:
-            # `dsv4attn.ContextParallel` divides entries over ranks with the same heads and the same tokens
-            expected = f"1, as vLLM divides {parts} over the ranks that share a context, and dsv4attn does not"
+            # its caches may be divided over ranks; its models/deepseek_v4 exchange neither queries nor parts
+            expected = "1, as vLLM's layers of DeepSeek-V4 exchange nothing among ranks that share a context"
             cure = "use tensor or data parallelism"
             raise RefusedError(f"--{phase}-context-parallel-size", expected=expected, actual=size, cure=cure)
     if getattr(attention, "hisparse_config", None) is not None:

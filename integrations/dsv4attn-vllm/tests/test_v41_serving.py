@@ -70,7 +70,7 @@ def test_a_cache_dtype_that_is_not_served(config: VllmConfig, dtype: str) -> Non
 def test_context_parallelism(config: VllmConfig, phase: str) -> None:
     setattr(config.parallel_config, f"{phase}_context_parallel_size", 2)
 
-    assert f"--{phase}-context-parallel-size: expected 1, as vLLM divides" in refusal(config)
+    assert f"--{phase}-context-parallel-size: expected 1, as vLLM's layers" in refusal(config)
 
 
 @pytest.mark.parametrize(
