@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core import merge
+from dsv4attn.core.contract import RankSteps, complete
 from dsv4attn.testing.calls import Call, Lanes
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
 from dsv4attn.testing.judge import tolerance
@@ -188,8 +189,27 @@ def step_by_step(*cuts: Sequence[int]) -> Callable[[Bench, Scenario], Measure]:
     return check
 
 
+def _merged(
+    steps: RankSteps | None, outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The parts of all shards, merged as ranks do it, and the sinks applied once. steps: None: torch's definition."""
+    if steps is None:
+        out, lse = merge.merge_lse(torch.stack(list(outs)), torch.stack(list(lses)))
+        return (out if sinks is None else merge.apply_sink(out, lse, sinks)), lse
+    sent = torch.empty(len(outs), *outs[0].shape, dtype=outs[0].dtype, device=outs[0].device)
+    sent_lse = torch.empty(len(outs), *lses[0].shape, device=sent.device)
+    for part in zip(outs, lses, sent, sent_lse, strict=True):
+        steps.pack_part(*part)
+    out, lse = torch.full_like(outs[0], torch.nan), torch.full_like(lses[0], torch.nan)
+    steps.merge_parts(sent, sent_lse, out, lse, sinks)
+    return out, lse
+
+
 def sharded(count: int) -> Callable[[Bench, Call], Measure]:
-    """Keys dealt out to shards, attended without sinks, merged, and the sink applied once: equals the whole."""
+    """Keys dealt out to shards, attended without sinks, merged, and the sink applied once: equals the whole.
+
+    A backend's own steps over ranks merge, where it has them.
+    """
 
     def check(bench: Bench, call: Call) -> Measure:
         rng = np.random.default_rng((call.seed, count))
@@ -206,10 +226,8 @@ def sharded(count: int) -> Callable[[Bench, Call], Measure]:
             assert lse is not None
             outs.append(out)
             lses.append(lse)
-        out, lse = merge.merge_lse(torch.stack(outs), torch.stack(lses))
-        if call.sinks is not None:
-            sinks = torch.tensor(call.sinks, dtype=torch.float32, device=out.device)
-            out = merge.apply_sink(out, lse, sinks)
+        sinks = None if call.sinks is None else torch.tensor(call.sinks, dtype=torch.float32, device=outs[0].device)
+        out, lse = _merged(complete(bench.backend).rank_steps, outs, lses, sinks)
         error, where = call.judge(out, lse)
         return Measure(error, call.budget).hold(f"{count} shards: {where}")
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from dsv4attn.core.context_parallel import Ownership
 from dsv4attn.core.context_parallel.selection import score_selected, select_among
 from dsv4attn.core.contract import complete
-from dsv4attn.testing.case import Bench, Measure
+from dsv4attn.core.layer_ops import RankSelection
+from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.selecting import GARBAGE, Selecting, judge_selection, sum_bits
 
 __all__ = ["selects_over_ranks"]
 
+I64 = NDArray[np.int64]
 PAGE = 64
 """Entries of a page, and of a run: so page j of a rank is page j * ranks + rank of the scene."""
 
@@ -26,6 +31,11 @@ def selects_over_ranks(ranks: int) -> Callable[[Bench, Selecting], Measure]:
         steps, query, cache = complete(bench.backend).layer_steps, scene.query(), scene.book.cache
         request = scene.tensor(np.array([owner for owner, _ in scene.tokens], dtype=np.int32))
         visible = scene.tensor(np.array([seen for _, seen in scene.tokens], dtype=np.int32))
+        if scene.topk <= getattr(steps, "most_over_ranks", 0):
+            rows = _ascending(_by_kernels(cast("RankSelection", steps), scene, ranks, request, visible))
+            if (rows[:, scene.topk :] >= 0).any():
+                raise Wrong(f"ranks hold more than the {scene.topk} entries of a token together")
+            return judge_selection(scene, rows[:, : scene.topk], bits=sum_bits(bench))
         found = []
         for rank in range(ranks):
             own, table = Ownership(rank, ranks, PAGE), scene.tensor(scene.table[:, rank::ranks])
@@ -36,8 +46,30 @@ def selects_over_ranks(ranks: int) -> Callable[[Bench, Selecting], Measure]:
             found.append((own.entry(local).masked_fill_(local < 0, -1), score))
         numbers, scores = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
         rows = select_among(numbers, scores, scene.topk).cpu().numpy().astype(np.int64)
-        last = np.iinfo(np.int64).max
-        rows = np.sort(np.where(rows < 0, last, rows), 1)
-        return judge_selection(scene, np.where(rows == last, -1, rows), bits=sum_bits(bench))
+        return judge_selection(scene, _ascending(rows), bits=sum_bits(bench))
 
     return check
+
+
+def _by_kernels(steps: RankSelection, scene: Selecting, ranks: int, request: Tensor, visible: Tensor) -> I64:
+    """[T, ranks * K] entry numbers that ranks hold of the best candidates, by a backend's `layer_ops.RankSelection`."""
+    query, shape, most = scene.query(), (len(scene.tokens), scene.topk), int(visible.max())
+    numbers = torch.full((ranks, *shape), GARBAGE, dtype=torch.int32, device=scene.device)
+    scores = torch.full((ranks, *shape), torch.nan, device=scene.device)
+    owners = [Ownership(rank, ranks, PAGE) for rank in range(ranks)]
+    for rank, own in enumerate(owners):
+        given = scene.book.cache, scene.tensor(scene.table[:, rank::ranks]), request, own.counts(visible).int()
+        steps.propose_candidates(own, query, *given, numbers[rank], scores[rank], own.count(most))
+    found = []
+    for own in owners:
+        local = torch.full(shape, GARBAGE, dtype=torch.int32, device=scene.device)
+        steps.choose_candidates(own, numbers, scores, local, most)
+        found.append(own.entry(local).masked_fill_(local < 0, -1))
+    return torch.cat(found, 1).cpu().numpy().astype(np.int64)
+
+
+def _ascending(rows: I64) -> I64:
+    """Rows in ascending order, then -1."""
+    last = np.iinfo(np.int64).max
+    rows = np.sort(np.where(rows < 0, last, rows), 1)
+    return np.where(rows == last, -1, rows)
