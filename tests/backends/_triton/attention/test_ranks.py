@@ -158,7 +158,7 @@ def test_each_piece_takes_two_launches_and_a_smaller_workspace(
     merged, total = merge_lse(out.expand(3, -1, -1, -1), lse.expand(3, -1, -1))
     wanted = apply_sink(merged, total, sink).to(dtype)
     plans = [rank_buffers.merge_specs(3, 41, heads, layer.head_dim, dtype, sums=sums) for sums in (False, True)]
-    workspace, context = WorkspaceManager(), alone(3)
+    workspace, context = WorkspaceManager(DEVICE), alone(3)
     count = len(list(context.pieces(41, rank_buffers.attention_bytes(heads, layer.head_dim, dtype.itemsize))))
     assert count > 2
     with observed() as seen:
