@@ -229,6 +229,7 @@ def test_a_chunk_takes_two_launches_and_nothing_of_torchs(name: str, kind: Layer
         problem = evolve(problem, limits=evolve(problem.limits, max_index_elements=width))
     chunks, workspace = list[int](), problem.workspace(backend, debug=False)
     backend.prepare = lambda _, call: lambda *_: chunks.append(call.q.shape[0])
+    backend.prefers_pages = lambda *_: False
     with launching_nothing():
         for _ in range(2):
             chunks.clear()
