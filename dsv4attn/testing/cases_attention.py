@@ -17,6 +17,7 @@ from dsv4attn.testing.case import Area, Case, Check, Scene
 from dsv4attn.testing.checks import equals_oracle, same_bits, sharded, step_by_step
 from dsv4attn.testing.codes import Codes, reads_every_code
 from dsv4attn.testing.deterministic import any_cut_same_bits
+from dsv4attn.testing.ranks import over_ranks
 from dsv4attn.testing.scenes import KINDS, call, flash, layout, step
 from dsv4attn.testing.sharing import layers_share
 from dsv4attn.testing.world import tiny_geometry
@@ -64,6 +65,7 @@ def attention_cases() -> Iterator[Case]:
         yield from _calls(area)
         yield from _apart(area)
     yield from _windows()
+    yield from _ranks()
 
 
 def _steps() -> Iterator[Case]:
@@ -128,6 +130,22 @@ def _windows() -> Iterator[Case]:
         more: dict[str, Any] = {"replay": (290, 0, 0, 100, 250), "extra_rows": 400, "poison": 0xFF}
         scene = step(kind, (300, 1), (9, 1), (0, 7), (130, 6), (250, 4), **more)
         yield _case(Area.PREFILL, f"bounded-{kind}", "F10", says, scene)
+
+
+def _ranks() -> Iterator[Case]:
+    """Compressed entries divided between ranks. Some ranks have no key for a row, and some none at all."""
+    more: dict[str, Any] = {"sinks": SINKS, "topk": "holes", "select": 65, "extra_rows": 2, "poison": 0xFF}
+    # short contexts, since each rank's history is inserted; the first request's token completes an entry
+    for area, requests, size, run in (
+        (Area.DECODE, ((35, 1), (9, 1), (1, 1)), 2, 1),
+        (Area.PREFILL, ((35, 2), (0, 7, 2)), 3, 2),
+    ):
+        says = (
+            f"{area.value}: parts of {size} ranks are attention over their own entries; merged by lse, and then with the "
+            "sink, they are the whole"
+        )
+        scene = step("c4a", *requests, **more)
+        yield _case(area, f"ranks-{area.value}", "L7", says, scene, over_ranks((size, run)), needs_lse=True)
 
 
 def _sizes() -> Iterator[Case]:

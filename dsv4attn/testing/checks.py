@@ -21,6 +21,7 @@ from dsv4attn.testing.scenario import Scenario
 __all__ = [
     "equals_oracle",
     "largest_logits",
+    "merged_by",
     "same_bits",
     "sharded",
     "sink_matters",
@@ -189,7 +190,7 @@ def step_by_step(*cuts: Sequence[int]) -> Callable[[Bench, Scenario], Measure]:
     return check
 
 
-def _merged(
+def merged_by(
     steps: RankSteps | None, outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The parts of all shards, merged as ranks do it, and the sinks applied once. steps: None: torch's definition."""
@@ -227,7 +228,7 @@ def sharded(count: int) -> Callable[[Bench, Call], Measure]:
             outs.append(out)
             lses.append(lse)
         sinks = None if call.sinks is None else torch.tensor(call.sinks, dtype=torch.float32, device=outs[0].device)
-        out, lse = _merged(complete(bench.backend).rank_steps, outs, lses, sinks)
+        out, lse = merged_by(complete(bench.backend).rank_steps, outs, lses, sinks)
         error, where = call.judge(out, lse)
         return Measure(error, call.budget).hold(f"{count} shards: {where}")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from dsv4attn.core import problem
 from dsv4attn.core.builder import MetadataBuilder
 from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.context_parallel import OwnedMetadataBuilder, Ownership
 from dsv4attn.core.contract import Backend
 from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
@@ -43,6 +44,9 @@ __all__ = ["Problem", "Scenario"]
 
 MORE = 19
 """Columns of rows wider than the window that hold -1, beside those that hold slots."""
+
+WHOLE = Ownership(0, 1)
+"""Of a rank that has all entries."""
 
 
 @attrs.frozen(eq=False)
@@ -120,6 +124,7 @@ class Scenario(World):
     replay: first position of each request that a window may have; () is 0 for all.
     ahead: positions behind its own, up to the last of its request, that a prefill token sees; their metadata are then
        made as an engine makes them, with slots in any order and -1 among them.
+    ownership: entries of this rank, if ranks share them; windows are seen on rank 0 alone.
 
     One half of `extra_rows` has the slot -1, the other half has no slot.
     """
@@ -139,6 +144,7 @@ class Scenario(World):
     causal: bool = True
     replay: Sequence[int] = ()
     ahead: int = 0
+    ownership: Ownership = WHOLE
 
     @property
     def num_decodes(self) -> int:
@@ -147,8 +153,10 @@ class Scenario(World):
         return next((i for i, n in enumerate(lens) if n > threshold), len(lens))
 
     def visible(self, row: int) -> tuple[list[int], list[int]]:
-        """Window positions and compressed entries that a row of the batch may see."""
-        _, entries = super().visible(row)
+        """Window positions and compressed entries that a row of the batch may see, on this rank."""
+        entries = self._owned(super().visible(row)[1])
+        if self.ownership.rank:
+            return [], entries
         (request, position, valid), window = self.tokens[row], self.layer.window
         span, decode = self.spans[request], request < self.num_decodes
         other: dict[str, Any] = {"earliest": self.replay[request] if self.replay else 0}
@@ -157,6 +165,9 @@ class Scenario(World):
         if self.ahead and not decode:
             other["last"] = min(position + self.ahead, span[-1])
         return oracle.visible_keys(position, window, None, None, **other)[0] if valid else [], entries
+
+    def _owned(self, entries: Sequence[int]) -> list[int]:
+        return [entry for entry in entries if self.ownership.owner(entry) == self.ownership.rank]
 
     def problems(self, *, lse: bool = True) -> list[problem.Problem]:
         """One support question for each phase that has work."""
@@ -225,7 +236,7 @@ class Scenario(World):
             return self.pages_of.pages
         reach, ratio = self.layer.window - self.causal, self.layer.compress_ratio
         windows = [(max(before - reach, 0), before + count) for before, count, *_ in self.requests]
-        entries = [(0, (before + count) // ratio) for before, count, *_ in self.requests]
+        entries = [(0, self.ownership.count((before + count) // ratio)) for before, count, *_ in self.requests]
         more = {"spare": self.spare_pages, "dead": self.dead_block}
         return (
             Pages(windows, self.swa_block_size, key=(self.seed, self.pages_seed, 0), **more),
@@ -252,9 +263,9 @@ class Scenario(World):
             slots = self._tensor(swa.slots(i, positions))
             self._insert(backend, caches, [q], [self.key_rows(i, positions)], slots, [*positions])
             if caches.compressed is not None:
-                entries = self._past_entries(i, before // self.layer.compress_ratio)
+                entries = self._owned(self._past_entries(i, before // self.layer.compress_ratio))
                 rows = self._tensor(self.entry_rows(i, entries), self.layout.row_dtype)
-                slots = self._tensor(compressed.slots(i, entries))
+                slots = self._tensor(compressed.slots(i, map(self.ownership.local, entries)))
                 backend.quantize_and_insert_k_cache(rows, caches.compressed, slots)
         return caches
 
@@ -269,7 +280,8 @@ class Scenario(World):
         """Insert the keys of this step; its history too, unless `caches` come from an earlier step."""
         caches = self.history(backend, self.allocate()) if caches is None else caches
         limits, batch, spans = limits or self.limits, self.batch(), list(enumerate(self.spans))
-        builder = MetadataBuilder(
+        divided = self.ownership.size > 1
+        builder = (partial(OwnedMetadataBuilder, self.ownership) if divided else MetadataBuilder)(
             self.geometry,
             limits,
             swa_block_size=self.swa_block_size,
@@ -294,7 +306,10 @@ class Scenario(World):
         if self.poison is not None:
             self._poison(q, caches, self.poison)
         sink = None if self.sink_values is None else self._tensor(self.sink_values, torch.float32)
-        topk = Apart(self.apart)("topk_indices", self._tensor(self.topk_rows)) if self.kind is LayerKind.C4A else None
+        topk = None
+        if self.kind is LayerKind.C4A:
+            topk = self._tensor(self.topk_rows)
+            topk = Apart(self.apart)("topk_indices", self.ownership.local_numbers(topk) if divided else topk)
         return Problem(self.layer, limits, q, caches, metadata, sink, topk, self.apart)
 
     def _widened(self, metadata: AttentionMetadata) -> AttentionMetadata:
@@ -350,7 +365,8 @@ class Scenario(World):
         padding = [row for row, token in enumerate(self.tokens) if not token.valid]
         q[[*padding, *range(len(self.tokens), q.shape[0])]] = math.nan
         for part, (cache, pages) in enumerate(zip(caches.segments(self.layer), self.pages, strict=False)):
-            named = [pages.slots(t.request, self.visible(row)[part]) for row, t in enumerate(self.tokens)]
+            number = self.ownership.local if part else int
+            named = [pages.slots(t.request, map(number, self.visible(row)[part])) for row, t in enumerate(self.tokens)]
             poison(cache, np.concatenate([np.zeros(0, np.int64), *named]), byte)
 
     @cached_property

@@ -1,123 +1,77 @@
-"""Backends whose own steps over ranks are wrong: in the merge of parts, and in the choice among candidates."""
+"""Backends that are right alone and wrong where ranks share the compressed entries: more plants."""
 
 from __future__ import annotations
 
-from functools import cached_property
-from math import inf
+from collections.abc import Callable
 from typing import Any
 
+import attrs
 import torch
-from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core import merge
-from dsv4attn.core.context_parallel import Ownership
-from dsv4attn.core.context_parallel.selection import score_selected, select_among
-from dsv4attn.core.definitions import TorchLayerSteps
-from dsv4attn.core.definitions.indexer import IndexQuery
-
-__all__ = ["CHOICES", "MERGES", "Chooses", "Merges"]
-
-MERGES = (
-    "a sink for each part",
-    "lse with the sink",
-    "parts of equal weight",
-    "NaN of empty parts",
-    "base 2",
-    "one part lost",
-)
-CHOICES = ("the higher number of equal ones", "numbers of a rank", "entries of others", "scores of none")
+from dsv4attn.core import indices
+from dsv4attn.core.context_parallel import Ownership, build_owned_slot_mapping
+from dsv4attn.core.contract import AttentionCall
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
+from tests.testing.plants import attend
 
 
-class Merges(ReferenceBackend):
-    """Packs and merges parts by itself, with one bug of `MERGES`, or none."""
+def no_sink_is_zero(call: AttentionCall) -> None:
+    """A kernel without a branch for calls that have no sink is given zeros."""
+    sink = torch.zeros(call.q.shape[1]) if call.attn_sink is None else call.attn_sink
+    attend(attrs.evolve(call, attn_sink=sink))
 
-    def __init__(self, bug: str = "") -> None:
+
+def zero_sink_in_lse(call: AttentionCall) -> None:
+    """The same, where the sum of weights begins with that of the sink."""
+    attend(call)
+    if call.lse is not None and call.attn_sink is None:
+        call.lse.copy_(torch.logaddexp(call.lse, torch.zeros(())))
+
+
+def empty_lse(value: float) -> Callable[[AttentionCall], None]:
+    """A running maximum that begins with a finite number."""
+
+    def wrong(call: AttentionCall) -> None:
+        attend(call)
+        if call.lse is not None:
+            call.lse.masked_fill_(call.lse == -torch.inf, value)
+
+    return wrong
+
+
+class WindowsKept(ReferenceBackend):
+    """Binds the windows of a step once, as those of rank 0, and never sees that another rank has none."""
+
+    def __init__(self) -> None:
+        super().__init__(prefill_keys="paged")
+        self._kept: DenseIndices | None = None
+
+    def decode(self, call: AttentionCall) -> None:
+        assert not isinstance(call.keys, GatheredKeys)
+        window, *others = call.keys
+        rows = window.rows
+        assert isinstance(rows, DenseIndices)
+        if rows.lens.any():
+            self._kept = DenseIndices(rows.indices.clone(), rows.lens.clone())
+        elif others and self._kept is not None and self._kept.lens.shape == rows.lens.shape:
+            window = PagedKeys(window.cache, self._kept)
+        super().decode(attrs.evolve(call, keys=[window, *others]))
+
+    prefill = decode
+
+
+class OneRanksSlots(ReferenceBackend):
+    """Its own step for the slots of a rank's entries takes every rank for the first."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self._bug, self.rank_steps = bug, self
-
-    def pack_part(self, out: Tensor, lse: Tensor, sent: Tensor, sent_lse: Tensor) -> None:
-        """Copy."""
-        # what a part without keys holds does not matter
-        sent.copy_(out.masked_fill((lse == -inf)[..., None], torch.nan))
-        sent_lse.copy_(lse)
-
-    def merge_parts(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, attn_sink: Tensor | None) -> None:
-        """By the definition."""
-        if self._bug != "NaN of empty parts":
-            outs = outs.masked_fill((lses == -inf)[..., None], 0)
-        if self._bug == "one part lost":
-            outs, lses = outs[1:], lses[1:]
-        if self._bug == "a sink for each part" and attn_sink is not None:
-            outs = torch.stack([merge.apply_sink(*part, attn_sink) for part in zip(outs, lses, strict=True)])
-            attn_sink = None
-        given = lses * 0.6931472 if self._bug == "base 2" else lses
-        if self._bug == "parts of equal weight":
-            given = torch.where(lses == -inf, lses, 0.0)
-        if self._bug == "NaN of empty parts":
-            weight = (lses - lses.amax(0).clamp(min=-1e30)).exp()
-            merged = (weight[..., None] * outs).sum(0) / weight.sum(0)[..., None]
-            whole = merge.merge_lse(outs.nan_to_num(), lses)[1]
-        else:
-            merged, whole = merge.merge_lse(outs, given)
-        if self._bug in ("base 2", "parts of equal weight"):
-            whole = merge.merge_lse(outs, lses)[1]
-        out.copy_(merged if attn_sink is None else merge.apply_sink(merged, whole, attn_sink))
-        sinks = torch.zeros_like(whole) if attn_sink is None else attn_sink.expand_as(whole)
-        lse.copy_(torch.logaddexp(whole, sinks) if self._bug == "lse with the sink" else whole)
+        self.builder_steps: Any = _Steps()
 
 
-class Chooses(ReferenceBackend):
-    """Proposes and chooses candidates by itself, with one bug of `CHOICES`, or none."""
+class _Steps:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(indices, name)
 
-    def __init__(self, bug: str = "") -> None:
-        super().__init__()
-        self._bug = bug
-
-    @cached_property
-    def layer_steps(self) -> Any:
-        """Torch's, with a selection over ranks."""
-        return _Steps(self.quantize_and_insert_k_cache, self._bug)
-
-
-class _Steps(TorchLayerSteps):
-    most_over_ranks = 10**6
-
-    def __init__(self, insert: Any, bug: str) -> None:
-        super().__init__(insert)
-        self._bug = bug
-
-    def propose_candidates(
-        self,
-        ownership: Ownership,
-        query: IndexQuery,
-        cache: Any,
-        block_table: Tensor,
-        token_to_req: Tensor,
-        visible_lens: Tensor,
-        numbers: Tensor,
-        scores: Tensor,
-        max_entries: int,
-    ) -> None:
-        self.select_topk(query, cache, block_table, token_to_req, visible_lens, numbers, max_entries)
-        scores.copy_(score_selected(query, slice(0, len(numbers)), cache, block_table, token_to_req, numbers))
-        if self._bug != "numbers of a rank":
-            numbers.copy_(ownership.entry(numbers).masked_fill_(numbers < 0, -1))
-
-    def choose_candidates(
-        self, ownership: Ownership, numbers: Tensor, scores: Tensor, out: Tensor, max_entries: int
-    ) -> None:
-        flat, score = (each.transpose(0, 1).flatten(1) for each in (numbers, scores))
-        if self._bug == "the higher number of equal ones":
-            best = max_entries - select_among(torch.where(flat < 0, flat, max_entries - flat), score, out.shape[1])
-            best = best.masked_fill(best > max_entries, -1)
-        elif self._bug == "scores of none":
-            best = select_among(flat.clamp(min=0), score.masked_fill(score == -inf, inf), out.shape[1])
-        else:
-            best = select_among(flat, score, out.shape[1])
-        mine = ownership.local_numbers(best)
-        if self._bug == "entries of others":
-            mine = torch.where(best < 0, best, ownership.local(best))
-        last = torch.iinfo(torch.int32).max
-        ordered = mine.masked_fill(mine < 0, last).sort(-1).values
-        out.copy_(ordered.masked_fill(ordered == last, -1))
+    def build_owned_slot_mapping(self, ownership: Ownership, *given: Any) -> None:
+        build_owned_slot_mapping(attrs.evolve(ownership, rank=0), *given)

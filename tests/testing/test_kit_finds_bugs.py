@@ -14,7 +14,7 @@ from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import conform
 from dsv4attn.testing.subject import Subject
-from tests.testing import plants, plants_shared, plants_sizes, plants_weights
+from tests.testing import plants, plants_ranks, plants_shared, plants_sizes, plants_weights
 from tests.testing.plants import Careless, Scratch, calls, paged, with_caches, with_rows, with_top
 from tests.testing.plants_shared import Slots
 from tests.testing.plants_sizes import Hasty, Partial
@@ -51,6 +51,13 @@ PLANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "no largest logit is 0": (lambda: calls(with_top(lambda _, top: top.nan_to_num(neginf=0))), "L", "L5", "L1"),
     "asking for the largest logit moves out": (lambda: calls(with_top(plants.top_moves_out)), "L", "L5", "L1"),
     "lse of empty rows not as told": (lambda: calls(plants.empty_lse_ignored), "L", "L6", "L1 L5"),
+    "parts with lse in base 2": (lambda: calls(plants.base_two), "L7", "L7", ""),
+    "parts without a sink have one of 0": (lambda: calls(plants_ranks.no_sink_is_zero), "L1,L7", "L7", ""),
+    "parts have a sink of 0 in the lse": (lambda: calls(plants_ranks.zero_sink_in_lse), "L2,L3,L7", "L7", "L3"),
+    "parts without keys have lse 0": (lambda: calls(plants_ranks.empty_lse(0.0)), "L3,L7", "L7", "L3"),
+    "parts without keys have a finite lse": (lambda: calls(plants_ranks.empty_lse(-1e30)), "L3,L7", "L7", "L3"),
+    "windows seen on every rank": (plants_ranks.WindowsKept, "L1,L7,decode-c4a", "L7", "L1 F1"),
+    "entries of one rank on all": (plants_ranks.OneRanksSlots, "L1,L7,decode-c4a", "L7", "L1 F1"),
     "RoPE on the leading dims": (plants.LeadingRope, "I,decode-swa", "I1 I2 F1", "I4"),
     "empty rows not zero": (lambda: calls(plants.mean_of_nothing), "B2,lse-*", "B1 B2 B3", ""),
     "absent lanes read slot 0": (lambda: calls(plants.reads_slot_zero, "decode"), "C6", "C6", ""),

@@ -10,7 +10,7 @@ from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import conform
 from dsv4attn.testing.subject import Subject
-from tests.testing.plants_ranks import CHOICES, MERGES, Chooses, Merges
+from tests.testing.plants_rank_steps import CHOICES, MERGES, Chooses, Merges
 
 
 def failed(backend: Any, names: str) -> set[str]:

@@ -25,7 +25,7 @@ from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["forward_mqa_over_ranks", "merge_over_ranks"]
+__all__ = ["forward_mqa_over_ranks", "merge_over_ranks", "merge_parts"]
 
 
 def forward_mqa_over_ranks(
@@ -187,7 +187,7 @@ class _Merging:
             self._kernels.merge_parts(*parts, out, self._lse[piece], self._sink)
             return
         working = [view[: out.shape[0]] for view in self._working]
-        out.copy_(_merge_parts(*parts, self._lse[piece], self._sink, working))
+        out.copy_(merge_parts(*parts, self._lse[piece], self._sink, working))
 
 
 def _bytes_of(out: Tensor) -> tuple[int, int]:
@@ -202,10 +202,12 @@ def _parts(sent: Tensor, before: int, out: Tensor) -> tuple[Tensor, Tensor]:
     return outs.unflatten(1, out.shape), sent[:, before:].view(torch.float32).unflatten(1, out.shape[:2])
 
 
-def _merge_parts(
-    outs: Tensor, lses: Tensor, lse: Tensor, attn_sink: Tensor | None, working: Sequence[Tensor]
-) -> Tensor:
-    """`merge_lse` and `apply_sink` without an allocation, part by part: [t, H, D] fp32, and lse without the sink."""
+def merge_parts(outs: Tensor, lses: Tensor, lse: Tensor, attn_sink: Tensor | None, working: Sequence[Tensor]) -> Tensor:
+    """`merge_lse` and `apply_sink` without an allocation, part by part: [t, H, D] fp32, and lse without the sink.
+
+    outs: [R, t, H, D] bf16 or fp32. lses: [R, t, H] fp32. lse: [t, H] fp32, written. attn_sink: [H] fp32 or None.
+    working: of the views of `merge_specs` but the first three, whose fifth is returned.
+    """
     top, weight, total, mask, merged, term = working
     torch.amax(lses, 0, out=top)
     # where no rank had a key the difference would be inf - inf
