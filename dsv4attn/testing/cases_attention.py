@@ -141,8 +141,8 @@ def _ranks() -> Iterator[Case]:
         (Area.PREFILL, ((35, 2), (0, 7, 2)), 3, 2),
     ):
         says = (
-            f"{area.value}: parts of {size} ranks are attention over their own entries; merged by lse, and then with the "
-            "sink, they are the whole"
+            f"{area.value}: parts of {size} ranks are attention over their own entries; merged by lse, and then with "
+            "the sink, they are the whole"
         )
         scene = step("c4a", *requests, **more)
         yield _case(area, f"ranks-{area.value}", "L7", says, scene, over_ranks((size, run)), needs_lse=True)
