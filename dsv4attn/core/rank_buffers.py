@@ -69,7 +69,7 @@ def merge_specs(
     """Views of attention over ranks: of all tokens, lse; of a piece, what is sent and received, and sums in fp32.
 
     dtype: of q. Where tokens are more than a piece, what is sent and received has a second place, for the next piece.
-    sums: whether sums are kept in memory, as torch's merge does.
+    sums: whether there are views for the fp32 sums of the merge in torch; kernels keep theirs in registers.
     """
     size = dtype.itemsize
     rows = min(piece_rows(ranks, attention_bytes(heads, dim, size)), tokens)

@@ -57,12 +57,12 @@ def _part(bench: Bench, part: Scenario) -> tuple[Measure, Tensor, Tensor]:
 
 def _merged(bench: Bench, outs: Tensor, lses: Tensor, scene: Scenario) -> tuple[Tensor, Tensor]:
     """Out and lse of all ranks, with the sink of the scene, by the backend's own steps or by core's."""
-    size, tokens, heads, dim = outs.shape
-    steps = complete(bench.backend).rank_steps
-    specs = merge_specs(size, tokens, heads, dim, outs.dtype)[3:]
-    working = [torch.empty(shape, dtype=dtype, device=outs.device)[:tokens] for shape, dtype in specs]
     sink = None if scene.sink_values is None else torch.from_numpy(scene.sink_values).to(outs.device, torch.float32)
+    steps = complete(bench.backend).rank_steps
     if steps is not None:
         return merged_by(steps, [*outs], [*lses], sink)
+    size, tokens, heads, dim = outs.shape
+    specs = merge_specs(size, tokens, heads, dim, outs.dtype)[3:]
+    working = [torch.empty(shape, dtype=dtype, device=outs.device)[:tokens] for shape, dtype in specs]
     lse = torch.empty_like(lses[0])
     return merge_parts(outs, lses, lse, sink, working).to(outs.dtype), lse

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import AttentionCall, Backend
+from dsv4attn.core.contract import AttentionCall, Backend, GatheredKeys
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.tools.bench.cases import ATTENTION, KERNELS, Size, cases_of, decodes
 from dsv4attn.tools.bench.runner import FAILED, MEASURED, REFUSED, WRONG, Row, Runner, geomeans
@@ -46,6 +46,28 @@ def test_every_kernel_is_measured_in_every_form(form: str, keys: str) -> None:
         assert told.error < 3e-3
         assert told.least == ROOF.seconds(told.flops, told.bytes) > 0
         assert told.roofline == told.least / told.median
+
+
+@pytest.mark.parametrize("pages", [True, False])
+def test_a_prefill_takes_pages_or_rows_as_the_backend_prefers(*, pages: bool) -> None:
+    taken, asked = set(), []
+
+    class Prefers(ReferenceBackend):
+        def prefers_pages(self, layer: Any, requests: Any, rows: int) -> bool:
+            asked.append(([*requests], rows))
+            return pages
+
+        def prefill(self, call: AttentionCall) -> None:
+            taken.add(isinstance(call.keys, GatheredKeys))
+            super().prefill(call)
+
+    (case,) = cases_of(["prefill"], ["flash_c4"], SIZE)
+    told = runner(Prefers()).run(case)[0]
+
+    assert told.state == MEASURED, told.reason
+    assert taken == {not pages}
+    assert [requests for requests, _ in asked] == [[*case.requests]] * len(asked)
+    assert all(rows > 0 for _, rows in asked)
 
 
 @pytest.mark.parametrize("form", ["dense", "ragged"])
