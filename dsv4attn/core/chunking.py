@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.limits import Limits
@@ -18,7 +18,7 @@ from dsv4attn.core.values import round_up
 from dsv4attn.core.workspace import ALIGNMENT
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["ChunkBounds", "PrefillChunk", "plan_prefill_chunks", "plan_row_chunks", "round_up"]
+__all__ = ["ChunkBounds", "PrefillChunk", "cut_chunk", "plan_prefill_chunks", "plan_row_chunks", "round_up"]
 
 
 @frozen
@@ -162,6 +162,45 @@ def plan_row_chunks(
     topk = layer.topk or max(entries, 1) if layer.has_entries else 0
     for start in range(0, num_tokens, most):
         yield PrefillChunk(0, len(seq_lens), start, min(start + most, num_tokens), 0, entries, 0, topk)
+
+
+def cut_chunk(
+    chunk: PrefillChunk, start: int, stop: int, query_lens: Sequence[int], layer: LayerGeometry
+) -> Iterator[PrefillChunk]:
+    """The tokens of a chunk from `start` to `stop`, none of them outside of it: whole requests, and parts of them.
+
+    query_lens: of all prefill requests. A part of a request is a slice; it needs no more memory than the chunk.
+    """
+    first = chunk.token_start
+    run = []  # whole requests, which stay together
+    for request in range(chunk.request_start, chunk.request_end):
+        end = chunk.token_end if chunk.is_slice else first + query_lens[request]
+        low, high = max(first, start), min(end, stop)
+        if (low, high) == (first, end):
+            run.append((request, first, end))
+        elif low < high:
+            if run:
+                yield _joined(chunk, run)
+                run = []
+            yield evolve(
+                chunk,
+                request_start=request,
+                request_end=request + 1,
+                token_start=low,
+                token_end=high,
+                tail=chunk.tail + end - high,
+                gather=min(chunk.gather, high - low + layer.window - 1),
+                is_slice=True,
+            )
+        first = end
+    if run:
+        yield _joined(chunk, run)
+
+
+def _joined(chunk: PrefillChunk, run: Sequence[tuple[int, int, int]]) -> PrefillChunk:
+    """A part of a chunk that is whole requests, (request, first token, the one behind the last) each."""
+    (first, token, _), (last, _, end) = run[0], run[-1]
+    return evolve(chunk, request_start=first, request_end=last + 1, token_start=token, token_end=end)
 
 
 def _cost(seq_len: int, query_len: int, layer: LayerGeometry, bounds: ChunkBounds) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.checks import check_call
 from dsv4attn.core.chunking import PrefillChunk
-from dsv4attn.core.contract import Backend, complete
+from dsv4attn.core.contract import Backend, Phase, complete
 from dsv4attn.core.gathered import GatheredCall
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.limits import Limits
@@ -75,10 +75,13 @@ def forward_in_parts(
     topk_indices: Tensor | None = None,
     lse: Tensor | None = None,
     chunk_tokens: int = 0,
+    phase: Phase | None = None,
+    ranges: tuple[tuple[int, int], ...] | None = None,
 ) -> Iterator[slice]:
     """`forward_mqa`, call by call of the backend: after each, its rows of out and lse; prefill in order, then decode.
 
-    chunk_tokens: most tokens of a prefill chunk; 0: as many as the workspace allows. Padding is written at the end.
+    chunk_tokens: most tokens of a prefill chunk; 0: as many as the workspace allows. phase, ranges: what is attended
+    to, see `Step`; other rows are not written. Padding is written at the end.
     """
     if metadata is None:
         check_call(q, caches, None, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
@@ -89,7 +92,7 @@ def forward_in_parts(
         prepared = metadata.swa.prepared
         owners = backend, layer, limits, workspace, metadata.compressed, caches.signature
         mode = workspace.debug, is_inference_mode_enabled()
-        key = *map(id, owners), mode, chunk_tokens, signature(q, out, attn_sink, lse, topk_indices)
+        key = *map(id, owners), mode, chunk_tokens, phase, ranges, signature(q, out, attn_sink, lse, topk_indices)
     except AttributeError:
         check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
         raise
@@ -98,7 +101,7 @@ def forward_in_parts(
         check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
         whole = complete(backend)
         tensors = out, layer, limits, attn_sink, topk_indices, lse
-        given = Step(q, caches, metadata, whole, workspace, *tensors, chunk_tokens)
+        given = Step(q, caches, metadata, whole, workspace, *tensors, chunk_tokens, phase, ranges)
         step = PreparedStep(metadata.swa.num_actual_tokens, _prepare(given), owners)
         if workspace.reusable:
             if len(prepared) >= MOST_STEPS:
@@ -123,7 +126,7 @@ def _prepare(step: Step) -> Iterable[Part]:
     views are not reusable, a call is prepared just before it runs.
     """
     calls = [_call_of(step, chunk) for chunk in step.chunks()]
-    if step.metadata.swa.num_decode_tokens:
+    if step.metadata.swa.num_decode_tokens and step.phase is not Phase.PREFILL:
         calls.append(PagedCall.of_decode(step))
     for call in calls if len(calls) > 1 else ():
         call.require()

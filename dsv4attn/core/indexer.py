@@ -109,7 +109,7 @@ class Indexer:
         )
         if self._shortcut and not capturing and longest <= self._topk and publishes is restricts is None:
             numbers = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
-            out.copy_(torch.where(numbers < compressed.compressed_lens[:, None], numbers, -1))
+            out.copy_(torch.where(numbers < _lens(metadata)[:, None], numbers, -1))
             return
         q = self._linear(qr[:tokens], self._wq_b).unflatten(-1, (self._heads, -1))
         weights = self._linear(hidden_states[:tokens], self._weights_proj)
@@ -121,5 +121,18 @@ class Indexer:
         if restricts is not None:
             found = restricts.blocks[:tokens], restricts.block_size
             self._steps.select_topk_of_candidates(query, keys, *maps, *found, out, longest)
+        elif self._select_topk is not None:
+            whole_from = None if metadata.whole is None else metadata.swa.num_decode_tokens
+            self._select_topk(query, keys, *maps, out, longest, whole_from=whole_from)
         else:
-            (self._select_topk or self._steps.select_topk)(query, keys, *maps, out, longest)
+            self._steps.select_topk(query, keys, *maps, out, longest)
+
+
+def _lens(metadata: AttentionMetadata) -> Tensor:
+    """[T] int32: entries visible to each token, among those that its selected numbers count."""
+    assert metadata.compressed is not None
+    own = metadata.compressed.compressed_lens
+    if metadata.whole is None or metadata.whole.metadata.compressed is None:
+        return own
+    decodes = metadata.swa.num_decode_tokens
+    return torch.cat([own[:decodes], metadata.whole.metadata.compressed.compressed_lens[decodes:]])

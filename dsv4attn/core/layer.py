@@ -107,7 +107,8 @@ class DeepseekV4MLAAttention:
             context.check_bound(self.prefix, self.geometry, self.limits, caches, attn_sink=has_sink)
             if self.workspace is not None:
                 given, ranks = (self.geometry, self.limits, self.backend, swa.layout), context.ownership.size
-                plan = plan_workspace(*given, ranks=ranks, divides_heads=context.divides_heads)
+                over = {"divides_heads": context.divides_heads, "prefill_keys": context.prefill_keys}
+                plan = plan_workspace(*given, ranks=ranks, **over)  # type: ignore[arg-type]
                 context.check_workspace(self.prefix, self.workspace, plan)
         with together(context, f"caches of {self.prefix}"):
             check_cache("swa cache", swa, self.geometry)

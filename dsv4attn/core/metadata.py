@@ -30,6 +30,7 @@ __all__ = [
     "DeepseekSparseSWAMetadata",
     "DeepseekV4FlashMLAMetadata",
     "FlashMLASparseMetadata",
+    "WholePrefill",
 ]
 
 
@@ -259,12 +260,14 @@ class AttentionMetadata:
     compressed: the compressed part of the layer's kind. Window-only layers do not read it.
     state: the compressor's part of the layer's kind; None where the engine compresses itself.
     ownership: `context_parallel.Ownership` of the entries that slots, tables and counts are of; None: all entries.
+    whole: of prefill that attends to the keys of all ranks; None: every rank attends to its own.
     """
 
     swa: DeepseekSparseSWAMetadata
     compressed: FlashMLASparseMetadata | None = None
     state: CompressorMetadata | None = None
     ownership: object | None = None
+    whole: WholePrefill | None = None
 
     def check_owner(self, ownership: object | None) -> None:
         """Raise ArgumentError unless these metadata are of this ownership; None: of whole sequences."""
@@ -272,3 +275,19 @@ class AttentionMetadata:
             expected, actual = (f"metadata of {one or 'all entries'}" for one in (ownership, self.ownership))
             hint = "give context_parallel to the layer and to the CacheManager, or to neither"
             raise ArgumentError("metadata", expected=expected, actual=actual, hint=hint)
+
+
+@frozen(eq=False)
+class WholePrefill:
+    """Prefill of a step on one of several ranks, over the compressed keys of all of them.
+
+    Selected entries of prefill tokens have their numbers in whole sequences then, those of decode tokens the numbers of
+    this rank.
+
+    metadata: as a rank with all entries has them; `compressed.block_table` names pages of a cache that holds the
+       compressed pages of the prefill requests: those of request i, from i * pages / requests on.
+    pages: [requests, n] int32 - pages of this rank that hold its part of them, negative for none.
+    """
+
+    metadata: AttentionMetadata
+    pages: Tensor

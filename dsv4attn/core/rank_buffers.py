@@ -5,30 +5,45 @@ from __future__ import annotations
 import torch
 
 from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.values import round_up
-from dsv4attn.core.workspace import BufferSpec, simultaneous_bytes
+from dsv4attn.core.workspace import ALIGNMENT, BufferSpec, simultaneous_bytes
 
 __all__ = [
+    "KEYS_LANE",
     "LANE",
+    "MOST_SHARES",
+    "PAGE_TOKENS",
     "PART_TOKENS",
     "PIECE_BYTES",
     "attention_bytes",
     "candidate_bytes",
+    "key_bytes",
+    "key_specs",
+    "key_tokens",
+    "keys_are_less",
     "merge_bytes",
     "merge_specs",
     "part_tokens",
     "piece_bytes",
     "piece_rows",
     "selection_transient_bytes",
+    "share_pieces",
 ]
 
 LANE = "ranks"
 """The lane of the workspace for attention over ranks. Its views live through the calls of the other lanes."""
+KEYS_LANE = "keys"
+"""The lane of the workspace for the keys of all ranks that prefill attends to."""
+PAGE_TOKENS = 256
+"""Most tokens of a compressed page whose keys are gathered, so that the plan needs no page size."""
 PIECE_BYTES = 16 * 2**20
 """Most bytes that a rank receives in one exchange, unless one token needs more. Two are under way at a time."""
 PART_TOKENS = 512
 """Least tokens of a prefill chunk that is cut off, so that its exchange runs beside the next chunk's attention."""
+MOST_SHARES = 4
+"""Most pieces of a rank's share of a prefill."""
 _FP32 = torch.float32
 _SORTING = 64
 """Bytes for each candidate of all ranks while the best are found: numbers, scores, and their orders in 64 bits."""
@@ -56,6 +71,11 @@ def piece_bytes(rows: int, heads: int, dim: int, element_bytes: int) -> tuple[in
     """(bytes of out, bytes of out and lse) that a rank sends for some tokens; out is filled up to whole fp32."""
     out = round_up(rows * heads * dim * element_bytes, 4)
     return out, out + 4 * rows * heads
+
+
+def share_pieces(tokens: int) -> int:
+    """In how many pieces a rank attends to its share of a prefill: rows of each are sent beside the next."""
+    return min(max(tokens // PART_TOKENS, 1), MOST_SHARES, tokens)
 
 
 def part_tokens(ranks: int, row_bytes: int) -> int:
@@ -109,3 +129,44 @@ def selection_transient_bytes(ranks: int, layer: LayerGeometry, max_tokens: int)
         return 0
     rows = min(piece_rows(ranks, candidate_bytes(layer.topk)), max_tokens)
     return _SORTING * rows * layer.topk * (ranks + 1)
+
+
+def keys_are_less(ranks: int, tokens: int, heads: int, entries: int, *, divides_heads: bool) -> bool:
+    """Whether prefill sends less if keys are gathered than if parts are: counted in rows of head_dim values.
+
+    tokens: of prefill. heads: of a rank. entries: places of all ranks' entries that are sent. A quantised entry is half
+    of such a row, which is left out: gathered keys are written once more, too.
+    """
+    parts, own = (2 * tokens * heads, 0) if divides_heads else (tokens * heads, -(-tokens // ranks) * heads)
+    return ranks > 1 and entries // ranks + own < parts
+
+
+def key_tokens(ranks: int, max_model_len: int) -> int:
+    """Most tokens whose entries are gathered for a step: those of one longest sequence, in whole pages of each rank."""
+    return round_up(max_model_len, PAGE_TOKENS * ranks)
+
+
+def key_specs(ranks: int, pages: int, page_bytes: int) -> tuple[BufferSpec, ...]:
+    """Views of gathered keys: page numbers of a rank; pages of all ranks; of a piece, what is sent and received.
+
+    pages: of one rank. page_bytes: without padding. What is sent and received has a second place where pages are more
+    than a piece.
+    """
+    piece = min(piece_rows(ranks, page_bytes), pages)
+    places = 2 if piece < pages else 1
+    return (
+        ((pages,), torch.int32),
+        ((ranks * pages, page_bytes), torch.uint8),
+        ((places, piece, page_bytes), torch.uint8),
+        ((places, ranks * piece, page_bytes), torch.uint8),
+    )
+
+
+def key_bytes(ranks: int, layer: LayerGeometry, limits: Limits, layout: KVCacheLayout) -> int:
+    """Bytes of KEYS_LANE for any step within limits. layout: of the compressed cache."""
+    entries = layer.entries(key_tokens(ranks, limits.max_model_len))
+    whole, page = entries * layout.record_bytes, layer.entries(PAGE_TOKENS) * layout.record_bytes
+    # pages may be one record each; where all is not one piece there are two, of a page of every rank at least
+    pieces = whole if whole <= PIECE_BYTES else 2 * min(whole, max(PIECE_BYTES, ranks * page))
+    sizes = 4 * -(-entries // ranks), whole, -(-pieces // ranks), pieces
+    return sum(round_up(size, ALIGNMENT) for size in sizes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TypeAlias
 
@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.chunking import PrefillChunk, plan_prefill_chunks, plan_row_chunks
+from dsv4attn.core.chunking import PrefillChunk, cut_chunk, plan_prefill_chunks, plan_row_chunks
 from dsv4attn.core.contract import AttentionCall, CompleteBackend, Phase, Run
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
@@ -30,7 +30,11 @@ Rows: TypeAlias = DenseIndices | RaggedIndices
 
 @frozen(eq=False, slots=False)
 class Step:
-    """The arguments of a `forward_mqa`, checked. chunk_tokens: most tokens of a prefill chunk; 0: any number."""
+    """The arguments of a `forward_mqa`, checked.
+
+    chunk_tokens: most tokens of a prefill chunk; 0: any number. phase: the only one that runs; None: both. ranges:
+    (first token, the one behind the last) of the prefill tokens that are attended to; None: all of them.
+    """
 
     q: Tensor
     caches: LayerCaches
@@ -44,6 +48,8 @@ class Step:
     topk_indices: Tensor | None
     lse: Tensor | None
     chunk_tokens: int = 0
+    phase: Phase | None = None
+    ranges: Sequence[tuple[int, int]] | None = None
 
     @cached_property
     def segments(self) -> Sequence[PagedKVCache]:
@@ -63,21 +69,37 @@ class Step:
         return Phase.PREFILL if paged or self.gathers else Phase.DECODE
 
     def chunks(self) -> Sequence[PrefillChunk]:
-        """The prefill part, cut so that no chunk needs more memory than planned."""
+        """The prefill part, or the ranges of it, cut so that no chunk needs more memory than planned."""
         swa = self.metadata.swa
-        if not swa.num_prefill_tokens:
+        if not swa.num_prefill_tokens or self.phase is Phase.DECODE:
             return ()
+        chunks = [chunk for chunk in self._all_chunks() if chunk.num_tokens]
+        if self.ranges is None:
+            return chunks
+        lens, found = swa.prefill_query_lens_cpu.tolist(), list[PrefillChunk]()
+        for first, last in self.ranges:
+            for chunk in chunks:
+                start, stop = max(first, chunk.token_start), min(last, chunk.token_end)
+                if start >= stop:
+                    continue
+                if self.gathers:
+                    found += cut_chunk(chunk, start, stop, lens, self.layer)
+                else:  # rows of pages need no other token's
+                    found.append(evolve(chunk, token_start=start, token_end=stop))
+        return found
+
+    def _all_chunks(self) -> Iterable[PrefillChunk]:
+        swa = self.metadata.swa
         seq_lens, query_lens = swa.prefill_seq_lens_cpu.tolist(), swa.prefill_query_lens_cpu.tolist()
         if self.prefill_phase is Phase.DECODE:
             most = min(self.limits.max_decode_tokens, self.chunk_tokens or swa.num_prefill_tokens)
-            return [*plan_row_chunks(seq_lens, swa.num_prefill_tokens, self.layer, most)]
+            return plan_row_chunks(seq_lens, swa.num_prefill_tokens, self.layer, most)
         bounds = prefill_bounds(self.layer, self.limits, self.backend, self.caches.swa.layout)
         if not self.gathers:
             bounds = evolve(bounds, window=swa.prefill_swa_indices.shape[2])
         if self.chunk_tokens:
             bounds = evolve(bounds, tokens=self.chunk_tokens)
-        chunks = plan_prefill_chunks(seq_lens, query_lens, self.layer, bounds)
-        return [chunk for chunk in chunks if chunk.num_tokens]
+        return plan_prefill_chunks(seq_lens, query_lens, self.layer, bounds)
 
     def local_entries(self, chunk: PrefillChunk) -> Tensor | None:
         """Entry numbers of a chunk's tokens: the indexer's on c4a, all on c128a, None on window-only layers."""

@@ -11,8 +11,8 @@ from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.head_buffers import all_heads, divided_bytes
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
+from dsv4attn.core.rank_buffers import KEYS_LANE, key_bytes, merge_bytes, selection_transient_bytes
 from dsv4attn.core.rank_buffers import LANE as RANKS
-from dsv4attn.core.rank_buffers import merge_bytes, selection_transient_bytes
 from dsv4attn.core.workspace import ALIGNMENT, BufferSpec, WorkspacePlan, simultaneous_bytes
 
 __all__ = ["gathers_keys", "plan_workspace", "prefill_bounds", "ragged_specs", "window_columns"]
@@ -55,14 +55,16 @@ def plan_workspace(
     layer_steps: bool = False,
     ranks: int | None = None,
     divides_heads: bool = False,
+    prefill_keys: bool = True,
     q_dtype: torch.dtype | None = None,
 ) -> WorkspacePlan:
     """Upper bound over every batch within `limits`, for layers like this one.
 
     layout: of the window cache; the compressed cache has the same row dtype. layer_steps: whether the steps around
     attention run too. ranks: those that share the compressed entries; None: no context parallelism. divides_heads:
-    whether these ranks divide heads, and the layer has those of one (`ContextParallel.divides_heads`). q_dtype: of
-    what ranks exchange; None: bf16 or fp32. Take the `union` over a model's layers.
+    whether these ranks divide heads, and the layer has those of one (`ContextParallel.divides_heads`). prefill_keys:
+    whether these ranks may gather keys for prefill (`ContextParallel.prefill_keys`), from a compressed cache with the
+    layout of the window. q_dtype: of what ranks exchange; None: bf16 or fp32. Take the `union` over a model's layers.
     """
     exchanged = 0
     if ranks is not None and layer.has_entries:
@@ -84,6 +86,8 @@ def plan_workspace(
         transient = max(transient, complete(backend).layer_steps.transient_bytes(tokens))
     if ranks is not None and layer.has_entries:
         lanes[RANKS] = exchanged
+        if prefill_keys and ranks > 1 and not limits.single_phase:
+            lanes[KEYS_LANE] = key_bytes(ranks, layer, limits, layout)
         if layer_steps and layer.topk:
             transient = max(transient, 2 * TILE_BYTES) + selection_transient_bytes(ranks, layer, tokens)
     return WorkspacePlan(lanes, transient)

@@ -92,20 +92,23 @@ def attention(
     context: ContextParallel | None = None,
     sink: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    *,
+    keys_of_all: bool = False,
 ) -> None:
     """Ragged decodes and prefills with random keys, NaN in every other slot, against float64.
 
-    sink: of all heads, -inf for none; None: random. Where ranks divide heads, each has two.
+    sink: of all heads, -inf for none; None: random. Where ranks divide heads, each has two. keys_of_all: prefill
+    attends to the keys of all ranks.
     """
     context, layer = context or over(group, 2), SMALL.layer_of_kind(kind)
     every, mine = layer.num_heads, slice(None)
     if context.divides_heads:
         layer, every = attrs.evolve(layer, num_heads=2), 2 * group.size()
         mine = slice(2 * group.rank(), 2 * group.rank() + 2)
-    own, limits, ratio = context.ownership, Limits(8, 128, 256), layer.compress_ratio
+    own, limits, ratio = context.ownership, Limits(8, 128, 768), layer.compress_ratio
     draw = torch.Generator().manual_seed(3)
     page, tokens_per_page, window_page = 64 // ratio, 64, 16
-    sizes = {"swa_block_size": window_page, "compressed_block_tokens": tokens_per_page}
+    sizes: dict[str, Any] = {"swa_block_size": window_page, "compressed_block_tokens": tokens_per_page}
     columns = -(-256 // (tokens_per_page * own.size))
     window = PagedKVCache(torch.full((7 * 16, window_page, 32), nan), FP32)
     compressed = PagedKVCache(torch.full((7 * columns + 2, page, 32), nan), FP32)
@@ -133,17 +136,18 @@ def attention(
         compressed_block_table=tables[1],
     )
     limits = attrs.evolve(limits, num_speculative_tokens=2, max_workspace_bytes=2**18)
-    builder = OwnedMetadataBuilder(
-        own, SMALL, limits, **sizes, backend=BACKENDS[form], num_compressed_blocks=7 * columns
-    )
-    metadata = builder.build_for(batch, [kind])[kind]
+    options: dict[str, Any] = {"backend": BACKENDS[form], "num_compressed_blocks": 7 * columns}
+    options |= {"prefill_keys": keys_of_all, "divides_heads": context.divides_heads}
+    metadata = OwnedMetadataBuilder(own, SMALL, limits, **sizes, **options).build_for(batch, [kind])[kind]
+    assert (metadata.whole is not None) is keys_of_all
     chosen, global_chosen = None, []
     request = [i for i, (_, count) in enumerate(RAGGED) for _ in range(count)]
     seen = [(n - count + j + 1) // ratio for n, count in RAGGED for j in range(count)]
     if kind is LayerKind.C4A:
         global_chosen = [torch.randperm(n, generator=draw)[: layer.topk].tolist() for n in seen]
         rows = torch.tensor([row + [-1] * (layer.topk - len(row)) for row in global_chosen], dtype=torch.int32)
-        chosen = own.local_numbers(rows)
+        whole_from = 6 if keys_of_all else 121
+        chosen = torch.cat([own.local_numbers(rows[:whole_from]), rows[whole_from:]])
     else:
         global_chosen = [list(range(n)) for n in seen]
     sink = torch.randn(every, generator=draw) if sink is None else sink

@@ -204,6 +204,11 @@ HEADS: dict[str, Callable[[Any], None]] = {
         for kind in (LayerKind.C4A, LayerKind.C128A)
         for form in BACKENDS
     },
+    **{
+        f"divided-keys-{kind.value}-{form}": partial(heads_of_tokens, kind=kind, form=form, keys_of_all=True)
+        for kind in (LayerKind.C4A, LayerKind.C128A)
+        for form in BACKENDS
+    },
     "divided-bf16": partial(heads_of_tokens, kind=LayerKind.C4A, form="gathered-dense", dtype=torch.bfloat16),
     **{f"divided-sink-{value}": partial(sinks, value=value) for value in (40.0, inf, -inf)},
     "divided-pieces": in_pieces,

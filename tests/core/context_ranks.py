@@ -37,6 +37,7 @@ from dsv4attn.errors import ArgumentError, ContextParallelError
 from dsv4attn.selection import load_backend
 from tests.core.context_attention import attention, beside, over, same_everywhere
 from tests.core.context_heads import HEADS
+from tests.core.context_keys import keys_in_pieces, keys_planted, keys_refused
 from tests.core.forms import BACKENDS
 from tests.core.whole import FP8, FP32, SMALL, Whole, deterministic, random_weights
 from tests.tools.replay.rank_cases import REPLAYS
@@ -372,10 +373,19 @@ CASES: dict[str, Callable[[Any], None]] = {
         for kind in (LayerKind.C4A, LayerKind.C128A)
         for form in BACKENDS
     },
+    **{
+        f"keys-{kind.value}-{form}": partial(attention, kind=kind, form=form, keys_of_all=True)
+        for kind in (LayerKind.C4A, LayerKind.C128A)
+        for form in BACKENDS
+    },
+    "keys-pieces": keys_in_pieces,
+    "keys-planted": keys_planted,
+    "keys-refused": keys_refused,
     **{f"beside-{form}": partial(beside, kind=LayerKind.C4A, form=form) for form in BACKENDS},
     "layers-fp32": partial(whole, layout=FP32, interleave=2),
     "layers-fp8": partial(whole, layout=FP8, interleave=1),
     "layers-prefill": partial(whole, layout=FP32, interleave=4, prefill="gathered"),
+    "layers-keys": partial(whole, layout=FP32, interleave=1, prefill="paged"),
     "short": long_shortcut,
     "warm-up": warm_up,
     "refusals": refusals,

@@ -47,7 +47,7 @@ def test_the_plan_holds_every_step_and_is_no_invention(
 
 def test_the_backend_is_planned_for_the_heads_of_all_ranks() -> None:
     limits, backend = Limits(4, 64, 256), ReferenceBackend()
-    divided = plan_workspace(C4A, limits, backend, FP8, ranks=3, divides_heads=True)
+    divided = plan_workspace(C4A, limits, backend, FP8, ranks=3, divides_heads=True, prefill_keys=False)
     wide = plan_workspace(attrs.evolve(C4A, num_heads=12), limits, backend, FP8)
 
     assert {**divided.lanes, "ranks": 0} == {**wide.lanes, "ranks": 0}

@@ -89,7 +89,9 @@ def test_layers_without_entries_and_plans_without_ranks_have_no_such_lane() -> N
     assert "ranks" not in plan_workspace(SMALL.layer_of_kind(LayerKind.SWA), limits, backend, FP8, ranks=2).lanes
     without = plan_workspace(C4A, limits, backend, FP8)
     over = plan_workspace(C4A, limits, backend, FP8, ranks=2)
-    assert {**without.lanes, "ranks": over.lanes["ranks"]} == over.lanes
+    assert {**without.lanes, "ranks": over.lanes["ranks"], "keys": over.lanes["keys"]} == over.lanes
+    few = plan_workspace(C4A, limits, backend, FP8, ranks=2, prefill_keys=False).lanes
+    assert {**few, "keys": over.lanes["keys"]} == over.lanes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

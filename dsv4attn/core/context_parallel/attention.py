@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +15,14 @@ from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.checks import check_call
 from dsv4attn.core.context_parallel.exchange import ContextParallel
 from dsv4attn.core.context_parallel.heads import by_rank, gather_queries
-from dsv4attn.core.contract import Backend, RankSteps, complete
+from dsv4attn.core.context_parallel.keys import KeyGathering
+from dsv4attn.core.context_parallel.prefill import Shares
+from dsv4attn.core.contract import Backend, Phase, RankSteps, complete
 from dsv4attn.core.forward import forward_in_parts, forward_mqa
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.head_buffers import ALL_HEADS_VIEWS, all_heads, divided_specs
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.metadata import AttentionMetadata, WholePrefill
 from dsv4attn.core.rank_buffers import LANE, attention_bytes, merge_specs, part_tokens, piece_bytes
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import plan_workspace
@@ -49,34 +52,82 @@ def forward_mqa_over_ranks(
     `topk_indices`. What is sent, received and merged lies in `workspace`. A warm-up reserves it, and sends nothing.
     Where ranks divide heads, q, out, lse, attn_sink and layer are of the heads of this rank: queries of all ranks are
     gathered, the backend attends with all heads to the entries of this rank, and each rank merges its own heads.
+    Metadata with a `WholePrefill` have prefill attend to the keys of all ranks, which are gathered while the decode
+    tokens are attended to; the numbers of its tokens in `topk_indices` are of whole sequences then.
     """
-    given = {"layer": layer, "limits": limits, "attn_sink": None, "topk_indices": topk_indices}
-    ranks, divides = context.ownership.size, context.divides_heads
+    given: dict[str, Any] = {"layer": layer, "limits": limits, "topk_indices": topk_indices}
     if metadata is None:
-        forward_mqa(q, caches, metadata, backend, workspace, out, **given, lse=lse)  # type: ignore[arg-type]
-        over = {"ranks": ranks, "divides_heads": divides, "q_dtype": q.dtype}
-        plan = plan_workspace(layer, limits, backend, caches.swa.layout, **over)  # type: ignore[arg-type]
+        forward_mqa(q, caches, metadata, backend, workspace, out, **given, attn_sink=None, lse=lse)
+        over = {"divides_heads": context.divides_heads, "prefill_keys": context.prefill_keys, "q_dtype": q.dtype}
+        layout, ranks = caches.swa.layout, context.ownership.size
+        plan = plan_workspace(layer, limits, backend, layout, ranks=ranks, **over)  # type: ignore[arg-type]
         workspace.reserve(plan, caller=f"warm-up on {context.label}")
         return
     metadata.check_owner(context.ownership)
-    if divides:
-        check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
+    if metadata.whole is None:
+        _attend_in_parts(context, q, caches, metadata, backend, workspace, out, given, attn_sink, lse)
+        return
+    _check_whole(context, metadata.whole)
+    for each in (metadata, metadata.whole.metadata):
+        check_call(q, caches, each, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
+    assert caches.compressed is not None
+    keys = KeyGathering(context, caches.compressed, metadata.whole.pages, workspace)
+    if metadata.swa.num_decode_tokens:
+        _attend_in_parts(context, q, caches, metadata, backend, workspace, out, given, attn_sink, lse, Phase.DECODE)
+    caches, metadata = LayerCaches(caches.swa, keys.finish()), metadata.whole.metadata
+    tokens = slice(metadata.swa.num_decode_tokens, metadata.swa.num_actual_tokens)
+    shares = Shares(context, metadata.swa.num_prefill_tokens)
+    rows = [one[tokens] for one in (out, lse) if one is not None]
+    more: dict[str, Any] = {"attn_sink": attn_sink, "lse": lse, "phase": Phase.PREFILL, "ranges": shares.ranges}
+    for done in forward_in_parts(q, caches, metadata, backend, workspace, out, **given, **more):
+        shares.reached(done.stop - tokens.start, rows)
+    shares.finish()
+
+
+def _attend_in_parts(
+    context: ContextParallel,
+    q: Tensor,
+    caches: LayerCaches,
+    metadata: AttentionMetadata,
+    backend: Backend,
+    workspace: WorkspaceManager,
+    out: Tensor,
+    given: Mapping[str, Any],
+    attn_sink: Tensor | None,
+    lse: Tensor | None,
+    phase: Phase | None = None,
+) -> None:
+    """Attend to the entries of this rank, and merge the parts of all ranks. phase: of the tokens; None: of all."""
+    ranks, layer, rows = context.ownership.size, given["layer"], q.shape[0]
+    if phase is Phase.DECODE:
+        rows = metadata.swa.num_decode_tokens
+    if context.divides_heads:
+        sizes = given["limits"], attn_sink, given["topk_indices"], lse
+        check_call(q, caches, metadata, backend, workspace, out, layer, *sizes)
     kernels = complete(backend).rank_steps
     part, *scratch = _views(context, out, workspace, kernels)
     part = part if lse is None else lse
     attended, sources = (q, out, part), None
-    if divides:
+    if context.divides_heads:
         scratch, attended = scratch[:-ALL_HEADS_VIEWS], tuple(scratch[-ALL_HEADS_VIEWS:])  # type: ignore[assignment]
-        sources, given["layer"] = by_rank(ranks, *attended[1:]), all_heads(layer, ranks)
-        gather_queries(context, q, attended[0], *scratch[:2])
-    first = metadata.swa.num_decode_tokens if metadata.swa.num_prefill_tokens else 0
-    merging = _Merging(context, out, part, attn_sink, scratch, first, kernels, sources)
+        sources = by_rank(ranks, *attended[1:])
+        given = {**given, "layer": all_heads(layer, ranks)}
+        gather_queries(context, q[:rows], attended[0], *scratch[:2])
+    first = metadata.swa.num_decode_tokens if metadata.swa.num_prefill_tokens and phase is None else 0
+    merging = _Merging(context, out[:rows], part[:rows], attn_sink, scratch, first, kernels, sources)
     tokens = part_tokens(ranks, attention_bytes(layer.num_heads, layer.head_dim, out.element_size()))
     q, to, lses = attended
-    steps = forward_in_parts(q, caches, metadata, backend, workspace, to, **given, lse=lses, chunk_tokens=tokens)  # type: ignore[arg-type]
-    for rows in steps:
-        merging.reached(rows.stop)
+    more: dict[str, Any] = {"attn_sink": None, "lse": lses, "chunk_tokens": tokens, "phase": phase}
+    for done in forward_in_parts(q, caches, metadata, backend, workspace, to, **given, **more):
+        merging.reached(done.stop)
     merging.finish()
+
+
+def _check_whole(context: ContextParallel, whole: WholePrefill) -> None:
+    """Raise ArgumentError unless the layer's ranks gather keys, as the metadata say."""
+    if not context.prefill_keys:
+        hint = "build the metadata without prefill_keys, or give the layer a context with it"
+        raise ArgumentError("metadata", expected="metadata without a WholePrefill", actual=repr(whole), hint=hint)
 
 
 def merge_over_ranks(

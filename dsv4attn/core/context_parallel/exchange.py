@@ -46,11 +46,14 @@ class ContextParallel:
     divides_heads: whether the ranks divide the query heads too, as an engine does whose context group is part of its
        tensor parallel group: geometries, weights, queries and sinks are of the heads of one rank, equally many on all.
        False: all ranks have the same heads.
+    prefill_keys: whether prefill may gather the compressed keys of all ranks, where it sends less that way. It takes
+       memory for the keys of one longest sequence, see `plan_workspace`.
     """
 
     group: ProcessGroup
     interleave: int = field(default=1, validator=at_least(1))
     divides_heads: bool = field(default=False, validator=validators.instance_of(bool))
+    prefill_keys: bool = field(default=True, validator=validators.instance_of(bool))
 
     def __attrs_post_init__(self) -> None:
         if not (distributed.is_available() and isinstance(self.group, distributed.ProcessGroup)):
@@ -131,8 +134,8 @@ class ContextParallel:
 
         what: the thing that the facts are about; a layer, say. Every rank must call it, in the same order.
         """
-        ours = {"group size": self.ownership.size, "interleave": self.interleave, "divides_heads": self.divides_heads}
-        mine = {**ours, **facts}
+        ours = {name: getattr(self, name) for name in ("interleave", "divides_heads", "prefill_keys")}
+        mine = {"group size": self.ownership.size, **ours, **facts}
         (first, wanted), *others = self.gather_objects((what, mine), f"the fingerprint of {what}")
         for rank, (name, given) in enumerate(others, 1):
             named = [("layer", first, name)] if name != first else []

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from attrs import fields
 from torch import Tensor
 
@@ -15,7 +16,14 @@ from dsv4attn.core.context_parallel.exchange import ContextParallel
 from dsv4attn.core.context_parallel.ownership import Ownership, build_owned_slot_mapping
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata
+from dsv4attn.core.metadata import (
+    AttentionMetadata,
+    Batch,
+    DeepseekSparseSWAMetadata,
+    FlashMLASparseMetadata,
+    WholePrefill,
+)
+from dsv4attn.core.rank_buffers import PAGE_TOKENS, key_tokens, keys_are_less
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["OwnedMetadataBuilder", "metadata_builder", "on_rank"]
@@ -28,7 +36,10 @@ def on_rank(context: ContextParallel | None) -> tuple[int, str]:
 
 def metadata_builder(context: ContextParallel | None) -> Callable[..., MetadataBuilder]:
     """What makes the metadata builder of one rank; without a context it is `MetadataBuilder`."""
-    return MetadataBuilder if context is None else partial(OwnedMetadataBuilder, context.ownership)
+    if context is None:
+        return MetadataBuilder
+    keys, heads = context.prefill_keys, context.divides_heads
+    return partial(OwnedMetadataBuilder, context.ownership, prefill_keys=keys, divides_heads=heads)
 
 
 class OwnedMetadataBuilder(MetadataBuilder):
@@ -38,11 +49,22 @@ class OwnedMetadataBuilder(MetadataBuilder):
     is in column p // (compressed_block_tokens * ranks). `max_seq_len` stays that of the whole sequence. Layers with a
     compressed cache see their windows on rank 0 alone, so that ranks attend to disjoint keys; all ranks write windows.
 
-    ownership: of this rank. geometry, limits, options: of `MetadataBuilder`. Raises ArgumentError for a geometry of
-    DeepSeek-V4.1, and for an interleave that does not divide the records in a page.
+    ownership: of this rank. geometry, limits, options: of `MetadataBuilder`. prefill_keys, divides_heads: of
+    `ContextParallel`; with the first, metadata of a step whose prefill sends less that way have a `WholePrefill`.
+    Raises ArgumentError for a geometry of DeepSeek-V4.1, and for an interleave that does not divide the records in a
+    page.
     """
 
-    def __init__(self, ownership: Ownership, geometry: ModelGeometry, limits: Limits, **options: Any) -> None:  # noqa: ANN401 - of the base class
+    def __init__(
+        self,
+        ownership: Ownership,
+        geometry: ModelGeometry,
+        limits: Limits,
+        *,
+        prefill_keys: bool = False,
+        divides_heads: bool = False,
+        **options: Any,  # noqa: ANN401 - of the base class
+    ) -> None:
         if geometry.shared_latent:
             hint = "layers of V4.1 share caches and selections, which ranks cannot divide yet"
             raise ArgumentError("geometry", expected="a geometry of DeepSeek-V4", actual=geometry.name, hint=hint)
@@ -56,6 +78,16 @@ class OwnedMetadataBuilder(MetadataBuilder):
         decodes, prefills = self._decode_swa[0], self._prefill_swa[0]
         self._no_windows = tuple(self._buffer(*rows.shape).fill_(-1) for rows in (decodes, prefills))
         self._no_lens = self._buffer(max(limits.max_num_batched_tokens, limits.max_num_reqs))
+        self.prefill_keys = prefill_keys and ownership.size > 1 and self.compressed_block_tokens <= PAGE_TOKENS
+        self._divides_heads = divides_heads
+        if self.prefill_keys:
+            tokens, most = limits.max_num_batched_tokens, key_tokens(ownership.size, limits.max_model_len)
+            self._columns = most // (self.compressed_block_tokens * ownership.size)
+            self._pages = self._buffer(self._columns)
+            self._whole_table = self._buffer(limits.max_num_reqs * self._columns * ownership.size)
+            keys = self._slots.keys()
+            self._whole_slots = self._buffer(tokens, dtype=torch.int64)
+            self._whole_lens = {key: self._buffer(tokens) for key in keys}
 
     @property
     def _map_entries(self) -> Callable[..., None]:
@@ -68,14 +100,57 @@ class OwnedMetadataBuilder(MetadataBuilder):
         full_width: bool,  # noqa: FBT001 - as in the base class
     ) -> list[AttentionMetadata]:
         made = super()._build(batch, layers, full_width)
-        for metadata in made:
+        for layer, metadata in zip(layers, made, strict=True):
             metadata.ownership = self.ownership
+            if metadata.compressed is not None:
+                metadata.whole = self._whole(batch, metadata.swa, layer, metadata.compressed)
         if self.ownership.rank and made:
             empty = self.without_windows(made[0].swa)
             for layer, metadata in zip(layers, made, strict=True):
                 if layer.has_entries:
                     metadata.swa = empty
         return made
+
+    def _whole(
+        self,
+        batch: Batch,
+        swa: DeepseekSparseSWAMetadata,
+        layer: LayerGeometry,
+        compressed: FlashMLASparseMetadata,
+    ) -> WholePrefill | None:
+        """Metadata of prefill over the keys of all ranks; None where it sends more, or needs more pages than planned.
+
+        All ranks decide alike: by numbers of the batch, which are the same on each.
+        """
+        requests, tokens, ranks = swa.num_prefills, swa.num_prefill_tokens, self.ownership.size
+        if not (self.prefill_keys and tokens):
+            return None
+        longest = int(swa.prefill_seq_lens_cpu.max())
+        columns = max(-(-longest // (self.compressed_block_tokens * ranks)), 1)
+        records = self.compressed_block_tokens // layer.compress_ratio
+        entries = requests * columns * ranks * records
+        sizes = ranks, tokens, layer.num_heads, entries
+        if requests * columns > self._columns or not keys_are_less(*sizes, divides_heads=self._divides_heads):
+            return None
+        pages, table = self._pages[: requests * columns].view(requests, columns), compressed.block_table
+        given = table[swa.num_decodes : swa.num_decodes + requests, :columns]
+        pages.fill_(-1)
+        pages[:, : given.shape[1]] = given
+        # decode requests have no pages there: their numbers are negative
+        width, first = columns * ranks, swa.num_decodes
+        whole = self._whole_table[: batch.num_reqs * width]
+        torch.arange(-first * width, (batch.num_reqs - first) * width, dtype=torch.int32, out=whole)
+        lens, slots = self._whole_lens[layer.key], self._whole_slots
+        maps = swa.token_to_req_indices, swa.is_valid_token
+        whole = whole.view(batch.num_reqs, width)
+        build = self.steps.build_compressed_slot_mapping
+        build(batch.query_start_loc, batch.seq_lens, *maps, whole, records, layer.compress_ratio, out=(slots, lens))
+        kept = {each.name: getattr(compressed, each.name) for each in fields(FlashMLASparseMetadata)}
+        # without fields of a backend's own, which are of this rank's entries
+        part = FlashMLASparseMetadata(
+            **{**kept, "block_table": whole, "compressed_lens": lens[: swa.num_actual_tokens]}
+        )
+        return WholePrefill(AttentionMetadata(swa, part), pages)
 
     def without_windows(self, swa: DeepseekSparseSWAMetadata) -> DeepseekSparseSWAMetadata:
         """The same batch, whose tokens see no window, without fields of a backend's own."""

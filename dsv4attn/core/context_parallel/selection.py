@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf
 from typing import Protocol, cast
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.ownership import Ownership
 from dsv4attn.core.definitions.indexer import IndexQuery, scores
 from dsv4attn.core.definitions.records import read_index_keys, slots_of
 from dsv4attn.core.definitions.selection import ENTRIES, selection_bytes
@@ -21,6 +23,8 @@ __all__ = ["SelectTopk", "score_selected", "select_among", "select_topk_over_ran
 
 _LAST = torch.iinfo(torch.int32).max
 _LOWEST = torch.finfo(torch.float32).min
+_ALL = Ownership(0, 1)
+"""Of a rank that has all entries: their numbers are those of the sequence."""
 
 
 class SelectTopk(Protocol):
@@ -35,8 +39,10 @@ class SelectTopk(Protocol):
         visible_lens: Tensor,
         out: Tensor,
         max_entries: int,
+        *,
+        whole_from: int | None = None,
     ) -> None:
-        """See `LayerSteps.select_topk`."""
+        """See `LayerSteps.select_topk`, and `select_topk_over_ranks` for `whole_from`."""
 
 
 def select_topk_over_ranks(
@@ -50,35 +56,43 @@ def select_topk_over_ranks(
     visible_lens: Tensor,
     out: Tensor,
     max_entries: int,
+    *,
+    whole_from: int | None = None,
 ) -> None:
     """Write the numbers that this rank gives those of its entries which are among the K best of all ranks.
 
     out: [T, K] int32, ascending, then -1. The K best are those of `LayerSteps.select_topk` over all entries: of equal
     scores the lower entry number wins, NaN is never chosen. steps: select this rank's candidates, with their scores if
     they have `layer_ops.RankSelection`; else scores are computed again, in torch with this arithmetic. cache,
-    block_table, visible_lens: of this rank. max_entries: of whole sequences.
+    block_table, visible_lens: of this rank. max_entries: of whole sequences. whole_from: first token for which all K
+    best are written, with their numbers in whole sequences, as prefill with `WholePrefill` takes them; None: none.
     """
-    own = context.ownership
+    own, tokens = context.ownership, out.shape[0]
+    first, cut = (
+        tokens if whole_from is None else whole_from,
+        partial(context.pieces, row_bytes=candidate_bytes(out.shape[1])),
+    )
+    pieces = [*((piece, own) for piece in cut(first)), *((piece, _ALL) for piece in cut(tokens, first=first))]
     if out.shape[1] <= getattr(steps, "most_over_ranks", 0):
         kernels = cast("RankSelection", steps)
-        for piece in context.pieces(out.shape[0], candidate_bytes(out.shape[1])):
+        for piece, numbering in pieces:
             mine = out.new_empty(2, piece.stop - piece.start, out.shape[1])
             tables = block_table, token_to_req[piece], visible_lens[piece]
             given = _rows(query, piece), cache, *tables, mine[0], mine[1].view(torch.float32), own.count(max_entries)
             kernels.propose_candidates(own, *given)
             both = context.gather(mine, "candidates")
-            kernels.choose_candidates(own, both[:, 0], both[:, 1].view(torch.float32), out[piece], max_entries)
+            kernels.choose_candidates(numbering, both[:, 0], both[:, 1].view(torch.float32), out[piece], max_entries)
         return
     maps = block_table, token_to_req
     steps.select_topk(query, cache, *maps, visible_lens, out, own.count(max_entries))
     topk = out.shape[1]
-    for piece in context.pieces(out.shape[0], candidate_bytes(topk)):
+    for piece, numbering in pieces:
         local = out[piece]
         score = score_selected(query, piece, cache, block_table, token_to_req[piece], local, arithmetic)
         number = own.entry(local).masked_fill_(local < 0, -1)
         both = context.gather(torch.stack([number, score.view(torch.int32)]), "candidates")
         numbers, found = (both[:, i].transpose(0, 1).flatten(1).contiguous() for i in range(2))
-        best = own.local_numbers(select_among(numbers, found.view(torch.float32), topk))
+        best = numbering.local_numbers(select_among(numbers, found.view(torch.float32), topk))
         out[piece] = _ascending(best)
 
 

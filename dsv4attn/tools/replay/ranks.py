@@ -44,7 +44,7 @@ class MeteredContext(ContextParallel):
 
     @cached_property
     def sent(self) -> Counter[str]:
-        """Bytes by what they are: `attention` or `candidates`."""
+        """Bytes by what they are: `attention`, `keys` or `candidates`."""
         return Counter()
 
     def start(self, mine: Tensor, what: str, *, out: Tensor | None = None) -> Callable[[], Tensor]:
@@ -57,16 +57,18 @@ class MeteredContext(ContextParallel):
 class Traffic:
     """Bytes that a rank sends for a token of one layer. It receives as many of each other rank.
 
-    attention: out and lse, by the formula.
+    attention: out and lse, by the formula for tokens whose keys stay where they are.
     selection: candidates, by the formula; 0 on layers that select nothing.
     attention_sent: mean over the tokens of the run, counted.
     selection_sent: the same of candidates; steps whose tokens see few entries send none.
+    keys_sent: the same of keys that are gathered for prefill, whose tokens send a part of their attention, and no lse.
     """
 
     attention: int
     selection: int
     attention_sent: float = 0.0
     selection_sent: float = 0.0
+    keys_sent: float = 0.0
 
     @classmethod
     def of(cls, layer: LayerGeometry, dtype: torch.dtype, sent: Counter[str], tokens: int) -> Traffic:
@@ -75,7 +77,7 @@ class Traffic:
             return cls(0, 0)
         attention = attention_bytes(layer.num_heads, layer.head_dim, dtype.itemsize)
         selection = candidate_bytes(layer.topk) if layer.topk else 0
-        means = (sent[name] / max(tokens, 1) for name in ("attention", "candidates"))
+        means = (sent[name] / max(tokens, 1) for name in ("attention", "candidates", "keys"))
         return cls(attention, selection, *means)
 
 

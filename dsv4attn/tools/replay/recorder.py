@@ -63,6 +63,7 @@ class RecordingBackend:
         self.rows = torch.empty(0, dtype=torch.int64)
         self.q = self.out = torch.empty(0)
         self._merged: list[tuple[int, Tensor]] = []
+        self._attended: list[range] = []
         self.lse = torch.empty(max_tokens, heads)
         self.query: IndexQuery | None = None
 
@@ -73,7 +74,12 @@ class RecordingBackend:
         """Begin a step."""
         self.rows, self.query = rows, None
         self._merged.clear()
+        self._attended.clear()
         self.watch.start()
+
+    def has_attended(self, row: int) -> bool:
+        """Whether this rank attended to a row in the step: others may have sent what it has of it, without an lse."""
+        return any(row in rows for rows in self._attended)
 
     def qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, cache: PagedKVCache, *rest: Any) -> None:  # noqa: ANN401
         """See `Backend`."""
@@ -95,9 +101,10 @@ class RecordingBackend:
         ) -> None:
             # out is a part of the layer's own tensor, which begins with the first row of the step
             first = out.storage_offset() // out.stride(0)
+            self._attended.append(range(first, first + tokens))
             own = self.lse[first : first + tokens] if lse is None else lse
             if lse is not None:
-                self._merged.append((first, lse))
+                self._merged.append((first, lse[:tokens]))
             checked = self.rows[(self.rows >= first) & (self.rows < first + tokens)] - first
             out[checked], own[checked] = torch.nan, torch.nan
             run(q, out, own, attn_sink, caches)

@@ -220,6 +220,8 @@ def _ranks_section(ranks: RanksReport) -> tuple[str, list[Line]]:
         return [(f"sent per token: {name}", [*next(lines)]), ("  in this run, mean", [*next(lines)])]
 
     traffic = sent("attention", lambda x: x.attention, lambda x: x.attention_sent)
+    keys = [x.traffic.keys_sent for x in first.layers]
+    traffic.append(("  keys for prefill, mean", [f"{n:,.0f} B" if n else "-" for n in keys]))
     traffic += sent("selection", lambda x: x.selection, lambda x: x.selection_sent)
     same = ["-" if not x.digest else "no" if x.kind in ranks.differing else "yes" for x in first.layers]
     checked = f"of {sum(x.rows for r in ranks.ranks for x in r.layers):,} rows on all ranks, failed"

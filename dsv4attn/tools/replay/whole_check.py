@@ -137,12 +137,13 @@ class WholeChecker:
         found = exact.key(hidden, position)
         bound = rounding(found, self._caches.attention.swa.layout, layer.rope_dim)
         stages = {"key": share(key, found, bound)}
+        whole = metadata.whole is not None and i >= metadata.swa.num_decode_tokens
         selected = None
         if metadata.compressed is not None and self._entries is not None:
             pages = metadata.compressed.block_table[request].tolist()
             stages |= self._compressed(row, position, pages, random)
             if step.selected is not None:
-                selected = self._selected(step.selected[i])
+                selected = self._selected(step.selected[i], whole=whole)
                 stages |= self._selection(i, position, selected, pages, latent, hidden)
         ratio = layer.compress_ratio if layer.has_entries else None
         positions, entries = oracle.visible_keys(position, layer.window, ratio, selected)
@@ -152,16 +153,19 @@ class WholeChecker:
         q = _f64(recorder.q[i])
         stages["query"] = self._query_error(q, *exact.query(latent, position))
         out, lse = oracle.attend_row(q, keys, exact.sink, layer.scale)
+        # the rank that attends to the row checks its lse
+        sent = whole and not recorder.has_attended(i)
         dims = random.permutation(step.output.shape[1])[:_SAMPLED].tolist()
         return WholeErrors(
             out=relative(_f64(recorder.out[i]), out),
-            lse=largest(np.abs(_f64(recorder.lse[i]) - lse)),
+            lse=0.0 if sent else largest(np.abs(_f64(recorder.lse[i]) - lse)),
             projection=relative(_f64(step.output[i, dims]), exact.output(out, position, dims)),
             **stages,
         )
 
-    def _selected(self, row: Tensor) -> list[int]:
-        if self._context is not None:
+    def _selected(self, row: Tensor, *, whole: bool) -> list[int]:
+        """Entries of a row. whole: its numbers are those of the sequence, on every rank."""
+        if self._context is not None and not whole:
             return selected_over_ranks(self._context, row)
         return [e for e in row.tolist() if e != -1]
 

@@ -72,7 +72,14 @@ def sound(group: Any, interleave: int, **config: Any) -> None:
     for rank in report.ranks.ranks:
         assert [layer.rows for layer in rank.layers] == [x.check.rows for x in (swa, c4a, c128a) if x.check]
         assert [layer.traffic.attention for layer in rank.layers] == [0, *[4 * (32 * element + 4)] * 2]
-        assert [layer.traffic.attention_sent for layer in rank.layers] == [0, *[4 * (32 * element + 4)] * 2]
+        formula = 4 * (32 * element + 4)
+        first, *others = [layer.traffic for layer in rank.layers]
+        assert first.attention_sent + first.keys_sent == 0
+        # prefill that sends keys sends its share of rows, and no lse
+        for traffic in others:
+            assert traffic.attention_sent == formula or 0 < traffic.attention_sent + traffic.keys_sent < formula
+            assert (traffic.attention_sent == formula) is (traffic.keys_sent == 0)
+        assert others[1].keys_sent > 0
         assert [layer.traffic.selection for layer in rank.layers] == [0, 8 * 6, 0]
         assert [layer.traffic.selection_sent for layer in rank.layers] == [0, 8 * 6, 0]
         assert [bool(layer.digest) for layer in rank.layers] == [False, True, True]
