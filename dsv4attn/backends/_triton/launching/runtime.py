@@ -109,8 +109,8 @@ def launch(
     args: tensors, numbers and None, in the order of the parameters that are not in `constants`. fp_fusion: whether a
     product may be added before it is rounded, which is faster, and rounds unlike torch does. extra: further options of
     the compiler, such as maxnreg. Triton's environment variables are read at a form's first launch.
-    Returns the compiled form, where later launches may go past Triton. Raises ArgumentError for a CPU tensor unless
-    kernels are interpreted.
+    Returns the compiled form, where later launches may go past Triton. Raises ArgumentError for a CPU or meta tensor
+    unless kernels are interpreted.
     """
     if 0 in grid:
         return None
@@ -191,9 +191,10 @@ class Launch:
 
 
 def require_driven(device: torch.device) -> None:
-    """Raise ArgumentError for the CPU unless kernels are interpreted."""
-    if device.type == "cpu" and not INTERPRETED:
-        raise ArgumentError("device", expected="a device that Triton drives", actual="the CPU", hint=INTERPRETER_CURE)
+    """Raise ArgumentError for the CPU, and for tensors without memory, unless kernels are interpreted."""
+    if device.type in {"cpu", "meta"} and not INTERPRETED:
+        actual = "the CPU" if device.type == "cpu" else "the meta device"
+        raise ArgumentError("device", expected="a device that Triton drives", actual=actual, hint=INTERPRETER_CURE)
 
 
 def device_context(device: torch.device) -> AbstractContextManager[object]:

@@ -25,6 +25,7 @@ from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import options as options_of
 from dsv4attn.backends._triton.launching import compiled, runtime
 from dsv4attn.backends._triton.launching.runtime import Constants, Launch, launch, observed
+from dsv4attn.errors import ArgumentError
 from tests.backends._triton.launching.fakes import FakeDriver, cpu_args, rows_of
 from tests.backends._triton.launching.kernels_gluon import single
 from tests.backends._triton.launching.kernels_small import careless, rows, valued
@@ -203,6 +204,23 @@ def again() -> dict[str, Any]:
     return told
 
 
+def undriven() -> dict[str, Any]:
+    """Errors, and numbers of launches, of a form that is compiled, with tensors that no kernel can read."""
+    fake, args = on(), cpu_args()
+    with taking_cpu_tensors():
+        launch(rows, (3, 2), args, CONSTANTS)
+    found: dict[str, Any] = {}
+    for device in ("cpu", "meta"):
+        fake.launched.clear()
+        moved = [arg.to(device) if isinstance(arg, Tensor) else arg for arg in args]
+        try:
+            launch(rows, (3, 2), moved, CONSTANTS)
+            found[device] = "", len(fake.launched)
+        except ArgumentError as error:
+            found[device] = str(error), len(fake.launched)
+    return found
+
+
 def a_hook(*_: object, **__: object) -> None:
     """A hook."""
 
@@ -260,7 +278,7 @@ def taking_cpu_tensors() -> Iterator[None]:
     vars(runtime)["require_driven"] = required
 
 
-FACTS: dict[str, Callable[[], Any]] = {f.__name__: f for f in (forms, other_roads, again, slow, launchers)}
+FACTS: dict[str, Callable[[], Any]] = {f.__name__: f for f in (forms, other_roads, again, undriven, slow, launchers)}
 
 if __name__ == "__main__":
     ROAD.install()

@@ -118,6 +118,16 @@ def test_the_shortest_road_ends_where_the_device_or_the_driver_is_another(facts:
     assert facts["again"]["driver"] == [["triton", "same"], ["bound", "same"]]
 
 
+@pytest.mark.parametrize(("device", "name"), [("cpu", "the CPU"), ("meta", "the meta device")])
+def test_tensors_that_no_kernel_can_read_are_refused_where_the_form_is_compiled(
+    facts: dict[str, Any], device: str, name: str
+) -> None:
+    error, launched = facts["undriven"][device]
+
+    assert name in error
+    assert launched == 0
+
+
 def test_the_driver_is_handed_what_triton_s_own_launchers_hand_it(facts: dict[str, Any]) -> None:
     told = facts["launchers"]
 
