@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from attrs import frozen
 
-__all__ = ["Clock", "Spread"]
+__all__ = ["MOST_FLUSHES", "Clock", "Spread"]
 
 _FLUSH_BYTES = 2**29
 """More than any last-level cache of an accelerator holds, AMD's 256 MiB included."""
 _WARM_UP = 3
-_MOST_FLUSHES = 64
+MOST_FLUSHES = 64
+"""Most flushes in front of a call."""
 
 
 @frozen
@@ -69,7 +70,7 @@ class Clock:
         for _ in range(rounds):
             for i, call in enumerate(calls):
                 took, hidden = self._span(call, flushes[i])
-                while not hidden and flushes[i] < _MOST_FLUSHES:
+                while not hidden and flushes[i] < MOST_FLUSHES:
                     flushes[i] *= 2
                     took, hidden = self._span(call, flushes[i])
                 seconds[i].append(took)
@@ -95,17 +96,24 @@ class Clock:
             call()
             host = time.perf_counter() - start
         self.wait()
-        return 0 if self._module is None else min(ceil(2 * host / self._flush_s) + 1, _MOST_FLUSHES)
+        return 0 if self._module is None else min(ceil(2 * host / self._flush_s) + 1, MOST_FLUSHES)
 
-    def _span(self, call: Callable[[], object], flushes: int) -> tuple[float, bool]:
-        """Seconds of a call, and whether the device was busy with flushes until the host had enqueued the call."""
+    def _span(
+        self, call: Callable[[], object], flushes: int, meet: Callable[[], object] = lambda: None
+    ) -> tuple[float, bool]:
+        """Seconds of a call, and whether the device was busy with flushes until the host had enqueued the call.
+
+        meet: enqueued in front of the call, and not timed.
+        """
         if self._module is None:
+            meet()
             started = time.perf_counter()
             call()
             return time.perf_counter() - started, True
         start, end = (self._module.Event(enable_timing=True) for _ in range(2))
         for _ in range(flushes):
             self._junk.zero_()
+        meet()
         start.record()
         call()
         end.record()

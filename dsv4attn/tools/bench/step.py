@@ -20,7 +20,7 @@ from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.tools.bench.cases import WINDOW_PAGE
 from dsv4attn.tools.bench.inputs import Inputs
 
-__all__ = ["Step", "make_step", "products"]
+__all__ = ["Step", "make_step", "products", "scheduled"]
 
 _TILE = 16
 
@@ -70,35 +70,8 @@ class Step:
 
 def make_step(inputs: Inputs, backend: Backend) -> Step:
     """Make metadata with a builder, and plan and lock the workspace, as an engine does."""
-    case, device = inputs.case, inputs.q.device
-    window, *rest = inputs.segments
-    model = ModelGeometry.preset(case.preset.model)
-    layer = model.layer_of_kind(case.preset.kind, case.preset.ratio)
-    model = model.with_own_layers([layer.key])
-    seqs = torch.tensor([before + count for before, count in case.requests], dtype=torch.int32)
-    counts = torch.tensor([count for _, count in case.requests], dtype=torch.int32)
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    limits = Limits(len(case.requests), case.tokens, max(int(seqs.max()), WINDOW_PAGE))
-    builder = MetadataBuilder(
-        model,
-        limits,
-        swa_block_size=WINDOW_PAGE,
-        compressed_block_tokens=case.preset.page * case.preset.ratio,
-        device=device,
-        backend=backend,
-    )
-    # a token's own slot is the last of its window
-    last = (window.slots.lens - 1).long()[:, None]
-    batch = Batch(
-        num_reqs=len(case.requests),
-        query_start_loc=starts.to(device),
-        query_start_loc_cpu=starts,
-        seq_lens=seqs.to(device),
-        seq_lens_cpu=seqs,
-        slot_mapping=window.slots.indices.gather(1, last)[:, 0].long(),
-        block_table=window.table,
-        compressed_block_table=rest[0].table if rest else None,
-    )
+    device, (window, *rest) = inputs.q.device, inputs.segments
+    layer, limits, batch, builder = scheduled(inputs, MetadataBuilder, backend)
     workspace = WorkspaceManager(device)
     workspace.reserve(plan_workspace(layer, limits, backend, window.cache.layout))
     workspace.lock()
@@ -114,6 +87,41 @@ def make_step(inputs: Inputs, backend: Backend) -> Step:
         inputs.sink,
         rest[0].local.int() if layer.kind is LayerKind.C4A else None,
     )
+
+
+def scheduled(
+    inputs: Inputs, builder: Callable[..., MetadataBuilder], backend: Backend
+) -> tuple[LayerGeometry, Limits, Batch, MetadataBuilder]:
+    """Geometry of the layer, limits of the workspace plan, the batch, and a builder that `builder` makes for it."""
+    case, device = inputs.case, inputs.q.device
+    window, *rest = inputs.segments
+    model = ModelGeometry.preset(case.preset.model)
+    layer = model.layer_of_kind(case.preset.kind, case.preset.ratio)
+    seqs = torch.tensor([before + count for before, count in case.requests], dtype=torch.int32)
+    counts = torch.tensor([count for _, count in case.requests], dtype=torch.int32)
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    limits = Limits(len(case.requests), case.tokens, max(int(seqs.max()), WINDOW_PAGE))
+    # a token's own slot is the last of its window
+    last = (window.slots.lens - 1).long()[:, None]
+    batch = Batch(
+        num_reqs=len(case.requests),
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=seqs.to(device),
+        seq_lens_cpu=seqs,
+        slot_mapping=window.slots.indices.gather(1, last)[:, 0].long(),
+        block_table=window.table,
+        compressed_block_table=rest[0].table if rest else None,
+    )
+    made = builder(
+        model.with_own_layers([layer.key]),
+        limits,
+        swa_block_size=WINDOW_PAGE,
+        compressed_block_tokens=case.preset.page * case.preset.ratio,
+        device=device,
+        backend=backend,
+    )
+    return layer, limits, batch, made
 
 
 def products(inputs: Inputs) -> Callable[[], None]:

@@ -14,8 +14,9 @@ from attrs import evolve, frozen
 
 from dsv4attn.errors import NoBackendError
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, OK, Whole, print_json
+from dsv4attn.tools.cli.bench_options import STDOUT, device_named, file_or_stdout, numbers
 from dsv4attn.tools.cli.common import console
-from dsv4attn.tools.cli.conform import target_file, written
+from dsv4attn.tools.cli.conform import written
 
 if TYPE_CHECKING:
     import torch
@@ -30,29 +31,27 @@ if TYPE_CHECKING:
 
 __all__ = ["bench"]
 
-STDOUT = "-"
-ALL = "all"
+ALL, CONTEXT = "all", "context"
 
 
-def _file_or_stdout(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | Path | None:
-    from dsv4attn.tools.bench.cases import WHAT
+class _Bench(click.Command):
+    """A command whose first word may be `context`, which is a command of its own."""
 
-    if value in WHAT:
-        raise click.BadParameter(f"{value!r} would be its file: put --json last, or name a file", param=parameter)
-    return value if value in (None, STDOUT) else target_file(ctx, parameter, value)
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,  # noqa: ANN401 - click's own
+    ) -> click.Context:
+        if args[:1] == [CONTEXT]:
+            from dsv4attn.tools.cli.bench_context import context
+
+            return context.make_context(f"{info_name} {CONTEXT}", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
 
 
-def _numbers(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    """`8,64,256`."""
-    if value is None:
-        return None
-    parts = [part.strip() for part in value.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise click.BadParameter(f"{value!r}: expected numbers above 0 with commas, as in 8,64,256", param=parameter)
-    return tuple(int(part) for part in parts)
-
-
-@click.command(short_help="Time every kernel beside the roofline and other libraries.")
+@click.command(cls=_Bench, short_help="Time every kernel beside the roofline and other libraries.")
 @click.argument("what", nargs=-1)
 @click.option("--backend", "--backends", "backends", metavar="NAMES", help="Backends.  [default: those native here]")
 @click.option(
@@ -60,7 +59,7 @@ def _numbers(_: click.Context, parameter: click.Parameter, value: str | None) ->
     metavar="NAMES",
     help="flash_c4, pro_c4, flash_c128, pro_c128, flash_swa, v41_r1, v41_r2.  [default: all]",
 )
-@click.option("--batches", metavar="NUMBERS", callback=_numbers, help="Requests of the decodes, as in 8,64,256.")
+@click.option("--batches", metavar="NUMBERS", callback=numbers, help="Requests of the decodes, as in 8,64,256.")
 @click.option("--tokens", type=Whole(1), help="Query tokens of the prefills.")
 @click.option("--rounds", type=Whole(1), help="Rounds to take the median of.")
 @click.option("--threads", type=Whole(1), help="Of the CPU.  [default: OMP_NUM_THREADS, or free cores]")
@@ -78,7 +77,7 @@ def _numbers(_: click.Context, parameter: click.Parameter, value: str | None) ->
     metavar="[FILE]",
     is_flag=False,
     flag_value=STDOUT,
-    callback=_file_or_stdout,
+    callback=file_or_stdout,
     help="Write the numbers to FILE; without one, print one JSON object and nothing else.",
 )
 @click.option(
@@ -123,6 +122,9 @@ def bench(
     entries stored, index queries. mhc: hyper-connections. Sizes of these four are fixed: --cases, --batches and
     --tokens are for the others.
 
+    context: decode over ranks beside one rank, under torchrun; it comes first, and has options of its own:
+    `dsv4attn bench context --help`.
+
     --peers calls other libraries through their public functions, if they can be imported. --compare exits with 1 if
     something got slower by more than noise. Files of --json are read by --compare and --from, on any machine.
 
@@ -132,6 +134,8 @@ def bench(
     from dsv4attn.tools.bench import report
     from dsv4attn.tools.bench.result import load
 
+    if CONTEXT in what:
+        raise click.UsageError(f"{CONTEXT} comes first and alone: dsv4attn bench {CONTEXT} --help")
     if source is not None and (what or backends or cases or batches or tokens or rounds or threads or device or peers):
         raise click.UsageError("--from shows a saved run: it goes with --json, --compare and --plot only")
     old = load(compare, "--compare") if compare else None
@@ -202,7 +206,7 @@ def _measured(asked: _Asked, *, shown: bool) -> Run:
     before = Load()
     what = named("measurement", ",".join(asked.what), WHAT, KERNELS)
     presets = named("case", asked.cases, list(PRESETS), list(PRESETS))
-    place = _device(asked.device)
+    place = device_named(asked.device)
     backends = _backends(asked.backends, place)
     size = _size(asked, sizes(place.type))
     small = place.type == "cpu"
@@ -290,19 +294,6 @@ def _size(asked: _Asked, size: Size) -> Size:
         inserted=asked.tokens or size.inserted,
         rounds=asked.rounds or size.rounds,
     )
-
-
-def _device(name: str | None) -> torch.device:
-    """The named device, which must exist here, or the first accelerator, or the CPU."""
-    import torch
-
-    from dsv4attn.core.device import DeviceFacts
-
-    if name is not None:
-        facts = DeviceFacts.here(name)
-        return torch.device("cpu" if facts.kind == "cpu" else name)
-    accelerator = torch.accelerator.current_accelerator() if DeviceFacts.here().kind != "cpu" else None
-    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
 
 
 def _backends(names: str | None, place: torch.device) -> dict[str, Backend]:

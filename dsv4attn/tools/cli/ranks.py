@@ -1,4 +1,4 @@
-"""`--context-parallel`: the process group of a command that torchrun has started on every rank."""
+"""The process group of a command that torchrun has started on every rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 from dsv4attn.errors import ArgumentError
 
 if TYPE_CHECKING:
+    import torch
+
     from dsv4attn.core.geometry import ModelGeometry
     from dsv4attn.tools.replay.ranks import MeteredContext
 
-__all__ = ["check_ranks", "joined"]
+__all__ = ["check_ranks", "joined", "launched"]
 
 OPTION = "--context-parallel"
 TIMEOUT = timedelta(minutes=5)
@@ -29,21 +31,36 @@ def check_ranks(ranks: int, geometry: ModelGeometry) -> None:
     if geometry.shared_latent:
         hint = f"leave out {OPTION}: layers of V4.1 share caches and selections, which ranks cannot divide yet"
         raise ArgumentError(OPTION, expected="a model of DeepSeek-V4", actual=geometry.name, hint=hint)
+    launched(OPTION, ranks)
+
+
+def launched(argument: str, ranks: int | None = None) -> int:
+    """The number of processes that torchrun has started.
+
+    Raises ArgumentError, with the command to type, without torchrun, or if they are not as many as `ranks`. argument:
+    what the error is about. ranks: None: any number.
+    """
     given = shlex.join(sys.argv[1:])
-    command = f"type: torchrun --standalone --nproc-per-node {ranks} -m dsv4attn {given}"
-    expected = f"{ranks} processes that torchrun has started"
+    command = f"type: torchrun --standalone --nproc-per-node {ranks or 2} -m dsv4attn {given}"
+    expected = (
+        "processes that torchrun has started" if ranks is None else f"{ranks} processes that torchrun has started"
+    )
     if any(name not in os.environ for name in _SET_BY_TORCHRUN):
-        raise ArgumentError(OPTION, expected=expected, actual="one process, without torchrun", hint=command)
+        raise ArgumentError(argument, expected=expected, actual="one process, without torchrun", hint=command)
     started = int(os.environ["WORLD_SIZE"])
-    if started != ranks:
-        raise ArgumentError(OPTION, expected=expected, actual=f"{started} processes", hint=command)
+    if ranks is not None and started != ranks:
+        raise ArgumentError(argument, expected=expected, actual=f"{started} processes", hint=command)
+    return started
 
 
 @contextmanager
-def joined(ranks: int, interleave: int = 1) -> Iterator[MeteredContext]:
-    """The group of all ranks, inside a `with` block. Its exchanges run over gloo.
+def joined(
+    ranks: int, interleave: int = 1, *, backend: str = "gloo", device: torch.device | None = None
+) -> Iterator[MeteredContext]:
+    """The group of all ranks, inside a `with` block.
 
-    interleave: consecutive entries of one rank.
+    interleave: consecutive entries of one rank. backend: of torch.distributed. device: of this rank, an accelerator;
+    None: the CPU.
     """
     from torch import distributed
 
@@ -52,10 +69,19 @@ def joined(ranks: int, interleave: int = 1) -> Iterator[MeteredContext]:
     if os.environ.get("LOCAL_WORLD_SIZE") == str(ranks) and sys.platform == "linux":
         # all ranks are on this machine: its name need not resolve to an address
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    distributed.init_process_group("gloo", timeout=TIMEOUT)
+    if device is not None:
+        import torch
+
+        # objects are exchanged through the current device
+        torch.get_device_module(device).set_device(device)
+    distributed.init_process_group(backend, timeout=TIMEOUT, device_id=device)
     everyone = distributed.group.WORLD
     assert everyone is not None
     try:
         yield MeteredContext(everyone, interleave)
-    finally:
-        distributed.destroy_process_group()
+    except Exception as error:
+        if device is None or isinstance(error, ArgumentError):
+            distributed.destroy_process_group()
+        # else exchanges are under way on the device, and the end of the group would wait for them
+        raise
+    distributed.destroy_process_group()

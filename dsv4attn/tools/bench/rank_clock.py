@@ -1,0 +1,88 @@
+"""`RankClock`: times calls that the ranks of a process group run together, and calls that one rank runs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dsv4attn.core.context_parallel import ContextParallel
+from dsv4attn.tools.bench.clock import MOST_FLUSHES, Clock, Spread
+
+__all__ = ["RankClock", "captured"]
+
+_WARM_UP = 3
+
+
+class RankClock(Clock):
+    """A clock that makes as many rounds, and as many flushes in a round, on every rank.
+
+    The ranks meet in an exchange directly in front of a call that they run together, on accelerators in the stream and
+    behind the flushes, so that no rank's time has the wait for a rank that began later. While one rank runs a call
+    alone, the others wait. Every round with a flush too few on any rank is repeated with more on all.
+    """
+
+    def __init__(self, device: torch.device, context: ContextParallel) -> None:
+        super().__init__(device)
+        self._context = context
+        self._token = torch.zeros(1, device=device)
+
+    def times_over_ranks(
+        self, alone: Sequence[Callable[[], None]], together: Sequence[Callable[[], None]], rounds: int
+    ) -> tuple[list[Spread], list[Spread]]:
+        """Time each call once a round. Every rank must call it, with as many calls in `together`.
+
+        alone: calls of rank 0, which other ranks need not give. together: calls that all ranks run. Returns the same on
+        all ranks: for calls that ranks run together, the times of the rank with the largest median.
+        """
+        count = max(self._context.gather_objects(len(alone), "the number of calls"))
+        own = [*alone] if self._context.ownership.rank == 0 else [None] * count
+        calls = [*((call, False) for call in own), *((call, True) for call in together)]
+        flushes = [self._agreed(0 if call is None else self._warmed(call)) for call, _ in calls]
+        seconds: list[list[float]] = [[] for _ in calls]
+        exposed = [False] * len(calls)
+        for _ in range(rounds):
+            for i, (call, meets) in enumerate(calls):
+                took, hidden = self._round(call, flushes[i], meets=meets)
+                while not hidden and flushes[i] < MOST_FLUSHES:
+                    flushes[i] = min(2 * flushes[i], MOST_FLUSHES)
+                    took, hidden = self._round(call, flushes[i], meets=meets)
+                seconds[i].append(took)
+                exposed[i] |= not hidden
+        mine = [Spread.of(taken, exposed=bare) for taken, bare in zip(seconds, exposed, strict=True)]
+        found = self._context.gather_objects(mine, "times")
+        worst = [max(each, key=lambda spread: spread.median) for each in zip(*found, strict=True)]
+        return worst[:count], worst[count:]
+
+    def _round(self, call: Callable[[], None] | None, flushes: int, *, meets: bool) -> tuple[float, bool]:
+        """Seconds of one call on this rank, 0 where it only waits, and whether the host's time is hidden on all."""
+        took, hidden = 0.0, True
+        if call is not None and meets:
+            took, hidden = self._span(call, flushes, lambda: self._context.gather(self._token, "a round's start"))
+        elif call is not None:
+            took, hidden = self._span(call, flushes)
+        # the next call begins on no rank before this one has ended on all
+        return took, all(self._context.gather_objects(hidden, "a round's end"))
+
+    def _agreed(self, flushes: int) -> int:
+        """The most flushes that any rank needs."""
+        return max(self._context.gather_objects(flushes, "the number of flushes"))
+
+
+def captured(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Capture a call in a graph, behind calls that compile and allocate. Returns what replays it."""
+    module: Any = torch.get_device_module(device)
+    side = module.Stream()
+    side.wait_stream(module.current_stream())
+    with module.stream(side):
+        for _ in range(_WARM_UP):
+            call()
+    module.current_stream().wait_stream(side)
+    module.synchronize(device)
+    graph = module.CUDAGraph()
+    # other threads may ask for events meanwhile: the watchdog of a process group does
+    with module.graph(graph, capture_error_mode="thread_local"):
+        call()
+    replay: Callable[[], None] = graph.replay
+    return replay

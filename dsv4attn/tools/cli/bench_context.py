@@ -1,0 +1,175 @@
+"""`dsv4attn bench context`: decode over the ranks that torchrun has started, beside one rank with all entries."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from attrs import frozen
+
+from dsv4attn.errors import ArgumentError
+from dsv4attn.tools.cli import FAILED, OK, Whole, print_json
+from dsv4attn.tools.cli.bench_options import STDOUT, device_of_rank, file_or_stdout, numbers
+from dsv4attn.tools.cli.common import console
+from dsv4attn.tools.cli.conform import written
+from dsv4attn.tools.cli.ranks import joined, launched
+
+if TYPE_CHECKING:
+    import torch
+
+    from dsv4attn.core.contract import Backend
+    from dsv4attn.tools.bench.context_cases import ContextCase
+    from dsv4attn.tools.bench.report_context import ContextRun
+    from dsv4attn.tools.replay.ranks import MeteredContext
+
+__all__ = ["context"]
+
+
+@click.command("context")
+@click.option("--backend", metavar="NAME", help="Backend.  [default: as `dsv4attn explain` says]")
+@click.option("--cases", metavar="NAMES", help="flash_c4, pro_c4, flash_c128, pro_c128.  [default: those of Flash]")
+@click.option("--requests", type=Whole(1), help="Requests of a step.  [default: 8; on a CPU 2]")
+@click.option(
+    "--context",
+    "contexts",
+    metavar="NUMBERS",
+    callback=numbers,
+    help="Tokens of each request.  [default: 8192,1048576; on a CPU 8192]",
+)
+@click.option("--interleave", type=Whole(1), default=1, show_default=True, help="Consecutive entries of one rank.")
+@click.option("--rounds", type=Whole(1), help="Rounds to take the median of.  [default: 20; on a CPU 5]")
+@click.option("--device", metavar="KIND", help="cpu or cuda.  [default: the accelerator that is here, or cpu]")
+@click.option("--graph", is_flag=True, help="Time replays of captured graphs.")
+@click.option(
+    "--json",
+    "save",
+    metavar="[FILE]",
+    is_flag=False,
+    flag_value=STDOUT,
+    callback=file_or_stdout,
+    help="Write the numbers to FILE; without one, print one JSON object and nothing else.",
+)
+@click.pass_context
+def context(
+    ctx: click.Context,
+    *,
+    backend: str | None,
+    cases: str | None,
+    requests: int | None,
+    contexts: tuple[int, ...] | None,
+    interleave: int,
+    rounds: int | None,
+    device: str | None,
+    graph: bool,
+    save: str | Path | None,
+) -> None:
+    """Time decode under context parallelism beside one rank with all entries, in the same run.
+
+    Start it with torchrun: `torchrun --standalone --nproc-per-node 2 -m dsv4attn bench context`.
+
+    Scores, selection, attention and merge of one token of each request, of one layer. Rank r of a host has its device
+    r, with NCCL between them, or the CPU, with gloo. Results over ranks are checked against one rank's before and after
+    they are timed: attention, and that the same entries are selected. If any rank disagrees there are no times, and the
+    exit code is 1 on all ranks. Rank 0 measures one rank while the others wait, and prints. Times over ranks are those
+    of the slowest rank.
+    """
+    ranks = launched("bench context")
+    place, group_backend = device_of_rank(device)
+    if graph and place.type == "cpu":
+        raise ArgumentError("--graph", expected="a device that captures graphs, with NCCL", actual="cpu with gloo")
+    from dsv4attn.tools.bench.cases import named
+    from dsv4attn.tools.bench.context_cases import CONTEXT_CASES, context_cases, context_size
+
+    size, default = context_size(place.type), [name for name in CONTEXT_CASES if name.startswith("flash")]
+    names = named("case", cases, list(CONTEXT_CASES), default)
+    made = context_cases(names, requests or size.requests, contexts or size.contexts, ranks, interleave)
+    name, chosen = _backend(backend, made, place)
+    asked = _Asked(name, chosen, made, place, rounds or size.rounds, graph, _command(ctx))
+    with joined(ranks, interleave, backend=group_backend, device=None if place.type == "cpu" else place) as group:
+        run = _measured(group, asked, group_backend)
+    if group.ownership.rank == 0:
+        _show(run, save)
+    ctx.exit(OK if run.ok else FAILED)
+
+
+@frozen
+class _Asked:
+    """What is measured: backend, cases, the device of this rank, rounds, and whether in graphs."""
+
+    name: str
+    backend: Backend
+    cases: list[ContextCase]
+    device: torch.device
+    rounds: int
+    graph: bool
+    command: str
+
+
+def _measured(group: MeteredContext, asked: _Asked, group_backend: str) -> ContextRun:
+    from dsv4attn.tools.bench.context import measure
+    from dsv4attn.tools.bench.context_cases import check_memory
+    from dsv4attn.tools.bench.rank_clock import RankClock
+    from dsv4attn.tools.bench.report_context import ContextRun
+    from dsv4attn.tools.bench.result import now, this_machine
+
+    own = group.ownership
+    group.check_same("bench context", {"backend": asked.name, "command": asked.command})
+    with group.together("bench context"):
+        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        check_memory(asked.cases, own.size, own.interleave, asked.device, sharing=sharing)
+        clock = RankClock(asked.device, group)
+    results = []
+    for case in asked.cases:
+        if own.rank == 0:
+            _progress(case.name)
+        results.append(measure(case, asked.backend, group, group.sent, clock, asked.rounds, graph=asked.graph))
+    machine = this_machine(asked.device)
+    sizes = own.size, own.interleave
+    return ContextRun(
+        machine, now(), asked.command, asked.name, group_backend, *sizes, asked.rounds, asked.graph, tuple(results)
+    )
+
+
+def _progress(name: str) -> None:
+    """The running case, on stderr, if it is a terminal."""
+    if sys.stderr.isatty():
+        click.echo(f"{name} ...", err=True)
+
+
+def _show(run: ContextRun, save: str | Path | None) -> None:
+    from dsv4attn.tools.bench.report_context import context_text
+
+    if isinstance(save, Path):
+        written(save, json.dumps(run.as_json(), indent=1, allow_nan=False) + "\n")
+    if save == STDOUT:
+        print_json(run.as_json())
+    else:
+        console().print(context_text(run), crop=False)
+
+
+def _backend(name: str | None, cases: list[ContextCase], place: torch.device) -> tuple[str, Backend]:
+    """The named backend, or the one that selection gives for all cases. Raises NoBackendError with reasons."""
+    from attrs import evolve
+
+    from dsv4attn.selection import load_backend, resolve
+    from dsv4attn.tools.bench.attend import problem_of
+
+    problems = [evolve(problem_of(case.case), lse=True) for case in cases]
+    chosen = resolve(problems, backend=name, device=place).require().info.name
+    return chosen, load_backend(chosen)
+
+
+def _command(ctx: click.Context) -> str:
+    """The command line, without the option for its output file."""
+    words = ["dsv4attn", "bench", "context"]
+    for option in ("backend", "cases", "requests", "contexts", "interleave", "rounds", "device"):
+        value, name = ctx.params[option], "context" if option == "contexts" else option
+        if value is not None and (name, value) != ("interleave", 1):
+            words += [f"--{name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+    words += ["--graph"] if ctx.params["graph"] else []
+    return shlex.join(words)
