@@ -36,7 +36,7 @@ from dsv4attn.tools.bench.context_cases import INDEX, ContextCase
 from dsv4attn.tools.bench.inputs import Inputs, make_inputs
 from dsv4attn.tools.bench.rank_clock import RankClock, captured
 from dsv4attn.tools.bench.records import coded, write_index
-from dsv4attn.tools.bench.reference import error
+from dsv4attn.tools.bench.reference import Error, error
 from dsv4attn.tools.bench.step import Step, make_step, scheduled
 
 __all__ = ["BUDGET", "ContextResult", "PartTime", "measure"]
@@ -194,8 +194,8 @@ def measure(
             expected = _Results.of(one)
             many = _over_ranks(inputs, one, context)
         sizes, parts = (_bytes(one), _bytes(many)), [*one.calls]
-        alone = [*one.calls.values()] if first else []
         # whole caches stay on rank 0 alone
+        alone, whole = ([*one.calls.values()], one) if first else ([], None)
         del inputs, one
         before = sent.copy()
         many.spoil()
@@ -210,9 +210,11 @@ def measure(
                 calls = [captured(call, clock.device) for call in calls]
             spreads = clock.times_over_ranks(alone, calls, rounds)
             times = [PartTime(*each) for each in zip(parts, *spreads, strict=True)]
-            many.spoil()
-            calls[-1]()
-            found.append(_compared(context, many, expected))
+            for side, run in ((whole, alone), (many, calls)):
+                if side is not None:
+                    side.spoil()
+                    run[-1]()
+            found.append(_compared(context, many, expected, whole))
     heads, dim = many.step.q.shape[1:]
     formula = {"attention": attention_bytes(heads, dim, many.step.q.element_size())}
     formula |= {"candidates": candidate_bytes(case.preset.topk)} if case.selects else {}
@@ -259,24 +261,38 @@ class _Comparison:
     wrong: tuple[str, ...]
 
 
-def _compared(context: ContextParallel, many: _Side, expected: _Results) -> _Comparison:
-    """Compare the results of each rank with one rank's, and with each other. The same on all ranks."""
-    own, got = context.ownership, _Results.of(many)
-    lines, limit = [], BUDGET[many.step.backend.forms.products]
-    away = error([(got.out, expected.out)])
-    if not away.within(limit):
-        lines.append(f"attention is {away.total:.1e} of the norm from one rank's, worst row {away.worst:.1e}")
-    if got.topk_indices is not None and expected.topk_indices is not None:
-        wanted = _ascending(own.local_numbers(expected.topk_indices))
-        rows = int((got.topk_indices != wanted).any(-1).sum())
-        if rows:
-            lines.append(f"topk_indices of {rows} of {len(wanted)} tokens are not those that one rank selects")
-    mine = (away.total, away.worst, lines, _digest(got.out))
+def _compared(context: ContextParallel, many: _Side, expected: _Results, whole: _Side | None = None) -> _Comparison:
+    """Compare the results of each rank with one rank's, and with each other. The same on all ranks.
+
+    whole: one rank's step, which has run again; None on ranks without it.
+    """
+    own, limit = context.ownership, BUDGET[many.step.backend.forms.products]
+    away, lines = _differences(many, expected, own, limit)
+    if whole is not None:
+        _, others = _differences(whole, expected, Ownership(0, 1), limit)
+        lines += [f"{line}, on one rank itself after it was timed" for line in others]
+    mine = (away.total, away.worst, lines, _digest(many.step.out))
     totals, worsts, said, digests = zip(*context.gather_objects(mine, "results"), strict=True)
     wrong = [f"rank {rank} of {own.size}: {line}" for rank, its in enumerate(said) for line in its]
     if len({*digests}) > 1:
         wrong.append("attention does not have the same bits on all ranks")
     return _Comparison(_largest(totals), _largest(worsts), tuple(wrong))
+
+
+def _differences(side: _Side, expected: _Results, own: Ownership, limit: float) -> tuple[Error, list[str]]:
+    """Distance of the attention from what is expected, and a line for each result that is wrong.
+
+    own: whose numbers `topk_indices` has.
+    """
+    lines, away, chosen = [], error([(side.step.out, expected.out)]), side.step.topk_indices
+    if not away.within(limit):
+        lines.append(f"attention is {away.total:.1e} of the norm from one rank's, worst row {away.worst:.1e}")
+    if chosen is not None and expected.topk_indices is not None:
+        wanted = _ascending(own.local_numbers(expected.topk_indices))
+        rows = int((chosen != wanted).any(-1).sum())
+        if rows:
+            lines.append(f"topk_indices of {rows} of {len(wanted)} tokens are not those that one rank selects")
+    return away, lines
 
 
 def _one_rank(case: ContextCase, backend: Backend, device: torch.device) -> tuple[Inputs, _Side]:

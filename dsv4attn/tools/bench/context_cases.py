@@ -108,9 +108,12 @@ def context_cases(
             raise ArgumentError("--interleave", expected=expected, actual=interleave)
         selected, held = (preset.topk + 1) * case.selects, ranks * interleave
         least, most = preset.ratio * max(selected, held), ModelGeometry.preset(preset.model).max_position
-        if not least <= case.context <= most:
-            why = f"{preset.topk} entries are selected" if selected > held else f"each of {ranks} ranks has entries"
-            expected = f"{least:,} to {most:,} tokens on {preset.name}, where {why}"
+        if case.context < least:
+            why = f"more than {preset.topk} entries" if selected > held else f"entries on each of {ranks} ranks"
+            expected = f"at least {least:,} tokens on {preset.name}, for {why}"
+            raise ArgumentError("--context", expected=expected, actual=f"{case.context:,}")
+        if case.context > most:
+            expected = f"at most {most:,} tokens, the longest context of {preset.name}"
             raise ArgumentError("--context", expected=expected, actual=f"{case.context:,}")
     return cases
 

@@ -55,7 +55,7 @@ def device_named(name: str | None) -> torch.device:
 
 
 def device_of_rank(name: str | None) -> tuple[torch.device, str]:
-    """The device of this rank, by its number on this host, and the backend of its process group.
+    """The device of this rank, by its number on this host, which becomes current; and its process group's backend.
 
     name: a kind of device. Raises ArgumentError on all ranks of a host that has fewer such devices than ranks.
     """
@@ -73,4 +73,6 @@ def device_of_rank(name: str | None) -> tuple[torch.device, str]:
     if ranks > found:
         expected = f"{ranks} devices on this host, one for each of its ranks"
         raise ArgumentError("--device", expected=expected, actual=found, hint=f"type: --nproc-per-node {found}")
-    return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))), _BACKENDS[kind]
+    place = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+    torch.get_device_module(place).set_device(place)
+    return place, _BACKENDS[kind]

@@ -59,8 +59,8 @@ def joined(
 ) -> Iterator[MeteredContext]:
     """The group of all ranks, inside a `with` block.
 
-    interleave: consecutive entries of one rank. backend: of torch.distributed. device: of this rank, an accelerator;
-    None: the CPU.
+    interleave: consecutive entries of one rank. backend: of torch.distributed. device: of this rank, an accelerator,
+    and the current one: objects are exchanged through it. None: the CPU.
     """
     from torch import distributed
 
@@ -69,11 +69,6 @@ def joined(
     if os.environ.get("LOCAL_WORLD_SIZE") == str(ranks) and sys.platform == "linux":
         # all ranks are on this machine: its name need not resolve to an address
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if device is not None:
-        import torch
-
-        # objects are exchanged through the current device
-        torch.get_device_module(device).set_device(device)
     distributed.init_process_group(backend, timeout=TIMEOUT, device_id=device)
     everyone = distributed.group.WORLD
     assert everyone is not None

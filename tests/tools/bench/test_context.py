@@ -1,0 +1,181 @@
+"""Decode over ranks beside one rank: sizes and memory, rounds on all ranks, what is wrong, and the tables."""
+
+from __future__ import annotations
+
+import datetime as dt
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from rich.console import Console
+from torch import distributed
+
+from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core import context_parallel
+from dsv4attn.errors import ArgumentError
+from dsv4attn.tools.bench import context as bench
+from dsv4attn.tools.bench import context_cases as sizes
+from dsv4attn.tools.bench.clock import Spread
+from dsv4attn.tools.bench.context_cases import check_memory, context_cases
+from dsv4attn.tools.bench.rank_clock import RankClock
+from dsv4attn.tools.bench.report_context import ContextRun, context_text
+from dsv4attn.tools.bench.step import Step
+from dsv4attn.tools.replay.ranks import MeteredContext
+from tests.tools.bench.rows import HERE
+
+CPU = torch.device("cpu")
+(CASE,) = context_cases(["flash_c4"], 2, [2100], 1, 1)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[MeteredContext]:
+    """A group of one rank."""
+    store: dict[str, Any] = {"init_method": f"file://{tmp_path}/store", "rank": 0, "world_size": 1}
+    distributed.init_process_group("gloo", timeout=dt.timedelta(seconds=60), **store)
+    assert distributed.group.WORLD is not None
+    yield MeteredContext(distributed.group.WORLD)
+    distributed.destroy_process_group()
+
+
+def measured(context: MeteredContext) -> bench.ContextResult:
+    return bench.measure(CASE, ReferenceBackend(), context, context.sent, RankClock(CPU, context), 2)
+
+
+def shown(*results: bench.ContextResult, width: int = 80, **facts: Any) -> list[str]:
+    run = ContextRun(HERE, "2026-11-24 12:00", "", "sm90", "nccl", 2, 1, 20, graph=True, results=results)
+    run = evolve(run, **facts)
+    out = Console(width=width, file=io.StringIO(), record=True)
+    out.print(context_text(run), crop=False)
+    return [line.rstrip() for line in out.export_text().splitlines()]
+
+
+def result(**facts: Any) -> bench.ContextResult:
+    (case,) = context_cases(["flash_c4"], 8, [1048576], 2, 1)
+    whole = {"entries": 1_226_833_920, "index keys": 283_115_520}
+    part = {name: size // 2 for name, size in whole.items()}
+    formula, sent = {"attention": 65792, "candidates": 4096}, {"attention": 65792.0, "candidates": 4096.0}
+    spread = Spread(120e-6, 118e-6, 122e-6)
+    times = (bench.PartTime("both", spread, Spread(100e-6, 99e-6, 101e-6)),)
+    made = bench.ContextResult(case, 4.4e-3, 5e-3, 4096, (), times, whole, part, formula, sent)
+    return evolve(made, **facts)
+
+
+def test_bytes_are_those_of_whole_pages_and_of_a_rank() -> None:
+    (case,) = context_cases(["flash_c4"], 8, [1048576], 2, 1)
+    pages = 8 * 1048576 // 256
+
+    assert (case.pages(1, 1), case.pages(2, 1), case.pages(3, 2)) == (4096, 2048, 1366)
+    assert case.bytes(1, 1) - case.bytes(2, 1) > pages * 64 * (584 + 132) / 2
+    assert case.bytes(2, 1) > 1.5 * pages * 64 * (584 + 132)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "_free_bytes", lambda _, sharing: 12_000_000_000 // sharing)
+    cases = context_cases(["flash_c4", "flash_c128"], 8, [8192, 1048576], 2, 1)
+    check_memory(cases, 2, 1, CPU)
+    expected = (
+        r"--context: expected a case that fits the 3\.0 GB that are free for a rank on cpu, got 4\.\d GB \([\d,]+ byt"
+    )
+    with pytest.raises(ArgumentError, match=expected):
+        check_memory(cases, 2, 1, CPU, sharing=4)
+
+
+def test_free_memory_is_divided_by_the_ranks_of_a_host() -> None:
+    whole, half = sizes._free_bytes(CPU, 1), sizes._free_bytes(CPU, 2)
+
+    assert whole is not None
+    assert half == pytest.approx(whole / 2, rel=0.2)
+
+
+def test_a_group_of_one_rank_agrees_with_one_rank(alone: MeteredContext) -> None:
+    found = measured(alone)
+
+    assert found.wrong == ()
+    assert 0 < found.error < 5e-3
+    assert found.share == 1
+    assert found.selected == 2 * 512
+    assert [time.part for time in found.times] == ["scores, selection", "attention, merge", "both"]
+    assert found.sent == found.formula
+
+
+def test_a_wrong_merge_has_no_time(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = context_parallel.forward_mqa_over_ranks
+
+    def wrong(
+        context: Any, q: Any, caches: Any, metadata: Any, backend: Any, workspace: Any, out: Any, **given: Any
+    ) -> None:
+        whole(context, q, caches, metadata, backend, workspace, out, **given)
+        out[1].mul_(1.1)
+
+    monkeypatch.setattr(bench, "forward_mqa_over_ranks", wrong)
+    found = measured(alone)
+
+    assert found.times == ()
+    assert len(found.wrong) == 1
+    assert found.wrong[0].startswith("rank 0 of 1: attention is ")
+    assert found.as_json()["times"] == []
+
+
+def test_a_result_that_becomes_wrong_later_has_no_time(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, select = [0], context_parallel.select_topk_over_ranks
+
+    def worse(*given: Any) -> None:
+        select(*given)
+        calls[0] += 1
+        if calls[0] > 3:
+            given[8][0, 0] += 1
+
+    monkeypatch.setattr(bench, "select_topk_over_ranks", worse)
+    found = measured(alone)
+
+    assert found.times == ()
+    assert any("topk_indices of 1 of 2 tokens are not those that one rank selects" in line for line in found.wrong)
+
+
+def test_one_rank_itself_is_checked_again(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, calls = Step.run, [0]
+
+    def worse(step: Any) -> None:
+        run(step)
+        calls[0] += 1
+        if calls[0] > 3:
+            step.out.zero_()
+
+    monkeypatch.setattr(Step, "run", worse)
+    found = measured(alone)
+
+    assert found.times == ()
+    assert found.wrong[0].endswith(", on one rank itself after it was timed")
+
+
+def test_a_nan_is_wrong_and_null(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "forward_mqa_over_ranks", lambda *given, **_: given[6].fill_(torch.nan))
+    found = measured(alone)
+
+    assert "attention is nan of the norm" in found.wrong[0]
+    assert found.as_json()["error"] is None
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_fit_a_terminal(width: int) -> None:
+    lines = shown(result(), width=width)
+
+    assert max(map(len, lines)) <= width
+    assert lines[1].startswith("2 ranks, interleave 1, nccl; sm90, replays of captured graphs, medians of")
+    assert any(line.split() == ["both", "120.0", "±1.7%", "100.0", "±1.0%", "1.20"] for line in lines)
+    assert any(line.split()[-4:] == ["entries", "1,226,833,920", "613,416,960", "0.500"] for line in lines)
+    assert any(line.split()[-3:] == ["candidates", "4,096", "4,096"] for line in lines)
+
+
+def test_what_is_wrong_is_named_and_a_star_is_explained() -> None:
+    spread = Spread(1e-3, 1e-3, 1e-3, exposed=True)
+    wrong = result(times=(), wrong=("rank 1 of 2: attention is 2.0e-01 of the norm from one rank's",))
+    lines = shown(result(times=(bench.PartTime("both", spread, spread),)), wrong, width=120)
+
+    assert "wrong: flash_c4 b=8 n=1048576: rank 1 of 2: attention is 2.0e-01 of the norm from one rank's" in lines
+    assert any("1,000.0*" in line for line in lines)
+    assert any(line.startswith("*: the host's own time") for line in lines)
