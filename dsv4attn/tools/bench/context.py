@@ -8,49 +8,33 @@ ranks, T tokens, one of each request, E entries of a request, K entries that a t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite, isnan
 
 import torch
-from attrs import asdict, evolve, frozen
+from attrs import asdict, frozen
 from torch import Tensor
 
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.context_parallel import (
-    ContextParallel,
-    Ownership,
-    forward_mqa_over_ranks,
-    metadata_builder,
-    reshard_cache,
-    select_topk_over_ranks,
-)
-from dsv4attn.core.contract import Backend, Products, complete
-from dsv4attn.core.definitions import INVARIANT, PLAIN, IndexQuery
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.context_parallel import ContextParallel, Ownership
+from dsv4attn.core.contract import Backend, Products
 from dsv4attn.core.rank_buffers import attention_bytes, candidate_bytes
-from dsv4attn.core.workspace import WorkspaceManager
-from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.tools.bench.clock import Spread
-from dsv4attn.tools.bench.context_cases import INDEX, ContextCase
-from dsv4attn.tools.bench.inputs import Inputs, make_inputs
+from dsv4attn.tools.bench.context_cases import ContextCase
+from dsv4attn.tools.bench.context_sides import Side, one_rank, over_ranks
 from dsv4attn.tools.bench.rank_clock import RankClock, captured
-from dsv4attn.tools.bench.records import coded, write_index
 from dsv4attn.tools.bench.reference import Error, error
-from dsv4attn.tools.bench.step import Step, make_step, scheduled
 
 __all__ = ["BUDGET", "ContextResult", "PartTime", "measure"]
 
 BUDGET = {Products.BF16: 5e-3, Products.FP8: 5e-2}
 """Largest distance from one rank's output, as a share of its norm: parts are rounded to bf16 before they are merged."""
-_CHUNK = 65536
 
 
 @frozen
 class PartTime:
     """Seconds of one part of a step.
 
-    part: scores + selection, attention + merge, or both.
+    part: name: scores and selection, attention and merge, or both.
     one: on rank 0, which has all entries.
     ranks: over all ranks, of the rank with the largest median.
     """
@@ -107,67 +91,6 @@ class ContextResult:
         return {**case, **finite, "times": times}
 
 
-@frozen(eq=False)
-class _Side:
-    """The step of one layer, on one rank with all entries or over ranks.
-
-    step: arguments of the attention; `topk_indices` is written by the selection.
-    context: the ranks; None: one rank with all entries.
-    keys: index keys on the pages of the compressed cache; None on layers that select nothing.
-    query: index queries of all tokens, with keys.
-    entries: E.
-    """
-
-    step: Step
-    context: ContextParallel | None
-    keys: PagedKVCache | None
-    query: IndexQuery | None
-    entries: int
-
-    @property
-    def calls(self) -> dict[str, Callable[[], None]]:
-        """What is timed, by name of the part."""
-        if self.keys is None:
-            return {"attention, merge": self.attend}
-        return {"scores, selection": self.select, "attention, merge": self.attend, "both": self.run}
-
-    def run(self) -> None:
-        """The whole step."""
-        if self.keys is not None:
-            self.select()
-        self.attend()
-
-    def select(self) -> None:
-        """Scores of all entries, and the numbers of the best."""
-        backend, compressed, out = complete(self.step.backend), self.step.metadata.compressed, self.step.topk_indices
-        assert compressed is not None
-        assert self.query is not None
-        assert self.keys is not None
-        assert out is not None
-        maps = compressed.block_table, compressed.req_id_per_token, compressed.compressed_lens, out, self.entries
-        if self.context is None:
-            backend.layer_steps.select_topk(self.query, self.keys, *maps)
-            return
-        arithmetic = INVARIANT if backend.deterministic else PLAIN
-        select_topk_over_ranks(self.context, backend.layer_steps, arithmetic, self.query, self.keys, *maps)
-
-    def attend(self) -> None:
-        """Attention, and over ranks the merge of all parts."""
-        step = self.step
-        if self.context is None:
-            step.run()
-            return
-        given = step.q, step.caches, step.metadata, step.backend, step.workspace, step.out
-        more = {"layer": step.layer, "limits": step.limits, "attn_sink": step.attn_sink}
-        forward_mqa_over_ranks(self.context, *given, **more, topk_indices=step.topk_indices)  # type: ignore[arg-type]
-
-    def spoil(self) -> None:
-        """Overwrite what the step writes."""
-        self.step.out.fill_(torch.nan)
-        if self.step.topk_indices is not None:
-            self.step.topk_indices.fill_(-2)
-
-
 def measure(
     case: ContextCase,
     backend: Backend,
@@ -186,14 +109,14 @@ def measure(
     first = context.ownership.rank == 0
     with torch.inference_mode():
         with context.together(f"inputs of {case.name}"):
-            inputs, one = _one_rank(case, backend, clock.device)
-        context.check_same(f"inputs of {case.name}", {"digest": _digest(inputs.q, *_tensors(one))})
+            inputs, one = one_rank(case, backend, clock.device)
+        context.check_same(f"inputs of {case.name}", {"digest": _digest(inputs.q, *one.tensors())})
         with context.together(f"one rank of {case.name}"):
             one.spoil()
             one.run()
             expected = _Results.of(one)
-            many = _over_ranks(inputs, one, context)
-        sizes, parts = (_bytes(one), _bytes(many)), [*one.calls]
+            many = over_ranks(inputs, one, context)
+        sizes, parts = (one.bytes, many.bytes), [*one.calls]
         # whole caches stay on rank 0 alone
         alone, whole = ([*one.calls.values()], one) if first else ([], None)
         del inputs, one
@@ -241,7 +164,7 @@ class _Results:
     topk_indices: Tensor | None
 
     @classmethod
-    def of(cls, side: _Side) -> _Results:
+    def of(cls, side: Side) -> _Results:
         """A copy."""
         chosen = side.step.topk_indices
         return cls(side.step.out.clone(), None if chosen is None else chosen.clone())
@@ -261,7 +184,7 @@ class _Comparison:
     wrong: tuple[str, ...]
 
 
-def _compared(context: ContextParallel, many: _Side, expected: _Results, whole: _Side | None = None) -> _Comparison:
+def _compared(context: ContextParallel, many: Side, expected: _Results, whole: Side | None = None) -> _Comparison:
     """Compare the results of each rank with one rank's, and with each other. The same on all ranks.
 
     whole: one rank's step, which has run again; None on ranks without it.
@@ -279,7 +202,7 @@ def _compared(context: ContextParallel, many: _Side, expected: _Results, whole: 
     return _Comparison(_largest(totals), _largest(worsts), tuple(wrong))
 
 
-def _differences(side: _Side, expected: _Results, own: Ownership, limit: float) -> tuple[Error, list[str]]:
+def _differences(side: Side, expected: _Results, own: Ownership, limit: float) -> tuple[Error, list[str]]:
     """Distance of the attention from what is expected, and a line for each result that is wrong.
 
     own: whose numbers `topk_indices` has.
@@ -295,72 +218,11 @@ def _differences(side: _Side, expected: _Results, own: Ownership, limit: float) 
     return away, lines
 
 
-def _one_rank(case: ContextCase, backend: Backend, device: torch.device) -> tuple[Inputs, _Side]:
-    """Inputs of a case, and the step of one rank with all entries."""
-    inputs = make_inputs(case.case, device)
-    step = make_step(inputs, backend)
-    keys = query = None
-    if case.selects:
-        generator = torch.Generator(device).manual_seed(case.context)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device=device)
-
-        keys = PagedKVCache.allocate(INDEX, inputs.segments[1].cache.num_blocks, case.preset.page, device)
-        for slots in torch.arange(keys.capacity, device=device).split(_CHUNK):
-            # keys of different sizes, so that scales differ
-            write_index(keys, slots, *coded(normal(len(slots), INDEX.head_dim) * torch.exp2(normal(len(slots), 1))))
-        heads = ModelGeometry.preset(case.preset.model).index_n_heads
-        q = normal(case.requests, heads, INDEX.head_dim).to(torch.float8_e4m3fn)
-        query = IndexQuery(q, normal(case.requests, heads))
-    return inputs, _Side(step, None, keys, query, case.entries)
-
-
-def _over_ranks(inputs: Inputs, one: _Side, context: ContextParallel) -> _Side:
-    """The same step over ranks, with copies of this rank's entries on pages in another order."""
-    own, device, (window, whole) = context.ownership, inputs.q.device, inputs.segments
-    requests, page = len(inputs.case.requests), whole.cache.block_size
-    columns = -(-Ownership(0, own.size, own.interleave).count(one.entries) // page)
-    generator = torch.Generator(device).manual_seed(own.rank)
-    table = torch.randperm(requests * columns, generator=generator, device=device).int().view(requests, columns)
-
-    def part_of(source: PagedKVCache) -> PagedKVCache:
-        target = PagedKVCache.allocate(source.layout, requests * columns, page, device)
-        for pages, to in zip(whole.table, table, strict=True):
-            reshard_cache([(source, pages)], (target, to), one.entries, own)
-        return target
-
-    step = one.step
-    layer, limits, batch, builder = scheduled(inputs, metadata_builder(context), step.backend)
-    batch = evolve(batch, compressed_block_table=table)
-    workspace = WorkspaceManager(device)
-    layout, dtype = window.cache.layout, inputs.q.dtype
-    plan = plan_workspace(layer, limits, step.backend, layout, ranks=own.size, prefill_keys=False, q_dtype=dtype)
-    workspace.reserve(plan)
-    workspace.lock()
-    step = evolve(
-        step,
-        caches=LayerCaches(window.cache, part_of(whole.cache)),
-        metadata=builder.build_for(batch, [layer.kind])[layer.kind],
-        workspace=workspace,
-        out=torch.empty_like(inputs.q),
-        topk_indices=None if step.topk_indices is None else torch.empty_like(step.topk_indices),
-    )
-    return _Side(step, context, None if one.keys is None else part_of(one.keys), one.query, one.entries)
-
-
 def _ascending(numbers: Tensor) -> Tensor:
     """Each row in ascending order, -1 behind."""
     last = torch.iinfo(numbers.dtype).max
     ordered = numbers.masked_fill(numbers < 0, last).sort(-1).values
     return ordered.masked_fill_(ordered == last, -1)
-
-
-def _tensors(side: _Side) -> Iterator[Tensor]:
-    """The regions of all caches of a step."""
-    for cache in (side.step.caches.swa, side.step.caches.compressed, side.keys):
-        if cache is not None:
-            yield from (cache.region(region.name) for region in cache.layout.regions(cache.block_size) if region.count)
 
 
 def _digest(*tensors: Tensor) -> str:
@@ -371,12 +233,6 @@ def _digest(*tensors: Tensor) -> str:
         rows = bits.sum(tuple(range(1, bits.dim())), dtype=torch.int64)
         found.append((int(rows.sum()), int((rows * torch.arange(len(rows), device=rows.device)).sum())))
     return repr(found)
-
-
-def _bytes(side: _Side) -> dict[str, int]:
-    """Bytes of all pages of the compressed cache and of the index keys."""
-    caches = {"entries": side.step.caches.compressed, "index keys": side.keys}
-    return {name: cache.num_blocks * cache.page_stride for name, cache in caches.items() if cache is not None}
 
 
 def _largest(values: Sequence[float]) -> float:

@@ -26,8 +26,8 @@ _ROW_BYTES = 24 * HEAD_DIM
 """Bytes of temporaries for each of _CHUNK records, while they are written."""
 _MOVED_BYTES = 2048
 """Bytes of temporaries for each entry of a request on a rank, while they are copied."""
-_RESERVE = 2**30
-"""Bytes for everything else: flushes, workspace, scores of a tile."""
+_RESERVE, _HOST_RESERVE = 2**31, 2**29
+"""Bytes of an accelerator, and of a CPU, for everything else: flushes, workspaces, scores of a tile."""
 
 
 @frozen
@@ -88,12 +88,12 @@ class ContextCase:
         return -(-Ownership(0, ranks, interleave).count(self.entries) // self.preset.page)
 
     def bytes(self, ranks: int, interleave: int) -> int:
-        """Bytes that a rank's device needs: whole caches and a rank's part, and temporaries while they are made."""
+        """Bytes of whole caches and a rank's part, and of temporaries while they are made."""
         layouts = (LAYOUT, INDEX) if self.selects else (LAYOUT,)
         pages = self.requests * (self.pages(1, 1) + self.pages(ranks, interleave))
         records = min(_CHUNK, self.requests * self.entries)
         temporaries = _ROW_BYTES * records + _MOVED_BYTES * -(-self.entries // ranks)
-        return pages * sum(layout.page_stride(self.preset.page) for layout in layouts) + temporaries + _RESERVE
+        return pages * sum(layout.page_stride(self.preset.page) for layout in layouts) + temporaries
 
 
 def context_cases(
@@ -122,9 +122,9 @@ def check_memory(
     cases: Sequence[ContextCase], ranks: int, interleave: int, device: torch.device, *, sharing: int = 1
 ) -> None:
     """Raise ArgumentError if a case does not fit the free memory of the device. sharing: processes of this host."""
-    free = _free_bytes(device, sharing)
+    free, reserve = _free_bytes(device, sharing), _HOST_RESERVE if device.type == "cpu" else _RESERVE
     for case in cases:
-        needed = case.bytes(ranks, interleave)
+        needed = case.bytes(ranks, interleave) + reserve
         if free is not None and needed > free:
             expected = f"a case that fits the {_gb(free)} that are free for a rank on {device}"
             actual = f"{_gb(needed)} ({needed:,} bytes) for {case.name}"

@@ -88,7 +88,7 @@ def context(
     size, default = context_size(place.type), [name for name in CONTEXT_CASES if name.startswith("flash")]
     names = named("case", cases, list(CONTEXT_CASES), default)
     made = context_cases(names, requests or size.requests, contexts or size.contexts, ranks, interleave)
-    name, chosen = _backend(backend, made, place)
+    name, chosen = _backend(backend, made, place, capture=graph)
     asked = _Asked(name, chosen, made, place, rounds or size.rounds, graph, _command(ctx))
     with joined(ranks, interleave, backend=group_backend, device=None if place.type == "cpu" else place) as group:
         run = _measured(group, asked, group_backend)
@@ -152,14 +152,14 @@ def _show(run: ContextRun, save: str | Path | None) -> None:
         console().print(context_text(run), crop=False)
 
 
-def _backend(name: str | None, cases: list[ContextCase], place: torch.device) -> tuple[str, Backend]:
+def _backend(name: str | None, cases: list[ContextCase], place: torch.device, *, capture: bool) -> tuple[str, Backend]:
     """The named backend, or the one that selection gives for all cases. Raises NoBackendError with reasons."""
     from attrs import evolve
 
     from dsv4attn.selection import load_backend, resolve
     from dsv4attn.tools.bench.attend import problem_of
 
-    problems = [evolve(problem_of(case.case), lse=True) for case in cases]
+    problems = [evolve(problem_of(case.case), lse=True, capture=capture) for case in cases]
     chosen = resolve(problems, backend=name, device=place).require().info.name
     return chosen, load_backend(chosen)
 

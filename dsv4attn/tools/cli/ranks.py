@@ -74,9 +74,9 @@ def joined(
     assert everyone is not None
     try:
         yield MeteredContext(everyone, interleave)
-    except Exception as error:
-        if device is None or isinstance(error, ArgumentError):
+    except BaseException:
+        # exchanges may be under way on a device, and the end of the group would wait for them
+        if device is None:
             distributed.destroy_process_group()
-        # else exchanges are under way on the device, and the end of the group would wait for them
         raise
     distributed.destroy_process_group()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime as dt
 import io
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -19,9 +21,10 @@ from dsv4attn.core import context_parallel
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench import context as bench
 from dsv4attn.tools.bench import context_cases as sizes
+from dsv4attn.tools.bench import context_sides as sides
 from dsv4attn.tools.bench.clock import Spread
 from dsv4attn.tools.bench.context_cases import check_memory, context_cases
-from dsv4attn.tools.bench.rank_clock import RankClock
+from dsv4attn.tools.bench.rank_clock import RankClock, captured
 from dsv4attn.tools.bench.report_context import ContextRun, context_text
 from dsv4attn.tools.bench.step import Step
 from dsv4attn.tools.replay.ranks import MeteredContext
@@ -78,7 +81,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(monkeypatch: pytes
     cases = context_cases(["flash_c4", "flash_c128"], 8, [8192, 1048576], 2, 1)
     check_memory(cases, 2, 1, CPU)
     expected = (
-        r"--context: expected a case that fits the 3\.0 GB that are free for a rank on cpu, got 4\.\d GB \([\d,]+ byt"
+        r"--context: expected a case that fits the 3\.0 GB that are free for a rank on cpu, got 3\.9 GB \([\d,]+ byt"
     )
     with pytest.raises(ArgumentError, match=expected):
         check_memory(cases, 2, 1, CPU, sharing=4)
@@ -89,6 +92,57 @@ def test_free_memory_is_divided_by_the_ranks_of_a_host() -> None:
 
     assert whole is not None
     assert half == pytest.approx(whole / 2, rel=0.2)
+
+
+class Accelerator(RankClock):
+    """A clock whose calls are hidden by four flushes or more."""
+
+    def _warmed(self, call: Any) -> int:
+        return 1
+
+    def _span(self, call: Any, flushes: int, meet: Any = lambda: None) -> tuple[float, bool]:
+        meet()
+        call()
+        return flushes / 1e3, flushes >= 4
+
+
+def test_a_round_with_too_few_flushes_is_repeated(alone: MeteredContext) -> None:
+    calls: list[str] = []
+    one, ranks = Accelerator(CPU, alone).times_over_ranks(
+        [lambda: calls.append("one")], [lambda: calls.append("ranks")], 2
+    )
+
+    assert calls == ["one"] * 3 + ["ranks"] * 3 + ["one", "ranks"]
+    assert one == ranks == [Spread(4e-3, 4e-3, 4e-3)]
+
+
+def test_a_call_is_captured_behind_calls_that_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, calls = MagicMock(), list[str]()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+
+    def graph(_: Any, **options: Any) -> Any:
+        calls.append(f"capture {options}")
+        return nullcontext()
+
+    module.graph.side_effect = graph
+    replay = captured(lambda: calls.append("call"), torch.device("cuda", 1))
+
+    assert calls == ["call"] * 3 + ["capture {'capture_error_mode': 'thread_local'}", "call"]
+    assert replay is module.CUDAGraph.return_value.replay
+
+
+def test_graphs_are_replayed_and_checked(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def capture(call: Any, _: Any) -> Any:
+        made.append(call)
+        return call
+
+    monkeypatch.setattr(bench, "captured", capture)
+    found = bench.measure(CASE, ReferenceBackend(), alone, alone.sent, RankClock(CPU, alone), 1, graph=True)
+
+    assert len(made) == 6
+    assert found.wrong == ()
 
 
 def test_a_group_of_one_rank_agrees_with_one_rank(alone: MeteredContext) -> None:
@@ -111,7 +165,7 @@ def test_a_wrong_merge_has_no_time(alone: MeteredContext, monkeypatch: pytest.Mo
         whole(context, q, caches, metadata, backend, workspace, out, **given)
         out[1].mul_(1.1)
 
-    monkeypatch.setattr(bench, "forward_mqa_over_ranks", wrong)
+    monkeypatch.setattr(sides, "forward_mqa_over_ranks", wrong)
     found = measured(alone)
 
     assert found.times == ()
@@ -129,7 +183,7 @@ def test_a_result_that_becomes_wrong_later_has_no_time(alone: MeteredContext, mo
         if calls[0] > 3:
             given[8][0, 0] += 1
 
-    monkeypatch.setattr(bench, "select_topk_over_ranks", worse)
+    monkeypatch.setattr(sides, "select_topk_over_ranks", worse)
     found = measured(alone)
 
     assert found.times == ()
@@ -153,7 +207,7 @@ def test_one_rank_itself_is_checked_again(alone: MeteredContext, monkeypatch: py
 
 
 def test_a_nan_is_wrong_and_null(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "forward_mqa_over_ranks", lambda *given, **_: given[6].fill_(torch.nan))
+    monkeypatch.setattr(sides, "forward_mqa_over_ranks", lambda *given, **_: given[6].fill_(torch.nan))
     found = measured(alone)
 
     assert "attention is nan of the norm" in found.wrong[0]

@@ -24,7 +24,7 @@ import os, pathlib
 from dsv4attn.tools.bench import context
 from dsv4attn.tools.cli import main
 
-made = context._over_ranks
+made = context.over_ranks
 
 def spoilt(*given):
     many = made(*given)
@@ -32,7 +32,7 @@ def spoilt(*given):
         many.keys.region("nope").zero_()
     return many
 
-context._over_ranks = spoilt
+context.over_ranks = spoilt
 try:
     main()
 except SystemExit as end:
