@@ -115,6 +115,7 @@ class DeepseekV4Attention:
             topk_indices_buffer=self.topk_indices,
             workspace=workspace,
             context_parallel=context_parallel,
+            raw_q=True,
         )
         steps = complete_steps(backend) if geometry.shared_latent else backend.layer_steps
         self.compressor: Compressor | LatentCompressor | None = None

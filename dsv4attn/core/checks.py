@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.contract import AttentionCall, Forms, Phase
+from dsv4attn.core.contract import AttentionCall, Forms, Phase, RawQuery
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.keys import GatheredKeys, RaggedIndices
 from dsv4attn.core.layout import PagedKVCache
@@ -261,6 +261,24 @@ def check_insert(
     if largest >= cache.capacity:
         expected = f"slots below the cache's {cache.capacity}, negative for padding"
         raise ArgumentError("slot_mapping", expected=expected, actual=largest)
+
+
+def check_is_raw_q(raw_q: RawQuery | None) -> None:
+    """Raise ArgumentError unless that is a RawQuery or None."""
+    if raw_q is not None:
+        check_type("raw_q", raw_q, RawQuery, cure="pass a RawQuery(positions, cos_sin_cache, eps), or None")
+
+
+def check_raw_q(q: Tensor, raw_q: RawQuery, layer: LayerGeometry, *, taken: bool) -> None:
+    """Raise ArgumentError unless q of a step's prefill tokens can be read raw. taken: whether backend and step do."""
+    check_tensor("raw_q.positions", raw_q.positions, "T", torch.int64, {"T": q.shape[0]})
+    check_tensor("raw_q.cos_sin_cache", raw_q.cos_sin_cache, f"_ {layer.rope_dim}", torch.float32, {})
+    check_same_device(q, **{"raw_q.positions": raw_q.positions, "raw_q.cos_sin_cache": raw_q.cos_sin_cache})
+    _check_positions(raw_q.positions, raw_q.cos_sin_cache)
+    if not taken or raw_q.eps != layer.q_eps:
+        expected = "None" if not taken else f"eps {layer.q_eps}, as the geometry has"
+        hint = "normalise and rotate q before, unless prefill_takes_raw_q says that it may be raw"
+        raise ArgumentError("raw_q", expected=expected, actual=f"eps {raw_q.eps}", hint=hint)
 
 
 def _check_positions(positions: Tensor, cos_sin_cache: Tensor) -> None:

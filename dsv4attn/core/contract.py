@@ -17,7 +17,6 @@ and `prefill` with one `AttentionCall`. Semantics of every backend, in both phas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
@@ -25,10 +24,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 from attrs import frozen
 
 from dsv4attn.core.descriptor import API_VERSION, LAYER_PARTS, BackendInfo, Rank
+from dsv4attn.core.forms import Forms, IndexForm, KeyForm, Phase, Products
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.index_ops import BuilderSteps, IndexStep, IndexSteps, MetadataExtension, RaggedSteps, RankSteps
 from dsv4attn.core.keys import ChunkRows, DenseIndices, GatheredKeys, PagedKeys, PageTable, RaggedIndices
 from dsv4attn.core.layer_ops import LAYER_STEPS, LayerSteps
+from dsv4attn.core.raw_query import RawQuery
 
 if TYPE_CHECKING:
     # descriptors must load where torch is not wanted yet
@@ -52,6 +53,7 @@ __all__ = [
     "BackendDefaults",
     "BackendInfo",
     "BuilderSteps",
+    "ChunkCost",
     "ChunkRows",
     "CompleteBackend",
     "DenseIndices",
@@ -74,78 +76,25 @@ __all__ = [
     "RaggedSteps",
     "Rank",
     "RankSteps",
+    "RawQuery",
     "Run",
     "complete",
 ]
 
 
-class Phase(str, Enum):
-    """Which of the two calls of a backend."""
-
-    DECODE = "decode"
-    PREFILL = "prefill"
-
-
-class IndexForm(str, Enum):
-    """How a backend takes the keys selected for each token."""
-
-    DENSE = "dense"
-    RAGGED = "ragged"
-
-
-class Products(str, Enum):
-    """What queries, and the weights of keys, are rounded to before they are multiplied.
-
-    BF16: bf16, or fp32 where they are fp32. FP8: e4m3 with scales.
-    """
-
-    BF16 = "bf16"
-    FP8 = "fp8"
-
-
-class KeyForm(str, Enum):
-    """Where a backend reads keys in prefill. In decode it always reads pages."""
-
-    PAGED = "paged"
-    GATHERED = "gathered"
-
-
-@frozen
-class Forms:
-    """The forms in which a backend takes the indices and keys of its calls.
-
-    decode_indices: how decode takes the keys selected for each token: a dense matrix, or a ragged list.
-    prefill_indices: the same for prefill.
-    prefill_keys: whether prefill reads pages or gathered rows. Decode always reads pages.
-    prefill_pages: whether prefill takes pages too, where rows are its form. On layers of ratio 1, where a gather would
-       hold the whole context, core then gathers nothing.
-    index_alignment: columns of a gathered chunk's index matrix are rounded up to this.
-    max_logits: whether `AttentionCall.max_logits` may be given. Without it, callers compute them beside the call.
-    empty_lse: whether `AttentionCall.empty_lse` may differ from -inf. Without it, callers put another value there.
-    products: the coarsest rounding that some call may have; the conformance kit's budgets follow it.
-    """
-
-    decode_indices: IndexForm = IndexForm.DENSE
-    prefill_indices: IndexForm = IndexForm.DENSE
-    prefill_keys: KeyForm = KeyForm.GATHERED
-    index_alignment: int = 1
-    max_logits: bool = False
-    empty_lse: bool = False
-    products: Products = Products.BF16
-    prefill_pages: bool = False
-
-
 @frozen
 class Extras:
-    """Options of a call that `forward_mqa` does not use.
+    """Options of a call; `forward_mqa` uses the last one.
 
     max_logits: [T, H] fp32 or None - the largest z of each row, -inf for rows without keys; only for backends with
        `Forms.max_logits`.
     empty_lse: lse of rows without keys; other than -inf only for backends with `Forms.empty_lse`.
+    raw_q: q is neither normalised nor rotated, and the call does both; only where `takes_raw_q` says so.
     """
 
     max_logits: Tensor | None = None
     empty_lse: float = -inf
+    raw_q: RawQuery | None = None
 
 
 _PLAIN = Extras()
@@ -157,7 +106,7 @@ class AttentionCall:
     """One attention over selected keys, all segments in one softmax.
 
     layer: geometry of the layer.
-    q: [T, H, D] bf16 or fp32 - normalised and rotated.
+    q: [T, H, D] bf16 or fp32 - normalised and rotated, unless `extras.raw_q` is given.
     keys: paged segments (window, then compressed if the layer has it), or gathered rows.
     attn_sink: [H] fp32 or None - one more logit per head, with value zero.
     out: [T, H, D] like q - written in full.
@@ -201,6 +150,14 @@ class AttentionCall:
         """See `Extras`."""
         return self.extras.empty_lse
 
+    @property
+    def raw_q(self) -> RawQuery | None:
+        """See `Extras`."""
+        return self.extras.raw_q
+
+
+ChunkCost: TypeAlias = "tuple[Sequence[tuple[int, int]], int]"
+"""Requests and gathered rows of a prefill chunk, as `BackendDefaults.prefers_pages` gets them."""
 
 Run: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Sequence[PagedKVCache]], None]"
 """A prepared call: `run(q, out, lse, attn_sink, caches)`.
@@ -255,7 +212,8 @@ class Backend(Protocol):
 
         eps: of the norm; None: q is rotated only, as in DeepSeek-V4.1. None is given since contract 1.4, to backends
         that say that they were written for it.
-        Rows at or past len(slot_mapping) have their q processed and nothing inserted.
+        Rows at or past len(slot_mapping) have their q processed and nothing inserted. For q without heads see
+        `takes_raw_q`.
         """
 
     def dequantize_and_gather_k_cache(
@@ -347,6 +305,17 @@ class BackendDefaults(Protocol):
         """
         return False
 
+    def takes_raw_q(self, layer: LayerGeometry, q: Tensor, row_dtype: torch.dtype, chunks: Sequence[ChunkCost]) -> bool:
+        """Whether prefill on gathered rows takes q as it was projected, see `Extras.raw_q`; since contract 1.6.
+
+        q: [T, H, D], of all tokens of a step; also asked of out. Only dtype, shape, strides and alignment count.
+        row_dtype: of the rows. chunks: all of the step. True: that is also faster than a step whose q is prepared
+        before, which may attend pages; then all chunks are gathered. Without chunks: whether such calls run at all.
+        Asked of backends whose form of prefill keys is GATHERED; one that ever answers True has a
+        `qnorm_rope_kv_insert` that takes q without heads, and writes kv alone then.
+        """
+        return False
+
     def metadata_extension(
         self, geometry: ModelGeometry, limits: Limits, device: torch.device
     ) -> MetadataExtension | None:
@@ -378,6 +347,7 @@ _OPTIONAL = (
     "prepare",
     "prepare_rows",
     "prefers_pages",
+    "takes_raw_q",
     "builder_steps",
     "rank_steps",
     "deterministic",

@@ -10,9 +10,9 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined] # no 
 from torch.profiler import record_function
 
 from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.checks import check_call
+from dsv4attn.core.checks import check_call, check_is_raw_q, check_raw_q
 from dsv4attn.core.chunking import PrefillChunk
-from dsv4attn.core.contract import Backend, Phase, complete
+from dsv4attn.core.contract import Backend, Phase, RawQuery, complete
 from dsv4attn.core.gathered import GatheredCall
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.limits import Limits
@@ -40,6 +40,7 @@ def forward_mqa(
     attn_sink: Tensor | None,
     topk_indices: Tensor | None = None,
     lse: Tensor | None = None,
+    raw_q: RawQuery | None = None,
 ) -> None:
     """Attention of one layer for all tokens of a step, decode and prefill; k of this step is in the caches already.
 
@@ -49,6 +50,7 @@ def forward_mqa(
     metadata: None is the warm-up run: reserve the plan for `limits`, zero `out`, launch nothing, touch no cache.
     attn_sink: [H] fp32, or None. topk_indices: [>= T, K] int32, read on c4a layers only: entry
        numbers of each token, distinct, in any order, -1 for none.
+    raw_q: given if q of prefill tokens is neither normalised nor rotated, for which `prefill_takes_raw_q` must be true.
     Raises, before any launch or write, ArgumentError or LayoutMismatchError, and WorkspaceError when `workspace` is
     locked and too small.
     """
@@ -57,6 +59,7 @@ def forward_mqa(
     if getattr(metadata, "ownership", None) is not None and layer.has_entries and not is_part:
         metadata.check_owner(None)  # type: ignore[union-attr]
     given = {"layer": layer, "limits": limits, "attn_sink": attn_sink, "topk_indices": topk_indices, "lse": lse}
+    given["raw_q"] = raw_q
     for _ in forward_in_parts(q, caches, metadata, backend, workspace, out, **given):  # type: ignore[arg-type]
         pass
 
@@ -77,6 +80,7 @@ def forward_in_parts(
     chunk_tokens: int = 0,
     phase: Phase | None = None,
     ranges: tuple[tuple[int, int], ...] | None = None,
+    raw_q: RawQuery | None = None,
 ) -> Iterator[slice]:
     """`forward_mqa`, call by call of the backend: after each, its rows of out and lse; prefill in order, then decode.
 
@@ -92,16 +96,20 @@ def forward_in_parts(
         prepared = metadata.swa.prepared
         owners = backend, layer, limits, workspace, metadata.compressed, caches.signature
         mode = workspace.debug, is_inference_mode_enabled()
-        key = *map(id, owners), mode, chunk_tokens, phase, ranges, signature(q, out, attn_sink, lse, topk_indices)
+        raw = None if raw_q is None else raw_q.key
+        key = *map(id, owners), mode, chunk_tokens, phase, ranges, raw, signature(q, out, attn_sink, lse, topk_indices)
     except AttributeError:
         check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
+        check_is_raw_q(raw_q)
         raise
     step: PreparedStep | None = prepared.get(key)
     if step is None or step.parts is None:
         check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
         whole = complete(backend)
         tensors = out, layer, limits, attn_sink, topk_indices, lse
-        given = Step(q, caches, metadata, whole, workspace, *tensors, chunk_tokens, phase, ranges)
+        given = Step(q, caches, metadata, whole, workspace, *tensors, chunk_tokens, phase, ranges, raw_q)
+        if raw_q is not None:
+            check_raw_q(q, raw_q, layer, taken=given.takes_raw_q())
         step = PreparedStep(metadata.swa.num_actual_tokens, _prepare(given), owners)
         if workspace.reusable:
             if len(prepared) >= MOST_STEPS:
@@ -135,13 +143,5 @@ def _prepare(step: Step) -> Iterable[Part]:
 
 
 def _call_of(step: Step, chunk: PrefillChunk) -> GatheredCall | PagedCall:
-    """The call of a chunk, on rows or on pages: the only place that decides it.
-
-    The workspace plan of a backend that gathers has memory for rows, and that is enough for pages.
-    """
-    if not step.gathers:
-        return PagedCall.of_chunk(step, chunk)
-    rows = chunk.num_requests * (chunk.entries + chunk.gather)
-    if step.backend.prefers_pages(step.layer, step.requests_of(chunk), rows):
-        return PagedCall.of_chunk(step, chunk)
-    return GatheredCall(step, chunk)
+    """The call of a chunk, on rows or on pages."""
+    return GatheredCall(step, chunk) if step.takes_rows(chunk) else PagedCall.of_chunk(step, chunk)

@@ -7,8 +7,9 @@ compiles with `fullgraph=True`, and the metadata of the step is looked up when t
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import lru_cache, partial
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -17,13 +18,15 @@ from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.checks import check_bound, check_cache, check_compressed, check_insert
 from dsv4attn.core.context import get_forward_context
 from dsv4attn.core.context_parallel import ContextParallel, forward_mqa_over_ranks, together
-from dsv4attn.core.contract import Backend
+from dsv4attn.core.contract import Backend, RawQuery
 from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata
 from dsv4attn.core.projection import o_proj
+from dsv4attn.core.raw_query import insert_with_raw_q
+from dsv4attn.core.step import prefill_takes_raw_q
 from dsv4attn.core.values import check_type
 from dsv4attn.core.weights import Weight
 from dsv4attn.core.workspace import WorkspaceManager, current_workspace_manager
@@ -47,7 +50,9 @@ class DeepseekV4MLAAttention:
     topk_indices_buffer: [max tokens, K] int32, filled by the indexer before each call; c4a layers only. swa_layout,
     compressed_layout: required layouts of the caches; None: any. workspace: default: the context's manager.
     context_parallel: ranks that share the compressed cache, with metadata of an `OwnedMetadataBuilder`; None: one has
-    it all. Raises ArgumentError unless the arguments fit the layer.
+    it all. raw_q: whether `fused_qnorm_rope_kv_insert` may leave q of prefill tokens as it is, and `forward_mqa`
+    normalises and rotates it while it reads it: where the backend does, and its measured costs say that it is faster.
+    Raises ArgumentError unless the arguments fit the layer.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class DeepseekV4MLAAttention:
         compressed_layout: KVCacheLayout | None = None,
         workspace: WorkspaceManager | None = None,
         context_parallel: ContextParallel | None = None,
+        raw_q: bool = False,
     ) -> None:
         """Hold everything, run nothing."""
         check_bound(backend, geometry, limits, attn_sink, cos_sin_cache, topk_indices_buffer)
@@ -80,6 +86,8 @@ class DeepseekV4MLAAttention:
             check_type("context_parallel", context_parallel, ContextParallel, cure=cure)
         self.context_parallel = context_parallel if self.geometry.has_entries else None
         self.caches: LayerCaches | None = None
+        self._takes_raw_q = raw_q
+        self._raw_step: ReferenceType[DeepseekSparseSWAMetadata] | None = None
         self.handle = f"{prefix}#{next(_count)}"
         _layers[self.handle] = self
 
@@ -120,10 +128,33 @@ class DeepseekV4MLAAttention:
                 check_layout(compressed.layout, wanted, f"compressed cache of {self.prefix}")
         self.caches = caches
 
+    def raw_query(self, positions: Tensor) -> RawQuery:
+        """What attention needs to normalise and rotate q of these positions, in layers whose queries have a norm."""
+        assert self.geometry.q_eps is not None
+        return RawQuery(positions, self.cos_sin_cache, self.geometry.q_eps)
+
+    def leave_raw(
+        self, q: Tensor, positions: Tensor, caches: LayerCaches, metadata: AttentionMetadata
+    ) -> RawQuery | None:
+        """What the insert of a step gets if it leaves q of prefill tokens raw, as `left_raw` then says; else None."""
+        self._raw_step = None
+        if not self._takes_raw_q or self.context_parallel is not None:
+            return None
+        given = caches, metadata, self.backend, self.workspace or current_workspace_manager()
+        if not prefill_takes_raw_q(q, *given, layer=self.geometry, limits=self.limits):
+            return None
+        self._raw_step = ref(metadata.swa)
+        return self.raw_query(positions)
+
+    def left_raw(self, metadata: AttentionMetadata | None) -> bool:
+        """Whether the last insert, which was of these metadata, left q of prefill tokens raw."""
+        return self._raw_step is not None and metadata is not None and self._raw_step() is metadata.swa
+
     def fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor) -> None:
         """Normalise and rotate q [T', H, D] in place; rotate a copy of kv [T', D] and write it to the window cache.
 
-        Where the geometry says that queries have no norm (`q_norm`), q is rotated only.
+        Where the geometry says that queries have no norm (`q_norm`), q is rotated only. With `raw_q` rows of prefill
+        tokens may keep their q, which is then for `forward_mqa` of the same step alone.
         positions: [T'] int64, in range for padding rows too. Call it for all tokens before `forward_mqa`. In a
         warm-up it does nothing.
         """
@@ -132,8 +163,9 @@ class DeepseekV4MLAAttention:
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
         """Attention of the current step into `output`.
 
-        q: [T', H, D] after `fused_qnorm_rope_kv_insert`. output: like q. kv, positions: not read, as keys are in the
-        caches and positions follow from the metadata of `set_forward_context`.
+        q: [T', H, D] after `fused_qnorm_rope_kv_insert`. output: like q. kv: not read, as keys are in the caches.
+        positions: those of the insert, read with `raw_q` alone, as others follow from the metadata of
+        `set_forward_context`.
         """
         _op_forward(q, kv, positions, output, self.handle)
 
@@ -168,15 +200,24 @@ def _current(handle: str) -> tuple[DeepseekV4MLAAttention, LayerCaches, Attentio
 
 def _qnorm_rope_kv_insert(q: Tensor, kv: Tensor, positions: Tensor, layer: str) -> None:
     bound, caches, metadata = _current(layer)
-    if metadata is not None:
-        slots, table, geometry = metadata.swa.slot_mapping, bound.cos_sin_cache, bound.geometry
-        check_insert(q, kv, positions, slots, table, caches.swa, geometry)
+    if metadata is None:
+        return
+    slots, table, geometry = metadata.swa.slot_mapping, bound.cos_sin_cache, bound.geometry
+    check_insert(q, kv, positions, slots, table, caches.swa, geometry)
+    raw = bound.leave_raw(q, positions, caches, metadata)
+    if raw is None:
         bound.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, geometry.q_eps)
+    else:
+        insert_with_raw_q(bound.backend, q, kv, caches.swa, slots, raw, metadata.swa.num_decode_tokens)
 
 
 def _forward_mqa(q: Tensor, kv: Tensor, positions: Tensor, output: Tensor, layer: str) -> None:
     bound, caches, metadata = _current(layer)
-    run = forward_mqa if bound.context_parallel is None else partial(forward_mqa_over_ranks, bound.context_parallel)
+    run: Callable[..., None] = forward_mqa
+    if bound.context_parallel is not None:
+        run = partial(forward_mqa_over_ranks, bound.context_parallel)
+    elif bound.left_raw(metadata):
+        run = partial(forward_mqa, raw_q=bound.raw_query(positions))
     run(
         q,
         caches,

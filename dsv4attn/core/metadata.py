@@ -161,6 +161,11 @@ class DeepseekSparseSWAMetadata:
         return {}
 
     @cached_property
+    def takes_raw_q(self) -> dict[object, Any]:
+        """Answers of `step.prefill_takes_raw_q`."""
+        return {}
+
+    @cached_property
     def num_actual_tokens(self) -> int:
         """Tokens of the batch, without padding."""
         return self.num_decode_tokens + self.num_prefill_tokens

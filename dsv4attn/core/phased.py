@@ -11,6 +11,7 @@ from dsv4attn.core.contract import (
     AttentionCall,
     Backend,
     BackendDefaults,
+    ChunkCost,
     CompleteBackend,
     Phase,
     Products,
@@ -22,6 +23,7 @@ from dsv4attn.core.geometry import LayerGeometry
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from dsv4attn.core.geometry import ModelGeometry
     from dsv4attn.core.index_ops import MetadataExtension
@@ -94,6 +96,10 @@ class PhasedBackend(BackendDefaults):
     def prefers_pages(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> bool:
         """As the prefill backend has it."""
         return self._prefill.prefers_pages(layer, requests, rows)
+
+    def takes_raw_q(self, layer: LayerGeometry, q: Tensor, row_dtype: torch.dtype, chunks: Sequence[ChunkCost]) -> bool:
+        """Whether both do: the decode backend inserts keys without queries then."""
+        return all(backend.takes_raw_q(layer, q, row_dtype, chunks) for backend in self._both)
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
         """The views of the phase's backend."""

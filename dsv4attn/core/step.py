@@ -12,16 +12,17 @@ from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.chunking import PrefillChunk, cut_chunk, plan_prefill_chunks, plan_row_chunks
-from dsv4attn.core.contract import AttentionCall, CompleteBackend, Phase, Run
+from dsv4attn.core.contract import AttentionCall, Backend, CompleteBackend, Extras, Phase, RawQuery, Run, complete
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.workspace import BufferSpec, WorkspaceManager
 from dsv4attn.core.workspace_plan import gathers_keys, prefill_bounds
 
-__all__ = ["INT", "BackendCall", "Rows", "Step"]
+__all__ = ["INT", "BackendCall", "Rows", "Step", "prefill_takes_raw_q"]
 
 INT = torch.int32
 Rows: TypeAlias = DenseIndices | RaggedIndices
@@ -33,7 +34,8 @@ class Step:
     """The arguments of a `forward_mqa`, checked.
 
     chunk_tokens: most tokens of a prefill chunk; 0: any number. phase: the only one that runs; None: both. ranges:
-    (first token, the one behind the last) of the prefill tokens that are attended to; None: all of them.
+    (first token, the one behind the last) of the prefill tokens that are attended to; None: all of them. raw_q: given
+    if q of prefill tokens is neither normalised nor rotated.
     """
 
     q: Tensor
@@ -50,6 +52,7 @@ class Step:
     chunk_tokens: int = 0
     phase: Phase | None = None
     ranges: Sequence[tuple[int, int]] | None = None
+    raw_q: RawQuery | None = None
 
     @cached_property
     def segments(self) -> Sequence[PagedKVCache]:
@@ -61,6 +64,12 @@ class Step:
         """Whether the keys of prefill requests are gathered: windows wider than the layer's are read on pages."""
         columns = self.metadata.swa.prefill_swa_indices.shape[2]
         return gathers_keys(self.layer, self.backend) and columns <= self.layer.window
+
+    def takes_raw_q(self, chunks: Sequence[PrefillChunk] = ()) -> bool:
+        """Whether the backend takes raw q of prefill tokens; with chunks, all of them: and is faster so."""
+        costs = [(self.requests_of(chunk), _rows_of(chunk)) for chunk in chunks]
+        row_dtype, asked = self.caches.swa.layout.row_dtype, self.backend.takes_raw_q
+        return self.gathers and all(asked(self.layer, one, row_dtype, costs) for one in (self.q, self.out))
 
     @property
     def prefill_phase(self) -> Phase:
@@ -119,10 +128,24 @@ class Step:
         counts = [chunk.num_tokens] if chunk.is_slice else swa.prefill_query_lens_cpu[own].tolist()
         return [(n - chunk.tail - count, count) for n, count in zip(seq_lens, counts, strict=True)]
 
+    def takes_rows(self, chunk: PrefillChunk) -> bool:
+        """Whether a chunk's keys are gathered: the only place that decides it.
+
+        The workspace plan of a backend that gathers has memory for rows, and that is enough for pages.
+        """
+        if not self.gathers or self.raw_q is not None:
+            return self.gathers
+        return not self.backend.prefers_pages(self.layer, self.requests_of(chunk), _rows_of(chunk))
+
     def prefill_tokens(self, chunk: PrefillChunk) -> slice:
         """A chunk's tokens among those of the batch."""
         first = self.metadata.swa.num_decode_tokens
         return slice(first + chunk.token_start, first + chunk.token_end)
+
+
+def _rows_of(chunk: PrefillChunk) -> int:
+    """Rows that are gathered for a chunk."""
+    return chunk.num_requests * (chunk.entries + chunk.gather)
 
 
 class BackendCall:
@@ -150,5 +173,37 @@ class BackendCall:
         """The backend's attention, prepared."""
         step, tokens = self.step, self.tokens
         lse = None if step.lse is None else step.lse[tokens]
-        call = AttentionCall(step.layer, step.q[tokens], keys, step.attn_sink, step.out[tokens], lse, scratch)
+        given = step.layer, step.q[tokens], keys, step.attn_sink, step.out[tokens], lse, scratch
+        raw = step.raw_q if self.phase is Phase.PREFILL else None
+        call = AttentionCall(*given) if raw is None else AttentionCall(*given, Extras(raw_q=raw.of(tokens)))
         return step.backend.prepare(self.phase, call)
+
+
+def prefill_takes_raw_q(
+    q: Tensor,
+    caches: LayerCaches,
+    metadata: AttentionMetadata,
+    backend: Backend,
+    workspace: WorkspaceManager,
+    *,
+    layer: LayerGeometry,
+    limits: Limits,
+) -> bool:
+    """Whether `forward_mqa` is to be given a `RawQuery` for the prefill tokens of a step.
+
+    Then only the first `metadata.swa.num_decode_tokens` rows of q are to be normalised and rotated before
+    (`insert_with_raw_q`), and all chunks' keys are gathered. Arguments as those of `forward_mqa`. The answer depends on
+    no value of q, and is memoised in the metadata.
+    """
+    swa = metadata.swa
+    if not swa.num_prefill_tokens or layer.q_eps is None or metadata.ownership is not None:
+        return False
+    owners = backend, layer, limits, workspace, metadata.compressed, caches.signature
+    key = *map(id, owners), signature(q)
+    found = swa.takes_raw_q.get(key)
+    if found is None:
+        whole = complete(backend)
+        step = Step(q, caches, metadata, whole, workspace, q, layer, limits, None, None, None)
+        found = step.gathers and step.takes_raw_q(step.chunks()), owners
+        swa.takes_raw_q[key] = found
+    return found[0]

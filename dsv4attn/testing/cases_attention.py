@@ -14,7 +14,7 @@ from dsv4attn.testing import checks
 from dsv4attn.testing.apart import each_apart
 from dsv4attn.testing.book import Shelf
 from dsv4attn.testing.case import Area, Case, Check, Scene
-from dsv4attn.testing.checks import equals_oracle, same_bits, sharded, step_by_step
+from dsv4attn.testing.checks import equals_oracle, reads_raw_q, same_bits, sharded, step_by_step
 from dsv4attn.testing.codes import Codes, reads_every_code
 from dsv4attn.testing.deterministic import any_cut_same_bits
 from dsv4attn.testing.ranks import over_ranks
@@ -76,6 +76,11 @@ def _steps() -> Iterator[Case]:
         yield _case(Area.PREFILL, f"prefill-{kind}", "F1 M1", f"prefill, {says}", step(kind, *PREFILLS))
         says = f"{kind}: decode and prefill requests of one batch equal the oracle"
         yield _case(Area.PREFILL, f"mixed-{kind}", "F2 M1", says, step(kind, *MIXED, (20, 4, 2), extra_rows=3))
+    for kind in KINDS:
+        says = f"{kind}: where q of prefill is given before norm and rotation, the answer and the caches are the same"
+        more: dict[str, Any] = {"raw_q": True, "poison": 0xFF, "extra_rows": 3, "sinks": SINKS, "topk": "holes"}
+        scene = step(kind, *MIXED, (20, 4, 2), select=65, **more)
+        yield _case(Area.PREFILL, f"raw-{kind}", "I7 F2 M1", says, scene, reads_raw_q)
     for kind in KINDS:
         says = f"{kind}: one to four tokens of a request, verified in one step, equal the oracle and single steps"
         verify = step(kind, (300, 4), (125, 4), (7, 4), num_speculative_tokens=3)

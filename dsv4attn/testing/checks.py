@@ -22,6 +22,7 @@ __all__ = [
     "equals_oracle",
     "largest_logits",
     "merged_by",
+    "reads_raw_q",
     "same_bits",
     "sharded",
     "sink_matters",
@@ -74,6 +75,19 @@ def require_same_bits(what: str, left: Result, right: Result) -> None:
 def equals_oracle(bench: Bench, scene: Scenario | Call) -> Measure:
     """The answer equals the oracle's."""
     return judged(scene, run(bench, scene))
+
+
+def reads_raw_q(bench: Bench, scene: Scenario) -> Measure:
+    """Prefill of q as it was projected equals the oracle, beside an insert that writes the same bytes of the caches."""
+    problem = scene.problem(bench.backend)
+    if problem.raw_q is None:
+        raise SkipCase("does not apply: the backend takes no q before its norm for this step")
+    plain = attrs.evolve(scene, raw_q=False).problem(bench.backend)
+    pairs = zip(problem.caches.segments(scene.layer), plain.caches.segments(scene.layer), strict=True)
+    if not all(torch.equal(bits(body(one)), bits(body(other))) for one, other in pairs):
+        raise Wrong("an insert of keys alone writes other bytes than one with queries")
+    out, lse = problem.run(bench.backend, with_lse=bench.lse)
+    return judged(scene, (out, lse if bench.lse else None))
 
 
 def same_bits(what: str, *variations: dict[str, Any]) -> Callable[[Bench, Any], Measure]:

@@ -24,13 +24,15 @@ from dsv4attn.core import problem
 from dsv4attn.core.builder import MetadataBuilder
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.context_parallel import OwnedMetadataBuilder, Ownership
-from dsv4attn.core.contract import Backend
+from dsv4attn.core.contract import Backend, RawQuery
 from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, Batch
+from dsv4attn.core.raw_query import insert_with_raw_q
 from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.core.step import prefill_takes_raw_q
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.testing import oracle
@@ -61,6 +63,7 @@ class Problem:
     attn_sink: [H] fp32, or None.
     topk_indices: [T, K] int32 for c4a layers, or None.
     apart: names among out and lse whose rows lie apart; the other tensors exist already.
+    raw_q: given if q of prefill tokens is neither normalised nor rotated.
     """
 
     layer: LayerGeometry
@@ -71,6 +74,7 @@ class Problem:
     attn_sink: Tensor | None
     topk_indices: Tensor | None
     apart: str = ""
+    raw_q: RawQuery | None = None
 
     def workspace(self, backend: Backend, *, debug: bool = True) -> WorkspaceManager:
         """A workspace as planned for the limits, locked; with canaries when debugging."""
@@ -98,6 +102,7 @@ class Problem:
             attn_sink=self.attn_sink,
             topk_indices=self.topk_indices,
             lse=lse if with_lse else None,
+            raw_q=self.raw_q,
         )
         workspace.check_canaries()
         apart.check()
@@ -125,6 +130,7 @@ class Scenario(World):
     ahead: positions behind its own, up to the last of its request, that a prefill token sees; their metadata are then
        made as an engine makes them, with slots in any order and -1 among them.
     ownership: entries of this rank, if ranks share them; windows are seen on rank 0 alone.
+    raw_q: whether q of prefill tokens stays as it was projected, where the backend takes that.
 
     One half of `extra_rows` has the slot -1, the other half has no slot.
     """
@@ -145,6 +151,7 @@ class Scenario(World):
     replay: Sequence[int] = ()
     ahead: int = 0
     ownership: Ownership = WHOLE
+    raw_q: bool = False
 
     @property
     def num_decodes(self) -> int:
@@ -297,7 +304,7 @@ class Scenario(World):
         queries = [*(self.q_rows(i, span) for i, span in spans), extra]
         keys = [*(self.key_rows(i, span) for i, span in spans), extra[:, 0]]
         positions = [*chain(*self.spans), *[0] * self.extra_rows]
-        q = self._insert(backend, caches, queries, keys, batch.slot_mapping, positions)
+        q, raw = self._insert(backend, caches, queries, keys, batch.slot_mapping, positions, (metadata, limits))
         if caches.compressed is not None and metadata.compressed is not None:
             ratio = self.layer.compress_ratio
             entries = [*(self.entry_rows(i, [p // ratio for p in span]) for i, span in spans), extra[:, 0]]
@@ -310,7 +317,7 @@ class Scenario(World):
         if self.kind is LayerKind.C4A:
             topk = self._tensor(self.topk_rows)
             topk = Apart(self.apart)("topk_indices", self.ownership.local_numbers(topk) if divided else topk)
-        return Problem(self.layer, limits, q, caches, metadata, sink, topk, self.apart)
+        return Problem(self.layer, limits, q, caches, metadata, sink, topk, self.apart, raw)
 
     def _widened(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """The metadata, with windows of prefill tokens that go on behind the tokens."""
@@ -350,16 +357,30 @@ class Scenario(World):
         )
 
     def _insert(
-        self, backend: Backend, caches: LayerCaches, q: list[F64], kv: list[F64], slots: Tensor, positions: list[int]
-    ) -> Tensor:
-        """Insert keys into the window cache; returns the queries, normalised and rotated."""
+        self,
+        backend: Backend,
+        caches: LayerCaches,
+        q: list[F64],
+        kv: list[F64],
+        slots: Tensor,
+        positions: list[int],
+        step: tuple[AttentionMetadata, Limits] | None = None,
+    ) -> tuple[Tensor, RawQuery | None]:
+        """Insert keys. Returns the queries, normalised and rotated, unless prefill of this step takes them raw."""
         apart, places = Apart(self.apart), self._tensor(np.asarray(positions, dtype=np.int64))
         queries = apart("q", self._tensor(np.concatenate(q), self.q_dtype))
         keys = apart("kv", self._tensor(np.concatenate(kv), self.q_dtype))  # kv has q's dtype
         table = apart("cos_sin_cache", self._cos_sin)
-        backend.qnorm_rope_kv_insert(queries, keys, caches.swa, slots, places, table, self.layer.q_eps)
+        given, eps, raw = (queries, keys, caches.swa, slots), self.layer.q_eps, None
+        if self.raw_q and step is not None and eps is not None:
+            (metadata, limits), space = step, WorkspaceManager(queries.device)
+            if prefill_takes_raw_q(queries, caches, metadata, backend, space, layer=self.layer, limits=limits):
+                raw = RawQuery(places, table, eps)
+                insert_with_raw_q(backend, *given, raw, metadata.swa.num_decode_tokens)
+        if raw is None:
+            backend.qnorm_rope_kv_insert(*given, places, table, eps)
         apart.check()
-        return queries
+        return queries, raw
 
     def _poison(self, q: Tensor, caches: LayerCaches, byte: int) -> None:
         padding = [row for row, token in enumerate(self.tokens) if not token.valid]

@@ -252,7 +252,14 @@ def test_every_optional_part_of_the_contract_is_forwarded() -> None:
     optional = {name for name in vars(BackendDefaults) if not name.startswith("_")} - {"translate_to_ragged"}
 
     taken_over = {"builder_steps", "deterministic", "layer_steps", "prepare_rows", "projects_fp8", "rank_steps"}
-    assert optional == taken_over | {"metadata_extension", "kernel_variants", "prefers_pages", "prepare", "warmup"}
+    assert optional == taken_over | {
+        "metadata_extension",
+        "kernel_variants",
+        "prefers_pages",
+        "prepare",
+        "takes_raw_q",
+        "warmup",
+    }
     assert taken_over <= vars(PhasedBackend(ReferenceBackend(), ReferenceBackend())).keys()
     assert optional - taken_over <= vars(PhasedBackend).keys()
 

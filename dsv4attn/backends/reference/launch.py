@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+import torch
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
 from dsv4attn.core import indices
 from dsv4attn.core.checks import check_attention_strides, check_keys
-from dsv4attn.core.contract import AttentionCall, BackendDefaults, Forms, IndexForm, IndexSteps, KeyForm, Phase
+from dsv4attn.core.contract import (
+    AttentionCall,
+    BackendDefaults,
+    ChunkCost,
+    Forms,
+    IndexForm,
+    IndexSteps,
+    KeyForm,
+    Phase,
+)
 from dsv4attn.core.definitions import batch_invariant_linear, linear
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.layout import PagedKVCache
@@ -46,11 +57,12 @@ class ReferenceBackend(BackendDefaults):
         prefill_indices: IndexForm | str = IndexForm.DENSE,
         prefill_keys: KeyForm | str = KeyForm.GATHERED,
         deterministic: bool = False,
+        raw_q: bool = False,
     ) -> None:
-        """Choose the forms core prepares. deterministic: rows are computed one by one."""
+        """Choose the forms core prepares. deterministic: rows are computed one by one. raw_q: see `takes_raw_q`."""
         if not isinstance(deterministic, bool):
             raise ArgumentError("deterministic", expected="true or false", actual=repr(deterministic))
-        self.deterministic = deterministic
+        self.deterministic, self._raw_q = deterministic, raw_q
         keys = _form(KeyForm, "prefill_keys", prefill_keys)
         self.forms = Forms(
             _form(IndexForm, "decode_indices", decode_indices),
@@ -120,7 +132,15 @@ class ReferenceBackend(BackendDefaults):
 
     def prefill(self, call: AttentionCall) -> None:
         """See `contract.Backend`. The reference has one attention for both phases."""
+        raw = call.raw_q
+        if raw is not None:
+            call = evolve(call, q=call.q.clone())
+            kernels.qnorm_rope(call.q, raw.positions, raw.cos_sin_cache, raw.eps)
         self.decode(call)
+
+    def takes_raw_q(self, layer: LayerGeometry, q: Tensor, row_dtype: torch.dtype, chunks: Sequence[ChunkCost]) -> bool:
+        """See `contract.BackendDefaults`. With option `raw_q`: a copy of q is prepared, and gives the step's bits."""
+        return self._raw_q
 
     def inv_rope_o_proj(
         self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Weight, num_groups: int

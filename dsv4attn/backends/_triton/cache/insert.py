@@ -93,7 +93,7 @@ def _fused_constants(
     layout: KVCacheLayout, heads: int, rows: int, records: int, arch: str, *, norm: bool
 ) -> dict[str, Any]:
     block = max(TILE // triton.next_power_of_2(layout.head_dim), 1)
-    block = min(block, triton.next_power_of_2(heads))
+    block = min(block, triton.next_power_of_2(max(heads, 1)))
     return {"HEADS": heads, "BLOCK_H": block, "NORM": norm, **_insert_constants(layout, rows, records, arch)}
 
 

@@ -121,6 +121,20 @@ def test_without_eps_q_is_rotated_only_and_its_other_dims_keep_their_bits(dtype:
         assert set(seen) <= set(known)
 
 
+@each_layout
+@each_dtype
+def test_keys_are_inserted_without_queries(layout: KVCacheLayout, dtype: torch.dtype) -> None:
+    for seed in range(2):
+        step, cache = Step(layout, dtype, seed), None
+        with observed() as seen:
+            cache = step.cache()
+            given = step.kv, cache, step.slots, step.positions, step.table, step.eps
+            insert.qnorm_rope_kv_insert(step.q[:, :0], *given)
+
+        assert torch.equal(memory(cache), step.wanted())
+        assert set(seen) <= set(insert.variants(layout, 0, dtype, aligned=False, aligned_rows=False))
+
+
 def test_q_and_kv_may_have_different_dtypes() -> None:
     for seed in range(2):
         Step(LAYOUTS[3], torch.bfloat16, seed, kv_dtype=torch.float32).check()

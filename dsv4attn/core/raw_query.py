@@ -1,0 +1,57 @@
+"""`RawQuery`: what attention needs to normalise and rotate q itself, while it reads it; and the insert beside it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    # types of the contract must load where torch is not wanted yet
+    from torch import Tensor
+
+    from dsv4attn.core.contract import Backend
+    from dsv4attn.core.layout import PagedKVCache
+
+__all__ = ["RawQuery", "insert_with_raw_q"]
+
+
+@frozen(eq=False)
+class RawQuery:
+    """q of a call is as it was projected. The call normalises and rotates it as `Backend.qnorm_rope_kv_insert` does.
+
+    Rotated dims of q are rounded to its dtype, as they are by that step; other dims are not, and the factor of the norm
+    multiplies logits. So logits are at least as exact as with the step. Products of q and keys must be finite: the
+    largest values of bf16 overflow before the norm makes them small, where the step's q does not.
+
+    positions: [T'] int64, of each row of q, in range for padding rows too. cos_sin_cache: [P, rope_dim] fp32, cosines
+    before sines. eps: of the norm.
+    """
+
+    positions: Tensor
+    cos_sin_cache: Tensor
+    eps: float
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What a prepared step binds of it: the addresses of both tensors too."""
+        tensors = self.positions, self.cos_sin_cache
+        return (self.eps, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
+
+    def of(self, tokens: slice) -> RawQuery:
+        """Of some rows of q."""
+        return RawQuery(self.positions[tokens], self.cos_sin_cache, self.eps)
+
+
+def insert_with_raw_q(
+    backend: Backend, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, raw_q: RawQuery, prepared: int
+) -> None:
+    """`Backend.qnorm_rope_kv_insert`, but q is normalised and rotated in its first `prepared` rows alone.
+
+    That is for a backend with `takes_raw_q`. All rows of kv are inserted.
+    """
+    for rows, heads in ((slice(prepared), slice(None)), (slice(prepared, None), slice(0))):
+        part = raw_q.of(rows)
+        if part.positions.shape[0]:
+            given = cache, slot_mapping[rows], part.positions, part.cos_sin_cache, part.eps
+            backend.qnorm_rope_kv_insert(q[rows, heads], kv[rows], *given)
