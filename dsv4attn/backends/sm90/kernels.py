@@ -32,12 +32,15 @@ def attention(
     cache1,  # [pages, page bytes] uint8, or [count1, 512] bf16
     rows1,  # [T, width1] int32
     lens1,  # [T] int32
+    positions,  # [T] int64, if q is neither normalised nor rotated; else None
+    angles,  # [num_positions, 64] fp32, cosines before sines; or None
     q_token: tl.int64, q_head: tl.int64, out_token: tl.int64, out_head: tl.int64,
     lse_token: tl.int64, lse_head: tl.int64, max_token: tl.int64, max_head: tl.int64,
     width0: tl.int32, stride0: tl.int64, size0: tl.int32,
     factor0: tl.int32, log0: tl.int32, pitch0: tl.int32, count0: tl.int32,
     width1: tl.int32, stride1: tl.int64, size1: tl.int32,
     factor1: tl.int32, log1: tl.int32, pitch1: tl.int32, count1: tl.int32,
+    angles_stride: tl.int64, num_positions: tl.int64, eps: tl.float32,
     tokens: tl.int32, least: tl.int32, scale: tl.float32, empty_lse: tl.float32,
     SEGMENTS: gl.constexpr, KIND: gl.constexpr, INTERLEAVED: gl.constexpr, H: gl.constexpr, BT: gl.constexpr,
     VALUES: gl.constexpr, PRODUCE: gl.constexpr, PDL: gl.constexpr,
@@ -52,7 +55,8 @@ def attention(
     wait_for_earlier(PDL)
     BLOCKS: gl.constexpr = (H + 63) // 64
     program = gl.program_id(0)
-    query = Query(q, q_token, q_head, scale, (program % BLOCKS) * 64)
+    head0 = (program % BLOCKS) * 64
+    query = Query(q, q_token, q_head, scale, head0, positions, angles, angles_stride, num_positions, eps)
     first = Segment(cache0, rows0, lens0, width0, stride0, size0, factor0, log0, pitch0, count0)
     second = None
     if SEGMENTS == 2:

@@ -62,13 +62,15 @@ from dsv4attn.backends.sm90.kernels_schedule import (
 
 HALF_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 """Half of the output's columns."""
+PAIRS_L = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+"""Pairs of 64 rotated dims, which a thread has in WIDE_L as neighbours."""
 LEFT, RIGHT = gl.constexpr(0), gl.constexpr(1)
 """The roles that multiply, and the index of their tiles, their weights, and what else the other one reads."""
 
 Shared = namedtuple(
     "Shared",
     "q k_left k_right bias every p reference total largest pairs row side sink "
-    "q_full q_empty l_full l_empty r_full r_empty p_full s_full n_full n_empty go",
+    "factors f_full q_full q_empty l_full l_empty r_full r_empty p_full s_full n_full n_empty go",
 )
 """Shared memory of a block. Barriers: *_full ends when a stage is written, *_empty when all its readers are done.
 
@@ -113,22 +115,63 @@ def rescaled(acc, shrink):
 
 
 @gluon.jit
-def copy_half(to, rows, ok, FIRST: gl.constexpr):
-    """Start to copy 256 columns of 64 rows, from FIRST on; zeros where not ok."""
-    of = FIRST + gl.arange(0, 256, layout=gl.SliceLayout(0, WIDE_L))
+def copy_columns(to, rows, ok, FIRST: gl.constexpr, N: gl.constexpr):
+    """Start to copy N columns of 64 rows, from FIRST on; zeros where not ok."""
+    of = FIRST + gl.arange(0, N, layout=gl.SliceLayout(0, WIDE_L))
     p = gl.multiple_of(gl.expand_dims(rows, 1) + gl.expand_dims(of, 0), [1, 16])
     copy_async(to, p, mask=gl.expand_dims(ok, 1) & (gl.expand_dims(of, 0) < 512))
 
 
 @gluon.jit
-def arrive_copied(bar):
-    """Arrive once all copies that this role has begun are done, without waiting for them.
+def load_rotated(query, rows, ok, position):
+    """The last 64 columns of raw q, zeros where not ok, and cosines and sines of a position."""
+    angles = query.table + gl.minimum(gl.maximum(position, 0), query.count - 1) * query.stride
+    of = gl.arange(0, 64, layout=gl.SliceLayout(0, WIDE_L))
+    p = gl.multiple_of(gl.expand_dims(rows, 1) + gl.expand_dims(of + 448, 0), [1, 16])
+    x = gl.load(p, mask=gl.expand_dims(ok, 1) & (gl.expand_dims(of, 0) < 64), other=0.0)
+    pair = gl.arange(0, 32, layout=gl.SliceLayout(0, PAIRS_L))
+    return x, gl.load(angles + pair), gl.load(angles + 32 + pair)
 
-    The matrix unit may read them then without a fence, as in CUTLASS's pipelines of cp.async; a fence after each wait
-    for keys costs up to 3 % on an H200.
+
+@gluon.jit
+def rotated(x, cos, sin):
+    """[64, 64] bf16: each pair turned by its angle."""
+    even, odd = gl.split(gl.reshape(x.to(gl.float32), [64, 32, 2]))
+    even, odd = gl.convert_layout(even, PAIRS_L), gl.convert_layout(odd, PAIRS_L)
+    cos, sin = gl.expand_dims(cos, 0), gl.expand_dims(sin, 0)
+    whole = gl.join(even * cos - odd * sin, odd * cos + even * sin)
+    return gl.convert_layout(gl.reshape(whole, [64, 64]).to(gl.bfloat16), WIDE_L)
+
+
+@gluon.jit
+def store_factors(query, smem, j):
+    """Store by what logits of raw q are multiplied, for both roles: with its norm, in base 2. Rotation keeps a norm."""
+    squares = gl.zeros([64, 64], gl.float32, layout=WIDE_L)
+    for c in gl.static_range(8):
+        x = smem.q.index(c // 4).slice(c % 4 * 64, 64, dim=1).load(WIDE_L).to(gl.float32)
+        squares += x * x
+    factor = gl.rsqrt(gl.sum(squares, 1) / 512.0 + query.eps)
+    smem.factors.index(j % 2).store(factor * (query.scale * LOG2E))
+    mbarrier.arrive(smem.f_full.index(0), count=1)
+
+
+@gluon.jit
+def load_factors(smem, j):
+    """[64, 1] fp32: see `store_factors`."""
+    return gl.expand_dims(smem.factors.index(j % 2).load(gl.SliceLayout(1, SCORES_L)), 1)
+
+
+@gluon.jit
+def arrive_behind(bar, LATER: gl.constexpr, pred=True):
+    """Arrive once all groups of copies but the LATER last ones are done, with a fence: the matrix unit reads them next.
+
+    Copies write as ordinary stores do. By PTX's memory model the matrix unit sees such a write only behind a fence
+    between both kinds of accesses. In this role, which waits anyway, it costs 0 to 2.4 % on an H200, in the roles that
+    multiply up to 3 %. Without one, as in CUTLASS's pipelines of such copies, no result was ever seen to be wrong.
     """
-    async_copy.mbarrier_arrive(bar, increment_count=True)
-    mbarrier.arrive(bar, count=1)
+    async_copy.wait_group(LATER)
+    fence_async_shared()
+    mbarrier.arrive(bar, count=1, pred=pred)
 
 
 @gluon.jit
@@ -146,7 +189,13 @@ def produce(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_L))
     j = gl.to_tensor(0)
     i = gl.to_tensor(0)
+    if query.positions is not None:
+        position = gl.load(query.positions + gl.minimum(t, chunk.tokens - 1))
     while (pos < chunk.hi) & (t < chunk.tokens):
+        head = query.head0 + here(row)
+        q_row = query.q + t.to(gl.int64) * query.token + head.to(gl.int64) * query.head
+        if query.positions is not None:
+            x, cos, sin = load_rotated(query, q_row, head < H, position)
         n0, n1, first, last = enter(keys, chunk, t, pos)
         n = tiles_of(keys, n0, n1)
         slot_a = row_slots(segment, t, n0, first, row)
@@ -162,32 +211,45 @@ def produce(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
         mbarrier.arrive(smem.n_full.index(b), count=1)
         if first == 0:
             store_split(results.table, chunk, t, pos, n)
+        if query.positions is not None:
+            x = rotated(x, cos, sin)
+            position = gl.load(query.positions + gl.minimum(t + 1, chunk.tokens - 1))
         mbarrier.wait(smem.q_empty.index(0), (j & 1) ^ 1)
-        head = query.head0 + here(row)
-        q_row = query.q + t.to(gl.int64) * query.token + head.to(gl.int64) * query.head
-        copy_half(smem.q.index(0), q_row, head < H, 0)
-        copy_half(smem.q.index(1), q_row, head < H, 256)
-        arrive_copied(smem.q_full.index(0))
+        copy_columns(smem.q.index(0), q_row, head < H, 0, 256)
+        if query.positions is None:
+            copy_columns(smem.q.index(1), q_row, head < H, 256, 256)
+        else:
+            # a shared slice begins at a multiple of its columns
+            copy_columns(smem.q.index(1).slice(0, 128, dim=1), q_row, head < H, 256, 128)
+            copy_columns(smem.q.index(1).slice(128, 64, dim=1), q_row, head < H, 384, 64)
+            smem.q.index(1).slice(192, 64, dim=1).store(x)
+        async_copy.commit_group()
         for k in range(first, first + 2 * pairs_of(first, last), 2):
             ok_a, key_a = row_of(segment, slot_a)
             ok_b, key_b = row_of(segment, slot_b)
             slot_a = row_slots(segment, t, n0, k + 2, row)
             slot_b = row_slots(segment, t, n0, k + 3, row)
-            # halves in the order of their products. A mask is stored with the half that only its reader releases
+            # halves in the order of their products, each announced once the next one is on its way, but the last. A
+            # mask is stored with the half that only its reader releases
             mbarrier.wait(smem.l_empty.index(0), (i & 1) ^ 1)
-            copy_half(smem.k_left.index(0), key_a, ok_a, 0)
+            copy_columns(smem.k_left.index(0), key_a, ok_a, 0, 256)
             store_mask(smem, ok_a, 0)
-            arrive_copied(smem.l_full.index(0))
+            async_copy.commit_group()
+            arrive_behind(smem.q_full.index(0), 1, pred=k == first)
             mbarrier.wait(smem.r_empty.index(0), (i & 1) ^ 1)
-            copy_half(smem.k_right.index(0), key_a, ok_a, 256)
-            arrive_copied(smem.r_full.index(0))
+            copy_columns(smem.k_right.index(0), key_a, ok_a, 256, 256)
+            async_copy.commit_group()
+            arrive_behind(smem.l_full.index(0), 1)
             mbarrier.wait(smem.r_empty.index(1), (i & 1) ^ 1)
-            copy_half(smem.k_right.index(1), key_b, ok_b, 256)
+            copy_columns(smem.k_right.index(1), key_b, ok_b, 256, 256)
             store_mask(smem, ok_b, 1)
-            arrive_copied(smem.r_full.index(1))
+            async_copy.commit_group()
+            arrive_behind(smem.r_full.index(0), 1)
             mbarrier.wait(smem.l_empty.index(1), (i & 1) ^ 1)
-            copy_half(smem.k_left.index(1), key_b, ok_b, 0)
-            arrive_copied(smem.l_full.index(1))
+            copy_columns(smem.k_left.index(1), key_b, ok_b, 0, 256)
+            async_copy.commit_group()
+            arrive_behind(smem.r_full.index(1), 1)
+            arrive_behind(smem.l_full.index(1), 0)
             i += 1
         pos += room_of(keys, n) + chunk.extra
         t += 1
@@ -236,7 +298,7 @@ def start_pv(acc, half, p, shrink, TILE: gl.constexpr):
 @gluon.jit
 def softmax(s, every, smem, reference, scale, MINE: gl.constexpr):
     """Write the own tile's weights: (their sum, their reference, factors of the sums so far, its largest logits)."""
-    z = s * (scale * LOG2E)
+    z = s * scale
     if every == 0:
         # chosen, not added: a padding row's q may be NaN, and so are its products with keys that are not there
         bias = gl.expand_dims(smem.bias.index(MINE).load(gl.SliceLayout(0, SCORES_L)), 0)
@@ -291,6 +353,9 @@ def left(query, results, smem, H: gl.constexpr):
     mbarrier.wait(smem.q_full.index(0), 0)
     s = start_qk(smem, 0, LEFT)
     reference, total, largest = initial_sums()
+    scale = query.scale * LOG2E
+    if query.positions is not None:
+        scale = gl.expand_dims(reference, 1)
     done = gl.zeros([64, 256], gl.float32, layout=HALF_L)
     # rows in one loop of pairs: a product begun before its end crosses from row to row
     while pairs > 0:
@@ -298,8 +363,12 @@ def left(query, results, smem, H: gl.constexpr):
         mbarrier.arrive(smem.go.index(0), count=1)
         s = warpgroup_mma_wait(0, [s])
         k += 1
+        if query.positions is not None:  # noqa: SIM102
+            if k == 1:
+                mbarrier.wait(smem.f_full.index(0), j & 1)
+                scale = load_factors(smem, j)
         mbarrier.arrive(smem.q_empty.index(0), count=1, pred=k == pairs)
-        more, reference, shrink, most = softmax(s, every, smem, reference, query.scale, LEFT)
+        more, reference, shrink, most = softmax(s, every, smem, reference, scale, LEFT)
         total = total * shrink + more
         if max_logits is not None:
             largest = gl.maximum(largest, most)
@@ -339,9 +408,14 @@ def right(query, results, smem, H: gl.constexpr):
     mbarrier.wait(smem.n_full.index(0), 0)
     pairs = scalar(smem.pairs.index(0))
     while pairs > 0:
+        mbarrier.wait(smem.q_full.index(0), j & 1)
+        if query.positions is not None:
+            store_factors(query, smem, j)
+            scale = load_factors(smem, j)
+        else:
+            scale = query.scale * LOG2E
         reference, total, largest = initial_sums()
         acc = warpgroup_mma_init(gl.zeros([64, 256], gl.float32, layout=HALF_L))
-        mbarrier.wait(smem.q_full.index(0), j & 1)
         for k in range(pairs):
             done = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(smem.r_empty.index(RIGHT), count=1, pred=k > 0)
@@ -352,7 +426,7 @@ def right(query, results, smem, H: gl.constexpr):
             s = warpgroup_mma_wait(0, [s])
             mbarrier.arrive(smem.q_empty.index(0), count=1, pred=k + 1 == pairs)
             acc = start_pv(done, smem.k_right, smem.p, shrink, LEFT)
-            more, reference, shrink, most = softmax(s, every, smem, reference, query.scale, RIGHT)
+            more, reference, shrink, most = softmax(s, every, smem, reference, scale, RIGHT)
             total = total * shrink + more
             if max_logits is not None:
                 largest = gl.maximum(largest, most)
@@ -428,6 +502,7 @@ def attend_rows(query, keys, results, chunk, t, pos, H: gl.constexpr, VALUES: gl
     """Attend a chunk whose first row is t, at pos of the line. VALUES, PRODUCE: registers of `right` and `produce`."""
     gl.static_assert(keys.second is None, "rows have one segment")
     smem = Shared(
+        factors=allocate(gl.float32, [2, 64], FLAT_S), f_full=barriers(1, 1),
         q=allocate(gl.bfloat16, [2, 64, 256], KEYS_S), q_full=barriers(1, 1), q_empty=barriers(1, 2),
         k_left=allocate(gl.bfloat16, [2, 64, 256], KEYS_S), k_right=allocate(gl.bfloat16, [2, 64, 256], KEYS_S),
         bias=allocate(gl.float32, [2, 64], FLAT_S), every=allocate(gl.int32, [2, 1], FLAT_S),

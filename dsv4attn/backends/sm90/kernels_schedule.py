@@ -51,10 +51,12 @@ TOLERANCE = tl.constexpr(8.0)
 _MOST_TILES = tl.constexpr(1 << 29)
 
 
-Query = namedtuple("Query", "q token head scale head0")
+Query = namedtuple("Query", "q token head scale head0 positions table stride count eps")
 """The queries of a block of heads.
 
 q: [T, H, 512] bf16; token, head: its strides. scale: of logits. head0: first of the block's 64 heads.
+positions: [T] int64, if q is to be normalised and rotated; else None, and the rest is not read. table: [count, 64]
+fp32, cosines before sines, rows `stride` apart. eps: of the norm.
 """
 Segment = namedtuple("Segment", "cache rows lens width stride size factor log pitch count")
 """Keys of one segment, and which of them each row attends.

@@ -77,6 +77,20 @@ def read_row(key, ok):
     return widen(tl.load(key[:, None] + tl.arange(0, 512)[None, :], mask=ok[:, None], other=0.0), tl.float32)
 
 
+@triton.jit
+def rotated(x, angles, DTYPE: tl.constexpr):
+    """[64, 512] fp32, whose last 64 columns are turned by the angles and rounded to DTYPE."""
+    even, odd = tl.split(tl.reshape(x, (64, 256, 2)))
+    pair = tl.arange(0, 256) - 224
+    turns = pair >= 0
+    cos = tl.load(angles + pair, mask=turns, other=1.0)[None, :]
+    sin = tl.load(angles + 32 + pair, mask=turns, other=0.0)[None, :]
+    turned_even, turned_odd = numerics.rotate(even, odd, cos, sin)
+    even = tl.where(turns[None, :], widen(numerics.round_to(turned_even, DTYPE, False), tl.float32), even)
+    odd = tl.where(turns[None, :], widen(numerics.round_to(turned_odd, DTYPE, False), tl.float32), odd)
+    return tl.reshape(tl.join(even, odd), (64, 512))
+
+
 @stable_kernel
 def attention(
     q,  # [T, H, 512] bf16
@@ -94,12 +108,15 @@ def attention(
     cache1,  # [pages, page bytes] uint8, or [count1, 512] bf16
     rows1,  # [T, width1] int32
     lens1,  # [T] int32
+    positions,  # [T] int64, if q is neither normalised nor rotated; else None
+    angles,  # [num_positions, 64] fp32, cosines before sines; or None
     q_token: tl.int64, q_head: tl.int64, out_token: tl.int64, out_head: tl.int64,
     lse_token: tl.int64, lse_head: tl.int64, max_token: tl.int64, max_head: tl.int64,
     width0: tl.int32, stride0: tl.int64, size0: tl.int32,
     factor0: tl.int32, log0: tl.int32, pitch0: tl.int32, count0: tl.int32,
     width1: tl.int32, stride1: tl.int64, size1: tl.int32,
     factor1: tl.int32, log1: tl.int32, pitch1: tl.int32, count1: tl.int32,
+    angles_stride: tl.int64, num_positions: tl.int64, eps: tl.float32,
     tokens: tl.int32, least: tl.int32, scale: tl.float32, empty_lse: tl.float32,
     SEGMENTS: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, H: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
@@ -130,6 +147,11 @@ def attention(
         token = t.to(tl.int64)
         q_row = q + token * q_token + head.to(tl.int64)[:, None] * q_head + column[None, :]
         query = widen(tl.load(q_row, mask=live[:, None], other=0.0), tl.float32)
+        factor = tl.full([64], 1.0, tl.float32)
+        if positions is not None:
+            factor = tl.rsqrt(tl.sum(query * query, 1) / 512.0 + eps)
+            table_row = numerics.angles_of(positions + token, angles, angles_stride, num_positions)
+            query = rotated(query, table_row, q.dtype.element_ty)
         largest, total = tl.full([64], NOTHING, tl.float32), tl.zeros([64], tl.float32)
         # the reference of the weights: for pages, the largest logit so far
         reference, tolerance = largest, TOLERANCE if KIND == BF16_ROWS else 0.0
@@ -149,6 +171,7 @@ def attention(
                     ok, data, scales = coded_page_of(keys, slot, inside, KIND, INTERLEAVED)
                     values = read_coded_page(data, scales, ok, inside, KIND)
             z = tl.dot(query, tl.trans(values), input_precision="ieee") * (scale * LOG2E)
+            z *= factor[:, None]
             # as the roles do: a NaN in q reaches a row of pages whose keys are all absent, and no row of gathered keys
             if KIND == BF16_ROWS:
                 z = tl.where(ok[None, :], z, -float("inf"))
@@ -166,11 +189,11 @@ def attention(
             walk = advance(keys, chunk, walk)
         whole = (first_tile == 0) & (last == n)
         side = part_of(chunk, program, pos)
-        factor = 1.0 / total
+        inverse = 1.0 / total
         if whole:  # noqa: SIM102 - a value, and a constant
             if sink is not None:
-                factor = 1.0 / (total + tl.exp2(tl.load(sink + head, mask=live, other=0.0) * LOG2E - reference))
-        result = acc * tl.where(total == 0.0, 0.0, factor)[:, None]
+                inverse = 1.0 / (total + tl.exp2(tl.load(sink + head, mask=live, other=0.0) * LOG2E - reference))
+        result = acc * tl.where(total == 0.0, 0.0, inverse)[:, None]
         if whole:
             to = out + token * out_token + head.to(tl.int64)[:, None] * out_head + column[None, :]
             tl.store(to, numerics.round_to(result, out.dtype.element_ty, False), mask=live[:, None])

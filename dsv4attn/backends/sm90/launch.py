@@ -14,6 +14,7 @@ from torch import Tensor
 from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.attention.attend import divider
 from dsv4attn.backends._triton.backend import TritonBackend
+from dsv4attn.backends._triton.cache import insert
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.dependent import overlaps
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch, multiprocessors
@@ -22,9 +23,9 @@ from dsv4attn.backends.sm90 import index, steps, streams
 from dsv4attn.backends.sm90.choice import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_parts import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, CODE_PAGES, FP8_PAGES, NIBBLE_PAGES
-from dsv4attn.backends.sm90.tuning import PAGED, ROADS, ROWED, TUNING, Roles, is_small
+from dsv4attn.backends.sm90.tuning import PAGED, RAW, ROADS, ROWED, TUNING, Roles, is_small
 from dsv4attn.core.checks import check_attention_strides
-from dsv4attn.core.contract import AttentionCall, KeyForm, LayerSteps, Phase, Run
+from dsv4attn.core.contract import AttentionCall, ChunkCost, KeyForm, LayerSteps, Phase, Run
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.keys import DenseIndices, GatheredKeys
@@ -42,6 +43,8 @@ __all__ = ["PAGES", "ROWS", "Kind", "Sm90Backend", "variants"]
 
 HEADS, DIM = 64, 512
 """Heads of a block, and dims of a key."""
+ROTATED = 64
+"""Rotated dims of a q that is given before its norm and rotation."""
 FARTHEST = WIDE * 2**31
 """Bytes from page to page, or from row to row: the least that the kernel's int32 strides cannot hold."""
 LINE = 1024
@@ -112,6 +115,18 @@ class Sm90Backend(TritonBackend):
         """See `contract.BackendDefaults`."""
         return self._chooses and (not self._may_serve(layer) or ROADS.prefers_pages(layer, requests, rows))
 
+    def takes_raw_q(self, layer: LayerGeometry, q: Tensor, row_dtype: torch.dtype, chunks: Sequence[ChunkCost]) -> bool:
+        """See `contract.BackendDefaults`: where the Gluon kernel serves gathered rows."""
+        dtypes = q.dtype == row_dtype == torch.bfloat16
+        if not self._may_serve(layer) or layer.rope_dim != ROTATED or not dtypes or not _is_wide(q):
+            return False
+        return not (self._chooses and chunks) or ROADS.prefers_raw_q(layer, chunks)
+
+    def _may_leave_raw(self, bounds: Bounds, layer: LayerGeometry) -> bool:
+        """Whether some calls within bounds take raw q."""
+        gathers = self.forms.prefill_keys is KeyForm.GATHERED and layer.rope_dim == ROTATED and layer.q_norm
+        return gathers and self._may_serve(layer) and bounds.q_dtype == bounds.swa.row_dtype == torch.bfloat16
+
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
         """Two parts of each program, their lse and largest logits, and which programs share each row.
 
@@ -140,6 +155,9 @@ class Sm90Backend(TritonBackend):
         check_attention_strides(call)
         width = sum(rows.width for rows in attend.index_rows(call.keys))
         found = _kind_and_numbers(call)
+        if found is None and call.raw_q is not None:
+            expected, hint = "None for this call", "ask takes_raw_q, and prepare q where it says no"
+            raise ArgumentError("raw_q", expected=expected, actual="a RawQuery", hint=hint)
         if found is not None and not self._leaves(phase, call, width):
             return _prepare(call, *found)
         # the splits of the shared kernel, in the same memory
@@ -159,6 +177,11 @@ class Sm90Backend(TritonBackend):
     def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:
         """See `contract.BackendDefaults`."""
         yield from super().kernel_variants(bounds, device)
+        for layer in bounds.layers:
+            if self._may_leave_raw(bounds, layer):
+                # of keys alone, where q of prefill stays raw
+                promised = {"aligned": bounds.aligned, "aligned_rows": bounds.aligned_rows}
+                yield from insert.variants(bounds.swa, 0, bounds.q_dtype, **promised, arch=device.arch)
         if bounds.model is not None and not self.deterministic and index.may_serve(bounds):
             yield from index.variants()
         yield from streams.variants(bounds, device.arch)
@@ -182,7 +205,10 @@ class Sm90Backend(TritonBackend):
                 if kind is None or not every or dict(one.constants)["UNIT"] == 1:
                     yield one
             if kind is not None:
-                yield from variants(len(read), kind, layer.num_heads, sinks=bounds.with_sink, lses=bounds.with_lse)
+                given: dict[str, Any] = {"sinks": bounds.with_sink, "lses": bounds.with_lse}
+                yield from variants(len(read), kind, layer.num_heads, **given)
+                if shared == self._gathered_variants and self._may_leave_raw(bounds, layer):
+                    yield from variants(len(read), kind, layer.num_heads, **given, raw=True)
 
 
 def _programs(heads: int) -> int:
@@ -195,15 +221,22 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
     """Launches of a Gluon kernel, which writes rows and parts of rows, and of the kernel that combines the parts."""
     q, top, keys = call.q, call.max_logits, call.keys
     tokens, heads, _ = q.shape
-    roles = _roles(kind)
-    constants, combining = _constants(len(attend.index_rows(keys)), kind, heads)
+    roles, raw = _roles(kind, raw=call.raw_q is not None), call.raw_q
+    constants, combining = _constants(len(attend.index_rows(keys)), kind, heads, raw=raw is not None)
     each, chosen = combining[tokens * heads > roles.few]
     results = attend.result_strides(call)
     scale, empty_lse = call.layer.scale, call.empty_lse
-    own = Launch(attention, constants, (*q.stride()[:2], *results, *numbers, tokens, roles.least, scale, empty_lse))
+    turning: tuple[float, ...] = (0, 0, 0.0)
+    angles: tuple[Tensor | None, ...] = (None, None)
+    if raw is not None:
+        table = raw.cos_sin_cache
+        turning, angles = (table.stride(0), table.shape[0], raw.eps), (raw.positions, table)
+    own = Launch(
+        attention, constants, (*q.stride()[:2], *results, *numbers, *turning, tokens, roles.least, scale, empty_lse)
+    )
     combine = Launch(combine_parts, chosen, (*results, empty_lse), roles.warps)
     programs, combiners = _programs(heads) if tokens else 0, tokens * each
-    part, part_lse, part_max, table = call.scratch
+    part, part_lse, part_max, splits = call.scratch
     maxima = None if top is None else part_max
     gathered = keys.kv if isinstance(keys, GatheredKeys) else None
     first, first_lens, last, last_lens = attend.index_tensors(keys)
@@ -212,8 +245,8 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
         q: Tensor, out: Tensor, lse: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
     ) -> None:
         one, other = (caches[0].tensor, caches[-1].tensor) if gathered is None else (gathered, gathered)
-        parts = part, part_lse, maxima, table
-        own(programs, (q, out, lse, top, attn_sink, *parts, one, first, first_lens, other, last, last_lens))
+        parts = part, part_lse, maxima, splits
+        own(programs, (q, out, lse, top, attn_sink, *parts, one, first, first_lens, other, last, last_lens, *angles))
         combine(combiners, (*parts, out, lse, top, attn_sink))
 
     return run
@@ -229,15 +262,19 @@ def _kind_and_numbers(call: AttentionCall) -> tuple[Kind, Sequence[int]] | None:
     return _of_pages(keys) if all(isinstance(segment.rows, DenseIndices) for segment in keys) else None
 
 
-def _roles(kind: Kind) -> Roles:
-    """Numbers of the Gluon kernel for one kind of keys."""
-    return PAGED if kind.is_paged else ROWED
+def _roles(kind: Kind, *, raw: bool = False) -> Roles:
+    """Numbers of the Gluon kernel for one kind of keys. raw: whether q is given before its norm and rotation."""
+    if kind.is_paged:
+        return PAGED
+    return RAW if raw else ROWED
 
 
 @cache
-def _constants(segments: int, kind: Kind, heads: int) -> tuple[Constants, tuple[tuple[int, Constants], ...]]:
+def _constants(
+    segments: int, kind: Kind, heads: int, *, raw: bool = False
+) -> tuple[Constants, tuple[tuple[int, Constants], ...]]:
     """Constants of the Gluon kernel; programs of a token and constants of `combine_parts`, for few and many heads."""
-    roles = _roles(kind)
+    roles = _roles(kind, raw=raw)
     chosen = {"SEGMENTS": segments, "KIND": kind.number, "INTERLEAVED": kind.interleaved, "H": heads, "BT": LINE}
     if not INTERPRETED:
         chosen |= {"VALUES": roles.values, "PRODUCE": roles.produce, "PDL": overlaps("sm_90")}
@@ -312,13 +349,14 @@ def _of_rows(keys: GatheredKeys) -> tuple[Kind, tuple[int, ...]] | None:
 
 
 def variants(
-    segments: int, kind: Kind, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]
+    segments: int, kind: Kind, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool], raw: bool = False
 ) -> Iterator[Variant]:
-    """Every form of these kernels that `forward_mqa` can ask for."""
-    constants, combining = _constants(segments, kind, heads)
+    """Every form of these kernels that `forward_mqa` can ask for. raw: with q before its norm and rotation."""
+    constants, combining = _constants(segments, kind, heads, raw=raw)
+    angles = {"positions": "*i64", "angles": "*fp32"} if raw else dict.fromkeys(("positions", "angles"), "none")
     caches = (torch.uint8 if kind.is_paged else torch.bfloat16,)
     for given in attend.call_types(torch.bfloat16, caches, sinks, lses):
-        types = given | dict.fromkeys(("part", "part_lse"), "*fp32")
+        types = given | dict.fromkeys(("part", "part_lse"), "*fp32") | angles
         yield Variant.from_types(attention, types, constants)
         for _, chosen in combining:
             yield Variant.from_types(combine_parts, types, chosen, num_warps=_roles(kind).warps)

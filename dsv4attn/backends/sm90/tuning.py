@@ -9,9 +9,10 @@ from itertools import accumulate
 from attrs import frozen
 
 from dsv4attn.backends._triton.tuning import DEFAULT, HOPPER, INTERPRETER, Tuning
+from dsv4attn.core.contract import ChunkCost
 from dsv4attn.core.geometry import LayerGeometry
 
-__all__ = ["PAGED", "ROADS", "ROWED", "TUNING", "Roads", "Roles", "is_small"]
+__all__ = ["PAGED", "RAW", "ROADS", "ROWED", "TUNING", "Roads", "Roles", "is_small"]
 
 
 @frozen
@@ -56,6 +57,14 @@ PAGED = Roles(measured=f"{_ON} decode prefill")
 """Keys in fp8 pages."""
 ROWED = Roles(values=216, produce=72, producers=4, measured=f"{_ON} prefill-rows")
 """Keys in bf16 rows."""
+RAW = Roles(
+    values=216,
+    produce=80,
+    producers=4,
+    measured="H100, torch 2.11, Triton 3.6, 2026-11-24: 72 and 80 registers of `produce` take the same time; with 72 "
+    "it spills with Triton 3.9",
+)
+"""Keys in bf16 rows, and q before its norm and rotation."""
 
 
 def is_small(tokens: int, heads: int, width: int, programs: int) -> bool:
@@ -77,7 +86,9 @@ class Roads:
 
     Times are sums of products: page, row: of a tile of 64 keys and of a pair of tiles, of each token and block of 64
     heads; page_token, row_token: of each token and block; page_list, row_list: of each token; gathered: of a gathered
-    row; page_start, row_start: of a chunk. least: tokens of the shortest chunk that is gathered.
+    row; page_start, row_start: of a chunk. prepared: of norm and rotation before attention, of each token and block;
+    raw_token, raw_start: in attention on rows, of each token and block, and of a chunk. least: tokens of the shortest
+    chunk that is gathered, and of the shortest step with raw q.
     """
 
     page: float = 0.0192
@@ -89,6 +100,9 @@ class Roads:
     row_list: float = 0.00941
     gathered: float = 0.000565
     row_start: float = 14.7
+    prepared: float = 0.0317
+    raw_token: float = 0.0065
+    raw_start: float = 3.0
     least: int = 128
 
     measured: str = "not measured"
@@ -100,6 +114,18 @@ class Roads:
             return True
         page, row = self.times(layer, requests, rows)
         return page <= row
+
+    def prefers_raw_q(self, layer: LayerGeometry, chunks: Sequence[ChunkCost]) -> bool:
+        """Whether all chunks on rows, with raw q, are faster than each on pages or rows with q prepared before."""
+        tokens = sum(count for requests, _ in chunks for _, count in requests)
+        if tokens < self.least:
+            return False
+        work, raw, prepared = tokens * -(-layer.num_heads // 64), 0.0, 0.0
+        for requests, rows in chunks:
+            page, row = self.times(layer, requests, rows)
+            raw += row + self.raw_start
+            prepared += min(page, row)
+        return raw + work * self.raw_token <= prepared + work * self.prepared
 
     def times(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> tuple[float, float]:
         """Microseconds on pages and on rows. Some tokens, evenly over the chunk, stand for all of them."""

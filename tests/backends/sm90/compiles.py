@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from dsv4attn.backends._triton.compiling.aot import compile_all, compile_near, cross_compile, distinctions
@@ -32,9 +33,10 @@ def forms(heads: int, coded: Sequence[Kind] = CODED) -> list[Variant]:
     """With the largest logits where lse is told, as nobody asks for them alone. coded: records of V4.1 among them."""
     found = []
     for segments, kind in ((1, PAGES), (2, PAGES), (1, ROWS), (1, CODED[0]), *((2, kind) for kind in coded)):
-        for form in variants(segments, kind, heads, sinks=(True,), lses=(False, True)):
-            told = dict(form.types)["lse"] != "none"
-            found.append(with_largest(form) if told else form)
+        for raw in (False, True) if kind == ROWS else (False,):
+            for form in variants(segments, kind, heads, sinks=(True,), lses=(False, True), raw=raw):
+                told = dict(form.types)["lse"] != "none"
+                found.append(with_largest(form) if told else form)
     return list(dict.fromkeys(found))
 
 
@@ -60,6 +62,16 @@ def factors(text: str) -> list[int]:
     return found
 
 
+def unfenced(text: str) -> int:
+    """How often a role announces copies, without a fence between them and what the matrix unit reads."""
+    steps: list[str] = re.findall(
+        r"cp\.async\.(?:wait_group|mbarrier\.arrive)|fence\.proxy\.async|mbarrier\.arrive\.shared", text
+    )
+    pairs = pairwise([*steps, ""])
+    waits = [one == "cp.async.wait_group" and other != "fence.proxy.async" for one, other in pairs]
+    return sum(waits) + steps.count("cp.async.mbarrier.arrive")
+
+
 def all_forms(heads: Sequence[int], chosen: Callable[[int], list[Variant]] = forms) -> dict[str, Any]:
     """What each form needs and does."""
     asked = [form for number in heads for form in chosen(number)]
@@ -76,6 +88,7 @@ def all_forms(heads: Sequence[int], chosen: Callable[[int], list[Variant]] = for
             "copied": sorted(copied),
             "stored": len(re.findall(r"st\.global\S*\.v4\.b32", text)),
             "factors": factors(text),
+            "unfenced": unfenced(text),
             "narrow": len(re.findall(r"st\.shared\S*\.(?:b8|b16|u8|u16)\b", text)),
         }
     return told

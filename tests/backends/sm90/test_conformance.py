@@ -42,6 +42,7 @@ NOW = (
 """Names of cases that are not slow where kernels are interpreted: what the room does otherwise than all others."""
 NOW_GATHERED = (
     "mixed-c4a",
+    "raw-c4a",
     "prefill-swa",
     "pair-ocp-fnuz-prefill",
     "dims-c4a-prefill",
