@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import lru_cache, partial
-from weakref import ReferenceType, WeakValueDictionary, ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,10 +23,9 @@ from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata
+from dsv4attn.core.metadata import AttentionMetadata
 from dsv4attn.core.projection import o_proj
-from dsv4attn.core.raw_query import insert_with_raw_q
-from dsv4attn.core.step import prefill_takes_raw_q
+from dsv4attn.core.raw_insert import has_raw_q, insert_leaving_raw_q
 from dsv4attn.core.values import check_type
 from dsv4attn.core.weights import Weight
 from dsv4attn.core.workspace import WorkspaceManager, current_workspace_manager
@@ -87,7 +86,6 @@ class DeepseekV4MLAAttention:
         self.context_parallel = context_parallel if self.geometry.has_entries else None
         self.caches: LayerCaches | None = None
         self._takes_raw_q = raw_q
-        self._raw_step: ReferenceType[DeepseekSparseSWAMetadata] | None = None
         self.handle = f"{prefix}#{next(_count)}"
         _layers[self.handle] = self
 
@@ -128,27 +126,12 @@ class DeepseekV4MLAAttention:
                 check_layout(compressed.layout, wanted, f"compressed cache of {self.prefix}")
         self.caches = caches
 
-    def raw_query(self, positions: Tensor) -> RawQuery:
-        """What attention needs to normalise and rotate q of these positions, in layers whose queries have a norm."""
-        assert self.geometry.q_eps is not None
-        return RawQuery(positions, self.cos_sin_cache, self.geometry.q_eps)
-
-    def leave_raw(
-        self, q: Tensor, positions: Tensor, caches: LayerCaches, metadata: AttentionMetadata
-    ) -> RawQuery | None:
-        """What the insert of a step gets if it leaves q of prefill tokens raw, as `left_raw` then says; else None."""
-        self._raw_step = None
-        if not self._takes_raw_q or self.context_parallel is not None:
+    def raw_query(self, positions: Tensor) -> RawQuery | None:
+        """What attention needs to normalise and rotate q of these positions; None if the insert always does it."""
+        eps = self.geometry.q_eps
+        if not self._takes_raw_q or eps is None or self.context_parallel is not None:
             return None
-        given = caches, metadata, self.backend, self.workspace or current_workspace_manager()
-        if not prefill_takes_raw_q(q, *given, layer=self.geometry, limits=self.limits):
-            return None
-        self._raw_step = ref(metadata.swa)
-        return self.raw_query(positions)
-
-    def left_raw(self, metadata: AttentionMetadata | None) -> bool:
-        """Whether the last insert, which was of these metadata, left q of prefill tokens raw."""
-        return self._raw_step is not None and metadata is not None and self._raw_step() is metadata.swa
+        return RawQuery(positions, self.cos_sin_cache, eps)
 
     def fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor) -> None:
         """Normalise and rotate q [T', H, D] in place; rotate a copy of kv [T', D] and write it to the window cache.
@@ -204,11 +187,10 @@ def _qnorm_rope_kv_insert(q: Tensor, kv: Tensor, positions: Tensor, layer: str) 
         return
     slots, table, geometry = metadata.swa.slot_mapping, bound.cos_sin_cache, bound.geometry
     check_insert(q, kv, positions, slots, table, caches.swa, geometry)
-    raw = bound.leave_raw(q, positions, caches, metadata)
-    if raw is None:
-        bound.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, geometry.q_eps)
-    else:
-        insert_with_raw_q(bound.backend, q, kv, caches.swa, slots, raw, metadata.swa.num_decode_tokens)
+    raw, backend = bound.raw_query(positions), bound.backend
+    given = caches, metadata, backend, bound.workspace or current_workspace_manager()
+    if raw is None or not insert_leaving_raw_q(bound, q, kv, raw, *given, layer=geometry, limits=bound.limits):
+        backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, geometry.q_eps)
 
 
 def _forward_mqa(q: Tensor, kv: Tensor, positions: Tensor, output: Tensor, layer: str) -> None:
@@ -216,7 +198,7 @@ def _forward_mqa(q: Tensor, kv: Tensor, positions: Tensor, output: Tensor, layer
     run: Callable[..., None] = forward_mqa
     if bound.context_parallel is not None:
         run = partial(forward_mqa_over_ranks, bound.context_parallel)
-    elif bound.left_raw(metadata):
+    elif metadata is not None and has_raw_q(bound, metadata):
         run = partial(forward_mqa, raw_q=bound.raw_query(positions))
     run(
         q,

@@ -162,8 +162,13 @@ class DeepseekSparseSWAMetadata:
 
     @cached_property
     def takes_raw_q(self) -> dict[object, Any]:
-        """Answers of `step.prefill_takes_raw_q`."""
+        """Answers of `raw_insert.prefill_takes_raw_q`."""
         return {}
+
+    @cached_property
+    def layers_with_raw_q(self) -> set[object]:
+        """Layers whose insert of this step left q of prefill tokens as it was projected, see `core.raw_insert`."""
+        return set()
 
     @cached_property
     def num_actual_tokens(self) -> int:

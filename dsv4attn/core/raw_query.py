@@ -1,4 +1,4 @@
-"""`RawQuery`: what attention needs to normalise and rotate q itself, while it reads it; and the insert beside it."""
+"""`RawQuery`: what attention needs to normalise and rotate q itself, while it reads it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ if TYPE_CHECKING:
     # types of the contract must load where torch is not wanted yet
     from torch import Tensor
 
-    from dsv4attn.core.contract import Backend
-    from dsv4attn.core.layout import PagedKVCache
-
-__all__ = ["RawQuery", "insert_with_raw_q"]
+__all__ = ["RawQuery"]
 
 
 @frozen(eq=False)
@@ -41,17 +38,3 @@ class RawQuery:
     def of(self, tokens: slice) -> RawQuery:
         """Of some rows of q."""
         return RawQuery(self.positions[tokens], self.cos_sin_cache, self.eps)
-
-
-def insert_with_raw_q(
-    backend: Backend, q: Tensor, kv: Tensor, cache: PagedKVCache, slot_mapping: Tensor, raw_q: RawQuery, prepared: int
-) -> None:
-    """`Backend.qnorm_rope_kv_insert`, but q is normalised and rotated in its first `prepared` rows alone.
-
-    That is for a backend with `takes_raw_q`. All rows of kv are inserted.
-    """
-    for rows, heads in ((slice(prepared), slice(None)), (slice(prepared, None), slice(0))):
-        part = raw_q.of(rows)
-        if part.positions.shape[0]:
-            given = cache, slot_mapping[rows], part.positions, part.cos_sin_cache, part.eps
-            backend.qnorm_rope_kv_insert(q[rows, heads], kv[rows], *given)

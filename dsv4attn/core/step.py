@@ -12,17 +12,16 @@ from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.chunking import PrefillChunk, cut_chunk, plan_prefill_chunks, plan_row_chunks
-from dsv4attn.core.contract import AttentionCall, Backend, CompleteBackend, Extras, Phase, RawQuery, Run, complete
+from dsv4attn.core.contract import AttentionCall, CompleteBackend, Extras, Phase, RawQuery, Run
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
-from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.workspace import BufferSpec, WorkspaceManager
 from dsv4attn.core.workspace_plan import gathers_keys, prefill_bounds
 
-__all__ = ["INT", "BackendCall", "Rows", "Step", "prefill_takes_raw_q"]
+__all__ = ["INT", "BackendCall", "Rows", "Step"]
 
 INT = torch.int32
 Rows: TypeAlias = DenseIndices | RaggedIndices
@@ -177,33 +176,3 @@ class BackendCall:
         raw = step.raw_q if self.phase is Phase.PREFILL else None
         call = AttentionCall(*given) if raw is None else AttentionCall(*given, Extras(raw_q=raw.of(tokens)))
         return step.backend.prepare(self.phase, call)
-
-
-def prefill_takes_raw_q(
-    q: Tensor,
-    caches: LayerCaches,
-    metadata: AttentionMetadata,
-    backend: Backend,
-    workspace: WorkspaceManager,
-    *,
-    layer: LayerGeometry,
-    limits: Limits,
-) -> bool:
-    """Whether `forward_mqa` is to be given a `RawQuery` for the prefill tokens of a step.
-
-    Then only the first `metadata.swa.num_decode_tokens` rows of q are to be normalised and rotated before
-    (`insert_with_raw_q`), and all chunks' keys are gathered. Arguments as those of `forward_mqa`. The answer depends on
-    no value of q, and is memoised in the metadata.
-    """
-    swa = metadata.swa
-    if not swa.num_prefill_tokens or layer.q_eps is None or metadata.ownership is not None:
-        return False
-    owners = backend, layer, limits, workspace, metadata.compressed, caches.signature
-    key = *map(id, owners), signature(q)
-    found = swa.takes_raw_q.get(key)
-    if found is None:
-        whole = complete(backend)
-        step = Step(q, caches, metadata, whole, workspace, q, layer, limits, None, None, None)
-        found = step.gathers and step.takes_raw_q(step.chunks()), owners
-        swa.takes_raw_q[key] = found
-    return found[0]

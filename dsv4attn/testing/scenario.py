@@ -30,9 +30,8 @@ from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, Batch
-from dsv4attn.core.raw_query import insert_with_raw_q
+from dsv4attn.core.raw_insert import insert_with_raw_q, prefill_takes_raw_q
 from dsv4attn.core.rope import cos_sin_cache
-from dsv4attn.core.step import prefill_takes_raw_q
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.testing import oracle

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
+from dsv4attn.core import raw_insert
 from dsv4attn.core.context import set_forward_context
 from dsv4attn.core.contract import AttentionCall, RawQuery
 from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.layer import DeepseekV4MLAAttention
 from dsv4attn.core.phased import PhasedBackend
+from dsv4attn.core.raw_insert import prefill_takes_raw_q
 from dsv4attn.core.rope import cos_sin_cache
-from dsv4attn.core.step import prefill_takes_raw_q
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import Bench, SkipCase, Wrong
@@ -98,20 +99,45 @@ def test_steps_of_one_phase(requests: Any) -> None:
     assert torch.equal(raw.attend(q), plain.attend(plain.insert()))
 
 
-def test_only_the_step_of_the_last_insert_is_raw() -> None:
-    """As after a step that failed: attention of other metadata takes q as it is given."""
-    one, other = (Step("swa", ReferenceBackend(raw_q=True), raw_q=True, seed=seed) for seed in (3, 4))
-    one.insert()
-    prepared = Step("swa", ReferenceBackend(raw_q=True), raw_q=False, seed=4).insert()
-    other.layer = one.layer
+def test_steps_of_a_layer_may_interleave() -> None:
+    """As microbatches do, in two threads: each step knows whether its q is raw. All have the same keys and pages."""
+    one, other, third = (Step("swa", ReferenceBackend(raw_q=True), raw_q=True) for _ in range(3))
+    plain = Step("swa", ReferenceBackend(raw_q=True), raw_q=False)
+    other.layer = third.layer = one.layer
+    other.q = other.q.flip(0)
+    queries = [one.insert(), other.insert()]
+    outs = [one.attend(queries[0]), other.attend(queries[1])]
 
-    assert torch.equal(other.attend(prepared), other.attend(prepared))
-    expected = torch.full_like(prepared, torch.nan)
-    problem = other.problem
-    given: dict[str, Any] = {"layer": problem.layer, "limits": problem.limits, "attn_sink": one.layer.attn_sink}
-    caches: Any = one.layer.caches
-    forward_mqa(prepared, caches, problem.metadata, ReferenceBackend(), WorkspaceManager(), expected, **given)
-    assert torch.equal(other.attend(prepared), expected)
+    for step, out in zip((one, other), outs, strict=True):
+        plain.q = step.q
+        prepared = plain.insert()
+        assert torch.equal(out, plain.attend(prepared))
+    # attention of metadata that no insert has seen takes q as it is given
+    assert torch.equal(third.attend(prepared), outs[1])
+
+
+def test_an_insert_that_prepares_q_takes_back_one_that_did_not() -> None:
+    answers = [True, False]
+
+    class Turning(ReferenceBackend):
+        def takes_raw_q(self, *_: Any) -> bool:
+            return answers[0]
+
+    step, plain = Step("c4a", Turning(), raw_q=True), Step("c4a", Turning(), raw_q=False)
+    assert torch.equal(step.insert()[2:], step.q[2:])
+    answers.pop(0)
+    step.problem.metadata.swa.takes_raw_q.clear()
+    prepared = step.insert()
+
+    assert torch.equal(prepared, plain.insert())
+    assert torch.equal(step.attend(prepared), plain.attend(prepared))
+
+
+def test_no_q_stays_raw_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw_insert, "is_capturing", lambda device: device == torch.device("cpu"))
+    raw, plain = (Step("c4a", ReferenceBackend(raw_q=True), raw_q=raw) for raw in (True, False))
+
+    assert torch.equal(raw.insert(), plain.insert())
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,9 @@ class ReferenceBackend(BackendDefaults):
         raw_q: bool = False,
     ) -> None:
         """Choose the forms core prepares. deterministic: rows are computed one by one. raw_q: see `takes_raw_q`."""
-        if not isinstance(deterministic, bool):
-            raise ArgumentError("deterministic", expected="true or false", actual=repr(deterministic))
+        for option, value in (("deterministic", deterministic), ("raw_q", raw_q)):
+            if not isinstance(value, bool):
+                raise ArgumentError(option, expected="true or false", actual=repr(value))
         self.deterministic, self._raw_q = deterministic, raw_q
         keys = _form(KeyForm, "prefill_keys", prefill_keys)
         self.forms = Forms(

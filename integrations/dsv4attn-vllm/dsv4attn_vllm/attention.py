@@ -16,8 +16,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dsv4attn import AttentionMetadata, LayerCaches, LayerKind, PagedKVCache, forward_mqa
 from dsv4attn.core.checks import check_insert
-from dsv4attn.core.contract import complete
+from dsv4attn.core.contract import RawQuery, complete
 from dsv4attn.core.projection import o_proj
+from dsv4attn.core.raw_insert import has_raw_q, insert_leaving_raw_q
 from dsv4attn.core.rope import apply_rope
 from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.weights import Weight, check_weight, dense_weight
@@ -164,11 +165,14 @@ class Dsv4Attention(_Layer):
             self._bound = bound
         return bound
 
-    def insert(self, q: Tensor, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def insert(
+        self, q: Tensor, kv: Tensor, positions: Tensor, slots: Tensor, step: AttentionMetadata | None = None
+    ) -> None:
         """Rotate q [T, h, D] in place, in V4 normalised; rotate a copy of kv [T, D] and write it to the window cache.
 
-        Raises ArgumentError before anything is written. Arguments are checked once for each signature that layers of
-        the model pass, and on a CPU, where values are checked too, in every call.
+        step: metadata of the attention that follows; given them, q of prefill tokens stays as it is where `forward_mqa`
+        prepares it faster. Raises ArgumentError before anything is written. Arguments are checked once for each
+        signature that layers of the model pass, and on a CPU, where values are checked too, in every call.
         """
         caches, table, serving = self._caches(), self.rotary_emb.cos_sin_cache, self._serving
         key = None if q.is_cpu else (id(caches.signature), signature(q, kv, positions, slots, table))
@@ -176,7 +180,23 @@ class Dsv4Attention(_Layer):
             check_insert(q, kv, positions, slots, table, caches.swa, self._geometry)
             if key is not None:
                 serving.know(key)
+        raw = None if step is None else self._raw_query(positions)
+        if raw is not None and step is not None:
+            given = caches, step, serving.backend, serving.workspace()
+            if insert_leaving_raw_q(self, q, kv, raw, *given, layer=self._geometry, limits=serving.limits):
+                return
         serving.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, self._geometry.q_eps)
+
+    def _raw_query(self, positions: Tensor) -> RawQuery | None:
+        """What attention needs to prepare q itself; None on layers whose queries have no norm."""
+        eps = self._geometry.q_eps
+        return None if eps is None else RawQuery(positions, self.rotary_emb.cos_sin_cache, eps)
+
+    def _step(self, by_prefix: Any) -> AttentionMetadata:  # noqa: ANN401 - vLLM's metadata, by prefix
+        """dsv4attn's metadata of a step."""
+        window = by_prefix[self.swa_cache_layer.prefix].dsv4attn
+        entries = by_prefix[self._entries_prefix()].dsv4attn if self._geometry.has_entries else None
+        return AttentionMetadata(window, entries)
 
     def insert_keys(self, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Rotate a copy of kv [T, D], which has no queries, and write it to the window cache.
@@ -200,26 +220,28 @@ class Dsv4Attention(_Layer):
         attn_metadata: Any,  # noqa: ANN401 - by prefix, or not a dict when vLLM measures memory
     ) -> Tensor:
         if isinstance(attn_metadata, dict):
-            self.insert(q, kv, positions, attn_metadata[self.swa_cache_layer.prefix].slot_mapping)
+            slots, prefill = attn_metadata[self.swa_cache_layer.prefix].slot_mapping, None
+            if attn_metadata[self.swa_cache_layer.prefix].dsv4attn.num_prefill_tokens:
+                prefill = self._step(attn_metadata)
+            self.insert(q, kv, positions, slots, prefill)
         return q
 
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
         """Attention of this step into output [T', h, D]; without metadata, reserve memory and compile kernels.
 
-        q: [T', h, D] after the insert, with rows of padding behind the tokens. kv, positions: not read.
+        q: [T', h, D] after the insert, with rows of padding behind the tokens. kv: not read. positions: those of the
+        insert, read where it left q of prefill tokens raw.
         """
         by_prefix, serving = get_forward_context().attn_metadata, self._serving
         if by_prefix is None:
             serving.warm_up(self._geometry, q.device)
             output.zero_()
             return
-        window = by_prefix[self.swa_cache_layer.prefix].dsv4attn
-        layer = self._geometry
-        entries = by_prefix[self._entries_prefix()].dsv4attn if layer.has_entries else None
+        layer, step = self._geometry, self._step(by_prefix)
         forward_mqa(
             q,
             self._caches(),
-            AttentionMetadata(window, entries),
+            step,
             serving.backend,
             serving.workspace(),
             output,
@@ -227,6 +249,7 @@ class Dsv4Attention(_Layer):
             limits=serving.limits,
             attn_sink=self.attn_sink,
             topk_indices=self.topk_indices_buffer if layer.kind is LayerKind.C4A else None,
+            raw_q=self._raw_query(positions) if has_raw_q(self, step) else None,
         )
 
     def _o_proj(self, o: Tensor, positions: Tensor) -> Tensor:
