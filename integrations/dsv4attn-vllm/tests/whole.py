@@ -1,14 +1,18 @@
 """Steps of whole layers: hidden states in, hidden states out, through vLLM's own `forward` of a layer.
 
-Faked, beside what conftest.py says: `torch.mm(..., out_dtype=)`, which CPUs lack, multiplies in fp32.
+Faked, beside what conftest.py says: torch's matrix products are computed in fp64 and rounded once, so that their bits
+do not depend on the CPU, nor on the shape: vLLM multiplies fused weights, and dsv4attn's own layers one after the
+other. `torch.mm(..., out_dtype=)`, which CPUs lack, is such a product too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine import Engine, Request, config_of, model_folder, world
@@ -59,23 +63,28 @@ def whole_engine(
 ) -> Iterator[WholeEngine]:
     """A `WholeEngine` with a layer of each of these kinds."""
     config = config_of(model_folder(kinds, **SMALL), **arguments)
-    with world(config), products_in_fp32():
+    with world(config), products_in_fp64():
         yield WholeEngine(config, layer_class, layers=len(kinds))
 
 
 @contextmanager
-def products_in_fp32() -> Iterator[None]:
-    """Let `torch.mm` take an `out_dtype`."""
-    product: Callable[..., Tensor] = torch.mm
+def products_in_fp64() -> Iterator[None]:
+    """Compute `torch.mm` and `torch.bmm`, and with them `linear`, in fp64; round the result once, to its dtype."""
 
-    def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-        if out_dtype is None:
-            return product(a, b, **options)
-        return product(a.to(out_dtype), b.to(out_dtype))
+    def product(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        # by numpy: torch's product in fp64 would call this function again
+        wide = np.matmul(*(one.detach().double().numpy() for one in (a, b)))
+        return torch.from_numpy(wide).to(out_dtype or a.dtype)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "mm", mm)
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            for name in ("mm", "mm.dtype", "bmm"):
+                library.impl(name, product, "CPU")
         yield
+    finally:
+        library._destroy()
 
 
 class OwnLayers:
