@@ -180,9 +180,9 @@ def test_a_planted_bug_is_found(backend: str, monkeypatch: pytest.MonkeyPatch) -
     assert not torch.equal(*c4a)
 
 
-@pytest.mark.parametrize("name", ["fused_wqa_wkv", "wq_b", "wo_b", "compressor.fused_wkv_wgate"])
+@pytest.mark.parametrize("name", ["fused_wqa_wkv", "q_norm", "kv_norm", "wq_b", "wo_b", "compressor.fused_wkv_wgate"])
 def test_a_weight_that_is_one_step_of_bf16_larger_is_found(backend: str, name: str) -> None:
-    """The largest weight, of vLLM's layer only: products in fp64 hide nothing."""
+    """The largest weight, of vLLM's layer only: products and norms in fp64 hide nothing."""
     with whole_engine(CUDAAttention, kinds=("swa", "c4a")) as engine:
         own, work, c4a = OwnLayers(engine), [(engine.request(), 45)], engine.layers[1]
         weight = c4a.get_submodule(name).weight

@@ -250,7 +250,7 @@ def whole_v41_engine(
     kv_cache_dtype: str = "auto",
     **options: Any,
 ) -> Iterator[WholeV41Engine]:
-    """A `WholeV41Engine`. Faked: products in fp32, which CPUs lack, and that no stream is being captured."""
+    """A `WholeV41Engine`. Faked: products in fp64 (`products_in_fp64`), and that no stream is being captured."""
     speculation = {"speculative_config": {"method": "dspark", "num_speculative_tokens": drafts}} if drafts else {}
     config = v41_config(sizes, **speculation)
     config.cache_config.cache_dtype = kv_cache_dtype
