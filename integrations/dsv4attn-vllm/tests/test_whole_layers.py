@@ -180,15 +180,27 @@ def test_a_planted_bug_is_found(backend: str, monkeypatch: pytest.MonkeyPatch) -
     assert not torch.equal(*c4a)
 
 
-@pytest.mark.parametrize("name", ["fused_wqa_wkv", "q_norm", "kv_norm", "wq_b", "wo_b", "compressor.fused_wkv_wgate"])
-def test_a_weight_that_is_one_step_of_bf16_larger_is_found(backend: str, name: str) -> None:
-    """The largest weight, of vLLM's layer only: products and norms in fp64 hide nothing."""
+# rows 448 to 511 of keys and entries are those of RoPE: the others are rounded to fp8, where one step may vanish
+FIRST_ROWS = {
+    "fused_wqa_wkv": 0,
+    "q_norm": 0,
+    "kv_norm": 448,
+    "wq_b": 0,
+    "wo_b": 0,
+    "compressor.fused_wkv_wgate": 448,
+}
+
+
+@pytest.mark.parametrize("name", FIRST_ROWS)
+def test_weights_that_are_one_step_of_bf16_larger_are_found(backend: str, name: str) -> None:
+    """The largest of each of 64 rows, of vLLM's layer only: products and norms in fp64 hide nothing."""
     with whole_engine(CUDAAttention, kinds=("swa", "c4a")) as engine:
         own, work, c4a = OwnLayers(engine), [(engine.request(), 45)], engine.layers[1]
         weight = c4a.get_submodule(name).weight
         assert weight.dtype == torch.bfloat16
         moved = weight.detach().clone()
-        moved.view(-1)[moved.abs().argmax()] *= 1 + 2**-7
+        part = moved[FIRST_ROWS[name] :][:64].view(64, -1)
+        part.view(torch.int16).scatter_add_(1, part.abs().argmax(1, True), torch.ones(64, 1, dtype=torch.int16))
         hidden = [engine.hidden_states(layer, work, 45) for layer in engine.layers]
         ours = own.step([(copy.copy(work[0][0]), 45)], hidden)
         weight.data = moved
