@@ -20,7 +20,7 @@ import torch
 from engine import Engine, Request, config_of, generator, world
 from torch import Tensor
 from vllm.config import VllmConfig
-from whole import products_in_fp32
+from whole import products_in_fp64
 
 import dsv4attn as ds
 from dsv4attn.testing import oracle
@@ -250,11 +250,11 @@ def whole_v41_engine(
     kv_cache_dtype: str = "auto",
     **options: Any,
 ) -> Iterator[WholeV41Engine]:
-    """A `WholeV41Engine`. Faked: products in fp32, which CPUs lack, and that no stream is being captured."""
+    """A `WholeV41Engine`. Faked: products in fp64 (`products_in_fp64`), and that no stream is being captured."""
     speculation = {"speculative_config": {"method": "dspark", "num_speculative_tokens": drafts}} if drafts else {}
     config = v41_config(sizes, **speculation)
     config.cache_config.cache_dtype = kv_cache_dtype
-    with world(config), products_in_fp32(), pytest.MonkeyPatch.context() as patch:
+    with world(config), products_in_fp64(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         yield WholeV41Engine(config, layer_class, layers=len(RATIOS), **options)
 

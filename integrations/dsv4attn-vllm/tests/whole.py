@@ -1,20 +1,28 @@
 """Steps of whole layers: hidden states in, hidden states out, through vLLM's own `forward` of a layer.
 
-Faked, beside what conftest.py says: `torch.mm(..., out_dtype=)`, which CPUs lack, multiplies in fp32.
+Faked, beside what conftest.py says, so that outputs can be compared bit for bit on every CPU:
+- torch's matrix products are computed in fp64 and rounded once. vLLM multiplies fused weights, and dsv4attn's own
+  layers one after the other: the bits of a product in bf16 depend on its shape. `torch.mm(..., out_dtype=)`, which CPUs
+  lack, is such a product too.
+- q's and kv's norms are computed in fp64 and rounded to fp32, after a check that vLLM's and dsv4attn's results are that
+  but for a few roundings of fp32. One such rounding decides the bits of bf16 where a value is half-way between two.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine import Engine, Request, config_of, model_folder, world
 from torch import Tensor
 
 import dsv4attn as ds
+from dsv4attn.core import attention
 
 SMALL = {"index_topk": 8, "index_n_heads": 16}
 """Few entries to select, so that short contexts have more; few heads, for Triton's interpreter."""
@@ -59,22 +67,70 @@ def whole_engine(
 ) -> Iterator[WholeEngine]:
     """A `WholeEngine` with a layer of each of these kinds."""
     config = config_of(model_folder(kinds, **SMALL), **arguments)
-    with world(config), products_in_fp32():
-        yield WholeEngine(config, layer_class, layers=len(kinds))
+    with world(config), products_in_fp64():
+        engine = WholeEngine(config, layer_class, layers=len(kinds))
+        with norms_in_fp64(engine):
+            yield engine
 
 
 @contextmanager
-def products_in_fp32() -> Iterator[None]:
-    """Let `torch.mm` take an `out_dtype`."""
-    product: Callable[..., Tensor] = torch.mm
+def products_in_fp64() -> Iterator[None]:
+    """Compute `torch.mm` and `torch.bmm`, and with them `linear`, in fp64; round the result once, to its dtype."""
 
-    def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-        if out_dtype is None:
-            return product(a, b, **options)
-        return product(a.to(out_dtype), b.to(out_dtype))
+    def product(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        # by numpy: torch's product in fp64 would call this function again
+        wide = np.matmul(*(one.detach().double().numpy() for one in (a, b)))
+        return torch.from_numpy(wide).to(out_dtype or a.dtype)
 
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            for name in ("mm", "mm.dtype", "bmm"):
+                library.impl(name, product, "CPU")
+        yield
+    finally:
+        library._destroy()
+
+
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+"""The largest part of a value that rounding it once adds or takes."""
+
+
+def exact_norm(x: Tensor, weight: Tensor, eps: float, made: Tensor) -> Tensor:
+    """RMSNorm of x [..., d] times weight [d], in fp64 and rounded to fp32. made: by the layer, held against it."""
+    wide = x.double()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()
+    # 8 roundings of fp32: those of the mean of squares count half, as its root is taken; and of two products
+    allowed = ROUNDING[made.dtype] + 8 * ROUNDING[torch.float32]
+    assert ((made.double() - wide).abs() <= allowed * wide.abs()).all()
+    return wide.float()
+
+
+@contextmanager
+def norms_in_fp64(engine: Engine) -> Iterator[None]:
+    """Replace the norms of q and kv, of an engine's layers and of dsv4attn's own, by `exact_norm`."""
+
+    def replaced(layer: Any) -> Callable[[Tensor], tuple[Tensor, Any, Tensor]]:
+        original, sizes = layer._split_qkv_and_norm, [layer.q_lora_rank, layer.head_dim]
+
+        def split_and_norm(qr_kv: Tensor) -> tuple[Tensor, Any, Tensor]:
+            qr, scale, kv = original(qr_kv)
+            given, weights = qr_kv.split(sizes, -1), (layer.q_norm.weight, layer.kv_norm.weight)
+            norms = map(exact_norm, given, weights, [layer.eps] * 2, (qr, kv))
+            qr, kv = (norm.to(qr_kv.dtype) for norm in norms)
+            return qr, scale, kv
+
+        return split_and_norm
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float, *rest: Any) -> Tensor:
+        return exact_norm(x, weight, eps, own(x, weight, eps, *rest))
+
+    own = attention.rms_norm
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "mm", mm)
+        patch.setattr(attention, "rms_norm", rms_norm)
+        for layer in engine.layers:
+            patch.setattr(layer, "_split_qkv_and_norm", replaced(layer))
         yield
 
 
