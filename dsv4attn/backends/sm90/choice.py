@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from dsv4attn.backends._triton.support import index_notes
 from dsv4attn.backends.sm90.tuning import ROADS
@@ -19,21 +19,31 @@ MOST_HEADS = 128
 
 
 def notes(device: DeviceFacts, problem: Problem) -> Sequence[str]:
-    """The kernel that attends, where `prefill=auto` would gather keys, and how scores of the indexer are computed."""
+    """The kernel that attends, what `prefill=auto` would choose, and how scores of the indexer are computed."""
     return [_attends(device, problem), *_roads(problem), *index_notes(device, problem)]
 
 
 def _roads(problem: Problem) -> Iterator[str]:
-    """One line on prefill from records: from how many tokens on, behind some, `prefill=auto` gathers keys."""
+    """Prefill from records: from how many tokens on, behind some, `prefill=auto` gathers keys, and takes raw q."""
     if problem.phase != "prefill" or problem.swa.layout == "rows" or [*_against(problem)]:
         return
-    layer, told = problem.layer, []
-    for before in (0, 8192, 65536):
-        sizes = (2**i for i in range(7, 15))
-        fewest = next((n for n in sizes if not ROADS.prefers_pages(layer, [(before, n)], _rows(layer, before, n))), 0)
-        told.append(f"{fewest:,}" if fewest else "none")
-    told_by = ", ".join(told)
-    yield f"prefill=auto gathers a prompt's keys from {told_by} tokens on, behind 0, 8,192, 65,536 (by its model)"
+    layer = problem.layer
+
+    def rows(before: int, tokens: int) -> bool:
+        return not ROADS.prefers_pages(layer, [(before, tokens)], _rows(layer, before, tokens))
+
+    def raw(before: int, tokens: int) -> bool:
+        return ROADS.prefers_raw_q(layer, [([(before, tokens)], _rows(layer, before, tokens))])
+
+    yield f"prefill=auto gathers a prompt's keys from {_fewest(rows)} (by its model)"
+    if layer.q_norm:
+        yield f"layers with raw_q have q's norm and rotation in that kernel from {_fewest(raw)}"
+
+
+def _fewest(chosen: Callable[[int, int], bool]) -> str:
+    """From how many tokens on something is chosen, behind none and many."""
+    fewest = [next((n for n in (2**i for i in range(7, 15)) if chosen(before, n)), 0) for before in (0, 8192, 65536)]
+    return f"{', '.join(f'{n:,}' if n else 'none' for n in fewest)} tokens on, behind 0, 8,192, 65,536"
 
 
 def _rows(layer: LayerGeometry, before: int, tokens: int) -> int:

@@ -190,6 +190,35 @@ def test_arguments_of_an_insert_are_checked_once_for_each_signature(
         assert len(serving.checked) <= MOST_CHECKED
 
 
+def test_prompts_on_a_backend_that_takes_raw_q(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and caches are those of prepared q, bit for bit; the insert leaves q of prefill tokens as it was."""
+    from dsv4attn_vllm import serving
+
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
+    found = []
+    for raw in (False, True):
+        serving._serving.cache_clear()
+        torch.manual_seed(0)
+        config = config_of()
+        with world(config):
+            engine = Engine(config, CUDAAttention)
+            backend = engine.layers[0]._serving.backend
+            monkeypatch.setattr(backend, "_raw_q", raw)
+            one, two = engine.request(9), engine.request(4)
+            outs = engine.step([(one, 70)])
+            # a decode beside a prompt, with rows of padding
+            outs += [out[:34] for out in engine.step([(one, 1), (two, 33)], behind=2)]
+            caches = [layer.swa_cache_layer.kv_cache.clone() for layer in engine.layers]
+            found.append((outs, caches, [engine.queries[layer.prefix] for layer in engine.layers]))
+        serving._serving.cache_clear()
+    (outs, caches, prepared), (raw_outs, raw_caches, queries) = found
+
+    assert all(torch.equal(a, b) for a, b in zip(outs + caches, raw_outs + raw_caches, strict=True))
+    for a, b in zip(prepared, queries, strict=True):
+        assert torch.equal(a[:1], b[:1])
+        assert not (a[1:34] == b[1:34]).flatten(1).all(1).any()
+
+
 def test_an_insert_is_refused_before_anything_is_written(engine: Engine) -> None:
     layer, request = engine.layers[0], engine.request(9)
     metadata = engine.describe([(request, 2)])
