@@ -77,11 +77,13 @@ def forward_in_parts(
     chunk_tokens: int = 0,
     phase: Phase | None = None,
     ranges: tuple[tuple[int, int], ...] | None = None,
+    written: tuple[Tensor, Tensor] | None = None,
 ) -> Iterator[slice]:
     """`forward_mqa`, call by call of the backend: after each, its rows of out and lse; prefill in order, then decode.
 
     chunk_tokens: most tokens of a prefill chunk; 0: as many as the workspace allows. phase, ranges: what is attended
-    to, see `Step`; other rows are not written. Padding is written at the end.
+    to, see `Step`; other rows are not written. Padding is written at the end. written: contiguous tensors that are
+    written in place of out and lse, which are only checked; their shapes and dtypes are the same. None: out and lse.
     """
     if metadata is None:
         check_call(q, caches, None, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
@@ -92,22 +94,24 @@ def forward_in_parts(
         prepared = metadata.swa.prepared
         owners = backend, layer, limits, workspace, metadata.compressed, caches.signature
         mode = workspace.debug, is_inference_mode_enabled()
-        key = *map(id, owners), mode, chunk_tokens, phase, ranges, signature(q, out, attn_sink, lse, topk_indices)
+        form = signature(q, out, attn_sink, lse, topk_indices, *(written or ()))
+        key = *map(id, owners), mode, chunk_tokens, phase, ranges, form
     except AttributeError:
         check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
         raise
     step: PreparedStep | None = prepared.get(key)
     if step is None or step.parts is None:
         check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
-        whole = complete(backend)
-        tensors = out, layer, limits, attn_sink, topk_indices, lse
-        given = Step(q, caches, metadata, whole, workspace, *tensors, chunk_tokens, phase, ranges)
+        to, lses = written or (out, lse)
+        tensors = to, layer, limits, attn_sink, topk_indices, lses
+        given = Step(q, caches, metadata, complete(backend), workspace, *tensors, chunk_tokens, phase, ranges)
         step = PreparedStep(metadata.swa.num_actual_tokens, _prepare(given), owners)
         if workspace.reusable:
             if len(prepared) >= MOST_STEPS:
                 prepared.clear()
             prepared[key] = step
             workspace.release_on_growth(step)
+    out, lse = written or (out, lse)
     profiled = _profiler_enabled()
     for part in step.parts or ():
         run = record_function(part.name)(part.run) if profiled else part.run
