@@ -20,7 +20,7 @@ from tests.core.whole import FP8, Whole
 
 RANKS = 2
 MERGED = {"pack_part_kernel": 0, "merge_parts_kernel": 1}
-CHOSEN = {"propose_kernel": 1, "place_kernel": 1, "own_kernel": 1}
+CHOSEN = {"propose_kernel": 1, "keep_kernel": 1, "place_kernel": 0, "own_kernel": 0}
 
 
 def test_two_ranks_of_kernels_are_one(tmp_path: Path) -> None:
