@@ -1,4 +1,4 @@
-"""Kernels of a selection over ranks: candidates with their scores, their order by number, and what a rank holds."""
+"""Kernels of a selection over ranks: what a rank holds of the best candidates, and their order by number."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -23,28 +23,6 @@ def write_local(number, mine, out, topk, ranks, interleave, BLOCK: tl.constexpr)
     j = tl.arange(0, BLOCK)
     tl.store(out + before - 1, local, mask=mine)
     tl.store(out + j, tl.zeros([BLOCK], tl.int32) - 1, mask=(j >= count) & (j < topk))
-
-
-@stable_kernel
-def propose_kernel(
-    SCORES,  # [n, >= entries] fp32
-    NUMBERS,  # [n, K] int32: numbers of this rank, -1 for none; entry numbers are written in their place
-    SENT,  # [n, K] fp32: scores of them, -inf for none
-    score_stride: tl.int64, number_stride: tl.int64, sent_stride: tl.int64,
-    topk: tl.int32, rank: tl.int32, ranks: tl.int32, interleave: tl.int32,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid: (n,). BLOCK: at least K."""
-    token = tl.program_id(0).to(tl.int64)
-    j = tl.arange(0, BLOCK)
-    at = NUMBERS + token * number_stride + j
-    local = tl.load(at, mask=j < topk, other=-1)
-    score = tl.load(SCORES + token * score_stride + local, mask=local >= 0, other=float("-inf"))
-    # as they are compared: -0 is 0, and -inf the lowest finite number
-    score = tl.where(score == 0.0, 0.0, tl.maximum(score, -3.4028234663852886e38))
-    number = (local // interleave * ranks + rank) * interleave + local % interleave
-    tl.store(SENT + token * sent_stride + j, tl.where(local >= 0, score, float("-inf")), mask=j < topk)
-    tl.store(at, tl.where(local >= 0, number, -1), mask=j < topk)
 
 
 @stable_kernel

@@ -1,4 +1,4 @@
-"""Selection over ranks: the launchers of `kernels_ranks` around `select`.
+"""The choice among candidates of all ranks: the launchers of `kernels_ranks` around `select`, which proposes them.
 
 `core.context_parallel.selection` is the definition.
 """
@@ -13,28 +13,17 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import Constants, launch
-from dsv4attn.backends._triton.layer.kernels_ranks import keep_kernel, own_kernel, place_kernel, propose_kernel
+from dsv4attn.backends._triton.layer.kernels_ranks import keep_kernel, own_kernel, place_kernel
 from dsv4attn.backends._triton.layer.select import select
 from dsv4attn.core.context_parallel.ownership import Ownership
 from dsv4attn.core.values import round_up
 
-__all__ = ["choose", "propose", "variants"]
+__all__ = ["choose", "variants"]
 
 TOGETHER = 8192
 """Candidates of all ranks for a token that are in registers of a program, at most."""
 MOST_RANKS = 16
 """Ranks whose candidates are in one program, at most. Each power of two up to it, but 1, is a form of the kernel."""
-
-
-def propose(ownership: Ownership, scores: Tensor, numbers: Tensor, sent: Tensor) -> None:
-    """Write scores of selected entries to sent [T, K] fp32, and entry numbers over their numbers [T, K] int32.
-
-    scores: [T, entries] fp32, of this rank's entries. numbers: this rank's, ascending, then -1.
-    """
-    rows, topk = numbers.shape
-    strides = scores.stride(0), numbers.stride(0), sent.stride(0)
-    owner = ownership.rank, ownership.size, ownership.interleave
-    launch(propose_kernel, (rows,), (scores, numbers, sent, *strides, topk, *owner), _constants(topk))
 
 
 def choose(ownership: Ownership, numbers: Tensor, scores: Tensor, out: Tensor, max_entries: int) -> None:
@@ -80,8 +69,8 @@ def _kept(ranks: int, topk: int) -> tuple[Constants, int] | None:
 
 def variants(topk: int) -> Iterator[Variant]:
     """Every form that this module can ask for, beside those of `select`."""
-    types = dict.fromkeys(("SCORES", "SENT", "PLACED_SCORES"), "*fp32")
-    for kernel in (propose_kernel, place_kernel, own_kernel):
+    types = dict.fromkeys(("SCORES", "PLACED_SCORES"), "*fp32")
+    for kernel in (place_kernel, own_kernel):
         yield Variant.from_types(kernel, types, _constants(topk))
     for ranks in range(1, MOST_RANKS.bit_length()):
         if kept := _kept(1 << ranks, topk):

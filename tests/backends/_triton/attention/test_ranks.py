@@ -187,4 +187,4 @@ def test_kernels_over_ranks_are_compiled_where_entries_are_spread_alone() -> Non
     ]
 
     merge = {"pack_part_kernel", "merge_parts_kernel"}
-    assert named[1] - named[0] == merge | {"propose_kernel", "place_kernel", "own_kernel", "keep_kernel"}
+    assert named[1] - named[0] == merge | {"place_kernel", "own_kernel", "keep_kernel"}

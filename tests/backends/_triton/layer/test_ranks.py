@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
 from dsv4attn.backends._triton.layer import kernels_ranks, ranks, select
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.context_parallel import Ownership, select_topk_over_ranks
@@ -21,6 +21,7 @@ from dsv4attn.core.definitions import PLAIN, IndexQuery
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.index_ops.trials import planted
+from tests.backends._triton.layer.test_select import few_in_registers
 from tests.core.test_rank_buffers import Alone
 
 sizes = pytest.mark.parametrize(("size", "topk"), [(1, 5), (2, 8), (3, 5), (8, 16), (5, 1)])
@@ -130,15 +131,29 @@ def test_planted_bugs_are_found(bug: str, tmp_path: Path, *, alone: bool) -> Non
         judged(*(TOGETHER_BUGS if alone else BUGS)[bug])
 
 
-def test_scores_of_candidates_are_those_of_the_selection() -> None:
-    own, scores = Ownership(1, 3, 2), torch.tensor([[0.5, -0.0, -inf, 7.0, 2.0]] * 2, device=DEVICE)
-    numbers = torch.tensor([[0, 1, 2, -1], [3, 4, -1, -1]], dtype=torch.int32, device=DEVICE)
-    sent = torch.zeros(2, 4, device=DEVICE)
-    ranks.propose(own, scores, numbers, sent)
+@pytest.mark.parametrize("split", [2**20, 32])
+def test_scores_of_candidates_are_those_of_the_selection(split: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that fit registers, of longer ones, and of rows in parts."""
+    own, draw, topk, forms = Ownership(1, 3, 2), torch.Generator().manual_seed(split), 4, set[Variant]()
+    monkeypatch.setattr(select, "SPLIT_LENGTH", split)
+    odd = torch.tensor([0.5, -0.0, -inf, 7.0, inf, nan, -LOWEST, LOWEST, -1.5, 1e-45, -1e-45])
+    with few_in_registers(), observed() as seen:
+        for entries in (1, 5, 16, 40, 100):
+            scores = odd[torch.randint(0, len(odd), (4, entries), generator=draw)]
+            lens = torch.tensor([entries, entries, entries // 2, 0], dtype=torch.int32)
+            numbers = torch.full((4, topk + 2), -7, dtype=torch.int32, device=DEVICE)
+            sent, alone = torch.zeros(4, topk + 1, device=DEVICE), torch.zeros_like(numbers[:, 1:-1])
+            given = scores.to(DEVICE), None, lens.to(DEVICE)
+            select.select(*given, numbers[:, 1:-1], entries, run=0, proposed=(own, sent[:, 1:]))
+            select.select(*given, alone, entries, run=0)
 
-    assert numbers.tolist() == [[2, 3, 8, -1], [9, 14, -1, -1]]
-    assert sent.tolist() == [[0.5, 0.0, LOWEST, -inf], [7.0, 2.0, -inf, -inf]]
-    assert str(float(sent[0, 1])) == "0.0"
+            for row, local in enumerate(alone.tolist()):
+                wanted = [max(float(scores[row, n]), LOWEST) + 0.0 if n >= 0 else -inf for n in local]
+                assert numbers[row].tolist() == [-7, *(own.entry(n) if n >= 0 else -1 for n in local), -7]
+                assert [*map(str, sent[row].tolist())] == [*map(str, [0.0, *wanted])]
+        for aligned in (False, True):
+            forms |= {*select.variants(topk, 100, architecture(), aligned=aligned, proposes=True)}
+        assert {*seen} <= forms
 
 
 def foreseen(topk: int) -> set[Variant]:
