@@ -81,11 +81,14 @@ def forward_in_parts(
     phase: Phase | None = None,
     ranges: tuple[tuple[int, int], ...] | None = None,
     raw_q: RawQuery | None = None,
+    written: tuple[Tensor, Tensor] | None = None,
 ) -> Iterator[slice]:
     """`forward_mqa`, call by call of the backend: after each, its rows of out and lse; prefill in order, then decode.
 
     chunk_tokens: most tokens of a prefill chunk; 0: as many as the workspace allows. phase, ranges: what is attended
-    to, see `Step`; other rows are not written. Padding is written at the end.
+    to, see `Step`; other rows are not written. Padding is written at the end. written: contiguous tensors that are
+    written in place of out and lse, which are only checked; their shapes and dtypes are the same. None: out and lse.
+    Other arguments as those of `forward_mqa`.
     """
     if metadata is None:
         check_call(q, caches, None, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
@@ -97,7 +100,8 @@ def forward_in_parts(
         owners = backend, layer, limits, workspace, metadata.compressed, caches.signature
         mode = workspace.debug, is_inference_mode_enabled()
         raw = None if raw_q is None else raw_q.key
-        key = *map(id, owners), mode, chunk_tokens, phase, ranges, raw, signature(q, out, attn_sink, lse, topk_indices)
+        form = signature(q, out, attn_sink, lse, topk_indices, *(written or ()))
+        key = *map(id, owners), mode, chunk_tokens, phase, ranges, raw, form
     except AttributeError:
         check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
         check_is_raw_q(raw_q)
@@ -105,8 +109,8 @@ def forward_in_parts(
     step: PreparedStep | None = prepared.get(key)
     if step is None or step.parts is None:
         check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
-        whole = complete(backend)
-        tensors = out, layer, limits, attn_sink, topk_indices, lse
+        whole, (to, lses) = complete(backend), written or (out, lse)
+        tensors = to, layer, limits, attn_sink, topk_indices, lses
         given = Step(q, caches, metadata, whole, workspace, *tensors, chunk_tokens, phase, ranges, raw_q)
         if raw_q is not None:
             check_raw_q(q, raw_q, layer, taken=given.takes_raw_q())
@@ -116,6 +120,7 @@ def forward_in_parts(
                 prepared.clear()
             prepared[key] = step
             workspace.release_on_growth(step)
+    out, lse = written or (out, lse)
     profiled = _profiler_enabled()
     for part in step.parts or ():
         run = record_function(part.name)(part.run) if profiled else part.run

@@ -189,7 +189,8 @@ class OwnedBuilderSteps(BuilderSteps, Protocol):
 class RankSteps(Protocol):
     """Attention over ranks: what is sent, and the merge. `core.context_parallel.attention` is the definition.
 
-    Letters: R ranks, t tokens of a piece, H heads, D dims. Nothing is allocated.
+    Letters: R ranks, t tokens of a piece, H heads, D dims. Nothing is allocated. A decode that is one piece is not
+    packed: attention writes it where it is sent from.
     """
 
     def pack_part(self, out: Tensor, lse: Tensor, sent: Tensor, sent_lse: Tensor) -> None:

@@ -25,7 +25,7 @@ from dsv4attn.core.context_parallel import (
     reshard_cache,
     select_topk_over_ranks,
 )
-from dsv4attn.core.contract import complete
+from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.definitions import PLAIN
 from dsv4attn.core.definitions.indexer import IndexQuery
 from dsv4attn.core.geometry import LayerKind
@@ -40,6 +40,7 @@ from tests.core.context_heads import HEADS
 from tests.core.context_keys import keys_in_pieces, keys_planted, keys_refused
 from tests.core.forms import BACKENDS
 from tests.core.whole import FP8, FP32, SMALL, Whole, deterministic, random_weights
+from tests.testing.plants_rank_steps import Merges
 from tests.tools.replay.rank_cases import REPLAYS
 
 __all__ = ["CASES", "SIZES", "serve"]
@@ -173,20 +174,27 @@ def selection(group: Any, interleave: int) -> None:
 # whole layers
 
 
-def make(group: Any, layout: KVCacheLayout = FP8, interleave: int = 1, prefill: str = "") -> tuple[Whole, Whole]:
-    """The same layers on one rank, and over ranks, with other pages. prefill: keys of prefill, else one phase."""
+def make(
+    group: Any, layout: KVCacheLayout = FP8, interleave: int = 1, prefill: str = "", merging: Backend | None = None
+) -> tuple[Whole, Whole]:
+    """The same layers on one rank, and over ranks, with other pages.
+
+    prefill: keys of prefill, else one phase. merging: a backend that merges over ranks by itself.
+    """
     backend, limits = load_backend("reference", deterministic=True), deterministic(Limits(4, 80, 256))
     if prefill:
         backend, limits = load_backend("reference", prefill_keys=prefill), Limits(4, 80, 256, num_speculative_tokens=2)
     common: dict[str, Any] = {"limits": limits, "compressed_block_tokens": 64, "keep_windows": True}
     return Whole(backend, layout, **common), Whole(
-        backend, layout, **common, **both(over(group, interleave)), shuffle_seed=5
+        merging or backend, layout, **common, **both(over(group, interleave)), shuffle_seed=5
     )
 
 
-def whole(group: Any, layout: KVCacheLayout, interleave: int, prefill: str = "") -> None:
+def whole(
+    group: Any, layout: KVCacheLayout, interleave: int, prefill: str = "", merging: Backend | None = None
+) -> None:
     """Several sequences in one batch, chunks, decodes, drafts, a fork: outputs, and every entry's bytes."""
-    one, many = make(group, layout, interleave, prefill)
+    one, many = make(group, layout, interleave, prefill, merging)
     results = []
     for model in (one, many):
         a, b, found = model.manager.new(), model.manager.new(), []
@@ -386,6 +394,7 @@ CASES: dict[str, Callable[[Any], None]] = {
     "layers-fp8": partial(whole, layout=FP8, interleave=1),
     "layers-prefill": partial(whole, layout=FP32, interleave=4, prefill="gathered"),
     "layers-keys": partial(whole, layout=FP32, interleave=1, prefill="paged"),
+    "layers-merged": partial(whole, layout=FP32, interleave=1, prefill="gathered", merging=Merges()),
     "short": long_shortcut,
     "warm-up": warm_up,
     "refusals": refusals,

@@ -24,6 +24,7 @@ from dsv4attn.core.head_buffers import ALL_HEADS_VIEWS, all_heads, divided_specs
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, WholePrefill
 from dsv4attn.core.rank_buffers import LANE, attention_bytes, merge_specs, part_tokens, piece_bytes
+from dsv4attn.core.tensorspec import ALIGNMENT
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.core.workspace_plan import plan_workspace
 from dsv4attn.errors import ArgumentError
@@ -118,6 +119,8 @@ def _attend_in_parts(
     tokens = part_tokens(ranks, attention_bytes(layer.num_heads, layer.head_dim, out.element_size()))
     q, to, lses = attended
     more: dict[str, Any] = {"attn_sink": None, "lse": lses, "chunk_tokens": tokens, "phase": phase}
+    if not metadata.swa.num_prefill_tokens:
+        more["written"] = merging.sent_views()
     for done in forward_in_parts(q, caches, metadata, backend, workspace, to, **given, **more):
         merging.reached(done.stop)
     merging.finish()
@@ -194,6 +197,20 @@ class _Merging:
         cut = partial(context.pieces, row_bytes=attention_bytes(heads, dim, size))
         self._first, self._waiting = first, deque([*cut(rows, first=first), *cut(first)])
         self._place, self._under_way = 0, deque[tuple[slice, Callable[[], Tensor]]]()
+        self._is_packed = False
+
+    def sent_views(self) -> tuple[Tensor, Tensor] | None:
+        """Out and lse of all rows where they are sent from: the caller writes them there, and nothing is packed.
+
+        None where torch merges, where rows are not one piece, where ranks divide heads, and where lse would not begin
+        at a multiple of ALIGNMENT.
+        """
+        before, whole = _bytes_of(self._out)
+        if self._kernels is None or self._divided or len(self._waiting) != 1 or before % ALIGNMENT:
+            return None
+        self._is_packed = True
+        out, lse = _parts(self._sent[0, :whole][None], before, self._out)
+        return out[0], lse[0]
 
     def reached(self, stop: int) -> None:
         """Send the pieces of prefill that end here, or before."""
@@ -216,11 +233,11 @@ class _Merging:
         sent, found = self._sent[self._place], self._received[self._place][: ranks * whole]
         mine = sent[: whole * len(self._sources[0])].view(-1, whole)
         parts = _parts(mine, before, out)
-        if self._kernels is not None and not self._divided:
-            self._kernels.pack_part(out, self._lse[piece], parts[0][0], parts[1][0])
-        else:
+        if self._kernels is None or self._divided:
             for part, one in zip(parts, self._sources, strict=True):
                 part.copy_(one[:, piece])
+        elif not self._is_packed:
+            self._kernels.pack_part(out, self._lse[piece], parts[0][0], parts[1][0])
         if self._divided:
             finish = self._context.start_all_to_all(mine, "attention", out=found)
         else:

@@ -15,7 +15,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.core.contract import AttentionCall, Backend, Phase, Run, complete
+from dsv4attn.core.contract import AttentionCall, Backend, Phase, RankSteps, Run, complete
 from dsv4attn.core.definitions import IndexQuery
 from dsv4attn.core.layer_ops import LayerSteps
 from dsv4attn.core.layout import PagedKVCache
@@ -60,6 +60,8 @@ class RecordingBackend:
         self._backend = complete(backend)
         self.watch = Stopwatch()
         self.layer_steps = _RecordingSteps(self._backend.layer_steps, self)
+        steps = self._backend.rank_steps
+        self.rank_steps = None if steps is None else _RecordingRanks(steps, self)
         self.rows = torch.empty(0, dtype=torch.int64)
         self.q = self.out = torch.empty(0)
         self._merged: list[tuple[int, Tensor]] = []
@@ -91,7 +93,8 @@ class RecordingBackend:
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         """See `BackendDefaults`; lse is always computed.
 
-        An lse that core asks for is written too: it is of one rank, and core replaces it by that of all ranks.
+        An lse that core asks for is written too: it is of one rank. Where torch merges, core replaces it by that of all
+        ranks; where the backend does, `_RecordingRanks` records that.
         """
         tokens = call.q.shape[0]
         run = self._backend.prepare(phase, evolve(call, lse=self.lse[:tokens]))
@@ -99,11 +102,11 @@ class RecordingBackend:
         def recorded(
             q: Tensor, out: Tensor, lse: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
         ) -> None:
-            # out is a part of the layer's own tensor, which begins with the first row of the step
-            first = out.storage_offset() // out.stride(0)
+            # q is a part of the step's; out may be where it is sent to other ranks
+            first = (q.storage_offset() - self.q.storage_offset()) // q.stride(0)
             self._attended.append(range(first, first + tokens))
             own = self.lse[first : first + tokens] if lse is None else lse
-            if lse is not None:
+            if lse is not None and self.rank_steps is None:
                 self._merged.append((first, lse[:tokens]))
             checked = self.rows[(self.rows >= first) & (self.rows < first + tokens)] - first
             out[checked], own[checked] = torch.nan, torch.nan
@@ -118,6 +121,19 @@ class RecordingBackend:
             self.lse[first : first + lse.shape[0]] = lse
         self.out = o
         return self._backend.inv_rope_o_proj(o, *rest)
+
+
+class _RecordingRanks:
+    """`RankSteps` around others."""
+
+    def __init__(self, steps: RankSteps, recorder: RecordingBackend) -> None:
+        self.pack_part, self._steps, self._recorder = steps.pack_part, steps, recorder
+
+    def merge_parts(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, attn_sink: Tensor | None) -> None:
+        self._steps.merge_parts(outs, lses, out, lse, attn_sink)
+        # out is a part of the layer's own tensor, which begins with the first row of the step
+        first = out.storage_offset() // out.stride(0)
+        self._recorder.lse[first : first + lse.shape[0]] = lse
 
 
 class _RecordingSteps:

@@ -13,6 +13,7 @@ from dsv4attn.tools.replay.engine import Replay, ReplayConfig
 from dsv4attn.tools.replay.ranks import MeteredContext
 from dsv4attn.tools.replay.report import as_json
 from dsv4attn.tools.replay.results import Report
+from tests.testing.plants_rank_steps import Merges
 from tests.tools.replay.small import GEOMETRY, LENGTHS, requests_of
 
 __all__ = ["REPLAYS"]
@@ -51,9 +52,11 @@ class OtherOrder(MeteredContext):
         return others if last and what == "attention" else finish
 
 
-def served(context: MeteredContext, *lengths: tuple[int, int], **config: Any) -> Report:
+def served(
+    context: MeteredContext, *lengths: tuple[int, int], backend: ReferenceBackend | None = None, **config: Any
+) -> Report:
     settings = ReplayConfig(**SETTINGS, **config)
-    return Replay(GEOMETRY, ReferenceBackend(), requests_of(*lengths), settings, context).run()
+    return Replay(GEOMETRY, backend or ReferenceBackend(), requests_of(*lengths), settings, context).run()
 
 
 def sound(group: Any, interleave: int, **config: Any) -> None:
@@ -86,9 +89,15 @@ def sound(group: Any, interleave: int, **config: Any) -> None:
     assert as_json(report)["ranks"]["ranks"][-1]["layers"][1]["kind"] == "c4a"
 
 
-def found(group: Any, bug: type[MeteredContext], stages: set[str], differing: list[str]) -> None:
+def found(
+    group: Any,
+    bug: type[MeteredContext],
+    stages: set[str],
+    differing: list[str],
+    backend: ReferenceBackend | None = None,
+) -> None:
     """The bug is named by the rows of a rank that has it, or by bits that differ."""
-    report = served(bug(group), (33, 2), (58, 3), check_rows=4)
+    report = served(bug(group), (33, 2), (58, 3), check_rows=4, backend=backend)
     assert not report.ok
     assert report.ranks is not None
     assert report.ranks.differing == differing
@@ -103,6 +112,11 @@ REPLAYS: dict[int, dict[str, Callable[[Any], None]]] = {
         "replay-wrong-candidates": partial(found, bug=WrongCandidates, stages={"selection"}, differing=[]),
         "replay-other-order": partial(found, bug=OtherOrder, stages={"out"}, differing=["c4a", "c128a"]),
     },
-    3: {"replay-fp32": partial(sound, interleave=4, cache="fp32")},
+    3: {
+        "replay-fp32": partial(sound, interleave=4, cache="fp32"),
+        # the backend merges by itself
+        "replay-merged": partial(sound, interleave=1, cache="fp32", backend=Merges()),
+        "replay-merged-wrong": partial(found, bug=WrongPart, stages={"out", "lse"}, differing=[], backend=Merges()),
+    },
 }
 """By the size of the group that runs them: one size each, as a replay takes a second on each rank."""

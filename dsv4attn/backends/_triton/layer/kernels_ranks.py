@@ -1,37 +1,28 @@
-"""Kernels of a selection over ranks: candidates with their scores, their order by number, and what a rank holds."""
+"""Kernels of a selection over ranks: what a rank holds of the best candidates, and their order by number."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
+from dsv4attn.backends._triton.layer.kernels_select import ABSENT, INFINITE, LOWEST, keys_of, kth_largest
 
 LAST = tl.constexpr(2**31 - 1)
 """Where -1 stands among numbers in ascending order."""
 
 
-@stable_kernel
-def propose_kernel(
-    SCORES,  # [n, >= entries] fp32
-    NUMBERS,  # [n, K] int32: numbers of this rank, -1 for none; entry numbers are written in their place
-    SENT,  # [n, K] fp32: scores of them, -inf for none
-    score_stride: tl.int64, number_stride: tl.int64, sent_stride: tl.int64,
-    topk: tl.int32, rank: tl.int32, ranks: tl.int32, interleave: tl.int32,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid: (n,). BLOCK: at least K."""
-    token = tl.program_id(0).to(tl.int64)
+@triton.jit
+def write_local(number, mine, out, topk, ranks, interleave, BLOCK: tl.constexpr):
+    """Write the numbers that a rank gives entries [BLOCK] of its own, those of `mine` one behind the other, then -1."""
+    local = number // (interleave * ranks) * interleave + number % interleave
+    before = tl.cumsum(mine.to(tl.int32), 0)
+    count = tl.sum(mine.to(tl.int32), 0)
     j = tl.arange(0, BLOCK)
-    at = NUMBERS + token * number_stride + j
-    local = tl.load(at, mask=j < topk, other=-1)
-    score = tl.load(SCORES + token * score_stride + local, mask=local >= 0, other=float("-inf"))
-    # as they are compared: -0 is 0, and -inf the lowest finite number
-    score = tl.where(score == 0.0, 0.0, tl.maximum(score, -3.4028234663852886e38))
-    number = (local // interleave * ranks + rank) * interleave + local % interleave
-    tl.store(SENT + token * sent_stride + j, tl.where(local >= 0, score, float("-inf")), mask=j < topk)
-    tl.store(at, tl.where(local >= 0, number, -1), mask=j < topk)
+    tl.store(out + before - 1, local, mask=mine)
+    tl.store(out + j, tl.zeros([BLOCK], tl.int32) - 1, mask=(j >= count) & (j < topk))
 
 
 @stable_kernel
@@ -91,9 +82,46 @@ def own_kernel(
     column = tl.load(CHOSEN + token * chosen_stride + j, mask=j < topk, other=-1)
     number = tl.load(PLACED + token * placed_stride + column, mask=column >= 0, other=-1)
     mine = (number >= 0) & (number // interleave % ranks == rank)
-    local = number // (interleave * ranks) * interleave + number % interleave
-    before = tl.cumsum(mine.to(tl.int32), 0)
-    count = tl.sum(mine.to(tl.int32), 0)
-    out = OUT + token * out_stride
-    tl.store(out + before - 1, local, mask=mine)
-    tl.store(out + j, tl.zeros([BLOCK], tl.int32) - 1, mask=(j >= count) & (j < topk))
+    write_local(number, mine, OUT + token * out_stride, topk, ranks, interleave, BLOCK)
+
+
+@stable_kernel
+def keep_kernel(
+    NUMBERS,  # [R, n, K] int32: entry numbers of each rank's own, ascending, then -1
+    SCORES,  # [R, n, K] fp32, -inf for none
+    OUT,  # [n, K] int32
+    rank_stride: tl.int64, row_stride: tl.int64, out_stride: tl.int64,
+    topk: tl.int32, rank: tl.int32, ranks: tl.int32, interleave: tl.int32,
+    BLOCK: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (n,). Writes the numbers that a rank gives those of its candidates that are among the K best, then -1.
+
+    The K-th largest score is found among all candidates, and the highest number of those with that score that are among
+    the best. Numbers are below -LOWEST. rank_stride, row_stride: of NUMBERS and SCORES. BLOCK: at least K. RANKS: at
+    least R.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    row = token * row_stride
+    at = tl.arange(0, RANKS * BLOCK)
+    holder, column = at // BLOCK, at % BLOCK
+    live = (holder < ranks) & (column < topk)
+    place = row + holder.to(tl.int64) * rank_stride + column
+    number = tl.load(NUMBERS + place, mask=live, other=-1)
+    score = tl.load(SCORES + place, mask=live, other=float("-inf"))
+    own = row + rank * rank_stride + tl.arange(0, BLOCK)
+    own_number = tl.load(NUMBERS + own, mask=tl.arange(0, BLOCK) < topk, other=-1)
+    own_score = tl.load(SCORES + own, mask=tl.arange(0, BLOCK) < topk, other=float("-inf"))
+
+    keys = keys_of(score, (number >= 0) & (score != float("-inf")))
+    lowest, behind = tl.full((), LOWEST, tl.int32), tl.full((), INFINITE + 1, tl.int32)
+    some = tl.sum((keys > ABSENT).to(tl.int32), 0)
+    key, reached, above = kth_largest(keys, lowest, some, behind, some * 0, topk, 0)
+    # lower numbers are larger keys; where all with this score are among the best, nothing is searched for
+    tied = reached - above
+    wanted = tl.where(reached > topk, topk - above, tied)
+    order = tl.where(keys == key, -number, ABSENT)
+    last, _, _ = kth_largest(order, lowest, tied, tl.full((), 1, tl.int32), some * 0, wanted, 0)
+
+    own_key = keys_of(own_score, (own_number >= 0) & (own_score != float("-inf")))
+    mine = (own_key > key) | ((own_key == key) & (-own_number >= last))
+    write_local(own_number, mine, OUT + token * out_stride, topk, ranks, interleave, BLOCK)

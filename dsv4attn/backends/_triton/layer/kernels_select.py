@@ -226,6 +226,22 @@ def finish(
 
 
 @triton.jit
+def propose(scores, out, sent, wanted, rank, ranks, interleave, SIZE: tl.constexpr):
+    """Write the scores of the entries in a row of `out` as they were compared, and their numbers in whole sequences.
+
+    SIZE: at least `wanted`. Behind the last entry, where -1 is, the score is -inf.
+    """
+    column = tl.arange(0, SIZE)
+    local = tl.load(out + column, mask=column < wanted, other=-1)
+    score = tl.load(scores + local, mask=local >= 0, other=float("-inf"))
+    # -0 is 0, and -inf the lowest finite number
+    score = tl.where(score == 0.0, 0.0, tl.maximum(score, -3.4028234663852886e38))
+    number = (local // interleave * ranks + rank) * interleave + local % interleave
+    tl.store(sent + column, tl.where(local >= 0, score, float("-inf")), mask=column < wanted)
+    tl.store(out + column, number, mask=local >= 0)
+
+
+@triton.jit
 def is_hinted(count, run, LANES: tl.constexpr, BLOCK: tl.constexpr):
     """Whether there are enough maxima of a row's groups to be folded. run: 0 if there are none at all."""
     return (run > 0) & ((count + run - 1) // tl.maximum(run, 1) * LANES >= BLOCK)
@@ -297,14 +313,17 @@ def choose_kernel(
     LENS,  # [T] int32
     LISTS,  # [T, list_stride] int32: of `list_kernel` if SPLITS is above 1; otherwise a list of each row
     OUT,  # [T, wanted] int32
-    score_stride: tl.int64, group_stride: tl.int64, list_stride: tl.int64, out_stride: tl.int64,
+    SENT,  # [T, wanted] fp32: scores of what is selected, -inf for none; or None
+    score_stride: tl.int64, group_stride: tl.int64, list_stride: tl.int64, out_stride: tl.int64, sent_stride: tl.int64,
     max_entries: tl.int32, wanted: tl.int32, slack: tl.int32, run: tl.int32, chunk: tl.int32,
+    rank: tl.int32, ranks: tl.int32, interleave: tl.int32,
     LANES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, UNROLL: tl.constexpr, SPLITS: tl.constexpr,
     LONG: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (T,): select in one row. LONG: whether a row may have more than BLOCK entries.
 
-    SPLITS: parts of a row that were listed before, at most; 1 if nothing was.
+    SPLITS: parts of a row that were listed before, at most; 1 if nothing was. rank, ranks, interleave: with SENT, whose
+    entries these are; their numbers in whole sequences are written to OUT.
     """
     row = tl.program_id(0).to(tl.int64)
     scores = tl.multiple_of(SCORES + row * score_stride, ALIGNED)
@@ -379,3 +398,7 @@ def choose_kernel(
         finish(
             scores, LIST, listed, direct, starts, chunk, low, at_low, high, at_high, out, wanted, BLOCK, SPLITS
         )  # fmt: skip
+    if SENT is not None:
+        # what is proposed was written by all threads
+        tl.debug_barrier()
+        propose(scores, out, SENT + row * sent_stride, wanted, rank, ranks, interleave, BLOCK // 4)

@@ -17,6 +17,7 @@ from dsv4attn.backends._triton.cache.records import alignment_of_rows
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.kernels_select import choose_kernel, list_kernel, maxima_kernel
+from dsv4attn.core.context_parallel.ownership import Ownership
 
 __all__ = ["LANES", "MOST", "maxima_columns", "maxima_run", "scratch_bytes", "select", "variants", "wanted_run"]
 
@@ -158,7 +159,14 @@ def scratch_bytes(rows: int, max_entries: int, topk: int) -> int:
 
 
 def select(
-    scores: Tensor, maxima: Tensor | None, visible_lens: Tensor, out: Tensor, max_entries: int, *, run: int
+    scores: Tensor,
+    maxima: Tensor | None,
+    visible_lens: Tensor,
+    out: Tensor,
+    max_entries: int,
+    *,
+    run: int,
+    proposed: tuple[Ownership, Tensor] | None = None,
 ) -> None:
     """Write the K entries with the largest scores of each row to out [T, K] int32, ascending, then -1. Exact.
 
@@ -167,7 +175,8 @@ def select(
     scores: [T, >= max_entries] fp32; columns from a row's visible_lens on are not used. maxima: [T, >= columns] fp32
     as of `maxima_run`, or None; they save time, and results do not depend on them. visible_lens: [T] int32, device; a
     negative one is 0, and one above max_entries is max_entries. run: entries of a run of the maxima; a multiple of
-    LANES, or 0 for None. K is at most MOST.
+    LANES, or 0 for None. K is at most MOST. proposed: whose entries these are, and [T, K] fp32 - the scores that were
+    compared are written there, -inf for none, and numbers of whole sequences to out; None: neither.
     """
     rows, topk = out.shape
     assert topk <= MOST
@@ -197,12 +206,16 @@ def select(
     constants, warps = _choose_constants(
         block, max_entries > block, bool(plan.chunk), plan.many, aligned, architecture()
     )
+    sent, owner = None, (0, 1, 1)
+    if proposed is not None:
+        own, sent = proposed
+        owner = own.rank, own.size, own.interleave
     launch(
         choose_kernel,
         (rows,),
         (
-            scores, maxima, visible_lens, lists, out, scores.stride(0), maxima.stride(0), columns, out.stride(0),
-            max_entries, topk, slack, run, plan.chunk,
+            scores, maxima, visible_lens, lists, out, sent, scores.stride(0), maxima.stride(0), columns, out.stride(0),
+            0 if sent is None else sent.stride(0), max_entries, topk, slack, run, plan.chunk, *owner,
         ),
         constants,
         num_warps=warps,
@@ -258,8 +271,13 @@ def _choose_constants(
     return {**constants, "SPLITS": SPLITS if split else 1, "LONG": long, "ALIGNED": aligned}, tile.warps
 
 
-def variants(topk: int, max_entries: int, arch: str, *, aligned: bool = True) -> Iterator[Variant]:
-    """Every form that `select` can ask for with rows of up to max_entries. aligned: whether rows are, to 16 bytes."""
+def variants(
+    topk: int, max_entries: int, arch: str, *, aligned: bool = True, proposes: bool = False
+) -> Iterator[Variant]:
+    """Every form that `select` can ask for with rows of up to max_entries.
+
+    aligned: whether rows are, to 16 bytes. proposes: whether entries may be `proposed` too.
+    """
     block = block_of(topk)
     scores, fp32 = {"SCORES": "*fp32"}, {"SCORES": "*fp32", "MAXIMA": "*fp32"}
     for rows in (WIDE,) if aligned else (WIDE, 1):
@@ -268,7 +286,9 @@ def variants(topk: int, max_entries: int, arch: str, *, aligned: bool = True) ->
                 for many in (False, True)[: 1 + (long and not split)]:
                     if long or not split:
                         constants, warps = _choose_constants(block, long, split, many, rows, arch)
-                        yield Variant.from_types(choose_kernel, fp32, constants, num_warps=warps)
+                        for sent in ("none", "*fp32")[: 1 + proposes]:
+                            types = {**fp32, "SENT": sent}
+                            yield Variant.from_types(choose_kernel, types, constants, num_warps=warps)
         if max_entries > SPLIT_LENGTH:
             constants, warps = _list_constants(block, rows)
             yield Variant.from_types(list_kernel, fp32, constants, num_warps=warps)

@@ -134,9 +134,9 @@ class TritonLayerSteps(TorchLayerSteps):
             scores, maxima = memory[:, :width], memory[:, width:] if run else None
             maps = block_table, token_to_req[part], visible_lens[part]
             self._score(_rows(query, part), cache, *maps, scores, maxima, run)
-            select.select(scores, maxima, visible_lens[part], out[part], max_entries, run=run)
-            if proposed is not None:
-                ranks.propose(proposed[0], scores, out[part], proposed[1][part])
+            given = scores, maxima, visible_lens[part], out[part], max_entries
+            some = None if proposed is None else (proposed[0], proposed[1][part])
+            select.select(*given, run=run, proposed=some)
 
     def select_candidates(
         self,

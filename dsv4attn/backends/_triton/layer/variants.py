@@ -80,8 +80,9 @@ def _indexer(model: ModelGeometry, layer: LayerGeometry, bounds: Bounds, arch: s
     if "selection" not in parts:
         return
     entries, sharing = bounds.limits.max_model_len // layer.compress_ratio, model.sharing
-    yield from select.variants(layer.topk, entries, arch)
-    if bounds.over_ranks and not model.shared_latent and layer.topk <= select.MOST:
+    over_ranks = bounds.over_ranks and not model.shared_latent and layer.topk <= select.MOST
+    yield from select.variants(layer.topk, entries, arch, proposes=over_ranks)
+    if over_ranks:
         yield from ranks.variants(layer.topk)
     if sharing is not None and sharing.candidate_source_layer_id >= 0:
         yield from candidates.variants(sharing.candidate_block_size)

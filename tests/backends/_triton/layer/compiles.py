@@ -15,7 +15,16 @@ import torch
 from dsv4attn.backends._triton.compiling.aot import compile_near
 from dsv4attn.backends._triton.compiling.targets import Target
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.backends._triton.layer import candidates, compress, index_logits, index_query, latents, output, select
+from dsv4attn.backends._triton.layer import (
+    candidates,
+    compress,
+    index_logits,
+    index_query,
+    latents,
+    output,
+    ranks,
+    select,
+)
 from dsv4attn.backends._triton.layer import hyper_connections_variants as mixing
 from dsv4attn.backends._triton.layer.hyper_connections_tuning import FEW, tile_of, tuning_for
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout
@@ -69,6 +78,12 @@ def selection(arch: str) -> Iterator[Variant]:
             yield variant
 
 
+def candidates_of_ranks(arch: str) -> Iterator[Variant]:
+    """Candidates of two ranks and of four, as many as there can be."""
+    del arch
+    yield from (variant for variant in ranks.variants(2048) if variant.name == "keep_kernel")
+
+
 def compressor(arch: str) -> Iterator[Variant]:
     """Entries of both ratios, and the queries of the indexer."""
     for ratio in (4, 128):
@@ -88,7 +103,7 @@ def latest(arch: str) -> Iterator[Variant]:
 
 
 CASES: dict[str, tuple[Callable[[str], Iterator[Variant]], ...]] = {
-    "sm_80": (decoded_codes,),
+    "sm_80": (decoded_codes, candidates_of_ranks),
     "sm_90": (streams, native_codes, decoded_codes),
     "sm_100": (selection, latest),
     "sm_120": (streams, native_codes),

@@ -29,6 +29,7 @@ def test_the_fullest_kernels_keep_every_limit() -> None:
 
 FORMS = {
     "sm_80 decoded_codes": 1,
+    "sm_80 candidates_of_ranks": 2,
     "sm_90 streams": 3,
     "sm_90 native_codes": 1,
     "sm_90 decoded_codes": 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import inf, nan
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
 from dsv4attn.backends._triton.layer import kernels_ranks, ranks, select
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.context_parallel import Ownership, select_topk_over_ranks
@@ -19,20 +21,45 @@ from dsv4attn.core.definitions import PLAIN, IndexQuery
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.index_ops.trials import planted
+from tests.backends._triton.layer.test_select import few_in_registers
 from tests.core.test_rank_buffers import Alone
 
+sizes = pytest.mark.parametrize(("size", "topk"), [(1, 5), (2, 8), (3, 5), (8, 16), (5, 1)])
 LOWEST = float(torch.finfo(torch.float32).min)
 ORDER = "place += tl.where(other == rank, 0, low)"
+RUN = "the wrong run", ("local = number // (interleave * ranks) * interleave", "local = number // (interleave * ranks)")
 BUGS = {
     "the order of ranks, not of numbers": (ORDER, "place += tl.where(other < rank, topk, 0)"),
     "a score of none": ('(score == float("-inf"))', "(score != score)"),
     "entries of others": ("// interleave % ranks == rank", "// interleave % ranks >= 0"),
-    "the wrong run": ("local = number // (interleave * ranks) * interleave", "local = number // (interleave * ranks)"),
+    **dict([RUN]),
 }
+"""Of `place_kernel`, `own_kernel` and what both ways share."""
+TIE = "(-own_number >= last)"
+TOGETHER_BUGS = {
+    "the higher number of equal ones": (TIE, "(-own_number <= last)"),
+    "all equal ones": (TIE, "(own_number >= 0)"),
+    "no equal one": (TIE, "(own_number < 0)"),
+    "the last rank is left out": ("(holder < ranks)", "(holder < ranks - 1)"),
+    "a score of none of this rank": ('(own_number >= 0) & (own_score != float("-inf"))', "(own_number >= 0)"),
+    "a score of none": ('(number >= 0) & (score != float("-inf"))', "(number >= 0)"),
+    "one too few": ("some * 0, topk, 0)", "some * 0, topk - 1, 0)"),
+    **dict([RUN]),
+}
+"""Of `keep_kernel`."""
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Candidates that do not fit registers of one program."""
+    monkeypatch.setattr(ranks, "TOGETHER", 0)
+    ranks._kept.cache_clear()
+    yield
+    ranks._kept.cache_clear()
 
 
 def judge(size: int, topk: int, interleave: int, seed: int, kernels: ModuleType = ranks) -> None:
-    """Fail unless every rank has its part of the best candidates. Scores are few, so that many are equal."""
+    """Fail unless every rank has its part of the best candidates. Scores are few, or all differ if the seed is odd."""
     draw, rows, entries = torch.Generator().manual_seed(seed), 4, 3 * size * topk
     owners = [Ownership(rank, size, interleave) for rank in range(size)]
     numbers = torch.full((size, rows, topk), -1, dtype=torch.int32)
@@ -43,8 +70,9 @@ def judge(size: int, topk: int, interleave: int, seed: int, kernels: ModuleType 
             count = min([0, topk, topk, int(torch.randint(0, topk + 1, (), generator=draw))][row], own.count(entries))
             some = torch.randperm(own.count(entries), generator=draw)[:count].sort().values
             numbers[rank, row, :count] = own.entry(some).int()
-            scores[rank, row, :count] = values[torch.randint(0, 6, (count,), generator=draw)]
-    scores[:, 1, 1:] = -inf  # candidates without a page
+            few = values[torch.randint(0, 6, (count,), generator=draw)]
+            scores[rank, row, :count] = torch.randn(count, generator=draw) if seed % 2 else few
+    scores[:, 1][torch.rand(size, topk, generator=draw) < 0.65] = -inf  # candidates without a page
     both = torch.stack([numbers, scores.view(torch.int32)], 1).to(DEVICE)
     flat = [one.transpose(0, 1).flatten(1) for one in (numbers, scores)]
     defined = select_among(flat[0], flat[1], topk)
@@ -59,42 +87,103 @@ def judge(size: int, topk: int, interleave: int, seed: int, kernels: ModuleType 
             assert sorted(own.local_numbers(defined[row]).tolist(), key=lambda n: (n < 0, n)) == out[row, 1:-1].tolist()
 
 
+@sizes
 @pytest.mark.parametrize("interleave", [1, 3])
-@pytest.mark.parametrize(("size", "topk"), [(1, 5), (2, 8), (3, 5), (8, 16), (5, 1)])
 def test_every_rank_keeps_its_part_of_the_best(size: int, topk: int, interleave: int) -> None:
-    for seed in range(4):
+    for seed in range(6):
         judge(size, topk, interleave, seed)
 
 
-def test_as_many_candidates_as_models_have() -> None:
-    judge(5, 512, 2, 0)
+@sizes
+@pytest.mark.usefixtures("apart")
+def test_every_rank_keeps_the_same_part_if_candidates_are_too_many_for_a_program(size: int, topk: int) -> None:
+    for seed, interleave in ((0, 1), (1, 3), (2, 2)):
+        judge(size, topk, interleave, seed)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_as_many_candidates_as_models_have(seed: int) -> None:
+    judge(5, 512, 2, seed)
+
+
+def test_all_that_are_chosen_have_the_numbers_of_whole_sequences() -> None:
+    numbers = torch.tensor([[[0, 4, 5, -1]], [[2, 3, 7, 9]]], dtype=torch.int32, device=DEVICE)
+    scores = torch.tensor([[[1.0, 3.0, 2.0, -inf]], [[2.0, -1.0, 2.0, 8.0]]], device=DEVICE)
+    out = torch.full((1, 4), -7, dtype=torch.int32, device=DEVICE)
+    with observed() as seen:
+        ranks.choose(Ownership(0, 1), numbers, scores, out, 10)
+
+    assert out.tolist() == [[2, 4, 5, 9]]
+    assert len(seen) == 3
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel cannot be changed from outside")
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_found(bug: str, tmp_path: Path) -> None:
-    judge(3, 6, 2, 1, planted(ranks, kernels_ranks, tmp_path, "", ""))
+@pytest.mark.parametrize(("bug", "alone"), [*((bug, False) for bug in BUGS), *((bug, True) for bug in TOGETHER_BUGS)])
+def test_planted_bugs_are_found(bug: str, tmp_path: Path, *, alone: bool) -> None:
+    def judged(old: str, new: str) -> None:
+        kernels = planted(ranks, kernels_ranks, tmp_path, old, new)
+        kernels.__dict__["TOGETHER"] = ranks.TOGETHER if alone else 0
+        for seed in range(8):
+            judge(3, 6, 2, seed, kernels)
+
+    judged("", "")
     with pytest.raises(AssertionError):
-        judge(3, 6, 2, 1, planted(ranks, kernels_ranks, tmp_path, *BUGS[bug]))
+        judged(*(TOGETHER_BUGS if alone else BUGS)[bug])
 
 
-def test_scores_of_candidates_are_those_of_the_selection() -> None:
-    own, scores = Ownership(1, 3, 2), torch.tensor([[0.5, -0.0, -inf, 7.0, 2.0]] * 2, device=DEVICE)
-    numbers = torch.tensor([[0, 1, 2, -1], [3, 4, -1, -1]], dtype=torch.int32, device=DEVICE)
-    sent = torch.zeros(2, 4, device=DEVICE)
-    ranks.propose(own, scores, numbers, sent)
+@pytest.mark.parametrize("split", [2**20, 32])
+def test_scores_of_candidates_are_those_of_the_selection(split: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that fit registers, of longer ones, and of rows in parts."""
+    own, draw, topk, forms = Ownership(1, 3, 2), torch.Generator().manual_seed(split), 4, set[Variant]()
+    monkeypatch.setattr(select, "SPLIT_LENGTH", split)
+    odd = torch.tensor([0.5, -0.0, -inf, 7.0, inf, nan, -LOWEST, LOWEST, -1.5, 1e-45, -1e-45])
+    with few_in_registers(), observed() as seen:
+        for entries in (1, 5, 16, 40, 100):
+            scores = odd[torch.randint(0, len(odd), (4, entries), generator=draw)]
+            lens = torch.tensor([entries, entries, entries // 2, 0], dtype=torch.int32)
+            numbers = torch.full((4, topk + 2), -7, dtype=torch.int32, device=DEVICE)
+            sent, alone = torch.zeros(4, topk + 1, device=DEVICE), torch.zeros_like(numbers[:, 1:-1])
+            given = scores.to(DEVICE), None, lens.to(DEVICE)
+            select.select(*given, numbers[:, 1:-1], entries, run=0, proposed=(own, sent[:, 1:]))
+            select.select(*given, alone, entries, run=0)
 
-    assert numbers.tolist() == [[2, 3, 8, -1], [9, 14, -1, -1]]
-    assert sent.tolist() == [[0.5, 0.0, LOWEST, -inf], [7.0, 2.0, -inf, -inf]]
-    assert str(float(sent[0, 1])) == "0.0"
+            for row, local in enumerate(alone.tolist()):
+                wanted = [max(float(scores[row, n]), LOWEST) + 0.0 if n >= 0 else -inf for n in local]
+                assert numbers[row].tolist() == [-7, *(own.entry(n) if n >= 0 else -1 for n in local), -7]
+                assert [*map(str, sent[row].tolist())] == [*map(str, [0.0, *wanted])]
+        for aligned in (False, True):
+            forms |= {*select.variants(topk, 100, architecture(), aligned=aligned, proposes=True)}
+        assert {*seen} <= forms
 
 
-def test_a_choice_takes_three_launches_that_are_foreseen() -> None:
+def foreseen(topk: int) -> set[Variant]:
+    return {*ranks.variants(topk), *select.variants(topk, 4096, "cpu", aligned=False)}
+
+
+@pytest.mark.parametrize(("size", "topk"), [(1, 8), (2, 16), (3, 8), (4, 512), (16, 2)])
+def test_a_choice_takes_one_launch_that_is_foreseen(size: int, topk: int) -> None:
+    with observed() as seen:
+        judge(size, topk, 1, 0)
+
+    assert [variant.name for variant in seen] == ["keep_kernel"] * size
+    assert set(seen) <= foreseen(topk)
+
+
+@pytest.mark.usefixtures("apart")
+def test_a_choice_among_too_many_takes_three_launches_that_are_foreseen() -> None:
     with observed() as seen:
         judge(4, 8, 1, 0)
 
     assert len(seen) == 4 * 3
-    assert set(seen) <= {*ranks.variants(8), *select.variants(8, 4096, "cpu", aligned=False)}
+    assert set(seen) <= foreseen(8)
+
+
+@pytest.mark.parametrize(
+    ("size", "topk", "together"),
+    [(2, 512, True), (16, 512, True), (17, 2, False), (2, 2048, True), (4, 2048, True), (5, 2048, False)],
+)
+def test_candidates_of_models_fit_a_program(size: int, topk: int, *, together: bool) -> None:
+    assert (ranks._kept(size, topk) is not None) is together
 
 
 @pytest.mark.parametrize("interleave", [1, 2])
