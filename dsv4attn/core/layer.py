@@ -25,7 +25,7 @@ from dsv4attn.core.layout import KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
 from dsv4attn.core.projection import o_proj
-from dsv4attn.core.raw_insert import has_raw_q, insert_leaving_raw_q
+from dsv4attn.core.raw_insert import insert_leaving_raw_q
 from dsv4attn.core.values import check_type
 from dsv4attn.core.weights import Weight
 from dsv4attn.core.workspace import WorkspaceManager, current_workspace_manager
@@ -198,7 +198,7 @@ def _forward_mqa(q: Tensor, kv: Tensor, positions: Tensor, output: Tensor, layer
     run: Callable[..., None] = forward_mqa
     if bound.context_parallel is not None:
         run = partial(forward_mqa_over_ranks, bound.context_parallel)
-    elif metadata is not None and has_raw_q(bound, metadata):
+    elif metadata is not None and bound in metadata.swa.layers_with_raw_q:
         run = partial(forward_mqa, raw_q=bound.raw_query(positions))
     run(
         q,

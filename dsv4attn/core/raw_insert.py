@@ -15,7 +15,7 @@ from dsv4attn.core.step import Step
 from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.workspace import WorkspaceManager
 
-__all__ = ["has_raw_q", "insert_leaving_raw_q", "insert_with_raw_q", "prefill_takes_raw_q"]
+__all__ = ["insert_leaving_raw_q", "insert_with_raw_q", "prefill_takes_raw_q"]
 
 
 def prefill_takes_raw_q(
@@ -35,7 +35,8 @@ def prefill_takes_raw_q(
     no value of q, and is memoised in the metadata. While a graph is captured it is False.
     """
     swa = metadata.swa
-    if not swa.num_prefill_tokens or layer.q_eps is None or metadata.ownership is not None:
+    divided = metadata.ownership is not None and layer.has_entries
+    if not swa.num_prefill_tokens or layer.q_eps is None or divided:
         return False
     if is_capturing(q.device):
         # engines replay inserts before attention that is in no graph
@@ -80,8 +81,8 @@ def insert_leaving_raw_q(
 ) -> bool:
     """Insert the keys of a step, and prepare q of decode tokens alone, if prefill takes the other rows raw.
 
-    Else nothing is written. owner: the layer, which asks `has_raw_q` before it attends. kv: [T', D]. Other arguments as
-    those of `forward_mqa`.
+    Else nothing is written. owner: the layer, which is in the step's `layers_with_raw_q` then, and attends with a
+    `RawQuery`; so steps may interleave. kv: [T', D]. Other arguments as those of `forward_mqa`.
     """
     swa = metadata.swa
     swa.layers_with_raw_q.discard(owner)
@@ -90,8 +91,3 @@ def insert_leaving_raw_q(
     insert_with_raw_q(backend, q, kv, caches.swa, swa.slot_mapping, raw_q, swa.num_decode_tokens)
     swa.layers_with_raw_q.add(owner)
     return True
-
-
-def has_raw_q(owner: object, metadata: AttentionMetadata) -> bool:
-    """Whether the insert of this layer and step left q of prefill tokens raw. Steps may interleave."""
-    return owner in metadata.swa.layers_with_raw_q

@@ -354,15 +354,14 @@ def refusals(group: Any) -> None:
 
 def heads_of_others(group: Any) -> None:
     """Ranks that hold different heads are refused as ranks of one context, with what differs."""
-    limits, rank, size = Limits(4, 64, 256), group.rank(), group.size()
+    backend, limits, rank, size = load_backend("reference"), Limits(4, 64, 256), group.rank(), group.size()
     if size != 2:  # the heads of four are divided by two
         return
-    backend = load_backend("reference")
     many = Whole(backend, compressed_block_tokens=64, **both(over(group)))
     full = AttentionWeights.from_dict(random_weights(SMALL, 1), SMALL, SMALL.layer(1))
     options = {"workspace": many.workspace, "process_group": group, "context_parallel": over(group)}
-    weights = full.shard(rank, size)
-    layer = DeepseekV4Attention("l.1", SMALL.tensor_parallel(size), 1, limits, backend, weights, **options)
+    own, part = SMALL.tensor_parallel(size), full.shard(rank, size)
+    layer = DeepseekV4Attention("l.1", own, 1, limits, backend, part, **options)
     with pytest.raises(ArgumentError, match=r"heads: expected \(0, 2\), as rank 0 has, got \(1, 2\) on rank 1"):
         layer.bind_kv_cache(many.manager.caches[1])
 
@@ -377,12 +376,8 @@ CASES: dict[str, Callable[[Any], None]] = {
     "pieces": pieces,
     **{f"selection-{n}": partial(selection, interleave=n) for n in (1, 2, 4)},
     **{
-        f"attention-{kind.value}-{form}": partial(attention, kind=kind, form=form)
-        for kind in (LayerKind.C4A, LayerKind.C128A)
-        for form in BACKENDS
-    },
-    **{
-        f"keys-{kind.value}-{form}": partial(attention, kind=kind, form=form, keys_of_all=True)
+        f"{name}-{kind.value}-{form}": partial(attention, kind=kind, form=form, keys_of_all=name == "keys")
+        for name in ("attention", "keys")
         for kind in (LayerKind.C4A, LayerKind.C128A)
         for form in BACKENDS
     },

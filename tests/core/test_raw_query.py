@@ -14,6 +14,7 @@ from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core import raw_insert
 from dsv4attn.core.context import set_forward_context
+from dsv4attn.core.context_parallel import Ownership
 from dsv4attn.core.contract import AttentionCall, RawQuery
 from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.layer import DeepseekV4MLAAttention
@@ -224,6 +225,15 @@ def test_layers_whose_queries_have_no_norm_are_never_raw() -> None:
 
     assert prefill_takes_raw_q(*given, layer=problem.layer, limits=problem.limits)
     assert not prefill_takes_raw_q(*given, layer=layer, limits=problem.limits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_whose_entries_are_divided_between_ranks_are_never_raw(kind: str) -> None:
+    problem = problem_of(ReferenceBackend(raw_q=True), kind)
+    mine = evolve(problem.metadata, ownership=Ownership(0, 2))
+    given: Any = problem.q, problem.caches, mine, ReferenceBackend(raw_q=True), WorkspaceManager()
+
+    assert prefill_takes_raw_q(*given, layer=problem.layer, limits=problem.limits) == (kind == "swa")
 
 
 class Planted(ReferenceBackend):

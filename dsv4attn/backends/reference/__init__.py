@@ -22,7 +22,13 @@ INFO = BackendInfo(
     native=("cpu",),
     rank=Rank.REFERENCE,
     packages=("torch",),
-    options={"decode_indices": "dense", "prefill_indices": "dense", "prefill_keys": "gathered", "deterministic": False},
+    options={
+        "decode_indices": "dense",
+        "prefill_indices": "dense",
+        "prefill_keys": "gathered",
+        "deterministic": False,
+        "raw_q": False,
+    },
     layer_steps=LAYER_PARTS,
 )
 

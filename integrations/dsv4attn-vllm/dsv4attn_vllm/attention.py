@@ -18,7 +18,7 @@ from dsv4attn import AttentionMetadata, LayerCaches, LayerKind, PagedKVCache, fo
 from dsv4attn.core.checks import check_insert
 from dsv4attn.core.contract import RawQuery, complete
 from dsv4attn.core.projection import o_proj
-from dsv4attn.core.raw_insert import has_raw_q, insert_leaving_raw_q
+from dsv4attn.core.raw_insert import insert_leaving_raw_q
 from dsv4attn.core.rope import apply_rope
 from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.weights import Weight, check_weight, dense_weight
@@ -249,7 +249,7 @@ class Dsv4Attention(_Layer):
             limits=serving.limits,
             attn_sink=self.attn_sink,
             topk_indices=self.topk_indices_buffer if layer.kind is LayerKind.C4A else None,
-            raw_q=self._raw_query(positions) if has_raw_q(self, step) else None,
+            raw_q=self._raw_query(positions) if self in step.swa.layers_with_raw_q else None,
         )
 
     def _o_proj(self, o: Tensor, positions: Tensor) -> Tensor:
