@@ -13,6 +13,7 @@ from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
 from dsv4attn.core.record_layout import check_window
+from dsv4attn.core.rope import is_rotation
 from dsv4attn.core.tensorspec import check_strides, check_tensor
 from dsv4attn.core.values import check_type, shown
 from dsv4attn.core.weights import Weight, check_weight
@@ -275,6 +276,9 @@ def check_raw_q(q: Tensor, raw_q: RawQuery, layer: LayerGeometry, *, taken: bool
     check_tensor("raw_q.cos_sin_cache", raw_q.cos_sin_cache, f"_ {layer.rope_dim}", torch.float32, {})
     check_same_device(q, **{"raw_q.positions": raw_q.positions, "raw_q.cos_sin_cache": raw_q.cos_sin_cache})
     _check_positions(raw_q.positions, raw_q.cos_sin_cache)
+    if raw_q.cos_sin_cache.device.type == "cpu" and not is_rotation(raw_q.cos_sin_cache):
+        expected, hint = "cosines and sines of angles", "with other tables normalise and rotate q before"
+        raise ArgumentError("raw_q.cos_sin_cache", expected=expected, actual="pairs of other lengths", hint=hint)
     if not taken or raw_q.eps != layer.q_eps:
         expected = "None" if not taken else f"eps {layer.q_eps}, as the geometry has"
         hint = "normalise and rotate q before, unless prefill_takes_raw_q says that it may be raw"

@@ -18,7 +18,7 @@ from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.checks import check_bound, check_cache, check_compressed, check_insert
 from dsv4attn.core.context import get_forward_context
 from dsv4attn.core.context_parallel import ContextParallel, forward_mqa_over_ranks, together
-from dsv4attn.core.contract import Backend, RawQuery
+from dsv4attn.core.contract import Backend, KeyForm, RawQuery
 from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache, check_layout
@@ -26,6 +26,7 @@ from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
 from dsv4attn.core.projection import o_proj
 from dsv4attn.core.raw_insert import insert_leaving_raw_q
+from dsv4attn.core.rope import is_rotation
 from dsv4attn.core.values import check_type
 from dsv4attn.core.weights import Weight
 from dsv4attn.core.workspace import WorkspaceManager, current_workspace_manager
@@ -85,7 +86,8 @@ class DeepseekV4MLAAttention:
             check_type("context_parallel", context_parallel, ContextParallel, cure=cure)
         self.context_parallel = context_parallel if self.geometry.has_entries else None
         self.caches: LayerCaches | None = None
-        self._takes_raw_q = raw_q
+        gathers = backend.forms.prefill_keys is KeyForm.GATHERED
+        self._takes_raw_q = raw_q and gathers and is_rotation(cos_sin_cache)
         self.handle = f"{prefix}#{next(_count)}"
         _layers[self.handle] = self
 

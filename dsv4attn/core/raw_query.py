@@ -22,7 +22,7 @@ class RawQuery:
     largest values of bf16 overflow before the norm makes them small, where the step's q does not.
 
     positions: [T'] int64, of each row of q, in range for padding rows too. cos_sin_cache: [P, rope_dim] fp32, cosines
-    before sines. eps: of the norm.
+    before sines, with `rope.is_rotation`: a call may take the norm of q behind the rotation. eps: of the norm.
     """
 
     positions: Tensor

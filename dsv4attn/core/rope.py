@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import MutableMapping
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dsv4attn.core.geometry import Rope
 
-__all__ = ["apply_rope", "cos_sin_cache"]
+__all__ = ["apply_rope", "cos_sin_cache", "is_rotation"]
+
+_ROWS = 65536
+_rotations: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+"""Answers of `is_rotation`, as long as their tables live."""
 
 
 def inverse_frequencies(rope: Rope, device: torch.device | str = "cpu") -> Tensor:
@@ -42,6 +48,23 @@ def cos_sin_cache(rope: Rope, max_position: int, device: torch.device | str = "c
         positions = torch.arange(max_position, dtype=torch.float32, device=device)
         angles = positions[:, None] * inverse_frequencies(rope, device)
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def is_rotation(table: Tensor) -> bool:
+    """Whether a `cos_sin_cache` turns pairs without changing their length, as all of DeepSeek-V4's do: no YaRN mscale.
+
+    Reads the table once, which makes the host wait for its device; False for tables without values.
+    """
+    found = _rotations.get(table)
+    if found is None:
+        found = table.device.type != "meta" and bool(table.numel()) and all(map(_is_rotation, table.split(_ROWS)))
+        _rotations[table] = found
+    return found
+
+
+def _is_rotation(rows: Tensor) -> bool:
+    cos, sin = rows.chunk(2, dim=-1)
+    return bool(((cos * cos + sin * sin - 1).abs() < 1e-3).all())
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> Tensor:

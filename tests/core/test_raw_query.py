@@ -20,7 +20,7 @@ from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.layer import DeepseekV4MLAAttention
 from dsv4attn.core.phased import PhasedBackend
 from dsv4attn.core.raw_insert import prefill_takes_raw_q
-from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.core.rope import cos_sin_cache, is_rotation
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import Bench, SkipCase, Wrong
@@ -189,6 +189,7 @@ def problem_of(backend: Any, kind: str = "c4a") -> Problem:
             r"raw_q.positions: expected \[T\] int64 with T=34, got .* int32",
         ),
         (lambda raw: evolve(raw, positions=raw.positions - 1), r"positions: expected values in \[0, "),
+        (lambda raw: evolve(raw, cos_sin_cache=raw.cos_sin_cache * 1.1), "expected cosines and sines of angles, got"),
         (lambda raw: evolve(raw, cos_sin_cache=raw.cos_sin_cache[:, :4]), r"raw_q.cos_sin_cache: expected \[_, 8\]"),
         (lambda raw: evolve(raw, cos_sin_cache=raw.cos_sin_cache.half()), "raw_q.cos_sin_cache: expected .* float32"),
     ],
@@ -216,6 +217,25 @@ def run(problem: Problem, backend: Any, out: Tensor) -> None:
     given |= {"topk_indices": problem.topk_indices, "raw_q": problem.raw_q}
     space = problem.workspace(backend)
     forward_mqa(problem.q, problem.caches, problem.metadata, backend, space, out, **given)
+
+
+def test_layers_with_a_table_that_changes_lengths_have_all_queries_prepared() -> None:
+    """As with YaRN's mscale, which DeepSeek-V4 does not have: a norm taken behind the rotation would be another."""
+    problem = Step("swa", ReferenceBackend(raw_q=True), raw_q=True).problem
+    layers = []
+    for factor in (1.0, 1.1):
+        step = Step("swa", ReferenceBackend(raw_q=True), raw_q=True)
+        table = factor * step.layer.cos_sin_cache
+        given: dict[str, Any] = {"attn_sink": problem.attn_sink, "cos_sin_cache": table, "raw_q": True}
+        space = WorkspaceManager()
+        made = DeepseekV4MLAAttention("l", problem.layer, problem.limits, step.layer.backend, workspace=space, **given)
+        made.bind_kv_cache(problem.caches.swa)
+        step.layer = made
+        layers.append(torch.equal(step.insert()[2:], step.q[2:]))
+
+    assert layers == [True, False]
+    assert not is_rotation(torch.empty(9, 64, device="meta"))
+    assert not is_rotation(torch.empty(0, 64))
 
 
 def test_layers_whose_queries_have_no_norm_are_never_raw() -> None:

@@ -19,7 +19,7 @@ from dsv4attn.core.checks import check_insert
 from dsv4attn.core.contract import RawQuery, complete
 from dsv4attn.core.projection import o_proj
 from dsv4attn.core.raw_insert import insert_leaving_raw_q
-from dsv4attn.core.rope import apply_rope
+from dsv4attn.core.rope import apply_rope, is_rotation
 from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.weights import Weight, check_weight, dense_weight
 from dsv4attn_vllm.compressor import adopt
@@ -132,6 +132,8 @@ class Dsv4Attention(_Layer):
             expected = "bf16, or fp8 with a scale for each 128 x 128 block"
             cure = "use a checkpoint with such a wo_a"
             raise RefusedError(f"{self.prefix}.wo_a", expected=expected, actual=error, cure=cure) from error
+        # read now, so that no step waits for the device
+        is_rotation(self.rotary_emb.cos_sin_cache)
 
     # ---------------------------------------------------------------- steps
 
@@ -188,9 +190,9 @@ class Dsv4Attention(_Layer):
         serving.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, self._geometry.q_eps)
 
     def _raw_query(self, positions: Tensor) -> RawQuery | None:
-        """What attention needs to prepare q itself; None on layers whose queries have no norm."""
-        eps = self._geometry.q_eps
-        return None if eps is None else RawQuery(positions, self.rotary_emb.cos_sin_cache, eps)
+        """What attention needs to prepare q itself; None on layers whose queries have no norm, or are not rotated."""
+        eps, table = self._geometry.q_eps, self.rotary_emb.cos_sin_cache
+        return RawQuery(positions, table, eps) if eps is not None and is_rotation(table) else None
 
     def _step(self, by_prefix: Any) -> AttentionMetadata:  # noqa: ANN401 - vLLM's metadata, by prefix
         """dsv4attn's metadata of a step."""

@@ -34,10 +34,11 @@ LONG = 700
 def raw_run(trial: Trial, **options: Any) -> Result:
     """A trial whose q, before norm and rotation, is what the kernel reads; it is judged by the prepared q."""
     g = torch.Generator().manual_seed(trial.seed)
-    table = torch.randn(LONG, 64, generator=g)
+    angles = 6 * torch.rand(LONG, 32, generator=g)
+    table = torch.cat([angles.cos(), angles.sin()], 1)
     positions = torch.randint(0, LONG, (trial.tokens,), generator=g)
-    given = torch.from_numpy(trial.q).float() * torch.exp2(torch.randint(-6, 6, (trial.tokens, trial.heads, 1))).float()
-    given = given.to(BF16)
+    size = torch.exp2(torch.randint(-6, 6, (trial.tokens, trial.heads, 1), generator=g).float())
+    given = (torch.from_numpy(trial.q).float() * size).to(BF16)
     for row, position in enumerate(positions.tolist()):
         cos, sin = table[position].double().numpy().reshape(2, 32)
         trial.q[row] = oracle.q_norm_rope(given[row].double().numpy(), cos, sin, 64, 1e-6)
