@@ -31,8 +31,9 @@ def prefill_takes_raw_q(
     """Whether `forward_mqa` is to be given a `RawQuery` for the prefill tokens of a step.
 
     Then only the first `metadata.swa.num_decode_tokens` rows of q are to be normalised and rotated before
-    (`insert_with_raw_q`), and all chunks' keys are gathered. Tables of angles must have `rope.is_rotation`. Arguments as
-    those of `forward_mqa`. The answer depends on no value of q, and is memoised in the metadata. While a graph is captured it is False.
+    (`insert_with_raw_q`), and all chunks' keys are gathered. Tables of angles must have `rope.is_rotation`. Arguments
+    as those of `forward_mqa`. The answer depends on no value of q, and is memoised in the metadata. While a graph is
+    captured it is False.
     """
     swa = metadata.swa
     divided = metadata.ownership is not None and layer.has_entries
