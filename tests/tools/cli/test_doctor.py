@@ -128,7 +128,7 @@ def test_options_that_reach_nobody_are_a_problem(here: Machine) -> None:
     [
         (
             "reference.foo = 1",
-            "unknown option 'foo' (known: decode_indices, prefill_indices, prefill_keys, deterministic)",
+            "unknown option 'foo' (known: decode_indices, prefill_indices, prefill_keys, deterministic, raw_q)",
         ),
         ("reference.decode_indices = 'raged'", "unknown decode_indices form 'raged'; did you mean 'ragged'?"),
         ("rocm.nonsense = 1", "unknown option 'nonsense' (known: tuning, deterministic, projection)"),

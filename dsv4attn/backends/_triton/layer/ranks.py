@@ -37,9 +37,9 @@ def choose(ownership: Ownership, numbers: Tensor, scores: Tensor, out: Tensor, m
     if not (rows and topk):
         return
     owner = ownership.rank, ownership.size, ownership.interleave
-    if ownership.size == ranks and (kept := _kept(ranks, topk)):
+    if ownership.size == ranks and (form := _keep_form(ranks, topk)):
         strides = *numbers.stride()[:2], out.stride(0)
-        launch(keep_kernel, (rows,), (numbers, scores, out, *strides, topk, *owner), kept[0], num_warps=kept[1])
+        launch(keep_kernel, (rows,), (numbers, scores, out, *strides, topk, *owner), form[0], num_warps=form[1])
         return
     width, constants = round_up(ranks * topk, 64), _constants(topk)
     placed, counts, chosen = out.new_empty(rows, width), out.new_empty(rows), out.new_empty(rows, topk)
@@ -59,7 +59,7 @@ def _constants(topk: int) -> Constants:
 
 
 @cache
-def _kept(ranks: int, topk: int) -> tuple[Constants, int] | None:
+def _keep_form(ranks: int, topk: int) -> tuple[Constants, int] | None:
     """Constants and warps of `keep_kernel`; None if it cannot hold so many candidates."""
     block, together = triton.next_power_of_2(topk), max(triton.next_power_of_2(ranks), 2)
     if together > MOST_RANKS or together * block > TOGETHER:
@@ -73,5 +73,5 @@ def variants(topk: int) -> Iterator[Variant]:
     for kernel in (place_kernel, own_kernel):
         yield Variant.from_types(kernel, types, _constants(topk))
     for ranks in range(1, MOST_RANKS.bit_length()):
-        if kept := _kept(1 << ranks, topk):
-            yield Variant.from_types(keep_kernel, types, kept[0], num_warps=kept[1])
+        if form := _keep_form(1 << ranks, topk):
+            yield Variant.from_types(keep_kernel, types, form[0], num_warps=form[1])
