@@ -53,9 +53,9 @@ TOGETHER_BUGS = {
 def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Candidates that do not fit registers of one program."""
     monkeypatch.setattr(ranks, "TOGETHER", 0)
-    ranks._kept.cache_clear()
+    ranks._keep_form.cache_clear()
     yield
-    ranks._kept.cache_clear()
+    ranks._keep_form.cache_clear()
 
 
 def judge(size: int, topk: int, interleave: int, seed: int, kernels: ModuleType = ranks) -> None:
@@ -184,7 +184,7 @@ def test_a_choice_among_too_many_takes_three_launches_that_are_foreseen() -> Non
     [(2, 512, True), (16, 512, True), (17, 2, False), (2, 2048, True), (4, 2048, True), (5, 2048, False)],
 )
 def test_candidates_of_models_fit_a_program(size: int, topk: int, *, together: bool) -> None:
-    assert (ranks._kept(size, topk) is not None) is together
+    assert (ranks._keep_form(size, topk) is not None) is together
 
 
 @pytest.mark.parametrize("interleave", [1, 2])
