@@ -189,10 +189,12 @@ def _qnorm_rope_kv_insert(q: Tensor, kv: Tensor, positions: Tensor, layer: str) 
         return
     slots, table, geometry = metadata.swa.slot_mapping, bound.cos_sin_cache, bound.geometry
     check_insert(q, kv, positions, slots, table, caches.swa, geometry)
-    raw, backend = bound.raw_query(positions), bound.backend
-    given = caches, metadata, backend, bound.workspace or current_workspace_manager()
-    if raw is None or not insert_leaving_raw_q(bound, q, kv, raw, *given, layer=geometry, limits=bound.limits):
-        backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, geometry.q_eps)
+    raw, backend = bound.raw_query(positions) if metadata.swa.num_prefill_tokens else None, bound.backend
+    if raw is not None:
+        given = caches, metadata, backend, bound.workspace or current_workspace_manager()
+        if insert_leaving_raw_q(bound, q, kv, raw, *given, layer=geometry, limits=bound.limits):
+            return
+    backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, geometry.q_eps)
 
 
 def _forward_mqa(q: Tensor, kv: Tensor, positions: Tensor, output: Tensor, layer: str) -> None:

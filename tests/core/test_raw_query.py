@@ -134,6 +134,15 @@ def test_an_insert_that_prepares_q_takes_back_one_that_did_not() -> None:
     assert torch.equal(step.attend(prepared), plain.attend(prepared))
 
 
+@pytest.mark.parametrize(("raw_q", "requests"), [(False, MIXED), (True, [(100, 1), (7, 1)])], ids=["plain", "decode"])
+def test_inserts_that_leave_no_q_raw_need_no_workspace(*, raw_q: bool, requests: Any) -> None:
+    step = Step("c4a", ReferenceBackend(raw_q=True), raw_q=raw_q, requests=requests)
+    plain = Step("c4a", ReferenceBackend(), raw_q=False, requests=requests)
+    step.layer.workspace = None
+
+    assert torch.equal(step.insert(), plain.insert())
+
+
 def test_no_q_stays_raw_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw_insert, "is_capturing", lambda device: device == torch.device("cpu"))
     raw, plain = (Step("c4a", ReferenceBackend(raw_q=True), raw_q=raw) for raw in (True, False))
