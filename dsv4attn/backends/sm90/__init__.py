@@ -34,7 +34,7 @@ INFO = BackendInfo(
     runs_on=("sm_90", "cpu"),
     rank=Rank.VENDOR,
     packages=("torch",),
-    options={"prefill": "auto", "tuning": "auto", "deterministic": False, "projection": "bf16", "small": "shared"},
+    options={"prefill": "auto", "tuning": "auto", "deterministic": False, "projection": "bf16", "small": "auto"},
 )
 
 

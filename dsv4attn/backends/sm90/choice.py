@@ -56,7 +56,10 @@ def _attends(device: DeviceFacts, problem: Problem) -> str:
     against = [*_against(problem)]
     if against:
         return f"the shared Triton kernel: {'; '.join(against)}"
-    few = "; the shared Triton kernel for few tokens, unless small=gluon" if problem.phase == "decode" else ""
+    few = ""
+    if problem.phase == "decode":
+        other = "its kernels of one tile" if problem.swa.layout == "fp8_ds_mla" else "the shared Triton kernel"
+        few = f"; {other} for few tokens, unless small=gluon"
     return f"the Gluon kernel for Hopper, where q, out and pages begin at multiples of 16 bytes{few}"
 
 

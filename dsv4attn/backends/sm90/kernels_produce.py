@@ -27,11 +27,11 @@ OPERANDS = gl.constexpr(",".join(["=&r"] * 12 + ["r"] * 16))
 
 @gluon.jit
 def decoded(words, scales, seen, BYTE: gl.constexpr, TEXT: gl.constexpr):
-    """[64, 16] words of codes as [64, 32] words of two bf16 values, under the scale byte BYTE of [64]; and `seen`.
+    """[N, 16] words of codes as [N, 32] words of two bf16 values, under the scale byte BYTE of [N]; and `seen`.
 
     A code's bits, put where bf16 has exponent and mantissa, are its value times 2^-120. Two multiplications put it
     right, and are exact for all codes and scales; one with the product of both powers overflows above byte 134.
-    seen: [64, 16], the largest code so far as TEXT has it, 0x07F0 in either half if one was NaN; alike in all of a
+    seen: [N, 16], the largest code so far as TEXT has it, 0x07F0 in either half if one was NaN; alike in all of a
     thread, whose words are of one key.
     """
     zeros = gl.zeros_like(words)
@@ -43,7 +43,7 @@ def decoded(words, scales, seen, BYTE: gl.constexpr, TEXT: gl.constexpr):
         is_pure=True,
         pack=4,
     )
-    return gl.reshape(gl.join(first, second), [64, 32]), seen
+    return gl.reshape(gl.join(first, second), [words.shape[0], 32]), seen
 
 
 @gluon.jit
@@ -54,9 +54,10 @@ def spoilt(scales):
 
 @gluon.jit
 def store_words(stages, b, first, second):
-    """Write [64, 32] and [64, 32] words as 128 columns of tile b."""
-    words = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [64, 64])
-    reinterpret(stages.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(words)
+    """Write [N, 32] and [N, 32] words as 128 columns of tile b of N keys."""
+    N: gl.constexpr = first.shape[0]
+    words = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [N, 64])
+    reinterpret(stages.index(b), gl.int32, [N, 64], KEY_WORDS_S).store(words)
 
 
 @gluon.jit

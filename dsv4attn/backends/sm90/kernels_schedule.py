@@ -323,6 +323,33 @@ def row_of(segment, slot):
 
 
 @triton.jit
+def own_tile(keys, t, tile, N: tl.constexpr):
+    """Where tile `tile` of row t is, of N keys of one segment: (inside, begin, n, width, at).
+
+    A row's tiles are those that its index rows have room for, however long the row is. inside: whether (1 or 0) the
+    segment is the first. begin: the tile's first column. n: columns that count, of width. at: the address of column 0.
+    """
+    first, second = keys.first, keys.second
+    before = cdiv(first.width, N)
+    inside = (tile < before).to(tl.int32)
+    at, lens = first.rows + t.to(tl.int64) * first.stride, first.lens
+    begin, width = tile * N, first.width
+    if second is not None:  # noqa: SIM102 - a constant, and a value
+        if inside == 0:
+            at, lens = second.rows + t.to(tl.int64) * second.stride, second.lens
+            begin, width = (tile - before) * N, second.width
+    n = tl.minimum(tl.maximum(tl.load(lens + t), 0), width)
+    return inside, begin, n, width, at
+
+
+@triton.jit
+def has_keys(tile, before, n0, n1, size):
+    """Whether a tile of `size` keys has columns that count. before: tiles of the first segment. n0, n1: lengths."""
+    own = tl.where(tile < before, tile, tile - before)
+    return own * size < tl.where(tile < before, n0, n1)
+
+
+@triton.jit
 def part_of(chunk, program, pos):
     """Place, [program, side], of the part of a row that is split; side 1: the row begins in the chunk."""
     return program * 2 + (pos >= chunk.lo).to(tl.int32)

@@ -19,11 +19,11 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.dependent import overlaps
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.backends.sm90 import index, steps, streams
+from dsv4attn.backends.sm90 import index, steps, streams, tiles
 from dsv4attn.backends.sm90.choice import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_parts import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, CODE_PAGES, FP8_PAGES, NIBBLE_PAGES
-from dsv4attn.backends.sm90.tuning import PAGED, RAW, ROADS, ROWED, TUNING, Roles, is_small
+from dsv4attn.backends.sm90.tuning import PAGED, RAW, ROADS, ROWED, TUNING, Roles, is_small, tiles_of
 from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.contract import AttentionCall, ChunkCost, KeyForm, LayerSteps, Phase, Run
 from dsv4attn.core.device import DeviceFacts
@@ -73,7 +73,8 @@ class Sm90Backend(TritonBackend):
     "auto" takes the memory of "gathered", and of both what is faster for a chunk, see `tuning.Roads`.
     tuning: of the shared kernel, see `TritonBackend`. deterministic: the shared kernel serves every call, because the
     Gluon kernels split rows at places that depend on the batch. projection: see `TritonBackend`.
-    small: "shared", or "gluon" for Gluon kernels in calls of few tokens too, see `tuning.is_small`.
+    small: which kernels serve decodes of few tokens where they are faster. "auto": `kernels_tiles` on V4's records, see
+    `tuning.tiles_of`, and on others the shared kernel, see `tuning.is_small`; "shared": that on all; "gluon": neither.
     """
 
     name = "sm90"
@@ -86,13 +87,13 @@ class Sm90Backend(TritonBackend):
         tuning: str = "auto",
         deterministic: bool = False,
         projection: str = "bf16",
-        small: str = "shared",
+        small: str = "auto",
     ) -> None:
         """Check the options; no device is touched."""
         super().__init__(tuning=tuning, deterministic=deterministic, projection=projection)
-        if small not in ("shared", "gluon"):
-            raise ArgumentError("small", expected="'shared' or 'gluon'", actual=repr(small))
-        self._shares = small == "shared"
+        if small not in ("auto", "shared", "gluon"):
+            raise ArgumentError("small", expected="'auto', 'shared' or 'gluon'", actual=repr(small))
+        self._small = small
         if prefill not in (*KeyForm, "auto"):
             expected = " or ".join(f"'{form}'" for form in ("auto", *(form.value for form in KeyForm)))
             raise ArgumentError("prefill", expected=expected, actual=repr(prefill))
@@ -153,26 +154,33 @@ class Sm90Backend(TritonBackend):
         if not call.scratch or not self._may_serve(call.layer):
             return super().prepare(phase, call)
         check_attention_strides(call)
-        width = sum(rows.width for rows in attend.index_rows(call.keys))
-        found = _kind_and_numbers(call)
+        widths = [rows.width for rows in attend.index_rows(call.keys)]
+        found, (tokens, heads, _) = _kind_and_numbers(call), call.q.shape
         if found is None and call.raw_q is not None:
             expected, hint = "None for this call", "ask takes_raw_q, and prepare q where it says no"
             raise ArgumentError("raw_q", expected=expected, actual="a RawQuery", hint=hint)
-        if found is not None and not self._leaves(phase, call, width):
-            return _prepare(call, *found)
+        if found is not None:
+            kind, numbers = found
+            may = phase is Phase.DECODE and not isinstance(call.keys, GatheredKeys)
+            few = tiles_of(tokens, heads, widths, multiprocessors()) if may and self._tiles(kind) else None
+            if few is not None and tokens:
+                return tiles.prepare(call, numbers, few)
+            if not (may and self._leaves(kind) and is_small(tokens, heads, sum(widths), multiprocessors())):
+                return _prepare(call, kind, numbers)
         # the splits of the shared kernel, in the same memory
-        splits = self._splits(phase, call.layer, call.q.shape[0], width)
-        shapes = [shape for shape, _ in attend.scratch(call.q.shape[0], call.layer, splits)]
+        splits = self._splits(phase, call.layer, tokens, sum(widths))
+        shapes = [shape for shape, _ in attend.scratch(tokens, call.layer, splits)]
         pairs = zip(call.scratch, shapes, strict=False)
         parts = [own.view(-1)[: prod(shape)].view(*shape) for own, shape in pairs]
         return super().prepare(phase, evolve(call, scratch=parts))
 
-    def _leaves(self, phase: Phase, call: AttentionCall, width: int) -> bool:
-        """Whether the shared kernel serves a call that the Gluon kernels could serve."""
-        if not self._shares or phase is Phase.PREFILL or isinstance(call.keys, GatheredKeys):
-            return False
-        tokens, heads, _ = call.q.shape
-        return is_small(tokens, heads, width, multiprocessors())
+    def _tiles(self, kind: Kind) -> bool:
+        """Whether `kernels_tiles` may serve decodes on keys of this kind."""
+        return self._small == "auto" and kind == PAGES
+
+    def _leaves(self, kind: Kind) -> bool:
+        """Whether the shared kernel may serve decodes that the Gluon kernels could serve, on keys of this kind."""
+        return self._small == "shared" or (self._small == "auto" and kind != PAGES)
 
     def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:
         """See `contract.BackendDefaults`."""
@@ -198,7 +206,7 @@ class Sm90Backend(TritonBackend):
         for read, shared in sources:
             kind = _kind_of(read) if may else None
             # of which of these keys the Gluon kernels serve all calls: all rows, all aligned records, no plain pages
-            records = bounds.aligned and kind is not None and kind.is_paged and not self._shares
+            records = bounds.aligned and kind is not None and kind.is_paged and not self._leaves(kind)
             every = shared == self._gathered_variants or records
             for one in shared(bounds, layer, tuning):
                 # and only q and out whose rows are aligned
@@ -207,6 +215,8 @@ class Sm90Backend(TritonBackend):
             if kind is not None:
                 given: dict[str, Any] = {"sinks": bounds.with_sink, "lses": bounds.with_lse}
                 yield from variants(len(read), kind, layer.num_heads, **given)
+                if self._tiles(kind):
+                    yield from tiles.variants(len(read), layer.num_heads, **given)
                 if shared == self._gathered_variants and self._may_leave_raw(bounds, layer):
                     yield from variants(len(read), kind, layer.num_heads, **given, raw=True)
 

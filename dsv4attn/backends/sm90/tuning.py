@@ -12,7 +12,21 @@ from dsv4attn.backends._triton.tuning import DEFAULT, HOPPER, INTERPRETER, Tunin
 from dsv4attn.core.contract import ChunkCost
 from dsv4attn.core.geometry import LayerGeometry
 
-__all__ = ["PAGED", "RAW", "ROADS", "ROWED", "TUNING", "Roads", "Roles", "is_small"]
+__all__ = [
+    "PAGED",
+    "RAW",
+    "ROADS",
+    "ROUNDS",
+    "ROWED",
+    "TILES",
+    "TUNING",
+    "Roads",
+    "Roles",
+    "Tiles",
+    "is_small",
+    "rounds_of",
+    "tiles_of",
+]
 
 
 @frozen
@@ -75,6 +89,70 @@ def is_small(tokens: int, heads: int, width: int, programs: int) -> bool:
     V4.1's records. In 56 the choice is the faster kernel, in two it is 4 % slower, in one of 8 heads 8 %.
     """
     return tokens * -(-heads // 64) * (-(-width // 64) + 1) <= programs
+
+
+@frozen
+class Tiles:
+    """Sizes of a program of `kernels_tiles`, and a decode's microseconds with them, fitted to measured ones.
+
+    heads, keys: of a program's block and tile. start: of a decode; program: of each program, since they share memory.
+    """
+
+    heads: int
+    keys: int
+    start: float
+    program: float
+
+    def of_rows(self, widths: Sequence[int]) -> int:
+        """Tiles of a row whose segments have index rows of these widths."""
+        return sum(-(-width // self.keys) for width in widths)
+
+    def programs(self, tokens: int, heads: int, widths: Sequence[int]) -> int:
+        """Programs of a decode."""
+        return tokens * -(-heads // self.heads) * self.of_rows(widths)
+
+    def time(self, tokens: int, heads: int, widths: Sequence[int]) -> float:
+        """Microseconds of a decode, combining included: of each head, and of each head of each tile."""
+        work = self.program * self.programs(tokens, heads, widths)
+        return self.start + work + tokens * heads * (0.00055 + 0.00014 * self.of_rows(widths))
+
+
+TILES = (
+    Tiles(heads=16, keys=64, start=9.8, program=0.006),
+    Tiles(heads=32, keys=64, start=10.7, program=0.018),
+    Tiles(heads=32, keys=128, start=13.4, program=0.021),
+    Tiles(heads=64, keys=128, start=16.1, program=0.038),
+)
+"""One of these is as fast as 64 heads with 64 keys, and 16 heads with 128 keys, in every decode."""
+
+
+def tiles_of(tokens: int, heads: int, widths: Sequence[int], programs: int) -> Tiles | None:
+    """The fastest sizes for a decode, if each tile has one of so many programs to itself.
+
+    None if no sizes are so large, or if the Gluon kernel on pages is faster. widths: of the index rows of each segment.
+    Measured on an H200, torch 2.11, Triton 3.6, 2026-11-25: 50 decodes of 1 to 132 tokens, 8 to 128 heads and 128 to
+    2,176 keys. In 47 the choice is within 1.5 % of the fastest, in two with a window alone 4 % slower.
+    """
+    tiles = sum(-(-width // 64) for width in widths)
+    best = min(
+        (one for one in TILES if one.programs(tokens, heads, widths) <= programs),
+        key=lambda one: one.time(tokens, heads, widths),
+        default=None,
+    )
+    pages = 17.7 + 0.078 * tiles + 0.0306 * tokens * -(-heads // 64) * tiles
+    return best if best is not None and best.time(tokens, heads, widths) < pages else None
+
+
+def rounds_of(tokens: int, heads: int, tiles: int) -> tuple[int, int]:
+    """Tiles whose parts a program of `combine_tiles` loads together, and pieces of columns that it has: see ROUNDS.
+
+    Few and large programs where many would take turns on a multiprocessor, which has room for four to eight of them.
+    """
+    many = tokens * -(-heads // 8) > 64
+    return ROUNDS[2] if many and tiles <= 2 else ROUNDS[1] if many or tiles <= 5 else ROUNDS[0]
+
+
+ROUNDS = ((10, 1), (5, 2), (2, 4))
 
 
 _SAMPLES = 16

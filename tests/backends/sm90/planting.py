@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from dsv4attn.backends.sm90 import kernels_parts, kernels_schedule, kernels_twin, launch
+from dsv4attn.backends.sm90 import kernels_parts, kernels_schedule, kernels_tiles_twin, kernels_twin, launch, tiles
 from tests.backends.sm90 import kernels_walk
 
 __all__ = ["plant", "planted"]
@@ -25,16 +25,26 @@ def planted(folder: Path, old: str, new: str) -> ModuleType:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, module: str, old: str, new: str) -> None:
-    """Let the backend launch kernels of whose source (schedule, twin or parts) one piece of text is another."""
+    """Let the backend launch kernels of whose source (schedule, twin, tiles or parts) one piece of text is another."""
     if module == "parts":
         monkeypatch.setattr(launch, "combine_parts", _changed(folder, kernels_parts, old, new).combine_parts)
+        return
+    if module == "tiles":
+        _launch_tiles(monkeypatch, _changed(folder, kernels_tiles_twin, old, new))
         return
     if module == "twin":
         twin = _changed(folder, kernels_twin, old, new)
     else:
         name = _changed(folder, kernels_schedule, old, new).__name__
         twin = _imported(folder / f"twin_{folder.name}.py", inspect.getsource(kernels_twin).replace(_SCHEDULE, name))
+        source = inspect.getsource(kernels_tiles_twin).replace(_SCHEDULE, name)
+        _launch_tiles(monkeypatch, _imported(folder / f"tiles_{folder.name}.py", source))
     monkeypatch.setattr(launch, "attention", twin.attention)
+
+
+def _launch_tiles(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> None:
+    for name in ("attend_tile", "combine_tiles"):
+        monkeypatch.setattr(tiles, name, getattr(kernels, name))
 
 
 def _changed(folder: Path, module: ModuleType, old: str, new: str) -> ModuleType:

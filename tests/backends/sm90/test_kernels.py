@@ -90,17 +90,17 @@ def test_other_calls_go_to_the_shared_kernel_with_the_same_answers(name: str) ->
 
 
 @pytest.mark.parametrize("heads", [3, 65])
-def test_the_shared_kernel_serves_decodes_of_few_tokens(heads: int) -> None:
+def test_the_shared_kernel_serves_decodes_of_few_tokens_if_asked(heads: int) -> None:
     tiles = multiprocessors() // 2 - 1
     few = Trial(layouts=(OCP,), widths=(64 * tiles,), tokens=1, heads=heads, seed=30)
     more = evolve(few, tokens=3)
     rows = Trial(layouts=(BF16_ROWS,), form="gathered", widths=(60,), tokens=1, heads=heads, seed=31)
     results = [
-        run(few, backend=Sm90Backend()),
+        run(few, backend=Sm90Backend(small="shared")),
         run(few, backend=Sm90Backend(small="gluon")),
-        run(few, Phase.PREFILL, Sm90Backend()),
-        run(more, backend=Sm90Backend()),
-        run(rows, backend=Sm90Backend()),
+        run(few, Phase.PREFILL, Sm90Backend(small="shared")),
+        run(more, backend=Sm90Backend(small="shared")),
+        run(rows, backend=Sm90Backend(small="shared")),
     ]
 
     assert [result.own for result in results] == [False, True, True, True, True]

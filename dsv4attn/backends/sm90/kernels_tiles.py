@@ -1,0 +1,313 @@
+"""Kernels for decodes of few tokens: a program attends one tile of keys, and another kernel combines a row's tiles.
+
+Where every tile has a multiprocessor to itself, a decode takes as long as one tile, from its first load to its last
+store. So nothing is pipelined: all loads of a tile are in flight at once. Both products are computed transposed, keys
+by heads and columns by heads. The matrix unit multiplies 64 rows at least, and a program may have 16 heads: less of q
+to load, and less to store.
+
+Sums are stored as the matrix unit leaves them in registers, sixteen bytes of a thread beside those of the next one, and
+not divided by totals yet. `combine_tiles` loads them in that order, and sorts what it has combined.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005 - Triton's tuples grow in no other way
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import allocate_shared_memory as allocate
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dsv4attn.backends._triton.launching.kernels_dependent import let_next_begin, take_over, wait_for_earlier
+from dsv4attn.backends._triton.launching.runtime import stable_gluon
+from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
+from dsv4attn.backends.sm90.compat import barrier, copy_async
+from dsv4attn.backends.sm90.kernels_common import FLAT_S, KEYS_S
+from dsv4attn.backends.sm90.kernels_produce import (
+    DECODE,
+    LAST,
+    WORDS_L,
+    decoded,
+    load_codes,
+    load_rope,
+    spoilt,
+    store_words,
+)
+from dsv4attn.backends.sm90.kernels_schedule import Keys, Segment, cdiv, has_keys, own_tile, page_of
+
+QUERIES_L = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
+"""128 columns of q: sixteen bytes in each thread."""
+HEADS_L = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+CELLS_L = gl.constexpr(gl.BlockedLayout([1, 2, 2], [32, 1, 1], [4, 1, 1], [2, 1, 0]))
+"""Of 8 heads and 64 columns, 128 cells of two columns and two heads, as `store_sums` has them in a thread."""
+FOURS_L = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+ROWS_L = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def load_queries(q, q_s, t, head0, q_token, q_head, H: gl.constexpr, BH: gl.constexpr):
+    """Start to copy q of a block of heads, zeros for heads that are not there."""
+    head = head0 + gl.arange(0, BH, layout=gl.SliceLayout(1, QUERIES_L))
+    column = gl.arange(0, 128, layout=gl.SliceLayout(0, QUERIES_L))
+    p = q + t.to(gl.int64) * q_token + gl.expand_dims(head.to(gl.int64) * q_head, 1) + gl.expand_dims(column, 0)
+    p = gl.multiple_of(p, [1, 16])
+    mask = gl.expand_dims(head < H, 1) & (gl.expand_dims(column, 0) < 128)
+    for g in gl.static_range(4):
+        copy_async(q_s.index(g), p + 128 * g, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def load_keys(keys, slot, inside, k0, k1, k2, k3, bias_s, PDL: gl.constexpr):
+    """Load and decode a tile, as `kernels_produce.produce` does, and let the next kernel begin while it is loaded."""
+    ok, data, scale = page_of(keys, slot, inside)
+    x0 = load_codes(data, ok, 0, WORDS_L)
+    x1 = load_codes(data, ok, 16, WORDS_L)
+    x2 = load_codes(data, ok, 32, WORDS_L)
+    x3 = load_codes(data, ok, 48, WORDS_L)
+    x4 = load_codes(data, ok, 64, WORDS_L)
+    x5 = load_codes(data, ok, 80, WORDS_L)
+    x6 = load_codes(data, ok, 96, WORDS_L)
+    rope = load_rope(data, ok)
+    scales = gl.load(scale, mask=ok, other=0)
+    let_next_begin(PDL)
+    bias_s.store(gl.where(ok, 0.0, -float("inf")))
+    low = scales.to(gl.int32)
+    high = (scales >> 32).to(gl.int32)
+    none = (spoilt(low) | spoilt(high & 0xFFFFFF)) & -0x7F7F7F80
+    seen = gl.expand_dims(gl.where(none != 0, 0x07F007F0, 0), 1) + gl.zeros_like(x6)
+    y, seen = decoded(x6, high, seen, 2, DECODE)
+    store_words(k3, 0, y, rope)
+    y, seen = decoded(x4, high, seen, 0, DECODE)
+    z, seen = decoded(x5, high, seen, 1, DECODE)
+    store_words(k2, 0, y, z)
+    y, seen = decoded(x0, low, seen, 0, DECODE)
+    z, seen = decoded(x1, low, seen, 1, DECODE)
+    store_words(k0, 0, y, z)
+    y, seen = decoded(x2, low, seen, 2, DECODE)
+    z, seen = decoded(x3, low, seen, 3, LAST)
+    store_words(k1, 0, y, z)
+
+
+@gluon.jit
+def store_heads(to, x, BH: gl.constexpr):
+    """Store [BH] fp32."""
+    gl.store(to + gl.arange(0, BH, layout=HEADS_L), gl.convert_layout(x, HEADS_L))
+
+
+@gluon.jit
+def store_sums(to, x, BH: gl.constexpr):
+    """Store [128, BH] fp32, columns by heads, as `kernels_tiles_twin.place` says: eight heads after the other."""
+    # warps; both rows of a thread; which of eight rows; which eight heads; which quarter of them; both of its heads
+    x = gl.permute(gl.reshape(x, [8, 2, 8, BH // 8, 4, 2]), (3, 0, 2, 4, 1, 5))
+    x = gl.reshape(x, [128 * BH])
+    LAYOUT: gl.constexpr = x.type.layout
+    gl.store(gl.multiple_of(to + gl.arange(0, 128 * BH, layout=LAYOUT), [16]), x)
+
+
+@stable_gluon
+def attend_tile(
+    q,  # [T, H, 512] bf16
+    part,  # [programs, 512, BH] fp32, in the order of `store_sums`
+    part_sums,  # [programs, 2, BH] fp32: largest logits, base 2, and totals of the weights relative to them
+    cache0,  # [pages, page bytes] uint8
+    rows0,  # [T, width0] int32
+    lens0,  # [T] int32
+    cache1,  # [pages, page bytes] uint8
+    rows1,  # [T, width1] int32
+    lens1,  # [T] int32
+    q_token: tl.int64, q_head: tl.int64,
+    width0: tl.int32, stride0: tl.int64, size0: tl.int32,
+    factor0: tl.int32, log0: tl.int32, pitch0: tl.int32, count0: tl.int32,
+    width1: tl.int32, stride1: tl.int64, size1: tl.int32,
+    factor1: tl.int32, log1: tl.int32, pitch1: tl.int32, count1: tl.int32,
+    tiles: tl.int32, scale: tl.float32,
+    SEGMENTS: gl.constexpr, H: gl.constexpr, BH: gl.constexpr, N: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Grid: (T x tiles x blocks of BH heads,), heads fastest, since programs share keys. Eight warps.
+
+    tiles: of N keys, of each row, see `own_tile`. BH: 16, 32 or 64. N: 64 or 128. q and pages begin at multiples of 16
+    bytes. Segments are as the fields of `Segment` have them. A tile without keys stores sums, and no part.
+    """
+    wait_for_earlier(PDL)
+    # keys by heads: 64 keys are four warps' rows, and the other four have the other half of the heads
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 2] if N == 64 else [8, 1], [16, BH // 2 if N == 64 else BH, 16]
+    )
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BH, 16])
+    WEIGHTS_S: gl.constexpr = gl.NVMMASharedLayout(2 * BH, 16, 2)
+    BLOCKS: gl.constexpr = (H + BH - 1) // BH
+    program = gl.program_id(0)
+    head0 = (program % BLOCKS) * BH
+    tile = (program // BLOCKS) % tiles
+    t = program // (BLOCKS * tiles)
+    first = Segment(cache0, rows0, lens0, width0, stride0, size0, factor0, log0, pitch0, count0)
+    second = None
+    if SEGMENTS == 2:
+        second = Segment(cache1, rows1, lens1, width1, stride1, size1, factor1, log1, pitch1, count1)
+    keys = Keys(first, second, False)
+    inside, begin, n, width, at = own_tile(keys, t, tile, N)
+    # indices behind the length are read too, and not used: they would have to wait for it
+    column = begin + gl.arange(0, N, layout=gl.SliceLayout(1, WORDS_L))
+    slot = gl.load(at + column, mask=column < width, other=-1)
+    slot = gl.where(column < n, slot, -1)
+    q_s = allocate(gl.bfloat16, [4, BH, 128], KEYS_S)
+    load_queries(q, q_s, t, head0, q_token, q_head, H, BH)
+    sums = part_sums + program * (2 * BH)
+    if begin < n:
+        k0 = allocate(gl.bfloat16, [1, N, 128], KEYS_S)
+        k1 = allocate(gl.bfloat16, [1, N, 128], KEYS_S)
+        k2 = allocate(gl.bfloat16, [1, N, 128], KEYS_S)
+        k3 = allocate(gl.bfloat16, [1, N, 128], KEYS_S)
+        bias_s = allocate(gl.float32, [N], FLAT_S)
+        p_s = allocate(gl.bfloat16, [N, BH], WEIGHTS_S)
+        load_keys(keys, slot, inside, k0, k1, k2, k3, bias_s, PDL)
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()
+        s = gl.zeros([N, BH], gl.float32, layout=SCORES)
+        s = warpgroup_mma(k0.index(0), q_s.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma(k1.index(0), q_s.index(1).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(k2.index(0), q_s.index(2).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(k3.index(0), q_s.index(3).permute((1, 0)), s, is_async=True)
+        bias = gl.expand_dims(bias_s.load(gl.SliceLayout(1, SCORES)), 1)
+        s = warpgroup_mma_wait(0, [s])
+        # chosen, not added: q may be NaN, and so are its products with keys that are not there
+        z = gl.where(bias == 0.0, s * (scale * LOG2E), -float("inf"))
+        largest = gl.maximum(gl.max(z, 0), NOTHING)
+        p = gl.exp2(z - gl.expand_dims(largest, 0))
+        p_s.store(p.to(gl.bfloat16))
+        fence_async_shared()
+        barrier()
+        zero = gl.zeros([128, BH], gl.float32, layout=OUT)
+        a = warpgroup_mma(k0.index(0).permute((1, 0)), p_s, zero, use_acc=False, is_async=True)
+        b = warpgroup_mma(k1.index(0).permute((1, 0)), p_s, zero, use_acc=False, is_async=True)
+        c = warpgroup_mma(k2.index(0).permute((1, 0)), p_s, zero, use_acc=False, is_async=True)
+        d = warpgroup_mma(k3.index(0).permute((1, 0)), p_s, zero, use_acc=False, is_async=True)
+        a, b, c, d = warpgroup_mma_wait(0, [a, b, c, d])
+        to = part + program.to(gl.int64) * (512 * BH)
+        store_sums(to, a, BH)
+        store_sums(to + 128 * BH, b, BH)
+        store_sums(to + 256 * BH, c, BH)
+        store_sums(to + 384 * BH, d, BH)
+        # behind the parts, which need not wait for it
+        store_heads(sums, largest, BH)
+        store_heads(sums + BH, gl.sum(p, 0), BH)
+    else:
+        async_copy.wait_group(0)
+        let_next_begin(PDL)
+        none = gl.zeros([BH], gl.float32, layout=HEADS_L)
+        store_heads(sums, none + NOTHING, BH)
+        store_heads(sums + BH, none, BH)
+
+
+@stable_gluon
+def combine_tiles(
+    part,  # as `attend_tile` has them
+    part_sums,
+    out,  # [T, H, 512] bf16
+    lse,  # [T, H] fp32, or None
+    max_logits,  # [T, H] fp32, or None
+    sink,  # [H] fp32, or None
+    lens0,  # [T] int32
+    lens1,  # [T] int32
+    out_token: tl.int64, out_head: tl.int64, lse_token: tl.int64, lse_head: tl.int64,
+    max_token: tl.int64, max_head: tl.int64,
+    heads: tl.int32, block: tl.int32, size: tl.int32, tiles: tl.int32, width0: tl.int32, width1: tl.int32,
+    empty_lse: tl.float32, U: gl.constexpr, P: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Grid: (T x blocks of 8 heads x 8 / P pieces of 64 columns,), columns fastest. Four warps.
+
+    block: heads of a program of `attend_tile`. size: keys of a tile. tiles: of a row. U: tiles whose parts are loaded
+    together. P: pieces of a program: 1, 2, 4 or 8. out begins at a multiple of 16 bytes.
+    """
+    program = gl.program_id(0)
+    first = program % (8 // P) * P
+    eights = cdiv(heads, 8)
+    eight = (program // (8 // P)) % eights
+    t = program // (8 // P * eights)
+    of = gl.arange(0, 128, layout=gl.SliceLayout(1, gl.SliceLayout(1, CELLS_L)))
+    second = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, CELLS_L)))
+    within = gl.expand_dims(of % 4 * 2, 1) + gl.expand_dims(second, 0)
+    head = eight * 8 + within
+    # read before the kernel that computes parts has ended: it began when all before it had
+    before = cdiv(width0, size)
+    n0 = gl.minimum(gl.maximum(gl.load(lens0 + t), 0), width0)
+    n1 = gl.minimum(gl.maximum(gl.load(lens1 + t), 0), width1)
+    if sink is not None:
+        bias = gl.load(sink + head, mask=head < heads, other=0.0) * LOG2E
+    take_over(PDL)
+    blocks = cdiv(heads, block)
+    own = eight // (block // 8)
+    rest = eight % (block // 8)
+    cell = rest * 1024 + gl.arange(0, 512, layout=FOURS_L)
+    largest = gl.full([128, 2], NOTHING, gl.float32, layout=gl.SliceLayout(1, CELLS_L))
+    total = gl.zeros([128, 2], gl.float32, layout=gl.SliceLayout(1, CELLS_L))
+    accs = ()
+    for _ in gl.static_range(P):
+        accs = accs + (gl.zeros([128, 2, 2], gl.float32, layout=CELLS_L),)
+    for begin in range(0, tiles, U):
+        # every load of a round is on its way before the first is used
+        ms, ls, vs = (), (), ()
+        top = largest
+        for u in gl.static_range(U):
+            tile = begin + u
+            there = has_keys(tile, before, n0, n1, size) & (tile < tiles)
+            row = (t * tiles + tile) * blocks + own
+            sums = gl.multiple_of(part_sums + row * (2 * block) + rest * 8, 8) + within
+            m = gl.load(sums, mask=there, other=NOTHING)
+            ms = ms + (m,)
+            ls = ls + (gl.load(sums + block, mask=there, other=0.0),)
+            values = gl.multiple_of(part + row.to(gl.int64) * (512 * block), 16) + cell
+            for k in gl.static_range(P):
+                piece = first + k
+                v = gl.load(values + ((piece // 2) * (128 * block) + piece % 2 * 512), mask=there, other=0.0)
+                vs = vs + (gl.convert_layout(gl.reshape(v, [128, 2, 2]), CELLS_L, assert_trivial=True),)
+            top = gl.maximum(top, m)
+        shrink = gl.exp2(largest - top)
+        total *= shrink
+        ws = ()
+        for u in gl.static_range(U):
+            weight = gl.exp2(ms[u] - top)
+            total += ls[u] * weight
+            ws = ws + (gl.expand_dims(weight, 1),)
+        now = ()
+        for k in gl.static_range(P):
+            acc = accs[k] * gl.expand_dims(shrink, 1)
+            for u in gl.static_range(U):
+                acc += vs[u * P + k] * ws[u]
+            now = now + (acc,)
+        accs = now
+        largest = top
+    empty = total == 0.0
+    whole = total
+    if sink is not None:
+        # one more logit of value zero; a sink of +inf leaves nothing
+        whole += gl.exp2(bias - largest)
+    factor = gl.expand_dims(gl.where(empty, 0.0, 1.0 / whole), 1)
+    line = eight * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS_L))
+    to = gl.multiple_of(out + t.to(gl.int64) * out_token + line.to(gl.int64) * out_head, [16])
+    for k in gl.static_range(P):
+        # cells are quarters of a group's warps, eighths of rows, and quarters of eight heads
+        rows = gl.reshape((accs[k] * factor).to(gl.bfloat16), [4, 8, 4, 2, 2])
+        rows = gl.convert_layout(gl.reshape(gl.permute(rows, (2, 4, 0, 3, 1)), [8, 64]), ROWS_L)
+        column = (first + k) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, ROWS_L))
+        mask = gl.expand_dims(line < heads, 1) & (gl.expand_dims(column, 0) < 512)
+        gl.store(gl.expand_dims(to, 1) + gl.expand_dims(column, 0), rows, mask=mask)
+    if first == 0:
+        once = (gl.expand_dims(of, 1) < 4) & (head < heads)
+        if lse is not None:
+            it = lse + t.to(gl.int64) * lse_token + head.to(gl.int64) * lse_head
+            gl.store(it, gl.where(empty, empty_lse, (largest + gl.log2(total)) * LN2), mask=once)
+        if max_logits is not None:
+            it = max_logits + t.to(gl.int64) * max_token + head.to(gl.int64) * max_head
+            # maxima pass over a NaN among logits, and the total of weights does not; a finite one adds nothing
+            gl.store(it, gl.where(empty, -float("inf"), largest * LN2 + total * 0.0), mask=once)

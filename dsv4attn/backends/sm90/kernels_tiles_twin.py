@@ -1,0 +1,134 @@
+"""The twin of `kernels_tiles`, for Triton's interpreter, which runs no Gluon: same arguments, programs and results."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsv4attn.backends._triton import numerics
+from dsv4attn.backends._triton.attention.keys import widen
+from dsv4attn.backends._triton.launching.runtime import stable_kernel
+from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
+from dsv4attn.backends.sm90.kernels_schedule import Keys, Segment, cdiv, has_keys, own_tile, page_of
+from dsv4attn.backends.sm90.kernels_twin import read_page
+
+
+@triton.jit
+def place(column, head, block):
+    """Where the sum of a column and of a head of a block of so many is in a program's part."""
+    warp, row, eighth = column % 128 // 16, column % 16 // 8, column % 8
+    cell = warp * 32 + eighth * 4 + head % 8 // 2
+    return column // 128 * (128 * block) + head // 8 * 1024 + cell * 4 + row * 2 + head % 2
+
+
+@stable_kernel
+def attend_tile(
+    q,  # [T, H, 512] bf16
+    part,  # [programs, 512, BH] fp32, in the order of `place`
+    part_sums,  # [programs, 2, BH] fp32: largest logits, base 2, and totals of the weights relative to them
+    cache0,  # [pages, page bytes] uint8
+    rows0,  # [T, width0] int32
+    lens0,  # [T] int32
+    cache1,  # [pages, page bytes] uint8
+    rows1,  # [T, width1] int32
+    lens1,  # [T] int32
+    q_token: tl.int64, q_head: tl.int64,
+    width0: tl.int32, stride0: tl.int64, size0: tl.int32,
+    factor0: tl.int32, log0: tl.int32, pitch0: tl.int32, count0: tl.int32,
+    width1: tl.int32, stride1: tl.int64, size1: tl.int32,
+    factor1: tl.int32, log1: tl.int32, pitch1: tl.int32, count1: tl.int32,
+    tiles: tl.int32, scale: tl.float32,
+    SEGMENTS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """See `kernels_tiles.attend_tile`."""
+    BLOCKS: tl.constexpr = (H + BH - 1) // BH
+    program = tl.program_id(0)
+    within, column = tl.arange(0, BH), tl.arange(0, 512)
+    head = (program % BLOCKS) * BH + within
+    tile = (program // BLOCKS) % tiles
+    t = program // (BLOCKS * tiles)
+    first = Segment(cache0, rows0, lens0, width0, stride0, size0, factor0, log0, pitch0, count0)
+    second = None
+    if SEGMENTS == 2:
+        second = Segment(cache1, rows1, lens1, width1, stride1, size1, factor1, log1, pitch1, count1)
+    keys = Keys(first, second, False)
+    inside, begin, n, width, at = own_tile(keys, t, tile, N)
+    key = begin + tl.arange(0, N)
+    slot = tl.load(at + key, mask=key < width, other=-1)
+    slot = tl.where(key < n, slot, -1)
+    sums = part_sums + program * (2 * BH) + within
+    if begin < n:
+        ok, data, scales = page_of(keys, slot, inside)
+        values = read_page(data, scales, ok)
+        q_row = q + t.to(tl.int64) * q_token + head.to(tl.int64)[:, None] * q_head + column[None, :]
+        query = widen(tl.load(q_row, mask=(head < H)[:, None], other=0.0), tl.float32)
+        z = tl.dot(query, tl.trans(values), input_precision="ieee") * (scale * LOG2E)
+        z = tl.where(ok[None, :], z, -float("inf"))
+        largest = tl.maximum(tl.max(z, 1), NOTHING)
+        p = tl.exp2(z - largest[:, None])
+        acc = tl.dot(p, values, input_precision="ieee")
+        tl.store(part + program.to(tl.int64) * (512 * BH) + place(column[None, :], within[:, None], BH), acc)
+        tl.store(sums, largest)
+        tl.store(sums + BH, tl.sum(p, 1))
+    else:
+        tl.store(sums, tl.full([BH], NOTHING, tl.float32))
+        tl.store(sums + BH, tl.zeros([BH], tl.float32))
+
+
+@stable_kernel
+def combine_tiles(
+    part,  # as `attend_tile` has them
+    part_sums,
+    out,  # [T, H, 512] bf16
+    lse,  # [T, H] fp32, or None
+    max_logits,  # [T, H] fp32, or None
+    sink,  # [H] fp32, or None
+    lens0,  # [T] int32
+    lens1,  # [T] int32
+    out_token: tl.int64, out_head: tl.int64, lse_token: tl.int64, lse_head: tl.int64,
+    max_token: tl.int64, max_head: tl.int64,
+    heads: tl.int32, block: tl.int32, size: tl.int32, tiles: tl.int32, width0: tl.int32, width1: tl.int32,
+    empty_lse: tl.float32, U: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """See `kernels_tiles.combine_tiles`. Tiles are added one after the other."""
+    program = tl.program_id(0)
+    first = program % (8 // P) * P
+    eights = cdiv(heads, 8)
+    eight = (program // (8 // P)) % eights
+    t = program // (8 // P * eights)
+    head, column = eight * 8 + tl.arange(0, 8), first * 64 + tl.arange(0, 64 * P)
+    live = head < heads
+    before = cdiv(width0, size)
+    n0 = tl.minimum(tl.maximum(tl.load(lens0 + t), 0), width0)
+    n1 = tl.minimum(tl.maximum(tl.load(lens1 + t), 0), width1)
+    blocks = cdiv(heads, block)
+    within = head % block
+    largest, total = tl.full([8], NOTHING, tl.float32), tl.zeros([8], tl.float32)
+    acc = tl.zeros([8, 64 * P], tl.float32)
+    for tile in range(tiles):
+        there = head < tl.where(has_keys(tile, before, n0, n1, size), heads, 0)
+        row = (t * tiles + tile) * blocks + eight // (block // 8)
+        sums = part_sums + row * (2 * block) + within
+        m = tl.load(sums, mask=there, other=NOTHING)
+        values = part + row.to(tl.int64) * (512 * block) + place(column[None, :], within[:, None], block)
+        top = tl.maximum(largest, m)
+        shrink, weight = tl.exp2(largest - top), tl.exp2(m - top)
+        acc = acc * shrink[:, None] + tl.load(values, mask=there[:, None], other=0.0) * weight[:, None]
+        total = total * shrink + tl.load(sums + block, mask=there, other=0.0) * weight
+        largest = top
+    empty = total == 0.0
+    whole = total
+    if sink is not None:
+        whole += tl.exp2(tl.load(sink + head, mask=live, other=0.0) * LOG2E - largest)
+    result = acc * tl.where(empty, 0.0, 1.0 / whole)[:, None]
+    to = out + t.to(tl.int64) * out_token + head.to(tl.int64)[:, None] * out_head + column[None, :]
+    tl.store(to, numerics.round_to(result, out.dtype.element_ty, False), mask=live[:, None])
+    if first == 0:
+        if lse is not None:
+            at = lse + t.to(tl.int64) * lse_token + head.to(tl.int64) * lse_head
+            tl.store(at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2), mask=live)
+        if max_logits is not None:
+            at = max_logits + t.to(tl.int64) * max_token + head.to(tl.int64) * max_head
+            tl.store(at, tl.where(empty, -float("inf"), largest * LN2 + total * 0.0), mask=live)

@@ -1,0 +1,75 @@
+"""The launcher of `kernels_tiles`: decodes of so few tokens that each tile of keys has a multiprocessor to itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from dsv4attn.backends._triton.attention import attend
+from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends._triton.launching.dependent import overlaps
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch
+from dsv4attn.backends.sm90.tuning import ROUNDS, TILES, Tiles, rounds_of
+from dsv4attn.core.contract import AttentionCall, Run
+from dsv4attn.core.layout import PagedKVCache
+
+if INTERPRETED:
+    from dsv4attn.backends.sm90.kernels_tiles_twin import attend_tile, combine_tiles
+else:
+    from dsv4attn.backends.sm90.kernels_tiles import attend_tile, combine_tiles
+
+__all__ = ["prepare", "variants"]
+
+DIM, EIGHT, PIECES = 512, 8, 8
+"""Dims of a key; heads of a program that combines, and programs that share its columns."""
+WARPS, COMBINING_WARPS = 8, 4
+
+
+def prepare(call: AttentionCall, numbers: Sequence[int], tiles: Tiles) -> Run:
+    """Launches of a decode from records. numbers: of both segments, see `launch`. Parts are in the call's scratch."""
+    q, top, (tokens, heads, _) = call.q, call.max_logits, call.q.shape
+    widths = [rows.width for rows in attend.index_rows(call.keys)]
+    each, blocks = tiles.of_rows(widths), -(-heads // tiles.heads)
+    own, rounds = _constants(len(widths), heads, tiles), rounds_of(tokens, heads, each)
+    launch = Launch(attend_tile, own, (*q.stride()[:2], *numbers, each, call.layer.scale), WARPS)
+    shape = heads, tiles.heads, tiles.keys, each, widths[0], widths[1] if len(widths) == 2 else 0
+    results = *attend.result_strides(call), *shape, call.empty_lse
+    combine = Launch(combine_tiles, _combining(*rounds), results, COMBINING_WARPS)
+    programs, combiners = tokens * each * blocks, tokens * -(-heads // EIGHT) * PIECES // rounds[1]
+    part, sums, *_ = call.scratch
+    first, first_lens, last, last_lens = attend.index_tensors(call.keys)
+
+    def run(
+        q: Tensor, out: Tensor, lse: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
+    ) -> None:
+        one, other = caches[0].tensor, caches[-1].tensor
+        launch(programs, (q, part, sums, one, first, first_lens, other, last, last_lens))
+        combine(combiners, (part, sums, out, lse, top, attn_sink, first_lens, last_lens))
+
+    return run
+
+
+@cache
+def _constants(segments: int, heads: int, tiles: Tiles) -> Constants:
+    chosen = {"SEGMENTS": segments, "H": heads, "BH": tiles.heads, "N": tiles.keys}
+    return Constants(chosen if INTERPRETED else {**chosen, "PDL": overlaps("sm_90")})
+
+
+@cache
+def _combining(together: int, pieces: int) -> Constants:
+    chosen = {"U": together, "P": pieces}
+    return Constants(chosen if INTERPRETED else {**chosen, "PDL": overlaps("sm_90")})
+
+
+def variants(segments: int, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]) -> Iterator[Variant]:
+    """Every form of these kernels that `forward_mqa` can ask for."""
+    floats = dict.fromkeys(("part", "part_sums"), "*fp32")
+    for tiles in TILES:
+        types = {**floats, "q": "*bf16", "cache0": "*u8", "cache1": "*u8"}
+        yield Variant.from_types(attend_tile, types, _constants(segments, heads, tiles), num_warps=WARPS)
+    for given in attend.call_types(torch.bfloat16, (torch.uint8,), sinks, lses):
+        for rounds in ROUNDS:
+            yield Variant.from_types(combine_tiles, given | floats, _combining(*rounds), num_warps=COMBINING_WARPS)

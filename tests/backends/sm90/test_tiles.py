@@ -1,0 +1,207 @@
+"""Decodes of few tokens by programs of one tile: results against the float64 oracle, and which decodes they serve.
+
+Interpreted it is the twin that attends; on an H200 it is the Gluon kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from attrs import evolve
+
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
+from dsv4attn.backends.sm90 import launch, tiles, tuning
+from dsv4attn.backends.sm90.launch import Sm90Backend
+from dsv4attn.backends.sm90.tuning import ROUNDS, TILES, Tiles, rounds_of, tiles_of
+from dsv4attn.core.contract import Extras, Phase
+from tests.backends._triton.attention.attending import OCP, Trial
+from tests.backends.sm90.calls import Result, run
+from tests.backends.sm90.planting import plant
+from tests.backends.sm90.test_kernels import BASE, CODED, WITHIN
+
+MEASURED = Path(__file__).parents[2] / "fixtures" / "tiles_h200.txt"
+UNITS = 132
+LONG = evolve(BASE, widths=(100, 640), tokens=1, seed=31)
+
+
+@pytest.fixture(autouse=True)
+def units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scratch for more programs than the interpreter's four."""
+    if INTERPRETED:
+        monkeypatch.setattr(launch, "multiprocessors", lambda: 60)
+
+
+def attended(trial: Trial, one: Tiles | None, monkeypatch: pytest.MonkeyPatch) -> Result:
+    """A trial by programs of these sizes, or of those that are chosen."""
+    if one is not None:
+        monkeypatch.setattr(launch, "tiles_of", lambda *_: one)
+    with observed() as seen:
+        result = run(trial, backend=Sm90Backend())
+    assert Counter(one.name for one in seen) == {"attend_tile": 1, "combine_tiles": 1}
+    return result
+
+
+TRIALS = {
+    "pages": BASE,
+    "one segment": evolve(BASE, layouts=(OCP,), widths=(130, 0), seed=32),
+    "a block and a bit": evolve(BASE, heads=65, tokens=2, seed=33),
+    "two blocks": evolve(BASE, heads=128, tokens=1, widths=(64, 65), seed=34),
+    "one head": evolve(BASE, heads=1, seed=35),
+    "no sink": evolve(BASE, sink=False, seed=36),
+    "neither lse nor largest logits": evolve(BASE, told=False, seed=37),
+    "odd pages": evolve(BASE, pages=(5, 53), seed=38),
+    "no window": evolve(BASE, widths=(0, 100), seed=39),
+    "one key": evolve(BASE, widths=(1, 1), seed=40),
+    "nobody": evolve(BASE, widths=(0, 1), seed=41),
+}
+
+
+@pytest.mark.parametrize("one", TILES, ids=str)
+@pytest.mark.parametrize("name", TRIALS)
+def test_each_size_of_a_program_is_right(name: str, one: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attended(TRIALS[name], one, monkeypatch).error <= 1
+
+
+@pytest.mark.parametrize("one", TILES[::3], ids=str)
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_parts_are_combined_alike_in_rounds_of_any_size(
+    rounds: tuple[int, int], one: Tiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "rounds_of", lambda *_: rounds)
+
+    # more tiles than any round has
+    assert one.of_rows(LONG.widths) > 5
+    assert attended(LONG, one, monkeypatch).error <= 1
+
+
+@pytest.mark.parametrize("seed", range(8 if INTERPRETED else 100))
+def test_any_decode_of_few_tokens_is_right(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = Random(seed)
+    widths = [rng.choice([1, 63, 64, 65, 128, 130, 200]) for _ in range(2)]
+    heads = rng.choice([1, 2, 7, 16, 33, 64, 65] if INTERPRETED else [7, 64, 128])
+    pages = [rng.choice([1, 2, 5, 53, 64]) for _ in range(2)]
+    layouts = (OCP,) * rng.choice([1, 2])
+    trial = Trial(layouts=layouts, pages=pages, widths=widths, heads=heads, tokens=rng.randint(1, 2), seed=seed)
+
+    assert attended(trial, None, monkeypatch).error <= 1
+
+
+@pytest.mark.parametrize("empty", [math.inf, 0.0])
+@pytest.mark.parametrize("trial", [evolve(BASE, tokens=7, seed=2), evolve(BASE, widths=(0, 0), tokens=2)])
+def test_rows_without_keys_are_told_as_the_call_wants_it(trial: Trial, empty: float) -> None:
+    result = run(trial, backend=Sm90Backend(), change=lambda call: evolve(call, extras=Extras(empty_lse=empty)))
+    expected, _ = trial.expected
+    lse = result.call.lse
+    assert lse is not None
+    nobody = torch.from_numpy(expected.lse == -math.inf)
+
+    assert nobody.any()
+    assert (lse.cpu()[nobody] == empty).all()
+    assert not result.call.out.cpu()[nobody].any()
+
+
+def served(backend: Sm90Backend, trial: Trial, phase: Phase = Phase.DECODE) -> set[str]:
+    """Kernels that a call launches."""
+    with observed() as seen:
+        run(trial, phase, backend)
+    # the Gluon kernel and the shared one have the same name, and other constants
+    return {"gluon" if "BT" in dict(one.constants) else one.name for one in seen}
+
+
+def test_which_kernel_serves_a_decode() -> None:
+    few = Trial(layouts=(OCP,), widths=(130,), tokens=1, heads=3, seed=42)
+    coded = evolve(few, layouts=(CODED[WITHIN],))
+    many = evolve(few, tokens=30 if INTERPRETED else 66, heads=65)
+
+    assert served(Sm90Backend(), few) == {"attend_tile", "combine_tiles"}
+    assert served(Sm90Backend(small="shared"), few) == {"attention", "reduce"}
+    assert served(Sm90Backend(small="gluon"), few) == {"gluon", "combine_parts"}
+    assert served(Sm90Backend(), coded) == {"attention", "reduce"}
+    assert served(Sm90Backend(), many) == {"gluon", "combine_parts"}
+    assert served(Sm90Backend(), few, Phase.PREFILL) == {"gluon", "combine_parts"}
+    assert served(Sm90Backend(deterministic=True), few) == {"attention", "reduce"}
+
+
+PLANTS = {
+    "indices behind the length": (
+        "tiles",
+        "slot = tl.where(key < n, slot, -1)",
+        "slot = tl.where(key < width, slot, -1)",
+    ),
+    "the other segment's length": ("schedule", "(tile - before) * N, second.width", "(tile - before) * N, first.width"),
+    "columns behind those of the window": ("schedule", "(tile - before) * N, second.width", "tile * N, second.width"),
+    "a tile is left out": ("schedule", "own * size < tl.where(", "(own + 1) * size < tl.where("),
+    "a tile without keys is combined": ("schedule", "own * size < tl.where(", "own * size < 64 + tl.where("),
+    "heads of another place": ("tiles", "head % 8 // 2", "head % 4 // 2"),
+    "no sink": ("tiles", "whole += tl.exp2(", "whole += 0.0 * tl.exp2("),
+    "parts of one row weigh the same": ("tiles", "tl.exp2(m - top)", "(m > -1e30).to(tl.float32)"),
+    "the total of the last part": ("tiles", "total = total * shrink + ", "total = 0.0 * shrink + "),
+    "an empty row's lse": ("tiles", "tl.where(empty, empty_lse,", "tl.where(empty, 1.0,"),
+}
+HARD = [
+    evolve(BASE, widths=(64, 200), tokens=4, seed=1),
+    evolve(BASE, widths=(130, 70), tokens=3, heads=17, seed=13),
+    evolve(BASE, tokens=2, widths=(0, 1)),
+]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="what is planted is a text of the twin")
+@pytest.mark.parametrize("bug", PLANTS)
+def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, tmp_path, *PLANTS[bug])
+    monkeypatch.setattr(launch, "tiles_of", lambda *_: TILES[0])
+
+    assert max(run(trial, backend=Sm90Backend()).error for trial in HARD) > 1
+
+
+def decodes() -> Iterator[tuple[str, int, int, list[int], dict[Tiles | None, float]]]:
+    """Measured decodes: name, tokens, heads, widths, and microseconds by sizes, or by the Gluon kernel (None)."""
+    for line in MEASURED.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            name, *rest = line.split()
+            tokens, heads, *widths = map(int, rest[:4])
+            cells = zip((*TILES, None), rest[4:], strict=True)
+            yield name, tokens, heads, widths, {one: float(cell) for one, cell in cells if cell != "-"}
+
+
+def regrets(units: int = UNITS) -> list[float]:
+    """Time of the choice for each decode, relative to the fastest. units: that the rule is given."""
+    found = []
+    for _, tokens, heads, widths, times in decodes():
+        found.append(times.get(tiles_of(tokens, heads, widths, units), math.inf) / min(times.values()))
+    return found
+
+
+def test_the_choice_is_that_of_the_measured_times() -> None:
+    lost = regrets()
+
+    assert len(lost) == 42
+    assert max(lost) < 1.02
+
+
+def test_a_model_without_what_heads_cost_chooses_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "TILES", tuple(evolve(one, program=0.0) for one in TILES))
+    chosen = [tiles_of(tokens, heads, widths, UNITS) for _, tokens, heads, widths, _ in decodes()]
+    same = [
+        next((one for one in TILES if found and (one.heads, one.keys) == (found.heads, found.keys)), None)
+        for found in chosen
+    ]
+    times = [each for *_, each in decodes()]
+
+    assert max(each[one] / min(each.values()) for one, each in zip(same, times, strict=True)) > 1.02
+    assert max(regrets(units=0)) > 1.5
+
+
+def test_what_a_round_has_follows_from_programs_and_tiles() -> None:
+    assert [rounds_of(*one) for one in ((1, 64, 10), (8, 64, 10), (16, 64, 10), (1, 64, 5))] == [
+        (10, 1), (10, 1), (5, 2), (5, 2)
+    ]  # fmt: skip
+    assert [rounds_of(*one) for one in ((1, 64, 2), (16, 64, 2), (64, 3, 2), (65, 3, 2))] == [
+        (5, 2), (2, 4), (5, 2), (2, 4)
+    ]  # fmt: skip
