@@ -20,36 +20,42 @@ KEY_WORDS_S = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 RAW_S = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
 
 
-DECODE = gl.constexpr(codes(last=False))
-LAST = gl.constexpr(codes(last=True))
-OPERANDS = gl.constexpr(",".join(["=&r"] * 12 + ["r"] * 16))
+DECODE, SPOIL = gl.constexpr(codes()), gl.constexpr(codes(spoils=True))
+OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 12))
+SPOIL_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 16))
 
 
 @gluon.jit
-def decoded(words, scales, seen, BYTE: gl.constexpr, TEXT: gl.constexpr):
-    """[N, 16] words of codes as [N, 32] words of two bf16 values, under the scale byte BYTE of [N]; and `seen`.
+def decoded(words, scales, none, BYTE: gl.constexpr):
+    """[N, 16] words of codes as [N, 32] words of two bf16 values, under the scale byte BYTE of [N].
 
-    A code's bits, put where bf16 has exponent and mantissa, are its value times 2^-120. Two multiplications put it
-    right, and are exact for all codes and scales; one with the product of both powers overflows above byte 134.
-    seen: [N, 16], the largest code so far as TEXT has it, 0x07F0 in either half if one was NaN; alike in all of a
-    thread, whose words are of one key.
+    none: [N], values of keys where it is not 0 are NaN; or None.
     """
     zeros = gl.zeros_like(words)
-    first, second, seen = gl.inline_asm_elementwise(
-        TEXT,
-        OPERANDS,
-        [words, gl.expand_dims(scales, 1) + zeros, seen, zeros + (0x4040 + 0x0101 * BYTE)],
-        dtype=(gl.int32, gl.int32, gl.int32),
-        is_pure=True,
-        pack=4,
-    )
-    return gl.reshape(gl.join(first, second), [words.shape[0], 32]), seen
+    scales = gl.expand_dims(scales, 1) + zeros
+    pick = zeros + (0x4040 + 0x0101 * BYTE)
+    if none is None:
+        first, second = gl.inline_asm_elementwise(
+            DECODE, OPERANDS, [words, scales, pick], dtype=(gl.int32, gl.int32), is_pure=True, pack=4
+        )
+    else:
+        none = gl.expand_dims(none, 1) + zeros
+        first, second = gl.inline_asm_elementwise(
+            SPOIL, SPOIL_OPERANDS, [words, scales, pick, none], dtype=(gl.int32, gl.int32), is_pure=True, pack=4
+        )
+    return gl.reshape(gl.join(first, second), [words.shape[0], 32])
 
 
 @gluon.jit
 def spoilt(scales):
     """int32 words of four scale bytes each; the upper bit of a byte is set if that scale byte is 255, and so NaN."""
     return (~scales - 0x01010101) & scales
+
+
+@gluon.jit
+def without_scale(low, high):
+    """Not 0 where one of a record's seven scale bytes is NaN; the eighth is padding."""
+    return (spoilt(low) | spoilt(high & 0xFFFFFF)) & -0x7F7F7F80
 
 
 @gluon.jit
@@ -63,8 +69,9 @@ def store_words(stages, b, first, second):
 @gluon.jit
 def load_codes(data, ok, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
     """64 codes of each key, from word FIRST on; zeros where not ok."""
+    # the first word is added to the others' numbers: a sum of pointers and 0 is dropped, and with it the hint
     of = gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT))
-    p = gl.multiple_of(gl.expand_dims(data, 1) + gl.expand_dims(of, 0) + FIRST, [1, 16])
+    p = gl.multiple_of(gl.expand_dims(data, 1) + gl.expand_dims(of + FIRST, 0), [1, 16])
     # a mask of both dimensions: with a mask of one, the compiler loads word by word
     return gl.load(p, mask=gl.expand_dims(ok, 1) & (gl.expand_dims(of, 0) < 16), other=0)
 
@@ -129,27 +136,17 @@ def produce(keys, chunk, t, pos, count, smem):
         x4 = smem.raw[4].load(WORDS_L)
         copy_codes(smem.raw, data, next_ok)
         mbarrier.wait(smem.k_empty.index(b), ((i // 2) & 1) ^ 1)
-        # where one of seven words has a NaN code, the last one's values are NaN: one test is cheaper. The last of the
-        # eight scale bytes is padding
-        none = (spoilt(low) | spoilt(high & 0xFFFFFF)) & -0x7F7F7F80
-        seen = gl.expand_dims(gl.where(none != 0, 0x07F007F0, 0), 1) + gl.zeros_like(x6)
-        y, seen = decoded(x6, high, seen, 2, DECODE)
-        store_words(smem.k3, b, y, rope)
-        y, seen = decoded(x4, high, seen, 0, DECODE)
-        z, seen = decoded(x5, high, seen, 1, DECODE)
-        store_words(smem.k2, b, y, z)
+        # a key of which one scale is NaN has NaN in 64 columns: that is enough
+        store_words(smem.k3, b, decoded(x6, high, without_scale(low, high), 2), rope)
+        store_words(smem.k2, b, decoded(x4, high, None, 0), decoded(x5, high, None, 1))
         if ROPE_FIRST:
             rope = load_rope(data, next_ok)
         x5 = load_codes(data, next_ok, 80, WORDS_L)
         x6 = load_codes(data, next_ok, 96, WORDS_L)
         if not ROPE_FIRST:
             rope = load_rope(data, next_ok)
-        y, seen = decoded(x0, low, seen, 0, DECODE)
-        z, seen = decoded(x1, low, seen, 1, DECODE)
-        store_words(smem.k0, b, y, z)
-        y, seen = decoded(x2, low, seen, 2, DECODE)
-        z, seen = decoded(x3, low, seen, 3, LAST)
-        store_words(smem.k1, b, y, z)
+        store_words(smem.k0, b, decoded(x0, low, None, 0), decoded(x1, low, None, 1))
+        store_words(smem.k1, b, decoded(x2, low, None, 2), decoded(x3, low, None, 3))
         # stored late: an earlier store takes one register more than the role has
         smem.bias.index(b).store(gl.where(ok, 0.0, -float("inf")))
         fence_async_shared()

@@ -16,6 +16,7 @@ from dsv4attn.backends.sm90.compat import copy_async, reinterpret
 from dsv4attn.backends.sm90.kernels_produce import (
     KEY_WORDS_S,
     OPERANDS,
+    SPOIL_OPERANDS,
     WORDS_L,
     load_codes,
     spoilt,
@@ -24,13 +25,10 @@ from dsv4attn.backends.sm90.kernels_produce import (
 from dsv4attn.backends.sm90.kernels_schedule import NIBBLE_PAGES, advance, begin, coded_page_of, slots
 from dsv4attn.backends.sm90.ptx import codes, nibbles
 
-CODES_0 = gl.constexpr(codes(last=False, scale=16))
-CODES_1 = gl.constexpr(codes(last=False, scale=17))
-CODES_2 = gl.constexpr(codes(last=False, scale=18))
-CODES_3 = gl.constexpr(codes(last=False, scale=19))
-"""A thread has all 16 scale bytes of its key, in four words: $16 to $19."""
-LAST_1 = gl.constexpr(codes(last=True, scale=17))
-
+CODES_0, CODES_1 = gl.constexpr(codes(scale=12)), gl.constexpr(codes(scale=13))
+CODES_2, CODES_3 = gl.constexpr(codes(scale=14)), gl.constexpr(codes(scale=15))
+"""A thread has all 16 scale bytes of its key, in four words: $12 to $15."""
+SPOIL_3 = gl.constexpr(codes(spoils=True, scale=15))
 SEEN = gl.constexpr(
     """{
 .reg .b32 t;
@@ -38,8 +36,6 @@ or.b32 t, $4, $5;
 or.b32 t, t, $6;
 or.b32 t, t, $7;
 and.b32 t, t, 0x80808080;
-min.u32 t, t, 1;
-mul.lo.u32 t, t, 0x07F007F0;
 mov.b32 $0, t;
 mov.b32 $1, t;
 mov.b32 $2, t;
@@ -47,7 +43,7 @@ mov.b32 $3, t;
 }
 """
 )
-"""What has been seen, in all four operands, if one of four words has a bit of 0x80808080."""
+"""All four operands are not 0 if one of four words has a bit of 0x80808080."""
 
 NIBBLES_0 = gl.constexpr(nibbles(0))
 NIBBLES_1 = gl.constexpr(nibbles(1))
@@ -73,22 +69,24 @@ _OF_NIBBLES = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 12))
 
 
 @gluon.jit
-def decoded(words, scales, seen, PIECE: gl.constexpr, TEXT: gl.constexpr):
-    """[64, 16] words of codes, the piece PIECE of each record, as [64, 32] words of two bf16 values; and `seen`.
+def decoded(words, scales, none, PIECE: gl.constexpr, TEXT: gl.constexpr):
+    """[64, 16] words of codes, the piece PIECE of each record, as [64, 32] words of two bf16 values.
 
-    scales: [64, 16], in each thread the four words of its key's scales. seen: as in `kernels_produce.decoded`.
+    scales: [64, 16], in each thread the four words of its key's scales. none: [64, 16], values are NaN where it is not
+    0; or None.
     """
     of = gl.arange(0, 16, layout=gl.SliceLayout(0, words.type.layout))
     pick = 0x4040 + 0x0202 * (PIECE % 2) + 0x0101 * (of >> 3)
-    first, second, seen = gl.inline_asm_elementwise(
-        TEXT,
-        OPERANDS,
-        [words, scales, seen, gl.expand_dims(pick, 0) + gl.zeros_like(words)],
-        dtype=(gl.int32, gl.int32, gl.int32),
-        is_pure=True,
-        pack=4,
-    )
-    return gl.reshape(gl.join(first, second), [64, 32]), seen
+    pick = gl.expand_dims(pick, 0) + gl.zeros_like(words)
+    if none is None:
+        first, second = gl.inline_asm_elementwise(
+            TEXT, OPERANDS, [words, scales, pick], dtype=(gl.int32, gl.int32), is_pure=True, pack=4
+        )
+    else:
+        first, second = gl.inline_asm_elementwise(
+            TEXT, SPOIL_OPERANDS, [words, scales, pick, none], dtype=(gl.int32, gl.int32), is_pure=True, pack=4
+        )
+    return gl.reshape(gl.join(first, second), [64, 32])
 
 
 @gluon.jit
@@ -154,27 +152,22 @@ def load_rest(data, ok, inside, KIND: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def first_half(smem, b, x4, x5, x6, x7, scales):
-    """Write the last 256 columns of tile b; what has been seen."""
+    """Write the last 256 columns of tile b, of which 64 are NaN if one of the scales is."""
     none = spoilt(scales)
-    seen = gl.inline_asm_elementwise(SEEN, "=r,=r,=r,=r,r,r,r,r", [none], dtype=gl.int32, is_pure=True, pack=4)
-    y, seen = decoded(x6, scales, seen, 6, CODES_3)
-    z, seen = decoded(x7, scales, seen, 7, CODES_3)
-    store_words(smem.k3, b, y, z)
-    y, seen = decoded(x4, scales, seen, 4, CODES_2)
-    z, seen = decoded(x5, scales, seen, 5, CODES_2)
-    store_words(smem.k2, b, y, z)
-    return seen
+    none = gl.inline_asm_elementwise(SEEN, "=r,=r,=r,=r,r,r,r,r", [none], dtype=gl.int32, is_pure=True, pack=4)
+    y = decoded(x6, scales, none, 6, SPOIL_3)
+    store_words(smem.k3, b, y, decoded(x7, scales, None, 7, CODES_3))
+    y = decoded(x4, scales, None, 4, CODES_2)
+    store_words(smem.k2, b, y, decoded(x5, scales, None, 5, CODES_2))
 
 
 @gluon.jit
-def second_half(smem, b, x0, x1, x2, x3, scales, seen):
-    """Write the first 256 columns of tile b, of which some are NaN if a NaN was seen anywhere."""
-    y, seen = decoded(x0, scales, seen, 0, CODES_0)
-    z, seen = decoded(x1, scales, seen, 1, CODES_0)
-    store_words(smem.k0, b, y, z)
-    y, seen = decoded(x2, scales, seen, 2, CODES_1)
-    z, seen = decoded(x3, scales, seen, 3, LAST_1)
-    store_words(smem.k1, b, y, z)
+def second_half(smem, b, x0, x1, x2, x3, scales):
+    """Write the first 256 columns of tile b."""
+    y = decoded(x0, scales, None, 0, CODES_0)
+    store_words(smem.k0, b, y, decoded(x1, scales, None, 1, CODES_0))
+    y = decoded(x2, scales, None, 2, CODES_1)
+    store_words(smem.k1, b, y, decoded(x3, scales, None, 3, CODES_1))
 
 
 @gluon.jit
@@ -204,16 +197,15 @@ def produce_coded(keys, chunk, t, pos, count, smem, KIND: gl.constexpr, INTERLEA
         copy_pieces(smem.raw, data, scale, next_ok, next_inside, KIND, INTERLEAVED, LAYOUT)
         mbarrier.wait(smem.k_empty.index(b), ((i // 2) & 1) ^ 1)
         coded = (inside != 0) if KIND == NIBBLE_PAGES else True
-        seen = scales
         if coded:
-            seen = first_half(smem, b, x4, x5, x6, x7, scales)
+            first_half(smem, b, x4, x5, x6, x7, scales)
         else:
             store_nibbles(smem.k3, b, x3, x4, NIBBLES_3)
             store_nibbles(smem.k2, b, x2, x4, NIBBLES_2)
         next_scales = load_scales(data, scale, next_ok, next_inside, KIND, INTERLEAVED, LAYOUT)
         x5, x6, x7 = load_rest(data, next_ok, next_inside, KIND, LAYOUT)
         if coded:
-            second_half(smem, b, x0, x1, x2, x3, scales, seen)
+            second_half(smem, b, x0, x1, x2, x3, scales)
         else:
             store_nibbles(smem.k1, b, x1, x4, NIBBLES_1)
             store_nibbles(smem.k0, b, x0, x4, NIBBLES_0)

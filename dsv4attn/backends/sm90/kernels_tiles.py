@@ -31,16 +31,7 @@ from dsv4attn.backends._triton.launching.runtime import stable_gluon
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
 from dsv4attn.backends.sm90.compat import barrier, copy_async
 from dsv4attn.backends.sm90.kernels_common import FLAT_S, KEYS_S
-from dsv4attn.backends.sm90.kernels_produce import (
-    DECODE,
-    LAST,
-    WORDS_L,
-    decoded,
-    load_codes,
-    load_rope,
-    spoilt,
-    store_words,
-)
+from dsv4attn.backends.sm90.kernels_produce import WORDS_L, decoded, load_codes, load_rope, store_words, without_scale
 from dsv4attn.backends.sm90.kernels_schedule import Keys, Segment, cdiv, has_keys, own_tile, page_of
 
 QUERIES_L = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
@@ -82,19 +73,10 @@ def load_keys(keys, slot, inside, k0, k1, k2, k3, bias_s, PDL: gl.constexpr):
     bias_s.store(gl.where(ok, 0.0, -float("inf")))
     low = scales.to(gl.int32)
     high = (scales >> 32).to(gl.int32)
-    none = (spoilt(low) | spoilt(high & 0xFFFFFF)) & -0x7F7F7F80
-    seen = gl.expand_dims(gl.where(none != 0, 0x07F007F0, 0), 1) + gl.zeros_like(x6)
-    y, seen = decoded(x6, high, seen, 2, DECODE)
-    store_words(k3, 0, y, rope)
-    y, seen = decoded(x4, high, seen, 0, DECODE)
-    z, seen = decoded(x5, high, seen, 1, DECODE)
-    store_words(k2, 0, y, z)
-    y, seen = decoded(x0, low, seen, 0, DECODE)
-    z, seen = decoded(x1, low, seen, 1, DECODE)
-    store_words(k0, 0, y, z)
-    y, seen = decoded(x2, low, seen, 2, DECODE)
-    z, seen = decoded(x3, low, seen, 3, LAST)
-    store_words(k1, 0, y, z)
+    store_words(k3, 0, decoded(x6, high, without_scale(low, high), 2), rope)
+    store_words(k2, 0, decoded(x4, high, None, 0), decoded(x5, high, None, 1))
+    store_words(k0, 0, decoded(x0, low, None, 0), decoded(x1, low, None, 1))
+    store_words(k1, 0, decoded(x2, low, None, 2), decoded(x3, low, None, 3))
 
 
 @gluon.jit

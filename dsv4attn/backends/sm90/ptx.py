@@ -3,53 +3,39 @@
 from __future__ import annotations
 
 
-def codes(*, last: bool, scale: int = 16) -> str:
-    """PTX of four words of e4m3 codes, as `keys.DECODE` does one.
+def codes(*, spoils: bool = False, scale: int = 12) -> str:
+    """PTX of four words of e4m3 codes.
 
-    $0..$7: of each word its first two values, then of each its last two. $8: the largest code so far, twice, at least
-    $20: without its sign, where bf16 has exponent and mantissa. $12..$15: words. $16: four scale bytes, of which $24
-    picks one. What would be equal in all four operands is read from the first.
-    last: whether the values of the last word are NaN if the largest code is. scale: the operand read instead of $16.
+    $0..$7: of each word its first two values, then of each its last two. $8..$11: words. $12..$15: four scale bytes
+    each, of which $16 picks one of $12, or of another operand, `scale`. What is equal in all four operands is read from
+    the first. spoils: whether all values are NaN if $20 is not 0.
+
+    Codes become f16, fp32 and bf16, exactly, and NaN stays NaN; then they are multiplied by a bf16 power of two. Hopper
+    has an instruction for the first step alone, but shifts and masks, which have half its speed, take longer.
     """
     lines = [
-        ".reg .b32 scale, unit, zero, seen, t;",
-        ".reg .b32 low<4>, high<4>, a<4>, b<4>;",
+        ".reg .b32 scale, zero, f<4>;",
+        ".reg .b16 low, high, h<4>;",
         ".reg .pred p;",
         "mov.b32 zero, 0x80008000;",
-        "mov.b32 unit, 0x7b807b80;",
-        # a bf16 power of two, twice; of byte 0 the subnormal 2^-127
-        f"prmt.b32 scale, ${scale}, 0, $24;",
+        # a power of two, twice; of byte 0 the subnormal 2^-127
+        f"prmt.b32 scale, ${scale}, 0, $16;",
         "shl.b32 scale, scale, 7;",
         "max.u32 scale, scale, 0x00400040;",
-        "mov.b32 seen, $20;",
     ]
+    if spoils:
+        lines += ["setp.ne.u32 p, $20, 0;", "selp.b32 scale, 0x7fc07fc0, scale, p;"]
     for i in range(4):
-        lines += [
-            # this half first: with Triton 3.9, the other order spills
-            f"shl.b32 low{i}, ${12 + i}, 4;",
-            f"and.b32 low{i}, low{i}, 0xf0f0f0f0;",
-            f"shr.u32 high{i}, ${12 + i}, 4;",
-            f"and.b32 high{i}, high{i}, 0x07070707;",
-            f"lop3.b32 high{i}, ${12 + i}, 0x80808080, high{i}, 0xea;",
-            f"prmt.b32 a{i}, low{i}, high{i}, 0x5140;",
-            f"prmt.b32 b{i}, low{i}, high{i}, 0x7362;",
-            # bits of bf16 are ordered like those of f16: one instruction on Hopper
-            f"abs.f16x2 low{i}, a{i};",
-            f"abs.f16x2 high{i}, b{i};",
-            f"max.f16x2 low{i}, low{i}, high{i};",
-            f"max.f16x2 seen, seen, low{i};",
-            f"fma.rn.bf16x2 a{i}, a{i}, unit, zero;",
-            f"fma.rn.bf16x2 b{i}, b{i}, unit, zero;",
-        ]
-        if last and i == 3:
+        lines.append(f"mov.b32 {{low, high}}, ${8 + i};")
+        for to, half in ((i, "low"), (4 + i, "high")):
             lines += [
-                "add.u32 t, seen, 0x00100010;",
-                "and.b32 t, t, 0x08000800;",
-                "setp.ne.u32 p, t, 0;",
-                "selp.b32 scale, 0x7fc07fc0, scale, p;",
+                f"cvt.rn.f16x2.e4m3x2 f0, {half};",
+                "mov.b32 {h0, h1}, f0;",
+                "cvt.f32.f16 f1, h0;",
+                "cvt.f32.f16 f2, h1;",
+                "cvt.rn.bf16x2.f32 f3, f2, f1;",
+                f"fma.rn.bf16x2 ${to}, f3, scale, zero;",
             ]
-        lines += [f"fma.rn.bf16x2 ${i}, a{i}, scale, zero;", f"fma.rn.bf16x2 ${4 + i}, b{i}, scale, zero;"]
-    lines += [f"mov.b32 ${8 + i}, seen;" for i in range(4)]
     return "{\n" + "\n".join(lines) + "\n}\n"
 
 

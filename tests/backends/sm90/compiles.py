@@ -15,6 +15,7 @@ from typing import Any
 from dsv4attn.backends._triton.compiling.aot import compile_all, compile_near, cross_compile, distinctions
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends._triton.compiling.variant import Variant
+from dsv4attn.backends.sm90 import tiles
 from dsv4attn.backends.sm90.kernels_schedule import CODE_PAGES, NIBBLE_PAGES
 from dsv4attn.backends.sm90.launch import PAGES, ROWS, Kind, variants
 
@@ -94,10 +95,36 @@ def all_forms(heads: Sequence[int], chosen: Callable[[int], list[Variant]] = for
     return told
 
 
+def tile_forms(heads: Sequence[int]) -> list[dict[str, Any]]:
+    """What each form of the kernels of one tile needs and does."""
+    asked = [
+        with_largest(form) if dict(form.types).get("lse", "none") != "none" else form
+        for number in heads
+        for segments in (1, 2)
+        for form in tiles.variants(segments, number, sinks=(True,), lses=(False, True))
+    ]
+    told = []
+    for outcome in compile_all(list(dict.fromkeys(asked)), TARGET):
+        text, need = cross_compile(outcome.variant, TARGET).asm["ptx"], outcome.resources
+        told.append(
+            {
+                "name": outcome.variant.name,
+                **dict(outcome.variant.constants),
+                "reasons": [str(reason) for reason in outcome.reasons],
+                "occupancy": need.occupancy if need else 0,
+                "stored": len(re.findall(r"st\.global\S*\.v4\.b32", text)),
+                "loaded": len(re.findall(r"ld\.global\S*\.v4\.b32", text)),
+            }
+        )
+    return told
+
+
 if __name__ == "__main__":
     words = sys.argv[1:]
     if words[:1] == ["planted"]:
         told: Any = planted(words[1])
+    elif words[:1] == ["tiles"]:
+        told = tile_forms([*map(int, words[1:])])
     elif words[:1] == ["fullest"]:
         told = all_forms([*map(int, words[1:])], fullest)
     else:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.core.contract import Backend
 from dsv4attn.testing import suite
@@ -57,6 +58,19 @@ NOW_GATHERED = (
     "ahead-c4a",
 )
 """The same, of prefill on gathered rows: both kernels, a step with decode, and what a call may hold."""
+NOW_TILES = (
+    "decode-*",
+    "call-holes-c4a-decode",
+    "call-empty-c4a-decode",
+    "sink-values-decode",
+    "lse-*-decode",
+    "heads-3-decode",
+    "pages-1-64-decode",
+    "poison-ocp-decode",
+    "apart-call-decode",
+    "nan-ocp-decode",
+)
+"""The same, of decodes by programs of one tile."""
 
 
 class Quick(QuickHistory, Sm90Backend): ...
@@ -90,7 +104,21 @@ class Gathered(Room):
     now: ClassVar[tuple[str, ...]] = NOW_GATHERED
 
 
+class Tiles(Room):
+    options: ClassVar[dict[str, Any]] = {}
+    now: ClassVar[tuple[str, ...]] = NOW_TILES
+
+    @pytest.fixture(autouse=True)
+    def units(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As many programs as tiles, where they run one after the other."""
+        if INTERPRETED:
+            monkeypatch.setattr(launch, "multiprocessors", lambda: 60)
+
+
 class TestDecode(Room, suite.TestDecode): ...
+
+
+class TestTiles(Tiles, suite.TestDecode): ...
 
 
 class TestPrefill(Room, suite.TestPrefill): ...

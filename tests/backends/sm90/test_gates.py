@@ -72,6 +72,26 @@ def test_every_form_keeps_every_limit(words: str) -> None:
         assert roles is PAGED or form["unfenced"] == 0
 
 
+@pytest.mark.parametrize("heads", ["64", pytest.param("16 100 128", marks=pytest.mark.slow)])
+def test_every_form_of_one_tile_keeps_every_limit(heads: str) -> None:
+    done = outside(str(Path(__file__).with_name("compiles.py")), "tiles", *heads.split())
+    assert done.returncode == 0, done.stderr
+    forms = json.loads(done.stdout)
+
+    assert [form for form in forms if form["reasons"]] == []
+    attending = [form for form in forms if form["name"] == "attend_tile"]
+    combining = [form for form in forms if form["name"] == "combine_tiles"]
+    assert len(attending) == 8 * len(heads.split())
+    assert len(combining) == 6
+    for form in attending:
+        # two programs of 64 keys on a multiprocessor; sums sixteen bytes at a time; so are a key's codes and its rope
+        assert form["occupancy"] == (2 if form["N"] == 64 else 1)
+        assert form["stored"] == form["BH"] // 2
+        assert form["loaded"] == 9 * form["N"] // 64
+    for form in combining:
+        assert form["loaded"] == form["U"] * form["P"]
+
+
 def is_coded(name: str) -> bool:
     """Whether a form reads V4.1's records."""
     return "KIND=2" in name or "KIND=3" in name

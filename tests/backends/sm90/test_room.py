@@ -73,7 +73,7 @@ def test_prefill_may_choose_unless_told() -> None:
         "tuning": "auto",
         "deterministic": False,
         "projection": "bf16",
-        "small": "shared",
+        "small": "auto",
     }
     paged = Forms(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
     gathered = evolve(paged, prefill_keys=KeyForm.GATHERED, prefill_pages=True)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import F64
@@ -48,15 +47,25 @@ def to_bf16(values: F64) -> U32:
     return np.where(np.isnan(values), np.uint32(0x7FFF), bits)
 
 
-def halves(function: Callable[..., U32], *operands: U32) -> U32:
-    """A function of 16 bits, of both halves."""
-    low, high = (function(*(((a >> s) & 0xFFFF).astype(np.uint16) for a in operands)) for s in (0, 16))
-    return low.astype(np.uint32) | (high.astype(np.uint32) << 16)
+def f16_of_e4m3(codes: U32) -> U32:
+    """Two codes in the lower half as two numbers of f16."""
+    found = np.zeros_like(codes)
+    for shift in (0, 8):
+        values = oracle.decode_e4m3(((codes >> shift) & 255).astype(np.uint8), False).astype(np.float16)
+        bits = np.where(np.isnan(values), np.uint16(0x7FFF), values.view(np.uint16))
+        found |= bits.astype(np.uint32) << (2 * shift)
+    return found
 
 
-def largest_f16(a: NDArray[np.uint16], b: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    """The larger of two numbers of f16, which has the other one's bits where one is NaN."""
-    return np.fmax(a.view(np.float16), b.view(np.float16)).view(np.uint16)
+def f32_of_f16(bits: U32) -> U32:
+    """A number of f16 in fp32."""
+    return (bits & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
+
+
+def bf16_of_f32(high: U32, low: U32) -> U32:
+    """Two numbers of fp32 in bf16, the first in the upper half."""
+    one, other = (to_bf16(x.view(np.float32).astype(np.float64)) for x in (high, low))
+    return other | (one << 16)
 
 
 def fma(a: U32, b: U32, c: U32) -> U32:
@@ -73,14 +82,13 @@ OPERATIONS: dict[str, Callable[..., U32]] = {
     "shl.b32": lambda a, n: a << n,
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
-    "mul.lo.u32": lambda a, b: a * b,
-    "min.u32": np.minimum,
     "lop3.b32": lambda a, b, c, t: lop3(a, b, c, int(t.flat[0])),
     "add.u32": lambda a, b: a + b,
     "max.u32": np.maximum,
     "fma.rn.bf16x2": fma,
-    "abs.f16x2": lambda a: a & 0x7FFF7FFF,
-    "max.f16x2": lambda a, b: halves(largest_f16, a, b),
+    "cvt.rn.f16x2.e4m3x2": f16_of_e4m3,
+    "cvt.f32.f16": f32_of_f16,
+    "cvt.rn.bf16x2.f32": bf16_of_f32,
     "setp.ne.u32": lambda a, b: a != b,
     "setp.eq.u32": lambda a, b: a == b,
     "selp.b32": lambda a, b, p: np.where(p, a, b),
@@ -100,6 +108,10 @@ def run(lines: Sequence[str], operands: Mapping[str, U32]) -> dict[str, U32]:
     shape = next(iter(operands.values())).shape
     for line in lines:
         name, _, rest = line.partition(" ")
+        if rest.startswith("{"):
+            low, high, whole = (word.strip(" {}") for word in rest.split(","))
+            registers |= {low: registers[whole] & 0xFFFF, high: registers[whole] >> 16}
+            continue
         target, *given = (word.strip() for word in rest.split(","))
         values = [registers[w] if w in registers else np.full(shape, int(w, 0), np.uint32) for w in given]
         registers[target] = OPERATIONS[name](*values)
