@@ -32,13 +32,15 @@ def combine_parts(
     Arguments are as the fields of `Results` have them. The first part of a row is side 1 of its first program, and all
     others are side 0 of theirs. R: heads of a program. N: parts that are loaded together.
     """
-    take_over(PDL)
     BLOCKS: tl.constexpr = (H + 63) // 64
     EACH: tl.constexpr = (H + R - 1) // R
     pid = tl.program_id(0)
     token = (pid // EACH).to(tl.int64)
     head = (pid % EACH) * R + tl.arange(0, R)
     live = head < H
+    if sink is not None:
+        bias = tl.load(sink + head, mask=live, other=0.0) * LOG2E
+    take_over(PDL)
     first, count = tl.load(table + token * 2), tl.load(table + token * 2 + 1)
     if count > 1:
         column = tl.arange(0, 512)
@@ -63,7 +65,7 @@ def combine_parts(
         empty = total == 0.0
         factor = 1.0 / total
         if sink is not None:
-            factor = 1.0 / (total + tl.exp2(tl.load(sink + head, mask=live, other=0.0) * LOG2E - largest))
+            factor = 1.0 / (total + tl.exp2(bias - largest))
         acc *= tl.where(empty, 0.0, factor)[:, None]
         if lse is not None:
             at = token * lse_token + head.to(tl.int64) * lse_head

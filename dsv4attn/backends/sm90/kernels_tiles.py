@@ -220,7 +220,7 @@ def combine_tiles(
     second = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, CELLS_L)))
     within = gl.expand_dims(of % 4 * 2, 1) + gl.expand_dims(second, 0)
     head = eight * 8 + within
-    # read before the kernel that computes parts has ended: it began when all before it had
+    # read before the kernel that computes parts has ended, see `kernels_dependent`
     before = cdiv(width0, size)
     n0 = gl.minimum(gl.maximum(gl.load(lens0 + t), 0), width0)
     n1 = gl.minimum(gl.maximum(gl.load(lens1 + t), 0), width1)

@@ -38,11 +38,13 @@ def reduce(
     out_token, out_head: in UNITs. positions, table: given to undo the rotation too.
     N: splits that are loaded together, a power of two: one after the other, each would wait for the one before it.
     """
-    take_over(PDL)
     PART: tl.constexpr = 16 if D % 4 == 0 else 4  # bytes to which parts are aligned
     WIDE: tl.constexpr = UNIT * (out.dtype.element_ty.primitive_bitwidth // 8)
     pid = tl.program_id(0).to(tl.int64)
     token, head = pid // H, pid % H
+    if sink is not None:
+        bias = tl.load(sink + head) * LOG2E
+    take_over(PDL)
     column = tl.arange(0, DP)
     largest, top = tl.full((), NOTHING, tl.float32), tl.full((), -float("inf"), tl.float32)
     acc, total = tl.zeros([DP], tl.float32), tl.zeros((), tl.float32)
@@ -63,7 +65,7 @@ def reduce(
     empty = total == 0.0
     factor = 1.0 / total
     if sink is not None:
-        factor = 1.0 / (total + tl.exp2(tl.load(sink + head) * LOG2E - largest))
+        factor = 1.0 / (total + tl.exp2(bias - largest))
     at = token * lse_token + head * lse_head
     if lse is not None:
         tl.store(lse + at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2))

@@ -2,7 +2,8 @@
 
 A kernel with constant PDL waits, before it reads or writes anything, until all kernels before it have ended, and lets
 the next one begin only after that. So whatever kernel comes next, with this attribute or not, finds every result of
-those before this one even if it does not wait at once.
+those before this one even if it does not wait at once. Kernels that combine what the one before them has computed rely
+on that: they read lengths and sinks, which both get, before they wait.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
