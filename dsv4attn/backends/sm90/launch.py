@@ -131,7 +131,7 @@ class Sm90Backend(TritonBackend):
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:
         """Two parts of each program, their lse and largest logits, and which programs share each row.
 
-        The splits of the shared kernel fit into the same memory.
+        The splits of the shared kernel, and the tiles of `kernels_tiles`, fit into the same memory.
         """
         if not self._may_serve(layer):
             return super().scratch(phase, layer, tokens, width)
