@@ -154,7 +154,7 @@ class Sm90Backend(TritonBackend):
         if not call.scratch or not self._may_serve(call.layer):
             return super().prepare(phase, call)
         check_attention_strides(call)
-        widths = [rows.width for rows in attend.index_rows(call.keys)]
+        widths = tuple(rows.width for rows in attend.index_rows(call.keys))
         found, (tokens, heads, _) = _kind_and_numbers(call), call.q.shape
         if found is None and call.raw_q is not None:
             expected, hint = "None for this call", "ask takes_raw_q, and prepare q where it says no"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 from attrs import frozen
@@ -126,7 +127,8 @@ TILES = (
 """One of these is as fast as 64 heads with 64 keys, and 16 heads with 128 keys, in every decode."""
 
 
-def tiles_of(tokens: int, heads: int, widths: Sequence[int], programs: int) -> Tiles | None:
+@lru_cache(maxsize=4096)
+def tiles_of(tokens: int, heads: int, widths: tuple[int, ...], programs: int) -> Tiles | None:
     """The fastest sizes for a decode, if each tile has one of so many programs to itself.
 
     None if no sizes are so large, or if the Gluon kernel on pages is faster. widths: of the index rows of each segment.

@@ -160,14 +160,14 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert max(run(trial, backend=Sm90Backend()).error for trial in HARD) > 1
 
 
-def decodes() -> Iterator[tuple[str, int, int, list[int], dict[Tiles | None, float]]]:
+def decodes() -> Iterator[tuple[str, int, int, tuple[int, ...], dict[Tiles | None, float]]]:
     """Measured decodes: name, tokens, heads, widths, and microseconds by sizes, or by the Gluon kernel (None)."""
     for line in MEASURED.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             name, *rest = line.split()
             tokens, heads, *widths = map(int, rest[:4])
             cells = zip((*TILES, None), rest[4:], strict=True)
-            yield name, tokens, heads, widths, {one: float(cell) for one, cell in cells if cell != "-"}
+            yield name, tokens, heads, tuple(widths), {one: float(cell) for one, cell in cells if cell != "-"}
 
 
 def regrets(units: int = UNITS) -> list[float]:
@@ -187,7 +187,7 @@ def test_the_choice_is_that_of_the_measured_times() -> None:
 
 def test_a_model_without_what_heads_cost_chooses_worse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "TILES", tuple(evolve(one, program=0.0) for one in TILES))
-    chosen = [tiles_of(tokens, heads, widths, UNITS) for _, tokens, heads, widths, _ in decodes()]
+    chosen = [tiles_of.__wrapped__(tokens, heads, widths, UNITS) for _, tokens, heads, widths, _ in decodes()]
     same = [
         next((one for one in TILES if found and (one.heads, one.keys) == (found.heads, found.keys)), None)
         for found in chosen
