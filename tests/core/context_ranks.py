@@ -53,10 +53,9 @@ def serve(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": max(SIZES)}
-    distributed.init_process_group("gloo", timeout=dt.timedelta(minutes=10), **store)
-    failed: dict[tuple[int, str], str] = {}
     # the last rank waits for its first case until the others have been through all cases of fewer ranks
-    groups = {size: distributed.new_group(range(size), timeout=dt.timedelta(minutes=10)) for size in SIZES}
+    distributed.init_process_group("gloo", timeout=dt.timedelta(minutes=10), **store)
+    failed, groups = dict[tuple[int, str], str](), {n: distributed.new_group(range(n)) for n in SIZES}
     last = distributed.new_group(range(3), timeout=dt.timedelta(seconds=3))
     for size, group in groups.items():
         for name, case in {**CASES, **REPLAYS.get(size, {})}.items() if rank < size else ():
