@@ -48,23 +48,15 @@ def problem_of(
 # answers, for any device
 
 
-def quarters() -> Iterator[Any]:
-    """Each device with a quarter of the head counts, other ones than the device before it; its other quarters slow."""
-    for i, name in enumerate(DEVICES):
-        for quarter in range(4):
-            slow = pytest.mark.slow if name != "cpu" and quarter != i % 4 else ()
-            yield pytest.param(name, quarter, id=f"{name}-{quarter}", marks=slow)
-
-
-@pytest.mark.parametrize(("name", "quarter"), [*quarters()])
-def test_g3_every_point_of_the_grid_is_answered_at_plan_time(name: str, quarter: int) -> None:
+@pytest.mark.parametrize("name", DEVICES)
+def test_g3_every_point_of_the_grid_is_answered_at_plan_time(name: str) -> None:
     """Some room says yes everywhere; where nothing is native the reference must be asked for by name."""
     device, registry = DeviceFacts.named(name), PluginRegistry.load(entry_points=[])
     native = any(device.matches(one.info.native) for one in registry.backends.values())
     request, settings = "auto" if native else "reference", Settings()
     # every head count, and every pair of the other sizes, though not with each other
-    points = [(heads, TOPK[heads % 14], PAGES[heads % 7], PAGES[heads % 5]) for heads in HEADS[quarter::4]]
-    points += [(64, *sizes) for sizes in [*product(TOPK, PAGES, PAGES)][quarter::4]] if name == "cpu" else []
+    points = [(heads, TOPK[heads % 14], PAGES[heads % 7], PAGES[heads % 5]) for heads in HEADS]
+    points += [(64, *sizes) for sizes in product(TOPK, PAGES, PAGES)] if name == "cpu" else []
     for kind, phase, sizes in product(KINDS, PHASES, points):
         problem = problem_of(kind, phase, *sizes)
         selection = explain(problem, device=device, backend=request, settings=settings, registry=registry)

@@ -19,12 +19,7 @@ from torch import distributed
 from dsv4attn.core import rank_buffers
 from dsv4attn.core.attention import DeepseekV4Attention
 from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.context_parallel import (
-    ContextParallel,
-    merge_over_ranks,
-    reshard_cache,
-    select_topk_over_ranks,
-)
+from dsv4attn.core.context_parallel import ContextParallel, merge_over_ranks, reshard_cache, select_topk_over_ranks
 from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.definitions import PLAIN
 from dsv4attn.core.definitions.indexer import IndexQuery
@@ -55,7 +50,8 @@ def serve(rank: int, folder: str) -> None:
     store: dict[str, Any] = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": max(SIZES)}
     # the last rank waits for its first case until the others have been through all cases of fewer ranks
     distributed.init_process_group("gloo", timeout=dt.timedelta(minutes=10), **store)
-    failed, groups = dict[tuple[int, str], str](), {n: distributed.new_group(range(n)) for n in SIZES}
+    failed: dict[tuple[int, str], str] = {}
+    groups = {size: distributed.new_group(range(size), timeout=dt.timedelta(minutes=10)) for size in SIZES}
     last = distributed.new_group(range(3), timeout=dt.timedelta(seconds=3))
     for size, group in groups.items():
         for name, case in {**CASES, **REPLAYS.get(size, {})}.items() if rank < size else ():

@@ -23,8 +23,8 @@ else:
 
 __all__ = ["prepare", "variants"]
 
-DIM, EIGHT, PIECES = 512, 8, 8
-"""Dims of a key; heads of a program that combines, and programs that share its columns."""
+EIGHT, PIECES = 8, 8
+"""Heads of a program that combines, and pieces of a head's columns."""
 WARPS, COMBINING_WARPS = 8, 4
 
 

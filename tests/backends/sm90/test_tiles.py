@@ -185,7 +185,7 @@ def test_the_choice_is_that_of_the_measured_times() -> None:
     assert max(lost) < 1.02
 
 
-def test_a_model_without_what_heads_cost_chooses_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_what_programs_cost_chooses_worse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "TILES", tuple(evolve(one, program=0.0) for one in TILES))
     chosen = [tiles_of.__wrapped__(tokens, heads, widths, UNITS) for _, tokens, heads, widths, _ in decodes()]
     same = [
