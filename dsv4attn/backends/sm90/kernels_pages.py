@@ -50,6 +50,7 @@ from dsv4attn.backends.sm90.kernels_produce_v41 import RAW_NIBBLES_S, produce_co
 from dsv4attn.backends.sm90.kernels_schedule import (
     FP8_PAGES,
     NIBBLE_PAGES,
+    clear_split,
     enter,
     part_of,
     store_split,
@@ -74,16 +75,14 @@ STORE_L = gl.constexpr(
 
 Shared = namedtuple(
     "Shared",
-    "q k0 k1 k2 k3 raw p alpha bias factor note where sink "
-    "k_full k_empty p_full p_empty f_full f_empty n_full n_empty go",
+    "q k0 k1 k2 k3 raw p alpha bias factor note where sink k_full k_empty p_full p_empty f_full f_empty n_full n_empty",
 )
 """Shared memory of a block. Barriers: *_full ends when a stage is written, *_empty when all its readers are done.
 
 q: [4, 64, 128] bf16. k0 to k3: [2, 64, 128] bf16, columns of two tiles; bias: [2, 64] fp32, 0 or -inf for each key.
 raw: five of [64, 16] int32, codes. p, alpha: [1, 64, 64] bf16 and [1, 64] fp32, a tile's weights, and factors of the
 sums so far. factor: [64] fp32, of a row's sums; where: int64, its place in the output; sink: [64] fp32. note: int32,
-tiles of the next row, or -1. k, p, f, n: barriers of keys, of p and alpha, of factor and where, and of note. go: the
-next product of q has begun.
+tiles of the next row, or -1. k, p, f, n: barriers of keys, of p and alpha, of factor and where, and of note.
 """
 
 
@@ -102,10 +101,17 @@ def load_q(query, q_s, t, tokens, H: gl.constexpr):
 
 
 @gluon.jit
+def sums_of(p):
+    """Sums of each row of [64, 64] over the columns that one thread has: [64, 4]. Only a row's last tile adds those."""
+    return gl.sum(gl.sum(gl.reshape(p, [64, 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
 def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
     """Products of q and keys, the softmax of each row, and the first 128 columns of its output."""
     program = gl.program_id(0)
     load_q(query, smem.q, t, chunk.tokens, H)
+    clear_split(results.table, chunk)
     i = gl.to_tensor(0)
     j = gl.to_tensor(0)
     while (pos < chunk.hi) & (t < chunk.tokens):
@@ -117,7 +123,7 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
         fence_async_shared()
         mbarrier.arrive(smem.n_full.index(0), count=1)
         largest = gl.full([64], NOTHING, gl.float32, layout=gl.SliceLayout(1, SCORES_L))
-        total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES_L))
+        sums = sums_of(gl.zeros([64, 64], gl.float32, layout=SCORES_L))
         acc = warpgroup_mma_init(gl.zeros([64, 128], gl.float32, layout=OUT_L))
         for k in range(first, last):
             b = i % 2
@@ -126,8 +132,6 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
             s = gl.zeros([64, 64], gl.float32, layout=SCORES_L)
             s = warpgroup_mma(smem.q.index(zero + 0), smem.k0.index(b).permute((1, 0)), s, use_acc=False, is_async=True)
             s = warpgroup_mma(smem.q.index(zero + 1), smem.k1.index(b).permute((1, 0)), s, is_async=True)
-            # these come first: `values` multiplies the previous tile during the softmax of this one
-            mbarrier.arrive(smem.go.index(0), count=1, pred=k > first)
             s = warpgroup_mma(smem.q.index(zero + 2), smem.k2.index(b).permute((1, 0)), s, is_async=True)
             s = warpgroup_mma(smem.q.index(zero + 3), smem.k3.index(b).permute((1, 0)), s, is_async=True)
             s, done = warpgroup_mma_wait(0, [s, acc])
@@ -144,13 +148,13 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
             smem.alpha.index(0).store(shrink)
             fence_async_shared()
             mbarrier.arrive(smem.p_full.index(0), count=1)
-            total = total * shrink + gl.sum(p, 1)
+            sums = sums * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout)), 1) + sums_of(p)
             done = done * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, OUT_L)), 1)
             acc = warpgroup_mma(gl.convert_layout(w, WEIGHTS_L), smem.k0.index(b), done, is_async=True)
             i += 1
         acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(smem.go.index(0), count=1, pred=last > first)
         mbarrier.arrive(smem.k_empty.index((i - 1) % 2), count=1, pred=last > first)
+        total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES_L))
         whole = (first == 0) & (last == n)
         side = part_of(chunk, program, pos)
         factor = normalized(results.sink, smem.sink, total, largest, whole)
@@ -214,8 +218,6 @@ def values(results, smem, H: gl.constexpr):
             b_acc = b_acc * shrink
             c_acc = c_acc * shrink
             d_acc = d_acc * shrink
-            # after the next products of q, so that `scores` never waits for these
-            mbarrier.wait(smem.go.index(0), i & 1)
             b_acc = warpgroup_mma(p, smem.k1.index(b), b_acc, is_async=True)
             c_acc = warpgroup_mma(p, smem.k2.index(b), c_acc, is_async=True)
             d_acc = warpgroup_mma(p, smem.k3.index(b), d_acc, is_async=True)
@@ -262,7 +264,7 @@ def attend_pages(
         bias=allocate(gl.float32, [2, 64], FLAT_S), factor=allocate(gl.float32, [64], FLAT_S),
         note=allocate(gl.int32, [1], FLAT_S), where=allocate(gl.int64, [1], FLAT_S),
         sink=load_sink(results.sink, query.head0, H),
-        k_full=barriers(2, 1), k_empty=barriers(2, 2), go=barriers(1, 1),
+        k_full=barriers(2, 1), k_empty=barriers(2, 2),
         p_full=barriers(1, 1), p_empty=barriers(1, 1), f_full=barriers(1, 1), f_empty=barriers(1, 1),
         n_full=barriers(1, 1), n_empty=barriers(1, 1),
     )  # fmt: skip

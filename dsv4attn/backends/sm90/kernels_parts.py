@@ -17,32 +17,34 @@ def combine_parts(
     part,  # [programs, 2, 64, 512] fp32
     part_lse,  # [programs, 2, 64] fp32
     part_max,  # [programs, 2, 64] fp32, or None
-    table,  # [T, 2] int32
+    table,  # [lines, 2] int32
     out,  # [T, H, 512] bf16
     lse,  # [T, H] fp32, or None
     max_logits,  # [T, H] fp32, or None
     sink,  # [H] fp32, or None
     out_token: tl.int64, out_head: tl.int64,
     lse_token: tl.int64, lse_head: tl.int64, max_token: tl.int64, max_head: tl.int64,
-    empty_lse: tl.float32,
+    empty_lse: tl.float32, by_program: tl.int32,
     H: tl.constexpr, R: tl.constexpr, N: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (T x blocks of R heads,). Rows that are whole are left as their attention wrote them.
+    """Grid: (lines of table x blocks of R heads,). Rows that are whole are left as their attention wrote them.
 
     Arguments are as the fields of `Results` have them. The first part of a row is side 1 of its first program, and all
-    others are side 0 of theirs. R: heads of a program. N: parts that are loaded together.
+    others are side 0 of theirs. by_program: whether programs of attention have a line of table each, or rows; see
+    `store_split`. R: heads of a program. N: parts that are loaded together.
     """
     BLOCKS: tl.constexpr = (H + 63) // 64
     EACH: tl.constexpr = (H + R - 1) // R
     pid = tl.program_id(0)
-    token = (pid // EACH).to(tl.int64)
+    line = pid // EACH
     head = (pid % EACH) * R + tl.arange(0, R)
     live = head < H
     if sink is not None:
         bias = tl.load(sink + head, mask=live, other=0.0) * LOG2E
     take_over(PDL)
-    first, count = tl.load(table + token * 2), tl.load(table + token * 2 + 1)
+    other, count = tl.load(table + line * 2), tl.load(table + line * 2 + 1)
     if count > 1:
+        first, token = tl.where(by_program != 0, line, other), tl.where(by_program != 0, other, line).to(tl.int64)
         column = tl.arange(0, 512)
         largest, top = tl.full([R], NOTHING, tl.float32), tl.full([R], -float("inf"), tl.float32)
         acc, total = tl.zeros([R, 512], tl.float32), tl.zeros([R], tl.float32)

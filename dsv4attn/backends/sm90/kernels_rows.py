@@ -49,6 +49,7 @@ from dsv4attn.backends.sm90.kernels_common import (
 )
 from dsv4attn.backends.sm90.kernels_schedule import (
     TOLERANCE,
+    clear_split,
     enter,
     pairs_of,
     part_of,
@@ -186,6 +187,7 @@ def produce(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
     """Store each row's number, side and pairs, and fill stages with its q and tiles, one pair of slots ahead."""
     segment = keys.first
     program = gl.program_id(0)
+    clear_split(results.table, chunk)
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_L))
     j = gl.to_tensor(0)
     i = gl.to_tensor(0)

@@ -67,11 +67,11 @@ to page, or from key to key of bf16 rows. count: slots.
 """
 Keys = namedtuple("Keys", "first second paired")
 """Both segments of a row; the second may be None. paired, a constant: tiles are attended in pairs, of one segment."""
-Chunk = namedtuple("Chunk", "tokens lo hi length extra")
+Chunk = namedtuple("Chunk", "tokens parts lo hi length extra")
 """A program's chunk of the line, [lo, hi).
 
-tokens: rows of the call. length: tiles of every chunk. extra: tiles that a row takes beside its own; _MOST_TILES
-where each row has a chunk of its own, so that no row follows.
+tokens: rows of the call. parts: chunks of the line. length: tiles of every chunk. extra: tiles that a row takes beside
+its own; _MOST_TILES where each row has a chunk of its own, so that no row follows.
 """
 Results = namedtuple(
     "Results",
@@ -81,8 +81,8 @@ Results = namedtuple(
 """Where a program writes. lse, max_logits, sink and part_max may be None.
 
 out: [T, H, 512] bf16. lse, max_logits: [T, H] fp32, natural units. sink: [H] fp32, an input. part: [programs, 2, 64,
-512] fp32; part_lse, part_max: [programs, 2, 64] fp32, base 2. table: [T, 2] int32, see `store_split`. Strides of out,
-lse and max_logits, by token and by head. empty_lse: lse of a row without keys.
+512] fp32; part_lse, part_max: [programs, 2, 64] fp32, base 2. table: [lines, 2] int32, see `store_split`. Strides of
+out, lse and max_logits, by token and by head. empty_lse: lse of a row without keys.
 """
 
 
@@ -172,7 +172,7 @@ def share(keys, tokens, part, parts, least, at, BT: tl.constexpr):
         mine = tl.maximum(tl.minimum(hi, start + n) - tl.maximum(lo, start), 0)
         count += tl.sum(tl.where(there, mine, 0), 0)
         before += tl.sum(m, 0)
-    chunk = Chunk(tokens, lo, hi, length, tl.where(whole, _MOST_TILES, extra))
+    chunk = Chunk(tokens, parts, lo, hi, length, tl.where(whole, _MOST_TILES, extra))
     return chunk, first, pos, count
 
 
@@ -357,11 +357,24 @@ def part_of(chunk, program, pos):
 
 @triton.jit
 def store_split(table, chunk, t, pos, n):
-    """Store which programs share row t of n tiles: the first (of those for one block of heads), and how many."""
+    """Store that this program (of those for one block of heads) is the first of so many that share row t of n tiles.
+
+    Rows have a line of the table each, which names the program; or programs have, if they are fewer, and it names the
+    row. Of the rows that begin in a chunk only the last may be split, so that it is the one that a program's line has.
+    """
     own = chunk.lo // chunk.length
     until = (pos + tl.maximum(n, 1) - 1) // chunk.length
-    tl.store(table + t * 2, own)
-    tl.store(table + t * 2 + 1, until - own + 1)
+    by_program = chunk.tokens > chunk.parts
+    to = table + tl.where(by_program, own, t) * 2
+    tl.store(to, tl.where(by_program, t, own))
+    tl.store(to + 1, until - own + 1)
+
+
+@triton.jit
+def clear_split(table, chunk):
+    """For a program in whose chunk no row begins, before any `store_split`."""
+    if chunk.tokens > chunk.parts:
+        tl.store(table + chunk.lo // chunk.length * 2 + 1, 0)
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     Segment,
     advance,
     begin,
+    clear_split,
     coded_page_of,
     enter,
     page_of,
@@ -138,6 +139,7 @@ def attention(
     )  # fmt: skip
     at = tl.arange(0, BT)
     chunk, t, pos, count = share(keys, tokens, program // BLOCKS, tl.num_programs(0) // BLOCKS, least, at, BT)
+    clear_split(table, chunk)
     # as the producer
     walk = begin(keys, chunk, t, pos)
     done = count * 0

@@ -233,7 +233,9 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
     tokens, heads, _ = q.shape
     roles, raw = _roles(kind, raw=call.raw_q is not None), call.raw_q
     constants, combining = _constants(len(attend.index_rows(keys)), kind, heads, raw=raw is not None)
-    each, chosen = combining[tokens * heads > roles.few]
+    programs = _programs(heads)
+    lines = min(tokens, programs // -(-heads // HEADS))
+    each, chosen = combining[lines * heads > roles.few]
     results = attend.result_strides(call)
     scale, empty_lse = call.layer.scale, call.empty_lse
     turning: tuple[float, ...] = (0, 0, 0.0)
@@ -244,8 +246,8 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
     own = Launch(
         attention, constants, (*q.stride()[:2], *results, *numbers, *turning, tokens, roles.least, scale, empty_lse)
     )
-    combine = Launch(combine_parts, chosen, (*results, empty_lse), roles.warps)
-    programs, combiners = _programs(heads) if tokens else 0, tokens * each
+    combine = Launch(combine_parts, chosen, (*results, empty_lse, int(tokens > lines)), roles.warps)
+    programs, combiners = programs if tokens else 0, lines * each
     part, part_lse, part_max, splits = call.scratch
     maxima = None if top is None else part_max
     gathered = keys.kv if isinstance(keys, GatheredKeys) else None

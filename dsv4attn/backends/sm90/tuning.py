@@ -47,7 +47,7 @@ class Roles:
     least: int = 1
     few: int = 2048
     parts: int = 8
-    heads: int = 4
+    heads: int = 8
     warps: int = 4
 
     measured: str = "not measured"

@@ -12,6 +12,7 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     Segment,
     advance,
     begin,
+    clear_split,
     enter,
     page_of,
     pairs_of,
@@ -65,6 +66,7 @@ def walk(
     keys = Keys(first, second, PAIRED)
     chunk, t, pos, count = share(keys, tokens, program, tl.num_programs(0), least, at, BT)
     step = begin(keys, chunk, t, pos)
+    clear_split(table, chunk)
     walked = count * 0
     while step[0] < tokens:
         slot, inside = slots(keys, chunk, step, row)

@@ -201,6 +201,7 @@ PLANTS = {
     ),
     "scales of the record before": ("schedule", "at.to(tl.int64) * 8)", "(at.to(tl.int64) // 2 * 2) * 8)"),
     "the wrong part": ("parts", "tl.where(which == 0, 1, 0)", "tl.where(which == 0, 0, 1)"),
+    "the row of a program's line, for the program": ("parts", "tl.where(by_program != 0, line, other)", "other"),
     "parts of one row weigh the same": (
         "parts",
         "tl.exp2(its_lse - grown[None, :])",

@@ -122,12 +122,20 @@ def check(line: Line, kernel: Any = walk) -> None:
     for t, pieces in met.items():
         assert [first for _, first, _, _ in pieces] == [0, *(last for _, _, last, _ in pieces[:-1])]
         assert pieces[-1][2] == len(wanted[t])
-        first, count = told.table[t]
-        assert (first, count) == (pieces[0][0], len(pieces))
+        first, count = pieces[0][0], len(pieces)
         # where `combine_parts` looks for them
         sides = [2 * (first + i) + (i == 0) for i in range(count)]
         assert [part for *_, part in pieces] == ([-1] if count == 1 else sides)
         assert [program for program, *_ in pieces] == list(range(first, first + count))
+    if tokens <= line.programs:
+        assert [tuple(said) for said in told.table] == [(met[t][0][0], len(met[t])) for t in range(tokens)]
+    else:
+        # a program's last row that begins in its chunk: no earlier one is split
+        begun = {pieces[0][0]: t for t, pieces in sorted(met.items())}
+        assert {p: tuple(said) for p, said in enumerate(told.table[: line.programs]) if said[1]} == {
+            p: (t, len(met[t])) for p, t in begun.items()
+        }
+        assert sum(len(pieces) > 1 for pieces in met.values()) == sum(len(met[t]) > 1 for t in begun.values())
 
 
 def slots_of(tiles: Any, t: int, k: int) -> Any:
@@ -203,7 +211,7 @@ def test_pairs_are_whole_and_shared_evenly() -> None:
     lens = tuple(min(t + 1, 128) for t in range(400))
     told = walked(Line((lens,), (128,), 7, paired=True))
 
-    assert (told.table[:, 1] == 1).all(), "no row is split"
+    assert (told.table[:7, 1] == 1).all(), "no row is split"
     assert max(told.chunks[:, 2]) == ceil(400 / 7)
     uneven = tuple(max(1, 640 - 3 * t) for t in range(100))
     line = Line((uneven,), (640,), 7, paired=True)
@@ -236,6 +244,8 @@ PLANTS = {
     "the second segment begins at its second tile": ("column = (k - before) * TILE + row", "column = k * TILE + row"),
     "columns behind the length": ("mask=column < tl.where(t < chunk.tokens, length, 0)", "mask=column < length + 1"),
     "a last part is left out": ("until - own + 1", "until - own"),
+    "a row's line in place of its program's": ("tl.where(by_program, own, t)", "t"),
+    "a program where no row begins names one": ("chunk.length * 2 + 1, 0)", "chunk.length * 2 + 1, 2)"),
     "two parts of a program in one place": ("program * 2 + (pos >= chunk.lo).to(tl.int32)", "program * 2"),
     "columns behind the length, in pairs": ("mask=column < n, other", "mask=column < n + 1, other"),
     "an empty row has no pair": ("tl.maximum((last - first) // 2, 1)", "(last - first) // 2"),
@@ -250,6 +260,7 @@ HARD = [
     Line(((320, 64, 0, 320),), (320,), 4),
     Line(((128,) * 9, (0, 64, 65, 0, 400, 1, 2, 3, 64)), (128, 400), 5),
     Line(((1, 300, 0, 450, 65, 129, 0),), (450,), 3, 3, paired=True),
+    Line(((64, 0, 2000, 0, 64, 1),), (2000,), 4),
 ]
 
 
