@@ -25,6 +25,7 @@ class Tuning:
     prefetch: whether the next tile's records are in flight, in registers, while a tile is multiplied.
     reload: whether registers are too few for q and keys: q is loaded for each tile, plain keys for each product.
     assembly: whether codes are decoded four at a time in PTX; otherwise by plain integer operations.
+    converts: whether that PTX converts codes of OCP's e4m3, which the processor then has to have instructions for.
     run: tiles of a split when results must not depend on the batch.
     pdl: whether launches overlap, see `launching.kernels_dependent`; set by `on`.
     measured: on what, when, and by which command; or that nothing was measured.
@@ -42,6 +43,7 @@ class Tuning:
     prefetch: bool = True
     reload: bool = False
     assembly: bool = False
+    converts: bool = False
     run: int = 16
     pdl: bool = False
     measured: str = "not measured"
@@ -82,11 +84,11 @@ def padded(n: int) -> int:
 COMPILED = "compiled with Triton 3.9, 2026-11-22: no spills, fits; not measured on this hardware"
 """`measured` of a row that has run on no such device."""
 
-_MEASURED = "H200, torch 2.11, Triton 3.6, 2026-11-22: dsv4attn bench decode prefill --backend triton"
-# records in flight spill 4 to 24 bytes a thread, with Triton 3.6 and 3.9. Without them 8 tokens decode 1 to 8 % faster,
-# 256 tokens 5 to 8 % slower: 1.024 of the time in the geometric mean of 12 shapes
+_MEASURED = "H200, torch 2.11, Triton 3.6, 2026-11-22 and 25: dsv4attn bench decode prefill --backend triton"
+# records in flight spill 4 to 24 bytes a thread, with Triton 3.6 and 3.9; with them 64 and 256 tokens of c4a decode in
+# 0.95 and 0.97 of the time. By conversions 8, 64 and 256 tokens take 0.96, 0.93 and 0.96 of the time by shifts
 # programs of 16 and 32 heads take 0.65 to 0.88 of the time with 8 warps, and with 4 spill
-_LARGE = Tuning(narrow_warps=8, chained=False, assembly=True, prefetch=False, measured=_MEASURED)
+_LARGE = Tuning(narrow_warps=8, chained=False, assembly=True, converts=True, prefetch=False, measured=_MEASURED)
 # a program of few heads loads less of q and stores less of a part, and decodes its keys anew
 _MEASURED_SMALL = "H200, torch 2.11, Triton 3.6, 2026-11-23: 1 to 32 tokens, 12 forms beside each other"
 _SMALL = evolve(_LARGE, chained=True, measured=_MEASURED_SMALL)

@@ -15,6 +15,8 @@ SCORES_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 WIDE_L = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """Sixteen bytes of bf16 in each of four warps' threads."""
 LINE_L = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))
+SHORT_L = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+"""SHORT numbers in each of four warps, which add them up without waiting for each other."""
 ONE_L = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 KEYS_S = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))

@@ -39,6 +39,8 @@ CODE_PAGES = tl.constexpr(2)
 NIBBLE_PAGES = tl.constexpr(3)
 """As CODE_PAGES in the first segment. In the second, 512 codes e2m1, two in a byte, and 32 scales e4m3."""
 TILE = tl.constexpr(64)
+SHORT = tl.constexpr(128)
+"""Rows of a call that a program looks at without a loop, if there are no more."""
 COST = tl.constexpr(2)
 """Tiles that take as long as what a program does once for a row."""
 PAIR_COST = tl.constexpr(4)
@@ -126,17 +128,18 @@ def _tiles(n):
 
 
 @triton.jit
-def share(keys, tokens, part, parts, least, at, BT: tl.constexpr):
+def share(keys, tokens, part, parts, least, at, BT: tl.constexpr, ONCE: tl.constexpr):
     """The chunk of program `part` of `parts`: (Chunk, t, pos, count).
 
     least: tiles of the shortest chunk. at: 0 .. BT. t: the first row with a tile in the chunk; pos: where on the line
-    that row begins. count: tiles of the chunk.
+    that row begins. count: tiles of the chunk. ONCE: whether there are at most BT rows.
     """
+    end_of_rows = BT if ONCE else tokens
     zero = tokens * 0
     odd: tl.constexpr = 1 if keys.paired else 0
     cost: tl.constexpr = PAIR_COST if keys.paired else COST
     work, longest, shortest = zero, zero, zero + _MOST_TILES
-    for base in range(0, tokens, BT):
+    for base in range(0, end_of_rows, BT):
         t = base + at
         there = t < tokens
         n0, n1 = lengths(keys, t, there)
@@ -158,7 +161,7 @@ def share(keys, tokens, part, parts, least, at, BT: tl.constexpr):
     lo = part * length
     hi = lo + length
     first, pos, before, count = zero, zero, zero, zero
-    for base in range(0, tokens, BT):
+    for base in range(0, end_of_rows, BT):
         t = base + at
         there = t < tokens
         n0, n1 = lengths(keys, t, there)

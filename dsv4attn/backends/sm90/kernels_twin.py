@@ -20,6 +20,7 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     BF16_ROWS,
     FP8_PAGES,
     NIBBLE_PAGES,
+    SHORT,
     TOLERANCE,
     Keys,
     Results,
@@ -138,7 +139,8 @@ def attention(
         out_token, out_head, lse_token, lse_head, max_token, max_head, empty_lse,
     )  # fmt: skip
     at = tl.arange(0, BT)
-    chunk, t, pos, count = share(keys, tokens, program // BLOCKS, tl.num_programs(0) // BLOCKS, least, at, BT)
+    ONCE: tl.constexpr = BT == SHORT
+    chunk, t, pos, count = share(keys, tokens, program // BLOCKS, tl.num_programs(0) // BLOCKS, least, at, BT, ONCE)
     clear_split(table, chunk)
     # as the producer
     walk = begin(keys, chunk, t, pos)

@@ -22,7 +22,7 @@ from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.backends.sm90 import index, steps, streams, tiles
 from dsv4attn.backends.sm90.choice import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_parts import combine_parts
-from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, CODE_PAGES, FP8_PAGES, NIBBLE_PAGES
+from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, CODE_PAGES, FP8_PAGES, NIBBLE_PAGES, SHORT
 from dsv4attn.backends.sm90.tuning import PAGED, RAW, ROADS, ROWED, TUNING, Roles, is_small, tiles_of
 from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.contract import AttentionCall, ChunkCost, KeyForm, LayerSteps, Phase, Run
@@ -232,7 +232,8 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
     q, top, keys = call.q, call.max_logits, call.keys
     tokens, heads, _ = q.shape
     roles, raw = _roles(kind, raw=call.raw_q is not None), call.raw_q
-    constants, combining = _constants(len(attend.index_rows(keys)), kind, heads, raw=raw is not None)
+    short = kind == PAGES and tokens <= SHORT.value
+    constants, combining = _constants(len(attend.index_rows(keys)), kind, heads, raw=raw is not None, short=short)
     programs = _programs(heads)
     lines = min(tokens, programs // -(-heads // HEADS))
     each, chosen = combining[lines * heads > roles.few]
@@ -283,11 +284,15 @@ def _roles(kind: Kind, *, raw: bool = False) -> Roles:
 
 @cache
 def _constants(
-    segments: int, kind: Kind, heads: int, *, raw: bool = False
+    segments: int, kind: Kind, heads: int, *, raw: bool = False, short: bool = False
 ) -> tuple[Constants, tuple[tuple[int, Constants], ...]]:
-    """Constants of the Gluon kernel; programs of a token and constants of `combine_parts`, for few and many heads."""
+    """Constants of the Gluon kernel; programs of a token and constants of `combine_parts`, for few and many heads.
+
+    short: whether there are at most SHORT tokens, on V4's pages.
+    """
     roles = _roles(kind, raw=raw)
-    chosen = {"SEGMENTS": segments, "KIND": kind.number, "INTERLEAVED": kind.interleaved, "H": heads, "BT": LINE}
+    chosen = {"SEGMENTS": segments, "KIND": kind.number, "INTERLEAVED": kind.interleaved, "H": heads}
+    chosen["BT"] = SHORT.value if short else LINE
     if not INTERPRETED:
         chosen |= {"VALUES": roles.values, "PRODUCE": roles.produce, "PDL": overlaps("sm_90")}
     real = {"EXACT_CASTS": not INTERPRETED, "PDL": overlaps("sm_90") and not INTERPRETED}
@@ -365,10 +370,12 @@ def variants(
 ) -> Iterator[Variant]:
     """Every form of these kernels that `forward_mqa` can ask for. raw: with q before its norm and rotation."""
     constants, combining = _constants(segments, kind, heads, raw=raw)
+    short = [_constants(segments, kind, heads, short=True)[0]] if kind == PAGES else []
     angles = {"positions": "*i64", "angles": "*fp32"} if raw else dict.fromkeys(("positions", "angles"), "none")
     caches = (torch.uint8 if kind.is_paged else torch.bfloat16,)
     for given in attend.call_types(torch.bfloat16, caches, sinks, lses):
         types = given | dict.fromkeys(("part", "part_lse"), "*fp32") | angles
-        yield Variant.from_types(attention, types, constants)
+        for own in (constants, *short):
+            yield Variant.from_types(attention, types, own)
         for _, chosen in combining:
             yield Variant.from_types(combine_parts, types, chosen, num_warps=_roles(kind).warps)

@@ -50,6 +50,7 @@ def walk(
     SEGMENTS: tl.constexpr,
     BT: tl.constexpr,
     PAIRED: tl.constexpr,
+    ONCE: tl.constexpr,
 ):
     """Grid: (programs,). chunks: [P, 3], count, tiles walked, rows walked. tiles: [P, most, 3], row, tile, segment.
 
@@ -64,7 +65,7 @@ def walk(
     if SEGMENTS == 2:
         second = Segment(chunks, rows1, lens1, width1, stride1, none, none, none, none, none)
     keys = Keys(first, second, PAIRED)
-    chunk, t, pos, count = share(keys, tokens, program, tl.num_programs(0), least, at, BT)
+    chunk, t, pos, count = share(keys, tokens, program, tl.num_programs(0), least, at, BT, ONCE)
     step = begin(keys, chunk, t, pos)
     clear_split(table, chunk)
     walked = count * 0

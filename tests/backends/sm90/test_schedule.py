@@ -89,8 +89,9 @@ def walked(line: Line, kernel: Any = walk) -> Walk:
             (max(tokens, 1), 2),
         ]
     ]
+    once = tokens <= LOOK
     args = [*outs, *given_[0], *given_[1], *numbers, tokens, line.least, most]
-    launch(kernel, (line.programs,), args, {"SEGMENTS": len(lens), "BT": LOOK, "PAIRED": line.paired})
+    launch(kernel, (line.programs,), args, {"SEGMENTS": len(lens), "BT": LOOK, "PAIRED": line.paired, "ONCE": once})
     return Walk(*(out.cpu().numpy() for out in outs))
 
 

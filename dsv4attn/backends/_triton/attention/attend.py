@@ -14,7 +14,17 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.attention.kernels import attention
 from dsv4attn.backends._triton.attention.kernels_combine import reduce
-from dsv4attn.backends._triton.attention.keys import BYTES, CODE_WORDS, CODES, NIBBLE_WORDS, NIBBLES, ROWS, WORDS
+from dsv4attn.backends._triton.attention.keys import (
+    BYTES,
+    CODE_WORDS,
+    CODES,
+    CONVERTED,
+    NIBBLE_WORDS,
+    NIBBLES,
+    ROWS,
+    SHIFTED,
+    WORDS,
+)
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch
 from dsv4attn.backends._triton.tuning import Tuning, padded
@@ -134,13 +144,21 @@ def constants(shape: Shape, tuning: Tuning) -> dict[str, Any]:
         "C": width // pieces,
         "PIECES": pieces,
         "DT": tl.float32 if INTERPRETED or exact else tl.bfloat16,
-        "ASM": tuning.assembly and not INTERPRETED and not exact,
+        "ASM": 0 if INTERPRETED or exact else _assembly(tuning, shape.segments),
         "CHAINED": tuning.chained or INTERPRETED or exact or block < tuning.heads,
         "PREFETCH": tuning.prefetch and words and not exact,
         "RELOAD": tuning.reload and not exact,
         "EXACT_CASTS": not INTERPRETED,
         "PDL": tuning.pdl and not INTERPRETED,
     }
+
+
+def _assembly(tuning: Tuning, segments: Sequence[Segment]) -> int:
+    """Which assembly decodes words, see `keys`."""
+    if not tuning.assembly:
+        return 0
+    converts = tuning.converts and not any(s.fnuz for s in segments)
+    return int((CONVERTED if converts else SHIFTED).value)
 
 
 @lru_cache(maxsize=256)

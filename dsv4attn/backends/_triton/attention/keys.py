@@ -6,8 +6,11 @@ V4's record of other dims or alignment, whose last ROPE dims are bf16; CODES and
 are all codes, of fp8 and of e2m1; CODE_WORDS and NIBBLE_WORDS for those of 512 dims on aligned pages, four and eight
 codes at a time; ROWS for plain rows. A row that is not `ok` reads as zeros and touches no memory.
 
-A NaN code makes the values of its word NaN. Which values of a key are NaN does not matter: each of its logits is then,
-and with it the whole row of the output.
+A NaN code makes itself NaN, or the values of its word. Which values of a key are NaN does not matter: each of its
+logits is then, and with it the whole row of the output.
+
+ASM chooses how words are decoded: 0 by plain integer operations, SHIFTED and CONVERTED in PTX, the latter where the
+processor has instructions that convert e4m3 codes. Those of FNUZ it has not.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -18,6 +21,7 @@ import triton
 import triton.language as tl
 
 from dsv4attn.backends._triton import numerics
+from dsv4attn.backends._triton.attention.ptx import CONVERT, DECODE, DECODE_E2M1
 
 WORDS = tl.constexpr(0)
 BYTES = tl.constexpr(1)
@@ -27,65 +31,8 @@ NIBBLES = tl.constexpr(4)
 CODE_WORDS = tl.constexpr(5)
 NIBBLE_WORDS = tl.constexpr(6)
 
-DECODE = tl.constexpr("""
-{
-.reg .b32 low, high, a, b, zero;
-mov.b32 zero, 0x80008000;
-shr.u32 high, $2, 4;
-and.b32 high, high, 0x07070707;
-lop3.b32 high, $2, 0x80808080, high, 0xea;
-shl.b32 low, $2, 4;
-and.b32 low, low, 0xf0f0f0f0;
-prmt.b32 a, low, high, 0x5140;
-prmt.b32 b, low, high, 0x7362;
-fma.rn.bf16x2 a, a, $4, zero;
-fma.rn.bf16x2 b, b, $4, zero;
-fma.rn.bf16x2 $0, a, $3, zero;
-fma.rn.bf16x2 $1, b, $3, zero;
-}
-""")
-"""PTX that makes $0 and $1, two bf16 values each, of four e4m3 codes $2, a scale $3 and unit $4, each twice in a word.
-
-The upper bytes of all four values are made at once, and so are the lower ones; then they are put beside each other.
-"""
-
-DECODE_E2M1 = tl.constexpr("""
-{
-.reg .b32 low, high, shifted, a, b, c, d, zero;
-mov.b32 zero, 0x80008000;
-shr.u32 high, $4, 2;
-and.b32 high, high, 0x01010101;
-shl.b32 shifted, $4, 4;
-lop3.b32 high, shifted, 0x80808080, high, 0xea;
-shl.b32 low, $4, 6;
-and.b32 low, low, 0xc0c0c0c0;
-prmt.b32 a, low, high, 0x5140;
-prmt.b32 b, low, high, 0x7362;
-shr.u32 high, $4, 6;
-and.b32 high, high, 0x01010101;
-lop3.b32 high, $4, 0x80808080, high, 0xea;
-shl.b32 low, $4, 2;
-and.b32 low, low, 0xc0c0c0c0;
-prmt.b32 c, low, high, 0x5140;
-prmt.b32 d, low, high, 0x7362;
-prmt.b32 $0, a, c, 0x5410;
-prmt.b32 $1, a, c, 0x7632;
-prmt.b32 $2, b, d, 0x5410;
-prmt.b32 $3, b, d, 0x7632;
-fma.rn.bf16x2 $0, $0, $6, zero;
-fma.rn.bf16x2 $1, $1, $6, zero;
-fma.rn.bf16x2 $2, $2, $6, zero;
-fma.rn.bf16x2 $3, $3, $6, zero;
-fma.rn.bf16x2 $0, $0, $5, zero;
-fma.rn.bf16x2 $1, $1, $5, zero;
-fma.rn.bf16x2 $2, $2, $5, zero;
-fma.rn.bf16x2 $3, $3, $5, zero;
-}
-""")
-"""PTX that makes $0 to $3, two bf16 values each, of eight e2m1 codes $4, a scale $5 and unit $6, each twice in a word.
-
-The upper and the lower bytes of the four even codes are made at once, then those of the odd codes.
-"""
+SHIFTED = tl.constexpr(1)
+CONVERTED = tl.constexpr(2)
 
 
 @triton.jit
@@ -165,6 +112,11 @@ def codes(words, scale, fnuz, N: tl.constexpr, W: tl.constexpr, ASM: tl.constexp
     multiplications put it right, and are exact; one with the product of both powers overflows above byte 134.
     All four values of a word are NaN if one of its codes is: see above.
     """
+    if ASM == CONVERTED:
+        first, second = tl.inline_asm_elementwise(
+            CONVERT, "=&r,=&r,r,r", [words, scale], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+        return tl.reshape(tl.join(first, second), [N, 2 * W])
     unit = tl.where(fnuz, 0x7B007B00, 0x7B807B80) if ASM else tl.where(fnuz, 0x7B000000, 0x7B800000)
     nan = numerics.has_nan(words, fnuz)
     if ASM:

@@ -6,7 +6,6 @@ No GPU is needed for the assembly: its text is read here, and run on numpy's int
 from __future__ import annotations
 
 import inspect
-import re
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from dsv4attn.backends._triton.attention import keys
+from dsv4attn.backends._triton.attention import keys, ptx
+from dsv4attn.backends._triton.attention.keys import CONVERTED, SHIFTED
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import F64
@@ -36,7 +36,7 @@ def defined(*, fnuz: bool) -> tuple[F64, NDArray[np.bool_]]:
     return values * np.ldexp(1.0, BYTES - 127)[:, None], np.isfinite(values) & (BYTES < oracle.E8M0_NAN)[:, None]
 
 
-def decoded(codes: NDArray[np.uint8], scales: NDArray[Any], *, fnuz: bool, known: bool, assembly: bool) -> F64:
+def decoded(codes: NDArray[np.uint8], scales: NDArray[Any], *, fnuz: bool, known: bool, assembly: int) -> F64:
     """[n, 256] values of codes [n, 256] under scale bytes [n], by the kernel."""
     n = len(codes)
     out = torch.zeros(n, 128, dtype=torch.int32, device=DEVICE)
@@ -48,15 +48,22 @@ def decoded(codes: NDArray[np.uint8], scales: NDArray[Any], *, fnuz: bool, known
 
 
 constant = pytest.mark.parametrize("known", [True, False], ids=["constant", "runtime"])
-either = pytest.mark.parametrize(
-    "assembly", [False, pytest.param(True, marks=pytest.mark.skipif(not NVIDIA, reason="PTX needs an NVIDIA GPU"))]
+on_nvidia = pytest.mark.skipif(not NVIDIA, reason="PTX needs an NVIDIA GPU")
+each = pytest.mark.parametrize(
+    ("assembly", "fnuz"),
+    [
+        pytest.param(0, False, id="plain-ocp"),
+        pytest.param(0, True, id="plain-fnuz"),
+        pytest.param(SHIFTED.value, False, marks=on_nvidia, id="shifted-ocp"),
+        pytest.param(SHIFTED.value, True, marks=on_nvidia, id="shifted-fnuz"),
+        pytest.param(CONVERTED.value, False, marks=on_nvidia, id="converted-ocp"),
+    ],
 )
 
 
-@dialects
 @constant
-@either
-def test_every_code_that_bf16_can_hold_is_exact(assembly: bool, known: bool, fnuz: bool) -> None:
+@each
+def test_every_code_that_bf16_can_hold_is_exact(assembly: int, known: bool, fnuz: bool) -> None:
     exact, meant = defined(fnuz=fnuz)
     held = meant & (oracle.round_bf16(exact) == exact)
     # others of its word are NaN with a NaN code
@@ -70,10 +77,9 @@ def test_every_code_that_bf16_can_hold_is_exact(assembly: bool, known: bool, fnu
     assert np.isnan(got[oracle.E8M0_NAN]).all()
 
 
-@dialects
 @constant
-@either
-def test_words_with_a_nan_code_are_nan_and_no_others(assembly: bool, known: bool, fnuz: bool) -> None:
+@each
+def test_words_with_a_nan_code_are_nan_and_no_others(assembly: int, known: bool, fnuz: bool) -> None:
     """Every code beside each that is NaN or next to it, at each place of a word, beside codes that carry or borrow."""
     edges = [0x00, 0x01, 0x7E, 0x7F, 0x80, 0x81, 0xFE, 0xFF]
     pairs = np.array([pair for a in range(256) for b in edges for pair in ((a, b), (b, a))])
@@ -87,7 +93,10 @@ def test_words_with_a_nan_code_are_nan_and_no_others(assembly: bool, known: bool
     got = decoded(codes, np.full(len(codes), 127), fnuz=fnuz, known=known, assembly=assembly)
 
     assert wanted.any()
-    assert np.array_equal(np.isnan(got).reshape(-1, 4).all(-1), wanted)
+    if assembly == CONVERTED.value:
+        assert np.array_equal(np.isnan(got), np.isnan(values))
+    else:
+        assert np.array_equal(np.isnan(got).reshape(-1, 4).all(-1), wanted)
     finite = ~np.repeat(wanted, 4).reshape(codes.shape)
     assert np.array_equal(got[finite], values[finite])
 
@@ -95,35 +104,38 @@ def test_words_with_a_nan_code_are_nan_and_no_others(assembly: bool, known: bool
 # the assembly, without a GPU
 
 
-def assembly_of(source: str) -> list[str]:
-    """Instructions of the assembly in a source."""
-    (text,) = re.findall(r'DECODE = tl\.constexpr\("""(.*?)"""', source, re.DOTALL)
-    return instructions(text)
-
-
-def emulated(source: str, *, fnuz: bool) -> F64:
+def emulated(text: str, *, fnuz: bool = False) -> F64:
     """[256, 256] values, by the assembly."""
     byte = BYTES.astype(np.uint32)
     half = np.where(byte == 0, 0x40, np.where(byte == 255, 0x7FC0, byte << 7)).astype(np.uint32)
     scale = np.broadcast_to((half | half << 16)[:, None], WORDS.shape)
     unit = np.full(WORDS.shape, 0x7B007B00 if fnuz else 0x7B807B80, np.uint32)
-    registers = run(assembly_of(source), {"$2": WORDS, "$3": scale, "$4": unit})
+    registers = run(instructions(text), {"$2": WORDS, "$3": scale, "$4": unit})
     first, second = registers["$0"], registers["$1"]
     values = np.stack([of_bf16(first), of_bf16(first >> 16), of_bf16(second), of_bf16(second >> 16)], axis=-1)
     return values.reshape(256, 256)
 
 
-@dialects
-def test_the_packed_assembly_equals_the_definition(fnuz: bool) -> None:
-    """For every finite code, also where bf16 overflows or has to round a subnormal."""
+def is_right(got: F64, *, fnuz: bool = False) -> bool:
+    """Whether every finite code has the value and the sign of the definition, also where bf16 rounds or overflows."""
     exact, meant = defined(fnuz=fnuz)
     want = oracle.round_bf16(exact)
+    return bool(((got == want) & (np.signbit(got) == np.signbit(want)))[meant].all())
 
-    got = emulated(inspect.getsource(keys), fnuz=fnuz)
 
-    assert np.array_equal(got[meant], want[meant])
-    zeros = meant & (CODES & 0x7F == 0)
-    assert np.array_equal(np.signbit(got[zeros]), np.broadcast_to(CODES >= 0x80, got.shape)[zeros])
+@dialects
+def test_the_packed_assembly_equals_the_definition(fnuz: bool) -> None:
+    got = emulated(ptx.DECODE.value, fnuz=fnuz)
+
+    assert is_right(got, fnuz=fnuz)
+    assert np.isnan(got[oracle.E8M0_NAN]).all()
+
+
+def test_the_conversions_equal_the_definition() -> None:
+    got = emulated(ptx.CONVERT.value)
+
+    assert is_right(got)
+    assert np.array_equal(np.isnan(got[0]), np.isnan(oracle.decode_e4m3(CODES[0], False)))
     assert np.isnan(got[oracle.E8M0_NAN]).all()
 
 
@@ -150,11 +162,23 @@ def test_the_scale_in_the_assembly_is_what_the_kernel_makes_of_a_byte() -> None:
     ],
 )
 def test_a_wrong_instruction_is_seen(old: str, new: str) -> None:
-    source = inspect.getsource(keys)
-    assert old in source, f"{old!r} is gone: plant the bug anew"
-    exact, meant = defined(fnuz=False)
+    text = ptx.DECODE.value
+    assert old in text, f"{old!r} is gone: plant the bug anew"
+    assert not is_right(emulated(text.replace(old, new)))
 
-    got = emulated(source.replace(old, new), fnuz=False)
 
-    right = (got == oracle.round_bf16(exact)) & (np.signbit(got) == np.signbit(exact))
-    assert not right[meant].all()
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("{low, high}", "{high, low}"),
+        ("x, low", "x, high"),
+        ("cvt.f32.f16 d, b", "cvt.f32.f16 d, a"),
+        ("x, d, c", "x, c, d"),
+        ("$1, x, $3", "$1, d, $3"),
+        ("0x80008000", "0"),
+    ],
+)
+def test_a_wrong_conversion_is_seen(old: str, new: str) -> None:
+    text = ptx.CONVERT.value
+    assert old in text, f"{old!r} is gone: plant the bug anew"
+    assert not is_right(emulated(text.replace(old, new)))
