@@ -69,11 +69,15 @@ class Tuning:
         return -(-heads // min(self.heads, padded(heads)))
 
     def on(self, arch: str) -> Tuning:
-        """These numbers on an architecture."""
-        if not overlaps(arch):
-            return self
+        """These numbers on an architecture, which may be another than the one that they were measured on."""
+        converts = self.converts and arch.startswith("sm_") and int(arch[3:]) >= _CONVERTING
         small = tuple(one.on(arch) for one in self.small)
-        return evolve(self, pdl=True, prefill=self.prefill and self.prefill.on(arch), small=small)
+        prefill = self.prefill and self.prefill.on(arch)
+        return evolve(self, pdl=overlaps(arch), converts=converts, prefill=prefill, small=small)
+
+
+_CONVERTING = 89
+"""NVIDIA's first architecture with instructions that convert e4m3 codes."""
 
 
 def padded(n: int) -> int:
@@ -85,8 +89,8 @@ COMPILED = "compiled with Triton 3.9, 2026-11-22: no spills, fits; not measured 
 """`measured` of a row that has run on no such device."""
 
 _MEASURED = "H200, torch 2.11, Triton 3.6, 2026-11-22 and 25: dsv4attn bench decode prefill --backend triton"
-# records in flight spill 4 to 24 bytes a thread, with Triton 3.6 and 3.9; with them 64 and 256 tokens of c4a decode in
-# 0.95 and 0.97 of the time. By conversions 8, 64 and 256 tokens take 0.96, 0.93 and 0.96 of the time by shifts
+# records in flight spill 4 to 24 bytes a thread, with Triton 3.6 and 3.9, which the gates forbid; they would save 5 and
+# 3 % for 64 and 256 tokens of c4a. Conversions save 4, 7 and 4 % for 8, 64 and 256 tokens, beside shifts
 # programs of 16 and 32 heads take 0.65 to 0.88 of the time with 8 warps, and with 4 spill
 _LARGE = Tuning(narrow_warps=8, chained=False, assembly=True, converts=True, prefetch=False, measured=_MEASURED)
 # a program of few heads loads less of q and stores less of a part, and decodes its keys anew

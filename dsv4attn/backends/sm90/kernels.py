@@ -25,7 +25,7 @@ def attention(
     part,  # [programs, 2, 64, 512] fp32
     part_lse,  # [programs, 2, 64] fp32
     part_max,  # [programs, 2, 64] fp32, or None
-    table,  # [T, 2] int32
+    table,  # [lines, 2] int32
     cache0,  # [pages, page bytes] uint8, or [count0, 512] bf16
     rows0,  # [T, width0] int32
     lens0,  # [T] int32

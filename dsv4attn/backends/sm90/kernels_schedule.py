@@ -40,7 +40,7 @@ NIBBLE_PAGES = tl.constexpr(3)
 """As CODE_PAGES in the first segment. In the second, 512 codes e2m1, two in a byte, and 32 scales e4m3."""
 TILE = tl.constexpr(64)
 SHORT = tl.constexpr(128)
-"""Rows of a call that a program looks at without a loop, if there are no more."""
+"""Most rows of a call whose lengths a program reads without a loop."""
 COST = tl.constexpr(2)
 """Tiles that take as long as what a program does once for a row."""
 PAIR_COST = tl.constexpr(4)
@@ -362,8 +362,9 @@ def part_of(chunk, program, pos):
 def store_split(table, chunk, t, pos, n):
     """Store that this program (of those for one block of heads) is the first of so many that share row t of n tiles.
 
-    Rows have a line of the table each, which names the program; or programs have, if they are fewer, and it names the
-    row. Of the rows that begin in a chunk only the last may be split, so that it is the one that a program's line has.
+    The table has a line for each row, which names its first program; or, if rows are more than programs, a line for
+    each program, which names the row. Of the rows that begin in a chunk only the last may be split: it overwrites those
+    before it.
     """
     own = chunk.lo // chunk.length
     until = (pos + tl.maximum(n, 1) - 1) // chunk.length
@@ -375,7 +376,7 @@ def store_split(table, chunk, t, pos, n):
 
 @triton.jit
 def clear_split(table, chunk):
-    """For a program in whose chunk no row begins, before any `store_split`."""
+    """Store that no row begins in this program's chunk; `store_split` overwrites it."""
     if chunk.tokens > chunk.parts:
         tl.store(table + chunk.lo // chunk.length * 2 + 1, 0)
 

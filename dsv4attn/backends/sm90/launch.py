@@ -286,7 +286,7 @@ def _roles(kind: Kind, *, raw: bool = False) -> Roles:
 def _constants(
     segments: int, kind: Kind, heads: int, *, raw: bool = False, short: bool = False
 ) -> tuple[Constants, tuple[tuple[int, Constants], ...]]:
-    """Constants of the Gluon kernel; programs of a token and constants of `combine_parts`, for few and many heads.
+    """Constants of the Gluon kernel; programs of a line and constants of `combine_parts`, for few and many heads.
 
     short: whether there are at most SHORT tokens, on V4's pages.
     """

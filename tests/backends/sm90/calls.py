@@ -1,4 +1,4 @@
-"""Calls of the Hopper room, through its Backend, with scratch memory full of NaN; and who served them."""
+"""Calls of the Hopper room, through its Backend, with scratch memory full of what may mislead; and who served them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def planned(backend: Sm90Backend, trial: Trial, phase: Phase = Phase.DECODE) -> 
     assert simultaneous_bytes(specs) <= backend.scratch_bound(phase, trial.layer, trial.tokens, width)
     scratch = WorkspaceManager(call.q.device).get_simultaneous(*specs)
     for view in scratch:
-        view.view(torch.uint8).fill_(0xFF)
+        # a table of rows that are split may have lines of an earlier call
+        view.view(torch.uint8).fill_(0xFF) if view.dtype.is_floating_point else view.fill_(2)
     return evolve(call, scratch=scratch)
 
 

@@ -45,7 +45,7 @@ def test_every_kernel_keeps_every_limit(model: str, dtype: str) -> None:
     "words", ["fullest 64", *(pytest.param(n, marks=pytest.mark.slow) for n in ("64", "128", "100"))]
 )
 def test_every_form_keeps_every_limit(words: str) -> None:
-    """Slow but for six forms of one block of heads that tell every result; all others tell less, or mask more."""
+    """Slow but for nine forms of one block of heads that tell every result; all others tell less, or mask more."""
     done = outside(str(Path(__file__).with_name("compiles.py")), *words.split())
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

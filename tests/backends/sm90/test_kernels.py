@@ -35,11 +35,15 @@ CODED = {arrangement: KVCacheLayout.v41_fp8(arrangement=arrangement) for arrange
 NIBBLES = {arrangement: KVCacheLayout.v41_fp4(arrangement=arrangement) for arrangement in Arrangement}
 BEHIND, WITHIN = Arrangement.SPLIT, Arrangement.INTERLEAVED
 
+MORE = multiprocessors() + 9
+"""More rows than programs of a block of heads, on any device."""
 OWN: dict[str, Trial] = {
     "pages": BASE,
     "one segment": evolve(BASE, layouts=(OCP,), widths=(130, 0)),
     "one row": evolve(BASE, tokens=1, seed=3),
-    "more rows than programs": evolve(BASE, tokens=7, widths=(70, 65), seed=4),
+    "more rows than programs": evolve(BASE, tokens=MORE, widths=(70, 65), seed=4),
+    "rows over several programs": evolve(BASE, layouts=(OCP,), tokens=MORE, widths=(1000, 0), seed=4),
+    "the same, of two blocks of heads": evolve(BASE, layouts=(OCP,), tokens=MORE, widths=(1000, 0), heads=65, seed=4),
     "one head": evolve(BASE, heads=1, seed=5),
     "a block and a bit": evolve(BASE, heads=65, widths=(64, 90), seed=6),
     "no sink": evolve(BASE, sink=False, seed=7),
@@ -56,6 +60,7 @@ OWN: dict[str, Trial] = {
     "rows of a cache": ROW,
     "rows of pages": evolve(ROW, pages=(64,)),
     "gathered": GATHERED,
+    "gathered, rows over several programs": evolve(GATHERED, tokens=MORE, widths=(2000,), seed=4),
     "gathered, no sink": evolve(GATHERED, sink=False, heads=66, widths=(70,), seed=12),
 }
 SHARED: dict[str, Trial] = {
@@ -201,6 +206,7 @@ PLANTS = {
     ),
     "scales of the record before": ("schedule", "at.to(tl.int64) * 8)", "(at.to(tl.int64) // 2 * 2) * 8)"),
     "the wrong part": ("parts", "tl.where(which == 0, 1, 0)", "tl.where(which == 0, 0, 1)"),
+    "lines of programs where no row begins": ("twin", "    clear_split(table, chunk)\n", ""),
     "the row of a program's line, for the program": ("parts", "tl.where(by_program != 0, line, other)", "other"),
     "parts of one row weigh the same": (
         "parts",
@@ -224,6 +230,7 @@ HARD = [
     evolve(BASE, tokens=6, seed=13),
     evolve(BASE, tokens=1, seed=14),
     evolve(BASE, tokens=2, widths=(0, 0)),
+    evolve(BASE, layouts=(OCP,), tokens=5, widths=(700, 0), seed=3),
 ]
 
 

@@ -6,11 +6,11 @@ V4's record of other dims or alignment, whose last ROPE dims are bf16; CODES and
 are all codes, of fp8 and of e2m1; CODE_WORDS and NIBBLE_WORDS for those of 512 dims on aligned pages, four and eight
 codes at a time; ROWS for plain rows. A row that is not `ok` reads as zeros and touches no memory.
 
-A NaN code makes itself NaN, or the values of its word. Which values of a key are NaN does not matter: each of its
-logits is then, and with it the whole row of the output.
+A NaN code is decoded to NaN; unless ASM is CONVERTED, so is its whole word. Which values of a key are NaN does not
+matter: each of its logits is then, and with it the whole row of the output.
 
 ASM chooses how words are decoded: 0 by plain integer operations, SHIFTED and CONVERTED in PTX, the latter where the
-processor has instructions that convert e4m3 codes. Those of FNUZ it has not.
+processor has instructions that convert e4m3 codes. No processor has one for FNUZ codes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -110,7 +110,8 @@ def codes(words, scale, fnuz, N: tl.constexpr, W: tl.constexpr, ASM: tl.constexp
 
     A code's bits, put where bf16 has exponent and mantissa, are its value times 2^-120 (2^-119 in FNUZ). Two packed
     multiplications put it right, and are exact; one with the product of both powers overflows above byte 134.
-    All four values of a word are NaN if one of its codes is: see above.
+    All four values of a word are NaN if one of its codes is: see above. CONVERTED needs one multiplication, and fnuz to
+    be false; there a NaN code alone is NaN.
     """
     if ASM == CONVERTED:
         first, second = tl.inline_asm_elementwise(

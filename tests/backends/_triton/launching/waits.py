@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from itertools import islice
 
 import torch
-from attrs import evolve
 
 from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.cache import insert
@@ -35,8 +34,7 @@ def forms(arch: str) -> Iterator[Variant]:
     yield from islice(insert.variants(record, 64, BF16, arch=arch), 3)
     yield from islice(output.variants(64, 512, 64, 8, 1024, BF16, arch=arch), 2)
     shape = attend.Shape(16, 448, 64, (attend.Segment.of(record, aligned=True),), BF16, 8, ragged=False)
-    # sm_80 cannot convert codes
-    tuning = evolve(HOPPER, converts=arch == "sm_90").on(arch)
+    tuning = HOPPER.on(arch)
     yield from islice(attend.variants(shape, tuning, sinks=(False,), lses=(False,)), 3)
 
 
