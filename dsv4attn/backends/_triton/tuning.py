@@ -73,7 +73,8 @@ class Tuning:
         converts = self.converts and arch.startswith("sm_") and int(arch[3:]) >= _CONVERTING
         small = tuple(one.on(arch) for one in self.small)
         prefill = self.prefill and self.prefill.on(arch)
-        return evolve(self, pdl=overlaps(arch), converts=converts, prefill=prefill, small=small)
+        there = evolve(self, pdl=overlaps(arch), converts=converts, prefill=prefill, small=small)
+        return self if there == self else there
 
 
 _CONVERTING = 89
