@@ -232,8 +232,9 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
     q, top, keys = call.q, call.max_logits, call.keys
     tokens, heads, _ = q.shape
     roles, raw = _roles(kind, raw=call.raw_q is not None), call.raw_q
-    short = kind == PAGES and tokens <= SHORT.value
-    constants, combining = _constants(len(attend.index_rows(keys)), kind, heads, raw=raw is not None, short=short)
+    segments = len(attend.index_rows(keys))
+    short = _has_short(segments, kind) and tokens <= SHORT.value
+    constants, combining = _constants(segments, kind, heads, raw=raw is not None, short=short)
     programs = _programs(heads)
     lines = min(tokens, programs // -(-heads // HEADS))
     each, chosen = combining[lines * heads > roles.few]
@@ -282,13 +283,18 @@ def _roles(kind: Kind, *, raw: bool = False) -> Roles:
     return RAW if raw else ROWED
 
 
+def _has_short(segments: int, kind: Kind) -> bool:
+    """Whether calls of few tokens have a form of their own: of two segments on V4's pages, where it was measured."""
+    return kind == PAGES and segments == 2
+
+
 @cache
 def _constants(
     segments: int, kind: Kind, heads: int, *, raw: bool = False, short: bool = False
 ) -> tuple[Constants, tuple[tuple[int, Constants], ...]]:
     """Constants of the Gluon kernel; programs of a line and constants of `combine_parts`, for few and many heads.
 
-    short: whether there are at most SHORT tokens, on V4's pages.
+    short: whether there are at most SHORT tokens, where `_has_short`.
     """
     roles = _roles(kind, raw=raw)
     chosen = {"SEGMENTS": segments, "KIND": kind.number, "INTERLEAVED": kind.interleaved, "H": heads}
@@ -370,7 +376,7 @@ def variants(
 ) -> Iterator[Variant]:
     """Every form of these kernels that `forward_mqa` can ask for. raw: with q before its norm and rotation."""
     constants, combining = _constants(segments, kind, heads, raw=raw)
-    short = [_constants(segments, kind, heads, short=True)[0]] if kind == PAGES else []
+    short = [_constants(segments, kind, heads, short=True)[0]] if _has_short(segments, kind) else []
     angles = {"positions": "*i64", "angles": "*fp32"} if raw else dict.fromkeys(("positions", "angles"), "none")
     caches = (torch.uint8 if kind.is_paged else torch.bfloat16,)
     for given in attend.call_types(torch.bfloat16, caches, sinks, lses):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dsv4attn.backends._triton.attention.ptx import CONVERSION_REGISTERS, conversions
+
 
 def codes(*, spoils: bool = False, scale: int = 12) -> str:
     """PTX of four words of e4m3 codes.
@@ -9,15 +11,11 @@ def codes(*, spoils: bool = False, scale: int = 12) -> str:
     $0..$7: of each word its first two values, then of each its last two. $8..$11: words. $12..$15: four scale bytes
     each, of which $16 picks one of $12, or of another operand, `scale`. What is equal in all four operands is read from
     the first. spoils: whether all values are NaN if $20 is not 0.
-
-    Codes become f16, fp32 and bf16, exactly, and NaN stays NaN; then they are multiplied by a bf16 power of two. Hopper
-    has an instruction for the first step alone, but shifts and masks, which have half its speed, take longer.
     """
     lines = [
-        ".reg .b32 scale, zero, f<4>;",
-        ".reg .b16 low, high, h<4>;",
+        CONVERSION_REGISTERS,
+        ".reg .b32 scale;",
         ".reg .pred p;",
-        "mov.b32 zero, 0x80008000;",
         # a power of two, twice; of byte 0 the subnormal 2^-127
         f"prmt.b32 scale, ${scale}, 0, $16;",
         "shl.b32 scale, scale, 7;",
@@ -25,17 +23,7 @@ def codes(*, spoils: bool = False, scale: int = 12) -> str:
     ]
     if spoils:
         lines += ["setp.ne.u32 p, $20, 0;", "selp.b32 scale, 0x7fc07fc0, scale, p;"]
-    for i in range(4):
-        lines.append(f"mov.b32 {{low, high}}, ${8 + i};")
-        for to, half in ((i, "low"), (4 + i, "high")):
-            lines += [
-                f"cvt.rn.f16x2.e4m3x2 f0, {half};",
-                "mov.b32 {h0, h1}, f0;",
-                "cvt.f32.f16 f1, h0;",
-                "cvt.f32.f16 f2, h1;",
-                "cvt.rn.bf16x2.f32 f3, f2, f1;",
-                f"fma.rn.bf16x2 ${to}, f3, scale, zero;",
-            ]
+    lines += [conversions(f"${8 + i}", f"${i}", f"${4 + i}", "scale") for i in range(4)]
     return "{\n" + "\n".join(lines) + "\n}\n"
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from attrs import evolve, frozen
 
 from dsv4attn.backends._triton.attention import attend
@@ -36,8 +35,8 @@ def planned(backend: Sm90Backend, trial: Trial, phase: Phase = Phase.DECODE) -> 
     assert simultaneous_bytes(specs) <= backend.scratch_bound(phase, trial.layer, trial.tokens, width)
     scratch = WorkspaceManager(call.q.device).get_simultaneous(*specs)
     for view in scratch:
-        # a table of rows that are split may have lines of an earlier call
-        view.view(torch.uint8).fill_(0xFF) if view.dtype.is_floating_point else view.fill_(2)
+        # NaN; but the table of rows that are split may have lines of an earlier call
+        view.fill_(float("nan") if view.dtype.is_floating_point else 2)
     return evolve(call, scratch=scratch)
 
 

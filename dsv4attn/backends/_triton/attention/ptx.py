@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import triton.language as tl
 
-__all__ = ["CONVERT", "DECODE", "DECODE_E2M1"]
+__all__ = ["CONVERSION_REGISTERS", "CONVERT", "DECODE", "DECODE_E2M1", "conversions"]
 
-CONVERT = tl.constexpr("""
-{
-.reg .b16 low, high, a, b;
-.reg .b32 x, c, d, zero;
-mov.b32 zero, 0x80008000;
-mov.b32 {low, high}, $2;
-cvt.rn.f16x2.e4m3x2 x, low;
-mov.b32 {a, b}, x;
-cvt.f32.f16 c, a;
-cvt.f32.f16 d, b;
-cvt.rn.bf16x2.f32 x, d, c;
-fma.rn.bf16x2 $0, x, $3, zero;
-cvt.rn.f16x2.e4m3x2 x, high;
-mov.b32 {a, b}, x;
-cvt.f32.f16 c, a;
-cvt.f32.f16 d, b;
-cvt.rn.bf16x2.f32 x, d, c;
-fma.rn.bf16x2 $1, x, $3, zero;
-}
-""")
-"""PTX that makes $0 and $1, two bf16 values each, of four e4m3 codes $2 and a scale $3, twice in a word. NaN stays NaN.
+CONVERSION_REGISTERS = """.reg .b32 zero, f<4>;
+.reg .b16 low, high, h<4>;
+mov.b32 zero, 0x80008000;"""
+"""What stands before `conversions`."""
 
-On Hopper four codes take 14 clocks of a scheduler by these conversions, and 20 by shifts and masks.
-"""
+
+def conversions(word: str, first: str, second: str, scale: str) -> str:
+    """PTX that makes `first` and `second`, two bf16 values each, of four e4m3 codes in `word`. NaN stays NaN.
+
+    Codes become f16, fp32 and bf16, exactly; then they are multiplied by `scale`, a power of two, twice in a word.
+    Hopper has an instruction for the first step alone, but there four codes take 14 clocks of a scheduler by these
+    steps, and 20 by shifts and masks.
+    """
+    lines = [f"mov.b32 {{low, high}}, {word};"]
+    for to, half in ((first, "low"), (second, "high")):
+        lines += [
+            f"cvt.rn.f16x2.e4m3x2 f0, {half};",
+            "mov.b32 {h0, h1}, f0;",
+            "cvt.f32.f16 f1, h0;",
+            "cvt.f32.f16 f2, h1;",
+            "cvt.rn.bf16x2.f32 f3, f2, f1;",
+            f"fma.rn.bf16x2 {to}, f3, {scale}, zero;",
+        ]
+    return "\n".join(lines)
+
+
+CONVERT = tl.constexpr("\n".join(["{", CONVERSION_REGISTERS, conversions("$2", "$0", "$1", "$3"), "}\n"]))
+"""PTX that makes $0 and $1, two bf16 values each, of four e4m3 codes $2 and a scale $3, twice in a word."""
 
 DECODE = tl.constexpr("""
 {

@@ -147,38 +147,32 @@ def test_the_scale_in_the_assembly_is_what_the_kernel_makes_of_a_byte() -> None:
         assert text in source
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("0x5140", "0x4150"),
-        ("0x7362", "0x6372"),
-        ("shr.u32 high, $2, 4", "shr.u32 high, $2, 3"),
-        ("shl.b32 low, $2, 4", "shl.b32 low, $2, 5"),
-        ("0x07070707", "0x03030303"),
-        ("0xf0f0f0f0", "0xe0e0e0e0"),
-        ("0xea", "0xc0"),
-        ("fma.rn.bf16x2 $0, a, $3, zero", "fma.rn.bf16x2 $0, a, $4, zero"),
-        ("0x80008000;\nshr", "0;\nshr"),
-    ],
-)
-def test_a_wrong_instruction_is_seen(old: str, new: str) -> None:
-    text = ptx.DECODE.value
-    assert old in text, f"{old!r} is gone: plant the bug anew"
-    assert not is_right(emulated(text.replace(old, new)))
+SHIFTS = [
+    ("0x5140", "0x4150"),
+    ("0x7362", "0x6372"),
+    ("shr.u32 high, $2, 4", "shr.u32 high, $2, 3"),
+    ("shl.b32 low, $2, 4", "shl.b32 low, $2, 5"),
+    ("0x07070707", "0x03030303"),
+    ("0xf0f0f0f0", "0xe0e0e0e0"),
+    ("0xea", "0xc0"),
+    ("fma.rn.bf16x2 $0, a, $3, zero", "fma.rn.bf16x2 $0, a, $4, zero"),
+    ("0x80008000;\nshr", "0;\nshr"),
+]
+CONVERSIONS = [
+    ("{low, high}", "{high, low}"),
+    ("f0, low", "f0, high"),
+    ("cvt.f32.f16 f2, h1", "cvt.f32.f16 f2, h0"),
+    ("f3, f2, f1", "f3, f1, f2"),
+    ("$1, f3, $3", "$1, f0, $3"),
+    ("0x80008000", "0"),
+]
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("{low, high}", "{high, low}"),
-        ("x, low", "x, high"),
-        ("cvt.f32.f16 d, b", "cvt.f32.f16 d, a"),
-        ("x, d, c", "x, c, d"),
-        ("$1, x, $3", "$1, d, $3"),
-        ("0x80008000", "0"),
-    ],
+    ("text", "old", "new"),
+    [(ptx.DECODE.value, *one) for one in SHIFTS] + [(ptx.CONVERT.value, *one) for one in CONVERSIONS],
+    ids=[old for old, _ in SHIFTS + CONVERSIONS],
 )
-def test_a_wrong_conversion_is_seen(old: str, new: str) -> None:
-    text = ptx.CONVERT.value
+def test_a_wrong_instruction_is_seen(text: str, old: str, new: str) -> None:
     assert old in text, f"{old!r} is gone: plant the bug anew"
     assert not is_right(emulated(text.replace(old, new)))
