@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from dsv4attn.core.device import release_of
-
-__all__ = ["ROPE_FIRST", "copy_async", "reinterpret"]
-
-ROPE_FIRST = gl.constexpr((release_of(triton.__version__) or (3, 6)) < (3, 7))
-"""Whether a tile's RoPE values are loaded before its last codes: the other order spills with 3.6, this one with 3.9."""
+__all__ = ["barrier", "copy_async", "reinterpret"]
 
 copy_async: Any = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 """(view, pointers, mask=): copies into shared memory; where masked, zeros."""

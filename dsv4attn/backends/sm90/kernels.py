@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from dsv4attn.backends._triton.launching.kernels_dependent import wait_for_earlier
 from dsv4attn.backends._triton.launching.runtime import stable_gluon
-from dsv4attn.backends.sm90.kernels_common import LINE_L, SHORT_L
+from dsv4attn.backends.sm90.kernels_common import LINE_L, SHORT_L, load_sink
 from dsv4attn.backends.sm90.kernels_pages import attend_pages
 from dsv4attn.backends.sm90.kernels_rows import attend_rows
 from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, SHORT, Keys, Query, Results, Segment, share
@@ -66,10 +66,11 @@ def attention(
         out, lse, max_logits, sink, part, part_lse, part_max, table,
         out_token, out_head, lse_token, lse_head, max_token, max_head, empty_lse,
     )  # fmt: skip
+    bias = load_sink(sink, head0, H)
     ONCE: gl.constexpr = BT == SHORT
     at = gl.arange(0, BT, layout=SHORT_L if ONCE else LINE_L)
     chunk, t, pos, count = share(keys, tokens, program // BLOCKS, gl.num_programs(0) // BLOCKS, least, at, BT, ONCE)
     if KIND == BF16_ROWS:
-        attend_rows(query, keys, results, chunk, t, pos, H, VALUES, PRODUCE)
+        attend_rows(query, keys, results, bias, chunk, t, pos, H, VALUES, PRODUCE)
     else:
-        attend_pages(query, keys, results, chunk, t, pos, count, KIND, INTERLEAVED, H, VALUES, PRODUCE)
+        attend_pages(query, keys, results, bias, chunk, t, pos, count, KIND, INTERLEAVED, H, VALUES, PRODUCE)

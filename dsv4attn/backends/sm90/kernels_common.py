@@ -23,6 +23,40 @@ KEYS_S = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 FLAT_S = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
+def _unless_all_are_one(n: int) -> str:
+    """Instructions that multiply n numbers in place by n more, of which two in turns belong to either row of a thread.
+
+    A warp in which no row shrinks skips the products.
+    """
+    lines = [
+        ".reg .pred p, r;",
+        f"setp.neu.f32 p, ${2 * n}, 0f3F800000;",
+        f"setp.neu.f32 r, ${2 * n + 2}, 0f3F800000;",
+        "or.pred p, p, r;",
+        "vote.sync.any.pred p, p, 0xffffffff;",
+        "@!p bra.uni DONE;",
+        *(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)),
+        "DONE:",
+    ]
+    return "\n".join(["{", *lines, "}"])
+
+
+_PACK = 64
+PACK = gl.constexpr(_PACK)
+"""Numbers of a thread that one block of instructions multiplies."""
+SHRINK = gl.constexpr(_unless_all_are_one(_PACK))
+SHRINK_REGISTERS = gl.constexpr(",".join(["=f"] * _PACK + [str(i) for i in range(_PACK)] + ["f"] * _PACK))
+"""Each result is in the register of its operand: a copy would be held beside sums that a matrix product is to take."""
+
+
+@gluon.jit
+def rescaled(acc, shrink):
+    """[64, N] times [64], which mostly is 1. Instructions, since Gluon has no branch that one warp takes alone."""
+    by = gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))
+    by = gl.expand_dims(by, 1) + gl.zeros_like(acc)
+    return gl.inline_asm_elementwise(SHRINK, SHRINK_REGISTERS, [acc, by], dtype=gl.float32, is_pure=False, pack=PACK)
+
+
 @gluon.jit
 def here(x):
     """x, int32, computed at its use: values that follow from it are not carried through a loop in registers."""
@@ -52,11 +86,20 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def load_sink(sink, head0, H: gl.constexpr):
-    """[64] fp32 in shared memory: sinks of a block of heads, in base 2; undefined if there are none."""
-    sink_s = gl.allocate_shared_memory(gl.float32, [64], FLAT_S)
+    """[64] fp32: sinks of a block of heads, or None. Early, since nothing waits for them before `store_sink`."""
+    bias = None
     if sink is not None:
         head = head0 + gl.arange(0, 64, layout=ONE_L)
-        sink_s.store(gl.load(sink + head, mask=head < H, other=0.0) * LOG2E)
+        bias = gl.load(sink + head, mask=head < H, other=0.0)
+    return bias
+
+
+@gluon.jit
+def store_sink(bias):
+    """[64] fp32 in shared memory: what `load_sink` returned, in base 2; undefined if there are no sinks."""
+    sink_s = gl.allocate_shared_memory(gl.float32, [64], FLAT_S)
+    if bias is not None:
+        sink_s.store(bias * LOG2E)
     return sink_s
 
 
@@ -72,9 +115,18 @@ def normalized(sink, sink_s, total, reference, whole):
 
 
 @gluon.jit
-def write_part(part, result, place, FIRST: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr):
-    """N columns of 64 heads of a row that is split, from FIRST on. place: of its first element in part."""
-    line = here(gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)))
-    across = FIRST + gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT))
-    aside = gl.multiple_of(part + place + line * 512, [16])
-    gl.store(gl.expand_dims(aside, 1) + gl.expand_dims(across, 0), result)
+def write_part(part, result, place, FIRST: gl.constexpr):
+    """Columns of 64 heads of a row that is split, from FIRST on, in the order of `place_in_part`.
+
+    place: of the part's first element. A thread writes four registers in a row, and a warp 512 bytes.
+    """
+    GROUPS: gl.constexpr = result.shape[1] // 8
+    fours = gl.permute(gl.reshape(result, [4, 2, 8, GROUPS, 4, 2]), (0, 2, 4, 3, 1, 5))
+    fours = gl.reshape(fours, [128, GROUPS, 4])
+    OF_THREADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, fours.type.layout))
+    thread = gl.arange(0, 128, layout=OF_THREADS)
+    to = gl.multiple_of(part + place + (thread // 32 * 8192 + thread % 32 * 4 + 16 * FIRST), [16])
+    group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, fours.type.layout)))
+    within = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, fours.type.layout)))
+    to = gl.expand_dims(gl.expand_dims(to, 1) + gl.expand_dims(group * 128, 0), 2)
+    gl.store(to + gl.expand_dims(gl.expand_dims(within, 0), 1), fours)

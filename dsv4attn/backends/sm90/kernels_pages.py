@@ -39,10 +39,11 @@ from dsv4attn.backends.sm90.kernels_common import (
     WIDE_L,
     barriers,
     here,
-    load_sink,
     normalized,
+    rescaled,
     scalar,
     single,
+    store_sink,
     write_part,
 )
 from dsv4attn.backends.sm90.kernels_produce import RAW_S, allocate_codes, produce
@@ -50,6 +51,7 @@ from dsv4attn.backends.sm90.kernels_produce_v41 import RAW_NIBBLES_S, produce_co
 from dsv4attn.backends.sm90.kernels_schedule import (
     FP8_PAGES,
     NIBBLE_PAGES,
+    TOLERANCE,
     clear_split,
     enter,
     part_of,
@@ -123,25 +125,31 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
         fence_async_shared()
         mbarrier.arrive(smem.n_full.index(0), count=1)
         largest = gl.full([64], NOTHING, gl.float32, layout=gl.SliceLayout(1, SCORES_L))
+        reference = largest
         sums = sums_of(gl.zeros([64, 64], gl.float32, layout=SCORES_L))
         acc = warpgroup_mma_init(gl.zeros([64, 128], gl.float32, layout=OUT_L))
         for k in range(first, last):
             b = i % 2
             zero = here(gl.to_tensor(0))
+            # at once, whether or not the next tile is there: the stage is filled meanwhile
+            done = warpgroup_mma_wait(0, [acc])
+            mbarrier.arrive(smem.k_empty.index(1 - b), count=1, pred=k > first)
             mbarrier.wait(smem.k_full.index(b), (i // 2) & 1)
+            bias = smem.bias.index(b).load(gl.SliceLayout(0, SCORES_L))
             s = gl.zeros([64, 64], gl.float32, layout=SCORES_L)
             s = warpgroup_mma(smem.q.index(zero + 0), smem.k0.index(b).permute((1, 0)), s, use_acc=False, is_async=True)
             s = warpgroup_mma(smem.q.index(zero + 1), smem.k1.index(b).permute((1, 0)), s, is_async=True)
             s = warpgroup_mma(smem.q.index(zero + 2), smem.k2.index(b).permute((1, 0)), s, is_async=True)
             s = warpgroup_mma(smem.q.index(zero + 3), smem.k3.index(b).permute((1, 0)), s, is_async=True)
-            s, done = warpgroup_mma_wait(0, [s, acc])
-            mbarrier.arrive(smem.k_empty.index(1 - b), count=1, pred=k > first)
-            bias = smem.bias.index(b).load(gl.SliceLayout(0, SCORES_L))
+            s = warpgroup_mma_wait(0, [s])
             z = s * (query.scale * LOG2E) + gl.expand_dims(bias, 0)
-            grown = gl.maximum(largest, gl.max(z, 1))
-            shrink = gl.exp2(largest - grown)
-            p = gl.exp2(z - gl.expand_dims(grown, 1))
-            largest = grown
+            most = gl.max(z, 1)
+            moved = gl.where(most > reference + TOLERANCE, most, reference)
+            shrink = gl.exp2(reference - moved)
+            p = gl.exp2(z - gl.expand_dims(moved, 1))
+            reference = moved
+            if results.max_logits is not None:
+                largest = gl.maximum(largest, most)
             w = p.to(gl.bfloat16)
             mbarrier.wait(smem.p_empty.index(0), (i & 1) ^ 1)
             smem.p.index(0).store(w)
@@ -149,7 +157,7 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
             fence_async_shared()
             mbarrier.arrive(smem.p_full.index(0), count=1)
             sums = sums * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout)), 1) + sums_of(p)
-            done = done * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, OUT_L)), 1)
+            done = rescaled(done, shrink)
             acc = warpgroup_mma(gl.convert_layout(w, WEIGHTS_L), smem.k0.index(b), done, is_async=True)
             i += 1
         acc = warpgroup_mma_wait(0, [acc])
@@ -157,7 +165,7 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
         total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES_L))
         whole = (first == 0) & (last == n)
         side = part_of(chunk, program, pos)
-        factor = normalized(results.sink, smem.sink, total, largest, whole)
+        factor = normalized(results.sink, smem.sink, total, reference, whole)
         mbarrier.wait(smem.f_empty.index(0), (j & 1) ^ 1)
         smem.factor.store(factor)
         place = t.to(gl.int64) * results.out_token + query.head0 * results.out_head
@@ -169,7 +177,7 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
         result = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT_L)), 1)
         write_columns(results, result, place, 0, H)
         within = here(gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES_L)))
-        write_sums(results, t, whole, side, total, largest, largest, query.head0, within, H)
+        write_sums(results, t, whole, side, total, reference, largest, query.head0, within, H)
         if first == 0:
             store_split(results.table, chunk, t, pos, n)
         pos += gl.maximum(n, 1) + chunk.extra
@@ -195,7 +203,7 @@ def write_columns(results, result, place, FIRST: gl.constexpr, H: gl.constexpr):
         mask = gl.expand_dims(head0 + row < H, 1) & (gl.expand_dims(column, 0) < 512)
         gl.store(gl.expand_dims(to, 1) + gl.expand_dims(column, 0), wide, mask=mask)
     else:
-        write_part(results.part, result, -1 - place, FIRST, 128, OUT_L)
+        write_part(results.part, result, -1 - place, FIRST)
 
 
 @gluon.jit
@@ -214,10 +222,10 @@ def values(results, smem, H: gl.constexpr):
             b = i % 2
             mbarrier.wait(smem.p_full.index(0), i & 1)
             p = smem.p.index(0)
-            shrink = gl.expand_dims(smem.alpha.index(0).load(gl.SliceLayout(1, OUT_L)), 1)
-            b_acc = b_acc * shrink
-            c_acc = c_acc * shrink
-            d_acc = d_acc * shrink
+            shrink = smem.alpha.index(0).load(gl.SliceLayout(1, OUT_L))
+            b_acc = rescaled(b_acc, shrink)
+            c_acc = rescaled(c_acc, shrink)
+            d_acc = rescaled(d_acc, shrink)
             b_acc = warpgroup_mma(p, smem.k1.index(b), b_acc, is_async=True)
             c_acc = warpgroup_mma(p, smem.k2.index(b), c_acc, is_async=True)
             d_acc = warpgroup_mma(p, smem.k3.index(b), d_acc, is_async=True)
@@ -249,10 +257,13 @@ def produce_any(keys, chunk, t, pos, count, smem, KIND: gl.constexpr, INTERLEAVE
 
 @gluon.jit
 def attend_pages(
-    query, keys, results, chunk, t, pos, count, KIND: gl.constexpr, INTERLEAVED: gl.constexpr,
+    query, keys, results, bias, chunk, t, pos, count, KIND: gl.constexpr, INTERLEAVED: gl.constexpr,
     H: gl.constexpr, VALUES: gl.constexpr, PRODUCE: gl.constexpr,
 ):  # fmt: skip
-    """Attend a chunk of count tiles, whose first row is t, at pos of the line. VALUES, PRODUCE: registers of roles."""
+    """Attend a chunk of count tiles, whose first row is t, at pos of the line. bias: of `load_sink`.
+
+    VALUES, PRODUCE: registers of roles.
+    """
     RAW: gl.constexpr = RAW_NIBBLES_S if KIND == NIBBLE_PAGES else RAW_S
     smem = Shared(
         q=allocate(gl.bfloat16, [4, 64, 128], KEYS_S),
@@ -263,7 +274,7 @@ def attend_pages(
         p=allocate(gl.bfloat16, [1, 64, 64], KEYS_S), alpha=allocate(gl.float32, [1, 64], FLAT_S),
         bias=allocate(gl.float32, [2, 64], FLAT_S), factor=allocate(gl.float32, [64], FLAT_S),
         note=allocate(gl.int32, [1], FLAT_S), where=allocate(gl.int64, [1], FLAT_S),
-        sink=load_sink(results.sink, query.head0, H),
+        sink=store_sink(bias),
         k_full=barriers(2, 1), k_empty=barriers(2, 2),
         p_full=barriers(1, 1), p_empty=barriers(1, 1), f_full=barriers(1, 1), f_empty=barriers(1, 1),
         n_full=barriers(1, 1), n_empty=barriers(1, 1),

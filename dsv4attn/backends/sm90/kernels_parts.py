@@ -14,7 +14,7 @@ from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
 
 @stable_kernel
 def combine_parts(
-    part,  # [programs, 2, 64, 512] fp32
+    part,  # [programs, 2, 64, 512] fp32, in the order of `place_in_part`
     part_lse,  # [programs, 2, 64] fp32
     part_max,  # [programs, 2, 64] fp32, or None
     table,  # [lines, 2] int32
@@ -31,13 +31,18 @@ def combine_parts(
 
     Arguments are as the fields of `Results` have them. The first part of a row is side 1 of its first program, and all
     others are side 0 of theirs. by_program: whether programs of attention have a line of table each, or rows; see
-    `store_split`. R: heads of a program. N: parts that are loaded together.
+    `store_split`. R: heads of a program, 2 to 16: of 16 in a row, R / 2 of the first eight, and those that lie beside
+    them in a part. N: parts that are loaded together.
     """
     BLOCKS: tl.constexpr = (H + 63) // 64
-    EACH: tl.constexpr = (H + R - 1) // R
+    PIECES: tl.constexpr = 16 // R
+    EACH: tl.constexpr = (H + 15) // 16 * PIECES
     pid = tl.program_id(0)
-    line = pid // EACH
-    head = (pid % EACH) * R + tl.arange(0, R)
+    line, sixteen, piece = pid // EACH, pid % EACH // PIECES, pid % PIECES
+    # of each 8 columns, what lies in a row in a part: of R / 2 pairs of heads, 16 numbers each
+    group, beside = tl.arange(0, 64), tl.arange(0, 8 * R)
+    first_head = sixteen * 16 + piece * (R // 2)
+    head = first_head + beside // 16 + beside // 2 % 2 * 8
     live = head < H
     if sink is not None:
         bias = tl.load(sink + head, mask=live, other=0.0) * LOG2E
@@ -45,36 +50,42 @@ def combine_parts(
     other, count = tl.load(table + line * 2), tl.load(table + line * 2 + 1)
     if count > 1:
         first, token = tl.where(by_program != 0, line, other), tl.where(by_program != 0, other, line).to(tl.int64)
-        column = tl.arange(0, 512)
-        largest, top = tl.full([R], NOTHING, tl.float32), tl.full([R], -float("inf"), tl.float32)
-        acc, total = tl.zeros([R, 512], tl.float32), tl.zeros([R], tl.float32)
+        largest, top = tl.full([8 * R], NOTHING, tl.float32), tl.full([8 * R], -float("inf"), tl.float32)
+        acc, total = tl.zeros([64, 8 * R], tl.float32), tl.zeros([8 * R], tl.float32)
+        own = sixteen % 4 * 8192 + piece * (8 * R) + group[:, None, None] * 128 + beside[None, None, :]
         for i in range(0, count, N):
             which = i + tl.arange(0, N)
-            program = (first + which)[:, None] * BLOCKS + (head // 64)[None, :]
-            row = (program * 2 + tl.where(which == 0, 1, 0)[:, None]).to(tl.int64) * 64 + (head % 64)[None, :]
+            program = (first + which) * BLOCKS + sixteen // 4
+            side = (program * 2 + tl.where(which == 0, 1, 0)).to(tl.int64)
+            at = tl.multiple_of(part + side * (64 * 512), 16)[None, :, None] + own
+            values = tl.load(at, mask=(which < count)[None, :, None] & (beside < 8 * R)[None, None, :], other=0.0)
+            row = (side * 64)[:, None] + (head % 64)[None, :]
             there = (which < count)[:, None] & live[None, :]
             its_lse = tl.load(part_lse + row, mask=there, other=-float("inf"))
             if max_logits is not None:
                 its_top = tl.load(part_max + row, mask=there, other=-float("inf"))
                 top = tl.maximum(top, tl.max(its_top, 0))
-            at = tl.multiple_of(part + row * 512, (1, 16))[:, :, None] + column[None, None, :]
-            values = tl.load(at, mask=there[:, :, None] & (column < 512)[None, None, :], other=0.0)
             grown = tl.maximum(largest, tl.max(its_lse, 0))
             shrink, weight = tl.exp2(largest - grown), tl.exp2(its_lse - grown[None, :])
-            acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], 0)
+            acc = acc * shrink[None, :] + tl.sum(values * weight[None, :, :], 1)
             total = total * shrink + tl.sum(weight, 0)
             largest = grown
         empty = total == 0.0
         factor = 1.0 / total
         if sink is not None:
             factor = 1.0 / (total + tl.exp2(bias - largest))
-        acc *= tl.where(empty, 0.0, factor)[:, None]
+        acc *= tl.where(empty, 0.0, factor)[None, :]
+        once = live & (beside % 16 // 4 * 2 + beside % 2 == 0)
         if lse is not None:
             at = token * lse_token + head.to(tl.int64) * lse_head
-            tl.store(lse + at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2), mask=live)
+            tl.store(lse + at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2), mask=once)
         if max_logits is not None:
             at = token * max_token + head.to(tl.int64) * max_head
-            tl.store(max_logits + at, numerics.or_nan(top, total) * LN2, mask=live)
-        to = tl.multiple_of(out + (token * out_token + head.to(tl.int64) * out_head), 16)
-        result = numerics.round_to(acc, out.dtype.element_ty, EXACT_CASTS)
-        tl.store(to[:, None] + column[None, :], result, mask=live[:, None] & (column < 512)[None, :])
+            tl.store(max_logits + at, numerics.or_nan(top, total) * LN2, mask=once)
+        # heads before columns
+        acc = tl.permute(tl.reshape(acc, (64, R // 2, 4, 2, 2)), (3, 1, 0, 2, 4))
+        result = numerics.round_to(tl.reshape(acc, (R, 512)), out.dtype.element_ty, EXACT_CASTS)
+        r, column = tl.arange(0, R), tl.arange(0, 512)
+        row_head = first_head + r % (R // 2) + r // (R // 2) * 8
+        to = tl.multiple_of(out + (token * out_token + row_head.to(tl.int64) * out_head), 16)
+        tl.store(to[:, None] + column[None, :], result, mask=(row_head < H)[:, None] & (column < 512)[None, :])

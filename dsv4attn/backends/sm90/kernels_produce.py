@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
-from dsv4attn.backends.sm90.compat import ROPE_FIRST, copy_async, reinterpret
+from dsv4attn.backends.sm90.compat import copy_async, reinterpret
 from dsv4attn.backends.sm90.kernels_schedule import advance, begin, page_of, slots
 from dsv4attn.backends.sm90.ptx import codes
 
@@ -107,25 +107,26 @@ def copy_codes(raw_s, data, ok):
 def produce(keys, chunk, t, pos, count, smem):
     """Fill stages of keys with the count tiles of a chunk, one after the other, and store which keys are there.
 
-    While a tile is decoded, the next one's codes are being copied, and the slots of the one behind it are loaded.
+    While a tile is decoded, the next one's first codes are being copied, its other codes and slots are loaded where
+    nothing waits for them: a branch waits for every load before it.
     """
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, WORDS_L))
     walk = begin(keys, chunk, t, pos)
+    behind = advance(keys, chunk, walk)
     slot, inside = slots(keys, chunk, walk, row)
+    next_slot, next_inside = slots(keys, chunk, behind, row)
+    walk = advance(keys, chunk, behind)
     ok, data, scale = page_of(keys, slot, inside)
     copy_codes(smem.raw, data, ok)
-    x5 = load_codes(data, ok, 80, WORDS_L)
-    x6 = load_codes(data, ok, 96, WORDS_L)
-    rope = load_rope(data, ok)
     scales = gl.load(scale, mask=ok, other=0)
-    walk = advance(keys, chunk, walk)
-    next_slot, next_inside = slots(keys, chunk, walk, row)
-    walk = advance(keys, chunk, walk)
-    slot, inside = slots(keys, chunk, walk, row)
-    next_ok, data, scale = page_of(keys, next_slot, next_inside)
+    next_ok, next_data, scale = page_of(keys, next_slot, next_inside)
     for i in range(count):
         b = i % 2
+        x5 = load_codes(data, ok, 80, WORDS_L)
+        x6 = load_codes(data, ok, 96, WORDS_L)
+        rope = load_rope(data, ok)
         next_scales = gl.load(scale, mask=next_ok, other=0)
+        slot, inside = slots(keys, chunk, walk, row)
         low = scales.to(gl.int32)
         high = (scales >> 32).to(gl.int32)
         async_copy.wait_group(0)
@@ -134,25 +135,17 @@ def produce(keys, chunk, t, pos, count, smem):
         x2 = smem.raw[2].load(WORDS_L)
         x3 = smem.raw[3].load(WORDS_L)
         x4 = smem.raw[4].load(WORDS_L)
-        copy_codes(smem.raw, data, next_ok)
+        copy_codes(smem.raw, next_data, next_ok)
         mbarrier.wait(smem.k_empty.index(b), ((i // 2) & 1) ^ 1)
-        # a key of which one scale is NaN has NaN in 64 columns: that is enough
-        store_words(smem.k3, b, decoded(x6, high, without_scale(low, high), 2), rope)
-        store_words(smem.k2, b, decoded(x4, high, None, 0), decoded(x5, high, None, 1))
-        if ROPE_FIRST:
-            rope = load_rope(data, next_ok)
-        x5 = load_codes(data, next_ok, 80, WORDS_L)
-        x6 = load_codes(data, next_ok, 96, WORDS_L)
-        if not ROPE_FIRST:
-            rope = load_rope(data, next_ok)
         store_words(smem.k0, b, decoded(x0, low, None, 0), decoded(x1, low, None, 1))
         store_words(smem.k1, b, decoded(x2, low, None, 2), decoded(x3, low, None, 3))
-        # stored late: an earlier store takes one register more than the role has
+        then_ok, then_data, then_scale = page_of(keys, slot, inside)
+        store_words(smem.k2, b, decoded(x4, high, None, 0), decoded(x5, high, None, 1))
+        # a key of which one scale is NaN has NaN in 64 columns: that is enough
+        store_words(smem.k3, b, decoded(x6, high, without_scale(low, high), 2), rope)
         smem.bias.index(b).store(gl.where(ok, 0.0, -float("inf")))
         fence_async_shared()
         mbarrier.arrive(smem.k_full.index(b), count=1)
-        ok = next_ok
-        scales = next_scales
-        next_ok, data, scale = page_of(keys, slot, inside)
+        ok, data, scales = next_ok, next_data, next_scales
+        next_ok, next_data, scale = then_ok, then_data, then_scale
         walk = advance(keys, chunk, walk)
-        slot, inside = slots(keys, chunk, walk, row)

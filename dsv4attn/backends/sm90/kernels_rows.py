@@ -41,10 +41,11 @@ from dsv4attn.backends.sm90.kernels_common import (
     WIDE_L,
     barriers,
     here,
-    load_sink,
     normalized,
+    rescaled,
     scalar,
     single,
+    store_sink,
     write_part,
 )
 from dsv4attn.backends.sm90.kernels_schedule import (
@@ -82,37 +83,6 @@ of both tiles, and their references. total, largest: [2, 64] fp32, of both roles
 [64] fp32. q, l, r, p, s, n: barriers of q, of halves of keys, of weights, of sums, and of pairs, row and side. go:
 holds the product of `right` back until that of `left` has begun.
 """
-
-
-def _unless_all_are_one(n: int) -> str:
-    """Instructions that multiply n numbers by n more, of which two in turns belong to either row of a thread.
-
-    A warp in which no row shrinks skips the products.
-    """
-    outs, ins, by = ([f"${n * i + k}" for k in range(n)] for i in range(3))
-    vote = [
-        f"setp.neu.f32 p, {by[0]}, 0f3F800000;",
-        f"setp.neu.f32 r, {by[2]}, 0f3F800000;",
-        "or.pred p, p, r;",
-        "vote.sync.any.pred p, p, 0xffffffff;",
-    ]
-    moves = [f"mov.f32 {o}, {i};" for o, i in zip(outs, ins, strict=True)]
-    products = [f"mul.f32 {o}, {o}, {b};" for o, b in zip(outs, by, strict=True)]
-    return "\n".join(["{", ".reg .pred p, r;", *vote, *moves, "@!p bra.uni DONE;", *products, "DONE:", "}"])
-
-
-_PACK = 64
-PACK = gl.constexpr(_PACK)
-"""Numbers of a thread that one block of instructions multiplies: half of all."""
-SHRINK = gl.constexpr(_unless_all_are_one(_PACK))
-SHRINK_REGISTERS = gl.constexpr(",".join(["=&f"] * _PACK + ["f"] * 2 * _PACK))
-
-
-@gluon.jit
-def rescaled(acc, shrink):
-    """[64, 256] times [64], which mostly is 1. Instructions, since Gluon has no branch that one warp takes alone."""
-    by = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, HALF_L)), 1) + gl.zeros_like(acc)
-    return gl.inline_asm_elementwise(SHRINK, SHRINK_REGISTERS, [acc, by], dtype=gl.float32, is_pure=False, pack=PACK)
 
 
 @gluon.jit
@@ -478,7 +448,7 @@ def write_half(query, results, result, stage, t, side, FIRST: gl.constexpr, H: g
         write_quarter(query, results, y0, stage, t, FIRST + 128, H)
         write_quarter(query, results, y1, stage, t, FIRST + 192, H)
     else:
-        write_part(results.part, result, side.to(gl.int64) * (64 * 512), FIRST, 256, HALF_L)
+        write_part(results.part, result, side.to(gl.int64) * (64 * 512), FIRST)
 
 
 @gluon.jit
@@ -500,8 +470,13 @@ def write_quarter(query, results, x, stage, t, FIRST: gl.constexpr, H: gl.conste
 
 
 @gluon.jit
-def attend_rows(query, keys, results, chunk, t, pos, H: gl.constexpr, VALUES: gl.constexpr, PRODUCE: gl.constexpr):
-    """Attend a chunk whose first row is t, at pos of the line. VALUES, PRODUCE: registers of `right` and `produce`."""
+def attend_rows(
+    query, keys, results, bias, chunk, t, pos, H: gl.constexpr, VALUES: gl.constexpr, PRODUCE: gl.constexpr
+):  # fmt: skip
+    """Attend a chunk whose first row is t, at pos of the line. bias: of `load_sink`.
+
+    VALUES, PRODUCE: registers of `right` and `produce`.
+    """
     gl.static_assert(keys.second is None, "rows have one segment")
     smem = Shared(
         factors=allocate(gl.float32, [2, 64], FLAT_S), f_full=barriers(1, 1),
@@ -516,7 +491,7 @@ def attend_rows(query, keys, results, chunk, t, pos, H: gl.constexpr, VALUES: gl
         # two stages: the next row's are written while this row is still being written
         pairs=allocate(gl.int32, [2, 1], FLAT_S), row=allocate(gl.int32, [2, 1], FLAT_S),
         side=allocate(gl.int32, [2, 1], FLAT_S), n_full=barriers(2, 1), n_empty=barriers(2, 2),
-        sink=load_sink(results.sink, query.head0, H), go=barriers(1, 1),
+        sink=store_sink(bias), go=barriers(1, 1),
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(

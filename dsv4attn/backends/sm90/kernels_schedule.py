@@ -49,7 +49,7 @@ SPLIT = tl.constexpr(4)
 """Tiles that take as long as the parts of all rows, if rows are as many as programs: those who write and read parts
 share the memory."""
 TOLERANCE = tl.constexpr(8.0)
-"""How far, in base 2, a row's largest logit may exceed the reference of its weights, for bf16 rows."""
+"""How far, in base 2, a row's largest logit may exceed the reference of its weights."""
 _MOST_TILES = tl.constexpr(1 << 29)
 
 
@@ -83,8 +83,8 @@ Results = namedtuple(
 """Where a program writes. lse, max_logits, sink and part_max may be None.
 
 out: [T, H, 512] bf16. lse, max_logits: [T, H] fp32, natural units. sink: [H] fp32, an input. part: [programs, 2, 64,
-512] fp32; part_lse, part_max: [programs, 2, 64] fp32, base 2. table: [lines, 2] int32, see `store_split`. Strides of
-out, lse and max_logits, by token and by head. empty_lse: lse of a row without keys.
+512] fp32, in the order of `place_in_part`; part_lse, part_max: [programs, 2, 64] fp32, base 2. table: [lines, 2] int32,
+see `store_split`. Strides of out, lse and max_logits, by token and by head. empty_lse: lse of a row without keys.
 """
 
 
@@ -356,6 +356,17 @@ def has_keys(tile, before, n0, n1, size):
 def part_of(chunk, program, pos):
     """Place, [program, side], of the part of a row that is split; side 1: the row begins in the chunk."""
     return program * 2 + (pos >= chunk.lo).to(tl.int32)
+
+
+@triton.jit
+def place_in_part(head, column):
+    """Where a part, [64, 512], has a column of one of its 64 heads.
+
+    As the matrix unit leaves them: of 16 heads and 8 columns, 128 numbers in a row, and of those the four in a row that
+    a thread has, two columns of a head and of the eighth one behind it.
+    """
+    within = column % 8 // 2 * 4 + head % 16 // 8 * 2 + column % 2
+    return head // 16 * 8192 + column // 8 * 128 + head % 8 * 16 + within
 
 
 @triton.jit

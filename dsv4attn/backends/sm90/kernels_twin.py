@@ -33,6 +33,7 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     page_of,
     pairs_of,
     part_of,
+    place_in_part,
     room_of,
     row_of,
     row_slots,
@@ -157,8 +158,7 @@ def attention(
             table_row = numerics.angles_of(positions + token, angles, angles_stride, num_positions)
             query = rotated(query, table_row, q.dtype.element_ty)
         largest, total = tl.full([64], NOTHING, tl.float32), tl.zeros([64], tl.float32)
-        # the reference of the weights: for pages, the largest logit so far
-        reference, tolerance = largest, TOLERANCE if KIND == BF16_ROWS else 0.0
+        reference = largest
         acc = tl.zeros([64, 512], tl.float32)
         for k in range(first_tile, first_tile + pairs_of(first_tile, last) * 2 if KIND == BF16_ROWS else last):
             if KIND == BF16_ROWS:
@@ -183,7 +183,7 @@ def attention(
                 z += tl.where(ok, 0.0, -float("inf"))[None, :]
             most = tl.max(z, 1)
             largest = tl.maximum(largest, most)
-            moved = tl.where(most > reference + tolerance, most, reference)
+            moved = tl.where(most > reference + TOLERANCE, most, reference)
             shrink = tl.exp2(reference - moved)
             p = tl.exp2(z - moved[:, None])
             reference = moved
@@ -202,7 +202,7 @@ def attention(
             to = out + token * out_token + head.to(tl.int64)[:, None] * out_head + column[None, :]
             tl.store(to, numerics.round_to(result, out.dtype.element_ty, False), mask=live[:, None])
         else:
-            tl.store(part + (side * 64 + within)[:, None] * 512 + column[None, :], result)
+            tl.store(part + (side * (64 * 512) + place_in_part(within[:, None], column[None, :])), result)
         write_sums(results, t, whole, side, total, reference, largest, head0, within, H)
         if first_tile == 0:
             store_split(table, chunk, t, pos, n)

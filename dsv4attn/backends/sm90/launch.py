@@ -303,7 +303,8 @@ def _constants(
         chosen |= {"VALUES": roles.values, "PRODUCE": roles.produce, "PDL": overlaps("sm_90")}
     real = {"EXACT_CASTS": not INTERPRETED, "PDL": overlaps("sm_90") and not INTERPRETED}
     combining = tuple(
-        (-(-heads // own), Constants({"H": heads, "R": own, "N": parts, **real})) for own, parts in roles.combining
+        (-(-heads // 16) * (16 // own), Constants({"H": heads, "R": own, "N": parts, **real}))
+        for own, parts in roles.combining
     )
     return Constants(chosen), combining
 

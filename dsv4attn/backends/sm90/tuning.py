@@ -36,7 +36,7 @@ class Roles:
 
     values, produce: registers of a thread in the second role, of four warps, and in `produce`, of `producers` warps.
     The first role, of four warps, has the other registers. least: tiles of the shortest chunk.
-    few: most heads of all lines of `store_split` for which a program of `combine_parts` takes one head, `parts` parts
+    few: most heads of all lines of `store_split` for which a program of `combine_parts` takes two heads, `parts` parts
     at a time; with more it takes `heads` heads, two parts at a time: 8 were as fast as 4 or faster, H200, 2026-11-25.
     warps: of a program of `combine_parts`.
     measured: as of `Tuning`.
@@ -64,7 +64,7 @@ class Roles:
     @property
     def combining(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Heads of a program of `combine_parts`, and parts that it loads together: for few heads, and for many."""
-        return (1, self.parts), (self.heads, 2)
+        return (2, self.parts), (self.heads, 2)
 
 
 _ON = "H200, torch 2.11, Triton 3.6, 2026-11-22: dsv4attn bench"

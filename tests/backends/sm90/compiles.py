@@ -46,6 +46,15 @@ def fullest(heads: int) -> list[Variant]:
     return [form for form in forms(heads, CODED[1::2]) if dict(form.types)["lse"] != "none"]
 
 
+def barest(heads: int) -> list[Variant]:
+    """Without sinks, and telling no result but the output: one of each kernel's kinds of keys, V4's with all its forms."""
+    kinds = (2, PAGES), (1, ROWS), (2, CODED[-1])
+    found = [
+        form for segments, kind in kinds for form in variants(segments, kind, heads, sinks=(False,), lses=(False,))
+    ]
+    return list(dict.fromkeys(found))
+
+
 def planted(keys: str) -> list[str]:
     """Of the kernel of such keys: codes of the limits that a form breaks whose second role has few registers."""
     forms = [form for form in fullest(64) if form.name == "attention" and dict(form.types)["cache0"] == keys]
@@ -127,6 +136,8 @@ if __name__ == "__main__":
         told = tile_forms([*map(int, words[1:])])
     elif words[:1] == ["fullest"]:
         told = all_forms([*map(int, words[1:])], fullest)
+    elif words[:1] == ["barest"]:
+        told = all_forms([*map(int, words[1:])], barest)
     else:
         told = all_forms([*map(int, words)] or HEADS)
     print(json.dumps(told))

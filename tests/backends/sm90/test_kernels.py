@@ -193,6 +193,20 @@ def test_any_call_that_it_serves_is_right(seed: int) -> None:
     assert result.error <= 1
 
 
+OF_WEIGHTS = {
+    "what weights are relative to, as the largest logit": (
+        "schedule",
+        '-float("inf"), largest * LN2',
+        "0.0, reference * LN2",
+    ),
+    "the same of a part": ("schedule", '-float("inf"), largest))', '-float("inf"), reference))'),
+    "the largest logit, as what weights are relative to": (
+        "schedule",
+        "(reference + tl.log2(total)) * LN2",
+        "(largest + tl.log2(total)) * LN2",
+    ),
+    "sums that do not shrink": ("twin", "total * shrink + tl.sum", "total + tl.sum"),
+}
 PLANTS = {
     "a slot that does not exist is slot 0": (
         "schedule",
@@ -223,6 +237,9 @@ PLANTS = {
     ),
     "one tile is left out": ("schedule", "tl.minimum(hi, start + n)", "tl.minimum(hi - 1, start + n)"),
     "the smallest of the largest logits": ("parts", "tl.max(its_top, 0)", "tl.min(its_top, 0)"),
+    "heads of a pair change places": ("parts", "beside // 2 % 2 * 8", "(1 - beside // 2 % 2) * 8"),
+    "columns of a part in another order": ("schedule", "column % 8 // 2 * 4", "(3 - column % 8 // 2) * 4"),
+    **OF_WEIGHTS,
 }
 HARD = [
     OWN["nibbles, scales within"],
@@ -285,18 +302,7 @@ OF_ROWS = {
         "tl.where(ok, slot, 0).to(tl.int64) * segment.pitch.to(tl.int64) * 8",
         "tl.where(ok, slot, 0).to(tl.int64) * 512",
     ),
-    "what weights are relative to, as the largest logit": (
-        "schedule",
-        '-float("inf"), largest * LN2',
-        "0.0, reference * LN2",
-    ),
-    "the same of a part": ("schedule", '-float("inf"), largest))', '-float("inf"), reference))'),
-    "the largest logit, as what weights are relative to": (
-        "schedule",
-        "(reference + tl.log2(total)) * LN2",
-        "(largest + tl.log2(total)) * LN2",
-    ),
-    "sums that do not shrink": ("twin", "total * shrink + tl.sum", "total + tl.sum"),
+    **OF_WEIGHTS,
 }
 
 

@@ -1,4 +1,4 @@
-"""Instructions of the Hopper room's kernel for rows: sums shrink, and are left alone where no row of a warp does."""
+"""Instructions of the Hopper room's Gluon kernels: sums shrink, and are left alone where no row of a warp does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dsv4attn.backends.sm90.kernels_rows import PACK, SHRINK, SHRINK_REGISTERS
+from dsv4attn.backends.sm90.kernels_common import PACK, SHRINK, SHRINK_REGISTERS
 
 F32 = NDArray[np.float32]
 LANES = 32
@@ -17,7 +17,7 @@ LANES = 32
 def emulated(text: str, sums: F32, factors: F32) -> tuple[F32, bool]:
     """[n, LANES] sums of a warp behind the instructions, and whether it has multiplied."""
     n = len(sums)
-    registers = {f"${n + i}": row for i, row in enumerate([*sums, *factors])}
+    registers = {f"${i}": row for i, row in enumerate(sums)} | {f"${2 * n + i}": row for i, row in enumerate(factors)}
     flags: dict[str, NDArray[np.bool_]] = {}
     lines, at, multiplied = [line.rstrip(";") for line in text.splitlines()], 0, False
     while at < len(lines):
@@ -32,8 +32,6 @@ def emulated(text: str, sums: F32, factors: F32) -> tuple[F32, bool]:
                 flags[to] = flags[a] | flags[b]
             case ["vote.sync.any.pred", to, a, "0xffffffff"]:
                 flags[to] = np.full(LANES, flags[a].any())
-            case ["mov.f32", to, a]:
-                registers[to] = registers[a]
             case ["@!p", "bra.uni", "DONE"]:
                 assert len({*flags["p"]}) == 1, "the warp parts"
                 at = at if flags["p"][0] else lines.index("DONE:")
@@ -77,12 +75,12 @@ def test_a_factor_that_is_no_number_reaches_the_sums() -> None:
     assert np.isfinite(got[:, :7]).all()
 
 
-def test_each_operand_has_a_register_of_its_own() -> None:
-    numbers = {int(n) for n in re.findall(r"\$(\d+)", SHRINK.value)}
+def test_a_sum_stays_in_its_register() -> None:
+    n = PACK.value
+    numbers = {int(number) for number in re.findall(r"\$(\d+)", SHRINK.value)}
 
-    assert numbers == {*range(3 * PACK.value)}
-    # outputs are written while inputs are still wanted
-    assert SHRINK_REGISTERS.value.split(",") == ["=&f"] * PACK.value + ["f"] * 2 * PACK.value
+    assert numbers == {*range(n), *range(2 * n, 3 * n)}
+    assert SHRINK_REGISTERS.value.split(",") == ["=f"] * n + [str(i) for i in range(n)] + ["f"] * n
 
 
 @pytest.mark.parametrize(
@@ -93,7 +91,7 @@ def test_each_operand_has_a_register_of_its_own() -> None:
         ("vote.sync.any.pred p, p, 0xffffffff", "or.pred p, p, p"),
         ("@!p bra.uni DONE;\n", ""),
         ("mul.f32 $63, $63, $191", "mul.f32 $63, $63, $189"),
-        ("mov.f32 $1, $65", "mov.f32 $1, $64"),
+        ("mul.f32 $1, $1, $129", "mul.f32 $1, $0, $129"),
     ],
 )
 def test_a_wrong_instruction_is_seen(old: str, new: str) -> None:
