@@ -22,7 +22,7 @@ def attention(
     lse,  # [T, H] fp32, or None
     max_logits,  # [T, H] fp32, or None
     sink,  # [H] fp32, or None
-    part,  # [programs, 2, 64, 512] fp32
+    part,  # [programs, 2, 64, 512] fp32, in the order of `place_in_part`
     part_lse,  # [programs, 2, 64] fp32
     part_max,  # [programs, 2, 64] fp32, or None
     table,  # [lines, 2] int32

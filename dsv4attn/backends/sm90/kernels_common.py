@@ -51,7 +51,10 @@ SHRINK_REGISTERS = gl.constexpr(",".join(["=f"] * _PACK + [str(i) for i in range
 
 @gluon.jit
 def rescaled(acc, shrink):
-    """[64, N] times [64], which mostly is 1. Instructions, since Gluon has no branch that one warp takes alone."""
+    """[64, N] times [64], which mostly is 1; N: a multiple of 128.
+
+    Instructions, since Gluon has no branch that one warp takes alone.
+    """
     by = gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))
     by = gl.expand_dims(by, 1) + gl.zeros_like(acc)
     return gl.inline_asm_elementwise(SHRINK, SHRINK_REGISTERS, [acc, by], dtype=gl.float32, is_pure=False, pack=PACK)
@@ -121,6 +124,7 @@ def write_part(part, result, place, FIRST: gl.constexpr):
     place: of the part's first element. A thread writes four registers in a row, and a warp 512 bytes.
     """
     GROUPS: gl.constexpr = result.shape[1] // 8
+    # warps, halves of 16 heads, heads, groups of 8 columns, pairs of columns, columns: threads first
     fours = gl.permute(gl.reshape(result, [4, 2, 8, GROUPS, 4, 2]), (0, 2, 4, 3, 1, 5))
     fours = gl.reshape(fours, [128, GROUPS, 4])
     OF_THREADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, fours.type.layout))

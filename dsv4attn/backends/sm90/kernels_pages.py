@@ -6,6 +6,8 @@ warps, multiplies q with a tile, computes each row's softmax, and accumulates th
 Blocks are as many as the device has multiprocessors, and each attends a chunk of all rows: `kernels_schedule`. The next
 row's q and its first tiles arrive while a row is still being written.
 
+Weights are relative to a reference that moves seldom, as in `kernels_rows`.
+
 A barrier of shared memory counts roles, not threads, and has phases: the role that fills a stage waits for the phase
 before the one that its readers wait for.
 """

@@ -27,13 +27,14 @@ def combine_parts(
     empty_lse: tl.float32, by_program: tl.int32,
     H: tl.constexpr, R: tl.constexpr, N: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (lines of table x blocks of R heads,). Rows that are whole are left as their attention wrote them.
+    """Grid: (lines of table x sixteens of heads x 16 / R,). Rows that are whole are left as their attention wrote them.
 
     Arguments are as the fields of `Results` have them. The first part of a row is side 1 of its first program, and all
     others are side 0 of theirs. by_program: whether programs of attention have a line of table each, or rows; see
     `store_split`. R: heads of a program, 2 to 16: of 16 in a row, R / 2 of the first eight, and those that lie beside
     them in a part. N: parts that are loaded together.
     """
+    tl.static_assert((R > 1) & (16 % R == 0))
     BLOCKS: tl.constexpr = (H + 63) // 64
     PIECES: tl.constexpr = 16 // R
     EACH: tl.constexpr = (H + 15) // 16 * PIECES
@@ -48,7 +49,8 @@ def combine_parts(
         bias = tl.load(sink + head, mask=live, other=0.0) * LOG2E
     take_over(PDL)
     other, count = tl.load(table + line * 2), tl.load(table + line * 2 + 1)
-    if count > 1:
+    # the heads beyond the last come together
+    if (count > 1) & (first_head < H):
         first, token = tl.where(by_program != 0, line, other), tl.where(by_program != 0, other, line).to(tl.int64)
         largest, top = tl.full([8 * R], NOTHING, tl.float32), tl.full([8 * R], -float("inf"), tl.float32)
         acc, total = tl.zeros([64, 8 * R], tl.float32), tl.zeros([8 * R], tl.float32)

@@ -107,8 +107,9 @@ def copy_codes(raw_s, data, ok):
 def produce(keys, chunk, t, pos, count, smem):
     """Fill stages of keys with the count tiles of a chunk, one after the other, and store which keys are there.
 
-    While a tile is decoded, the next one's first codes are being copied, its other codes and slots are loaded where
-    nothing waits for them: a branch waits for every load before it.
+    While a tile is decoded, the next one's first codes are being copied. Its own last codes are loaded where a turn of
+    the loop begins and used where it ends, and the slots of the tile behind the next one are: a loop's first branch
+    waits for all loads that were in flight from the turn before.
     """
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, WORDS_L))
     walk = begin(keys, chunk, t, pos)

@@ -134,7 +134,7 @@ def tiles_of(tokens: int, heads: int, widths: tuple[int, ...], programs: int) ->
 
     None if no sizes are so large, or if the Gluon kernel on pages is faster. widths: of the index rows of each segment.
     Measured on an H200, torch 2.11, Triton 3.6, 2026-11-25: 42 decodes of 1 to 132 tokens, 8 to 128 heads and 128 to
-    2,176 keys. The choice is at most 0.5 % slower than the fastest, of which the kernel on pages took 0.7 us more then.
+    2,176 keys. The choice is at most 0.5 % slower than the fastest; the kernel on pages has become faster since.
     """
     tiles = sum(-(-width // 64) for width in widths)
     best = min(
@@ -235,7 +235,7 @@ class Roads:
 ROADS = Roads(
     measured="H200, torch 2.11, Triton 3.6, 2026-11-24: 90 chunks of 32 to 8,192 tokens behind 0 to 65,536, 64 and 128 "
     "heads, all kinds of layers; the choice is at most 1.2 % slower than the better one; parts of rows "
-    "were combined for each row then"
+    "were combined for each row then, and written column by column"
 )
 
 TUNING: Mapping[str, Tuning] = {DEFAULT: HOPPER, "cpu": INTERPRETER, "sm_90": HOPPER}

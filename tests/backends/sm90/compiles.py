@@ -35,7 +35,7 @@ def forms(heads: int, coded: Sequence[Kind] = CODED) -> list[Variant]:
     found = []
     for segments, kind in ((1, PAGES), (2, PAGES), (1, ROWS), (1, CODED[0]), *((2, kind) for kind in coded)):
         for raw in (False, True) if kind == ROWS else (False,):
-            for form in variants(segments, kind, heads, sinks=(True,), lses=(False, True), raw=raw):
+            for form in variants(segments, kind, heads, sinks=(True, False), lses=(False, True), raw=raw):
                 told = dict(form.types)["lse"] != "none"
                 found.append(with_largest(form) if told else form)
     return list(dict.fromkeys(found))
@@ -43,11 +43,13 @@ def forms(heads: int, coded: Sequence[Kind] = CODED) -> list[Variant]:
 
 def fullest(heads: int) -> list[Variant]:
     """Of these, those that tell every result: they need the most. Of V4.1's, those with scales within records."""
-    return [form for form in forms(heads, CODED[1::2]) if dict(form.types)["lse"] != "none"]
+    return [
+        form for form in forms(heads, CODED[1::2]) if "none" not in (dict(form.types)["lse"], dict(form.types)["sink"])
+    ]
 
 
 def barest(heads: int) -> list[Variant]:
-    """Without sinks, and telling no result but the output: one of each kernel's kinds of keys, V4's with all its forms."""
+    """Without sinks, and telling no result but the output: kinds of keys of both kernels, V4's with all its forms."""
     kinds = (2, PAGES), (1, ROWS), (2, CODED[-1])
     found = [
         form for segments, kind in kinds for form in variants(segments, kind, heads, sinks=(False,), lses=(False,))
@@ -97,6 +99,7 @@ def all_forms(heads: Sequence[int], chosen: Callable[[int], list[Variant]] = for
             "occupancy": need.occupancy if need else 0,
             "copied": sorted(copied),
             "stored": len(re.findall(r"st\.global\S*\.v4\.b32", text)),
+            "loaded": len(re.findall(r"ld\.global\S*\.v4\.b32", text)),
             "factors": factors(text),
             "unfenced": unfenced(text),
             "narrow": len(re.findall(r"st\.shared\S*\.(?:b8|b16|u8|u16)\b", text)),

@@ -21,7 +21,7 @@ from dsv4attn.backends.sm90.tuning import PAGED
 from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd
 from dsv4attn.core.contract import Extras, Phase
 from dsv4attn.core.layout import Arrangement, KVCacheLayout
-from tests.backends._triton.attention.attending import BF16_ROWS, FNUZ, FP32_ROWS, OCP, SPLIT_OCP, TINY, Trial
+from tests.backends._triton.attention.attending import BF16_ROWS, FNUZ, FP32_ROWS, OCP, SPLIT_OCP, TINY, Trial, rising
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm90.calls import run
 from tests.backends.sm90.planting import plant
@@ -30,6 +30,8 @@ BASE = Trial(layouts=(OCP, OCP), pages=(64, 2), widths=(128, 200), tokens=3, hea
 ROW = Trial(layouts=(BF16_ROWS,), pages=(1,), widths=(200,), tokens=3, heads=8)
 GATHERED = Trial(layouts=(BF16_ROWS,), form="gathered", widths=(300,), tokens=3, heads=8)
 SPLIT_ROWS = evolve(GATHERED, widths=(700,), tokens=5)
+PARTS = Trial(layouts=(OCP,), widths=(1400,), tokens=1, heads=65, seed=20)
+"""One row of many parts, of two blocks of heads, of which the last has one."""
 
 CODED = {arrangement: KVCacheLayout.v41_fp8(arrangement=arrangement) for arrangement in Arrangement}
 NIBBLES = {arrangement: KVCacheLayout.v41_fp4(arrangement=arrangement) for arrangement in Arrangement}
@@ -119,7 +121,7 @@ def test_parts_are_added_up_alike_by_few_programs_and_by_many(
 ) -> None:
     monkeypatch.setattr(launch, "PAGED", evolve(PAGED, few=few))
     # one row, of so many parts that they take several rounds
-    result = run(Trial(layouts=(OCP,), widths=(1400,) if heads == 3 else (300,), tokens=1, heads=heads, seed=20))
+    result = run(evolve(PARTS, heads=heads))
 
     assert result.own
     assert result.error <= 1
@@ -193,6 +195,9 @@ def test_any_call_that_it_serves_is_right(seed: int) -> None:
     assert result.error <= 1
 
 
+RISING = (0.0, 3.0, 5.5, 5.625, 20.0, 19.0, 60.0, 0.0)
+"""Logits of each tile's keys: some exceed those before by less than TOLERANCE, 8 in base 2 or 5.545, some by more."""
+
 OF_WEIGHTS = {
     "what weights are relative to, as the largest logit": (
         "schedule",
@@ -238,6 +243,12 @@ PLANTS = {
     "one tile is left out": ("schedule", "tl.minimum(hi, start + n)", "tl.minimum(hi - 1, start + n)"),
     "the smallest of the largest logits": ("parts", "tl.max(its_top, 0)", "tl.min(its_top, 0)"),
     "heads of a pair change places": ("parts", "beside // 2 % 2 * 8", "(1 - beside // 2 % 2) * 8"),
+    "heads of a pair change places in the output": ("parts", "r // (R // 2) * 8", "(1 - r // (R // 2)) * 8"),
+    "pairs for halves": ("parts", "(3, 1, 0, 2, 4)", "(1, 3, 0, 2, 4)"),
+    "one lse of a pair": ("parts", "beside % 16 // 4 * 2 + beside % 2 == 0", "beside % 16 == 0"),
+    "heads of another block": ("parts", "sixteen % 4 * 8192", "sixteen * 8192"),
+    "the first block's parts": ("parts", "* BLOCKS + sixteen // 4", "* BLOCKS"),
+    "sums of pages that do not shrink": ("twin", "values, acc * shrink[:, None]", "values, acc"),
     "columns of a part in another order": ("schedule", "column % 8 // 2 * 4", "(3 - column % 8 // 2) * 4"),
     **OF_WEIGHTS,
 }
@@ -248,6 +259,7 @@ HARD = [
     evolve(BASE, tokens=1, seed=14),
     evolve(BASE, tokens=2, widths=(0, 0)),
     evolve(BASE, layouts=(OCP,), tokens=5, widths=(700, 0), seed=3),
+    PARTS,
 ]
 
 
@@ -256,15 +268,13 @@ HARD = [
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, tmp_path, *PLANTS[bug])
     errors = [run(trial).error for trial in HARD]
+    monkeypatch.setattr(launch, "PAGED", evolve(PAGED, few=0))
+    errors += [run(evolve(PARTS, heads=3)).error, run(rising(5, RISING)).error]
 
     assert max(errors) > 1
 
 
-RISING = (0.0, 3.0, 5.5, 5.625, 20.0, 19.0, 60.0, 0.0)
-"""Logits of each tile's keys: some exceed those before by less than TOLERANCE, 8 in base 2 or 5.545, some by more."""
-
-
-def rising(tokens: int) -> float:
+def rising_rows(tokens: int) -> float:
     """Error in budgets of gathered rows with such logits, where each query has the tiles in another order."""
     draw = torch.Generator().manual_seed(1)
     keys = torch.randn(64 * len(RISING), 512, generator=draw).bfloat16()
@@ -283,7 +293,8 @@ def rising(tokens: int) -> float:
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_weights_that_are_relative_to_less_than_the_largest_logit_are_right_and_so_is_that(tokens: int) -> None:
-    assert rising(tokens) <= 1
+    assert rising_rows(tokens) <= 1
+    assert run(rising(tokens, RISING)).error <= 1
 
 
 OF_ROWS = {
@@ -315,5 +326,5 @@ def test_a_bug_planted_in_how_gathered_rows_are_attended_is_found(
     result = run(GATHERED, Phase.PREFILL)
 
     assert result.own
-    errors = result.error, run(SPLIT_ROWS, Phase.PREFILL).error, rising(1), rising(5)
+    errors = result.error, run(SPLIT_ROWS, Phase.PREFILL).error, rising_rows(1), rising_rows(5)
     assert not all(error <= 1 for error in errors)

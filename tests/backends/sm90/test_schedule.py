@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections import defaultdict
 from math import ceil
 from typing import Any
@@ -15,7 +17,8 @@ from hypothesis import strategies as st
 
 from dsv4attn.backends._triton.attention.attend import divider
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch
-from dsv4attn.backends.sm90.kernels_schedule import COST, PAIR_COST, SPLIT
+from dsv4attn.backends.sm90 import kernels_common
+from dsv4attn.backends.sm90.kernels_schedule import COST, PAIR_COST, SPLIT, place_in_part
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm90.kernels_walk import pages, walk
 from tests.backends.sm90.planting import planted
@@ -307,3 +310,22 @@ def test_addresses_have_64_bits(size: int, slot: int) -> None:
 
     page, of = divmod(slot, size)
     assert out[:, 0].tolist() == [1, page * stride + of * 576, page * stride + size * 576 + of * 8]
+
+
+@pytest.mark.parametrize(("first", "columns"), [(0, 128), (384, 128), (256, 256)])
+def test_the_gluon_kernels_write_parts_where_they_are_read(first: int, columns: int) -> None:
+    """Numbers go the way that the text of `write_part` says, which no interpreter runs, to `place_in_part`."""
+    text = inspect.getsource(kernels_common.write_part.fn)
+    found = re.search(r"reshape\(result, \[([^]]*)\]\), \(([^)]*)\)\)", text)
+    assert found is not None
+    shape = [int(n) for n in found[1].replace("GROUPS", str(columns // 8)).split(",")]
+    head, column = np.meshgrid(np.arange(64), first + np.arange(columns), indexing="ij")
+    place: Any = place_in_part.fn(head, column)
+    order = [int(n) for n in found[2].split(",")]
+    fours = place.reshape(shape).transpose(order).reshape(128, columns // 8, 4)
+
+    found = re.search(r"part \+ place \+ \(([^)]*)\)", text)
+    assert found is not None
+    thread = np.arange(128)
+    to = eval(found[1], {"thread": thread, "FIRST": first})  # noqa: S307 - a sum, of our own source
+    assert np.array_equal(fours, to[:, None, None] + 128 * np.arange(columns // 8)[:, None] + np.arange(4))

@@ -26,11 +26,11 @@ from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.testing.book import place_of
-from dsv4attn.testing.judge import F64, Expected, found, rounded, tolerance
+from dsv4attn.testing.judge import F64, Expected, found, rounded, tolerance, written
 from tests.backends._triton.cache.caches import CPU, DEVICE, memory, poisoned
 from tests.core import v41_packer
 
-__all__ = ["BF16_ROWS", "FNUZ", "FP32_ROWS", "OCP", "SPLIT_OCP", "TINY", "Answer", "Trial", "any_trial"]
+__all__ = ["BF16_ROWS", "FNUZ", "FP32_ROWS", "OCP", "SPLIT_OCP", "TINY", "Answer", "Trial", "any_trial", "rising"]
 
 I64 = NDArray[np.int64]
 OCP = KVCacheLayout.fp8_ds_mla()
@@ -297,6 +297,26 @@ def _there(tensor: Tensor) -> Tensor:
     """The same memory on the device, gaps and all."""
     whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(DEVICE)
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def rising(tokens: int, logits: Sequence[float]) -> Trial:
+    """Rows of a page for each of these logits, which its 64 keys have; each row has the pages in another order."""
+    trial = Trial(widths=(64 * len(logits),), heads=5, tokens=tokens)
+    rng, count = np.random.default_rng(5), 64 * len(logits)
+    keys = rng.standard_normal((count, OCP.head_dim))
+    # a rope value, which is stored as it is
+    keys[:, -1] = np.repeat(logits, 64)
+    cache, records = poisoned(OCP, len(logits), 64, start=4096, device=CPU), [written(key, OCP) for key in keys]
+    for slot, record in enumerate(records):
+        _write(cache, slot, record)
+    values = np.stack([found(record, OCP) for record in records])
+    slots = np.stack([np.roll(np.arange(count), 64 * t) for t in range(tokens)])
+    moved = PagedKVCache(_there(cache.tensor), OCP, block_size=64)
+    trial.__dict__["segments"] = [Segment(moved, values, slots, np.full(tokens, count))]
+    q = np.zeros((tokens, trial.heads, OCP.head_dim))
+    q[..., -1] = np.array([1.0, 0.5, -1.0, 0.0, -0.25]) / trial.layer.scale
+    trial.__dict__["q"] = rounded(q, trial.q_dtype)
+    return trial
 
 
 def _loose(shape: Sequence[int], dtype: torch.dtype, pads: Sequence[int], fill: float) -> tuple[Tensor, Tensor]:
