@@ -267,11 +267,10 @@ HARD = [
 @pytest.mark.parametrize("bug", PLANTS)
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, tmp_path, *PLANTS[bug])
-    errors = [run(trial).error for trial in HARD]
+    found = any(run(trial).error > 1 for trial in HARD)
     monkeypatch.setattr(launch, "PAGED", evolve(PAGED, few=0))
-    errors += [run(evolve(PARTS, heads=3)).error, run(rising(5, RISING)).error]
 
-    assert max(errors) > 1
+    assert found or run(evolve(PARTS, heads=3)).error > 1 or run(rising(5, RISING)).error > 1
 
 
 def rising_rows(tokens: int) -> float:
