@@ -1,10 +1,11 @@
-"""The roles of the kernel for keys in fp8 pages: three roles of one block work on tiles of 64 keys at the same time.
+"""The roles of the kernel for keys in fp8 pages: roles of one block work on tiles of 64 keys at the same time.
 
-`produce`, eight warps, reads keys, decodes them and writes tiles to one of two stages of shared memory. `scores`, four
-warps, multiplies q with a tile, computes each row's softmax, and accumulates the first 128 columns of the output.
-`values`, four warps, accumulates the other 384, with the weights and the factors that `scores` writes to shared memory.
-Blocks are as many as the device has multiprocessors, and each attends a chunk of all rows: `kernels_schedule`. The next
-row's q and its first tiles arrive while a row is still being written.
+`fetch` and `decode`, four warps each, copy records to shared memory, decode them and write tiles to one of two stages:
+`kernels_produce`. On V4.1's records `produce_coded`, eight warps, does both. `scores`, four warps, multiplies q with a
+tile, computes each row's softmax, and accumulates the first 128 columns of the output. `values`, four warps,
+accumulates the other 384, with the weights and the factors that `scores` writes to shared memory. Blocks are as many as
+the device has multiprocessors, and each attends a chunk of all rows: `kernels_schedule`. The next row's q and its first
+tiles arrive while a row is still being written.
 
 Weights are relative to a reference that moves seldom, as in `kernels_rows`.
 
@@ -48,7 +49,7 @@ from dsv4attn.backends.sm90.kernels_common import (
     store_sink,
     write_part,
 )
-from dsv4attn.backends.sm90.kernels_produce import RAW_S, allocate_codes, produce
+from dsv4attn.backends.sm90.kernels_produce import ARRIVALS, RAW_S, allocate_codes, allocate_fetched, decode, fetch
 from dsv4attn.backends.sm90.kernels_produce_v41 import RAW_NIBBLES_S, produce_coded
 from dsv4attn.backends.sm90.kernels_schedule import (
     FP8_PAGES,
@@ -79,14 +80,17 @@ STORE_L = gl.constexpr(
 
 Shared = namedtuple(
     "Shared",
-    "q k0 k1 k2 k3 raw p alpha bias factor note where sink k_full k_empty p_full p_empty f_full f_empty n_full n_empty",
+    "q k0 k1 k2 k3 raw scales indices addresses p alpha bias factor note where sink "
+    "k_full k_empty p_full p_empty f_full f_empty n_full n_empty raw_full raw_empty rest_full",
 )
 """Shared memory of a block. Barriers: *_full ends when a stage is written, *_empty when all its readers are done.
 
 q: [4, 64, 128] bf16. k0 to k3: [2, 64, 128] bf16, columns of two tiles; bias: [2, 64] fp32, 0 or -inf for each key.
-raw: five of [64, 16] int32, codes. p, alpha: [1, 64, 64] bf16 and [1, 64] fp32, a tile's weights, and factors of the
-sums so far. factor: [64] fp32, of a row's sums; where: int64, its place in the output; sink: [64] fp32. note: int32,
-tiles of the next row, or -1. k, p, f, n: barriers of keys, of p and alpha, of factor and where, and of note.
+raw, scales, indices, addresses: of `allocate_fetched`; on V4.1's records raw is five of [64, 16] int32, codes, and the
+others are None. p, alpha: [1, 64, 64] bf16 and [1, 64] fp32, a tile's weights, and factors of the sums so far. factor:
+[64] fp32, of a row's sums; where: int64, its place in the output; sink: [64] fp32. note: int32, tiles of the next row,
+or -1. k, p, f, n: barriers of keys, of p and alpha, of factor and where, and of note. raw, rest: of what `fetch` copies
+ahead, and of what it copies to a stage, with that stage's bias.
 """
 
 
@@ -249,30 +253,26 @@ def values(results, smem, H: gl.constexpr):
 
 
 @gluon.jit
-def produce_any(keys, chunk, t, pos, count, smem, KIND: gl.constexpr, INTERLEAVED: gl.constexpr):
-    """`produce` for records of this kind."""
-    if KIND == FP8_PAGES:
-        produce(keys, chunk, t, pos, count, smem)
-    else:
-        produce_coded(keys, chunk, t, pos, count, smem, KIND, INTERLEAVED)
-
-
-@gluon.jit
 def attend_pages(
     query, keys, results, bias, chunk, t, pos, count, KIND: gl.constexpr, INTERLEAVED: gl.constexpr,
-    H: gl.constexpr, VALUES: gl.constexpr, PRODUCE: gl.constexpr,
+    H: gl.constexpr, VALUES: gl.constexpr, PRODUCE: gl.constexpr, FETCH: gl.constexpr,
 ):  # fmt: skip
     """Attend a chunk of count tiles, whose first row is t, at pos of the line. bias: of `load_sink`.
 
-    VALUES, PRODUCE: registers of roles.
+    VALUES, PRODUCE, FETCH: registers of roles.
     """
-    RAW: gl.constexpr = RAW_NIBBLES_S if KIND == NIBBLE_PAGES else RAW_S
+    if KIND == FP8_PAGES:
+        raw, scales, indices, addresses = allocate_fetched()
+    else:
+        RAW: gl.constexpr = RAW_NIBBLES_S if KIND == NIBBLE_PAGES else RAW_S
+        raw = allocate_codes(RAW), allocate_codes(RAW), allocate_codes(RAW), allocate_codes(RAW), allocate_codes(RAW)
+        scales, indices, addresses = None, None, None
     smem = Shared(
         q=allocate(gl.bfloat16, [4, 64, 128], KEYS_S),
         # a buffer for each 128 columns: the compiler confuses parts of one buffer
         k0=allocate(gl.bfloat16, [2, 64, 128], KEYS_S), k1=allocate(gl.bfloat16, [2, 64, 128], KEYS_S),
         k2=allocate(gl.bfloat16, [2, 64, 128], KEYS_S), k3=allocate(gl.bfloat16, [2, 64, 128], KEYS_S),
-        raw=(allocate_codes(RAW), allocate_codes(RAW), allocate_codes(RAW), allocate_codes(RAW), allocate_codes(RAW)),
+        raw=raw, scales=scales, indices=indices, addresses=addresses,
         p=allocate(gl.bfloat16, [1, 64, 64], KEYS_S), alpha=allocate(gl.float32, [1, 64], FLAT_S),
         bias=allocate(gl.float32, [2, 64], FLAT_S), factor=allocate(gl.float32, [64], FLAT_S),
         note=allocate(gl.int32, [1], FLAT_S), where=allocate(gl.int64, [1], FLAT_S),
@@ -280,14 +280,27 @@ def attend_pages(
         k_full=barriers(2, 1), k_empty=barriers(2, 2),
         p_full=barriers(1, 1), p_empty=barriers(1, 1), f_full=barriers(1, 1), f_empty=barriers(1, 1),
         n_full=barriers(1, 1), n_empty=barriers(1, 1),
+        raw_full=barriers(1, ARRIVALS), raw_empty=barriers(1, 1), rest_full=barriers(2, ARRIVALS + 1),
     )  # fmt: skip
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (scores, (query, keys, results, chunk, t, pos, smem, H)),
-            (values, (results, smem, H)),
-            (produce_any, (keys, chunk, t, pos, count, smem, KIND, INTERLEAVED)),
-        ],
-        worker_num_warps=[4, 8],
-        worker_num_regs=[VALUES, PRODUCE],
-    )
+    if KIND == FP8_PAGES:
+        gl.warp_specialize(
+            [
+                (scores, (query, keys, results, chunk, t, pos, smem, H)),
+                (values, (results, smem, H)),
+                (decode, (count, smem)),
+                (fetch, (keys, chunk, t, pos, count, smem)),
+            ],
+            worker_num_warps=[4, 4, 4],
+            worker_num_regs=[VALUES, PRODUCE, FETCH],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (scores, (query, keys, results, chunk, t, pos, smem, H)),
+                (values, (results, smem, H)),
+                (produce_coded, (keys, chunk, t, pos, count, smem, KIND, INTERLEAVED)),
+            ],
+            worker_num_warps=[4, 8],
+            worker_num_regs=[VALUES, PRODUCE],
+        )

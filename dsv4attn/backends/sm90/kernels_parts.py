@@ -54,23 +54,29 @@ def combine_parts(
         first, token = tl.where(by_program != 0, line, other), tl.where(by_program != 0, other, line).to(tl.int64)
         largest, top = tl.full([8 * R], NOTHING, tl.float32), tl.full([8 * R], -float("inf"), tl.float32)
         acc, total = tl.zeros([64, 8 * R], tl.float32), tl.zeros([8 * R], tl.float32)
-        own = sixteen % 4 * 8192 + piece * (8 * R) + group[:, None, None] * 128 + beside[None, None, :]
+        own = sixteen % 4 * 8192 + piece * (8 * R) + group[:, None] * 128 + beside[None, :]
         for i in range(0, count, N):
-            which = i + tl.arange(0, N)
-            program = (first + which) * BLOCKS + sixteen // 4
-            side = (program * 2 + tl.where(which == 0, 1, 0)).to(tl.int64)
-            at = tl.multiple_of(part + side * (64 * 512), 16)[None, :, None] + own
-            values = tl.load(at, mask=(which < count)[None, :, None] & (beside < 8 * R)[None, None, :], other=0.0)
-            row = (side * 64)[:, None] + (head % 64)[None, :]
-            there = (which < count)[:, None] & live[None, :]
-            its_lse = tl.load(part_lse + row, mask=there, other=-float("inf"))
-            if max_logits is not None:
-                its_top = tl.load(part_max + row, mask=there, other=-float("inf"))
-                top = tl.maximum(top, tl.max(its_top, 0))
-            grown = tl.maximum(largest, tl.max(its_lse, 0))
-            shrink, weight = tl.exp2(largest - grown), tl.exp2(its_lse - grown[None, :])
-            acc = acc * shrink[None, :] + tl.sum(values * weight[None, :, :], 1)
-            total = total * shrink + tl.sum(weight, 0)
+            # all loads are begun before the first is used
+            values, lses, grown = (), (), largest
+            for u in tl.static_range(N):
+                program = (first + i + u) * BLOCKS + sixteen // 4
+                side = (program * 2 + tl.where(i + u == 0, 1, 0)).to(tl.int64)
+                at = tl.multiple_of(part + side * (64 * 512), 16) + own
+                there = beside < tl.where(i + u < count, 8 * R, 0)
+                values += (tl.load(at, mask=there[None, :] & (group < 64)[:, None], other=0.0),)
+                row = side * 64 + head % 64
+                there &= live
+                its_lse = tl.load(part_lse + row, mask=there, other=-float("inf"))
+                lses += (its_lse,)
+                if max_logits is not None:
+                    top = tl.maximum(top, tl.load(part_max + row, mask=there, other=-float("inf")))
+                grown = tl.maximum(grown, its_lse)
+            shrink = tl.exp2(largest - grown)
+            acc, total = acc * shrink[None, :], total * shrink
+            for u in tl.static_range(N):
+                weight = tl.exp2(lses[u] - grown)
+                acc += values[u] * weight[None, :]
+                total += weight
             largest = grown
         empty = total == 0.0
         factor = 1.0 / total

@@ -1,4 +1,10 @@
-"""The role that loads and decodes keys in fp8 pages: from slots to tiles of bf16 in shared memory."""
+"""The roles that fetch and decode keys in fp8 pages: from slots to tiles of bf16 in shared memory.
+
+`fetch`, four warps, copies records to shared memory, and waits for no copy but that of the next indices: a warp that
+read memory and decoded besides would be held up by either. `decode`, four warps, turns 448 codes of each key into
+values. The first 320 are fetched one tile ahead, into memory of their own. The other 128 wait for the tile's stage, and
+lie where values will. The 64 values that are bf16 already are copied straight to their place.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -9,7 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
 from dsv4attn.backends.sm90.compat import copy_async, reinterpret
-from dsv4attn.backends.sm90.kernels_schedule import advance, begin, page_of, slots
+from dsv4attn.backends.sm90.kernels_common import FLAT_S, ONE_L
+from dsv4attn.backends.sm90.kernels_schedule import advance, begin, columns, page_of
 from dsv4attn.backends.sm90.ptx import codes
 
 WORDS_L = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
@@ -18,6 +25,18 @@ ROPE_L = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0]))
 KEY_WORDS_S = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 """The same bytes as KEYS_S, two values in a word."""
 RAW_S = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
+LINES_L = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+"""128 bytes of each key: eight threads ask for them at once, so that each line of memory is asked for once."""
+HELD_L = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
+"""As WORDS_L, of four warps."""
+PAIRS_S = gl.constexpr(
+    gl.SharedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 16], [2, 0], [4, 0], [8, 0], [16, 0], [32, 0]], alignment=128
+    )
+)
+"""128 codes of each key, in every other one the last 64 first: HELD_L reads 64 of two keys at once, from all banks."""
+ARRIVALS = gl.constexpr(128)
+"""Of the threads of `fetch`, each once its copies are there."""
 
 
 DECODE, SPOIL = gl.constexpr(codes()), gl.constexpr(codes(spoils=True))
@@ -93,60 +112,130 @@ def allocate_codes(LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def copy_codes(raw_s, data, ok):
-    """Start to copy the first 320 codes of each key to shared memory, which is too small for the other 128."""
-    of = gl.arange(0, 16, layout=gl.SliceLayout(0, WORDS_L))
-    p = gl.multiple_of(gl.expand_dims(data, 1) + gl.expand_dims(of, 0), [1, 16])
-    mask = gl.expand_dims(ok, 1) & (gl.expand_dims(of, 0) < 16)
-    for g in gl.static_range(5):
-        copy_async(raw_s[g], p + 16 * g, mask=mask)
+def words_of(stages, b):
+    """128 columns of tile b of 64 keys, as [64, 64] words."""
+    return reinterpret(stages.index(b), gl.int32, [64, 64], KEY_WORDS_S)
+
+
+@gluon.jit
+def allocate_fetched():
+    """Shared memory of what `fetch` copies one tile ahead: 320 codes of each key, scales, and indices of two tiles.
+
+    The last one: addresses of a tile's records, 0 where there is none.
+    """
+    raw = (
+        gl.allocate_shared_memory(gl.int32, [64, 32], PAIRS_S),
+        gl.allocate_shared_memory(gl.int32, [64, 32], PAIRS_S),
+        allocate_codes(RAW_S),
+    )
+    scales = gl.allocate_shared_memory(gl.int64, [64], FLAT_S)
+    indices = gl.allocate_shared_memory(gl.int32, [2, 64], FLAT_S)
+    return raw, scales, indices, gl.allocate_shared_memory(gl.int64, [64], FLAT_S)
+
+
+@gluon.jit
+def copy_words(to, addresses, FIRST: gl.constexpr):
+    """Start to copy words of each key's record, from FIRST on, as many as `to` has columns; zeros if there is none."""
+    WORDS: gl.constexpr = to.shape[1]
+    start = addresses.load(gl.SliceLayout(1, LINES_L))
+    of = gl.arange(0, WORDS, layout=gl.SliceLayout(0, LINES_L))
+    p = gl.expand_dims(start.to(gl.pointer_type(gl.int32)), 1) + gl.expand_dims(of + FIRST, 0)
+    mask = gl.expand_dims(start != 0, 1) & (gl.expand_dims(of, 0) < WORDS)
+    copy_async(to, gl.multiple_of(p, [1, 16]), mask=mask)
+
+
+@gluon.jit
+def copy_indices(keys, chunk, walk, to):
+    """Start to copy indices of a walk's tile. Returns how many columns count, 64 or more if all, and `inside`."""
+    at, first, end, inside = columns(keys, chunk, walk)
+    column = first + gl.arange(0, 64, layout=ONE_L)
+    copy_async(to, at + column, mask=column < end)
+    async_copy.commit_group()
+    return end - first, inside
+
+
+@gluon.jit
+def locate(keys, smem, b, left, inside):
+    """Store addresses of the records of a tile whose indices are in place b. Returns which exist, and their scales'."""
+    slot = smem.indices.index(b).load(ONE_L)
+    slot = gl.where(gl.arange(0, 64, layout=ONE_L) < left, slot, -1)
+    ok, data, scale = page_of(keys, slot, inside)
+    smem.addresses.store(gl.where(ok, data.to(gl.int64), 0))
+    return ok, scale
+
+
+@gluon.jit
+def copy_ahead(smem, ok, scale):
+    """Start to copy the first 320 codes of each key, and its scales."""
+    copy_words(smem.raw[0], smem.addresses, 0)
+    copy_words(smem.raw[1], smem.addresses, 32)
+    copy_words(smem.raw[2], smem.addresses, 64)
+    copy_async(smem.scales, scale, mask=ok)
+    async_copy.mbarrier_arrive(smem.raw_full.index(0), increment_count=False)
     async_copy.commit_group()
 
 
 @gluon.jit
-def produce(keys, chunk, t, pos, count, smem):
-    """Fill stages of keys with the count tiles of a chunk, one after the other, and store which keys are there.
-
-    While a tile is decoded, the next one's first codes are being copied. Its own last codes are loaded where a turn of
-    the loop begins and used where it ends, and the slots of the tile behind the next one are: a loop's first branch
-    waits for all loads that were in flight from the turn before.
-    """
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, WORDS_L))
+def fetch(keys, chunk, t, pos, count, smem):
+    """Copy the records of the count tiles of a chunk, one after the other, and store which keys are there."""
     walk = begin(keys, chunk, t, pos)
-    behind = advance(keys, chunk, walk)
-    slot, inside = slots(keys, chunk, walk, row)
-    next_slot, next_inside = slots(keys, chunk, behind, row)
-    walk = advance(keys, chunk, behind)
-    ok, data, scale = page_of(keys, slot, inside)
-    copy_codes(smem.raw, data, ok)
-    scales = gl.load(scale, mask=ok, other=0)
-    next_ok, next_data, scale = page_of(keys, next_slot, next_inside)
+    left, inside = copy_indices(keys, chunk, walk, smem.indices.index(0))
+    walk = advance(keys, chunk, walk)
+    next_left, next_inside = copy_indices(keys, chunk, walk, smem.indices.index(1))
+    async_copy.wait_group(1)
+    ok, scale = locate(keys, smem, 0, left, inside)
+    copy_ahead(smem, ok, scale)
     for i in range(count):
         b = i % 2
-        x5 = load_codes(data, ok, 80, WORDS_L)
-        x6 = load_codes(data, ok, 96, WORDS_L)
-        rope = load_rope(data, ok)
-        next_scales = gl.load(scale, mask=next_ok, other=0)
-        slot, inside = slots(keys, chunk, walk, row)
+        mbarrier.wait(smem.k_empty.index(b), ((i // 2) & 1) ^ 1)
+        copy_words(words_of(smem.k2, b).slice(32, 32, dim=1), smem.addresses, 80)
+        copy_words(words_of(smem.k3, b).slice(32, 32, dim=1), smem.addresses, 112)
+        async_copy.mbarrier_arrive(smem.rest_full.index(b), increment_count=False)
+        async_copy.commit_group()
+        smem.bias.index(b).store(gl.where(ok, 0.0, -float("inf")))
+        mbarrier.arrive(smem.rest_full.index(b), count=1)
+        # of two groups of copies that were begun behind the next indices none is waited for
+        async_copy.wait_group(2)
+        ok, scale = locate(keys, smem, 1 - b, next_left, next_inside)
+        walk = advance(keys, chunk, walk)
+        next_left, next_inside = copy_indices(keys, chunk, walk, smem.indices.index(b))
+        mbarrier.wait(smem.raw_empty.index(0), i & 1)
+        copy_ahead(smem, ok, scale)
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def halves(words):
+    """[64, 32] words as two of [64, 16], in HELD_L."""
+    first, second = gl.split(gl.permute(gl.reshape(words, [64, 2, 16]), (0, 2, 1)))
+    first = gl.convert_layout(first, HELD_L, assert_trivial=True)
+    return first, gl.convert_layout(second, HELD_L, assert_trivial=True)
+
+
+@gluon.jit
+def decode(count, smem):
+    """Fill stages of keys with values of the count tiles that `fetch` copies.
+
+    The fence is for what `fetch` has copied, too: the matrix unit reads it next.
+    """
+    for i in range(count):
+        b = i % 2
+        mbarrier.wait(smem.k_empty.index(b), ((i // 2) & 1) ^ 1)
+        mbarrier.wait(smem.raw_full.index(0), i & 1)
+        scales = smem.scales.load(gl.SliceLayout(1, HELD_L))
         low = scales.to(gl.int32)
         high = (scales >> 32).to(gl.int32)
-        async_copy.wait_group(0)
-        x0 = smem.raw[0].load(WORDS_L)
-        x1 = smem.raw[1].load(WORDS_L)
-        x2 = smem.raw[2].load(WORDS_L)
-        x3 = smem.raw[3].load(WORDS_L)
-        x4 = smem.raw[4].load(WORDS_L)
-        copy_codes(smem.raw, next_data, next_ok)
-        mbarrier.wait(smem.k_empty.index(b), ((i // 2) & 1) ^ 1)
+        x0, x1 = halves(smem.raw[0].load(HELD_L))
+        x2, x3 = halves(smem.raw[1].load(HELD_L))
+        x4 = smem.raw[2].load(HELD_L)
         store_words(smem.k0, b, decoded(x0, low, None, 0), decoded(x1, low, None, 1))
+        # not at once: before it, all threads wait for what each has read
+        mbarrier.arrive(smem.raw_empty.index(0), count=1)
         store_words(smem.k1, b, decoded(x2, low, None, 2), decoded(x3, low, None, 3))
-        then_ok, then_data, then_scale = page_of(keys, slot, inside)
+        mbarrier.wait(smem.rest_full.index(b), (i // 2) & 1)
+        x5, x6 = halves(words_of(smem.k2, b).slice(32, 32, dim=1).load(HELD_L))
         store_words(smem.k2, b, decoded(x4, high, None, 0), decoded(x5, high, None, 1))
         # a key of which one scale is NaN has NaN in 64 columns: that is enough
-        store_words(smem.k3, b, decoded(x6, high, without_scale(low, high), 2), rope)
-        smem.bias.index(b).store(gl.where(ok, 0.0, -float("inf")))
+        words_of(smem.k3, b).slice(0, 32, dim=1).store(decoded(x6, high, without_scale(low, high), 2))
         fence_async_shared()
         mbarrier.arrive(smem.k_full.index(b), count=1)
-        ok, data, scales = next_ok, next_data, next_scales
-        next_ok, next_data, scale = then_ok, then_data, then_scale
-        walk = advance(keys, chunk, walk)

@@ -221,24 +221,33 @@ def _settle(keys, chunk, t, pos, n0, n1, k, last):
 
 
 @triton.jit
-def slots(keys, chunk, walk, row):
-    """Indices of a walk's tile, and whether (1 or 0) it belongs to the window. row: 0 .. TILE.
+def columns(keys, chunk, walk):
+    """Columns of a walk's tile as (at, first, end, inside): 64 from `first` on of an index row at `at`.
 
-    -1 where a column is behind the segment's length, and everywhere if the row is not there.
+    end: behind the last column of the row that counts, 0 if the row is not there. inside: whether (1 or 0) the tile
+    belongs to the window.
     """
     t, _pos, n0, n1, k, _last = walk
     first, second = keys.first, keys.second
     before = _tiles(n0)
     inside = (k < before).to(tl.int32)
     at = first.rows + t.to(tl.int64) * first.stride
-    column = k * TILE + row
+    column = k * TILE
     length = n0
     if second is not None:  # noqa: SIM102 - a constant, and a value
         if k >= before:
             at = second.rows + t.to(tl.int64) * second.stride
-            column = (k - before) * TILE + row
+            column = (k - before) * TILE
             length = n1
-    return tl.load(at + column, mask=column < tl.where(t < chunk.tokens, length, 0), other=-1), inside
+    return at, column, tl.where(t < chunk.tokens, length, 0), inside
+
+
+@triton.jit
+def slots(keys, chunk, walk, row):
+    """Indices of a walk's tile, -1 in columns that do not count, and `inside` of `columns`. row: 0 .. TILE."""
+    at, first, end, inside = columns(keys, chunk, walk)
+    column = first + row
+    return tl.load(at + column, mask=column < end, other=-1), inside
 
 
 @triton.jit

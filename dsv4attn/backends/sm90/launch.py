@@ -23,7 +23,7 @@ from dsv4attn.backends.sm90 import index, steps, streams, tiles
 from dsv4attn.backends.sm90.choice import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_parts import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, CODE_PAGES, FP8_PAGES, NIBBLE_PAGES, SHORT
-from dsv4attn.backends.sm90.tuning import PAGED, RAW, ROADS, ROWED, TUNING, Roles, is_small, tiles_of
+from dsv4attn.backends.sm90.tuning import CODED, PAGED, RAW, ROADS, ROWED, TUNING, Roles, is_small, tiles_of
 from dsv4attn.core.checks import check_attention_strides
 from dsv4attn.core.contract import AttentionCall, ChunkCost, KeyForm, LayerSteps, Phase, Run
 from dsv4attn.core.device import DeviceFacts
@@ -279,7 +279,7 @@ def _kind_and_numbers(call: AttentionCall) -> tuple[Kind, Sequence[int]] | None:
 def _roles(kind: Kind, *, raw: bool = False) -> Roles:
     """Numbers of the Gluon kernel for one kind of keys. raw: whether q is given before its norm and rotation."""
     if kind.is_paged:
-        return PAGED
+        return PAGED if kind == PAGES else CODED
     return RAW if raw else ROWED
 
 
@@ -300,7 +300,7 @@ def _constants(
     chosen = {"SEGMENTS": segments, "KIND": kind.number, "INTERLEAVED": kind.interleaved, "H": heads}
     chosen["BT"] = SHORT.value if short else LINE
     if not INTERPRETED:
-        chosen |= {"VALUES": roles.values, "PRODUCE": roles.produce, "PDL": overlaps("sm_90")}
+        chosen |= {"VALUES": roles.values, "PRODUCE": roles.produce, "FETCH": roles.fetch, "PDL": overlaps("sm_90")}
     real = {"EXACT_CASTS": not INTERPRETED, "PDL": overlaps("sm_90") and not INTERPRETED}
     combining = tuple(
         (-(-heads // 16) * (16 // own), Constants({"H": heads, "R": own, "N": parts, **real}))

@@ -14,6 +14,7 @@ from dsv4attn.core.contract import ChunkCost
 from dsv4attn.core.geometry import LayerGeometry
 
 __all__ = [
+    "CODED",
     "PAGED",
     "RAW",
     "ROADS",
@@ -32,10 +33,11 @@ __all__ = [
 
 @frozen
 class Roles:
-    """Numbers of the Gluon kernel for one kind of keys. Three roles share the 65,536 registers of a multiprocessor.
+    """Numbers of the Gluon kernel for one kind of keys. Its roles share the 65,536 registers of a multiprocessor.
 
-    values, produce: registers of a thread in the second role, of four warps, and in `produce`, of `producers` warps.
-    The first role, of four warps, has the other registers. least: tiles of the shortest chunk.
+    values, produce: registers of a thread in the second role, of four warps, and in the one that produces keys, of
+    `producers` warps. fetch: in a fourth role, of four warps, 0 if there is none. The first role, of four warps, has
+    the other registers. least: tiles of the shortest chunk.
     few: most heads of all lines of `store_split` for which a program of `combine_parts` takes two heads, `parts` parts
     at a time; with more it takes `heads` heads, two parts at a time: 8 were as fast as 4 or faster, H200, 2026-11-25.
     warps: of a program of `combine_parts`.
@@ -45,6 +47,7 @@ class Roles:
     values: int = 224
     produce: int = 64
     producers: int = 8
+    fetch: int = 0
     least: int = 1
     few: int = 2048
     parts: int = 8
@@ -54,12 +57,13 @@ class Roles:
     measured: str = "not measured"
 
     @property
-    def block(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    def block(self) -> tuple[tuple[int, int], ...]:
         """Warps of each role, and registers of each of their threads, which come in eights."""
-        warps = 4 + 4 + self.producers
+        others = [(4, self.values), (self.producers, self.produce), *([(4, self.fetch)] if self.fetch else [])]
+        warps = 4 + sum(each for each, _ in others)
         there = 65536 // (32 * warps) // 8 * 8 * warps
-        left = (there - 4 * self.values - self.producers * self.produce) // 4 // 8 * 8
-        return (4, left), (4, self.values), (self.producers, self.produce)
+        left = (there - sum(each * registers for each, registers in others)) // 4 // 8 * 8
+        return (4, left), *others
 
     @property
     def combining(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -69,8 +73,15 @@ class Roles:
 
 _ON = "H200, torch 2.11, Triton 3.6, 2026-11-22: dsv4attn bench"
 
-PAGED = Roles(measured=f"{_ON} decode prefill")
+PAGED = Roles(
+    produce=72,
+    producers=4,
+    fetch=56,
+    measured="H200, torch 2.11, Triton 3.6, 2026-11-25: with 80 and 48, or 88 and 40, up to 3 % slower",
+)
 """Keys in fp8 pages."""
+CODED = Roles(measured=f"{_ON} decode prefill")
+"""Keys in V4.1's records."""
 ROWED = Roles(values=216, produce=72, producers=4, measured=f"{_ON} prefill-rows")
 """Keys in bf16 rows."""
 RAW = Roles(

@@ -102,6 +102,7 @@ def all_forms(heads: Sequence[int], chosen: Callable[[int], list[Variant]] = for
             "loaded": len(re.findall(r"ld\.global\S*\.v4\.b32", text)),
             "factors": factors(text),
             "unfenced": unfenced(text),
+            "fences": len(re.findall(r"fence\.proxy\.async", text)),
             "narrow": len(re.findall(r"st\.shared\S*\.(?:b8|b16|u8|u16)\b", text)),
         }
     return told

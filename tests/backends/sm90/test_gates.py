@@ -14,7 +14,7 @@ import pytest
 
 from dsv4attn.backends._triton.compiling.aot import Resources
 from dsv4attn.backends._triton.compiling.targets import TARGETS
-from dsv4attn.backends.sm90.tuning import PAGED, RAW, ROWED
+from dsv4attn.backends.sm90.tuning import CODED, PAGED, RAW, ROWED
 from tests.backends._triton.compiling.gates import ROOT, broken_limits
 
 FILE = 65536
@@ -60,21 +60,22 @@ def test_every_form_keeps_every_limit(words: str) -> None:
     # sixteen bytes at a time
     assert {form["loaded"] for form in combining} == {16}
     for name, form in own.items():
-        roles = PAGED if "cache0:*u8" in name else RAW if "positions:*i64" in name else ROWED
+        paged = "cache0:*u8" in name
+        roles = (CODED if is_coded(name) else PAGED) if paged else RAW if "positions:*i64" in name else ROWED
         assert form["roles"] == [[*role] for role in roles.block], name
         assert sum(32 * warps * registers for warps, registers in form["roles"]) <= FILE
         assert form["shared"] <= 232_448
         assert form["occupancy"] == 1
-        # sixteen bytes at a time, in and out; but words of scales of nibbles one by one
-        assert form["copied"] == ([4, 16] if "KIND=3" in name else [16])
+        # sixteen bytes at a time, in and out; but scales of eight bytes, indices, and words of scales of nibbles
+        assert form["copied"] == ([4, 8, 16] if roles is PAGED else [4, 16] if "KIND=3" in name else [16])
         # of 512 columns, whole rows in bf16 and parts in fp32
         assert form["stored"] == 4 * 8 + 4 * 16
         assert form["narrow"] == 0
         # of two rows, which are asked about: nothing else that a branch skips. On pages four times 128 columns, on rows
         # two roles, two tiles, and half of a thread's sums at a time
-        assert form["factors"] == [2] * (4 if roles is PAGED else 8)
-        # the matrix unit reads rows where copies have written them
-        assert roles is PAGED or form["unfenced"] == 0
+        assert form["factors"] == [2] * (4 if paged else 8)
+        # the matrix unit reads rows where copies have written them. On pages: of barriers, q, weights, and a tile
+        assert form["fences"] == 4 if paged else form["unfenced"] == 0
 
 
 @pytest.mark.parametrize("heads", ["64", pytest.param("16 100 128", marks=pytest.mark.slow)])
@@ -114,11 +115,12 @@ def test_fewer_registers_for_a_role_are_found(keys: str) -> None:
 
 
 def test_a_block_s_roles_have_what_a_multiprocessor_has() -> None:
-    assert PAGED.block == ((4, 160), (4, 224), (8, 64))
+    assert PAGED.block == ((4, 160), (4, 224), (4, 72), (4, 56))
+    assert CODED.block == ((4, 160), (4, 224), (8, 64))
     # twelve warps start with 168 each, of which 8 are nobody's
     assert ROWED.block == ((4, 216), (4, 216), (4, 72))
     assert RAW.block == ((4, 208), (4, 216), (4, 80))
-    for roles in (PAGED, ROWED, RAW):
+    for roles in (PAGED, CODED, ROWED, RAW):
         assert FILE - 32 * 4 * 8 <= sum(32 * warps * registers for warps, registers in roles.block) <= FILE
 
 

@@ -224,13 +224,15 @@ PLANTS = {
         "inside + 256, inside + 16",
     ),
     "scales of the record before": ("schedule", "at.to(tl.int64) * 8)", "(at.to(tl.int64) // 2 * 2) * 8)"),
-    "the wrong part": ("parts", "tl.where(which == 0, 1, 0)", "tl.where(which == 0, 0, 1)"),
+    "the wrong part": ("parts", "tl.where(i + u == 0, 1, 0)", "tl.where(i + u == 0, 0, 1)"),
+    "a part too many": ("parts", "tl.where(i + u < count", "tl.where(i + u <= count"),
+    "parts of a later round weigh the same": ("parts", "acc * shrink[None, :]", "acc"),
     "lines of programs where no row begins": ("twin", "    clear_split(table, chunk)\n", ""),
     "the row of a program's line, for the program": ("parts", "tl.where(by_program != 0, line, other)", "other"),
     "parts of one row weigh the same": (
         "parts",
-        "tl.exp2(its_lse - grown[None, :])",
-        "(its_lse > -1e30).to(tl.float32)",
+        "tl.exp2(lses[u] - grown)",
+        "(lses[u] > -1e30).to(tl.float32)",
     ),
     "parts without the sink": ("parts", "if sink is not None:", "if sink is None:"),
     "the sink in every part": ("twin", "        if whole:  # noqa", "        if total.shape[0] > 0:  # noqa"),
@@ -241,7 +243,11 @@ PLANTS = {
         "        whole = (first_tile <= last)",
     ),
     "one tile is left out": ("schedule", "tl.minimum(hi, start + n)", "tl.minimum(hi - 1, start + n)"),
-    "the smallest of the largest logits": ("parts", "tl.max(its_top, 0)", "tl.min(its_top, 0)"),
+    "the largest logit of the last part": (
+        "parts",
+        "top = tl.maximum(top, tl.load(",
+        "top = tl.maximum(-1e38, tl.load(",
+    ),
     "heads of a pair change places": ("parts", "beside // 2 % 2 * 8", "(1 - beside // 2 % 2) * 8"),
     "heads of a pair change places in the output": ("parts", "r // (R // 2) * 8", "(1 - r // (R // 2)) * 8"),
     "pairs for halves": ("parts", "(3, 1, 0, 2, 4)", "(1, 3, 0, 2, 4)"),
@@ -270,7 +276,8 @@ def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.Mo
     found = any(run(trial).error > 1 for trial in HARD)
     monkeypatch.setattr(launch, "PAGED", evolve(PAGED, few=0))
 
-    assert found or run(evolve(PARTS, heads=3)).error > 1 or run(rising(5, RISING)).error > 1
+    more = evolve(PARTS, heads=3), rising(5, RISING), rising(1, RISING)
+    assert found or any(run(trial).error > 1 for trial in more)
 
 
 def rising_rows(tokens: int) -> float:
