@@ -1,16 +1,16 @@
-"""The roles of the kernel for keys in fp8 pages: roles of one block work on tiles of 64 keys at the same time.
+"""The kernel for keys in fp8 pages: four roles of a block, four warps each, work on tiles of 64 keys at the same time.
 
-`fetch` and `decode`, four warps each, copy records to shared memory, decode them and write tiles to one of two stages:
-`kernels_produce`. On V4.1's records `produce_coded`, eight warps, does both. `scores`, four warps, multiplies q with a
-tile, computes each row's softmax, and accumulates the first 128 columns of the output. `values`, four warps,
-accumulates the other 384, with the weights and the factors that `scores` writes to shared memory. Blocks are as many as
-the device has multiprocessors, and each attends a chunk of all rows: `kernels_schedule`. The next row's q and its first
-tiles arrive while a row is still being written.
+`fetch` copies records to shared memory, and `decode` turns them into tiles, in one of two stages: `kernels_produce`.
+On V4.1's records one role of eight warps does both, `produce_coded`. `scores` multiplies q with a tile, computes each
+row's softmax, and accumulates the first 128 columns of the output. `values` accumulates the other 384, with the weights
+and the factors that `scores` writes to shared memory. Blocks are as many as the device has multiprocessors, and each
+attends a chunk of all rows: `kernels_schedule`. The next row's q and its first tiles arrive while a row is still being
+written.
 
 Weights are relative to a reference that moves seldom, as in `kernels_rows`.
 
-A barrier of shared memory counts roles, not threads, and has phases: the role that fills a stage waits for the phase
-before the one that its readers wait for.
+A barrier of shared memory counts roles, and threads only where their copies arrive. It has phases: the role that fills
+a stage waits for the phase before the one that its readers wait for.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -49,7 +49,7 @@ from dsv4attn.backends.sm90.kernels_common import (
     store_sink,
     write_part,
 )
-from dsv4attn.backends.sm90.kernels_produce import ARRIVALS, RAW_S, allocate_codes, allocate_fetched, decode, fetch
+from dsv4attn.backends.sm90.kernels_produce import FETCHING, RAW_S, allocate_codes, allocate_fetched, decode, fetch
 from dsv4attn.backends.sm90.kernels_produce_v41 import RAW_NIBBLES_S, produce_coded
 from dsv4attn.backends.sm90.kernels_schedule import (
     FP8_PAGES,
@@ -90,7 +90,7 @@ raw, scales, indices, addresses: of `allocate_fetched`; on V4.1's records raw is
 others are None. p, alpha: [1, 64, 64] bf16 and [1, 64] fp32, a tile's weights, and factors of the sums so far. factor:
 [64] fp32, of a row's sums; where: int64, its place in the output; sink: [64] fp32. note: int32, tiles of the next row,
 or -1. k, p, f, n: barriers of keys, of p and alpha, of factor and where, and of note. raw, rest: of what `fetch` copies
-ahead, and of what it copies to a stage, with that stage's bias.
+ahead, and of what it copies to a stage, with that stage's bias; no role of V4.1's records waits for them.
 """
 
 
@@ -280,7 +280,7 @@ def attend_pages(
         k_full=barriers(2, 1), k_empty=barriers(2, 2),
         p_full=barriers(1, 1), p_empty=barriers(1, 1), f_full=barriers(1, 1), f_empty=barriers(1, 1),
         n_full=barriers(1, 1), n_empty=barriers(1, 1),
-        raw_full=barriers(1, ARRIVALS), raw_empty=barriers(1, 1), rest_full=barriers(2, ARRIVALS + 1),
+        raw_full=barriers(1, 32 * FETCHING), raw_empty=barriers(1, 1), rest_full=barriers(2, 32 * FETCHING + 1),
     )  # fmt: skip
     fence_async_shared()
     if KIND == FP8_PAGES:
@@ -291,7 +291,7 @@ def attend_pages(
                 (decode, (count, smem)),
                 (fetch, (keys, chunk, t, pos, count, smem)),
             ],
-            worker_num_warps=[4, 4, 4],
+            worker_num_warps=[4, 4, FETCHING],
             worker_num_regs=[VALUES, PRODUCE, FETCH],
         )
     else:

@@ -56,16 +56,15 @@ def combine_parts(
         acc, total = tl.zeros([64, 8 * R], tl.float32), tl.zeros([8 * R], tl.float32)
         own = sixteen % 4 * 8192 + piece * (8 * R) + group[:, None] * 128 + beside[None, :]
         for i in range(0, count, N):
-            # all loads are begun before the first is used
+            # sums are added up behind all loads, so that many are in flight
             values, lses, grown = (), (), largest
             for u in tl.static_range(N):
                 program = (first + i + u) * BLOCKS + sixteen // 4
                 side = (program * 2 + tl.where(i + u == 0, 1, 0)).to(tl.int64)
                 at = tl.multiple_of(part + side * (64 * 512), 16) + own
-                there = beside < tl.where(i + u < count, 8 * R, 0)
-                values += (tl.load(at, mask=there[None, :] & (group < 64)[:, None], other=0.0),)
-                row = side * 64 + head % 64
-                there &= live
+                exists = beside < tl.where(i + u < count, 8 * R, 0)
+                values += (tl.load(at, mask=exists[None, :] & (group < 64)[:, None], other=0.0),)
+                row, there = side * 64 + head % 64, exists & live
                 its_lse = tl.load(part_lse + row, mask=there, other=-float("inf"))
                 lses += (its_lse,)
                 if max_logits is not None:

@@ -26,7 +26,7 @@ KEY_WORDS_S = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 """The same bytes as KEYS_S, two values in a word."""
 RAW_S = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
 LINES_L = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
-"""128 bytes of each key: eight threads ask for them at once, so that each line of memory is asked for once."""
+"""Eight threads ask for 128 bytes of a key at once, in one or two lines of memory."""
 HELD_L = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 """As WORDS_L, of four warps."""
 PAIRS_S = gl.constexpr(
@@ -35,8 +35,8 @@ PAIRS_S = gl.constexpr(
     )
 )
 """128 codes of each key, in every other one the last 64 first: HELD_L reads 64 of two keys at once, from all banks."""
-ARRIVALS = gl.constexpr(128)
-"""Of the threads of `fetch`, each once its copies are there."""
+FETCHING = gl.constexpr(4)
+"""Warps of `fetch`, whose threads arrive at a barrier one by one, as their copies do."""
 
 
 DECODE, SPOIL = gl.constexpr(codes()), gl.constexpr(codes(spoils=True))
@@ -121,7 +121,7 @@ def words_of(stages, b):
 def allocate_fetched():
     """Shared memory of what `fetch` copies one tile ahead: 320 codes of each key, scales, and indices of two tiles.
 
-    The last one: addresses of a tile's records, 0 where there is none.
+    Behind them, of one tile, addresses of its records, 0 where there is none.
     """
     raw = (
         gl.allocate_shared_memory(gl.int32, [64, 32], PAIRS_S),
@@ -135,7 +135,7 @@ def allocate_fetched():
 
 @gluon.jit
 def copy_words(to, addresses, FIRST: gl.constexpr):
-    """Start to copy words of each key's record, from FIRST on, as many as `to` has columns; zeros if there is none."""
+    """Start to copy words of each key's record, from FIRST on, as many as `to` has columns; zeros without a record."""
     WORDS: gl.constexpr = to.shape[1]
     start = addresses.load(gl.SliceLayout(1, LINES_L))
     of = gl.arange(0, WORDS, layout=gl.SliceLayout(0, LINES_L))
@@ -146,19 +146,22 @@ def copy_words(to, addresses, FIRST: gl.constexpr):
 
 @gluon.jit
 def copy_indices(keys, chunk, walk, to):
-    """Start to copy indices of a walk's tile. Returns how many columns count, 64 or more if all, and `inside`."""
-    at, first, end, inside = columns(keys, chunk, walk)
-    column = first + gl.arange(0, 64, layout=ONE_L)
+    """Start to copy indices of a walk's tile. Returns (own, inside): how many count, and `inside` of `columns`.
+
+    own: 64 or more if all count, 0 or less if none does.
+    """
+    at, begins, end, inside = columns(keys, chunk, walk)
+    column = begins + gl.arange(0, 64, layout=ONE_L)
     copy_async(to, at + column, mask=column < end)
     async_copy.commit_group()
-    return end - first, inside
+    return end - begins, inside
 
 
 @gluon.jit
-def locate(keys, smem, b, left, inside):
-    """Store addresses of the records of a tile whose indices are in place b. Returns which exist, and their scales'."""
+def locate(keys, smem, b, own, inside):
+    """Store addresses of the records of a tile whose indices are in place b. Returns (which exist, their scales)."""
     slot = smem.indices.index(b).load(ONE_L)
-    slot = gl.where(gl.arange(0, 64, layout=ONE_L) < left, slot, -1)
+    slot = gl.where(gl.arange(0, 64, layout=ONE_L) < own, slot, -1)
     ok, data, scale = page_of(keys, slot, inside)
     smem.addresses.store(gl.where(ok, data.to(gl.int64), 0))
     return ok, scale
@@ -179,11 +182,11 @@ def copy_ahead(smem, ok, scale):
 def fetch(keys, chunk, t, pos, count, smem):
     """Copy the records of the count tiles of a chunk, one after the other, and store which keys are there."""
     walk = begin(keys, chunk, t, pos)
-    left, inside = copy_indices(keys, chunk, walk, smem.indices.index(0))
+    own, inside = copy_indices(keys, chunk, walk, smem.indices.index(0))
     walk = advance(keys, chunk, walk)
-    next_left, next_inside = copy_indices(keys, chunk, walk, smem.indices.index(1))
+    next_own, next_inside = copy_indices(keys, chunk, walk, smem.indices.index(1))
     async_copy.wait_group(1)
-    ok, scale = locate(keys, smem, 0, left, inside)
+    ok, scale = locate(keys, smem, 0, own, inside)
     copy_ahead(smem, ok, scale)
     for i in range(count):
         b = i % 2
@@ -194,11 +197,11 @@ def fetch(keys, chunk, t, pos, count, smem):
         async_copy.commit_group()
         smem.bias.index(b).store(gl.where(ok, 0.0, -float("inf")))
         mbarrier.arrive(smem.rest_full.index(b), count=1)
-        # of two groups of copies that were begun behind the next indices none is waited for
+        # two groups of copies were begun after the next indices, and are not waited for
         async_copy.wait_group(2)
-        ok, scale = locate(keys, smem, 1 - b, next_left, next_inside)
+        ok, scale = locate(keys, smem, 1 - b, next_own, next_inside)
         walk = advance(keys, chunk, walk)
-        next_left, next_inside = copy_indices(keys, chunk, walk, smem.indices.index(b))
+        next_own, next_inside = copy_indices(keys, chunk, walk, smem.indices.index(b))
         mbarrier.wait(smem.raw_empty.index(0), i & 1)
         copy_ahead(smem, ok, scale)
     async_copy.wait_group(0)
@@ -229,7 +232,7 @@ def decode(count, smem):
         x2, x3 = halves(smem.raw[1].load(HELD_L))
         x4 = smem.raw[2].load(HELD_L)
         store_words(smem.k0, b, decoded(x0, low, None, 0), decoded(x1, low, None, 1))
-        # not at once: before it, all threads wait for what each has read
+        # behind the first stores, as at an arrival all threads wait until each has its codes
         mbarrier.arrive(smem.raw_empty.index(0), count=1)
         store_words(smem.k1, b, decoded(x2, low, None, 2), decoded(x3, low, None, 3))
         mbarrier.wait(smem.rest_full.index(b), (i // 2) & 1)

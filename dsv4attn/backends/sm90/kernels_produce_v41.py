@@ -1,7 +1,7 @@
 """The role that loads and decodes V4.1's records: from slots to tiles of bf16 in shared memory.
 
-As `kernels_produce`. A record of codes has eight pieces of 64, of which five are copied to shared memory and three wait
-in registers. A record of nibbles, which has four pieces of 128, is copied as a whole.
+A record of codes has eight pieces of 64, of which five are copied to shared memory and three wait in registers. A
+record of nibbles, which has four pieces of 128, is copied as a whole.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -172,7 +172,12 @@ def second_half(smem, b, x0, x1, x2, x3, scales):
 
 @gluon.jit
 def produce_coded(keys, chunk, t, pos, count, smem, KIND: gl.constexpr, INTERLEAVED: gl.constexpr):
-    """As `kernels_produce.produce`. KIND: CODE_PAGES or NIBBLE_PAGES."""
+    """Fill stages of keys with the count tiles of a chunk, one after the other, and store which keys are there.
+
+    While a tile is decoded, the next one's first pieces are being copied, and the slots of the one behind that are
+    loaded: a loop's first branch waits for all loads that were in flight from the turn before. KIND: CODE_PAGES or
+    NIBBLE_PAGES.
+    """
     LAYOUT: gl.constexpr = PIECES_L if KIND == NIBBLE_PAGES else WORDS_L
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     walk = begin(keys, chunk, t, pos)

@@ -222,7 +222,7 @@ def _settle(keys, chunk, t, pos, n0, n1, k, last):
 
 @triton.jit
 def columns(keys, chunk, walk):
-    """Columns of a walk's tile as (at, first, end, inside): 64 from `first` on of an index row at `at`.
+    """Columns of a walk's tile as (at, column, end, inside): 64 from `column` on, of an index row at `at`.
 
     end: behind the last column of the row that counts, 0 if the row is not there. inside: whether (1 or 0) the tile
     belongs to the window.
@@ -245,8 +245,8 @@ def columns(keys, chunk, walk):
 @triton.jit
 def slots(keys, chunk, walk, row):
     """Indices of a walk's tile, -1 in columns that do not count, and `inside` of `columns`. row: 0 .. TILE."""
-    at, first, end, inside = columns(keys, chunk, walk)
-    column = first + row
+    at, begins, end, inside = columns(keys, chunk, walk)
+    column = begins + row
     return tl.load(at + column, mask=column < end, other=-1), inside
 
 

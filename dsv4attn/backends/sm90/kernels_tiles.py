@@ -58,7 +58,7 @@ def load_queries(q, q_s, t, head0, q_token, q_head, H: gl.constexpr, BH: gl.cons
 
 @gluon.jit
 def load_keys(keys, slot, inside, k0, k1, k2, k3, bias_s, PDL: gl.constexpr):
-    """Load and decode a tile, as `kernels_produce.produce` does, and let the next kernel begin while it is loaded."""
+    """Load and decode a tile, all of it at once, and let the next kernel begin while it is loaded."""
     ok, data, scale = page_of(keys, slot, inside)
     x0 = load_codes(data, ok, 0, WORDS_L)
     x1 = load_codes(data, ok, 16, WORDS_L)

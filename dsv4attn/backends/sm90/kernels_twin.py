@@ -1,7 +1,7 @@
 """The twin of both Gluon kernels, for Triton's interpreter, which runs no Gluon: same arguments, schedule and results.
 
 On pages it walks over a chunk in two ways at once, as the roles of `kernels_pages` do: over rows as `scores`, over
-tiles as `produce`. Keys come from the walk over tiles, so the two have to agree. The roles of `kernels_rows` walk over
+tiles as `fetch`. Keys come from the walk over tiles, so the two have to agree. The roles of `kernels_rows` walk over
 rows, and attend pairs of tiles, one tile after the other.
 """
 

@@ -35,9 +35,9 @@ __all__ = [
 class Roles:
     """Numbers of the Gluon kernel for one kind of keys. Its roles share the 65,536 registers of a multiprocessor.
 
-    values, produce: registers of a thread in the second role, of four warps, and in the one that produces keys, of
-    `producers` warps. fetch: in a fourth role, of four warps, 0 if there is none. The first role, of four warps, has
-    the other registers. least: tiles of the shortest chunk.
+    values, produce, fetch: registers of a thread in the second role, of four warps; in the third, which writes tiles of
+    keys, of `producers` warps; and in the fourth, of four warps, which fetches what the third decodes: 0 if there is
+    none. The first role, of four warps, has the other registers. least: tiles of the shortest chunk.
     few: most heads of all lines of `store_split` for which a program of `combine_parts` takes two heads, `parts` parts
     at a time; with more it takes `heads` heads, two parts at a time: 8 were as fast as 4 or faster, H200, 2026-11-25.
     warps: of a program of `combine_parts`.
@@ -77,7 +77,8 @@ PAGED = Roles(
     produce=72,
     producers=4,
     fetch=56,
-    measured="H200, torch 2.11, Triton 3.6, 2026-11-25: with 80 and 48, or 88 and 40, up to 3 % slower",
+    measured="H200, torch 2.11, Triton 3.6, 2026-11-25, sums of kernel times of dsv4attn.compat.flash_mla: with 80 and "
+    "48, or 88 and 40, 0 to 3 % slower",
 )
 """Keys in fp8 pages."""
 CODED = Roles(measured=f"{_ON} decode prefill")

@@ -84,6 +84,12 @@ def unfenced(text: str) -> int:
     return sum(waits) + steps.count("cp.async.mbarrier.arrive")
 
 
+def announced(text: str) -> int:
+    """Fences behind which a role arrives at once, with no store to shared memory, copy or wait between."""
+    steps = re.findall(r"cp\.async\.|st\.shared|mbarrier\.try_wait|fence\.proxy\.async|mbarrier\.arrive\.shared", text)
+    return sum(pair == ("fence.proxy.async", "mbarrier.arrive.shared") for pair in pairwise(steps))
+
+
 def all_forms(heads: Sequence[int], chosen: Callable[[int], list[Variant]] = forms) -> dict[str, Any]:
     """What each form needs and does."""
     asked = [form for number in heads for form in chosen(number)]
@@ -102,7 +108,7 @@ def all_forms(heads: Sequence[int], chosen: Callable[[int], list[Variant]] = for
             "loaded": len(re.findall(r"ld\.global\S*\.v4\.b32", text)),
             "factors": factors(text),
             "unfenced": unfenced(text),
-            "fences": len(re.findall(r"fence\.proxy\.async", text)),
+            "announced": announced(text),
             "narrow": len(re.findall(r"st\.shared\S*\.(?:b8|b16|u8|u16)\b", text)),
         }
     return told

@@ -74,8 +74,8 @@ def test_every_form_keeps_every_limit(words: str) -> None:
         # of two rows, which are asked about: nothing else that a branch skips. On pages four times 128 columns, on rows
         # two roles, two tiles, and half of a thread's sums at a time
         assert form["factors"] == [2] * (4 if paged else 8)
-        # the matrix unit reads rows where copies have written them. On pages: of barriers, q, weights, and a tile
-        assert form["fences"] == 4 if paged else form["unfenced"] == 0
+        # the matrix unit reads rows where copies have written them; on pages q, weights, and tiles
+        assert form["announced"] == 3 if paged else form["unfenced"] == 0
 
 
 @pytest.mark.parametrize("heads", ["64", pytest.param("16 100 128", marks=pytest.mark.slow)])
