@@ -186,15 +186,15 @@ class Roads:
     chunk that is gathered, and of the shortest step with raw q.
     """
 
-    page: float = 0.0192
-    page_token: float = 0.0378
-    page_list: float = 0.0038
-    page_start: float = 10.4
-    row: float = 0.0249
-    row_token: float = 0.0378
-    row_list: float = 0.00941
-    gathered: float = 0.000565
-    row_start: float = 14.7
+    page: float = 0.0163
+    page_token: float = 0.0208
+    page_list: float = 0.00206
+    page_start: float = 17.5
+    row: float = 0.025
+    row_token: float = 0.0199
+    row_list: float = 0.00698
+    gathered: float = 0.000489
+    row_start: float = 24.3
     prepared: float = 0.0317
     raw_token: float = 0.0065
     raw_start: float = 3.0
@@ -245,9 +245,8 @@ class Roads:
 
 
 ROADS = Roads(
-    measured="H200, torch 2.11, Triton 3.6, 2026-11-24: 90 chunks of 32 to 8,192 tokens behind 0 to 65,536, 64 and 128 "
-    "heads, all kinds of layers; the choice is at most 1.2 % slower than the better one; parts of rows "
-    "were combined for each row then, and written column by column"
+    measured="H200, torch 2.11, Triton 3.6, 2026-11-25: 90 chunks of 32 to 8,192 tokens behind 0 to 65,536, 64 and 128 "
+    "heads, all kinds of layers; the choice is at most 1.9 % slower than the better one"
 )
 
 TUNING: Mapping[str, Tuning] = {DEFAULT: HOPPER, "cpu": INTERPRETER, "sm_90": HOPPER}
