@@ -1,6 +1,7 @@
 """The kernel that combines the parts of a row in the order of their programs."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
