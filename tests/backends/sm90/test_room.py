@@ -142,7 +142,7 @@ def test_explain_says_which_kernel_serves_and_why(problem: Problem, said: str) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("c4a", "from 512, 128, 256 tokens on"), ("swa", "from 1,024, 1,024, 1,024 tokens on")]
+    ("kind", "said"), [("c4a", "from 1,024, 256, 512 tokens on"), ("swa", "from 4,096, 4,096, 4,096 tokens on")]
 )
 def test_explain_says_which_chunks_prefill_auto_gathers(kind: str, said: str) -> None:
     (line,) = [line for line in notes(SM90, Problem.of(FLASH, kind, "prefill")) if "prefill=auto" in line]
