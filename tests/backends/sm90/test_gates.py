@@ -52,7 +52,7 @@ def test_every_form_keeps_every_limit(words: str) -> None:
     own = {name: form for name, form in told.items() if name.startswith("attention")}
 
     assert {name: form["reasons"] for name, form in told.items() if form["reasons"] and not is_coded(name)} == {}
-    # keys of V4.1 take some registers more than their role has with Triton 3.9, and nibbles without sinks one with 3.6
+    # keys of V4.1 take some registers more than their role has with Triton 3.9, and some forms one with 3.6
     spills = [reason for name, form in told.items() if is_coded(name) for reason in form["reasons"]]
     assert [reason for reason in spills if not re.match(r"SPILLS  \d\d? bytes stored and 1?\d?\d loaded", reason)] == []
     assert len(own) == {"fullest": 8, "barest": 4}.get(words.partition(" ")[0], 40)
