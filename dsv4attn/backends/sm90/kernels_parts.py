@@ -50,7 +50,7 @@ def combine_parts(
         bias = tl.load(sink + head, mask=live, other=0.0) * LOG2E
     take_over(PDL)
     other, count = tl.load(table + line * 2), tl.load(table + line * 2 + 1)
-    # the heads beyond the last come together
+    # of a program's heads the first is the lowest: if it is beyond the last, all are
     if (count > 1) & (first_head < H):
         first, token = tl.where(by_program != 0, line, other), tl.where(by_program != 0, other, line).to(tl.int64)
         largest, top = tl.full([8 * R], NOTHING, tl.float32), tl.full([8 * R], -float("inf"), tl.float32)

@@ -78,11 +78,17 @@ def without_scale(low, high):
 
 
 @gluon.jit
+def words_of(stages, b):
+    """128 columns of tile b of N keys, as [N, 64] words."""
+    N: gl.constexpr = stages.shape[1]
+    return reinterpret(stages.index(b), gl.int32, [N, 64], KEY_WORDS_S)
+
+
+@gluon.jit
 def store_words(stages, b, first, second):
     """Write [N, 32] and [N, 32] words as 128 columns of tile b of N keys."""
     N: gl.constexpr = first.shape[0]
-    words = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [N, 64])
-    reinterpret(stages.index(b), gl.int32, [N, 64], KEY_WORDS_S).store(words)
+    words_of(stages, b).store(gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [N, 64]))
 
 
 @gluon.jit
@@ -109,12 +115,6 @@ def load_rope(data, ok):
 def allocate_codes(LAYOUT: gl.constexpr):
     """Shared memory of 64 codes of each key."""
     return gl.allocate_shared_memory(gl.int32, [64, 16], LAYOUT)
-
-
-@gluon.jit
-def words_of(stages, b):
-    """128 columns of tile b of 64 keys, as [64, 64] words."""
-    return reinterpret(stages.index(b), gl.int32, [64, 64], KEY_WORDS_S)
 
 
 @gluon.jit

@@ -12,15 +12,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 
-from dsv4attn.backends.sm90.compat import copy_async, reinterpret
+from dsv4attn.backends.sm90.compat import copy_async
 from dsv4attn.backends.sm90.kernels_produce import (
-    KEY_WORDS_S,
     OPERANDS,
     SPOIL_OPERANDS,
     WORDS_L,
     load_codes,
     spoilt,
     store_words,
+    words_of,
 )
 from dsv4attn.backends.sm90.kernels_schedule import NIBBLE_PAGES, advance, begin, coded_page_of, slots
 from dsv4attn.backends.sm90.ptx import codes, nibbles
@@ -102,8 +102,7 @@ def store_nibbles(stages, b, words, scales, TEXT: gl.constexpr):
         is_pure=True,
         pack=4,
     )
-    values = gl.reshape(gl.join(gl.join(y0, y2), gl.join(y1, y3)), [64, 64])
-    reinterpret(stages.index(b), gl.int32, [64, 64], KEY_WORDS_S).store(values)
+    words_of(stages, b).store(gl.reshape(gl.join(gl.join(y0, y2), gl.join(y1, y3)), [64, 64]))
 
 
 @gluon.jit

@@ -39,7 +39,8 @@ class Roles:
     keys, of `producers` warps; and in the fourth, of four warps, which fetches what the third decodes: 0 if there is
     none. The first role, of four warps, has the other registers. least: tiles of the shortest chunk.
     few: most heads of all lines of `store_split` for which a program of `combine_parts` takes two heads, `parts` parts
-    at a time; with more it takes `heads` heads, two parts at a time: 8 were as fast as 4 or faster, H200, 2026-11-25.
+    at a time; with more it takes `heads` heads, two parts at a time: 8 were as fast as 4 or faster, H200, 2026-11-25,
+    when the parts of a round were one tensor.
     warps: of a program of `combine_parts`.
     measured: as of `Tuning`.
     """
