@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dsv4attn.backends._triton.numerics import LOG2E
+from dsv4attn.backends.sm90.kernels_schedule import powers_of
 
 SCORES_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 """Products of q and a tile, 64 heads by 64 keys."""
@@ -118,18 +119,36 @@ def normalized(sink, sink_s, total, reference, whole):
 
 
 @gluon.jit
+def magnitudes(x):
+    """[64]: the largest magnitude of each row of [64, N]; NaN is passed over."""
+    return gl.max(gl.abs(x), 1)
+
+
+@gluon.jit
+def write_scale(results, largest, place, WHICH: gl.constexpr):
+    """Store the scales of some columns of a part, whose largest magnitudes are given; [64, 1] inverses of the scales.
+
+    place: of the part's first element. WHICH: 0 or 1, see `Results`.
+    """
+    scale, inverse = powers_of(largest)
+    row = gl.arange(0, 64, layout=largest.type.layout)
+    gl.store(results.part_scale + place // 256 + (2 * row + WHICH), scale.to(gl.bfloat16))
+    return gl.expand_dims(inverse, 1)
+
+
+@gluon.jit
 def write_part(part, result, place, FIRST: gl.constexpr):
     """Columns of 64 heads of a row that is split, from FIRST on, in the order of `place_in_part`.
 
-    place: of the part's first element. A thread writes four registers in a row, and a warp 512 bytes.
+    place: of the part's first element. A thread writes four registers in a row, and a warp 256 bytes.
     """
     GROUPS: gl.constexpr = result.shape[1] // 8
     # warps, halves of 16 heads, heads, groups of 8 columns, pairs of columns, columns: threads first
     fours = gl.permute(gl.reshape(result, [4, 2, 8, GROUPS, 4, 2]), (0, 2, 4, 3, 1, 5))
-    fours = gl.reshape(fours, [128, GROUPS, 4])
+    fours = gl.reshape(fours, [128, GROUPS, 4]).to(gl.float16)
     OF_THREADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, fours.type.layout))
     thread = gl.arange(0, 128, layout=OF_THREADS)
-    to = gl.multiple_of(part + place + (thread // 32 * 8192 + thread % 32 * 4 + 16 * FIRST), [16])
+    to = gl.multiple_of(part + place + (thread // 32 * 8192 + thread % 32 * 4 + 16 * FIRST), [8])
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, fours.type.layout)))
     within = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, fours.type.layout)))
     to = gl.expand_dims(gl.expand_dims(to, 1) + gl.expand_dims(group * 128, 0), 2)

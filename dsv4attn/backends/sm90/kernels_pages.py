@@ -42,12 +42,14 @@ from dsv4attn.backends.sm90.kernels_common import (
     WIDE_L,
     barriers,
     here,
+    magnitudes,
     normalized,
     rescaled,
     scalar,
     single,
     store_sink,
     write_part,
+    write_scale,
 )
 from dsv4attn.backends.sm90.kernels_produce import FETCHING, RAW_S, allocate_codes, allocate_fetched, decode, fetch
 from dsv4attn.backends.sm90.kernels_produce_v41 import RAW_NIBBLES_S, produce_coded
@@ -86,11 +88,12 @@ Shared = namedtuple(
 """Shared memory of a block. Barriers: *_full ends when a stage is written, *_empty when all its readers are done.
 
 q: [4, 64, 128] bf16. k0 to k3: [2, 64, 128] bf16, columns of two tiles; bias: [2, 64] fp32, 0 or -inf for each key.
-raw, scales, indices, addresses: of `allocate_fetched`; on V4.1's records raw is five of [64, 16] int32, codes, and the
-others are None. p, alpha: [1, 64, 64] bf16 and [1, 64] fp32, a tile's weights, and factors of the sums so far. factor:
-[64] fp32, of a row's sums; where: int64, its place in the output; sink: [64] fp32. note: int32, tiles of the next row,
-or -1. k, p, f, n: barriers of keys, of p and alpha, of factor and where, and of note. raw, rest: of what `fetch` copies
-ahead, and of what it copies to a stage, with that stage's bias; no role of V4.1's records waits for them.
+raw, scales, indices, addresses: of `allocate_fetched`; on V4.1's records raw is five of [64, 16] int32, codes, and
+the others are None. p, alpha: [1, 64, 64] bf16 and [1, 64] fp32, a tile's weights, and factors of the sums so far.
+factor: [64] fp32, of a row's sums; where: int64, its place in the output, or -1 minus that of its part; sink: [64]
+fp32. note: int32, tiles of the next row, or -1. k, p, f, n: barriers of keys, of p and alpha, of factor and where,
+and of note. raw, rest: of what `fetch` copies ahead, and of what it copies to a stage, with that stage's bias; no
+role of V4.1's records waits for them.
 """
 
 
@@ -181,6 +184,8 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
         mbarrier.arrive(smem.f_full.index(0), count=1)
         load_q(query, smem.q, t + 1, chunk.tokens, H)
         result = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT_L)), 1)
+        if whole == 0:
+            result *= write_scale(results, magnitudes(result), -1 - place, 0)
         write_columns(results, result, place, 0, H)
         within = here(gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES_L)))
         write_sums(results, t, whole, side, total, reference, largest, query.head0, within, H)
@@ -240,12 +245,16 @@ def values(results, smem, H: gl.constexpr):
             mbarrier.arrive(smem.p_empty.index(0), count=1)
             i += 1
         mbarrier.wait(smem.f_full.index(0), j & 1)
-        factor = gl.expand_dims(smem.factor.load(gl.SliceLayout(1, OUT_L)), 1)
+        factor = smem.factor.load(gl.SliceLayout(1, OUT_L))
         place = scalar(smem.where)
         mbarrier.arrive(smem.f_empty.index(0), count=1)
-        write_columns(results, b_acc * factor, place, 128, H)
-        write_columns(results, c_acc * factor, place, 256, H)
-        write_columns(results, d_acc * factor, place, 384, H)
+        by = gl.expand_dims(factor, 1)
+        if place < 0:
+            most = gl.maximum(gl.maximum(magnitudes(b_acc), magnitudes(c_acc)), magnitudes(d_acc))
+            by *= write_scale(results, most * factor, -1 - place, 1)
+        write_columns(results, b_acc * by, place, 128, H)
+        write_columns(results, c_acc * by, place, 256, H)
+        write_columns(results, d_acc * by, place, 384, H)
         j += 1
         mbarrier.wait(smem.n_full.index(0), j & 1)
         count = scalar(smem.note)

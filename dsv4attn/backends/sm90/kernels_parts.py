@@ -1,7 +1,7 @@
 """The kernel that combines the parts of a row in the order of their programs."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment,unreachable,attr-defined"
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
 
 @stable_kernel
 def combine_parts(
-    part,  # [programs, 2, 64, 512] fp32, in the order of `place_in_part`
+    part,  # [programs, 2, 64, 512] fp16, in the order of `place_in_part`
+    part_scale,  # [programs, 2, 64, 2] bf16
     part_lse,  # [programs, 2, 64] fp32
     part_max,  # [programs, 2, 64] fp32, or None
     table,  # [lines, 2] int32
@@ -25,15 +26,15 @@ def combine_parts(
     sink,  # [H] fp32, or None
     out_token: tl.int64, out_head: tl.int64,
     lse_token: tl.int64, lse_head: tl.int64, max_token: tl.int64, max_head: tl.int64,
-    empty_lse: tl.float32, by_program: tl.int32,
+    empty_lse: tl.float32, by_program: tl.int32, first_columns: tl.int32,
     H: tl.constexpr, R: tl.constexpr, N: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (lines of table x sixteens of heads x 16 / R,). Rows that are whole are left as their attention wrote them.
 
     Arguments are as the fields of `Results` have them. The first part of a row is side 1 of its first program, and all
     others are side 0 of theirs. by_program: whether programs of attention have a line of table each, or rows; see
-    `store_split`. R: heads of a program, 2 to 16: of 16 in a row, R / 2 of the first eight, and those that lie beside
-    them in a part. N: parts that are loaded together.
+    `store_split`. first_columns: of the first scales. R: heads of a program, 2 to 16: of 16 in a row, R / 2 of the
+    first eight, and those that lie beside them in a part. N: parts that are loaded together.
     """
     tl.static_assert((R > 1) & (16 % R == 0))
     BLOCKS: tl.constexpr = (H + 63) // 64
@@ -45,7 +46,7 @@ def combine_parts(
     group, beside = tl.arange(0, 64), tl.arange(0, 8 * R)
     first_head = sixteen * 16 + piece * (R // 2)
     head = first_head + beside // 16 + beside // 2 % 2 * 8
-    live = head < H
+    live, of_first = head < H, group * 8 < first_columns
     if sink is not None:
         bias = tl.load(sink + head, mask=live, other=0.0) * LOG2E
     take_over(PDL)
@@ -58,7 +59,7 @@ def combine_parts(
         own = sixteen % 4 * 8192 + piece * (8 * R) + group[:, None] * 128 + beside[None, :]
         for i in range(0, count, N):
             # sums are added up behind all loads, so that many are in flight
-            values, lses, grown = (), (), largest
+            values, scales, lses, grown = (), (), (), largest
             for u in tl.static_range(N):
                 program = (first + i + u) * BLOCKS + sixteen // 4
                 side = (program * 2 + tl.where(i + u == 0, 1, 0)).to(tl.int64)
@@ -66,18 +67,24 @@ def combine_parts(
                 exists = beside < tl.where(i + u < count, 8 * R, 0)
                 values += (tl.load(at, mask=exists[None, :] & (group < 64)[:, None], other=0.0),)
                 row, there = side * 64 + head % 64, exists & live
+                scales += (tl.load(part_scale.to(tl.pointer_type(tl.int32)) + row, mask=there, other=0),)
                 its_lse = tl.load(part_lse + row, mask=there, other=-float("inf"))
                 lses += (its_lse,)
-                if max_logits is not None:
-                    top = tl.maximum(top, tl.load(part_max + row, mask=there, other=-float("inf")))
                 grown = tl.maximum(grown, its_lse)
             shrink = tl.exp2(largest - grown)
             acc, total = acc * shrink[None, :], total * shrink
             for u in tl.static_range(N):
                 weight = tl.exp2(lses[u] - grown)
-                acc += values[u] * weight[None, :]
+                scale0 = (scales[u] << 16).to(tl.float32, bitcast=True) * weight
+                scale1 = (scales[u] & -0x10000).to(tl.float32, bitcast=True) * weight
+                acc += values[u].to(tl.float32) * tl.where(of_first[:, None], scale0[None, :], scale1[None, :])
                 total += weight
             largest = grown
+        # apart, as the loop above has no register for it
+        if max_logits is not None:
+            for i in range(count):
+                side = ((first + i) * BLOCKS + sixteen // 4) * 2 + tl.where(i == 0, 1, 0)
+                top = tl.maximum(top, tl.load(part_max + side * 64 + head % 64, mask=live, other=-float("inf")))
         empty = total == 0.0
         factor = 1.0 / total
         if sink is not None:

@@ -41,12 +41,14 @@ from dsv4attn.backends.sm90.kernels_common import (
     WIDE_L,
     barriers,
     here,
+    magnitudes,
     normalized,
     rescaled,
     scalar,
     single,
     store_sink,
     write_part,
+    write_scale,
 )
 from dsv4attn.backends.sm90.kernels_schedule import (
     TOLERANCE,
@@ -448,7 +450,9 @@ def write_half(query, results, result, stage, t, side, FIRST: gl.constexpr, H: g
         write_quarter(query, results, y0, stage, t, FIRST + 128, H)
         write_quarter(query, results, y1, stage, t, FIRST + 192, H)
     else:
-        write_part(results.part, result, side.to(gl.int64) * (64 * 512), FIRST)
+        place = side.to(gl.int64) * (64 * 512)
+        inverse = write_scale(results, magnitudes(result), place, FIRST // 256)
+        write_part(results.part, result * inverse, place, FIRST)
 
 
 @gluon.jit

@@ -77,14 +77,16 @@ its own; _MOST_TILES where each row has a chunk of its own, so that no row follo
 """
 Results = namedtuple(
     "Results",
-    "out lse max_logits sink part part_lse part_max table "
+    "out lse max_logits sink part part_scale part_lse part_max table "
     "out_token out_head lse_token lse_head max_token max_head empty_lse",
 )
 """Where a program writes. lse, max_logits, sink and part_max may be None.
 
 out: [T, H, 512] bf16. lse, max_logits: [T, H] fp32, natural units. sink: [H] fp32, an input. part: [programs, 2, 64,
-512] fp32, in the order of `place_in_part`; part_lse, part_max: [programs, 2, 64] fp32, base 2. table: [lines, 2] int32,
-see `store_split`. Strides of out, lse and max_logits, by token and by head. empty_lse: lse of a row without keys.
+512] fp16, in the order of `place_in_part`, in units of part_scale: [programs, 2, 64, 2] bf16, powers of two, of each
+head's first columns and of the others: of 128 and 384 on pages, of 256 and 256 on rows. part_lse, part_max: [programs,
+2, 64] fp32, base 2. table: [lines, 2] int32, see `store_split`. Strides of out, lse and max_logits, by token and by
+head. empty_lse: lse of a row without keys.
 """
 
 
@@ -355,10 +357,9 @@ def own_tile(keys, t, tile, N: tl.constexpr):
 
 
 @triton.jit
-def has_keys(tile, before, n0, n1, size):
-    """Whether a tile of `size` keys has columns that count. before: tiles of the first segment. n0, n1: lengths."""
-    own = tl.where(tile < before, tile, tile - before)
-    return own * size < tl.where(tile < before, n0, n1)
+def tile_with_keys(i, of_first, before):
+    """The i-th of a row's tiles with columns that count, of_first of them in the first segment, which has `before`."""
+    return tl.where(i < of_first, i, i - of_first + before)
 
 
 @triton.jit
@@ -376,6 +377,17 @@ def place_in_part(head, column):
     """
     within = column % 8 // 2 * 4 + head % 16 // 8 * 2 + column % 2
     return head // 16 * 8192 + column // 8 * 128 + head % 8 * 16 + within
+
+
+@triton.jit
+def powers_of(largest):
+    """Powers of two, as (scale, inverse): what is at most `largest`, times the inverse, is below 2^15.
+
+    With its eleven bits a part is as exact as the products that it is a sum of, which are of bf16.
+    """
+    exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+    scale = tl.maximum(exponent, 15 << 23) - (14 << 23)
+    return scale.to(tl.float32, bitcast=True), ((254 << 23) - scale).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -32,7 +32,7 @@ from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
 from dsv4attn.backends.sm90.compat import barrier, copy_async
 from dsv4attn.backends.sm90.kernels_common import FLAT_S, KEYS_S
 from dsv4attn.backends.sm90.kernels_produce import WORDS_L, decoded, load_codes, load_rope, store_words, without_scale
-from dsv4attn.backends.sm90.kernels_schedule import Keys, Segment, cdiv, has_keys, own_tile, page_of
+from dsv4attn.backends.sm90.kernels_schedule import Keys, Segment, cdiv, own_tile, page_of, tile_with_keys
 
 QUERIES_L = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
 """128 columns of q: sixteen bytes in each thread."""
@@ -222,8 +222,8 @@ def combine_tiles(
     head = eight * 8 + within
     # read before the kernel that computes parts has ended, see `kernels_dependent`
     before = cdiv(width0, size)
-    n0 = gl.minimum(gl.maximum(gl.load(lens0 + t), 0), width0)
-    n1 = gl.minimum(gl.maximum(gl.load(lens1 + t), 0), width1)
+    of_first = cdiv(gl.minimum(gl.maximum(gl.load(lens0 + t), 0), width0), size)
+    there = of_first + cdiv(gl.minimum(gl.maximum(gl.load(lens1 + t), 0), width1), size)
     if sink is not None:
         bias = gl.load(sink + head, mask=head < heads, other=0.0) * LOG2E
     take_over(PDL)
@@ -236,22 +236,21 @@ def combine_tiles(
     accs = ()
     for _ in gl.static_range(P):
         accs = accs + (gl.zeros([128, 2, 2], gl.float32, layout=CELLS_L),)
-    for begin in range(0, tiles, U):
+    for begin in range(0, there, U):
         # every load of a round is on its way before the first is used
         ms, ls, vs = (), (), ()
         top = largest
         for u in gl.static_range(U):
-            tile = begin + u
-            there = has_keys(tile, before, n0, n1, size) & (tile < tiles)
-            row = (t * tiles + tile) * blocks + own
+            exists = begin + u < there
+            row = (t * tiles + tile_with_keys(begin + u, of_first, before)) * blocks + own
             sums = gl.multiple_of(part_sums + row * (2 * block) + rest * 8, 8) + within
-            m = gl.load(sums, mask=there, other=NOTHING)
+            m = gl.load(sums, mask=exists, other=NOTHING)
             ms = ms + (m,)
-            ls = ls + (gl.load(sums + block, mask=there, other=0.0),)
+            ls = ls + (gl.load(sums + block, mask=exists, other=0.0),)
             values = gl.multiple_of(part + row.to(gl.int64) * (512 * block), 16) + cell
             for k in gl.static_range(P):
                 piece = first + k
-                v = gl.load(values + ((piece // 2) * (128 * block) + piece % 2 * 512), mask=there, other=0.0)
+                v = gl.load(values + ((piece // 2) * (128 * block) + piece % 2 * 512), mask=exists, other=0.0)
                 vs = vs + (gl.convert_layout(gl.reshape(v, [128, 2, 2]), CELLS_L, assert_trivial=True),)
             top = gl.maximum(top, m)
         shrink = gl.exp2(largest - top)

@@ -11,7 +11,7 @@ from dsv4attn.backends._triton import numerics
 from dsv4attn.backends._triton.attention.keys import widen
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
-from dsv4attn.backends.sm90.kernels_schedule import Keys, Segment, cdiv, has_keys, own_tile, page_of
+from dsv4attn.backends.sm90.kernels_schedule import Keys, Segment, cdiv, own_tile, page_of, tile_with_keys
 from dsv4attn.backends.sm90.kernels_twin import read_page
 
 
@@ -101,22 +101,21 @@ def combine_tiles(
     head, column = eight * 8 + tl.arange(0, 8), first * 64 + tl.arange(0, 64 * P)
     live = head < heads
     before = cdiv(width0, size)
-    n0 = tl.minimum(tl.maximum(tl.load(lens0 + t), 0), width0)
-    n1 = tl.minimum(tl.maximum(tl.load(lens1 + t), 0), width1)
+    of_first = cdiv(tl.minimum(tl.maximum(tl.load(lens0 + t), 0), width0), size)
+    there = of_first + cdiv(tl.minimum(tl.maximum(tl.load(lens1 + t), 0), width1), size)
     blocks = cdiv(heads, block)
     within = head % block
     largest, total = tl.full([8], NOTHING, tl.float32), tl.zeros([8], tl.float32)
     acc = tl.zeros([8, 64 * P], tl.float32)
-    for tile in range(tiles):
-        there = head < tl.where(has_keys(tile, before, n0, n1, size), heads, 0)
-        row = (t * tiles + tile) * blocks + eight // (block // 8)
+    for i in range(there):
+        row = (t * tiles + tile_with_keys(i, of_first, before)) * blocks + eight // (block // 8)
         sums = part_sums + row * (2 * block) + within
-        m = tl.load(sums, mask=there, other=NOTHING)
+        m = tl.load(sums, mask=live, other=NOTHING)
         values = part + row.to(tl.int64) * (512 * block) + place(column[None, :], within[:, None], block)
         top = tl.maximum(largest, m)
         shrink, weight = tl.exp2(largest - top), tl.exp2(m - top)
-        acc = acc * shrink[:, None] + tl.load(values, mask=there[:, None], other=0.0) * weight[:, None]
-        total = total * shrink + tl.load(sums + block, mask=there, other=0.0) * weight
+        acc = acc * shrink[:, None] + tl.load(values, mask=live[:, None], other=0.0) * weight[:, None]
+        total = total * shrink + tl.load(sums + block, mask=live, other=0.0) * weight
         largest = top
     empty = total == 0.0
     whole = total

@@ -34,6 +34,7 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     pairs_of,
     part_of,
     place_in_part,
+    powers_of,
     room_of,
     row_of,
     row_slots,
@@ -101,7 +102,8 @@ def attention(
     lse,  # [T, H] fp32, or None
     max_logits,  # [T, H] fp32, or None
     sink,  # [H] fp32, or None
-    part,  # [programs, 2, 64, 512] fp32, in the order of `place_in_part`
+    part,  # [programs, 2, 64, 512] fp16, in the order of `place_in_part`
+    part_scale,  # [programs, 2, 64, 2] bf16
     part_lse,  # [programs, 2, 64] fp32
     part_max,  # [programs, 2, 64] fp32, or None
     table,  # [lines, 2] int32
@@ -136,7 +138,7 @@ def attention(
         second = Segment(cache1, rows1, lens1, width1, stride1, size1, factor1, log1, pitch1, count1)
     keys = Keys(first, second, KIND == BF16_ROWS)
     results = Results(
-        out, lse, max_logits, sink, part, part_lse, part_max, table,
+        out, lse, max_logits, sink, part, part_scale, part_lse, part_max, table,
         out_token, out_head, lse_token, lse_head, max_token, max_head, empty_lse,
     )  # fmt: skip
     at = tl.arange(0, BT)
@@ -202,7 +204,13 @@ def attention(
             to = out + token * out_token + head.to(tl.int64)[:, None] * out_head + column[None, :]
             tl.store(to, numerics.round_to(result, out.dtype.element_ty, False), mask=live[:, None])
         else:
-            tl.store(part + (side * (64 * 512) + place_in_part(within[:, None], column[None, :])), result)
+            of_first = (column < (256 if KIND == BF16_ROWS else 128))[None, :]
+            scale0, inverse0 = powers_of(tl.max(tl.where(of_first, tl.abs(result), 0.0), 1))
+            scale1, inverse1 = powers_of(tl.max(tl.where(of_first, 0.0, tl.abs(result)), 1))
+            to = part + (side * (64 * 512) + place_in_part(within[:, None], column[None, :]))
+            tl.store(to, (result * tl.where(of_first, inverse0[:, None], inverse1[:, None])).to(tl.float16))
+            tl.store(part_scale + side * 128 + within * 2, scale0.to(tl.bfloat16))
+            tl.store(part_scale + side * 128 + within * 2 + 1, scale1.to(tl.bfloat16))
         write_sums(results, t, whole, side, total, reference, largest, head0, within, H)
         if first_tile == 0:
             store_split(table, chunk, t, pos, n)

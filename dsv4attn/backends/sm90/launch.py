@@ -234,10 +234,9 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
     roles, raw = _roles(kind, raw=call.raw_q is not None), call.raw_q
     segments = len(attend.index_rows(keys))
     short = _has_short(segments, kind) and tokens <= SHORT.value
-    constants, combining = _constants(segments, kind, heads, raw=raw is not None, short=short)
+    constants, combining, each = _constants(segments, kind, heads, raw=raw is not None, short=short)
     programs = _programs(heads)
     lines = min(tokens, programs // -(-heads // HEADS))
-    each, chosen = combining[lines * heads > roles.few]
     results = attend.result_strides(call)
     scale, empty_lse = call.layer.scale, call.empty_lse
     turning: tuple[float, ...] = (0, 0, 0.0)
@@ -248,9 +247,12 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
     own = Launch(
         attention, constants, (*q.stride()[:2], *results, *numbers, *turning, tokens, roles.least, scale, empty_lse)
     )
-    combine = Launch(combine_parts, chosen, (*results, empty_lse, int(tokens > lines)), roles.warps)
+    told = *results, empty_lse, int(tokens > lines), roles.first_columns
+    combine = Launch(combine_parts, combining, told, roles.warps)
     programs, combiners = programs if tokens else 0, lines * each
     part, part_lse, part_max, splits = call.scratch
+    # other kernels fill this memory with fp32: parts in fp16 need half of it, and scales less than the rest
+    part, part_scale = part.view(torch.float16), part.view(-1)[part.numel() // 2 :].view(torch.bfloat16)
     maxima = None if top is None else part_max
     gathered = keys.kv if isinstance(keys, GatheredKeys) else None
     first, first_lens, last, last_lens = attend.index_tensors(keys)
@@ -259,7 +261,7 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
         q: Tensor, out: Tensor, lse: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
     ) -> None:
         one, other = (caches[0].tensor, caches[-1].tensor) if gathered is None else (gathered, gathered)
-        parts = part, part_lse, maxima, splits
+        parts = part, part_scale, part_lse, maxima, splits
         own(programs, (q, out, lse, top, attn_sink, *parts, one, first, first_lens, other, last, last_lens, *angles))
         combine(combiners, (*parts, out, lse, top, attn_sink))
 
@@ -291,8 +293,8 @@ def _has_short(segments: int, kind: Kind) -> bool:
 @cache
 def _constants(
     segments: int, kind: Kind, heads: int, *, raw: bool = False, short: bool = False
-) -> tuple[Constants, tuple[tuple[int, Constants], ...]]:
-    """Constants of the Gluon kernel; programs of a line and constants of `combine_parts`, for few and many heads.
+) -> tuple[Constants, Constants, int]:
+    """Constants of the Gluon kernel and of `combine_parts`, and programs of the latter for each line.
 
     short: whether there are at most SHORT tokens, where `_has_short`.
     """
@@ -301,12 +303,9 @@ def _constants(
     chosen["BT"] = SHORT.value if short else LINE
     if not INTERPRETED:
         chosen |= {"VALUES": roles.values, "PRODUCE": roles.produce, "FETCH": roles.fetch, "PDL": overlaps("sm_90")}
-    real = {"EXACT_CASTS": not INTERPRETED, "PDL": overlaps("sm_90") and not INTERPRETED}
-    combining = tuple(
-        (-(-heads // 16) * (16 // own), Constants({"H": heads, "R": own, "N": parts, **real}))
-        for own, parts in roles.combining
-    )
-    return Constants(chosen), combining
+    combining = {"H": heads, "R": roles.heads, "N": roles.parts, "EXACT_CASTS": not INTERPRETED}
+    combining["PDL"] = overlaps("sm_90") and not INTERPRETED
+    return Constants(chosen), Constants(combining), -(-heads // 16) * (16 // roles.heads)
 
 
 def _is_wide(tensor: Tensor) -> bool:
@@ -376,13 +375,12 @@ def variants(
     segments: int, kind: Kind, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool], raw: bool = False
 ) -> Iterator[Variant]:
     """Every form of these kernels that `forward_mqa` can ask for. raw: with q before its norm and rotation."""
-    constants, combining = _constants(segments, kind, heads, raw=raw)
+    constants, combining, _ = _constants(segments, kind, heads, raw=raw)
     short = [_constants(segments, kind, heads, short=True)[0]] if _has_short(segments, kind) else []
     angles = {"positions": "*i64", "angles": "*fp32"} if raw else dict.fromkeys(("positions", "angles"), "none")
     caches = (torch.uint8 if kind.is_paged else torch.bfloat16,)
     for given in attend.call_types(torch.bfloat16, caches, sinks, lses):
-        types = given | dict.fromkeys(("part", "part_lse"), "*fp32") | angles
+        types = given | {"part": "*fp16", "part_scale": "*bf16", "part_lse": "*fp32"} | angles
         for own in (constants, *short):
             yield Variant.from_types(attention, types, own)
-        for _, chosen in combining:
-            yield Variant.from_types(combine_parts, types, chosen, num_warps=_roles(kind).warps)
+        yield Variant.from_types(combine_parts, types, combining, num_warps=_roles(kind).warps)

@@ -38,10 +38,9 @@ class Roles:
     values, produce, fetch: registers of a thread in the second role, of four warps; in the third, which writes tiles of
     keys, of `producers` warps; and in the fourth, of four warps, which fetches what the third decodes: 0 if there is
     none. The first role, of four warps, has the other registers. least: tiles of the shortest chunk.
-    few: most heads of all lines of `store_split` for which a program of `combine_parts` takes two heads, `parts` parts
-    at a time; with more it takes `heads` heads, two parts at a time: 8 were as fast as 4 or faster, H200, 2026-11-25,
-    when the parts of a round were one tensor.
-    warps: of a program of `combine_parts`.
+    heads, parts, warps: of a program of `combine_parts`, and parts that it loads together. With 2 or 4 heads, 2, 4 or 8
+    parts, or 8 warps most calls are slower, up to 1.3 times the whole call; H200, torch 2.11, Triton 3.6, 2026-11-25.
+    first_columns: of the first scale of a part, see `kernels_schedule.Results`.
     measured: as of `Tuning`.
     """
 
@@ -50,10 +49,10 @@ class Roles:
     producers: int = 8
     fetch: int = 0
     least: int = 1
-    few: int = 2048
-    parts: int = 8
     heads: int = 8
+    parts: int = 2
     warps: int = 4
+    first_columns: int = 128
 
     measured: str = "not measured"
 
@@ -65,11 +64,6 @@ class Roles:
         there = 65536 // (32 * warps) // 8 * 8 * warps
         left = (there - sum(each * registers for each, registers in others)) // 4 // 8 * 8
         return (4, left), *others
-
-    @property
-    def combining(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Heads of a program of `combine_parts`, and parts that it loads together: for few heads, and for many."""
-        return (2, self.parts), (self.heads, 2)
 
 
 _ON = "H200, torch 2.11, Triton 3.6, 2026-11-22: dsv4attn bench"
@@ -84,12 +78,13 @@ PAGED = Roles(
 """Keys in fp8 pages."""
 CODED = Roles(measured=f"{_ON} decode prefill")
 """Keys in V4.1's records."""
-ROWED = Roles(values=216, produce=72, producers=4, measured=f"{_ON} prefill-rows")
+ROWED = Roles(values=216, produce=72, producers=4, first_columns=256, measured=f"{_ON} prefill-rows")
 """Keys in bf16 rows."""
 RAW = Roles(
     values=216,
     produce=80,
     producers=4,
+    first_columns=256,
     measured="H100, torch 2.11, Triton 3.6, 2026-11-24: 72 and 80 registers of `produce` take the same time; with 72 "
     "it spills with Triton 3.9",
 )

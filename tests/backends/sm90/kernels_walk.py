@@ -17,6 +17,7 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     page_of,
     pairs_of,
     part_of,
+    powers_of,
     room_of,
     row_slots,
     share,
@@ -100,6 +101,15 @@ def walk(
     tl.store(chunks + program * 3, count)
     tl.store(chunks + program * 3 + 1, walked)
     tl.store(chunks + program * 3 + 2, written)
+
+
+@stable_kernel
+def powers(out, given, N: tl.constexpr):
+    """Grid: (1,). out: [2, N] fp32, scale and inverse for each of the given magnitudes."""
+    at = tl.arange(0, N)
+    scale, inverse = powers_of(tl.load(given + at))
+    tl.store(out + at, scale)
+    tl.store(out + N + at, inverse)
 
 
 @stable_kernel

@@ -57,8 +57,8 @@ def test_every_form_keeps_every_limit(words: str) -> None:
     assert [reason for reason in spills if not re.match(r"SPILLS  \d\d? bytes stored and 1?\d?\d loaded", reason)] == []
     assert len(own) == {"fullest": 8, "barest": 4}.get(words.partition(" ")[0], 40)
     combining = [form for name, form in told.items() if name.startswith("combine_parts")]
-    # sixteen bytes at a time
-    assert {form["loaded"] for form in combining} == {16}
+    # sixteen bytes at a time: half of what a thread adds up of each of two parts
+    assert {form["loaded"] for form in combining} == {8}
     for name, form in own.items():
         paged = "cache0:*u8" in name
         roles = (CODED if is_coded(name) else PAGED) if paged else RAW if "positions:*i64" in name else ROWED
@@ -68,8 +68,8 @@ def test_every_form_keeps_every_limit(words: str) -> None:
         assert form["occupancy"] == 1
         # sixteen bytes at a time, in and out; but scales of eight bytes, indices, and words of scales of nibbles
         assert form["copied"] == ([4, 8, 16] if roles is PAGED else [4, 16] if "KIND=3" in name else [16])
-        # of 512 columns, whole rows in bf16 and parts in fp32
-        assert form["stored"] == 4 * 8 + 4 * 16
+        # of 512 columns, whole rows sixteen bytes at a time, and parts eight, a warp's 256 in a row
+        assert (form["stored"], form["stored_in_parts"]) == (4 * 8, 4 * 16)
         assert form["narrow"] == 0
         # of two rows, which are asked about: nothing else that a branch skips. On pages four times 128 columns, on rows
         # two roles, two tiles, and half of a thread's sums at a time

@@ -114,12 +114,14 @@ def test_the_shared_kernel_serves_decodes_of_few_tokens_if_asked(heads: int) -> 
     assert max(result.error for result in results) <= 1
 
 
-@pytest.mark.parametrize("few", [0, 10**9])
+@pytest.mark.parametrize("together", [(2, 8), (8, 1), (8, 2), (16, 4)])
 @pytest.mark.parametrize("heads", [3, 65])
-def test_parts_are_added_up_alike_by_few_programs_and_by_many(
-    heads: int, few: int, monkeypatch: pytest.MonkeyPatch
+def test_parts_are_added_up_alike_by_programs_of_any_size(
+    heads: int, together: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "PAGED", evolve(PAGED, few=few))
+    of_program, parts = together
+    monkeypatch.setattr(launch, "PAGED", evolve(PAGED, heads=of_program, parts=parts))
+    monkeypatch.setattr(launch, "_constants", launch._constants.__wrapped__)
     # one row, of so many parts that they take several rounds
     result = run(evolve(PARTS, heads=heads))
 
@@ -253,6 +255,11 @@ PLANTS = {
     "pairs for halves": ("parts", "(3, 1, 0, 2, 4)", "(1, 3, 0, 2, 4)"),
     "one lse of a pair": ("parts", "beside % 16 // 4 * 2 + beside % 2 == 0", "beside % 16 == 0"),
     "heads of another block": ("parts", "sixteen % 4 * 8192", "sixteen * 8192"),
+    "the first columns' scale for all": ("parts", "scale0[None, :], scale1[", "scale0[None, :], scale0["),
+    "scales of columns change places": ("parts", "scale0 = (scales[u] << 16)", "scale0 = (scales[u] & -0x10000)"),
+    "scales of rows on pages": ("parts", "group * 8 < first_columns", "group * 8 < 256"),
+    "scales of a block's first head": ("parts", "tl.int32)) + row,", "tl.int32)) + side * 64 + 0 * row,"),
+    "parts beyond fp16": ("schedule", "15 << 23) - (14 << 23)", "17 << 23) - (16 << 23)"),
     "the first block's parts": ("parts", "* BLOCKS + sixteen // 4", "* BLOCKS"),
     "sums of pages that do not shrink": ("twin", "values, acc * shrink[:, None]", "values, acc"),
     "columns of a part in another order": ("schedule", "column % 8 // 2 * 4", "(3 - column % 8 // 2) * 4"),
@@ -274,8 +281,6 @@ HARD = [
 def test_a_planted_bug_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, tmp_path, *PLANTS[bug])
     found = any(run(trial).error > 1 for trial in HARD)
-    monkeypatch.setattr(launch, "PAGED", evolve(PAGED, few=0))
-
     more = evolve(PARTS, heads=3), rising(5, RISING), rising(1, RISING)
     assert found or any(run(trial).error > 1 for trial in more)
 

@@ -20,7 +20,7 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch
 from dsv4attn.backends.sm90 import kernels_common
 from dsv4attn.backends.sm90.kernels_schedule import COST, PAIR_COST, SPLIT, place_in_part
 from tests.backends._triton.cache.caches import DEVICE
-from tests.backends.sm90.kernels_walk import pages, walk
+from tests.backends.sm90.kernels_walk import pages, powers, walk
 from tests.backends.sm90.planting import planted
 
 EXTRA, PAIR_EXTRA, SPLIT_COST = COST.value, PAIR_COST.value, SPLIT.value
@@ -310,6 +310,20 @@ def test_addresses_have_64_bits(size: int, slot: int) -> None:
 
     page, of = divmod(slot, size)
     assert out[:, 0].tolist() == [1, page * stride + of * 576, page * stride + size * 576 + of * 8]
+
+
+def test_parts_are_scaled_to_what_fp16_has() -> None:
+    largest = torch.tensor([0.0, 1e-45, 1e-38, 0.75, 1.0, 65504.0, 1.5 * 2.0**127, torch.inf], device=DEVICE)
+    out = torch.empty(2, len(largest), device=DEVICE)
+    launch(powers, (1,), (out, largest), {"N": len(largest)})
+    scale, inverse = out
+
+    assert (scale * inverse == 1).all()
+    assert (scale.bfloat16() == scale).all()
+    held = (largest * inverse)[:-1]
+    assert (held < 2**15).all()
+    assert (held[3:] >= 2**14).all()
+    assert (held.half() / inverse[:-1])[3:].tolist() == largest[3:-1].tolist()
 
 
 @pytest.mark.parametrize(("first", "columns"), [(0, 128), (384, 128), (256, 256)])
