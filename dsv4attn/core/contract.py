@@ -27,7 +27,7 @@ from dsv4attn.core.descriptor import API_VERSION, LAYER_PARTS, BackendInfo, Rank
 from dsv4attn.core.forms import Forms, IndexForm, KeyForm, Phase, Products
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.index_ops import BuilderSteps, IndexStep, IndexSteps, MetadataExtension, RaggedSteps, RankSteps
-from dsv4attn.core.keys import ChunkRows, DenseIndices, GatheredKeys, PagedKeys, PageTable, RaggedIndices
+from dsv4attn.core.keys import ChunkRows, DenseIndices, EntryIndices, GatheredKeys, PagedKeys, PageTable, RaggedIndices
 from dsv4attn.core.layer_ops import LAYER_STEPS, LayerSteps
 from dsv4attn.core.raw_query import RawQuery
 
@@ -57,6 +57,7 @@ __all__ = [
     "ChunkRows",
     "CompleteBackend",
     "DenseIndices",
+    "EntryIndices",
     "Extras",
     "FillRows",
     "Forms",
@@ -78,6 +79,7 @@ __all__ = [
     "RankSteps",
     "RawQuery",
     "Run",
+    "RunEntries",
     "complete",
 ]
 
@@ -164,6 +166,10 @@ Run: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Sequen
 
 caches: one for each paged segment; not read where keys are gathered. The tensors have the signatures
 (`tensorspec.signature`) of those that the call was prepared with; q, out and lse may have more rows behind."""
+
+RunEntries: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Sequence[PagedKVCache], Tensor], None]"
+"""A prepared call as `Run`, with one argument more: `topk_indices`, entries of the signature of those that it was
+prepared with, which may have more rows behind."""
 
 FillRows: TypeAlias = "Callable[[Tensor | None, LayerCaches], None]"
 """A prepared filling of a chunk's rows and lists: `fill(topk_indices, caches)`, with tensors of the signatures of those
@@ -286,6 +292,15 @@ class BackendDefaults(Protocol):
         attend: Callable[[AttentionCall], None] = getattr(self, phase.value)
         return lambda *addresses: attend(call.at(*addresses))
 
+    def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> RunEntries | None:
+        """`prepare` of a decode that reads the slots of its second segment through the block table; since contract 1.7.
+
+        call: as `prepare` gets it; the rows of the second segment have memory, in which nothing is written. None: core
+        translates entries to these rows in every run, and asks `prepare`. Asked of backends whose decode indices are
+        dense.
+        """
+        return None
+
     @cached_property
     def prepare_rows(self) -> PrepareRows | None:
         """`prepare_rows(chunk, topk_indices, caches)`: a step that fills all rows and lists of a gathered chunk.
@@ -345,6 +360,7 @@ def complete(backend: Backend) -> CompleteBackend:
 
 _OPTIONAL = (
     "prepare",
+    "prepare_entries",
     "prepare_rows",
     "prefers_pages",
     "takes_raw_q",

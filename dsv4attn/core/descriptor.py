@@ -27,7 +27,7 @@ class Rank(IntEnum):
 LAYER_PARTS = "compressor", "indexer", "selection", "hyper_connections"
 """Parts of the layer around attention; `layer_ops.LAYER_STEPS` has their steps."""
 
-API_VERSION = "1.6"
+API_VERSION = "1.7"
 """Version of this contract. A minor step only adds; a backend of another major version is refused."""
 
 _V41 = 4

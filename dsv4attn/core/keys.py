@@ -1,4 +1,4 @@
-"""Types of selected keys: dense or ragged indices, page tables, keys in pages or in gathered rows, rows to gather."""
+"""Types of selected keys: dense or ragged slots, entries, page tables, keys in pages or in rows, rows to gather."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from dsv4attn.core.layout import PagedKVCache
 
-__all__ = ["ChunkRows", "DenseIndices", "GatheredKeys", "PageTable", "PagedKeys", "RaggedIndices"]
+__all__ = ["ChunkRows", "DenseIndices", "EntryIndices", "GatheredKeys", "PageTable", "PagedKeys", "RaggedIndices"]
 
 # no slots in classes with an instance a call: construction of frozen classes with slots takes twice as long
 
@@ -33,6 +33,24 @@ class DenseIndices:
     def width(self) -> int:
         """K."""
         return self.indices.shape[1]
+
+
+@frozen(slots=False)
+class EntryIndices:
+    """Selected keys as entry numbers of each token's request.
+
+    Slots of `indices.compute_global_topk_indices_and_lens` are the definition.
+
+    indices: [T, K] int32, any row stride - in any order, and at any place of a row.
+    visible_lens: [T] int32 - entries that each token may see; other numbers are absent.
+    token_to_req: [T] int32 - the request of each token; one that the table lacks has no entries.
+    pages: the blocks of the compressed cache.
+    """
+
+    indices: Tensor
+    visible_lens: Tensor
+    token_to_req: Tensor
+    pages: PageTable
 
 
 @frozen(slots=False)

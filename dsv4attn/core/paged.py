@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor
 
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.chunking import PrefillChunk
-from dsv4attn.core.contract import IndexForm, Phase
+from dsv4attn.core.contract import IndexForm, Phase, RunEntries
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.index_ops import prepare_index_step
-from dsv4attn.core.keys import DenseIndices, PagedKeys, RaggedIndices
+from dsv4attn.core.keys import DenseIndices, EntryIndices, PagedKeys, PageTable, RaggedIndices
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.prepared import Part
 from dsv4attn.core.step import INT, BackendCall, Rows, Step
@@ -73,6 +73,9 @@ class PagedCall(BackendCall):
         views = self.views()
         pairs = zip(self.step.segments, self._rows, strict=True)
         keys = [PagedKeys(cache, self._formed(rows, cache, views)) for cache, rows in pairs]
+        straight = self._prepare_entries(keys, views)
+        if straight is not None:
+            return Part(self.name, self.tokens, partial(_run_straight, straight))
         attend, first, stop = self.attention(keys, views), self.tokens.start, self.tokens.stop
         translate, fixed, window_only = self._translate, self._fixed, len(keys) == 1
 
@@ -94,6 +97,18 @@ class PagedCall(BackendCall):
             attend(q, out, lse, attn_sink, (caches.swa,) if second is None else (caches.swa, second))
 
         return Part(self.name, self.tokens, run)
+
+    def _prepare_entries(self, keys: Sequence[PagedKeys], scratch: Sequence[Tensor]) -> RunEntries | None:
+        """The backend's attention where it reads the indexer's entries itself."""
+        entries, compressed = self._rows[-1], self.step.metadata.compressed
+        if self._translate is None or self._ragged or self.phase is not Phase.DECODE or self.tokens.start:
+            return None
+        assert isinstance(entries, Tensor)
+        assert compressed is not None
+        pages = PageTable(compressed.block_table, compressed.records_per_block, keys[-1].cache.num_blocks)
+        visible, request = compressed.compressed_lens[self.tokens], compressed.req_id_per_token[self.tokens]
+        given = EntryIndices(entries, visible, request, pages)
+        return self.step.backend.prepare_entries(self.call(keys, scratch), given)
 
     def _needs_slots(self, rows: Tensor | Rows, step: Step) -> bool:
         """Whether entry numbers are translated to dense slots in the workspace."""
@@ -140,6 +155,21 @@ class PagedCall(BackendCall):
             self._translate = translate
         else:
             self._fixed.append(partial(translate, entries))
+
+
+def _run_straight(
+    attend: RunEntries,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    attn_sink: Tensor | None,
+    topk_indices: Tensor | None,
+    caches: LayerCaches,
+) -> None:
+    """`Part.run` of a backend that reads entries itself."""
+    assert topk_indices is not None
+    assert caches.compressed is not None
+    attend(q, out, lse, attn_sink, (caches.swa, caches.compressed), topk_indices)
 
 
 def _width(rows: Tensor | Rows) -> int:

@@ -13,9 +13,11 @@ from dsv4attn.core.contract import (
     BackendDefaults,
     ChunkCost,
     CompleteBackend,
+    EntryIndices,
     Phase,
     Products,
     Run,
+    RunEntries,
     complete,
 )
 from dsv4attn.core.device import DeviceFacts
@@ -88,6 +90,10 @@ class PhasedBackend(BackendDefaults):
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         """Prepared by the phase's backend."""
         return self.of(phase).prepare(phase, call)
+
+    def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> RunEntries | None:
+        """As the decode backend has it."""
+        return self._decode.prepare_entries(call, entries)
 
     def of(self, phase: Phase) -> CompleteBackend:
         """The backend of a phase."""

@@ -170,9 +170,12 @@ class BackendCall:
 
     def attention(self, keys: Sequence[PagedKeys] | GatheredKeys, scratch: Sequence[Tensor]) -> Run:
         """The backend's attention, prepared."""
+        return self.step.backend.prepare(self.phase, self.call(keys, scratch))
+
+    def call(self, keys: Sequence[PagedKeys] | GatheredKeys, scratch: Sequence[Tensor]) -> AttentionCall:
+        """The arguments of the backend's attention."""
         step, tokens = self.step, self.tokens
         lse = None if step.lse is None else step.lse[tokens]
         given = step.layer, step.q[tokens], keys, step.attn_sink, step.out[tokens], lse, scratch
         raw = step.raw_q if self.phase is Phase.PREFILL else None
-        call = AttentionCall(*given) if raw is None else AttentionCall(*given, Extras(raw_q=raw.of(tokens)))
-        return step.backend.prepare(self.phase, call)
+        return AttentionCall(*given) if raw is None else AttentionCall(*given, Extras(raw_q=raw.of(tokens)))

@@ -93,7 +93,7 @@ def _steps() -> Iterator[Case]:
         says = f"{kind}: layers of one step, on one metadata object and one workspace, each equal the oracle, twice"
         # short contexts: the history of three layers is inserted
         scene = step(kind, (130 if kind == "c128a" else 40, 1), (9, 1), topk="holes", select=9)
-        yield _case(Area.DECODE, f"layers-{kind}", "F8", says, scene, layers_share)
+        yield _case(Area.DECODE, f"layers-{kind}", "F8 A9" if kind == "c4a" else "F8", says, scene, layers_share)
     for kind in KINDS:
         says = f"{kind}: if deterministic, bits of a row depend neither on the cut of its request nor on other requests"
         scene = step(kind, (140, 4), (0, 3), topk="holes", extra_rows=2)
@@ -186,7 +186,7 @@ def _apart(area: Area) -> Iterator[Case]:
     decode = area is Area.DECODE
     batch = BOTH[area] if decode else ((0, 7), (20, 6), (30, 3))
     scene = step("c4a", *batch, select=65, topk="holes")
-    yield _case(area, f"apart-step-{of}", "A7", says, scene, check)
+    yield _case(area, f"apart-step-{of}", "A7 A9" if decode else "A7", says, scene, check)
     says = f"{of}, c128a: rows of block tables lie apart"
     two = ((300, 1), (140, 1)) if decode else ((130, 6), (140, 3))
     scene = step("c128a", *two, extra_rows=0 if decode else 140)
@@ -236,7 +236,8 @@ def _contents(area: Area) -> Iterator[Case]:
     for lanes, clause in (("holes", "A1"), ("garbage", "A2")):
         says = f"{of}: entries stand anywhere among {'-1' if lanes == 'holes' else 'numbers that name nothing'}"
         scene = step("c4a", *batch, select=65, topk=lanes, dead_block=2**30)
-        yield _case(area, f"indexer-{lanes}-{of}", clause, says, scene)
+        own = " A9" if area is Area.DECODE else ""
+        yield _case(area, f"indexer-{lanes}-{of}", clause + own, says, scene)
     for cache in ("fnuz", "interleaved"):
         says = f"{of} on {cache} records equals the oracle"
         yield _case(area, f"layout-{cache}-{of}", "C2 C5", says, step("c4a", *batch, cache=cache))

@@ -18,7 +18,8 @@ LAYERS = 3
 def layers_share(bench: Bench, scene: Scenario) -> Measure:
     """Layers of a kind run in turn on one metadata object and one workspace, each twice; each equals the oracle.
 
-    q, sink, out, lse and caches of a layer are tensors of their own; its top-k values stand in a buffer that all share.
+    q, sink, out, lse and caches of a layer are tensors of their own; its top-k values stand in a buffer that all share,
+    and the second time in one of its own.
     The workspace is not in debug mode, so prepared calls and index steps are used again.
     """
     scenes = [attrs.evolve(scene, seed=scene.seed + n, pages_of=scene if n else None) for n in range(LAYERS)]
@@ -30,7 +31,7 @@ def layers_share(bench: Bench, scene: Scenario) -> Measure:
     measures, results = [], list[tuple[Problem, object]]()
     for n, (one, problem) in enumerate(chain.from_iterable(repeat([*zip(scenes, problems, strict=True)], 2))):
         if buffer is not None and problem.topk_indices is not None:
-            buffer.copy_(problem.topk_indices)
+            buffer = buffer.copy_(problem.topk_indices) if n < LAYERS else problem.topk_indices.clone()
         layer = attrs.evolve(
             problem, layer=first.layer, limits=first.limits, metadata=first.metadata, topk_indices=buffer
         )

@@ -257,6 +257,7 @@ def test_every_optional_part_of_the_contract_is_forwarded() -> None:
         "kernel_variants",
         "prefers_pages",
         "prepare",
+        "prepare_entries",
         "takes_raw_q",
         "warmup",
     }

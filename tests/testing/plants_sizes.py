@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core import indices
 from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.contract import AttentionCall, FillRows
+from dsv4attn.core.contract import AttentionCall, EntryIndices, FillRows, Phase, RunEntries
 from dsv4attn.core.gathered import fill_by_steps
 from dsv4attn.core.keys import ChunkRows, DenseIndices, GatheredKeys
 from dsv4attn.core.layout import PagedKVCache
@@ -195,6 +195,36 @@ class Partial(ReferenceBackend):
             o = o.clone()
             o[512:] = 0
         return super().inv_rope_o_proj(o, positions, table, wo_a, num_groups)
+
+
+class Direct(ReferenceBackend):
+    """A decode that reads entries itself, with a slip."""
+
+    def __init__(self, slip: str) -> None:
+        super().__init__()
+        self.slip = slip
+
+    def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> RunEntries:
+        assert not isinstance(call.keys, GatheredKeys)
+        rows, visible, request = call.keys[-1].rows, entries.visible_lens, entries.token_to_req
+        assert isinstance(rows, DenseIndices)
+        run, table = self.prepare(Phase.DECODE, call), entries.pages.block_table
+        if self.slip == "a dense table":
+            table = dense(table)
+        if self.slip == "all are seen":
+            visible = torch.full_like(visible, 2**31 - 1)
+        if self.slip == "the first request":
+            request = torch.zeros_like(request)
+
+        def attend(q: Tensor, out: Tensor, lse: Any, sink: Any, caches: Any, topk_indices: Tensor) -> None:
+            given = entries.indices if self.slip == "the first layer" else topk_indices[: len(rows.lens)]
+            if self.slip == "-1 is an entry":
+                given = given.clamp(min=0)
+            to = rows.indices, rows.lens
+            indices.compute_global_topk_indices_and_lens(given, visible, request, table, entries.pages.block_size, to)
+            run(q, out, lse, sink, caches)
+
+        return attend
 
 
 class Hasty(ReferenceBackend):

@@ -17,7 +17,7 @@ from dsv4attn.testing.subject import Subject
 from tests.testing import plants, plants_ranks, plants_shared, plants_sizes, plants_weights
 from tests.testing.plants import Careless, Scratch, calls, paged, with_caches, with_rows, with_top
 from tests.testing.plants_shared import Slots
-from tests.testing.plants_sizes import Hasty, Partial
+from tests.testing.plants_sizes import Direct, Hasty, Partial
 
 # a plant, the cases it is tried on, the clauses that must fail, and those that must still pass.
 PLANTS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
@@ -113,6 +113,11 @@ UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
     "no blocks of entries": (lambda: Hasty("no blocks of entries"), "fill-fp32-2"),
     "no ragged lists": (lambda: Hasty("no ragged lists"), "fill-ocp-16"),
     "the first layer's entries": (lambda: Hasty("the first layer's entries"), "fill-ocp-16"),
+    "entries beyond what a token sees": (lambda: Direct("all are seen"), "indexer-garbage-decode"),
+    "-1 is an entry": (lambda: Direct("-1 is an entry"), "indexer-holes-decode,layers-c4a"),
+    "entries of the first request": (lambda: Direct("the first request"), "indexer-holes-decode,layers-c4a"),
+    "a table without gaps": (lambda: Direct("a dense table"), "apart-step-decode"),
+    "entries of the first layer": (lambda: Direct("the first layer"), "layers-c4a"),
     "1024 blocks of a table": (
         lambda: plants_sizes.steps(lambda table: table[:, :1024], "block_table"),
         "million-c4a,million-c128a",

@@ -67,6 +67,11 @@ cache: pages of records, or [count, 512] bf16. rows: [T, width] int32, slots; st
 int32, columns that count. size: slots of a page; factor, log: its `attend.divider`. pitch: units of 16 bytes from page
 to page, or from key to key of bf16 rows. count: slots.
 """
+Entries = namedtuple("Entries", "requests table stride known columns")
+"""How the second segment's rows are turned into slots, where they are numbers of entries, see `keys.EntryIndices`.
+
+requests: [T] int32. table: [known, columns] int32, rows `stride` apart.
+"""
 Keys = namedtuple("Keys", "first second paired")
 """Both segments of a row; the second may be None. paired, a constant: tiles are attended in pairs, of one segment."""
 Chunk = namedtuple("Chunk", "tokens parts lo hi length extra")
@@ -276,6 +281,31 @@ def umulhi(a, b):
 
 
 @triton.jit
+def divided(n, factor, log):
+    """Quotient of n, of 0 or more, by the number of which these are the `attend.divider`."""
+    twice = n.to(tl.uint32, bitcast=True) << 1
+    return (umulhi(twice, factor.to(tl.uint32, bitcast=True)) >> log.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def entry_slots(entries, second, t, entry):
+    """Slots of entries of row t, -1 where there is none; `core.indices` is the definition.
+
+    second: their segment, with the number of entries that each row may see for lengths.
+    """
+    request, visible = tl.load(entries.requests + t), tl.load(second.lens + t)
+    visible = tl.where((request >= 0) & (request < entries.known), visible, 0)
+    there = (entry >= 0) & (entry < visible)
+    entry = tl.where(there, entry, 0)
+    column = divided(entry, second.factor, second.log)
+    blocks = entries.table + request.to(tl.int64) * entries.stride
+    block = tl.load(blocks + column, mask=there & (column < entries.columns), other=-1)
+    # in 64 bits: a garbage block times the block size may wrap around to a slot that exists
+    slot = block.to(tl.int64) * second.size + (entry - column * second.size)
+    return tl.where((block >= 0) & (slot <= 0x7FFFFFFF), slot, -1).to(tl.int32)
+
+
+@triton.jit
 def page_of(keys, slot, inside):
     """Which slots exist, and of each the address of its data, int32 words, and of its eight scale bytes, one int64.
 
@@ -290,8 +320,7 @@ def page_of(keys, slot, inside):
             count, base = second.count, second.cache
     ok = (slot >= 0) & (slot < count)
     slot = tl.where(ok, slot, 0)
-    twice = slot.to(tl.uint32, bitcast=True) << 1
-    page = (umulhi(twice, factor.to(tl.uint32, bitcast=True)) >> log.to(tl.uint32)).to(tl.int32)
+    page = divided(slot, factor, log)
     at = slot - page * size
     start = page.to(tl.int64) * pitch.to(tl.int64) * 16
     data = base + start + at.to(tl.int64) * 576
@@ -316,8 +345,7 @@ def coded_page_of(keys, slot, inside, KIND: tl.constexpr, INTERLEAVED: tl.conste
                 data_bytes, scale_bytes = inside + 256, inside + 32
     ok = (slot >= 0) & (slot < count)
     slot = tl.where(ok, slot, 0)
-    twice = slot.to(tl.uint32, bitcast=True) << 1
-    page = (umulhi(twice, factor.to(tl.uint32, bitcast=True)) >> log.to(tl.uint32)).to(tl.int32)
+    page = divided(slot, factor, log)
     at = (slot - page * size).to(tl.int64)
     start = base + page.to(tl.int64) * pitch.to(tl.int64) * 16
     data = start + at * data_bytes
@@ -337,22 +365,26 @@ def row_of(segment, slot):
 
 
 @triton.jit
-def own_tile(keys, t, tile, N: tl.constexpr):
+def own_tile(keys, t, tile, N: tl.constexpr, ALL: tl.constexpr):
     """Where tile `tile` of row t is, of N keys of one segment: (inside, begin, n, width, at).
 
     A row's tiles are those that its index rows have room for, however long the row is. inside: whether (1 or 0) the
     segment is the first. begin: the tile's first column. n: columns that count, of width. at: the address of column 0.
+    ALL: whether all columns of the second segment count, whatever its lengths say.
     """
     first, second = keys.first, keys.second
     before = cdiv(first.width, N)
     inside = (tile < before).to(tl.int32)
-    at, lens = first.rows + t.to(tl.int64) * first.stride, first.lens
-    begin, width = tile * N, first.width
-    if second is not None:  # noqa: SIM102 - a constant, and a value
+    at = first.rows + t.to(tl.int64) * first.stride
+    begin, width, n = tile * N, first.width, tl.load(first.lens + t)
+    if second is not None:
+        other = second.width
+        if not ALL:
+            other = tl.load(second.lens + t)
         if inside == 0:
-            at, lens = second.rows + t.to(tl.int64) * second.stride, second.lens
-            begin, width = (tile - before) * N, second.width
-    n = tl.minimum(tl.maximum(tl.load(lens + t), 0), width)
+            at = second.rows + t.to(tl.int64) * second.stride
+            begin, width, n = (tile - before) * N, second.width, other
+    n = tl.minimum(tl.maximum(n, 0), width)
     return inside, begin, n, width, at
 
 

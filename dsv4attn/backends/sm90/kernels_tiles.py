@@ -32,7 +32,16 @@ from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
 from dsv4attn.backends.sm90.compat import barrier, copy_async
 from dsv4attn.backends.sm90.kernels_common import FLAT_S, KEYS_S
 from dsv4attn.backends.sm90.kernels_produce import WORDS_L, decoded, load_codes, load_rope, store_words, without_scale
-from dsv4attn.backends.sm90.kernels_schedule import Keys, Segment, cdiv, own_tile, page_of, tile_with_keys
+from dsv4attn.backends.sm90.kernels_schedule import (
+    Entries,
+    Keys,
+    Segment,
+    cdiv,
+    entry_slots,
+    own_tile,
+    page_of,
+    tile_with_keys,
+)
 
 QUERIES_L = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
 """128 columns of q: sixteen bytes in each thread."""
@@ -104,13 +113,16 @@ def attend_tile(
     rows0,  # [T, width0] int32
     lens0,  # [T] int32
     cache1,  # [pages, page bytes] uint8
-    rows1,  # [T, width1] int32
-    lens1,  # [T] int32
+    rows1,  # [T, width1] int32, slots; entries if there is a table
+    lens1,  # [T] int32; entries that a row may see if there is a table
+    requests,  # as the field of `Entries`
+    table,  # the same, or None
     q_token: tl.int64, q_head: tl.int64,
     width0: tl.int32, stride0: tl.int64, size0: tl.int32,
     factor0: tl.int32, log0: tl.int32, pitch0: tl.int32, count0: tl.int32,
     width1: tl.int32, stride1: tl.int64, size1: tl.int32,
     factor1: tl.int32, log1: tl.int32, pitch1: tl.int32, count1: tl.int32,
+    table_stride: tl.int64, known: tl.int32, columns: tl.int32,
     tiles: tl.int32, scale: tl.float32,
     SEGMENTS: gl.constexpr, H: gl.constexpr, BH: gl.constexpr, N: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -136,10 +148,14 @@ def attend_tile(
     if SEGMENTS == 2:
         second = Segment(cache1, rows1, lens1, width1, stride1, size1, factor1, log1, pitch1, count1)
     keys = Keys(first, second, False)
-    inside, begin, n, width, at = own_tile(keys, t, tile, N)
+    inside, begin, n, width, at = own_tile(keys, t, tile, N, table is not None)
     # indices behind the length are read too, and not used: they would have to wait for it
     column = begin + gl.arange(0, N, layout=gl.SliceLayout(1, WORDS_L))
     slot = gl.load(at + column, mask=column < width, other=-1)
+    if table is not None:  # noqa: SIM102 - a constant, and a value
+        if inside == 0:
+            entries = Entries(requests, table, table_stride, known, columns)
+            slot = entry_slots(entries, second, t, slot)
     slot = gl.where(column < n, slot, -1)
     q_s = allocate(gl.bfloat16, [4, BH, 128], KEYS_S)
     load_queries(q, q_s, t, head0, q_token, q_head, H, BH)
@@ -223,7 +239,10 @@ def combine_tiles(
     # read before the kernel that computes parts has ended, see `kernels_dependent`
     before = cdiv(width0, size)
     of_first = cdiv(gl.minimum(gl.maximum(gl.load(lens0 + t), 0), width0), size)
-    there = of_first + cdiv(gl.minimum(gl.maximum(gl.load(lens1 + t), 0), width1), size)
+    of_second = width1
+    if lens1 is not None:
+        of_second = gl.minimum(gl.maximum(gl.load(lens1 + t), 0), width1)
+    there = of_first + cdiv(of_second, size)
     if sink is not None:
         bias = gl.load(sink + head, mask=head < heads, other=0.0) * LOG2E
     take_over(PDL)

@@ -11,7 +11,16 @@ from dsv4attn.backends._triton import numerics
 from dsv4attn.backends._triton.attention.keys import widen
 from dsv4attn.backends._triton.launching.runtime import stable_kernel
 from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
-from dsv4attn.backends.sm90.kernels_schedule import Keys, Segment, cdiv, own_tile, page_of, tile_with_keys
+from dsv4attn.backends.sm90.kernels_schedule import (
+    Entries,
+    Keys,
+    Segment,
+    cdiv,
+    entry_slots,
+    own_tile,
+    page_of,
+    tile_with_keys,
+)
 from dsv4attn.backends.sm90.kernels_twin import read_page
 
 
@@ -32,13 +41,16 @@ def attend_tile(
     rows0,  # [T, width0] int32
     lens0,  # [T] int32
     cache1,  # [pages, page bytes] uint8
-    rows1,  # [T, width1] int32
-    lens1,  # [T] int32
+    rows1,  # [T, width1] int32, slots; entries if there is a table
+    lens1,  # [T] int32; entries that a row may see if there is a table
+    requests,  # as the field of `Entries`
+    table,  # the same, or None
     q_token: tl.int64, q_head: tl.int64,
     width0: tl.int32, stride0: tl.int64, size0: tl.int32,
     factor0: tl.int32, log0: tl.int32, pitch0: tl.int32, count0: tl.int32,
     width1: tl.int32, stride1: tl.int64, size1: tl.int32,
     factor1: tl.int32, log1: tl.int32, pitch1: tl.int32, count1: tl.int32,
+    table_stride: tl.int64, known: tl.int32, columns: tl.int32,
     tiles: tl.int32, scale: tl.float32,
     SEGMENTS: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -54,9 +66,13 @@ def attend_tile(
     if SEGMENTS == 2:
         second = Segment(cache1, rows1, lens1, width1, stride1, size1, factor1, log1, pitch1, count1)
     keys = Keys(first, second, False)
-    inside, begin, n, width, at = own_tile(keys, t, tile, N)
+    inside, begin, n, width, at = own_tile(keys, t, tile, N, table is not None)
     key = begin + tl.arange(0, N)
     slot = tl.load(at + key, mask=key < width, other=-1)
+    if table is not None:  # noqa: SIM102 - a constant, and a value
+        if inside == 0:
+            entries = Entries(requests, table, table_stride, known, columns)
+            slot = entry_slots(entries, second, t, slot)
     slot = tl.where(key < n, slot, -1)
     sums = part_sums + program * (2 * BH) + within
     if begin < n:
@@ -102,7 +118,10 @@ def combine_tiles(
     live = head < heads
     before = cdiv(width0, size)
     of_first = cdiv(tl.minimum(tl.maximum(tl.load(lens0 + t), 0), width0), size)
-    there = of_first + cdiv(tl.minimum(tl.maximum(tl.load(lens1 + t), 0), width1), size)
+    of_second = width1
+    if lens1 is not None:
+        of_second = tl.minimum(tl.maximum(tl.load(lens1 + t), 0), width1)
+    there = of_first + cdiv(of_second, size)
     blocks = cdiv(heads, block)
     within = head % block
     largest, total = tl.full([8], NOTHING, tl.float32), tl.zeros([8], tl.float32)

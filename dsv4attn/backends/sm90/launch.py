@@ -23,9 +23,9 @@ from dsv4attn.backends.sm90 import index, steps, streams, tiles
 from dsv4attn.backends.sm90.choice import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_parts import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, CODE_PAGES, FP8_PAGES, NIBBLE_PAGES, SHORT
-from dsv4attn.backends.sm90.tuning import CODED, PAGED, RAW, ROADS, ROWED, TUNING, Roles, is_small, tiles_of
+from dsv4attn.backends.sm90.tuning import CODED, PAGED, RAW, ROADS, ROWED, TUNING, Roles, Tiles, is_small, tiles_of
 from dsv4attn.core.checks import check_attention_strides
-from dsv4attn.core.contract import AttentionCall, ChunkCost, KeyForm, LayerSteps, Phase, Run
+from dsv4attn.core.contract import AttentionCall, ChunkCost, EntryIndices, KeyForm, LayerSteps, Phase, Run, RunEntries
 from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.keys import DenseIndices, GatheredKeys
@@ -162,8 +162,7 @@ class Sm90Backend(TritonBackend):
         if found is not None:
             kind, numbers = found
             may = phase is Phase.DECODE and not isinstance(call.keys, GatheredKeys)
-            few = tiles_of(tokens, heads, widths, multiprocessors()) if may and self._tiles(kind) else None
-            if few is not None and tokens:
+            if may and (few := self._few(kind, call)):
                 return tiles.prepare(call, numbers, few)
             if not (may and self._leaves(kind) and is_small(tokens, heads, sum(widths), multiprocessors())):
                 return _prepare(call, kind, numbers)
@@ -173,6 +172,21 @@ class Sm90Backend(TritonBackend):
         pairs = zip(call.scratch, shapes, strict=False)
         parts = [own.view(-1)[: prod(shape)].view(*shape) for own, shape in pairs]
         return super().prepare(phase, evolve(call, scratch=parts))
+
+    def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> RunEntries | None:
+        """See `contract.BackendDefaults`: where `kernels_tiles` serves a call whose index tensors have no gaps."""
+        if not call.scratch or not self._may_serve(call.layer) or not tiles.reads(call, entries):
+            return None
+        check_attention_strides(call)
+        direct = tiles.with_entries(call, entries)
+        kind, numbers = _kind_and_numbers(direct) or (ROWS, ())
+        return tiles.prepare(direct, numbers, few, entries) if (few := self._few(kind, direct)) else None
+
+    def _few(self, kind: Kind, call: AttentionCall) -> Tiles | None:
+        """Sizes of the programs of `kernels_tiles`, if it serves a decode on keys of this kind."""
+        tokens, heads, _ = call.q.shape
+        widths = tuple(rows.width for rows in attend.index_rows(call.keys))
+        return tiles_of(tokens, heads, widths, multiprocessors()) if tokens and self._tiles(kind) else None
 
     def _tiles(self, kind: Kind) -> bool:
         """Whether `kernels_tiles` may serve decodes on keys of this kind."""

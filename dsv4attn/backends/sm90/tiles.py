@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention import attend
@@ -13,7 +14,8 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.dependent import overlaps
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch
 from dsv4attn.backends.sm90.tuning import ROUNDS, TILES, Tiles, rounds_of
-from dsv4attn.core.contract import AttentionCall, Run
+from dsv4attn.core.contract import AttentionCall, EntryIndices
+from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
 from dsv4attn.core.layout import PagedKVCache
 
 if INTERPRETED:
@@ -21,35 +23,66 @@ if INTERPRETED:
 else:
     from dsv4attn.backends.sm90.kernels_tiles import attend_tile, combine_tiles
 
-__all__ = ["prepare", "variants"]
+__all__ = ["prepare", "reads", "variants", "with_entries"]
 
 EIGHT, PIECES = 8, 8
 """Heads of a program that combines, and pieces of a head's columns."""
 WARPS, COMBINING_WARPS = 8, 4
 
 
-def prepare(call: AttentionCall, numbers: Sequence[int], tiles: Tiles) -> Run:
-    """Launches of a decode from records. numbers: of both segments, see `launch`. Parts are in the call's scratch."""
+def prepare(
+    call: AttentionCall, numbers: Sequence[int], tiles: Tiles, entries: EntryIndices | None = None
+) -> Callable[..., None]:
+    """Launches of a decode from records. numbers: of both segments, see `launch`. Parts are in the call's scratch.
+
+    entries: in place of slots of the second segment: a `RunEntries` is prepared, else a `Run`.
+    """
     q, top, (tokens, heads, _) = call.q, call.max_logits, call.q.shape
     widths = [rows.width for rows in attend.index_rows(call.keys)]
     each, blocks = tiles.of_rows(widths), -(-heads // tiles.heads)
     own, rounds = _constants(len(widths), heads, tiles), rounds_of(tokens, heads, each)
-    launch = Launch(attend_tile, own, (*q.stride()[:2], *numbers, each, call.layer.scale), WARPS)
+    requests, table, of_table = None, None, (0, 0, 0)
+    if entries is not None:
+        requests, table = entries.token_to_req, entries.pages.block_table
+        of_table = table.stride(0), *table.shape
+    launch = Launch(attend_tile, own, (*q.stride()[:2], *numbers, *of_table, each, call.layer.scale), WARPS)
     shape = heads, tiles.heads, tiles.keys, each, widths[0], widths[1] if len(widths) == 2 else 0
     results = *attend.result_strides(call), *shape, call.empty_lse
     combine = Launch(combine_tiles, _combining(*rounds), results, COMBINING_WARPS)
     programs, combiners = tokens * each * blocks, tokens * -(-heads // EIGHT) * PIECES // rounds[1]
     part, sums, *_ = call.scratch
     first, first_lens, last, last_lens = attend.index_tensors(call.keys)
+    counted = last_lens if entries is None else None
 
     def run(
-        q: Tensor, out: Tensor, lse: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        attn_sink: Tensor | None,
+        caches: Sequence[PagedKVCache],
+        topk_indices: Tensor | None = None,
     ) -> None:
         one, other = caches[0].tensor, caches[-1].tensor
-        launch(programs, (q, part, sums, one, first, first_lens, other, last, last_lens))
-        combine(combiners, (part, sums, out, lse, top, attn_sink, first_lens, last_lens))
+        rows = last if topk_indices is None else topk_indices
+        launch(programs, (q, part, sums, one, first, first_lens, other, rows, last_lens, requests, table))
+        combine(combiners, (part, sums, out, lse, top, attn_sink, first_lens, counted))
 
     return run
+
+
+def reads(call: AttentionCall, entries: EntryIndices) -> bool:
+    """Whether `attend_tile` reads index tensors of these strides, and a table of the cache's own blocks."""
+    given = entries.indices, entries.pages.block_table, entries.visible_lens, entries.token_to_req
+    whole = call.caches[-1].block_size == entries.pages.block_size
+    return whole and all(tensor.stride(-1) == 1 for tensor in given)
+
+
+def with_entries(call: AttentionCall, entries: EntryIndices) -> AttentionCall:
+    """A decode of two segments whose second has the index rows of entries."""
+    assert not isinstance(call.keys, GatheredKeys)
+    window, compressed = call.keys
+    rows = DenseIndices(entries.indices, entries.visible_lens)
+    return evolve(call, keys=[window, PagedKeys(compressed.cache, rows)])
 
 
 @cache
@@ -69,7 +102,11 @@ def variants(segments: int, heads: int, *, sinks: Sequence[bool], lses: Sequence
     floats = dict.fromkeys(("part", "part_sums"), "*fp32")
     for tiles in TILES:
         types = {**floats, "q": "*bf16", "cache0": "*u8", "cache1": "*u8"}
-        yield Variant.from_types(attend_tile, types, _constants(segments, heads, tiles), num_warps=WARPS)
-    for given in attend.call_types(torch.bfloat16, (torch.uint8,), sinks, lses):
-        for rounds in ROUNDS:
-            yield Variant.from_types(combine_tiles, given | floats, _combining(*rounds), num_warps=COMBINING_WARPS)
+        for absent in (("requests", "table"), *([()] if segments == 2 else [])):
+            given = types | dict.fromkeys(absent, "none")
+            yield Variant.from_types(attend_tile, given, _constants(segments, heads, tiles), num_warps=WARPS)
+    for called in attend.call_types(torch.bfloat16, (torch.uint8,), sinks, lses):
+        for lens in ({}, *([{"lens1": "none"}] if segments == 2 else [])):
+            given = called | floats | lens
+            for rounds in ROUNDS:
+                yield Variant.from_types(combine_tiles, given, _combining(*rounds), num_warps=COMBINING_WARPS)

@@ -60,6 +60,10 @@ NOW_GATHERED = (
 """The same, of prefill on gathered rows: both kernels, a step with decode, and what a call may hold."""
 NOW_TILES = (
     "decode-*",
+    "indexer-*-decode",
+    "layers-c4a",
+    "apart-step-decode",
+    "padding-decode",
     "call-holes-c4a-decode",
     "call-empty-c4a-decode",
     "sink-values-decode",
