@@ -186,7 +186,7 @@ class Sm90Backend(TritonBackend):
         """Sizes of the programs of `kernels_tiles`, if it serves a decode on keys of this kind."""
         tokens, heads, _ = call.q.shape
         widths = tuple(rows.width for rows in attend.index_rows(call.keys))
-        return tiles_of(tokens, heads, widths, multiprocessors()) if tokens and self._tiles(kind) else None
+        return tiles_of(tokens, heads, widths, _programs(heads)) if tokens and self._tiles(kind) else None
 
     def _tiles(self, kind: Kind) -> bool:
         """Whether `kernels_tiles` may serve decodes on keys of this kind."""

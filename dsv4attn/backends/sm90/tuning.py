@@ -101,17 +101,23 @@ def is_small(tokens: int, heads: int, width: int, programs: int) -> bool:
     return tokens * -(-heads // 64) * (-(-width // 64) + 1) <= programs
 
 
+FULLER = 2.9
+"""Microseconds more for each further program of a multiprocessor, in a decode by `kernels_tiles`."""
+
+
 @frozen
 class Tiles:
     """Sizes of a program of `kernels_tiles`, and a decode's microseconds with them, fitted to measured ones.
 
     heads, keys: of a program's block and tile. start: of a decode; program: of each program, since they share memory.
+    most: programs of a multiprocessor up to which a decode may be faster than by others.
     """
 
     heads: int
     keys: int
     start: float
     program: float
+    most: int = 1
 
     def of_rows(self, widths: Sequence[int]) -> int:
         """Tiles of a row whose segments have index rows of these widths."""
@@ -121,37 +127,43 @@ class Tiles:
         """Programs of a decode."""
         return tokens * -(-heads // self.heads) * self.of_rows(widths)
 
-    def time(self, tokens: int, heads: int, widths: Sequence[int]) -> float:
-        """Microseconds of a decode, combining included: of each head, and of each head of each tile."""
-        work = self.program * self.programs(tokens, heads, widths)
-        return self.start + work + tokens * heads * (0.00055 + 0.00014 * self.of_rows(widths))
+    def time(self, tokens: int, heads: int, widths: Sequence[int], units: int) -> float:
+        """Microseconds of a decode, combining included: of each head, and of each head of each tile.
+
+        units: multiprocessors.
+        """
+        number = self.programs(tokens, heads, widths)
+        work = self.program * number + FULLER * ((number - 1) // units)
+        return self.start + work + tokens * heads * (0.00026 + 0.00049 * self.of_rows(widths))
 
 
 TILES = (
-    Tiles(heads=16, keys=64, start=9.8, program=0.006),
-    Tiles(heads=32, keys=64, start=10.7, program=0.018),
-    Tiles(heads=32, keys=128, start=13.4, program=0.021),
-    Tiles(heads=64, keys=128, start=16.1, program=0.038),
+    Tiles(heads=16, keys=64, start=9.6, program=0.0066, most=4),
+    Tiles(heads=32, keys=64, start=10.6, program=0.011),
+    Tiles(heads=32, keys=128, start=13.2, program=0.0194),
+    Tiles(heads=64, keys=128, start=15.6, program=0.026),
 )
-"""64 heads with 64 keys, and 16 with 128, were never faster than the best of these, a multiprocessor for each tile."""
+"""64 heads with 64 keys, and 16 with 128, were never faster than the best of these, a multiprocessor for each tile. The
+parts of `most` programs for each multiprocessor fill the memory that `Sm90Backend.scratch` asks for."""
 
 
 @lru_cache(maxsize=4096)
-def tiles_of(tokens: int, heads: int, widths: tuple[int, ...], programs: int) -> Tiles | None:
-    """The fastest sizes for a decode, if each tile has one of so many programs to itself.
+def tiles_of(tokens: int, heads: int, widths: tuple[int, ...], units: int) -> Tiles | None:
+    """The fastest sizes for a decode, on so many multiprocessors.
 
     None if no sizes are so large, or if the Gluon kernel on pages is faster. widths: of the index rows of each segment.
-    Measured on an H200, torch 2.11, Triton 3.6, 2026-11-25: 42 decodes of 1 to 132 tokens, 8 to 128 heads and 128 to
-    2,176 keys. The choice is at most 0.5 % slower than the fastest; the kernel on pages has become faster since.
+    Measured on an H200, torch 2.11, Triton 3.6, 2026-11-26: 97 decodes of 1 to 264 tokens, 8 to 128 heads and 128 to
+    1,152 keys, on c128a layers the mean of rows of random lengths and of full ones. For 96 the choice is the fastest,
+    for one it is 2.7 % slower.
     """
     tiles = sum(-(-width // 64) for width in widths)
     best = min(
-        (one for one in TILES if one.programs(tokens, heads, widths) <= programs),
-        key=lambda one: one.time(tokens, heads, widths),
+        (one for one in TILES if one.programs(tokens, heads, widths) <= units * one.most),
+        key=lambda one: one.time(tokens, heads, widths, units),
         default=None,
     )
-    pages = 17.7 + 0.078 * tiles + 0.0306 * tokens * -(-heads // 64) * tiles
-    return best if best is not None and best.time(tokens, heads, widths) < pages else None
+    pages = 19.8 + 0.14 * tiles + 0.009 * tokens * -(-heads // 64) * tiles
+    return best if best is not None and best.time(tokens, heads, widths, units) < pages else None
 
 
 ROUNDS = ((10, 1), (5, 2), (2, 4))
