@@ -13,7 +13,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.contract import Backend, complete
+from dsv4attn.core.contract import AttentionCall, Backend, EntryIndices, Phase, complete
 from dsv4attn.core.index_ops import IndexStep, prepare_index_step
 from dsv4attn.core.layer import DeepseekV4MLAAttention
 from dsv4attn.tools.bench.step import Step
@@ -146,6 +146,14 @@ def _instead(backend: Backend, change: Callable[[Callable[..., None]], Callable[
     steps = {name: changed(getattr(backend.steps, name)) for name in names}
     if whole.translate_to_ragged is not None:
         steps["compute_global_topk_ragged_indices_and_indptr"] = changed(whole.translate_to_ragged)
+
+    def prepare(phase: Phase, call: AttentionCall) -> Callable[..., None]:
+        return change(whole.prepare(phase, call))
+
+    def prepare_entries(call: AttentionCall, entries: EntryIndices) -> Callable[..., None] | None:
+        run = whole.prepare_entries(call, entries)
+        return None if run is None else change(run)
+
     same = {name: getattr(backend, name) for name in ("name", "forms", "scratch")}
-    prepare = lambda phase, call: change(whole.prepare(phase, call))  # noqa: E731 - an attribute
-    return cast("Backend", SimpleNamespace(**same, steps=SimpleNamespace(**steps), prepare=prepare))
+    own = {"prepare": prepare, "prepare_entries": prepare_entries}
+    return cast("Backend", SimpleNamespace(**same, **own, steps=SimpleNamespace(**steps)))

@@ -8,14 +8,14 @@ to, and no time of a layer is lost.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.core.contract import AttentionCall, Backend, Phase, RankSteps, Run, complete
+from dsv4attn.core.contract import AttentionCall, Backend, EntryIndices, Phase, RankSteps, Run, RunEntries, complete
 from dsv4attn.core.definitions import IndexQuery
 from dsv4attn.core.layer_ops import LayerSteps
 from dsv4attn.core.layout import PagedKVCache
@@ -97,10 +97,22 @@ class RecordingBackend:
         ranks; where the backend does, `_RecordingRanks` records that.
         """
         tokens = call.q.shape[0]
-        run = self._backend.prepare(phase, evolve(call, lse=self.lse[:tokens]))
+        return self._recorded(self._backend.prepare(phase, evolve(call, lse=self.lse[:tokens])), tokens)
 
+    def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> RunEntries | None:
+        """As `prepare`."""
+        tokens = call.q.shape[0]
+        run = self._backend.prepare_entries(evolve(call, lse=self.lse[:tokens]), entries)
+        return None if run is None else self._recorded(run, tokens)
+
+    def _recorded(self, run: Callable[..., None], tokens: int) -> Callable[..., None]:
         def recorded(
-            q: Tensor, out: Tensor, lse: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
+            q: Tensor,
+            out: Tensor,
+            lse: Tensor | None,
+            attn_sink: Tensor | None,
+            caches: Sequence[PagedKVCache],
+            *entries: Tensor,
         ) -> None:
             # q is a part of the step's; out may be where it is sent to other ranks
             first = (q.storage_offset() - self.q.storage_offset()) // q.stride(0)
@@ -110,7 +122,7 @@ class RecordingBackend:
                 self._merged.append((first, lse[:tokens]))
             checked = self.rows[(self.rows >= first) & (self.rows < first + tokens)] - first
             out[checked], own[checked] = torch.nan, torch.nan
-            run(q, out, own, attn_sink, caches)
+            run(q, out, own, attn_sink, caches, *entries)
 
         return recorded
 

@@ -19,6 +19,7 @@ from dsv4attn.tools.replay.check import choose_rows, tolerance_of
 from dsv4attn.tools.replay.report import as_json
 from dsv4attn.tools.replay.results import SHOWN_FAILURES, CheckResult, Errors
 from dsv4attn.tools.replay.workload import Tokens, Workload
+from tests.testing.plants_sizes import Direct
 from tests.tools.replay import bugs
 from tests.tools.replay.small import GEOMETRY, requests_of, run, verdicts
 
@@ -41,6 +42,11 @@ def test_every_form_of_the_reference_passes_in_every_cache(cache: str, forms: di
     assert report.ok
     assert [(layer.kind, layer.tokens) for layer in report.layers] == [("swa", 212), ("c4a", 212), ("c128a", 212)]
     assert all(layer.check is not None and layer.check.rows >= 40 for layer in report.layers)
+
+
+def test_a_decode_that_reads_entries_itself_is_checked_as_any() -> None:
+    assert run(Direct("nothing")).ok
+    assert not run(Direct("the first request")).ok
 
 
 def test_fp32_rows_leave_nothing_but_the_order_of_sums() -> None:
