@@ -126,6 +126,7 @@ SAMPLE = (
 )
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="on a device options are those of `dsv4attn conform`")
 @pytest.mark.parametrize(
     "options",
     [{"tuning": "sm_90"}, {"tuning": "default", "deterministic": True}],

@@ -175,7 +175,8 @@ def parts(trial: Trial) -> int:
 @pytest.mark.parametrize("layouts", [(OCP, OCP), (BF16_ROWS, BF16_ROWS), (FP32_ROWS,), (TINY,)], ids=len)
 def test_parts_of_fixed_length_hold_all_keys(layouts: Sequence[KVCacheLayout], q_dtype: torch.dtype) -> None:
     """Tiles of fp32 keys are smaller than the tuning says, and parts must not be."""
-    for run, keys in ((1, 128), (2, 64), (1, 16)):
+    # two tiles of 128 keys in bf16 fill more than a block's shared memory
+    for run, keys in ((1, 128 if INTERPRETED else 64), (2, 64), (1, 16)):
         trial = Trial(layouts=layouts, widths=(100, 90), tokens=2, q_dtype=q_dtype, run=run, seed=6)
         trial = evolve(trial, tuning=Tuning(heads=16, keys=keys))
         evolve(trial, splits=parts(trial)).check()
