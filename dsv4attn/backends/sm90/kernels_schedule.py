@@ -365,12 +365,12 @@ def row_of(segment, slot):
 
 
 @triton.jit
-def own_tile(keys, t, tile, N: tl.constexpr, ALL: tl.constexpr):
+def own_tile(keys, t, tile, least, N: tl.constexpr):
     """Where tile `tile` of row t is, of N keys of one segment: (inside, begin, n, width, at).
 
     A row's tiles are those that its index rows have room for, however long the row is. inside: whether (1 or 0) the
     segment is the first. begin: the tile's first column. n: columns that count, of width. at: the address of column 0.
-    ALL: whether all columns of the second segment count, whatever its lengths say.
+    least: columns of the second segment that count, whatever its lengths say.
     """
     first, second = keys.first, keys.second
     before = cdiv(first.width, N)
@@ -378,9 +378,7 @@ def own_tile(keys, t, tile, N: tl.constexpr, ALL: tl.constexpr):
     at = first.rows + t.to(tl.int64) * first.stride
     begin, width, n = tile * N, first.width, tl.load(first.lens + t)
     if second is not None:
-        other = second.width
-        if not ALL:
-            other = tl.load(second.lens + t)
+        other = tl.maximum(tl.load(second.lens + t), least)
         if inside == 0:
             at = second.rows + t.to(tl.int64) * second.stride
             begin, width, n = (tile - before) * N, second.width, other

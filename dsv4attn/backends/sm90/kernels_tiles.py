@@ -113,16 +113,16 @@ def attend_tile(
     rows0,  # [T, width0] int32
     lens0,  # [T] int32
     cache1,  # [pages, page bytes] uint8
-    rows1,  # [T, width1] int32, slots; entries if there is a table
-    lens1,  # [T] int32; entries that a row may see if there is a table
-    requests,  # as the field of `Entries`
-    table,  # the same, or None
+    rows1,  # [T, width1] int32, slots; or entries, if least1 is width1, and not 0
+    lens1,  # [T] int32; of entries, how many a row may see
+    requests,  # as the field of `Entries`; not read where rows are slots
+    table,  # the same
     q_token: tl.int64, q_head: tl.int64,
     width0: tl.int32, stride0: tl.int64, size0: tl.int32,
     factor0: tl.int32, log0: tl.int32, pitch0: tl.int32, count0: tl.int32,
     width1: tl.int32, stride1: tl.int64, size1: tl.int32,
     factor1: tl.int32, log1: tl.int32, pitch1: tl.int32, count1: tl.int32,
-    table_stride: tl.int64, known: tl.int32, columns: tl.int32,
+    table_stride: tl.int64, known: tl.int32, columns: tl.int32, least1: tl.int32,
     tiles: tl.int32, scale: tl.float32,
     SEGMENTS: gl.constexpr, H: gl.constexpr, BH: gl.constexpr, N: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -148,12 +148,12 @@ def attend_tile(
     if SEGMENTS == 2:
         second = Segment(cache1, rows1, lens1, width1, stride1, size1, factor1, log1, pitch1, count1)
     keys = Keys(first, second, False)
-    inside, begin, n, width, at = own_tile(keys, t, tile, N, table is not None)
+    inside, begin, n, width, at = own_tile(keys, t, tile, least1, N)
     # indices behind the length are read too, and not used: they would have to wait for it
     column = begin + gl.arange(0, N, layout=gl.SliceLayout(1, WORDS_L))
     slot = gl.load(at + column, mask=column < width, other=-1)
-    if table is not None:  # noqa: SIM102 - a constant, and a value
-        if inside == 0:
+    if SEGMENTS == 2:  # noqa: SIM102 - a constant, and a value
+        if (inside == 0) & (least1 > 0):
             entries = Entries(requests, table, table_stride, known, columns)
             slot = entry_slots(entries, second, t, slot)
     slot = gl.where(column < n, slot, -1)
@@ -220,12 +220,13 @@ def combine_tiles(
     out_token: tl.int64, out_head: tl.int64, lse_token: tl.int64, lse_head: tl.int64,
     max_token: tl.int64, max_head: tl.int64,
     heads: tl.int32, block: tl.int32, size: tl.int32, tiles: tl.int32, width0: tl.int32, width1: tl.int32,
-    empty_lse: tl.float32, U: gl.constexpr, P: gl.constexpr, PDL: gl.constexpr,
+    least1: tl.int32, empty_lse: tl.float32, U: gl.constexpr, P: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: (T x blocks of 8 heads x 8 / P pieces of 64 columns,), columns fastest. Four warps.
 
     block: heads of a program of `attend_tile`. size: keys of a tile. tiles: of a row. U: tiles whose parts are loaded
-    together. P: pieces of a program: 1, 2, 4 or 8. out begins at a multiple of 16 bytes.
+    together. P: pieces of a program: 1, 2, 4 or 8. least1: columns of the second segment that count, whatever its
+    lengths say. out begins at a multiple of 16 bytes.
     """
     program = gl.program_id(0)
     first = program % (8 // P) * P
@@ -239,10 +240,7 @@ def combine_tiles(
     # read before the kernel that computes parts has ended, see `kernels_dependent`
     before = cdiv(width0, size)
     of_first = cdiv(gl.minimum(gl.maximum(gl.load(lens0 + t), 0), width0), size)
-    of_second = width1
-    if lens1 is not None:
-        of_second = gl.minimum(gl.maximum(gl.load(lens1 + t), 0), width1)
-    there = of_first + cdiv(of_second, size)
+    there = of_first + cdiv(gl.minimum(gl.maximum(gl.load(lens1 + t), least1), width1), size)
     if sink is not None:
         bias = gl.load(sink + head, mask=head < heads, other=0.0) * LOG2E
     take_over(PDL)

@@ -41,18 +41,19 @@ def prepare(
     widths = [rows.width for rows in attend.index_rows(call.keys)]
     each, blocks = tiles.of_rows(widths), -(-heads // tiles.heads)
     own, rounds = _constants(len(widths), heads, tiles), rounds_of(tokens, heads, each)
-    requests, table, of_table = None, None, (0, 0, 0)
+    shape = heads, tiles.heads, tiles.keys, each, widths[0], widths[1] if len(widths) == 2 else 0
+    first, first_lens, last, last_lens = attend.index_tensors(call.keys)
+    # slots are not looked up, and any tensors do
+    requests, table, reading = last_lens, last_lens, (0, 0, 0, 0)
     if entries is not None:
         requests, table = entries.token_to_req, entries.pages.block_table
-        of_table = table.stride(0), *table.shape
-    launch = Launch(attend_tile, own, (*q.stride()[:2], *numbers, *of_table, each, call.layer.scale), WARPS)
-    shape = heads, tiles.heads, tiles.keys, each, widths[0], widths[1] if len(widths) == 2 else 0
-    results = *attend.result_strides(call), *shape, call.empty_lse
+        reading = table.stride(0), *table.shape, shape[-1]
+    numbers = *q.stride()[:2], *numbers, *reading, each
+    launch = Launch(attend_tile, own, (*numbers, call.layer.scale), WARPS)
+    results = *attend.result_strides(call), *shape, reading[-1], call.empty_lse
     combine = Launch(combine_tiles, _combining(*rounds), results, COMBINING_WARPS)
     programs, combiners = tokens * each * blocks, tokens * -(-heads // EIGHT) * PIECES // rounds[1]
     part, sums, *_ = call.scratch
-    first, first_lens, last, last_lens = attend.index_tensors(call.keys)
-    counted = last_lens if entries is None else None
 
     def run(
         q: Tensor,
@@ -65,7 +66,7 @@ def prepare(
         one, other = caches[0].tensor, caches[-1].tensor
         rows = last if topk_indices is None else topk_indices
         launch(programs, (q, part, sums, one, first, first_lens, other, rows, last_lens, requests, table))
-        combine(combiners, (part, sums, out, lse, top, attn_sink, first_lens, counted))
+        combine(combiners, (part, sums, out, lse, top, attn_sink, first_lens, last_lens))
 
     return run
 
@@ -102,11 +103,7 @@ def variants(segments: int, heads: int, *, sinks: Sequence[bool], lses: Sequence
     floats = dict.fromkeys(("part", "part_sums"), "*fp32")
     for tiles in TILES:
         types = {**floats, "q": "*bf16", "cache0": "*u8", "cache1": "*u8"}
-        for absent in (("requests", "table"), *([()] if segments == 2 else [])):
-            given = types | dict.fromkeys(absent, "none")
-            yield Variant.from_types(attend_tile, given, _constants(segments, heads, tiles), num_warps=WARPS)
-    for called in attend.call_types(torch.bfloat16, (torch.uint8,), sinks, lses):
-        for lens in ({}, *([{"lens1": "none"}] if segments == 2 else [])):
-            given = called | floats | lens
-            for rounds in ROUNDS:
-                yield Variant.from_types(combine_tiles, given, _combining(*rounds), num_warps=COMBINING_WARPS)
+        yield Variant.from_types(attend_tile, types, _constants(segments, heads, tiles), num_warps=WARPS)
+    for given in attend.call_types(torch.bfloat16, (torch.uint8,), sinks, lses):
+        for rounds in ROUNDS:
+            yield Variant.from_types(combine_tiles, given | floats, _combining(*rounds), num_warps=COMBINING_WARPS)

@@ -148,13 +148,13 @@ PLANTS = {
     "the first token's request": ("schedule", "tl.load(entries.requests + t)", "tl.load(entries.requests)"),
     "pages of the window": ("schedule", "divided(entry, second.factor, second.log)", "entry // 64"),
     "the offset of an entry is left out": ("schedule", "(entry - column * second.size)", "(entry - entry)"),
-    "lengths count": ("schedule", "if not ALL:", "if True:"),
+    "lengths count": ("schedule", "tl.load(second.lens + t), least)", "tl.load(second.lens + t), 0)"),
     "tiles of entries are as many as can be seen": (
         "tiles",
-        "    of_second = width1\n",
-        "    of_second = width1 - width1 // 2\n",
+        "tl.load(lens1 + t), least1)",
+        "tl.load(lens1 + t), least1 // 2)",
     ),
-    "entries of the window": ("tiles", "if inside == 0:", "if inside >= 0:"),
+    "entries of the window": ("tiles", "if (inside == 0) & (least1", "if (inside >= 0) & (least1"),
 }
 
 

@@ -87,9 +87,8 @@ def test_every_form_of_one_tile_keeps_every_limit(heads: str) -> None:
     assert [form for form in forms if form["reasons"]] == []
     attending = [form for form in forms if form["name"] == "attend_tile"]
     combining = [form for form in forms if form["name"] == "combine_tiles"]
-    # with slots for one segment and for two, and with entries
-    assert len(attending) == 12 * len(heads.split())
-    assert len(combining) == 12
+    assert len(attending) == 8 * len(heads.split())
+    assert len(combining) == 6
     for form in attending:
         # two programs of 64 keys on a multiprocessor; sums sixteen bytes at a time; so are a key's codes and its rope
         assert form["occupancy"] == (2 if form["N"] == 64 else 1)
