@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attrs import frozen
@@ -189,8 +190,21 @@ def test_deterministic_bits_do_not_depend_on_the_batch(mode: str, layout: str) -
     assert torch.equal(got[:1], bits("reference", layout, "whole"))
 
 
+def rows_keep_their_bits() -> bool:
+    """Whether numpy, by which Triton's interpreter multiplies, gives a row the same bits at every place on this CPU."""
+    draw = np.random.default_rng(0)
+    for depth, columns in ((32, 32), (64, 16), (512, 16)):
+        rows, other = (draw.standard_normal(shape, np.float32) for shape in ((16, depth), (depth, columns)))
+        whole = rows @ other
+        if any(not np.array_equal((np.roll(rows, n, 0) @ other)[n], whole[0]) for n in range(16)):
+            return False
+    return True
+
+
 def test_deterministic_bits_of_a_kernel_do_not_depend_on_chunks() -> None:
     pytest.importorskip("triton", reason="needs Triton")
+    if not rows_keep_their_bits():
+        pytest.skip("numpy gives a row other bits at another place on this CPU, and the interpreter multiplies by it")
 
     assert torch.equal(bits("triton", "fp32", "chunks"), bits("triton", "fp32", "whole"))
 
