@@ -34,7 +34,7 @@ class PagedCall(BackendCall):
         forms = step.backend.forms
         self._ragged = IndexForm.RAGGED is (forms.decode_indices if phase is Phase.DECODE else forms.prefill_indices)
         self._rows: list[Tensor | Rows] = [window] if entries is None else [window, entries]
-        self._translate: Callable[[Tensor], None] | None = None
+        self._prepare_translate: Callable[[], Callable[[Tensor], None]] | None = None
         self._fixed: list[Callable[[], None]] = []
         n, specs = tokens.stop - tokens.start, list[BufferSpec]()
         for rows in self._rows:
@@ -77,7 +77,8 @@ class PagedCall(BackendCall):
         if straight is not None:
             return Part(self.name, self.tokens, partial(_run_straight, straight))
         attend, first, stop = self.attention(keys, views), self.tokens.start, self.tokens.stop
-        translate, fixed, window_only = self._translate, self._fixed, len(keys) == 1
+        translate = self._prepare_translate() if self._prepare_translate is not None else None
+        fixed, window_only = self._fixed, len(keys) == 1
 
         def run(
             q: Tensor,
@@ -100,15 +101,19 @@ class PagedCall(BackendCall):
 
     def _prepare_entries(self, keys: Sequence[PagedKeys], scratch: Sequence[Tensor]) -> RunEntries | None:
         """The backend's attention where it reads the indexer's entries itself."""
-        entries, compressed = self._rows[-1], self.step.metadata.compressed
-        if self._translate is None or self._ragged or self.phase is not Phase.DECODE or self.tokens.start:
+        entries = self._rows[-1]
+        if not isinstance(entries, Tensor) or self.step.layer.kind is not LayerKind.C4A:
             return None
-        assert isinstance(entries, Tensor)
+        if self._ragged or self.phase is not Phase.DECODE or self.tokens.start:
+            return None
+        return self.step.backend.prepare_entries(self.call(keys, scratch), self._entries(entries, keys[-1].cache))
+
+    def _entries(self, entries: Tensor, cache: PagedKVCache) -> EntryIndices:
+        """Entry numbers of the call's tokens, with what turns them into slots."""
+        compressed, tokens = self.step.metadata.compressed, self.tokens
         assert compressed is not None
-        pages = PageTable(compressed.block_table, compressed.records_per_block, keys[-1].cache.num_blocks)
-        visible, request = compressed.compressed_lens[self.tokens], compressed.req_id_per_token[self.tokens]
-        given = EntryIndices(entries, visible, request, pages)
-        return self.step.backend.prepare_entries(self.call(keys, scratch), given)
+        pages = PageTable(compressed.block_table, compressed.records_per_block, cache.num_blocks)
+        return EntryIndices(entries, compressed.compressed_lens[tokens], compressed.req_id_per_token[tokens], pages)
 
     def _needs_slots(self, rows: Tensor | Rows, step: Step) -> bool:
         """Whether entry numbers are translated to dense slots in the workspace."""
@@ -124,10 +129,10 @@ class PagedCall(BackendCall):
         if isinstance(rows, Tensor):
             if not self._needs_slots(rows, self.step):
                 listed = RaggedIndices(views.pop(0), views.pop(0), _width(rows))
-                self._prepare_translation(rows, (listed.indices, listed.indptr))
+                self._plan_translation(self._entries(rows, cache), (listed.indices, listed.indptr))
                 return listed
             slots = DenseIndices(views.pop(0), views.pop(0))
-            self._prepare_translation(rows, (slots.indices, slots.lens))
+            self._plan_translation(self._entries(rows, cache), (slots.indices, slots.lens))
             rows = slots
         if not self._needs_list(rows):
             return rows
@@ -138,23 +143,22 @@ class PagedCall(BackendCall):
         self._fixed.append(partial(pack, rows.indices))
         return listed
 
-    def _prepare_translation(self, entries: Tensor, out: tuple[Tensor, Tensor]) -> None:
+    def _plan_translation(self, entries: EntryIndices, out: tuple[Tensor, Tensor]) -> None:
         """The step that translates entries to slots; to ragged slots, where the backend has a step for it.
 
         The indexer's entries are an argument of each run, as their tensor may move; those of the metadata are bound.
         """
-        backend, compressed, tokens = self.step.backend, self.step.metadata.compressed, self.tokens
-        assert compressed is not None
-        dense = self._needs_slots(entries, self.step)
+        backend, pages, numbers = self.step.backend, entries.pages, entries.indices
+        dense = self._needs_slots(numbers, self.step)
         step = backend.steps.compute_global_topk_indices_and_lens if dense else backend.translate_to_ragged
         assert step is not None
-        visible, request = compressed.compressed_lens[tokens], compressed.req_id_per_token[tokens]
-        table, size = compressed.block_table, compressed.records_per_block
-        translate = prepare_index_step(step, entries, visible, request, table, size, out=out)
+        given = entries.visible_lens, entries.token_to_req, pages.block_table, pages.block_size
+        prepare = partial(prepare_index_step, step, numbers, *given, out=out)
         if self.step.layer.kind is LayerKind.C4A:
-            self._translate = translate
+            # later, as a backend that reads entries itself needs none
+            self._prepare_translate = prepare
         else:
-            self._fixed.append(partial(translate, entries))
+            self._fixed.append(partial(prepare(), numbers))
 
 
 def _run_straight(

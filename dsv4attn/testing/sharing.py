@@ -19,8 +19,8 @@ def layers_share(bench: Bench, scene: Scenario) -> Measure:
     """Layers of a kind run in turn on one metadata object and one workspace, each twice; each equals the oracle.
 
     q, sink, out, lse and caches of a layer are tensors of their own; its top-k values stand in a buffer that all share,
-    and the second time in one of its own.
-    The workspace is not in debug mode, so prepared calls and index steps are used again.
+    and the second time in one of its own. The workspace is not in debug mode, so prepared calls and index steps are
+    used again.
     """
     scenes = [attrs.evolve(scene, seed=scene.seed + n, pages_of=scene if n else None) for n in range(LAYERS)]
     problems = [each.problem(bench.backend) for each in scenes]

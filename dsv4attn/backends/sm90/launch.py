@@ -261,8 +261,8 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
     own = Launch(
         attention, constants, (*q.stride()[:2], *results, *numbers, *turning, tokens, roles.least, scale, empty_lse)
     )
-    told = *results, empty_lse, int(tokens > lines), roles.first_columns
-    combine = Launch(combine_parts, combining, told, roles.warps)
+    combine_numbers = *results, empty_lse, int(tokens > lines), roles.first_columns
+    combine = Launch(combine_parts, combining, combine_numbers, roles.warps)
     programs, combiners = programs if tokens else 0, lines * each
     part, part_lse, part_max, splits = call.scratch
     # other kernels fill this memory with fp32: parts in fp16 need half of it, and scales less than the rest

@@ -39,7 +39,7 @@ class Roles:
     keys, of `producers` warps; and in the fourth, of four warps, which fetches what the third decodes: 0 if there is
     none. The first role, of four warps, has the other registers. least: tiles of the shortest chunk.
     heads, parts, warps: of a program of `combine_parts`, and parts that it loads together. With 2 or 4 heads, 2, 4 or 8
-    parts, or 8 warps most calls are slower, up to 1.3 times the whole call; H200, torch 2.11, Triton 3.6, 2026-11-25.
+    parts, or 8 warps most calls are slower, up to 1.4 times the whole call; H200, torch 2.11, Triton 3.6, 2026-11-25.
     first_columns: of the first scale of a part, see `kernels_schedule.Results`.
     measured: as of `Tuning`.
     """
