@@ -123,7 +123,7 @@ class World:
     distinct: int | None = None
     seed: int = 0
 
-    @property
+    @cached_property
     def layer(self) -> LayerGeometry:
         """The layer's geometry."""
         return self.geometry.layer_of_kind(self.kind)
