@@ -5,8 +5,9 @@ store. So nothing is pipelined: all loads of a tile are in flight at once. Both 
 by heads and columns by heads. The matrix unit multiplies 64 rows at least, and a program may have 16 heads: less of q
 to load, and less to store.
 
-Sums are stored as the matrix unit leaves them in registers, sixteen bytes of a thread beside those of the next one, and
-not divided by totals yet. `combine_tiles` loads them in that order, and sorts what it has combined.
+Sums are stored as the matrix unit leaves them in registers, eight bytes of a thread beside those of the next one, and
+not divided by totals yet. `combine_tiles` loads them in that order, and sorts what it has combined. They are fp16,
+under a power of two for each 64 columns of a tile, which follows from the scale bytes of its keys; see `bounds_of`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -48,8 +49,12 @@ QUERIES_L = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
 HEADS_L = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 CELLS_L = gl.constexpr(gl.BlockedLayout([1, 2, 2], [32, 1, 1], [4, 1, 1], [2, 1, 0]))
 """Of 8 heads and 64 columns, 128 cells of two columns and two heads, as `store_sums` has them in a thread."""
+SUMS_L = gl.constexpr(gl.SliceLayout(1, CELLS_L))
+"""The heads of those."""
 FOURS_L = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 ROWS_L = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+BYTES_L = gl.constexpr(gl.BlockedLayout([1, 2], [8, 4], [8, 1], [1, 0]))
+"""Eight numbers of each key of a tile, in the threads of WORDS_L."""
 
 
 @gluon.jit
@@ -66,8 +71,25 @@ def load_queries(q, q_s, t, head0, q_token, q_head, H: gl.constexpr, BH: gl.cons
 
 
 @gluon.jit
+def bounds_of(low, high, rope):
+    """[N, 8] exponents of powers of two: for each 64 columns of a key one, of which 2^16 exceed 128 times their values.
+
+    So weighted sums of 128 keys, divided by the largest of their powers, are numbers of fp16, as exact as products of
+    bf16 unless they are below 2^-14 of it. low, high: [N] words of scale bytes, which are exponents of codes up to 448.
+    rope: [N, 32] words of bf16 values.
+    """
+    of = gl.arange(0, 8, layout=gl.SliceLayout(0, BYTES_L))
+    low = gl.expand_dims(gl.convert_layout(low, gl.SliceLayout(1, BYTES_L), assert_trivial=True), 1)
+    high = gl.expand_dims(gl.convert_layout(high, gl.SliceLayout(1, BYTES_L), assert_trivial=True), 1)
+    largest = gl.max(gl.maximum(rope & 0x7FFF, (rope >> 16) & 0x7FFF), 1) >> 7
+    largest = gl.expand_dims(gl.convert_layout(largest, gl.SliceLayout(1, BYTES_L), assert_trivial=True), 1)
+    of = gl.expand_dims(of, 0)
+    return gl.where(of == 7, largest - 7, (gl.where(of < 4, low, high) >> of % 4 * 8) & 255)
+
+
+@gluon.jit
 def load_keys(keys, slot, inside, k0, k1, k2, k3, bias_s, PDL: gl.constexpr):
-    """Load and decode a tile, all of it at once, and let the next kernel begin while it is loaded."""
+    """Load and decode a tile, all of it at once, and let the next kernel begin while it is loaded; `bounds_of` it."""
     ok, data, scale = page_of(keys, slot, inside)
     x0 = load_codes(data, ok, 0, WORDS_L)
     x1 = load_codes(data, ok, 16, WORDS_L)
@@ -86,6 +108,7 @@ def load_keys(keys, slot, inside, k0, k1, k2, k3, bias_s, PDL: gl.constexpr):
     store_words(k2, 0, decoded(x4, high, None, 0), decoded(x5, high, None, 1))
     store_words(k0, 0, decoded(x0, low, None, 0), decoded(x1, low, None, 1))
     store_words(k1, 0, decoded(x2, low, None, 2), decoded(x3, low, None, 3))
+    return bounds_of(low, high, rope)
 
 
 @gluon.jit
@@ -95,20 +118,26 @@ def store_heads(to, x, BH: gl.constexpr):
 
 
 @gluon.jit
-def store_sums(to, x, BH: gl.constexpr):
-    """Store [128, BH] fp32, columns by heads, as `kernels_tiles_twin.place` says: eight heads after the other."""
+def store_sums(to, x, inverses, BH: gl.constexpr):
+    """Store [128, BH] in fp16, columns by heads, as `kernels_tiles_twin.place` says: eight heads after the other.
+
+    inverses: of the powers of the columns of each of eight warps.
+    """
+    x = gl.reshape(x, [8, 16, BH])
+    inverse = inverses.load(gl.SliceLayout(1, gl.SliceLayout(2, x.type.layout)))
+    x = (x * gl.expand_dims(gl.expand_dims(inverse, 1), 2)).to(gl.float16)
     # warps; both rows of a thread; which of eight rows; which eight heads; which quarter of them; both of its heads
     x = gl.permute(gl.reshape(x, [8, 2, 8, BH // 8, 4, 2]), (3, 0, 2, 4, 1, 5))
     x = gl.reshape(x, [128 * BH])
     LAYOUT: gl.constexpr = x.type.layout
-    gl.store(gl.multiple_of(to + gl.arange(0, 128 * BH, layout=LAYOUT), [16]), x)
+    gl.store(gl.multiple_of(to + gl.arange(0, 128 * BH, layout=LAYOUT), [8]), x)
 
 
 @stable_gluon
 def attend_tile(
     q,  # [T, H, 512] bf16
-    part,  # [programs, 512, BH] fp32, in the order of `store_sums`
-    part_sums,  # [programs, 2, BH] fp32: largest logits, base 2, and totals of the weights relative to them
+    part,  # [programs, 512, BH] fp16, in the order of `store_sums`
+    part_sums,  # [programs, 2 BH + 8] fp32: largest logits, base 2; totals of weights relative to them; powers of two
     cache0,  # [pages, page bytes] uint8
     rows0,  # [T, width0] int32
     lens0,  # [T] int32
@@ -129,7 +158,7 @@ def attend_tile(
     """Grid: (T x tiles x blocks of BH heads,), heads fastest, since programs share keys. Eight warps.
 
     tiles: of N keys, of each row, see `own_tile`. BH: 16, 32 or 64. N: 64 or 128. q and pages begin at multiples of 16
-    bytes. Segments are as the fields of `Segment` have them. A tile without keys stores sums, and no part.
+    bytes. Segments are as the fields of `Segment` have them. A tile without keys stores nothing.
     """
     wait_for_earlier(PDL)
     # keys by heads: 64 keys are four warps' rows, and the other four have the other half of the heads
@@ -159,7 +188,6 @@ def attend_tile(
     slot = gl.where(column < n, slot, -1)
     q_s = allocate(gl.bfloat16, [4, BH, 128], KEYS_S)
     load_queries(q, q_s, t, head0, q_token, q_head, H, BH)
-    sums = part_sums + program * (2 * BH)
     if begin < n:
         k0 = allocate(gl.bfloat16, [1, N, 128], KEYS_S)
         k1 = allocate(gl.bfloat16, [1, N, 128], KEYS_S)
@@ -167,7 +195,8 @@ def attend_tile(
         k3 = allocate(gl.bfloat16, [1, N, 128], KEYS_S)
         bias_s = allocate(gl.float32, [N], FLAT_S)
         p_s = allocate(gl.bfloat16, [N, BH], WEIGHTS_S)
-        load_keys(keys, slot, inside, k0, k1, k2, k3, bias_s, PDL)
+        inverses_s = allocate(gl.float32, [32], FLAT_S)
+        bounds = load_keys(keys, slot, inside, k0, k1, k2, k3, bias_s, PDL)
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
@@ -176,6 +205,14 @@ def attend_tile(
         s = warpgroup_mma(k1.index(0), q_s.index(1).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma(k2.index(0), q_s.index(2).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma(k3.index(0), q_s.index(3).permute((1, 0)), s, is_async=True)
+        sums = part_sums + program * (2 * BH + 8)
+        power = gl.minimum(gl.maximum(gl.max(bounds, 0), 1), 253)
+        of = gl.arange(0, 8, layout=gl.SliceLayout(0, BYTES_L))
+        gl.store(sums + 2 * BH + of, (power << 23).to(gl.float32, bitcast=True))
+        # four warps have 64 columns
+        inverse = ((254 - power) << 23).to(gl.float32, bitcast=True)
+        inverse = gl.join(inverse, inverse)
+        inverses_s.store(gl.reshape(gl.join(inverse, inverse), [32]))
         bias = gl.expand_dims(bias_s.load(gl.SliceLayout(1, SCORES)), 1)
         s = warpgroup_mma_wait(0, [s])
         # chosen, not added: q may be NaN, and so are its products with keys that are not there
@@ -192,19 +229,16 @@ def attend_tile(
         d = warpgroup_mma(k3.index(0).permute((1, 0)), p_s, zero, use_acc=False, is_async=True)
         a, b, c, d = warpgroup_mma_wait(0, [a, b, c, d])
         to = part + program.to(gl.int64) * (512 * BH)
-        store_sums(to, a, BH)
-        store_sums(to + 128 * BH, b, BH)
-        store_sums(to + 256 * BH, c, BH)
-        store_sums(to + 384 * BH, d, BH)
+        store_sums(to, a, inverses_s.slice(0, 8), BH)
+        store_sums(to + 128 * BH, b, inverses_s.slice(8, 8), BH)
+        store_sums(to + 256 * BH, c, inverses_s.slice(16, 8), BH)
+        store_sums(to + 384 * BH, d, inverses_s.slice(24, 8), BH)
         # behind the parts, which need not wait for it
         store_heads(sums, largest, BH)
         store_heads(sums + BH, gl.sum(p, 0), BH)
     else:
         async_copy.wait_group(0)
         let_next_begin(PDL)
-        none = gl.zeros([BH], gl.float32, layout=HEADS_L)
-        store_heads(sums, none + NOTHING, BH)
-        store_heads(sums + BH, none, BH)
 
 
 @stable_gluon
@@ -233,8 +267,8 @@ def combine_tiles(
     eights = cdiv(heads, 8)
     eight = (program // (8 // P)) % eights
     t = program // (8 // P * eights)
-    of = gl.arange(0, 128, layout=gl.SliceLayout(1, gl.SliceLayout(1, CELLS_L)))
-    second = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, CELLS_L)))
+    of = gl.arange(0, 128, layout=gl.SliceLayout(1, SUMS_L))
+    second = gl.arange(0, 2, layout=gl.SliceLayout(0, SUMS_L))
     within = gl.expand_dims(of % 4 * 2, 1) + gl.expand_dims(second, 0)
     head = eight * 8 + within
     # read before the kernel that computes parts has ended, see `kernels_dependent`
@@ -248,27 +282,31 @@ def combine_tiles(
     own = eight // (block // 8)
     rest = eight % (block // 8)
     cell = rest * 1024 + gl.arange(0, 512, layout=FOURS_L)
-    largest = gl.full([128, 2], NOTHING, gl.float32, layout=gl.SliceLayout(1, CELLS_L))
-    total = gl.zeros([128, 2], gl.float32, layout=gl.SliceLayout(1, CELLS_L))
+    largest = gl.full([128, 2], NOTHING, gl.float32, layout=SUMS_L)
+    total = gl.zeros([128, 2], gl.float32, layout=SUMS_L)
     accs = ()
     for _ in gl.static_range(P):
         accs = accs + (gl.zeros([128, 2, 2], gl.float32, layout=CELLS_L),)
     for begin in range(0, there, U):
         # every load of a round is on its way before the first is used
-        ms, ls, vs = (), (), ()
+        ms, ls, ss, vs = (), (), (), ()
         top = largest
         for u in gl.static_range(U):
             exists = begin + u < there
             row = (t * tiles + tile_with_keys(begin + u, of_first, before)) * blocks + own
-            sums = gl.multiple_of(part_sums + row * (2 * block) + rest * 8, 8) + within
+            own_sums = gl.multiple_of(part_sums + row * (2 * block + 8), 8)
+            sums = gl.multiple_of(own_sums + rest * 8, 8) + within
             m = gl.load(sums, mask=exists, other=NOTHING)
             ms = ms + (m,)
             ls = ls + (gl.load(sums + block, mask=exists, other=0.0),)
+            for k in gl.static_range(P):
+                ss = ss + (gl.load(own_sums + 2 * block + first + k, mask=exists, other=0.0),)
             values = gl.multiple_of(part + row.to(gl.int64) * (512 * block), 16) + cell
             for k in gl.static_range(P):
                 piece = first + k
                 v = gl.load(values + ((piece // 2) * (128 * block) + piece % 2 * 512), mask=exists, other=0.0)
-                vs = vs + (gl.convert_layout(gl.reshape(v, [128, 2, 2]), CELLS_L, assert_trivial=True),)
+                v = gl.convert_layout(gl.reshape(v, [128, 2, 2]), CELLS_L, assert_trivial=True)
+                vs = vs + (v.to(gl.float32),)
             top = gl.maximum(top, m)
         shrink = gl.exp2(largest - top)
         total *= shrink
@@ -276,12 +314,13 @@ def combine_tiles(
         for u in gl.static_range(U):
             weight = gl.exp2(ms[u] - top)
             total += ls[u] * weight
-            ws = ws + (gl.expand_dims(weight, 1),)
+            for k in gl.static_range(P):
+                ws = ws + (gl.expand_dims(weight * ss[u * P + k], 1),)
         now = ()
         for k in gl.static_range(P):
             acc = accs[k] * gl.expand_dims(shrink, 1)
             for u in gl.static_range(U):
-                acc += vs[u * P + k] * ws[u]
+                acc += vs[u * P + k] * ws[u * P + k]
             now = now + (acc,)
         accs = now
         largest = top

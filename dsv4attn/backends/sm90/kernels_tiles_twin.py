@@ -25,18 +25,29 @@ from dsv4attn.backends.sm90.kernels_twin import read_page
 
 
 @triton.jit
+def bounds_of(values, scale, ok):
+    """As `kernels_tiles` has them. values: [N, 512] fp32. scale: of addresses of scale bytes."""
+    of = tl.arange(0, 8)[None, :]
+    coded = ok[:, None] & (of < 7)
+    byte = tl.load(scale.to(tl.pointer_type(tl.uint8))[:, None] + of, mask=coded, other=0).to(tl.int32)
+    exponent = (values.to(tl.int32, bitcast=True) >> 23) & 255
+    rope = tl.max(tl.where(tl.arange(0, 512)[None, :] >= 448, exponent, 0), 1)
+    return tl.where(of == 7, rope[:, None] - 7, byte)
+
+
+@triton.jit
 def place(column, head, block):
     """Where the sum of a column and of a head of a block of so many is in a program's part."""
-    warp, row, eighth = column % 128 // 16, column % 16 // 8, column % 8
-    cell = warp * 32 + eighth * 4 + head % 8 // 2
+    row, eighth = column % 16 // 8, column % 8
+    cell = column % 128 // 16 * 32 + eighth * 4 + head % 8 // 2
     return column // 128 * (128 * block) + head // 8 * 1024 + cell * 4 + row * 2 + head % 2
 
 
 @stable_kernel
 def attend_tile(
     q,  # [T, H, 512] bf16
-    part,  # [programs, 512, BH] fp32, in the order of `place`
-    part_sums,  # [programs, 2, BH] fp32: largest logits, base 2, and totals of the weights relative to them
+    part,  # [programs, 512, BH] fp16, in the order of `place`
+    part_sums,  # [programs, 2 BH + 8] fp32: largest logits, base 2; totals of weights relative to them; powers of two
     cache0,  # [pages, page bytes] uint8
     rows0,  # [T, width0] int32
     lens0,  # [T] int32
@@ -74,7 +85,6 @@ def attend_tile(
             entries = Entries(requests, table, table_stride, known, columns)
             slot = entry_slots(entries, second, t, slot)
     slot = tl.where(key < n, slot, -1)
-    sums = part_sums + program * (2 * BH) + within
     if begin < n:
         ok, data, scales = page_of(keys, slot, inside)
         values = read_page(data, scales, ok)
@@ -85,12 +95,15 @@ def attend_tile(
         largest = tl.maximum(tl.max(z, 1), NOTHING)
         p = tl.exp2(z - largest[:, None])
         acc = tl.dot(p, values, input_precision="ieee")
-        tl.store(part + program.to(tl.int64) * (512 * BH) + place(column[None, :], within[:, None], BH), acc)
-        tl.store(sums, largest)
-        tl.store(sums + BH, tl.sum(p, 1))
-    else:
-        tl.store(sums, tl.full([BH], NOTHING, tl.float32))
-        tl.store(sums + BH, tl.zeros([BH], tl.float32))
+        power = tl.minimum(tl.maximum(tl.max(bounds_of(values, scales, ok), 0), 1), 253)
+        sums = part_sums + program * (2 * BH + 8)
+        tl.store(sums + 2 * BH + tl.arange(0, 8), (power << 23).to(tl.float32, bitcast=True))
+        inverse = ((254 - power) << 23).to(tl.float32, bitcast=True)
+        inverse = tl.reshape(tl.broadcast_to(inverse[:, None], (8, 64)), (1, 512))
+        to = part + program.to(tl.int64) * (512 * BH) + place(column[None, :], within[:, None], BH)
+        tl.store(to, (acc * inverse).to(tl.float16))
+        tl.store(sums + within, largest)
+        tl.store(sums + BH + within, tl.sum(p, 1))
 
 
 @stable_kernel
@@ -125,13 +138,15 @@ def combine_tiles(
     acc = tl.zeros([8, 64 * P], tl.float32)
     for i in range(there):
         row = (t * tiles + tile_with_keys(i, of_first, before)) * blocks + eight // (block // 8)
-        sums = part_sums + row * (2 * block) + within
-        m = tl.load(sums, mask=live, other=NOTHING)
+        sums = part_sums + row * (2 * block + 8)
+        m = tl.load(sums + within, mask=live, other=NOTHING)
         values = part + row.to(tl.int64) * (512 * block) + place(column[None, :], within[:, None], block)
         top = tl.maximum(largest, m)
         shrink, weight = tl.exp2(largest - top), tl.exp2(m - top)
-        acc = acc * shrink[:, None] + tl.load(values, mask=live[:, None], other=0.0) * weight[:, None]
-        total = total * shrink + tl.load(sums + block, mask=live, other=0.0) * weight
+        power = tl.load(sums + 2 * block + column // 64)
+        value = tl.load(values, mask=live[:, None], other=0.0).to(tl.float32)
+        acc = acc * shrink[:, None] + value * (power[None, :] * weight[:, None])
+        total = total * shrink + tl.load(sums + block + within, mask=live, other=0.0) * weight
         largest = top
     empty = total == 0.0
     whole = total

@@ -53,7 +53,9 @@ def prepare(
     results = *attend.result_strides(call), *shape, reading[-1], call.empty_lse
     combine = Launch(combine_tiles, _combining(*rounds), results, COMBINING_WARPS)
     programs, combiners = tokens * each * blocks, tokens * -(-heads // EIGHT) * PIECES // rounds[1]
-    part, sums, *_ = call.scratch
+    # other kernels fill this memory with fp32: parts in fp16 need half of it, and their sums less than the rest
+    memory = call.scratch[0]
+    part, sums = memory.view(torch.float16), memory.view(-1)[memory.numel() // 2 :]
 
     def run(
         q: Tensor,
@@ -100,7 +102,7 @@ def _combining(together: int, pieces: int) -> Constants:
 
 def variants(segments: int, heads: int, *, sinks: Sequence[bool], lses: Sequence[bool]) -> Iterator[Variant]:
     """Every form of these kernels that `forward_mqa` can ask for."""
-    floats = dict.fromkeys(("part", "part_sums"), "*fp32")
+    floats = {"part": "*fp16", "part_sums": "*fp32"}
     for tiles in TILES:
         types = {**floats, "q": "*bf16", "cache0": "*u8", "cache1": "*u8"}
         yield Variant.from_types(attend_tile, types, _constants(segments, heads, tiles), num_warps=WARPS)

@@ -101,7 +101,7 @@ def is_small(tokens: int, heads: int, width: int, programs: int) -> bool:
     return tokens * -(-heads // 64) * (-(-width // 64) + 1) <= programs
 
 
-FULLER = 2.9
+FULLER = 3.4
 """Microseconds more for each further program of a multiprocessor, in a decode by `kernels_tiles`."""
 
 
@@ -109,14 +109,13 @@ FULLER = 2.9
 class Tiles:
     """Sizes of a program of `kernels_tiles`, and a decode's microseconds with them, fitted to measured ones.
 
-    heads, keys: of a program's block and tile. start: of a decode; program: of each program, since they share memory.
-    most: programs of a multiprocessor up to which a decode may be faster than by others.
+    heads, keys: of a program's block and tile. start: of a decode. most: programs of a multiprocessor up to which a
+    decode may be faster than by others.
     """
 
     heads: int
     keys: int
     start: float
-    program: float
     most: int = 1
 
     def of_rows(self, widths: Sequence[int]) -> int:
@@ -128,23 +127,22 @@ class Tiles:
         return tokens * -(-heads // self.heads) * self.of_rows(widths)
 
     def time(self, tokens: int, heads: int, widths: Sequence[int], units: int) -> float:
-        """Microseconds of a decode, combining included: of each head, and of each head of each tile.
+        """Microseconds of a decode, combining included: of each head and tile, and once more of each head.
 
         units: multiprocessors.
         """
-        number = self.programs(tokens, heads, widths)
-        work = self.program * number + FULLER * ((number - 1) // units)
-        return self.start + work + tokens * heads * (0.00026 + 0.00049 * self.of_rows(widths))
+        more = FULLER * ((self.programs(tokens, heads, widths) - 1) // units)
+        return self.start + more + 0.00044 * tokens * heads * (1 + self.of_rows(widths))
 
 
 TILES = (
-    Tiles(heads=16, keys=64, start=9.6, program=0.0066, most=4),
-    Tiles(heads=32, keys=64, start=10.6, program=0.011),
-    Tiles(heads=32, keys=128, start=13.2, program=0.0194),
-    Tiles(heads=64, keys=128, start=15.6, program=0.026),
+    Tiles(heads=16, keys=64, start=9.8, most=4),
+    Tiles(heads=32, keys=64, start=10.8),
+    Tiles(heads=32, keys=128, start=14.2),
+    Tiles(heads=64, keys=128, start=16.3),
 )
 """64 heads with 64 keys, and 16 with 128, were never faster than the best of these, a multiprocessor for each tile. The
-parts of `most` programs for each multiprocessor fill the memory that `Sm90Backend.scratch` asks for."""
+parts of `most` programs for each multiprocessor fill half of the memory that `Sm90Backend.scratch` asks for."""
 
 
 @lru_cache(maxsize=4096)
@@ -153,8 +151,8 @@ def tiles_of(tokens: int, heads: int, widths: tuple[int, ...], units: int) -> Ti
 
     None if no sizes are so large, or if the Gluon kernel on pages is faster. widths: of the index rows of each segment.
     Measured on an H200, torch 2.11, Triton 3.6, 2026-11-26: 97 decodes of 1 to 264 tokens, 8 to 128 heads and 128 to
-    1,152 keys, on c128a layers the mean of rows of random lengths and of full ones. For 96 the choice is the fastest,
-    for one it is 2.7 % slower.
+    1,152 keys, on c128a layers the mean of rows of random lengths and of full ones. For 95 the choice is the fastest,
+    for two it is at most 0.8 % slower.
     """
     tiles = sum(-(-width // 64) for width in widths)
     best = min(
@@ -162,13 +160,13 @@ def tiles_of(tokens: int, heads: int, widths: tuple[int, ...], units: int) -> Ti
         key=lambda one: one.time(tokens, heads, widths, units),
         default=None,
     )
-    pages = 19.8 + 0.14 * tiles + 0.009 * tokens * -(-heads // 64) * tiles
+    pages = 19.3 + 0.134 * tiles + 0.0119 * tokens * -(-heads // 64) * tiles
     return best if best is not None and best.time(tokens, heads, widths, units) < pages else None
 
 
-ROUNDS = ((10, 1), (5, 2), (2, 4))
-"""Of programs of `combine_tiles`: tiles of a round, and pieces of 64 columns. Measured beside five others, of which
-(2, 8) was 4 % faster for 64 tokens with a window alone."""
+ROUNDS = ((10, 1), (5, 2), (10, 2), (2, 8))
+"""Of programs of `combine_tiles`: tiles of a round, and pieces of 64 columns. Measured beside eight others, 75 decodes,
+H200, torch 2.11, Triton 3.6, 2026-11-26: what `rounds_of` says takes 1 % more than the fastest of twelve, at most 5."""
 
 
 def rounds_of(tokens: int, heads: int, tiles: int) -> tuple[int, int]:
@@ -176,8 +174,10 @@ def rounds_of(tokens: int, heads: int, tiles: int) -> tuple[int, int]:
 
     Few and large programs where many would take turns on a multiprocessor, which has room for four to eight of them.
     """
-    many = tokens * -(-heads // 8) > 64
-    return ROUNDS[2] if many and tiles <= 2 else ROUNDS[1] if many or tiles <= 5 else ROUNDS[0]
+    blocks = tokens * -(-heads // 8)
+    if tiles <= 5:
+        return ROUNDS[3] if tiles <= 2 and blocks > 64 else ROUNDS[1]
+    return ROUNDS[2] if blocks >= 48 else ROUNDS[0]
 
 
 _SAMPLES = 16

@@ -132,8 +132,9 @@ def tile_forms(heads: Sequence[int]) -> list[dict[str, Any]]:
                 **dict(outcome.variant.constants),
                 "reasons": [str(reason) for reason in outcome.reasons],
                 "occupancy": need.occupancy if need else 0,
-                "stored": len(re.findall(r"st\.global\S*\.v4\.b32", text)),
                 "loaded": len(re.findall(r"ld\.global\S*\.v4\.b32", text)),
+                "parts_stored": len(re.findall(r"st\.global\S*\.v2\.b32", text)),
+                "parts_loaded": len(re.findall(r"ld\.global\S*\.v2\.b32", text)),
             }
         )
     return told

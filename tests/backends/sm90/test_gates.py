@@ -88,14 +88,15 @@ def test_every_form_of_one_tile_keeps_every_limit(heads: str) -> None:
     attending = [form for form in forms if form["name"] == "attend_tile"]
     combining = [form for form in forms if form["name"] == "combine_tiles"]
     assert len(attending) == 8 * len(heads.split())
-    assert len(combining) == 6
+    assert len(combining) == 8
     for form in attending:
-        # two programs of 64 keys on a multiprocessor; sums sixteen bytes at a time; so are a key's codes and its rope
+        # two programs of 64 keys on a multiprocessor; sums eight bytes at a time, a key's codes and its rope sixteen
         assert form["occupancy"] == (2 if form["N"] == 64 else 1)
-        assert form["stored"] == form["BH"] // 2
+        assert form["parts_stored"] == form["BH"] // 2
         assert form["loaded"] == 9 * form["N"] // 64
     for form in combining:
-        assert form["loaded"] == form["U"] * form["P"]
+        # eight bytes of each piece; and of each tile, one of both sums
+        assert form["parts_loaded"] == form["U"] * (form["P"] + 1)
 
 
 def is_coded(name: str) -> bool:
