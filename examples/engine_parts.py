@@ -6,6 +6,7 @@ import click
 import torch
 from attrs import define, field
 from torch import Tensor
+from torch.nn.functional import linear
 
 from dsv4attn import (
     Backend,
@@ -144,24 +145,24 @@ class StandIn:
     """
 
     def __init__(self, model: ModelGeometry, device: torch.device) -> None:
-        """Draw the weights. wo_a: [G * rank, H / G * D], as `o_proj` takes it."""
+        """Draw the weights, each [out, in] as `linear` takes it. wo_a: [G * rank, H / G * D], as `o_proj` takes it."""
         heads, rank, self.head_dim = (
             model.num_heads * model.head_dim,
             model.o_groups * model.o_lora_rank,
             model.head_dim,
         )
-        keys = (HIDDEN, model.head_dim)
-        shapes = (HIDDEN, heads), keys, keys, (rank, HIDDEN), (rank, heads // model.o_groups)
+        keys = (model.head_dim, HIDDEN)
+        shapes = (heads, HIDDEN), keys, keys, (HIDDEN, rank), (rank, heads // model.o_groups)
         drawn = [torch.randn(*shape).mul_(HIDDEN**-0.5).bfloat16().to(device) for shape in shapes]
         self.wq, self.wkv, self.w_entry, self.wo_b, self.wo_a = drawn
 
     def q_and_kv(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [T, H, D] and keys [T, D] of x [T, HIDDEN], neither rotated yet."""
-        return (norm(x) @ self.wq).unflatten(-1, (-1, self.head_dim)), norm(norm(x) @ self.wkv)
+        return linear(norm(x), self.wq).unflatten(-1, (-1, self.head_dim)), norm(linear(norm(x), self.wkv))
 
     def entries(self, x: Tensor) -> Tensor:
         """Compressed entry [T, D] that each token would complete. A real compressor pools 4 or 128 tokens."""
-        return norm(norm(x) @ self.w_entry)
+        return norm(linear(norm(x), self.w_entry))
 
     def topk(self, positions: Tensor, layer: LayerGeometry) -> Tensor:
         """[T, K] int32: numbers of the newest entries that each token sees, -1 for none. A real indexer scores them."""
@@ -171,4 +172,4 @@ class StandIn:
 
     def output(self, x: Tensor, z: Tensor) -> Tensor:
         """Project the attention's z [T, G, rank] back and add it to x."""
-        return x + norm(z.flatten(1) @ self.wo_b)
+        return x + norm(linear(z.flatten(1), self.wo_b))

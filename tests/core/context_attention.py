@@ -116,12 +116,11 @@ def attention(
     starts, slots, q = [0], [], torch.randn(121, every, 32, generator=draw)
     keys = [(torch.randn(n, 32, generator=draw), torch.randn(n // ratio, 32, generator=draw)) for n, _ in RAGGED]
     for i, (n, count) in enumerate(RAGGED):
-        for p in range(max(n - count - 7, 0), n):
-            window.tensor[tables[0][i, p // window_page], p % window_page] = keys[i][0][p]
-        for e in range(n // ratio):
-            if own.owner(e) == own.rank:
-                local = own.local(e)
-                compressed.tensor[tables[1][i, local // page], local % page] = keys[i][1][e]
+        live = torch.arange(max(n - count - 7, 0), n)
+        window.tensor[tables[0][i, live // window_page], live % window_page] = keys[i][0][live]
+        held = [e for e in range(n // ratio) if own.owner(e) == own.rank]
+        local = torch.tensor([own.local(e) for e in held], dtype=torch.long)
+        compressed.tensor[tables[1][i, local // page], local % page] = keys[i][1][held]
         starts.append(starts[-1] + count)
         slots += [int(tables[0][i, p // window_page]) * window_page + p % window_page for p in range(n - count, n)]
     lens, begin = torch.tensor([n for n, _ in RAGGED]).int(), torch.tensor(starts).int()
@@ -141,7 +140,6 @@ def attention(
     metadata = OwnedMetadataBuilder(own, SMALL, limits, **sizes, **options).build_for(batch, [kind])[kind]
     assert (metadata.whole is not None) is keys_of_all
     chosen, global_chosen = None, []
-    request = [i for i, (_, count) in enumerate(RAGGED) for _ in range(count)]
     seen = [(n - count + j + 1) // ratio for n, count in RAGGED for j in range(count)]
     if kind is LayerKind.C4A:
         global_chosen = [torch.randperm(n, generator=draw)[: layer.topk].tolist() for n in seen]
@@ -164,13 +162,21 @@ def attention(
     forward_mqa_over_ranks(*given, **more)  # type: ignore[arg-type]
 
     rtol, atol = (1e-5, 2e-6) if dtype == torch.float32 else (2e-2, 2e-2)
-    positions = [n - count + j for n, count in RAGGED for j in range(count)]
-    for t, (i, p) in enumerate(zip(request, positions, strict=True)):
-        found = torch.cat([keys[i][0][max(p - layer.window + 1, 0) : p + 1], keys[i][1][global_chosen[t]]]).double()
-        logits = q[t].double() @ found.T * layer.scale
+    wanted = []
+    for (n, count), first, each in zip(RAGGED, starts, keys, strict=False):
+        tokens, token, place = slice(first, first + count), torch.arange(n - count, n)[:, None], torch.arange(n)
+        selected = torch.zeros(count, n // ratio, dtype=torch.bool)
+        for row, entries in zip(selected, global_chosen[tokens], strict=True):
+            row[entries] = True
+        seen_keys = torch.cat([(token - layer.window < place) & (place <= token), selected], 1)
+        found = torch.cat(each).double()
+        logits = (q[tokens].double() @ found.T * layer.scale).masked_fill(~seen_keys[:, None], -inf)
         # logits are finite, so a sink of +inf takes all
-        weights = torch.cat([logits, sink.double().clamp(max=1e6)[:, None]], 1).softmax(1)[:, :-1]
-        torch.testing.assert_close(out[t].double(), (weights @ found)[mine], rtol=rtol, atol=atol)
-        torch.testing.assert_close(lse[t].double(), logits.logsumexp(1)[mine], rtol=1e-5, atol=2e-6)
+        given_sink = sink.double().clamp(max=1e6)[:, None].expand(count, -1, -1)
+        weights = torch.cat([logits, given_sink], 2).softmax(2)[..., :-1]
+        wanted.append(((weights @ found)[:, mine], logits.logsumexp(2)[:, mine]))
+    wanted_out, wanted_lse = (torch.cat(parts) for parts in zip(*wanted, strict=True))
+    torch.testing.assert_close(out.double(), wanted_out, rtol=rtol, atol=atol)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=2e-6)
     if not context.divides_heads:
         same_everywhere(group, out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from math import inf
 from typing import Any
 
@@ -18,6 +18,7 @@ from dsv4attn.core.context import set_forward_context
 from dsv4attn.core.context_parallel import ContextParallel, merge_over_ranks
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.layer_weights import AttentionWeights
+from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
@@ -86,15 +87,19 @@ def planted(group: Any, of: type[ContextParallel]) -> None:
 # whole layers
 
 
-def make(group: Any, layout: Any, context: ContextParallel) -> tuple[Whole, Whole]:
-    """All heads and entries on one rank, and both divided over one group."""
-    rank, size, backend = group.rank(), group.size(), load_backend("reference")
-    common: dict[str, Any] = {"geometry": TWELVE, "compressed_block_tokens": 64}
-    one = Whole(backend, layout, **common)
-    many = Whole(backend, layout, **common, context_parallel=context)
+COMMON: dict[str, Any] = {"geometry": TWELVE, "compressed_block_tokens": 64}
+
+
+def on_one(layout: KVCacheLayout) -> Whole:
+    return Whole(load_backend("reference"), layout, **COMMON)
+
+
+def over_ranks(group: Any, layout: KVCacheLayout, context: ContextParallel) -> Whole:
+    """Heads and entries divided over one group."""
+    many = Whole(load_backend("reference"), layout, **COMMON, context_parallel=context)
     many.workspace = WorkspaceManager(debug=True)
-    many.layers = [on_rank(group, many, i, rank, size, context) for i in range(TWELVE.num_layers)]
-    return one, many
+    many.layers = [on_rank(group, many, i, group.rank(), group.size(), context) for i in range(TWELVE.num_layers)]
+    return many
 
 
 def on_rank(group: Any, many: Whole, index: int, rank: int, size: int, context: ContextParallel) -> DeepseekV4Attention:
@@ -112,31 +117,40 @@ def layers(group: Any, layout: Any, *, other_sink: bool = False) -> None:
 
     other_sink: whether each rank takes the sinks of the next one's heads, which must fail.
     """
-    one, many = make(group, layout, divided(group))
+    many = over_ranks(group, layout, divided(group))
     for i, layer in enumerate(many.layers if other_sink else ()):
         whole = torch.as_tensor(many.weights[i]["attn_sink"])
         layer.attention.attn_sink = whole.chunk(group.size())[(group.rank() + 1) % group.size()].clone()
-    results = []
-    for model in (one, many):
-        a, b = model.manager.new(), model.manager.new()
-        found = model.step([(a, 40)], model.hidden(1, 40))
-        found += model.step([(a, 1), (b, 60)], model.hidden(2, 61))
-        for seed in range(3):
-            found += model.step([(a, 1), (b, 1)], model.hidden(3 + seed, 2))
-        # a context shorter than an entry of some ranks
-        results.append([*found, *model.cut(model.hidden(9, 9), [5, 4])[1]])
+    outputs = served(many)
     worst = max(
         float((mine - wanted).abs().max() / wanted.abs().max())
-        for mine, wanted in zip(results[1], results[0], strict=True)
+        for mine, wanted in zip(outputs, alone(layout), strict=True)
     )
     assert (worst > 1e-3) if other_sink else (worst <= 3e-6)
-    for mine in results[1]:
+    for mine in outputs:
         same_everywhere(group, mine)
+
+
+def served(model: Whole) -> list[Tensor]:
+    """What `layers` says of one model: outputs of every layer in every step."""
+    a, b = model.manager.new(), model.manager.new()
+    found = model.step([(a, 40)], model.hidden(1, 40))
+    found += model.step([(a, 1), (b, 60)], model.hidden(2, 61))
+    for seed in range(3):
+        found += model.step([(a, 1), (b, 1)], model.hidden(3 + seed, 2))
+    # a context shorter than an entry of some ranks
+    return [*found, *model.cut(model.hidden(9, 9), [5, 4])[1]]
+
+
+@cache
+def alone(layout: KVCacheLayout) -> list[Tensor]:
+    """Outputs of one rank, for groups of every size: nothing about them depends on the group."""
+    return served(on_one(layout))
 
 
 def padding_and_warm_up(group: Any) -> None:
     """Padding rows give what they give on one rank, and a warm-up reserves what a locked workspace needs."""
-    one, many = make(group, FP32, divided(group))
+    one, many = on_one(FP32), over_ranks(group, FP32, divided(group))
     for model in (one, many):
         with set_forward_context(None), torch.no_grad():
             for layer in model.layers:
@@ -174,7 +188,7 @@ def refused(group: Any) -> None:
 
 def queries_of_other_heads(group: Any) -> None:
     """Queries and outputs of all heads, where those of one rank belong, are refused before anything is sent."""
-    _, many = make(group, FP32, divided(group))
+    many = over_ranks(group, FP32, divided(group))
     layer, sequence = many.layers[1].attention, many.manager.new()
     batch = many.manager.batch([(sequence, 5)])
     for heads, said in ((12, "q: expected"), (TWELVE.num_heads // group.size(), "output|out: expected")):

@@ -18,6 +18,7 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.triton.launch import GenericBackend
 from dsv4attn.core.context_parallel import ContextParallel
 from tests.core.whole import FP8, Whole
+from tests.interpreter import patch_interpreter
 
 RANKS = 2
 
@@ -30,7 +31,8 @@ def test_two_ranks_of_kernels_are_one(tmp_path: Path) -> None:
 
 
 def serve(rank: int, folder: str) -> None:
-    """One rank; what failed is written to its file."""
+    """One rank; what failed is written to its file. A process of its own has not read `conftest.py`."""
+    patch_interpreter()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = f"file://{folder}/store"
