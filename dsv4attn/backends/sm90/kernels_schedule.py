@@ -413,7 +413,8 @@ def place_in_part(head, column):
 def powers_of(largest):
     """Powers of two, as (scale, inverse): what is at most `largest`, times the inverse, is below 2^15.
 
-    With its eleven bits a part is as exact as the products that it is a sum of, which are of bf16.
+    With its eleven bits a part is as exact as the products that it is a sum of, which are of bf16; below 2^-29 of
+    `largest` it has fewer.
     """
     exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
     scale = tl.maximum(exponent, 15 << 23) - (14 << 23)

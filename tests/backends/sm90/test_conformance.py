@@ -73,8 +73,9 @@ NOW_TILES = (
     "poison-ocp-decode",
     "apart-call-decode",
     "nan-ocp-decode",
+    "codes-ocp-decode",
 )
-"""The same, of decodes by programs of one tile."""
+"""The same, of decodes by programs of one tile, whose parts have powers of two of their own."""
 
 
 class Quick(QuickHistory, Sm90Backend): ...
