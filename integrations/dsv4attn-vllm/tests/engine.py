@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from attrs import define, field
@@ -23,6 +24,7 @@ from vllm.distributed import (
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
 from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
@@ -47,8 +49,11 @@ SIZES = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "dtype": "bfloat16",
 }
-PAGES = 1000
+PAGES, MOST_PAGES = 500, 1000
+"""Pages of each cache; and of how many the order is drawn, so that a smaller cache leaves later draws as they are."""
 CPU = torch.device("cpu")
+WINDOWS = "_COMPUTE_SWA_INDICES_AND_LENS_KERNEL"
+"""VLLM's kernel that lists the window of each token."""
 
 
 @cache
@@ -153,7 +158,8 @@ class Engine:
         for tensor in self.tensors.values():
             # a byte that no kernel wrote must not be read: NaN in every format
             tensor.view(torch.uint8).fill_(0xFF) if tensor.dtype == torch.uint8 else tensor.fill_(float("nan"))
-        self._free = (torch.randperm(pages - 1) + 1).tolist()
+        order = torch.randperm(max(pages, MOST_PAGES) - 1) + 1
+        self._free = order[order < pages].tolist()
         limits, longest = config.scheduler_config, config.model_config.max_model_len
         with device:
             self.tables = [torch.zeros(limits.max_num_seqs, -(-longest // size), dtype=torch.int32) for size in sizes]
@@ -254,9 +260,11 @@ class Engine:
     ) -> list[Tensor]:
         """One step: the output of each layer's attention, [rows, h, 512].
 
-        pad: see `describe`. behind: rows of padding that the metadata do not know of.
+        pad: see `describe`. behind: rows of padding that the metadata do not know of. attend: else keys are written and
+        nothing is attended, and vLLM's builder does not list the windows that would be, which is quicker.
         """
-        metadata = self.describe(work, pad=pad, **options)
+        with nullcontext() if attend else patch.object(sparse_swa, WINDOWS, lambda *_, **__: None):
+            metadata = self.describe(work, pad=pad, **options)
         rows = sum(count for _, count in work) + pad + behind
         self.select(work)
         with set_forward_context(metadata, self.config, num_tokens=rows):

@@ -1,4 +1,4 @@
-"""A process with vLLM's own engine in it: `python served.py ARGUMENTS`, which are JSON; see `main`.
+"""A process with vLLM's own engine in it: see `main`.
 
 vLLM's scheduler, cache manager with prefix caching, worker and model runner (version 2) for CPUs, sampler and model run
 as they are. A DeepSeek-V4 model runs its attention with all steps around it, and its hyper-connections, on dsv4attn.
@@ -11,12 +11,9 @@ Faked, beside the interpreter of conftest.py:
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import conftest  # noqa: F401 - Triton's interpreter and the variables of these tests
@@ -137,7 +134,3 @@ def main(*, out: str, backend: str, rounds: list[list[list[int]]], tokens: int, 
         found = [answers(llm, prompts, tokens, of_prompts=not i) for i, prompts in enumerate(rounds)]
         [preempted] = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
     torch.save((found, preempted), out)
-
-
-if __name__ == "__main__":
-    main(**json.loads(Path(sys.argv[1]).read_text()))

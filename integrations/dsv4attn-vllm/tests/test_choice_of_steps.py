@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from dsv4attn_vllm.index_metadata import IndexBackend
 from dsv4attn_vllm.indexer import IndexCache, IndexerSteps, Selector
 from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, MHC, PROJECTION, Device
 from engine import config_of, world
+from processes import execute, run
 from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.models.deepseek_v4.attention import DeepseekV4Indexer, DeepseekV4IndexerCache
@@ -264,16 +263,15 @@ print(json.dumps([refused, sorted(op_registry_oot)]))
 """
 
 
-def test_a_model_is_refused_or_gets_its_hyper_connections_when_it_is_imported() -> None:
+def test_a_model_is_refused_or_gets_its_hyper_connections_when_it_is_imported(tmp_path: Path) -> None:
     """In a process of its own, as vLLM imports models."""
-    done = subprocess.run([sys.executable, "-c", MODEL], capture_output=True, text=True, check=False)
+    printed = run(tmp_path, execute, {"code": MODEL})
 
-    assert done.returncode == 0, done.stderr[-3000:]
-    refused, ops = json.loads(done.stdout.strip().splitlines()[-1])
+    refused, ops = json.loads(printed.strip().splitlines()[-1])
     assert "DSV4ATTN_VLLM_STEPS: expected auto, all, none, or some of" in refused
     assert refused.endswith("got 'mhd' -> write mhc, or set DSV4ATTN_VLLM=0 to run vLLM's own attention")
     assert ops == ["HCHeadOp", "MHCFusedPostPreOp", "MHCPostOp", "MHCPreOp"]
-    assert "replaced vllm.models.deepseek_v4.cpu.model.DeepseekV4CPUAttention, MHCPreOp, MHCPostOp" in done.stdout
+    assert "replaced vllm.models.deepseek_v4.cpu.model.DeepseekV4CPUAttention, MHCPreOp, MHCPostOp" in printed
 
 
 STEP_KERNELS = {

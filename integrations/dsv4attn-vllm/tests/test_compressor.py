@@ -51,7 +51,7 @@ def differences(engine: WholeEngine, work: Sequence[Any], *, pad: int = 0, behin
                 written.append(bytes_of(engine))
             ours, theirs = written
             assert any((theirs[name] != before[name]).any() for name in before), compressor.prefix
-            found[compressor.prefix] = sum(int((ours[name] != theirs[name]).sum()) for name in ours)
+            found[compressor.prefix] = sum(int((ours[name] != theirs[name]).count_nonzero()) for name in ours)
     return found
 
 

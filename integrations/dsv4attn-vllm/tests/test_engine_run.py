@@ -6,16 +6,14 @@ served.py says what is faked.
 from __future__ import annotations
 
 import copy
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from engine import KINDS, SIZES, generator
+from processes import execute, run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
@@ -69,13 +67,10 @@ def serve(
     """The answers in each round (see served.py) of an engine in a process of its own, its preemptions, and its log."""
     limits = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": CHUNK, "max_logprobs": 256}
     limits["num_gpu_blocks_override"] = PAGES
-    out, file = folder / "answers.pt", folder / "arguments.json"
-    given = {"model": str(folder), "out": str(out), "backend": backend, "rounds": rounds, "tokens": TOKENS}
-    file.write_text(json.dumps({**given, **limits}))
-    script = Path(__file__).with_name("served.py")
-    done = subprocess.run([sys.executable, script, file], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return *torch.load(out), done.stdout + done.stderr
+    out = folder / "answers.pt"
+    given = {"model": str(folder), "out": str(out), "backend": backend, "rounds": rounds, "tokens": TOKENS, **limits}
+    log = run(folder, execute, {"code": "import served\nserved.main(**given)", "given": given})
+    return *torch.load(out), log
 
 
 def logprobs(model: Any, prompts: Sequence[list[int]], answers: Sequence[Mapping[str, Any]]) -> list[Tensor]:

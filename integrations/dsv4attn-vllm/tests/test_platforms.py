@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from dsv4attn_vllm.cpu import CPUAttention
 from dsv4attn_vllm.replacements import PLATFORMS, V41_PLATFORMS, platform_name
 from dsv4attn_vllm.xpu import XPUAttention
 from engine import Engine, config_of, world
+from processes import execute, run
 from test_steps import of_own_builder
 from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v4.xpu.xpu_sparse import DeepseekV4XPUAttention
@@ -134,11 +133,10 @@ with world(config):
 """
 
 
-def test_rocms_layer_in_a_process_that_takes_itself_for_an_mi355() -> None:
+def test_rocms_layer_in_a_process_that_takes_itself_for_an_mi355(tmp_path: Path) -> None:
     """Faked: the properties of the GPU, which vLLM's module asks for when it is imported."""
     code = ROCM.format(tests=str(Path(__file__).parent))
 
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    printed = run(tmp_path, execute, {"code": code})
 
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "--monokernel: expected off: it runs whole layers itself, got on -> leave --monokernel out" in done.stdout
+    assert "--monokernel: expected off: it runs whole layers itself, got on -> leave --monokernel out" in printed

@@ -285,7 +285,7 @@ def test_memory_of_every_microbatch_and_lane_is_reserved_before_vllm_locks_it(
 
     theirs.reset_workspace_manager()
     theirs.init_workspace_manager(torch.device("cpu"), num_ubatches=2, num_lanes=2)
-    work = [(engine.request(150), 1), (engine.request(), 40)]
+    work = [(engine.request(150), 1), (engine.request(), 20)]
     q = torch.randn(5, 4, 512).bfloat16()
     for layer, lane in itertools.product(engine.layers, (0, 1)):
         with set_forward_context(None, engine.config, num_tokens=5), theirs.use_workspace_lane(lane):

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, multiprocessing
+from processes import run
+from torch import Tensor
 
 BEFORE = [(150, 1), (40, 1), (0, 20)]
 
@@ -42,7 +43,7 @@ def steps_of_a_rank(rank: int, size: int, folder: str) -> None:
 
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     steps_of_a_rank(0, 1, str(tmp_path))
-    multiprocessing.spawn(steps_of_a_rank, args=(2, str(tmp_path)), nprocs=2)
+    run(tmp_path, steps_of_a_rank, *({"rank": rank, "size": 2, "folder": str(tmp_path)} for rank in (0, 1)))
 
     def said(size: int, rank: int) -> Any:
         return torch.load(tmp_path / f"{size}-{rank}.pt")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -19,6 +17,7 @@ from dsv4attn_vllm.attention import insert_context_kv
 from dsv4attn_vllm.cuda_v41 import CUDAAttention, select_attention
 from dsv4attn_vllm.guard import RefusedError
 from engine import config_of, world
+from processes import execute, run
 from v41 import RATIOS, V41Engine, v41_config
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -323,11 +322,10 @@ assert model._select_dsv4_attn_cls(config) is rocm.DeepseekV41ROCMAiterMLAAttent
 """
 
 
-def test_rocms_layer_in_a_process_that_takes_itself_for_an_mi355() -> None:
+def test_rocms_layer_in_a_process_that_takes_itself_for_an_mi355(tmp_path: Path) -> None:
     """Faked: the properties of the GPU, which vLLM's module asks for when it is imported."""
     code = ROCM.format(tests=str(Path(__file__).parent))
 
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    printed = run(tmp_path, execute, {"code": code})
 
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "--monokernel: expected off: it runs whole layers itself, got on -> leave --monokernel out" in done.stdout
+    assert "--monokernel: expected off: it runs whole layers itself, got on -> leave --monokernel out" in printed
