@@ -27,13 +27,23 @@ class Codes(Call):
     """A call with one key a row and q = 0, so that the output is the key.
 
     Row t has the scale byte SCALES[t] over all 256 codes, and other scale bytes over the rest of its codes.
-    Fields are those of `Call`.
+
+    copies: more than one is how often a row lists its key at most, so that some rows are long enough to be split. Then
+    every group has a scale byte of its own, far from those of its neighbours. Other fields are those of `Call`.
     """
+
+    copies: int = 1
 
     @classmethod
     def of(cls, **fields: object) -> Codes:
         """A window-only call with a row for each scale byte."""
         return cls(kind="swa", pattern="one", rows=len(SCALES), **fields)  # type: ignore[arg-type]
+
+    @classmethod
+    def repeated(cls, **fields: object) -> Codes:
+        """A window-only call of a few rows of 1 to 640 copies of one key."""
+        copies = 640
+        return cls(kind="swa", pattern="one", rows=24, copies=copies, window_columns=copies, **fields)  # type: ignore[arg-type]
 
     @cached_property
     def records(self) -> list[U8]:
@@ -42,12 +52,13 @@ class Codes(Call):
         nans = (0x80,) if layout.fp8_format is Fp8Format.FNUZ else (0x7F, 0xFF)
         codes = np.arange(layout.coded_dims, dtype=np.int64) % 256
         codes[np.isin(codes, nans)] = 0
-        rope = np.random.default_rng((self.seed, 30)).integers(0x3F00, 0x4200, (len(SCALES), layout.plain_dims))
+        rope = np.random.default_rng((self.seed, 30)).integers(0x3F00, 0x4200, (self.rows, layout.plain_dims))
         made = []
-        for row in range(len(SCALES)):
+        same = 4 if self.copies == 1 else 1
+        for row in range(self.rows):
             scales = np.zeros(layout.scale_bytes, dtype=np.uint8)
             for group in range(layout.num_groups):
-                scales[group] = SCALES[(row + 29 * (group // 4)) % len(SCALES)]
+                scales[group] = SCALES[(row + 29 * (group // same)) % len(SCALES)]
             data = [codes.astype(np.uint8), rope[row].astype("<u2").view(np.uint8), scales]
             made.append(np.concatenate(data))
         return made
@@ -68,13 +79,13 @@ class Codes(Call):
     @cached_property
     def lanes(self) -> list[Lanes]:
         """Row t names slot t."""
-        slots = np.full((self.rows, self.layer.window), -1)
-        slots[:, 0] = np.arange(self.rows)
-        return [Lanes(slots, np.ones(self.rows, dtype=np.int64))]
+        slots = np.full((self.rows, max(self.copies, self.layer.window)), -1)
+        slots[:, : self.copies] = np.arange(self.rows)[:, None]
+        return [Lanes(slots, 1 + np.arange(self.rows) * 271 % self.copies)]
 
 
 def reads_every_code(bench: Bench, codes: Codes) -> Measure:
-    """Attention over one key returns the key: judged value by value, relative to its own size."""
+    """Attention over one key, or copies of it, returns the key: judged value by value, relative to its own size."""
     if codes.phase is Phase.PREFILL and bench.backend.forms.prefill_keys is KeyForm.GATHERED:
         raise SkipCase("does not apply: this backend reads gathered rows in prefill")
     out, _ = codes.run(attrs.evolve(bench, lse=False))

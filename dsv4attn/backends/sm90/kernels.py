@@ -23,7 +23,7 @@ def attention(
     max_logits,  # [T, H] fp32, or None
     sink,  # [H] fp32, or None
     part,  # [programs, 2, 64, 512] fp16, in the order of `place_in_part`
-    part_scale,  # [programs, 2, 64, 2] bf16
+    part_powers,  # [programs, 2, 8192] uint8
     part_lse,  # [programs, 2, 64] fp32
     part_max,  # [programs, 2, 64] fp32, or None
     table,  # [lines, 2] int32
@@ -64,7 +64,7 @@ def attention(
         second = Segment(cache1, rows1, lens1, width1, stride1, size1, factor1, log1, pitch1, count1)
     keys = Keys(first, second, KIND == BF16_ROWS)
     results = Results(
-        out, lse, max_logits, sink, part, part_scale, part_lse, part_max, table,
+        out, lse, max_logits, sink, part, part_powers, part_lse, part_max, table,
         out_token, out_head, lse_token, lse_head, max_token, max_head, empty_lse,
     )  # fmt: skip
     bias = load_sink(sink, head0, H)

@@ -19,6 +19,8 @@ LINE_L = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))
 SHORT_L = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 """SHORT numbers in each of four warps, which add them up without waiting for each other."""
 ONE_L = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+PIECE = gl.constexpr(32)
+"""Columns of a part that are scaled together: powers of more take more registers than there are."""
 
 KEYS_S = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 FLAT_S = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -119,37 +121,36 @@ def normalized(sink, sink_s, total, reference, whole):
 
 
 @gluon.jit
-def magnitudes(x):
-    """[64]: the largest magnitude of each row of [64, N]; NaN is passed over."""
-    return gl.max(gl.abs(x), 1)
+def halve(x, N: gl.constexpr):
+    """[64, N] as two of [64, N // 2]."""
+    return gl.split(gl.permute(gl.reshape(x, [64, 2, N // 2]), (0, 2, 1)))
 
 
 @gluon.jit
-def write_scale(results, largest, place, WHICH: gl.constexpr):
-    """Store the scales of some columns of a part, whose largest magnitudes are given; [64, 1] inverses of the scales.
+def write_part(results, result, place, FIRST: gl.constexpr, N: gl.constexpr):
+    """N columns of 64 heads of a row that is split, from FIRST on, in the order of `place_in_part`.
 
-    place: of the part's first element. WHICH: 0 or 1, see `Results`.
+    place: of the part's first element. A thread has 16 bytes in a row of each 16 columns, and a warp 512.
     """
-    scale, inverse = powers_of(largest)
-    row = gl.arange(0, 64, layout=largest.type.layout)
-    gl.store(results.part_scale + place // 256 + (2 * row + WHICH), scale.to(gl.bfloat16))
-    return gl.expand_dims(inverse, 1)
-
-
-@gluon.jit
-def write_part(part, result, place, FIRST: gl.constexpr):
-    """Columns of 64 heads of a row that is split, from FIRST on, in the order of `place_in_part`.
-
-    place: of the part's first element. A thread writes four registers in a row, and a warp 256 bytes.
-    """
-    GROUPS: gl.constexpr = result.shape[1] // 8
-    # warps, halves of 16 heads, heads, groups of 8 columns, pairs of columns, columns: threads first
-    fours = gl.permute(gl.reshape(result, [4, 2, 8, GROUPS, 4, 2]), (0, 2, 4, 3, 1, 5))
-    fours = gl.reshape(fours, [128, GROUPS, 4]).to(gl.float16)
-    OF_THREADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, fours.type.layout))
-    thread = gl.arange(0, 128, layout=OF_THREADS)
-    to = gl.multiple_of(part + place + (thread // 32 * 8192 + thread % 32 * 4 + 16 * FIRST), [8])
-    group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, fours.type.layout)))
-    within = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, fours.type.layout)))
-    to = gl.expand_dims(gl.expand_dims(to, 1) + gl.expand_dims(group * 128, 0), 2)
-    gl.store(to + gl.expand_dims(gl.expand_dims(within, 0), 1), fours)
+    GROUPS: gl.constexpr = N // 16
+    if N > PIECE:
+        x, y = halve(result, N)
+        write_part(results, x, place, FIRST, N // 2)
+        write_part(results, y, place, FIRST + N // 2, N // 2)
+    else:
+        # warps, halves of 16 heads, heads, groups of 16 columns, halves, pairs of columns, columns: threads first
+        eights = gl.permute(gl.reshape(result, [4, 2, 8, GROUPS, 2, 4, 2]), (0, 2, 5, 3, 4, 1, 6))
+        eights = gl.reshape(eights, [128, GROUPS, 2, 2, 2])
+        exponent, inverse = powers_of(gl.max(gl.max(gl.abs(eights), 4), 2))
+        eights *= gl.expand_dims(gl.expand_dims(inverse, 2), 4)
+        eights = gl.reshape(eights.to(gl.float16), [128, GROUPS, 8])
+        low, high = gl.split(exponent)
+        thread = here(gl.arange(0, 128, layout=gl.SliceLayout(1, gl.SliceLayout(2, eights.type.layout))))
+        group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, eights.type.layout)))
+        within = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, eights.type.layout)))
+        to = place + (thread // 32 * 8192 + thread % 32 * 8)
+        words = results.part_powers.to(gl.pointer_type(gl.int16), bitcast=True) + to // 8
+        words = gl.expand_dims(words, 1) + gl.expand_dims(group * 32 + 2 * FIRST, 0)
+        gl.store(gl.convert_layout(words, low.type.layout, assert_trivial=True), (low | (high << 8)).to(gl.int16))
+        to = gl.expand_dims(gl.multiple_of(results.part + to, [16]), 1) + gl.expand_dims(group * 256 + 16 * FIRST, 0)
+        gl.store(gl.expand_dims(to, 2) + gl.expand_dims(gl.expand_dims(within, 0), 1), eights)

@@ -42,14 +42,12 @@ from dsv4attn.backends.sm90.kernels_common import (
     WIDE_L,
     barriers,
     here,
-    magnitudes,
     normalized,
     rescaled,
     scalar,
     single,
     store_sink,
     write_part,
-    write_scale,
 )
 from dsv4attn.backends.sm90.kernels_produce import FETCHING, RAW_S, allocate_codes, allocate_fetched, decode, fetch
 from dsv4attn.backends.sm90.kernels_produce_v41 import RAW_NIBBLES_S, produce_coded
@@ -184,8 +182,6 @@ def scores(query, keys, results, chunk, t, pos, smem, H: gl.constexpr):
         mbarrier.arrive(smem.f_full.index(0), count=1)
         load_q(query, smem.q, t + 1, chunk.tokens, H)
         result = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT_L)), 1)
-        if whole == 0:
-            result *= write_scale(results, magnitudes(result), -1 - place, 0)
         write_columns(results, result, place, 0, H)
         within = here(gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES_L)))
         write_sums(results, t, whole, side, total, reference, largest, query.head0, within, H)
@@ -214,7 +210,7 @@ def write_columns(results, result, place, FIRST: gl.constexpr, H: gl.constexpr):
         mask = gl.expand_dims(head0 + row < H, 1) & (gl.expand_dims(column, 0) < 512)
         gl.store(gl.expand_dims(to, 1) + gl.expand_dims(column, 0), wide, mask=mask)
     else:
-        write_part(results.part, result, -1 - place, FIRST)
+        write_part(results, result, -1 - place, FIRST, 128)
 
 
 @gluon.jit
@@ -249,9 +245,6 @@ def values(results, smem, H: gl.constexpr):
         place = scalar(smem.where)
         mbarrier.arrive(smem.f_empty.index(0), count=1)
         by = gl.expand_dims(factor, 1)
-        if place < 0:
-            most = gl.maximum(gl.maximum(magnitudes(b_acc), magnitudes(c_acc)), magnitudes(d_acc))
-            by *= write_scale(results, most * factor, -1 - place, 1)
         write_columns(results, b_acc * by, place, 128, H)
         write_columns(results, c_acc * by, place, 256, H)
         write_columns(results, d_acc * by, place, 384, H)

@@ -16,7 +16,7 @@ from dsv4attn.backends._triton.numerics import LN2, LOG2E, NOTHING
 @stable_kernel
 def combine_parts(
     part,  # [programs, 2, 64, 512] fp16, in the order of `place_in_part`
-    part_scale,  # [programs, 2, 64, 2] bf16
+    part_powers,  # [programs, 2, 8192] uint8
     part_lse,  # [programs, 2, 64] fp32
     part_max,  # [programs, 2, 64] fp32, or None
     table,  # [lines, 2] int32
@@ -26,15 +26,15 @@ def combine_parts(
     sink,  # [H] fp32, or None
     out_token: tl.int64, out_head: tl.int64,
     lse_token: tl.int64, lse_head: tl.int64, max_token: tl.int64, max_head: tl.int64,
-    empty_lse: tl.float32, by_program: tl.int32, first_columns: tl.int32,
+    empty_lse: tl.float32, by_program: tl.int32,
     H: tl.constexpr, R: tl.constexpr, N: tl.constexpr, EXACT_CASTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (lines of table x sixteens of heads x 16 / R,). Rows that are whole are left as their attention wrote them.
 
     Arguments are as the fields of `Results` have them. The first part of a row is side 1 of its first program, and all
     others are side 0 of theirs. by_program: whether programs of attention have a line of table each, or rows; see
-    `store_split`. first_columns: of the first scales. R: heads of a program, 2 to 16: of 16 in a row, R / 2 of the
-    first eight, and those that lie beside them in a part. N: parts that are loaded together.
+    `store_split`. R: heads of a program, 2 to 16: of 16 in a row, R / 2 of the first eight, and those that lie beside
+    them in a part. N: parts that are loaded together.
     """
     tl.static_assert((R > 1) & (16 % R == 0))
     BLOCKS: tl.constexpr = (H + 63) // 64
@@ -42,63 +42,78 @@ def combine_parts(
     EACH: tl.constexpr = (H + 15) // 16 * PIECES
     pid = tl.program_id(0)
     line, sixteen, piece = pid // EACH, pid % EACH // PIECES, pid % PIECES
-    # of each 8 columns, what lies in a row in a part: of R / 2 pairs of heads, 16 numbers each
-    group, beside = tl.arange(0, 64), tl.arange(0, 8 * R)
+    # of each 16 columns and pair of heads, four eights of numbers in a row, of both heads
+    eight, number = tl.arange(0, 64 * R), tl.arange(0, 8)
     first_head = sixteen * 16 + piece * (R // 2)
-    head = first_head + beside // 16 + beside // 2 % 2 * 8
-    live, of_first = head < H, group * 8 < first_columns
+    head0 = first_head + eight % (2 * R) // 4
+    head1 = head0 + 8
+    live0, live1, of_first = head0 < H, head1 < H, (number // 2 % 2 == 0)[None, :]
     if sink is not None:
-        bias = tl.load(sink + head, mask=live, other=0.0) * LOG2E
+        bias0 = tl.load(sink + head0, mask=live0, other=0.0) * LOG2E
+        bias1 = tl.load(sink + head1, mask=live1, other=0.0) * LOG2E
     take_over(PDL)
     other, count = tl.load(table + line * 2), tl.load(table + line * 2 + 1)
     # of a program's heads the first is the lowest: if it is beyond the last, all are
     if (count > 1) & (first_head < H):
         first, token = tl.where(by_program != 0, line, other), tl.where(by_program != 0, other, line).to(tl.int64)
-        largest, top = tl.full([8 * R], NOTHING, tl.float32), tl.full([8 * R], -float("inf"), tl.float32)
-        acc, total = tl.zeros([64, 8 * R], tl.float32), tl.zeros([8 * R], tl.float32)
-        own = sixteen % 4 * 8192 + piece * (8 * R) + group[:, None] * 128 + beside[None, :]
+        largest0 = tl.full([64 * R], NOTHING, tl.float32)
+        total0 = tl.zeros([64 * R], tl.float32)
+        largest1, total1, acc = largest0, total0, tl.zeros([64 * R, 8], tl.float32)
+        own = sixteen % 4 * 1024 + piece * (2 * R) + eight // (2 * R) * 32 + eight % (2 * R)
+        # not known to lie in a row: each thread is to load those of its own numbers
+        spread = tl.max_contiguous(own, [1])
         for i in range(0, count, N):
             # sums are added up behind all loads, so that many are in flight
-            values, scales, lses, grown = (), (), (), largest
+            values, powers0, powers1, lses0, lses1, grown0, grown1 = (), (), (), (), (), largest0, largest1
             for u in tl.static_range(N):
                 program = (first + i + u) * BLOCKS + sixteen // 4
                 side = (program * 2 + tl.where(i + u == 0, 1, 0)).to(tl.int64)
-                at = tl.multiple_of(part + side * (64 * 512), 16) + own
-                exists = beside < tl.where(i + u < count, 8 * R, 0)
-                values += (tl.load(at, mask=exists[None, :] & (group < 64)[:, None], other=0.0),)
-                row, there = side * 64 + head % 64, exists & live
-                scales += (tl.load(part_scale.to(tl.pointer_type(tl.int32)) + row, mask=there, other=0),)
-                its_lse = tl.load(part_lse + row, mask=there, other=-float("inf"))
-                lses += (its_lse,)
-                grown = tl.maximum(grown, its_lse)
-            shrink = tl.exp2(largest - grown)
-            acc, total = acc * shrink[None, :], total * shrink
+                exists = eight < tl.where(i + u < count, 64 * R, 0)
+                at = tl.multiple_of(part + side * (64 * 512), 16) + (own * 8)[:, None] + number[None, :]
+                values += (tl.load(at, mask=exists[:, None] & (number < 8)[None, :], other=0.0),)
+                at = part_powers.to(tl.pointer_type(tl.int16)) + side * (32 * 128) + spread
+                both = tl.load(at, mask=exists & live0, other=0).to(tl.int32)
+                powers0 += ((both & 0xFF) << 23,)
+                powers1 += ((both >> 8 & 0xFF) << 23,)
+                at = part_lse + side * 64
+                lses0 += (tl.load(at + head0 % 64, mask=exists & live0, other=-float("inf")),)
+                lses1 += (tl.load(at + head1 % 64, mask=exists & live1, other=-float("inf")),)
+                grown0, grown1 = tl.maximum(grown0, lses0[u]), tl.maximum(grown1, lses1[u])
+            shrink0, shrink1 = tl.exp2(largest0 - grown0), tl.exp2(largest1 - grown1)
+            acc *= tl.where(of_first, shrink0[:, None], shrink1[:, None])
+            total0, total1 = total0 * shrink0, total1 * shrink1
             for u in tl.static_range(N):
-                weight = tl.exp2(lses[u] - grown)
-                scale0 = (scales[u] << 16).to(tl.float32, bitcast=True) * weight
-                scale1 = (scales[u] & -0x10000).to(tl.float32, bitcast=True) * weight
-                acc += values[u].to(tl.float32) * tl.where(of_first[:, None], scale0[None, :], scale1[None, :])
-                total += weight
-            largest = grown
+                weight0, weight1 = tl.exp2(lses0[u] - grown0), tl.exp2(lses1[u] - grown1)
+                scale0 = powers0[u].to(tl.float32, bitcast=True) * weight0
+                scale1 = powers1[u].to(tl.float32, bitcast=True) * weight1
+                acc += values[u].to(tl.float32) * tl.where(of_first, scale0[:, None], scale1[:, None])
+                total0, total1 = total0 + weight0, total1 + weight1
+            largest0, largest1 = grown0, grown1
+        top0, top1 = tl.full([64 * R], -float("inf"), tl.float32), tl.full([64 * R], -float("inf"), tl.float32)
         # apart, as the loop above has no register for it
         if max_logits is not None:
             for i in range(count):
-                side = ((first + i) * BLOCKS + sixteen // 4) * 2 + tl.where(i == 0, 1, 0)
-                top = tl.maximum(top, tl.load(part_max + side * 64 + head % 64, mask=live, other=-float("inf")))
-        empty = total == 0.0
-        factor = 1.0 / total
+                at = part_max + (((first + i) * BLOCKS + sixteen // 4) * 2 + tl.where(i == 0, 1, 0)) * 64
+                top0 = tl.maximum(top0, tl.load(at + head0 % 64, mask=live0, other=-float("inf")))
+                top1 = tl.maximum(top1, tl.load(at + head1 % 64, mask=live1, other=-float("inf")))
+        whole0, whole1 = total0, total1
         if sink is not None:
-            factor = 1.0 / (total + tl.exp2(bias - largest))
-        acc *= tl.where(empty, 0.0, factor)[None, :]
-        once = live & (beside % 16 // 4 * 2 + beside % 2 == 0)
+            whole0, whole1 = total0 + tl.exp2(bias0 - largest0), total1 + tl.exp2(bias1 - largest1)
+        factor0, factor1 = tl.where(total0 == 0.0, 0.0, 1.0 / whole0), tl.where(total1 == 0.0, 0.0, 1.0 / whole1)
+        acc *= tl.where(of_first, factor0[:, None], factor1[:, None])
+        once = (eight < 2 * R) & (eight % 4 == 0)
         if lse is not None:
-            at = token * lse_token + head.to(tl.int64) * lse_head
-            tl.store(lse + at, tl.where(empty, empty_lse, (largest + tl.log2(total)) * LN2), mask=once)
+            at = lse + token * lse_token
+            end0 = tl.where(total0 == 0.0, empty_lse, (largest0 + tl.log2(total0)) * LN2)
+            end1 = tl.where(total1 == 0.0, empty_lse, (largest1 + tl.log2(total1)) * LN2)
+            tl.store(at + head0.to(tl.int64) * lse_head, end0, mask=once & live0)
+            tl.store(at + head1.to(tl.int64) * lse_head, end1, mask=once & live1)
         if max_logits is not None:
-            at = token * max_token + head.to(tl.int64) * max_head
-            tl.store(max_logits + at, numerics.or_nan(top, total) * LN2, mask=once)
+            at = max_logits + token * max_token
+            tl.store(at + head0.to(tl.int64) * max_head, numerics.or_nan(top0, total0) * LN2, mask=once & live0)
+            tl.store(at + head1.to(tl.int64) * max_head, numerics.or_nan(top1, total1) * LN2, mask=once & live1)
         # heads before columns
-        acc = tl.permute(tl.reshape(acc, (64, R // 2, 4, 2, 2)), (3, 1, 0, 2, 4))
+        acc = tl.permute(tl.reshape(acc, (32, R // 2, 4, 2, 2, 2)), (4, 1, 0, 3, 2, 5))
         result = numerics.round_to(tl.reshape(acc, (R, 512)), out.dtype.element_ty, EXACT_CASTS)
         r, column = tl.arange(0, R), tl.arange(0, 512)
         row_head = first_head + r % (R // 2) + r // (R // 2) * 8

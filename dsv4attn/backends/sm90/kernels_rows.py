@@ -40,15 +40,14 @@ from dsv4attn.backends.sm90.kernels_common import (
     SCORES_L,
     WIDE_L,
     barriers,
+    halve,
     here,
-    magnitudes,
     normalized,
     rescaled,
     scalar,
     single,
     store_sink,
     write_part,
-    write_scale,
 )
 from dsv4attn.backends.sm90.kernels_schedule import (
     TOLERANCE,
@@ -450,15 +449,7 @@ def write_half(query, results, result, stage, t, side, FIRST: gl.constexpr, H: g
         write_quarter(query, results, y0, stage, t, FIRST + 128, H)
         write_quarter(query, results, y1, stage, t, FIRST + 192, H)
     else:
-        place = side.to(gl.int64) * (64 * 512)
-        inverse = write_scale(results, magnitudes(result), place, FIRST // 256)
-        write_part(results.part, result * inverse, place, FIRST)
-
-
-@gluon.jit
-def halve(x, N: gl.constexpr):
-    """[64, N] as two of [64, N // 2]."""
-    return gl.split(gl.permute(gl.reshape(x, [64, 2, N // 2]), (0, 2, 1)))
+        write_part(results, result, side.to(gl.int64) * (64 * 512), FIRST, 256)
 
 
 @gluon.jit

@@ -82,15 +82,15 @@ its own; _MOST_TILES where each row has a chunk of its own, so that no row follo
 """
 Results = namedtuple(
     "Results",
-    "out lse max_logits sink part part_scale part_lse part_max table "
+    "out lse max_logits sink part part_powers part_lse part_max table "
     "out_token out_head lse_token lse_head max_token max_head empty_lse",
 )
 """Where a program writes. lse, max_logits, sink and part_max may be None.
 
 out: [T, H, 512] bf16. lse, max_logits: [T, H] fp32, natural units. sink: [H] fp32, an input. part: [programs, 2, 64,
-512] fp16, in the order of `place_in_part`, in units of part_scale: [programs, 2, 64, 2] bf16, powers of two, of each
-head's first columns and of the others: of 128 and 384 on pages, of 256 and 256 on rows. part_lse, part_max: [programs,
-2, 64] fp32, base 2. table: [lines, 2] int32, see `store_split`. Strides of out, lse and max_logits, by token and by
+512] fp16, in the order of `place_in_part`, in units of powers of two, whose exponents are bytes in part_powers:
+[programs, 2, 64 * 128] uint8, see `power_of_part`. part_lse, part_max: [programs, 2, 64] fp32, base
+2. table: [lines, 2] int32, see `store_split`. Strides of out, lse and max_logits, by token and by
 head. empty_lse: lse of a row without keys.
 """
 
@@ -402,23 +402,29 @@ def part_of(chunk, program, pos):
 def place_in_part(head, column):
     """Where a part, [64, 512], has a column of one of its 64 heads.
 
-    As the matrix unit leaves them: of 16 heads and 8 columns, 128 numbers in a row, and of those the four in a row that
-    a thread has, two columns of a head and of the eighth one behind it.
+    As the matrix unit leaves them: of 16 heads and 16 columns, 256 numbers in a row, and of those the eight in a row
+    that a thread has, four columns of a head and of the eighth one behind it.
     """
-    within = column % 8 // 2 * 4 + head % 16 // 8 * 2 + column % 2
-    return head // 16 * 8192 + column // 8 * 128 + head % 8 * 16 + within
+    within = column % 16 // 8 * 4 + head % 16 // 8 * 2 + column % 2
+    return head // 16 * 8192 + column // 16 * 256 + head % 8 * 32 + column % 8 // 2 * 8 + within
+
+
+@triton.jit
+def power_of_part(head, column):
+    """Where the powers of a part, [64 * 128], have that of a column of a head: four columns of a thread share one."""
+    within = column % 8 // 2 * 2 + head % 16 // 8
+    return head // 16 * 2048 + column // 16 * 64 + head % 8 * 8 + within
 
 
 @triton.jit
 def powers_of(largest):
-    """Powers of two, as (scale, inverse): what is at most `largest`, times the inverse, is below 2^15.
+    """Powers of two, as (exponent, inverse): what is at most `largest`, times the inverse, is below 2^15.
 
-    With its eleven bits a part is as exact as the products that it is a sum of, which are of bf16; below 2^-29 of
-    `largest` it has fewer.
+    largest: 0 or more, or NaN. With its eleven bits a part is as exact as the products that it is a sum of, which are
+    of bf16; below 2^-29 of `largest` it has fewer.
     """
-    exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
-    scale = tl.maximum(exponent, 15 << 23) - (14 << 23)
-    return scale.to(tl.float32, bitcast=True), ((254 << 23) - scale).to(tl.float32, bitcast=True)
+    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15) - 14
+    return exponent, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -34,6 +34,7 @@ from dsv4attn.backends.sm90.kernels_schedule import (
     pairs_of,
     part_of,
     place_in_part,
+    power_of_part,
     powers_of,
     room_of,
     row_of,
@@ -103,7 +104,7 @@ def attention(
     max_logits,  # [T, H] fp32, or None
     sink,  # [H] fp32, or None
     part,  # [programs, 2, 64, 512] fp16, in the order of `place_in_part`
-    part_scale,  # [programs, 2, 64, 2] bf16
+    part_powers,  # [programs, 2, 8192] uint8
     part_lse,  # [programs, 2, 64] fp32
     part_max,  # [programs, 2, 64] fp32, or None
     table,  # [lines, 2] int32
@@ -138,7 +139,7 @@ def attention(
         second = Segment(cache1, rows1, lens1, width1, stride1, size1, factor1, log1, pitch1, count1)
     keys = Keys(first, second, KIND == BF16_ROWS)
     results = Results(
-        out, lse, max_logits, sink, part, part_scale, part_lse, part_max, table,
+        out, lse, max_logits, sink, part, part_powers, part_lse, part_max, table,
         out_token, out_head, lse_token, lse_head, max_token, max_head, empty_lse,
     )  # fmt: skip
     at = tl.arange(0, BT)
@@ -204,13 +205,16 @@ def attention(
             to = out + token * out_token + head.to(tl.int64)[:, None] * out_head + column[None, :]
             tl.store(to, numerics.round_to(result, out.dtype.element_ty, False), mask=live[:, None])
         else:
-            of_first = (column < (256 if KIND == BF16_ROWS else 128))[None, :]
-            scale0, inverse0 = powers_of(tl.max(tl.where(of_first, tl.abs(result), 0.0), 1))
-            scale1, inverse1 = powers_of(tl.max(tl.where(of_first, 0.0, tl.abs(result)), 1))
-            to = part + (side * (64 * 512) + place_in_part(within[:, None], column[None, :]))
-            tl.store(to, (result * tl.where(of_first, inverse0[:, None], inverse1[:, None])).to(tl.float16))
-            tl.store(part_scale + side * 128 + within * 2, scale0.to(tl.bfloat16))
-            tl.store(part_scale + side * 128 + within * 2 + 1, scale1.to(tl.bfloat16))
+            # heads, groups of 16 columns, halves, pairs of columns, columns: a thread's four numbers share a power
+            fours = tl.permute(tl.reshape(result, (64, 32, 2, 4, 2)), (0, 1, 3, 2, 4))
+            exponent, inverse = powers_of(tl.max(tl.abs(tl.reshape(fours, (64, 32, 4, 4))), 3))
+            fours = fours * tl.reshape(inverse, (64, 32, 4, 1, 1))
+            result = tl.reshape(tl.permute(fours, (0, 1, 3, 2, 4)), (64, 512))
+            at = part + (side * (64 * 512) + place_in_part(within[:, None], column[None, :]))
+            tl.store(at, result.to(tl.float16))
+            of = tl.arange(0, 128) // 4 * 16 + tl.arange(0, 128) % 4 * 2
+            at = part_powers + (side * (64 * 128) + power_of_part(within[:, None], of[None, :]))
+            tl.store(at, tl.reshape(exponent, (64, 128)).to(tl.uint8))
         write_sums(results, t, whole, side, total, reference, largest, head0, within, H)
         if first_tile == 0:
             store_split(table, chunk, t, pos, n)

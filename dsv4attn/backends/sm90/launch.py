@@ -261,12 +261,12 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
     own = Launch(
         attention, constants, (*q.stride()[:2], *results, *numbers, *turning, tokens, roles.least, scale, empty_lse)
     )
-    combine_numbers = *results, empty_lse, int(tokens > lines), roles.first_columns
+    combine_numbers = *results, empty_lse, int(tokens > lines)
     combine = Launch(combine_parts, combining, combine_numbers, roles.warps)
     programs, combiners = programs if tokens else 0, lines * each
     part, part_lse, part_max, splits = call.scratch
-    # other kernels fill this memory with fp32: parts in fp16 need half of it, and scales less than the rest
-    part, part_scale = part.view(torch.float16), part.view(-1)[part.numel() // 2 :].view(torch.bfloat16)
+    # other kernels fill this memory with fp32: parts in fp16 need half of it, and powers less than the rest
+    part, part_powers = part.view(torch.float16), part.view(-1)[part.numel() // 2 :].view(torch.uint8)
     maxima = None if top is None else part_max
     gathered = keys.kv if isinstance(keys, GatheredKeys) else None
     first, first_lens, last, last_lens = attend.index_tensors(keys)
@@ -275,7 +275,7 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
         q: Tensor, out: Tensor, lse: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
     ) -> None:
         one, other = (caches[0].tensor, caches[-1].tensor) if gathered is None else (gathered, gathered)
-        parts = part, part_scale, part_lse, maxima, splits
+        parts = part, part_powers, part_lse, maxima, splits
         own(programs, (q, out, lse, top, attn_sink, *parts, one, first, first_lens, other, last, last_lens, *angles))
         combine(combiners, (*parts, out, lse, top, attn_sink))
 
@@ -394,7 +394,7 @@ def variants(
     angles = {"positions": "*i64", "angles": "*fp32"} if raw else dict.fromkeys(("positions", "angles"), "none")
     caches = (torch.uint8 if kind.is_paged else torch.bfloat16,)
     for given in attend.call_types(torch.bfloat16, caches, sinks, lses):
-        types = given | {"part": "*fp16", "part_scale": "*bf16", "part_lse": "*fp32"} | angles
+        types = given | {"part": "*fp16", "part_powers": "*u8", "part_lse": "*fp32"} | angles
         for own in (constants, *short):
             yield Variant.from_types(attention, types, own)
         yield Variant.from_types(combine_parts, types, combining, num_warps=_roles(kind).warps)

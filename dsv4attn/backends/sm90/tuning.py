@@ -40,7 +40,6 @@ class Roles:
     none. The first role, of four warps, has the other registers. least: tiles of the shortest chunk.
     heads, parts, warps: of a program of `combine_parts`, and parts that it loads together. With 2 or 4 heads, 2, 4 or 8
     parts, or 8 warps most calls are slower, up to 1.4 times the whole call; H200, torch 2.11, Triton 3.6, 2026-11-25.
-    first_columns: of the first scale of a part, see `kernels_schedule.Results`.
     measured: as of `Tuning`.
     """
 
@@ -52,7 +51,6 @@ class Roles:
     heads: int = 8
     parts: int = 2
     warps: int = 4
-    first_columns: int = 128
 
     measured: str = "not measured"
 
@@ -78,13 +76,12 @@ PAGED = Roles(
 """Keys in fp8 pages."""
 CODED = Roles(measured=f"{_ON} decode prefill")
 """Keys in V4.1's records."""
-ROWED = Roles(values=216, produce=72, producers=4, first_columns=256, measured=f"{_ON} prefill-rows")
+ROWED = Roles(values=216, produce=72, producers=4, measured=f"{_ON} prefill-rows")
 """Keys in bf16 rows."""
 RAW = Roles(
     values=216,
     produce=80,
     producers=4,
-    first_columns=256,
     measured="H100, torch 2.11, Triton 3.6, 2026-11-24: 72 and 80 registers of `produce` take the same time; with 72 "
     "it spills with Triton 3.9",
 )

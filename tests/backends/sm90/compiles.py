@@ -105,7 +105,7 @@ def all_forms(heads: Sequence[int], chosen: Callable[[int], list[Variant]] = for
             "occupancy": need.occupancy if need else 0,
             "copied": sorted(copied),
             "stored": len(re.findall(r"st\.global\S*\.v4\.b32", text)),
-            "stored_in_parts": len(re.findall(r"st\.global\S*\.v2\.b32", text)),
+            "powers_stored": len(re.findall(r"st\.global\S*\.b16", text)),
             "loaded": len(re.findall(r"ld\.global\S*\.v4\.b32", text)),
             "factors": factors(text),
             "unfenced": unfenced(text),

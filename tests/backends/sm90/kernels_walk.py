@@ -105,10 +105,10 @@ def walk(
 
 @stable_kernel
 def powers(out, given, N: tl.constexpr):
-    """Grid: (1,). out: [2, N] fp32, scale and inverse for each of the given magnitudes."""
+    """Grid: (1,). out: [2, N] fp32, exponent and inverse for each of the given magnitudes."""
     at = tl.arange(0, N)
-    scale, inverse = powers_of(tl.load(given + at))
-    tl.store(out + at, scale)
+    exponent, inverse = powers_of(tl.load(given + at))
+    tl.store(out + at, exponent.to(tl.float32))
     tl.store(out + N + at, inverse)
 
 

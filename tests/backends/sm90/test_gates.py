@@ -68,8 +68,8 @@ def test_every_form_keeps_every_limit(words: str) -> None:
         assert form["occupancy"] == 1
         # sixteen bytes at a time, in and out; but scales of eight bytes, indices, and words of scales of nibbles
         assert form["copied"] == ([4, 8, 16] if roles is PAGED else [4, 16] if "KIND=3" in name else [16])
-        # of 512 columns, whole rows sixteen bytes at a time, and parts eight, a warp's 256 in a row
-        assert (form["stored"], form["stored_in_parts"]) == (4 * 8, 4 * 16)
+        # of 512 columns, whole rows and parts sixteen bytes at a time, and a word of powers for each of a part
+        assert (form["stored"], form["powers_stored"]) == (2 * 4 * 8, 4 * 8)
         assert form["narrow"] == 0
         # of two rows, which are asked about: nothing else that a branch skips. On pages four times 128 columns, on rows
         # two roles, two tiles, and half of a thread's sums at a time
