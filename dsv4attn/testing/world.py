@@ -256,29 +256,38 @@ class _Library:
 
     def rows(self, stream: int, request: int, numbers: Sequence[int]) -> F64:
         """[n, D] rows of a stream, before rotation."""
-        rows = np.empty((len(numbers), self.nope_dim + self.rope.dim))
-        for row, number in zip(rows, numbers, strict=True):
-            row[:] = _row(self, stream, request, int(number))
-        return rows
+        numbers = [int(number) for number in numbers]
+        if len(numbers) > _MOST_ROWS:
+            return self._drawn(stream, request, numbers)
+        missing = [n for n in dict.fromkeys(numbers) if (self, stream, request, n) not in _ROWS]
+        if len(_ROWS) + len(missing) > _MOST_ROWS:
+            _ROWS.clear()
+            missing = [*dict.fromkeys(numbers)]
+        if missing:
+            drawn = zip(missing, self._drawn(stream, request, missing), strict=True)
+            _ROWS.update(((self, stream, request, number), row) for number, row in drawn)
+        width = self.nope_dim + self.rope.dim
+        return np.array([_ROWS[self, stream, request, n] for n in numbers]).reshape(len(numbers), width)
 
+    def _drawn(self, stream: int, request: int, numbers: Sequence[int]) -> F64:
+        """As `rows`, all at once."""
+        rows = normal((self.seed, stream, request), np.array(numbers, dtype=np.int64), self.nope_dim + self.rope.dim)
+        rows[:, 1 : self.nope_dim : 9] *= 20 if self.outliers else 1
+        return rounded(rows, self.dtype)
+
+
+_MOST_ROWS = 2**14
+_ROWS: dict[tuple[_Library, int, int, int], F64] = {}
+"""Rows before rotation, by library, stream, request and number: most steps begin with keys that others had too."""
 
 _library = cache(_Library)
 """One object of equal parameters, so that those that are cached by it are found by its identity."""
 
 
 @lru_cache(maxsize=2**14)
-def _row(library: _Library, stream: int, request: int, number: int) -> F64:
-    """[D] row before rotation. Cached, because most steps begin with keys that others had too."""
-    width = library.nope_dim + library.rope.dim
-    row = normal((library.seed, stream, request), np.array(number), width)
-    row[1 : library.nope_dim : 9] *= 20 if library.outliers else 1
-    return rounded(row, library.dtype)
-
-
-@lru_cache(maxsize=2**14)
 def _record(library: _Library, stream: int, request: int, number: int) -> F64:
     """[D] row as a cache returns it. Cached, because many worlds use the same few thousand rows."""
-    row = _row(library, stream, request, number)
+    row = library.rows(stream, request, [number])[0]
     if stream == KV:
         turn = oracle.rope_cos_sin(number, frequencies(library.rope))
         row = oracle.apply_rope(row, *turn, library.rope.dim)
