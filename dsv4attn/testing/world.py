@@ -259,15 +259,16 @@ class _Library:
         numbers = [int(number) for number in numbers]
         if len(numbers) > _MOST_ROWS:
             return self._drawn(stream, request, numbers)
-        missing = [n for n in dict.fromkeys(numbers) if (self, stream, request, n) not in _ROWS]
-        if len(_ROWS) + len(missing) > _MOST_ROWS:
-            _ROWS.clear()
-            missing = [*dict.fromkeys(numbers)]
+        # of its own, as another thread may clear the common ones
+        found = {n: row for n in numbers if (row := _ROWS.get((self, stream, request, n))) is not None}
+        missing = [number for number in dict.fromkeys(numbers) if number not in found]
         if missing:
-            drawn = zip(missing, self._drawn(stream, request, missing), strict=True)
-            _ROWS.update(((self, stream, request, number), row) for number, row in drawn)
+            found.update(zip(missing, self._drawn(stream, request, missing), strict=True))
+            if len(_ROWS) + len(missing) > _MOST_ROWS:
+                _ROWS.clear()
+            _ROWS.update(((self, stream, request, number), found[number]) for number in missing)
         width = self.nope_dim + self.rope.dim
-        return np.array([_ROWS[self, stream, request, n] for n in numbers]).reshape(len(numbers), width)
+        return np.array([found[number] for number in numbers]).reshape(len(numbers), width)
 
     def _drawn(self, stream: int, request: int, numbers: Sequence[int]) -> F64:
         """As `rows`, all at once."""
