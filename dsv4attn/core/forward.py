@@ -58,9 +58,20 @@ def forward_mqa(
     is_part = lse is not None and attn_sink is None
     if getattr(metadata, "ownership", None) is not None and layer.has_entries and not is_part:
         metadata.check_owner(None)  # type: ignore[union-attr]
-    given = {"layer": layer, "limits": limits, "attn_sink": attn_sink, "topk_indices": topk_indices, "lse": lse}
-    given["raw_q"] = raw_q
-    for _ in forward_in_parts(q, caches, metadata, backend, workspace, out, **given):  # type: ignore[arg-type]
+    for _ in forward_in_parts(
+        q,
+        caches,
+        metadata,
+        backend,
+        workspace,
+        out,
+        layer=layer,
+        limits=limits,
+        attn_sink=attn_sink,
+        topk_indices=topk_indices,
+        lse=lse,
+        raw_q=raw_q,
+    ):
         pass
 
 

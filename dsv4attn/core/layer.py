@@ -2,6 +2,7 @@
 
 Its two entry points are torch custom ops (`torch.ops.dsv4attn.*`), opaque to the compiler: a module around them
 compiles with `fullgraph=True`, and the metadata of the step is looked up when the op runs, never when it is traced.
+Eager calls go past torch's dispatcher, which takes as long as everything else that core does in a call.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined] # no public name
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.checks import check_bound, check_cache, check_compressed, check_insert
@@ -39,6 +42,7 @@ _layers: WeakValueDictionary[str, DeepseekV4MLAAttention] = WeakValueDictionary(
 """Layers by the handle that a compiled graph holds. Handles are unique, also if two models have equal prefixes."""
 
 _count = itertools.count()
+_PLAIN = frozenset({Tensor})
 
 
 class DeepseekV4MLAAttention:
@@ -143,7 +147,10 @@ class DeepseekV4MLAAttention:
         positions: [T'] int64, in range for padding rows too. Call it for all tokens before `forward_mqa`. In a
         warm-up it does nothing.
         """
-        _op_insert(q, kv, positions, self.handle)
+        if _wants_op(q, kv, positions):
+            _op_insert(q, kv, positions, self.handle)
+        else:
+            _insert(self, q, kv, positions)
 
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
         """Attention of the current step into `output`.
@@ -152,7 +159,10 @@ class DeepseekV4MLAAttention:
         positions: those of the insert, read with `raw_q` alone, as others follow from the metadata of
         `set_forward_context`.
         """
-        _op_forward(q, kv, positions, output, self.handle)
+        if _wants_op(q, kv, positions, output):
+            _op_forward(q, kv, positions, output, self.handle)
+        else:
+            _forward(self, q, positions, output)
 
     def o_proj(self, o: Tensor, positions: Tensor, wo_a: Weight, num_groups: int) -> Tensor:
         """Undo the rotation of o at the query's position and project each group of heads; see `projection.o_proj`.
@@ -171,20 +181,28 @@ def _one(geometry: LayerGeometry) -> LayerGeometry:
     return geometry
 
 
-def _current(handle: str) -> tuple[DeepseekV4MLAAttention, LayerCaches, AttentionMetadata | None]:
-    """A layer by its handle, its caches, and its metadata of the current step."""
-    layer = _layers.get(handle)
-    if layer is None:
-        raise Dsv4AttnError(f"layer {handle} no longer exists -> keep the layer alive as long as graphs that call it")
+def _wants_op(*tensors: Tensor) -> bool:
+    """Whether a call shall be an op: a compiler, tracer, mode, profiler or subclass of Tensor may look for it."""
+    return (
+        torch.compiler.is_compiling()
+        or is_in_torch_dispatch_mode()
+        or torch._C._get_tracing_state() is not None  # noqa: SLF001 - `torch.jit.is_tracing` takes three times as long
+        or _profiler_enabled()
+        or not _PLAIN.issuperset(map(type, tensors))
+    )
+
+
+def _current(layer: DeepseekV4MLAAttention) -> tuple[LayerCaches, AttentionMetadata | None]:
+    """Caches of a layer, and its metadata of the current step."""
     if layer.caches is None:
         raise Dsv4AttnError(f"layer {layer.prefix} has no caches -> call bind_kv_cache first")
     geometry = layer.geometry
     metadata = get_forward_context().for_layer(layer.prefix, layer.swa_prefix, geometry.kind, geometry.compress_ratio)
-    return layer, layer.caches, metadata
+    return layer.caches, metadata
 
 
-def _qnorm_rope_kv_insert(q: Tensor, kv: Tensor, positions: Tensor, layer: str) -> None:
-    bound, caches, metadata = _current(layer)
+def _insert(bound: DeepseekV4MLAAttention, q: Tensor, kv: Tensor, positions: Tensor) -> None:
+    caches, metadata = _current(bound)
     if metadata is None:
         return
     slots, table, geometry = metadata.swa.slot_mapping, bound.cos_sin_cache, bound.geometry
@@ -197,8 +215,8 @@ def _qnorm_rope_kv_insert(q: Tensor, kv: Tensor, positions: Tensor, layer: str) 
     backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, geometry.q_eps)
 
 
-def _forward_mqa(q: Tensor, kv: Tensor, positions: Tensor, output: Tensor, layer: str) -> None:
-    bound, caches, metadata = _current(layer)
+def _forward(bound: DeepseekV4MLAAttention, q: Tensor, positions: Tensor, output: Tensor) -> None:
+    caches, metadata = _current(bound)
     run: Callable[..., None] = forward_mqa
     if bound.context_parallel is not None:
         run = partial(forward_mqa_over_ranks, bound.context_parallel)
@@ -216,6 +234,21 @@ def _forward_mqa(q: Tensor, kv: Tensor, positions: Tensor, output: Tensor, layer
         attn_sink=bound.attn_sink,
         topk_indices=bound.topk_indices_buffer,
     )
+
+
+def _layer(handle: str) -> DeepseekV4MLAAttention:
+    layer = _layers.get(handle)
+    if layer is None:
+        raise Dsv4AttnError(f"layer {handle} no longer exists -> keep the layer alive as long as graphs that call it")
+    return layer
+
+
+def _qnorm_rope_kv_insert(q: Tensor, kv: Tensor, positions: Tensor, layer: str) -> None:
+    _insert(_layer(layer), q, kv, positions)
+
+
+def _forward_mqa(q: Tensor, kv: Tensor, positions: Tensor, output: Tensor, layer: str) -> None:
+    _forward(_layer(layer), q, positions, output)
 
 
 def _nothing(*_: object) -> None:

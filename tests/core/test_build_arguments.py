@@ -13,9 +13,9 @@ from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, Batch
 from dsv4attn.errors import ArgumentError, NoForwardContextError, UnknownNameError
+from tests.core.bound import bound
 from tests.core.calls import metadata_of
 from tests.core.steps import STEPS, all_builder_steps
-from tests.core.test_layer import bound
 from tests.core.test_metadata import GOOD, I32, batch, buffers, builder, refused
 
 SWA, C4A, C128A = LayerKind.SWA, LayerKind.C4A, LayerKind.C128A

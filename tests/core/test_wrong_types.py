@@ -14,9 +14,9 @@ from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.errors import ArgumentError
+from tests.core.bound import bound
 from tests.core.calls import LAYOUT, LIMITS, MODEL, SWA, good, metadata_of
 from tests.core.test_bad_input import refused
-from tests.core.test_layer import bound
 
 PARTS: list[tuple[str, Any, str]] = [
     ("workspace", None, "a WorkspaceManager, got None -> pass a WorkspaceManager"),
