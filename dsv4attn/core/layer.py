@@ -2,7 +2,7 @@
 
 Its two entry points are torch custom ops (`torch.ops.dsv4attn.*`), opaque to the compiler: a module around them
 compiles with `fullgraph=True`, and the metadata of the step is looked up when the op runs, never when it is traced.
-Eager calls go past torch's dispatcher, which takes as long as everything else that core does in a call.
+Eager calls go past torch's dispatcher, which takes a third of what core takes in a call.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined] # no public name
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch._C import _functorch, _get_tracing_state, _is_torch_function_mode_enabled, _len_torch_dispatch_stack
+from torch.autograd import _profiler_enabled, profiler  # type: ignore[attr-defined] # no public name
 
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.checks import check_bound, check_cache, check_compressed, check_insert
@@ -42,7 +43,7 @@ _layers: WeakValueDictionary[str, DeepseekV4MLAAttention] = WeakValueDictionary(
 """Layers by the handle that a compiled graph holds. Handles are unique, also if two models have equal prefixes."""
 
 _count = itertools.count()
-_PLAIN = frozenset({Tensor})
+_TENSOR = frozenset({Tensor})
 
 
 class DeepseekV4MLAAttention:
@@ -92,8 +93,17 @@ class DeepseekV4MLAAttention:
         self.caches: LayerCaches | None = None
         gathers = backend.forms.prefill_keys is KeyForm.GATHERED
         self._takes_raw_q = raw_q and gathers and is_rotation(cos_sin_cache)
-        self.handle = f"{prefix}#{next(_count)}"
+        self._register()
+
+    def _register(self) -> None:
+        """Take a handle of its own."""
+        self.handle = f"{self.prefix}#{next(_count)}"
         _layers[self.handle] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is a layer of its own, for ops too."""
+        self.__dict__.update(state)
+        self._register()
 
     @property
     def compress_ratio(self) -> int:
@@ -182,13 +192,21 @@ def _one(geometry: LayerGeometry) -> LayerGeometry:
 
 
 def _wants_op(*tensors: Tensor) -> bool:
-    """Whether a call shall be an op: a compiler, tracer, mode, profiler or subclass of Tensor may look for it."""
+    """Whether a call shall be an op: a compiler, tracer, mode, transform, profiler or subclass of Tensor looks for it.
+
+    Torch 2.6, 2.8, 2.10, 2.11 and 2.13 have these private names. Public ones are missing, speak for all threads,
+    or take several times as long.
+    """
     return (
         torch.compiler.is_compiling()
-        or is_in_torch_dispatch_mode()
-        or torch._C._get_tracing_state() is not None  # noqa: SLF001 - `torch.jit.is_tracing` takes three times as long
+        # default devices are such modes too: within an op torch leaves them out
+        or _is_torch_function_mode_enabled()
+        or _len_torch_dispatch_stack() > 0
+        or _get_tracing_state() is not None
+        or _functorch.maybe_current_level() is not None
         or _profiler_enabled()
-        or not _PLAIN.issuperset(map(type, tensors))
+        or profiler._is_profiler_enabled  # noqa: SLF001 - of any thread
+        or not _TENSOR.issuperset(map(type, tensors))
     )
 
 

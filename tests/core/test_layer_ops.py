@@ -1,20 +1,27 @@
-"""The layer's custom ops: `torch.compile`, torch's own checks, and who sees them."""
+"""The layer's custom ops: `torch.compile`, torch's own checks, and what makes a call an op."""
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from contextvars import copy_context
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._profiler import _ExperimentalConfig
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4attn.core import layer as layer_module
 from dsv4attn.core.context import set_forward_context
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.layer import DeepseekV4MLAAttention
+from dsv4attn.core.layout import PagedKVCache
 from tests.core.bound import bound
 
 
@@ -53,8 +60,12 @@ def test_the_custom_ops_pass_torchs_own_checks() -> None:
             torch.library.opcheck(op, (*args, case.layer.handle))
 
 
+CLEARED = "ignore:.*Profiler clears events:UserWarning"
+"""Torch 2.11 says so once in a process."""
+
+
 class Own(Tensor):
-    """A tensor of somebody's class."""
+    """A subclass of Tensor."""
 
 
 class Ops(TorchDispatchMode):
@@ -69,6 +80,18 @@ class Ops(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+class Functions(TorchFunctionMode):
+    """Notes the functions of torch that are called, ops among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
 def by_profiler(step: Callable[..., Tensor], *tensors: Tensor) -> str:
     with torch.profiler.profile() as profiled:
         step(*tensors)
@@ -81,20 +104,68 @@ def by_mode(step: Callable[..., Tensor], *tensors: Tensor) -> str:
     return " ".join(ops.names)
 
 
+def by_function_mode(step: Callable[..., Tensor], *tensors: Tensor) -> str:
+    with Functions() as functions:
+        step(*tensors)
+    return " ".join(functions.names)
+
+
 def by_make_fx(step: Callable[..., Tensor], *tensors: Tensor) -> str:
     return make_fx(step)(*tensors).code
+
+
+def before_dispatch(step: Callable[..., Tensor], *tensors: Tensor) -> str:
+    return make_fx(step, pre_dispatch=True)(*tensors).code
+
+
+def in_another_thread(step: Callable[..., Tensor], *tensors: Tensor) -> str:
+    """A profiler of all threads sees a call in one of them."""
+    config = _ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(experimental_config=config) as profiled:
+        thread = threading.Thread(target=copy_context().run, args=(step, *tensors))
+        thread.start()
+        thread.join()
+    return " ".join(event.name for event in profiled.events() or ())
+
+
+def beside_another_mode(step: Callable[..., Tensor], *tensors: Tensor) -> str:
+    """Another thread enters a mode before, and leaves it within, the mode of this one."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with Ops():
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait()
+    with Ops() as ops:
+        leave.set()
+        thread.join()
+        step(*tensors)
+    return " ".join(ops.names)
 
 
 def by_jit(step: Callable[..., Tensor], *tensors: Tensor) -> str:
     return str(torch.jit.trace(step, tensors, check_trace=False).graph)
 
 
-LOOKING = {"a profiler": by_profiler, "a mode": by_mode, "make_fx": by_make_fx, "a tracer": by_jit}
+SEEN = {
+    "a profiler": by_profiler,
+    "a profiler of all threads": in_another_thread,
+    "a dispatch mode": by_mode,
+    "a dispatch mode beside that of another thread": beside_another_mode,
+    "a function mode": by_function_mode,
+    "make_fx": by_make_fx,
+    "make_fx before dispatch": before_dispatch,
+    "a tracer": by_jit,
+}
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("who", LOOKING)
-def test_whoever_looks_for_ops_finds_both(who: str) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning", CLEARED)
+@pytest.mark.parametrize("by", SEEN)
+def test_tracers_modes_and_profilers_see_both_ops(by: str) -> None:
     case = bound(LayerKind.C4A)
 
     def step(q: Tensor, kv: Tensor, positions: Tensor, out: Tensor) -> Tensor:
@@ -103,7 +174,7 @@ def test_whoever_looks_for_ops_finds_both(who: str) -> None:
         return out
 
     with set_forward_context(case.metadata):
-        found = LOOKING[who](step, case.q.clone(), case.kv, case.positions, torch.empty_like(case.q))
+        found = SEEN[by](step, case.q.clone(), case.kv, case.positions, torch.empty_like(case.q))
 
     assert "qnorm_rope_kv_insert" in found
     assert "forward_mqa" in found
@@ -123,3 +194,31 @@ def test_only_calls_with_tensors_of_other_classes_are_ops_in_eager_mode(
         case.layer.forward_mqa(q, kv, positions, out)
 
     assert ops == {"none": [], "out": ["_op_forward"]}.get(which, ["_op_insert", "_op_forward"])
+
+
+def test_a_transform_is_refused_as_torch_refuses_ops_without_rules() -> None:
+    case = bound(LayerKind.SWA)
+
+    def step(q: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        case.layer.forward_mqa(q, case.kv, case.positions, out)
+        return out
+
+    with set_forward_context(case.metadata), pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        torch.vmap(step)(torch.stack([case.q, case.q]))
+
+
+@pytest.mark.filterwarnings(CLEARED)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("profiled", [False, True])
+def test_a_copy_of_a_layer_writes_its_own_caches(copied: Callable[[Any], Any], profiled: bool) -> None:
+    case = bound(LayerKind.SWA)
+    assert case.layer.caches is not None
+    layer, theirs = copied(case.layer), case.layer.caches.swa.tensor.clone()
+    mine = PagedKVCache(torch.zeros_like(theirs), case.layer.caches.swa.layout)
+    layer.bind_kv_cache(mine)
+    with set_forward_context(case.metadata), torch.profiler.profile() if profiled else nullcontext():
+        layer.fused_qnorm_rope_kv_insert(case.q.clone(), case.kv, case.positions)
+
+    assert mine.tensor.any()
+    assert torch.equal(theirs, case.layer.caches.swa.tensor)

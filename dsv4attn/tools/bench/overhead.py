@@ -28,8 +28,8 @@ class Overhead:
     layer: name of the layer.
     direct_s: the backend's own steps on prepared arguments.
     plain_s: `forward_mqa` with a backend object.
-    bound_s: the op of a bound layer, which looks up backend and metadata.
-    idle_s: the same op over steps that do nothing, which leaves core's time on the host.
+    bound_s: a call of a bound layer, which looks up backend and metadata.
+    idle_s: the same call over steps that do nothing, which leaves core's time on the host.
 
     Each call follows one that computes, so on a CPU core's code is out of its caches.
     """
