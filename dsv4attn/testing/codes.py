@@ -29,7 +29,8 @@ class Codes(Call):
     Row t has the scale byte SCALES[t] over all 256 codes, and other scale bytes over the rest of its codes.
 
     copies: more than one is how often a row lists its key at most, so that some rows are long enough to be split. Then
-    every group has a scale byte of its own, far from those of its neighbours. Other fields are those of `Call`.
+    every group has a scale byte of its own, far from those of its neighbours, and RoPE values of a row differ in size
+    by up to 2^24. Other fields are those of `Call`.
     """
 
     copies: int = 1
@@ -40,10 +41,9 @@ class Codes(Call):
         return cls(kind="swa", pattern="one", rows=len(SCALES), **fields)  # type: ignore[arg-type]
 
     @classmethod
-    def repeated(cls, **fields: object) -> Codes:
-        """A window-only call of a few rows of 1 to 640 copies of one key."""
-        copies = 640
-        return cls(kind="swa", pattern="one", rows=24, copies=copies, window_columns=copies, **fields)  # type: ignore[arg-type]
+    def repeated(cls, rows: int, copies: int, **fields: object) -> Codes:
+        """A window-only call whose rows list one key up to `copies` times."""
+        return cls(kind="swa", pattern="one", rows=rows, copies=copies, window_columns=copies, **fields)  # type: ignore[arg-type]
 
     @cached_property
     def records(self) -> list[U8]:
@@ -52,7 +52,12 @@ class Codes(Call):
         nans = (0x80,) if layout.fp8_format is Fp8Format.FNUZ else (0x7F, 0xFF)
         codes = np.arange(layout.coded_dims, dtype=np.int64) % 256
         codes[np.isin(codes, nans)] = 0
-        rope = np.random.default_rng((self.seed, 30)).integers(0x3F00, 0x4200, (self.rows, layout.plain_dims))
+        random, shape = np.random.default_rng((self.seed, 30)), (self.rows, layout.plain_dims)
+        if self.copies == 1:
+            rope = random.integers(0x3F00, 0x4200, shape)
+        else:
+            # one octave of bf16 values, times powers of two: the exponent of bf16 begins at bit 7
+            rope = random.integers(0x3F00, 0x3F80, shape) - (random.choice([0, 8, 16, 23], shape) << 7)
         made = []
         same = 4 if self.copies == 1 else 1
         for row in range(self.rows):

@@ -39,7 +39,7 @@ NOW = (
     "nan-ocp-decode",
     "call-wide-c4a-decode",
     "block-swa",
-    "codes-*-copies-decode",
+    "codes-*-copies-*decode",
 )
 """Names of cases that are not slow where kernels are interpreted: what the room does otherwise than all others."""
 NOW_GATHERED = (
