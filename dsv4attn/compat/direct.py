@@ -170,7 +170,7 @@ def largest_logits(q: Tensor, kv: Tensor, rows: DenseIndices, scale: float) -> T
     """
     tokens, heads, dim = q.shape
     width = rows.indices.shape[1] if kv.shape[0] else 0
-    top = torch.full((tokens, heads), -torch.inf, device=q.device)
+    top = torch.full((tokens, heads), -torch.inf, device=q.device, dtype=torch.float32)
     columns = torch.arange(width, device=q.device)
     step = max(TILE_BYTES // max(width * (6 * dim + 4 * heads + 16), 1), 1)
     for start in range(0, tokens if width else 0, step):

@@ -123,7 +123,7 @@ class MetadataBuilder:
             self._c128a_max = c128a_columns(geometry, limits)
             self._c128a = self._buffer(decodes, 1, self._c128a_max), self._buffer(decodes)
             self._entry_numbers = self._buffer(self._c128a_max)
-            torch.arange(self._c128a_max, out=self._entry_numbers)
+            torch.arange(self._c128a_max, device=self.device, out=self._entry_numbers)
 
     def _buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         with torch.inference_mode(False):  # written outside of the mode that it may be made in

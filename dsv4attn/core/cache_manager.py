@@ -202,8 +202,8 @@ class CacheManager:
                 )
         self.reserve(requests)
         counts = [count for _, count in requests]
-        starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-        lens = torch.tensor([sequence.length + count for sequence, count in requests], dtype=torch.int32)
+        starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu")
+        lens = torch.tensor([sequence.length + count for sequence, count in requests], dtype=torch.int32, device="cpu")
         slots = [slot for sequence, count in requests for slot in self._slots(sequence, count)]
         tables = {name: self._table(name, requests) for name in self._tokens_per_block}
         states: dict[str, Any] = {f"{name}_block_table": tables.get(name) for name in ("c4a_state", "c128a_state")}

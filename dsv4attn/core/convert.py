@@ -149,7 +149,7 @@ def _recoded(
 @cache
 def _codes(source: Fp8Format, target: Fp8Format, shift: int) -> Tensor:
     """[256] int16: by source code, the target code that means 2^-shift of it; -1 where there is none."""
-    wanted = torch.arange(256, dtype=torch.uint8).view(source.dtype).float() * 2.0**-shift
+    wanted = torch.arange(256, dtype=torch.uint8, device="cpu").view(source.dtype).float() * 2.0**-shift
     nearest = wanted.to(target.dtype)
     exact = (nearest.float() == wanted) | wanted.isnan()
     return nearest.view(torch.uint8).short().masked_fill(~exact, -1)

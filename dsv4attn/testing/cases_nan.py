@@ -180,11 +180,11 @@ def inserts_nan(fused: bool, bench: Bench, call: Spoiled) -> Measure:  # noqa: F
         values = keys[[CLEAN + row for row in rows]].copy()
         values[np.arange(len(rows)), [dims[row] for row in rows]] = np.nan
         k = torch.from_numpy(values).to(call.device, torch.bfloat16)
-        slots = torch.tensor([CLEAN + row for row in rows], device=call.device)
+        slots = torch.tensor([CLEAN + row for row in rows], device=call.device, dtype=torch.int64)
         if fused:
             q = torch.zeros(len(rows), call.layer.num_heads, dim, dtype=torch.bfloat16, device=call.device)
             # of position 0, where nothing is turned
-            table = torch.tensor([[1.0] * (rope // 2) + [0.0] * (rope // 2)], device=call.device)
+            table = torch.tensor([[1.0] * (rope // 2) + [0.0] * (rope // 2)], device=call.device, dtype=torch.float32)
             positions = torch.zeros(len(rows), dtype=torch.int64, device=call.device)
             bench.backend.qnorm_rope_kv_insert(q, k, book.cache, slots, positions, table, call.layer.q_eps)
         else:

@@ -212,7 +212,7 @@ def merged_by(
         out, lse = merge.merge_lse(torch.stack(list(outs)), torch.stack(list(lses)))
         return (out if sinks is None else merge.apply_sink(out, lse, sinks)), lse
     sent = torch.empty(len(outs), *outs[0].shape, dtype=outs[0].dtype, device=outs[0].device)
-    sent_lse = torch.empty(len(outs), *lses[0].shape, device=sent.device)
+    sent_lse = torch.empty(len(outs), *lses[0].shape, device=sent.device, dtype=torch.float32)
     for part in zip(outs, lses, sent, sent_lse, strict=True):
         steps.pack_part(*part)
     out, lse = torch.full_like(outs[0], torch.nan), torch.full_like(lses[0], torch.nan)

@@ -66,7 +66,7 @@ class _Chunk:
         pages = [PageTable(self._ints(table)[:, :-1], self.rows.shelf.block_size, self.rows.blocks) for table in tables]
         seen = np.concatenate([(b + 1 + np.arange(n)) // RATIO for b, n in zip(before, counts, strict=True)])
         starts = 3 + np.concatenate([[0], np.cumsum(counts + tails)])
-        kv = torch.full((len(counts), total, self.rows.layer.head_dim), math.nan, dtype=self.row_dtype)
+        kv = torch.full((len(counts), total, self.rows.layer.head_dim), math.nan, dtype=self.row_dtype, device="cpu")
         width = TOPK + WINDOW + 2
         lists = DenseIndices(*(self._ints(np.full(shape, 7)) for shape in ((tokens, width), (tokens,))))
         flat = None

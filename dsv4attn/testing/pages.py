@@ -75,11 +75,11 @@ def body(cache: PagedKVCache, behind: int = 0) -> Tensor:
 def poison(cache: PagedKVCache, named: NDArray[np.int64], byte: int) -> None:
     """Write `byte` over all of the cache but the records in the slots `named`: other records, pad bytes, gaps."""
     raw = body(cache, BEHIND_PAGE)
-    spared = torch.zeros(raw.shape, dtype=torch.bool)
+    spared = torch.zeros(raw.shape, dtype=torch.bool, device="cpu")
     slots = torch.from_numpy(np.unique(named))
     for region in cache.layout.regions(cache.block_size):
         # only scale bytes of existing groups: the others are padding
         size = cache.layout.num_groups if region.name == "scale" else region.count * region.dtype.itemsize
         start = region.offset + slots % cache.block_size * region.stride
-        spared[(slots // cache.block_size)[:, None], start[:, None] + torch.arange(size)] = True
+        spared[(slots // cache.block_size)[:, None], start[:, None] + torch.arange(size, device="cpu")] = True
     raw.masked_fill_(~spared.to(raw.device), byte)

@@ -55,7 +55,7 @@ def _by_kernels(steps: RankSelection, scene: Selecting, ranks: int, request: Ten
     """[T, ranks * K] entry numbers that ranks hold of the best candidates, by a backend's `layer_ops.RankSelection`."""
     query, shape, most = scene.query(), (len(scene.tokens), scene.topk), int(visible.max())
     numbers = torch.full((ranks, *shape), GARBAGE, dtype=torch.int32, device=scene.device)
-    scores = torch.full((ranks, *shape), torch.nan, device=scene.device)
+    scores = torch.full((ranks, *shape), torch.nan, device=scene.device, dtype=torch.float32)
     owners = [Ownership(rank, ranks, PAGE) for rank in range(ranks)]
     for rank, own in enumerate(owners):
         given = scene.book.cache, scene.tensor(scene.table[:, rank::ranks]), request, own.counts(visible).int()

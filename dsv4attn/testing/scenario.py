@@ -338,8 +338,8 @@ class Scenario(World):
         """The step as a scheduler describes it."""
         (swa, compressed), apart = self.pages, Apart(self.apart)
         slots = [int(swa.slots(t.request, [t.position])[0]) if t.valid else -1 for t in self.tokens]
-        starts = torch.tensor([0, *accumulate(r[1] for r in self.requests)], dtype=torch.int32)
-        seq_lens = torch.tensor([r[0] + r[1] for r in self.requests], dtype=torch.int32)
+        starts = torch.tensor([0, *accumulate(r[1] for r in self.requests)], dtype=torch.int32, device="cpu")
+        seq_lens = torch.tensor([r[0] + r[1] for r in self.requests], dtype=torch.int32, device="cpu")
         return Batch(
             num_reqs=len(self.requests),
             query_start_loc=starts.to(self.device),

@@ -101,7 +101,7 @@ def _is_ours(one: object) -> bool:
 
 def _facts(device: str) -> DeviceFacts:
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, device=device, dtype=torch.float32)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         said = str(error).splitlines()[0]
         raise ArgumentError("device", expected="a device of this machine", actual=f"{device!r} ({said})") from error

@@ -47,7 +47,7 @@ def random_weights(
     """Weights of a layer by name: matrices with outputs of unit size, norms around 1."""
     generator, made = torch.Generator().manual_seed(1000 * seed + index), {}
     for name, shape in weight_shapes(geometry, index).items():
-        value = torch.randn(shape, generator=generator)
+        value = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         if name.endswith("norm"):
             value = 1 + 0.2 * value
         elif len(shape) == 2 and not name.endswith("ape"):
@@ -89,7 +89,8 @@ class Whole:
     def hidden(self, seed: int, count: int) -> Tensor:
         """[count, hidden] hidden states of a sequence."""
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(count, self.geometry.hidden_size, generator=generator).to(self.device, self.dtype)
+        values = torch.randn(count, self.geometry.hidden_size, generator=generator, dtype=torch.float32, device="cpu")
+        return values.to(self.device, self.dtype)
 
     def run(self, requests: Requests, hidden: Tensor, *, padding: int = 0) -> list[Tensor]:
         """Outputs [T, hidden] of every layer; sequences do not advance."""

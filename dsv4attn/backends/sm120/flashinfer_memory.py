@@ -78,4 +78,4 @@ def device_of(device: torch.device | str | None) -> torch.device:
         found = None if INTERPRETED else torch.accelerator.current_accelerator()
         device = found or torch.device("cpu")
     DeviceFacts.here(device)
-    return torch.empty(0, device=device).device
+    return torch.empty(0, device=device, dtype=torch.float32).device

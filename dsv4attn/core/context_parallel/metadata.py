@@ -139,7 +139,8 @@ class OwnedMetadataBuilder(MetadataBuilder):
         # decode requests have no pages there: their numbers are negative
         width, first = columns * ranks, swa.num_decodes
         whole = self._whole_table[: batch.num_reqs * width]
-        torch.arange(-first * width, (batch.num_reqs - first) * width, dtype=torch.int32, out=whole)
+        numbers = -first * width, (batch.num_reqs - first) * width
+        torch.arange(*numbers, dtype=torch.int32, device=whole.device, out=whole)
         lens, slots = self._whole_lens[layer.key], self._whole_slots
         maps = swa.token_to_req_indices, swa.is_valid_token
         whole = whole.view(batch.num_reqs, width)

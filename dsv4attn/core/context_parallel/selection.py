@@ -109,7 +109,7 @@ def score_selected(
 
     The scores are those of `definitions.selection`, in products of the same shape.
     """
-    result = torch.full(numbers.shape, -inf, device=numbers.device)
+    result = torch.full(numbers.shape, -inf, device=numbers.device, dtype=torch.float32)
     heads, dim = query.values.shape[1], cache.layout.head_dim
     for tile in tiles(numbers.shape[0], selection_bytes(heads, dim, ENTRIES)):
         tokens = slice(part.start + tile.start, part.start + tile.stop)

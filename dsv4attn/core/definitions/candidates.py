@@ -46,7 +46,10 @@ def select_candidates(
     heads, dim = query.values.shape[1], cache.layout.head_dim
     for part in tiles(count, selection_bytes(heads, dim, most)):
         lens, tokens = visible_lens[part, None], out[part].shape[0]
-        best = torch.full((tokens, most), -inf, device=out.device), out.new_full((tokens, most), -1)
+        best = (
+            torch.full((tokens, most), -inf, device=out.device, dtype=torch.float32),
+            out.new_full((tokens, most), -1),
+        )
         newest = (lens - 1).div(block_size, rounding_mode="floor")
         maps = block_table, token_to_req[part], lens
         for start in range(0, max_entries, ENTRIES):

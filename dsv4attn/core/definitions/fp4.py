@@ -59,6 +59,6 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 @torch.inference_mode(mode=False)  # read in and out of the mode
 def _pairs(device: torch.device) -> Tensor:
     """[256, 2] fp32: the values of both codes of a byte."""
-    values = torch.tensor([*VALUES, *(-value for value in VALUES)])
-    byte = torch.arange(256)
+    values = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.float32, device="cpu")
+    byte = torch.arange(256, device="cpu")
     return torch.stack([values[byte & 15], values[byte >> 4]], -1).to(device)

@@ -136,7 +136,7 @@ def fp8_paged_mqa_logits(
     requests, tokens, heads, dim = q.shape
     lens, request = context_lens.reshape(-1), torch.arange(requests, device=q.device).repeat_interleave(tokens)
     query = IndexQuery(q.flatten(0, 1), weights)
-    logits = torch.full((requests * tokens, max_model_len), -inf, device=q.device)
+    logits = torch.full((requests * tokens, max_model_len), -inf, device=q.device, dtype=torch.float32)
     columns = torch.arange(max_model_len, device=q.device)
     for part in tiles(logits.shape[0], scores_bytes(heads, dim, max_model_len)):
         seen = columns < lens[part, None]

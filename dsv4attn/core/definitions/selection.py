@@ -44,7 +44,10 @@ def select_topk(
     heads, dim = query.values.shape[1], cache.layout.head_dim
     for part in tiles(count, selection_bytes(heads, dim, topk)):
         tokens, maps = out[part].shape[0], (block_table, token_to_req[part], visible_lens[part, None])
-        best = torch.full((tokens, topk), -inf, device=out.device), out.new_full((tokens, topk), -1)
+        best = (
+            torch.full((tokens, topk), -inf, device=out.device, dtype=torch.float32),
+            out.new_full((tokens, topk), -1),
+        )
         for start in range(0, max_entries, ENTRIES):
             score, entry = score_entries(query, part, cache, *maps, start, arithmetic)
             if inside is not None:

@@ -84,7 +84,7 @@ def _read(
     assert like is not None
     column = torch.arange(past + columns, device=like.device)
     if mask is None:
-        counts = torch.tensor(lengths, device=like.device) + columns
+        counts = torch.tensor(lengths, device=like.device, dtype=torch.int64) + columns
         holes = torch.zeros_like(counts, dtype=torch.bool)
     else:
         real = mask.to(torch.bool)

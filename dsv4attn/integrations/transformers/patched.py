@@ -289,7 +289,7 @@ class PatchedModel:
             raise out_of_pages(error) from error
         index = None
         if order != [*range(len(requests))] or any(n != columns for _, n in requests):
-            places = [torch.arange((i + 1) * columns - requests[i][1], (i + 1) * columns) for i in order]
+            places = [torch.arange((i + 1) * columns - requests[i][1], (i + 1) * columns, device="cpu") for i in order]
             index = torch.cat(places).to(device)
         return _Step(manager.metadata(batch), manager.positions(ordered), index)
 

@@ -37,8 +37,10 @@ class Spread:
     @classmethod
     def of(cls, seconds: Sequence[float], *, exposed: bool = False) -> Spread:
         """Summarise rounds."""
-        values = torch.tensor(sorted(seconds), dtype=torch.float64)
-        low, middle, high = torch.quantile(values, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+        values = torch.tensor(sorted(seconds), dtype=torch.float64, device="cpu")
+        low, middle, high = torch.quantile(
+            values, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device="cpu")
+        ).tolist()
         return cls(middle, low, high, exposed)
 
 

@@ -105,7 +105,7 @@ def compress_task(case: AroundCase, device: torch.device) -> Task:
 
 def _save(case: AroundCase, parts: _Parts, states: _States, generator: torch.Generator) -> Task:
     cache, new = states.cache, slice(-case.tokens, None)
-    ape = torch.randn(parts.ratio, parts.width, generator=generator, device=states.kv.device)
+    ape = torch.randn(parts.ratio, parts.width, generator=generator, device=states.kv.device, dtype=torch.float32)
     given = torch.cat([states.kv[:, new], states.score[:, new]], -1).flatten(0, 1)
     slots, expected = states.slots[:, new].flatten().contiguous(), given.clone()
     expected[:, parts.width :] += ape[states.positions % parts.ratio]
@@ -131,7 +131,7 @@ def _save(case: AroundCase, parts: _Parts, states: _States, generator: torch.Gen
 
 def _store(case: AroundCase, parts: _Parts, states: _States, generator: torch.Generator) -> Task:
     device, ratio, eps = states.kv.device, parts.ratio, parts.layer.eps
-    norm = 1 + 0.1 * torch.randn(parts.dim, generator=generator, device=device)
+    norm = 1 + 0.1 * torch.randn(parts.dim, generator=generator, device=device, dtype=torch.float32)
     table = cos_sin_cache(parts.layer.rope, int(states.positions.max()) + 1, device)
     row = states.cache.region("row")
     page = states.slots // states.cache.block_size, states.slots % states.cache.block_size
@@ -171,8 +171,8 @@ def _query(case: AroundCase, device: torch.device, generator: torch.Generator) -
     heads, dim, layer = _FLASH.index_n_heads, _FLASH.index_head_dim, _FLASH.layer_of_kind(LayerKind.C4A)
     positions = _positions(case, device)
     table = cos_sin_cache(layer.rope, int(positions.max()) + 1, device)
-    q = torch.randn(case.count, heads, dim, generator=generator, device=device).bfloat16()
-    weights = torch.randn(case.count, heads, generator=generator, device=device).bfloat16()
+    q = torch.randn(case.count, heads, dim, generator=generator, device=device, dtype=torch.float32).bfloat16()
+    weights = torch.randn(case.count, heads, generator=generator, device=device, dtype=torch.float32).bfloat16()
     layout = KVCacheLayout.index_fp8(dim)
     codes, scales = coded(rotated(q, table[positions]))
     folded = weights.float() * scales * (dim * heads) ** -0.5
@@ -204,7 +204,10 @@ def _states(case: AroundCase, parts: _Parts, device: torch.device, generator: to
     count = parts.span - 1 + case.tokens
     last = positions.view(requests, -1)[:, -1:]
     place = last + torch.arange(1 - count, 1, device=device)
-    kv, score = (torch.randn(requests, count, parts.width, generator=generator, device=device) for _ in range(2))
+    kv, score = (
+        torch.randn(requests, count, parts.width, generator=generator, device=device, dtype=torch.float32)
+        for _ in range(2)
+    )
     column = torch.arange(int(last.max()) // page + 1, device=device)
     alive = (column >= place[:, :1] // page) & (column <= last // page)
     blocks = int(alive.sum())

@@ -119,7 +119,7 @@ def one_rank(case: ContextCase, backend: Backend, device: torch.device) -> tuple
         generator = torch.Generator(device).manual_seed(case.context)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device=device)
+            return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
 
         keys = PagedKVCache.allocate(INDEX, inputs.segments[1].cache.num_blocks, case.preset.page, device)
         for slots in torch.arange(keys.capacity, device=device).split(_CHUNK):

@@ -138,13 +138,13 @@ def _scored(case: AroundCase, device: torch.device) -> Scored:
     generator = torch.Generator(device).manual_seed(case.seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
 
     requests, tokens, keys = case.requests, case.tokens, case.keys
     q = normal(requests, tokens, HEADS, DIM).to(torch.float8_e4m3fn)
     weights = normal(case.count, HEADS)
     codes = torch.empty(requests, keys, DIM, dtype=torch.float8_e4m3fn, device=device)
-    scales = torch.empty(requests, keys, device=device)
+    scales = torch.empty(requests, keys, device=device, dtype=torch.float32)
     for r in range(requests):
         # keys of different sizes, so that scales differ
         codes[r], scales[r] = coded(normal(keys, DIM) * torch.exp2(normal(keys, 1)))
@@ -163,7 +163,7 @@ def _scored(case: AroundCase, device: torch.device) -> Scored:
 def _logits(q: Tensor, weights: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """[T, E] fp32: sum over heads of weight * max(0, q . k)."""
     requests, tokens, heads, _ = q.shape
-    out = torch.empty(requests, tokens, codes.shape[1], device=q.device)
+    out = torch.empty(requests, tokens, codes.shape[1], device=q.device, dtype=torch.float32)
     step = max(_TILE_BYTES // (8 * heads * codes.shape[1]), 1)
     for r, (k, scale) in enumerate(zip(codes, scales, strict=True)):
         keys, mix = (k.float() * scale[:, None]).T, weights.view(requests, tokens, 1, heads)[r]

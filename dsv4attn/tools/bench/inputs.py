@@ -84,7 +84,7 @@ class Inputs:
 def query(case: Case, device: torch.device, generator: torch.Generator) -> Tensor:
     """[T, H, D] bf16, each element N(0, 1), as q-norm leaves it; with keys of that size logits are N(0, 1) too."""
     shape = (case.tokens, case.preset.heads, HEAD_DIM)
-    return torch.randn(shape, generator=generator, device=device).bfloat16()
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).bfloat16()
 
 
 def layouts(case: Case) -> tuple[KVCacheLayout, KVCacheLayout]:
@@ -96,7 +96,7 @@ def layouts(case: Case) -> tuple[KVCacheLayout, KVCacheLayout]:
 def make_inputs(case: Case, device: torch.device) -> Inputs:
     """Caches full of random keys, pages in random order, indices as an engine would make them."""
     preset, generator = case.preset, torch.Generator(device).manual_seed(case.seed)
-    prefix, count = torch.tensor(case.requests, device=device).unbind(1)
+    prefix, count = torch.tensor(case.requests, device=device, dtype=torch.int64).unbind(1)
     seqs = prefix + count
     request = torch.repeat_interleave(torch.arange(len(case.requests), device=device), count)
     position = torch.arange(case.tokens, device=device) - (count.cumsum(0) - count)[request] + prefix[request]
@@ -123,7 +123,7 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     records = [min(n, int(segment.gather_lens.sum())) for n, segment in zip(keys, segments, strict=True)]
     stored = sum(n * segment.cache.layout.record_bytes for n, segment in zip(records, segments, strict=True))
     q = query(case, device, generator)
-    sink = torch.randn(preset.heads, generator=generator, device=device)
+    sink = torch.randn(preset.heads, generator=generator, device=device, dtype=torch.float32)
     sizes = sum(keys), sum(records), stored
     return Inputs(case, preset.layer, q, sink, tuple(segments), rows, offset, combined, *sizes)
 
@@ -160,7 +160,7 @@ def _chosen(visible: Tensor, most: int, topk: int, generator: torch.Generator) -
     out = torch.zeros(visible.shape[0], topk, dtype=torch.int64, device=visible.device)
     numbers, taken = torch.arange(most, device=visible.device), min(topk, most)
     for part in torch.arange(visible.shape[0], device=visible.device).split(max(_ELEMENTS // max(most, 1), 1)):
-        draw = torch.rand(part.shape[0], most, generator=generator, device=visible.device)
+        draw = torch.rand(part.shape[0], most, generator=generator, device=visible.device, dtype=torch.float32)
         draw.masked_fill_(numbers >= visible[part, None], 2.0)
         out[part, :taken] = draw.topk(taken, largest=False).indices
     return out

@@ -185,7 +185,9 @@ def _made(case: LayerCase, backend: Backend, device: torch.device) -> _Made:
     manager.advance(before)
     requests = [(one, case.tokens) for one in sequences]
     metadata, positions = manager.metadata(manager.batch(requests)), manager.positions(requests)
-    hidden = torch.randn(positions.shape[0], geometry.hidden_size, device=device).to(given["wq_a"].dtype)
+    hidden = torch.randn(positions.shape[0], geometry.hidden_size, device=device, dtype=torch.float32).to(
+        given["wq_a"].dtype
+    )
     return _Made(geometry, layer, metadata, positions, hidden)
 
 
@@ -219,13 +221,17 @@ def _parts(case: LayerCase, backend: Backend, clock: Clock, rounds: int) -> list
 def _mixes(geometry: ModelGeometry, device: torch.device) -> HyperConnectionWeights:
     n, size = geometry.hc_mult, geometry.hc_mult * geometry.hidden_size
     count = 2 * n + n * n
-    fn = torch.randn(count, size, device=device) * size**-0.5
-    return HyperConnectionWeights(fn, torch.randn(count, device=device), torch.ones(3, device=device))
+    fn = torch.randn(count, size, device=device, dtype=torch.float32) * size**-0.5
+    return HyperConnectionWeights(
+        fn, torch.randn(count, device=device, dtype=torch.float32), torch.ones(3, device=device, dtype=torch.float32)
+    )
 
 
 def _weights(geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> Mapping[str, torch.Tensor]:
     shapes = weight_shapes(geometry, geometry.layer(0))
     return {
-        name: torch.randn(shape, device=device).mul_(shape[-1] ** -0.5).to(dtype if len(shape) == 2 else torch.float32)
+        name: torch.randn(shape, device=device, dtype=torch.float32)
+        .mul_(shape[-1] ** -0.5)
+        .to(dtype if len(shape) == 2 else torch.float32)
         for name, shape in shapes.items()
     }

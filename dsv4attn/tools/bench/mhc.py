@@ -82,7 +82,7 @@ def _streams(case: AroundCase, device: torch.device) -> Streams:
     generator = torch.Generator(device).manual_seed(case.seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
 
     tokens, hidden, head = case.count, case.hidden, case.step == "head"
     mixes = _N if head else 2 * _N + _N * _N

@@ -26,7 +26,7 @@ class RankClock(Clock):
     def __init__(self, device: torch.device, context: ContextParallel) -> None:
         super().__init__(device)
         self._context = context
-        self._token = torch.zeros(1, device=device)
+        self._token = torch.zeros(1, device=device, dtype=torch.float32)
 
     def times_over_ranks(
         self, alone: Sequence[Callable[[], None]], together: Sequence[Callable[[], None]], rounds: int

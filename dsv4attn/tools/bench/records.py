@@ -25,7 +25,9 @@ def fill(cache: PagedKVCache, generator: torch.Generator) -> None:
     for first in range(0, cache.capacity, _CHUNK):
         slots = torch.arange(first, min(first + _CHUNK, cache.capacity), device=cache.device)
         shape = (slots.shape[0], cache.layout.head_dim)
-        write(cache, slots, torch.randn(shape, generator=generator, device=cache.device).bfloat16())
+        write(
+            cache, slots, torch.randn(shape, generator=generator, device=cache.device, dtype=torch.float32).bfloat16()
+        )
 
 
 def write(cache: PagedKVCache, slots: Tensor, rows: Tensor) -> None:
@@ -74,7 +76,7 @@ def read(cache: PagedKVCache, slots: Tensor) -> Tensor:
         values, scales = data.view(_fp8(layout)).float(), _power(scale.int() - 127)
     else:
         halves = torch.stack([data & 15, data >> 4], -1).flatten(1)
-        values = torch.tensor(_E2M1, device=data.device)[halves.int()]
+        values = torch.tensor(_E2M1, device=data.device, dtype=torch.float32)[halves.int()]
         scales = scale.view(torch.float8_e4m3fn).float()
     coded = (values.unflatten(1, (layout.num_groups, layout.group_size)) * scales[..., None]).flatten(1)
     return torch.cat([coded, cache.region("rope")[page, place].float()], 1) if layout.plain_dims else coded

@@ -36,7 +36,7 @@ class Roofline:
         side, dtype, size = (1024, torch.float32, 2**26) if on_cpu else (8192, torch.bfloat16, 2**30)
         source = torch.ones(size, dtype=torch.uint8, device=clock.device)
         target = torch.empty_like(source)
-        left = torch.randn(side, side, device=clock.device).to(dtype)
+        left = torch.randn(side, side, device=clock.device, dtype=torch.float32).to(dtype)
         right, product = torch.randn_like(left), torch.empty_like(left)
 
         def multiply() -> None:
@@ -69,9 +69,9 @@ class Roofline:
 
 def _fp8_product(side: int, device: torch.device) -> Callable[[], None] | None:
     """A product of square e4m3 matrices in the device's dialect, or None where torch has no such product."""
-    scale = torch.ones((), device=device)
+    scale = torch.ones((), device=device, dtype=torch.float32)
     for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
-        left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        left, right = (torch.randn(side, side, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
 
         def multiply(left: torch.Tensor = left, right: torch.Tensor = right) -> None:
             torch._scaled_mm(left, right.T, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)  # noqa: SLF001 - no public name

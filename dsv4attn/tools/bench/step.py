@@ -97,8 +97,8 @@ def scheduled(
     window, *rest = inputs.segments
     model = ModelGeometry.preset(case.preset.model)
     layer = model.layer_of_kind(case.preset.kind, case.preset.ratio)
-    seqs = torch.tensor([before + count for before, count in case.requests], dtype=torch.int32)
-    counts = torch.tensor([count for _, count in case.requests], dtype=torch.int32)
+    seqs = torch.tensor([before + count for before, count in case.requests], dtype=torch.int32, device="cpu")
+    counts = torch.tensor([count for _, count in case.requests], dtype=torch.int32, device="cpu")
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     limits = Limits(len(case.requests), case.tokens, max(int(seqs.max()), WINDOW_PAGE))
     # a token's own slot is the last of its window
@@ -135,8 +135,8 @@ def products(inputs: Inputs) -> Callable[[], None]:
     counts = [max(round(float(part.float().mean())), 1) for part in keys_per_row.cpu().split(_TILE)]
     rows = min(_TILE, keys_per_row.shape[0])
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    q = torch.randn(rows, layer.num_heads, layer.head_dim, device=device).to(dtype)
-    k = torch.randn(rows, max(counts), layer.head_dim, device=device).to(dtype)
+    q = torch.randn(rows, layer.num_heads, layer.head_dim, device=device, dtype=torch.float32).to(dtype)
+    k = torch.randn(rows, max(counts), layer.head_dim, device=device, dtype=torch.float32).to(dtype)
     p = torch.empty(rows, layer.num_heads, max(counts), device=device, dtype=dtype)
     o = torch.empty_like(q)
 

@@ -112,7 +112,7 @@ def _insert(case: Case, device: torch.device) -> Task:
     """Rows of one request into random slots; `insert` normalises and rotates on the way."""
     generator = torch.Generator(device).manual_seed(case.seed)
     tokens, layer, whole = case.tokens, case.preset.layer, case.kernel == "insert"
-    kv = torch.randn(tokens, HEAD_DIM, generator=generator, device=device).bfloat16()
+    kv = torch.randn(tokens, HEAD_DIM, generator=generator, device=device, dtype=torch.float32).bfloat16()
     cache = PagedKVCache.allocate(LAYOUT, -(-tokens // 64) + 1, 64, device)
     slots = torch.randperm(cache.capacity, generator=generator, device=device)[:tokens]
     positions = torch.arange(tokens, device=device)

@@ -225,8 +225,8 @@ class Replay:
         rows = np.array([self._workload.row_of[entry.request.index] for entry in entries])[request]
         tables = self._blocks.tables(entries)
         slots = tables[WINDOW].numpy()[request, positions // size].astype(np.int64) * size + positions % size
-        starts = torch.tensor([0, *ends.tolist()], dtype=torch.int32)
-        seq_lens = torch.tensor([entry.seq_len for entry in entries], dtype=torch.int32)
+        starts = torch.tensor([0, *ends.tolist()], dtype=torch.int32, device="cpu")
+        seq_lens = torch.tensor([entry.seq_len for entry in entries], dtype=torch.int32, device="cpu")
         states: dict[str, Any] = {f"{pool.name}_block_table": tables[pool.name] for pool in self._states}
         batch = Batch(
             num_reqs=len(entries),

@@ -128,8 +128,8 @@ class Shared:
         """Buffers for the largest step."""
         workload = setting.workload
         rows = setting.limits.max_num_batched_tokens, workload.geometry.num_heads
-        q, out = (torch.empty(*rows, workload.geometry.head_dim, dtype=workload.dtype) for _ in range(2))
-        return cls(workload.projection(), q, out, torch.empty(rows))
+        q, out = (torch.empty(*rows, workload.geometry.head_dim, dtype=workload.dtype, device="cpu") for _ in range(2))
+        return cls(workload.projection(), q, out, torch.empty(rows, dtype=torch.float32, device="cpu"))
 
 
 class AnyLane(Protocol):

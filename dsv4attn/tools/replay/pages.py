@@ -213,7 +213,9 @@ class PagedBlocks:
         for name in self._pools:
             rows = [self._tables[entry.request.index][name].blocks for entry in scheduled]
             width = max(len(row) for row in rows)
-            found[name] = torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int32)
+            found[name] = torch.tensor(
+                [row + [-1] * (width - len(row)) for row in rows], dtype=torch.int32, device="cpu"
+            )
         return found
 
     @property

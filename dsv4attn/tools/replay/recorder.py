@@ -62,11 +62,11 @@ class RecordingBackend:
         self.layer_steps = _RecordingSteps(self._backend.layer_steps, self)
         steps = self._backend.rank_steps
         self.rank_steps = None if steps is None else _RecordingRanks(steps, self)
-        self.rows = torch.empty(0, dtype=torch.int64)
-        self.q = self.out = torch.empty(0)
+        self.rows = torch.empty(0, dtype=torch.int64, device="cpu")
+        self.q = self.out = torch.empty(0, dtype=torch.float32, device="cpu")
         self._merged: list[tuple[int, Tensor]] = []
         self._attended: list[range] = []
-        self.lse = torch.empty(max_tokens, heads)
+        self.lse = torch.empty(max_tokens, heads, dtype=torch.float32, device="cpu")
         self.query: IndexQuery | None = None
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the backend

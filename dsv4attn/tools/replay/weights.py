@@ -74,7 +74,9 @@ class RandomWeights:
 
 def hidden_bank(geometry: ModelGeometry, rows: int, seed: int, dtype: torch.dtype) -> Tensor:
     """[rows, hidden] hidden states of unit RMS, as the norm before a layer leaves them."""
-    drawn = torch.randn(rows, geometry.hidden_size, generator=_generator(seed, _HIDDEN))
+    drawn = torch.randn(
+        rows, geometry.hidden_size, generator=_generator(seed, _HIDDEN), dtype=torch.float32, device="cpu"
+    )
     return drawn.mul_(drawn.square().mean(-1, keepdim=True).rsqrt()).to(dtype)
 
 
@@ -85,9 +87,14 @@ def _generator(*numbers: int) -> torch.Generator:
 
 def _drawn(name: str, shape: tuple[int, ...], random: torch.Generator) -> Tensor:
     if name.endswith("norm"):
-        weights = torch.randn(shape, generator=random).mul_(_SPREAD).exp_().clamp_(max=LOUDEST)
+        weights = (
+            torch.randn(shape, generator=random, dtype=torch.float32, device="cpu")
+            .mul_(_SPREAD)
+            .exp_()
+            .clamp_(max=LOUDEST)
+        )
         if name in _OF_KEYS:
-            weights[torch.randperm(shape[0], generator=random)[: -(-shape[0] // 64)]] = LOUDEST
+            weights[torch.randperm(shape[0], generator=random, device="cpu")[: -(-shape[0] // 64)]] = LOUDEST
         return weights
     scale = 1.0 if name.endswith("ape") else 1 / math.sqrt(shape[-1])
-    return torch.randn(shape, generator=random).mul_(scale)
+    return torch.randn(shape, generator=random, dtype=torch.float32, device="cpu").mul_(scale)

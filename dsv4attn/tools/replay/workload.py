@@ -82,12 +82,19 @@ class Workload:
 
         heads, dim = geometry.num_heads, geometry.head_dim
         random = torch.Generator().manual_seed(seed)
-        self._q_bank = torch.randn(_BANK_ROWS, dim, generator=random).to(dtype)
-        weights = torch.randn(dim, generator=random).mul_(_KEY_WEIGHT_SPREAD).exp_().clamp_(max=LARGEST_KEY_WEIGHT)
-        weights[torch.randperm(dim, generator=random)[: -(-dim // 64)]] = LARGEST_KEY_WEIGHT
-        keys = torch.randn(_BANK_ROWS, dim, generator=random)
+        self._q_bank = torch.randn(_BANK_ROWS, dim, generator=random, dtype=torch.float32, device="cpu").to(dtype)
+        weights = (
+            torch.randn(dim, generator=random, dtype=torch.float32, device="cpu")
+            .mul_(_KEY_WEIGHT_SPREAD)
+            .exp_()
+            .clamp_(max=LARGEST_KEY_WEIGHT)
+        )
+        weights[torch.randperm(dim, generator=random, device="cpu")[: -(-dim // 64)]] = LARGEST_KEY_WEIGHT
+        keys = torch.randn(_BANK_ROWS, dim, generator=random, dtype=torch.float32, device="cpu")
         self._key_bank = (keys * keys.square().mean(-1, keepdim=True).rsqrt() * weights).to(dtype)
-        self._sinks = {kind: torch.randn(heads, generator=random) for kind in LayerKind}
+        self._sinks = {
+            kind: torch.randn(heads, generator=random, dtype=torch.float32, device="cpu") for kind in LayerKind
+        }
         self._random = random
 
     @cached_property
@@ -105,7 +112,7 @@ class Workload:
         """
         rows = self.geometry.o_groups * self.geometry.o_lora_rank
         columns = self.geometry.num_heads // self.geometry.o_groups * self.geometry.head_dim
-        return torch.randn(rows, columns, generator=self._random).mul_(columns**-0.5)
+        return torch.randn(rows, columns, generator=self._random, dtype=torch.float32, device="cpu").mul_(columns**-0.5)
 
     def tokens(self, rows: I64, positions: I64) -> Tokens:
         """The tokens at these positions [T] of these requests [T], given by row number."""

@@ -42,7 +42,7 @@ def check(runner: Any) -> list[str]:  # noqa: ANN401 - SGLang's ModelRunner
     targets(runner.device)
     _check_options()
     _check_caches(runner.token_to_kv_pool)
-    device, heads = torch.empty(0, device=runner.device).device, _heads(runner)
+    device, heads = torch.empty(0, device=runner.device, dtype=torch.float32).device, _heads(runner)
     facts = (heads, torch.bfloat16, runner.model_config.head_dim**-0.5, True, 1)
     lines: dict[str, list[str]] = {}
     for phase, layers, sizes in _calls(runner):

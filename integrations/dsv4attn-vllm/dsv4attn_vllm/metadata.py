@@ -86,7 +86,7 @@ def _window(
     requests, tokens = base.num_decodes + base.num_prefills, base.num_decode_tokens + base.num_prefill_tokens
     rows = base.decode_swa_indices
     empty = rows.new_empty(0)
-    nothing = torch.empty(0, dtype=torch.int32)
+    nothing = torch.empty(0, dtype=torch.int32, device="cpu")
     prefill_rows = base.prefill_swa_indices
     return DeepseekSparseSWAMetadata(
         num_decodes=base.num_decodes,

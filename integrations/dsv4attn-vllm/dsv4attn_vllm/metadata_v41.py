@@ -153,12 +153,12 @@ class StateMetadataBuilder(compressor.CompressorMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
         super().__init__(*args, **kwargs)
-        scheduler, options = self.vllm_config.scheduler_config, {"dtype": torch.int32, "device": self.device}
+        scheduler = self.vllm_config.scheduler_config
         tokens = scheduler.max_num_batched_tokens
-        self._requests = torch.zeros(tokens, **options)
-        self._places = torch.arange(tokens, **options)
+        self._requests = torch.zeros(tokens, dtype=torch.int32, device=self.device)
+        self._places = torch.arange(tokens, dtype=torch.int32, device=self.device)
         # a captured step may be padded with requests
-        self._rings = torch.zeros(max(scheduler.max_num_seqs, tokens), 1, **options)
+        self._rings = torch.zeros(max(scheduler.max_num_seqs, tokens), 1, dtype=torch.int32, device=self.device)
 
     def build(
         self,
