@@ -25,7 +25,7 @@ from dsv4attn.core.values import check_type
 from dsv4attn.errors import ArgumentError, NoBackendError, UnknownNameError
 from dsv4attn.plugins import BUILT_IN, PluginRegistry, Registered
 from dsv4attn.selection.decision import Candidate, Selection, decide
-from dsv4attn.selection.making import build, configured
+from dsv4attn.selection.making import build, build_for, configured, conflict_of
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +94,23 @@ def explain(
         # builds of torch for ROCm and XPU contain Triton under another name
         installed["triton"] = facts.triton_version
     selection = decide(facts, registry.backends, problems, request, registry.failures, installed)
-    return evolve(selection, ignored=settings.ignored)
+    return evolve(_without_conflict(selection, settings), ignored=settings.ignored)
+
+
+def _without_conflict(selection: Selection, settings: Settings) -> Selection:
+    """The selection; it has no choice if the settings forbid what the problems ask of the chosen backend."""
+    if selection.chosen is None:
+        return selection
+    info = selection.chosen.info
+    reason = conflict_of(info, settings, selection.problems)
+    if reason is None:
+        return selection
+    trace = tuple(
+        evolve(c, state="refused", reasons=(reason,), note="", ways=()) if c.name == info.name else c
+        for c in selection.trace
+    )
+    verdict = f"the options of backend {info.name!r} contradict the problem"
+    return evolve(selection, chosen=None, trace=trace, verdict=verdict, error=NoBackendError)
 
 
 def _request(problems: Sequence[Problem], backend: str | None, settings: Settings) -> Setting:
@@ -153,9 +169,11 @@ def select_backend(
 
     problems: decode and prefill problems in any order; one backend runs all problems of a phase. Give all layer kinds
     of a model at once to have one backend for the model, or call once for each kind. Phases are resolved separately;
-    if they differ, the result is a `PhasedBackend` of both. Arguments are those of `explain`.
+    if they differ, the result is a `PhasedBackend` of both. If a problem is deterministic, the backend of its phase is
+    built with the option `deterministic=True`. Arguments are those of `explain`.
 
-    Raises NoBackendError with the whole trace, or BrokenBackendError if the chosen one cannot be made.
+    Raises NoBackendError with the whole trace; it is raised too if an option of the settings switches determinism off
+    that a problem asks for. Raises BrokenBackendError if the chosen backend cannot be made.
     """
     for problem in problems:
         check_type("problems", problem, Problem, cure="pass Problem.of(layer, phase='decode') and one for 'prefill'")
@@ -163,13 +181,14 @@ def select_backend(
     facts = device if isinstance(device, DeviceFacts) else DeviceFacts.here(device)
     by_phase = [[p for p in problems if p.phase == phase] for phase in PHASES]
     chosen = [
-        resolve(asked, backend=backend, device=facts, settings=settings, registry=registry).require().info
+        (resolve(asked, backend=backend, device=facts, settings=settings, registry=registry).require().info, asked)
         for asked in by_phase
         if asked
     ]
     if not chosen:
         raise ArgumentError("problems", expected="at least one", actual="none")
-    built = [configured(info, settings, {}) for info in chosen[: 1 if chosen[0].name == chosen[-1].name else 2]]
+    kinds = {(info.name, any(problem.deterministic for problem in asked)) for info, asked in chosen}
+    built = [build_for(info, settings, asked) for info, asked in chosen[: len(kinds)]]
     return built[0] if len(built) == 1 else PhasedBackend(*built)
 
 

@@ -239,7 +239,7 @@ def _ask(
     try:
         for problem in problems:
             # equal reasons of several problems are one line
-            said = [*info.lacks(problem), *_said(info.support(device, problem))]
+            said = [*info.lacks(problem), *_undeterministic(info, problem), *_said(info.support(device, problem))]
             # the reason DEVICE of such a device is there already
             reasons.update(dict.fromkeys(r for r in said if not (elsewhere and r.code == "DEVICE")))
     except KeyboardInterrupt:
@@ -248,6 +248,18 @@ def _ask(
         note = f"its support raised {first_line(error)}"
         return Candidate(info.name, one.owner, "broken", tuple(reasons), note, cause=error)
     return Candidate(info.name, one.owner, "refused" if reasons else "supported", tuple(reasons))
+
+
+def _undeterministic(info: BackendInfo, problem: Problem) -> list[Reason]:
+    """The reason against a backend without the option `deterministic`, if the problem asks for determinism.
+
+    A backend that is always deterministic lists the option with the default True.
+    """
+    if not problem.deterministic or "deterministic" in info.options:
+        return []
+    allowed = "a backend with the option deterministic"
+    cure = "leave deterministic out of the problem, or ask for another backend"
+    return [Reason("DETERMINISTIC", "bits that do not depend on the batch", allowed, cure)]
 
 
 def _broken_cure(owner: str) -> str:
@@ -274,16 +286,18 @@ def _said(answer: object) -> Sequence[Reason]:
 
 
 def _ways(one: Registered, device: DeviceFacts, problems: Sequence[Problem]) -> tuple[str, ...]:
-    """Lines of a plugin's notes, each once. Notes only inform: an exception in them becomes a line."""
-    notes = one.info.notes
+    """How a backend is built, and lines of its notes, each once. Notes only inform: an exception becomes a line."""
+    notes, switched = one.info.notes, one.info.options.get("deterministic") is False
+    built = ("built with deterministic=true, which the problem asks for",)
+    lines = built if switched and any(problem.deterministic for problem in problems) else ()
     if notes is None:
-        return ()
+        return lines
     try:
-        return tuple(dict.fromkeys(str(line) for problem in problems for line in notes(device, problem)))
+        return (*lines, *dict.fromkeys(str(line) for problem in problems for line in notes(device, problem)))
     except KeyboardInterrupt:
         raise
     except STRANGE as error:
-        return (f"its notes raised {first_line(error)}",)
+        return (*lines, f"its notes raised {first_line(error)}")
 
 
 def _traced(c: Candidate, one: Registered, device: DeviceFacts, request: str, *, chosen: bool) -> Candidate:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from attrs import evolve
 
 from dsv4attn.config import Settings
-from dsv4attn.core.contract import Backend, BackendInfo, Forms
+from dsv4attn.core.contract import Backend, BackendInfo, Forms, complete
 from dsv4attn.core.device import DeviceFacts, version_of
 from dsv4attn.core.geometry import ModelGeometry
 from dsv4attn.core.problem import Problem, Reason
@@ -25,23 +26,53 @@ from dsv4attn.errors import (
 from dsv4attn.plugins import STRANGE, first_line
 from dsv4attn.selection.decision import install_cure
 
-__all__ = ["build", "check_options", "configured"]
+__all__ = ["build", "build_for", "check_options", "configured", "conflict_of"]
 
 
-def configured(info: BackendInfo, settings: Settings, options: Mapping[str, Any]) -> Backend:
-    """Build a backend. Given options override those of the configuration."""
+def configured(
+    info: BackendInfo, settings: Settings, options: Mapping[str, Any], needed: Mapping[str, Any] = MappingProxyType({})
+) -> Backend:
+    """Build a backend. Given options override those of the configuration, and so do options that a problem needs."""
     found = settings.options.get(info.name, {})
-    where = f"options.{info.name} in {settings.file or 'the settings'}"
+    where = _where(info, settings)
     for option in found:
         if option not in info.options:
             names = f"(known: {', '.join(info.options) or 'none'})"
             raise ConfigError(where, f"unknown option {option!r}{did_you_mean(option, info.options)} {names}")
     try:
-        return build(info, {**found, **options})
+        return build(info, {**found, **needed, **options})
     except (ArgumentError, UnknownNameError) as error:
         if found and not options:
             raise ConfigError(where, str(error)) from error
         raise
+
+
+def _where(info: BackendInfo, settings: Settings) -> str:
+    return f"options.{info.name} in {settings.file or 'the settings'}"
+
+
+def conflict_of(info: BackendInfo, settings: Settings, problems: Sequence[Problem]) -> Reason | None:
+    """The reason against a backend that the settings build without determinism, if a problem asks for determinism."""
+    options = settings.options.get(info.name, {})
+    given = _typed(False, options.get("deterministic"))
+    if given is not False or not any(problem.deterministic for problem in problems):
+        return None
+    actual = f"deterministic = false by {_where(info, settings)}"
+    cure = "leave that option out, or leave deterministic out of the problem"
+    return Reason("DETERMINISTIC", actual, "true, because the problem is deterministic", cure)
+
+
+def build_for(info: BackendInfo, settings: Settings, problems: Sequence[Problem]) -> Backend:
+    """Build the chosen backend of some problems, as a deterministic one if any problem asks for determinism.
+
+    Raises BrokenBackendError if the descriptor took such a problem and the backend says that it is not deterministic.
+    """
+    wanted = any(problem.deterministic for problem in problems)
+    switched = info.options.get("deterministic", True) is not True  # one that is always deterministic has no switch
+    made = configured(info, settings, {}, {"deterministic": True} if wanted and switched else {})
+    if wanted and not complete(made).deterministic:
+        raise _broken(info, f"it made {type(made).__name__}, which is not deterministic, for a deterministic problem")
+    return made
 
 
 def check_options(info: BackendInfo, settings: Settings) -> None:

@@ -13,7 +13,6 @@ from dsv4attn.core.contract import Backend, Forms, Phase, complete
 from dsv4attn.core.geometry import LayerKind, ModelGeometry, Rope
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.phased import PhasedBackend
 from dsv4attn.core.problem import CacheFacts, Problem
 from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.core.values import check_count, shown
@@ -23,7 +22,7 @@ from dsv4attn.errors import ArgumentError, UnknownNameError, UnsupportedError, d
 from dsv4attn.integrations.transformers.choice import checked_backend
 from dsv4attn.integrations.transformers.pages import Pages
 from dsv4attn.integrations.transformers.weights import attention_weights
-from dsv4attn.selection import load_backend, resolve, select_backend
+from dsv4attn.selection import select_backend
 
 if TYPE_CHECKING:
     from dsv4attn.integrations.transformers.patched import PatchedModel
@@ -221,14 +220,7 @@ def _backend(
             Problem(phase.value, layer, window, pages, columns, q_dtype=of_q, deterministic=deterministic)
             for phase in Phase
         ]
-    if not deterministic:
-        return select_backend(*problems, backend=asked, device=device)
-    names = [
-        resolve([p for p in problems if p.phase == phase.value], backend=asked, device=device).require().info.name
-        for phase in (Phase.DECODE, Phase.PREFILL)
-    ]
-    built = [load_backend(name, deterministic=True) for name in dict.fromkeys(names)]
-    return built[0] if len(built) == 1 else PhasedBackend(*built)
+    return select_backend(*problems, backend=asked, device=device)
 
 
 def _attentions(

@@ -86,6 +86,19 @@ def test_capture_reaches_the_support_answer(here: Machine) -> None:
     assert [reason["code"] for reason in reference["reasons"]] == ["CAPTURE"]
 
 
+def test_determinism_is_shown_and_a_setting_against_it_is_an_error(here: Machine) -> None:
+    code, told = here.json("explain", "--deterministic")
+    [reference] = [c for c in told["candidates"] if c["name"] == "reference"]
+    assert (code, reference["ways"]) == (0, ["built with deterministic=true, which the problem asks for"])
+
+    (here.shelf.folder / "dsv4attn.toml").write_text("options.reference.deterministic = false", encoding="utf-8")
+    code, told = here.json("explain", "--deterministic")
+    assert (code, told["chosen"]) == (1, None)
+    [reference] = [c for c in told["candidates"] if c["name"] == "reference"]
+    assert [reason["code"] for reason in reference["reasons"]] == ["DETERMINISTIC"]
+    assert here.json("explain")[0] == 0
+
+
 def test_who_runs_the_parts_around_attention_is_in_the_answer(here: Machine) -> None:
     for layer, parts in (("swa", []), ("c128a", ["compressor"]), ("c4a", ["compressor", "indexer", "selection"])):
         _, told = here.json("explain", "--layer", layer, "--deterministic")
