@@ -148,6 +148,21 @@ def test_a_batch_is_selected_repeated_and_cropped() -> None:
             with pytest.raises(ArgumentError, match=f"tokens_to_remove: .*{said}"):
                 cache.crop(wrong)
         assert cache.lengths == [14, 21]
+        for indices, said in (
+            (
+                torch.tensor([True, False, True]),
+                r"a tensor of numbers of sequences, or of 2 bools, got torch.bool \[3\]",
+            ),
+            (torch.tensor([[0]]), r"got torch.int64 \[1, 1\]"),
+            (torch.tensor([0.0]), "got torch.float32"),
+            ([0], "got list"),
+        ):
+            with pytest.raises(ArgumentError, match=f"^indices: .*{said}"):
+                cache.batch_select_indices(indices)
+        cache.batch_select_indices(torch.tensor([False, True]))
+        assert cache.lengths == [21]
+        cache.batch_select_indices(torch.tensor([0, 0]))
+        assert cache.lengths == [21, 21]
 
 
 def batch_of(given: dict[str, Tensor]) -> dict[str, Tensor]:

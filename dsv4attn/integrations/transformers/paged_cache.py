@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from dsv4attn.core.cache_manager import CachedSequence
-from dsv4attn.core.values import check_count
+from dsv4attn.core.values import check_count, shown
 from dsv4attn.errors import ArgumentError, UnsupportedError
 from dsv4attn.integrations.transformers.new_tokens import NewTokens
 from dsv4attn.integrations.transformers.pages import Pages
@@ -156,9 +157,21 @@ class DeepseekV4PagedCache(Cache):  # type: ignore[misc] # transformers is untyp
         """Repeat each sequence, as forks."""
         self._select([row for row in range(len(self._sequences)) for _ in range(check_count("repeats", repeats, 1))])
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Go on with these sequences, in this order."""
-        self._select(indices.tolist())
+    def batch_select_indices(self, indices: object) -> None:
+        """Go on with these sequences, in this order.
+
+        indices: [n] their numbers, or [batch_size] bool, which are to stay, as indices of a tensor.
+        """
+        if (
+            not isinstance(indices, Tensor)
+            or indices.ndim != 1
+            or indices.is_floating_point()
+            or (indices.dtype == torch.bool and len(indices) != len(self._sequences))
+        ):
+            expected = f"a tensor of numbers of sequences, or of {len(self._sequences)} bools"
+            actual = f"{indices.dtype} {list(indices.shape)}" if isinstance(indices, Tensor) else shown(indices)
+            raise ArgumentError("indices", expected=expected, actual=actual)
+        self._select((indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).tolist())
 
     def next_tokens(
         self, rows: int, columns: int, attention_mask: object, position_ids: Tensor | None
