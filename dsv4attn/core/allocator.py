@@ -70,14 +70,18 @@ class BlockAllocator:
 class BlockTable:
     """The blocks of one request in one cache, in token order.
 
-    `blocks[i]` holds tokens i * tokens_per_block and following (of the request, before any compression), or is -1 after
-    `release_before` let it go. Read it freely; only the methods change it.
+    `blocks[i]` holds tokens i * tokens_per_block and following (of the request, before any compression). It is -1 where
+    all its tokens come before `first_token`. Read both freely; only the methods change them.
+
+    first_token: the table has the contents of no token before this one. `release_before` gave their blocks back, or the
+    table began later, with `skip_before`. A block may begin earlier: then its first records hold nothing.
     """
 
     def __init__(self, allocator: BlockAllocator, tokens_per_block: int) -> None:
         self._allocator = allocator
         self.tokens_per_block = check_count("tokens_per_block", tokens_per_block, 1)
         self.blocks: list[int] = []
+        self.first_token = 0
         self._released = 0
 
     def missing(self, num_tokens: int) -> int:
@@ -90,10 +94,11 @@ class BlockTable:
         self.blocks += self._allocator.allocate(self.missing(num_tokens))
 
     def skip_before(self, token: int) -> None:
-        """Begin an empty table at the block of position `token`: blocks wholly before it are never allocated."""
+        """Begin an empty table at position `token`: blocks wholly before it are never allocated."""
         if self.blocks:
             raise ArgumentError("table", expected="an empty one", actual=f"{len(self.blocks)} blocks")
-        self._released = check_count("token", token, 0) // self.tokens_per_block
+        self.first_token = check_count("token", token, 0)
+        self._released = token // self.tokens_per_block
         self.blocks = [-1] * self._released
 
     def release_before(self, token: int) -> None:
@@ -106,9 +111,10 @@ class BlockTable:
             self._allocator.free(self.blocks[self._released : end])
             self.blocks[self._released : end] = [-1] * (end - self._released)
             self._released = end
+            self.first_token = max(self.first_token, end * self.tokens_per_block)
 
     def release(self) -> None:
         """Free every block and become empty; the table can be used again."""
         self._allocator.free(self.blocks[self._released :])
         self.blocks = []
-        self._released = 0
+        self.first_token = self._released = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -129,24 +130,28 @@ class CacheManager:
     def fork(self, sequence: CachedSequence, length: int | None = None) -> CachedSequence:
         """A new sequence with the first `length` tokens of another, all by default, in pages of its own.
 
-        Raises ArgumentError if pages that its next token reads are gone (see `keep_windows`), OutOfPagesError, with
-        nothing taken, if there are not enough.
+        The fork has every page that its next tokens read. Of earlier pages it has those that a fork of this length may
+        still need (for drafts that are rejected, or all with `keep_windows`) and that the source still has.
+
+        Raises ArgumentError if the source does not have pages that the next tokens read (see `keep_windows`), and
+        OutOfPagesError, with nothing taken, if there are not enough.
         """
         self._check(sequence)
         length = sequence.length if length is None else check_count("length", length, 0)
         if length > sequence.length:
             raise ArgumentError("length", expected=f"at most {sequence.length}, the tokens there are", actual=length)
         self._check_alive(sequence, length, next_token=False)
-        made, first = self.new(), self._needed(max(length - self.limits.num_speculative_tokens, 0))
-        for name, table in made.tables.items():
-            gone = sum(block < 0 for block in sequence.tables[name].blocks)
-            table.skip_before(0 if self.keep_windows else max(first[name], gone * table.tokens_per_block))
+        made = self.new()
+        for name, first in self._fork_starts(sequence, length).items():
+            made.tables[name].skip_before(first)
         self.reserve([(made, length)])
         for name, table in made.tables.items():
-            start = sum(block < 0 for block in table.blocks)
-            source, target = sequence.tables[name].blocks[start : len(table.blocks)], table.blocks[start:]
+            pairs = zip(sequence.tables[name].blocks, table.blocks, strict=False)
+            # a page that the source gave back, and the fork has, holds no token before `length` that is read
+            copied = [(source, target) for source, target in pairs if source >= 0 and target >= 0]
+            source_ids, target_ids = (self._ids([pair[i] for pair in copied]) for i in (0, 1))
             for cache in self._of_group(name):
-                cache.tensor[self._ids(target)] = cache.tensor[self._ids(source)]
+                cache.tensor[target_ids] = cache.tensor[source_ids]
         made.length = length
         return made
 
@@ -154,17 +159,26 @@ class CacheManager:
         """The sequences with these numbers, such as the beams that a search goes on with.
 
         A sequence that is named is returned the first time and forked for every further time; those that are not named
-        are freed. Raises OutOfPagesError, with nothing changed, if there are not enough pages for the forks.
+        are freed. Raises ArgumentError for a sequence that is given twice, and OutOfPagesError, with nothing changed,
+        if there are not enough pages for the forks.
         """
-        for sequence in sequences:
+        for i, sequence in enumerate(sequences):
             self._check(sequence)
+            if any(sequence is other for other in sequences[:i]):
+                hint = "name a sequence several times in rows: it is forked"
+                raise ArgumentError("sequences", expected="each sequence once", actual="one twice", hint=hint)
         for row in rows:
-            if not 0 <= row < len(sequences):
-                raise ArgumentError("rows", expected=f"numbers in 0 .. {len(sequences) - 1}", actual=row)
+            number: object = row
+            if isinstance(number, bool) or not isinstance(number, Integral) or not 0 <= row < len(sequences):
+                expected = f"numbers in 0 .. {len(sequences) - 1}"
+                raise ArgumentError("rows", expected=expected, actual=repr(row))
         again = [sequences[row] for i, row in enumerate(rows) if row in rows[:i]]
         unused = [sequence for row, sequence in enumerate(sequences) if row not in rows]
         for name, pool in self._pools.items():
-            needed, freed = (sum(_held(sequence, name) for sequence in group) for group in (again, unused))
+            needed, freed = (
+                sum(self._fork_pages(each, name) for each in again),
+                sum(_held(each, name) for each in unused),
+            )
             if needed > pool.num_free + freed:
                 have = f"{pool.num_free + freed} of {pool.num_blocks} are free or would be freed"
                 raise OutOfPagesError(f"{needed} {name} pages needed, {have} -> free sequences; nothing was changed")
@@ -221,14 +235,8 @@ class CacheManager:
 
     def reserve(self, requests: Sequence[tuple[CachedSequence, int]]) -> None:
         """Take the pages that sequences need for so many tokens more, in any number of steps; or none of them."""
-        seen: set[int] = set()
+        self._check_requests(requests)
         for sequence, count in requests:
-            self._check(sequence)
-            check_count("tokens of a sequence", count, 0)
-            if id(sequence) in seen:
-                hint = "give it all its tokens in one request"
-                raise ArgumentError("requests", expected="each sequence once", actual="one twice", hint=hint)
-            seen.add(id(sequence))
             if sequence.length + count > self.limits.max_model_len:
                 expected = f"at most {self.limits.max_model_len} tokens in a sequence, the max_model_len of the limits"
                 raise ArgumentError(f"requests{self._where}", expected=expected, actual=sequence.length + count)
@@ -248,15 +256,16 @@ class CacheManager:
 
     def positions(self, requests: Sequence[tuple[CachedSequence, int]], *, padding: int = 0) -> Tensor:
         """[T] int64 position of each token of a step; 0 for padding."""
+        self._check_requests(requests)
         found = [p for sequence, count in requests for p in range(sequence.length, sequence.length + count)]
         return torch.tensor([*found, *[0] * padding], dtype=torch.int64, device=self.device)
 
     def advance(self, requests: Sequence[tuple[CachedSequence, int]]) -> None:
         """Count the tokens of a step that has run, and give back pages that no later token reads."""
+        self._check_requests(requests)
         for sequence, count in requests:
-            self._check(sequence)
             if any(table.missing(sequence.length + count) for table in sequence.tables.values()):
-                expected = f"tokens that a batch gave pages, behind the {sequence.length} there are"
+                expected = f"tokens that a batch gave pages, after the {sequence.length} there are"
                 raise ArgumentError("requests", expected=expected, actual=count)
         for sequence, count in requests:
             sequence.length += count
@@ -276,18 +285,45 @@ class CacheManager:
             hint = "make one with new() or fork() of this manager"
             raise ArgumentError("sequence", expected="a sequence of this manager", actual=actual, hint=hint)
 
-    def _check_alive(self, sequence: CachedSequence, length: int, *, next_token: bool) -> None:
-        """Check that a sequence has the pages that a token at position `length` reads.
+    def _check_requests(self, requests: Sequence[tuple[CachedSequence, int]]) -> None:
+        """Check sequences and counts of a step: each sequence is this manager's, and is there once."""
+        seen: set[int] = set()
+        for sequence, count in requests:
+            self._check(sequence)
+            check_count("tokens of a sequence", count, 0)
+            if id(sequence) in seen:
+                hint = "give it all its tokens in one request"
+                raise ArgumentError("requests", expected="each sequence once", actual="one twice", hint=hint)
+            seen.add(id(sequence))
 
-        next_token: whether that token will be written to a page of this sequence, too.
+    def _check_alive(self, sequence: CachedSequence, length: int, *, next_token: bool) -> None:
+        """Check that a sequence has the contents of all tokens before `length` that a later token reads.
+
+        next_token: whether the token at position `length` will be written to a page of this sequence, too.
         """
         for name, first in self._needed(length).items():
-            n = self._tokens_per_block[name]
-            end = length // n + 1 if next_token else -(-length // n)
-            if any(block < 0 for block in sequence.tables[name].blocks[first // n : end]):
-                expected = f"a length whose {name} pages, from token {first} on, were not given back"
+            have = sequence.tables[name].first_token
+            if first < min(have, length + next_token):
+                held = f"the sequence has them from token {have} on"
+                expected = f"a length whose {name} pages, from token {first} on ({held}), were not given back"
                 hint = "make the manager with keep_windows=True, or plan drafts in Limits.num_speculative_tokens"
                 raise ArgumentError("length", expected=expected, actual=length, hint=hint)
+
+    def _fork_starts(self, sequence: CachedSequence, length: int) -> dict[str, int]:
+        """For each group, the first token whose contents a fork with `length` tokens takes from a sequence."""
+        if self.keep_windows:
+            first = dict.fromkeys(sequence.tables, 0)
+        else:
+            # drafts of the fork may be rejected, like those of the sequence: see `_release`
+            first = self._needed(max(length - self.limits.num_speculative_tokens, 0))
+        have = {name: table.first_token for name, table in sequence.tables.items()}
+        # where the sequence has nothing before `length`, and nothing is needed, the fork begins with pages of its own
+        return {name: min(max(first[name], have[name]), length) for name in have}
+
+    def _fork_pages(self, sequence: CachedSequence, group: str) -> int:
+        """Pages of a group that a fork of a whole sequence takes."""
+        n, length = self._tokens_per_block[group], sequence.length
+        return max(-(-length // n) - self._fork_starts(sequence, length)[group] // n, 0)
 
     def _ids(self, blocks: list[int]) -> Tensor:
         return torch.tensor(blocks, dtype=torch.int64, device=self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import attrs
@@ -16,6 +17,14 @@ from dsv4attn.testing.world import layouts, tiny_geometry
 def examples(n: int) -> settings:
     """`n` examples, the same in every run, on a machine of any speed."""
     return settings(max_examples=n, deadline=None, derandomize=True, database=None)
+
+
+def search(n: int) -> settings:
+    """`n` examples, the same in every run; SEARCH times as many, and others in every run, where SEARCH is set."""
+    times = int(os.environ.get("SEARCH", "0"))
+    if not times:
+        return examples(n)
+    return settings(max_examples=n * times, deadline=None, derandomize=False, print_blob=True)
 
 
 LENGTHS = st.one_of(st.integers(0, 12), st.sampled_from([15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 100]))

@@ -193,3 +193,18 @@ def test_no_block_is_ever_lost_or_held_twice(
                 assert len(table.blocks) * table.tokens_per_block >= tokens
         held = [block for one in tables for block in one.blocks if block != -1]
         assert len(set(held)) == len(held) == num_blocks - allocator.num_free
+
+
+def test_a_table_knows_the_first_token_that_it_has() -> None:
+    table = BlockTable(BlockAllocator(8), tokens_per_block=4)
+    assert table.first_token == 0
+    table.skip_before(6)
+    assert (table.first_token, table.blocks) == (6, [-1])
+    table.ensure(12)
+    table.release_before(7)
+    # token 6 is still there, and tokens 4 and 5 never were
+    assert (table.first_token, table.blocks) == (6, [-1, 0, 1])
+    table.release_before(9)
+    assert (table.first_token, table.blocks) == (8, [-1, -1, 1])
+    table.release()
+    assert (table.first_token, table.blocks) == (0, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import attrs
 import pytest
@@ -59,12 +60,33 @@ def test_what_a_step_cannot_have_is_refused_before_a_page_is_taken() -> None:
     ):
         with pytest.raises(ArgumentError, match=said):
             manager.batch(requests, padding=padding)
-    with pytest.raises(ArgumentError, match=r"^requests: expected tokens that a batch gave pages, behind the 0 there"):
+    with pytest.raises(ArgumentError, match=r"^requests: expected tokens that a batch gave pages, after the 0 there"):
         manager.advance([(a, 5)])
+    wrong: list[tuple[list[Any], str]] = [
+        ([(a, -1)], r"^tokens of a sequence: expected an integer of at least 0, got -1"),
+        ([(a, 0.5)], r"^tokens of a sequence: expected an integer of at least 0, got 0\.5"),
+        ([(a, 1), (a, 1)], r"^requests: expected each sequence once, got one twice -> give it all"),
+    ]
+    for same, said in wrong:
+        for call in (manager.batch, manager.reserve, manager.positions, manager.advance):
+            with pytest.raises(ArgumentError, match=said):
+                call(same)
     with pytest.raises(ArgumentError, match=r"^compressed_block_tokens: expected a multiple of ratio 128, got 64"):
         CacheManager(REAL_RATIOS, Limits(2, 8, 32), FP32, compressed_block_tokens=64)
 
     assert not any(manager.kv_bytes.values())
+
+
+def test_a_step_that_is_counted_twice_or_backwards_leaves_every_length_as_it_is() -> None:
+    manager = CacheManager(SMALL, Limits(2, 16, 32), FP32)
+    a, b = manager.new(), manager.new()
+    manager.batch([(a, 10), (b, 2)])
+    manager.advance([(a, 5)])
+    for requests in ([(b, 1), (a, -5)], [(a, 2), (b, 1), (a, 2)]):
+        with pytest.raises(ArgumentError):
+            manager.advance(requests)
+
+    assert (a.length, b.length) == (5, 0)
 
 
 @pytest.mark.parametrize("seed", range(8))

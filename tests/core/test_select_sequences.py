@@ -82,3 +82,27 @@ def test_too_few_pages_and_unknown_numbers_change_nothing() -> None:
         pages.select(both, [0, 2])
     assert all(sequence.owner for sequence in both)
     assert pages.kv_bytes == before
+
+
+def test_a_sequence_that_is_given_twice_and_rows_that_are_no_numbers_change_nothing() -> None:
+    pages = manager()
+    (one, two), before = filled(pages, 5, 6), pages.kv_bytes
+
+    with pytest.raises(
+        ArgumentError, match=r"^sequences: expected each sequence once, got one twice -> name a sequence"
+    ):
+        pages.select([one, two, one], [0])
+    for row in (True, 0.0, "0", None, -1):
+        with pytest.raises(ArgumentError, match=r"^rows: expected numbers in 0 .. 1"):
+            pages.select([one, two], [row])  # type: ignore[list-item]
+    assert one.owner is two.owner is pages
+    assert pages.kv_bytes == before
+
+
+def test_a_fork_that_takes_fewer_pages_than_its_source_holds_is_no_reason_to_refuse() -> None:
+    pages = manager(compressed=4, c4a_state=10)
+    (one,) = filled(pages, 5)
+    # pages that are reserved for tokens to come are not copied: 8 pages of states, of which 5 tokens need two
+    pages.reserve([(one, 27)])
+
+    assert [sequence.length for sequence in pages.select([one], [0, 0])] == [5, 5]

@@ -1,0 +1,116 @@
+"""Forks of a sequence at every length: they go on as the sequence itself did, or they are refused."""
+
+from __future__ import annotations
+
+import contextlib
+
+import attrs
+import pytest
+import torch
+
+from dsv4attn.core.cache_manager import CachedSequence
+from dsv4attn.core.geometry import LayerKind, LayerSharing, ModelGeometry
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.model_config import v41_layers
+from dsv4attn.errors import ArgumentError
+from dsv4attn.selection import load_backend
+from tests.core.whole import FP32, SMALL, Whole
+from tests.core.whole_v41 import FP32 as FP32_V41
+from tests.core.whole_v41 import SMALL_V41
+
+WIDE_V41 = attrs.evolve(SMALL_V41, layers=v41_layers([2]), sharing=LayerSharing((0,), (0,)), window=16)
+LENGTH = 62
+
+
+def filled(geometry: ModelGeometry, layout: KVCacheLayout, *, keep_windows: bool, drafts: int = 0) -> Whole:
+    """Layers whose pages hold NaN at first."""
+    limits = Limits(64, 64, 128, num_speculative_tokens=drafts)
+    made = Whole(
+        load_backend("reference"),
+        layout,
+        geometry=geometry,
+        limits=limits,
+        swa_block_size=16,
+        compressed_block_tokens=16,
+        keep_windows=keep_windows,
+        shuffle_seed=1,
+    )
+    for caches in made.manager.caches:
+        for cache in caches.present.values():
+            cache.tensor.fill_(torch.nan)
+    return made
+
+
+@pytest.mark.parametrize(("keep_windows", "drafts"), [(False, 0), (False, 3), (True, 0)])
+@pytest.mark.parametrize(
+    ("geometry", "layout", "possible"),
+    [
+        # the window's pages of 16 tokens are there from token 32 on, so lengths from 47 on have their window of 16. The
+        # states' pages of 4 are there from 60 on. An odd length needs the state of one token before, an even one none
+        (WIDE_V41, FP32_V41, {0, *range(48, 62, 2), 60, 61, 62}),
+        # c4a states are there from 56 on, and the entry that token 59 completes needs those from 52 on
+        (SMALL, FP32, {0, 60, 61, 62}),
+    ],
+    ids=["v41", "v4"],
+)
+def test_a_fork_of_any_length_goes_on_as_the_sequence_did(
+    geometry: ModelGeometry, layout: KVCacheLayout, possible: set[int], *, keep_windows: bool, drafts: int
+) -> None:
+    whole = filled(geometry, layout, keep_windows=keep_windows, drafts=drafts)
+    again = filled(geometry, layout, keep_windows=False)
+    hidden = whole.hidden(0, LENGTH + 2)
+    sequence, _ = whole.cut(hidden[:LENGTH], [LENGTH])
+    _, expected = again.cut(hidden, [LENGTH + 2])
+    forks: dict[int, CachedSequence] = {}
+    for length in range(LENGTH + 1):
+        with contextlib.suppress(ArgumentError):
+            forks[length] = whole.manager.fork(sequence, length)
+    for later in range(2):
+        # the tokens that the sequence had there: what follows is what it gave then
+        tokens = torch.tensor([length + later for length in forks])
+        outs = whole.step([(fork, 1) for fork in forks.values()], hidden[tokens])
+        for layer, (out, rows) in enumerate(zip(outs, expected, strict=True)):
+            torch.testing.assert_close(out, rows[tokens], rtol=1e-4, atol=1e-5, msg=f"layer {layer}, {later}")
+
+    if keep_windows:
+        assert forks.keys() == {*range(LENGTH + 1)}
+    elif not drafts:
+        assert forks.keys() == possible
+    else:
+        assert {0, *range(LENGTH - drafts, LENGTH + 1)} <= forks.keys()
+
+
+def test_a_fork_without_tokens_is_a_new_sequence() -> None:
+    whole = filled(SMALL, FP32, keep_windows=False)
+    hidden = whole.hidden(0, 40)
+    sequence, _ = whole.cut(hidden, [40])
+    held = whole.manager.kv_bytes
+    fork = whole.manager.fork(sequence, 0)
+
+    assert whole.manager.kv_bytes == held
+    assert [table.blocks for table in fork.tables.values()] == [[] for _ in fork.tables]
+    assert [table.first_token for table in fork.tables.values()] == [0 for _ in fork.tables]
+    other = whole.hidden(1, 30)
+    outs, (_, wanted) = whole.step([(fork, 30)], other), whole.cut(other, [30])
+    for out, rows in zip(outs, wanted, strict=True):
+        assert torch.equal(out, rows)
+
+
+def test_a_fork_of_a_fork_knows_what_the_first_one_never_had() -> None:
+    geometry = attrs.evolve(SMALL, layers=((LayerKind.SWA, 1),))
+    whole = filled(geometry, FP32, keep_windows=False, drafts=1)
+    sequence, _ = whole.cut(whole.hidden(0, 44), [44])
+    fork = whole.manager.fork(sequence)
+
+    # its window begins at token 36 (a draft may be rejected), in a page that begins at token 32
+    assert fork.tables["window"].first_token == 36
+    assert whole.manager.fork(fork, 43).length == 43
+    with pytest.raises(
+        ArgumentError, match=r"window pages, from token 35 on \(the sequence has them from token 36 on\)"
+    ):
+        whole.manager.fork(fork, 42)
+    with pytest.raises(ArgumentError, match=r"window pages, from token 35 on .*, were not given back, got 42"):
+        whole.manager.truncate(fork, 42)
+    # the sequence itself has the whole page
+    assert whole.manager.fork(sequence, 42).length == 42
