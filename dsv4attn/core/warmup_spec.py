@@ -45,6 +45,7 @@ class Bounds:
     num_groups: groups of heads of the output projection on this device.
     o_lora_rank: elements that the output projection makes of each group.
     wo_a_dtype: of the projection's matrices, bf16 for those in fp8, which are converted; None: bf16 and fp32.
+    wo_a_blocks: rows and columns under one scale of matrices in fp8, for backends that multiply their codes.
     model: the model whose steps around attention run on the backend too; None: attention alone.
     parts: which of them, names of `LAYER_PARTS`.
     index: layout of the index keys; default: `index_fp8` of the model's dims.
@@ -65,6 +66,7 @@ class Bounds:
     num_groups: int = field(default=1, validator=_positive)
     o_lora_rank: int = field(default=1024, validator=_positive)
     wo_a_dtype: torch.dtype | None = field(default=None, validator=validators.optional(_plain))
+    wo_a_blocks: tuple[int, ...] = (128, 32)
     model: ModelGeometry | None = None
     parts: tuple[str, ...] = field(default=LAYER_PARTS, validator=_parts)
     index: KVCacheLayout | None = None
@@ -98,7 +100,10 @@ class Bounds:
         if swa is None:
             swa = KVCacheLayout.fp8_ds_mla(geometry.head_dim - geometry.rope_dim, geometry.rope_dim)
         layers = tuple(dict.fromkeys((geometry.layer_of_kind(LayerKind.SWA), *geometry.distinct_layers)))
-        groups = {"num_groups": geometry.o_groups, "o_lora_rank": geometry.o_lora_rank, **options}
+        # checkpoints of V4.1 have blocks of 32 x 32; engines also convert them to others
+        blocks = (32, 128) if geometry.shared_latent else (128,)
+        groups: dict[str, Any] = {"num_groups": geometry.o_groups, "o_lora_rank": geometry.o_lora_rank}
+        groups |= {"wo_a_blocks": blocks, **options}
         compressed = swa if compressed is None else compressed
         if layer_steps:
             groups["model"] = geometry

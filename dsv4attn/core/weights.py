@@ -11,50 +11,62 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from dsv4attn.core.device import is_capturing
 from dsv4attn.core.tensorspec import check_tensor
+from dsv4attn.core.values import shown
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["BLOCK", "BlockScaledWeight", "Weight", "check_weight", "dense_weight", "forget", "scaled_weight"]
+__all__ = ["BLOCKS", "BlockScaledWeight", "Weight", "check_weight", "dense_weight", "forget", "scaled_weight"]
 
-BLOCK = 128
-"""Rows and columns under one scale; the last block of either may be shorter."""
+BLOCKS = (128, 32)
+"""Rows and columns under one scale in checkpoints of V4 and of V4.1. Scales of these blocks say their size by their
+number. Two sizes never fit the same scales, unless one scale is that of the whole matrix in both."""
+_ROWS = 512
+"""Rows that are converted at once."""
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 # the oldest supported torch lacks float8_e8m0fnu
 _SCALE_DTYPES = tuple(dict.fromkeys((torch.float32, getattr(torch, "float8_e8m0fnu", torch.uint8), torch.uint8)))
-_SCALES = ("weight_scale_inv", "weight_scale")
+_SCALES = ("weight_scale_inv", "weight_scale", "scale")
+_BLOCK_SIZES = ("weight_block_size", "block_size")
 
 
 @frozen(eq=False)
 class BlockScaledWeight:
-    """A weight matrix in fp8, with a scale for each block of 128 x 128; the last block of either dim may be shorter.
+    """A weight matrix in fp8, with a scale for each block of rows and columns.
 
     weight: [rows, columns] float8_e4m3fn or float8_e4m3fnuz, any strides - the codes.
-    scale: [ceil(rows / 128), ceil(columns / 128)] fp32, float8_e8m0fnu or uint8, on the same device - the factor of
-        each block. float8_e8m0fnu and uint8 are exponents: 2^(byte - 127), and NaN for 255.
+    scale: [ceil(rows / block rows), ceil(columns / block columns)] fp32, float8_e8m0fnu or uint8, on the same device -
+        the factor of each block. float8_e8m0fnu and uint8 are exponents: 2^(byte - 127), and NaN for 255.
+    block_size: (rows, columns) of a block, or one number for both; the last block of either dim may be shorter. By
+        default 128 x 128 or 32 x 32, the sizes of checkpoints of V4 and V4.1, as the number of scales says. Give it for
+        other blocks: (1, columns) if each row has a scale, (rows, columns) if the matrix has one scale.
     Raises ArgumentError unless both have these shapes and dtypes.
     """
 
     weight: Tensor
     scale: Tensor
+    block_size: tuple[int, int] = field(default=None, kw_only=True)  # set when the weight is made
 
     def __attrs_post_init__(self) -> None:
         _check_matrix("weight", self.weight, _FP8)
-        _check_scale("scale", self.scale, "weight", self.weight)
+        block = _checked_block("block_size", self.block_size)
+        block = _check_scale("scale", self.scale, "weight", self.weight, block)
+        object.__setattr__(self, "block_size", block)
 
     @classmethod
     def of(cls, module: object, name: str = "module") -> BlockScaledWeight:
-        """The fp8 weight of a module: its `weight`, with its `weight_scale_inv` or `weight_scale`.
+        """The fp8 weight of a module: its `weight`, with its `weight_scale_inv`, `weight_scale` or `scale`.
 
-        name: of the module, for errors. Raises ArgumentError if one of them is missing or does not fit.
+        The size of a block is the module's `weight_block_size` or `block_size`, if it has one of two numbers. name: of
+        the module, for errors. Raises ArgumentError if one of them is missing or does not fit.
         """
         _, weight, scales, _ = _inspected(name, module)
         _check_matrix(f"{name}.weight", weight, _FP8)
-        return cls(weight, scales[0])
+        return cls(weight, scales[0], block_size=_declared_block(module))  # type: ignore[arg-type] # None: by scales
 
 
 Weight: TypeAlias = "Tensor | BlockScaledWeight | Any"
@@ -83,15 +95,18 @@ def scaled_weight(value: Weight, name: str = "wo_a") -> BlockScaledWeight | None
     _, weight, scales, _ = _inspected(name, value, converts=False)
     if weight.element_size() > 1:
         return None
-    return value if isinstance(value, BlockScaledWeight) else BlockScaledWeight(weight, scales[0])
+    if isinstance(value, BlockScaledWeight):
+        return value
+    return BlockScaledWeight(weight, scales[0], block_size=_declared_block(value))  # type: ignore[arg-type] # as above
 
 
 def dense_weight(value: Weight, name: str = "wo_a", *, recompute: bool = False) -> Tensor:
     """The weight as bf16 [rows, columns] if it is fp8, and unchanged if it is not.
 
     value: [rows, columns] bf16, fp16 or fp32, a `BlockScaledWeight`, or a module with `weight` and, if that is fp8,
-    `weight_scale_inv` or `weight_scale`, as in a `BlockScaledWeight`. name: of the argument, for errors. A weight of
-    two bytes or more an element is never scaled, even with a scale beside it. Products are fp32, then rounded to bf16.
+    `weight_scale_inv`, `weight_scale` or `scale`, as in a `BlockScaledWeight`. name: of the argument, for errors. A
+    weight of two bytes or more an element is never scaled, even with a scale beside it. Products are fp32, then rounded
+    to bf16.
 
     The first call computes the copy, and later calls with the same weight and scale tensors return it. Writes that
     torch does not count, to `weight.data` or in inference mode, are not noticed. recompute: compute the copy again, in
@@ -110,8 +125,10 @@ def dense_weight(value: Weight, name: str = "wo_a", *, recompute: bool = False) 
         return cached.copy
     old = _copies.get(id(weight))
     # outside inference mode, so that the copy can be written again inside or outside of it
+    block = _block_of(weight, scales[0], value)
     with torch.inference_mode(mode=False), torch.no_grad():
-        copy = _product(weight, _factors(scales[0]), None if old is None or old.weight() is not weight else old.copy)
+        own = None if old is None or old.weight() is not weight else old.copy
+        copy = _product(weight, _factors(scales[0]), block, own)
     _copies[id(weight)] = _Copy.of(weight, scales, copy)
     return copy
 
@@ -210,8 +227,9 @@ def _inspected(
             if label == name
             else "a weight without blocks goes in as bf16",
         )
+    declared = value.block_size if isinstance(value, BlockScaledWeight) else _declared_block(value)
     for attribute, scale in scales.items():
-        _check_scale(f"{name}.{attribute}", scale, label, weight)
+        _check_scale(f"{name}.{attribute}", scale, label, weight, declared)
     if converts and is_capturing(weight.device):
         expected = "a weight that was converted to bf16 before the capture of the graph"
         hint = f"run the step once, or call dense_weight({name}), before the capture"
@@ -242,14 +260,21 @@ def _check_matrix(label: str, weight: object, dtypes: tuple[torch.dtype, ...]) -
     check_tensor(label, weight, "_ _", dtypes, {}, any_strides=True)
 
 
-def _check_scale(label: str, scale: object, weight_label: str, weight: Tensor) -> None:
-    """Raise ArgumentError unless this is a scale for each block of a weight."""
-    shape, name = [-(-n // BLOCK) for n in weight.shape], label.rpartition(".")[2]
-    actual, hint = type(scale).__name__, f"every block of {BLOCK} x {BLOCK} has one, a shorter block at the end too"
+def _check_scale(
+    label: str, scale: object, weight_label: str, weight: Tensor, block: tuple[int, int] | None
+) -> tuple[int, int]:
+    """Raise ArgumentError unless this is a scale for each block of a weight. Returns the size of a block.
+
+    block: its size; None: one of `BLOCKS`.
+    """
+    sizes, name = [(n, n) for n in BLOCKS] if block is None else [block], label.rpartition(".")[2]
+    shapes: dict[tuple[int, ...], tuple[int, int]] = {_grid(weight.shape, size): size for size in reversed(sizes)}
+    said = " or ".join(f"{rows} x {columns}" for rows, columns in sizes)
+    actual, hint = type(scale).__name__, f"every block of {said} has one, a shorter block at the end too"
     if isinstance(scale, Tensor):
-        if scale.dtype in _SCALE_DTYPES and [*scale.shape] == shape:
+        if scale.dtype in _SCALE_DTYPES and tuple(scale.shape) in shapes:
             if scale.device == weight.device:
-                return
+                return shapes[tuple(scale.shape)]
             expected, hint = (
                 f"a tensor on {weight.device}, like {weight_label}",
                 f"pass {name}.to({weight_label}.device)",
@@ -258,8 +283,54 @@ def _check_scale(label: str, scale: object, weight_label: str, weight: Tensor) -
         actual = f"{[*scale.shape]} {_short(scale.dtype)}"
         if scale.dtype not in _SCALE_DTYPES:
             hint = f"pass {name}.to(torch.float32)"
-    expected = f"{shape} {' or '.join(map(_short, _SCALE_DTYPES))}, the scales of {weight_label} {[*weight.shape]}"
+        elif block is None:
+            hint = _hint(scale, weight) or f"{hint}; for other blocks pass BlockScaledWeight(..., block_size=)"
+    grids = " or ".join(str([*shape]) for shape in reversed(shapes))
+    expected = f"{grids} {' or '.join(map(_short, _SCALE_DTYPES))}, the scales of {weight_label} {[*weight.shape]}"
     raise ArgumentError(label, expected=expected, actual=actual, hint=hint)
+
+
+def _hint(scale: Tensor, weight: Tensor) -> str:
+    """How to pass one scale of a whole matrix, or of each row; "" for other scales."""
+    rows, columns = weight.shape
+    shape, kept = tuple(scale.shape), "BlockScaledWeight(weight, scale.reshape({}), block_size=({}, {}))"
+    if shape in ((), (1,), (1, 1)):
+        return f"if it is one scale for the whole matrix, pass {kept.format('1, 1', rows, columns)}"
+    if shape in ((rows,), (rows, 1)):
+        return f"if it is a scale for each row, pass {kept.format('-1, 1', 1, columns)}"
+    return ""
+
+
+def _grid(shape: torch.Size, block: tuple[int, int]) -> tuple[int, int]:
+    """Numbers of blocks of rows and of columns."""
+    rows, columns = (-(-n // size) for n, size in zip(shape, block, strict=True))
+    return rows, columns
+
+
+def _checked_block(label: str, size: object) -> tuple[int, int] | None:
+    """A size of blocks as two numbers, or None. Raises ArgumentError for anything else."""
+    if size is None:
+        return None
+    pair = (size, size) if isinstance(size, int) else size
+    if isinstance(pair, (tuple, list)) and len(pair) == len([n for n in pair if type(n) is int and n > 0]) == 2:
+        return pair[0], pair[1]
+    hint = "128 for V4, 32 for V4.1; by default the number of scales says it"
+    raise ArgumentError(label, expected="two positive numbers, rows and columns", actual=shown(size), hint=hint)
+
+
+def _declared_block(module: object) -> tuple[int, int] | None:
+    """The size of blocks that a module says, in one of `_BLOCK_SIZES`; None if it says none."""
+    for name in _BLOCK_SIZES:
+        size = getattr(module, name, None)
+        if isinstance(size, (tuple, list)) and len(size) == 2:
+            return _checked_block(name, size)
+    return None
+
+
+def _block_of(weight: Tensor, scale: Tensor, value: Weight) -> tuple[int, int]:
+    """The size of blocks of a weight that was checked."""
+    declared = value.block_size if isinstance(value, BlockScaledWeight) else _declared_block(value)
+    return declared or _check_scale("scale", scale, "weight", weight, None)
 
 
 def _alike(first: Tensor, second: Tensor) -> bool:
@@ -283,14 +354,17 @@ def _factors(scale: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def _product(weight: Tensor, factors: Tensor, out: Tensor | None) -> Tensor:
-    """Each block times its factor as bf16, a row of blocks at a time; into `out` if that fits.
+def _product(weight: Tensor, factors: Tensor, block: tuple[int, int], out: Tensor | None) -> Tensor:
+    """Each block times its factor as bf16, some rows of blocks at a time; into `out` if that fits.
 
     The memory stays the same then, and a captured graph reads the new values.
     """
     if out is None or (out.shape, out.device) != (weight.shape, weight.device):
         out = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
-    for i, row in enumerate(factors):
-        part = slice(i * BLOCK, (i + 1) * BLOCK)
-        out[part] = weight[part].float() * row.repeat_interleave(BLOCK)[: weight.shape[1]]
+    (rows, columns), (height, width) = weight.shape, block
+    step = max(1, _ROWS // height)
+    for i in range(0, factors.shape[0], step):
+        part = slice(i * height, min((i + step) * height, rows))
+        wide = factors[i : i + step].repeat_interleave(width, 1)[:, :columns]
+        out[part] = weight[part].float() * wide.repeat_interleave(height, 0)[: part.stop - part.start]
     return out

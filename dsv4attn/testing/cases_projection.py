@@ -47,6 +47,9 @@ def _fp8() -> Iterator[Case]:
             )
             scene = rows(count=5, groups=groups, rank=rank, scale=scale, fnuz=dialect == "fnuz")
             yield _case(f"project-fp8-{dialect}-{scale}", "P1 P2 P3", says, scene)
+    says = "matrices in fp8 with exponents of blocks of 32 x 32, the last ones short, are what they stand for"
+    scene = rows(count=5, groups=2, rank=72, scale="bytes", block=32)
+    yield _case("project-fp8-blocks-32", "P1 P2 P3", says, scene)
     says = "fp32 outputs are projected by fp8 matrices"
     scene = rows("fp32", dtype=torch.float32, count=5, rank=80, scale="fp32")
     yield _case("project-fp8-mixed", "P1 P2 P3", says, scene)

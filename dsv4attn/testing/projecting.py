@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4attn.core.projection import o_proj, output_projection
-from dsv4attn.core.weights import BLOCK, BlockScaledWeight
+from dsv4attn.core.weights import BlockScaledWeight
 from dsv4attn.testing import oracle
 from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
@@ -60,20 +60,20 @@ def _scaled(rows: Rows, stream: int, shape: tuple[int, int], apart: Apart) -> _M
     draw = np.random.default_rng((rows.seed, stream))
     codes = draw.integers(0, 256, shape).astype(np.uint8)
     codes[np.isnan(oracle.decode_e4m3(codes, rows.fnuz))] = 1
-    grid = -(-shape[0] // BLOCK), -(-shape[1] // BLOCK)
+    grid = -(-shape[0] // rows.block), -(-shape[1] // rows.block)
     exponents = draw.integers(*EXPONENTS, grid).astype(np.uint8)
     factors = (draw.uniform(1, 2, grid) * 2.0 ** draw.integers(-10, -6, grid)).astype(np.float32)
     scale: NDArray[Any] = factors if rows.scale == "fp32" else exponents
     fp8 = torch.float8_e4m3fnuz if rows.fnuz else torch.float8_e4m3fn
     given: list[Any] = []
-    for name in ("", "weight_scale_inv", "weight_scale"):
+    for name in ("", "weight_scale_inv", "weight_scale", "scale"):
         # each form in memory of its own, so that each is converted
         weight, ours = rows.tensor(codes.copy()).view(fp8), rows.tensor(scale.copy())
         ours = ours.view(e8m0) if e8m0 is not None and rows.scale == "e8m0" else ours
         weight = apart("wo_a", weight) if stream == WO_A else weight
         given.append(SimpleNamespace(**{"weight": weight, name: ours}) if name else BlockScaledWeight(weight, ours))
     known = factors.astype(np.float64) if rows.scale == "fp32" else exponents
-    return _Matrix(tuple(given), oracle.dequantize_blocks(codes, known, rows.fnuz))
+    return _Matrix(tuple(given), oracle.dequantize_blocks(codes, known, rows.fnuz, rows.block))
 
 
 def projects(bench: Bench, rows: Rows) -> Measure:

@@ -65,6 +65,7 @@ class Rows:
     rank: elements that the output projection makes of each group.
     hidden: elements of the projection's result; 0 leaves out wo_b.
     scale: type of block scales (fp32, e8m0, bytes), and weights are fp8; "" means that they are not.
+    block: rows and columns under one of these scales.
     fnuz: whether those codes are FNUZ rather than OCP.
     ranks: devices that each project some of the groups of heads.
     seed: seed of all random numbers.
@@ -87,6 +88,7 @@ class Rows:
     rank: int = 16
     hidden: int = 0
     scale: str = ""
+    block: int = 128
     fnuz: bool = False
     ranks: int = 1
     seed: int = 0

@@ -61,27 +61,35 @@ def powers_of(scale_bytes: Tensor) -> F64:
 class Scaled:
     """Codes [rows, columns] and the scale of each block, on the CPU. The scale is as an engine has it.
 
-    device: where weights made of them are.
+    device: where weights made of them are. block: rows and columns under one scale.
     """
 
     codes: Tensor
     scale: Tensor
     dialect: torch.dtype
     device: torch.device = DEVICE
+    block: tuple[int, int] = (BLOCK, BLOCK)
 
     @classmethod
     def draw(
-        cls, seed: int, rows: int, columns: int, dialect: torch.dtype, form: str, device: torch.device = DEVICE
+        cls,
+        seed: int,
+        rows: int,
+        columns: int,
+        dialect: torch.dtype,
+        form: str,
+        device: torch.device = DEVICE,
+        block: tuple[int, int] = (BLOCK, BLOCK),
     ) -> Scaled:
         """Random finite codes; scales around 2^-7, which is no power of two if they are fp32."""
         g = torch.Generator().manual_seed(seed)
         codes = torch.randint(0, 256, (rows, columns), generator=g, dtype=torch.uint8)
         codes[codes & 0x7F == (0x7F if dialect == OCP else 0)] = 1
-        shape = -(-rows // BLOCK), -(-columns // BLOCK)
+        shape = -(-rows // block[0]), -(-columns // block[1])
         exponents = torch.randint(115, 125, shape, generator=g, dtype=torch.uint8)
         if form == "fp32":
-            return cls(codes, torch.rand(shape, generator=g) * 2.0**-6, dialect, device)
-        return cls(codes, exponents.view(E8M0) if form == "e8m0" and E8M0 else exponents, dialect, device)
+            return cls(codes, torch.rand(shape, generator=g) * 2.0**-6, dialect, device, block)
+        return cls(codes, exponents.view(E8M0) if form == "e8m0" and E8M0 else exponents, dialect, device, block)
 
     @property
     def factors(self) -> F64:
@@ -94,7 +102,7 @@ class Scaled:
     def values(self) -> F64:
         """[rows, columns]: code times factor, rounded to fp32 and then to bf16."""
         rows, columns = self.codes.shape
-        factors = np.kron(self.factors, np.ones((BLOCK, BLOCK)))[:rows, :columns]
+        factors = np.kron(self.factors, np.ones(self.block))[:rows, :columns]
         with np.errstate(over="ignore", invalid="ignore"):
             product = oracle.decode_e4m3(self.codes.numpy(), self.dialect == FNUZ) * factors
             return oracle.round_bf16(product.astype(np.float32))
@@ -103,9 +111,9 @@ class Scaled:
         """The codes in their dialect, in memory of their own on the device."""
         return self.codes.view(self.dialect).to(self.device, copy=True)
 
-    def pair(self) -> BlockScaledWeight:
+    def pair(self, **more: Any) -> BlockScaledWeight:
         """The weight and its scale, in memory of their own on the device."""
-        return BlockScaledWeight(self.weight(), self.scale.to(self.device, copy=True))
+        return BlockScaledWeight(self.weight(), self.scale.to(self.device, copy=True), **more)
 
     def module(self, name: str = "weight_scale_inv", **more: Any) -> Any:
         """What an engine passes: the weight, and its scale under this name."""

@@ -129,7 +129,7 @@ class Dsv4Attention(_Layer):
             if converts:
                 dense_weight(self.wo_a, recompute=True)
         except ValueError as error:
-            expected = "bf16, or fp8 with a scale for each 128 x 128 block"
+            expected = "bf16, or fp8 with a scale for each block of 128 x 128 or 32 x 32"
             cure = "use a checkpoint with such a wo_a"
             raise RefusedError(f"{self.prefix}.wo_a", expected=expected, actual=error, cure=cure) from error
         # read now, so that no step waits for the device

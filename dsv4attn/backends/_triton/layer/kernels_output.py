@@ -98,14 +98,14 @@ def quantize_output_kernel(
 
 @triton.jit
 def _pairs(words, ROWS: tl.constexpr, DT: tl.constexpr):
-    """Numbers [ROWS, 64] of words [ROWS, 32], int32, each of which is two fp16."""
+    """Numbers [ROWS, 2 n] of words [ROWS, n], int32, each of which is two fp16."""
     low, high = words.to(tl.int16).to(tl.float16, bitcast=True), (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return tl.reshape(tl.join(low, high), (ROWS, 64)).to(DT)
+    return tl.reshape(tl.join(low, high), (ROWS, 2 * words.shape[1])).to(DT)
 
 
 @triton.jit
 def decode(words, ROWS: tl.constexpr, DT: tl.constexpr):
-    """Values of the e4m3 codes in words [ROWS, 32], int32: of codes 0 and 2 of every word, and of codes 1 and 3.
+    """Values of the e4m3 codes in words [ROWS, n], int32: of codes 0 and 2 of every word, and of codes 1 and 3.
 
     They are times 2^-8 (2^-7 in FNUZ), and exact: fp16 has a code's seven low bits where its own exponent and mantissa
     begin, subnormals included. A NaN becomes some number, see `nan_bits`.
@@ -117,14 +117,14 @@ def decode(words, ROWS: tl.constexpr, DT: tl.constexpr):
 
 @triton.jit
 def nan_bits(words, FNUZ: tl.constexpr, ROWS: tl.constexpr):
-    """Int32 [ROWS, 8] of words [ROWS, 32] of e4m3 codes; bits of 0x80808080 are set if one of four words has a NaN."""
+    """Int32 [ROWS, n / 4] of words [ROWS, n] of codes; bits of 0x80808080 are set if one of four words has a NaN."""
     if FNUZ:
         # subtracting 1 borrows from the next byte only at a zero, which 0x80 becomes
         words ^= -0x7F7F7F80
         found = (words - 0x01010101) & ~words
     else:
         found = (words & 0x7F7F7F7F) + 0x01010101
-    first, second = tl.split(tl.reshape(found, (ROWS, 8, 2, 2)))
+    first, second = tl.split(tl.reshape(found, (ROWS, words.shape[1] // 4, 2, 2)))
     first, second = tl.split(first | second)
     return first | second
 
@@ -146,7 +146,7 @@ def project_codes_kernel(
     CODES,  # [tokens, groups, K] uint8
     SCALES,  # [tokens, groups, K / GROUP] fp32, or uint8 exponents
     W,  # [groups * RANK, K] uint8
-    W_SCALES,  # [ceil(groups * RANK / GROUP), K / GROUP] fp32, or uint8 exponents
+    W_SCALES,  # [ceil(groups * RANK / GROUP), K / GROUP] fp32, or uint8 exponents: blocks of GROUP x GROUP
     OUT,  # [tokens, groups, RANK]
     tokens: tl.int32, token_stride: tl.int64, group_stride: tl.int64, scale_stride: tl.int64,
     scale_group_stride: tl.int64, w_stride: tl.int64, w_scale_stride: tl.int64, w_scale_step: tl.int64,
@@ -187,7 +187,7 @@ def project_codes_kernel(
     unit: tl.constexpr = 1.0 if NATIVE else (16384.0 if FNUZ else 65536.0)
     acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAPPED else [BLOCK_M, BLOCK_N], tl.float32)
     if not NATIVE:
-        a_nan, b_nan = tl.zeros([BLOCK_M, 8], tl.int32), tl.zeros([BLOCK_N, 8], tl.int32)
+        a_nan, b_nan = tl.zeros([BLOCK_M, GROUP // 16], tl.int32), tl.zeros([BLOCK_N, GROUP // 16], tl.int32)
     a_next, b_next = factors(tl.load(scale)), factors(tl.load(w_scale)) * unit
     for step in range(K // GROUP):
         a_factor, b_factor = a_next, b_next

@@ -1,6 +1,7 @@
 """Output projection in fp8: the launchers of `kernels_output`, with tiles by architecture and number of tokens.
 
-Outputs are turned back and quantised, 128 columns under one scale, and multiplied by the codes of block-scaled weights.
+Outputs are turned back and quantised, and multiplied by the codes of block-scaled weights. A scale of outputs has as
+many columns as a scale of weights: 128 in checkpoints of V4, 32 in those of V4.1.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dsv4attn.backends._triton.layer.kernels_output import project_codes_kernel,
 from dsv4attn.backends._triton.support import FP8_UNITS
 from dsv4attn.core.layout import Fp8Format
 from dsv4attn.core.tensorspec import check_strides, check_tensor
-from dsv4attn.core.weights import BLOCK, BlockScaledWeight
+from dsv4attn.core.weights import BlockScaledWeight
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["fp8_o_proj", "inv_rope_fp8_quant", "project_fp8", "variants"]
@@ -35,6 +36,8 @@ AMAX_FLOOR = 1e-10
 FORMATS: Final = {torch.float8_e4m3fn: Fp8Format.OCP, torch.float8_e4m3fnuz: Fp8Format.FNUZ}
 DTYPES: Final = {fp8_format: dtype for dtype, fp8_format in FORMATS.items()}
 SCALES: Final = {"float32": torch.float32, "ue8m0": torch.uint8}
+BLOCKS: Final = (128, 32)
+"""Rows and columns under one scale of a weight, for which there are kernels."""
 QUANTISED_HEADS = 32
 QUANTISE_WARPS = 4
 
@@ -93,29 +96,33 @@ def inv_rope_fp8_quant(
     *,
     fp8_format: Fp8Format = Fp8Format.OCP,
     scale_format: str = "float32",
+    columns: int = 128,
 ) -> tuple[Tensor, Tensor]:
-    """Undo the rotation of o [T, H, D], and quantise the result in fp32, each 128 columns of a head by themselves.
+    """Undo the rotation of o [T, H, D], and quantise the result in fp32, some columns of a head by themselves.
 
-    o: bf16 or fp32; it is not changed. positions: [T] int64. cos_sin_cache: [positions, rope_dim] fp32. The factor of a
-    group of 128 is the smallest power of two with which its largest magnitude, taken as at least 1e-10, fits. NaN, and
-    infinity, become a NaN code. A row's bits do not depend on other rows.
-    Returns codes [T, G, H / G * D] in the fp8 dtype of the format, and scales [T, G, H / G * D / 128], both dense:
+    o: bf16 or fp32; it is not changed. positions: [T] int64. cos_sin_cache: [positions, rope_dim] fp32. columns: of a
+    group that has one factor, 128 or 32. The factor is the smallest power of two with which the largest magnitude of
+    the group, taken as at least 1e-10, fits. NaN, and infinity, become a NaN code. A row's bits do not depend on other
+    rows.
+    Returns codes [T, G, H / G * D] in the fp8 dtype of the format, and scales [T, G, H / G * D / columns], both dense:
     the factors in fp32, or, as "ue8m0", their exponents + 127 in uint8.
-    Raises ArgumentError unless D is a multiple of 128.
+    Raises ArgumentError unless D is a multiple of `columns`.
     """
     tokens, heads, dim = o.shape
-    _check_head_dim(dim)
+    if columns not in BLOCKS:
+        raise ArgumentError("columns", expected=" or ".join(map(str, BLOCKS)), actual=columns)
+    _check_head_dim(dim, columns)
     if scale_format not in SCALES:
         raise ArgumentError("scale_format", expected=f"one of {', '.join(SCALES)}", actual=repr(scale_format))
     check_strides(o=o, positions=positions, cos_sin_cache=cos_sin_cache)
     width = heads // num_groups * dim
     codes = torch.empty(tokens, num_groups, width, dtype=DTYPES[fp8_format], device=o.device)
-    scales = torch.empty(tokens, num_groups, width // BLOCK, dtype=SCALES[scale_format], device=o.device)
+    scales = torch.empty(tokens, num_groups, width // columns, dtype=SCALES[scale_format], device=o.device)
     facts = alignment_of_rows(o), fp8_format, architecture()
-    constants = _quantise_constants(heads, dim, cos_sin_cache.shape[1], *facts)
+    constants = _quantise_constants(heads, dim, cos_sin_cache.shape[1], columns, *facts)
     launch(
         quantize_output_kernel,
-        (tokens * triton.cdiv(heads, constants["BLOCK_H"]) * (dim // BLOCK),),
+        (tokens * triton.cdiv(heads, constants["BLOCK_H"]) * (dim // columns),),
         (
             o, positions, cos_sin_cache, codes.view(torch.uint8), scales, o.stride(0), o.stride(1),
             cos_sin_cache.stride(0), cos_sin_cache.shape[0],
@@ -139,15 +146,16 @@ def fp8_o_proj(
     """Multiply each group of quantised outputs by its own matrix: [T, G, rank] in `dtype`.
 
     codes, scales: as `inv_rope_fp8_quant` returns them, in the fp8 dtype of the weight; rows may lie apart. wo_a:
-    [G * rank, K], whose rows begin at multiples of 16 bytes. Sums of 128 columns, times both factors, are added in
-    fp32; a NaN code of either makes what it is multiplied into NaN. deterministic: every row is summed in one order,
-    whatever T; otherwise tiles, and with them the order, follow T.
-    Raises ArgumentError unless K is a multiple of 128, both are of one fp8 dtype, and rows are aligned.
+    [G * rank, K] in blocks of 128 x 128 or 32 x 32, whose rows begin at multiples of 16 bytes. Codes have a scale for
+    as many columns. Sums of the columns under one scale, times both factors, are added in fp32; a NaN code of either
+    makes what it is multiplied into NaN. deterministic: every row is summed in one order, whatever T; otherwise tiles,
+    and with them the order, follow T.
+    Raises ArgumentError unless K is a multiple of these columns, both are of one fp8 dtype, and rows are aligned.
     """
     weight, w_scales = wo_a.weight, wo_a.scale
     tokens, _, width = codes.shape
-    rank = weight.shape[0] // num_groups
-    _check_operands(codes, scales, weight, num_groups)
+    rank, block = weight.shape[0] // num_groups, _block_of(wo_a)
+    _check_operands(codes, scales, weight, num_groups, block)
     fp8_format, arch = FORMATS[weight.dtype], architecture()
     out = torch.empty(tokens, num_groups, rank, dtype=dtype, device=codes.device)
     tile = tiles_for(fp8_format, arch)[1] if deterministic else tile_of(tokens, fp8_format, arch)
@@ -159,7 +167,7 @@ def fp8_o_proj(
             codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1), weight.stride(0),
             w_scales.stride(0), w_scales.stride(1), out.stride(0), out.stride(1),
         ),
-        _project_constants(tile, rank, width, fp8_format, alignment_of_rows(out), arch),
+        _project_constants(tile, rank, width, block, fp8_format, alignment_of_rows(out), arch),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
@@ -179,15 +187,27 @@ def project_fp8(
 
     See `inv_rope_fp8_quant` and `fp8_o_proj`; arguments are checked before the first launch.
     """
-    _check_head_dim(o.shape[2])
+    columns = _block_of(wo_a)
+    _check_head_dim(o.shape[2], columns)
     _check_rows(wo_a.weight)
-    codes, scales = inv_rope_fp8_quant(o, positions, cos_sin_cache, num_groups, fp8_format=FORMATS[wo_a.weight.dtype])
+    fp8_format = FORMATS[wo_a.weight.dtype]
+    codes, scales = inv_rope_fp8_quant(o, positions, cos_sin_cache, num_groups, fp8_format=fp8_format, columns=columns)
     return fp8_o_proj(codes, scales, wo_a, num_groups, dtype=o.dtype, deterministic=deterministic)
 
 
-def _check_head_dim(dim: int) -> None:
-    if dim % BLOCK:
-        expected = f"a head dim that is a multiple of {BLOCK}, the columns under one scale"
+def _block_of(wo_a: BlockScaledWeight) -> int:
+    """Rows and columns under one scale. Raises ArgumentError for blocks that the kernels do not take."""
+    rows, columns = wo_a.block_size
+    if rows != columns or columns not in BLOCKS:
+        expected = f"blocks of {' or '.join(f'{n} x {n}' for n in BLOCKS)} in a product of codes"
+        hint = "project in bf16: option projection=bf16"
+        raise ArgumentError("wo_a.block_size", expected=expected, actual=f"{rows} x {columns}", hint=hint)
+    return columns
+
+
+def _check_head_dim(dim: int, columns: int) -> None:
+    if dim % columns:
+        expected = f"a head dim that is a multiple of {columns}, the columns under one scale"
         raise ArgumentError("o", expected=expected, actual=dim, hint="project in bf16: option projection=bf16")
 
 
@@ -199,15 +219,15 @@ def _check_rows(weight: Tensor) -> None:
         raise ArgumentError("wo_a.weight", expected=expected, actual=actual, hint=hint)
 
 
-def _check_operands(codes: Tensor, scales: Tensor, weight: Tensor, num_groups: int) -> None:
+def _check_operands(codes: Tensor, scales: Tensor, weight: Tensor, num_groups: int, block: int) -> None:
     """Raise ArgumentError unless codes and weight fit each other, and the kernel."""
     tokens, _, width = codes.shape
-    if weight.shape[0] % num_groups or weight.shape[1] != width or width % BLOCK:
-        expected = f"[{num_groups} * rank, {width}], a matrix for each group, and a multiple of {BLOCK} columns"
+    if weight.shape[0] % num_groups or weight.shape[1] != width or width % block:
+        expected = f"[{num_groups} * rank, {width}], a matrix for each group, and a multiple of {block} columns"
         raise ArgumentError("wo_a.weight", expected=expected, actual=list(weight.shape))
     letters = {"T": tokens, "G": num_groups}
     check_tensor("codes", codes, f"T G {width}", weight.dtype, letters, like="wo_a.weight")
-    check_tensor("scales", scales, f"T G {width // BLOCK}", (*SCALES.values(),), letters)
+    check_tensor("scales", scales, f"T G {width // block}", (*SCALES.values(),), letters)
     _check_rows(weight)
     if alignment_of_rows(codes) < WIDE:
         expected, hint = f"rows that begin at multiples of {WIDE} bytes", "pass codes.clone()"
@@ -226,14 +246,14 @@ def _bits(x: float) -> int:
 
 @cache
 def _quantise_constants(
-    heads: int, dim: int, rope: int, aligned: int, fp8_format: Fp8Format, arch: str
+    heads: int, dim: int, rope: int, columns: int, aligned: int, fp8_format: Fp8Format, arch: str
 ) -> dict[str, Any]:
     return {
         "HEADS": heads,
         "BLOCK_H": min(QUANTISED_HEADS, triton.next_power_of_2(heads)),
         "DIM": dim,
         "ROPE": rope,
-        "GROUP": BLOCK,
+        "GROUP": columns,
         "ALIGNED": aligned,
         "FNUZ": fp8_format is Fp8Format.FNUZ,
         "LARGEST": _bits(fp8_format.max),
@@ -244,12 +264,12 @@ def _quantise_constants(
 
 @cache
 def _project_constants(
-    tile: Tile, rank: int, width: int, fp8_format: Fp8Format, out_aligned: int, arch: str
+    tile: Tile, rank: int, width: int, block: int, fp8_format: Fp8Format, out_aligned: int, arch: str
 ) -> dict[str, Any]:
     return {
         "RANK": rank,
         "K": width,
-        "GROUP": BLOCK,
+        "GROUP": block,
         "BLOCK_M": tile.tokens,
         "BLOCK_N": tile.ranks,
         "SWAPPED": tile.swapped,
@@ -273,18 +293,18 @@ def variants(
     *,
     aligned: bool = True,
     arch: str = "",
+    blocks: tuple[int, ...] = BLOCKS,
 ) -> Iterator[Variant]:
-    """Every form that `project_fp8` can ask for on an architecture; none if head_dim is not a multiple of 128.
+    """Every form that `project_fp8` can ask for on an architecture.
 
-    dtype: of outputs. aligned: whether their rows begin at multiples of 16 bytes.
+    dtype: of outputs. aligned: whether their rows begin at multiples of 16 bytes. blocks: rows and columns under one
+    scale of weights; head dims that are no multiple of them have no form.
     """
-    if head_dim % BLOCK:
-        return
     types = {"O": pointer_type(dtype), "POSITIONS": "*i64", "TABLE": "*fp32", "CODES": "*u8", "SCALES": "*fp32"}
     width = heads // num_groups * head_dim
-    for fp8_format in Fp8Format:
+    for block, fp8_format in product([b for b in blocks if b in BLOCKS and not head_dim % b], Fp8Format):
         for rows in row_alignments(head_dim, dtype, aligned=aligned):
-            constants = _quantise_constants(heads, head_dim, rope, rows, fp8_format, arch)
+            constants = _quantise_constants(heads, head_dim, rope, block, rows, fp8_format, arch)
             yield Variant.from_types(
                 quantize_output_kernel, types, constants, num_warps=QUANTISE_WARPS, fp_fusion=False
             )
@@ -295,7 +315,7 @@ def variants(
             yield Variant.from_types(
                 project_codes_kernel,
                 named,
-                _project_constants(tile, rank, width, fp8_format, out, arch),
+                _project_constants(tile, rank, width, block, fp8_format, out, arch),
                 num_warps=tile.warps,
                 num_stages=tile.stages,
             )

@@ -20,7 +20,6 @@ from tests.core.scaled import FNUZ, OCP, Scaled
 BF16, FP32_STEPS = 2.0**-8, 2.0**-20
 NATIVE_STEPS = 2.0**-12
 """Some matrix units keep 14 bits of the sums of codes."""
-BLOCK = 128
 
 
 def geometry(seed: int) -> tuple[int, int, int, int, int]:
@@ -45,20 +44,23 @@ class Call:
         dialect: torch.dtype = OCP,
         form: str = "fp32",
         tokens: int = 5,
+        block: int = 128,
     ) -> None:
-        g = seeded(seed)
+        g, self.block = seeded(seed), block
         self.groups, heads, self.dim, self.rope, self.rank = geometry(seed)
         self.heads, pad = self.groups * heads, 8 * (seed % 2)
         o = torch.randn(tokens, self.heads, self.dim, generator=g)
         o *= torch.exp2(torch.randint(-12, 6, (tokens, self.heads, 1), generator=g))
         # a group of zeros, one below the floor, and values far below their group's largest
-        o[:, 0, :BLOCK] *= torch.tensor([0.0, 1e-13, 1, 1, 1]).repeat(tokens)[:tokens, None]
+        o[:, 0, :block] *= torch.tensor([0.0, 1e-13, 1, 1, 1]).repeat(tokens)[:tokens, None]
         o[:, -1, ::3] *= 2.0**-9
         self.o = strided(o.to(dtype), pad)
         angle = torch.rand(11, self.rope // 2, generator=g) * 7
         self.table = strided(torch.cat([angle.cos(), angle.sin()], 1), pad)
         self.positions = torch.randint(0, 11, (tokens,), generator=g).to(DEVICE)
-        self.scaled = Scaled.draw(seed, self.groups * self.rank, heads * self.dim, dialect, form)
+        self.scaled = Scaled.draw(
+            seed, self.groups * self.rank, heads * self.dim, dialect, form, DEVICE, (block, block)
+        )
         self.wo_a = self.scaled.pair()
 
     @property
@@ -73,6 +75,7 @@ class Call:
         """Codes and scales; o must stay."""
         before = self.o.clone().view(torch.uint8)
         rest = self.o, self.positions, self.table, self.groups
+        options = {"columns": self.block, **options}
         codes, scales = output.inv_rope_fp8_quant(*rest, fp8_format=self.format, **options)
         assert torch.equal(self.o.contiguous().view(torch.uint8), before)
         return codes, scales
@@ -90,7 +93,7 @@ class Call:
     def check_codes(self, codes: Tensor, scales: Tensor) -> None:
         """Fail unless each group has the smallest scale with which it fits, and the nearest codes."""
         x = self.turned().astype(np.float64)
-        grouped = x.reshape(*x.shape[:2], -1, BLOCK)
+        grouped = x.reshape(*x.shape[:2], -1, self.block)
         amax = np.maximum(np.abs(grouped).max(-1), 1e-10)
         fraction, exponent = np.frexp(amax / (240.0 if self.fnuz else 448.0))
         exponent -= fraction == 0.5
@@ -103,13 +106,13 @@ class Call:
     def matrices(self) -> F64:
         """[G, rank, K] float64: codes times factors."""
         rows, columns = self.scaled.codes.shape
-        factors = np.kron(self.scaled.factors, np.ones((BLOCK, BLOCK)))[:rows, :columns]
+        factors = np.kron(self.scaled.factors, np.ones((self.block, self.block)))[:rows, :columns]
         return (oracle.decode_e4m3(self.scaled.codes.numpy(), self.fnuz) * factors).reshape(self.groups, self.rank, -1)
 
     def product(self, codes: Tensor, scales: Tensor) -> tuple[F64, F64]:
         """[T, G, rank] float64: what these codes are worth times the matrices, and the sum of magnitudes."""
         left = oracle.decode_e4m3(codes.view(torch.uint8).cpu().numpy(), self.fnuz)
-        left, right = left * factors_of(scales).repeat(BLOCK, -1), self.matrices()
+        left, right = left * factors_of(scales).repeat(self.block, -1), self.matrices()
         return np.einsum("tgk,grk->tgr", left, right), np.einsum("tgk,grk->tgr", np.abs(left), np.abs(right))
 
     def check_product(self, z: Tensor, codes: Tensor, scales: Tensor) -> None:

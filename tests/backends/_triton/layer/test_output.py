@@ -17,15 +17,18 @@ from dsv4attn.core.weights import BlockScaledWeight
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
 from tests.backends._triton.cache.caches import DEVICE, each_dtype, strided
-from tests.backends._triton.layer.outputs import BLOCK, Call
-from tests.core.scaled import FNUZ, OCP, each_dialect, each_form
+from tests.backends._triton.layer.outputs import Call
+from tests.core.scaled import BLOCK, FNUZ, OCP, Scaled, each_dialect, each_form
+
+each_block = pytest.mark.parametrize("block", [128, 32])
 
 
 @each_dialect
 @each_dtype
-def test_outputs_are_turned_back_and_quantised_in_fp32(dialect: torch.dtype, dtype: torch.dtype) -> None:
+@each_block
+def test_outputs_are_turned_back_and_quantised_in_fp32(dialect: torch.dtype, dtype: torch.dtype, block: int) -> None:
     for seed in range(4):
-        call = Call(seed, dtype=dtype, dialect=dialect)
+        call = Call(seed, dtype=dtype, dialect=dialect, block=block)
         call.check_codes(*call.quantise())
 
 
@@ -91,16 +94,18 @@ def test_positions_of_padding_may_be_anything() -> None:
 
 @each_dialect
 @each_form
-def test_codes_are_multiplied_and_every_block_has_its_scale(dialect: torch.dtype, form: str) -> None:
+@each_block
+def test_codes_are_multiplied_and_every_block_has_its_scale(dialect: torch.dtype, form: str, block: int) -> None:
     for seed in range(4):
-        call = Call(seed, dialect=dialect, form=form)
+        call = Call(seed, dialect=dialect, form=form, block=block)
         given = call.quantise(scale_format=("float32", "ue8m0")[seed % 2])
         call.check_product(output.fp8_o_proj(*given, call.wo_a, call.groups), *given)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 128, 129])
-def test_every_tile_and_its_edges(tokens: int) -> None:
-    call = Call(0, tokens=tokens)
+@each_block
+def test_every_tile_and_its_edges(tokens: int, block: int) -> None:
+    call = Call(0, tokens=tokens, block=block)
     given = call.quantise()
     with observed() as seen:
         z = output.fp8_o_proj(*given, call.wo_a, call.groups, dtype=torch.float32)
@@ -125,10 +130,11 @@ def test_rows_may_lie_apart() -> None:
 
 
 @each_dialect
-def test_a_nan_code_reaches_what_it_is_multiplied_into_and_nothing_else(dialect: torch.dtype) -> None:
+@each_block
+def test_a_nan_code_reaches_what_it_is_multiplied_into_and_nothing_else(dialect: torch.dtype, block: int) -> None:
     nan = 0x80 if dialect == FNUZ else 0xFF
     for tokens in (4, 20):
-        call = Call(0, dialect=dialect, tokens=tokens)
+        call = Call(0, dialect=dialect, tokens=tokens, block=block)
         codes, scales = call.quantise()
         z = output.fp8_o_proj(codes, scales, call.wo_a, call.groups)
         codes.view(torch.uint8)[2, 1, 77] = nan
@@ -193,7 +199,7 @@ def test_a_row_has_the_same_bits_in_every_batch_if_that_is_asked_for() -> None:
 def test_warm_up_foresees_every_form_that_is_launched(dialect: torch.dtype, dtype: torch.dtype) -> None:
     for seed, tokens in enumerate((1, 30, 130, 2)):
         for form in ("fp32", "bytes"):
-            call = Call(seed, dtype=dtype, dialect=dialect, form=form, tokens=tokens)
+            call = Call(seed, dtype=dtype, dialect=dialect, form=form, tokens=tokens, block=(128, 32)[seed % 2])
             if seed == 2:
                 call.o = strided(call.o, 3)
             with observed() as seen:
@@ -208,6 +214,23 @@ def test_warm_up_foresees_every_form_that_is_launched(dialect: torch.dtype, dtyp
 
 def test_there_is_no_form_for_heads_without_whole_groups() -> None:
     assert list(output.variants(8, 80, 8, 2, 64, torch.bfloat16)) == []
+    some = list(output.variants(8, 96, 8, 2, 64, torch.bfloat16))
+    assert {dict(form.constants)["GROUP"] for form in some} == {32}
+    asked = output.variants(8, 128, 8, 2, 64, torch.bfloat16, blocks=(128,))
+    assert {dict(form.constants)["GROUP"] for form in asked} == {128}
+
+
+def test_other_blocks_are_refused_before_any_launch() -> None:
+    call = Call(0)
+    for block in ((64, 64), (1, 128), (1, 256), (48, 256)):
+        rows, columns = call.scaled.codes.shape
+        call.wo_a = Scaled.draw(0, rows, columns, OCP, "bytes", DEVICE, block).pair(block_size=block)
+        said = rf"^wo_a\.block_size: expected blocks of 128 x 128 or 32 x 32 .* got {block[0]} x {block[1]} -> .*=bf16"
+        with observed() as seen, pytest.raises(ArgumentError, match=said):
+            call.project()
+        assert seen == []
+    with pytest.raises(ArgumentError, match=r"^columns: expected 128 or 32, got 64"):
+        call.quantise(columns=64)
 
 
 # errors
