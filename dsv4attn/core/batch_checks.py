@@ -15,10 +15,12 @@ from dsv4attn.errors import ArgumentError
 __all__ = [
     "check_blocks",
     "check_copies",
+    "check_hits",
     "check_slots",
     "check_states",
     "check_table",
     "check_windows",
+    "hits_of",
 ]
 
 
@@ -95,6 +97,32 @@ def check_blocks(
             raise ArgumentError(f"compressed_block_table[{i}, {j}]", expected=expected, actual=int(used[j]))
 
 
+def hits_of(batch: Batch, cached_states: Tensor | None) -> list[tuple[int, int]]:
+    """(end of the prefix hit, end of the states that are cached) of each request; it reads tensors."""
+    ends = [
+        [0] * batch.num_reqs if end is None else end[: batch.num_reqs].tolist()
+        for end in (batch.num_cached_tokens, cached_states)
+    ]
+    return list(zip(*ends, strict=True))
+
+
+def check_hits(batch: Batch, layer: LayerGeometry) -> None:
+    """Check that the parts of each prefix hit fit each other."""
+    if batch.num_cached_states is None:
+        return
+    starts = [0] * batch.num_reqs if batch.replay_start is None else batch.replay_start.tolist()
+    for i, (end, states) in enumerate(hits_of(batch, batch.num_cached_states)):
+        if states > end:
+            expected = f"at most {end}, the end of the prefix hit (num_cached_tokens)"
+            hint = "the states of tokens after the hit are those of this request"
+            raise ArgumentError(f"Batch.num_cached_states[{i}]", expected=expected, actual=states, hint=hint)
+        first = layer.first_state(end)
+        if layer.has_states and states < starts[i] and first < starts[i]:
+            expected = f"at most {first}, the first state that entries after token {end} of {layer.kind.value} read"
+            hint = "the states of earlier tokens are lost (num_cached_states), so replay from there"
+            raise ArgumentError(f"Batch.replay_start[{i}]", expected=expected, actual=starts[i], hint=hint)
+
+
 def check_states(
     name: str,
     table: Tensor,
@@ -103,20 +131,31 @@ def check_states(
     layer: LayerGeometry,
     size: int,
     bound: int | None,
+    hits: list[tuple[int, int]],
 ) -> None:
-    """Check that every block of compressor states exists that this step reads or writes. size: states in a block."""
-    for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        if not query_len:
+    """Check that every block of compressor states exists that this step reads or writes.
+
+    size: states in a block. hits: ends of the prefix hit of each request, and of its states: entries and states of
+    tokens below them are not written, so that their blocks need not exist.
+    """
+    for i, (query_len, seq_len, (hit, cached)) in enumerate(zip(query_lens, seq_lens, hits, strict=True)):
+        start = seq_len - query_len
+        # the first state that an entry reads that is stored, and the first one that is written
+        used = [layer.first_state(max(start, hit))] if seq_len > hit else []
+        used += [max(start, cached)] if seq_len > cached else []
+        if not query_len or not used:
             continue
-        first, end, columns = layer.first_state(seq_len - query_len) // size, -(-seq_len // size), table.shape[1]
+        first, end, columns = min(used) // size, -(-seq_len // size), table.shape[1]
         # only a ring has fewer columns than a request has blocks
-        used = table[i, first:end] if end <= columns else table[i].roll(-(first % columns))[: end - first]
-        wrong = outside(used, bound)
+        blocks = table[i, first:end] if end <= columns else table[i].roll(-(first % columns))[: end - first]
+        wrong = outside(blocks, bound)
         if bool(wrong.any()):
             j = first + int(wrong.nonzero()[0])
             expected = f"a block in [0, {bound_of(bound)}) for the states of positions {j * size} and on"
-            place = j % columns
-            raise ArgumentError(f"{name}[{i}, {place}]", expected=expected, actual=int(table[i, place]))
+            place, hint = j % columns, ""
+            if j * size < hit:
+                hint = "an entry after the prefix hit reads them; if they are lost, see Batch.num_cached_states"
+            raise ArgumentError(f"{name}[{i}, {place}]", expected=expected, actual=int(table[i, place]), hint=hint)
 
 
 def outside(values: Tensor, bound: int | None) -> Tensor:

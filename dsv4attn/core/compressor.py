@@ -124,6 +124,8 @@ class LatentCompressor:
             assert state is not None
             kv, score = made.split(self.width, -1)
             ring = states, state.block_table
+            if state.req_id_per_token is not None:
+                request = state.req_id_per_token
             latents = self._steps.compress_latents(kv, score, positions, request, *norm, layer.compress_ratio, *ring)
         else:
             latents = self._steps.compress_latents(made, None, positions, request, *norm, layer.compress_ratio)

@@ -169,7 +169,18 @@ class BuilderSteps(Protocol):
 
 
 class OwnedBuilderSteps(BuilderSteps, Protocol):
-    """Steps of the builder with an optional one for context parallelism; torch's where a backend lacks it."""
+    """Steps of the builder with optional ones for prefix hits and context parallelism; torch's where one is missing."""
+
+    def build_cached_mask(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        token_to_req: Tensor,
+        num_cached: Tensor,
+        ratio: int,
+        out: Tensor,
+    ) -> None:
+        """Which tokens are below the end of what their request has in a cache; of batches with a prefix hit."""
 
     def build_owned_slot_mapping(
         self,

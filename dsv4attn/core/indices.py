@@ -14,6 +14,7 @@ from torch import Tensor
 from dsv4attn.core.keys import PageTable
 
 __all__ = [
+    "build_cached_mask",
     "build_compressed_slot_mapping",
     "build_gather_lens",
     "build_ragged_indices_from_dense",
@@ -54,18 +55,6 @@ def positions_of(query_start_loc: Tensor, seq_lens: Tensor, token_to_req: Tensor
     tokens = torch.arange(first, first + token_to_req.shape[0], device=seq_lens.device)
     # position minus token number is the same for all tokens of a request: seq_len - query_end
     return tokens + (seq_lens - query_start_loc[1:]).long()[token_to_req]
-
-
-def skip_replayed(
-    query_start_loc: Tensor, seq_lens: Tensor, token_to_req: Tensor, replay_start: Tensor, ratio: int, slots: Tensor
-) -> None:
-    """Set the slots [>= T] of entries with a token before `replay_start` [>= R] to -1: V4.1's ring has lost its state.
-
-    Such an entry is in the cache, as the tokens before `replay_start` are. token_to_req: [T] int32.
-    """
-    request = token_to_req.long()
-    first = positions_of(query_start_loc, seq_lens, request) // ratio * ratio
-    slots[: first.shape[0]].masked_fill_(first < replay_start.long()[request], -1)
 
 
 def _translate(local: Tensor, visible: Tensor, table: Tensor, request: Tensor, block_size: int) -> Tensor:
@@ -345,6 +334,24 @@ def build_gather_lens(
         before = torch.clamp(before - replay_start[: before.shape[0]], min=0)
     seen = before.clamp_(max=window - 1) + query_lens
     out.copy_(seen.masked_fill_(query_lens == 0, 0))
+
+
+def build_cached_mask(
+    query_start_loc: Tensor, seq_lens: Tensor, token_to_req: Tensor, num_cached: Tensor, ratio: int, out: Tensor
+) -> None:
+    """Whether each token is below the end of what its request has in a cache: that a step must not write again.
+
+    query_start_loc: [R+1] int32. seq_lens: [R] int32. token_to_req: [T] int32; tokens of no request are not cached.
+    num_cached: [>= R] int32 - tokens that each request has there. ratio: the end is rounded down to a multiple of it.
+    out: [T] bool.
+    """
+    known, request = token_to_req >= 0, token_to_req.long().clamp_(min=0)
+    if not seq_lens.shape[0]:
+        out.zero_()
+        return
+    end = num_cached.long().clamp(min=0)[request]
+    end -= end % ratio
+    torch.logical_and(positions_of(query_start_loc, seq_lens, request) < end, known, out=out)
 
 
 def build_compressed_slot_mapping(

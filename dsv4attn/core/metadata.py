@@ -59,8 +59,18 @@ class Batch:
        request is such a ring too. None where the engine compresses itself, and where all entries have one token.
     c128a_state_block_table: [R, _] int32 - the same of c128a layers.
     replay_start: [_] int32 - first position of each request that may be in a window, as the keys before it are not in
-       the window cache; at least R elements. None: 0, all positions. V4.1: entries that have a token before it are in
-       their caches, and are not written again.
+       the window cache; at least R elements. None: 0, all positions.
+    num_cached_tokens: [_] int32 - end of each request's prefix hit: entries and index keys of the tokens below it are
+       in the caches, where other requests may read them, and are not written. At least R elements. None: 0, no hit;
+       refused with `replay_start` where layers have entries. Tokens from `replay_start` up to it are replayed: they run
+       again because their window keys are lost. These are written to `slot_mapping`, so window pages must be the
+       request's own. A replayed token sees the entries of the hit, as any token does.
+    num_cached_states: [_] int32 - end of the tokens whose compressor states are in the state caches: the states of
+       the tokens below it are not written. At least R elements. None: `num_cached_tokens`, states are part of the hit,
+       and an entry that is completed after the hit reads those of its tokens before the hit's end. 0 where the states
+       are lost: then replayed tokens write their states, to pages that must be the request's own, and `replay_start` is
+       at or before the first state that an entry after the hit reads (`LayerGeometry.first_state`). In V4.1 the states
+       of an entry that lies on both sides of the end are written either way, and no other entry reads one before it.
     causal: whether a token of a decode request sees the window up to itself. If not, its query tokens are a draft
        block: each sees the W tokens before the block, and the whole block, for which `Limits.decode_window_columns`
        needs W and the block's tokens. Prefill requests are causal either way, and so are compressed entries.
@@ -77,15 +87,21 @@ class Batch:
     c4a_state_block_table: Tensor | None = tensor("R _", torch.int32, optional=True)
     c128a_state_block_table: Tensor | None = tensor("R _", torch.int32, optional=True)
     replay_start: Tensor | None = tensor("_", torch.int32, optional=True)
+    num_cached_tokens: Tensor | None = tensor("_", torch.int32, optional=True)
+    num_cached_states: Tensor | None = tensor("_", torch.int32, optional=True)
     causal: bool = True
 
     def __attrs_post_init__(self) -> None:
         check_declared(self)
-        if self.replay_start is not None and self.replay_start.shape[0] < self.num_reqs:
-            expected = f"an element for each of the {self.num_reqs} requests"
-            raise ArgumentError(
-                "Batch.replay_start", expected=expected, actual=f"{self.replay_start.shape[0]} elements"
-            )
+        self.check_lengths()
+
+    def check_lengths(self) -> None:
+        """Raise ArgumentError unless optional fields that have an element for each request are long enough."""
+        for name in ("replay_start", "num_cached_tokens", "num_cached_states"):
+            value: Tensor | None = getattr(self, name)
+            if value is not None and value.shape[0] < self.num_reqs:
+                expected = f"an element for each of the {self.num_reqs} requests"
+                raise ArgumentError(f"Batch.{name}", expected=expected, actual=f"{value.shape[0]} elements")
 
 
 @frozen(kw_only=True, eq=False)
@@ -194,7 +210,8 @@ class FlashMLASparseMetadata:
     block_size: tokens of a block of the compressed cache, which holds `block_size // compress_ratio` records.
     topk_tokens: entries that the indexer selects for a query; 0 on c128a layers.
     query_start_loc: [R+1] int32 - of the batch.
-    slot_mapping: [S] int64 - slot of the compressed entry that a token completes, -1 for tokens that complete none.
+    slot_mapping: [S] int64 - slot of the compressed entry that a token completes, -1 for tokens that complete none, and
+       for entries that a prefix hit has (`Batch.num_cached_tokens`).
     block_table: [R, N] int32 - blocks of the compressed cache.
     req_id_per_token: [T] int32 - request of each token.
     compressed_lens: [T] int32 - entries visible to each token: (pos + 1) // compress_ratio, its own limit for every
@@ -246,13 +263,17 @@ class CompressorMetadata:
 
     block_size: records per block of the state caches.
     block_table: [R, N] int32 - of the batch.
-    slot_mapping: [S] int64 - state slot of each token, -1 for padding. None where the states of a request are a ring
-       (V4.1): the token at position p has the row p % (N * block_size) of its blocks.
+    slot_mapping: [S] int64 - state slot of each token, -1 for padding and for tokens whose state is in the cache
+       (`Batch.num_cached_states`). None where the states of a request are a ring (V4.1): the token at position p has
+       the row p % (N * block_size) of its blocks.
+    req_id_per_token: [T] int32 - of a ring: request of each token whose state is written or read, -1 for others. None:
+       as in the window part.
     """
 
     block_size: int
     block_table: Tensor = tensor("R N", torch.int32)
     slot_mapping: Tensor | None = tensor("S", torch.int64, optional=True)
+    req_id_per_token: Tensor | None = tensor("T", torch.int32, optional=True)
 
     def __attrs_post_init__(self) -> None:
         check_declared(self)

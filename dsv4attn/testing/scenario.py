@@ -352,6 +352,7 @@ class Scenario(World):
             if self.kind is LayerKind.SWA
             else apart("block_table", self._tensor(compressed.table)),
             replay_start=self._tensor(np.array(self.replay, dtype=np.int32)) if self.replay else None,
+            num_cached_tokens=self._tensor(np.array(self.replay, dtype=np.int32)) if self.replay else None,
             causal=self.causal,
         )
 

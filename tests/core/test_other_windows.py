@@ -109,7 +109,8 @@ def test_only_blocks_that_a_window_needs_have_to_be_alive() -> None:
     build.build(made(3, replay_start=bound, causal=False))
     said = r"^block_table\[0, 2\]: expected a block in \[0, 384\) for position 11, which a query can see, got -1"
     refused(build, lambda: made(2, causal=False), said)
-    refused(build, lambda: made(4, replay_start=bound), r"^block_table\[0, 4\]: .* for position 16, ")
+    hit = {"replay_start": bound, "num_cached_tokens": bound}
+    refused(build, lambda: made(4, **hit), r"^block_table\[0, 4\]: .* for position 16, ")
 
 
 class Older:

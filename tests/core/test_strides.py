@@ -319,6 +319,10 @@ def index_steps() -> dict[str, tuple[dict[str, Any], tuple[Tensor, ...]]]:
         "build_window_indices": ({**tokens, "first": 0, "window": 4}, (new(5, 4), new(5))),
         "build_gather_lens": ({**step, "window": 4}, (new(2),)),
         "build_compressed_slot_mapping": ({**tokens, "ratio": 2}, (new(5, dtype=torch.int64), new(5))),
+        "build_cached_mask": (
+            {**step, "token_to_req": request, "num_cached": lens - 2, "ratio": 2},
+            (valid.clone(),),
+        ),
         "build_owned_slot_mapping": (
             {"ownership": ownership.Ownership(1, 2), **tokens, "ratio": 2},
             (new(5, dtype=torch.int64), new(5)),

@@ -181,7 +181,8 @@ def replayed(first: int, start: int | None) -> tuple[Whole, list[torch.Tensor]]:
                 cache.tensor.fill_(torch.nan)
     batch = whole.manager.batch(requests)
     if start is not None:
-        batch = attrs.evolve(batch, replay_start=torch.tensor([start], dtype=torch.int32))
+        known = {"replay_start": start, "num_cached_tokens": hit}
+        batch = attrs.evolve(batch, **{name: torch.tensor([n], dtype=torch.int32) for name, n in known.items()})
     with set_forward_context(whole.manager.metadata(batch)):
         outs = [layer(hidden[first:end], whole.manager.positions(requests)) for layer in whole.layers]
     after = first_entries(sequence, owned, hit)

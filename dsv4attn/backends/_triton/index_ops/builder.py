@@ -1,7 +1,8 @@
 """Index arithmetic of the metadata builder, once a step: the launcher of `kernels_builder`.
 
 `MetadataBuilder` takes this module as `steps`. `dsv4attn.core.indices` is the definition of every function here, and
-the integers are equal. A step of all layer kinds takes eight launches.
+the integers are equal. A step of all layer kinds takes eight launches, and one more for each kind that has entries, and
+for its states, where requests have a prefix hit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops.common import depth_of
 from dsv4attn.backends._triton.index_ops.dense import compute_global_topk_indices_and_lens
 from dsv4attn.backends._triton.index_ops.kernels_builder import (
+    cached_kernel,
     compressed_kernel,
     gather_lens_kernel,
     owned_kernel,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from dsv4attn.core.context_parallel import Ownership
 
 __all__ = [
+    "build_cached_mask",
     "build_compressed_slot_mapping",
     "build_gather_lens",
     "build_owned_slot_mapping",
@@ -63,8 +66,8 @@ def variants(window: int, arch: str = "") -> Iterator[Variant]:
 
     window: of the model. arch: as `DeviceFacts.arch` has it.
     """
-    types = {"is_valid": "*u1", "slot_mapping": "*i64", "slots": "*i64"}
-    for kernel in (token_maps_kernel, compressed_kernel, owned_kernel):
+    types = {"is_valid": "*u1", "is_cached": "*u1", "slot_mapping": "*i64", "slots": "*i64"}
+    for kernel in (token_maps_kernel, compressed_kernel, owned_kernel, cached_kernel):
         yield Variant.from_types(kernel, types, _CONSTANTS)
     for replay in ("none", "*i32"):
         given = {**types, "replay_start": replay}
@@ -117,6 +120,17 @@ def build_gather_lens(
     numbers = out.shape[0], query_start_loc.stride(0), seq_lens.stride(0), window
     grid = (triton.cdiv(out.shape[0], BLOCK),)
     launch(gather_lens_kernel, grid, (out, query_start_loc, seq_lens, replay_start, *numbers), _CONSTANTS)
+
+
+def build_cached_mask(
+    query_start_loc: Tensor, seq_lens: Tensor, token_to_req: Tensor, num_cached: Tensor, ratio: int, out: Tensor
+) -> None:
+    """See `core.indices`."""
+    check_strides(token_to_req=token_to_req, out=out)
+    strides = query_start_loc.stride(0), seq_lens.stride(0), num_cached.stride(0)
+    numbers = out.shape[0], *strides, seq_lens.shape[0], ratio
+    pointers = out, token_to_req, query_start_loc, seq_lens, num_cached
+    launch(cached_kernel, (triton.cdiv(out.shape[0], BLOCK),), (*pointers, *numbers), _CONSTANTS)
 
 
 def build_compressed_slot_mapping(

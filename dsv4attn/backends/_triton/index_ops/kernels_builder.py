@@ -138,6 +138,28 @@ def compressed_kernel(
 
 
 @stable_kernel
+def cached_kernel(
+    is_cached,  # [num_tokens] bool
+    token_to_req,  # [num_tokens] int32
+    starts,  # [num_reqs + 1] int32
+    seq_lens,  # [num_reqs] int32
+    num_cached,  # [num_reqs] int32
+    num_tokens: tl.int32, starts_stride: tl.int64, seq_stride: tl.int64, cached_stride: tl.int64, num_reqs: tl.int32,
+    ratio: tl.int32,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (T / BLOCK,). Whether each token is below the end of what its request has in a cache."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < num_tokens
+    request = tl.load(token_to_req + token, mask=inside, other=-1)
+    known = inside & (request >= 0) & (request < num_reqs)
+    position = positions_of(token, request, starts, starts_stride, seq_lens, seq_stride, num_reqs)
+    end = tl.load(num_cached + request.to(tl.int64) * cached_stride, mask=known, other=0)
+    end = tl.maximum(end, 0) // ratio * ratio
+    tl.store(is_cached + token, known & (position < end), mask=inside)
+
+
+@stable_kernel
 def owned_kernel(
     slots,  # [num_slots] int64
     lens,  # [num_lens] int32

@@ -110,7 +110,16 @@ def owned(rng: Random) -> Trial:
     return Trial("build_owned_slot_mapping", (own, *one.args), one.outs, source=ownership)
 
 
-STEPS = [token_maps, windows, gather_lens, compressed, owned]
+def cached(rng: Random) -> Trial:
+    """Tokens below the end of a prefix hit, some of them of no request, with more ends than requests."""
+    counts, starts, lens = ragged(rng)
+    requests, valid = tokens_of(rng, counts)
+    ends = [rng.choice([0, -3, 1, rng.randint(0, 60), 2**31 - 1]) for _ in range(len(counts) + rng.randint(0, 2))]
+    args = starts, lens, requests.masked_fill(~valid, -1), loose(torch.tensor(ends, dtype=INT), rng)
+    return Trial("build_cached_mask", (*args, rng.choice([1, 1, 2, 4])), [((len(requests),), BOOL)])
+
+
+STEPS = [token_maps, windows, gather_lens, compressed, owned, cached]
 all_steps = pytest.mark.parametrize("make", STEPS)
 
 
@@ -311,6 +320,9 @@ PLANTED: list[tuple[Callable[[Random], Trial], str, Callable[..., tuple[Any, ...
     (owned, "build_owned_slot_mapping", lambda own, *args: (attrs.evolve(own, interleave=own.interleave + 1), *args)),
     (owned, "build_owned_slot_mapping", lambda own, *args: (attrs.evolve(own, size=own.size + 1), *args)),
     (owned, "build_owned_slot_mapping", lambda own, *args: (attrs.evolve(own, rank=0), *args)),
+    (cached, "build_cached_mask", lambda *args: (*args[:3], args[3] + 1, args[4])),
+    (cached, "build_cached_mask", lambda *args: (*args[:4], 1)),
+    (cached, "build_cached_mask", lambda *args: (*args[:2], args[2].clamp(min=0), *args[3:])),
 ]
 
 
