@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from inspect import Parameter, signature
 from itertools import pairwise
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,6 +131,16 @@ class MetadataBuilder:
             self._c128a = self._buffer(decodes, 1, self._c128a_max), self._buffer(decodes)
             self._entry_numbers = self._buffer(self._c128a_max)
             torch.arange(self._c128a_max, device=self.device, out=self._entry_numbers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: `steps` by name where it is a module."""
+        steps = self.steps
+        return {**self.__dict__, "steps": steps.__name__ if isinstance(steps, ModuleType) else steps}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(state["steps"], str):
+            self.steps = import_module(state["steps"])
 
     def _buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         with torch.inference_mode(False):  # written outside of the mode that it may be made in

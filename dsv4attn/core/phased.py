@@ -68,6 +68,10 @@ class PhasedBackend(BackendDefaults):
         self.decode, self.prefill = decode.decode, prefill.prefill
         self._both = [self._decode] if decode is prefill else [self._decode, self._prefill]
 
+    def __reduce__(self) -> tuple[type[PhasedBackend], tuple[Backend, Backend]]:
+        """Copies and pickles are made of both backends again."""
+        return type(self), (self._decode, self._prefill)
+
     def metadata_extension(
         self, geometry: ModelGeometry, limits: Limits, device: torch.device
     ) -> MetadataExtension | None:
