@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from weakref import WeakValueDictionary
 
 from attrs import frozen
 
@@ -354,25 +355,18 @@ class CompleteBackend(BackendDefaults, Backend, Protocol):
 
 
 def complete(backend: Backend) -> CompleteBackend:
-    """The backend if it derives from `BackendDefaults`, else a wrapper with its parts, and defaults of the others."""
-    return cast("CompleteBackend", backend if BackendDefaults in type(backend).__mro__ else _Completed(backend))
+    """The backend if it derives from `BackendDefaults`, else a wrapper with its parts, and defaults of the others.
+
+    A backend has one wrapper as long as anything uses the wrapper: prepared calls are shared by layers whose backend is
+    the same object.
+    """
+    if BackendDefaults in type(backend).__mro__:
+        return cast("CompleteBackend", backend)
+    wrapper = _wrappers.get(id(backend)) or _wrappers.setdefault(id(backend), _Completed(backend))
+    return cast("CompleteBackend", wrapper)
 
 
-_OPTIONAL = (
-    "prepare",
-    "prepare_entries",
-    "prepare_rows",
-    "prefers_pages",
-    "takes_raw_q",
-    "builder_steps",
-    "rank_steps",
-    "deterministic",
-    "projects_fp8",
-    "layer_steps",
-    "metadata_extension",
-    "kernel_variants",
-    "warmup",
-)
+_OPTIONAL = [name for name in vars(BackendDefaults) if not name.startswith("_") and name != "translate_to_ragged"]
 
 
 class _Completed(BackendDefaults):
@@ -383,4 +377,15 @@ class _Completed(BackendDefaults):
                 setattr(self, name, getattr(backend, name))
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the backend
+        if name == "_backend" or (name.startswith("__") and name.endswith("__")):
+            # protocols of Python such as copying are this object's own, also before it has its backend
+            raise AttributeError(name)
         return getattr(self._backend, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is the wrapper of the backend, or of the backend's copy."""
+        return complete, (self._backend,)
+
+
+_wrappers: WeakValueDictionary[int, _Completed] = WeakValueDictionary()
+"""By the address of the backend, which the wrapper keeps alive."""
