@@ -295,17 +295,6 @@ def test_a_kernel_beside_its_launcher_is_found(mark: str) -> None:
     assert mixture(f"# mypy: ignore-errors, allow-untyped-defs\n{launcher}") == ["untyped"]
 
 
-def test_no_file_outgrows_its_budget() -> None:
-    sizes = {
-        p: len(p.read_text(encoding="utf-8").splitlines()) for p in [*FILES, *sorted((ROOT / "tests").rglob("*.py"))]
-    }
-    too_long = {
-        str(p.relative_to(ROOT)): n for p, n in sizes.items() if n > (600 if p.stem.startswith("kernel") else 400)
-    }
-
-    assert too_long == {}
-
-
 PLANTED = [
     ("dsv4attn.errors", "from dsv4attn.core import layout", "errors may not import core"),
     ("dsv4attn.core.layout", "import dsv4attn.selection", "core may not import selection"),
