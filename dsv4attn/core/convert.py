@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4attn.core.definitions import fp4
+from dsv4attn.core.definitions.records import dequantize_index
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
@@ -43,13 +44,15 @@ def check_compatible(writer: KVCacheLayout | str, reader: KVCacheLayout | str) -
 def convert_cache(source: PagedKVCache, target: PagedKVCache, slots: Tensor | None = None) -> None:
     """Copy keys to the same slots of another cache, in its layout, so that every key reads the same.
 
-    source, target: of equal dims, in memory of their own; devices, records per page and page strides may differ.
+    source, target: of equal dims, in memory of their own (`PagedKVCache.overlaps`); devices, records per page and page
+       strides may differ.
     slots: [n] int - those to copy, in both caches; by default every slot of source. Nothing else is written.
 
-    Quantised records move between arrangements byte by byte, and become rows with the values that backends read. Other
-    conversions depend on the values: between dialects a group of codes may need a scale that does not exist (OCP to
-    FNUZ always works for scale bytes up to 253; -0 becomes 0, which is all FNUZ has), and fp32 rows become bf16 rows if
-    they hold nothing finer. Rows never become quantised records: that is for a backend to do, and loses bits.
+    Quantised records, of keys and of index keys, move between arrangements byte by byte, and become rows with the
+    values that backends read. Other conversions depend on the values: between dialects a group of codes may need a
+    scale that does not exist (OCP to FNUZ always works for scale bytes up to 253, and for fp32 scales below 2^127; -0
+    becomes 0, which is all FNUZ has), and fp32 rows become bf16 rows if they hold nothing finer. Rows never become
+    quantised records: that is for a backend to do, and loses bits.
 
     V4's record, V4.1's fp8 and V4.1's fp4 record never become one another: their groups or coded dims differ, and a
     second rounding changes keys. Gather the keys and insert them with a backend where that is wanted.
@@ -57,8 +60,8 @@ def convert_cache(source: PagedKVCache, target: PagedKVCache, slots: Tensor | No
     Raises LayoutMismatchError, before anything is written, if a key would change; ArgumentError for slots or memory.
     """
     _check_pair(source.layout, target.layout)
-    if source.tensor.numel() and source.tensor.data_ptr() == target.tensor.data_ptr():
-        raise ArgumentError("target", expected="memory of its own", actual="the memory of source")
+    if target.overlaps(source):
+        raise ArgumentError("target", expected="memory of its own", actual="pages in the memory of source")
     if slots is None:
         slots = torch.arange(source.capacity, device=source.device)
     exist = min(source.capacity, target.capacity)
@@ -114,8 +117,10 @@ def _dequantised(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor
     """[n, dims] fp32: each code times the scale of its group: of fp8, the fp32 that has the byte as exponent."""
     if layout.name == "v41_fp4":
         return fp4.dequantize(codes, scales)
-    if layout.fp8_format is None or layout.scale_dtype == torch.float32:
-        raise ArgumentError("source", expected="a cache of keys", actual=f"index keys, {layout.fingerprint}")
+    if layout.fp8_format is None:
+        return dequantize_index(codes, scales[:, : layout.num_groups], layout)
+    if layout.scale_dtype == torch.float32:
+        return codes.view(layout.fp8_format.dtype).float() * scales[:, :1]
     byte = scales[:, : layout.num_groups].int()
     # 0 is the subnormal 2^-127, 255 is NaN
     bits = (byte << 23).masked_fill(byte == 0, 0x00400000).masked_fill(byte == NAN_EXPONENT, 0x7FC00000)
@@ -126,23 +131,31 @@ def _dequantised(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor
 def _recoded(
     codes: Tensor, scales: Tensor, source: KVCacheLayout, target: KVCacheLayout, slots: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Codes [n, nope] and scale bytes [n, scale_bytes] of the same values in the other dialect."""
+    """Codes [n, nope] and scales [n, groups and padding] of the same values in the other dialect."""
     assert source.fp8_format is not None
     assert target.fp8_format is not None
     groups = pad(codes, (0, source.num_groups * source.group_size - source.coded_dims))
     groups = groups.unflatten(-1, (source.num_groups, source.group_size))
-    byte = scales[:, : source.num_groups].short()
+    held = scales[:, : source.num_groups]
+    # exponents of bytes are added to, scales in fp32 multiplied
+    is_byte = source.scale_dtype == torch.uint8
+    scale = held.short() if is_byte else held
     # a scale that is NaN makes any code NaN
-    new, new_byte, done = groups, byte, byte == NAN_EXPONENT
+    new, new_scale, done = groups, scale, (scale == NAN_EXPONENT) if is_byte else scale.isnan()
     # equal codes mean twice as much in OCP. Where that does not do, the scale stays and codes change
     for shift in (1 if source.fp8_format is Fp8Format.OCP else -1, 0):
         code = _codes(source.fp8_format, target.fp8_format, shift).to(codes.device)[groups.long()]
-        moved = byte + shift
-        fits = ~done & (code >= 0).all(-1) & (moved >= 0) & (moved <= LARGEST_EXPONENT)
-        new, new_byte = torch.where(fits[..., None], code.to(torch.uint8), new), torch.where(fits, moved, new_byte)
+        if is_byte:
+            moved = scale + shift
+            exists = (moved >= 0) & (moved <= LARGEST_EXPONENT)
+        else:
+            moved = scale * 2.0**shift
+            exists = moved * 2.0**-shift == scale  # not where it overflows, or loses its last bit
+        fits = ~done & (code >= 0).all(-1) & exists
+        new, new_scale = torch.where(fits[..., None], code.to(torch.uint8), new), torch.where(fits, moved, new_scale)
         done = done | fits
     _check_exact(done.all(-1), target, slots)
-    scales = torch.cat([new_byte.to(torch.uint8), scales[:, source.num_groups :]], dim=-1)
+    scales = torch.cat([new_scale.to(scales.dtype), scales[:, source.num_groups :]], dim=-1)
     return new.flatten(-2)[:, : source.coded_dims], scales
 
 

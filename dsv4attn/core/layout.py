@@ -132,6 +132,34 @@ class PagedKVCache:
         """Device of the tensor."""
         return self.tensor.device
 
+    def overlaps(self, other: PagedKVCache) -> bool:
+        """Whether some byte belongs to pages of both caches, exactly: pages of one may lie between those of the other.
+
+        The padding between pages belongs to neither cache. Memory that is mapped at two addresses is not seen.
+        """
+        if self.device != other.device:
+            return False
+        (mine, size), (theirs, other_size) = self._spans(), other._spans()
+        if not (mine.numel() and theirs.numel()):
+            return False
+        # of the pages here, which are in order and share nothing, the last one that begins before another's end
+        last = torch.searchsorted(mine, theirs + other_size) - 1
+        return bool(((last >= 0) & (mine[last.clamp(min=0)] + size > theirs)).any())
+
+    def _spans(self) -> tuple[Tensor, int]:
+        """Addresses [n] int64 of contiguous stretches of memory in order, on the host, and the bytes of each."""
+        layout, tensor = self.layout, self.tensor
+        if not self.capacity:
+            return torch.empty(0, dtype=torch.int64, device="cpu"), 0
+        pages = torch.arange(self.num_blocks, dtype=torch.int64, device="cpu") * self.page_stride + tensor.data_ptr()
+        if layout.is_quantised:
+            return pages, layout.page_bytes(self.block_size)
+        row, rows = layout.record_bytes, torch.arange(self.block_size, dtype=torch.int64, device="cpu")
+        step = tensor.stride(1) * tensor.element_size()
+        if self.block_size == 1 or step == row:
+            return pages.sort().values, row * self.block_size
+        return (pages[:, None] + step * rows).flatten().sort().values, row
+
     def with_layout(self, **changes: object) -> PagedKVCache:
         """The same bytes read another way, e.g. `fp8_format=Fp8Format.FNUZ`; an explicit act, never inferred."""
         dialect = changes.get("fp8_format")

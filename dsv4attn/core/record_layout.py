@@ -210,13 +210,15 @@ class KVCacheLayout:
     @classmethod
     def index_fp8(cls, head_dim: int = 128, *, fp8_format: Fp8Format = Fp8Format.OCP) -> KVCacheLayout:
         """Layout of the indexer's 132-byte record: fp8 codes under one fp32 scale."""
+        if check_count("head_dim", head_dim, 1) % 4:
+            raise ArgumentError("head_dim", expected="a multiple of 4, so that scales are aligned", actual=head_dim)
         quantised = torch.uint8, fp8_format, fp8_format.max, head_dim, Arrangement.SPLIT
         return cls("index_fp8", head_dim, 0, *quantised, _INDEX_ALIGNMENT, torch.float32, scale_padding=4)
 
     @classmethod
     def index_mxfp4(cls, head_dim: int = 128) -> KVCacheLayout:
         """Layout of the indexer's 68-byte record: e2m1 codes, groups of 32."""
-        if head_dim % 32:
+        if check_count("head_dim", head_dim, 1) % 32:
             raise ArgumentError("head_dim", expected="a multiple of 32, the dims under a scale", actual=head_dim)
         quantised = torch.uint8, None, _E2M1_MAX, 32, Arrangement.SPLIT
         return cls("index_mxfp4", head_dim, 0, *quantised, _INDEX_ALIGNMENT, scale_padding=4)
@@ -224,6 +226,7 @@ class KVCacheLayout:
     @classmethod
     def compressor_state(cls, width: int) -> KVCacheLayout:
         """Layout of a token's state in a compressor: `width` fp32 values of kv, then as many scores."""
+        check_count("width", width, 1)
         return cls("compressor_state", 2 * width, 0, torch.float32, page_alignment=_INDEX_ALIGNMENT)
 
     @property

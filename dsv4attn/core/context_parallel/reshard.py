@@ -41,8 +41,8 @@ def reshard_cache(
     for rank, (source, pages) in enumerate(sources):
         name = f"sources[{rank}]"
         check_layout(source.layout, cache.layout, name)
-        if source.tensor.numel() and source.tensor.data_ptr() == cache.tensor.data_ptr():
-            raise ArgumentError("target", expected="memory of its own", actual=f"the memory of {name}")
+        if cache.overlaps(source):
+            raise ArgumentError("target", expected="memory of its own", actual=f"pages in the memory of {name}")
         old = Ownership(rank, len(sources), interleave)
         mine = old.owner(numbers) == rank
         local = old.local(numbers[mine]).to(source.device)
