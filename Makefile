@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 # --no-compile: Python compiles what it imports by itself; torch alone has thousands of files that nobody imports.
 # for that it must be free to write, which container images like to forbid.
 export PYTHONDONTWRITEBYTECODE :=
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
+PIP_WITHOUT_PINS := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile
+PIP := $(PIP_WITHOUT_PINS) -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 # kernels are tested in Triton's interpreter. Builds of torch for accelerators bring their own Triton, which stays.
 TRITON := triton==3.9.0
@@ -16,6 +17,10 @@ TRITON := triton==3.9.0
 # that; so it stands in a folder of its own, which only the tests read, and pip misses nothing in the environment.
 FLASHINFER := --no-deps --upgrade --target $(VENV)/flashinfer flashinfer-python==0.7.2.post1
 FLASHINFER_NEEDS := apache-tvm-ffi nvidia-ml-py requests
+# the newest transformers that is served stands in constraints.txt; this is the oldest. It stands in a folder of its own,
+# before the newest on the path; both need the same versions of everything else.
+TRANSFORMERS := --no-deps --upgrade --target $(VENV)/transformers transformers==5.23.0
+WITH_TRANSFORMERS := PYTHONPATH=$(CURDIR)/$(VENV)/transformers
 # adapters for engines are tested against the engines' own Python, with torch for CPUs, in an environment of their own:
 # the engines pin other versions of what `make test` uses. Their compiled parts are not needed, and not installed.
 ENGINES := .venv-engines
@@ -24,10 +29,10 @@ ENGINE_PIP := $(ENGINE_BIN)/python -m pip --disable-pip-version-check install -q
 VLLM := vllm==0.33.0
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-parallel test test-engines lint bench clean
+.PHONY: help run run-parallel test test-transformers test-engines lint bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
 	@echo '  ARGS="..." is passed on, as in: make test ARGS="-k layers"'
 
 run: $(VENV)/.stamp-run ## serve a small trace through the attention, checked
@@ -39,6 +44,10 @@ run-parallel: $(VENV)/.stamp-run ## the same over two ranks with gloo, each with
 # one thread a worker: two workers with a thread pool each only fight over two cores.
 test: $(VENV)/.stamp-test ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-transformers: $(VENV)/.stamp-transformers ## run the tests of the transformers integration with the oldest release
+	$(WITH_TRANSFORMERS) $(BIN)/python -c 'import transformers as t; print("transformers", t.__version__); assert "$(TRANSFORMERS)".endswith("==" + t.__version__)'
+	$(WITH_TRANSFORMERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/integrations tests/core/test_configurations.py $(ARGS)
 
 test-engines: $(ENGINES)/.stamp-vllm $(ENGINES)/.stamp-sglang ## run the tests of the engine adapters in integrations/
 	cd integrations/dsv4attn-vllm && OMP_NUM_THREADS=1 ../../$(ENGINE_BIN)/python -m pytest -n 2 $(ARGS)
@@ -72,6 +81,10 @@ $(VENV)/.stamp-test: $(VENV)/.stamp-venv $(INPUTS)
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
 	$(PIP) $(FLASHINFER)
 	@touch $(VENV)/.stamp-run $@
+
+$(VENV)/.stamp-transformers: $(VENV)/.stamp-test Makefile
+	$(PIP_WITHOUT_PINS) $(TRANSFORMERS)
+	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-venv $(INPUTS)
 	$(PIP) -e '.[dev]' $(FLASHINFER_NEEDS)

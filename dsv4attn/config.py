@@ -25,10 +25,23 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["AUTO", "KEYS", "PHASES", "VARIABLES", "Knob", "Setting", "Settings", "load_settings", "parse_request"]
+__all__ = [
+    "ANY_TRANSFORMERS",
+    "AUTO",
+    "KEYS",
+    "PHASES",
+    "VARIABLES",
+    "Knob",
+    "Setting",
+    "Settings",
+    "load_settings",
+    "parse_request",
+    "switched_on",
+]
 
 AUTO = "auto"
 PHASES = ("decode", "prefill")
+ANY_TRANSFORMERS = "DSV4ATTN_TRANSFORMERS_ANY_VERSION"
 FILE = "dsv4attn.toml"
 _PROJECT_FILE = "pyproject.toml"
 _ROOTS = (".git", ".hg")
@@ -58,6 +71,11 @@ VARIABLES: Mapping[str, Knob] = {
     "DSV4ATTN_PLUGINS_DENY": Knob("unset", "comma-separated names", "like `plugins.deny`, and instead of it"),
     "DSV4ATTN_SGLANG": Knob("1", "`0` or `1`", "0: `dsv4attn-sglang` does nothing"),
     "DSV4ATTN_SGLANG_ANY_VERSION": Knob("0", "`0` or `1`", "1: `dsv4attn-sglang` tries an untested SGLang"),
+    ANY_TRANSFORMERS: Knob(
+        "0",
+        "`0` or `1`",
+        "1: `patch` and `register` for transformers try a version of it that was not tested",
+    ),
     "DSV4ATTN_VLLM": Knob("1", "`0` or `1`", "0: `dsv4attn-vllm` does nothing"),
     "DSV4ATTN_VLLM_ANY_VERSION": Knob("0", "`0` or `1`", "1: `dsv4attn-vllm` tries an untested vLLM"),
     "DSV4ATTN_VLLM_STEPS": Knob(
@@ -158,6 +176,14 @@ def load_settings(environ: Mapping[str, str] | None = None, directory: Path | No
         sources,
         ignored,
     )
+
+
+def switched_on(name: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a variable that is 0 or 1 is 1; one that is not set is 0. Raises ConfigError for other values."""
+    given = (os.environ if environ is None else environ).get(name, "").strip()
+    if given not in ("", "0", "1"):
+        raise ConfigError(f"environment variable {name}", f"expected 0 or 1, got {given!r}")
+    return given == "1"
 
 
 def parse_request(text: str, where: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ what follows a changed token changes too. The exit code is 1 then only if no tok
 
 from __future__ import annotations
 
+import inspect
 import sys
 
 import click
@@ -23,6 +24,8 @@ from dsv4attn.errors import Dsv4AttnError
 from dsv4attn.integrations.transformers import DeepseekV4PagedCache, patch, unpatch
 
 SWA, C4A, C128A = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+# transformers 5.24 renamed past_key_values to cache
+CACHE = "cache" if "cache" in inspect.signature(DeepseekV4ForCausalLM.forward).parameters else "past_key_values"
 SHORTEST, PER_PROMPT = 150, 37  # tokens of the first prompt, and how many more each further one has
 
 
@@ -85,7 +88,7 @@ def main(backend: str | None, kv_layout: str, batch: int, new_tokens: int) -> No
     want, plain_bytes = [], 0
     for prompt in prompts:
         cache = DynamicCache(config=model.config)
-        made = model.generate(prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, **options)
+        made = model.generate(prompt, attention_mask=torch.ones_like(prompt), **{CACHE: cache}, **options)
         want.append(made[0, prompt.shape[1] :].tolist())
         plain_bytes += sum(tensor.nbytes for tensor in tensors(cache.layers, {}).values())
 
@@ -97,7 +100,7 @@ def main(backend: str | None, kv_layout: str, batch: int, new_tokens: int) -> No
     except Dsv4AttnError as error:
         raise click.ClickException(str(error)) from error
     paged = DeepseekV4PagedCache(model)
-    made = model.generate(ids, attention_mask=mask, past_key_values=paged, **options)
+    made = model.generate(ids, attention_mask=mask, **{CACHE: paged}, **options)
     got, groups = made[:, longest:].tolist(), handle.kv_bytes()
     click.echo(
         f"backend {handle.backend}, {kv_layout}, {batch} prompts of {lengths} tokens, {new_tokens} new tokens each\n"

@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # other libraries' interfaces: front doors, so nobody inside goes through them.
     "compat": {"errors", "core", "config", "selection"},
     # what plugs into other libraries: nobody inside goes through it either.
-    "integrations": {"errors", "core", "selection", "root"},
+    "integrations": {"errors", "core", "config", "selection", "root"},
     "cli": {
         "errors",
         "core",

@@ -99,8 +99,8 @@ def chunked(model: Any, ids: Tensor, chunks: Sequence[int], cache: Any = None, m
         done += n
         given = {} if mask is None else {"attention_mask": mask[:, :done]}
         with torch.no_grad():
-            out = model(input_ids=part, past_key_values=cache, use_cache=True, **given)
-        cache = out.past_key_values
+            out = model(input_ids=part, **hf.passing(cache), use_cache=True, **given)
+        cache = hf.cache_of(out)
         parts.append(out.logits)
     return torch.cat(parts, 1)
 

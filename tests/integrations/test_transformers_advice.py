@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.errors import ArgumentError
 from tests.integrations.paged import causal_model, generated, ids_of, left_padded, patched
+from tests.parity import hf
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="models run on the CPU")
@@ -23,7 +24,7 @@ def call(model: Any, ids: Tensor, **given: Any) -> Any:
 
 def filled(model: Any, *sequences: Tensor) -> Any:
     """A cache of these sequences [1, n] of one length."""
-    return call(model, torch.cat(sequences), use_cache=True).past_key_values
+    return hf.cache_of(call(model, torch.cat(sequences), use_cache=True))
 
 
 @pytest.mark.parametrize("number", [-3, -1, 0, 1, 3])
@@ -32,7 +33,7 @@ def test_crop_means_what_it_means_in_transformers(number: int) -> None:
 
     model = causal_model()
     theirs = DynamicCache(config=model.config)
-    call(model, ids_of(model, 7), past_key_values=theirs)
+    call(model, ids_of(model, 7), **hf.passing(theirs))
     with patched(model):
         cache = filled(model, ids_of(model, 7))
         if number > 0:
@@ -108,11 +109,11 @@ def test_a_turn_that_is_shorter_than_the_cache_is_refused(length: int) -> None:
         cache = filled(model, ids_of(model, 20))
         said = f"input_ids: .*the cache holds 20 tokens, got a prompt of {length} -> give the whole conversation, crop"
         with pytest.raises(ArgumentError, match=said):
-            generated(model, 3, input_ids=ids_of(model, length), past_key_values=cache)
+            generated(model, 3, input_ids=ids_of(model, length), **hf.passing(cache))
         assert cache.lengths == [20]
         # the new tokens alone are served with a mask of all
         mask = torch.ones(1, 23, dtype=torch.int64)
-        given = {"input_ids": ids_of(model, 3), "attention_mask": mask, "past_key_values": cache}
+        given = {"input_ids": ids_of(model, 3), "attention_mask": mask, **hf.passing(cache)}
         assert generated(model, 3, **given).shape == (1, 3)
         assert cache.lengths == [25]
 
@@ -126,7 +127,7 @@ def test_later_turns_of_unequal_lengths_are_refused_with_the_cure() -> None:
             mask = torch.ones(2, 12, dtype=torch.int64)
             mask[1, place] = 0
             with pytest.raises(ArgumentError, match=r"attention_mask\[1\].* one cache for each conversation"):
-                call(model, turn, attention_mask=mask, past_key_values=cache)
+                call(model, turn, attention_mask=mask, **hf.passing(cache))
         assert cache.lengths == [8, 8]
 
 

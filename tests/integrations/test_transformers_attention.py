@@ -72,7 +72,7 @@ def logits(model: Any, implementation: str, chunks: Sequence[int], *, cached: bo
             given = {"input_ids": inputs["input_ids"][:, done : done + n]}
             if "attention_mask" in inputs:
                 given["attention_mask"] = inputs["attention_mask"][:, : done + n]
-            parts.append(model(**given, past_key_values=cache, use_cache=cached).logits)
+            parts.append(model(**given, **hf.passing(cache), use_cache=cached).logits)
             done += n
     return torch.cat(parts, 1)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4attn.core.contract import Phase, Rank
 from tests.backends.built_in import class_of, infos
 from tests.integrations.paged import causal_model, chunked, deviation, generated, ids_of, left_padded, patched
+from tests.parity import hf
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="models run on the CPU")
@@ -125,7 +126,7 @@ def test_the_base_model_alone_is_served() -> None:
         with patched(model) as handle:
             # by position: mask and position ids, then no cache
             got = model(ids, torch.ones_like(ids), torch.arange(30)[None], None, None, False)
-            assert got.past_key_values is None
+            assert hf.cache_of(got) is None
             assert handle.num_sequences == 0
     assert deviation(got.last_hidden_state, want) <= TOLERANCE
 
@@ -192,7 +193,7 @@ def test_several_turns_with_one_cache_give_the_tokens_of_transformers() -> None:
         for turn in turns:
             said = torch.cat([said, turn], 1)
             mask = torch.ones_like(said)  # answers may have the padding id
-            answer = generated(model, 9, input_ids=said, attention_mask=mask, past_key_values=cache)
+            answer = generated(model, 9, input_ids=said, attention_mask=mask, **hf.passing(cache))
             said = torch.cat([said, answer], 1)
             answers.append(answer[0].tolist())
         return answers

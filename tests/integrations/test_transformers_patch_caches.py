@@ -15,9 +15,12 @@ from torch import Tensor
 
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, OutOfPagesError, UnsupportedError
 from tests.integrations.paged import causal_model, chunked, deviation, generated, ids_of, left_padded, patched
+from tests.parity import hf
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="models run on the CPU")
+
+NAME = hf.cache_name()
 
 
 def new_cache(model: Any) -> Any:
@@ -33,7 +36,7 @@ def call(model: Any, ids: Tensor, **given: Any) -> Any:
 
 def fill(model: Any, tokens: int = 20, number: int = 0) -> Any:
     """A cache with one sequence."""
-    return call(model, ids_of(model, tokens, number), use_cache=True).past_key_values
+    return hf.cache_of(call(model, ids_of(model, tokens, number), use_cache=True))
 
 
 @contextmanager
@@ -66,14 +69,14 @@ def test_pages_are_given_back_by_reset_deletion_and_calls_without_a_cache() -> N
         one.reset()
         assert one.lengths == []
         assert 0 < handle.kv_bytes()["compressed"] < full["compressed"]
-        assert call(model, ids_of(model, 9), use_cache=False).past_key_values is None
+        assert hf.cache_of(call(model, ids_of(model, 9), use_cache=False)) is None
         del two
         gc.collect()
         assert handle.kv_bytes() == empty
         assert handle.num_sequences == 0
         # a cache that was reset serves a batch of another size
         both = torch.cat([ids_of(model, 5), ids_of(model, 5, 1)])
-        call(model, both, past_key_values=one)
+        call(model, both, **hf.passing(one))
         assert one.lengths == [5, 5]
 
 
@@ -122,7 +125,7 @@ def test_several_caches_do_not_touch_each_other() -> None:
         for part in range(4):
             for i, cache in enumerate(caches):
                 mine = ids[i][:, part * 10 : part * 10 + 10]
-                got[i].append(call(model, mine, past_key_values=cache).logits)
+                got[i].append(call(model, mine, **hf.passing(cache)).logits)
         for parts, logits in zip(got, want, strict=True):
             assert deviation(torch.cat(parts, 1), logits) <= 1e-5
 
@@ -134,15 +137,15 @@ def test_a_batch_is_selected_repeated_and_cropped() -> None:
     want = [call(model, torch.cat([ids, following], 1)).logits[:, -1] for ids in given]
 
     with patched(model, keep_windows=True) as handle:
-        cache = call(model, **batch_of(batch), use_cache=True).past_key_values
+        cache = hf.cache_of(call(model, **batch_of(batch), use_cache=True))
         cache.batch_repeat_interleave(2)
         assert cache.lengths == [20, 20, 13, 13]
         cache.batch_select_indices(torch.tensor([3, 1]))
         assert handle.num_sequences == 2
-        call(model, following.expand(2, 1), past_key_values=cache)
+        call(model, following.expand(2, 1), **hf.passing(cache))
         cache.crop(-1)
         assert cache.lengths == [13, 20]
-        got = call(model, following.expand(2, 1), past_key_values=cache).logits[:, -1]
+        got = call(model, following.expand(2, 1), **hf.passing(cache)).logits[:, -1]
         assert deviation(got, torch.cat(want[::-1])) <= 1e-5
         for wrong, said in ((-22, r"expected -21 \.\. 0"), (-1.0, "an integer")):
             with pytest.raises(ArgumentError, match=f"tokens_to_remove: .*{said}"):
@@ -192,16 +195,16 @@ def test_a_failed_call_can_be_made_again(used: bool) -> None:
     with patched(model) as handle:
         cache = new_cache(model)
         if used:
-            call(model, ids[:, :30], past_key_values=cache)
+            call(model, ids[:, :30], **hf.passing(cache))
         before, rest = cache.lengths, ids[:, cache.get_seq_length() :]
         for layer in (0, 2):
             with failing(model.model.layers[layer].mlp), pytest.raises(RuntimeError, match="planted"):
-                call(model, rest, past_key_values=cache)
+                call(model, rest, **hf.passing(cache))
             assert cache.lengths == before
         if not used:
             assert handle.num_sequences == 0
             assert set(handle.kv_bytes().values()) == {0}
-        got = call(model, rest, past_key_values=cache).logits
+        got = call(model, rest, **hf.passing(cache)).logits
         assert deviation(got, want[:, -rest.shape[1] :]) <= 1e-5
 
 
@@ -280,11 +283,11 @@ def test_a_bad_call_is_refused_before_any_write(given: dict[str, Any], error: ty
     model = causal_model()
     first, second = (torch.cat([ids_of(model, n), ids_of(model, n, 1)]) for n in (8, 4))
     with patched(model) as handle:
-        cache = call(model, first, use_cache=True).past_key_values
+        cache = hf.cache_of(call(model, first, use_cache=True))
         stores = [one.tensor for caches in handle.pages.manager.caches for one in caches.present.values()]
         before = [store.clone() for store in stores]
         with pytest.raises(error, match=said):
-            call(model, second, past_key_values=cache, **given)
+            call(model, second, **hf.passing(cache), **given)
         assert all(map(torch.equal, stores, before))
         assert cache.lengths == [8, 8]
 
@@ -316,9 +319,9 @@ def other_cache(_: Any = None) -> Any:
         (
             dynamic,
             UnsupportedError,
-            "past_key_values: expected a DeepseekV4PagedCache.*DynamicCache",
+            f"{NAME}: expected a DeepseekV4PagedCache.*DynamicCache.*the outputs have it as {NAME}",
         ),
-        (other_cache, ArgumentError, "past_key_values.*one of another model, or of an earlier patch"),
+        (other_cache, ArgumentError, f"{NAME}.*one of another model, or of an earlier patch"),
     ],
 )
 def test_a_cache_of_another_kind_is_refused(make: Callable[[Any], Any], error: type[Exception], said: str) -> None:
@@ -326,9 +329,9 @@ def test_a_cache_of_another_kind_is_refused(make: Callable[[Any], Any], error: t
     with patched(model):
         cache = make(model)
         with pytest.raises(error, match=said):
-            call(model, ids_of(model, 5), past_key_values=cache)
+            call(model, ids_of(model, 5), **hf.passing(cache))
         with pytest.raises(error, match=said):
-            generated(model, 3, input_ids=ids_of(model, 5), past_key_values=cache)
+            generated(model, 3, input_ids=ids_of(model, 5), **hf.passing(cache))
 
 
 @pytest.mark.parametrize("kind", ["static", "offloaded", "quantized"])
@@ -348,7 +351,7 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_argument_of_patch() -> No
             call(model, torch.ones(2, 21, dtype=torch.int64))
         cache = fill(model, 9)
         with pytest.raises(ArgumentError, match="expected 1 sequences, as in the cache"):
-            call(model, torch.ones(2, 1, dtype=torch.int64), past_key_values=cache)
+            call(model, torch.ones(2, 1, dtype=torch.int64), **hf.passing(cache))
         assert cache.lengths == [9]
         assert handle.num_sequences == 1
 
@@ -363,8 +366,8 @@ def test_an_assistant_is_refused() -> None:
 
 def test_a_cache_of_ours_is_refused_by_a_model_that_is_not_patched() -> None:
     cache = other_cache()
-    with pytest.raises(UnsupportedError, match=r"past_key_values.*after unpatch, use a DynamicCache"):
-        call(causal_model(), ids_of(causal_model(), 5), past_key_values=cache)
+    with pytest.raises(UnsupportedError, match=r"cache: .*after unpatch, use a DynamicCache"):
+        call(causal_model(), ids_of(causal_model(), 5), **hf.passing(cache))
     with pytest.raises(ArgumentError, match=r"model: expected a patched model.*call patch\(model\)"):
         new_cache(causal_model())
     with pytest.raises(UnsupportedError, match="in this process"):
@@ -388,9 +391,9 @@ def test_nan_stays_in_its_sequence() -> None:
     with patched(model, deterministic=True) as handle, token_by_token(model):
         want = call(model, ids).logits
         hook = model.model.embed_tokens.register_forward_hook(poison)
-        cache = call(model, ids[:, :20], use_cache=True).past_key_values
+        cache = hf.cache_of(call(model, ids[:, :20], use_cache=True))
         hook.remove()
-        got = call(model, ids[:, 20:], past_key_values=cache).logits
+        got = call(model, ids[:, 20:], **hf.passing(cache)).logits
         assert got[1].isnan().all()
         assert torch.equal(got[::2], want[::2, 20:])
         del cache

@@ -8,7 +8,6 @@ import gc
 import io
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -376,8 +375,8 @@ def test_modes_may_alternate() -> None:
     cache = None
     for mode, part in zip((torch.inference_mode, torch.no_grad) * 2, ids_of(model, 20).split(5, 1), strict=True):
         with mode():
-            out = model(input_ids=part, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+            out = model(input_ids=part, **hf.passing(cache), use_cache=True)
+        cache = hf.cache_of(out)
     unpatch(model)
     assert deviation(out.logits, want[:, -5:]) <= 1e-5
     assert repr(handle).startswith("PatchedModel(backend='reference'")
@@ -388,9 +387,9 @@ def test_a_compiled_model_runs() -> None:
     want = call(model, ids_of(model, 12)).logits
     with patched(model):
         compiled = torch.compile(model, backend="eager")
-        cache = SimpleNamespace(past_key_values=None)
-        parts = []
+        cache, parts = None, []
         for part in ids_of(model, 12).split([9, 2, 1], 1):
-            cache = call(compiled, part, past_key_values=cache.past_key_values, use_cache=True)
-            parts.append(cache.logits)
+            out = call(compiled, part, **hf.passing(cache), use_cache=True)
+            cache = hf.cache_of(out)
+            parts.append(out.logits)
     assert deviation(torch.cat(parts, 1), want) <= 1e-5

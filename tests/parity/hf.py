@@ -71,6 +71,24 @@ class Trace:
         return rows
 
 
+def cache_name() -> str:
+    """The argument for the cache of every model of the installed transformers, and the field of its outputs."""
+    import transformers
+
+    release = tuple(map(int, transformers.__version__.split(".")[:2]))
+    return "cache" if release >= (5, 24) else "past_key_values"
+
+
+def passing(cache: Any) -> dict[str, Any]:
+    """Return the keyword argument that passes a cache to a model or to its `generate`."""
+    return {cache_name(): cache}
+
+
+def cache_of(output: Any) -> Any:
+    """Return the cache that a model has put into its output."""
+    return getattr(output, cache_name())
+
+
 def config() -> Any:
     """The smallest configuration in which no feature is trivial."""
     from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
@@ -209,7 +227,7 @@ def run(made: Any, ids: Tensor, chunks: Sequence[int] = ()) -> list[Trace]:
     cache = DynamicCache(config=made.config) if chunks else None
     with torch.no_grad(), eager_attention(attend):
         for part in ids.split(list(chunks) or [len(ids)]):
-            made(input_ids=part[None], past_key_values=cache, use_cache=cache is not None)
+            made(input_ids=part[None], **passing(cache), use_cache=cache is not None)
     for handle in handles:
         handle.remove()
     return [_joined(made, kind, seen) for kind, seen in zip(KINDS, calls, strict=True)]

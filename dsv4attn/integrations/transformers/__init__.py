@@ -14,7 +14,7 @@ Or puts the whole attention of a loaded model on paged caches:
 
 Importing this module raises ImportError unless transformers 5.23 or newer is installed: the extra
 `dsv4attn[transformers]`. transformers itself is imported by the first call of a function, or use of
-`DeepseekV4PagedCache`.
+`DeepseekV4PagedCache`. `patch` and `register` refuse a release that was not tested: see `releases.TESTED`.
 """
 
 from __future__ import annotations
@@ -25,22 +25,20 @@ from typing import TYPE_CHECKING
 from dsv4attn.core.device import release_of, version_of
 from dsv4attn.integrations.transformers.attention import register
 from dsv4attn.integrations.transformers.patching import patch, unpatch
+from dsv4attn.integrations.transformers.releases import TESTED
 
 if TYPE_CHECKING:
     from dsv4attn.integrations.transformers.paged_cache import DeepseekV4PagedCache
 
 __all__ = ["DeepseekV4PagedCache", "patch", "register", "unpatch"]
 
-_OLDEST = 5, 23
-"""The first release whose `deepseek_v4` the tests compare with."""
-
 
 def _require_transformers() -> None:
     """Raise ImportError unless transformers is installed and new enough. A source tree without a version passes."""
     version = version_of("transformers") if find_spec("transformers") else "none"
     release = release_of(version)
-    if version == "none" or (release is not None and release < _OLDEST):
-        needed = "transformers >= 5.23, the first release that it is tested with"
+    if version == "none" or (release is not None and release < TESTED[0]):
+        needed = "transformers >= {}.{}, the first release that it is tested with".format(*TESTED[0])
         cure = "pip install 'dsv4attn[transformers]', with Python 3.11 or newer"
         raise ImportError(f"dsv4attn.integrations.transformers needs {needed}, found {version} -> {cure}")
 

@@ -28,6 +28,7 @@ from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError, UnsupportedError
 from dsv4attn.integrations.transformers.choice import checked_backend
 from dsv4attn.integrations.transformers.masks import VisibleKeys
+from dsv4attn.integrations.transformers.releases import check_release
 from dsv4attn.selection import select_backend
 
 __all__ = ["NAME", "register"]
@@ -47,10 +48,12 @@ def register(backend: str | Backend | None = None) -> None:
     backend: NAME, "auto" or "decode=NAME,prefill=NAME", as in `select_backend`; or a backend that `load_backend` made.
     Default: `DSV4ATTN_BACKEND`, configuration file or automatic choice, in the first call on each device.
 
-    Raises UnknownNameError for names that no backend has, ArgumentError for other values. A call of the model raises
+    Raises UnsupportedError for a transformers that was not tested (see `releases`), UnknownNameError for names that no
+    backend has, ArgumentError for other values. A call of the model raises
     NoBackendError if no backend serves it; UnsupportedError for a model other than DeepSeek-V4, dtypes other than
     bfloat16 and float32, attention weights as output, dropout, gradients, and masks with biases.
     """
+    check_release()
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 

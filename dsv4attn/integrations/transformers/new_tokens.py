@@ -69,7 +69,7 @@ class NewTokens:
         for row, (_, _, wrong) in enumerate(found):
             if wrong:
                 expected = f"ids that continue at {lengths[row]}, the tokens in the cache, without a gap"
-                hint = "pass position_ids=None, or past_key_values that end where these begin"
+                hint = "pass position_ids=None, or a cache that ends where these begin"
                 raise ArgumentError(f"position_ids[{row}]", expected=expected, actual="others", hint=hint)
         counts = [count for count, _, _ in found]
         new = [count - length for count, length in zip(counts, lengths, strict=True)]

@@ -30,10 +30,11 @@ _POSITIVE = (
 
 
 class DeepseekV4PagedCache(Cache):  # type: ignore[misc] # transformers is untyped here
-    """Cache of a batch of sequences, for the `past_key_values` of a patched model and of its `generate`.
+    """Cache of a batch of sequences, for a patched model and its `generate`.
 
-    The first call with it fixes the number of sequences. It may be passed again, to continue them. `reset`, or deleting
-    it, gives its pages back. A copy (`copy.deepcopy`) is a `fork`.
+    Both take it as `cache`, or before transformers 5.24 as `past_key_values`. The first call with it fixes the number
+    of sequences. It may be passed again, to continue them. `reset`, or deleting it, gives its pages back. A copy
+    (`copy.deepcopy`) is a `fork`.
 
     model: a model that was given to `patch`, or its `dsv4attn.pages`. Raises ArgumentError for others.
     """
@@ -73,6 +74,11 @@ class DeepseekV4PagedCache(Cache):  # type: ignore[misc] # transformers is untyp
         """Whether `crop` always works."""
         return self.pages.manager.keep_windows
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether each layer is one of linear attention: no. `generate` cuts off the columns that are in the cache."""
+        return [False] * len(self)
+
     def __len__(self) -> int:
         return self.pages.geometry.num_layers
 
@@ -97,7 +103,7 @@ class DeepseekV4PagedCache(Cache):  # type: ignore[misc] # transformers is untyp
     def update(self, *_: object, **__: object) -> NoReturn:
         """Refuse: only the layers of the patched model write to these pages."""
         hint = "pass it to the patched model it was made for; after unpatch, use a DynamicCache"
-        raise UnsupportedError("past_key_values", expected="a cache of transformers", actual=repr(self), hint=hint)
+        raise UnsupportedError("cache", expected="a cache of transformers", actual=repr(self), hint=hint)
 
     def reset(self) -> None:
         """Give all pages back and become empty, for a batch of any size."""

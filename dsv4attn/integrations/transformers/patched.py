@@ -24,14 +24,12 @@ from dsv4attn.integrations.transformers.new_tokens import NewTokens
 from dsv4attn.integrations.transformers.paged_cache import DeepseekV4PagedCache
 from dsv4attn.integrations.transformers.pages import Pages, out_of_pages
 from dsv4attn.integrations.transformers.prompts import check_prompt
+from dsv4attn.integrations.transformers.releases import ModelArguments
 from dsv4attn.integrations.transformers.weights import WeightsWatch
 
 __all__ = ["PagedAttention", "PatchedModel"]
 
-_ORDER = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
-"""Arguments of the model's forward, as it takes them by position."""
 F = TypeVar("F", bound=Callable[..., Any])
-_NO_CACHE = "pass DeepseekV4PagedCache(model), or none with use_cache=True: the outputs have it as past_key_values"
 
 
 @frozen(eq=False)
@@ -109,18 +107,20 @@ class PagedAttention(TransformersAttention):  # type: ignore[misc] # transformer
 class PatchedModel:
     """What `patch` made of a model; its attribute `dsv4attn`.
 
-    model: the model. inner: the `DeepseekV4Model` in it, or itself. pages: of its layers. deterministic: whether bits
-    of the attention of a token depend on the tokens before it alone. backend: its name.
+    model: the model. inner: the `DeepseekV4Model` in it, or itself. arguments: names of the arguments of `inner`.
+    pages: of its layers. deterministic: whether bits of the attention of a token depend on the tokens before it alone.
+    backend: its name.
     """
 
     def __init__(
         self,
         model: Any,  # noqa: ANN401 - of transformers, as `inner`
         inner: Any,  # noqa: ANN401
+        arguments: ModelArguments,
         pages: Pages,
         attentions: list[DeepseekV4Attention],
     ) -> None:
-        self.model, self.inner, self.pages = model, inner, pages
+        self.model, self.inner, self.arguments, self.pages = model, inner, arguments, pages
         backend = attentions[0].backend
         self.backend, self.deterministic = backend.name, backend.deterministic
         self.step: _Step | None = None
@@ -203,7 +203,7 @@ class PatchedModel:
                 "unpatch(model) first: drafts are taken back further than their pages reach",
             )
             raise UnsupportedError("assistant_model", expected=expected, actual="a patched one", hint=hint)
-        given = model_kwargs.get("past_key_values")
+        given = self.arguments.renamed(model_kwargs).get(self.arguments.cache)
         past = 0 if given is None else self._checked_cache(given).get_seq_length()
         check_prompt(generation_config, model_kwargs.get("attention_mask"), past, self.pages.limits.max_model_len)
         if given is not None or generation_config.use_cache is False:
@@ -212,7 +212,7 @@ class PatchedModel:
         if kind not in (None, "dynamic"):
             hint = "leave it out: the pages of patch() are the cache"
             raise UnsupportedError("cache_implementation", expected="None or 'dynamic'", actual=repr(kind), hint=hint)
-        model_kwargs["past_key_values"] = DeepseekV4PagedCache(self.pages)
+        model_kwargs[self.arguments.cache] = DeepseekV4PagedCache(self.pages)
         return None
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -229,11 +229,9 @@ class PatchedModel:
     @_not_compiled
     def _begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:
         """Check a call, take its pages, and make its step the current one."""
-        if len(args) > len(_ORDER):
-            raise TypeError(f"forward takes {len(_ORDER)} arguments by position, got {len(args)}")
-        given = {**dict(zip(_ORDER, args, strict=False)), **kwargs}
+        given = self.arguments.bound(args, kwargs)
         self._check_call(given)
-        cache, use_cache = given.get("past_key_values"), given.get("use_cache")
+        cache, use_cache = given.get(self.arguments.cache), given.get("use_cache")
         stored = cache is not None or (self.inner.config.use_cache if use_cache is None else use_cache)
         cache = DeepseekV4PagedCache(self.pages) if cache is None else self._checked_cache(cache)
         ids = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
@@ -259,7 +257,7 @@ class PatchedModel:
             self._running.release()
             raise
         # the layers need no mask; a dict is taken as masks that are made already
-        given.update(past_key_values=cache if stored else None, attention_mask={"sliding_attention": None})
+        given |= {self.arguments.cache: cache if stored else None, "attention_mask": {"sliding_attention": None}}
         return _Call(given, cache, requests, new, columns, began, stored)
 
     @_not_compiled
@@ -294,12 +292,14 @@ class PatchedModel:
         return _Step(manager.metadata(batch), manager.positions(ordered), index)
 
     def _checked_cache(self, cache: object) -> DeepseekV4PagedCache:
+        name = self.arguments.cache
+        hint = f"pass DeepseekV4PagedCache(model), or none with use_cache=True: the outputs have it as {name}"
         if not isinstance(cache, DeepseekV4PagedCache):
             expected = "a DeepseekV4PagedCache of this model"
-            raise UnsupportedError("past_key_values", expected=expected, actual=type(cache).__name__, hint=_NO_CACHE)
+            raise UnsupportedError(name, expected=expected, actual=type(cache).__name__, hint=hint)
         if cache.pages is not self.pages:
             expected, actual = "a cache on the pages of this model", "one of another model, or of an earlier patch()"
-            raise ArgumentError("past_key_values", expected=expected, actual=actual, hint=_NO_CACHE)
+            raise ArgumentError(name, expected=expected, actual=actual, hint=hint)
         return cache
 
     def _check_call(self, given: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError, UnknownNameError, UnsupportedError, did_you_mean
 from dsv4attn.integrations.transformers.choice import checked_backend
 from dsv4attn.integrations.transformers.pages import Pages
+from dsv4attn.integrations.transformers.releases import ModelArguments, check_release
 from dsv4attn.integrations.transformers.weights import attention_weights
 from dsv4attn.selection import select_backend
 
@@ -64,9 +65,12 @@ def patch(
     on the tokens before it alone.
 
     Returns the model's attribute `dsv4attn`: its pages, and what they hold.
-    Raises UnsupportedError, ArgumentError, UnknownNameError or NoBackendError, with the model unchanged.
+    Raises UnsupportedError, ArgumentError, UnknownNameError or NoBackendError, with the model unchanged. A transformers
+    that was not tested is refused: see `releases`.
     """
+    check_release()
     inner = _inner(model)
+    arguments = ModelArguments.of(type(inner))
     geometry = ModelGeometry.from_config(inner.config, name="config of the model")
     device, dtype = _place(model, inner, geometry)
     if max_len is None:
@@ -102,7 +106,7 @@ def patch(
     # transformers' classes are subclassed there
     from dsv4attn.integrations.transformers.patched import PatchedModel
 
-    patched = PatchedModel(model, inner, Pages(manager), attentions)
+    patched = PatchedModel(model, inner, arguments, Pages(manager), attentions)
     patched.install()
     return patched
 
