@@ -211,7 +211,7 @@ class DeepseekV4Attention:
         """Hidden states [T', hidden] to hidden states, for the step that is being run.
 
         hidden_states: in the dtype of the weights; beside fp32 weights bf16 too. q, keys and the result have its dtype,
-        and products with fp32 weights are fp32. positions: [T'] int64, in range for padding rows too. Rows behind the
+        and products with fp32 weights are fp32. positions: [T'] int64; padding rows may have any. Rows behind the
         tokens of the step are padding. In a warm-up memory is reserved, and attention gives zeros.
         """
         attention, caches, size = self.attention, self.caches, self.geometry.hidden_size
@@ -295,7 +295,8 @@ class DeepseekV4Attention:
                 raise ArgumentError("metadata.state.block_size", expected=expected, actual=size, hint=hint)
         if self.geometry.shared_latent:
             ring = metadata.state.block_table.shape[1] * metadata.state.block_size
-            least = min(layer.compress_ratio + self.limits.num_speculative_tokens, metadata.swa.max_seq_len)
+            # a request has these tokens at least: `max_seq_len` may be more than any has
+            least = min(layer.compress_ratio + self.limits.num_speculative_tokens, metadata.swa.max_query_len)
             if tokens and ring < least:
                 expected = f"blocks for at least {least} tokens of a request: a ring of the ratio and all drafts"
                 raise ArgumentError("metadata.state.block_table", expected=expected, actual=f"blocks for {ring}")

@@ -21,7 +21,26 @@ __all__ = [
     "check_table",
     "check_windows",
     "hits_of",
+    "real_lens",
 ]
+
+
+def real_lens(batch: Batch, query_lens: list[int]) -> tuple[list[int], list[int]]:
+    """Query tokens of each request up to its last real one, and its length with these: what the step reads and writes.
+
+    Values of the device, as `seq_lens_cpu` may be an upper bound, checked by `check_copies`. A request of padding alone
+    has no query tokens.
+    """
+    check_copies(batch, query_lens)
+    seq_lens, padding = batch.seq_lens.tolist(), batch.slot_mapping[: sum(query_lens)] < 0
+    if not bool(padding.any()):
+        return query_lens, seq_lens
+    counts, lens = list[int](), list[int]()
+    for query_len, seq_len, part in zip(query_lens, seq_lens, padding.split(query_lens), strict=True):
+        real = (~part).nonzero()
+        counts.append(int(real[-1]) + 1 if len(real) else 0)
+        lens.append(seq_len - query_len + counts[-1])
+    return counts, lens
 
 
 def check_table(name: str, table: Tensor, query_lens: list[int], records: list[int], per_block: int) -> None:
@@ -66,8 +85,9 @@ def check_windows(
             token, column = wrong.nonzero()[0].tolist()
             i, place = int(request[token]), int(start[token]) + column
             expected = f"a block in [0, {bound_of(num_blocks)}) for position {place}, which a query can see"
-            actual = int(table[i, place // block_size])
-            raise ArgumentError(f"block_table[{i}, {place // block_size}]", expected=expected, actual=actual)
+            column = place // block_size
+            actual = int(table[i, column]) if column < table.shape[1] else f"{table.shape[1]} columns"
+            raise ArgumentError(f"block_table[{i}, {column}]", expected=expected, actual=actual)
 
 
 def check_slots(batch: Batch, tokens: int, capacity: int | None) -> None:

@@ -16,13 +16,13 @@ from torch import Tensor
 from dsv4attn.core import indices
 from dsv4attn.core.batch_checks import (
     check_blocks,
-    check_copies,
     check_hits,
     check_slots,
     check_states,
     check_table,
     check_windows,
     hits_of,
+    real_lens,
 )
 from dsv4attn.core.contract import Backend, BuilderSteps, MetadataExtension, complete
 from dsv4attn.core.geometry import TABLE_COLUMNS, LayerGeometry, LayerKind, ModelGeometry
@@ -152,18 +152,18 @@ class MetadataBuilder:
         split = split_decodes_and_prefills(query_lens, self.limits.decode_threshold, short_prefills=self.short_prefills)
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split
         tokens, window = num_decode_tokens + num_prefill_tokens, self.geometry.window
-        check_table("block_table", batch.block_table, query_lens, seq_lens, self.swa_block_size)
         decode_swa = self._decode_rows(batch, query_lens[:num_decodes])
         phases = (slice(0, num_decode_tokens), batch.causal), (slice(num_decode_tokens, tokens), True)
         if self.validate:
-            check_copies(batch, query_lens)
             size, blocks = self.swa_block_size, self.num_swa_blocks
+            check_table("block_table", batch.block_table, *real_lens(batch, query_lens), size)
             check_windows(batch, phases, window, size, blocks)
             check_slots(batch, tokens, None if blocks is None else blocks * size)
 
         starts, lens, replay = batch.query_start_loc, batch.seq_lens, batch.replay_start
+        # all rows: a captured graph may read rows that are not those of a token of this batch
+        self.steps.build_token_maps(starts, batch.slot_mapping, out=(self._token_to_req, self._is_valid))
         request, valid = self._token_to_req[:tokens], self._is_valid[:tokens]
-        self.steps.build_token_maps(starts, batch.slot_mapping, out=(request, valid))
         for (part, causal), (rows, counts) in zip(phases, (decode_swa, self._prefill_swa), strict=True):
             build = self._step("build_window_indices", replay_start=replay, causal=None if causal else False)
             maps, out = (request[part], valid[part], part.start), (rows[: part.stop - part.start, 0], counts)
@@ -379,17 +379,19 @@ class MetadataBuilder:
         table: Tensor | None = getattr(batch, name)
         if table is None or not layer.has_states:
             return None
-        lens, size = self._host_lens(batch), self.state_block_sizes[layer.kind]
-        # rows of a ring are written again, but not before no token of a step, drafts among them, reads them
-        ring = layer.compress_ratio + self.limits.num_speculative_tokens if self.geometry.shared_latent else None
-        check_table(f"Batch.{name}", table, lens[0], lens[1] if ring is None else [min(n, ring) for n in lens[1]], size)
+        query_lens, _ = self._host_lens(batch)
         if self.validate:
             hits = hits_of(batch, _cached_states(batch))
+            lens, size = real_lens(batch, query_lens), self.state_block_sizes[layer.kind]
+            # rows of a ring are written again, but not before no token of a step, drafts among them, reads them
+            ring = layer.compress_ratio + self.limits.num_speculative_tokens if self.geometry.shared_latent else None
+            rows = lens[1] if ring is None else [min(n, ring) for n in lens[1]]
+            check_table(f"Batch.{name}", table, lens[0], rows, size)
             check_states(name, table, *lens, layer, size, self.num_state_blocks.get(layer.kind), hits)
         return table
 
     def _checked_entries(self, batch: Batch, kind: LayerKind, ratio: int) -> tuple[Tensor, list[int]]:
-        """Block table of a compressed cache, and how many entries each request has."""
+        """Block table of a compressed cache, and a bound of each request's entries."""
         table, records = batch.compressed_block_table, self.compressed_block_tokens // ratio
         if kind is LayerKind.SWA:
             raise ArgumentError("kind", expected="a layer kind with a compressed cache", actual=kind.value)
@@ -397,11 +399,12 @@ class MetadataBuilder:
             expected = f"a table for {kind.value} layers"
             raise ArgumentError("Batch.compressed_block_table", expected=expected, actual=None)
         query_lens, seq_lens = self._host_lens(batch)
-        entries = [n // ratio for n in seq_lens]
-        check_table("compressed_block_table", table, query_lens, entries, records)
         if self.validate:
+            query_lens, true_lens = real_lens(batch, query_lens)
+            entries = [n // ratio for n in true_lens]
+            check_table("compressed_block_table", table, query_lens, entries, records)
             check_blocks(table, query_lens, entries, records, self.num_compressed_blocks)
-        return table, entries
+        return table, [n // ratio for n in seq_lens]
 
     def _c128a_width(self, entries: int, *, full_width: bool) -> int:
         """Columns of this step's table: a power of two, so that few widths ever occur."""

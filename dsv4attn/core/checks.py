@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -257,7 +259,7 @@ def check_insert(
     first = (kv, "kv") if q is None else (q, "q")
     check_same_device(*first, **tensors, cache=cache.tensor)
     # values are read on the CPU only: on a device that would synchronise, and kernels skip such slots
-    _check_positions(positions, cos_sin_cache)
+    _check_positions(positions, cos_sin_cache, lambda: _have_slots(slot_mapping, positions.shape[0]))
     largest = int(slot_mapping.max()) if slot_mapping.device.type == "cpu" and slot_mapping.numel() else -1
     if largest >= cache.capacity:
         expected = f"slots below the cache's {cache.capacity}, negative for padding"
@@ -270,12 +272,12 @@ def check_is_raw_q(raw_q: RawQuery | None) -> None:
         check_type("raw_q", raw_q, RawQuery, cure="pass a RawQuery(positions, cos_sin_cache, eps), or None")
 
 
-def check_raw_q(q: Tensor, raw_q: RawQuery, layer: LayerGeometry, *, taken: bool) -> None:
+def check_raw_q(q: Tensor, raw_q: RawQuery, layer: LayerGeometry, slot_mapping: Tensor, *, taken: bool) -> None:
     """Raise ArgumentError unless q of a step's prefill tokens can be read raw. taken: whether backend and step do."""
     check_tensor("raw_q.positions", raw_q.positions, "T", torch.int64, {"T": q.shape[0]})
     check_tensor("raw_q.cos_sin_cache", raw_q.cos_sin_cache, f"_ {layer.rope_dim}", torch.float32, {})
     check_same_device(q, **{"raw_q.positions": raw_q.positions, "raw_q.cos_sin_cache": raw_q.cos_sin_cache})
-    _check_positions(raw_q.positions, raw_q.cos_sin_cache)
+    _check_positions(raw_q.positions, raw_q.cos_sin_cache, lambda: _have_slots(slot_mapping, q.shape[0]))
     if raw_q.cos_sin_cache.device.type == "cpu" and not is_rotation(raw_q.cos_sin_cache):
         expected, hint = "cosines and sines of angles", "with other tables normalise and rotate q before"
         raise ArgumentError("raw_q.cos_sin_cache", expected=expected, actual="pairs of other lengths", hint=hint)
@@ -285,14 +287,30 @@ def check_raw_q(q: Tensor, raw_q: RawQuery, layer: LayerGeometry, *, taken: bool
         raise ArgumentError("raw_q", expected=expected, actual=f"eps {raw_q.eps}", hint=hint)
 
 
-def _check_positions(positions: Tensor, cos_sin_cache: Tensor) -> None:
-    """Check positions on the CPU against the table; a graph that is being compiled has no values yet."""
+def _check_positions(positions: Tensor, cos_sin_cache: Tensor, real: Callable[[], Tensor]) -> None:
+    """Check positions of real tokens on the CPU against the table; a graph that is being compiled has no values yet.
+
+    real: returns which rows [T] are those of real tokens. It is called if there is a position outside of the table.
+    """
     if positions.device.type != "cpu" or torch.compiler.is_compiling() or not positions.numel():
         return
     low, high = (int(bound) for bound in positions.aminmax())
-    if low < 0 or high >= cos_sin_cache.shape[0]:
-        expected = f"values in [0, {cos_sin_cache.shape[0]}), the rows of cos_sin_cache, in padding rows too"
-        raise ArgumentError("positions", expected=expected, actual=low if low < 0 else high)
+    if low >= 0 and high < cos_sin_cache.shape[0]:
+        return
+    wrong = positions[real() & ((positions < 0) | (positions >= cos_sin_cache.shape[0]))]
+    if wrong.numel():
+        expected = (
+            f"values in [0, {cos_sin_cache.shape[0]}), the rows of cos_sin_cache, for tokens that are not padding"
+        )
+        raise ArgumentError("positions", expected=expected, actual=int(wrong[0]))
+
+
+def _have_slots(slot_mapping: Tensor, rows: int) -> Tensor:
+    """[rows] bool: whether each row has a slot; rows after the slot mapping have none."""
+    found = torch.zeros(rows, dtype=torch.bool, device=slot_mapping.device)
+    mapped = slot_mapping[:rows]
+    found[: mapped.shape[0]] = mapped >= 0
+    return found
 
 
 def check_projection(
@@ -322,7 +340,8 @@ def check_projection(
     _check_dense(name, matrix)
     check_tensor("cos_sin_cache", cos_sin_cache, f"_ {layer.rope_dim}", torch.float32, {})
     check_same_device(o, positions=positions, cos_sin_cache=cos_sin_cache, **{name: matrix})
-    _check_positions(positions, cos_sin_cache)
+    # attention gives zeros to padding, and zeros stay zeros at any position
+    _check_positions(positions, cos_sin_cache, lambda: (o != 0).flatten(1).any(1))
 
 
 def check_output(o: Tensor, wo_a: Weight, wo_b: Weight, *, converts: bool = True) -> None:

@@ -124,7 +124,7 @@ def forward_in_parts(
         tensors = to, layer, limits, attn_sink, topk_indices, lses
         given = Step(q, caches, metadata, whole, workspace, *tensors, chunk_tokens, phase, ranges, raw_q)
         if raw_q is not None:
-            check_raw_q(q, raw_q, layer, taken=given.takes_raw_q())
+            check_raw_q(q, raw_q, layer, metadata.swa.slot_mapping, taken=given.takes_raw_q())
         step = PreparedStep(metadata.swa.num_actual_tokens, _prepare(given), owners)
         if workspace.reusable:
             if len(prepared) >= MOST_STEPS:

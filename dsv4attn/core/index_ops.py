@@ -115,7 +115,10 @@ class BuilderSteps(Protocol):
     """
 
     def build_token_maps(self, query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[Tensor, Tensor]) -> None:
-        """Request and validity of each token."""
+        """The request of each real token, -1 for all others, and whether a token is real; all rows of `out`.
+
+        It alone decides whether a token is real. All other steps take a token of request -1 as absent.
+        """
 
     def build_window_indices(
         self,

@@ -37,34 +37,42 @@ _LARGEST_SLOT = torch.iinfo(torch.int32).max
 
 
 def token_to_req_indices(query_start_loc: Tensor, num_tokens: int) -> Tensor:
-    """[T] int64 request of each token.
+    """[T] int64 request of each token, -1 for tokens of no request: those before the first and after the last one.
 
-    query_start_loc: [R+1] int32. Requests without tokens are skipped; tokens before the first request, and those
-    behind the last (graph padding), get request 0.
+    query_start_loc: [R+1] int32. Requests without tokens are skipped.
     """
     tokens = torch.arange(num_tokens, device=query_start_loc.device, dtype=torch.int32)
     request = torch.searchsorted(query_start_loc.contiguous(), tokens, right=True) - 1
-    return request.masked_fill_(tokens >= query_start_loc[-1], 0).clamp_(min=0)
+    return request.masked_fill_(tokens >= query_start_loc[-1], -1)
+
+
+def _rows(token_to_req: Tensor) -> Tensor:
+    """Rows to read for each token; row 0 for a token that is not real, whose values are masked afterwards."""
+    return token_to_req.clamp(min=0)
 
 
 def positions_of(query_start_loc: Tensor, seq_lens: Tensor, token_to_req: Tensor, first: int = 0) -> Tensor:
     """[T] int64 absolute position of each token: seq_len - query_len + its index in the request.
 
-    first: number of the token that element 0 of `token_to_req` [T] int64 is about.
+    first: number of the token that element 0 of `token_to_req` [T] int64 is about. A token that is not real, -1, has
+    any position.
     """
     tokens = torch.arange(first, first + token_to_req.shape[0], device=seq_lens.device)
     # position minus token number is the same for all tokens of a request: seq_len - query_end
-    return tokens + (seq_lens - query_start_loc[1:]).long()[token_to_req]
+    return tokens + (seq_lens - query_start_loc[1:]).long()[_rows(token_to_req)]
 
 
 def _translate(local: Tensor, visible: Tensor, table: Tensor, request: Tensor, block_size: int) -> Tensor:
-    """Slots of record numbers `local` [T, K] of each token's request; -1 where not visible or without a block."""
+    """Slots of record numbers `local` [T, K] of each token's request; -1 where not visible or without a block.
+
+    A token that is not real (request -1) has no block, and no column past the table has one.
+    """
     column = torch.div(local, block_size, rounding_mode="floor")
-    visible = visible & (column < table.shape[1])
+    visible = visible & (column < table.shape[1]) & (request >= 0)[:, None]
     if not table.numel():
         return torch.full_like(local, -1)
     # in 64 bits: a garbage block times the block size may wrap around to a slot that exists
-    block = table[request[:, None], column.clamp(0, table.shape[1] - 1)].long()
+    block = table[_rows(request)[:, None], column.clamp(0, table.shape[1] - 1)].long()
     slots = block * block_size + local % block_size
     return slots.masked_fill_(~visible | (block < 0) | (slots > _LARGEST_SLOT), -1)
 
@@ -96,7 +104,8 @@ def window_spans(
 ) -> tuple[Tensor, Tensor]:
     """([T] int64, [T] int64) the first position of each token's window, and the one behind its last.
 
-    token_to_req: [T] int64. first: as in `positions_of`. replay_start: [>= R] int32 - no window of a request has a
+    token_to_req: [T] int64, -1 for tokens that are not real: these have any span. first: as in `positions_of`.
+    replay_start: [>= R] int32 - no window of a request has a
     position before it; None is 0. causal: the `window` positions up to the token's own; else the `window` positions
     before the query tokens of its request, and all of these.
     """
@@ -104,10 +113,10 @@ def window_spans(
         end = positions_of(query_start_loc, seq_lens, token_to_req, first) + 1
         start = end - window
     else:
-        end = seq_lens.long()[token_to_req]
-        start = end - query_start_loc.diff().long()[token_to_req] - window
+        end = seq_lens.long()[_rows(token_to_req)]
+        start = end - query_start_loc.diff().long()[_rows(token_to_req)] - window
     if replay_start is not None:
-        start = torch.maximum(start, replay_start.long()[token_to_req])
+        start = torch.maximum(start, replay_start.long()[_rows(token_to_req)])
     return start.clamp_(min=0), end
 
 
@@ -122,10 +131,10 @@ def window_indices(
 ) -> tuple[Tensor, Tensor]:
     """Slots of each token's window: positions start .. end - 1, ascending, at most `width`, then -1.
 
-    start, end, token_to_req: [T] int64. is_valid: [T] bool - other rows are empty. block_table: [R, N] int32.
-    Returns ([T, width] int64, lens [T] int64).
+    start, end, token_to_req: [T] int64. is_valid: [T] bool - other rows are empty, as those of a token_to_req of -1.
+    block_table: [R, N] int32. Returns ([T, width] int64, lens [T] int64).
     """
-    lens = (end - start).clamp_(0, width).masked_fill_(~is_valid, 0)
+    lens = (end - start).clamp_(0, width).masked_fill_(~is_valid | (token_to_req < 0), 0)
     columns = torch.arange(width, device=start.device)
     visible = columns < lens[:, None]
     return _translate(start[:, None] + columns, visible, block_table, token_to_req, block_size), lens
@@ -188,6 +197,7 @@ def combine_topk_swa_indices(
     indices, lens = out
     start = query_start_loc - query_start_loc[0]
     request = token_to_req_indices(start, indices.shape[0])
+    is_valid, request = is_valid & (request >= 0), _rows(request)
     position = positions_of(start, seq_lens, request)
     gathered = (seq_lens - gather_lens)[request]
     first = torch.maximum(position - (window - 1), gathered).clamp_(min=0)
@@ -264,7 +274,7 @@ def get_compressed_slot_mapping(
 
     A token completes entry pos // ratio when (pos + 1) is a multiple of ratio. block_size: records per block.
     """
-    completes = is_valid & (positions >= 0) & ((positions + 1) % ratio == 0)
+    completes = is_valid & (token_to_req >= 0) & (positions >= 0) & ((positions + 1) % ratio == 0)
     return _translate((positions // ratio)[:, None], completes[:, None], block_table, token_to_req, block_size)[:, 0]
 
 
@@ -279,16 +289,21 @@ def visible_entries(positions: Tensor, is_valid: Tensor, ratio: int, out: Tensor
 
 
 def build_token_maps(query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[Tensor, Tensor]) -> None:
-    """Request and validity of each token; see `token_to_req_indices`.
+    """The request of each real token, -1 for all other tokens: the one place where the validity of a token is decided.
 
-    query_start_loc: [R+1] int32. slot_mapping: [S] int64. out: ([T] int32 request, [T] bool - whether the token has a
-    slot: tokens at or behind S have none).
+    A token is real if a request has it and its window slot is not negative; tokens at or after S have no slot. Every
+    other step takes a token of -1 as absent: nothing of it is read, it sees nothing, and nothing of it is stored.
+
+    query_start_loc: [R+1] int32. slot_mapping: [S] int64. out: ([>= T] int32 request, [>= T] bool - whether the token
+    is real, the same fact); all rows are written.
     """
     token_to_req, is_valid = out
     mapped = min(is_valid.shape[0], slot_mapping.shape[0])
-    token_to_req.copy_(token_to_req_indices(query_start_loc, token_to_req.shape[0]))
-    torch.ge(slot_mapping[:mapped], 0, out=is_valid[:mapped])
-    is_valid[mapped:].zero_()
+    request = token_to_req_indices(query_start_loc, token_to_req.shape[0])
+    request[:mapped].masked_fill_(slot_mapping[:mapped] < 0, -1)
+    request[mapped:].fill_(-1)
+    token_to_req.copy_(request)
+    torch.ge(request, 0, out=is_valid)
 
 
 def build_window_indices(
@@ -307,8 +322,9 @@ def build_window_indices(
 ) -> None:
     """Windows of a run of tokens; see `window_spans` and `window_indices`.
 
-    query_start_loc: [R+1] int32. seq_lens: [R] int32. token_to_req: [n] int32. is_valid: [n] bool. first: number of
-    the first token. block_table: [R, N] int32. out: ([n, width] int32 slots, [>= n] int32 lens, 0 from n on).
+    query_start_loc: [R+1] int32. seq_lens: [R] int32. token_to_req: [n] int32, -1 for tokens that are not real.
+    is_valid: [n] bool, the same fact. first: number of the first token. block_table: [R, N] int32. out: ([n, width]
+    int32 slots, [>= n] int32 lens, 0 from n on).
     """
     rows, lens = out
     n, request = rows.shape[0], token_to_req.long()
@@ -366,15 +382,16 @@ def build_compressed_slot_mapping(
 ) -> None:
     """Slot of the entry each token completes, see `get_compressed_slot_mapping`, and how many entries it can see.
 
-    query_start_loc: [R+1] int32. seq_lens: [R] int32. token_to_req: [T] int32. is_valid: [T] bool. block_table:
-    [R, N] int32. out: ([>= T] int64 slots, -1 from T on; [>= T] int32 lens, 0 from T on).
+    query_start_loc: [R+1] int32. seq_lens: [R] int32. token_to_req: [T] int32, -1 for tokens that are not real.
+    is_valid: [T] bool, the same fact. block_table: [R, N] int32. out: ([>= T] int64 slots, -1 from T on; [>= T] int32
+    lens, 0 from T on).
     """
     slots, lens = out
     n, request = token_to_req.shape[0], token_to_req.long()
     position = positions_of(query_start_loc, seq_lens, request)
     slots[:n] = get_compressed_slot_mapping(position, is_valid, request, block_table, block_size, ratio)
     slots[n:].fill_(-1)
-    visible_entries(position, is_valid, ratio, out=lens[:n])
+    visible_entries(position, is_valid & (request >= 0), ratio, out=lens[:n])
     lens[n:].zero_()
 
 

@@ -154,7 +154,7 @@ class DeepseekV4MLAAttention:
 
         Where the geometry says that queries have no norm (`q_norm`), q is rotated only. With `raw_q` rows of prefill
         tokens may keep their q, which is then for `forward_mqa` of the same step alone.
-        positions: [T'] int64, in range for padding rows too. Call it for all tokens before `forward_mqa`. In a
+        positions: [T'] int64; padding rows may have any. Call it for all tokens before `forward_mqa`. In a
         warm-up it does nothing.
         """
         if _wants_op(q, kv, positions):
@@ -177,7 +177,7 @@ class DeepseekV4MLAAttention:
     def o_proj(self, o: Tensor, positions: Tensor, wo_a: Weight, num_groups: int) -> Tensor:
         """Undo the rotation of o at the query's position and project each group of heads; see `projection.o_proj`.
 
-        o: [T', H, D] bf16 or fp32. positions: [T'] int64, in range for padding rows too. wo_a: [G * rank, H / G * D],
+        o: [T', H, D] bf16 or fp32. positions: [T'] int64; padding rows may have any. wo_a: [G * rank, H / G * D],
         bf16 or fp32, a `BlockScaledWeight`, or a module with an fp8 weight and its scales. Returns [T', G, rank] in
         the dtype of o. Raises ArgumentError before anything is converted or launched.
         """

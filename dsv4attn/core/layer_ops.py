@@ -2,8 +2,10 @@
 
 A backend may bring some of them, in `BackendDefaults.layer_steps`; `dsv4attn.core.definitions` is the definition of
 every step, and the default. Steps of another class may lack those of DeepSeek-V4.1, which are marked so:
-`definitions.complete_steps` fills them in. Core checks arguments before it calls a step. Letters: Hi heads of the
-indexer, Di dims of an index key, n residual streams, d hidden size, w channels of a compressor's kv, r its ratio.
+`definitions.complete_steps` fills them in. Core checks arguments before it calls a step. A token of no request, -1 in
+`token_to_req`, is not real: it has no slot and sees no entry. It may have any position and any values, and no step
+looks its position up outside of a table or stores anything of it. Letters: Hi heads of the indexer, Di dims of an index
+key, n residual streams, d hidden size, w channels of a compressor's kv, r its ratio.
 """
 
 from __future__ import annotations
@@ -210,10 +212,11 @@ class LayerSteps(Protocol):
         Ratio 1: the RMSNorm of kv; score, states and state_block_table are None. Else a softmax of the window's scores,
         channel by channel, weighs the window's kv, and the RMSNorm follows; then kv and scores of the tokens are saved
         as they are. kv, score: [T, d] fp32. positions: [T] int64; a request's tokens follow each other, with
-        consecutive positions. token_to_req: [T] int32; a token of no request (-1) saves nothing. norm_weight: [d].
-        states: of `KVCacheLayout.compressor_state(d)`. state_block_table: [R, N] int32; the ring of a request has N
-        blocks, and the token at position p the row p % (N * P) in it, P tokens to a block. Raises ArgumentError if
-        scores or states are missing, or the ring is smaller than the ratio.
+        consecutive positions. token_to_req: [T] int32; a token of no request (-1) saves nothing, and its latent is
+        zero. norm_weight: [d]. states: of `KVCacheLayout.compressor_state(d)`. state_block_table: [R, N] int32; the
+        ring of a request has N blocks, and the token at position p the row p % (N * P) in it, P tokens to a block.
+        Raises ArgumentError if scores or states are missing, or if there are tokens and the ring is smaller than the
+        ratio.
         """
 
     def norm_rope_store(

@@ -45,10 +45,12 @@ class Batch:
     query_start_loc: [R+1] int32 - number of each request's first token; the last element counts the tokens.
     query_start_loc_cpu: [R+1] int32 - the same on the host.
     seq_lens: [R] int32 - tokens of each request after this step: in the caches before it, plus its query tokens.
-    seq_lens_cpu: [R] int32 - the same on the host. May be an upper bound under asynchronous speculation: it only sizes
-       things.
+    seq_lens_cpu: [R] int32 - the same on the host. It may be an upper bound, as under asynchronous speculation, of at
+       most `Limits.max_model_len`: it only sizes things. Tables need columns for the true lengths alone.
     slot_mapping: [S] int64 - slot of the window cache, block * block size + offset, that each token is written to.
-       Negative for padding rows, which attend to nothing; S is the tokens of the batch, and padding.
+       Negative for padding: such a token is not real. It attends to nothing, and nothing of it is stored; its position,
+       its values, and the rows that tables have for a request of padding alone may be anything. S is the tokens of the
+       batch, and padding.
     block_table: [R, N] int32 - blocks of the window cache: position p of a request is in column p // block size. Only
        blocks that overlap a window need to be alive; the others may be -1.
     compressed_block_table: [R, _] int32 - blocks of the compressed caches: position p is in column
@@ -121,8 +123,8 @@ class DeepseekSparseSWAMetadata:
     seq_lens: [R] int32 - of the batch.
     query_start_loc: [R+1] int32 - of the batch.
     query_start_loc_cpu: [R+1] int32 - of the batch, on the host.
-    is_valid_token: [T] bool - False for padding rows.
-    token_to_req_indices: [T] int32 - request of each token.
+    is_valid_token: [T] bool - whether a token is real: whether its request is not -1.
+    token_to_req_indices: [T] int32 - request of each token; -1 for a token that is not real. All steps obey it.
     decode_swa_indices: [Td, 1, _] int32 - slots of each decode token's window in ascending position, then -1; at least
        W columns, at most `Limits.decode_window_columns`.
     decode_swa_lens: [Td] int32 - how many slots each row has.
@@ -213,9 +215,9 @@ class FlashMLASparseMetadata:
     slot_mapping: [S] int64 - slot of the compressed entry that a token completes, -1 for tokens that complete none, and
        for entries that a prefix hit has (`Batch.num_cached_tokens`).
     block_table: [R, N] int32 - blocks of the compressed cache.
-    req_id_per_token: [T] int32 - request of each token.
+    req_id_per_token: [T] int32 - request of each token; -1 for a token that is not real.
     compressed_lens: [T] int32 - entries visible to each token: (pos + 1) // compress_ratio, its own limit for every
-       token of a verify step.
+       token of a verify step; 0 for a token that is not real.
     c128a_global_decode_topk_indices: [Td, 1, K] int32 - slots of all visible entries of each decode token, then -1. The
        row stride may exceed K. None on c4a layers, as the two below.
     c128a_decode_topk_lens: [Td] int32 - how many slots each row has.

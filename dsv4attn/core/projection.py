@@ -38,7 +38,7 @@ def o_proj(
 ) -> Tensor:
     """Undo the rotation of o at the query's position, then project each group of heads by its own matrix.
 
-    o: [T, H, D] bf16 or fp32; it is not changed. positions: [T] int64, rows of the table, for padding rows too.
+    o: [T, H, D] bf16 or fp32; it is not changed. positions: [T] int64, rows of the table; padding rows may have any.
     cos_sin_cache: [positions, rope_dim] fp32. wo_a: [G * rank, H / G * D], bf16 or fp32, a `BlockScaledWeight`, or a
     module with an fp8 weight and its scales. fp8 is converted to bf16 in the first call, see `weights.dense_weight`; a
     backend that `projects_fp8` gets its codes and scales instead, and rounds o to fp8.

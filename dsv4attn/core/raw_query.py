@@ -21,7 +21,7 @@ class RawQuery:
     multiplies logits. So logits are at least as exact as with the step. Products of q and keys must be finite: the
     largest values of bf16 overflow before the norm makes them small, where the step's q does not.
 
-    positions: [T'] int64, of each row of q, in range for padding rows too. cos_sin_cache: [P, rope_dim] fp32, cosines
+    positions: [T'] int64, of each row of q; padding rows may have any. cos_sin_cache: [P, rope_dim] fp32, cosines
     before sines, with `rope.is_rotation`: a call may take the norm of q behind the rotation. eps: of the norm.
     """
 

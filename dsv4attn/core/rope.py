@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dsv4attn.core.geometry import Rope
 
-__all__ = ["apply_rope", "cos_sin_cache", "is_rotation"]
+__all__ = ["angles_at", "apply_rope", "cos_sin_cache", "is_rotation"]
 
 _ROWS = 65536
 _rotations: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
@@ -48,6 +48,14 @@ def cos_sin_cache(rope: Rope, max_position: int, device: torch.device | str = "c
         positions = torch.arange(max_position, dtype=torch.float32, device=device)
         angles = positions[:, None] * inverse_frequencies(rope, device)
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def angles_at(cos_sin_cache: Tensor, positions: Tensor) -> Tensor:
+    """Rows [..., dim] of a table [P, dim] at positions [...] int64, the nearest row for a position that it lacks.
+
+    Only a token that is not real has such a position: a padding row may hold any number, and must not fault.
+    """
+    return cos_sin_cache[positions.clamp(0, cos_sin_cache.shape[0] - 1)]
 
 
 def is_rotation(table: Tensor) -> bool:

@@ -35,7 +35,7 @@ def test_the_step_itself_takes_tokens_past_the_slot_mapping_for_padding(steps: s
     request, valid = torch.full((3,), 7, dtype=I32), torch.ones(3, dtype=torch.bool)
     STEPS[steps].build_token_maps(torch.tensor([0, 1, 3], dtype=I32), torch.tensor([0]), out=(request, valid))
 
-    assert request.tolist() == [0, 1, 1]
+    assert request.tolist() == [0, -1, -1]
     assert valid.tolist() == [True, False, False]
 
 

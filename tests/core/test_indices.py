@@ -70,7 +70,7 @@ def test_window_metadata_equals_the_formulas(scenario: Scenario, steps: str) -> 
     assert (swa.num_decode_tokens, swa.num_prefill_tokens) == (decode_tokens, len(rows) - decode_tokens)
     assert torch.cat([swa.decode_swa_indices, swa.prefill_swa_indices])[:, 0].tolist() == rows
     assert torch.cat([swa.decode_swa_lens, swa.prefill_swa_lens]).tolist() == lens
-    assert swa.token_to_req_indices.tolist() == [token.request for token in scenario.tokens]
+    assert swa.token_to_req_indices.tolist() == [token.request if token.valid else -1 for token in scenario.tokens]
     assert swa.is_valid_token.tolist() == [token.valid for token in scenario.tokens]
     prefills = scenario.requests[swa.num_decodes :]
     assert swa.prefill_gather_lens.tolist() == [n + min(before, window - 1) for before, n, *_ in prefills]
@@ -174,10 +174,11 @@ def test_the_worked_example_of_flash(
         assert compressed_of(metadata[LayerKind.C128A]).compressed_lens[position - before] == heavy
 
 
-def test_token_maps_skip_requests_without_tokens_and_send_padding_to_request_zero() -> None:
+def test_token_maps_skip_requests_without_tokens_and_give_padding_no_request() -> None:
     starts = int32(0, 0, 3, 3, 5, 5)
 
-    assert indices.token_to_req_indices(starts, 8).tolist() == [1, 1, 1, 3, 3, 0, 0, 0]
+    assert indices.token_to_req_indices(starts, 8).tolist() == [1, 1, 1, 3, 3, -1, -1, -1]
+    assert indices.token_to_req_indices(int32(2, 4), 4).tolist() == [-1, -1, 0, 0]
     assert indices.token_to_req_indices(int32(0), 0).tolist() == []
 
 

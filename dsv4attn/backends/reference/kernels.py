@@ -16,7 +16,7 @@ from dsv4attn.core.definitions import fp4
 from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.layer_ops import Linear
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.rope import apply_rope
+from dsv4attn.core.rope import angles_at, apply_rope
 
 LARGEST_EXPONENT = 254
 """Byte 255 is NaN in the E8M0 format."""
@@ -135,14 +135,14 @@ def qnorm_rope(q: Tensor, positions: Tensor, cos_sin_cache: Tensor, eps: float |
         x = q[part].float()
         if eps is not None:
             x *= torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-        x[..., -rope:] = apply_rope(x[..., -rope:], cos_sin_cache[positions[part], None])
+        x[..., -rope:] = apply_rope(x[..., -rope:], angles_at(cos_sin_cache, positions[part])[:, None])
         q[part] = x.to(q.dtype)
 
 
 def rotated(k: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False) -> Tensor:
     """A copy of k [T, ..., D] with RoPE, or its inverse, on the trailing part, in the dtype of k."""
     rope = cos_sin_cache.shape[-1]
-    table = cos_sin_cache[positions].view(k.shape[0], *(1,) * (k.ndim - 2), rope)
+    table = angles_at(cos_sin_cache, positions).view(k.shape[0], *(1,) * (k.ndim - 2), rope)
     return torch.cat([k[..., :-rope], apply_rope(k[..., -rope:], table, inverse=inverse).to(k.dtype)], dim=-1)
 
 

@@ -10,7 +10,7 @@ import torch
 from attrs import fields
 from torch import Tensor
 
-from dsv4attn.core.batch_checks import check_blocks, check_table
+from dsv4attn.core.batch_checks import check_blocks, check_table, real_lens
 from dsv4attn.core.builder import MetadataBuilder
 from dsv4attn.core.context_parallel.exchange import ContextParallel
 from dsv4attn.core.context_parallel.ownership import Ownership, build_owned_slot_mapping
@@ -175,9 +175,10 @@ class OwnedMetadataBuilder(MetadataBuilder):
         if kind is LayerKind.SWA or table is None:
             return super()._checked_entries(batch, kind, ratio)
         query_lens, seq_lens = self._host_lens(batch)
-        owned = [self.ownership.count(n // ratio) for n in seq_lens]
-        name = f"compressed_block_table of rank {self.ownership.rank}"
-        check_table(name, table, query_lens, owned, records)
         if self.validate:
+            query_lens, true_lens = real_lens(batch, query_lens)
+            owned = [self.ownership.count(n // ratio) for n in true_lens]
+            name = f"compressed_block_table of rank {self.ownership.rank}"
+            check_table(name, table, query_lens, owned, records)
             check_blocks(table, query_lens, owned, records, self.num_compressed_blocks)
         return table, [n // ratio for n in seq_lens]

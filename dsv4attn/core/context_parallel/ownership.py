@@ -93,7 +93,7 @@ def build_owned_slot_mapping(
     slots, lens = out
     n, request = token_to_req.shape[0], token_to_req.long()
     position = positions_of(query_start_loc, seq_lens, request)
-    entry = torch.div(position, ratio, rounding_mode="floor")
+    entry, is_valid = torch.div(position, ratio, rounding_mode="floor"), is_valid & (request >= 0)
     own = is_valid & (ownership.owner(entry) == ownership.rank)
     # the position that the token would have if this rank's entries were all there are
     local = ownership.local(entry) * ratio + position % ratio

@@ -17,7 +17,7 @@ from torch import Tensor
 from dsv4attn.core.definitions.records import read_rows, slots_of, store_rows
 from dsv4attn.core.definitions.tiles import PLAIN, Arithmetic, tiles
 from dsv4attn.core.layout import PagedKVCache
-from dsv4attn.core.rope import apply_rope
+from dsv4attn.core.rope import angles_at, apply_rope
 
 __all__ = ["compress", "compress_norm_rope_store", "compressor_bytes", "rms_norm", "save_partial_states"]
 
@@ -104,8 +104,7 @@ def compress_norm_rope_store(
         made = compress(states, block_table, token_to_req[token], position, ratio, overlap=overlap)
         entry = rms_norm(made, norm_weight, eps, arithmetic)
         rope = cos_sin_cache.shape[-1]
-        first = (position - ratio + 1).clamp(min=0)  # rows that are absent may be any token
-        turned = apply_rope(entry[:, -rope:], cos_sin_cache[first])
+        turned = apply_rope(entry[:, -rope:], angles_at(cos_sin_cache, position - ratio + 1))
         insert(torch.cat([entry[:, :-rope], turned], -1), slot_mapping[token].masked_fill(absent, -1))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from dsv4attn.core.definitions.records import dequantize_index, power_of_two, quantize_index, read_index_keys, slots_of
 from dsv4attn.core.definitions.tiles import PLAIN, Arithmetic, tiles
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache, check_layout
-from dsv4attn.core.rope import apply_rope
+from dsv4attn.core.rope import angles_at, apply_rope
 from dsv4attn.errors import ArgumentError
 
 __all__ = [
@@ -71,7 +71,7 @@ def indexer_q_rope_quant(
     if not layout.is_quantised:
         values = q.new_empty(q.shape, dtype=layout.dtype)
     for part in tiles(count, _QUERY_BYTES * heads * dim):
-        turned = apply_rope(q[part, :, -rope:], cos_sin_cache[positions[part], None])
+        turned = apply_rope(q[part, :, -rope:], angles_at(cos_sin_cache, positions[part])[:, None])
         turned = torch.cat([q[part, :, :-rope].float(), turned], -1)
         if layout.is_quantised:
             values[part], exponents[part] = quantize_index(turned, layout)

@@ -17,7 +17,7 @@ from dsv4attn.core.definitions.compressor import rms_norm
 from dsv4attn.core.definitions.records import read_rows, slots_of, store_rows
 from dsv4attn.core.definitions.tiles import Arithmetic, tiles
 from dsv4attn.core.layout import PagedKVCache
-from dsv4attn.core.rope import apply_rope
+from dsv4attn.core.rope import angles_at, apply_rope
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["check_ring", "compress_latents", "norm_rope_store"]
@@ -42,15 +42,18 @@ def compress_latents(
     """See `LayerSteps.compress_latents`."""
     count, width = kv.shape
     out = kv.new_empty(count, width, dtype=torch.bfloat16)
-    ring = check_ring(ratio, score, states, state_block_table)
+    ring = check_ring(ratio, score, states, state_block_table, tokens=count)
     if ratio == 1:
         for part in tiles(count, _ROW_BYTES * width):
-            out[part] = rms_norm(kv[part], norm_weight, eps, arithmetic).to(out.dtype)
+            made = rms_norm(kv[part], norm_weight, eps, arithmetic)
+            out[part] = made.masked_fill(token_to_req[part, None] < 0, 0).to(out.dtype)
+        return out
+    if not count:
         return out
     assert score is not None
     assert states is not None
     assert state_block_table is not None
-    token, completes = torch.arange(count, device=kv.device), (positions + 1) % ratio == 0
+    token, completes = torch.arange(count, device=kv.device), ((positions + 1) % ratio == 0) & (token_to_req >= 0)
     row = states.region("row")
     # all reads come first: a token may overwrite what an earlier one of the same step reads
     for part in tiles(count, _ROW_BYTES * width * ratio):
@@ -84,8 +87,13 @@ def _require_none(**given: object) -> None:
             raise ArgumentError(name, expected="None with ratio 1", actual=type(value).__name__, hint=hint)
 
 
-def check_ring(ratio: int, score: Tensor | None, states: PagedKVCache | None, state_block_table: Tensor | None) -> int:
-    """Rows of a request's ring; 0 with ratio 1. Raises ArgumentError for arguments that do not fit the ratio."""
+def check_ring(
+    ratio: int, score: Tensor | None, states: PagedKVCache | None, state_block_table: Tensor | None, *, tokens: int
+) -> int:
+    """Rows of a request's ring; 0 with ratio 1. Raises ArgumentError for arguments that do not fit the ratio.
+
+    tokens: of the step. A step without tokens needs no ring.
+    """
     if ratio == 1:
         _require_none(score=score, states=states, state_block_table=state_block_table)
         return 0
@@ -97,7 +105,7 @@ def check_ring(ratio: int, score: Tensor | None, states: PagedKVCache | None, st
     assert state_block_table is not None
     columns = state_block_table.shape[1]
     ring = columns * states.block_size
-    if ring < ratio:
+    if tokens and ring < ratio:
         expected = f"blocks for at least {ratio} tokens of a request"
         raise ArgumentError("state_block_table", expected=expected, actual=f"{columns} of {states.block_size}")
     return ring
@@ -122,6 +130,6 @@ def norm_rope_store(
         rows = x[part].float()
         if norm_weight is not None:
             rows = rms_norm(rows, norm_weight, eps, arithmetic).bfloat16().float()
-        turned = apply_rope(rows[:, -rope:], cos_sin_cache[place // ratio * ratio])
+        turned = apply_rope(rows[:, -rope:], angles_at(cos_sin_cache, place // ratio * ratio))
         slots = slot_mapping[part].masked_fill((place + 1) % ratio != 0, -1)
         insert(torch.cat([rows[:, :-rope], turned], -1), slots)

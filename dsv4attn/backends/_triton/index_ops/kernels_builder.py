@@ -21,12 +21,13 @@ def token_maps_kernel(
     slot_stride: tl.int64, num_reqs: tl.int32, depth: tl.int32,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (T / BLOCK,). Request of each token, and whether it has a slot."""
+    """Grid: (T / BLOCK,). Request of each real token, -1 for others: those of no request, and those without a slot."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request = request_of(token, starts, starts_stride, 0, num_reqs, depth)
     slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=token < num_slots, other=-1)
+    request = tl.where(slot >= 0, request, -1)
     tl.store(token_to_req + token, request, mask=token < num_tokens)
-    tl.store(is_valid + token, slot >= 0, mask=token < num_tokens)
+    tl.store(is_valid + token, request >= 0, mask=token < num_tokens)
 
 
 @triton.jit
@@ -62,7 +63,7 @@ def window_kernel(
     """
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = row < num_rows
-    request = tl.load(token_to_req + row, mask=inside, other=0)
+    request = tl.load(token_to_req + row, mask=inside, other=-1)
     end = positions_of(first + row, request, starts, starts_stride, seq_lens, seq_stride, num_reqs) + 1
     start = end - window
     known = inside & (request >= 0) & (request < num_reqs)
@@ -76,7 +77,7 @@ def window_kernel(
         start = tl.maximum(start, tl.load(replay_start + request, mask=known, other=0))
     start = tl.maximum(start, 0)
     valid = tl.load(is_valid + row, mask=inside, other=0)
-    count = tl.where(inside & (valid != 0), tl.minimum(tl.maximum(end - start, 0), width), 0)
+    count = tl.where(known & (valid != 0), tl.minimum(tl.maximum(end - start, 0), width), 0)
     tl.store(lens + row, count.to(tl.int32), mask=row < num_lens)
     blocks = table + request.to(tl.int64)[:, None] * table_stride
     for column0 in range(0, width, COLUMNS):
@@ -126,10 +127,11 @@ def compressed_kernel(
     """Grid: (slots / BLOCK,). Entry that each token completes, and how many it sees; nothing behind the last token."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens
-    request = tl.load(token_to_req + token, mask=inside, other=0)
+    request = tl.load(token_to_req + token, mask=inside, other=-1)
     position = positions_of(token, request, starts, starts_stride, seq_lens, seq_stride, num_reqs)
     valid = tl.load(is_valid + token, mask=inside, other=0)
-    seen = tl.where(inside & (valid != 0) & (position >= 0), position + 1, 0)
+    known = (request >= 0) & (request < num_reqs)
+    seen = tl.where(known & (valid != 0) & (position >= 0), position + 1, 0)
     completes = (seen > 0) & (seen % ratio == 0)
     blocks = table + request.to(tl.int64) * table_stride
     slot = slots_of(position // ratio, completes, blocks, table_column_stride, num_columns, block_size)
@@ -180,10 +182,11 @@ def owned_kernel(
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens
-    request = tl.load(token_to_req + token, mask=inside, other=0)
+    request = tl.load(token_to_req + token, mask=inside, other=-1)
     position = positions_of(token, request, starts, starts_stride, seq_lens, seq_stride, num_reqs)
     valid = tl.load(is_valid + token, mask=inside, other=0)
-    seen = tl.where(inside & (valid != 0) & (position >= 0), position + 1, 0)
+    known = (request >= 0) & (request < num_reqs)
+    seen = tl.where(known & (valid != 0) & (position >= 0), position + 1, 0)
     entries, cycle = seen // ratio, interleave * size
     # entries of whole cycles, and those of the last one that are of this rank's run
     rest = tl.minimum(tl.maximum(entries % cycle - rank * interleave, 0), interleave)

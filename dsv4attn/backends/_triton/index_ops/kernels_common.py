@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def request_of(token, starts, stride, base, num_reqs, depth):
-    """Request (int32) of tokens (int32, any shape): the last that starts at or before it; 0 behind the last request.
+    """Request (int32) of tokens (int32, any shape): the last that starts at or before it; -1 for tokens of none.
 
     starts: [num_reqs + 1] int32 token numbers, `stride` apart, ascending; `base` is taken off each. A search by
     halving: the request looked for is in [low, high), whatever the numbers are.
@@ -22,8 +22,8 @@ def request_of(token, starts, stride, base, num_reqs, depth):
         reached = tl.load(starts + middle.to(tl.int64) * stride) - base <= token
         low = tl.where(reached, middle, low)
         high = tl.where(reached, high, middle)
-    end = tl.load(starts + num_reqs.to(tl.int64) * stride) - base
-    return tl.where(token < end, low, 0)
+    begin, end = tl.load(starts) - base, tl.load(starts + num_reqs.to(tl.int64) * stride) - base
+    return tl.where((token >= begin) & (token < end), low, -1)
 
 
 @triton.jit

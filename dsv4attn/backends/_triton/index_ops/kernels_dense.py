@@ -75,7 +75,8 @@ def combine_kernel(
     token, base = tl.program_id(0), tl.load(starts)
     request = request_of(token, starts, starts_stride, base, num_reqs, depth).to(tl.int64)
     token = token.to(tl.int64)
-    valid = tl.load(is_valid + token * valid_stride)
+    valid = tl.load(is_valid + token * valid_stride, mask=request >= 0, other=0)
+    request = tl.maximum(request, 0)
     first_row = request * rows_per_req
     row = rows + token * rows_stride
     taken = tl.zeros((), tl.int32)

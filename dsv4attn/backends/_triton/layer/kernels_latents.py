@@ -46,7 +46,9 @@ def latent_kernel(
     D: tl.constexpr, RATIO: tl.constexpr, ROW_ALIGNED: tl.constexpr, STATES_ALIGNED: tl.constexpr,
     EXACT_CASTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (n,): the latent that a token completes, or zeros. Rows of the ring are read, none is written.
+    """Grid: (n,): the latent that a token completes, or zeros, also for a token of no request (-1).
+
+    Rows of the ring are read, none is written.
 
     ROW_ALIGNED, STATES_ALIGNED: bytes that divide the address of every row of KV and SCORE, and of every state.
     """
@@ -55,10 +57,10 @@ def latent_kernel(
     dim = tl.arange(0, triton.next_power_of_2(D))
     live = dim < D
     x = tl.zeros([triton.next_power_of_2(D)], tl.float32)
-    if (position + 1) % RATIO == 0:
+    request = tl.load(REQUESTS + token)
+    if ((position + 1) % RATIO == 0) & (request >= 0):
         x = tl.load(tl.multiple_of(KV + token * kv_stride, ROW_ALIGNED) + dim, mask=live, other=0.0)
         if RATIO > 1:
-            request = tl.load(REQUESTS + token)
             scores = (tl.load(tl.multiple_of(SCORE + token * score_stride, ROW_ALIGNED) + dim, mask=live, other=0.0),)
             values = (x,)
             for back in tl.static_range(1, RATIO):

@@ -47,7 +47,7 @@ def compress_latents(
     state_block_table: Tensor | None = None,
 ) -> Tensor:
     """See `LayerSteps.compress_latents`; ratio is at most MOST."""
-    check_ring(ratio, score, states, state_block_table)
+    check_ring(ratio, score, states, state_block_table, tokens=kv.shape[0])
     given = {"kv": kv, "positions": positions, "token_to_req": token_to_req, "norm_weight": norm_weight}
     optional = {"score": score, "state_block_table": state_block_table}
     check_strides(**given, **{name: tensor for name, tensor in optional.items() if tensor is not None})

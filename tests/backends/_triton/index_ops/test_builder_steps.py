@@ -60,8 +60,8 @@ def token_maps(rng: Random) -> Trial:
 
 
 def tokens_of(rng: Random, counts: list[int]) -> tuple[Tensor, Tensor]:
-    """Request and validity of the tokens of a batch."""
-    requests = [i for i, n in enumerate(counts) for _ in range(n)]
+    """Request and validity of the tokens of a batch; either says that a token is not real."""
+    requests = [i if rng.random() < 0.9 else -1 for i, n in enumerate(counts) for _ in range(n)]
     valid = [rng.random() < 0.8 for _ in requests]
     return torch.tensor(requests, dtype=INT), torch.tensor(valid, dtype=BOOL)
 

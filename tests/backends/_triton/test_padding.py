@@ -1,0 +1,66 @@
+"""Padding, and steps without tokens, on layers of DeepSeek-V4.1 on the shared kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from dsv4attn.backends._triton.launching.runtime import INTERPRETED
+from dsv4attn.core.geometry import LayerKind, LayerSharing
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.limits import Limits
+from tests.core.network_v41 import Steps
+from tests.core.padded import all_bytes, pad
+from tests.core.test_whole_v41 import ROUNDED
+from tests.core.whole import Whole
+from tests.core.whole_v41 import SMALL_V41, network, worst
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the network is on the CPU: needs TRITON_INTERPRET=1")
+STEPS: Steps = [[(0, 5), (1, 3)], [(0, 1), (1, 2)], [(0, 1)]]
+
+
+def layers(**options: Any) -> Whole:
+    """Layers in all roles."""
+    sizes: dict[str, Any] = {"head_dim": 512, "rope_dim": 64, "index_head_dim": 128, "num_heads": 2, "index_n_heads": 4}
+    limits, geometry = Limits(5, 48, 64, num_speculative_tokens=1), attrs.evolve(SMALL_V41, **sizes)
+    layout = KVCacheLayout.rows(dtype=torch.float32)
+    return network(layout, "triton", **{"limits": limits, "geometry": geometry, **options})
+
+
+def test_padding_with_tables_of_a_live_request_leaves_the_oracle_s_outputs() -> None:
+    assert worst(pad(layers(), None, validate=False), STEPS) <= ROUNDED
+
+
+@pytest.mark.parametrize("fill", [-1, 0, 10**6])
+def test_padding_writes_nothing(fill: int) -> None:
+    sharing = LayerSharing(kv_source_layer_ids=(0,), index_source_layer_ids=(0,))
+    geometry = attrs.evolve(SMALL_V41, layers=((LayerKind.C4A, 2),), sharing=sharing)
+    layout = KVCacheLayout.rows(48, 16, dtype=torch.float32)
+    alone, padded = (network(layout, "triton", geometry=geometry, limits=Limits(5, 48, 64)) for _ in range(2))
+    pad(padded, fill, validate=False)
+    found = []
+    for whole in (alone, padded):
+        sequence, parts = whole.manager.new(), []
+        for count in (3, 1, 2):
+            parts += whole.step([(sequence, count)], whole.hidden(1, 9)[sequence.length :][:count])
+        found.append(torch.cat(parts))
+
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    for one, other in zip(all_bytes(alone), all_bytes(padded), strict=True):
+        values = one.view(torch.float32), other.view(torch.float32)
+        torch.testing.assert_close(*values, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(("waiting", "padding"), [(0, 0), (0, 3), (2, 0), (2, 3)])
+def test_a_step_without_tokens_gives_zeros(waiting: int, padding: int) -> None:
+    whole = layers()
+    before = [each.clone() for each in all_bytes(whole)]
+
+    outs = whole.run([(whole.manager.new(), 0) for _ in range(waiting)], whole.hidden(0, padding), padding=padding)
+
+    assert [tuple(out.shape) for out in outs] == [(padding, 48)] * len(whole.layers)
+    assert not any(out.any() for out in outs)
+    assert all(map(torch.equal, before, all_bytes(whole)))

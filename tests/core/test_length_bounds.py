@@ -1,0 +1,126 @@
+"""`Batch.seq_lens_cpu` may be more than the lengths: it sizes things, and tables need not reach so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from dsv4attn.core.builder import MetadataBuilder
+from dsv4attn.core.context import set_forward_context
+from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import Batch
+from dsv4attn.errors import ArgumentError
+from dsv4attn.selection import load_backend
+from tests.core.whole import Whole
+from tests.core.whole_v41 import network
+
+LIMITS = Limits(3, 48, 64, num_speculative_tokens=1)
+STEPS = [[(0, 9), (1, 1)], [(1, 1), (0, 5)], [(0, 1), (1, 2)], [(1, 1), (0, 13)], [(0, 2), (1, 1)]]
+"""Requests and tokens of each step; two tokens are a decode."""
+
+
+def v4() -> Whole:
+    return Whole(load_backend("reference"), swa_block_size=4, limits=LIMITS, compressed_block_tokens=16)
+
+
+def v41() -> Whole:
+    return network(limits=LIMITS)
+
+
+def run(whole: Whole, more: int, *, validate: bool) -> list[Tensor]:
+    """Outputs of all layers in all steps, whose host lengths are above the true ones."""
+    manager, sequences, found = whole.manager, [whole.manager.new() for _ in range(2)], []
+    manager.builder.validate = validate
+    for step in STEPS:
+        requests = [(sequences[n], count) for n, count in step]
+        parts = [whole.hidden(n, 48)[sequences[n].length :][:count] for n, count in step]
+        batch = manager.batch(requests)
+        batch.seq_lens_cpu = batch.seq_lens_cpu + more
+        with torch.no_grad(), set_forward_context(manager.metadata(batch)):
+            found += [layer(torch.cat(parts), manager.positions(requests)) for layer in whole.layers]
+        manager.advance(requests)
+    return found
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize("more", [1, 3, 30])
+@pytest.mark.parametrize("make", [v4, v41])
+def test_bounds_above_the_lengths_change_nothing(make: Callable[[], Whole], more: int, *, validate: bool) -> None:
+    for one, exact in zip(run(make(), more, validate=validate), run(make(), 0, validate=True), strict=True):
+        torch.testing.assert_close(one, exact, rtol=1e-5, atol=1e-5)
+
+
+TABLES = "block_table", "compressed_block_table", "c4a_state_block_table", "c128a_state_block_table"
+
+
+def cut(batch: Batch, name: str) -> Batch:
+    """A batch whose table has a column less than the lengths need."""
+    return evolve(batch, **{name: getattr(batch, name)[:, :-1]})
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_without_a_column_for_a_token_is_refused_where_values_are_checked(name: str) -> None:
+    whole = v4()
+    manager = whole.manager
+    batch = manager.batch([(manager.new(), 20)])
+    batch.seq_lens_cpu = batch.seq_lens_cpu + 20
+    manager.metadata(batch)
+
+    with pytest.raises(
+        ArgumentError, match=rf"{name}: expected at least \d columns for the (20|5) records of request 0"
+    ):
+        manager.metadata(cut(batch, name))
+
+
+def test_a_ring_of_v41_without_a_column_for_a_draft_is_refused_where_values_are_checked() -> None:
+    whole = network(limits=Limits(3, 48, 64, num_speculative_tokens=5))
+    manager = whole.manager
+    batch = manager.batch([(manager.new(), 6)])
+    manager.metadata(batch)
+
+    with pytest.raises(ArgumentError, match="c4a_state_block_table: expected at least 2 columns for the 6 records"):
+        manager.metadata(cut(batch, "c4a_state_block_table"))
+    # true lengths count: of three tokens all are in the first column, whatever the host's bound is
+    short = manager.batch([(manager.new(), 3)])
+    short.seq_lens_cpu = short.seq_lens_cpu + 20
+    assert short.c4a_state_block_table is not None
+    manager.metadata(evolve(short, c4a_state_block_table=short.c4a_state_block_table[:, :1]))
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_lengths_above_the_bound_or_below_the_tokens_are_refused(more: int) -> None:
+    manager = v4().manager
+    batch = manager.batch([(manager.new(), 9)])
+    batch.seq_lens = batch.seq_lens + more
+    with pytest.raises(ArgumentError, match=rf"^seq_lens\[0\]: expected 9 .* to 9 \(seq_lens_cpu\), got {9 + more}"):
+        manager.metadata(batch)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_columns_past_a_table_are_absent_slots(backend: str) -> None:
+    whole = v4()
+    batch = whole.manager.batch([(whole.manager.new(), 20)])
+    options = {"swa_block_size": 4, "compressed_block_tokens": 16, "validate": False, "backend": load_backend(backend)}
+    builder = MetadataBuilder(whole.geometry, LIMITS, **options)  # type: ignore[arg-type]
+    kept = {key: [each.clone() for each in slots_of(part)] for key, part in builder.build_all(batch).items()}
+
+    for name in TABLES:
+        gone = 0
+        for key, part in builder.build_all(cut(batch, name)).items():
+            for found, whole_rows in zip(slots_of(part), kept[key], strict=True):
+                # slots of the table's last block are absent, and no other slot has changed
+                assert bool(((found == whole_rows) | (found == -1)).all())
+                gone += int((found != whole_rows).sum())
+        assert gone
+
+
+def slots_of(part: object) -> list[Tensor]:
+    """Slots that metadata hold."""
+    swa, compressed, state = part.swa, part.compressed, part.state  # type: ignore[attr-defined]
+    found = [swa.prefill_swa_indices, swa.decode_swa_indices]
+    found += [] if compressed is None else [compressed.slot_mapping]
+    return found + ([] if state is None or state.slot_mapping is None else [state.slot_mapping])
