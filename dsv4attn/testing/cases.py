@@ -85,6 +85,8 @@ def cache_cases() -> Iterator[Case]:
     yield _cache("insert-skips", "I3 C6", says, gap, slots.writes_only_its_slots)
     says = "rows without a slot, or behind the slot mapping, have their q processed, and only other rows are inserted"
     yield _cache("insert-padding", "I3 I1 I2 C6", says, gap, slots.inserts_only_its_slots)
+    says = "no position of padding is looked up, and none changes another row or a byte of the cache"
+    yield _cache("no-token-insert", "B5", says, gap, slots.inserts_without_positions_of_padding)
     for name, dtype, cache in (("bf16", torch.bfloat16, "ocp"), ("fp32", torch.float32, "fp32")):
         scene = rows(cache, dtype=dtype)
         says = f"{name} queries are normalised and rotated with the table's own angles, in place"

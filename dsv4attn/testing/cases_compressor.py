@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import attrs
 import numpy as np
@@ -131,11 +132,14 @@ def compresses_only_its_slots(bench: Bench, scene: Compressing) -> Measure:
     return scene.judge_entries(entries, before, [(tokens[i][0], tokens[i][1] // scene.ratio) for i in reached])
 
 
-def saves_and_compresses(bench: Bench, scene: Compressing) -> Measure:
-    """A step saves its states and makes its entries, from these and from states that were there before."""
+def saves_and_compresses(bench: Bench, scene: Compressing, *, padded: bool = False) -> Measure:
+    """A step saves its states and makes its entries, from these and from states that were there before.
+
+    padded: whether rows of padding stand before and after its tokens.
+    """
     states, entries = scene.save(scene.blank_states(), scene.earlier), scene.blank_entries()
     before = entries.bytes()
-    run_step(bench, scene, states, entries, scene.spans, values=scene.projected(scene.spans))
+    run_step(bench, scene, states, entries, scene.spans, values=scene.projected(scene.spans), padded=padded)
     _same_states(scene, states.bytes(), _prepared(scene).bytes())
     return scene.judge_entries(entries, before, scene.completed(scene.spans))
 
@@ -328,12 +332,21 @@ def compressor_cases() -> Iterator[Case]:
         says = f"{kind}: a NaN of a token reaches the entries that the token counts in, and no other"
         scene = compressing(kind, cache, requests=((0, 24), (0, 9)))
         yield _case(f"compress-nan-{kind}-{cache}", "K8", says, scene, spoils_own_entries)
+    yield from _stale_cases()
     says = "1,031 tokens of 70 requests are saved and compressed in one step"
     many = compressing("index", "fp8", requests=(*[(i, 4) for i in range(69)], (40, 755)))
     yield _case("compress-1031", "K2 F7", says, many, saves_and_compresses)
     says = "an entry of another model, of 32 dims, is compressed and rotated"
     tiny = Compressing(geometry=tiny_geometry(), layout=KVCacheLayout.rows(24, 8))
     yield _case("dims-compress", "K2 K3 F5", says, tiny, compresses)
+
+
+def _stale_cases() -> Iterator[Case]:
+    """Rows of padding around the tokens."""
+    for kind, cache in (("c4a", "ocp"), ("c128a", "ocp"), ("index", "fp8")):
+        says = f"{kind}: rows of padding save no state and store no entry, and no position of them is looked up"
+        check = partial(saves_and_compresses, padded=True)
+        yield _case(f"no-token-compress-{kind}", "B5", says, compressing(kind, cache), check)
 
 
 def _case(

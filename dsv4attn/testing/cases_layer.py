@@ -9,7 +9,14 @@ import torch
 from dsv4attn.testing.apart import each_apart
 from dsv4attn.testing.case import Area, Bench, Case, Check, Measure, Scene, Wrong
 from dsv4attn.testing.cases_compressor import compressing, index_layout, saves_and_compresses
-from dsv4attn.testing.indexing import Queries, makes_no_queries, quantises_queries, run_queries, shape_error
+from dsv4attn.testing.indexing import (
+    Queries,
+    makes_no_queries,
+    quantises_queries,
+    quantises_without_positions_of_padding,
+    run_queries,
+    shape_error,
+)
 from dsv4attn.testing.memory import layer_temporaries
 from dsv4attn.testing.mixing import (
     Mixing,
@@ -65,6 +72,8 @@ def indexer_cases() -> Iterator[Case]:
         yield _case(f"query-{name}-64", "X1 X2", says, scene, quantises_queries)
     says = "queries are rotated at positions beyond 65,536"
     yield _case("query-positions", "X1", says, queries("fp8", table_rows=FAR_POSITIONS), quantises_queries)
+    says = "no position of padding is looked up, and none changes another query"
+    yield _case("no-token-query", "B5", says, queries("fp8", count=17), quantises_without_positions_of_padding)
     says = "1,031 queries are quantised in one step"
     yield _case("query-1031", "X1 X2 F7", says, queries("fp8", count=1031, heads=2), quantises_queries)
     says = "rows of q, of the weights or of the table lie apart, and queries are the same"

@@ -8,7 +8,7 @@ import torch
 
 from dsv4attn.testing.apart import each_apart
 from dsv4attn.testing.case import Area, Case, Check, Scene
-from dsv4attn.testing.projecting import outputs, projects
+from dsv4attn.testing.projecting import outputs, projects, projects_without_positions_of_padding
 from dsv4attn.testing.rows import FAR_POSITIONS
 from dsv4attn.testing.scenes import layout, rows
 from dsv4attn.testing.world import tiny_geometry
@@ -32,6 +32,9 @@ def projection_cases() -> Iterator[Case]:
     yield _case("apart-project", "A7 P1", says, rows(count=9), check)
     says = "outputs are turned back at positions beyond 65,536"
     yield _case("project-positions", "P1 P2", says, rows(count=9, table_rows=FAR_POSITIONS))
+    says = "no position of padding is looked up, and its rows stay zero"
+    scene = rows(count=17, groups=2)
+    yield _case("no-token-project", "B5", says, scene, projects_without_positions_of_padding)
     says = "bf16 outputs are projected by fp32 matrices"
     yield _case("project-mixed", "P1 P2", says, rows(count=9, weight_dtype=torch.float32))
     yield from _fp8()

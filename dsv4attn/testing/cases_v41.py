@@ -72,6 +72,22 @@ def latent_cases() -> Iterator[Case]:
             says = f"index keys of ratio {ratio} go through an RMSNorm, bf16 and RoPE to {name} records"
             yield _case(f"latent-index-{name}-{ratio}", "V7", says, latent(name, ratio=ratio), stores(normed=True))
 
+    yield from _stale_cases()
+
+
+def _stale_cases() -> Iterator[Case]:
+    """Rows of padding among the tokens."""
+    says = "rows of padding among the tokens have latents of zeros, and change no other"
+    yield _case("no-token-latents-1", "B5", says, latent(ratio=1), makes_latents((5, 2), padded=True))
+    says = "rows of padding are in no window, and leave the rings of all requests as they are"
+    ring = latent(state_page=4, ring_blocks=2)
+    yield _case("no-token-latents-2", "B5", says, ring, makes_latents((3,), (1,), (11, 2), padded=True))
+    for ratio in (1, 2):
+        says = f"rows of padding store no key of ratio {ratio}, and no position of them is looked up"
+        yield _case(f"no-token-keys-{ratio}", "B5", says, latent(ratio=ratio), stores(normed=False, padded=True))
+        says = f"rows of padding store no index key of ratio {ratio}, and no position of them is looked up"
+        yield _case(f"no-token-index-{ratio}", "B5", says, latent("fp8", ratio=ratio), stores(normed=True, padded=True))
+
 
 def narrowing(name: str = "fp8", **fields: object) -> Narrowing:
     """A selection with candidates, among index keys of a layout."""

@@ -24,7 +24,7 @@ from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.judge import F64, U8, rounded
 from dsv4attn.testing.judge_layer import Formula, hold_record
 from dsv4attn.testing.pages import Pages
-from dsv4attn.testing.world import normal
+from dsv4attn.testing.world import STALE_POSITIONS, normal
 
 __all__ = ["Compressing", "Span", "attention_problems", "run_step"]
 
@@ -293,23 +293,32 @@ def run_step(
     *,
     values: tuple[Tensor, Tensor] | None = None,
     slots: NDArray[np.int64] | None = None,
+    padded: bool = False,
 ) -> None:
     """Save the states of some tokens, and make the entries that they complete.
 
     values: kv and scores of the tokens; None: their states are saved already. slots: slot mapping of the entries, other
-    than that of the tokens.
+    than that of the tokens. padded: whether rows of padding, with NaN and stale positions, stand before and after them.
     """
     steps, tokens = complete(bench.backend).layer_steps, scene.tokens(spans)
+    entry_slots, state_slots = scene.entry_slots(spans) if slots is None else slots, scene.state_slots(spans)
+    if padded:
+        missing = [(-1, position) for position in STALE_POSITIONS]
+        tokens = [*missing, *tokens, *missing]
+        entry_slots, state_slots = (np.pad(s, len(missing), constant_values=-1) for s in (entry_slots, state_slots))
+        if values is not None:
+            nothing = values[0].new_full((len(missing), scene.width), math.nan)
+            values = torch.cat([nothing, values[0], nothing]), torch.cat([nothing, values[1], nothing])
     positions = scene.tensor(np.array([p for _, p in tokens], dtype=np.int64))
     if values is not None:
         ape = scene.tensor(scene.ape, torch.float32)
-        steps.save_partial_states(*values, ape, positions, states.cache, scene.tensor(scene.state_slots(spans)))
+        steps.save_partial_states(*values, ape, positions, states.cache, scene.tensor(state_slots))
     steps.compress_norm_rope_store(
         states.cache,
         scene.tensor(scene.state_pages.table)[:, :-1],  # rows lie apart, as in a table cut to fewer columns
         scene.tensor(np.array([request for request, _ in tokens], dtype=np.int32)),
         positions,
-        scene.tensor(scene.entry_slots(spans) if slots is None else slots),
+        scene.tensor(entry_slots),
         scene.tensor(scene.norm_weight, scene.norm_dtype if takes_bf16_norm(steps) else torch.float32),
         scene.eps,
         scene.tensor(scene.table, torch.float32),

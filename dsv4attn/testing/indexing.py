@@ -22,9 +22,17 @@ from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.compressing import attention_problems
 from dsv4attn.testing.judge import F64, rounded
 from dsv4attn.testing.judge_layer import UNIT, Codes, Formula, hold_values
+from dsv4attn.testing.slots import stale_rows
 from dsv4attn.testing.world import normal
 
-__all__ = ["Queries", "makes_no_queries", "quantises_queries", "run_queries", "shape_error"]
+__all__ = [
+    "Queries",
+    "makes_no_queries",
+    "quantises_queries",
+    "quantises_without_positions_of_padding",
+    "run_queries",
+    "shape_error",
+]
 
 Q, WEIGHTS, ANGLES, POSITIONS = range(70, 74)
 """Streams of random numbers."""
@@ -116,8 +124,8 @@ class Queries:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, dtype)
 
 
-def run_queries(bench: Bench, scene: Queries) -> IndexQuery:
-    """Rotate and quantise. Raises Wrong if q or the weights were changed."""
+def run_queries(bench: Bench, scene: Queries, positions: NDArray[np.int64] | None = None) -> IndexQuery:
+    """Rotate and quantise. Raises Wrong if q or the weights were changed. positions: other than those of the scene."""
     apart = Apart(scene.apart)
     q, weights = (
         apart("q", scene.tensor(scene.q, scene.dtype)),
@@ -125,7 +133,8 @@ def run_queries(bench: Bench, scene: Queries) -> IndexQuery:
     )
     table, before = apart("cos_sin_cache", scene.tensor(scene.table, torch.float32)), (q.clone(), weights.clone())
     steps = complete(bench.backend).layer_steps
-    made = steps.indexer_q_rope_quant(q, weights, scene.tensor(scene.positions), table, scene.layout)
+    at = scene.tensor(scene.positions if positions is None else positions)
+    made = steps.indexer_q_rope_quant(q, weights, at, table, scene.layout)
     apart.check()
     if not (torch.equal(q, before[0]) and torch.equal(weights, before[1])):
         raise Wrong("q or the weights were changed")
@@ -167,6 +176,18 @@ def quantises_queries(bench: Bench, scene: Queries) -> Measure:
         formula = Formula(wanted, FOLDED * np.abs(wanted))
         worst = max(worst, _hold(weights[token], formula, torch.float32, f"weights of {where}"), key=_fraction)
     return worst
+
+
+def quantises_without_positions_of_padding(bench: Bench, scene: Queries) -> Measure:
+    """Positions of padding change no other query."""
+    padding, positions = stale_rows(scene.count, scene.positions)
+    found, wanted = run_queries(bench, scene, positions), run_queries(bench, scene)
+    live = scene.tensor(np.flatnonzero(~padding))
+    for name in ("values", "weights", "scales"):
+        one, other = getattr(found, name), getattr(wanted, name)
+        if one is not None and not torch.equal(one[live].view(torch.uint8), other[live].view(torch.uint8)):
+            raise Wrong(f"a position of padding changed {name} of another query")
+    return Measure()
 
 
 def _fraction(measure: Measure) -> float:

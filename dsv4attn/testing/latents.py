@@ -23,7 +23,7 @@ from dsv4attn.testing.compressing import Span, attention_problems
 from dsv4attn.testing.judge import F64, rounded
 from dsv4attn.testing.judge_layer import Formula, hold_record, hold_values
 from dsv4attn.testing.pages import Pages
-from dsv4attn.testing.world import normal
+from dsv4attn.testing.world import STALE_POSITIONS, normal
 
 __all__ = ["Latents", "makes_latents", "replaces_drafts", "stores"]
 
@@ -126,10 +126,18 @@ class Latents:
         return found
 
 
-def _run(bench: Bench, scene: Latents, states: Book | None, spans: Sequence[Span]) -> Tensor:
-    """The latents [T, d] of a step. Raises Wrong if what was given is changed."""
+def _run(bench: Bench, scene: Latents, states: Book | None, spans: Sequence[Span], *, padded: bool = False) -> Tensor:
+    """The latents [T, d] of a step. Raises Wrong if what was given is changed.
+
+    padded: whether rows of padding, with NaN and stale positions, stand between the requests. Their latents, which are
+    not returned, must be zeros.
+    """
     positions, requests = scene.tokens(spans)
     kv, score = (scene.values(stream, spans) for stream in (KV, SCORE))
+    rows, live = list(range(len(positions))), torch.arange(len(positions))
+    if padded:
+        positions, requests, kv, score, live = _with_padding(scene, spans, positions, requests, kv, score)
+        rows = live.tolist()
     before = kv.clone(), score.clone()
     weight = scene.tensor(scene.weight(), torch.float32)
     rest = positions, requests, weight, scene.eps, scene.ratio
@@ -138,11 +146,38 @@ def _run(bench: Bench, scene: Latents, states: Book | None, spans: Sequence[Span
         found = run(kv, None, *rest)
     else:
         found = run(kv, score, *rest, states.cache, scene.tensor(scene.state_pages().table[:, : scene.ring_blocks]))
-    if not (torch.equal(kv, before[0]) and torch.equal(score, before[1])):
+    pairs = (kv, before[0]), (score, before[1])
+    if not all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in pairs):
         raise Wrong("kv or scores were changed")
     if found.dtype != torch.bfloat16 or found.shape != kv.shape:
         raise Wrong(f"latents: {list(found.shape)} {found.dtype}, expected {list(kv.shape)} torch.bfloat16")
-    return found
+    for row in sorted({*range(len(found))} - {*rows}):
+        if not torch.equal(found[row], torch.zeros_like(found[row])):
+            raise Wrong(f"latent of row {row}, which is padding: not zero")
+    return found[live.to(found.device)]
+
+
+def _with_padding(
+    scene: Latents, spans: Sequence[Span], positions: Tensor, requests: Tensor, kv: Tensor, score: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(positions, requests, kv, scores, rows of the tokens), with rows of padding before and after each request.
+
+    Padding has the position after the request's last one, the position of its first one, and stale ones.
+    """
+    order, extra, token = list[int](), list[int](), 0
+    for request, span in [(-1, range(0)), *spans]:
+        order += range(token, token + len(span))
+        token += len(span)
+        last = [span[-1] + 1, span[0]] if len(span) else []
+        for position in (*last, STALE_POSITIONS[request], STALE_POSITIONS[request - 1]):
+            order.append(len(positions) + len(extra))
+            extra.append(position)
+    places = torch.tensor(order, device=scene.device)
+    nothing = kv.new_full((len(extra), scene.dim), math.nan)
+    positions = torch.cat([positions, scene.tensor(np.array(extra, dtype=np.int64))])[places]
+    requests = torch.cat([requests, requests.new_full((len(extra),), -1)])[places]
+    kv, score = (torch.cat([values, nothing])[places] for values in (kv, score))
+    return positions, requests, kv, score, (places < token).nonzero()[:, 0]
 
 
 def _place(what: str, at: tuple[int, ...]) -> str:
@@ -181,15 +216,18 @@ def _judge_rings(scene: Latents, states: Book, steps: Sequence[Sequence[Span]]) 
         raise Wrong(f"{int((now != right).sum())} bytes of rings differ, first byte {byte} of page {page}")
 
 
-def makes_latents(*cuts: Sequence[int]) -> Callable[[Bench, Latents], Measure]:
-    """Latents, and rings if the ratio has them, however requests are cut into steps of these sizes."""
+def makes_latents(*cuts: Sequence[int], padded: bool = False) -> Callable[[Bench, Latents], Measure]:
+    """Latents, and rings if the ratio has them, however requests are cut into steps of these sizes.
+
+    padded: whether every step has rows of padding too.
+    """
 
     def check(bench: Bench, scene: Latents) -> Measure:
         worst = Measure(0.0, 1.0)
         for sizes in ((2**20,), *cuts):
             steps, states = scene.steps(sizes), _blank(scene) if scene.ratio > 1 else None
             for spans in steps:
-                measure = _judge(scene, _run(bench, scene, states, spans), spans)
+                measure = _judge(scene, _run(bench, scene, states, spans, padded=padded), spans)
                 worst = max(worst, measure, key=lambda m: m.fraction)
             if states is not None:
                 _judge_rings(scene, states, steps)
@@ -211,8 +249,11 @@ def replaces_drafts(bench: Bench, scene: Latents) -> Measure:
     return worst
 
 
-def stores(*, normed: bool) -> Callable[[Bench, Latents], Measure]:
-    """Rows are stored for the tokens that complete an entry. normed: whether they go through a norm, as index keys."""
+def stores(*, normed: bool, padded: bool = False) -> Callable[[Bench, Latents], Measure]:
+    """Rows are stored for the tokens that complete an entry. normed: whether they go through a norm, as index keys.
+
+    padded: whether rows of padding, with NaN and stale positions, stand before and after the tokens.
+    """
 
     def check(bench: Bench, scene: Latents) -> Measure:
         spans = [(i, range(length)) for i, length in enumerate(scene.lengths)]
@@ -224,6 +265,14 @@ def stores(*, normed: bool) -> Callable[[Bench, Latents], Measure]:
         # every token has a slot: only those that complete an entry may use it
         slots = np.array([pages.slots(request, [p // scene.ratio])[0] for request, p in pairs])
         slots[-scene.ratio :] = [book.cache.capacity, -7, -1][: scene.ratio]
+        if padded:
+            around, nothing = (
+                scene.tensor(np.array(STALE_POSITIONS)),
+                x.new_full((len(STALE_POSITIONS), scene.dim), math.nan),
+            )
+            positions, x = torch.cat([around, positions, around]), torch.cat([nothing, x, nothing])
+            missing = [(-1, position) for position in STALE_POSITIONS]
+            pairs, slots = [*missing, *pairs, *missing], np.pad(slots, len(missing), constant_values=-1)
         angles = np.random.default_rng((scene.seed, ANGLES)).uniform(-math.pi, math.pi, (max(scene.lengths), 32))
         table = rounded(np.concatenate([np.cos(angles), np.sin(angles)], 1), torch.float32)
         weight = scene.tensor(scene.weight(), torch.float32) if normed else None
@@ -231,7 +280,7 @@ def stores(*, normed: bool) -> Callable[[Bench, Latents], Measure]:
         norm = weight, scene.eps, scene.tensor(table, torch.float32)
         steps = complete_steps(bench.backend)
         steps.norm_rope_store(x, positions, scene.tensor(slots), *norm, scene.ratio, book.cache)
-        if not torch.equal(x, original):
+        if not torch.equal(x.view(torch.int16), original.view(torch.int16)):
             raise Wrong("the rows that were given were changed")
         now, untouched, worst = book.bytes(), before.copy(), Measure()
         for row, slot, (request, p) in zip(original.double().cpu().numpy(), slots, pairs, strict=True):

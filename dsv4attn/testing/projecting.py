@@ -19,9 +19,10 @@ from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
 from dsv4attn.testing.judge import F64, rounded
 from dsv4attn.testing.rows import BF16, FP32_STEPS, Rows
+from dsv4attn.testing.slots import stale_rows
 from dsv4attn.testing.world import normal
 
-__all__ = ["outputs", "projects"]
+__all__ = ["outputs", "projects", "projects_without_positions_of_padding"]
 
 WO_A, WO_B = 28, 29
 """Streams of random numbers."""
@@ -98,6 +99,23 @@ def projects(bench: Bench, rows: Rows) -> Measure:
         found.append(z)
     wanted, budget = _expected(rows, wo_a.values)
     return _judge(found[0], wanted, budget)
+
+
+def projects_without_positions_of_padding(bench: Bench, rows: Rows) -> Measure:
+    """Rows of padding, which attention leaves zero, stay zero at any position, and change no other row."""
+    apart = Apart(rows.apart)
+    wo_a = _matrix(rows, WO_A, (rows.groups * rows.rank, _width(rows)), apart).given[0]
+    o, table = _inputs(rows, apart)
+    padding, positions = stale_rows(rows.count, rows.positions)
+    live, missing = (rows.tensor(np.flatnonzero(which)) for which in (~padding, padding))
+    o[missing] = 0
+    project = bench.backend.inv_rope_o_proj
+    wanted, found = (project(o, rows.tensor(p), table, wo_a, rows.groups) for p in (rows.positions, positions))
+    if not torch.equal(found[live], wanted[live]):
+        raise Wrong("a position of padding changed another row")
+    if found[missing].any():
+        raise Wrong("rows of padding: not zero")
+    return Measure()
 
 
 def outputs(bench: Bench, rows: Rows) -> Measure:

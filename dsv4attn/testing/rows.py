@@ -203,13 +203,19 @@ def same_pages(rows: Rows, found: NDArray[np.uint8], wanted: NDArray[np.uint8]) 
     raise Wrong(f"{message}{int(found[page, byte])}, expected {int(wanted[page, byte])}")
 
 
-def insert(bench: Bench, rows: Rows, cache: PagedKVCache, slots: NDArray[np.int64]) -> Tensor:
-    """Run the fused step; returns q. Raises Wrong if kv was changed."""
-    apart, positions = Apart(rows.apart), rows.tensor(rows.positions)
+def insert(
+    bench: Bench,
+    rows: Rows,
+    cache: PagedKVCache,
+    slots: NDArray[np.int64],
+    positions: NDArray[np.int64] | None = None,
+) -> Tensor:
+    """Run the fused step; returns q. Raises Wrong if kv was changed. positions: other than those of the rows."""
+    apart, given = Apart(rows.apart), rows.tensor(rows.positions if positions is None else positions)
     q, kv = apart("q", rows.tensor(rows.queries, rows.dtype)), apart("kv", rows.tensor(rows.keys, rows.dtype))
     table = apart("cos_sin_cache", rows.tensor(rows.table, torch.float32))
     before = kv.clone()
-    bench.backend.qnorm_rope_kv_insert(q, kv, cache, rows.tensor(slots), positions, table, rows.layer.q_eps)
+    bench.backend.qnorm_rope_kv_insert(q, kv, cache, rows.tensor(slots), given, table, rows.layer.q_eps)
     apart.check()
     if not torch.equal(kv, before):
         raise Wrong("kv was changed: it is rotated as a copy")

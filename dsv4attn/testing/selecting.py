@@ -50,7 +50,7 @@ class Selecting:
     are equal are equal exactly.
     nan: whether some keys and the query of the last token hold a NaN.
     dead: whether some blocks of the table are -1 or do not exist.
-    padding: tokens behind the batch that see nothing.
+    padding: tokens of no request (-1) after the batch, which see nothing.
     more_entries: how far `max_entries` is above the largest count of visible entries.
     gap: bytes between pages, in addition to those that the layout asks for.
     apart: whether rows of `out`, of the table and of the weights lie apart.
@@ -95,7 +95,7 @@ class Selecting:
         found = [
             (i, (before + j + 1) // ratio) for i, (before, count) in enumerate(self.requests) for j in range(count)
         ]
-        return found + [(0, 0)] * self.padding
+        return found + [(-1, 0)] * self.padding
 
     def entries(self, request: int) -> int:
         """Entries that the last token of a request sees."""

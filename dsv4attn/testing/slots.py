@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import attrs
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.testing.book import Book, place_of
 from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.rows import Rows, insert, judge_queries, judge_records, same_pages
+from dsv4attn.testing.world import STALE_POSITIONS
 
-__all__ = ["far_inserts", "far_rotated", "inserts_only_its_slots", "writes_only_its_slots"]
+__all__ = [
+    "far_inserts",
+    "far_rotated",
+    "inserts_only_its_slots",
+    "inserts_without_positions_of_padding",
+    "stale_rows",
+    "writes_only_its_slots",
+]
 
 I64 = NDArray[np.int64]
 
@@ -59,6 +68,25 @@ def inserts_only_its_slots(bench: Bench, rows: Rows) -> Measure:
         page, byte = wrong[0].tolist()
         raise Wrong(f"{len(wrong)} bytes were written that belong to no slot of the step, first {byte} of page {page}")
     return max(measure, judge_records(rows, book, slots), key=lambda m: m.fraction)
+
+
+def stale_rows(rows: int, positions: I64) -> tuple[NDArray[np.bool_], I64]:
+    """(which of some rows are padding: every third and the last five; positions, stale in these)."""
+    number = np.arange(rows)
+    padding = (number % 3 == 1) | (number >= rows - 5)
+    return padding, np.where(padding, np.resize(STALE_POSITIONS, rows), positions)
+
+
+def inserts_without_positions_of_padding(bench: Bench, rows: Rows) -> Measure:
+    """Positions of padding change no other row of q, and no byte of the cache."""
+    padding, positions = stale_rows(rows.count, rows.positions)
+    slots = np.where(padding, -1, rows.slots)
+    book, other = rows.blank(), rows.blank()
+    q, wanted = insert(bench, rows, book.cache, slots, positions), insert(bench, rows, other.cache, slots)
+    live = rows.tensor(np.flatnonzero(~padding))
+    if not torch.equal(q[live], wanted[live]):
+        raise Wrong("a position of padding changed q of another row")
+    return same_pages(rows, book.bytes(), other.bytes())
 
 
 def _live(rows: Rows, slots: I64) -> I64:

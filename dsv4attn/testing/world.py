@@ -79,6 +79,10 @@ def v41_layouts(geometry: ModelGeometry) -> dict[str, KVCacheLayout]:
     }
 
 
+STALE_POSITIONS = (0, 2**40, -5, 1, 2**31 - 1, -(2**62))
+"""Positions of rows of padding: what earlier steps left there."""
+
+
 class Token(NamedTuple):
     """A query row of the batch: number of its request, its position, and whether it is a token or padding."""
 

@@ -100,6 +100,12 @@ def with_(**values: Callable[[dict[str, Any]], Any]) -> Change:
 # the compressor
 
 
+def slots_of_padding(given: dict[str, Any]) -> Tensor:
+    """Slots of entries, those of a token without a request the first slot where its position ends a window."""
+    slots, ends = given["slot_mapping"], (given["positions"] + 1) % given["ratio"] == 0
+    return torch.where((given["token_to_req"] < 0) & ends, 0, slots)
+
+
 def compressing(**slips: Any) -> Callable[..., Tensor]:
     """`compressor.compress`, and what may go wrong in it."""
 

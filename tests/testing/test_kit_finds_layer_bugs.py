@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from dsv4attn.backends.reference import kernels as reference_kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.definitions import TorchLayerSteps, layer_step_sources, records, selection
+from dsv4attn.core.definitions import TorchLayerSteps, indexer, latents, layer_step_sources, records, selection
 from dsv4attn.core.layer_ops import LAYER_STEPS
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.testing.case import chosen
@@ -36,6 +39,14 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
     "ape added twice": (
         slip(SAVE, with_(score=lambda a: a["score"] + a["ape"][a["positions"] % len(a["ape"])])),
         "states-c4a,states-c128a,states-index,cuts-c4a",
+    ),
+    "padding has states": (
+        slip(SAVE, with_(slot_mapping=lambda a: a["slot_mapping"].clamp(min=0))),
+        "no-token-compress-c4a,no-token-compress-c128a,no-token-compress-index",
+    ),
+    "padding has entries": (
+        slip(COMPRESS, with_(slot_mapping=wrong.slots_of_padding)),
+        "no-token-compress-c4a,no-token-compress-index",
     ),
     "ape not added": (slip(SAVE, with_(ape=lambda a: a["ape"] * 0)), "states-c4a,states-c128a,states-index"),
     "ape by the position itself": (
@@ -220,6 +231,26 @@ def test_g23_a_wrong_layer_step_fails_the_cases_that_are_about_it(plant: str) ->
     assert [o.case.name for o in certificate.outcomes if o.state != "failed"] == []
     assert {o.case.name for o in certificate.outcomes} == {*names.split(",")}
     assert [o.trace for o in certificate.outcomes if o.trace] == [], "a wrong answer, not an exception"
+
+
+def unchecked(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rows of a table at positions of any rows, those of padding too."""
+    return table[positions]
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (indexer, "no-token-query"),
+        (latents, "no-token-keys-1,no-token-index-2"),
+        (reference_kernels, "no-token-insert,no-token-project"),
+    ],
+)
+def test_g23_a_step_that_looks_up_positions_of_padding_fails(module: Any, names: str) -> None:
+    with mock.patch.object(module, "angles_at", unchecked):
+        certificate = conform(Subject.of(ReferenceBackend()), chosen(CASES, names))
+
+    assert {o.case.name for o in certificate.of("failed")} == {*names.split(",")}
 
 
 def test_what_the_plants_are_grafted_on_passes() -> None:

@@ -88,6 +88,18 @@ PLANTS: dict[str, tuple[Callable[[], Any], str]] = {
         slip(LATENTS, with_(token_to_req=lambda a: a["token_to_req"] * 0)),
         "latents-2,latents-ring",
     ),
+    "padding takes the first request's ring": (
+        slip(LATENTS, with_(token_to_req=lambda a: a["token_to_req"].clamp(min=0))),
+        "no-token-latents-1,no-token-latents-2",
+    ),
+    "padding has latents": (
+        slip(LATENTS, behind=lambda made, a: made.masked_fill((a["token_to_req"] < 0)[:, None], 1)),
+        "no-token-latents-1,no-token-latents-2",
+    ),
+    "padding has entries and index keys": (
+        slip(STORE, with_(slot_mapping=lambda a: a["slot_mapping"].clamp(min=0))),
+        "no-token-keys-1,no-token-keys-2,no-token-index-1,no-token-index-2",
+    ),
     "RoPE at the last position": (
         slip(STORE, with_(cos_sin_cache=lambda a: a["cos_sin_cache"].roll(1 - a["ratio"], 0))),
         "latent-keys-ocp-2,latent-index-fp8-2",
