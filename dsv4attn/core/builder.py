@@ -35,6 +35,7 @@ from dsv4attn.core.metadata import (
     FlashMLASparseMetadata,
     LayerKey,
 )
+from dsv4attn.core.tensorspec import usable_device
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["STATE_BLOCK_SIZES", "MetadataBuilder", "c128a_columns", "split_decodes_and_prefills"]
@@ -97,7 +98,7 @@ class MetadataBuilder:
         state_block_sizes: Mapping[LayerKind, int] = STATE_BLOCK_SIZES,
         num_state_blocks: Mapping[LayerKind, int] | None = None,
     ) -> None:
-        self.geometry, self.limits, self.device = geometry, limits, torch.device(device)
+        self.geometry, self.limits, self.device = geometry, limits, usable_device(device)
         self.swa_block_size, self.compressed_block_tokens = swa_block_size, compressed_block_tokens
         self.num_swa_blocks, self.num_compressed_blocks = num_swa_blocks, num_compressed_blocks
         self.validate = self.device.type == "cpu" if validate is None else validate

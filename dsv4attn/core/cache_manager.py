@@ -25,6 +25,7 @@ from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, Batch, LayerKey
+from dsv4attn.core.tensorspec import usable_device
 from dsv4attn.core.values import check_count
 from dsv4attn.errors import ArgumentError, OutOfPagesError
 
@@ -80,7 +81,7 @@ class CacheManager:
         backend: Backend | None = None,
         context_parallel: ContextParallel | None = None,
     ) -> None:
-        self.geometry, self.limits, self.device = geometry, limits, torch.device(device)
+        self.geometry, self.limits, self.device = geometry, limits, usable_device(device)
         self.keep_windows, self._entry_tokens = keep_windows, compressed_block_tokens
         compressed = [layer for layer in geometry.distinct_layers if layer.has_entries]
         self._stateful = [layer for layer in compressed if layer.has_states]

@@ -45,6 +45,10 @@ class LayerCaches:
         formats = [(cache.layout.fingerprint, cache.block_size) for cache in caches]
         return _one((*signature(*[cache.tensor for cache in caches]), *formats))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """How they are copied and pickled: without the signature, which has addresses and is known by its identity."""
+        return type(self), (self.swa, self.compressed)
+
     def segments(self, layer: LayerGeometry) -> Sequence[PagedKVCache]:
         """The caches that a layer of this kind reads."""
         if layer.kind is LayerKind.SWA or self.compressed is None:

@@ -9,7 +9,7 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.core.record_layout import Arrangement, Fp8Format, KVCacheLayout, Region, check_layout
-from dsv4attn.core.tensorspec import has_dense_rows
+from dsv4attn.core.tensorspec import has_dense_rows, usable_device
 from dsv4attn.core.values import check_count, check_type, round_up
 from dsv4attn.errors import ArgumentError
 
@@ -21,6 +21,11 @@ _LAYOUTS = "pass KVCacheLayout.fp8_ds_mla(), .v41_fp8(), .v41_fp4() or .rows()"
 class PagedKVCache:
     """A paged cache: a tensor, and the layout of its bytes. The page stride is that of the tensor; nothing is copied.
 
+    A cache has one memory, that of `tensor`. Its attributes cannot be set: another tensor is another cache. If the
+    tensor itself gets other memory (`tensor.data = x`, `set_`), the cache has that memory too; it must have the same
+    dtype, shape and strides, which `region` checks. A copy (`copy.copy`) has the memory of the cache; a deep copy, and
+    one that was pickled or saved, has memory of its own.
+
     tensor: quantised records: uint8 [B, P, record_bytes] or [B, 1, P, record_bytes]; pages begin at
             multiples of stride(0), in bytes (token i is not at i * record_bytes). Or [B, bytes], block_size given.
             V4.1's interleaved records: with more than one page, stride(0) is a multiple of record_bytes.
@@ -29,7 +34,16 @@ class PagedKVCache:
     Raises ArgumentError if the tensor cannot be such a cache.
     """
 
-    __slots__ = ("_regions", "block_size", "layout", "num_blocks", "page_stride", "tensor")
+    __slots__ = ("_memory", "_regions", "_shape", "block_size", "layout", "num_blocks", "page_stride", "tensor")
+
+    tensor: Tensor
+    layout: KVCacheLayout
+    num_blocks: int
+    block_size: int
+    page_stride: int
+    _regions: dict[str, Tensor]
+    _memory: tuple[int, int]
+    _shape: tuple[object, ...]
 
     def __init__(self, tensor: Tensor, layout: KVCacheLayout, *, block_size: int | None = None) -> None:
         check_type("cache tensor", tensor, Tensor, cure="pass memory as a tensor, or PagedKVCache.allocate(...)")
@@ -45,18 +59,38 @@ class PagedKVCache:
             expected = f"shape [blocks, block_size, {last}] for layout {layout.fingerprint}"
             hint = "pass block_size with a 2-D byte tensor"
             raise ArgumentError("cache tensor", expected=expected, actual=list(tensor.shape), hint=hint)
-        self.tensor, self.layout = tensor, layout
-        self.num_blocks, self.block_size = tensor.shape[0], block_size
-        self.page_stride = self._checked_stride()
-        """Bytes from one page to the next."""
-        self._regions: dict[str, Tensor] = {}
+        fields = {"tensor": tensor, "layout": layout, "num_blocks": tensor.shape[0], "block_size": block_size}
+        # the views of `region`, and the memory that they are of: no memory yet
+        fields |= {"_regions": {}, "_memory": (0, -1), "_shape": (tensor.dtype, tensor.shape, tensor.stride())}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        # bytes from one page to the next
+        object.__setattr__(self, "page_stride", self._checked_stride())
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse: views, strides and signatures of a cache belong to the tensor and layout that it was made with."""
+        hint = "make another cache, PagedKVCache(tensor, layout), and bind that"
+        raise ArgumentError(f"PagedKVCache.{name}", expected="to stay what it is", actual="a new value", hint=hint)
+
+    def __delattr__(self, name: str) -> None:
+        """Refuse, as `__setattr__`."""
+        setattr(self, name, None)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """How a cache is copied and pickled: by its tensor, without the views of it."""
+        return _restored, (self.tensor, self.layout, self.block_size)
 
     @classmethod
     def allocate(
         cls, layout: KVCacheLayout, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
     ) -> PagedKVCache:
-        """A zeroed cache of our own, with the layout's page stride."""
+        """A zeroed cache of our own, with the layout's page stride.
+
+        num_blocks: pages; a cache of none is meant for runs that only measure memory, before there are pages.
+        block_size: records of a page. Raises ArgumentError for a device that is not there.
+        """
         check_type("layout", layout, KVCacheLayout, cure=_LAYOUTS)
+        device = usable_device(device)
         check_count("num_blocks", num_blocks, 0)
         check_count("block_size", block_size, 1)
         stride, element = layout.page_stride(block_size), layout.dtype.itemsize
@@ -103,11 +137,20 @@ class PagedKVCache:
     def region(self, name: str) -> Tensor:
         """[B, P, count] strided, typed view of one field of every record: "nope", "rope", "scale", or "row".
 
-        A region that records do not have, such as "rope" where all dims are codes, raises KeyError.
+        A region that records do not have, such as "rope" where all dims are codes, raises KeyError. Raises
+        ArgumentError if the tensor has got memory of another dtype, shape or strides.
         """
-        if not self._regions:
+        # views stay with the storage that they were made of; the tensor may have got another one since
+        memory = self.tensor.untyped_storage()._cdata, self.tensor.storage_offset()  # noqa: SLF001 - its identity
+        if memory != self._memory:
+            shape = self.tensor.dtype, self.tensor.shape, self.tensor.stride()
+            if shape != self._shape:
+                hint = "make another cache of the new memory, PagedKVCache(tensor, layout)"
+                raise ArgumentError("cache tensor", expected=_shown(self._shape), actual=_shown(shape), hint=hint)
+            self._checked_stride()
             with torch.inference_mode(False):  # as `allocate`
-                self._regions = dict(self._views())
+                object.__setattr__(self, "_regions", dict(self._views()))
+            object.__setattr__(self, "_memory", memory)
         return self._regions[name]
 
     def _views(self) -> Iterator[tuple[str, Tensor]]:
@@ -169,3 +212,14 @@ class PagedKVCache:
 
     def __repr__(self) -> str:
         return f"PagedKVCache({self.layout.fingerprint}, blocks={self.num_blocks}, block_size={self.block_size})"
+
+
+def _restored(tensor: Tensor, layout: KVCacheLayout, block_size: int) -> PagedKVCache:
+    """A cache that was copied or pickled."""
+    return PagedKVCache(tensor, layout, block_size=block_size)
+
+
+def _shown(shape: tuple[object, ...]) -> str:
+    """Dtype, shape and strides, for errors."""
+    dtype, sizes, strides = shape
+    return f"{dtype}, shape {[*sizes]}, strides {[*strides]}"  # type: ignore[misc]

@@ -29,6 +29,7 @@ __all__ = [
     "signature",
     "size",
     "tensor",
+    "usable_device",
 ]
 
 _KEY = "dsv4attn.tensor"
@@ -179,6 +180,19 @@ def has_dense_rows(value: Tensor, *, written: bool = False) -> bool:
                 return False
             end += stride * (n - 1)
     return True
+
+
+def usable_device(device: torch.device | str) -> torch.device:
+    """A device, if torch can make tensors on it here; otherwise ArgumentError."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ArgumentError(
+            "device", expected="a device that torch can use here", actual=repr(device), hint=reason
+        ) from error
+    return found
 
 
 @cache

@@ -1,0 +1,184 @@
+"""A `PagedKVCache` has one memory: copied, pickled, saved, and after its tensor got another memory."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.core.builder import MetadataBuilder
+from dsv4attn.core.cache_manager import CacheManager
+from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.limits import Limits
+from dsv4attn.errors import ArgumentError
+from dsv4attn.selection import load_backend
+from tests.core.whole import FP32, SMALL, Whole
+
+LAYOUTS = {"fp8": KVCacheLayout.fp8_ds_mla(24, 8, group_size=16), "rows": KVCacheLayout.rows(24, 8)}
+KEYS = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def saved(value: Any) -> Any:
+    """A value that was saved by torch and loaded."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),  # noqa: S301 - its own
+    "save": saved,
+}
+
+
+def insert(backend: str, cache: PagedKVCache, k: Tensor) -> None:
+    load_backend(backend).quantize_and_insert_k_cache(k, cache, torch.arange(16))
+
+
+def used(backend: str, layout: KVCacheLayout, factor: float = 1.0) -> PagedKVCache:
+    """A cache of 4 pages of 4 that has been written."""
+    cache = PagedKVCache.allocate(layout, 4, 4)
+    insert(backend, cache, factor * KEYS)
+    return cache
+
+
+def other_memory(cache: PagedKVCache) -> Tensor:
+    """Zeros of the same shape and strides."""
+    flat = torch.zeros(cache.tensor.untyped_storage().nbytes() // cache.tensor.element_size(), dtype=cache.tensor.dtype)
+    return flat.as_strided(cache.tensor.shape, cache.tensor.stride())
+
+
+def has_one_memory(backend: str, cache: PagedKVCache) -> bool:
+    """Whether what a backend inserts is in the tensor and in every region."""
+    insert(backend, cache, 2 * KEYS)
+    same = used(backend, cache.layout, 2.0)
+    names = ["nope", "rope", "scale"] if cache.layout.is_quantised else ["row"]
+    regions = all(torch.equal(cache.region(name), same.region(name)) for name in names)
+    return regions and torch.equal(cache.tensor, same.tensor)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_copy_has_one_memory(backend: str, layout: str, name: str, *, before: bool) -> None:
+    cache = used(backend, LAYOUTS[layout])
+    if before:
+        cache.region("rope" if layout == "fp8" else "row")
+    made = COPIES[name](cache)
+
+    assert (made.layout, made.num_blocks, made.block_size) == (cache.layout, 4, 4)
+    assert made.page_stride == cache.page_stride
+    assert torch.equal(made.tensor, cache.tensor)
+    assert has_one_memory(backend, made)
+    # a copy is another cache of the same memory; what is deep, or leaves the process, has its own
+    assert torch.equal(made.tensor, cache.tensor) == (name == "copy")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_tensor_with_other_memory_is_the_memory_of_its_cache(backend: str, layout: str) -> None:
+    cache = used(backend, LAYOUTS[layout])
+    old, before = cache.tensor.detach(), cache.tensor.clone()
+    cache.tensor.data = other_memory(cache)
+    assert has_one_memory(backend, cache)
+    new = other_memory(cache)
+    cache.tensor.set_(new.untyped_storage(), 0, new.shape, new.stride())
+    assert has_one_memory(backend, cache)
+    assert torch.equal(cache.tensor, new)
+    assert torch.equal(old, before)
+    # and back to a place in a larger memory
+    larger = torch.zeros(2 * new.untyped_storage().nbytes(), dtype=torch.uint8).view(new.dtype)
+    cache.tensor.set_(larger.untyped_storage(), larger.numel() // 2, new.shape, new.stride())
+    assert has_one_memory(backend, cache)
+    assert torch.equal(larger[: larger.numel() // 2], torch.zeros_like(larger[: larger.numel() // 2]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_of_another_shape_is_refused_before_it_is_written(layout: str) -> None:
+    cache = used("reference", LAYOUTS[layout])
+    shape = cache.tensor.shape
+    for data in (
+        torch.zeros(2, *shape[1:], dtype=cache.tensor.dtype),
+        torch.zeros(shape[0], 2 * shape[1], shape[2], dtype=cache.tensor.dtype)[:, ::2],
+    ):
+        cache.tensor.data = data
+        with pytest.raises(ArgumentError, match=r"^cache tensor: expected .* shape \[4, 4, .* -> make another cache"):
+            insert("reference", cache, KEYS)
+        assert not data.any()
+
+
+@pytest.mark.parametrize("name", ["tensor", "layout", "num_blocks", "block_size", "page_stride", "other"])
+def test_what_a_cache_is_made_of_cannot_be_set(name: str) -> None:
+    cache = used("reference", LAYOUTS["fp8"])
+    value = getattr(cache, name, None)
+    with pytest.raises(ArgumentError, match=rf"^PagedKVCache\.{name}: expected to stay what it is, .* -> make another"):
+        setattr(cache, name, value)
+    with pytest.raises(ArgumentError, match=rf"^PagedKVCache\.{name}: "):
+        delattr(cache, name)
+    assert getattr(cache, name, None) is value
+
+
+def test_attributes_that_every_launch_reads_are_slots() -> None:
+    slot = type(PagedKVCache.__dict__["tensor"])
+    assert slot.__name__ == "member_descriptor"
+    for name in ("layout", "num_blocks", "block_size", "page_stride"):
+        assert type(PagedKVCache.__dict__[name]) is slot
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_a_layer_s_caches_give_the_outputs_of_the_original(name: str) -> None:
+    whole = Whole(load_backend("reference"))
+    hidden = whole.hidden(0, 40)
+    sequence, _ = whole.cut(hidden[:30], [30])
+    again, expected = whole.cut(hidden, [40])
+    whole.manager.free(again)
+    copies = []
+    for layer, caches in zip(whole.layers, whole.manager.caches, strict=True):
+        made = COPIES[name](caches)
+        assert isinstance(made, DeepseekV4Caches)
+        # equal signatures are one object, also of a copy
+        assert made.attention.signature is caches.attention.signature
+        layer.bind_kv_cache(made)
+        copies.append(made)
+    outs = whole.step([(sequence, 10)], hidden[30:])
+
+    for out, rows in zip(outs, expected, strict=True):
+        torch.testing.assert_close(out, rows[30:], rtol=1e-4, atol=1e-5)
+
+
+def test_a_signature_is_not_copied() -> None:
+    caches = LayerCaches(used("reference", LAYOUTS["rows"]))
+    assert caches.signature
+    moved = pickle.loads(pickle.dumps(caches))  # noqa: S301 - its own
+    assert "signature" not in vars(moved)
+    assert attrs.fields_dict(LayerCaches).keys() == {"swa", "compressed"}
+
+
+@pytest.mark.parametrize("device", ["cuda:77", "nope", "xpu:9", None, 1.5])
+def test_a_device_that_is_not_there_is_refused_by_name(device: Any) -> None:
+    for make in (
+        lambda: PagedKVCache.allocate(LAYOUTS["fp8"], 4, 4, device),
+        lambda: CacheManager(SMALL, Limits(2, 8, 32), FP32, device=device),
+        lambda: MetadataBuilder(SMALL, Limits(2, 8, 32), device=device),
+    ):
+        with pytest.raises(ArgumentError, match=rf"^device: expected a device .*, got {device!r} ->"):
+            make()
+
+
+def test_a_cache_of_no_pages_is_meant() -> None:
+    cache = PagedKVCache.allocate(LAYOUTS["fp8"], 0, 4)
+    assert (cache.capacity, cache.region("nope").shape) == (0, (0, 4, 24))
+    assert has_one_memory("reference", PagedKVCache.allocate(LAYOUTS["fp8"], 4, 4))
+    assert copy.deepcopy(cache).capacity == 0
