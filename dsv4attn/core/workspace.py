@@ -111,6 +111,8 @@ class WorkspaceManager:
 
     device: where the memory lives. debug: put a canary behind every view and fill views with 0xFF (NaN in every
     float type used here) in each request; `check_canaries` then names the view that was overrun.
+
+    A copy, also a pickled one, has as much memory in each lane, of its own.
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, debug: bool = False) -> None:
@@ -122,6 +124,20 @@ class WorkspaceManager:
         self._holders: WeakSet[Holder] | None = None
         self._canaries: dict[str, list[tuple[int, int, str]]] = {}
         self._locked = False
+
+    def __getstate__(self) -> dict[str, object]:
+        """What a copy has: sizes of lanes, and no memory, views or holders of this manager."""
+        own = ("_buffers", "_typed", "_made", "_holders", "_canaries")
+        kept = {name: value for name, value in vars(self).items() if name not in own}
+        return {**kept, "sizes": {lane: buffer.numel() for lane, buffer in self._buffers.items()}}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Make a copy, which has lanes of the same sizes in memory of its own."""
+        sizes = state.pop("sizes")
+        assert isinstance(sizes, dict)
+        vars(self).update(state)
+        self._typed, self._made, self._holders, self._canaries = {lane: {} for lane in sizes}, {}, None, {}
+        self._buffers = {lane: _aligned_bytes(size, self.device) for lane, size in sizes.items()}
 
     @property
     def locked(self) -> bool:

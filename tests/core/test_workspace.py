@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import combinations
 from typing import Any
@@ -12,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dsv4attn import load_backend
 from dsv4attn.core import workspace
 from dsv4attn.core.workspace import (
     ALIGNMENT,
@@ -22,6 +26,7 @@ from dsv4attn.core.workspace import (
     use_workspace,
 )
 from dsv4attn.errors import ArgumentError, CanaryError, Dsv4AttnError, WorkspaceError
+from tests.core.whole import Whole
 
 BF16, F32, I32, U8 = torch.bfloat16, torch.float32, torch.int32, torch.uint8
 DTYPES = [U8, BF16, F32, I32, torch.int64, torch.bool]
@@ -397,3 +402,52 @@ def test_tasks_of_one_thread_do_not_see_each_other_s_manager() -> None:
         return list(await asyncio.gather(*(work() for _ in range(4))))
 
     assert asyncio.run(main()) == [True] * 4
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda manager: pickle.loads(pickle.dumps(manager)),  # noqa: S301 - its own
+}
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_has_memory_of_its_own_in_lanes_of_the_same_sizes(name: str, debug: bool) -> None:
+    manager = WorkspaceManager(debug=debug)
+    (decode,), (prefill,) = (manager.get_simultaneous(((9,), F32), lane=lane) for lane in ("decode", "prefill"))
+    manager.get_simultaneous(((900,), BF16), lane="prefill")
+    manager.lock()
+    made = COPIES[name](manager)
+
+    assert (made.locked, made.debug, made.device) == (True, debug, manager.device)
+    assert [made.size(lane) for lane in ("decode", "prefill", "other")] == [
+        manager.size(lane) for lane in ("decode", "prefill", "other")
+    ]
+    made.check_canaries()
+    (other,) = made.get_simultaneous(((9,), F32), lane="decode")
+    assert other.data_ptr() % ALIGNMENT == 0
+    decode.fill_(1)
+    other.fill_(2)
+    assert bool((decode == 1).all())
+    with pytest.raises(WorkspaceError):
+        made.get_simultaneous(((4000,), F32), lane="decode")
+    assert prefill.numel() == 9
+    manager.check_canaries()
+    made.check_canaries()
+
+
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_workspace_that_ran_steps_is_copied(backend: str, name: str) -> None:
+    whole = Whole(load_backend(backend))
+    hidden = whole.hidden(0, 24)
+    sequence, _ = whole.cut(hidden[:20], [19, 1])
+    made = COPIES[name](whole.workspace)
+    _, expected = whole.cut(hidden, [24])
+    for layer in whole.layers:
+        layer.attention.workspace = made
+    outs = whole.step([(sequence, 4)], hidden[20:])
+
+    for out, rows in zip(outs, expected, strict=True):
+        torch.testing.assert_close(out, rows[20:], rtol=1e-3, atol=1e-4)
