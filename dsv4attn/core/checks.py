@@ -36,6 +36,7 @@ __all__ = [
     "check_output",
     "check_projection",
     "check_same_device",
+    "check_table",
     "check_topk",
 ]
 
@@ -102,6 +103,18 @@ def check_call(
             raise ArgumentError("topk_indices", expected=expected, actual=[rows, columns])
 
 
+def check_table(cos_sin_cache: Tensor, layer: LayerGeometry, limits: Limits) -> None:
+    """Raise ArgumentError unless a layer's table of angles has a row for every position within the limits.
+
+    Kernels take the last row for positions past the table, so a table that is too short would give wrong numbers.
+    """
+    check_tensor("cos_sin_cache", cos_sin_cache, f"_ {layer.rope_dim}", torch.float32, {})
+    if cos_sin_cache.shape[0] < limits.max_model_len:
+        expected = f"at least {limits.max_model_len} rows, the max_model_len of the limits"
+        hint = "make it with cos_sin_cache(layer.rope, limits.max_model_len, device), or lower max_model_len"
+        raise ArgumentError("cos_sin_cache", expected=expected, actual=list(cos_sin_cache.shape), hint=hint)
+
+
 def check_bound(
     backend: object,
     geometry: LayerGeometry,
@@ -112,17 +125,30 @@ def check_bound(
 ) -> None:
     """Raise ArgumentError unless the arguments of a bound layer fit each other.
 
-    The buffer may come later, and other layers than c4a never look at it.
+    Other layers than c4a never look at the buffer.
     """
     _check_owner(backend, geometry, limits, layer_name="geometry")
     if attn_sink is not None:
         check_tensor("attn_sink", attn_sink, "H", torch.float32, {"H": geometry.num_heads})
-    check_tensor("cos_sin_cache", cos_sin_cache, f"_ {geometry.rope_dim}", torch.float32, {})
-    buffer, name = topk_indices_buffer, "topk_indices_buffer"
-    if geometry.kind is LayerKind.C4A and buffer is not None:
-        check_topk(name, buffer, geometry, written=True)
-        if buffer.shape[1] > geometry.topk:
-            raise ArgumentError(name, expected=f"at most {geometry.topk} columns", actual=list(buffer.shape))
+    assert isinstance(limits, Limits)
+    check_table(cos_sin_cache, geometry, limits)
+    if geometry.kind is LayerKind.C4A:
+        _check_topk_buffer("topk_indices_buffer", topk_indices_buffer, geometry, limits)
+
+
+def _check_topk_buffer(name: str, buffer: Tensor | None, layer: LayerGeometry, limits: Limits) -> None:
+    """Raise ArgumentError unless a buffer has room for the selected entries of every token of a step."""
+    rows, columns = limits.max_num_batched_tokens, layer.topk
+    hint = f"allocate it as [{rows}, {columns}] torch.int32"
+    if buffer is None:
+        raise ArgumentError(name, expected="the buffer that the indexer writes, on a c4a layer", actual=None, hint=hint)
+    check_topk(name, buffer, layer, written=True)
+    least = min(columns, max(layer.entries(limits.max_model_len), 1))
+    if buffer.shape[1] > columns:
+        raise ArgumentError(name, expected=f"at most {columns} columns", actual=list(buffer.shape), hint=hint)
+    if buffer.shape[0] < rows or buffer.shape[1] < least:
+        expected = f"at least {rows} rows, the tokens of a step, and {least} columns"
+        raise ArgumentError(name, expected=expected, actual=list(buffer.shape), hint=hint)
 
 
 def check_cache(argument: str, cache: PagedKVCache, layer: LayerGeometry) -> None:

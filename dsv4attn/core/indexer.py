@@ -6,6 +6,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from dsv4attn.core.checks import check_table
 from dsv4attn.core.compressor import Compressor, LatentCompressor
 from dsv4attn.core.context_parallel.selection import SelectTopk
 from dsv4attn.core.device import is_capturing
@@ -61,6 +62,7 @@ class Indexer:
         restricts: Candidates | None = None,
         select_topk: SelectTopk | None = None,
     ) -> None:
+        check_table(cos_sin_cache, layer, limits)
         self._heads, self._topk, self._ratio = geometry.index_n_heads, layer.topk, layer.compress_ratio
         self._limits, self._table, self._steps, self._linear = limits, cos_sin_cache, steps, linear
         self._wq_b, self._weights_proj = (

@@ -278,7 +278,8 @@ class Untouchable(ReferenceBackend):
 
 
 def bound(backend: Any, table: Tensor) -> DeepseekV4MLAAttention:
-    return DeepseekV4MLAAttention("l", LAYER, LIMITS, backend, attn_sink=None, cos_sin_cache=table)
+    limits = attrs.evolve(LIMITS, max_model_len=table.shape[0])
+    return DeepseekV4MLAAttention("l", LAYER, limits, backend, attn_sink=None, cos_sin_cache=table)
 
 
 FP8_A, FP8_B = scaled(36, WO_A), scaled(37, WO_B)

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
 import dsv4attn as ds
 from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.forward import forward_mqa
+from dsv4attn.core.layer_weights import AttentionWeights
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.errors import ArgumentError
 from tests.core.bound import bound
 from tests.core.calls import LAYOUT, LIMITS, MODEL, SWA, good, metadata_of
 from tests.core.test_bad_input import refused
+from tests.core.whole import SMALL, random_weights
 
 PARTS: list[tuple[str, Any, str]] = [
     ("workspace", None, "a WorkspaceManager, got None -> pass a WorkspaceManager"),
@@ -108,9 +111,21 @@ BOUND: list[tuple[str, Any, str]] = [
     ),
     ("topk_indices_buffer", C4A_BUFFER.repeat(1, 2)[:, ::2], r"stride 1 in the last dimension.* -> write to a dense"),
     ("topk_indices_buffer", torch.zeros(64, 4, dtype=torch.int32), r"at most 3 columns, got \[64, 4\]"),
+    ("topk_indices_buffer", C4A_BUFFER[:, :2], r"at least 64 rows, the tokens of a step, and 3 columns, got \[64, 2\]"),
+    ("topk_indices_buffer", C4A_BUFFER[:-1], r"at least 64 rows, the tokens of a step, and 3 columns, got \[63, 3\]"),
+    (
+        "topk_indices_buffer",
+        None,
+        r"the buffer that the indexer writes, on a c4a layer, got None -> allocate it as \[64, 3",
+    ),
     ("topk_indices_buffer", C4A_BUFFER[0], r"\[_, K\] int32 with K=3, got \[3\] int32$"),
     ("cos_sin_cache", TABLE.bfloat16(), r"\[_, 8\] float32, .* -> pass cos_sin_cache.to\(torch.float32\)"),
     ("cos_sin_cache", TABLE[:, :4], r"\[_, 8\] float32, got \[512, 4\] float32$"),
+    (
+        "cos_sin_cache",
+        TABLE[:255],
+        r"at least 256 rows, the max_model_len of the limits, got \[255, 8\] -> make it with cos",
+    ),
     ("cos_sin_cache", None, r"a tensor \[_, 8\] float32, got NoneType"),
     ("geometry", MODEL, "a LayerGeometry, got ModelGeometry"),
     ("limits", 4096, "a Limits, got int"),
@@ -132,6 +147,29 @@ def test_a_layer_checks_what_it_is_bound_to_under_their_own_names(argument: str,
     assert ds.DeepseekV4MLAAttention("l", **arguments).topk_indices_buffer is C4A_BUFFER
     with pytest.raises(ArgumentError, match=f"^{argument}: expected {said}"):
         ds.DeepseekV4MLAAttention("l", **{**arguments, argument: value})
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_a_whole_layer_refuses_a_short_table_too(index: int) -> None:
+    limits, weights = Limits(4, 64, 256), AttentionWeights.from_dict(random_weights(SMALL, index), SMALL, index)
+    given = SMALL, index, limits, ds.load_backend("reference"), weights
+    tables = [ds.cos_sin_cache(SMALL.layer(index).rope, rows) for rows in (255, 256)]
+    with pytest.raises(ArgumentError, match=r"^cos_sin_cache: expected at least 256 rows, the max_model_len of the"):
+        ds.DeepseekV4Attention("l", *given, cos_sin_cache=tables[0])
+    ds.DeepseekV4Attention("l", *given, cos_sin_cache=tables[1])
+
+
+def test_a_buffer_as_wide_as_the_longest_sequence_has_entries_is_wide_enough() -> None:
+    """16 tokens have 4 entries of 4 tokens: an indexer that selects 5 never writes the fifth column."""
+    layer = attrs.evolve(MODEL.layer_of_kind("c4a"), topk=5)
+    given = "l", layer, Limits(4, 8, 16), ds.load_backend("reference")
+    for columns in (4, 5):
+        buffer = torch.zeros(8, columns, dtype=torch.int32)
+        ds.DeepseekV4MLAAttention(*given, attn_sink=None, cos_sin_cache=TABLE, topk_indices_buffer=buffer)
+    with pytest.raises(ArgumentError, match=r"at least 8 rows, the tokens of a step, and 4 columns, got \[8, 3\]"):
+        ds.DeepseekV4MLAAttention(
+            *given, attn_sink=None, cos_sin_cache=TABLE, topk_indices_buffer=buffer[:, :3].contiguous()
+        )
 
 
 def test_layers_without_an_indexer_take_any_buffer() -> None:

@@ -106,7 +106,9 @@ def _bound(step: Step, backend: Backend) -> DeepseekV4MLAAttention:
         step.limits,
         backend,
         attn_sink=step.attn_sink,
-        cos_sin_cache=step.q.new_zeros(1, step.layer.rope_dim, dtype=torch.float32),
+        cos_sin_cache=step.q.new_zeros(1, step.layer.rope_dim, dtype=torch.float32).expand(
+            step.limits.max_model_len, -1
+        ),
         topk_indices_buffer=step.topk_indices,
         workspace=step.workspace,
     )
