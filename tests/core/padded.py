@@ -38,6 +38,8 @@ def padded_batch(batch: Batch, fill: int | None, counts: Sequence[int], *, behin
     for name in TABLES:
         table = getattr(batch, name)
         if table is not None:
+            # an engine's tables have columns, also where no request has a block
+            table = torch.nn.functional.pad(table, (0, int(not table.shape[1])), value=-1)
             row = table[:1] if fill is None and len(table) else table.new_full((1, table.shape[1]), fill or 0)
             changed[name] = torch.cat([table, row.expand(len(counts), -1)])
     return evolve(
