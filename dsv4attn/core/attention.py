@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
-from dsv4attn.core.caches import DeepseekV4Caches
+from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
 from dsv4attn.core.checks import check_metadata, check_same_device
 from dsv4attn.core.compressor import Compressor, LatentCompressor
-from dsv4attn.core.context import get_forward_context
+from dsv4attn.core.context import ForwardContext, get_forward_context
 from dsv4attn.core.context_parallel import ContextParallel, check_heads, select_topk_over_ranks, together
 from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.definitions import INVARIANT, PLAIN, complete_steps
@@ -24,7 +25,7 @@ from dsv4attn.core.layer_sources import BoundSources, own_buffer
 from dsv4attn.core.layer_weights import AttentionWeights
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata
 from dsv4attn.core.projection import output_projection
 from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.core.tensorspec import check_tensor
@@ -137,6 +138,9 @@ class DeepseekV4Attention:
                 restricts=self.candidates if bound.candidates is not None else None,
             )
         self.caches: DeepseekV4Caches | None = None
+        self._source_caches: DeepseekV4Caches | None = None
+        self.selected_in: tuple[ReferenceType[DeepseekSparseSWAMetadata], ReferenceType[ForwardContext]] | None = None
+        """Metadata and context of the step in which the indexer selected last, on layers that others read from."""
 
     @property
     def role(self) -> LayerRole:
@@ -160,7 +164,8 @@ class DeepseekV4Attention:
     def bind_kv_cache(self, caches: DeepseekV4Caches) -> None:
         """Bind the caches of this layer. Raises ArgumentError or LayoutMismatchError unless they fit it.
 
-        A layer that reads the compressed cache of another takes that layer's, which is bound before. With
+        A layer that reads the compressed cache of another takes that layer's, which is bound before. If that layer is
+        bound to other caches later, this one takes them in its next step. With
         `context_parallel` all ranks must bind at the same time, and if one rank refuses, all do.
         """
         context = self.attention.context_parallel
@@ -175,6 +180,26 @@ class DeepseekV4Attention:
             self._check_caches(caches)
         self.attention.bind_kv_cache(caches.attention.swa, caches.attention.compressed)
         self.caches = caches
+        self._source_caches = None if self._sources.kv is None else self._sources.kv.caches
+
+    def _bind_again(self, caches: DeepseekV4Caches) -> DeepseekV4Caches:
+        """Take the caches that the layer's source got since those of this layer were bound."""
+        window = LayerCaches(caches.attention.swa)
+        self.bind_kv_cache(DeepseekV4Caches(window, caches.state, index_state=caches.index_state))
+        assert self.caches is not None
+        return self.caches
+
+    def _take_rows(self, metadata: AttentionMetadata | None, rows: Tensor) -> None:
+        """Let attention read some rows of what the layer's source selected."""
+        assert metadata is not None
+        assert metadata.source_rows is not None
+        assert self.topk_indices is not None
+        selected = self.topk_indices[rows[: metadata.swa.num_actual_tokens]]
+        metadata.source_rows.selected[self.attention] = selected
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has selected nothing yet."""
+        return {**self.__dict__, "selected_in": None}
 
     def _check_caches(self, caches: DeepseekV4Caches) -> None:
         """Raise ArgumentError unless there are the caches that this layer has, with its layouts."""
@@ -223,9 +248,14 @@ class DeepseekV4Attention:
         check_same_device(hidden_states, positions=positions, weights=self._wq_a)
         if caches is None:
             raise Dsv4AttnError(f"layer {attention.prefix} has no caches -> call bind_kv_cache first")
-        metadata = get_forward_context().for_layer(attention.prefix, attention.swa_prefix, *self.layer.key)
+        source = self._sources.kv
+        if source is not None and source.caches is not self._source_caches:
+            caches = self._bind_again(caches)
+        context, rows = get_forward_context(), None
+        metadata = context.for_layer(attention.prefix, attention.swa_prefix, *self.layer.key)
         if metadata is not None:
             self._check_step(metadata, caches, hidden_states.shape[0])
+            rows = self._sources.rows(metadata, context, self.prefix)
         linear, norm, dtype = self._arithmetic.linear, (self.geometry.eps, self._arithmetic), hidden_states.dtype
         qr = rms_norm(linear(hidden_states, self._wq_a), self._q_norm, *norm).to(dtype)
         kv = rms_norm(linear(hidden_states, self._wkv), self._kv_norm, *norm).to(dtype)
@@ -238,7 +268,13 @@ class DeepseekV4Attention:
             assert caches.index is not None
             assert self.topk_indices is not None
             stores = caches.index_state, caches.index, self.topk_indices
-            self.indexer(hidden_states, qr, positions, metadata, *stores, latents)
+            if self.selected_in is not None:
+                self.selected_in = None  # also if this raises
+            self.indexer(hidden_states, qr, positions, metadata, *stores, latents, rows)
+            if self.geometry.sharing is not None:
+                self.selected_in = ref(metadata.swa), ref(context)
+        elif rows is not None:
+            self._take_rows(metadata, rows)
         out = torch.empty_like(q)
         attention.forward_mqa(q, kv, positions, out)
         return output_projection(
@@ -274,7 +310,6 @@ class DeepseekV4Attention:
             raise ArgumentError(
                 "hidden_states", expected=f"a row for each of the {tokens} tokens", actual=f"{rows} rows"
             )
-        self._sources.check_bound(caches, self.prefix)
         if layer.has_entries:
             context = self.attention.context_parallel
             metadata.check_owner(None if context is None else context.ownership)

@@ -86,12 +86,14 @@ class Indexer:
         keys: PagedKVCache,
         topk_indices: Tensor,
         latents: Tensor | None = None,
+        candidate_rows: Tensor | None = None,
     ) -> None:
         """Store the index keys of a step, and write the selected entries of each token to `topk_indices` [>= T, K].
 
         hidden_states: [T', hidden]. qr: [T', q_lora_rank], the normalised latent of q. positions: [T'] int64. states:
         of the indexer's compressor, if it has one. keys: index keys; an indexer over the keys of another layer stores
-        none. latents: [T, D] of the layer's compressor (V4.1).
+        none. latents: [T, D] of the layer's compressor (V4.1). candidate_rows: [T] int64 - rows of the candidates that
+        are those of the step's tokens; None: the same rows.
         """
         if self.compressor is not None:
             assert states is not None
@@ -121,7 +123,8 @@ class Indexer:
             found = publishes.blocks[:tokens], publishes.block_size
             self._steps.select_candidates(query, keys, *maps, *found, longest)
         if restricts is not None:
-            found = restricts.blocks[:tokens], restricts.block_size
+            blocks = restricts.blocks[:tokens] if candidate_rows is None else restricts.blocks[candidate_rows[:tokens]]
+            found = blocks, restricts.block_size
             self._steps.select_topk_of_candidates(query, keys, *maps, *found, out, longest)
         elif self._select_topk is not None:
             whole_from = None if metadata.whole is None else metadata.swa.num_decode_tokens

@@ -236,6 +236,9 @@ def _insert(bound: DeepseekV4MLAAttention, q: Tensor, kv: Tensor, positions: Ten
 def _forward(bound: DeepseekV4MLAAttention, q: Tensor, positions: Tensor, output: Tensor) -> None:
     caches, metadata = _current(bound)
     run: Callable[..., None] = forward_mqa
+    topk_indices = bound.topk_indices_buffer
+    if metadata is not None and metadata.source_rows is not None:
+        topk_indices = metadata.source_rows.selected.get(bound, topk_indices)
     if bound.context_parallel is not None:
         run = partial(forward_mqa_over_ranks, bound.context_parallel)
     elif metadata is not None and bound in metadata.swa.layers_with_raw_q:
@@ -250,7 +253,7 @@ def _forward(bound: DeepseekV4MLAAttention, q: Tensor, positions: Tensor, output
         layer=bound.geometry,
         limits=bound.limits,
         attn_sink=bound.attn_sink,
-        topk_indices=bound.topk_indices_buffer,
+        topk_indices=topk_indices,
     )
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Protocol
+from weakref import ReferenceType
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
+from dsv4attn.core.context import ForwardContext
 from dsv4attn.core.geometry import LayerSources, ModelGeometry
 from dsv4attn.core.indexer import Candidates
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
+from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata
 from dsv4attn.errors import ArgumentError, Dsv4AttnError
 
 __all__ = ["BoundSources", "SourceLayer", "own_buffer"]
@@ -30,6 +33,7 @@ class SourceLayer(Protocol):
     caches: DeepseekV4Caches | None
     topk_indices: Tensor | None
     candidates: Candidates | None
+    selected_in: tuple[ReferenceType[DeepseekSparseSWAMetadata], ReferenceType[ForwardContext]] | None
 
 
 @frozen(eq=False)
@@ -92,14 +96,42 @@ class BoundSources:
         compressed = LayerCaches(own.swa, shared.attention.compressed)
         return DeepseekV4Caches(compressed, caches.state, shared.index if index else None, caches.index_state)
 
-    def check_bound(self, caches: DeepseekV4Caches, prefix: str) -> None:
-        """Raise Dsv4AttnError if the source got other caches since those of this layer were bound."""
-        source = self.kv
-        if source is None or source.caches is None:
-            return
-        if source.caches.attention.compressed is not caches.attention.compressed:
-            said = f"layer {source.prefix} got other caches than those that layer {prefix} reads"
-            raise Dsv4AttnError(f"{said} -> bind {prefix} again")
+    def rows(self, metadata: AttentionMetadata, context: ForwardContext, prefix: str) -> Tensor | None:
+        """Rows [T] int64 of what a source selected that the rows of a layer are; None: the same rows.
+
+        metadata, context: of the layer's step. prefix: of the layer. Raises ArgumentError unless the layers whose
+        entries, and whose selection or candidate blocks, are read ran last with these metadata, or with those that
+        `AttentionMetadata.source_rows` names.
+        """
+        if self.kv is None or not metadata.swa.num_actual_tokens:
+            return None
+        chooser = self.candidates if self.index is None else self.index
+        if chooser is not self.kv:
+            _rows_in(self.kv, metadata, context, prefix)
+        return None if chooser is None else _rows_in(chooser, metadata, context, prefix)
+
+
+def _rows_in(source: SourceLayer, metadata: AttentionMetadata, context: ForwardContext, prefix: str) -> Tensor | None:
+    """See `BoundSources.rows`. Every layer that owns entries selects, so it has run if its indexer has."""
+    swa, part = metadata.swa, metadata.source_rows
+    ran = source.selected_in
+    last = None if ran is None else ran[0]()
+    if last is swa:
+        return None
+    tokens = swa.num_actual_tokens
+    if last is not None and part is not None and part.source is last:
+        if part.rows.shape[0] < tokens:
+            expected, actual = f"a row for each of the {tokens} tokens", f"{part.rows.shape[0]} rows"
+            raise ArgumentError("metadata.source_rows.rows", expected=expected, actual=actual)
+        return part.rows
+    # engines may have an object for each layer, of the same tensors
+    if last is not None and ran is not None and ran[1]() is context and _same_tokens(last, swa):
+        return None
+    expected = f"the metadata with which layer {source.prefix}, from which it reads, ran last in this step"
+    other = "it has not run with them" if last is None else f"it ran with others, of {last.num_actual_tokens} tokens"
+    actual = f"metadata of {tokens} tokens, but {other}"
+    hint = "run layers in order with the same metadata; for some rows of a step, give AttentionMetadata.source_rows"
+    raise ArgumentError(f"attn_metadata of {prefix}", expected=expected, actual=actual, hint=hint)
 
 
 _WHAT = {"kv": "compressed entries", "index": "selected entries", "candidates": "candidate blocks"}
@@ -142,6 +174,15 @@ def own_buffer(
     if source is not None and not _same(given, source):
         raise ArgumentError(name, expected="None, or the tensor of the layer's source", actual="another tensor")
     return given
+
+
+def _same_tokens(left: DeepseekSparseSWAMetadata, right: DeepseekSparseSWAMetadata) -> bool:
+    """Whether two metadata are of the same tokens, as their tensors are the same objects."""
+    return (
+        left.num_actual_tokens == right.num_actual_tokens
+        and left.query_start_loc is right.query_start_loc
+        and left.seq_lens is right.seq_lens
+    )
 
 
 def _same_cache(given: PagedKVCache, wanted: PagedKVCache | None) -> bool:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.keys import RaggedIndices
-from dsv4attn.core.tensorspec import check_declared, size, tensor
+from dsv4attn.core.tensorspec import check_declared, check_tensor, size, tensor
+from dsv4attn.core.values import check_type
 from dsv4attn.errors import ArgumentError
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "DeepseekSparseSWAMetadata",
     "DeepseekV4FlashMLAMetadata",
     "FlashMLASparseMetadata",
+    "SourceRows",
     "WholePrefill",
 ]
 
@@ -294,6 +296,8 @@ class AttentionMetadata:
     state: the compressor's part of the layer's kind; None where the engine compresses itself.
     ownership: `context_parallel.Ownership` of the entries that slots, tables and counts are of; None: all entries.
     whole: of prefill that attends to the keys of all ranks; None: every rank attends to its own.
+    source_rows: where layers that read the selection of another one run on some of its rows only (V4.1): which rows.
+       None: the layers that they read from run on the same rows, with the same metadata.
     """
 
     swa: DeepseekSparseSWAMetadata
@@ -301,6 +305,7 @@ class AttentionMetadata:
     state: CompressorMetadata | None = None
     ownership: object | None = None
     whole: WholePrefill | None = None
+    source_rows: SourceRows | None = None
 
     def check_owner(self, ownership: object | None) -> None:
         """Raise ArgumentError unless these metadata are of this ownership; None: of whole sequences."""
@@ -308,6 +313,34 @@ class AttentionMetadata:
             expected, actual = (f"metadata of {one or 'all entries'}" for one in (ownership, self.ownership))
             hint = "give context_parallel to the layer and to the CacheManager, or to neither"
             raise ArgumentError("metadata", expected=expected, actual=actual, hint=hint)
+
+
+@frozen(eq=False)
+class SourceRows:
+    """Which rows of a step the rows of a part of it are: of the last tokens of each request, say.
+
+    A layer of DeepSeek-V4.1 that attends to entries which an earlier layer selected then runs on fewer rows than that
+    layer did. The metadata of the part are built from a batch of its own.
+
+    source: window metadata of the step that the earlier layers ran.
+    rows: [T] int64 - for each token of the part, its row in that step.
+    """
+
+    source: DeepseekSparseSWAMetadata
+    rows: Tensor
+
+    def __attrs_post_init__(self) -> None:
+        check_type("source", self.source, DeepseekSparseSWAMetadata, cure="give the swa of the step's metadata")
+        check_tensor("rows", self.rows, "T", torch.int64, {})
+        tokens = self.source.num_actual_tokens
+        if self.rows.device.type == "cpu" and bool(((self.rows < 0) | (self.rows >= tokens)).any()):
+            actual = f"{int(self.rows.min())} .. {int(self.rows.max())}"
+            raise ArgumentError("rows", expected=f"rows in [0, {tokens}), the tokens of the source", actual=actual)
+
+    @cached_property
+    def selected(self) -> dict[object, Tensor]:
+        """Selected entries of the rows of this part, by the layer that attends to them: [T, K] int32 each."""
+        return {}
 
 
 @frozen(eq=False)
