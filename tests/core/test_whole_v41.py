@@ -264,3 +264,28 @@ def test_rings_of_one_block_are_states_too() -> None:
     none = attrs.evolve(batch, c4a_state_block_table=torch.zeros(1, 0, dtype=torch.int32))
     with pytest.raises(ArgumentError, match=r"^Batch.c4a_state_block_table: expected at least 1 columns"):
         whole.manager.metadata(none)
+
+
+@pytest.mark.parametrize("before", [6, 7])
+def test_on_a_ring_a_step_may_be_repeated_unless_it_is_long_and_begins_within_an_entry(before: int) -> None:
+    """A ring of 4 rows: up to 3 tokens leave the state of the token before the step."""
+    ring = torch.tensor([[2]], dtype=torch.int32)
+    outs: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for count in (1, 3, 4, 20):
+        for runs in (1, 2):
+            whole = network()
+            hidden, sequence = whole.hidden(1, 40), whole.manager.new()
+            for start, n, times in ((0, before, 1), (before, count, runs)):
+                requests = [(sequence, n)]
+                for _ in range(times):
+                    batch = attrs.evolve(whole.manager.batch(requests), c4a_state_block_table=ring)
+                    with set_forward_context(whole.manager.metadata(batch)):
+                        found = [
+                            layer(hidden[start : start + n], whole.manager.positions(requests))
+                            for layer in whole.layers
+                        ]
+                whole.manager.advance(requests)
+            outs[count, runs] = found
+    same = {count: all(map(torch.equal, outs[count, 1], outs[count, 2])) for count in (1, 3, 4, 20)}
+
+    assert same == {1: True, 3: True, 4: before == 6, 20: before == 6}
