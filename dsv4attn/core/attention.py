@@ -29,7 +29,7 @@ from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata
 from dsv4attn.core.projection import output_projection
 from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.core.tensorspec import check_tensor
-from dsv4attn.core.weights import dense_weight
+from dsv4attn.core.weight_copies import WeightCopies, check_not_captured
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, NoForwardContextError
 
@@ -56,6 +56,10 @@ class DeepseekV4Attention:
 
     A layer says by `role` what it has of its own, and by `sources` whose caches and entries it reads. Layers run in
     order: a layer reads what its sources left in the same step.
+
+    A layer keeps its weights. It reads them as they are, or copies of them, which it makes again when it sees in a step
+    that a weight has changed: what it sees is the subject of `WeightCopies` and `TensorState`. After other writes, and
+    before graphs are replayed, call `refresh`.
     """
 
     @torch.inference_mode(mode=False)  # buffers are written in and out of the mode
@@ -90,9 +94,8 @@ class DeepseekV4Attention:
             hint = "or build the backend without deterministic"
             raise ArgumentError("limits", expected=expected, actual="single_phase=False", hint=hint)
         self.geometry, self.layer, self.limits, self.backend = geometry, layer, limits, backend
-        self._wq_a, self._wq_b, self._wkv = (dense_weight(getattr(weights, w), w) for w in ("wq_a", "wq_b", "wkv"))
-        self._q_norm, self._kv_norm = weights.q_norm, weights.kv_norm
-        self._wo_a, self._wo_b, self._group = weights.wo_a, weights.wo_b, process_group
+        self._copies, self._group = WeightCopies(), process_group
+        sink = self._load_own(weights)
         self.device = device = self._wq_a.device
         self._sources = bound = BoundSources.find(self.sources, sources, geometry, limits, device)
         table = _table(layer.rope, limits, device) if cos_sin_cache is None else cos_sin_cache
@@ -105,7 +108,6 @@ class DeepseekV4Attention:
                 chosen = bound.index.topk_indices
             self.topk_indices = own_buffer("topk_indices_buffer", topk_indices_buffer, chosen, shape, device)
         self.candidates = self._candidates(candidates_buffer)
-        sink = None if weights.attn_sink is None else weights.attn_sink.float()
         self.attention = DeepseekV4MLAAttention(
             prefix,
             layer,
@@ -141,6 +143,57 @@ class DeepseekV4Attention:
         self._source_caches: DeepseekV4Caches | None = None
         self.selected_in: tuple[ReferenceType[DeepseekSparseSWAMetadata], ReferenceType[ForwardContext]] | None = None
         """Metadata and context of the step in which the indexer selected last, on layers that others read from."""
+        self._weights, self._forms = weights, _forms(weights)
+        parts = self._copies, *(part.copies for part in (self.compressor, self.indexer) if part is not None)
+        if self.indexer is not None and self.indexer.compressor is not None:
+            parts = *parts, self.indexer.compressor.copies
+        self._every_copies: tuple[WeightCopies, ...] = parts
+
+    def _load_own(self, weights: AttentionWeights) -> Tensor | None:
+        """Take all weights but those of the compressor and the indexer. Returns the sinks."""
+        copies = self._copies
+        self._wq_a, self._wq_b = copies.dense("wq_a", weights.wq_a), copies.dense("wq_b", weights.wq_b)
+        self._wkv, self._wo_b = copies.dense("wkv", weights.wkv), copies.dense("wo_b", weights.wo_b)
+        keeps_codes = self.backend.projects_fp8
+        self._wo_a = (copies.scaled if keeps_codes else copies.dense)("wo_a", weights.wo_a)
+        self._q_norm, self._kv_norm = weights.q_norm, weights.kv_norm
+        return None if weights.attn_sink is None else copies.plain("attn_sink", weights.attn_sink, torch.float32)
+
+    @torch.inference_mode(mode=False)  # copies are written in and out of the mode
+    @torch.no_grad()
+    def refresh(self, weights: AttentionWeights | None = None) -> None:
+        """Make every copy of a weight again, in the same memory, so that captured graphs read the new values.
+
+        Call it after writes that a step does not see, such as `parameter.data.copy_` on a GPU, and after any write that
+        only graphs are replayed after. weights: others to take from now on, with the shapes, dtypes and device of those
+        before; those that are read as they are lie elsewhere then, so that graphs must be captured again.
+        Raises ArgumentError, and changes nothing, for weights that do not fit, and while a graph is captured.
+        """
+        weights = self._weights if weights is None else weights
+        prefix = self.prefix
+        check_not_captured(self.device, prefix)
+        weights.check(self.geometry, self.index)
+        forms = _forms(weights)
+        for name, form in self._forms.items():
+            if forms.get(name) != form:
+                hint = "make the layer again"
+                raise ArgumentError(f"weights.{name}", expected=_shown(form), actual=_shown(forms.get(name)), hint=hint)
+        sink = self._load_own(weights)
+        self.attention.attn_sink = sink
+        if self.compressor is not None:
+            assert weights.compressor is not None
+            self.compressor.load(weights.compressor)
+        if self.indexer is not None:
+            assert weights.indexer is not None
+            self.indexer.load(weights.indexer)
+        self._weights = weights
+
+    def _see_weights(self) -> None:
+        """Make copies again if a weight has changed. Nothing is seen in code that torch.compile traces."""
+        for copies in self._every_copies:
+            if copies.changed():
+                self.refresh()
+                return
 
     @property
     def role(self) -> LayerRole:
@@ -239,6 +292,8 @@ class DeepseekV4Attention:
         and products with fp32 weights are fp32. positions: [T'] int64; padding rows may have any. Rows behind the
         tokens of the step are padding. In a warm-up memory is reserved, and attention gives zeros.
         """
+        if not torch.compiler.is_compiling():
+            self._see_weights()
         attention, caches, size = self.attention, self.caches, self.geometry.hidden_size
         letters: dict[str, int] = {}
         own = self._wq_a.dtype
@@ -335,6 +390,20 @@ class DeepseekV4Attention:
             if tokens and ring < least:
                 expected = f"blocks for at least {least} tokens of a request: a ring of the ratio and all drafts"
                 raise ArgumentError("metadata.state.block_table", expected=expected, actual=f"blocks for {ring}")
+
+
+def _forms(weights: AttentionWeights) -> dict[str, tuple[torch.dtype, torch.device]]:
+    """The dtype in which each weight is read, bf16 for fp8, and its device."""
+    forms = {}
+    for name, value in weights.named():
+        tensor = value if isinstance(value, Tensor) else value.weight
+        forms[name] = torch.bfloat16 if tensor.element_size() == 1 else tensor.dtype, tensor.device
+    return forms
+
+
+def _shown(form: tuple[torch.dtype, torch.device] | None) -> str:
+    """A dtype and a device, as errors show them."""
+    return "nothing" if form is None else f"{str(form[0]).removeprefix('torch.')} on {form[1]}, or its codes"
 
 
 def _check_limits(geometry: ModelGeometry, limits: Limits) -> None:

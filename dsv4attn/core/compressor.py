@@ -10,7 +10,7 @@ from dsv4attn.core.layer_ops import LayerSteps, Linear, takes_bf16_norm
 from dsv4attn.core.layer_weights import CompressorWeights
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.metadata import AttentionMetadata
-from dsv4attn.core.weights import dense_weight
+from dsv4attn.core.weight_copies import WeightCopies
 
 __all__ = ["Compressor", "LatentCompressor"]
 
@@ -19,7 +19,7 @@ class Compressor:
     """A compressor of one layer. Projections, sums and the norm are fp32, whatever the dtype of the model.
 
     layer: ratio and kind. weights: of this compressor. cos_sin_cache: [positions, rope] fp32 of the layer. steps,
-    linear: see `layer_ops`.
+    linear: see `layer_ops`. `copies` sees whether the weights change; `load` takes them, or others, again.
     """
 
     def __init__(
@@ -31,11 +31,16 @@ class Compressor:
         linear: Linear,
     ) -> None:
         self._layer, self._table, self._steps, self._linear = layer, cos_sin_cache, steps, linear
-        self._projection = _projection(weights)
+        self.copies = WeightCopies()
+        self.load(weights)
+
+    def load(self, weights: CompressorWeights) -> None:
+        """Take weights with the shapes of those before; copies of them are made in the same memory."""
         assert weights.ape is not None
-        self._ape, self._norm = weights.ape.float().contiguous(), weights.norm.contiguous()
-        if not takes_bf16_norm(steps):
-            self._norm = self._norm.float()
+        self._projection = _projection(self.copies, weights)
+        self._ape = self.copies.plain("ape", weights.ape, torch.float32)
+        norm = None if takes_bf16_norm(self._steps) else torch.float32
+        self._norm = self.copies.plain("norm", weights.norm, norm)
 
     @property
     def width(self) -> int:
@@ -94,7 +99,13 @@ class LatentCompressor:
         linear: Linear,
     ) -> None:
         self._layer, self._table, self._steps, self._linear = layer, cos_sin_cache, steps, linear
-        self._projection, self._norm = _projection(weights), weights.norm.float().contiguous()
+        self.copies = WeightCopies()
+        self.load(weights)
+
+    def load(self, weights: CompressorWeights) -> None:
+        """See `Compressor.load`."""
+        self._projection = _projection(self.copies, weights)
+        self._norm = self.copies.plain("norm", weights.norm, torch.float32)
 
     @property
     def width(self) -> int:
@@ -149,7 +160,7 @@ class LatentCompressor:
         self._steps.norm_rope_store(x, positions[:tokens], slots, *norm, layer.compress_ratio, cache)
 
 
-def _projection(weights: CompressorWeights) -> Tensor:
-    """A copy of the weights of kv, and behind them of the scores, made once: fp32."""
+def _projection(copies: WeightCopies, weights: CompressorWeights) -> Tensor:
+    """A copy of the weights of kv, followed by those of the scores: fp32."""
     parts = {"wkv": weights.wkv, "wgate": weights.wgate}
-    return torch.cat([dense_weight(value, name).float() for name, value in parts.items() if value is not None])
+    return copies.merged("projection", {name: value for name, value in parts.items() if value is not None})

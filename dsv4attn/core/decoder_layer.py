@@ -28,6 +28,11 @@ class DeepseekV4DecoderLayer:
     attention_streams: HyperConnections
     feed_forward_streams: HyperConnections
 
+    def refresh(self) -> None:
+        """Make all copies of weights again, in the same memory; see `DeepseekV4Attention.refresh`."""
+        for part in (self.attention, self.attention_streams, self.feed_forward_streams):
+            part.refresh()
+
     def __call__(self, streams: Tensor, positions: Tensor) -> Tensor:
         """New streams [T, n, d] of streams [T, n, d] at positions [T], in the step that is being run."""
         post, comb, hidden = self.attention_streams.pre(streams)
@@ -50,6 +55,11 @@ class DeepseekV41DecoderLayer:
     feed_forward: Callable[[Tensor], Tensor]
     attention_streams: HyperConnections
     feed_forward_streams: HyperConnections
+
+    def refresh(self) -> None:
+        """Make all copies of weights again, in the same memory; see `DeepseekV4Attention.refresh`."""
+        for part in (self.attention, self.attention_streams, self.feed_forward_streams):
+            part.refresh()
 
     def __call__(self, streams: Tensor, positions: Tensor, previous_pre: Tensor | None) -> tuple[Tensor, Tensor]:
         """(new streams [T, n, d], pre [T, n]) of streams [T, n, d] at positions [T], in the step that is being run.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from dsv4attn.core.geometry import ModelGeometry
 from dsv4attn.core.layer_ops import LayerSteps
 from dsv4attn.core.layer_weights import HyperConnectionWeights
+from dsv4attn.core.weight_copies import WeightCopies, check_not_captured
+from dsv4attn.errors import ArgumentError
 
 __all__ = ["HyperConnections"]
 
@@ -20,6 +25,9 @@ class HyperConnections:
 
     norm_weight: [d] - of the RMSNorm in front of the sublayer, or None. Raises ArgumentError unless the weights have
     the shapes of the model.
+
+    Weights that change are seen as those of `DeepseekV4Attention` are, before each `pre` and `after`. After other
+    writes call `refresh`.
     """
 
     def __init__(
@@ -29,12 +37,41 @@ class HyperConnections:
         steps: LayerSteps,
         norm_weight: Tensor | None = None,
     ) -> None:
+        self._geometry, self._steps, self._copies = geometry, steps, WeightCopies()
+        self._load(weights, norm_weight)
+
+    def _load(self, weights: HyperConnectionWeights, norm_weight: Tensor | None) -> None:
+        """Take weights, and make copies of those that are not fp32."""
+        geometry, copies = self._geometry, self._copies
         weights.check(geometry)
         eps, iterations = geometry.hc_eps, geometry.hc_sinkhorn_iters
-        mixes = weights.fn.detach().float(), weights.scale.detach().float(), weights.base.detach().float()
-        norm_weight = None if norm_weight is None else norm_weight.detach()
-        self._mixes = *mixes, geometry.eps, eps, eps, 2.0, iterations, norm_weight, geometry.eps
-        self._steps = steps
+        with torch.inference_mode(mode=False), torch.no_grad():
+            mixes = [copies.alias(name, getattr(weights, name), torch.float32) for name in ("fn", "scale", "base")]
+            norm = None if norm_weight is None else copies.alias("norm_weight", norm_weight)
+        self._kept: tuple[Any, ...] = *mixes, geometry.eps, eps, eps, 2.0, iterations, norm, geometry.eps
+        self._weights, self._norm_weight = weights, norm_weight
+
+    def refresh(self, weights: HyperConnectionWeights | None = None, norm_weight: Tensor | None = None) -> None:
+        """Make every copy of a weight again, in the same memory; see `DeepseekV4Attention.refresh`.
+
+        weights, norm_weight: others to take from now on, on the device of those before; None: those before.
+        """
+        weights = self._weights if weights is None else weights
+        norm_weight = self._norm_weight if norm_weight is None else norm_weight
+        device = self._kept[0].device
+        check_not_captured(device, "hyper-connections")
+        for name in ("fn", "scale", "base"):
+            if getattr(weights, name).device != device:
+                actual = f"one on {getattr(weights, name).device}"
+                raise ArgumentError(f"hyper_connections.{name}", expected=f"a tensor on {device}", actual=actual)
+        self._load(weights, norm_weight)
+
+    @property
+    def _mixes(self) -> tuple[Any, ...]:
+        """Arguments of the steps, from the weights as they are now."""
+        if not torch.compiler.is_compiling() and self._copies.changed():
+            self.refresh()
+        return self._kept
 
     def pre(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(post, comb, input of the sublayer [T, d]) of streams [T, n, d]."""

@@ -16,7 +16,7 @@ from dsv4attn.core.layer_weights import IndexerWeights
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
-from dsv4attn.core.weights import dense_weight
+from dsv4attn.core.weight_copies import WeightCopies
 
 __all__ = ["Candidates", "Indexer"]
 
@@ -43,7 +43,8 @@ class Indexer:
     shortcut: whether selection is skipped where every token sees at most K entries: all of them are selected then. Not
     for deterministic layers, as it also selects entries whose score is NaN. latents: compressor of the layer, where
     index keys are made of its latents (V4.1). publishes: candidates that this indexer writes. restricts: candidates
-    of another indexer that this one selects from. select_topk: instead of that of the steps.
+    of another indexer that this one selects from. select_topk: instead of that of the steps. `copies` sees whether the
+    weights change, but for those of the compressor; `load` takes all of them, or others, again.
     """
 
     def __init__(
@@ -65,16 +66,28 @@ class Indexer:
         check_table(cos_sin_cache, layer, limits)
         self._heads, self._topk, self._ratio = geometry.index_n_heads, layer.topk, layer.compress_ratio
         self._limits, self._table, self._steps, self._linear = limits, cos_sin_cache, steps, linear
-        self._wq_b, self._weights_proj = (
-            dense_weight(getattr(weights, name), f"indexer.{name}") for name in ("wq_b", "weights_proj")
-        )
         self._shortcut, self._select_topk = shortcut, select_topk
         self._latents, self._publishes, self._restricts = latents, publishes, restricts
         self.compressor = None
         if weights.compressor is not None:
             self.compressor = Compressor(layer, weights.compressor, cos_sin_cache, steps, linear)
-        self._wk = None if weights.wk is None else dense_weight(weights.wk, "indexer.wk")
-        self._k_norm = None if weights.k_norm is None else weights.k_norm.float().contiguous()
+        self.copies = WeightCopies()
+        self._load_own(weights)
+
+    def load(self, weights: IndexerWeights) -> None:
+        """Take weights with the shapes of those before; copies of them are made in the same memory."""
+        self._load_own(weights)
+        if self.compressor is not None:
+            assert weights.compressor is not None
+            self.compressor.load(weights.compressor)
+
+    def _load_own(self, weights: IndexerWeights) -> None:
+        """Take all weights but those of the compressor."""
+        copies = self.copies
+        self._wq_b = copies.dense("indexer.wq_b", weights.wq_b)
+        self._weights_proj = copies.dense("indexer.weights_proj", weights.weights_proj)
+        self._wk = None if weights.wk is None else copies.dense("indexer.wk", weights.wk)
+        self._k_norm = None if weights.k_norm is None else copies.plain("k_norm", weights.k_norm, torch.float32)
 
     def __call__(
         self,

@@ -133,7 +133,8 @@ class AttentionWeights:
     def shard(self, rank: int, size: int) -> AttentionWeights:
         """The weights of one rank of `size`: heads and output groups are divided, everything else is replicated.
 
-        Tensors only: a block-scaled weight is divided before it is given.
+        Tensors only: a block-scaled weight is divided before it is given. All parts share the memory of the whole
+        weights: a layer sees what is written there.
         """
         parts: dict[str, Any] = {}
         for name, dim in _SHARDED.items():
@@ -144,7 +145,7 @@ class AttentionWeights:
                 actual = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 expected = f"a tensor whose dimension {dim} is a multiple of {size}"
                 raise ArgumentError(f"weights.{name}", expected=expected, actual=actual)
-            parts[name] = value.chunk(size, dim)[rank].contiguous()
+            parts[name] = value.chunk(size, dim)[rank]
         return evolve(self, **parts)
 
 

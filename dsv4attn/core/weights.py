@@ -1,37 +1,48 @@
 """Weights of the output projection: block-scaled fp8 matrices, and their conversion to bf16 where bf16 is multiplied.
 
-The bf16 copy of a weight is cached for the weight's lifetime. When the weight or its scale was replaced or written, the
-copy is computed again, in the same memory.
+The bf16 copy of a weight is cached for the weight's lifetime, one for each of its scales. When the weight or its scale
+was replaced or written, the copy is computed again, in the same memory. `TensorState` says which changes are seen.
 """
 
 from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
 from dsv4attn.core.device import is_capturing
+from dsv4attn.core.tensor_state import TensorState
 from dsv4attn.core.tensorspec import check_tensor
-from dsv4attn.core.values import shown
+from dsv4attn.core.weight_scales import BLOCKS, check_scale, checked_block, declared_block, grid, short
+from dsv4attn.core.weight_scales import alike as _alike
+from dsv4attn.core.weight_scales import factors_of as _factors
+from dsv4attn.core.weight_scales import product as _product
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["BLOCKS", "BlockScaledWeight", "Weight", "check_weight", "dense_weight", "forget", "scaled_weight"]
+__all__ = [
+    "BLOCKS",
+    "BlockScaledWeight",
+    "Weight",
+    "check_weight",
+    "converted",
+    "dense_weight",
+    "forget",
+    "scaled_weight",
+    "tensors_of",
+]
 
-BLOCKS = (128, 32)
-"""Rows and columns under one scale in checkpoints of V4 and of V4.1. Scales of these blocks say their size by their
-number. Two sizes never fit the same scales, unless one scale is that of the whole matrix in both."""
-_ROWS = 512
-"""Rows that are converted at once."""
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-# the oldest supported torch lacks float8_e8m0fnu
-_SCALE_DTYPES = tuple(dict.fromkeys((torch.float32, getattr(torch, "float8_e8m0fnu", torch.uint8), torch.uint8)))
 _SCALES = ("weight_scale_inv", "weight_scale", "scale")
-_BLOCK_SIZES = ("weight_block_size", "block_size")
+
+
+def _given_block(size: object) -> tuple[int, int]:
+    """`BlockScaledWeight.block_size` as two numbers. None stays, until the scales are known."""
+    return cast("tuple[int, int]", checked_block("block_size", size))
 
 
 @frozen(eq=False)
@@ -49,12 +60,11 @@ class BlockScaledWeight:
 
     weight: Tensor
     scale: Tensor
-    block_size: tuple[int, int] = field(default=None, kw_only=True)  # set when the weight is made
+    block_size: tuple[int, int] = field(default=None, kw_only=True, converter=_given_block)
 
     def __attrs_post_init__(self) -> None:
         _check_matrix("weight", self.weight, _FP8)
-        block = _checked_block("block_size", self.block_size)
-        block = _check_scale("scale", self.scale, "weight", self.weight, block)
+        block = check_scale("scale", self.scale, "weight", self.weight, self.block_size)
         object.__setattr__(self, "block_size", block)
 
     @classmethod
@@ -66,7 +76,7 @@ class BlockScaledWeight:
         """
         _, weight, scales, _ = _inspected(name, module)
         _check_matrix(f"{name}.weight", weight, _FP8)
-        return cls(weight, scales[0], block_size=_declared_block(module))  # type: ignore[arg-type] # None: by scales
+        return cls(weight, scales[0], block_size=declared_block(module))
 
 
 Weight: TypeAlias = "Tensor | BlockScaledWeight | Any"
@@ -97,7 +107,25 @@ def scaled_weight(value: Weight, name: str = "wo_a") -> BlockScaledWeight | None
         return None
     if isinstance(value, BlockScaledWeight):
         return value
-    return BlockScaledWeight(weight, scales[0], block_size=_declared_block(value))  # type: ignore[arg-type] # as above
+    return BlockScaledWeight(weight, scales[0], block_size=declared_block(value))
+
+
+def converted(value: Weight, name: str = "wo_a", out: Tensor | None = None) -> Tensor:
+    """The weight as bf16 if it is fp8, computed now, and unchanged if it is not. Nothing is cached.
+
+    value, name: see `dense_weight`. out: memory for the result, used if it fits.
+    Raises ArgumentError as `dense_weight` does.
+    """
+    if isinstance(value, Tensor) and value.dtype in _WIDE:
+        check_weight(name, value)
+        return value
+    _, weight, scales, _ = _inspected(name, value, recompute=True)
+    if weight.element_size() > 1:
+        return weight
+    block = _block_of(weight, scales[0], value)
+    # outside inference mode, so that the copy can be written again inside or outside of it
+    with torch.inference_mode(mode=False), torch.no_grad():
+        return _product(weight, _factors(scales[0]), block, out)
 
 
 def dense_weight(value: Weight, name: str = "wo_a", *, recompute: bool = False) -> Tensor:
@@ -108,9 +136,11 @@ def dense_weight(value: Weight, name: str = "wo_a", *, recompute: bool = False) 
     weight of two bytes or more an element is never scaled, even with a scale beside it. Products are fp32, then rounded
     to bf16.
 
-    The first call computes the copy, and later calls with the same weight and scale tensors return it. Writes that
-    torch does not count, to `weight.data` or in inference mode, are not noticed. recompute: compute the copy again, in
-    the same memory, as after such a write.
+    The first call computes the copy, and later calls with the same weight and scale tensors return it. The copy is
+    computed again, in the same memory, when the weight or its scale has changed; `TensorState` says what is seen. A
+    weight has a copy for each of its scales; the memory of one whose scale was deleted goes to the next. Writes that
+    torch does not count, to `weight.data` or in inference mode, are not seen on a device. recompute: compute the copy
+    again, in the same memory, as after such a write.
     Raises ArgumentError before anything is computed: also if a graph is being captured and there is no copy yet, and
     for fp8 in code that torch.compile traces.
     """
@@ -123,74 +153,127 @@ def dense_weight(value: Weight, name: str = "wo_a", *, recompute: bool = False) 
         return weight
     if cached is not None:
         return cached.copy
-    old = _copies.get(id(weight))
-    # outside inference mode, so that the copy can be written again inside or outside of it
+    known = _copies.setdefault(id(weight), [])
+    known[:] = [copy for copy in known if copy.weight() is weight]
     block = _block_of(weight, scales[0], value)
+    old = next((copy for copy in known if copy.has(scales, block)), None)
+    if old is None:
+        # of a scale that was replaced: captured graphs read the new values
+        old = next((copy for copy in known if not copy.is_in_use()), None)
+    # states first: what is written meanwhile is seen later
+    states = tuple(map(TensorState, (weight, *scales)))
     with torch.inference_mode(mode=False), torch.no_grad():
-        own = None if old is None or old.weight() is not weight else old.copy
-        copy = _product(weight, _factors(scales[0]), block, own)
-    _copies[id(weight)] = _Copy.of(weight, scales, copy)
-    return copy
+        made = _product(weight, _factors(scales[0]), block, None if old is None else old.copy)
+    known[:] = [copy for copy in known if copy is not old]
+    known.append(_Copy.of(weight, scales, block, states, made))
+    return made
 
 
 def forget(value: Weight) -> None:
-    """Drop the cached copy of a weight, if there is one; the next call of `dense_weight` computes another.
+    """Drop the cached copies of a weight, if there are any; the next call of `dense_weight` computes another.
 
     value: see `dense_weight`. Graphs that were captured with the copy must not be replayed any more.
     """
     _copies.pop(id(_parts(value)[0]), None)
 
 
+def tensors_of(value: Weight) -> list[tuple[Any, str, Tensor]]:
+    """(owner, name, tensor) of each tensor of a weight: the matrix, and its scales if it is fp8.
+
+    owner: where the tensor is found again under its name, a dict if it is one of a module; None for a tensor that
+    cannot be replaced.
+    """
+    weight, scales = _parts(value)
+    tensors = {"weight": weight, **(scales if weight.element_size() == 1 else {})}
+    if isinstance(value, (Tensor, BlockScaledWeight)):
+        return [(None, name, tensor) for name, tensor in tensors.items()]
+    return [(_place(value, name), name, tensor) for name, tensor in tensors.items()]
+
+
+def _place(module: object, name: str) -> Any:  # noqa: ANN401 - a dict or the module
+    """The dict in which a module has an attribute; the module if there is none, as of a property."""
+    for kind in ("_parameters", "_buffers"):
+        found = module.__dict__.get(kind) if hasattr(module, "__dict__") else None
+        if isinstance(found, dict) and name in found:
+            return found
+    own = getattr(module, "__dict__", {})
+    return own if name in own else module
+
+
 @frozen(eq=False)
 class _Copy:
-    """A cached copy with weak references to its weight and scales, and their states when it was made."""
+    """A cached copy with weak references to its weight and scales, and their states before it was made.
+
+    block: rows and columns under one scale. by_number: whether these are what the number of scales says.
+    """
 
     weight: weakref.ref[Tensor]
     scales: tuple[weakref.ref[Tensor], ...]
-    states: tuple[Any, ...]
+    block: tuple[int, int]
+    by_number: bool
+    states: tuple[TensorState, ...]
     copy: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor, scales: tuple[Tensor, ...], copy: Tensor) -> _Copy:
-        """Record the sources of a new copy."""
+    def of(
+        cls,
+        weight: Tensor,
+        scales: tuple[Tensor, ...],
+        block: tuple[int, int],
+        states: tuple[TensorState, ...],
+        copy: Tensor,
+    ) -> _Copy:
+        """Record the sources of a new copy. states: of the weight and the scales."""
         ref = weakref.ref(weight, partial(_drop, id(weight)))
-        return cls(ref, tuple(map(weakref.ref, scales)), _states(weight, scales), copy)
+        number = tuple(scales[0].shape)
+        by_number = next(((n, n) for n in BLOCKS if grid(weight.shape, (n, n)) == number), None) == block
+        return cls(ref, tuple(map(weakref.ref, scales)), block, by_number, states, copy)
 
-    def is_of(self, weight: Tensor, scales: tuple[Tensor, ...]) -> bool:
-        """Whether these are the same tensors and torch has counted no write to them."""
-        return (
-            self.weight() is weight
-            and len(self.scales) == len(scales)
-            and all(ref() is scale for ref, scale in zip(self.scales, scales, strict=True))
-            and self.states == _states(weight, scales)
-        )
+    def has(self, scales: tuple[Tensor, ...], block: tuple[int, int] | None) -> bool:
+        """Whether it is of these scales. block: None: as their number says."""
+        if len(self.scales) != len(scales) or not (self.by_number if block is None else self.block == block):
+            return False
+        for ref, scale in zip(self.scales, scales, strict=True):  # noqa: SIM110 - in every step
+            if ref() is not scale:
+                return False
+        return True
+
+    def is_of(self, weight: Tensor, scales: tuple[Tensor, ...], block: tuple[int, int] | None) -> bool:
+        """Whether these are the same tensors, and no change of them is seen."""
+        if self.weight() is not weight or not self.has(scales, block):
+            return False
+        for state, tensor in zip(self.states, (weight, *scales), strict=True):  # noqa: SIM110 - in every step
+            if not state.holds(tensor):
+                return False
+        return True
+
+    def is_in_use(self) -> bool:
+        """Whether the scales of the copy exist."""
+        return all(ref() is not None for ref in self.scales)
 
 
-_copies: dict[int, _Copy] = {}
-"""Cached copies by `id` of their weight."""
+_copies: dict[int, list[_Copy]] = {}
+"""Cached copies by `id` of their weight; several if one weight has several scales."""
 
 
 def _drop(key: int, ref: weakref.ref[Tensor]) -> None:
-    """Drop the copy of a weight that was deleted, unless another weight has its `id` already."""
-    cached = _copies.get(key)
-    if cached is not None and cached.weight is ref:
-        del _copies[key]
-
-
-def _states(weight: Tensor, scales: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """A value that changes when the weight or a scale is written or its memory replaced."""
-    return tuple(
-        (t.data_ptr(), None if t.is_inference() else t._version, t.dtype, t.shape, t.stride())  # noqa: SLF001
-        for t in (weight, *scales)
-    )
+    """Drop the copies of a weight that was deleted, unless another weight has its `id` already."""
+    known = _copies.get(key)
+    if known is not None:
+        known[:] = [copy for copy in known if copy.weight is not ref]
+        if not known:
+            del _copies[key]
 
 
 def _parts(value: Weight) -> tuple[Any, dict[str, Any]]:
     """The matrix of a weight, and its scales by the names of their attributes; nothing is checked."""
     if isinstance(value, Tensor):
         return value, {}
-    names = ("scale",) if isinstance(value, BlockScaledWeight) else _SCALES
-    scales = {name: scale for name in names if (scale := getattr(value, name, None)) is not None}
+    if isinstance(value, BlockScaledWeight):
+        return value.weight, {"scale": value.scale}
+    scales = {name: scale for name in _SCALES[:2] if (scale := getattr(value, name, None)) is not None}
+    if not scales and (scale := getattr(value, _SCALES[2], None)) is not None:
+        scales = {_SCALES[2]: scale}
     return getattr(value, "weight", None), scales
 
 
@@ -210,26 +293,26 @@ def _inspected(
         _check_matrix(label, weight, _WIDE)
         return label, weight, (), None
     found = tuple(scales.values())
-    cached = None if recompute or torch.compiler.is_compiling() else _copies.get(id(weight))
-    if cached is not None and cached.is_of(weight, found):
-        return label, weight, found, cached  # all of it was checked when the copy was made
+    copy = None if recompute or torch.compiler.is_compiling() else _cached(value, weight, found)
+    if copy is not None:
+        return label, weight, found, copy  # all of it was checked when the copy was made
     _check_matrix(label, weight, (*_WIDE, *_FP8))
     if torch.compiler.is_compiling():
         # copies are found by identities and version counters, which a compiled graph does not have
         expected, hint = "bf16 or fp32 in compiled code", f"pass dense_weight({name}), made before and outside of it"
-        raise ArgumentError(label, expected=expected, actual=_short(weight.dtype), hint=hint)
+        raise ArgumentError(label, expected=expected, actual=short(weight.dtype), hint=hint)
     if not scales:
         raise ArgumentError(
             label,
-            expected=f"{' or '.join(_SCALES)} beside a weight in {_short(weight.dtype)}",
-            actual="neither",
+            expected=f"{', '.join(_SCALES[:-1])} or {_SCALES[-1]} beside a weight in {short(weight.dtype)}",
+            actual="none of them",
             hint="pass the module that has both, or BlockScaledWeight(weight, scale)"
             if label == name
             else "a weight without blocks goes in as bf16",
         )
-    declared = value.block_size if isinstance(value, BlockScaledWeight) else _declared_block(value)
+    declared = value.block_size if isinstance(value, BlockScaledWeight) else declared_block(value)
     for attribute, scale in scales.items():
-        _check_scale(f"{name}.{attribute}", scale, label, weight, declared)
+        check_scale(f"{name}.{attribute}", scale, label, weight, declared)
     if converts and is_capturing(weight.device):
         expected = "a weight that was converted to bf16 before the capture of the graph"
         hint = f"run the step once, or call dense_weight({name}), before the capture"
@@ -244,6 +327,18 @@ def _inspected(
     return label, weight, found, None
 
 
+def _cached(value: Weight, weight: Tensor, scales: tuple[Tensor, ...]) -> _Copy | None:
+    """The copy of a weight with these scales, if there is one that is up to date."""
+    known = _copies.get(id(weight))
+    if not known:
+        return None
+    block = value.block_size if isinstance(value, BlockScaledWeight) else declared_block(value)
+    for copy in known:
+        if copy.is_of(weight, scales, block):
+            return copy
+    return None
+
+
 def _check_matrix(label: str, weight: object, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raise ArgumentError unless this is a matrix of one of these dtypes; its strides may be any."""
     if isinstance(weight, Tensor) and weight.dtype in (torch.uint8, torch.int8):
@@ -251,120 +346,16 @@ def _check_matrix(label: str, weight: object, dtypes: tuple[torch.dtype, ...]) -
         raise ArgumentError(
             label,
             expected="a dtype that says what its bytes mean",
-            actual=_short(weight.dtype),
+            actual=short(weight.dtype),
             hint=f"view them as what they are: {dialects}; a code means half as much in the second",
         )
     if isinstance(weight, Tensor) and weight.dtype in _WIDE and dtypes == _FP8:
         expected, hint = "fp8 codes", "a weight that is not fp8 has no scale: pass the tensor itself"
-        raise ArgumentError(label, expected=expected, actual=_short(weight.dtype), hint=hint)
+        raise ArgumentError(label, expected=expected, actual=short(weight.dtype), hint=hint)
     check_tensor(label, weight, "_ _", dtypes, {}, any_strides=True)
-
-
-def _check_scale(
-    label: str, scale: object, weight_label: str, weight: Tensor, block: tuple[int, int] | None
-) -> tuple[int, int]:
-    """Raise ArgumentError unless this is a scale for each block of a weight. Returns the size of a block.
-
-    block: its size; None: one of `BLOCKS`.
-    """
-    sizes, name = [(n, n) for n in BLOCKS] if block is None else [block], label.rpartition(".")[2]
-    shapes: dict[tuple[int, ...], tuple[int, int]] = {_grid(weight.shape, size): size for size in reversed(sizes)}
-    said = " or ".join(f"{rows} x {columns}" for rows, columns in sizes)
-    actual, hint = type(scale).__name__, f"every block of {said} has one, a shorter block at the end too"
-    if isinstance(scale, Tensor):
-        if scale.dtype in _SCALE_DTYPES and tuple(scale.shape) in shapes:
-            if scale.device == weight.device:
-                return shapes[tuple(scale.shape)]
-            expected, hint = (
-                f"a tensor on {weight.device}, like {weight_label}",
-                f"pass {name}.to({weight_label}.device)",
-            )
-            raise ArgumentError(label, expected=expected, actual=f"one on {scale.device}", hint=hint)
-        actual = f"{[*scale.shape]} {_short(scale.dtype)}"
-        if scale.dtype not in _SCALE_DTYPES:
-            hint = f"pass {name}.to(torch.float32)"
-        elif block is None:
-            hint = _hint(scale, weight) or f"{hint}; for other blocks pass BlockScaledWeight(..., block_size=)"
-    grids = " or ".join(str([*shape]) for shape in reversed(shapes))
-    expected = f"{grids} {' or '.join(map(_short, _SCALE_DTYPES))}, the scales of {weight_label} {[*weight.shape]}"
-    raise ArgumentError(label, expected=expected, actual=actual, hint=hint)
-
-
-def _hint(scale: Tensor, weight: Tensor) -> str:
-    """How to pass one scale of a whole matrix, or of each row; "" for other scales."""
-    rows, columns = weight.shape
-    shape, kept = tuple(scale.shape), "BlockScaledWeight(weight, scale.reshape({}), block_size=({}, {}))"
-    if shape in ((), (1,), (1, 1)):
-        return f"if it is one scale for the whole matrix, pass {kept.format('1, 1', rows, columns)}"
-    if shape in ((rows,), (rows, 1)):
-        return f"if it is a scale for each row, pass {kept.format('-1, 1', 1, columns)}"
-    return ""
-
-
-def _grid(shape: torch.Size, block: tuple[int, int]) -> tuple[int, int]:
-    """Numbers of blocks of rows and of columns."""
-    rows, columns = (-(-n // size) for n, size in zip(shape, block, strict=True))
-    return rows, columns
-
-
-def _checked_block(label: str, size: object) -> tuple[int, int] | None:
-    """A size of blocks as two numbers, or None. Raises ArgumentError for anything else."""
-    if size is None:
-        return None
-    pair = (size, size) if isinstance(size, int) else size
-    if isinstance(pair, (tuple, list)) and len(pair) == len([n for n in pair if type(n) is int and n > 0]) == 2:
-        return pair[0], pair[1]
-    hint = "128 for V4, 32 for V4.1; by default the number of scales says it"
-    raise ArgumentError(label, expected="two positive numbers, rows and columns", actual=shown(size), hint=hint)
-
-
-def _declared_block(module: object) -> tuple[int, int] | None:
-    """The size of blocks that a module says, in one of `_BLOCK_SIZES`; None if it says none."""
-    for name in _BLOCK_SIZES:
-        size = getattr(module, name, None)
-        if isinstance(size, (tuple, list)) and len(size) == 2:
-            return _checked_block(name, size)
-    return None
 
 
 def _block_of(weight: Tensor, scale: Tensor, value: Weight) -> tuple[int, int]:
     """The size of blocks of a weight that was checked."""
-    declared = value.block_size if isinstance(value, BlockScaledWeight) else _declared_block(value)
-    return declared or _check_scale("scale", scale, "weight", weight, None)
-
-
-def _alike(first: Tensor, second: Tensor) -> bool:
-    """Whether two scales have the same values; reads them."""
-    return torch.equal(*(_factors(scale).view(torch.int32) for scale in (first, second)))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _factors(scale: Tensor) -> Tensor:
-    """fp32 factors of the blocks: an fp32 scale itself, else 2^(byte - 127).
-
-    The byte is the exponent field of the factor. 0 is the subnormal 2^-127, and 255 is NaN.
-    """
-    if scale.dtype == torch.float32:
-        return scale
-    byte = scale.view(torch.uint8)
-    bits = (byte.int() << 23).masked_fill(byte == 0, 0x00400000).masked_fill(byte == 255, 0x7FC00000)
-    return bits.view(torch.float32)
-
-
-def _product(weight: Tensor, factors: Tensor, block: tuple[int, int], out: Tensor | None) -> Tensor:
-    """Each block times its factor as bf16, some rows of blocks at a time; into `out` if that fits.
-
-    The memory stays the same then, and a captured graph reads the new values.
-    """
-    if out is None or (out.shape, out.device) != (weight.shape, weight.device):
-        out = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
-    (rows, columns), (height, width) = weight.shape, block
-    step = max(1, _ROWS // height)
-    for i in range(0, factors.shape[0], step):
-        part = slice(i * height, min((i + step) * height, rows))
-        wide = factors[i : i + step].repeat_interleave(width, 1)[:, :columns]
-        out[part] = weight[part].float() * wide.repeat_interleave(height, 0)[: part.stop - part.start]
-    return out
+    declared = value.block_size if isinstance(value, BlockScaledWeight) else declared_block(value)
+    return declared or check_scale("scale", scale, "weight", weight, None)

@@ -319,7 +319,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "wo_a in bare fp8": (
         {"wo_a": FP8_A.weight()},
-        r"wo_a: expected weight_scale_inv .* -> pass .*BlockScaledWeight\(weight",
+        r"wo_a: expected weight_scale_inv, .* -> pass .*BlockScaledWeight\(weight",
     ),
     "wo_a in fp16": ({"wo_a": torch.zeros(WO_A).half()}, "wo_a: expected .* bfloat16 or float32, .*float16 -> pass"),
     "wo_a elsewhere": (

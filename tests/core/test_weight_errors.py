@@ -18,9 +18,9 @@ FP8 = Scaled.draw(13, 130, 260, OCP, "fp32")
 BAD: dict[str, tuple[Any, str, str]] = {
     "no weight": (SimpleNamespace(), "wo_a", "a module with a weight"),
     "nothing": (None, "wo_a", "NoneType"),
-    "no scale": (SimpleNamespace(weight=FP8.weight()), "wo_a.weight", "got neither -> a weight without"),
-    "scales of None": (FP8.module(weight_scale_inv=None), "wo_a.weight", "got neither"),
-    "a plain fp8 tensor": (FP8.weight(), "wo_a", "got neither -> pass the module"),
+    "no scale": (SimpleNamespace(weight=FP8.weight()), "wo_a.weight", "got none of them -> a weight without"),
+    "scales of None": (FP8.module(weight_scale_inv=None), "wo_a.weight", "got none of them"),
+    "a plain fp8 tensor": (FP8.weight(), "wo_a", "got none of them -> pass the module"),
     "raw codes": (FP8.module(weight=FP8.codes), "wo_a.weight", r"got uint8 -> view .*\.view\(torch.float8_e4m3fn\)"),
     "signed codes": (FP8.module(weight=FP8.codes.view(torch.int8)), "wo_a.weight", "got int8"),
     "raw codes alone": (FP8.codes, "wo_a", "got uint8"),
@@ -47,7 +47,7 @@ PAIRS: dict[str, tuple[Any, Any, str]] = {
     "no scale": (
         FP8.codes.view(OCP),
         None,
-        r"scale: expected \[2, 3\] float32 or .*, got NoneType -> every block of 128",
+        r"scale: expected \[2, 3\] or \[5, 9\] float32 or .*, got NoneType -> every block of 128",
     ),
     "scales turned round": (
         FP8.codes.view(OCP),
@@ -77,7 +77,7 @@ def test_a_module_without_fp8_codes_or_their_scale_is_no_block_scaled_weight() -
         (SimpleNamespace(weight=torch.ones(2, 2), weight_scale=torch.ones(1, 1)), r"wo_b\.weight: expected fp8 codes"),
         (
             SimpleNamespace(weight=FP8.weight()),
-            r"wo_b\.weight: expected weight_scale_inv or weight_scale beside .* neither",
+            r"wo_b\.weight: expected weight_scale_inv, weight_scale or scale beside .* none",
         ),
         (FP8.codes, "wo_b: expected a dtype that says"),
         (None, "wo_b: expected a tensor, a BlockScaledWeight, or a module"),
@@ -100,5 +100,5 @@ def test_a_scale_that_went_bad_is_an_error_even_if_a_copy_is_kept() -> None:
     module = Scaled.draw(14, 40, 50, OCP, "fp32").module()
     dense_weight(module)
     module.weight_scale_inv = None
-    with pytest.raises(ArgumentError, match="got neither"):
+    with pytest.raises(ArgumentError, match="got none of them"):
         dense_weight(module)

@@ -277,22 +277,12 @@ def test_a_layer_alone_is_refused() -> None:
         model.model.layers[0].self_attn(torch.zeros(1, 3, 64))
 
 
-def write(model: Any) -> None:
-    model.model.layers[1].self_attn.compressor.kv_proj.weight.mul_(2)
-
-
-def replace(model: Any) -> None:
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-
-
-@pytest.mark.parametrize("change", [write, replace, lambda model: model.to(torch.bfloat16)])
-def test_weights_that_change_while_patched_are_refused(change: Callable[[Any], None]) -> None:
+def test_weights_of_another_dtype_while_patched_are_refused() -> None:
     model = fresh()
     with patched(model):
         model.to("cpu")
         call(model, ids_of(model, 5))
-        with torch.no_grad():
-            change(model)
+        model.to(torch.bfloat16)
         with pytest.raises(UnsupportedError, match=r"the weights that patch\(\) found.*patch it again"):
             call(model, ids_of(model, 5))
     with patched(model):

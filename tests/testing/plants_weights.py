@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core import weights
+from dsv4attn.core.weight_scales import factors_of, product
 
-true_factors, true_product = weights._factors, weights._product
+true_factors, true_product = factors_of, product
 
 
 def unscaled(scale: Tensor) -> Tensor:
@@ -41,26 +42,33 @@ def exponent_off_by_one(scale: Tensor) -> Tensor:
     return true_factors(scale) / (1 if scale.dtype == torch.float32 else 2)
 
 
-def whole_blocks_only(weight: Tensor, factors: Tensor, out: Tensor | None) -> Tensor:
+def whole_blocks_only(weight: Tensor, factors: Tensor, block: tuple[int, int], out: Tensor | None) -> Tensor:
     """Short blocks at the end stay zero."""
-    found = true_product(weight, factors, out)
-    rows, columns = (n // weights.BLOCK * weights.BLOCK for n in weight.shape)
+    found = true_product(weight, factors, block, out)
+    rows, columns = (n // size * size for n, size in zip(weight.shape, block, strict=True))
     found[rows:] = 0
     found[:, columns:] = 0
     return found
 
 
-def last_scale_for_all_after(weight: Tensor, factors: Tensor, out: Tensor | None) -> Tensor:
+def last_scale_for_all_after(weight: Tensor, factors: Tensor, block: tuple[int, int], out: Tensor | None) -> Tensor:
     """A short block at the end gets the scale of the block before it."""
     short = factors.clone()
-    if weight.shape[0] % weights.BLOCK and len(factors) > 1:
+    if weight.shape[0] % block[0] and len(factors) > 1:
         short[-1] = short[-2]
-    return true_product(weight, short, out)
+    return true_product(weight, short, block, out)
 
 
-def always_ocp(weight: Tensor, factors: Tensor, out: Tensor | None) -> Tensor:
+def blocks_of_v4(weight: Tensor, factors: Tensor, block: tuple[int, int], out: Tensor | None) -> Tensor:
+    """Every block is taken to be of 128 x 128."""
+    del block
+    grid = [-(-n // 128) for n in weight.shape]
+    return true_product(weight, factors[: grid[0], : grid[1]], (128, 128), out)
+
+
+def always_ocp(weight: Tensor, factors: Tensor, block: tuple[int, int], out: Tensor | None) -> Tensor:
     """The dialect of the codes is ignored."""
-    return true_product(weight.view(torch.uint8).view(torch.float8_e4m3fn), factors, out)
+    return true_product(weight.view(torch.uint8).view(torch.float8_e4m3fn), factors, block, out)
 
 
 def wo_b_as_codes(value: Any, name: str = "wo_a") -> Tensor:
@@ -81,6 +89,7 @@ SLIPS: dict[str, tuple[str, Callable[..., Any], str]] = {
     "E8M0 bias of 128": ("weights._factors", exponent_off_by_one, f"{EXPONENTS},apart-project-fp8,output-fp8"),
     "short last block dropped": ("weights._product", whole_blocks_only, f"{FP8},{FNUZ},{MORE}"),
     "short last block scaled as the one before": ("weights._product", last_scale_for_all_after, f"{FP8},{FNUZ},{MORE}"),
+    "blocks always of 128 x 128": ("weights._product", blocks_of_v4, "project-fp8-blocks-32"),
     "codes always OCP": ("weights._product", always_ocp, FNUZ),
     "scales of wo_b forgotten": ("projection.dense_weight", wo_b_as_codes, "output-fp8"),
 }

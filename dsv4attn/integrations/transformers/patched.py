@@ -129,7 +129,8 @@ class PatchedModel:
             PagedAttention(layer.self_attn, attention, self)
             for layer, attention in zip(inner.layers, attentions, strict=True)
         ]
-        self._watch = WeightsWatch.of([layer.self_attn for layer in inner.layers])
+        names = [f"layers.{i}.self_attn" for i in range(len(attentions))]
+        self._watch = WeightsWatch([layer.self_attn for layer in inner.layers], attentions, names)
         self._replaced: list[tuple[Any, str, Callable[..., Any]]] = []
 
     def __repr__(self) -> str:
@@ -144,6 +145,17 @@ class PatchedModel:
     def kv_bytes(self) -> dict[str, int]:
         """Bytes of the pages in use, of all layers, by group: window, compressed entries with index keys, states."""
         return self.pages.kv_bytes()
+
+    def refresh(self) -> None:
+        """Take the weights of the model again, after writes that a call does not see.
+
+        A call sees in-place writes that torch counts, as `load_state_dict` and optimizers make them; parameters that
+        were replaced, and `parameter.data = other`; on a CPU also writes to `parameter.data`, by bytes that are spread
+        over each parameter. On other devices such writes are seen, by elements that are spread over each parameter, in
+        the first call of a cache. They are not seen between the tokens of a cache: call this after them.
+        Raises UnsupportedError for weights of another shape, dtype or device than those that `patch` found.
+        """
+        self._watch.refresh()
 
     @property
     def num_sequences(self) -> int:
@@ -247,7 +259,8 @@ class PatchedModel:
         began = not cache.get_seq_length()
         try:
             self.pages.drain()
-            self._watch.check()
+            # a sample of a device's memory makes the host wait: once for each prompt
+            self._watch.check(sampled=began)
             rows, columns = ids.shape[:2]
             requests, new = cache.next_tokens(rows, columns, given.get("attention_mask"), given.get("position_ids"))
             self.step = self._planned(requests, columns)

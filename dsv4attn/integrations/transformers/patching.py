@@ -53,7 +53,8 @@ def patch(
     """Put the attention of a DeepSeek-V4 model of transformers on paged caches, in place: all of `self_attn`.
 
     Calls of the model and `generate` run on it from now on. Weights are shared, except those that are stored in another
-    form: the projections of compressors as fp32, and fp8 as bf16. Names of parameters stay as they are.
+    form: the projections of compressors as fp32, and fp8 as bf16. Names of parameters stay as they are. Weights that
+    change are taken by the next call; `PatchedModel.refresh` says which changes are seen.
 
     model: a DeepseekV4Model or DeepseekV4ForCausalLM, in bf16 or fp32, on one device. backend: a name, "auto" or
     "decode=NAME,prefill=NAME", as in `select_backend`; or a backend that `load_backend` made; by default the choice of

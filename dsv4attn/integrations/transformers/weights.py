@@ -1,4 +1,8 @@
-"""Weights of an attention module of transformers under the names of DeepSeek's checkpoints, and `WeightsWatch`."""
+"""Weights of an attention module of transformers under the names of DeepSeek's checkpoints, and `WeightsWatch`.
+
+Layers of a patched model read the parameters of the model, or copies of them. `WeightsWatch` sees that a parameter was
+written or replaced, and the layers take all weights again.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,12 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from dsv4attn.core.attention import DeepseekV4Attention
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layer_weights import AttentionWeights
+from dsv4attn.core.tensor_state import TensorState
 from dsv4attn.core.weights import Weight
-from dsv4attn.errors import UnsupportedError
+from dsv4attn.errors import ArgumentError, UnsupportedError
 
 __all__ = ["WeightsWatch", "attention_weights"]
 
@@ -68,35 +74,88 @@ def _linear(module: Any, name: str) -> Weight:  # noqa: ANN401
 
 
 @frozen(eq=False)
-class WeightsWatch:
-    """Finds changes of weights after layers were made of them: some of them are copies.
+class _Seen:
+    """The parameters of the layers as they were when the layers took them.
 
-    seen: owner's parameters, name, the tensor, and its state at that time.
+    places: owner's parameters, name, the tensor, and its state.
+    samples: bytes of the parameters on other devices than the CPU, whose states have none.
     """
 
-    seen: tuple[tuple[dict[str, Any], str, Tensor, tuple[int, int]], ...]
+    places: tuple[tuple[dict[str, Any], str, Tensor, TensorState], ...]
+    samples: Tensor | None
 
     @classmethod
-    def of(cls, modules: list[torch.nn.Module]) -> WeightsWatch:
-        """Watch the parameters of these modules and of all in them."""
-        owners = [owner for module in modules for owner in module.modules()]
-        return cls(
-            tuple(
-                (owner._parameters, name, value, _state(value))  # noqa: SLF001 - read in every step
-                for owner in owners
-                for name, value in owner._parameters.items()  # noqa: SLF001
-                if value is not None
-            )
-        )
+    def of(cls, modules: list[torch.nn.Module]) -> _Seen:
+        """Of these modules and of all modules in them."""
+        owners = [owner._parameters for module in modules for owner in module.modules()]  # noqa: SLF001 - read in every step
+        found = [(own, name, value) for own in owners for name, value in own.items() if value is not None]
+        # states first: what is written meanwhile is seen later
+        places = tuple((own, name, value, TensorState(value)) for own, name, value in found)
+        return cls(places, _samples([value for *_, value in found if _is_on_device(value)]))
 
-    def check(self) -> None:
-        """Raise UnsupportedError if a weight was written, moved or replaced."""
-        for parameters, name, value, state in self.seen:
-            if parameters.get(name) is not value or _state(value) != state:
-                hint = "unpatch(model), then patch it again; do so around load_state_dict and to()"
-                expected, actual = "the weights that patch() found", f"another {name}"
-                raise UnsupportedError("model", expected=expected, actual=actual, hint=hint)
+    def has_changed(self, *, sampled: bool) -> bool:
+        """Whether a parameter was written, moved or replaced. sampled: whether bytes of other devices are compared."""
+        for parameters, name, value, state in self.places:
+            if parameters.get(name) is not value or not state.holds(value):
+                return True
+        if not sampled or self.samples is None:
+            return False
+        now = _samples([value for _, _, value, _ in self.places if _is_on_device(value)])
+        return now is None or not torch.equal(now, self.samples)
 
 
-def _state(value: Tensor) -> tuple[int, int]:
-    return value.data_ptr(), 0 if value.is_inference() else value._version  # noqa: SLF001
+class WeightsWatch:
+    """The weights of the layers of a patched model: noticed when they change, and taken again.
+
+    modules: the attention of each layer, in transformers. attentions: the layers that were made of them.
+    """
+
+    def __init__(self, modules: list[torch.nn.Module], attentions: list[DeepseekV4Attention], names: list[str]) -> None:
+        self._layers = [*zip(modules, attentions, names, strict=True)]
+        self._seen = _Seen.of(modules)
+
+    def check(self, *, sampled: bool) -> None:
+        """Take all weights again if one has changed. sampled: see `_Seen.has_changed`."""
+        if self._seen.has_changed(sampled=sampled):
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Take all weights again; copies of them are made again in the same memory.
+
+        Raises UnsupportedError for weights of another shape, dtype or device than those that `patch` found.
+        """
+        seen = _Seen.of([module for module, _, _ in self._layers])
+        try:
+            for module, attention, name in self._layers:
+                attention.refresh(attention_weights(module, attention.geometry, attention.layer, name))
+        except ArgumentError as error:
+            hint = "unpatch(model), then patch it again"
+            expected = "the weights that patch() found, or others of their shapes, dtypes and device"
+            raise UnsupportedError("model", expected=expected, actual=f"others ({error})", hint=hint) from error
+        self._seen = seen
+
+
+_SAMPLES = 64
+"""Elements of a parameter that are compared on a device."""
+
+
+def _is_on_device(value: Tensor) -> bool:
+    """Whether the host has no access to the memory of a tensor."""
+    return value.device.type != "cpu"
+
+
+def _samples(values: list[Tensor]) -> Tensor | None:
+    """Bytes of elements that are spread over each of these tensors, together; None of no tensors."""
+    parts: dict[torch.dtype, list[Tensor]] = {}
+    for value in values:
+        flat = value.detach().view(-1) if value.is_contiguous() else value.detach().reshape(-1)
+        # numbers are compared by their bits: NaN is equal to itself
+        parts.setdefault(value.dtype, []).append(flat[:: max(1, flat.numel() // _SAMPLES)])
+    bytes_of = [
+        torch.cat([each.view(_BITS[dtype.itemsize]) for each in same]).view(torch.uint8)
+        for dtype, same in parts.items()
+    ]
+    return torch.cat(bytes_of) if bytes_of else None
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

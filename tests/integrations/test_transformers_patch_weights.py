@@ -1,0 +1,204 @@
+"""Weights of a patched model that change, as trainers write them: the next call has the logits of transformers.
+
+What is expected is what a copy of the model, which is not patched, computes with the same weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="needs transformers")
+
+from dsv4attn.core import tensor_state
+from dsv4attn.errors import UnsupportedError
+from dsv4attn.integrations.transformers import weights as watching
+from tests.integrations.paged import causal_model, deviation, ids_of, patched
+
+LENGTH = 40
+"""Tokens of a prompt: more entries than the indexer selects."""
+
+
+def fresh() -> Any:
+    return copy.deepcopy(causal_model()).eval()
+
+
+def logits(model: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(ids, use_cache=False).logits
+    return found
+
+
+def new_values(model: Any, seed: int = 1) -> dict[str, Tensor]:
+    """Other values of all weights."""
+    g = torch.Generator().manual_seed(seed)
+    return {
+        name: (value + 0.05 * torch.randn(value.shape, generator=g)).detach().to(value.dtype)
+        for name, value in model.named_parameters()
+    }
+
+
+def in_place(model: Any, new: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name in new:
+                value.copy_(new[name])
+
+
+def through_data(model: Any, new: dict[str, Tensor]) -> None:
+    for name, value in model.named_parameters():
+        if name in new:
+            value.data.copy_(new[name])
+
+
+def other_memory(model: Any, new: dict[str, Tensor]) -> None:
+    for name, value in model.named_parameters():
+        if name in new:
+            value.data = torch.empty(0, dtype=value.dtype)
+            value.data = new[name].clone()
+
+
+def load(model: Any, new: dict[str, Tensor]) -> None:
+    model.load_state_dict(new, strict=False)
+
+
+def load_assigned(model: Any, new: dict[str, Tensor]) -> None:
+    model.load_state_dict({name: value.clone() for name, value in new.items()}, strict=False, assign=True)
+
+
+def rebound(model: Any, new: dict[str, Tensor]) -> None:
+    for name, value in new.items():
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, nn.Parameter(value.clone()))
+
+
+CHANGES = (in_place, through_data, other_memory, load, load_assigned, rebound)
+Change = Callable[[Any, dict[str, Tensor]], None]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_all_weights_at_once(change: Change) -> None:
+    model, plain = fresh(), fresh()
+    ids = ids_of(model, LENGTH)
+    new = new_values(model)
+    load(plain, new)
+    wanted = logits(plain, ids)
+    with patched(model):
+        assert deviation(logits(model, ids), wanted) > 0.01
+        change(model, new)
+        assert deviation(logits(model, ids), wanted) <= 1e-5
+    assert deviation(logits(model, ids), wanted) <= 1e-6
+
+
+def names() -> list[str]:
+    """Of all weights of the attention of a layer of each kind."""
+    return [name for name, _ in causal_model().named_parameters() if ".self_attn." in name]
+
+
+@pytest.mark.parametrize("shift", range(2))
+def test_each_weight_of_attention_alone(shift: int) -> None:
+    """One after the other, in every way in turn."""
+    model, plain = fresh(), fresh()
+    ids, new = ids_of(model, LENGTH), new_values(model)
+    assert len(names()) > 30
+    with patched(model):
+        logits(model, ids)
+        for number, name in enumerate(names()):
+            change = CHANGES[(number + 3 * shift) % len(CHANGES)]
+            value = {name: new[name] * 1.5}
+            load(plain, value)
+            change(model, value)
+            # in every third, so that a change that was not seen shows in a later one
+            if number % 3 == 2:
+                assert deviation(logits(model, ids), logits(plain, ids)) <= 1e-5, name
+
+
+def test_a_change_between_the_tokens_of_a_cache_is_seen() -> None:
+    """Entries of tokens before it stay those of the old weights."""
+    model = fresh()
+    ids, new = ids_of(model, LENGTH), new_values(model)
+    found = []
+    for change in (in_place, through_data):
+        one = fresh()
+        with patched(one), torch.no_grad():
+            cache = one(ids[:, :-1], use_cache=True).past_key_values
+            change(one, new)
+            found.append(one(ids[:, -1:], past_key_values=cache, use_cache=True).logits)
+    assert torch.equal(*found)
+
+
+@pytest.fixture
+def as_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of the CPU is taken for that of a device: states compare no bytes, and parameters are sampled."""
+    monkeypatch.setattr(tensor_state, "_view", lambda _: None)
+    monkeypatch.setattr(watching, "_is_on_device", lambda _: True)
+
+
+@pytest.mark.usefixtures("as_a_device")
+def test_on_a_device_writes_that_are_not_counted_are_seen_by_the_next_prompt() -> None:
+    model, plain = fresh(), fresh()
+    ids, new = ids_of(model, LENGTH), new_values(model)
+    with patched(model) as handle, torch.no_grad():
+        cache = model(ids[:, :-1], use_cache=True).past_key_values
+        through_data(model, new)
+        load(plain, new)
+        seen: list[bool] = []
+        refresh = handle._watch.refresh
+
+        def refreshes() -> None:
+            seen.append(True)
+            refresh()
+
+        handle._watch.refresh = refreshes
+        model(ids[:, -1:], past_key_values=cache, use_cache=True)
+        assert not seen, "the host waits for a device only in the first call of a cache"
+        assert deviation(logits(model, ids), logits(plain, ids)) <= 1e-5
+        assert seen == [True]
+        logits(model, ids)
+        assert seen == [True]
+
+
+@pytest.mark.usefixtures("as_a_device")
+def test_refresh_takes_weights_between_the_tokens_of_a_cache() -> None:
+    found = []
+    for change in (in_place, through_data):
+        model = fresh()
+        ids, new = ids_of(model, LENGTH), new_values(model)
+        with patched(model) as handle, torch.no_grad():
+            cache = model(ids[:, :-1], use_cache=True).past_key_values
+            change(model, new)
+            handle.refresh()
+            found.append(model(ids[:, -1:], past_key_values=cache, use_cache=True).logits)
+    assert torch.equal(*found)
+
+
+def test_weights_of_another_shape_are_refused_and_a_patch_is_made_again() -> None:
+    model = fresh()
+    module = model.model.layers[1].self_attn
+    with patched(model):
+        old = module.sinks
+        module.sinks = nn.Parameter(torch.zeros(len(old) + 1))
+        with pytest.raises(UnsupportedError, match=r"the weights that patch\(\) found.*sink.*patch it again"):
+            logits(model, ids_of(model, 5))
+        module.sinks = old
+        logits(model, ids_of(model, 5))
+
+
+def test_bf16_models_have_no_weight_that_is_half_seen() -> None:
+    """Sinks and position terms are copied for a bf16 model, and others are not: all of them are new, or none."""
+    model, plain = fresh().to(torch.bfloat16), fresh().to(torch.bfloat16)
+    ids, new = ids_of(model, LENGTH), new_values(model)
+    load(plain, new)
+    with patched(plain):
+        wanted = logits(plain, ids)
+    for change in CHANGES:
+        one = copy.deepcopy(model)
+        with patched(one):
+            logits(one, ids)
+            change(one, new)
+            assert torch.equal(logits(one, ids), wanted)
