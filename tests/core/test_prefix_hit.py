@@ -13,6 +13,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4attn.core.cache_manager import CachedSequence
@@ -21,6 +23,7 @@ from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.metadata import Batch
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
+from tests.core.strategies import examples
 from tests.core.whole import SMALL, Whole
 from tests.core.whole_v41 import SMALL_V41, network
 
@@ -179,6 +182,34 @@ def test_states_that_are_lost_are_written_again_to_pages_of_the_request(
     model: str, end: int, start: int, cut: bool
 ) -> None:
     Hit(model, "reference", end, start, states=False).check(model, [end - start, 2] if cut else [end - start + 2])
+
+
+@st.composite
+def hits(draw: st.DrawFn) -> tuple[str, int, int, list[int], bool, int]:
+    """A model, the end of a hit, where its replay begins, chunks of the request, whether states are kept, padding."""
+    model = draw(st.sampled_from(sorted(MODELS)))
+    end, states, padding = draw(st.integers(16, 40)), draw(st.booleans()), draw(st.integers(0, 3))
+    # the windows of new tokens, and where states are lost the first state that an entry after the hit reads
+    latest = end - WINDOWS[model] + 1
+    if not states:
+        layers = (MODELS[model]("reference")).geometry.distinct_layers
+        latest = min(latest, *(layer.first_state(end) for layer in layers if layer.has_states))
+    start = draw(st.integers(max(latest - 6, 0), max(latest, 0)))
+    left, chunks = draw(st.integers(1, LENGTH - 1 - start)), list[int]()
+    while left:
+        chunks.append(draw(st.integers(1, left)))
+        left -= chunks[-1]
+    return model, end, start, chunks, states, padding
+
+
+@given(drawn=hits())
+@examples(12)
+def test_any_hit_in_any_chunks(drawn: tuple[str, int, int, list[int], bool, int]) -> None:
+    model, end, start, chunks, states, padding = drawn
+    hit = Hit(model, "reference", end, start, states=states)
+    if states:
+        hit.run_changed(chunks, padding)
+    hit.check(model, chunks, padding)
 
 
 def test_the_metadata_have_no_slot_for_what_is_cached_and_windows_have_theirs() -> None:
