@@ -175,7 +175,7 @@ def largest_logits(q: Tensor, kv: Tensor, rows: DenseIndices, scale: float) -> T
     step = max(TILE_BYTES // max(width * (6 * dim + 4 * heads + 16), 1), 1)
     for start in range(0, tokens if width else 0, step):
         part = slice(start, start + step)
-        indices = rows.indices[part]
+        indices = rows.indices[part].long()  # so that more keys than an int32 can count are compared as they are
         present = (columns < rows.lens[part, None]) & (indices >= 0) & (indices < kv.shape[0])
         keys = kv.index_select(0, indices.masked_fill(~present, 0).flatten()).unflatten(0, indices.shape)
         logits = torch.bmm(q[part].float(), keys.float().mT).mul_(scale)

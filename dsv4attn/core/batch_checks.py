@@ -180,7 +180,8 @@ def check_states(
 
 def outside(values: Tensor, bound: int | None) -> Tensor:
     """Which values are not in [0, bound); without a bound, which are negative."""
-    return (values < 0) if bound is None else (values < 0) | (values >= bound)
+    # in 64 bits: torch compares int32 with what is left of a bound in 32 bits
+    return (values < 0) if bound is None else (values < 0) | (values.long() >= bound)
 
 
 def bound_of(num_blocks: int | None) -> int | str:

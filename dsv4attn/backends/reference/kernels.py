@@ -85,7 +85,7 @@ def read_records(cache: PagedKVCache, slots: Tensor) -> Tensor:
 def insert(k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
     """Write rotated keys k [n, D] to their slots [<= n]; slots that do not exist are skipped."""
     n = min(k.shape[0], slot_mapping.shape[0])
-    slots = slot_mapping[:n]
+    slots = slot_mapping[:n].long()
     live = (slots >= 0) & (slots < cache.capacity)
     slots, k = slots[live], k[:n][live]
     place = slots // cache.block_size, slots % cache.block_size
@@ -225,8 +225,10 @@ def listed(rows: DenseIndices | RaggedIndices, part: slice, capacity: int) -> tu
         indices = rows.indices[part, : columns.shape[0]]
     else:
         indices = rows.indices[(start[:, None] + columns).clamp_(max=rows.indices.shape[0] - 1)]
+    # in 64 bits: torch compares int32 with what is left of the capacity in 32 bits
+    indices = indices.long()
     present = (columns < lens[:, None]) & (indices >= 0) & (indices < capacity)
-    return indices.long().masked_fill_(~present, 0), present
+    return indices.masked_fill(~present, 0), present
 
 
 # output projection

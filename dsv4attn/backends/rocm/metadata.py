@@ -28,7 +28,7 @@ __all__ = [
     "RocmMetadata",
 ]
 
-_ANY_SLOT = 2**31 - 1
+_ANY_SLOT = 2**31
 """The builder need not know how large a cache is; the attention does, and skips what lies behind it."""
 
 

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 INT = torch.int32
-INT32_MAX = 2**31 - 1
+INT32_MAX, ANY_SLOT = 2**31 - 1, 2**31
 
 
 def build_ragged_indices_from_dense(indices: Tensor, lengths: Tensor, num_rows: int = -1) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def build_ragged_indices_from_dense(indices: Tensor, lengths: Tensor, num_rows: 
     check_tensor("lengths", lengths, "T", INT, letters)
     check_same_device(indices, lengths=lengths)
     flat, indptr = new_rows(indices, *indices.shape)
-    kernels.build_ragged_indices_from_dense(indices, lengths, INT32_MAX if num_rows < 0 else num_rows, (flat, indptr))
+    kernels.build_ragged_indices_from_dense(indices, lengths, ANY_SLOT if num_rows < 0 else num_rows, (flat, indptr))
     return flat, indptr
 
 
@@ -150,7 +150,7 @@ def combine_topk_swa_indices_ragged(
         (dense, lens),
     )
     flat, indptr = new_rows(dense, *dense.shape)
-    kernels.build_ragged_indices_from_dense(dense, lens, INT32_MAX, (flat, indptr))
+    kernels.build_ragged_indices_from_dense(dense, lens, ANY_SLOT, (flat, indptr))
     return flat, indptr, lens
 
 

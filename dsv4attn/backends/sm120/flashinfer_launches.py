@@ -42,7 +42,7 @@ class Copies:
         numbers = [*_units(q.stride(), unit), 0 if sink is None else sink.stride(0), q.shape[1], wide]
         for _, segment, columns in rows:
             indices, capacity = segment.rows.indices, segment.cache.capacity
-            numbers += (indices.shape[1], columns, *indices.stride(), min(capacity, _LARGEST_SLOT))
+            numbers += (indices.shape[1], columns, *indices.stride(), min(capacity - 1, _LARGEST_SLOT))
         numbers += (0,) * (5 * (2 - len(rows)))
         pieces = max(1, -(-wide // _HEADS), *(-(-columns // _COLUMNS) for *_, columns in rows))
         return cls(tuple(i for i, *_ in rows), pieces, Launch(prepare, _BEFORE[unit], (*numbers, pieces)))

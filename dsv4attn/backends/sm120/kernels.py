@@ -11,13 +11,13 @@ from dsv4attn.backends._triton.launching.runtime import stable_kernel
 
 
 @triton.jit
-def copy_row(to, rows, token, first, width, to_width, stride, column_stride, capacity, COLUMNS: tl.constexpr):
+def copy_row(to, rows, token, first, width, to_width, stride, column_stride, last_slot, COLUMNS: tl.constexpr):
     """Copy COLUMNS columns of a token's row to a row of `to_width`: -1 for missing slots, and behind `width`."""
     # [N]
     column = first + tl.arange(0, COLUMNS)
     inside = column < width
     slot = tl.load(rows + token * stride + column.to(tl.int64) * column_stride, mask=inside, other=-1)
-    tl.store(to + token * to_width + column, tl.where(slot < capacity, slot, -1), mask=column < to_width)
+    tl.store(to + token * to_width + column, tl.where(slot <= last_slot, slot, -1), mask=column < to_width)
 
 
 @stable_kernel
@@ -40,12 +40,12 @@ def prepare(
     to_width0: tl.int64,
     stride0: tl.int64,
     column_stride0: tl.int64,
-    capacity0: tl.int32,
+    last_slot0: tl.int32,
     width1: tl.int32,
     to_width1: tl.int64,
     stride1: tl.int64,
     column_stride1: tl.int64,
-    capacity1: tl.int32,
+    last_slot1: tl.int32,
     pieces: tl.int32,
     UNIT: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -60,9 +60,9 @@ def prepare(
     """
     token, piece = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces
     if to0 is not None:
-        copy_row(to0, rows0, token, piece * COLUMNS, width0, to_width0, stride0, column_stride0, capacity0, COLUMNS)
+        copy_row(to0, rows0, token, piece * COLUMNS, width0, to_width0, stride0, column_stride0, last_slot0, COLUMNS)
     if to1 is not None:
-        copy_row(to1, rows1, token, piece * COLUMNS, width1, to_width1, stride1, column_stride1, capacity1, COLUMNS)
+        copy_row(to1, rows1, token, piece * COLUMNS, width1, to_width1, stride1, column_stride1, last_slot1, COLUMNS)
     if wide_q is not None:
         # [H], [D]
         head, dim = piece * HEADS + tl.arange(0, HEADS), tl.arange(0, D)

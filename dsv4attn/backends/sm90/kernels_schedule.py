@@ -60,12 +60,12 @@ q: [T, H, 512] bf16; token, head: its strides. scale: of logits. head0: first of
 positions: [T] int64, if q is to be normalised and rotated; else None, and the rest is not read. table: [count, 64]
 fp32, cosines before sines, rows `stride` apart. eps: of the norm.
 """
-Segment = namedtuple("Segment", "cache rows lens width stride size factor log pitch count")
+Segment = namedtuple("Segment", "cache rows lens width stride size factor log pitch last_slot")
 """Keys of one segment, and which of them each row attends.
 
-cache: pages of records, or [count, 512] bf16. rows: [T, width] int32, slots; stride: from row to row of them. lens: [T]
+cache: pages of records, or [N, 512] bf16. rows: [T, width] int32, slots; stride: from row to row of them. lens: [T]
 int32, columns that count. size: slots of a page; factor, log: its `attend.divider`. pitch: units of 16 bytes from page
-to page, or from key to key of bf16 rows. count: slots.
+to page, or from key to key of bf16 rows. last_slot: the number of the last slot, -1 without slots.
 """
 Entries = namedtuple("Entries", "requests table stride known columns")
 """How the second segment's rows are turned into slots, where they are numbers of entries, see `keys.EntryIndices`.
@@ -313,12 +313,13 @@ def page_of(keys, slot, inside):
     and must not be read.
     """
     first, second = keys.first, keys.second
-    size, factor, log, pitch, count, base = first.size, first.factor, first.log, first.pitch, first.count, first.cache
+    size, factor, log, pitch = first.size, first.factor, first.log, first.pitch
+    last_slot, base = first.last_slot, first.cache
     if second is not None:  # noqa: SIM102 - a constant, and a value
         if inside == 0:
             size, factor, log, pitch = second.size, second.factor, second.log, second.pitch
-            count, base = second.count, second.cache
-    ok = (slot >= 0) & (slot < count)
+            last_slot, base = second.last_slot, second.cache
+    ok = (slot >= 0) & (slot <= last_slot)
     slot = tl.where(ok, slot, 0)
     page = divided(slot, factor, log)
     at = slot - page * size
@@ -335,15 +336,16 @@ def coded_page_of(keys, slot, inside, KIND: tl.constexpr, INTERLEAVED: tl.conste
     KIND: CODE_PAGES or NIBBLE_PAGES. INTERLEAVED: scales are behind each record's data, and not behind the page's.
     """
     first, second = keys.first, keys.second
-    size, factor, log, pitch, count, base = first.size, first.factor, first.log, first.pitch, first.count, first.cache
+    size, factor, log, pitch = first.size, first.factor, first.log, first.pitch
+    last_slot, base = first.last_slot, first.cache
     data_bytes, scale_bytes = inside * 0 + 512, inside * 0 + 16
     if second is not None:  # noqa: SIM102 - a constant, and a value
         if inside == 0:
             size, factor, log, pitch = second.size, second.factor, second.log, second.pitch
-            count, base = second.count, second.cache
+            last_slot, base = second.last_slot, second.cache
             if KIND == NIBBLE_PAGES:
                 data_bytes, scale_bytes = inside + 256, inside + 32
-    ok = (slot >= 0) & (slot < count)
+    ok = (slot >= 0) & (slot <= last_slot)
     slot = tl.where(ok, slot, 0)
     page = divided(slot, factor, log)
     at = (slot - page * size).to(tl.int64)
@@ -360,7 +362,7 @@ def coded_page_of(keys, slot, inside, KIND: tl.constexpr, INTERLEAVED: tl.conste
 @triton.jit
 def row_of(segment, slot):
     """Which rows exist, and the address of each."""
-    ok = (slot >= 0) & (slot < segment.count)
+    ok = (slot >= 0) & (slot <= segment.last_slot)
     return ok, segment.cache + tl.where(ok, slot, 0).to(tl.int64) * segment.pitch.to(tl.int64) * 8
 
 

@@ -148,9 +148,9 @@ def attend_tile(
     table,  # the same
     q_token: tl.int64, q_head: tl.int64,
     width0: tl.int32, stride0: tl.int64, size0: tl.int32,
-    factor0: tl.int32, log0: tl.int32, pitch0: tl.int32, count0: tl.int32,
+    factor0: tl.int32, log0: tl.int32, pitch0: tl.int32, last_slot0: tl.int32,
     width1: tl.int32, stride1: tl.int64, size1: tl.int32,
-    factor1: tl.int32, log1: tl.int32, pitch1: tl.int32, count1: tl.int32,
+    factor1: tl.int32, log1: tl.int32, pitch1: tl.int32, last_slot1: tl.int32,
     table_stride: tl.int64, known: tl.int32, columns: tl.int32, least1: tl.int32,
     tiles: tl.int32, scale: tl.float32,
     SEGMENTS: gl.constexpr, H: gl.constexpr, BH: gl.constexpr, N: gl.constexpr, PDL: gl.constexpr,
@@ -172,10 +172,10 @@ def attend_tile(
     head0 = (program % BLOCKS) * BH
     tile = (program // BLOCKS) % tiles
     t = program // (BLOCKS * tiles)
-    first = Segment(cache0, rows0, lens0, width0, stride0, size0, factor0, log0, pitch0, count0)
+    first = Segment(cache0, rows0, lens0, width0, stride0, size0, factor0, log0, pitch0, last_slot0)
     second = None
     if SEGMENTS == 2:
-        second = Segment(cache1, rows1, lens1, width1, stride1, size1, factor1, log1, pitch1, count1)
+        second = Segment(cache1, rows1, lens1, width1, stride1, size1, factor1, log1, pitch1, last_slot1)
     keys = Keys(first, second, False)
     inside, begin, n, width, at = own_tile(keys, t, tile, least1, N)
     # indices behind the length are read too, and not used: they would have to wait for it

@@ -108,10 +108,10 @@ def attention(
     part_lse,  # [programs, 2, 64] fp32
     part_max,  # [programs, 2, 64] fp32, or None
     table,  # [lines, 2] int32
-    cache0,  # [pages, page bytes] uint8, or [count0, 512] bf16
+    cache0,  # [pages, page bytes] uint8, or [N, 512] bf16
     rows0,  # [T, width0] int32
     lens0,  # [T] int32
-    cache1,  # [pages, page bytes] uint8, or [count1, 512] bf16
+    cache1,  # [pages, page bytes] uint8, or [N, 512] bf16
     rows1,  # [T, width1] int32
     lens1,  # [T] int32
     positions,  # [T] int64, if q is neither normalised nor rotated; else None
@@ -119,9 +119,9 @@ def attention(
     q_token: tl.int64, q_head: tl.int64, out_token: tl.int64, out_head: tl.int64,
     lse_token: tl.int64, lse_head: tl.int64, max_token: tl.int64, max_head: tl.int64,
     width0: tl.int32, stride0: tl.int64, size0: tl.int32,
-    factor0: tl.int32, log0: tl.int32, pitch0: tl.int32, count0: tl.int32,
+    factor0: tl.int32, log0: tl.int32, pitch0: tl.int32, last_slot0: tl.int32,
     width1: tl.int32, stride1: tl.int64, size1: tl.int32,
-    factor1: tl.int32, log1: tl.int32, pitch1: tl.int32, count1: tl.int32,
+    factor1: tl.int32, log1: tl.int32, pitch1: tl.int32, last_slot1: tl.int32,
     angles_stride: tl.int64, num_positions: tl.int64, eps: tl.float32,
     tokens: tl.int32, least: tl.int32, scale: tl.float32, empty_lse: tl.float32,
     SEGMENTS: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, H: tl.constexpr, BT: tl.constexpr,
@@ -133,10 +133,10 @@ def attention(
     head0 = (program % BLOCKS) * 64
     head = head0 + within
     live, column = head < H, tl.arange(0, 512)
-    first = Segment(cache0, rows0, lens0, width0, stride0, size0, factor0, log0, pitch0, count0)
+    first = Segment(cache0, rows0, lens0, width0, stride0, size0, factor0, log0, pitch0, last_slot0)
     second = None
     if SEGMENTS == 2:
-        second = Segment(cache1, rows1, lens1, width1, stride1, size1, factor1, log1, pitch1, count1)
+        second = Segment(cache1, rows1, lens1, width1, stride1, size1, factor1, log1, pitch1, last_slot1)
     keys = Keys(first, second, KIND == BF16_ROWS)
     results = Results(
         out, lse, max_logits, sink, part, part_powers, part_lse, part_max, table,

@@ -370,8 +370,8 @@ def _of_pages(keys: Sequence[Any]) -> tuple[Kind, tuple[int, ...]] | None:
                 return None
         if pitch >= FARTHEST:
             return None
-        slots = min(cache.capacity, attend.MOST_SLOTS)
-        numbers += (indices.shape[1], indices.stride(0), size, *divider(size), pitch // WIDE, slots)
+        last_slot = min(cache.capacity, attend.MOST_SLOTS) - 1
+        numbers += (indices.shape[1], indices.stride(0), size, *divider(size), pitch // WIDE, last_slot)
     return kind, tuple(numbers * (3 - len(keys)))
 
 
@@ -380,8 +380,8 @@ def _of_rows(keys: GatheredKeys) -> tuple[Kind, tuple[int, ...]] | None:
     kv, rows, pitch = keys.kv, keys.rows, keys.kv.stride(0) * 2
     if kv.dtype != torch.bfloat16 or not _is_wide(kv) or pitch >= FARTHEST or not isinstance(rows, DenseIndices):
         return None
-    slots = min(kv.shape[0], attend.MOST_SLOTS)
-    numbers = rows.indices.shape[1], rows.indices.stride(0), 1, *divider(1), pitch // WIDE, slots
+    last_slot = min(kv.shape[0], attend.MOST_SLOTS) - 1
+    numbers = rows.indices.shape[1], rows.indices.stride(0), 1, *divider(1), pitch // WIDE, last_slot
     return ROWS, numbers * 2
 
 

@@ -90,7 +90,7 @@ def attend_leading_values(
     out_token: tl.int64,
     out_head: tl.int64,
     width: tl.int32,
-    capacity: tl.int32,
+    last_slot: tl.int32,
     scale: tl.float32,
     H: tl.constexpr,
     DV: tl.constexpr,
@@ -131,7 +131,7 @@ def attend_leading_values(
     for tile in tl.range(0, tl.cdiv(count, N)):
         at = tile * N + tl.arange(0, N)
         slot = tl.load(indices + token * index_stride + at, mask=at < count, other=-1)
-        ok = (slot >= 0) & (slot < capacity)
+        ok = (slot >= 0) & (slot <= last_slot)
         row = tl.multiple_of(kv + tl.where(ok, slot, 0).to(tl.int64) * kv_row, ROW_ALIGNED)[:, None]
         left = tl.load(row + column[None, :], mask=ok[:, None] & (column < DV)[None, :], other=0.0).to(DT)
         tail = tl.load(row + behind[None, :], mask=ok[:, None] & (behind < DQK)[None, :], other=0.0).to(DT)

@@ -255,7 +255,7 @@ def _attend_leading_values(
         (
             q, kv, indices, lens, sink, out, max_logits, lse,
             q.stride(0), q.stride(1), kv.stride(0), indices.stride(0), out.stride(0), out.stride(1),
-            indices.shape[1], min(kv.shape[0], 2**31 - 1), float(scale),
+            indices.shape[1], min(kv.shape[0], 2**31) - 1, float(scale),
         ),
         constants,
         num_warps=_SMALL.warps,

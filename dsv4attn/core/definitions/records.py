@@ -94,7 +94,7 @@ def read_rows(region: Tensor, slots: Tensor) -> Tensor:
     """Values [..., count] of a region [B, P, count] at slots [...]; zeros where a slot is negative."""
     if not region.numel():
         return region.new_zeros(*slots.shape, region.shape[2])
-    place = slots.clamp(min=0)
+    place = slots.long().clamp(min=0)
     return region[place // region.shape[1], place % region.shape[1]].masked_fill(slots[..., None] < 0, 0)
 
 
@@ -106,7 +106,7 @@ def store_rows(region: Tensor, slots: Tensor, values: Tensor) -> None:
     """
     if not (region.numel() and slots.numel()):
         return
-    size = region.shape[1]
+    size, slots = region.shape[1], slots.long()
     live = (slots >= 0) & (slots < region.shape[0] * size)
     first = live.int().argmax()
     some = live.index_select(0, first[None])

@@ -89,14 +89,14 @@ def test_copies_of_indices_name_no_slot_that_is_not_there(
         assert (copy[:, widths[i] :] == (-1 if i in copied else 12345)).all()
 
 
-def test_of_a_cache_with_more_slots_than_numbers_only_the_last_number_is_none() -> None:
+def test_of_a_cache_with_more_slots_than_numbers_every_number_is_a_slot() -> None:
     rows = torch.tensor([[2**31 - 1, 2**31 - 2, -1, 0]], dtype=torch.int32, device=DEVICE)
     huge: Any = SimpleNamespace(rows=SimpleNamespace(indices=rows), cache=SimpleNamespace(capacity=2**33))
     call = evolve(call_of(1, 8, (4,), sink=False), keys=[huge])
     to = torch.zeros_like(rows)
     Copies.of(call, 0, [(0, huge, 4)]).launch(call, None, None, [to])
 
-    assert to.tolist() == [[-1, 2**31 - 2, -1, 0]]
+    assert to.tolist() == [[2**31 - 1, 2**31 - 2, -1, 0]]
 
 
 @pytest.mark.parametrize("form", QS)

@@ -121,12 +121,12 @@ def pages(
     factor: tl.int32,
     log: tl.int32,
     pitch: tl.int32,
-    count: tl.int32,
+    last_slot: tl.int32,
     N: tl.constexpr,
 ):
     """Grid: (1,). out: [3, N] int64, whether each given slot exists, and offsets of its data and of its scales."""
     at = tl.arange(0, N)
-    keys = Keys(Segment(cache, cache, cache, size, size, size, factor, log, pitch, count), None, False)
+    keys = Keys(Segment(cache, cache, cache, size, size, size, factor, log, pitch, last_slot), None, False)
     ok, data, scale = page_of(keys, tl.load(given + at), 1)
     base = cache.to(tl.int64)
     tl.store(out + at, ok.to(tl.int64))

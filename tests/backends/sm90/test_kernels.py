@@ -344,8 +344,8 @@ def test_fewer_powers_are_found(wrong: str, tmp_path: Path, monkeypatch: pytest.
 OF_ROWS = {
     "a row behind the last": (
         "schedule",
-        "(slot < segment.count)",
-        "(slot <= segment.count)",
+        "(slot <= segment.last_slot)",
+        "(slot <= segment.last_slot + 1)",
     ),
     "the row before": (
         "schedule",

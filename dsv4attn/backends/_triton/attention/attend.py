@@ -37,7 +37,7 @@ from dsv4attn.core.workspace import ALIGNMENT, BufferSpec
 
 __all__ = ["Segment", "Shape", "attend", "constants", "prepare", "scratch", "scratch_bound", "splits_of", "variants"]
 
-MOST_SLOTS = 2**31 - 1
+MOST_SLOTS = 2**31
 """Slots of a cache that indices in int32 can name."""
 
 
@@ -322,14 +322,16 @@ def _segments(keys: Sequence[PagedKeys] | GatheredKeys) -> tuple[tuple[Segment, 
     if isinstance(keys, GatheredKeys):
         kv, stride = keys.kv, keys.kv.stride(0)
         unit = wide_unit(kv, stride)
-        found = [(Segment(ROWS.value, unit, dtype=kv.dtype), [1, *divider(1), stride // unit, 0, kv.shape[0]])]
+        last_slot = min(kv.shape[0], MOST_SLOTS) - 1
+        segment = Segment(ROWS.value, unit, dtype=kv.dtype)
+        found = [(segment, [1, *divider(1), stride // unit, 0, last_slot])]
     else:
         for cache in (segment.cache for segment in keys):
             tensor, itemsize = cache.tensor, cache.layout.dtype.itemsize
             stride, row = cache.page_stride // itemsize, 0 if cache.layout.is_quantised else tensor.stride(1)
             segment = Segment.of(cache.layout, aligned=wide_unit(tensor, stride, row) > 1)
-            slots, size = min(cache.capacity, MOST_SLOTS), cache.block_size
-            found.append((segment, [size, *divider(size), stride // segment.unit, row // segment.unit, slots]))
+            last_slot, size = min(cache.capacity, MOST_SLOTS) - 1, cache.block_size
+            found.append((segment, [size, *divider(size), stride // segment.unit, row // segment.unit, last_slot]))
     numbers: list[int] = []
     for (_, page), rows in zip(found, index_rows(keys), strict=True):
         indices = rows.indices

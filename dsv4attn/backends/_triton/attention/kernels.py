@@ -80,10 +80,10 @@ def load_slots(tile, last, first_tiles, row0, row1, len0, len1, N: tl.constexpr,
 def fetch(tile, slot, first_tiles, segment0, segment1, nothing, INTERLEAVED: tl.constexpr, SEGMENTS: tl.constexpr):
     """Which of a tile's slots exist, and the raw words of their records.
 
-    segment0, segment1: pointer to a cache's uint8 pages, paging of `page_and_row`, page stride, row stride, capacity.
+    segment0, segment1: pointer to a cache's uint8 pages, paging of `page_and_row`, page stride, row stride, last slot.
     """
     inside = tile < first_tiles
-    ok = (slot >= 0) & (slot < chosen(inside, segment0[4], segment1[4], SEGMENTS))
+    ok = (slot >= 0) & (slot <= chosen(inside, segment0[4], segment1[4], SEGMENTS))
     base = address(inside, segment0[0], segment1[0], SEGMENTS)
     size = paging(inside, segment0[1], segment1[1], SEGMENTS)
     stride = chosen(inside, segment0[2], segment1[2], SEGMENTS)
@@ -189,7 +189,7 @@ def attention(
     part,  # [T, splits, H, D] fp32, or None
     part_lse,  # [T, splits, H] fp32, base 2, or None
     part_max,  # [T, splits, H] fp32, base 2, or None
-    cache0,  # pages of uint8, or of bf16 or fp32 rows; or gathered rows [capacity0, D]
+    cache0,  # pages of uint8, or of bf16 or fp32 rows; or gathered rows [N, D]
     rows0,  # [T, width0] int32, or RAGGED [index_stride0]
     lens0,  # [T] int32, or RAGGED [T + 1]
     cache1,  # pages of uint8, or of bf16 or fp32 rows
@@ -198,9 +198,9 @@ def attention(
     q_token: tl.int64, q_head: tl.int64, out_token: tl.int64, out_head: tl.int64,
     lse_token: tl.int64, lse_head: tl.int64, max_token: tl.int64, max_head: tl.int64,
     width0: tl.int32, index_stride0: tl.int64, page_size0: tl.int32, page_factor0: tl.int32, page_log0: tl.int32,
-    page_stride0: tl.int64, row_stride0: tl.int64, capacity0: tl.int32,
+    page_stride0: tl.int64, row_stride0: tl.int64, last_slot0: tl.int32,
     width1: tl.int32, index_stride1: tl.int64, page_size1: tl.int32, page_factor1: tl.int32, page_log1: tl.int32,
-    page_stride1: tl.int64, row_stride1: tl.int64, capacity1: tl.int32,
+    page_stride1: tl.int64, row_stride1: tl.int64, last_slot1: tl.int32,
     splits: tl.int32, tiles_per_split: tl.int32, once: tl.int32, scale: tl.float32, empty_lse: tl.float32,
     H: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, SEGMENTS: tl.constexpr,
     KIND0: tl.constexpr, KIND1: tl.constexpr, INTERLEAVED0: tl.constexpr, INTERLEAVED1: tl.constexpr,
@@ -257,8 +257,8 @@ def attention(
         last = (tiles.to(tl.int64) * (split + 1) // splits).to(tl.int32)
 
     paging0, paging1 = (page_size0, page_factor0, page_log0), (page_size1, page_factor1, page_log1)
-    segment0 = (cache0, paging0, page_stride0, row_stride0, capacity0)
-    segment1 = (cache1, paging1, page_stride1, row_stride1, capacity1)
+    segment0 = (cache0, paging0, page_stride0, row_stride0, last_slot0)
+    segment1 = (cache1, paging1, page_stride1, row_stride1, last_slot1)
     WORDS: tl.constexpr = KIND0 == keys.WORDS
     largest = tl.full([BH], NOTHING, tl.float32)
     total = tl.zeros([BH], tl.float32)
@@ -302,13 +302,13 @@ def attention(
                         paging(inside, paging0, paging1, SEGMENTS),
                         chosen(inside, page_stride0, page_stride1, SEGMENTS),
                         chosen(inside, row_stride0, row_stride1, SEGMENTS),
-                        chosen(inside, capacity0, capacity1, SEGMENTS),
+                        chosen(inside, last_slot0, last_slot1, SEGMENTS),
                     )
                 elif LOOP == 0:
                     segment = segment0
                 else:
                     segment = segment1
-                here = (slot >= 0) & (slot < segment[4])
+                here = (slot >= 0) & (slot <= segment[4])
                 if LOOP == 0:
                     dialect = fnuz if SAME else FNUZ0
                     if RELOAD:
