@@ -104,7 +104,7 @@ class KVCacheLayout:
     """
 
     name: str
-    nope_dim: int = field(validator=validators.ge(1))
+    nope_dim: int = field(validator=validators.ge(0))
     rope_dim: int = field(validator=validators.ge(0))
     dtype: torch.dtype
     fp8_format: Fp8Format | None = None
@@ -142,6 +142,7 @@ class KVCacheLayout:
         fp8_max = fp8_format.max if fp8_max is None else fp8_max
         if group_size < 1:
             raise ArgumentError("group_size", expected="at least 1", actual=group_size)
+        _check_dims(nope_dim, rope_dim)
         if nope_dim % 2:
             expected = "an even number, so that the bf16 part is aligned"
             raise ArgumentError("nope_dim", expected=expected, actual=nope_dim)
@@ -200,9 +201,9 @@ class KVCacheLayout:
 
     @classmethod
     def rows(cls, nope_dim: int = 448, rope_dim: int = 64, *, dtype: torch.dtype = torch.bfloat16) -> KVCacheLayout:
-        """Layout of unquantised rows."""
-        check_count("nope_dim", nope_dim, 1)
-        check_count("rope_dim", rope_dim, 0)
+        """Layout of unquantised rows. nope_dim may be 0: in keys of an indexer, all dims may have RoPE."""
+        check_count("nope_dim", nope_dim, 0)
+        check_count("rope_dim", rope_dim, 0 if nope_dim else 1)
         if dtype not in (torch.bfloat16, torch.float32):
             raise ArgumentError("dtype", expected="torch.bfloat16 or torch.float32", actual=dtype)
         return cls("rows", nope_dim, rope_dim, dtype)

@@ -356,3 +356,17 @@ def test_g16_pages_past_2_31_and_2_32_bytes_are_found(blocks: int, stride: int, 
     for i, block in enumerate(ids):
         page = flat[block * stride : block * stride + 37376]
         assert torch.equal(page, small.tensor[i].flatten()), "written at another byte"
+
+
+def test_rows_may_have_rope_in_all_dims_and_records_of_codes_may_not() -> None:
+    cache = PagedKVCache.allocate(KVCacheLayout.rows(0, 8), 2, 4)
+    assert (cache.layout.head_dim, cache.region("row").shape) == (8, (2, 4, 8))
+    for make, name in (
+        (KVCacheLayout.fp8_ds_mla, "nope_dim"),
+        (KVCacheLayout.v41_fp8, "nope_dim"),
+        (KVCacheLayout.v41_fp4, "nope_dim"),
+    ):
+        with pytest.raises(ArgumentError, match=f"^{name}: expected an integer of at least 1, got 0"):
+            make(0, 8)
+    with pytest.raises(ArgumentError, match=r"^rope_dim: expected an integer of at least 1, got 0"):
+        KVCacheLayout.rows(0, 0)

@@ -59,6 +59,13 @@ def test_every_role_is_right_on_a_backend_of_kernels() -> None:
     assert worst(whole, [[(1, 5)], [(0, 12), (1, 4)], [(0, 1), (1, 1)]]) <= ROUNDED
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_every_role_is_right_if_all_dims_of_index_keys_have_rope(backend: str) -> None:
+    whole = network(backend=backend, geometry=attrs.evolve(SMALL_V41, index_head_dim=SMALL_V41.rope_dim))
+
+    assert worst(whole, [[(1, 8), (0, 20)], [(0, 1), (1, 1)], [(0, 14)]]) <= ROUNDED
+
+
 def test_layers_say_their_roles_and_their_sources() -> None:
     layers = network().layers
 

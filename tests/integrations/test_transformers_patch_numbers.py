@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.integrations.invariant import token_by_token
-from tests.integrations.paged import causal_model, chunked, ids_of, left_padded, patched
+from tests.integrations.paged import causal_model, chunked, deviation, ids_of, left_padded, patched
 from tests.parity import hf
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")
@@ -220,3 +220,21 @@ def test_without_deterministic_the_same_comparison_finds_a_difference() -> None:
         whole, parts = (chunked(model, ids_of(model, 37), CHUNKS[mode]) for mode in ("whole", "chunks"))
 
     assert not torch.equal(whole, parts)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_index_keys_whose_dims_all_have_rope_equal_transformers(backend: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = hf.config()
+    config.index_head_dim = config.qk_rope_head_dim
+    model = hf.seeded(lambda: AutoModelForCausalLM.from_config(config), 3)
+    ids = ids_of(model, 60)
+    with torch.no_grad():
+        want = model(ids).logits
+        with patched(model, backend) as handle:
+            (index,) = [caches.index for caches in handle.pages.manager.caches if caches.index is not None]
+            got = chunked(model, ids, [33, 20, 1, 6])
+
+    assert (index.layout.nope_dim, index.layout.rope_dim) == (0, config.qk_rope_head_dim)
+    assert deviation(got, want) <= 1e-5
