@@ -30,6 +30,7 @@ from dsv4attn.core.projection import output_projection
 from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.core.weight_copies import WeightCopies, check_not_captured
+from dsv4attn.core.weights import check_weight
 from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, NoForwardContextError
 
@@ -178,8 +179,10 @@ class DeepseekV4Attention:
             if forms.get(name) != form:
                 hint = "make the layer again"
                 raise ArgumentError(f"weights.{name}", expected=_shown(form), actual=_shown(forms.get(name)), hint=hint)
-        sink = self._load_own(weights)
-        self.attention.attn_sink = sink
+        for name, value in weights.named():
+            if not isinstance(value, Tensor) or value.element_size() == 1:
+                check_weight(name, value)
+        self.attention.attn_sink = self._load_own(weights)
         if self.compressor is not None:
             assert weights.compressor is not None
             self.compressor.load(weights.compressor)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dsv4attn.core import tensor_state, weight_copies
 from dsv4attn.core.attention import DeepseekV4Attention
+from dsv4attn.core.context import set_forward_context
 from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.layer_weights import AttentionWeights
 from dsv4attn.core.layout import KVCacheLayout
@@ -26,7 +27,7 @@ from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from tests.core.scaled import operations
 from tests.core.weight_changes import CHANGES, changed, differ, in_place, plain, through_data
-from tests.core.whole import SMALL, Whole, random_weights
+from tests.core.whole import SMALL, Requests, Whole, random_weights
 from tests.core.whole_v41 import SMALL_V41
 
 BF16, FP32, OCP = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -99,10 +100,19 @@ class Subject:
         """The output of the layer for a prompt and one token, and the bytes of its caches."""
         manager, whole = self.whole.manager, self.whole
         sequence, parts = manager.new(), whole.hidden(3, TOKENS).split([TOKENS - 1, 1])
-        outs = [whole.step([(sequence, part.shape[0])], part)[self.index] for part in parts]
-        found = [*outs, *(t.clone() for t in whole.bytes_of(sequence))]
-        manager.free(sequence)
-        return found
+        try:
+            outs = [self._step([(sequence, part.shape[0])], part) for part in parts]
+            return [*outs, *(t.clone() for t in whole.bytes_of(sequence))]
+        finally:
+            manager.free(sequence)
+
+    def _step(self, requests: Requests, hidden: Tensor) -> Tensor:
+        """A step of this layer alone."""
+        manager = self.whole.manager
+        with torch.no_grad(), set_forward_context(manager.metadata(manager.batch(requests))):
+            out = self.layer(hidden, manager.positions(requests))
+        manager.advance(requests)
+        return out
 
 
 def values_of(model: str) -> dict[str, Tensor]:
@@ -223,6 +233,23 @@ def test_a_module_whose_weight_becomes_another_dtype_is_refused_in_the_next_step
     given["indexer.wq_b"].weight = nn.Parameter(given["indexer.wq_b"].weight.float(), requires_grad=False)
     with pytest.raises(ArgumentError, match=r"^weights\.indexer\.wq_b: expected bfloat16"):
         subject.run()
+
+
+def test_scales_that_do_not_fit_are_refused_in_the_next_step_and_nothing_changes() -> None:
+    given = given_of(values_of("c4a"), "fp8 modules")
+    subject = Subject("c4a", "fp8 modules", given)
+    before, old = subject.run(), given["indexer.compressor.wgate"].weight_scale_inv
+    # also a weight that would be taken before this one
+    in_place(given["wq_a"].weight, changed(given["wq_a"].weight))
+    given["indexer.compressor.wgate"].weight_scale_inv = nn.Parameter(torch.ones(9, 9), requires_grad=False)
+    made = [tensor.clone() for copies in subject.layer._every_copies for tensor in copies._made.values()]
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=r"^indexer\.compressor\.wgate\.weight_scale_inv: expected"):
+            subject.run()
+    now = [tensor for copies in subject.layer._every_copies for tensor in copies._made.values()]
+    assert not differ(now, made)
+    given["indexer.compressor.wgate"].weight_scale_inv = old
+    assert differ(subject.run(), before)
 
 
 def test_while_a_graph_is_captured_no_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
