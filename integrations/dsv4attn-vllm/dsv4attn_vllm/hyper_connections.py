@@ -12,10 +12,10 @@ from dsv4attn import Backend
 from dsv4attn.core.contract import complete
 from dsv4attn.core.layer_ops import LayerSteps
 from dsv4attn_vllm.guard import RefusedError
-from dsv4attn_vllm.replacements import Replacement, replace
-from dsv4attn_vllm.steps import MHC, VARIABLE
+from dsv4attn_vllm.replacements import Replacement, original, replace
+from dsv4attn_vllm.steps import MHC, VARIABLE, without_mhc_warmup
 
-__all__ = ["FUNCTIONS", "OPS", "install", "serve"]
+__all__ = ["CONSTRUCTORS", "FUNCTIONS", "OPS", "install", "serve"]
 
 _Pre = tuple[Tensor, Tensor, Tensor]
 _serving: list[tuple[str, LayerSteps]] = []
@@ -146,6 +146,7 @@ class _HeadOp(mhc.HCHeadOp):
 OPS = {"MHCPreOp": _PreOp, "MHCPostOp": _PostOp, "MHCFusedPostPreOp": _FusedPostPreOp, "HCHeadOp": _HeadOp}
 """Classes by the name of vLLM's that they are made instead of."""
 
+_MODEL = "vllm.models.deepseek_v4.nvidia.model"
 _NAMES = {
     "model": ("mhc_pre", "mhc_pre_broadcast", "mhc_post", "mhc_fused_post_pre", "hc_head"),
     "mtp": ("mhc_post", "hc_head"),
@@ -162,6 +163,24 @@ FUNCTIONS = tuple(
 )
 """The functions that vLLM's modules for CUDA call, which do not use the ops."""
 
+CONSTRUCTORS = (
+    Replacement(_MODEL, "DeepseekV4DecoderLayer.__init__", "dsv4attn_vllm.hyper_connections:build_decoder_layer"),
+    Replacement(_MODEL, "DeepseekV4Model.__init__", "dsv4attn_vllm.hyper_connections:build_model"),
+)
+"""Where vLLM registers kernels of hyper-connections, to be compiled ahead."""
+
+
+def build_decoder_layer(layer: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+    """Build a decoder layer of vLLM for CUDA, whose kernels of hyper-connections will not run."""
+    with without_mhc_warmup(vllm_config):
+        original(str(CONSTRUCTORS[0]))(layer, vllm_config, *args, **kwargs)
+
+
+def build_model(model: Any, *, vllm_config: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+    """Build vLLM's model of decoder layers for CUDA, whose kernels of hyper-connections will not run."""
+    with without_mhc_warmup(vllm_config):
+        original(str(CONSTRUCTORS[1]))(model, vllm_config=vllm_config, **kwargs)
+
 
 def install(platform: str) -> tuple[str, ...]:
     """Replace vLLM's hyper-connections on a platform, and return the names; a second call changes nothing.
@@ -170,7 +189,7 @@ def install(platform: str) -> tuple[str, ...]:
     another plugin has done so or a name is missing.
     """
     if platform == "cuda":
-        replace(FUNCTIONS)
+        replace((*FUNCTIONS, *CONSTRUCTORS))
         return tuple(map(str, FUNCTIONS))
     for name, op in OPS.items():
         if op_registry_oot.get(name, op) is not op:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from attrs import frozen
@@ -21,7 +20,7 @@ class Replacement:
     """One replaced name.
 
     module: the module of vLLM whose global is replaced.
-    name: the global.
+    name: the global, or a method of a class, "Class.method".
     by: what replaces it, as "module:name".
     """
 
@@ -29,12 +28,21 @@ class Replacement:
     name: str
     by: str
 
-    def resolve(self) -> tuple[ModuleType, Any]:
-        """The module, and what will replace the name in it. Raises RefusedError if either name is missing."""
+    @property
+    def attribute(self) -> str:
+        """The name in the object that `resolve` finds."""
+        return self.name.rpartition(".")[2]
+
+    def resolve(self) -> tuple[Any, Any]:
+        """The module or class, and what will replace the name in it. Raises RefusedError if either name is missing."""
         (own, _, name), found = self.by.partition(":"), []
         for module, each in ((self.module, self.name), (own, name)):
             try:
-                found.append((imported := import_module(module), getattr(imported, each)))
+                owner: Any = import_module(module)
+                *classes, attribute = each.split(".")
+                for one in classes:
+                    owner = getattr(owner, one)
+                found.append((owner, getattr(owner, attribute)))
             except (ImportError, AttributeError) as error:
                 expected, cure = f"{module}.{each}", "install a version of vLLM that was tested"
                 raise RefusedError(str(self), expected=expected, actual=error, cure=cure) from error
@@ -98,5 +106,5 @@ def replace(replacements: Sequence[Replacement]) -> None:
     """
     resolved = [(one, *one.resolve()) for one in replacements]
     for one, target, value in resolved:
-        _originals.setdefault(str(one), getattr(target, one.name))
-        setattr(target, one.name, value)
+        _originals.setdefault(str(one), getattr(target, one.attribute))
+        setattr(target, one.attribute, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = [
     "chosen",
     "is_named",
     "v41_steps",
+    "without_mhc_warmup",
     "without_warmup",
 ]
 
@@ -154,6 +156,10 @@ def v41_steps(device: Device) -> frozenset[str]:
     return steps
 
 
+_asked_for_warmup: ContextVar[bool | None] = ContextVar("asked_for_warmup", default=None)
+"""Whether the configuration asks vLLM to compile ahead, while `without_mhc_warmup` says that it does not."""
+
+
 @contextmanager
 def without_warmup(vllm_config: Any, steps: frozenset[str]) -> Iterator[None]:  # noqa: ANN401 - vLLM's VllmConfig
     """Let layers that are built here not register kernels that will not run, and do not compile on every GPU.
@@ -161,10 +167,27 @@ def without_warmup(vllm_config: Any, steps: frozenset[str]) -> Iterator[None]:  
     vLLM compiles registered kernels ahead and fails if one of them cannot be. It registers those of indexer, compressor
     and projection together with those that still run, which are compiled when they run first.
     """
-    kernels = vllm_config.kernel_config
+    kernels, asked = vllm_config.kernel_config, _asked_for_warmup.get()
     before = kernels.enable_jit_warmup
-    kernels.enable_jit_warmup = before and not steps & {INDEXER, COMPRESSOR}
+    kernels.enable_jit_warmup = (before if asked is None else asked) and not steps & {INDEXER, COMPRESSOR}
     try:
         yield
     finally:
         kernels.enable_jit_warmup = before
+
+
+@contextmanager
+def without_mhc_warmup(vllm_config: Any) -> Iterator[None]:  # noqa: ANN401 - vLLM's VllmConfig
+    """Let a model that is built here not register kernels of hyper-connections. Layers of attention still register.
+
+    vLLM imports TileLang for the registration, which need not be installed where dsv4attn runs that step.
+    """
+    kernels = vllm_config.kernel_config
+    before = kernels.enable_jit_warmup
+    token = _asked_for_warmup.set(before if _asked_for_warmup.get() is None else _asked_for_warmup.get())
+    kernels.enable_jit_warmup = False
+    try:
+        yield
+    finally:
+        kernels.enable_jit_warmup = before
+        _asked_for_warmup.reset(token)

@@ -1,9 +1,15 @@
 """Hyper-connections on dsv4attn: vLLM's functions for CUDA, and its ops elsewhere, against its own torch code."""
 
+# ruff: noqa: ARG005 - a fake has the arguments of what it replaces
+
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +17,10 @@ import torch
 from dsv4attn_vllm import hyper_connections, replacements, serving
 from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.guard import RefusedError
+from dsv4attn_vllm.steps import INDEXER, MHC, without_warmup
 from engine import config_of, world
 from torch import Tensor
+from vllm.config import set_current_vllm_config
 from vllm.model_executor import custom_op
 from vllm.model_executor.kernels import mhc as theirs
 from vllm.model_executor.layers import mhc
@@ -97,6 +105,10 @@ def test_functions_of_the_cuda_model_are_replaced_by_those_of_the_same_name(
         module = import_module(one.module)
         monkeypatch.setattr(module, one.name, getattr(module, one.name))
 
+    for one in hyper_connections.CONSTRUCTORS:
+        owner = getattr(import_module(one.module), one.name.partition(".")[0])
+        monkeypatch.setattr(owner, "__init__", owner.__init__)
+
     names = hyper_connections.install("cuda")
     assert hyper_connections.install("cuda") == names
 
@@ -112,6 +124,55 @@ def test_functions_of_the_cuda_model_are_replaced_by_those_of_the_same_name(
     wanted = streams, *model.mhc_pre_tilelang(streams, *given.weights, *MIXES, **options)
     found = model.mhc_pre_broadcast_tilelang(given.x, *given.weights, *MIXES, **options, fn_broadcast=given.fn[:, :256])
     assert all(map(torch.equal, found, wanted))
+
+
+KERNELS = [f"_{name}_TILELANG_KERNEL" for name in ("HC_PRENORM_GEMM", "MHC_PRE_BIG_FUSE", "MHC_POST", "MHC_FUSED")]
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["dsv4attn", "vllm"])
+def test_vllms_kernels_are_compiled_ahead_only_where_they_run(
+    ops: None, monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    """Faked: TileLang's kernels, which note that they are registered; attention, experts, and CUDA's streams."""
+    registered, asked = [], []
+    tilelang = types.ModuleType("tilelang_kernels")
+    for name in (*KERNELS, "_HC_HEAD_FUSED_TILELANG_KERNEL"):
+        note = partial(lambda name, *args, **options: registered.append(name), name)
+        setattr(tilelang, name, SimpleNamespace(register_warmup=note))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.kernels.mhc.tilelang_kernels", tilelang)
+    model = import_module("vllm.models.deepseek_v4.nvidia.model")
+
+    def attention(config: Any, *args: Any, **options: Any) -> torch.nn.Module:
+        with without_warmup(config, frozenset({MHC})):
+            asked.append(config.kernel_config.enable_jit_warmup)
+        with without_warmup(config, frozenset({MHC, INDEXER})):
+            asked.append(config.kernel_config.enable_jit_warmup)
+        return torch.nn.Module()
+
+    monkeypatch.setattr(model, "_select_dsv4_attn_cls", lambda config: attention)
+    monkeypatch.setattr(model, "DeepseekV4MoE", lambda *args, **options: torch.nn.Module())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(replacements, "_originals", {})
+    for one in (*hyper_connections.FUNCTIONS, *hyper_connections.CONSTRUCTORS):
+        owner = import_module(one.module)
+        for name in one.name.split(".")[:-1]:
+            owner = getattr(owner, name)
+        monkeypatch.setattr(owner, one.attribute, getattr(owner, one.attribute))
+    if ours:
+        hyper_connections.install("cuda")
+    config = config_of()
+    config.kernel_config.enable_jit_warmup = True
+    with set_current_vllm_config(config):
+        model.DeepseekV4DecoderLayer(config, "model.layers.7")
+        made = model.DeepseekV4Model(vllm_config=config, prefix="model")
+
+    assert len(made.layers) == 3
+    assert set(registered) - {"_HC_PRENORM_GEMM_TILELANG_KERNEL"} == (
+        set() if ours else {*KERNELS[1:], "_HC_HEAD_FUSED_TILELANG_KERNEL"}
+    )
+    # kernels of attention are compiled ahead as before, unless dsv4attn has those steps too
+    assert asked == [True, False] * 4
+    assert config.kernel_config.enable_jit_warmup
 
 
 def test_other_leading_dims_are_kept(ops: None) -> None:
