@@ -76,8 +76,23 @@ def ours(ratio: int, q: Tensor, caches: LayerCaches, sink: Tensor, chosen: Tenso
     return out
 
 
+PADDING = 2
+"""Rows after the requests of a step, up to the size of a captured graph."""
+
+
+def pad(batch: Any) -> None:
+    """Make the last rows padding, as SGLang does for a graph: request 0, one token, slot 0; positions are stale."""
+    for name, value in {"req_pool_indices": 0, "seq_lens": 1, "seq_lens_cpu": 1, "out_cache_loc": 0}.items():
+        getattr(batch, name)[-PADDING:] = value
+    batch.positions[-PADDING:] = torch.tensor([CONTEXT - 1, CONTEXT // 2 + 77])
+
+
+@pytest.mark.parametrize("padding", [0, PADDING], ids=["alone", "padded"])
 @pytest.mark.parametrize("ratio", KINDS)
-def test_decode_attends_to_the_same_keys(aligned: Any, monkeypatch: pytest.MonkeyPatch, ratio: int) -> None:
+def test_decode_attends_to_the_same_keys(
+    aligned: Any, monkeypatch: pytest.MonkeyPatch, ratio: int, padding: int
+) -> None:
+    """With rows of padding too, whose selection is that of an earlier step: outputs of the requests are the same."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     calls: list[dict[str, Any]] = []
     decode = flash_mla.flash_mla_with_kvcache
@@ -89,28 +104,33 @@ def test_decode_attends_to_the_same_keys(aligned: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(flash_mla, "flash_mla_with_kvcache", with_kvcache)
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-    given = case("decode", "DECODE", tuple(n - 1 for n in LENGTHS), num_heads=HEADS, compress_ratio=ratio)
+    prefixes, rows = tuple(n - 1 for n in LENGTHS) + (0,) * padding, len(LENGTHS) + padding
+    given = case("decode", "DECODE", prefixes, num_heads=HEADS, compress_ratio=ratio)
     runner = runner_of(given, (ratio,), swa_size=16 * 256)
     attention = aligned.ATTENTION_BACKENDS["dsv4"](runner)
     batch = aligned._make_forward_batch(given, runner, max_context_len=CONTEXT, device="cpu")
+    if padding:
+        pad(batch)
     caches = caches_of(runner.token_to_kv_pool, ratio)
     fill(caches.swa, 256, torch.tensor(LENGTHS))
     visible, size = torch.tensor(LENGTHS) // max(ratio, 1), 256 // max(ratio, 1)
     chosen = torch.full((len(LENGTHS), TOPK), -1, dtype=INT)
     if caches.compressed is not None:
         fill(caches.compressed, size, visible)
-    q, sink = torch.randn(len(LENGTHS), HEADS, 512).bfloat16(), torch.randn(HEADS)
+    q, sink = torch.randn(rows, HEADS, 512).bfloat16(), torch.randn(HEADS)
     module = aligned.ProjectedDSV4Attention(num_heads=HEADS, hidden_size=512, dtype=torch.bfloat16, device="cpu")
     with torch.no_grad(), forward_context(ForwardContext(attn_backend=attention)):
         attention.init_forward_metadata(batch)
         if ratio == 4:
             # what the indexer would write: entries of each request in any order, as slots of the pool
-            slots = chosen.clone()
+            slots = torch.full((rows, TOPK), 2 * size + 1, dtype=INT)
+            slots[: len(LENGTHS)] = -1
             for row, n in enumerate(visible.tolist()):
                 chosen[row, :n] = torch.randperm(n, dtype=INT)
                 slots[row, :n] = (1 + 2 * row) * size + chosen[row, :n]
             core = attention.forward_metadata.core_metadata
-            core.set_sparse_topk(4, page_indices=slots, topk_lengths=visible.clamp(min=1).to(INT))
+            lengths = torch.cat([visible.clamp(min=1).to(INT), torch.ones(padding, dtype=INT)])
+            core.set_sparse_topk(4, page_indices=slots, topk_lengths=lengths)
         theirs = attention.forward(
             q=q,
             k=q,
@@ -122,8 +142,9 @@ def test_decode_attends_to_the_same_keys(aligned: Any, monkeypatch: pytest.Monke
             attn_sink=sink,
         )
 
-    wanted, [made] = ours(ratio, q, caches, sink, chosen), calls
+    wanted, [made] = ours(ratio, q[: len(LENGTHS)], caches, sink, chosen), calls
+    assert made["q"].shape[0] == rows
     for row, n in enumerate(made["topk_length"].tolist()):
         made["indices"][row, 0, :n] = made["indices"][row, 0, :n].sort().values
-    assert torch.equal(decode(**made)[0][:, 0], wanted)
-    torch.testing.assert_close(theirs, wanted, rtol=2**-7, atol=1e-5)
+    assert torch.equal(decode(**made)[0][: len(LENGTHS), 0], wanted)
+    torch.testing.assert_close(theirs[: len(LENGTHS)], wanted, rtol=2**-7, atol=1e-5)

@@ -99,6 +99,19 @@ def test_sglangs_metadata_object_is_shared_by_the_layers_of_a_step(interface: An
     assert not torch.equal(first, again)
 
 
+@pytest.mark.parametrize("name", ["k_cache", "extra_k_cache"])
+def test_one_cache_alone_that_is_another_tensor_is_read(interface: Any, backend: str, name: str) -> None:
+    """In the same step, with SGLang's metadata object of that step; the bytes of the old one are NaN."""
+    given = decode_args()
+    shape, stride = given[name].shape, given[name].stride()
+    old, new = (torch.empty_strided(shape, stride, dtype=torch.uint8).copy_(given[name]) for _ in range(2))
+    given[name] = old
+    before = interface.flash_mla_with_kvcache(**given)[0]
+    old.fill_(0xFF)
+
+    assert torch.equal(interface.flash_mla_with_kvcache(**{**given, name: new})[0], before)
+
+
 def test_rows_of_padding_name_slot_0_and_change_nothing_else(interface: Any, backend: str) -> None:
     given = decode_args()
     real = interface.flash_mla_with_kvcache(**given)[0]

@@ -165,6 +165,9 @@ class Engine:
             self.tables = [torch.zeros(limits.max_num_seqs, -(-longest // size), dtype=torch.int32) for size in sizes]
             self.slots = torch.full((len(sizes), tokens), -1, dtype=torch.int64)
             self.positions = torch.zeros(tokens, dtype=torch.int64)
+            # of long requests, so that a row of padding that counts as a token sees entries
+            stale = torch.randint(longest // 2, longest, (tokens,), generator=generator(tokens))
+            self.stale_positions = stale.to(device)
         self.queries: dict[str, Tensor] = {}
         self.requests = 0
 
@@ -191,18 +194,23 @@ class Engine:
             while len(blocks) * size < tokens:
                 blocks.append(self._free.pop())
 
-    def describe(self, work: Sequence[tuple[Request, int]], *, pad: int = 0, **options: Any) -> dict[str, Any]:
+    def describe(
+        self, work: Sequence[tuple[Request, int]], *, pad: int = 0, pad_requests: int = 0, **options: Any
+    ) -> dict[str, Any]:
         """Metadata of a step, by prefix, from vLLM's builders. work: requests, decodes first, and their new tokens.
 
-        pad: tokens of padding behind the others, as a captured graph of a fixed size has them.
+        pad: tokens of padding after the others, as a captured graph of a fixed size has them. Their slots are -1. Their
+        positions are what earlier steps left in the buffer: vLLM writes those of the step's tokens only.
+        pad_requests: requests of padding, without tokens, as graphs of whole decode steps have them.
         """
         counts, requests = [count for _, count in work], [request for request, _ in work]
         for request, count in work:
             self._grow(request, request.tokens + count)
-        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
-        lens = torch.tensor([request.tokens + count for request, count in work], dtype=torch.int32)
+        nothing = [0] * pad_requests
+        starts = torch.tensor([0, *itertools.accumulate(counts + nothing)], dtype=torch.int32)
+        lens = torch.tensor([request.tokens + count for request, count in work] + nothing, dtype=torch.int32)
+        self.positions.copy_(self.stale_positions)
         self.positions[: sum(counts)] = torch.cat([torch.arange(r.tokens, r.tokens + n) for r, n in work])
-        self.positions[sum(counts) :] = 0
         self.slots.fill_(-1)
         for group, size in enumerate(self.block_sizes):
             self.tables[group].fill_(0)
@@ -214,14 +222,14 @@ class Engine:
         tokens = sum(counts) + pad
         return build_attn_metadata(
             self.groups,
-            num_reqs=len(work),
+            num_reqs=len(work) + pad_requests,
             num_tokens=tokens,
             query_start_loc_gpu=starts.to(self.device, copy=True),
             query_start_loc_cpu=starts,
             max_query_len=max(counts),
             seq_lens=lens.to(self.device, copy=True),
             max_seq_len=int(lens.max()),
-            block_tables=[table[: len(work)] for table in self.tables],
+            block_tables=[table[: len(work) + pad_requests] for table in self.tables],
             slot_mappings=self.slots[:, :tokens],
             kv_cache_config=self.caches,
             seq_lens_cpu_upper_bound=lens,
@@ -245,26 +253,42 @@ class Engine:
         return q, kv.bfloat16().contiguous(), scores.contiguous()
 
     def select(self, work: Sequence[tuple[Request, int]]) -> None:
-        """What the indexer would write: some of the visible entries of each token, in no order, then -1."""
-        self.topk.fill_(-1)
+        """What the indexer would write: some of the visible entries of each token, in no order, then -1.
+
+        Rows of padding have what an earlier step left there: entries that a longer request saw.
+        """
+        self.topk.copy_(self.stale_selection())
         row = 0
         for request, count in work:
             for position in range(request.tokens, request.tokens + count):
                 seed = generator(position * 1009 + request.name)
                 picks = torch.randperm((position + 1) // 4, generator=seed)[: self.topk.shape[1]]
+                self.topk[row] = -1
                 self.topk[row, : len(picks)] = picks.int()
                 row += 1
 
+    def stale_selection(self) -> Tensor:
+        """A selection of the first few entries in every row, [K] int32."""
+        return torch.arange(self.topk.shape[1], dtype=torch.int32, device=self.device) % 4
+
     def step(
-        self, work: Sequence[tuple[Request, int]], *, pad: int = 0, behind: int = 0, attend: bool = True, **options: Any
+        self,
+        work: Sequence[tuple[Request, int]],
+        *,
+        pad: int = 0,
+        pad_requests: int = 0,
+        behind: int = 0,
+        attend: bool = True,
+        **options: Any,
     ) -> list[Tensor]:
         """One step: the output of each layer's attention, [rows, h, 512].
 
-        pad: see `describe`. behind: rows of padding that the metadata do not know of. attend: else keys are written and
-        nothing is attended, and vLLM's builder does not list the windows that would be, which is quicker.
+        pad, pad_requests: see `describe`. behind: rows of padding that the metadata do not know of. attend: else keys
+        are written and nothing is attended, and vLLM's builder does not list the windows that would be, which is
+        quicker.
         """
         with nullcontext() if attend else patch.object(sparse_swa, WINDOWS, lambda *_, **__: None):
-            metadata = self.describe(work, pad=pad, **options)
+            metadata = self.describe(work, pad=pad, pad_requests=pad_requests, **options)
         rows = sum(count for _, count in work) + pad + behind
         self.select(work)
         with set_forward_context(metadata, self.config, num_tokens=rows):

@@ -13,6 +13,7 @@ from dsv4attn_vllm.cuda import CUDAAttention
 from dsv4attn_vllm.serving import MOST_CHECKED
 from engine import PAGES, Engine, config_of, world
 from torch import Tensor
+from vllm.forward_context import set_forward_context
 
 import dsv4attn as ds
 from dsv4attn.errors import ArgumentError
@@ -258,7 +259,6 @@ class Inserts:
 
 
 def test_metadata_none_reserves_memory_and_zeroes_the_output(engine: Engine) -> None:
-    from vllm.forward_context import set_forward_context
     from vllm.v1.worker.workspace import lock_workspace
 
     q = torch.randn(5, 4, 512).bfloat16()
@@ -280,7 +280,6 @@ def test_memory_of_every_microbatch_and_lane_is_reserved_before_vllm_locks_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """VLLM measures memory without microbatches; drafts run in a lane of their own, and are measured in it."""
-    from vllm.forward_context import set_forward_context
     from vllm.v1.worker import workspace as theirs
 
     theirs.reset_workspace_manager()
@@ -325,19 +324,81 @@ def test_a_worker_without_a_workspace_has_its_own(engine: Engine) -> None:
     assert not spaces[0].locked
 
 
-def test_padding_of_a_captured_batch_is_zero_and_inserts_nothing(engine: Engine) -> None:
+PADDING = {"tokens": {"pad": 2}, "requests too": {"pad": 2, "pad_requests": 2}, "not in metadata": {"behind": 2}}
+"""Rows after the tokens of a step: vLLM's piecewise graphs, graphs of whole decode steps, and captured pieces."""
+
+
+def check_padding(engine: Engine, padding: dict[str, int]) -> None:
+    """Two decodes have the same outputs and caches with padding as without; padding sees nothing."""
     work = [(engine.request(150), 1), (engine.request(33), 1)]
     alone = engine.step(work)
     for request, _ in work:
         request.tokens -= 1
     caches = {name: tensor.clone() for name, tensor in engine.tensors.items() if tensor.dtype == torch.uint8}
 
-    padded = engine.step(work, pad=2)
+    padded = engine.step(work, **padding)
 
     for one, other in zip(alone, padded, strict=True):
         assert torch.equal(one, other[:2])
         assert not other[2:].any()
     assert all(torch.equal(engine.tensors[name], caches[name]) for name in caches)
+    for request, _ in work:
+        request.tokens -= 1
+    described = engine.describe(work, **{name: count for name, count in padding.items() if name != "behind"})
+    nothing = [0] * padding.get("pad", 0)
+    assert described["model.layers.1.attn"].dsv4attn.compressed_lens.tolist() == [151 // 4, 34 // 4, *nothing]
+    assert described["model.layers.2.attn"].dsv4attn.compressed_lens.tolist() == [151 // 128, 0, *nothing]
+
+
+@pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
+def test_padding_of_a_captured_batch_is_zero_and_inserts_nothing(engine: Engine, padding: dict[str, int]) -> None:
+    check_padding(engine, padding)
+
+
+@pytest.mark.parametrize("backend", ["reference"], indirect=True)
+def test_a_removed_mask_of_padding_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsv4attn_vllm import metadata
+
+    def without_mask(common: Any, ratio: int, buffer: Tensor) -> Tensor:
+        return buffer[: common.num_actual_tokens].copy_((metadata.positions_of(common) + 1) // ratio)
+
+    monkeypatch.setattr(metadata, "visible_entries", without_mask)
+
+    for padding in (PADDING["tokens"], PADDING["requests too"]):
+        with pytest.raises(AssertionError):
+            check_padding(engine, padding)
+
+
+@pytest.mark.parametrize("same_step", [True, False], ids=["same metadata", "next step"])
+def test_compressed_caches_alone_that_are_bound_again_are_read_and_written(engine: Engine, same_step: bool) -> None:
+    """Window caches and states stay where they are. The bytes that were bound before are NaN in every format."""
+    request = engine.request(147)  # the next token completes an entry of four
+    work = [(request, 1)]
+    metadata = engine.describe(work)
+
+    def outputs() -> list[Tensor]:
+        with set_forward_context(metadata, engine.config, num_tokens=1):
+            engine.select(work)
+            return [engine.run(layer, metadata, work, 1) for layer in engine.layers]
+
+    others = {}
+    for layer in engine.layers[1:]:
+        shape, stride = layer.kv_cache.shape, layer.kv_cache.stride()
+        others[layer] = torch.empty_strided(shape, stride, dtype=torch.uint8).copy_(layer.kv_cache)
+    wanted = outputs()
+    for layer, new in others.items():
+        old = layer.kv_cache
+        # caches of several groups lie in one memory: no others but the request's own pages
+        group = next(i for i, one in enumerate(engine.caches.kv_cache_groups) if layer.prefix in one.layer_names)
+        old[request.blocks[group]] = 0xFF
+        layer.kv_cache = new
+    if not same_step:
+        metadata = engine.describe(work)
+
+    outs = outputs()
+
+    assert all(map(torch.equal, wanted, outs))
+    assert not any(out.isnan().any() for out in outs)
 
 
 def test_o_proj_equals_vllms_torch_path(engine: Engine) -> None:

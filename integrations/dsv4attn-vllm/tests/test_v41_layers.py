@@ -98,23 +98,137 @@ def test_tokens_computed_again_for_their_windows_see_entries_and_no_older_window
             assert torch.equal(layer.kv_cache[pages], before[pages])
 
 
-@pytest.mark.parametrize("backend", ["reference"], indirect=True)
-def test_padding_of_a_captured_batch_is_zero_and_inserts_nothing(engine: V41Engine) -> None:
+PADDING = {"tokens": {"pad": 2}, "requests too": {"pad": 2, "pad_requests": 2}}
+"""Padding after the tokens of a step: of vLLM's piecewise graphs, and of graphs of whole decode steps."""
+
+
+def check_padding(engine: V41Engine, padding: dict[str, int]) -> None:
+    """Two decodes have the same outputs and caches, rings too, with padding as without; padding sees nothing."""
     work = [(engine.request(130), 1), (engine.request(33), 1)]
+    before = {name: bytes_of(cache) for name, cache in engine.bound().items()}
     alone = engine.step(work)
+    caches = {name: bytes_of(cache) for name, cache in engine.bound().items()}
+    for name, cache in engine.bound().items():
+        cache.copy_(before[name].view(cache.dtype))
     for request, _ in work:
         request.tokens -= 1
-    caches = {name: bytes_of(cache) for name, cache in engine.bound().items() if cache.dtype == torch.uint8}
 
-    padded = engine.step(work, pad=2)
+    padded = engine.step(work, **padding)
 
     for one, other in zip(alone, padded, strict=True):
         assert torch.equal(one, other[:2])
         assert not other[2:].any()
-    assert all(torch.equal(bytes_of(engine.bound()[name]), caches[name]) for name in caches)
-    metadata = engine.describe(work, pad=2)
-    assert metadata["model.layers.1.attn"].dsv4attn.compressed_lens.tolist() == [66, 17, 0, 0]
-    assert metadata["model.layers.3.attn"].dsv4attn.compressed_lens.tolist() == [132, 35, 0, 0]
+    assert [name for name, cache in engine.bound().items() if not torch.equal(bytes_of(cache), caches[name])] == []
+    for request, _ in work:
+        request.tokens -= 1
+    metadata = engine.describe(work, **padding)
+    assert metadata["model.layers.1.attn"].dsv4attn.compressed_lens.tolist() == [131 // 2, 34 // 2, 0, 0]
+    assert metadata["model.layers.3.attn"].dsv4attn.compressed_lens.tolist() == [131, 34, 0, 0]
+
+
+@pytest.fixture
+def with_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[V41Engine]:
+    """An engine whose compressor and indexer are dsv4attn's; its layers are called without the indexer."""
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
+    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", "indexer,compressor")
+    config = v41_config()
+    with world(config):
+        yield V41Engine(config, CUDAAttention, layers=len(RATIOS))
+
+
+@pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
+@pytest.mark.parametrize("backend", ["reference"], indirect=True)
+def test_padding_of_a_captured_batch_is_zero_and_inserts_nothing(engine: V41Engine, padding: dict[str, int]) -> None:
+    check_padding(engine, padding)
+
+
+@pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
+def test_padding_stores_nothing_in_rings_of_dsv4attns_compressor(
+    with_steps: V41Engine, padding: dict[str, int]
+) -> None:
+    check_padding(with_steps, padding)
+    # request 0 has 131 tokens with the new one, and the index keys are described for each token
+    keys = with_steps.describe([(with_steps.request(), 1)], **padding)["model.layers.3.attn.indexer.k_cache"]
+    assert keys.visible_lens.tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("mask", ["visible entries", "requests of tokens"])
+def test_a_removed_mask_of_padding_is_found(with_steps: V41Engine, monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
+    from dsv4attn_vllm import metadata_v41
+
+    build = metadata_v41.StateMetadataBuilder.build
+
+    def visible_entries(common: Any, ratio: int, buffer: Tensor, numbers: Tensor) -> Tensor:
+        return buffer[: common.num_actual_tokens].copy_((common.positions + 1) // ratio)
+
+    def without_mask(*given: Any, **options: Any) -> Any:
+        made = build(*given, **options)
+        made.requests = made.token_to_req_indices[: len(made.requests)]
+        return made
+
+    if mask == "visible entries":
+        monkeypatch.setattr(metadata_v41, "visible_entries", visible_entries)
+    else:
+        monkeypatch.setattr(metadata_v41.StateMetadataBuilder, "build", without_mask)
+
+    for padding in PADDING.values():
+        with pytest.raises(AssertionError):
+            check_padding(with_steps, padding)
+
+
+def test_a_step_of_requests_without_memory_writes_nothing(with_steps: V41Engine) -> None:
+    """What vLLM runs to warm up: tokens with slots of -1, of requests whose pages and rings are all block 0."""
+    request, names = with_steps.request(), with_steps.bound()
+    with_steps.describe([(request, 3)])
+    for number in range(len(with_steps.block_sizes)):
+        request.blocks[number] = [0] * len(request.blocks[number])
+    before = {name: bytes_of(cache) for name, cache in names.items()}
+    build = engines.build_attn_metadata
+
+    def without_slots(*given: Any, **options: Any) -> dict[str, Any]:
+        options["slot_mappings"].fill_(-1)
+        return build(*given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "build_attn_metadata", without_slots)
+        with_steps.step([(request, 3)])
+
+    assert [name for name, cache in names.items() if not torch.equal(bytes_of(cache), before[name])] == []
+
+
+@pytest.mark.parametrize("steps", ["none", "indexer,compressor"])
+def test_compressed_caches_alone_that_are_bound_again_are_read_and_written(
+    monkeypatch: pytest.MonkeyPatch, steps: str
+) -> None:
+    """By the layers that own them and by those that share them. The bytes that were bound before are NaN."""
+    monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
+    monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", steps)
+    config = v41_config()
+    with world(config):
+        engine = V41Engine(config, CUDAAttention, layers=len(RATIOS))
+        request = engine.request(147)  # the next token completes an entry of two
+        work = [(request, 1)]
+        metadata = engine.describe(work)
+
+        def outputs() -> list[Tensor]:
+            with set_forward_context(metadata, engine.config, num_tokens=1):
+                engine.select(work)
+                return [engine.run(layer, metadata, work, 1) for layer in engine.layers]
+
+        others = {}
+        for layer in filter(lambda layer: layer.is_kv_source, engine.layers):
+            shape, stride = layer.kv_cache.shape, layer.kv_cache.stride()
+            others[layer] = torch.empty_strided(shape, stride, dtype=torch.uint8).copy_(layer.kv_cache)
+        wanted = outputs()
+        for layer, new in others.items():
+            # caches of several groups lie in one memory: no others but the request's own pages
+            layer.kv_cache[request.blocks[engine.group_of(layer.prefix)]] = 0xFF
+            layer.kv_cache = new
+
+        outs = outputs()
+
+    assert all(map(torch.equal, wanted, outs))
+    assert not any(out.isnan().any() for out in outs)
 
 
 @pytest.mark.parametrize("backend", ["reference"], indirect=True)

@@ -86,8 +86,8 @@ class V41Engine(Engine):
     """Layers of V4.1. chosen: the selection [rows, 32] that each layer read in the last step, by prefix."""
 
     def select(self, work: Sequence[tuple[Request, int]]) -> None:
-        """Leave the selection to the index sources; what nobody wrote is a slot far outside."""
-        self.topk.fill_(10**6)
+        """Leave the selection to the index sources; rows that they do not write have an earlier step's selection."""
+        self.topk.copy_(self.stale_selection())
         self.chosen: dict[str, Tensor] = {}
 
     def inputs(self, layer: Any, work: Sequence[tuple[Request, int]], rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,6 +221,10 @@ class WholeV41Engine(V41Engine):
 
     For vLLM's indexer contexts must be so short that it selects all entries, for which it needs no scores.
     """
+
+    def stale_selection(self) -> Tensor:
+        """Entries far outside: the indexer writes the rows of all tokens, and a row that it leaves out is seen."""
+        return torch.full((self.topk.shape[1],), 10**6, dtype=torch.int32)
 
     def hidden_states(self, layer: Any, work: Sequence[tuple[Request, int]], rows: int) -> Tensor:
         """[rows, hidden] bf16, which depend on request, position and layer only; rows of padding are 3."""
