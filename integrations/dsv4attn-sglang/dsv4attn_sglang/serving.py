@@ -40,6 +40,7 @@ def check(runner: Any) -> list[str]:  # noqa: ANN401 - SGLang's ModelRunner
     SGLang; NoBackendError, with all reasons, if no backend, or not the one that was asked for, can run a call.
     """
     targets(runner.device)
+    _check_both_phases(runner)
     _check_options()
     _check_caches(runner.token_to_kv_pool)
     device, heads = torch.empty(0, device=runner.device, dtype=torch.float32).device, _heads(runner)
@@ -51,6 +52,23 @@ def check(runner: Any) -> list[str]:  # noqa: ANN401 - SGLang's ModelRunner
         chosen = explain(described(phase, *facts, *sizes), device=device)
         lines.setdefault(f"{phase.value}, {heads} heads: {chosen.verdict} ({chosen.request.source})", []).append(layers)
     return [f"{line}; {', '.join(layers)}" for line, layers in lines.items()]
+
+
+def _check_both_phases(runner: Any) -> None:  # noqa: ANN401
+    """Two attention backends, one for prefill and one for decode, are refused.
+
+    SGLang puts them into its `HybridAttnBackend`, which lacks what DeepSeek-V4's layers call: the first request fails.
+    """
+    prefill, decode = runner.prefill_attention_backend_str, runner.decode_attention_backend_str
+    if prefill != decode:
+        expected = "dsv4 for both: SGLang's hybrid backend lacks methods that DeepSeek-V4's layers call"
+        cure = "start SGLang with --attention-backend dsv4 and without these two"
+        raise RefusedError(
+            "--prefill-attention-backend and --decode-attention-backend",
+            expected=expected,
+            actual=f"{prefill} and {decode}",
+            cure=cure,
+        )
 
 
 def _check_options() -> None:

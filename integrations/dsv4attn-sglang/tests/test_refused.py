@@ -82,6 +82,34 @@ def test_a_model_of_another_kind_is_none_of_our_business(build: Any, monkeypatch
     assert type(build(other).attn_backend).__name__ == "TorchNativeAttnBackend"
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [("flashinfer", "dsv4"), ("dsv4", "trtllm_mla")])
+def test_another_backend_for_one_phase_is_refused(
+    build: Any, monkeypatch: pytest.MonkeyPatch, prefill: str, decode: str
+) -> None:
+    """SGLang's `HybridAttnBackend` of the two is never built."""
+
+    def mixed(runner: Any) -> None:
+        runner.prefill_attention_backend_str, runner.decode_attention_backend_str = prefill, decode
+
+    words = (
+        rf"^dsv4attn-sglang: --prefill-attention-backend and --decode-attention-backend: expected dsv4 for both: .*, "
+        rf"got {prefill} and {decode} -> start SGLang with --attention-backend dsv4 and without these two, or set DSV4"
+    )
+    with pytest.raises(RefusedError, match=words):
+        build(mixed)
+
+
+def test_sglangs_hybrid_backend_lacks_what_the_layers_call(kit: Any) -> None:
+    """The reason of that refusal."""
+    from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+
+    for name in ("store_cache", "forward_core_compressor", "get_swa_out_cache_loc"):
+        assert hasattr(DeepseekV4AttnBackend, name)
+        assert not hasattr(HybridAttnBackend, name)
+    assert not hasattr(HybridAttnBackend, "__getattr__")
+
+
 def test_a_backend_that_cannot_run_here_is_an_error_with_all_reasons(
     build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
