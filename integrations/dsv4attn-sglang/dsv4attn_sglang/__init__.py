@@ -4,6 +4,7 @@
 dsv4attn: it asks to be called when a scheduler, the process that runs a model, builds the attention of DeepSeek-V4.
 
     guard      which versions of SGLang are served, and the switches
+    internals  the names of SGLang that this package relies on, and their check
     hooks      what is replaced in SGLang, and when
     serving    whether dsv4attn can run a model's attention, before its first token
     attention  FlashMLA's two functions on dsv4attn

@@ -14,6 +14,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from dsv4attn_sglang import __version__, guard
@@ -46,13 +47,33 @@ _said: set[str] = set()
 
 
 def watch_scheduler() -> None:
-    """Step 1. A process without a scheduler runs no model: it needs nothing."""
+    """Step 1. A process without a scheduler runs no model: it needs nothing.
+
+    An SGLang whose scheduler is elsewhere never makes one that is hooked: the log says that nothing will be replaced.
+    """
+    engine = sys.modules.get("sglang")
+    if engine is not None and not any(map(_scheduler_in, engine.__path__)):
+        own, tested = f"SGLang has no {SCHEDULER}", guard.TESTED[-1]
+        _log.error("dsv4attn-sglang: not used: %s -> install sglang==%s, which was tested", own, tested)
     if SCHEDULER in sys.modules:
         _hook(f"{SCHEDULER}.Scheduler.__init__", _scheduler_is_made, "BEFORE")
 
 
+def _scheduler_in(folder: str) -> bool:
+    """Whether a folder of SGLang's package has the module of the scheduler. It is not imported."""
+    return Path(folder, *SCHEDULER.split(".")[1:]).with_suffix(".py").exists()
+
+
 def _scheduler_is_made(*args: object, **kwargs: object) -> None:
-    """Step 2, before the constructor of a scheduler."""
+    """Step 2, before the constructor of a scheduler. An SGLang that builds attention elsewhere is said in the log.
+
+    It is not refused here: the model may be another one.
+    """
+    try:
+        _find(ATTENTION)
+    except RefusedError as error:
+        _log.error("dsv4attn-sglang: not used: %s", error)
+        return
     _hook(ATTENTION, _attention_is_built, "AROUND")
     _apply()
 
@@ -68,10 +89,15 @@ def _attention_is_built(original: Callable[..., Any], *args: Any, **kwargs: Any)
 def _serve(runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRunner
     """Check a model, replace the functions, and say so. Raises RefusedError or NoBackendError."""
     version = guard.check()
+    from dsv4attn_sglang import internals
+
+    internals.check(version, runner)
+    # it imports what was checked
     from dsv4attn_sglang import serving
 
     chosen = serving.check(runner)
     targets = serving.targets(runner.device)
+    internals.check_functions(version, targets)
     fresh = [target for target in targets if target not in _registered]
     _replace({target: targets[target] for target in fresh})
     if fresh:
@@ -104,7 +130,7 @@ def _find(target: str) -> Any:  # noqa: ANN401 - a function of SGLang
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, OSError) as error:
-        cure = "repair the installation of SGLang"
+        cure = f"install sglang=={guard.TESTED[-1]}, which was tested"
         raise RefusedError(target, expected="a function of SGLang", actual=str(error), cure=cure) from error
 
 

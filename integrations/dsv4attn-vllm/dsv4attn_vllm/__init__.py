@@ -4,6 +4,7 @@
 dsv4attn: it tells vLLM's registry where the model classes are, and vLLM imports them only to serve such a model.
 
     guard         which versions of vLLM are served, and the switches
+    internals     the names of vLLM that this package relies on, and their check
     model         the classes in the registry: vLLM's own, behind the replacements of this platform
     replacements  which names in vLLM's modules are replaced, on each platform
     attention     what a layer runs on dsv4attn; cuda, rocm, xpu and cpu put it into vLLM's class of the platform

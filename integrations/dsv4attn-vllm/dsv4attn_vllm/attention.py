@@ -24,7 +24,7 @@ from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.weights import Weight, check_weight, dense_weight
 from dsv4attn_vllm.compressor import adopt
 from dsv4attn_vllm.guard import SWITCH, RefusedError
-from dsv4attn_vllm.indexer import IndexCache, IndexerSteps, indexer_class
+from dsv4attn_vllm.indexer import IndexCache, IndexerSteps, check_selector, indexer_class
 from dsv4attn_vllm.metadata import Backend, SWABackend
 from dsv4attn_vllm.replacements import original
 from dsv4attn_vllm.serving import serving_of
@@ -87,6 +87,8 @@ class Dsv4Attention(_Layer):
         indexer, steps = self.indexer, self._serving.steps
         if INDEXER in steps and indexer is not None and not isinstance(indexer, IndexerSteps):
             indexer.__class__, indexer.k_cache.__class__ = indexer_class(DeepseekV4Indexer), IndexCache
+        if INDEXER in steps and indexer is not None:
+            check_selector(self.prefix, indexer)
         if COMPRESSOR in steps:
             for compressor in self._compressors():
                 adopt(compressor, self._serving)

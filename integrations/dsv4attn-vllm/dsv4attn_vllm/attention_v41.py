@@ -17,6 +17,7 @@ from dsv4attn.core.weights import Weight
 from dsv4attn_vllm.attention import Dsv4Attention
 from dsv4attn_vllm.compressor_v41 import adopt
 from dsv4attn_vllm.guard import RefusedError
+from dsv4attn_vllm.indexer import check_selector
 from dsv4attn_vllm.indexer_v41 import IndexCache, Indexer
 from dsv4attn_vllm.metadata_v41 import Backend, SWABackend
 from dsv4attn_vllm.steps import COMPRESSOR, INDEXER
@@ -60,6 +61,8 @@ class Dsv41Attention(Dsv4Attention, _Layer):
         return Indexer
 
     def _put_steps(self) -> None:
+        if INDEXER in self._serving.steps and self.indexer is not None:
+            check_selector(self.prefix, self.indexer)
         if COMPRESSOR in self._serving.steps and self.compressor is not None:
             adopt(self.compressor, self._serving)
 

@@ -16,6 +16,7 @@ from dsv4attn import PagedKVCache
 from dsv4attn.core.contract import complete
 from dsv4attn.core.definitions.indexer import IndexQuery
 from dsv4attn.core.device import is_capturing
+from dsv4attn_vllm.guard import TESTED, RefusedError
 from dsv4attn_vllm.index_metadata import IndexBackend
 from dsv4attn_vllm.serving import serving_of
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 else:
     _Indexer = object
 
-__all__ = ["IndexCache", "IndexerSteps", "Selector", "indexer_class"]
+__all__ = ["IndexCache", "IndexerSteps", "Selector", "check_selector", "indexer_class"]
 
 
 class IndexCache(DeepseekV4IndexerCache):
@@ -172,6 +173,13 @@ def select_all(visible_lens: Tensor, buffer: Tensor, topk: int) -> None:
     out = buffer[: visible_lens.shape[0], :topk]
     numbers = torch.arange(topk, dtype=out.dtype, device=out.device)
     out.copy_(torch.where(numbers < visible_lens[:, None], numbers, -1))
+
+
+def check_selector(prefix: str, indexer: Any) -> None:  # noqa: ANN401 - an indexer that vLLM has built
+    """Raise RefusedError unless an indexer selects by `Selector`: short contexts would not tell, only long ones."""
+    if not isinstance(indexer.indexer_op, Selector):
+        actual, cure = type(indexer.indexer_op).__name__, f"install vllm=={TESTED[-1]}"
+        raise RefusedError(f"{prefix}.indexer", expected="dsv4attn's Selector", actual=actual, cure=cure)
 
 
 @cache

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from vllm.logger import init_logger
 
-from dsv4attn_vllm import guard
+from dsv4attn_vllm import guard, internals
 from dsv4attn_vllm.replacements import PLATFORMS, platform_name, replace
 from dsv4attn_vllm.steps import MHC, asked
 
 _version = guard.check()
+_mhc = MHC in (asked() or ())
+internals.check(_version, internals.groups_of("v4", platform_name(), mhc=_mhc))
 
 from vllm.models.deepseek_v4 import (  # noqa: E402 - a vLLM that is not served may lack these names
     DeepseekV4ForCausalLM,
@@ -32,7 +34,7 @@ __all__ = [
 _log = init_logger("vllm.dsv4attn")
 _wanted = PLATFORMS[platform_name()]
 _names = [*map(str, _wanted)]
-if MHC in (asked() or ()):
+if _mhc:
     from dsv4attn_vllm.hyper_connections import install
 
     # all or nothing: what may be refused comes before the first name that is replaced

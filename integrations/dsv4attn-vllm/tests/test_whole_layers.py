@@ -109,6 +109,9 @@ torch.cuda.get_device_properties = lambda *_: SimpleNamespace(
 import test_whole_layers
 from dsv4attn_vllm.rocm import ROCmAttention
 test_whole_layers.check_platform(ROCmAttention)
+from dsv4attn_vllm import internals
+lacking = internals.lacking([group for group in internals.TABLE if "rocm" in group])
+assert lacking == [], lacking
 """
 
 

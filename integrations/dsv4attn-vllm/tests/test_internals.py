@@ -1,0 +1,258 @@
+"""The table of vLLM's names: vLLM 0.33.0 has them, the table has all that this package uses, each is missed."""
+
+# ruff: noqa: ARG005 - a fake has the arguments of what it replaces
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from enum import Enum
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import dsv4attn_vllm
+import pytest
+from attrs import evolve
+from dsv4attn_vllm import internals
+from dsv4attn_vllm.cuda import CUDAAttention
+from dsv4attn_vllm.guard import RefusedError
+from dsv4attn_vllm.indexer import IndexerSteps
+from dsv4attn_vllm.internals import TABLE
+from engine import config_of, world
+from torch import nn
+
+from dsv4attn.compat import engine_names
+from dsv4attn.compat.engine_names import LackingError, Named, Overridden, Stored
+
+HERE = [group for group in TABLE if "rocm" not in group]
+"""VLLM's modules for ROCm want a GPU when they are imported: `test_layers_for_rocm` has their groups."""
+ENTRIES = [(group, one) for group in HERE for one in TABLE[group]]
+OURS = sorted(Path(next(iter(dsv4attn_vllm.__path__))).glob("*.py"))
+
+
+def test_the_installed_vllm_has_every_name() -> None:
+    assert internals.lacking(HERE) == []
+    assert internals.groups_of("v4", "cuda") == ("all", "v4", "v4 cuda")
+    assert internals.groups_of("v4", "xpu", mhc=True) == ("all", "v4", "v4 xpu", "mhc")
+    assert internals.groups_of("v41", "cpu") == ("all", "v41")
+
+
+def owners_of(one: Any, name: str) -> list[Any]:
+    """The module or classes in which a name would have to be removed, so that it is there no more."""
+    owner = one.find()
+    owners = [owner] if inspect.ismodule(owner) else [base for base in owner.__mro__ if name in vars(base)]
+    return [each for each in owners if name in vars(each)]
+
+
+def test_each_name_is_missed_and_said() -> None:
+    missed = 0
+    for group, one in ENTRIES:
+        for name in one.names():
+            missed += 1
+            if isinstance(one, Stored) or (inspect.isclass(one.find()) and issubclass(one.find(), Enum)):
+                # it cannot be removed: another name, which nothing has
+                [line] = evolve(one, attributes=("absent",)).lacking()
+                assert line.startswith(one.owner)
+                assert "absent" in line
+                continue
+            with pytest.MonkeyPatch.context() as patch:
+                for owner in owners_of(one, name):
+                    patch.delattr(owner, name)
+                assert f"{one.owner}.{name} is not there" in [*one.lacking()], (group, name)
+    assert missed > 200
+
+
+def test_a_class_or_module_that_is_not_there_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.models.deepseek_v4 import attention
+
+    monkeypatch.delattr(attention, "DeepseekV4IndexerCache")
+
+    assert internals.lacking(["v4"]) == ["vllm.models.deepseek_v4.attention.DeepseekV4IndexerCache is not there"]
+    with pytest.raises(LackingError, match=r"^vllm.utils.deep_gem cannot be imported: No module named"):
+        [*Named("vllm.utils.deep_gem", ("x",)).lacking()]
+
+
+def test_a_vllm_that_lacks_hooks_is_refused_by_name_before_anything_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.models.deepseek_v4.attention import DeepseekV4Indexer
+    from vllm.utils import deep_gemm
+
+    monkeypatch.delattr(DeepseekV4Indexer, "_get_attn_cls")
+    monkeypatch.delattr(deep_gemm, "mqa_logits_use_mx_scales")
+
+    with pytest.raises(RefusedError) as caught:
+        internals.check("0.34.1", internals.groups_of("v4", "cuda"))
+
+    assert str(caught.value) == (
+        "dsv4attn-vllm: vLLM 0.34.1: expected all names of vLLM that dsv4attn-vllm replaces, calls or reads, got "
+        "vllm.utils.deep_gemm.mqa_logits_use_mx_scales is not there; "
+        "vllm.models.deepseek_v4.attention:DeepseekV4Indexer._get_attn_cls is not there -> install vllm==0.33.0, or a "
+        "dsv4attn-vllm that was tested with vLLM 0.34.1, or set DSV4ATTN_VLLM=0 to run vLLM's own attention"
+    )
+
+
+def test_a_hook_that_is_passed_more_or_never_called_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.models.deepseek_v4.attention import DeepseekV4Attention
+
+    hook = Overridden(
+        "vllm.models.deepseek_v4.attention:DeepseekV4Attention", "dsv4attn_vllm.attention:Dsv4Attention", ("_o_proj",)
+    )
+    assert [*hook.lacking()] == []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeepseekV4Attention, "_o_proj", lambda self, o, positions, scale: None)
+        [line] = hook.lacking()
+    assert "._o_proj: it gets self, o, positions, scale; dsv4attn's takes (self, o: 'Tensor'" in line
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_names, "_code_near", lambda owner, callers: "    def _o_proj(self, o, positions):")
+        assert [*hook.lacking()] == [f"{hook.owner}._o_proj is there, but nothing calls it"]
+
+
+def test_a_call_that_vllms_function_does_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends.mla import compressor_utils
+
+    monkeypatch.setattr(compressor_utils, "get_dspark_swa_index_width", lambda window: 0)
+
+    [line] = internals.lacking(["all"])
+    assert line.endswith("get_dspark_swa_index_width(window) cannot be called as it is: too many positional arguments")
+
+
+def test_an_indexer_that_selects_by_another_class_is_refused_when_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM's own would run in the first long request, with index keys that it does not know."""
+
+    class Other(nn.Module):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__()
+
+    monkeypatch.setattr(IndexerSteps, "_get_attn_cls", lambda self: Other)
+    with world(config := config_of()):
+        CUDAAttention(config, prefix="model.layers.0.attn")
+        with pytest.raises(
+            RefusedError, match=r"layers.1.attn.indexer: expected dsv4attn's Selector, got Other -> ins"
+        ):
+            CUDAAttention(config, prefix="model.layers.1.attn", topk_indices_buffer=None)
+
+
+# ---------------------------------------------------------------- the table has all that this package uses
+
+
+def used() -> Iterator[tuple[str, str]]:
+    """(owner, name) of all that this package imports from vLLM, and of attributes of what it imported."""
+    for path in OURS:
+        tree, imported = ast.parse(path.read_text(encoding="utf-8")), {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "vllm":
+                for each in node.names:
+                    imported[each.asname or each.name] = node.module, each.name
+        for module, name in imported.values():
+            yield module, name
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported:
+                module, name = imported[node.value.id]
+                try:
+                    inner = inspect.ismodule(
+                        getattr(import_module(module), name, None) or import_module(module + "." + name)
+                    )
+                except (ImportError, RuntimeError):  # ROCm's
+                    inner = False
+                yield f"{module}.{name}" if inner else f"{module}:{name}", node.attr
+
+
+def listed() -> set[tuple[str, str]]:
+    """(owner, name) of the table, and (module, class) of each class that owns names."""
+    found = {(one.owner, name) for entries in TABLE.values() for one in entries for name in one.names()}
+    owners = [one.owner.partition(":") for entries in TABLE.values() for one in entries]
+    return found | {(module, name) for module, _, name in owners if name}
+
+
+BY_ANOTHER_NAME = {
+    # of the platform's object, whose class is in the table
+    ("vllm.platforms", "current_platform"),
+    *(
+        ("vllm.platforms:current_platform", name)
+        for name in ("is_device_capability_family", "is_fp8_fnuz", "support_deep_gemm")
+    ),
+    # the registry that the entry point itself needs, and a dictionary
+    ("vllm", "ModelRegistry"),
+    ("vllm:ModelRegistry", "register_model"),
+    ("vllm.model_executor.custom_op:op_registry_oot", "get"),
+    ("vllm.model_executor.custom_op:op_registry_oot", "keys"),
+    # modules, whose names are in the table
+    ("vllm.model_executor.layers", "mhc"),
+    ("vllm.models.deepseek_v4", "sparse_mla"),
+    ("vllm.models.deepseek_v41", "compressor"),
+    ("vllm.models.deepseek_v41", "sparse_mla"),
+    ("vllm.v1.attention", "backend"),
+    ("vllm.v1.attention.backends.mla", "sparse_swa"),
+}
+
+
+def test_every_import_from_vllm_is_in_the_table() -> None:
+    assert sorted(set(used()) - listed() - BY_ANOTHER_NAME) == []
+
+
+def classes() -> list[type]:
+    """The classes of this package that are made of vLLM's, but for ROCm's."""
+    modules = [
+        import_module(f"dsv4attn_vllm.{path.stem}")
+        for path in OURS
+        if "rocm" not in path.stem and "model" not in path.stem
+    ]
+    found = {id(one): one for module in modules for one in vars(module).values() if inspect.isclass(one)}
+    return [one for one in found.values() if one.__module__.startswith("dsv4attn_vllm.")]
+
+
+def test_every_method_in_place_of_one_of_vllms_is_in_the_table() -> None:
+    hooks = {
+        name for entries in TABLE.values() for one in entries if isinstance(one, Overridden) for name in one.names()
+    }
+    for ours in classes():
+        theirs = [base for base in ours.__mro__ if base.__module__.startswith("vllm.")]
+        for name in vars(ours):
+            if not name.startswith("__") and inspect.isroutine(getattr(ours, name)):
+                assert name in hooks or not any(name in vars(base) for base in theirs), (ours, name)
+
+
+def test_every_attribute_of_vllms_objects_is_in_the_table() -> None:
+    """`self.name` in a class that is made of vLLM's, and the name is not this package's."""
+    known = {name for entries in TABLE.values() for one in entries for name in one.names()}
+    for path in OURS:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ClassDef) or path.stem in (
+                "internals",
+                "guard",
+                "replacements",
+                "steps",
+                "serving",
+            ):
+                continue
+            read = {
+                each.attr
+                for each in ast.walk(node)
+                if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "self"
+            }
+            assert sorted(read - known - names_of_ours() - OF_TORCH) == [], (path.stem, node.name)
+
+
+OF_TORCH = {"__class__"}
+
+
+def names_of_ours() -> set[str]:
+    """Methods, fields and attributes that classes of this package define."""
+    found = set()
+    for path in OURS:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                for each in node.body:
+                    found |= {getattr(each, "name", "")}
+                    if isinstance(each, ast.AnnAssign | ast.Assign):
+                        targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+                        found |= {target.id for target in targets if isinstance(target, ast.Name)}
+                for each in ast.walk(node):
+                    if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+                        found.add(each.attr)
+    return found
