@@ -39,6 +39,7 @@ from dsv4attn.compat.arguments import (
 )
 from dsv4attn.compat.direct import HEAD_DIM, attend, largest_logits, plan
 from dsv4attn.core.contract import KeyForm, Phase
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.keys import DenseIndices
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError
@@ -133,6 +134,7 @@ def has_legacy() -> bool:
     return True
 
 
+@without_modes
 def flash_mla_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -220,6 +222,7 @@ def flash_mla_with_kvcache(
     return out, lse.transpose(1, 2)
 
 
+@without_modes
 def flash_mla_sparse_fwd(
     q: Tensor,
     kv: Tensor,

@@ -22,6 +22,7 @@ from dsv4attn.compat.arguments import check_switch
 from dsv4attn.compat.direct import HEAD_DIM, ROPE_DIM
 from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from dsv4attn.core.checks import check_same_device
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.rope import apply_rope
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.errors import ArgumentError
@@ -35,6 +36,7 @@ _LARGEST, _LEAST_AMAX = 448.0, 1e-10
 """Largest code, and the least of the largest magnitude of a chunk."""
 
 
+@without_modes
 def prefill(
     enable_q_norm: bool,
     rms_norm_eps: float,
@@ -82,6 +84,7 @@ def prefill(
     return *_cast(out, angles, n_wv_group), top, lse
 
 
+@without_modes
 def decode(
     enable_q_norm: bool,
     rms_norm_eps: float,

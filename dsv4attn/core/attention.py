@@ -1,16 +1,21 @@
-"""`DeepseekV4Attention`: one attention layer from hidden states to hidden states, over paged caches, on any backend."""
+"""`DeepseekV4Attention`: one attention layer from hidden states to hidden states, over paged caches, on any backend.
+
+Code that torch compiles sees a call of a layer as one custom op, `torch.ops.dsv4attn.attention_layer`. Its schema names
+the caches and the buffers that the layer shares with others; weights belong to the layer.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 
-from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
+from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches, all_caches_of, op_tensor
 from dsv4attn.core.checks import check_metadata, check_same_device
 from dsv4attn.core.compressor import Compressor, LatentCompressor
 from dsv4attn.core.context import ForwardContext, get_forward_context
@@ -20,12 +25,14 @@ from dsv4attn.core.definitions import INVARIANT, PLAIN, complete_steps
 from dsv4attn.core.definitions.compressor import rms_norm
 from dsv4attn.core.geometry import LayerKind, LayerRole, ModelGeometry, Rope
 from dsv4attn.core.indexer import Candidates, Indexer
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.layer import DeepseekV4MLAAttention
 from dsv4attn.core.layer_sources import BoundSources, own_buffer
 from dsv4attn.core.layer_weights import AttentionWeights
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata
+from dsv4attn.core.ops import define_op
 from dsv4attn.core.projection import output_projection
 from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.core.tensorspec import check_tensor
@@ -38,6 +45,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["DeepseekV4Attention"]
+
+_layers: WeakValueDictionary[str, DeepseekV4Attention] = WeakValueDictionary()
+"""Layers by the handle that a compiled graph holds. Handles are unique, also if two models have equal prefixes."""
+
+_count = itertools.count()
 
 
 class DeepseekV4Attention:
@@ -150,6 +162,21 @@ class DeepseekV4Attention:
             parts = *parts, self.indexer.compressor.copies
         self._every_copies: tuple[WeightCopies, ...] = parts
 
+        self._op_tensors: tuple[Tensor | None, ...] = (None,) * 5
+        self._register()
+
+    def _register(self) -> None:
+        """Take a handle of its own."""
+        self._handle = f"{self.prefix}#{next(_count)}"
+        _layers[self._handle] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is a layer of its own, for ops too."""
+        self.__dict__.update(state)
+        if self.caches is not None:
+            self._op_tensors = _op_tensors(self.caches)
+        self._register()
+
     def _load_own(self, weights: AttentionWeights) -> Tensor | None:
         """Take all weights but those of the compressor and the indexer. Returns the sinks."""
         copies = self._copies
@@ -192,7 +219,7 @@ class DeepseekV4Attention:
         self._weights = weights
 
     def _see_weights(self) -> None:
-        """Make copies again if a weight has changed. Nothing is seen in code that torch.compile traces."""
+        """Make copies again if a weight has changed."""
         for copies in self._every_copies:
             if copies.changed():
                 self.refresh()
@@ -235,7 +262,7 @@ class DeepseekV4Attention:
             caches = self._sources.caches(caches, self.index, index=self.indexer is not None)
             self._check_caches(caches)
         self.attention.bind_kv_cache(caches.attention.swa, caches.attention.compressed)
-        self.caches = caches
+        self.caches, self._op_tensors = caches, _op_tensors(caches)
         self._source_caches = None if self._sources.kv is None else self._sources.kv.caches
 
     def _bind_again(self, caches: DeepseekV4Caches) -> DeepseekV4Caches:
@@ -245,12 +272,12 @@ class DeepseekV4Attention:
         assert self.caches is not None
         return self.caches
 
-    def _take_rows(self, metadata: AttentionMetadata | None, rows: Tensor) -> None:
+    def _take_rows(self, metadata: AttentionMetadata | None, topk_indices: Tensor | None, rows: Tensor) -> None:
         """Let attention read some rows of what the layer's source selected."""
         assert metadata is not None
         assert metadata.source_rows is not None
-        assert self.topk_indices is not None
-        selected = self.topk_indices[rows[: metadata.swa.num_actual_tokens]]
+        assert topk_indices is not None
+        selected = topk_indices[rows[: metadata.swa.num_actual_tokens]]
         metadata.source_rows.selected[self.attention] = selected
 
     def __getstate__(self) -> dict[str, Any]:
@@ -287,54 +314,76 @@ class DeepseekV4Attention:
                 expected = f"{compressed.block_size} records in a page, as the compressed cache has"
                 raise ArgumentError("caches.index", expected=expected, actual=caches.index.block_size)
 
-    @torch.no_grad()
+    @without_modes
     def __call__(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
         """Hidden states [T', hidden] to hidden states, for the step that is being run.
 
         hidden_states: in the dtype of the weights; beside fp32 weights bf16 too. q, keys and the result have its dtype,
         and products with fp32 weights are fp32. positions: [T'] int64; padding rows may have any. Rows behind the
-        tokens of the step are padding. In a warm-up memory is reserved, and attention gives zeros.
+        tokens of the step are padding. In a warm-up memory is reserved, and attention gives zeros. Autocast is off,
+        and no gradients are recorded.
         """
+        blocks = None if self.candidates is None else self.candidates.blocks
         if not torch.compiler.is_compiling():
-            self._see_weights()
-        attention, caches, size = self.attention, self.caches, self.geometry.hidden_size
+            return self._run(hidden_states, positions, self.caches, self.topk_indices, blocks)
+        named = *self._op_tensors, self.topk_indices, blocks
+        out: Tensor = _op(hidden_states, positions, *named, self._handle)
+        return out
+
+    def _run(
+        self,
+        hidden_states: Tensor,
+        positions: Tensor,
+        caches: DeepseekV4Caches | None,
+        topk_indices: Tensor | None,
+        candidates: Tensor | None,
+    ) -> Tensor:
+        """The call, with the caches and buffers of the layer, or copies of them in a compiled graph."""
+        self._see_weights()
+        attention, size = self.attention, self.geometry.hidden_size
         letters: dict[str, int] = {}
         own = self._wq_a.dtype
         taken, like = ((own, torch.bfloat16), "") if own == torch.float32 else ((own,), "the weights")
         check_tensor("hidden_states", hidden_states, f"T {size}", taken, letters, like=like)
         check_tensor("positions", positions, "T", torch.int64, letters)
         check_same_device(hidden_states, positions=positions, weights=self._wq_a)
-        if caches is None:
+        bound = self.caches
+        if caches is None or bound is None:
             raise Dsv4AttnError(f"layer {attention.prefix} has no caches -> call bind_kv_cache first")
         source = self._sources.kv
         if source is not None and source.caches is not self._source_caches:
-            caches = self._bind_again(caches)
+            if caches is not bound:
+                hint = "call the layer once without the compiler, which binds them, then compile it again"
+                raise Dsv4AttnError(
+                    f"layer {attention.prefix}: its source has other caches than when it was compiled -> {hint}"
+                )
+            caches = bound = self._bind_again(bound)
         context, rows = get_forward_context(), None
         metadata = context.for_layer(attention.prefix, attention.swa_prefix, *self.layer.key)
         if metadata is not None:
-            self._check_step(metadata, caches, hidden_states.shape[0])
+            self._check_step(metadata, bound, hidden_states.shape[0])
             rows = self._sources.rows(metadata, context, self.prefix)
         linear, norm, dtype = self._arithmetic.linear, (self.geometry.eps, self._arithmetic), hidden_states.dtype
         qr = rms_norm(linear(hidden_states, self._wq_a), self._q_norm, *norm).to(dtype)
         kv = rms_norm(linear(hidden_states, self._wkv), self._kv_norm, *norm).to(dtype)
         q = linear(qr, self._wq_b).to(dtype).unflatten(-1, (self.layer.num_heads, self.layer.head_dim))
-        attention.fused_qnorm_rope_kv_insert(q, kv, positions)
+        attention.insert_into(caches.attention, q, kv, positions)
         latents = None
         if metadata is not None and self.compressor is not None:
             latents = self._compress(hidden_states, positions, metadata, caches)
         if metadata is not None and self.indexer is not None:
             assert caches.index is not None
-            assert self.topk_indices is not None
-            stores = caches.index_state, caches.index, self.topk_indices
+            assert topk_indices is not None
+            stores = caches.index_state, caches.index, topk_indices
             if self.selected_in is not None:
                 self.selected_in = None  # also if this raises
-            self.indexer(hidden_states, qr, positions, metadata, *stores, latents, rows)
+            self.indexer(hidden_states, qr, positions, metadata, *stores, latents, rows, candidates)
             if self.geometry.sharing is not None:
                 self.selected_in = ref(metadata.swa), ref(context)
         elif rows is not None:
-            self._take_rows(metadata, rows)
+            self._take_rows(metadata, topk_indices, rows)
         out = torch.empty_like(q)
-        attention.forward_mqa(q, kv, positions, out)
+        attention.attend_from(caches.attention, topk_indices, q, kv, positions, out)
         return output_projection(
             self.backend,
             out,
@@ -418,3 +467,45 @@ def _check_limits(geometry: ModelGeometry, limits: Limits) -> None:
 def _table(rope: Rope, limits: Limits, device: torch.device) -> Tensor:
     """The layer's own table; `cos_sin_cache` is an argument where this is called."""
     return cos_sin_cache(rope, limits.max_model_len, device)
+
+
+def _op_tensors(caches: DeepseekV4Caches) -> tuple[Tensor | None, ...]:
+    """What the op of a layer is given for its caches, in the order of its arguments."""
+    attention = caches.attention
+    ordered = attention.swa, attention.compressed, caches.state, caches.index, caches.index_state
+    return tuple(map(op_tensor, ordered))
+
+
+@without_modes
+def _attention_layer(
+    hidden_states: Tensor,
+    positions: Tensor,
+    swa: Tensor | None,
+    compressed: Tensor | None,
+    state: Tensor | None,
+    index: Tensor | None,
+    index_state: Tensor | None,
+    topk_indices: Tensor | None,
+    candidates: Tensor | None,
+    layer: str,
+) -> Tensor:
+    bound = _layers.get(layer)
+    if bound is None:
+        raise Dsv4AttnError(f"layer {layer} no longer exists -> keep the layer alive as long as graphs that call it")
+    caches = bound.caches
+    if caches is not None:
+        caches = all_caches_of(caches, swa, compressed, state, index, index_state)
+    return bound._run(hidden_states, positions, caches, topk_indices, candidates)  # noqa: SLF001 - it is the layer's op
+
+
+def _like_hidden_states(hidden_states: Tensor, *_: object) -> Tensor:
+    return hidden_states.new_empty(hidden_states.shape)
+
+
+_op = define_op(
+    "attention_layer(Tensor hidden_states, Tensor positions, Tensor(a!)? swa, Tensor(b!)? compressed, "
+    "Tensor(c!)? state, Tensor(d!)? index, Tensor(e!)? index_state, Tensor(f!)? topk_indices, "
+    "Tensor(g!)? candidates, str layer) -> Tensor",
+    _attention_layer,
+    _like_hidden_states,
+)

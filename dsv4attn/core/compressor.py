@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.layer_ops import LayerSteps, Linear, takes_bf16_norm
 from dsv4attn.core.layer_weights import CompressorWeights
 from dsv4attn.core.layout import PagedKVCache
@@ -47,6 +48,7 @@ class Compressor:
         """W - channels of the kv of a token."""
         return self._ape.shape[1]
 
+    @without_modes
     def __call__(
         self,
         hidden_states: Tensor,
@@ -112,6 +114,7 @@ class LatentCompressor:
         """D - channels of the kv of a token."""
         return self._norm.shape[0]
 
+    @without_modes
     def __call__(
         self,
         hidden_states: Tensor,

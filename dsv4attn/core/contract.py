@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 
 from attrs import frozen
 
-from dsv4attn.core.descriptor import API_VERSION, LAYER_PARTS, BackendInfo, Rank
+from dsv4attn.core.descriptor import API_VERSION, COMPUTING, LAYER_PARTS, BackendInfo, Rank
 from dsv4attn.core.forms import Forms, IndexForm, KeyForm, Phase, Products
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.index_ops import BuilderSteps, IndexStep, IndexSteps, MetadataExtension, RaggedSteps, RankSteps
@@ -267,6 +267,14 @@ class BackendDefaults(Protocol):
     rank_steps: RankSteps | None = None
     deterministic: bool = False
     projects_fp8: bool = False
+
+    def __init_subclass__(cls, **options: object) -> None:
+        """Methods of a backend run with autocast off and record no gradients, from wherever they are called."""
+        super().__init_subclass__(**options)
+        if not COMPUTING.isdisjoint(vars(cls)):
+            from dsv4attn.core.inference import guard_methods
+
+            guard_methods(cls, COMPUTING)
 
     @cached_property
     def layer_steps(self) -> LayerSteps:

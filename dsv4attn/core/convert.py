@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from dsv4attn.core.definitions import fp4
 from dsv4attn.core.definitions.records import dequantize_index
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
@@ -41,6 +42,7 @@ def check_compatible(writer: KVCacheLayout | str, reader: KVCacheLayout | str) -
     raise LayoutMismatchError("cache", expected=f"layout {wanted}", actual=actual, hint=hint)
 
 
+@without_modes
 def convert_cache(source: PagedKVCache, target: PagedKVCache, slots: Tensor | None = None) -> None:
     """Copy keys to the same slots of another cache, in its layout, so that every key reads the same.
 

@@ -13,7 +13,7 @@ from dsv4attn.core.device import DeviceFacts
 from dsv4attn.core.problem import Problem, Reason
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["API_VERSION", "LAYER_PARTS", "BackendInfo", "Rank"]
+__all__ = ["API_VERSION", "COMPUTING", "LAYER_PARTS", "BackendInfo", "Rank"]
 
 
 class Rank(IntEnum):
@@ -26,6 +26,12 @@ class Rank(IntEnum):
 
 LAYER_PARTS = "compressor", "indexer", "selection", "hyper_connections"
 """Parts of the layer around attention; `layer_ops.LAYER_STEPS` has their steps."""
+
+COMPUTING = frozenset({
+    "quantize_and_insert_k_cache", "qnorm_rope_kv_insert", "dequantize_and_gather_k_cache", "decode", "prefill",
+    "inv_rope_o_proj",
+})  # fmt: skip
+"""Methods of a backend that compute when they are called."""
 
 API_VERSION = "1.7"
 """Version of this contract. A minor step only adds; a backend of another major version is refused."""

@@ -15,6 +15,7 @@ from dsv4attn.core.chunking import PrefillChunk
 from dsv4attn.core.contract import Backend, Phase, RawQuery, complete
 from dsv4attn.core.gathered import GatheredCall
 from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
 from dsv4attn.core.paged import PagedCall
@@ -27,6 +28,7 @@ from dsv4attn.core.workspace_plan import plan_workspace
 __all__ = ["forward_in_parts", "forward_mqa"]
 
 
+@without_modes
 def forward_mqa(
     q: Tensor,
     caches: LayerCaches,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.layer_ops import LayerSteps
 from dsv4attn.core.layer_weights import HyperConnectionWeights
 from dsv4attn.core.weight_copies import WeightCopies, check_not_captured
@@ -73,30 +74,36 @@ class HyperConnections:
             self.refresh()
         return self._kept
 
+    @without_modes
     def pre(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(post, comb, input of the sublayer [T, d]) of streams [T, n, d]."""
         return self._steps.mhc_pre(streams, *self._mixes)
 
+    @without_modes
     def after(
         self, other: Tensor, streams: Tensor, post: Tensor, comb: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(new streams, post, comb, input) from the output `other` [T, d] of the sublayer before this one."""
         return self._steps.mhc_fused_post_pre(other, streams, post, comb, *self._mixes)
 
+    @without_modes
     def post(self, x: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         """New streams [T, n, d] from the output x [T, d] of this sublayer."""
         return self._steps.mhc_post(x, streams, post, comb)
 
+    @without_modes
     def pre_delayed(self, streams: Tensor, previous_pre: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """V4.1: (pre [T, n], post, comb, input) of streams [T, n, d]. previous_pre: None in the first sublayer."""
         return self._steps.mhc_pre_delayed(streams, previous_pre, *self._mixes)
 
+    @without_modes
     def after_delayed(
         self, other: Tensor, streams: Tensor, post: Tensor, comb: Tensor, previous_pre: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """V4.1: (new streams, pre, post, comb, input) from the output `other` of the sublayer before, and its pre."""
         return self._steps.mhc_fused_post_pre_delayed(other, streams, post, comb, previous_pre, *self._mixes)
 
+    @without_modes
     def collapse(self, streams: Tensor, pre: Tensor) -> Tensor:
         """V4.1: [T, d] of the last streams [T, n, d], by the pre [T, n] that the last sublayer returned."""
         return self._steps.mhc_collapse(streams, pre)

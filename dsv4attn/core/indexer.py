@@ -11,6 +11,7 @@ from dsv4attn.core.compressor import Compressor, LatentCompressor
 from dsv4attn.core.context_parallel.selection import SelectTopk
 from dsv4attn.core.device import is_capturing
 from dsv4attn.core.geometry import LayerGeometry, ModelGeometry
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.layer_ops import LayerSteps, Linear
 from dsv4attn.core.layer_weights import IndexerWeights
 from dsv4attn.core.layout import PagedKVCache
@@ -89,6 +90,7 @@ class Indexer:
         self._wk = None if weights.wk is None else copies.dense("indexer.wk", weights.wk)
         self._k_norm = None if weights.k_norm is None else copies.plain("k_norm", weights.k_norm, torch.float32)
 
+    @without_modes
     def __call__(
         self,
         hidden_states: Tensor,
@@ -100,14 +102,14 @@ class Indexer:
         topk_indices: Tensor,
         latents: Tensor | None = None,
         candidate_rows: Tensor | None = None,
+        candidates: Tensor | None = None,
     ) -> None:
         """Store the index keys of a step, and write the selected entries of each token to `topk_indices` [>= T, K].
 
         hidden_states: [T', hidden]. qr: [T', q_lora_rank], the normalised latent of q. positions: [T'] int64. states:
         of the indexer's compressor, if it has one. keys: index keys; an indexer over the keys of another layer stores
         none. latents: [T, D] of the layer's compressor (V4.1). candidate_rows: [T] int64 - rows of the candidates that
-        are those of the step's tokens; None: the same rows.
-        """
+        are those of the step's tokens; None: the same rows."""
         if self.compressor is not None:
             assert states is not None
             self.compressor(hidden_states, positions, metadata, states, keys)
@@ -133,10 +135,12 @@ class Indexer:
         query = self._steps.indexer_q_rope_quant(q, weights, positions[:tokens], self._table, keys.layout)
         maps = compressed.block_table, compressed.req_id_per_token, compressed.compressed_lens
         if publishes is not None:
-            found = publishes.blocks[:tokens], publishes.block_size
+            blocks = publishes.blocks if candidates is None else candidates
+            found = blocks[:tokens], publishes.block_size
             self._steps.select_candidates(query, keys, *maps, *found, longest)
         if restricts is not None:
-            blocks = restricts.blocks[:tokens] if candidate_rows is None else restricts.blocks[candidate_rows[:tokens]]
+            blocks = restricts.blocks if candidates is None else candidates
+            blocks = blocks[:tokens] if candidate_rows is None else blocks[candidate_rows[:tokens]]
             found = blocks, restricts.block_size
             self._steps.select_topk_of_candidates(query, keys, *maps, *found, out, longest)
         elif self._select_topk is not None:

@@ -2,6 +2,9 @@
 
 Its two entry points are torch custom ops (`torch.ops.dsv4attn.*`), opaque to the compiler: a module around them
 compiles with `fullgraph=True`, and the metadata of the step is looked up when the op runs, never when it is traced.
+The schema of an op names every tensor of the layer that it reads, and which of them it writes: caches, the top-k
+buffer, the sink and the table of angles. So a compiler keeps the order of these ops and of other ops on the same
+tensors. An op works on the tensors that it is given, which are copies where a compiler replaces writes by copies.
 Eager calls go past torch's dispatcher, which takes a third of what core takes in a call.
 """
 
@@ -10,24 +13,28 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import lru_cache, partial
+from inspect import unwrap
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled, no_grad
 from torch._C import _functorch, _get_tracing_state, _is_torch_function_mode_enabled, _len_torch_dispatch_stack
 from torch.autograd import _profiler_enabled, profiler  # type: ignore[attr-defined] # no public name
+from torch.autograd.graph import increment_version
 
-from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.caches import LayerCaches, caches_of, op_tensor
 from dsv4attn.core.checks import check_bound, check_cache, check_compressed, check_insert
 from dsv4attn.core.context import get_forward_context
 from dsv4attn.core.context_parallel import ContextParallel, forward_mqa_over_ranks, together
 from dsv4attn.core.contract import Backend, KeyForm, RawQuery
 from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.inference import is_autocast_on, no_autocast, without_modes
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.ops import define_op
 from dsv4attn.core.projection import o_proj
 from dsv4attn.core.raw_insert import insert_leaving_raw_q
 from dsv4attn.core.rope import is_rotation
@@ -44,6 +51,9 @@ _layers: WeakValueDictionary[str, DeepseekV4MLAAttention] = WeakValueDictionary(
 
 _count = itertools.count()
 _TENSOR = frozenset({Tensor})
+
+# a layer leaves autocast and gradients itself, in fewer frames
+_forward_mqa: Callable[..., None] = unwrap(forward_mqa)
 
 
 class DeepseekV4MLAAttention:
@@ -91,6 +101,7 @@ class DeepseekV4MLAAttention:
             check_type("context_parallel", context_parallel, ContextParallel, cure=cure)
         self.context_parallel = context_parallel if self.geometry.has_entries else None
         self.caches: LayerCaches | None = None
+        self._op_tensors: tuple[Tensor | None, ...] = (None, None)
         gathers = backend.forms.prefill_keys is KeyForm.GATHERED
         self._takes_raw_q = raw_q and gathers and is_rotation(cos_sin_cache)
         self._register()
@@ -103,6 +114,8 @@ class DeepseekV4MLAAttention:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is a layer of its own, for ops too."""
         self.__dict__.update(state)
+        if self.caches is not None:
+            self._op_tensors = op_tensor(self.caches.swa), op_tensor(self.caches.compressed)
         self._register()
 
     @property
@@ -141,13 +154,17 @@ class DeepseekV4MLAAttention:
                 wanted = self.compressed_layout or compressed.layout
                 check_layout(compressed.layout, wanted, f"compressed cache of {self.prefix}")
         self.caches = caches
+        self._op_tensors = op_tensor(swa), op_tensor(compressed)
 
-    def raw_query(self, positions: Tensor) -> RawQuery | None:
-        """What attention needs to normalise and rotate q of these positions; None if the insert always does it."""
+    def raw_query(self, positions: Tensor, cos_sin_cache: Tensor | None = None) -> RawQuery | None:
+        """What attention needs to normalise and rotate q of these positions; None if the insert always does it.
+
+        cos_sin_cache: the table of the layer, or a copy of it in a compiled graph; None: that of the layer.
+        """
         eps = self.geometry.q_eps
         if not self._takes_raw_q or eps is None or self.context_parallel is not None:
             return None
-        return RawQuery(positions, self.cos_sin_cache, eps)
+        return RawQuery(positions, self.cos_sin_cache if cos_sin_cache is None else cos_sin_cache, eps)
 
     def fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor) -> None:
         """Normalise and rotate q [T', H, D] in place; rotate a copy of kv [T', D] and write it to the window cache.
@@ -155,24 +172,74 @@ class DeepseekV4MLAAttention:
         Where the geometry says that queries have no norm (`q_norm`), q is rotated only. With `raw_q` rows of prefill
         tokens may keep their q, which is then for `forward_mqa` of the same step alone.
         positions: [T'] int64; padding rows may have any. Call it for all tokens before `forward_mqa`. In a
-        warm-up it does nothing.
+        warm-up it does nothing. Autocast is off, and no gradients are recorded: the write to a q that requires grad is
+        one of `torch.no_grad()`.
         """
-        if _wants_op(q, kv, positions):
-            _op_insert(q, kv, positions, self.handle)
+        if is_grad_enabled() or is_autocast_on() or _wants_op(q, kv, positions):
+            self.insert_into(self.caches, q, kv, positions)
         else:
-            _insert(self, q, kv, positions)
+            _insert(self, self.caches, q, kv, positions, self.cos_sin_cache)
 
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
         """Attention of the current step into `output`.
 
         q: [T', H, D] after `fused_qnorm_rope_kv_insert`. output: like q. kv: not read, as keys are in the caches.
         positions: those of the insert, read with `raw_q` alone, as others follow from the metadata of
-        `set_forward_context`.
+        `set_forward_context`. Autocast is off, and no gradients are recorded.
         """
-        if _wants_op(q, kv, positions, output):
-            _op_forward(q, kv, positions, output, self.handle)
+        held = self.topk_indices_buffer, self.attn_sink, self.cos_sin_cache
+        if is_grad_enabled() or is_autocast_on() or _wants_op(q, kv, positions, output):
+            self.attend_from(self.caches, held[0], q, kv, positions, output)
         else:
-            _forward(self, q, positions, output)
+            _forward(self, self.caches, q, positions, output, *held)
+
+    def insert_into(self, caches: LayerCaches | None, q: Tensor, kv: Tensor, positions: Tensor) -> None:
+        """`fused_qnorm_rope_kv_insert` into caches that are the bound ones, or copies of them in a compiled graph."""
+        if is_grad_enabled():
+            if q.requires_grad and not torch.compiler.is_compiling():
+                increment_version(q)  # a kernel's write is one that torch does not count
+            with no_grad():
+                self.insert_into(caches, q, kv, positions)
+        elif _wants_op(q, kv, positions):
+            swa, _ = self._tensors(caches)
+            _op_insert(q, kv, positions, self.cos_sin_cache, swa, self.handle)
+        elif is_autocast_on():
+            with no_autocast():
+                _insert(self, caches, q, kv, positions, self.cos_sin_cache)
+        else:
+            _insert(self, caches, q, kv, positions, self.cos_sin_cache)
+
+    def attend_from(
+        self,
+        caches: LayerCaches | None,
+        topk_indices: Tensor | None,
+        q: Tensor,
+        kv: Tensor,
+        positions: Tensor,
+        output: Tensor,
+    ) -> None:
+        """`forward_mqa` over caches and top-k indices that are the bound ones, or copies in a compiled graph."""
+        if is_grad_enabled():
+            if output.requires_grad and not torch.compiler.is_compiling():
+                increment_version(output)
+            with no_grad():
+                self.attend_from(caches, topk_indices, q, kv, positions, output)
+        elif _wants_op(q, kv, positions, output):
+            held = *self._tensors(caches), topk_indices, self.attn_sink, self.cos_sin_cache
+            _op_forward(q, kv, positions, output, *held, self.handle)
+        else:
+            held = topk_indices, self.attn_sink, self.cos_sin_cache
+            if is_autocast_on():
+                with no_autocast():
+                    _forward(self, caches, q, positions, output, *held)
+            else:
+                _forward(self, caches, q, positions, output, *held)
+
+    def _tensors(self, caches: LayerCaches | None) -> tuple[Tensor | None, ...]:
+        """What the ops are given for caches."""
+        if caches is None or caches is self.caches:
+            return self._op_tensors
+        return caches.swa.tensor, None if caches.compressed is None else caches.compressed.tensor
 
     def o_proj(self, o: Tensor, positions: Tensor, wo_a: Weight, num_groups: int) -> Tensor:
         """Undo the rotation of o at the query's position and project each group of heads; see `projection.o_proj`.
@@ -210,22 +277,29 @@ def _wants_op(*tensors: Tensor) -> bool:
     )
 
 
-def _current(layer: DeepseekV4MLAAttention) -> tuple[LayerCaches, AttentionMetadata | None]:
+def _current(layer: DeepseekV4MLAAttention, caches: LayerCaches | None) -> tuple[LayerCaches, AttentionMetadata | None]:
     """Caches of a layer, and its metadata of the current step."""
-    if layer.caches is None:
+    if caches is None:
         raise Dsv4AttnError(f"layer {layer.prefix} has no caches -> call bind_kv_cache first")
     geometry = layer.geometry
     metadata = get_forward_context().for_layer(layer.prefix, layer.swa_prefix, geometry.kind, geometry.compress_ratio)
-    return layer.caches, metadata
+    return caches, metadata
 
 
-def _insert(bound: DeepseekV4MLAAttention, q: Tensor, kv: Tensor, positions: Tensor) -> None:
-    caches, metadata = _current(bound)
+def _insert(
+    bound: DeepseekV4MLAAttention,
+    caches: LayerCaches | None,
+    q: Tensor,
+    kv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+) -> None:
+    caches, metadata = _current(bound, caches)
     if metadata is None:
         return
-    slots, table, geometry = metadata.swa.slot_mapping, bound.cos_sin_cache, bound.geometry
+    slots, geometry = metadata.swa.slot_mapping, bound.geometry
     check_insert(q, kv, positions, slots, table, caches.swa, geometry)
-    raw, backend = bound.raw_query(positions) if metadata.swa.num_prefill_tokens else None, bound.backend
+    raw, backend = bound.raw_query(positions, table) if metadata.swa.num_prefill_tokens else None, bound.backend
     if raw is not None:
         given = caches, metadata, backend, bound.workspace or current_workspace_manager()
         if insert_leaving_raw_q(bound, q, kv, raw, *given, layer=geometry, limits=bound.limits):
@@ -233,16 +307,24 @@ def _insert(bound: DeepseekV4MLAAttention, q: Tensor, kv: Tensor, positions: Ten
     backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, geometry.q_eps)
 
 
-def _forward(bound: DeepseekV4MLAAttention, q: Tensor, positions: Tensor, output: Tensor) -> None:
-    caches, metadata = _current(bound)
-    run: Callable[..., None] = forward_mqa
-    topk_indices = bound.topk_indices_buffer
+def _forward(
+    bound: DeepseekV4MLAAttention,
+    caches: LayerCaches | None,
+    q: Tensor,
+    positions: Tensor,
+    output: Tensor,
+    topk_indices: Tensor | None,
+    attn_sink: Tensor | None,
+    table: Tensor,
+) -> None:
+    caches, metadata = _current(bound, caches)
+    run: Callable[..., None] = _forward_mqa
     if metadata is not None and metadata.source_rows is not None:
         topk_indices = metadata.source_rows.selected.get(bound, topk_indices)
     if bound.context_parallel is not None:
         run = partial(forward_mqa_over_ranks, bound.context_parallel)
     elif metadata is not None and bound in metadata.swa.layers_with_raw_q:
-        run = partial(forward_mqa, raw_q=bound.raw_query(positions))
+        run = partial(_forward_mqa, raw_q=bound.raw_query(positions, table))
     run(
         q,
         caches,
@@ -252,7 +334,7 @@ def _forward(bound: DeepseekV4MLAAttention, q: Tensor, positions: Tensor, output
         output,
         layer=bound.geometry,
         limits=bound.limits,
-        attn_sink=bound.attn_sink,
+        attn_sink=attn_sink,
         topk_indices=topk_indices,
     )
 
@@ -264,28 +346,46 @@ def _layer(handle: str) -> DeepseekV4MLAAttention:
     return layer
 
 
-def _qnorm_rope_kv_insert(q: Tensor, kv: Tensor, positions: Tensor, layer: str) -> None:
-    _insert(_layer(layer), q, kv, positions)
+@without_modes
+def _run_insert(
+    q: Tensor, kv: Tensor, positions: Tensor, cos_sin_cache: Tensor, swa: Tensor | None, layer: str
+) -> None:
+    bound = _layer(layer)
+    _insert(bound, caches_of(bound.caches, swa), q, kv, positions, cos_sin_cache)
 
 
-def _forward_mqa(q: Tensor, kv: Tensor, positions: Tensor, output: Tensor, layer: str) -> None:
-    _forward(_layer(layer), q, positions, output)
+@without_modes
+def _run_forward(
+    q: Tensor,
+    kv: Tensor,
+    positions: Tensor,
+    output: Tensor,
+    swa: Tensor | None,
+    compressed: Tensor | None,
+    topk_indices: Tensor | None,
+    attn_sink: Tensor | None,
+    cos_sin_cache: Tensor,
+    layer: str,
+) -> None:
+    bound = _layer(layer)
+    caches = caches_of(bound.caches, swa, compressed)
+    _forward(bound, caches, q, positions, output, topk_indices, attn_sink, cos_sin_cache)
 
 
 def _nothing(*_: object) -> None:
     """The fake of both ops for the compiler: no result; the schema declares the mutation."""
 
 
-# defined by hand: torch.library.custom_op costs tens of microseconds more in every call
-_library = torch.library.Library("dsv4attn", "DEF")
-for _schema, _op in (
-    ("qnorm_rope_kv_insert(Tensor(a!) q, Tensor kv, Tensor positions, str layer) -> ()", _qnorm_rope_kv_insert),
-    ("forward_mqa(Tensor q, Tensor kv, Tensor positions, Tensor(a!) output, str layer) -> ()", _forward_mqa),
-):
-    _name = _schema.partition("(")[0]
-    _library.define(_schema, tags=(torch.Tag.needs_fixed_stride_order,))
-    _library.impl(_name, _op, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"dsv4attn::{_name}", _nothing, lib=_library)
-
 # the overloads, as their look-up in each call costs as much as the rest of the dispatcher
-_op_insert, _op_forward = torch.ops.dsv4attn.qnorm_rope_kv_insert.default, torch.ops.dsv4attn.forward_mqa.default
+_op_insert = define_op(
+    "qnorm_rope_kv_insert(Tensor(a!) q, Tensor kv, Tensor positions, Tensor cos_sin_cache, Tensor(b!)? swa, "
+    "str layer) -> ()",
+    _run_insert,
+    _nothing,
+)
+_op_forward = define_op(
+    "forward_mqa(Tensor q, Tensor kv, Tensor positions, Tensor(a!) output, Tensor? swa, Tensor? compressed, "
+    "Tensor? topk_indices, Tensor? attn_sink, Tensor cos_sin_cache, str layer) -> ()",
+    _run_forward,
+    _nothing,
+)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4attn.core.inference import without_modes
+
 __all__ = ["apply_sink", "merge_lse"]
 
 
+@without_modes
 def merge_lse(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the union of shards, from attention over each.
 
@@ -25,6 +28,7 @@ def merge_lse(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return out, top + total.log()
 
 
+@without_modes
 def apply_sink(out: Tensor, lse: Tensor, attn_sink: Tensor) -> Tensor:
     """Attention with the sink, from attention without: one more logit whose value is zero.
 

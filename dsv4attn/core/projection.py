@@ -15,6 +15,7 @@ from torch.nn import functional
 from dsv4attn.core.checks import check_backend, check_output, check_projection
 from dsv4attn.core.contract import Backend, complete
 from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.layer_ops import Linear
 from dsv4attn.core.values import shown
 from dsv4attn.core.weights import Weight, dense_weight, scaled_weight
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["o_proj", "output_projection"]
 
 
+@without_modes
 def o_proj(
     backend: Backend,
     o: Tensor,
@@ -51,6 +53,7 @@ def o_proj(
     return backend.inv_rope_o_proj(o, positions, cos_sin_cache, _given(wo_a, converts=converts), num_groups)
 
 
+@without_modes
 def output_projection(
     backend: Backend,
     o: Tensor,

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dsv4attn.core.geometry import Rope
+from dsv4attn.core.inference import without_modes
 
 __all__ = ["angles_at", "apply_rope", "cos_sin_cache", "is_rotation"]
 
@@ -38,6 +39,7 @@ def inverse_frequencies(rope: Rope, device: torch.device | str = "cpu") -> Tenso
     return inv / yarn.factor * ramp + inv * (1 - ramp)
 
 
+@without_modes
 def cos_sin_cache(rope: Rope, max_position: int, device: torch.device | str = "cpu") -> Tensor:
     """[max_position, dim] fp32: cosines of the dim/2 pairs, then their sines; row = position.
 

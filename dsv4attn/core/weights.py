@@ -15,6 +15,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from dsv4attn.core.device import is_capturing
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.tensor_state import TensorState
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.core.weight_scales import BLOCKS, check_scale, checked_block, declared_block, grid, short
@@ -128,6 +129,7 @@ def converted(value: Weight, name: str = "wo_a", out: Tensor | None = None) -> T
         return _product(weight, _factors(scales[0]), block, out)
 
 
+@without_modes
 def dense_weight(value: Weight, name: str = "wo_a", *, recompute: bool = False) -> Tensor:
     """The weight as bf16 [rows, columns] if it is fp8, and unchanged if it is not.
 

@@ -206,10 +206,11 @@ def test_a_layer_without_caches_or_workspace_or_owner_says_so() -> None:
     with pytest.raises(Dsv4AttnError, match=r"use_workspace.* or .*MLAAttention\(workspace=manager\)"):
         case.run()
     q, kv, positions, handle = case.q, case.kv, case.positions, case.layer.handle
+    held = None, None, None, None, case.layer.cos_sin_cache
     del case
     gc.collect()
     with pytest.raises(Dsv4AttnError, match="no longer exists"):
-        torch.ops.dsv4attn.forward_mqa(q, kv, positions, torch.empty_like(q), handle)
+        torch.ops.dsv4attn.forward_mqa(q, kv, positions, torch.empty_like(q), *held, handle)
 
 
 def test_o_proj_is_the_backends_projection_with_the_layers_table() -> None:

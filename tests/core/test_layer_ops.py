@@ -52,12 +52,17 @@ def test_a_module_around_the_layer_compiles_with_fullgraph(kind: LayerKind) -> N
 
 def test_the_custom_ops_pass_torchs_own_checks() -> None:
     case = bound(LayerKind.C4A)
+    layer, caches = case.layer, case.layer.caches
+    assert caches is not None
+    assert caches.compressed is not None
+    swa, table = caches.swa.tensor, layer.cos_sin_cache
+    read = swa, caches.compressed.tensor, layer.topk_indices_buffer, layer.attn_sink, table
     with set_forward_context(case.metadata):
         for op, args in (
-            (torch.ops.dsv4attn.forward_mqa, (case.q, case.kv, case.positions, torch.empty_like(case.q))),
-            (torch.ops.dsv4attn.qnorm_rope_kv_insert, (case.q.clone(), case.kv, case.positions)),
+            (torch.ops.dsv4attn.forward_mqa, (case.q, case.kv, case.positions, torch.empty_like(case.q), *read)),
+            (torch.ops.dsv4attn.qnorm_rope_kv_insert, (case.q.clone(), case.kv, case.positions, table, swa)),
         ):
-            torch.library.opcheck(op, (*args, case.layer.handle))
+            torch.library.opcheck(op, (*args, layer.handle))
 
 
 CLEARED = "ignore:.*Profiler clears events:UserWarning"

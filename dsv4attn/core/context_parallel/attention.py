@@ -21,6 +21,7 @@ from dsv4attn.core.contract import Backend, Phase, RankSteps, complete
 from dsv4attn.core.forward import forward_in_parts, forward_mqa
 from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.head_buffers import ALL_HEADS_VIEWS, all_heads, divided_specs
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, WholePrefill
 from dsv4attn.core.rank_buffers import LANE, attention_bytes, merge_specs, part_tokens, piece_bytes
@@ -32,6 +33,7 @@ from dsv4attn.errors import ArgumentError
 __all__ = ["forward_mqa_over_ranks", "merge_over_ranks", "merge_parts"]
 
 
+@without_modes
 def forward_mqa_over_ranks(
     context: ContextParallel,
     q: Tensor,
@@ -133,6 +135,7 @@ def _check_whole(context: ContextParallel, whole: WholePrefill) -> None:
         raise ArgumentError("metadata", expected="metadata without a WholePrefill", actual=repr(whole), hint=hint)
 
 
+@without_modes
 def merge_over_ranks(
     context: ContextParallel,
     out: Tensor,

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.context_parallel.ownership import Ownership
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.layout import PagedKVCache, check_layout
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["reshard_cache"]
 
 
+@without_modes
 def reshard_cache(
     sources: Sequence[tuple[PagedKVCache, Tensor]],
     target: tuple[PagedKVCache, Tensor],

@@ -15,6 +15,7 @@ from dsv4attn.core.definitions.indexer import IndexQuery, scores
 from dsv4attn.core.definitions.records import read_index_keys, slots_of
 from dsv4attn.core.definitions.selection import ENTRIES, selection_bytes
 from dsv4attn.core.definitions.tiles import PLAIN, Arithmetic, tiles
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.layer_ops import LayerSteps, RankSelection
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.rank_buffers import candidate_bytes
@@ -45,6 +46,7 @@ class SelectTopk(Protocol):
         """See `LayerSteps.select_topk`, and `select_topk_over_ranks` for `whole_from`."""
 
 
+@without_modes
 def select_topk_over_ranks(
     context: ContextParallel,
     steps: LayerSteps,

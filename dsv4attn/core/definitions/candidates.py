@@ -14,6 +14,7 @@ from torch import Tensor
 from dsv4attn.core.definitions.indexer import IndexQuery
 from dsv4attn.core.definitions.selection import ENTRIES, better, score_entries, selection_bytes
 from dsv4attn.core.definitions.tiles import PLAIN, Arithmetic, tiles
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.errors import ArgumentError
 
@@ -29,6 +30,7 @@ def check_block_size(block_size: int) -> None:
         raise ArgumentError("block_size", expected=f"a power of two up to {ENTRIES}", actual=block_size, hint=hint)
 
 
+@without_modes
 def select_candidates(
     query: IndexQuery,
     cache: PagedKVCache,

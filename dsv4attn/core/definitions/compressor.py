@@ -16,12 +16,14 @@ from torch import Tensor
 
 from dsv4attn.core.definitions.records import read_rows, slots_of, store_rows
 from dsv4attn.core.definitions.tiles import PLAIN, Arithmetic, tiles
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.rope import angles_at, apply_rope
 
 __all__ = ["compress", "compress_norm_rope_store", "compressor_bytes", "rms_norm", "save_partial_states"]
 
 
+@without_modes
 def save_partial_states(
     kv: Tensor, score: Tensor, ape: Tensor, positions: Tensor, cache: PagedKVCache, slot_mapping: Tensor
 ) -> None:
@@ -68,6 +70,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, arithmetic: Arithmeti
     return x if weight is None else x * weight.float()
 
 
+@without_modes
 def compress_norm_rope_store(
     states: PagedKVCache,
     block_table: Tensor,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dsv4attn.core.definitions.compressor import rms_norm
 from dsv4attn.core.definitions.tiles import Arithmetic, tiles
+from dsv4attn.core.inference import without_modes
 
 __all__ = ["hc_head", "mhc_collapse", "mhc_post", "mhc_pre", "mhc_pre_delayed"]
 
@@ -28,6 +29,7 @@ def _mixes(streams: Tensor, fn: Tensor, rms_eps: float, arithmetic: Arithmetic) 
     return arithmetic.linear(flat, fn.float()) * torch.rsqrt(arithmetic.mean_square(flat) + rms_eps)
 
 
+@without_modes
 def mhc_pre(
     residual: Tensor,
     fn: Tensor,
@@ -55,6 +57,7 @@ def mhc_pre(
     return post, comb, layer_input
 
 
+@without_modes
 def mhc_pre_delayed(
     residual: Tensor,
     previous_pre: Tensor | None,
@@ -86,6 +89,7 @@ def mhc_pre_delayed(
     return pre, post, comb, layer_input
 
 
+@without_modes
 def mhc_collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """See `LayerSteps.mhc_collapse`."""
     count, n, d = streams.shape
@@ -132,6 +136,7 @@ def _weighed(weights: Tensor, streams: Tensor) -> Tensor:
     return total
 
 
+@without_modes
 def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """See `LayerSteps.mhc_post`."""
     out = torch.empty_like(residual, memory_format=torch.contiguous_format)
@@ -142,6 +147,7 @@ def mhc_post(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return out
 
 
+@without_modes
 def hc_head(
     streams: Tensor,
     hc_fn: Tensor,

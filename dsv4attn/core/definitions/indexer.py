@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsv4attn.core.definitions.records import dequantize_index, power_of_two, quantize_index, read_index_keys, slots_of
 from dsv4attn.core.definitions.tiles import PLAIN, Arithmetic, tiles
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.core.rope import angles_at, apply_rope
 from dsv4attn.errors import ArgumentError
@@ -56,6 +57,7 @@ class IndexQuery:
         )
 
 
+@without_modes
 def indexer_q_rope_quant(
     q: Tensor, weights: Tensor, positions: Tensor, cos_sin_cache: Tensor, layout: KVCacheLayout
 ) -> IndexQuery:
@@ -115,6 +117,7 @@ def check_paged_logits(
     return kv_cache, context_lens
 
 
+@without_modes
 def fp8_paged_mqa_logits(
     q: Tensor,
     kv_cache: PagedKVCache | Tensor,
@@ -146,6 +149,7 @@ def fp8_paged_mqa_logits(
     return logits
 
 
+@without_modes
 def fp8_mqa_logits(
     q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor
 ) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from dsv4attn.core.definitions.compressor import rms_norm
 from dsv4attn.core.definitions.records import read_rows, slots_of, store_rows
 from dsv4attn.core.definitions.tiles import Arithmetic, tiles
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.rope import angles_at, apply_rope
 from dsv4attn.errors import ArgumentError
@@ -26,6 +27,7 @@ _ROW_BYTES = 32
 """Temporaries for each channel of each token of a window."""
 
 
+@without_modes
 def compress_latents(
     kv: Tensor,
     score: Tensor | None,
@@ -111,6 +113,7 @@ def check_ring(
     return ring
 
 
+@without_modes
 def norm_rope_store(
     x: Tensor,
     positions: Tensor,

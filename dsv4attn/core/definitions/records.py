@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 
 __all__ = [
@@ -116,6 +117,7 @@ def store_rows(region: Tensor, slots: Tensor, values: Tensor) -> None:
     region[place] = torch.where(some, values.index_select(0, row).to(region.dtype), region[place])
 
 
+@without_modes
 def store_index_keys(k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
     """Write index keys, or plain rows, k [n, Di] to slots [n]; slots that do not exist are skipped."""
     layout = cache.layout

@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4attn.core.definitions.indexer import IndexQuery, scores, scores_bytes
 from dsv4attn.core.definitions.records import read_index_keys, slots_of
 from dsv4attn.core.definitions.tiles import PLAIN, Arithmetic, tiles
+from dsv4attn.core.inference import without_modes
 from dsv4attn.core.layout import PagedKVCache
 
 __all__ = ["ENTRIES", "better", "score_entries", "select_topk", "selection_bytes"]
@@ -20,6 +21,7 @@ ENTRIES = 512
 _LOWEST = torch.finfo(torch.float32).min
 
 
+@without_modes
 def select_topk(
     query: IndexQuery,
     cache: PagedKVCache,

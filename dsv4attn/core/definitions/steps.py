@@ -13,6 +13,7 @@ from dsv4attn.core.definitions import compressor, hyper_connections, indexer, la
 from dsv4attn.core.definitions.candidates import candidate_mask, check_block_size, select_candidates
 from dsv4attn.core.definitions.records import store_index_keys
 from dsv4attn.core.definitions.tiles import INVARIANT, PLAIN, TILE_BYTES, Arithmetic
+from dsv4attn.core.inference import guard_methods
 from dsv4attn.core.layer_ops import CANDIDATES, DELAYED, LATENTS, LAYER_STEPS, LayerSteps
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.record_layout import KEY_RECORDS
@@ -32,8 +33,12 @@ class TorchLayerSteps:
     bf16_norm: bool = True
 
     def __init_subclass__(cls, **options: object) -> None:
-        """Clear `bf16_norm` of a class that has its own `compress_norm_rope_store` and does not say so."""
+        """Clear `bf16_norm` of a class that has its own `compress_norm_rope_store` and does not say so.
+
+        Steps of the class run with autocast off and record no gradients, from wherever they are called.
+        """
         super().__init_subclass__(**options)
+        guard_methods(cls, (name for part in LAYER_STEPS.values() for name in part))
         if "compress_norm_rope_store" in vars(cls) and "bf16_norm" not in vars(cls):
             cls.bf16_norm = False
 

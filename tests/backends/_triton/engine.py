@@ -20,7 +20,7 @@ from dsv4attn.core.caches import LayerCaches
 from dsv4attn.core.context import set_forward_context
 from dsv4attn.core.forward import forward_mqa
 from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layer import DeepseekV4MLAAttention, _qnorm_rope_kv_insert
+from dsv4attn.core.layer import DeepseekV4MLAAttention, _run_insert
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
@@ -204,7 +204,7 @@ class Engine:
         q, kv, positions = self.q[:rows], self.kv[:rows], self.positions[:rows]
         with set_forward_context(metadata):
             if self.device.type == "meta":  # where an op would be taken for a fake one, and do nothing
-                _qnorm_rope_kv_insert(q, kv, positions, self.layer.handle)
+                _run_insert(q, kv, positions, self.layer.cos_sin_cache, None, self.layer.handle)
             else:
                 self.layer.fused_qnorm_rope_kv_insert(q, kv, positions)
         part = metadata[PREFIX]
