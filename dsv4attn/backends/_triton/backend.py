@@ -186,8 +186,8 @@ class TritonBackend(BackendDefaults):
                 )
             if self.projects_fp8:
                 dims = layer.num_heads, layer.head_dim, layer.rope_dim, bounds.num_groups, bounds.o_lora_rank
-                wide = {"aligned": bounds.aligned_rows, "blocks": bounds.wo_a_blocks}
-                yield from output.variants(*dims, bounds.q_dtype, **wide, arch=device.arch)
+                aligned, blocks = bounds.aligned_rows, bounds.wo_a_blocks
+                yield from output.variants(*dims, bounds.q_dtype, aligned=aligned, arch=device.arch, blocks=blocks)
             if bounds.over_ranks and layer.has_entries:
                 yield from ranks.variants(
                     layer.num_heads,
