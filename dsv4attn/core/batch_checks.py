@@ -15,12 +15,10 @@ from dsv4attn.errors import ArgumentError
 __all__ = [
     "check_blocks",
     "check_copies",
-    "check_hits",
     "check_slots",
     "check_states",
     "check_table",
     "check_windows",
-    "hits_of",
     "real_lens",
 ]
 
@@ -115,32 +113,6 @@ def check_blocks(
             j, bound = int(wrong.nonzero()[0]), bound_of(num_blocks)
             expected = f"a block in [0, {bound}) for entries {j * records} and on"
             raise ArgumentError(f"compressed_block_table[{i}, {j}]", expected=expected, actual=int(used[j]))
-
-
-def hits_of(batch: Batch, cached_states: Tensor | None) -> list[tuple[int, int]]:
-    """(end of the prefix hit, end of the states that are cached) of each request; it reads tensors."""
-    ends = [
-        [0] * batch.num_reqs if end is None else end[: batch.num_reqs].tolist()
-        for end in (batch.num_cached_tokens, cached_states)
-    ]
-    return list(zip(*ends, strict=True))
-
-
-def check_hits(batch: Batch, layer: LayerGeometry) -> None:
-    """Check that the parts of each prefix hit fit each other."""
-    if batch.num_cached_states is None:
-        return
-    starts = [0] * batch.num_reqs if batch.replay_start is None else batch.replay_start.tolist()
-    for i, (end, states) in enumerate(hits_of(batch, batch.num_cached_states)):
-        if states > end:
-            expected = f"at most {end}, the end of the prefix hit (num_cached_tokens)"
-            hint = "the states of tokens after the hit are those of this request"
-            raise ArgumentError(f"Batch.num_cached_states[{i}]", expected=expected, actual=states, hint=hint)
-        first = layer.first_state(end)
-        if layer.has_states and states < starts[i] and first < starts[i]:
-            expected = f"at most {first}, the first state that entries after token {end} of {layer.kind.value} read"
-            hint = "the states of earlier tokens are lost (num_cached_states), so replay from there"
-            raise ArgumentError(f"Batch.replay_start[{i}]", expected=expected, actual=starts[i], hint=hint)
 
 
 def check_states(

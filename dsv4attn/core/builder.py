@@ -14,16 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core import indices
-from dsv4attn.core.batch_checks import (
-    check_blocks,
-    check_hits,
-    check_slots,
-    check_states,
-    check_table,
-    check_windows,
-    hits_of,
-    real_lens,
-)
+from dsv4attn.core.batch_checks import check_blocks, check_slots, check_states, check_table, check_windows, real_lens
 from dsv4attn.core.contract import Backend, BuilderSteps, MetadataExtension, complete
 from dsv4attn.core.geometry import TABLE_COLUMNS, LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.limits import Limits
@@ -35,6 +26,7 @@ from dsv4attn.core.metadata import (
     FlashMLASparseMetadata,
     LayerKey,
 )
+from dsv4attn.core.prefix_hits import PrefixHits, check_hits, hits_of
 from dsv4attn.core.tensorspec import usable_device
 from dsv4attn.errors import ArgumentError
 
@@ -116,8 +108,6 @@ class MetadataBuilder:
         tokens, decodes, window = limits.max_num_batched_tokens, limits.max_decode_tokens, geometry.window
         self._token_to_req = self._buffer(tokens)
         self._is_valid = self._buffer(tokens, dtype=torch.bool)
-        self._is_cached = self._buffer(tokens, dtype=torch.bool)
-        self._ring_requests = self._buffer(tokens)
         self._decode_swa = self._buffer(decodes, 1, max(window, limits.decode_window_columns)), self._buffer(decodes)
         self._prefill_swa = self._buffer(tokens, 1, window), self._buffer(tokens)
         self._gather_lens = self._buffer(limits.max_num_reqs)
@@ -126,6 +116,7 @@ class MetadataBuilder:
         self._entries = {key: self._buffer(tokens) for key in compressed}
         self._state_slots = {key: self._buffer(tokens, dtype=torch.int64) for key in compressed}
         self._state_lens = self._buffer(tokens)
+        self._hits = PrefixHits(self.steps, geometry.distinct_layers, lambda dtype: self._buffer(tokens, dtype=dtype))
         self._c128a: tuple[Tensor, Tensor] | None = None
         if LayerKind.C128A in geometry.kinds:
             self._c128a_max = c128a_columns(geometry, limits)
@@ -238,7 +229,7 @@ class MetadataBuilder:
         """
         layer = self.geometry.layer_of_kind(kind, compress_ratio)
         kind = layer.kind
-        self._check_hits(batch, layer)
+        check_hits(batch, layer, validate=self.validate)
         ratio, tokens, decodes = layer.compress_ratio, swa.num_actual_tokens, swa.num_decode_tokens
         table, entries = self._checked_entries(batch, kind, ratio)
         records = self.compressed_block_tokens // ratio
@@ -246,8 +237,7 @@ class MetadataBuilder:
         slots, lens = self._slots[layer.key], self._entries[layer.key]
         maps = swa.token_to_req_indices, swa.is_valid_token
         self._map_entries(batch.query_start_loc, batch.seq_lens, *maps, table, records, ratio, out=(slots, lens))
-        if batch.num_cached_tokens is not None:
-            slots[:tokens].masked_fill_(self._cached_mask(batch, swa, batch.num_cached_tokens), -1)
+        self._hits.hide_entries(batch, swa, slots)
         width = self._c128a_width(max(entries, default=0), full_width=full_width) if kind is LayerKind.C128A else 0
         decode_table, decode_lens = self._c128a_decode(table, lens[:decodes], swa.token_to_req_indices, width, records)
         metadata = FlashMLASparseMetadata(
@@ -310,7 +300,7 @@ class MetadataBuilder:
         """Metadata for each of the layers."""
         compressed = [layer for layer in layers if layer.kind is not LayerKind.SWA]
         for layer in compressed:  # all checks before the first write
-            self._check_hits(batch, layer)
+            check_hits(batch, layer, validate=self.validate)
             self._checked_entries(batch, layer.kind, layer.compress_ratio)
             self._checked_states(batch, layer)
         swa = self.build(batch)
@@ -333,46 +323,15 @@ class MetadataBuilder:
         if table is None:
             return None
         slots, size = self._state_slots[layer.key], self.state_block_sizes[layer.kind]
-        tokens, cached = swa.num_actual_tokens, _cached_states(batch)
         if self.geometry.shared_latent:
-            ring = self._ring(batch, swa, layer)
+            ring = self._hits.requests_of_ring(batch, swa, layer)
             return CompressorMetadata(block_size=size, block_table=table, req_id_per_token=ring)
         maps = batch.query_start_loc, batch.seq_lens, swa.token_to_req_indices, swa.is_valid_token
         # every token completes an entry of ratio 1: its own state
         self.steps.build_compressed_slot_mapping(*maps, table, size, 1, out=(slots, self._state_lens))
-        if cached is not None:
-            slots[:tokens].masked_fill_(self._cached_mask(batch, swa, cached), -1)
-        rows = slots[: max(tokens, batch.slot_mapping.shape[0])]
+        self._hits.hide_states(batch, swa, slots)
+        rows = slots[: max(swa.num_actual_tokens, batch.slot_mapping.shape[0])]
         return CompressorMetadata(block_size=size, block_table=table, slot_mapping=rows)
-
-    def _ring(self, batch: Batch, swa: DeepseekSparseSWAMetadata, layer: LayerGeometry) -> Tensor | None:
-        """Request of each token whose state is written, or read by an entry that is stored; None: of each token."""
-        cached, tokens = _cached_states(batch), swa.num_actual_tokens
-        if cached is None:
-            return None
-        requests = self._ring_requests
-        requests[:tokens].copy_(swa.token_to_req_indices)
-        requests[tokens:].fill_(-1)
-        # an entry on both sides of the end has its states in a page that the request writes, so the page is its own
-        mask = self._cached_mask(batch, swa, cached, layer.compress_ratio)
-        return requests[:tokens].masked_fill_(mask, -1)
-
-    def _cached_mask(self, batch: Batch, swa: DeepseekSparseSWAMetadata, num_cached: Tensor, ratio: int = 1) -> Tensor:
-        """[T] bool: see `indices.build_cached_mask`. The next call overwrites it."""
-        build = getattr(self.steps, "build_cached_mask", indices.build_cached_mask)
-        mask = self._is_cached[: swa.num_actual_tokens]
-        build(batch.query_start_loc, batch.seq_lens, swa.token_to_req_indices, num_cached, ratio, out=mask)
-        return mask
-
-    def _check_hits(self, batch: Batch, layer: LayerGeometry) -> None:
-        """Check what a batch says about prefix hits, before a layer with entries is served."""
-        batch.check_lengths()
-        if batch.replay_start is not None and batch.num_cached_tokens is None:
-            hint = "entries of replayed tokens are in the caches: give the end of each prefix hit, 0 for none"
-            expected = "a tensor where replay_start is given"
-            raise ArgumentError("Batch.num_cached_tokens", expected=expected, actual=None, hint=hint)
-        if self.validate:
-            check_hits(batch, layer)
 
     def _checked_states(self, batch: Batch, layer: LayerGeometry) -> Tensor | None:
         """Block table of the states of a kind, after a check that every block exists that this step reads or writes."""
@@ -382,7 +341,7 @@ class MetadataBuilder:
             return None
         query_lens, _ = self._host_lens(batch)
         if self.validate:
-            hits = hits_of(batch, _cached_states(batch))
+            hits = hits_of(batch)
             lens, size = real_lens(batch, query_lens), self.state_block_sizes[layer.kind]
             # rows of a ring are written again, but not before no token of a step, drafts among them, reads them
             ring = layer.compress_ratio + self.limits.num_speculative_tokens if self.geometry.shared_latent else None
@@ -451,8 +410,3 @@ class MetadataBuilder:
         bound = getattr(self.limits, limit)
         if value > bound:
             raise ArgumentError(argument, expected=f"at most {bound}", actual=value, hint=f"raise Limits.{limit}")
-
-
-def _cached_states(batch: Batch) -> Tensor | None:
-    """The end of the states that each request has in its state caches."""
-    return batch.num_cached_tokens if batch.num_cached_states is None else batch.num_cached_states

@@ -109,7 +109,9 @@ class Indexer:
         hidden_states: [T', hidden]. qr: [T', q_lora_rank], the normalised latent of q. positions: [T'] int64. states:
         of the indexer's compressor, if it has one. keys: index keys; an indexer over the keys of another layer stores
         none. latents: [T, D] of the layer's compressor (V4.1). candidate_rows: [T] int64 - rows of the candidates that
-        are those of the step's tokens; None: the same rows."""
+        are those of the step's tokens; None: the same rows. candidates: the blocks of the candidates that it publishes,
+        or is restricted to, or a copy of them in a compiled graph; None: the blocks themselves.
+        """
         if self.compressor is not None:
             assert states is not None
             self.compressor(hidden_states, positions, metadata, states, keys)

@@ -250,6 +250,29 @@ def test_a_later_step_without_a_hit_finds_nothing_of_the_one_before() -> None:
     assert bool((entries.slot_mapping >= 0).all())
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_a_captured_graph_reads_the_hits_of_the_step_that_is_replayed(model: str) -> None:
+    """Captured with ends of 0 and padding; what it reads is written in place by the next build."""
+    hit = Hit(model, "reference", 32, 24)
+    manager, requests = hit.whole.manager, [(hit.live, 1), (hit.second, 1)]
+    captured = manager.metadata(hit.batch(requests, padding=2, num_cached_tokens=ints(0, 0, 0)))
+    found = manager.metadata(hit.batch(requests, padding=2))
+    for key, part in captured.items():
+        again = found[key]
+        pairs: list[tuple[Tensor | None, Tensor | None]] = []
+        if part.compressed is not None and again.compressed is not None:
+            pairs.append((part.compressed.slot_mapping, again.compressed.slot_mapping))
+        if part.state is not None and again.state is not None:
+            pairs.append((part.state.slot_mapping, again.state.slot_mapping))
+            pairs.append((part.state.req_id_per_token, again.state.req_id_per_token))
+        for old, new in pairs:
+            assert (old is None) is (new is None)
+            if old is not None and new is not None:
+                assert old.data_ptr() == new.data_ptr()
+                assert old.shape == new.shape
+                assert old.tolist()[1:] == [-1] * (len(old) - 1), "the second request's token is replayed"
+
+
 # refused
 
 

@@ -181,7 +181,7 @@ def test_a_step_may_be_run_again_with_the_same_metadata_or_after_an_exception(mo
             run(whole, range(8), metadata, hidden, positions)
     refused(whole, 5, metadata, hidden, positions, "but it has not run with them")
     with monkeypatch.context() as patch:
-        patch.setattr(fourth.attention, "forward_mqa", fails)
+        patch.setattr(fourth.attention, "attend_from", fails)
         with pytest.raises(RuntimeError, match="out of memory"):
             run(whole, range(8), metadata, hidden, positions)
     for each in (metadata, whole.manager.metadata(batch)):

@@ -1,4 +1,4 @@
-"""Random programs of steps, padding, empty steps, prefix hits and copies on whole layers, against recomputation.
+"""Random programs of steps, padding, empty steps and copies on whole layers, against recomputation.
 
 Every real token must give what a new sequence gives that runs all the tokens in one step, whatever padding lies around
 it: rows and requests that are not real, with any positions, any hidden states and any blocks in their tables.
@@ -23,7 +23,6 @@ from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import Batch
 from dsv4attn.selection import load_backend
 from tests.core.strategies import search
-from tests.core.test_prefix_hit import LENGTH, MODELS, Hit
 from tests.core.whole import FP32, Whole
 from tests.core.whole_v41 import network
 
@@ -180,25 +179,3 @@ def test_g27_tokens_that_are_not_real_and_copies_change_nothing(model: str, oper
         else:
             program.step(*arguments)
     program.step([1, 1, 1], Padding())
-
-
-@pytest.mark.parametrize("model", MODELS)
-@search(10)
-@given(
-    end=st.integers(8, 40),
-    replayed=st.integers(7, 12),
-    chunks=st.lists(st.integers(1, 6), max_size=4),
-    padding=st.integers(0, 3),
-    states=st.booleans(),
-)
-def test_g27_any_prefix_hit_is_served_and_its_pages_keep_their_bytes(
-    model: str, end: int, replayed: int, chunks: list[int], padding: int, states: bool
-) -> None:
-    # states that are lost are replayed too, from the first one that an entry after the hit reads
-    start = max(end - replayed - (0 if states else 32), 0)
-    chunks = [*chunks, max(end - start - sum(chunks), 1)]
-    while start + sum(chunks) >= LENGTH:
-        chunks.pop()
-    hit = Hit(model, "reference", end, start, states=states)
-    hit.run_changed(chunks, padding)
-    hit.check(model, chunks, padding)

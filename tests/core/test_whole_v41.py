@@ -188,8 +188,8 @@ def replayed(first: int, start: int | None) -> tuple[Whole, list[torch.Tensor]]:
                 cache.tensor.fill_(torch.nan)
     batch = whole.manager.batch(requests)
     if start is not None:
-        known = {"replay_start": start, "num_cached_tokens": hit}
-        batch = attrs.evolve(batch, **{name: torch.tensor([n], dtype=torch.int32) for name, n in known.items()})
+        first_run, end_of_hit = (torch.tensor([n], dtype=torch.int32) for n in (start, hit))
+        batch = attrs.evolve(batch, replay_start=first_run, num_cached_tokens=end_of_hit)
     with set_forward_context(whole.manager.metadata(batch)):
         outs = [layer(hidden[first:end], whole.manager.positions(requests)) for layer in whole.layers]
     after = first_entries(sequence, owned, hit)

@@ -266,6 +266,12 @@ def test_given_steps_the_builder_reads_nothing_from_a_device_and_allocates_nothi
     on_device = {name for name, device in ran if device != "cpu"}
     assert on_device == {"expand", "select", "slice", "zero_"}, "views, and a tail cleared in place"
     assert len(steps.calls) == 7
+    steps.calls.clear()
+    hits = torch.zeros(6, dtype=INT, device="meta")
+    with operations() as ran:
+        builder.build_for(attrs.evolve(elsewhere, num_cached_tokens=hits, replay_start=hits), list(LayerKind))
+    assert {name for name, device in ran if device != "cpu"} == on_device | {"masked_fill_"}
+    assert len(steps.calls) == 7 + 2
 
 
 def test_a_batch_of_nothing_clears_what_the_last_one_left() -> None:
