@@ -219,8 +219,10 @@ class ModelGeometry:
         Layers come from `layer_types`, else from `compress_ratios`; entries past `num_hidden_layers` belong to MTP
         layers and are dropped. Without either the schedule is an error: the default of transformers is not the
         schedule of any released model. A `model_type` of DeepSeek-V4.1, also that of a nested `text_config`, decides
-        that ratio 1 is a compressed cache; in V4 it is window-only. Raises GeometryError for what is missing or wrong,
-        and ArgumentError for a configuration that does not say which of the two it is.
+        that ratio 1 is a compressed cache; in V4 it is window-only. `rope_scaling` and `rope_parameters` are read as
+        transformers reads them: the first wins if both are there, and what the second says has to agree. Raises
+        GeometryError for what is missing, wrong, contradicted or not understood, and ArgumentError for a configuration
+        that does not say which of the two models it is.
         """
         if isinstance(config, (str, Path)):
             path = Path(config)

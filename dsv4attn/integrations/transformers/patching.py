@@ -14,7 +14,7 @@ from dsv4attn.core.geometry import LayerKind, ModelGeometry, Rope
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.problem import CacheFacts, Problem
-from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.core.rope import cos_sin_cache, inverse_frequencies
 from dsv4attn.core.values import check_count, shown
 from dsv4attn.core.versions import refuse_v41
 from dsv4attn.core.workspace import WorkspaceManager
@@ -74,6 +74,7 @@ def patch(
     arguments = ModelArguments.of(type(inner))
     geometry = ModelGeometry.from_config(inner.config, name="config of the model")
     device, dtype = _place(model, inner, geometry)
+    _check_rope(inner, geometry)
     if max_len is None:
         max_len = min(4096, geometry.max_position)
     if check_count("max_len", max_len, 1) > geometry.max_position:
@@ -157,6 +158,33 @@ def _place(model: Any, inner: Any, geometry: ModelGeometry) -> tuple[torch.devic
         hint = "load the model with dtype=torch.bfloat16"
         raise UnsupportedError("model", expected="weights in bfloat16 or float32", actual=dtype, hint=hint)
     return tensors[0].device, torch.bfloat16 if dtype.itemsize == 1 else dtype
+
+
+def _check_rope(inner: Any, geometry: ModelGeometry) -> None:  # noqa: ANN401
+    """Raise UnsupportedError if the model turns queries and keys by other angles than its configuration says here.
+
+    transformers has values that are not DeepSeek-V4's for some of what is left out: cosines and sines are longer
+    without an `attention_factor` in nested `rope_parameters`. And a configuration may have changed since the model was
+    made.
+    """
+    ropes = {
+        "main": Rope(geometry.rope_dim, geometry.main_theta),
+        "compress": Rope(geometry.rope_dim, geometry.compress_theta, geometry.compress_yarn),
+    }
+    for table, rope in ropes.items():
+        theirs = getattr(inner.rotary_emb, f"{table}_inv_freq").detach().cpu()
+        longer = getattr(inner.rotary_emb, f"{table}_attention_scaling")
+        ours = inverse_frequencies(rope).to(theirs.dtype)
+        # a model in bf16 has its frequencies in bf16
+        near = max(1e-5, 2 * torch.finfo(theirs.dtype).eps)
+        if theirs.shape == ours.shape and longer == 1 and torch.allclose(theirs, ours, rtol=near, atol=0):
+            continue
+        expected, actual = (
+            f"{2 * len(inv)} rotated dims, the last pair by {float(inv[-1]):.3g} a token, with a factor of {factor:.4g}"
+            for inv, factor in ((ours, 1.0), (theirs, longer))
+        )
+        hint = f"write rope_theta, partial_rotary_factor and attention_factor into rope_parameters[{table!r}]"
+        raise UnsupportedError(f"RoPE {table!r} of the model", expected=expected, actual=actual, hint=hint)
 
 
 def _layout(layout: str | KVCacheLayout, geometry: ModelGeometry) -> KVCacheLayout:
