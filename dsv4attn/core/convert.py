@@ -63,7 +63,7 @@ def convert_cache(source: PagedKVCache, target: PagedKVCache, slots: Tensor | No
     """
     _check_pair(source.layout, target.layout)
     if target.overlaps(source):
-        raise ArgumentError("target", expected="memory of its own", actual="pages in the memory of source")
+        raise ArgumentError("target", expected="memory of its own", actual="the memory of source")
     if slots is None:
         slots = torch.arange(source.capacity, device=source.device)
     exist = min(source.capacity, target.capacity)

@@ -226,10 +226,10 @@ def test_g20_a_target_in_the_memory_of_its_source_is_refused_at_any_address(shif
     other, same = (carved(memory, (4 + shift) * stride, 4, stride, layout, 4) for layout in (interleaved, QUANTISED))
     memory.fill_(3)
 
-    with pytest.raises(ArgumentError, match=r"^target: expected memory of its own, got pages in the memory of source"):
+    with pytest.raises(ArgumentError, match=r"^target: expected memory of its own, got the memory of source"):
         convert_cache(one, other)
     pages = torch.arange(4)
-    with pytest.raises(ArgumentError, match=r"^target: expected memory of its own, got pages in the memory of sources"):
+    with pytest.raises(ArgumentError, match=r"^target: expected memory of its own, got the memory of sources"):
         reshard_cache([(one, pages)], (same, pages), 4, Ownership(0, 1))
     assert bool((memory == 3).all())
 

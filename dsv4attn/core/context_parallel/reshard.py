@@ -44,7 +44,7 @@ def reshard_cache(
         name = f"sources[{rank}]"
         check_layout(source.layout, cache.layout, name)
         if cache.overlaps(source):
-            raise ArgumentError("target", expected="memory of its own", actual=f"pages in the memory of {name}")
+            raise ArgumentError("target", expected="memory of its own", actual=f"the memory of {name}")
         old = Ownership(rank, len(sources), interleave)
         mine = old.owner(numbers) == rank
         local = old.local(numbers[mine]).to(source.device)
