@@ -14,6 +14,7 @@ from dsv4attn.core.keys import GatheredKeys, RaggedIndices
 from dsv4attn.core.layout import PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.overlap import check_apart
 from dsv4attn.core.record_layout import check_window
 from dsv4attn.core.rope import is_rotation
 from dsv4attn.core.tensorspec import check_strides, check_tensor
@@ -87,7 +88,10 @@ def check_call(
         check_compressed(caches, layer)
     compressed = None if caches.compressed is None else caches.compressed.tensor
     check_same_device(q, out=out, attn_sink=attn_sink, lse=lse, topk_indices=topk_indices)
-    check_same_device(q, **{"caches.swa": caches.swa.tensor, "caches.compressed": compressed})
+    read = {"caches.swa": caches.swa.tensor, "caches.compressed": compressed}
+    check_same_device(q, **read)
+    check_apart("out", out, q=q, attn_sink=attn_sink, topk_indices=topk_indices, **read)
+    check_apart("lse", lse, q=q, out=out, attn_sink=attn_sink, topk_indices=topk_indices, **read)
     if metadata is None:
         return
     part = None if metadata.compressed is None else metadata.compressed.block_table

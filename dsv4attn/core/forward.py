@@ -18,6 +18,7 @@ from dsv4attn.core.geometry import LayerGeometry
 from dsv4attn.core.inference import without_modes
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.overlap import check_apart, span
 from dsv4attn.core.paged import PagedCall
 from dsv4attn.core.prepared import MOST_STEPS, Part, PreparedStep
 from dsv4attn.core.step import Step
@@ -47,8 +48,9 @@ def forward_mqa(
     """Attention of one layer for all tokens of a step, decode and prefill; k of this step is in the caches already.
 
     q: [T', H, D] bf16 or fp32, normalised and rotated; T' is at least the tokens of the batch, rows past them are
-       padding and give exactly 0. out: like q, written in full. lse: [T', H] fp32 or None - natural log, without the
-       sink, -inf for rows without keys.
+       padding and give exactly 0.
+    out: like q, written in full; it shares no memory with q or another argument.
+    lse: [T', H] fp32 or None - natural log, without the sink, -inf for rows without keys; shares no memory either.
     metadata: None is the warm-up run: reserve the plan for `limits`, zero `out`, launch nothing, touch no cache.
     attn_sink: [H] fp32, or None. topk_indices: [>= T, K] int32, read on c4a layers only: entry
        numbers of each token, distinct, in any order, -1 for none.
@@ -77,7 +79,7 @@ def forward_mqa(
         pass
 
 
-def forward_in_parts(
+def forward_in_parts(  # noqa: C901 - no frame more on the hot path
     q: Tensor,
     caches: LayerCaches,
     metadata: AttentionMetadata | None,
@@ -127,12 +129,14 @@ def forward_in_parts(
         given = Step(q, caches, metadata, whole, workspace, *tensors, chunk_tokens, phase, ranges, raw_q)
         if raw_q is not None:
             check_raw_q(q, raw_q, layer, metadata.swa.slot_mapping, taken=given.takes_raw_q())
-        step = PreparedStep(metadata.swa.num_actual_tokens, _prepare(given), owners)
+        step = PreparedStep(metadata.swa.num_actual_tokens, _prepare(given), owners, span(q), span(out))
         if workspace.reusable:
             if len(prepared) >= MOST_STEPS:
                 prepared.clear()
             prepared[key] = step
             workspace.release_on_growth(step)
+    elif -step.out_bytes < out.data_ptr() - q.data_ptr() < step.q_bytes:  # addresses are not in the key
+        check_apart("out", out, q=q)
     out, lse = written or (out, lse)
     profiled = _profiler_enabled()
     for part in step.parts or ():

@@ -41,11 +41,14 @@ class PreparedStep:
     tokens: number of tokens of the batch; rows of q behind them are padding.
     parts: calls of the backend, in order; None once their views of the workspace were released.
     owners: the objects whose identities are in the key.
+    q_bytes, out_bytes: bytes from the first to behind the last element of q and out.
     """
 
     tokens: int
     parts: Iterable[Part] | None
     owners: tuple[object, ...]
+    q_bytes: int = 0
+    out_bytes: int = 0
 
     def release(self) -> None:
         """Drop the views of a workspace whose memory moved; the next layer prepares the step again."""

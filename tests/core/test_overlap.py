@@ -1,0 +1,127 @@
+"""Outputs that share memory with what a call reads are refused; whether tensors share memory is exact."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4attn.core.forward import forward_mqa
+from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.overlap import share_memory
+from dsv4attn.errors import ArgumentError
+from tests.core.calls import SWA, good, metadata_of
+
+
+def bytes_named(tensor: Tensor) -> set[int]:
+    """The address of every byte of every element, one by one."""
+    found = {tensor.data_ptr()}
+    for stride, n in zip(tensor.stride(), tensor.shape, strict=True):
+        found = {start + i * stride * tensor.element_size() for start in found for i in range(n)}
+    return {start + byte for start in found for byte in range(tensor.element_size())} if tensor.numel() else set()
+
+
+def test_against_every_byte() -> None:
+    """Views of one buffer with the same strides, at random places: the answer is whether a byte is in both."""
+    choice, seen = random.Random(0), [0, 0]
+    buffer = torch.zeros(4096, dtype=torch.int16)
+    for _ in range(400):
+        inner = choice.choice([(1, 4), (2, 4), (3, 6)])
+        strides = (choice.choice([24, 30, 48]), inner[1] * choice.choice([1, 2]), 1)
+        views = []
+        for _ in range(2):
+            shape = choice.randrange(5), choice.randrange(1, 4), choice.randrange(1, inner[1] + 1)
+            views.append(buffer.as_strided(shape, strides, choice.randrange(80)))
+        a, b = views
+        if (shape[1] - 1) * strides[1] + shape[2] > strides[0]:
+            continue
+        meets = not bytes_named(a).isdisjoint(bytes_named(b))
+        seen[meets] += 1
+        if all((v.shape[1] - 1) * strides[1] + v.shape[2] <= strides[0] for v in views) and all(
+            n > 1 for v in views for n in v.shape
+        ):
+            assert share_memory(a, b) is meets
+        else:  # tensors of different dimensions may be refused though they lie apart
+            assert share_memory(a, b) >= meets
+        assert share_memory(a, b) is share_memory(b, a)
+    assert min(seen) > 50
+
+
+def test_tensors_without_memory_share_none() -> None:
+    one = torch.zeros(4, device="meta")
+    assert not share_memory(one, one)
+    empty = torch.zeros(0, 4)
+    assert not share_memory(empty, empty)
+
+
+def of(kind: Any, **changes: Any) -> dict[str, Any]:
+    return {**good(kind), "metadata": metadata_of(kind), **changes}
+
+
+def test_out_that_is_q_or_overlaps_it() -> None:
+    call = of(SWA)
+    q = call["q"]
+    buffer = torch.zeros(q.shape[0] + 1, *q.shape[1:], dtype=q.dtype)
+    buffer[1:].copy_(q)
+    before = buffer.clone()
+    for given, out in ((q, q), (buffer[1:], buffer[:-1]), (q, q.view(q.shape))):
+        with pytest.raises(ArgumentError, match=r"^out: expected memory apart from that of q, got .* -> a kernel may"):
+            forward_mqa(**{**call, "q": given, "out": out})
+    assert torch.equal(buffer, before)
+
+
+def test_it_is_seen_after_steps_that_are_known() -> None:
+    """A step is planned with tensors that lie apart; the same step with tensors of the same form that do not."""
+    call = of(SWA)
+    for _ in range(2):
+        forward_mqa(**call)
+    q = call["q"].clone()
+    with pytest.raises(ArgumentError, match=r"^out: expected memory apart from that of q"):
+        forward_mqa(**{**call, "q": q, "out": q})
+    assert torch.equal(q, call["q"])
+
+
+def test_columns_of_one_buffer_are_apart() -> None:
+    call = of(SWA)
+    q, wanted = call["q"], call["out"]
+    forward_mqa(**call)
+    both = torch.zeros(q.shape[0], 2 * q.shape[1], q.shape[2], dtype=q.dtype)
+    heads = q.shape[1]
+    both[:, :heads].copy_(q)
+    for _ in range(2):
+        forward_mqa(**{**call, "q": both[:, :heads], "out": both[:, heads:]})
+    assert torch.equal(both[:, heads:], wanted)
+    assert torch.equal(both[:, :heads], q)
+
+
+def test_other_arguments() -> None:
+    call = of(LayerKind.C4A)
+    q = call["q"]
+    tokens, heads = q.shape[:2]
+    raw = torch.zeros(tokens * heads + heads)
+    lse = raw[: tokens * heads].view(tokens, heads)
+    for name, changes in {
+        "attn_sink": {"lse": lse, "attn_sink": raw[tokens * heads - 1 : tokens * heads - 1 + heads]},
+        "out": {"lse": call["out"].view(-1).view(torch.float32)[: tokens * heads].view(tokens, heads)},
+    }.items():
+        with pytest.raises(ArgumentError, match=f"^lse: expected memory apart from that of {name}"):
+            forward_mqa(**{**call, **changes})
+    buffer = call["topk_indices"]
+    memory = torch.zeros(q.numel() + buffer.numel(), dtype=torch.int32)
+    memory[: buffer.numel()].copy_(buffer.reshape(-1))
+    out = memory.view(q.dtype)[: q.numel()].view(q.shape)
+    inside = memory[: buffer.numel()].view(buffer.shape)
+    with pytest.raises(ArgumentError, match=r"^out: expected memory apart from that of topk_indices"):
+        forward_mqa(**{**call, "topk_indices": inside, "out": out})
+    swa = call["caches"].swa
+    assert isinstance(swa, PagedKVCache)
+    assert isinstance(swa.layout, KVCacheLayout)
+    storage = swa.tensor.untyped_storage()
+    assert storage.nbytes() >= q.numel() * q.element_size()
+    out = torch.empty(0, dtype=q.dtype).set_(storage, 0, q.shape, q.contiguous().stride())
+    with pytest.raises(ArgumentError, match=r"^out: expected memory apart from that of caches\.swa"):
+        forward_mqa(**{**call, "out": out})
