@@ -18,7 +18,8 @@ from typing import Any
 
 from attrs import field, frozen
 
-from dsv4attn.errors import ConfigError, did_you_mean
+from dsv4attn.core.values import known_fields, shown
+from dsv4attn.errors import ArgumentError, ConfigError, did_you_mean
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -109,12 +110,44 @@ class Setting:
     source: str
 
 
+def _setting(value: object) -> Setting:
+    if isinstance(value, str):
+        return Setting(value, "settings")
+    if not isinstance(value, Setting):
+        raise ArgumentError("Settings", expected="the name of a backend, or a Setting", actual=shown(value))
+    return value
+
+
+def _names(value: object) -> tuple[str, ...] | None:
+    """Names in a tuple, so that a registry can be remembered by them; None stays None."""
+    if value is None:
+        return None
+    names = sorted(value) if isinstance(value, (set, frozenset)) and all(isinstance(v, str) for v in value) else value
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        actual = shown(value) if isinstance(value, str) else repr(value)
+        hint = f"pass [{value!r}]" if isinstance(value, str) else ""
+        raise ArgumentError("Settings.allow or deny", expected="a list of names", actual=actual, hint=hint)
+    return tuple(names)
+
+
+def _denied(value: object) -> tuple[str, ...]:
+    return _names(value) or ()
+
+
+def _options(value: object) -> Mapping[str, Mapping[str, Any]]:
+    if not isinstance(value, Mapping) or not all(isinstance(table, Mapping) for table in value.values()):
+        expected = "a dict of options by the name of the backend"
+        raise ArgumentError("Settings.options", expected=expected, actual=repr(value))
+    return value
+
+
+@known_fields
 @frozen
 class Settings:
     """Settings of the user.
 
-    decode: backend of decode.
-    prefill: backend of prefill.
+    decode: backend of decode, a `Setting` or a name.
+    prefill: backend of prefill, likewise.
     allow: plugins or distributions to load, or None for all.
     deny: plugins or distributions not to load.
     options: options by name of the backend.
@@ -123,11 +156,11 @@ class Settings:
     ignored: a line for each pyproject.toml that was skipped because it cannot be read: file, line and problem.
     """
 
-    decode: Setting = Setting(AUTO, "default")
-    prefill: Setting = Setting(AUTO, "default")
-    allow: tuple[str, ...] | None = None
-    deny: tuple[str, ...] = ()
-    options: Mapping[str, Mapping[str, Any]] = field(factory=dict)
+    decode: Setting = field(default=Setting(AUTO, "default"), converter=_setting)
+    prefill: Setting = field(default=Setting(AUTO, "default"), converter=_setting)
+    allow: tuple[str, ...] | None = field(default=None, converter=_names)
+    deny: tuple[str, ...] = field(default=(), converter=_denied)
+    options: Mapping[str, Mapping[str, Any]] = field(factory=dict, converter=_options)
     file: str | None = None
     sources: Mapping[str, str] = field(factory=dict)
     ignored: tuple[str, ...] = ()

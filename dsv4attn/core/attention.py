@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches, all_caches_of, op_tensor
-from dsv4attn.core.checks import check_metadata, check_same_device
+from dsv4attn.core.checks import check_backend, check_metadata, check_same_device
 from dsv4attn.core.compressor import Compressor, LatentCompressor
 from dsv4attn.core.context import ForwardContext, get_forward_context
 from dsv4attn.core.context_parallel import ContextParallel, check_heads, select_topk_over_ranks, together
@@ -36,6 +36,7 @@ from dsv4attn.core.ops import define_op
 from dsv4attn.core.projection import output_projection
 from dsv4attn.core.rope import cos_sin_cache
 from dsv4attn.core.tensorspec import check_tensor
+from dsv4attn.core.values import check_type
 from dsv4attn.core.weight_copies import WeightCopies, check_not_captured
 from dsv4attn.core.weights import check_weight
 from dsv4attn.core.workspace import WorkspaceManager
@@ -94,7 +95,11 @@ class DeepseekV4Attention:
         candidates_buffer: Tensor | None = None,
         context_parallel: ContextParallel | None = None,
     ) -> None:
+        check_type("geometry", geometry, ModelGeometry, cure="pass the geometry of the whole model")
         layer, self.prefix, self.index = geometry.layer(index), prefix, index
+        check_backend(backend, layer)
+        check_type("limits", limits, Limits, cure="pass the Limits that the workspace is planned for")
+        check_type("weights", weights, AttentionWeights, cure="pass AttentionWeights.from_dict(weights, geometry, i)")
         self.sources = geometry.sources(index)
         if context_parallel is not None and geometry.shared_latent:
             hint = "entries of V4.1 are not spread over ranks yet"
@@ -251,6 +256,7 @@ class DeepseekV4Attention:
         bound to other caches later, this one takes them in its next step. With
         `context_parallel` all ranks must bind at the same time, and if one rank refuses, all do.
         """
+        check_type("caches", caches, DeepseekV4Caches, cure="pass manager.caches[i], or DeepseekV4Caches(...)")
         context = self.attention.context_parallel
         if context is not None:
             part = None if self._group is None else (self._group.rank(), self._group.size())

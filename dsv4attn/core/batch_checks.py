@@ -2,25 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from dsv4attn.core import indices
+from dsv4attn.core.geometry import ModelGeometry
 from dsv4attn.core.layer_geometry import LayerGeometry
+from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import Batch
+from dsv4attn.core.tensorspec import usable_device
+from dsv4attn.core.values import check_count, check_type
 from dsv4attn.errors import ArgumentError
 
 __all__ = [
+    "check_batch",
     "check_blocks",
     "check_copies",
     "check_slots",
     "check_states",
     "check_table",
     "check_windows",
+    "count_tokens",
+    "planned",
     "real_lens",
 ]
+
+
+def planned(
+    geometry: ModelGeometry, limits: Limits, device: torch.device | str, layout: KVCacheLayout | None = None
+) -> tuple[ModelGeometry, Limits, torch.device]:
+    """What memory is planned for, with torch's device. Raises ArgumentError for arguments of another type."""
+    check_type("geometry", geometry, ModelGeometry, cure="pass ModelGeometry.preset('flash') or .from_config(path)")
+    check_type("limits", limits, Limits, cure="pass Limits(max_num_reqs, max_num_batched_tokens, max_model_len)")
+    if layout is not None:
+        check_type("kv_layout", layout, KVCacheLayout, cure="pass KVCacheLayout.fp8_ds_mla() or .rows(...)")
+    return geometry, limits, usable_device(device)
+
+
+def check_batch(batch: object) -> None:
+    """Raise ArgumentError unless that is a batch."""
+    check_type("batch", batch, Batch, cure="pass Batch(...), or what CacheManager.batch(requests) returns")
+
+
+def count_tokens(requests: Sequence[tuple[object, int]]) -> int:
+    """Tokens of all requests. Raises ArgumentError unless they are pairs of a sequence and a number of tokens."""
+    if not isinstance(requests, (list, tuple)) or not all(isinstance(r, tuple) and len(r) == 2 for r in requests):
+        shown = [type(r).__name__ for r in requests] if isinstance(requests, (list, tuple)) else repr(requests)
+        raise ArgumentError("requests", expected="a list of (sequence, number of tokens)", actual=shown)
+    return sum(check_count("tokens of a sequence", count, 0) for _, count in requests)
 
 
 def real_lens(batch: Batch, query_lens: list[int]) -> tuple[list[int], list[int]]:

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core import indices
-from dsv4attn.core.batch_checks import check_blocks, check_slots, check_states, check_table, check_windows, real_lens
+from dsv4attn.core.batch_checks import (
+    check_batch,
+    check_blocks,
+    check_slots,
+    check_states,
+    check_table,
+    check_windows,
+    planned,
+    real_lens,
+)
 from dsv4attn.core.contract import Backend, BuilderSteps, MetadataExtension, complete
 from dsv4attn.core.geometry import TABLE_COLUMNS, LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.limits import Limits
@@ -27,7 +36,6 @@ from dsv4attn.core.metadata import (
     LayerKey,
 )
 from dsv4attn.core.prefix_hits import PrefixHits, check_hits, hits_of
-from dsv4attn.core.tensorspec import usable_device
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["STATE_BLOCK_SIZES", "MetadataBuilder", "c128a_columns", "split_decodes_and_prefills"]
@@ -90,7 +98,7 @@ class MetadataBuilder:
         state_block_sizes: Mapping[LayerKind, int] = STATE_BLOCK_SIZES,
         num_state_blocks: Mapping[LayerKind, int] | None = None,
     ) -> None:
-        self.geometry, self.limits, self.device = geometry, limits, usable_device(device)
+        self.geometry, self.limits, self.device = planned(geometry, limits, device)
         self.swa_block_size, self.compressed_block_tokens = swa_block_size, compressed_block_tokens
         self.num_swa_blocks, self.num_compressed_blocks = num_swa_blocks, num_compressed_blocks
         self.validate = self.device.type == "cpu" if validate is None else validate
@@ -298,6 +306,7 @@ class MetadataBuilder:
         full_width: bool,  # noqa: FBT001 - of `build_compressed`
     ) -> list[AttentionMetadata]:
         """Metadata for each of the layers."""
+        check_batch(batch)
         compressed = [layer for layer in layers if layer.kind is not LayerKind.SWA]
         for layer in compressed:  # all checks before the first write
             check_hits(batch, layer, validate=self.validate)
@@ -386,6 +395,7 @@ class MetadataBuilder:
 
     def _host_lens(self, batch: Batch) -> tuple[list[int], list[int]]:
         """Query and sequence lengths on the host, checked against each other, `slot_mapping` and the limits."""
+        check_batch(batch)
         starts, seq_lens = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
         query_lens = [b - a for a, b in pairwise(starts)]
         if starts[0] != 0 or min(query_lens, default=0) < 0:

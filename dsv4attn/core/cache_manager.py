@@ -17,6 +17,7 @@ from attrs import define, field
 from torch import Tensor
 
 from dsv4attn.core.allocator import BlockAllocator, BlockTable
+from dsv4attn.core.batch_checks import count_tokens, planned
 from dsv4attn.core.builder import STATE_BLOCK_SIZES
 from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
 from dsv4attn.core.context_parallel import ContextParallel, agreed, metadata_builder, on_rank
@@ -25,7 +26,6 @@ from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import AttentionMetadata, Batch, LayerKey
-from dsv4attn.core.tensorspec import usable_device
 from dsv4attn.core.values import check_count
 from dsv4attn.errors import ArgumentError, OutOfPagesError
 
@@ -81,7 +81,7 @@ class CacheManager:
         backend: Backend | None = None,
         context_parallel: ContextParallel | None = None,
     ) -> None:
-        self.geometry, self.limits, self.device = geometry, limits, usable_device(device)
+        self.geometry, self.limits, self.device = planned(geometry, limits, device, kv_layout)
         self.keep_windows, self._entry_tokens = keep_windows, compressed_block_tokens
         compressed = [layer for layer in geometry.distinct_layers if layer.has_entries]
         self._stateful = [layer for layer in compressed if layer.has_states]
@@ -205,16 +205,15 @@ class CacheManager:
         OutOfPagesError, for none. Lengths stay as they are until `advance`, so that a step which fails can be built
         again. padding: rows without a token behind the others.
         """
-        rows = sum(count for _, count in requests) + check_count("padding", padding, 0)
+        rows = count_tokens(requests) + check_count("padding", padding, 0)
         for what, actual, limit in (
             ("sequences", len(requests), "max_num_reqs"),
             ("tokens in a step, with padding", rows, "max_num_batched_tokens"),
         ):
             most = getattr(self.limits, limit)
             if actual > most:
-                raise ArgumentError(
-                    "requests", expected=f"at most {most} {what}, the {limit} of the limits", actual=actual
-                )
+                expected = f"at most {most} {what}, the {limit} of the limits"
+                raise ArgumentError("requests", expected=expected, actual=actual)
         self.reserve(requests)
         counts = [count for _, count in requests]
         starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu")

@@ -31,6 +31,8 @@ from dsv4attn.core.index_ops import BuilderSteps, IndexStep, IndexSteps, Metadat
 from dsv4attn.core.keys import ChunkRows, DenseIndices, EntryIndices, GatheredKeys, PagedKeys, PageTable, RaggedIndices
 from dsv4attn.core.layer_ops import LAYER_STEPS, LayerSteps
 from dsv4attn.core.raw_query import RawQuery
+from dsv4attn.core.values import shown
+from dsv4attn.errors import ArgumentError
 
 if TYPE_CHECKING:
     # descriptors must load where torch is not wanted yet
@@ -370,6 +372,9 @@ def complete(backend: Backend) -> CompleteBackend:
     """
     if BackendDefaults in type(backend).__mro__:
         return cast("CompleteBackend", backend)
+    if isinstance(cast("object", backend), (str, type(None))):  # a name, where a backend that was built belongs
+        hint = "pass what load_backend(name) or select_backend(problem) returns"
+        raise ArgumentError("backend", expected="a backend", actual=shown(backend), hint=hint)
     wrapper = _wrappers.get(id(backend)) or _wrappers.setdefault(id(backend), _Completed(backend))
     return cast("CompleteBackend", wrapper)
 

@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve, field, frozen, validators
+from attrs import evolve, field, frozen
 
 from dsv4attn.core.layer_geometry import TABLE_COLUMNS, LayerGeometry, LayerKind, Rope, Yarn
 from dsv4attn.core.model_config import geometry_fields, layers_of, v41_layers
 from dsv4attn.core.sharing import LayerRole, LayerSharing, LayerSources
+from dsv4attn.core.values import at_least, check_count, check_type
 from dsv4attn.errors import ArgumentError, GeometryError, UnknownNameError
 
 __all__ = [
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 
-_positive = validators.ge(1)
+_positive = at_least(1)
 _LATENT_RATIOS = (1, 2)
 """Tokens of an entry whose latent is shared with the index key: those of DeepSeek-V4.1."""
 
@@ -128,8 +129,7 @@ class ModelGeometry:
 
     def layer(self, index: int) -> LayerGeometry:
         """Geometry of layer `index`; an index at or past the last layer is an MTP layer, which is window-only."""
-        if index < 0:
-            raise ArgumentError("layer index", expected=">= 0", actual=index)
+        check_count("layer index", index, 0)
         kind, ratio = self.layers[index] if index < self.num_layers else (LayerKind.SWA, 1)
         return self._layer(kind, ratio)
 
@@ -194,7 +194,8 @@ class ModelGeometry:
 
     def tensor_parallel(self, size: int) -> ModelGeometry:
         """Geometry of one rank: heads and output groups are divided, everything else is replicated."""
-        if size < 1 or self.num_heads % size or self.o_groups % size:
+        check_count("tensor parallel size", size, 1)
+        if self.num_heads % size or self.o_groups % size:
             expected = f"a common divisor of {self.num_heads} heads and {self.o_groups} output groups"
             raise ArgumentError("tensor parallel size", expected=expected, actual=size)
         return evolve(self, num_heads=self.num_heads // size, o_groups=self.o_groups // size)
@@ -205,6 +206,7 @@ class ModelGeometry:
 
         Short names are `flash`, `pro` and `v4.1-flash`.
         """
+        check_type("name", name, str, cure=f"pass one of {', '.join(PRESETS)}")
         short = {key.removeprefix("deepseek-").removeprefix("v4-"): key for key in PRESETS}
         key = name.lower()
         if short.get(key, key) not in PRESETS:

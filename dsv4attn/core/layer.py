@@ -273,7 +273,7 @@ def _wants_op(*tensors: Tensor) -> bool:
         or _functorch.maybe_current_level() is not None
         or _profiler_enabled()
         or profiler._is_profiler_enabled  # noqa: SLF001 - of any thread
-        or not _TENSOR.issuperset(map(type, tensors))
+        or (not _TENSOR.issuperset(map(type, tensors)) and all(isinstance(tensor, Tensor) for tensor in tensors))
     )
 
 

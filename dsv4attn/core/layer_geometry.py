@@ -7,12 +7,12 @@ from math import inf
 
 from attrs import Factory, field, frozen, validators
 
-from dsv4attn.core.values import round_up
+from dsv4attn.core.values import at_least, round_up
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["TABLE_COLUMNS", "LayerGeometry", "LayerKind", "Rope", "Yarn"]
 
-_positive = validators.ge(1)
+_positive = at_least(1)
 
 TABLE_COLUMNS = 128
 """Widths of C128A tables are multiples of this, as FlashMLA's kernels require."""

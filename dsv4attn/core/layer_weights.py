@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, LayerRole, ModelGeometry
+from dsv4attn.core.values import check_type
 from dsv4attn.core.weights import Weight
 from dsv4attn.errors import ArgumentError, did_you_mean
 
@@ -85,6 +86,7 @@ class AttentionWeights:
 
         Raises ArgumentError for a name that is missing or unknown, and for a weight of another shape.
         """
+        check_type("weights", weights, Mapping, cure="pass a dict of weights by name")
         wanted = weight_shapes(geometry, layer)
         missing, unknown = [name for name in wanted if name not in weights], [n for n in weights if n not in wanted]
         if unknown:

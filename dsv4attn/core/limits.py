@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import field, frozen, validators
 
-from dsv4attn.core.values import at_least
+from dsv4attn.core.values import at_least, is_flag, known_fields
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["Limits"]
@@ -12,11 +12,12 @@ __all__ = ["Limits"]
 _positive = at_least(1)
 
 
+@known_fields
 @frozen
 class Limits:
     """Upper bounds of every batch that will be run.
 
-    max_num_reqs: most requests of a step.
+    max_num_reqs: most requests of a step. May be more than the tokens: requests without a token in the step count too.
     max_num_batched_tokens: most query tokens of a step, decode and prefill together.
     max_model_len: most tokens of a request, prompt and output.
     num_speculative_tokens: draft tokens verified per decode request. A request with at most one more query token is a
@@ -40,7 +41,7 @@ class Limits:
     max_index_elements: int = field(default=2**21, validator=_positive)
     decode_window_columns: int = field(default=0, validator=at_least(0))
     prefill_window_columns: int = field(default=0, validator=at_least(0))
-    single_phase: bool = False
+    single_phase: bool = field(default=False, validator=is_flag)
 
     def __attrs_post_init__(self) -> None:
         if self.max_num_batched_tokens < 1 + self.num_speculative_tokens:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from attrs import evolve, field, frozen, validators
+from attrs import evolve, field, frozen
 
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.values import at_least, check_count, check_type, is_flag, known_fields, known_keywords, shown
 from dsv4attn.errors import ArgumentError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KEY_LAYOUTS", "CacheFacts", "Problem", "Reason", "layout_reasons"]
 
-_positive = validators.ge(1)
+_positive = at_least(1)
 _PHASES = ("decode", "prefill")
 
 
@@ -47,6 +48,12 @@ class Reason:
         return f"{self.code}  {self.text}"
 
 
+def _dtype(value: object) -> str:
+    """The name of a type of elements; of torch's types too."""
+    return str(value).removeprefix("torch.").removeprefix("float8_")
+
+
+@known_fields
 @frozen
 class CacheFacts:
     """A paged cache, described.
@@ -60,7 +67,7 @@ class CacheFacts:
     """
 
     layout: str = "fp8_ds_mla"
-    dtype: str = "e4m3fn"
+    dtype: str = field(default="e4m3fn", converter=_dtype)
     page_size: int = field(default=64, validator=_positive)
     arrangement: str = "split"
     group_size: int = 64
@@ -87,6 +94,7 @@ class CacheFacts:
     @classmethod
     def named(cls, dtype: str, page_size: int) -> CacheFacts:
         """Facts of a built-in layout, by the type of its elements."""
+        dtype = _dtype(dtype)
         return cls("rows" if dtype in ("bfloat16", "float32") else "fp8_ds_mla", dtype, page_size)
 
 
@@ -129,6 +137,13 @@ def _phase(value: Any) -> str:  # noqa: ANN401 - a caller's value, not checked y
     return str(value)
 
 
+def _check_geometry(value: object) -> None:
+    if not isinstance(value, (ModelGeometry, LayerGeometry)):
+        cure = "pass ModelGeometry.preset('flash'), or what geometry.layer(i) returns"
+        raise ArgumentError("geometry", expected="a ModelGeometry or LayerGeometry", actual=shown(value), hint=cure)
+
+
+@known_fields
 @frozen
 class Problem:
     """The question to a backend's `support`: one phase of one kind of layer. Build it with `of`.
@@ -151,16 +166,17 @@ class Problem:
     layer: LayerGeometry
     swa: CacheFacts = CacheFacts()
     compressed: CacheFacts | None = None
-    topk: int = field(default=0, validator=validators.ge(0))
-    q_dtype: str = "bfloat16"
-    sink: bool = True
-    lse: bool = False
+    topk: int = field(default=0, validator=at_least(0))
+    q_dtype: str = field(default="bfloat16", converter=_dtype)
+    sink: bool = field(default=True, validator=is_flag)
+    lse: bool = field(default=False, validator=is_flag)
     query_len: int = field(default=1, validator=_positive)
-    capture: bool = False
-    deterministic: bool = False
-    window_columns: int = field(default=0, validator=validators.ge(0))
+    capture: bool = field(default=False, validator=is_flag)
+    deterministic: bool = field(default=False, validator=is_flag)
+    window_columns: int = field(default=0, validator=at_least(0))
 
     def __attrs_post_init__(self) -> None:
+        check_type("layer", self.layer, LayerGeometry, cure="pass geometry.layer(i) or geometry.layer_of_kind(kind)")
         if 0 < self.window_columns < self.layer.window:
             expected = f"at least the {self.layer.window} of the window, or 0"
             raise ArgumentError("window_columns", expected=expected, actual=self.window_columns)
@@ -172,6 +188,7 @@ class Problem:
             raise ArgumentError("compressed", expected=expected, actual=self.compressed)
 
     @classmethod
+    @known_keywords
     def of(
         cls,
         geometry: ModelGeometry | LayerGeometry,
@@ -201,6 +218,10 @@ class Problem:
         compress_ratio: which layers of the kind, where a model has several ratios of it.
         """
         layer = geometry
+        _check_geometry(geometry)
+        check_count("max_model_len", max_model_len, 1)
+        if topk is not None:
+            check_count("topk", topk, 0)
         if isinstance(layer, ModelGeometry):
             layer = layer.layer_of_kind(kind, compress_ratio)
         layer = layer if heads is None else evolve(layer, num_heads=heads)

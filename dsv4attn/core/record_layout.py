@@ -12,7 +12,7 @@ from math import lcm
 import torch
 from attrs import asdict, evolve, field, frozen, validators
 
-from dsv4attn.core.values import check_count, round_up
+from dsv4attn.core.values import at_least, check_count, round_up
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
 __all__ = ["KEY_RECORDS", "Arrangement", "Fp8Format", "KVCacheLayout", "Region", "check_layout", "check_window"]
@@ -104,8 +104,8 @@ class KVCacheLayout:
     """
 
     name: str
-    nope_dim: int = field(validator=validators.ge(0))
-    rope_dim: int = field(validator=validators.ge(0))
+    nope_dim: int = field(validator=at_least(0))
+    rope_dim: int = field(validator=at_least(0))
     dtype: torch.dtype
     fp8_format: Fp8Format | None = None
     fp8_max: float = 0.0

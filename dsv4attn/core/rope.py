@@ -11,6 +11,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dsv4attn.core.geometry import Rope
 from dsv4attn.core.inference import without_modes
+from dsv4attn.core.tensorspec import device_of
+from dsv4attn.core.values import check_count, check_type
 
 __all__ = ["angles_at", "apply_rope", "cos_sin_cache", "is_rotation"]
 
@@ -46,6 +48,8 @@ def cos_sin_cache(rope: Rope, max_position: int, device: torch.device | str = "c
     Angles are the fp32 product of position and frequency: near position 1M an fp64 angle differs visibly
     from what every engine computes.
     """
+    check_type("rope", rope, Rope, cure="pass geometry.layer(i).rope")
+    max_position, device = check_count("max_position", max_position, 0), device_of(device)
     with torch.inference_mode(False), torch.no_grad():  # used in and out of the mode that it may be made in
         positions = torch.arange(max_position, dtype=torch.float32, device=device)
         angles = positions[:, None] * inverse_frequencies(rope, device)

@@ -184,8 +184,8 @@ def has_dense_rows(value: Tensor, *, written: bool = False) -> bool:
 
 def usable_device(device: torch.device | str) -> torch.device:
     """A device, if torch can make tensors on it here; otherwise ArgumentError."""
+    found = device_of(device)
     try:
-        found = torch.device(device)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -230,3 +230,12 @@ def signature(*values: object) -> tuple[object, ...]:
         else:
             found.append(None if value is None else object())
     return tuple(found)
+
+
+def device_of(device: torch.device | str | int, argument: str = "device") -> torch.device:
+    """The device of this name. Raises ArgumentError for a name that torch does not have."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        hint = "write it as torch does: 'cpu', 'cuda', 'cuda:1', 'xpu'"
+        raise ArgumentError(argument, expected="a torch device", actual=repr(device), hint=hint) from error

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import wraps
 from numbers import Integral
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from dsv4attn.errors import ArgumentError
+from dsv4attn.errors import ArgumentError, did_you_mean
 
-__all__ = ["at_least", "check_count", "check_type", "round_up", "shown"]
+__all__ = ["at_least", "check_count", "check_type", "is_flag", "known_fields", "known_keywords", "round_up", "shown"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_C = TypeVar("_C", bound=type)
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -36,3 +43,30 @@ def shown(value: object) -> str:
 def at_least(minimum: int) -> Any:  # noqa: ANN401 - attrs validators are untyped
     """Attrs validator of a count."""
     return lambda _, attribute, value: check_count(attribute.name, value, minimum)
+
+
+def is_flag(_: object, attribute: Any, value: object) -> None:  # noqa: ANN401 - attrs' own
+    """Attrs validator of what is true or false: the string "false" is neither."""
+    if not isinstance(value, bool):
+        raise ArgumentError(attribute.name, expected="True or False", actual=repr(value))
+
+
+def known_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function, which answers a keyword that it does not have with ArgumentError and the nearest one."""
+    known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+
+    @wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name in kwargs:
+            if name not in known:
+                expected, actual = f"a keyword of {', '.join(known)}", f"{name!r}{did_you_mean(name, known)}"
+                raise ArgumentError(function.__qualname__.removesuffix(".__init__"), expected=expected, actual=actual)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def known_fields(cls: _C) -> _C:
+    """The class, whose constructor has `known_keywords`."""
+    cls.__init__ = known_keywords(cls.__init__)  # type: ignore[misc]
+    return cls

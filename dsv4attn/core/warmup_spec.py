@@ -12,11 +12,12 @@ from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.record_layout import check_window
+from dsv4attn.core.values import at_least
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["Bounds"]
 
-_positive = validators.ge(1)
+_positive = at_least(1)
 _plain = validators.in_((torch.bfloat16, torch.float32))
 _parts = validators.deep_iterable(validators.in_(LAYER_PARTS), validators.instance_of(tuple))
 _PAGE_TOKENS = 256

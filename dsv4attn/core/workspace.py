@@ -18,6 +18,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from dsv4attn.core.tensorspec import device_of
 from dsv4attn.core.values import round_up
 from dsv4attn.errors import ArgumentError, CanaryError, Dsv4AttnError, WorkspaceError
 
@@ -116,7 +117,7 @@ class WorkspaceManager:
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, debug: bool = False) -> None:
-        self.device, self.debug = torch.device(device), debug
+        self.device, self.debug = device_of(device), debug
         self._buffers: dict[str, Tensor] = {}
         self._typed: dict[str, dict[tuple[torch.dtype, bool], Tensor]] = {}
         # views of earlier requests, by lane; they are dropped with the buffer, which they hold alive

@@ -10,7 +10,7 @@ outcome and the reasons of every candidate.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -83,10 +83,10 @@ def explain(
     "decode=NAME,prefill=NAME". device: of this machine, by default its first accelerator or the CPU; or facts of any
     other, `DeviceFacts.named("sm_120")`, whose packages are taken to be installed.
     """
-    settings = load_settings() if settings is None else settings
+    settings = _settings(settings)
     registry = registry_for(settings) if registry is None else registry
     facts = device if isinstance(device, DeviceFacts) else DeviceFacts.here(device)
-    problems = (problem,) if isinstance(problem, Problem) else tuple(problem)
+    problems = _problems(problem)
     request = _request(problems, backend, settings)
     packages = {package for one in registry.backends.values() for package in one.info.packages}
     installed = {package: version_of(package) for package in packages} if facts.present else None
@@ -113,9 +113,29 @@ def _without_conflict(selection: Selection, settings: Settings) -> Selection:
     return evolve(selection, chosen=None, trace=trace, verdict=verdict, error=NoBackendError)
 
 
+def _settings(given: Settings | None) -> Settings:
+    """The settings that were given, or those of environment and configuration file."""
+    if given is None:
+        return load_settings()
+    check_type("settings", given, Settings, cure="pass Settings(options={name: {...}}), or None for the user's own")
+    return given
+
+
+def _problems(given: object) -> tuple[Problem, ...]:
+    """The problems that were given. Raises ArgumentError unless all are problems."""
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    problems: tuple[Any, ...] = tuple(given) if several else (given,)  # type: ignore[arg-type]
+    for problem in problems:
+        check_type("problem", problem, Problem, cure="pass Problem.of(geometry, kind, phase), or several of one phase")
+    return problems
+
+
 def _request(problems: Sequence[Problem], backend: str | None, settings: Settings) -> Setting:
     """The requested backend, and the source of the request."""
     request = settings.request(problems[0].phase if problems else "decode")
+    if backend is not None:
+        cure = "pass a name, or hand a backend that you have built to the layers"
+        check_type("backend", backend, str, cure=cure)
     if backend is not None and problems:
         named = parse_request(backend, "argument backend").get(problems[0].phase)
         request = Setting(named, "argument") if named else request
@@ -135,8 +155,7 @@ def resolve(
     Call it at plan time, not in a forward. An automatic choice is logged once, with its reason. If a built-in backend
     is requested by name and can run the problem, no plugin is loaded.
     """
-    settings = load_settings() if settings is None else settings
-    problems = (problem,) if isinstance(problem, Problem) else tuple(problem)
+    settings, problems = _settings(settings), _problems(problem)
     asked = _request(problems, backend, settings).value
     candidates = registry_of(asked, settings=settings) if registry is None else registry
     selection = explain(problems, backend=backend, device=device, settings=settings, registry=candidates)
@@ -177,7 +196,7 @@ def select_backend(
     """
     for problem in problems:
         check_type("problems", problem, Problem, cure="pass Problem.of(layer, phase='decode') and one for 'prefill'")
-    settings = load_settings() if settings is None else settings
+    settings = _settings(settings)
     facts = device if isinstance(device, DeviceFacts) else DeviceFacts.here(device)
     by_phase = [[p for p in problems if p.phase == phase] for phase in PHASES]
     chosen = [

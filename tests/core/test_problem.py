@@ -97,7 +97,7 @@ def test_parts_that_do_not_fit_are_errors() -> None:
 @pytest.mark.parametrize("wrong", ["swa_page_size", "compressed_page_size", "heads", "query_len", "topk"])
 def test_sizes_are_positive(wrong: str) -> None:
     sizes: dict[str, Any] = {wrong: -1}
-    with pytest.raises(ValueError, match="must be >= "):
+    with pytest.raises(ArgumentError, match="expected an integer of at least"):
         Problem.of(FLASH, **sizes)
 
 
