@@ -373,7 +373,10 @@ class DeepseekV4Attention:
         qr = rms_norm(linear(hidden_states, self._wq_a), self._q_norm, *norm).to(dtype)
         kv = rms_norm(linear(hidden_states, self._wkv), self._kv_norm, *norm).to(dtype)
         q = linear(qr, self._wq_b).to(dtype).unflatten(-1, (self.layer.num_heads, self.layer.head_dim))
-        attention.insert_into(caches.attention, q, kv, positions)
+        # what attention is bound to, unless a compiled graph has copies of it
+        keys = attention.caches if caches is bound else caches.attention
+        chosen = attention.topk_indices_buffer if topk_indices is self.topk_indices else topk_indices
+        attention.insert_into(keys, q, kv, positions)
         latents = None
         if metadata is not None and self.compressor is not None:
             latents = self._compress(hidden_states, positions, metadata, caches)
@@ -389,7 +392,7 @@ class DeepseekV4Attention:
         elif rows is not None:
             self._take_rows(metadata, topk_indices, rows)
         out = torch.empty_like(q)
-        attention.attend_from(caches.attention, topk_indices, q, kv, positions, out)
+        attention.attend_from(keys, chosen, q, kv, positions, out)
         return output_projection(
             self.backend,
             out,

@@ -34,7 +34,6 @@ from tests.core.whole_v41 import network
 # inductor warns about torch's own use of these when it is imported
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
-COMPILERS = ("aot_eager", "inductor")
 NAMES = [kind.value for kind, _ in KINDS]
 
 
@@ -91,8 +90,7 @@ def memory(layer: object) -> list[Tensor]:
     return [*pages, layer.topk_indices_buffer]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("together", [False, True], ids=["own memory", "one allocation"])
+@pytest.mark.parametrize(("together", "compiler"), [(False, "inductor"), (True, "aot_eager"), (True, "inductor")])
 def test_caches_may_be_views_of_one_allocation_and_inductor_copies_none(
     together: bool, compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
