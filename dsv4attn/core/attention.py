@@ -332,8 +332,7 @@ class DeepseekV4Attention:
         blocks = None if self.candidates is None else self.candidates.blocks
         if not torch.compiler.is_compiling():
             return self._run(hidden_states, positions, self.caches, self.topk_indices, blocks)
-        named = *self._op_tensors, self.topk_indices, blocks
-        out: Tensor = _op(hidden_states, positions, *named, self._handle)
+        out: Tensor = _op(hidden_states, positions, *self._op_tensors, self.topk_indices, blocks, self._handle)
         return out
 
     def _run(
@@ -480,9 +479,8 @@ def _table(rope: Rope, limits: Limits, device: torch.device) -> Tensor:
 
 def _op_tensors(caches: DeepseekV4Caches) -> tuple[Tensor | None, ...]:
     """What the op of a layer is given for its caches, in the order of its arguments."""
-    attention = caches.attention
-    ordered = attention.swa, attention.compressed, caches.state, caches.index, caches.index_state
-    return tuple(map(op_tensor, ordered))
+    both = caches.attention
+    return tuple(map(op_tensor, (both.swa, both.compressed, caches.state, caches.index, caches.index_state)))
 
 
 @without_modes
