@@ -141,7 +141,7 @@ def padded(batch: Batch, positions: Tensor, padding: Padding) -> tuple[Batch, Te
     ends = batch.query_start_loc_cpu[-1:] + queries.cumsum(0, dtype=torch.int32)
     starts = torch.cat([batch.query_start_loc_cpu, ends])
     lens = torch.cat([batch.seq_lens_cpu, queries + torch.randint(0, 20, (many,), generator=random, dtype=torch.int32)])
-    changed = {}
+    changed: dict[str, Any] = {}
     for name in TABLES:
         table = getattr(batch, name)
         if table is not None:
