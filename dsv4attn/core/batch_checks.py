@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,10 +48,11 @@ def check_batch(batch: object) -> None:
     check_type("batch", batch, Batch, cure="pass Batch(...), or what CacheManager.batch(requests) returns")
 
 
-def count_tokens(requests: Sequence[tuple[object, int]]) -> int:
+def count_tokens(requests: Any) -> int:  # noqa: ANN401 - what a caller passes, not checked yet
     """Tokens of all requests. Raises ArgumentError unless they are pairs of a sequence and a number of tokens."""
-    if not isinstance(requests, (list, tuple)) or not all(isinstance(r, tuple) and len(r) == 2 for r in requests):
-        shown = [type(r).__name__ for r in requests] if isinstance(requests, (list, tuple)) else repr(requests)
+    several = isinstance(requests, Sequence) and not isinstance(requests, str)
+    if not several or not all(isinstance(r, Sequence) and len(r) == 2 for r in requests):
+        shown = [type(r).__name__ for r in requests] if several else repr(requests)
         raise ArgumentError("requests", expected="a list of (sequence, number of tokens)", actual=shown)
     return sum(check_count("tokens of a sequence", count, 0) for _, count in requests)
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 from collections.abc import Callable
 
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from dsv4attn.errors import Dsv4AttnError
 from dsv4attn.selection import load_backend
 from tests.core.bound import GEOMETRY, TOKENS, bound
 from tests.core.compiled import PREFILL_DECODE_PREFILL, put_in_one_allocation, run
+from tests.core.strategies import search
 from tests.core.whole import FP8, FP32, KINDS, SMALL, Whole
 from tests.core.whole_v41 import network
 
@@ -217,7 +217,7 @@ def test_a_graph_of_a_layer_that_is_gone_says_so() -> None:
 STEP = st.lists(st.integers(1, 12), min_size=1, max_size=3)
 
 
-@settings(max_examples=int(os.environ.get("DSV4ATTN_TEST_EXAMPLES", "3")))
+@search(3)
 @given(st.lists(STEP, min_size=1, max_size=4), st.sampled_from([(0,), (1,), (2,), (1, 0, 2), (2, 1, 1)]))
 def test_compiled_equals_eager_for_any_layers_and_steps(steps: list[list[int]], kinds: tuple[int, ...]) -> None:
     numbered = [list(enumerate(step)) for step in steps]

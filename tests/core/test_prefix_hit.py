@@ -23,7 +23,7 @@ from dsv4attn.core.geometry import LayerKind
 from dsv4attn.core.metadata import Batch
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
-from tests.core.strategies import examples
+from tests.core.strategies import search
 from tests.core.whole import SMALL, Whole
 from tests.core.whole_v41 import SMALL_V41, network
 
@@ -203,7 +203,7 @@ def hits(draw: st.DrawFn) -> tuple[str, int, int, list[int], bool, int]:
 
 
 @given(drawn=hits())
-@examples(12)
+@search(12)
 def test_any_hit_in_any_chunks(drawn: tuple[str, int, int, list[int], bool, int]) -> None:
     model, end, start, chunks, states, padding = drawn
     hit = Hit(model, "reference", end, start, states=states)
