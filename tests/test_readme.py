@@ -57,10 +57,6 @@ def test_the_python_examples_run_in_order_and_print_what_they_say(page: str) -> 
     assert promised(python(page)) == printed(python(page))
 
 
-def test_the_readme_is_short_enough_to_be_read() -> None:
-    assert len(README.splitlines()) <= 150
-
-
 def test_there_is_a_bound_c4a_layer_a_decode_step_and_flash_mla() -> None:
     text = "".join(EXAMPLES)
 

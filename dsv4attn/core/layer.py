@@ -196,7 +196,7 @@ class DeepseekV4MLAAttention:
     def insert_into(self, caches: LayerCaches | None, q: Tensor, kv: Tensor, positions: Tensor) -> None:
         """`fused_qnorm_rope_kv_insert` into caches that are the bound ones, or copies of them in a compiled graph."""
         if is_grad_enabled():
-            if q.requires_grad and not torch.compiler.is_compiling():
+            if getattr(q, "requires_grad", False) and not torch.compiler.is_compiling():
                 increment_version(q)  # a kernel's write is one that torch does not count
             with no_grad():
                 self.insert_into(caches, q, kv, positions)
@@ -220,7 +220,7 @@ class DeepseekV4MLAAttention:
     ) -> None:
         """`forward_mqa` over caches and top-k indices that are the bound ones, or copies in a compiled graph."""
         if is_grad_enabled():
-            if output.requires_grad and not torch.compiler.is_compiling():
+            if getattr(output, "requires_grad", False) and not torch.compiler.is_compiling():
                 increment_version(output)
             with no_grad():
                 self.attend_from(caches, topk_indices, q, kv, positions, output)

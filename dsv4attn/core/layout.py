@@ -59,6 +59,7 @@ class PagedKVCache:
             expected = f"shape [blocks, block_size, {last}] for layout {layout.fingerprint}"
             hint = "pass block_size with a 2-D byte tensor"
             raise ArgumentError("cache tensor", expected=expected, actual=list(tensor.shape), hint=hint)
+        layout.check_block_size(block_size)
         fields = {"tensor": tensor, "layout": layout, "num_blocks": tensor.shape[0], "block_size": block_size}
         # the views of `region`, and the memory that they are of: no memory yet
         fields |= {"_regions": {}, "_memory": (0, -1), "_shape": (tensor.dtype, tensor.shape, tensor.stride())}

@@ -7,7 +7,7 @@ compare fingerprints, and a difference raises before any launch.
 from __future__ import annotations
 
 from enum import Enum
-from math import lcm
+from math import gcd, lcm
 
 import torch
 from attrs import asdict, evolve, field, frozen, validators
@@ -210,9 +210,12 @@ class KVCacheLayout:
 
     @classmethod
     def index_fp8(cls, head_dim: int = 128, *, fp8_format: Fp8Format = Fp8Format.OCP) -> KVCacheLayout:
-        """Layout of the indexer's 132-byte record: fp8 codes under one fp32 scale."""
-        if check_count("head_dim", head_dim, 1) % 4:
-            raise ArgumentError("head_dim", expected="a multiple of 4, so that scales are aligned", actual=head_dim)
+        """Layout of the indexer's 132-byte record: fp8 codes under one fp32 scale.
+
+        Scales lie after all codes of a page, at a multiple of 4 bytes: where head_dim is no multiple of 4, the records of
+        a page must be so many that their codes are.
+        """
+        check_count("head_dim", head_dim, 1)
         quantised = torch.uint8, fp8_format, fp8_format.max, head_dim, Arrangement.SPLIT
         return cls("index_fp8", head_dim, 0, *quantised, _INDEX_ALIGNMENT, torch.float32, scale_padding=4)
 
@@ -301,6 +304,16 @@ class KVCacheLayout:
     def page_stride(self, block_size: int) -> int:
         """Bytes from one page to the next in a cache of our own."""
         return round_up(self.page_bytes(block_size), self.page_alignment)
+
+    def check_block_size(self, block_size: int) -> None:
+        """Raise ArgumentError unless the scales of a page of `block_size` records are aligned to their size."""
+        size = self.scale_dtype.itemsize if self.is_quantised and self.arrangement is Arrangement.SPLIT else 1
+        if block_size * self.data_bytes % size:
+            count = size // gcd(self.data_bytes, size)
+            expected = (
+                f"a multiple of {count} records, so that scales after codes of {self.data_bytes} bytes are aligned"
+            )
+            raise ArgumentError("block_size", expected=expected, actual=block_size)
 
     def regions(self, block_size: int) -> tuple[Region, ...]:
         """The fields of a record and their offsets in a page of `block_size` records.

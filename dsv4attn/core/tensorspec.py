@@ -186,7 +186,7 @@ def usable_device(device: torch.device | str) -> torch.device:
     """A device, if torch can make tensors on it here; otherwise ArgumentError."""
     found = device_of(device)
     try:
-        torch.empty(0, device=found)
+        torch.empty(0, dtype=torch.uint8, device=found)
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ArgumentError(

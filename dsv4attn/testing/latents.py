@@ -134,7 +134,7 @@ def _run(bench: Bench, scene: Latents, states: Book | None, spans: Sequence[Span
     """
     positions, requests = scene.tokens(spans)
     kv, score = (scene.values(stream, spans) for stream in (KV, SCORE))
-    rows, live = list(range(len(positions))), torch.arange(len(positions))
+    rows, live = list(range(len(positions))), torch.arange(len(positions), device="cpu")
     if padded:
         positions, requests, kv, score, live = _with_padding(scene, spans, positions, requests, kv, score)
         rows = live.tolist()
@@ -172,7 +172,7 @@ def _with_padding(
         for position in (*last, STALE_POSITIONS[request], STALE_POSITIONS[request - 1]):
             order.append(len(positions) + len(extra))
             extra.append(position)
-    places = torch.tensor(order, device=scene.device)
+    places = torch.tensor(order, dtype=torch.int64, device=scene.device)
     nothing = kv.new_full((len(extra), scene.dim), math.nan)
     positions = torch.cat([positions, scene.tensor(np.array(extra, dtype=np.int64))])[places]
     requests = torch.cat([requests, requests.new_full((len(extra),), -1)])[places]

@@ -23,7 +23,17 @@ from dsv4attn.core.geometry import ModelGeometry
 from dsv4attn.core.limits import Limits
 from dsv4attn.core.warmup_spec import Bounds
 
-__all__ = ["class_of", "forms", "infos", "known_devices", "launching_alike", "of_rank", "packages", "triton_backends"]
+__all__ = [
+    "EVERYWHERE",
+    "class_of",
+    "forms",
+    "infos",
+    "known_devices",
+    "launching_alike",
+    "of_rank",
+    "packages",
+    "triton_backends",
+]
 
 PACKAGE = Path(plugins.__file__).parent
 
@@ -38,6 +48,10 @@ def infos() -> dict[str, BackendInfo]:
 def of_rank(rank: Rank) -> list[str]:
     """Names of the built-in backends of a rank: "reference" is the only one of Rank.REFERENCE."""
     return [name for name, info in infos().items() if info.rank is rank]
+
+
+EVERYWHERE = [*of_rank(Rank.REFERENCE), *of_rank(Rank.GENERIC)]
+"""Backends that run on every device: torch's definitions, and the shared kernels."""
 
 
 def runs(info: BackendInfo, device: DeviceFacts) -> bool:

@@ -18,6 +18,7 @@ from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, Pa
 from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.selection import load_backend
+from tests.backends.built_in import EVERYWHERE
 
 DIM, PAGE, LAST = 3, 64, 2**31 - 1
 LAYER = LayerGeometry(LayerKind.SWA, 1, 1, DIM, Rope(2, 1e4), 4, 0)
@@ -35,7 +36,7 @@ def expected(rows: dict[int, list[float]], slots: int) -> list[list[float]]:
     return [out.tolist() for out in outs]
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", EVERYWHERE)
 @pytest.mark.parametrize("slots", [2**31 - PAGE, 2**31, 2**31 + PAGE])
 def test_keys_of_the_last_slots_that_an_int32_can_name_are_attended(tmp_path: Path, slots: int, backend: str) -> None:
     path = tmp_path / "cache"
@@ -62,7 +63,7 @@ def test_keys_of_the_last_slots_that_an_int32_can_name_are_attended(tmp_path: Pa
         torch.testing.assert_close(out[:, 0], torch.tensor(expected(rows, slots)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", EVERYWHERE)
 @pytest.mark.parametrize("count", [2**31, 2**31 + 1])
 def test_gathered_rows_may_be_as_many(count: int, backend: str) -> None:
     kv = torch.tensor([[1.0, 2.0, 3.0]]).expand(count, DIM)

@@ -234,7 +234,17 @@ def test_g20_a_target_in_the_memory_of_its_source_is_refused_at_any_address(shif
     assert bool((memory == 3).all())
 
 
-@pytest.mark.parametrize("dim", [130, 2, 0, -4, True, 128.0])
-def test_index_records_whose_scales_are_not_aligned_are_refused(dim: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"^head_dim: expected (a multiple of 4, so|an integer of at least 1)"):
+@pytest.mark.parametrize(("dim", "block_size", "count"), [(130, 1, 2), (129, 2, 4), (29, 6, 4), (2, 3, 2)])
+def test_pages_whose_scales_are_not_aligned_are_refused(dim: int, block_size: int, count: int) -> None:
+    layout = KVCacheLayout.index_fp8(dim)
+    with pytest.raises(
+        ArgumentError, match=rf"^block_size: expected a multiple of {count} records, .*, got {block_size}"
+    ):
+        PagedKVCache.allocate(layout, 2, block_size)
+    assert PagedKVCache.allocate(layout, 2, count).region("scale").shape == (2, count, 1)
+
+
+@pytest.mark.parametrize("dim", [0, -4, True, 128.0])
+def test_dims_of_index_keys_are_a_positive_number(dim: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"^head_dim: expected an integer of at least 1"):
         KVCacheLayout.index_fp8(dim)

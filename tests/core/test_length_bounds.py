@@ -15,6 +15,7 @@ from dsv4attn.core.limits import Limits
 from dsv4attn.core.metadata import Batch
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
+from tests.backends.built_in import EVERYWHERE
 from tests.core.whole import Whole
 from tests.core.whole_v41 import network
 
@@ -100,7 +101,7 @@ def test_lengths_above_the_bound_or_below_the_tokens_are_refused(more: int) -> N
         manager.metadata(batch)
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_columns_past_a_table_are_absent_slots(backend: str) -> None:
     whole = v4()
     batch = whole.manager.batch([(whole.manager.new(), 20)])

@@ -11,6 +11,7 @@ from dsv4attn.core.builder import MetadataBuilder
 from dsv4attn.core.limits import Limits
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
+from tests.backends.built_in import EVERYWHERE
 from tests.core.network_v41 import Steps
 from tests.core.padded import all_bytes, pad, padded_batch, stale
 from tests.core.test_whole_v41 import ROUNDED
@@ -62,7 +63,7 @@ def test_padded_steps_of_v41_are_those_of_the_oracle(fill: int | None) -> None:
     assert worst(pad(v41(), fill), STEPS) <= ROUNDED
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_rows_after_the_tokens_of_a_batch_have_no_request(backend: str) -> None:
     whole = Whole(load_backend("reference"), swa_block_size=4)
     builder = MetadataBuilder(whole.geometry, whole.limits, swa_block_size=4, backend=load_backend(backend))
@@ -78,7 +79,7 @@ def test_rows_after_the_tokens_of_a_batch_have_no_request(backend: str) -> None:
     assert before.is_valid_token.tolist() == [True] * 2 + [False] * 11
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_a_token_without_a_slot_has_no_request_and_no_entry(backend: str) -> None:
     whole = Whole(load_backend("reference"), swa_block_size=4)
     builder = MetadataBuilder(whole.geometry, whole.limits, swa_block_size=4, backend=load_backend(backend))

@@ -19,6 +19,7 @@ from dsv4attn.core.layer_weights import AttentionWeights
 from dsv4attn.core.layout import KVCacheLayout
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
+from tests.backends.built_in import EVERYWHERE
 from tests.core.network_v41 import INDEX_OF, KV_OF, Steps
 from tests.core.whole import Whole, random_weights
 from tests.core.whole_v41 import BLOCKS, CONSUMER, LIMITS, PUBLISHER, SIZE, SMALL_V41, Exact, network, worst
@@ -59,7 +60,7 @@ def test_every_role_is_right_on_a_backend_of_kernels() -> None:
     assert worst(whole, [[(1, 5)], [(0, 12), (1, 4)], [(0, 1), (1, 1)]]) <= ROUNDED
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_every_role_is_right_if_all_dims_of_index_keys_have_rope(backend: str) -> None:
     whole = network(backend=backend, geometry=attrs.evolve(SMALL_V41, index_head_dim=SMALL_V41.rope_dim))
 

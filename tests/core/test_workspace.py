@@ -26,6 +26,7 @@ from dsv4attn.core.workspace import (
     use_workspace,
 )
 from dsv4attn.errors import ArgumentError, CanaryError, Dsv4AttnError, WorkspaceError
+from tests.backends.built_in import EVERYWHERE
 from tests.core.whole import Whole
 
 BF16, F32, I32, U8 = torch.bfloat16, torch.float32, torch.int32, torch.uint8
@@ -438,7 +439,7 @@ def test_a_copy_has_memory_of_its_own_in_lanes_of_the_same_sizes(name: str, debu
 
 
 @pytest.mark.parametrize("name", COPIES)
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_a_workspace_that_ran_steps_is_copied(backend: str, name: str) -> None:
     whole = Whole(load_backend(backend))
     hidden = whole.hidden(0, 24)

@@ -12,6 +12,7 @@ from attrs import frozen
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.backends.built_in import EVERYWHERE
 from tests.integrations.invariant import token_by_token
 from tests.integrations.paged import causal_model, chunked, deviation, ids_of, left_padded, patched
 from tests.parity import hf
@@ -222,7 +223,7 @@ def test_without_deterministic_the_same_comparison_finds_a_difference() -> None:
     assert not torch.equal(whole, parts)
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_index_keys_whose_dims_all_have_rope_equal_transformers(backend: str) -> None:
     from transformers import AutoModelForCausalLM
 

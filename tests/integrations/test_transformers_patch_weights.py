@@ -19,6 +19,7 @@ from dsv4attn.core import tensor_state
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.integrations.transformers import weights as watching
 from tests.integrations.paged import causal_model, deviation, ids_of, patched
+from tests.parity import hf
 
 LENGTH = 40
 """Tokens of a prompt: more entries than the indexer selects."""
@@ -126,9 +127,9 @@ def test_a_change_between_the_tokens_of_a_cache_is_seen() -> None:
     for change in (in_place, through_data):
         one = fresh()
         with patched(one), torch.no_grad():
-            cache = one(ids[:, :-1], use_cache=True).past_key_values
+            cache = hf.cache_of(one(ids[:, :-1], use_cache=True))
             change(one, new)
-            found.append(one(ids[:, -1:], past_key_values=cache, use_cache=True).logits)
+            found.append(one(ids[:, -1:], **hf.passing(cache), use_cache=True).logits)
     assert torch.equal(*found)
 
 
@@ -144,7 +145,7 @@ def test_on_a_device_writes_that_are_not_counted_are_seen_by_the_next_prompt() -
     model, plain = fresh(), fresh()
     ids, new = ids_of(model, LENGTH), new_values(model)
     with patched(model) as handle, torch.no_grad():
-        cache = model(ids[:, :-1], use_cache=True).past_key_values
+        cache = hf.cache_of(model(ids[:, :-1], use_cache=True))
         through_data(model, new)
         load(plain, new)
         seen: list[bool] = []
@@ -155,7 +156,7 @@ def test_on_a_device_writes_that_are_not_counted_are_seen_by_the_next_prompt() -
             refresh()
 
         handle._watch.refresh = refreshes
-        model(ids[:, -1:], past_key_values=cache, use_cache=True)
+        model(ids[:, -1:], **hf.passing(cache), use_cache=True)
         assert not seen, "the host waits for a device only in the first call of a cache"
         assert deviation(logits(model, ids), logits(plain, ids)) <= 1e-5
         assert seen == [True]
@@ -170,10 +171,10 @@ def test_refresh_takes_weights_between_the_tokens_of_a_cache() -> None:
         model = fresh()
         ids, new = ids_of(model, LENGTH), new_values(model)
         with patched(model) as handle, torch.no_grad():
-            cache = model(ids[:, :-1], use_cache=True).past_key_values
+            cache = hf.cache_of(model(ids[:, :-1], use_cache=True))
             change(model, new)
             handle.refresh()
-            found.append(model(ids[:, -1:], past_key_values=cache, use_cache=True).logits)
+            found.append(model(ids[:, -1:], **hf.passing(cache), use_cache=True).logits)
     assert torch.equal(*found)
 
 

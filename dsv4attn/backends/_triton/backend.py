@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from inspect import unwrap
 from itertools import product
 
 import torch
@@ -131,8 +132,8 @@ class TritonBackend(BackendDefaults):
     @cached_property
     def prepare_rows(self) -> PrepareRows | None:
         """See `contract.BackendDefaults`. Subclasses with a gather or index steps of their own have those called."""
-        own = self.dequantize_and_gather_k_cache is gather.dequantize_and_gather_k_cache and self.steps is dense
-        return fill.prepare_rows if own else None
+        own = unwrap(self.dequantize_and_gather_k_cache) is unwrap(gather.dequantize_and_gather_k_cache)
+        return fill.prepare_rows if own and self.steps is dense else None
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         """See `contract.BackendDefaults`. One kernel for both phases; it takes gathered rows too."""

@@ -197,8 +197,8 @@ def _parts(case: LayerCase, backend: Backend, clock: Clock, rounds: int) -> list
     made = _made(case, cast("Backend", MarkedBackend(backend, marks)), device)
     attention = made.layer.attention
     for name, part, then in (
-        ("fused_qnorm_rope_kv_insert", "norm + rope + insert", ""),
-        ("forward_mqa", "attention", "output projection"),
+        ("insert_into", "norm + rope + insert", ""),
+        ("attend_from", "attention", "output projection"),
     ):
         setattr(attention, name, marks.around(part, getattr(attention, name), then))
     steps = complete(backend).layer_steps

@@ -153,6 +153,11 @@ def normalise(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
+def angles_at(cos_sin_cache: Tensor, positions: Tensor) -> Tensor:
+    """Rows [t, rope] of the table; for padding, which may have any position, the nearest row, whose result is not used."""
+    return cos_sin_cache[positions.clamp(0, cos_sin_cache.shape[0] - 1)]
+
+
 def rotate(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> Tensor:
     """A copy of x [t, H, D] fp32 whose trailing dims are turned by rows cos_sin [t, rope] of the table."""
     rope = cos_sin.shape[-1]

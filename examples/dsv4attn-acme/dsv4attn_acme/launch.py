@@ -68,9 +68,11 @@ class AcmeBackend:
     ) -> None:
         """Normalise and rotate q in place; rotate and write a copy of kv."""
         for part in kernels.tiles(len(q), self.tile_rows):
-            q[part] = kernels.rotate(kernels.normalise(q[part].float(), eps), cos_sin_cache[positions[part]])
+            q[part] = kernels.rotate(
+                kernels.normalise(q[part].float(), eps), kernels.angles_at(cos_sin_cache, positions[part])
+            )
         for part in kernels.tiles(min(len(kv), len(slot_mapping)), self.tile_rows):
-            k = kernels.rotate(kv[part, None].float(), cos_sin_cache[positions[part]])
+            k = kernels.rotate(kv[part, None].float(), kernels.angles_at(cos_sin_cache, positions[part]))
             kernels.insert(k[:, 0], cache, slot_mapping[part])
 
     def dequantize_and_gather_k_cache(
@@ -97,7 +99,7 @@ class AcmeBackend:
         self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Tensor, num_groups: int
     ) -> Tensor:
         """Rotate back, then one matrix product for each group of heads."""
-        turned = kernels.rotate(o.float(), cos_sin_cache[positions], inverse=True)
+        turned = kernels.rotate(o.float(), kernels.angles_at(cos_sin_cache, positions), inverse=True)
         groups = turned.reshape(len(o), num_groups, -1).transpose(0, 1)
         weight = wo_a.reshape(num_groups, -1, groups.shape[-1]).float()
         return torch.bmm(groups, weight.mT).transpose(0, 1).to(o.dtype)

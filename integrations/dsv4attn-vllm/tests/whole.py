@@ -166,7 +166,7 @@ class OwnLayers:
         context = ds.set_forward_context(self.manager.metadata(self.manager.batch(requests)))
         with torch.no_grad(), context, pytest.MonkeyPatch.context() as patch:
             for layer in [] if attend else self.layers:
-                patch.setattr(layer.attention, "forward_mqa", lambda *_: None)
+                patch.setattr(layer.attention, "attend_from", lambda *_: None)
             positions = self.manager.positions(requests)
             outs = [layer(own, positions) for layer, own in zip(self.layers, hidden, strict=True)]
         self.manager.advance(requests)

@@ -21,7 +21,7 @@ FNUZ = Fp8Format.FNUZ
 LAYOUTS = [
     KVCacheLayout.index_fp8(),
     KVCacheLayout.index_fp8(fp8_format=FNUZ),
-    KVCacheLayout.index_fp8(28),
+    KVCacheLayout.index_fp8(29),
     KVCacheLayout.index_fp8(8),
     KVCacheLayout.index_mxfp4(),
     KVCacheLayout.index_mxfp4(96),
