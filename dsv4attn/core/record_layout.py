@@ -212,8 +212,8 @@ class KVCacheLayout:
     def index_fp8(cls, head_dim: int = 128, *, fp8_format: Fp8Format = Fp8Format.OCP) -> KVCacheLayout:
         """Layout of the indexer's 132-byte record: fp8 codes under one fp32 scale.
 
-        Scales lie after all codes of a page, at a multiple of 4 bytes: where head_dim is no multiple of 4, the records of
-        a page must be so many that their codes are.
+        Scales lie after all codes of a page, at a multiple of 4 bytes. So head_dim times the records of a page must be
+        one.
         """
         check_count("head_dim", head_dim, 1)
         quantised = torch.uint8, fp8_format, fp8_format.max, head_dim, Arrangement.SPLIT
