@@ -154,7 +154,7 @@ def normalise(x: Tensor, eps: float) -> Tensor:
 
 
 def angles_at(cos_sin_cache: Tensor, positions: Tensor) -> Tensor:
-    """Rows [t, rope] of the table; for padding, which may have any position, the nearest row, whose result is not used."""
+    """Rows [t, rope] of the table. Padding may have any position; it gets the nearest row, which nothing uses."""
     return cos_sin_cache[positions.clamp(0, cos_sin_cache.shape[0] - 1)]
 
 
