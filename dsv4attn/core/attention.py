@@ -445,8 +445,9 @@ class DeepseekV4Attention:
                 raise ArgumentError("metadata.state.block_size", expected=expected, actual=size, hint=hint)
         if self.geometry.shared_latent:
             ring = metadata.state.block_table.shape[1] * metadata.state.block_size
-            # a request has these tokens at least: `max_seq_len` may be more than any has
-            least = min(layer.compress_ratio + self.limits.num_speculative_tokens, metadata.swa.max_query_len)
+            # a request has `max_query_len` tokens at least: `max_seq_len` may be more than any has
+            drafts = min(layer.compress_ratio + self.limits.num_speculative_tokens, metadata.swa.max_query_len)
+            least = max(layer.compress_ratio, drafts)
             if tokens and ring < least:
                 expected = f"blocks for at least {least} tokens of a request: a ring of the ratio and all drafts"
                 raise ArgumentError("metadata.state.block_table", expected=expected, actual=f"blocks for {ring}")

@@ -71,7 +71,7 @@ def test_a_deepseek_v41_under_a_name_of_v4(config: VllmConfig, changed: dict[str
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"head_dim": 256}, "got 192 + 64 dims, ratios [1, 4, 128]"),
+        ({"head_dim": 256, "partial_rotary_factor": 0.25}, "got 192 + 64 dims, ratios [1, 4, 128]"),
         ({"compress_rates": {"heavily_compressed_attention": 64}}, "ratios [1, 4, 64]"),
     ],
 )
