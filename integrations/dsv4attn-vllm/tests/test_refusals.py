@@ -76,7 +76,11 @@ def test_a_deepseek_v41_under_a_name_of_v4(config: VllmConfig, changed: dict[str
     ],
 )
 def test_a_deepseek_v4_of_other_dims(config: VllmConfig, changed: dict[str, object], said: str) -> None:
-    config.model_config.hf_config.update(changed)
+    found = config.model_config.hf_config
+    found.update(changed)
+    # the rotated part of a head stands in the tables' parameters too
+    for parameters in found.rope_parameters.values():
+        parameters["partial_rotary_factor"] = 64 / found.head_dim
 
     assert said in refusal(config)
 
