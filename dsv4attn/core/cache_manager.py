@@ -163,6 +163,9 @@ class CacheManager:
         are freed. Raises ArgumentError for a sequence that is given twice, and OutOfPagesError, with nothing changed,
         if there are not enough pages for the forks.
         """
+        for name, given in (("sequences", sequences), ("rows", rows)):
+            if not isinstance(given, Sequence):
+                raise ArgumentError(name, expected="a list", actual=type(given).__name__)
         for i, sequence in enumerate(sequences):
             self._check(sequence)
             if any(sequence is other for other in sequences[:i]):
@@ -288,9 +291,9 @@ class CacheManager:
     def _check_requests(self, requests: Sequence[tuple[CachedSequence, int]]) -> None:
         """Check sequences and counts of a step: each sequence is this manager's, and is there once."""
         seen: set[int] = set()
-        for sequence, count in requests:
+        count_tokens(requests)
+        for sequence, _ in requests:
             self._check(sequence)
-            check_count("tokens of a sequence", count, 0)
             if id(sequence) in seen:
                 hint = "give it all its tokens in one request"
                 raise ArgumentError("requests", expected="each sequence once", actual="one twice", hint=hint)

@@ -157,3 +157,20 @@ def test_more_requests_than_tokens_are_meant() -> None:
     assert {part.swa.num_decodes for part in metadata.values()} == {9}
     with pytest.raises(Dsv4AttnError, match="max_num_reqs"):
         manager.batch([(manager.new(), 0) for _ in range(10)])
+
+
+@pytest.mark.parametrize("requests", [None, 3, ["a"], [(1, 2, 3)]])
+def test_requests_that_are_no_pairs(requests: Any) -> None:
+    manager = CacheManager(SMALL, Limits(2, 8, 32), FP32)
+    for call in (manager.positions, manager.reserve, manager.advance, manager.batch):
+        with pytest.raises(ArgumentError, match=r"^requests: expected a list of \(sequence, number of tokens\), got"):
+            call(requests)
+
+
+def test_a_selection_of_no_list() -> None:
+    manager = CacheManager(SMALL, Limits(2, 8, 32), FP32)
+    wrong: Any = None
+    with pytest.raises(ArgumentError, match=r"^sequences: expected a list, got NoneType"):
+        manager.select(wrong, [0])
+    with pytest.raises(ArgumentError, match=r"^rows: expected a list, got NoneType"):
+        manager.select([manager.new()], wrong)
