@@ -28,7 +28,7 @@ from dsv4attn.selection import load_backend
 from tests.core.bound import GEOMETRY, TOKENS, bound
 from tests.core.compiled import PREFILL_DECODE_PREFILL, put_in_one_allocation, run
 from tests.core.strategies import search
-from tests.core.whole import FP8, FP32, KINDS, SMALL, Whole
+from tests.core.whole import FP8, FP32, KINDS, SMALL, Whole, random_weights
 from tests.core.whole_v41 import network
 
 # inductor warns about torch's own use of these when it is imported
@@ -47,6 +47,30 @@ def whole(*kinds: int, layout: KVCacheLayout = FP32) -> Whole:
 def test_a_compiled_layer_equals_eager_in_every_step(kind: int) -> None:
     """Inductor: below, all kinds in one graph."""
     assert run(whole(kind), "aot_eager").same(run(whole(kind), None))
+
+
+def test_a_compiled_layer_sees_a_weight_that_changes() -> None:
+    torch._dynamo.reset()
+    geometry = attrs.evolve(SMALL, layers=(KINDS[1],))
+    weights = random_weights(geometry, 0)
+    weights["attn_sink"] = weights["attn_sink"].bfloat16()  # of which the layer has a copy
+    reference, hidden = load_backend("reference"), torch.randn(9, geometry.hidden_size)
+
+    def step(whole: Whole, layer: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        requests = [(whole.manager.new(), 9)]
+        metadata, positions = whole.manager.metadata(whole.manager.batch(requests)), whole.manager.positions(requests)
+        with torch.no_grad(), set_forward_context(metadata):
+            return layer(hidden, positions)
+
+    changing = Whole(reference, geometry=geometry, weights={0: weights})
+    compiled = torch.compile(changing.layers[0], backend="aot_eager", fullgraph=True)
+    before = step(changing, compiled)
+    weights["attn_sink"].add_(3)
+    found = step(changing, compiled)
+
+    made_anew = Whole(reference, geometry=geometry, weights={0: weights})
+    assert torch.equal(found, step(made_anew, made_anew.layers[0]))
+    assert not torch.equal(found, before)
 
 
 def test_layers_of_v41_in_one_graph_equal_eager() -> None:
