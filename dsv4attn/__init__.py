@@ -10,35 +10,43 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dsv4attn.core.allocator import BlockAllocator, BlockTable
-    from dsv4attn.core.attention import DeepseekV4Attention
-    from dsv4attn.core.builder import MetadataBuilder
-    from dsv4attn.core.cache_manager import CacheManager
-    from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
-    from dsv4attn.core.context import set_forward_context
-    from dsv4attn.core.context_parallel import ContextParallel, OwnedMetadataBuilder, Ownership, reshard_cache
-    from dsv4attn.core.contract import AttentionCall, Backend, BackendInfo
-    from dsv4attn.core.convert import check_compatible, convert_cache
-    from dsv4attn.core.decoder_layer import DeepseekV4DecoderLayer, DeepseekV41DecoderLayer
-    from dsv4attn.core.definitions import IndexQuery, fp8_mqa_logits, fp8_paged_mqa_logits
-    from dsv4attn.core.device import DeviceFacts
-    from dsv4attn.core.forward import forward_mqa
-    from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
-    from dsv4attn.core.hyper_connections import HyperConnections
-    from dsv4attn.core.layer import DeepseekV4MLAAttention
-    from dsv4attn.core.layer_weights import AttentionWeights, HyperConnectionWeights
-    from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
-    from dsv4attn.core.limits import Limits
-    from dsv4attn.core.merge import apply_sink, merge_lse
-    from dsv4attn.core.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
-    from dsv4attn.core.problem import CacheFacts, Problem, Reason
-    from dsv4attn.core.projection import output_projection
-    from dsv4attn.core.rope import cos_sin_cache
-    from dsv4attn.core.weights import BlockScaledWeight
-    from dsv4attn.core.workspace import WorkspaceManager, WorkspacePlan, current_workspace_manager, use_workspace
-    from dsv4attn.core.workspace_plan import plan_workspace
+    from dsv4attn.core.attention.forward_mqa import forward_mqa
+    from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
+    from dsv4attn.core.attention.projection import output_projection
+    from dsv4attn.core.cache.convert import check_compatible, convert_cache
+    from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches
+    from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+    from dsv4attn.core.cache.ownership import Ownership
+    from dsv4attn.core.context_parallel.exchange import ContextParallel
+    from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
+    from dsv4attn.core.context_parallel.reshard import reshard_cache
+    from dsv4attn.core.contract.backend import AttentionCall, Backend, BackendInfo
+    from dsv4attn.core.contract.device import DeviceFacts
+    from dsv4attn.core.contract.limits import Limits
+    from dsv4attn.core.contract.problem import CacheFacts, Problem, Reason
+    from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
+    from dsv4attn.core.layer.decoder_layer import DeepseekV4DecoderLayer, DeepseekV41DecoderLayer
+    from dsv4attn.core.layer.hyper_connections import HyperConnections
+    from dsv4attn.core.memory.plan import plan_workspace
+    from dsv4attn.core.memory.workspace import WorkspaceManager, WorkspacePlan, current_workspace_manager, use_workspace
+    from dsv4attn.core.metadata.builder import MetadataBuilder
+    from dsv4attn.core.metadata.forward_context import set_forward_context
+    from dsv4attn.core.metadata.metadata import (
+        AttentionMetadata,
+        Batch,
+        DeepseekSparseSWAMetadata,
+        FlashMLASparseMetadata,
+    )
+    from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
+    from dsv4attn.core.model.quantized_weight import BlockScaledWeight
+    from dsv4attn.core.model.rope import cos_sin_cache
+    from dsv4attn.core.model.weights import AttentionWeights, HyperConnectionWeights
+    from dsv4attn.core.torch_ops.indexer import IndexQuery, fp8_mqa_logits, fp8_paged_mqa_logits
+    from dsv4attn.core.torch_ops.merge import apply_sink, merge_lse
     from dsv4attn.errors import Dsv4AttnError
     from dsv4attn.selection import explain, load_backend, resolve, select_backend
+    from dsv4attn.serving.allocator import BlockAllocator, BlockTable
+    from dsv4attn.serving.cache_manager import CacheManager
 
 __version__ = "0.1.0"
 
@@ -107,33 +115,36 @@ __all__ = [
 _MODULE_OF = {
     name: module
     for module, names in {
-        "core.allocator": ("BlockAllocator", "BlockTable"),
-        "core.attention": ("DeepseekV4Attention",),
-        "core.cache_manager": ("CacheManager",),
-        "core.layer_weights": ("AttentionWeights", "HyperConnectionWeights"),
-        "core.decoder_layer": ("DeepseekV4DecoderLayer", "DeepseekV41DecoderLayer"),
-        "core.hyper_connections": ("HyperConnections",),
-        "core.builder": ("MetadataBuilder",),
-        "core.caches": ("DeepseekV4Caches", "LayerCaches"),
-        "core.context": ("set_forward_context",),
-        "core.context_parallel": ("ContextParallel", "OwnedMetadataBuilder", "Ownership", "reshard_cache"),
-        "core.contract": ("AttentionCall", "Backend", "BackendInfo"),
-        "core.convert": ("check_compatible", "convert_cache"),
-        "core.definitions": ("IndexQuery", "fp8_mqa_logits", "fp8_paged_mqa_logits"),
-        "core.device": ("DeviceFacts",),
-        "core.forward": ("forward_mqa",),
-        "core.geometry": ("LayerGeometry", "LayerKind", "ModelGeometry"),
-        "core.layer": ("DeepseekV4MLAAttention",),
-        "core.layout": ("Fp8Format", "KVCacheLayout", "PagedKVCache"),
-        "core.limits": ("Limits",),
-        "core.merge": ("apply_sink", "merge_lse"),
-        "core.metadata": ("AttentionMetadata", "Batch", "DeepseekSparseSWAMetadata", "FlashMLASparseMetadata"),
-        "core.workspace_plan": ("plan_workspace",),
-        "core.problem": ("CacheFacts", "Problem", "Reason"),
-        "core.projection": ("output_projection",),
-        "core.rope": ("cos_sin_cache",),
-        "core.weights": ("BlockScaledWeight",),
-        "core.workspace": ("WorkspaceManager", "WorkspacePlan", "current_workspace_manager", "use_workspace"),
+        "serving.allocator": ("BlockAllocator", "BlockTable"),
+        "core.layer.attention_layer": ("DeepseekV4Attention",),
+        "serving.cache_manager": ("CacheManager",),
+        "core.model.weights": ("AttentionWeights", "HyperConnectionWeights"),
+        "core.layer.decoder_layer": ("DeepseekV4DecoderLayer", "DeepseekV41DecoderLayer"),
+        "core.layer.hyper_connections": ("HyperConnections",),
+        "core.metadata.builder": ("MetadataBuilder",),
+        "core.cache.layer_caches": ("DeepseekV4Caches", "LayerCaches"),
+        "core.metadata.forward_context": ("set_forward_context",),
+        "core.context_parallel.exchange": ("ContextParallel",),
+        "core.context_parallel.metadata": ("OwnedMetadataBuilder",),
+        "core.cache.ownership": ("Ownership",),
+        "core.context_parallel.reshard": ("reshard_cache",),
+        "core.contract.backend": ("AttentionCall", "Backend", "BackendInfo"),
+        "core.cache.convert": ("check_compatible", "convert_cache"),
+        "core.torch_ops.indexer": ("IndexQuery", "fp8_mqa_logits", "fp8_paged_mqa_logits"),
+        "core.contract.device": ("DeviceFacts",),
+        "core.attention.forward_mqa": ("forward_mqa",),
+        "core.model.geometry": ("LayerGeometry", "LayerKind", "ModelGeometry"),
+        "core.attention.mla_attention": ("DeepseekV4MLAAttention",),
+        "core.cache.layout": ("Fp8Format", "KVCacheLayout", "PagedKVCache"),
+        "core.contract.limits": ("Limits",),
+        "core.torch_ops.merge": ("apply_sink", "merge_lse"),
+        "core.metadata.metadata": ("AttentionMetadata", "Batch", "DeepseekSparseSWAMetadata", "FlashMLASparseMetadata"),
+        "core.memory.plan": ("plan_workspace",),
+        "core.contract.problem": ("CacheFacts", "Problem", "Reason"),
+        "core.attention.projection": ("output_projection",),
+        "core.model.rope": ("cos_sin_cache",),
+        "core.model.quantized_weight": ("BlockScaledWeight",),
+        "core.memory.workspace": ("WorkspaceManager", "WorkspacePlan", "current_workspace_manager", "use_workspace"),
         "errors": ("Dsv4AttnError",),
         "selection": ("explain", "load_backend", "resolve", "select_backend"),
     }.items()

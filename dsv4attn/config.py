@@ -18,7 +18,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from dsv4attn.core.values import known_fields, shown
+from dsv4attn.core.argument_checks import known_fields, shown
 from dsv4attn.errors import ArgumentError, ConfigError, did_you_mean
 
 if sys.version_info >= (3, 11):

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from dsv4attn.core.contract import BackendInfo
+    from dsv4attn.core.contract.backend import BackendInfo
 
 __all__ = ["GROUP", "PROJECT", "hookimpl", "hookspec"]
 

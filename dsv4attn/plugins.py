@@ -22,7 +22,7 @@ from attrs import field, frozen
 
 from dsv4attn import hookspecs
 from dsv4attn.config import AUTO
-from dsv4attn.core.contract import API_VERSION, BackendInfo
+from dsv4attn.core.contract.backend import API_VERSION, BackendInfo
 from dsv4attn.errors import did_you_mean, leave_out
 
 __all__ = ["BUILT_IN", "STRANGE", "PluginFailure", "PluginRegistry", "Registered", "first_line", "trace_of"]

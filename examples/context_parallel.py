@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import dsv4attn as ds
-from dsv4attn.core.layer_weights import weight_shapes
+from dsv4attn.core.model.weights import weight_shapes
 
 KINDS = (ds.LayerKind.SWA, 1), (ds.LayerKind.C4A, 4), (ds.LayerKind.C128A, 128)
 MODEL = ds.ModelGeometry(

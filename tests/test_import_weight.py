@@ -108,7 +108,7 @@ def test_what_backends_import_is_watched() -> None:
 
 
 def test_there_are_core_modules() -> None:
-    assert "dsv4attn.core.geometry" in CORE
+    assert "dsv4attn.core.model.geometry" in CORE
 
 
 def test_g6_broken_vendor_packages_do_not_hinder_the_import(broken_vendors: Path) -> None:

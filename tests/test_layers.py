@@ -138,7 +138,7 @@ def torch_parts(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def forbidden_torch(module: str) -> set[str]:
     """Return the parts of torch that a module may not name, because they belong to one vendor."""
     layer = layer_of(module)
-    if layer == "core" and module != "dsv4attn.core.device":
+    if layer == "core" and module != "dsv4attn.core.contract.device":
         return {"cuda", "xpu"}
     return {"cuda"} if layer.startswith("backends/") else set()
 
@@ -244,9 +244,11 @@ def test_core_has_no_circle() -> None:
     sources = {module_name(p): p.read_text(encoding="utf-8") for p in FILES if p.parent == PACKAGE / "core"}
 
     assert circle(sources) == set()
-    planted = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dsv4attn.core.contract import Forms\n"
-    found = circle({**sources, "dsv4attn.core.keys": sources["dsv4attn.core.keys"] + planted})
-    assert found >= {"dsv4attn.core.keys", "dsv4attn.core.contract"}
+    planted = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dsv4attn.core.contract.backend import Capabilities\n"
+    found = circle(
+        {**sources, "dsv4attn.core.cache.selected_keys": sources["dsv4attn.core.cache.selected_keys"] + planted}
+    )
+    assert found >= {"dsv4attn.core.cache.selected_keys", "dsv4attn.core.contract.backend"}
 
 
 JITS = {"jit", "stable_kernel", "stable_gluon"}
@@ -297,17 +299,17 @@ def test_a_kernel_beside_its_launcher_is_found(mark: str) -> None:
 
 PLANTED = [
     ("dsv4attn.errors", "from dsv4attn.core import layout", "errors may not import core"),
-    ("dsv4attn.core.layout", "import dsv4attn.selection", "core may not import selection"),
-    ("dsv4attn.core.layout", "from dsv4attn import load_backend", "core may not import root"),
-    ("dsv4attn.core.layout", "from .. import plugins", "core may not import plugins"),
-    ("dsv4attn.core.layout", "from ..backends.xpu import launch", "core may not import backends/xpu"),
-    ("dsv4attn.core.layout", "def f():\n    import dsv4attn.tools.cli", "core may not import cli"),
-    ("dsv4attn.core.layout", "import torch\nx = torch.cuda.Event()", "may not name torch.cuda"),
-    ("dsv4attn.core.layout", "import torch as t\nx = t.xpu.synchronize()", "may not name torch.xpu"),
-    ("dsv4attn.core.layout", "from torch import cuda", "may not name torch.cuda"),
-    ("dsv4attn.core.layout", "from torch.xpu import Stream", "may not name torch.xpu"),
-    ("dsv4attn.core.layout", "import torch\nx = getattr(torch, 'cuda')", "may not name torch.cuda"),
-    ("dsv4attn.core.layout", "import triton.language as tl", "may not import triton"),
+    ("dsv4attn.core.cache.layout", "import dsv4attn.selection", "core may not import selection"),
+    ("dsv4attn.core.cache.layout", "from dsv4attn import load_backend", "core may not import root"),
+    ("dsv4attn.core.cache.layout", "from .. import plugins", "core may not import plugins"),
+    ("dsv4attn.core.cache.layout", "from ..backends.xpu import launch", "core may not import backends/xpu"),
+    ("dsv4attn.core.cache.layout", "def f():\n    import dsv4attn.tools.cli", "core may not import cli"),
+    ("dsv4attn.core.cache.layout", "import torch\nx = torch.cuda.Event()", "may not name torch.cuda"),
+    ("dsv4attn.core.cache.layout", "import torch as t\nx = t.xpu.synchronize()", "may not name torch.xpu"),
+    ("dsv4attn.core.cache.layout", "from torch import cuda", "may not name torch.cuda"),
+    ("dsv4attn.core.cache.layout", "from torch.xpu import Stream", "may not name torch.xpu"),
+    ("dsv4attn.core.cache.layout", "import torch\nx = getattr(torch, 'cuda')", "may not name torch.cuda"),
+    ("dsv4attn.core.cache.layout", "import triton.language as tl", "may not import triton"),
     ("dsv4attn.backends.xpu.launch", "import torch\nx = torch.cuda.current_stream()", "may not name torch.cuda"),
     ("dsv4attn.backends._triton.cache.insert", "import torch\nx = torch.cuda.Event", "may not name torch.cuda"),
     ("dsv4attn.backends._triton.cache.insert", "from dsv4attn import hookspecs", "may not import hookspecs"),
@@ -322,7 +324,7 @@ PLANTED = [
     ("dsv4attn.selection", "import dsv4attn.testing", "selection may not import testing"),
     ("dsv4attn.plugins", "from dsv4attn.selection import decide", "plugins may not import selection"),
     (
-        "dsv4attn.core.forward",
+        "dsv4attn.core.attention.forward_mqa",
         "from importlib import import_module\nx = import_module('dsv4attn.backends.xpu.launch')",
         "core may not import backends/xpu",
     ),
@@ -333,10 +335,10 @@ PLANTED = [
     ),
     ("dsv4attn.testing.cases", "from dsv4attn.backends.reference.launch import Reference", "testing may not import"),
     ("dsv4attn.testing.cases", "from dsv4attn.tools.replay import trace", "testing may not import replay"),
-    ("dsv4attn.testing.oracle", "from dsv4attn.core.geometry import ModelGeometry", "may not import core"),
+    ("dsv4attn.testing.oracle", "from dsv4attn.core.model.geometry import ModelGeometry", "may not import core"),
     ("dsv4attn.testing.oracle", "from dsv4attn import errors", "may not import errors"),
     ("dsv4attn.testing.oracle", "from .cases import Case", "may not import testing"),
-    ("dsv4attn.testing.oracle_layer", "from dsv4attn.core.layout import Fp8Format", "may not import core"),
+    ("dsv4attn.testing.oracle_layer", "from dsv4attn.core.cache.layout import Fp8Format", "may not import core"),
     ("dsv4attn.testing.oracle_layer", "from dsv4attn.testing.judge import rounded", "may not import testing"),
     ("dsv4attn.tools.replay.engine", "import dsv4attn.tools.cli.run", "replay may not import cli"),
     ("dsv4attn.testing.cases", "from dsv4attn.compat import flash_mla", "testing may not import compat"),
@@ -349,7 +351,7 @@ PLANTED = [
     ),
     ("dsv4attn.selection", "from dsv4attn.integrations import transformers", "selection may not import integrations"),
     (
-        "dsv4attn.core.layout",
+        "dsv4attn.core.cache.layout",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dsv4attn.hookspecs import x",
         "core may not import hookspecs",
     ),
@@ -365,9 +367,13 @@ def test_a_planted_violation_is_caught(module: str, source: str, said: str) -> N
 
 
 ALLOWED = [
-    ("dsv4attn.core.layout", "from dsv4attn.core.geometry import ModelGeometry\nfrom dsv4attn import errors", False),
+    (
+        "dsv4attn.core.cache.layout",
+        "from dsv4attn.core.model.geometry import ModelGeometry\nfrom dsv4attn import errors",
+        False,
+    ),
     ("dsv4attn.core", "from .layout import KVCacheLayout", True),
-    ("dsv4attn.core.device", "import torch\nx = torch.cuda.is_available(), torch.xpu.is_available()", False),
+    ("dsv4attn.core.contract.device", "import torch\nx = torch.cuda.is_available(), torch.xpu.is_available()", False),
     ("dsv4attn.backends.xpu.launch", "from . import kernels\nfrom .._triton.insert import insert", False),
     ("dsv4attn.backends.xpu.launch", "import torch\nx = torch.xpu.current_stream()", False),
     ("dsv4attn.backends.xpu", "from dsv4attn.hookspecs import hookimpl\nfrom .support import support", True),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dsv4attn import hookspecs
-from dsv4attn.core.contract import BackendInfo
+from dsv4attn.core.contract.backend import BackendInfo
 from dsv4attn.errors import ArgumentError
 from dsv4attn.plugins import BUILT_IN, PluginFailure, PluginRegistry, first_line
 from tests.wheels import Shelf, plugin

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dsv4attn.compat.direct import HEAD_DIM
-from dsv4attn.core.checks import check_same_device
-from dsv4attn.core.keys import DenseIndices
-from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
+from dsv4attn.core.attention.checks import check_same_device
+from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.errors import ArgumentError, UnsupportedError
 

@@ -10,14 +10,15 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.core.contract import AttentionCall, Backend, Extras, IndexForm, KeyForm, Phase
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.problem import CacheFacts, Problem
-from dsv4attn.core.workspace import BufferSpec, WorkspaceManager, current_workspace_manager
-from dsv4attn.core.workspace_plan import ragged_specs
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.contract.backend import AttentionCall, Backend, Extras, IndexForm, KeyForm, Phase
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.problem import CacheFacts, Problem
+from dsv4attn.core.memory.plan import ragged_specs
+from dsv4attn.core.memory.workspace import WorkspaceManager, current_workspace_manager
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
+from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import Dsv4AttnError
 from dsv4attn.selection import load_backend, resolve
 

@@ -38,10 +38,10 @@ from dsv4attn.compat.arguments import (
     refuse,
 )
 from dsv4attn.compat.direct import HEAD_DIM, attend, largest_logits, plan
-from dsv4attn.core.contract import KeyForm, Phase
-from dsv4attn.core.inference import without_modes
-from dsv4attn.core.keys import DenseIndices
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices
+from dsv4attn.core.contract.backend import KeyForm, Phase
+from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.errors import ArgumentError
 
 __all__ = [

@@ -21,10 +21,10 @@ from torch import Tensor
 from dsv4attn.compat.arguments import check_switch
 from dsv4attn.compat.direct import HEAD_DIM, ROPE_DIM
 from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
-from dsv4attn.core.checks import check_same_device
-from dsv4attn.core.inference import without_modes
-from dsv4attn.core.rope import apply_rope
+from dsv4attn.core.attention.checks import check_same_device
+from dsv4attn.core.model.rope import apply_rope
 from dsv4attn.core.tensorspec import check_tensor
+from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["decode", "permute_q_b_proj", "permute_wv_proj", "prefill"]

@@ -9,7 +9,7 @@ dense, and rows of any other may lie apart, as slices of a fused projection do. 
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from functools import cache
 from typing import Any
 
@@ -21,6 +21,7 @@ from dsv4attn.errors import ArgumentError
 
 __all__ = [
     "ALIGNMENT",
+    "BufferSpec",
     "check_declared",
     "check_norm_weight",
     "check_strides",
@@ -31,6 +32,9 @@ __all__ = [
     "tensor",
     "usable_device",
 ]
+
+BufferSpec = tuple[Sequence[int], torch.dtype]
+"""Shape and dtype of one requested view."""
 
 _KEY = "dsv4attn.tensor"
 _SIZE = "dsv4attn.size"

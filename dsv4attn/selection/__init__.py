@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve
 
 from dsv4attn.config import AUTO, PHASES, Setting, Settings, load_settings, parse_request
-from dsv4attn.core.contract import Backend
-from dsv4attn.core.device import DeviceFacts, version_of
-from dsv4attn.core.phased import PhasedBackend
-from dsv4attn.core.problem import Problem
-from dsv4attn.core.values import check_type
+from dsv4attn.core.argument_checks import check_type
+from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.contract.device import DeviceFacts, version_of
+from dsv4attn.core.contract.phased import PhasedBackend
+from dsv4attn.core.contract.problem import Problem
 from dsv4attn.errors import ArgumentError, NoBackendError, UnknownNameError
 from dsv4attn.plugins import BUILT_IN, PluginRegistry, Registered
 from dsv4attn.selection.decision import Candidate, Selection, decide

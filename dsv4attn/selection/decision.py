@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from attrs import evolve, field, frozen
 
 from dsv4attn.config import AUTO, Setting
-from dsv4attn.core.descriptor import BackendInfo
-from dsv4attn.core.device import TRITON_SOURCES, DeviceFacts
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.problem import Problem, Reason
+from dsv4attn.core.contract.device import TRITON_SOURCES, DeviceFacts
+from dsv4attn.core.contract.info import BackendInfo
+from dsv4attn.core.contract.problem import Problem, Reason
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import (
     AmbiguousBackendError,
     ArgumentError,

@@ -10,10 +10,10 @@ from typing import Any
 from attrs import evolve
 
 from dsv4attn.config import Settings
-from dsv4attn.core.contract import Backend, BackendInfo, Forms, complete
-from dsv4attn.core.device import DeviceFacts, version_of
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.problem import Problem, Reason
+from dsv4attn.core.contract.backend import Backend, BackendInfo, Capabilities, complete
+from dsv4attn.core.contract.device import DeviceFacts, version_of
+from dsv4attn.core.contract.problem import Problem, Reason
+from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import (
     ArgumentError,
     BrokenBackendError,
@@ -168,9 +168,9 @@ def _check_made(info: BackendInfo, made: Any) -> None:  # noqa: ANN401 - the res
     lacks = [name for name in _MEMBERS if not hasattr(made, name)]
     if lacks:
         raise _broken(info, f"it made {type(made).__name__}, which lacks {', '.join(lacks)}")
-    if not isinstance(made.forms, Forms):
+    if not isinstance(made.forms, Capabilities):
         raise _broken(info, f"it made {type(made).__name__}, whose forms are {type(made.forms).__name__}")
-    from dsv4attn.core.definitions import layer_step_sources
+    from dsv4attn.core.contract.torch_layer_steps import layer_step_sources
 
     brought = {part for part, name in layer_step_sources(made).items() if name == made.name}
     if made.name != "reference" and brought != set(info.layer_steps):

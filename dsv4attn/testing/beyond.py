@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dsv4attn.core.contract import KeyForm
+from dsv4attn.core.contract.backend import KeyForm
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
 from dsv4attn.testing.rows import Rows
 from dsv4attn.testing.world import normal

@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.contract import AttentionCall, Extras, IndexForm, KeyForm, Phase
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.problem import CacheFacts, Problem
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.contract.backend import AttentionCall, Extras, IndexForm, KeyForm, Phase
+from dsv4attn.core.contract.problem import CacheFacts, Problem
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.book import Book, Shelf
 from dsv4attn.testing.case import Bench, Wrong, dtype_name

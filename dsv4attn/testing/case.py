@@ -1,6 +1,6 @@
 """The type of a conformance case: clauses of the contract, a scene to run, and a check of the results.
 
-A scene lists its requirements as `core.problem.Problem`s. The kit asks the backend's support about them before it runs
+A scene lists its requirements as `core.contract.problem.Problem`s. The kit asks the backend's support about them before it runs
 the case. If the backend refuses, its reasons are in the report.
 """
 
@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-from dsv4attn.core.contract import Backend
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.contract.problem import Problem
 from dsv4attn.errors import ArgumentError, did_you_mean
 
 __all__ = ["Area", "Bench", "Case", "Check", "Measure", "Scene", "SkipCase", "Wrong", "chosen", "dtype_name"]

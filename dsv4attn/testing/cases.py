@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import attrs
 import torch
 
-from dsv4attn.core.contract import Phase
-from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.contract.backend import Phase
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing import memory, slots
 from dsv4attn.testing import rows as steps
 from dsv4attn.testing.apart import each_apart

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dsv4attn.core.contract import Phase
+from dsv4attn.core.contract.backend import Phase
 from dsv4attn.testing import checks
 from dsv4attn.testing.apart import each_apart
 from dsv4attn.testing.book import Shelf

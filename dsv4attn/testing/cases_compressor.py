@@ -9,8 +9,8 @@ import attrs
 import numpy as np
 import torch
 
-from dsv4attn.core.contract import complete
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.backend import complete
 from dsv4attn.testing import oracle_layer
 from dsv4attn.testing.book import Book, place_of
 from dsv4attn.testing.case import Area, Bench, Case, Measure, Wrong

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4attn.core.contract import KeyForm, Phase
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.contract.backend import KeyForm, Phase
 from dsv4attn.testing.book import Book
 from dsv4attn.testing.calls import Call, Lanes
 from dsv4attn.testing.case import Area, Bench, Case, Check, Measure, SkipCase, Wrong

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4attn.core import merge
-from dsv4attn.core.contract import RankSteps, complete
+from dsv4attn.core.contract.backend import RankSteps, complete
+from dsv4attn.core.torch_ops import merge
 from dsv4attn.testing.calls import Call, Lanes
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
 from dsv4attn.testing.judge import tolerance

@@ -9,8 +9,8 @@ import attrs
 import numpy as np
 import torch
 
-from dsv4attn.core.contract import KeyForm, Phase
-from dsv4attn.core.layout import Fp8Format
+from dsv4attn.core.cache.layout import Fp8Format
+from dsv4attn.core.contract.backend import KeyForm, Phase
 from dsv4attn.testing.book import Book
 from dsv4attn.testing.calls import Call, Lanes
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong

@@ -23,9 +23,9 @@ from typing import Any
 import attrs
 
 import dsv4attn
-from dsv4attn.core.contract import API_VERSION
-from dsv4attn.core.definitions import layer_step_sources, v41_step_sources
-from dsv4attn.core.layer_ops import CANDIDATES, DELAYED, LATENTS, LAYER_STEPS
+from dsv4attn.core.contract.backend import API_VERSION
+from dsv4attn.core.contract.layer_ops import CANDIDATES, DELAYED, LATENTS, LAYER_STEPS
+from dsv4attn.core.contract.torch_layer_steps import layer_step_sources, v41_step_sources
 from dsv4attn.testing.case import Bench, Case, Measure, SkipCase, Wrong
 from dsv4attn.testing.cases import CASES, GROUPS
 from dsv4attn.testing.judge import multiplying_in

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4attn.core.definitions import complete_steps
+from dsv4attn.core.contract.torch_layer_steps import complete_steps
 from dsv4attn.testing import oracle_layer, oracle_v41
 from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.case import Bench, Measure, Wrong

@@ -8,7 +8,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from dsv4attn.core.contract import complete
+from dsv4attn.core.contract.backend import complete
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
 from dsv4attn.testing.checks import bits, judged
 from dsv4attn.testing.scenario import Scenario

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core import indices
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.contract import IndexForm, KeyForm, complete
-from dsv4attn.core.gathered import fill_by_steps
-from dsv4attn.core.keys import ChunkRows, DenseIndices, PageTable, RaggedIndices
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.attention.gathered import fill_by_steps
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.cache.selected_keys import ChunkRows, DenseIndices, PageTable, RaggedIndices
+from dsv4attn.core.contract.backend import IndexForm, KeyForm, complete
+from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.book import Book
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
 from dsv4attn.testing.judge import F64
@@ -122,7 +122,7 @@ class _Chunk:
         return np.where(rng.random(found.shape) < 0.3, rng.choice(NONE, found.shape), found)
 
     def _judge_lists(self, chunk: ChunkRows, topk: Tensor, lens: dict[str, Tensor]) -> None:
-        """Lists are those of `core.indices`."""
+        """Lists are those of `core.torch_ops.index_ops`."""
         rows, dense = chunk.kv.shape[1], chunk.combined
         wanted = torch.full_like(dense.indices, 7), torch.full_like(dense.lens, 7)
         lengths = chunk.visible_lens, chunk.is_valid, lens["starts"], lens["ends"], lens["gathers"]

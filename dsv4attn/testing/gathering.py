@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.contract import KeyForm
+from dsv4attn.core.contract.backend import KeyForm
 from dsv4attn.testing.book import Book
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong
 from dsv4attn.testing.judge import F64

@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.contract import complete
-from dsv4attn.core.definitions import IndexQuery
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.case import Bench, Measure, Wrong

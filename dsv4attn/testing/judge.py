@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.contract import Products
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.contract.backend import Products
 from dsv4attn.testing import oracle, oracle_layer, oracle_records
 
 __all__ = ["Expected", "floats", "found", "multiplying_in", "rounded", "stored", "tolerance", "written"]

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Measure, Wrong
 from dsv4attn.testing.judge import F64, U8, floats

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.definitions import complete_steps
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.contract.torch_layer_steps import complete_steps
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.testing import oracle, oracle_v41
 from dsv4attn.testing.book import Book, Shelf, place_of
 from dsv4attn.testing.case import Bench, Measure, Wrong

@@ -12,11 +12,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dsv4attn.core.contract import Phase, complete
-from dsv4attn.core.layer_ops import LayerSteps
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.workspace import simultaneous_bytes
-from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.core.contract.backend import Phase, complete
+from dsv4attn.core.contract.layer_ops import LayerSteps
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.testing.calls import Call
 from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.checks import equals_oracle, judged, require_same_bits, worst

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4attn.core.contract import complete
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.problem import CacheFacts, Problem
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.contract.problem import CacheFacts, Problem
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.testing import oracle_layer
 from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.case import Bench, Measure, Wrong, dtype_name

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dsv4attn.core.definitions import complete_steps
+from dsv4attn.core.contract.torch_layer_steps import complete_steps
 from dsv4attn.testing import oracle_v41
 from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.selecting import Selecting, judge_row, sum_bits

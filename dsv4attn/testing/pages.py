@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
-from dsv4attn.core.values import round_up
+from dsv4attn.core.argument_checks import round_up
+from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
 
 __all__ = ["Pages", "allocate", "body", "page_step", "poison"]
 

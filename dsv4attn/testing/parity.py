@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from dsv4attn.core.contract import API_VERSION
+from dsv4attn.core.contract.backend import API_VERSION
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import Case
 from dsv4attn.testing.cases import CASES

@@ -9,7 +9,7 @@ import html
 from collections.abc import Iterable, Sequence
 from string import Template
 
-from dsv4attn.core.contract import API_VERSION
+from dsv4attn.core.contract.backend import API_VERSION
 from dsv4attn.testing.case import Case
 from dsv4attn.testing.cases import GROUPS
 from dsv4attn.testing.conform import Certificate, Failures, Outcome, environment, versions

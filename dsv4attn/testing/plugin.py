@@ -94,7 +94,7 @@ def _subject(config: pytest.Config) -> Subject | None:
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Backend, device, and versions of the packages below."""
-    from dsv4attn.core.contract import API_VERSION
+    from dsv4attn.core.contract.backend import API_VERSION
     from dsv4attn.testing.conform import environment, versions
 
     subject = config.stash[_SUBJECT]

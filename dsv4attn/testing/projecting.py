@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.projection import o_proj, output_projection
-from dsv4attn.core.weights import BlockScaledWeight
+from dsv4attn.core.attention.projection import o_proj, output_projection
+from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.testing import oracle
 from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.case import Bench, Measure, SkipCase, Wrong

@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.context_parallel import Ownership
+from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.selection import score_selected, select_among
-from dsv4attn.core.contract import complete
-from dsv4attn.core.layer_ops import RankSelection
+from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.contract.layer_ops import RankSelection
 from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.selecting import GARBAGE, Selecting, judge_selection, sum_bits
 

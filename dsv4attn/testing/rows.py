@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.problem import CacheFacts, Problem
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.problem import CacheFacts, Problem
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.testing import oracle
 from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.book import Book, Shelf, place_of

@@ -20,20 +20,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core import problem
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.context_parallel import OwnedMetadataBuilder, Ownership
-from dsv4attn.core.contract import Backend, RawQuery
-from dsv4attn.core.forward import forward_mqa
-from dsv4attn.core.geometry import LayerGeometry, LayerKind
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata, Batch
-from dsv4attn.core.raw_insert import insert_with_raw_q, prefill_takes_raw_q
-from dsv4attn.core.rope import cos_sin_cache
-from dsv4attn.core.workspace import WorkspaceManager
-from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.attention.raw_q import insert_with_raw_q, prefill_takes_raw_q
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
+from dsv4attn.core.contract import problem
+from dsv4attn.core.contract.backend import Backend, RawQuery
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.testing import oracle
 from dsv4attn.testing.apart import Apart
 from dsv4attn.testing.case import dtype_name

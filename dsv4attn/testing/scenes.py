@@ -10,9 +10,9 @@ from typing import Any
 
 import attrs
 
-from dsv4attn.core.contract import Phase
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import Phase
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.testing.book import Shelf
 from dsv4attn.testing.calls import Call, Pattern
 from dsv4attn.testing.rows import Rows

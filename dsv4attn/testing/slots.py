@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.testing.book import Book, place_of
 from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.rows import Rows, insert, judge_queries, judge_records, same_pages

@@ -10,9 +10,9 @@ import attrs
 import torch
 
 import dsv4attn
-from dsv4attn.core.contract import Backend
-from dsv4attn.core.device import DeviceFacts, version_of
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.contract.device import DeviceFacts, version_of
+from dsv4attn.core.contract.problem import Problem
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnknownNameError
 from dsv4attn.selection import explain, load_backend, registered, registry_of
 

@@ -29,7 +29,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from dsv4attn.core.contract import Backend
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.testing.case import Area, Case
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import run_case

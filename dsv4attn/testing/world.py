@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry, Rope, Yarn
-from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry, Rope, Yarn
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import F64, Expected, rounded, stored, tolerance
 

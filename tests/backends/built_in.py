@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from dsv4attn import plugins
-from dsv4attn.core.contract import BackendInfo, Rank
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.devices import DEVICES
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.warmup_spec import Bounds
+from dsv4attn.core.contract.backend import BackendInfo, Rank
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.devices import DEVICES
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.model.geometry import ModelGeometry
 
 __all__ = [
     "EVERYWHERE",
@@ -107,7 +107,7 @@ def _declared(name: str) -> Mapping[str, Mapping[str, Any]]:
 
 def launching_alike(geometry: ModelGeometry) -> list[str]:
     """Names of the backends that ask, on a CPU, for exactly the kernels of the generic backend: its twins there."""
-    bounds, cpu = Bounds.of(geometry, Limits(8, 64, 4096)), DeviceFacts.named("cpu")
+    bounds, cpu = WarmupSpec.of(geometry, Limits(8, 64, 4096)), DeviceFacts.named("cpu")
     asked = {name: {*class_of(name)().kernel_variants(bounds, cpu)} for name in triton_backends(cpu)}
     generic = of_rank(Rank.GENERIC)
     return [name for name in asked if name not in generic and asked[name] in [asked[one] for one in generic]]

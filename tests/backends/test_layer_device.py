@@ -10,13 +10,13 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.contract import complete
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import LayerKind, ModelGeometry, Yarn
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import Batch
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.metadata.metadata import Batch
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry, Yarn
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import triton_backends
 from tests.core.whole import Whole, deterministic, random_weights

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.geometry import Rope, Yarn
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.model.geometry import Rope, Yarn
+from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.testing import oracle
 
 BF16 = torch.bfloat16

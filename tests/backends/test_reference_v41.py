@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import AttentionCall
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.core.keys import DenseIndices, PagedKeys
-from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, PagedKeys
+from dsv4attn.core.contract.backend import AttentionCall
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.testing import oracle
 from tests.core.v41_packer import (
     FLASHMLA,

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4attn.core import weights
-from dsv4attn.core.contract import Rank
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.warmup_spec import Bounds
-from dsv4attn.core.weights import dense_weight
+from dsv4attn.core.contract.backend import Rank
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.model import quantized_weight as weights
+from dsv4attn.core.model.geometry import ModelGeometry
+from dsv4attn.core.model.quantized_weight import dense_weight
 from dsv4attn.errors import ArgumentError
 from tests.backends.built_in import class_of, infos, of_rank, triton_backends
 from tests.core.projections import GROUPS, WO_A, Given
@@ -117,7 +117,7 @@ def test_option_fp8_needs_heads_of_whole_groups(name: str) -> None:
 
 @each_triton
 def test_only_with_option_fp8_its_kernels_are_compiled_ahead(name: str) -> None:
-    bounds, device = Bounds.of(ModelGeometry.preset("flash"), Limits(8, 64, 4096)), DeviceFacts.named("sm_90")
+    bounds, device = WarmupSpec.of(ModelGeometry.preset("flash"), Limits(8, 64, 4096)), DeviceFacts.named("sm_90")
     plain, more = ({*class_of(name)(**o).kernel_variants(bounds, device)} for o in ({}, {"projection": "fp8"}))
 
     assert plain < more

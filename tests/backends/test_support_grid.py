@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4attn.config import Settings, load_settings
-from dsv4attn.core.contract import AttentionCall, IndexForm, KeyForm, Phase
-from dsv4attn.core.device import DeviceFacts, version_of
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.problem import CacheFacts, Problem, Reason
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.contract.backend import AttentionCall, IndexForm, KeyForm, Phase
+from dsv4attn.core.contract.device import DeviceFacts, version_of
+from dsv4attn.core.contract.problem import CacheFacts, Problem, Reason
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.plugins import PluginRegistry
 from dsv4attn.selection import explain, load_backend, registry_for
 from dsv4attn.testing import oracle

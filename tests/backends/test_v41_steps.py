@@ -6,11 +6,11 @@ import pytest
 from attrs import evolve
 
 from dsv4attn import load_backend
-from dsv4attn.core.definitions import v41_step_sources
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.layer_ops import CANDIDATES, DELAYED, LATENTS
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.layer_ops import CANDIDATES, DELAYED, LATENTS
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.contract.torch_layer_steps import v41_step_sources
+from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.selection import explain, registered
 from tests.backends.built_in import triton_backends
 

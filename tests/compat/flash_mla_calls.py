@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.compat.flash_mla import get_mla_metadata
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 
 B, S_Q, H, TOPK = 3, 2, 4, 8
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4attn.compat.direct import forget_choices
 from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
-from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import NoBackendError
 from dsv4attn.selection import backend_names
 from tests.backends.built_in import launching_alike

@@ -12,11 +12,12 @@ import torch
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.compat import direct
 from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
-from dsv4attn.core.contract import AttentionCall, Forms, IndexForm, Phase
-from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.keys import GatheredKeys, RaggedIndices
-from dsv4attn.core.problem import CacheFacts, Problem
-from dsv4attn.core.workspace import BufferSpec, WorkspaceManager, use_workspace
+from dsv4attn.core.cache.selected_keys import GatheredKeys, RaggedIndices
+from dsv4attn.core.contract.backend import AttentionCall, Capabilities, IndexForm, Phase
+from dsv4attn.core.contract.problem import CacheFacts, Problem
+from dsv4attn.core.memory.workspace import WorkspaceManager, use_workspace
+from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import NoBackendError, WorkspaceError
 from dsv4attn.selection import Selection, resolve
 from tests.compat.flash_mla_calls import S_Q, TOPK, B, H, cache_of, decode_args, prefill_args
@@ -89,7 +90,7 @@ class Scratchy(ReferenceBackend):
 
     def __init__(self) -> None:
         super().__init__(decode_indices="ragged")
-        self.forms = Forms(IndexForm.RAGGED, IndexForm.RAGGED, index_alignment=16)
+        self.forms = Capabilities(IndexForm.RAGGED, IndexForm.RAGGED, index_alignment=16)
         self.seen: list[AttentionCall] = []
 
     def scratch(self, phase: Phase, layer: LayerGeometry, tokens: int, width: int) -> Sequence[BufferSpec]:

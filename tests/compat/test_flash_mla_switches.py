@@ -16,7 +16,7 @@ from dsv4attn.compat.flash_mla import (
     get_mla_decoding_metadata,
     get_mla_metadata,
 )
-from dsv4attn.core.contract import Rank
+from dsv4attn.core.contract.backend import Rank
 from dsv4attn.errors import ArgumentError, NoBackendError
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import of_rank

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4attn.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
-from dsv4attn.core.contract import Rank
-from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.backend import Rank
 from dsv4attn.errors import ArgumentError, UnsupportedError
 from dsv4attn.testing import oracle
 from tests.backends.built_in import of_rank

@@ -6,15 +6,15 @@ import torch
 from attrs import define
 from torch import Tensor
 
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layer import DeepseekV4MLAAttention
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
-from dsv4attn.core.rope import cos_sin_cache
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.metadata.metadata import Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.selection import load_backend
 
 GEOMETRY = ModelGeometry(

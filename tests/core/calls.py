@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata, Batch
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 
 I32, F32, F16, BF16 = torch.int32, torch.float32, torch.float16, torch.bfloat16
 SWA, C4A, C128A = LayerKind.SWA, LayerKind.C4A, LayerKind.C128A

@@ -8,10 +8,10 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.attention import DeepseekV4Attention
-from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
+from dsv4attn.core.metadata.forward_context import set_forward_context
 from tests.core.whole import Whole
 
 Steps = Sequence[Sequence[tuple[int, int]]]

@@ -11,15 +11,17 @@ import attrs
 import torch
 from torch import Tensor
 
-from dsv4attn.core import rank_buffers
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.context_parallel import ContextParallel, OwnedMetadataBuilder, forward_mqa_over_ranks
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.head_buffers import divided_specs
-from dsv4attn.core.layout import PagedKVCache
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import Batch
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.context_parallel import buffers as rank_buffers
+from dsv4attn.core.context_parallel.attention import forward_mqa_over_ranks
+from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.head_buffers import divided_specs
+from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.metadata import Batch
+from dsv4attn.core.model.geometry import LayerKind
 from tests.core.forms import BACKENDS
 from tests.core.whole import FP32, SMALL
 

@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.core import rank_buffers
-from dsv4attn.core.attention import DeepseekV4Attention
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.context_parallel import ContextParallel, merge_over_ranks
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layer_weights import AttentionWeights
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.context_parallel import buffers as rank_buffers
+from dsv4attn.core.context_parallel.attention import merge_over_ranks
+from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from tests.core.context_attention import attention, beside, same_everywhere

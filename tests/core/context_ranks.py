@@ -16,18 +16,21 @@ import pytest
 import torch
 from torch import distributed
 
-from dsv4attn.core import rank_buffers
-from dsv4attn.core.attention import DeepseekV4Attention
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.context_parallel import ContextParallel, merge_over_ranks, reshard_cache, select_topk_over_ranks
-from dsv4attn.core.contract import Backend, complete
-from dsv4attn.core.definitions import PLAIN
-from dsv4attn.core.definitions.indexer import IndexQuery
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layer_weights import AttentionWeights
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.context_parallel import buffers as rank_buffers
+from dsv4attn.core.context_parallel.attention import merge_over_ranks
+from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.reshard import reshard_cache
+from dsv4attn.core.context_parallel.selection import select_topk_over_ranks
+from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.model.weights import AttentionWeights
+from dsv4attn.core.torch_ops.indexer import IndexQuery
+from dsv4attn.core.torch_ops.tiles import PLAIN
 from dsv4attn.errors import ArgumentError, ContextParallelError
 from dsv4attn.selection import load_backend
 from tests.core.context_attention import attention, beside, over, same_everywhere

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.selection import load_backend
 
 KINDS = list(LayerKind)

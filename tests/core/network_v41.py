@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4attn.core.cache_manager import CachedSequence, CacheManager
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.contract import Backend
-from dsv4attn.core.geometry import LayerRole, LayerSharing, ModelGeometry, Yarn
-from dsv4attn.core.layer import DeepseekV4MLAAttention
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.model_config import v41_layers
-from dsv4attn.core.rope import cos_sin_cache
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.model.config import v41_layers
+from dsv4attn.core.model.geometry import LayerRole, LayerSharing, ModelGeometry, Yarn
+from dsv4attn.core.model.rope import cos_sin_cache
+from dsv4attn.serving.cache_manager import CachedSequence, CacheManager
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import F64, Expected, rounded, stored, tolerance
 from dsv4attn.testing.world import normal

@@ -9,8 +9,8 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.metadata import Batch
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.metadata.metadata import Batch
 from tests.core.whole import Requests, Whole
 
 STALE = (2**40, -5, 0, 2**31 - 1, 1, -(2**62))

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import torch
 from attrs import evolve, frozen
 
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.contract import Backend
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import Batch
-from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.metadata.metadata import Batch
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.scenario import Problem
 from dsv4attn.testing.world import tiny_geometry

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import F64
 from tests.core.calls import MODEL, SWA

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.projection import output_projection
+from dsv4attn.core.attention.projection import output_projection
 from tests.core.projections import GROUPS, LAYER, Given, share
 
 __all__ = ["project", "project_share"]

@@ -15,7 +15,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4attn.core.weights import BlockScaledWeight
+from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import F64
 

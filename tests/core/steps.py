@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from dsv4attn.core import indices
-from dsv4attn.core.contract import BuilderSteps
+from dsv4attn.core.contract.backend import BuilderSteps
+from dsv4attn.core.torch_ops import index_ops as indices
 
 STEPS: dict[str, BuilderSteps] = {"torch": indices}
 _reason = "Triton is not installed"

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4attn.core.allocator import BlockAllocator, BlockTable
 from dsv4attn.errors import ArgumentError, OutOfPagesError
+from dsv4attn.serving.allocator import BlockAllocator, BlockTable
 
 
 def test_a_fresh_allocator_counts_upwards_and_never_gives_a_block_twice() -> None:

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4attn.core.cache_manager import CachedSequence
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.limits import Limits
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.serving.cache_manager import CachedSequence
 from tests.core.forms import BACKENDS, NAMES
 from tests.core.padded import padded_batch, stale
 from tests.core.strategies import search

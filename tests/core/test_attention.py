@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4attn.core.contract import complete
-from dsv4attn.core.layer_weights import AttentionWeights
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, LayoutMismatchError, OutOfPagesError
 from dsv4attn.selection import load_backend
 from tests.core.whole import FP8, FP32, SMALL, Whole, deterministic, random_weights
@@ -182,7 +182,7 @@ def test_a_failed_step_can_be_run_again() -> None:
 
 def test_a_warm_up_reserves_the_plan_and_later_steps_fit_it() -> None:
     whole = Whole(load_backend("reference"))
-    from dsv4attn.core.context import set_forward_context
+    from dsv4attn.core.metadata.forward_context import set_forward_context
 
     with set_forward_context(None):
         for layer in whole.layers:
@@ -294,7 +294,7 @@ def test_a_rank_holds_its_heads_and_the_sum_of_the_ranks_is_the_layer() -> None:
 
 
 def test_metadata_by_prefix_bring_the_states_of_a_layer() -> None:
-    from dsv4attn.core.context import set_forward_context
+    from dsv4attn.core.metadata.forward_context import set_forward_context
 
     whole, other = invariant(), invariant()
     hidden = whole.hidden(0, 30)
@@ -366,7 +366,7 @@ def test_short_contexts_select_everything_without_scores_but_never_while_a_graph
     vars(steps)["select_topk"] = counted
     expected = whole.cut(hidden, [10, 5])[1]
     assert not asked
-    monkeypatch.setattr("dsv4attn.core.indexer.is_capturing", lambda _: True)
+    monkeypatch.setattr("dsv4attn.core.layer.indexer.is_capturing", lambda _: True)
     found = whole.cut(hidden, [10, 5])[1]
 
     assert asked == [whole.limits.max_model_len // 4] * 2

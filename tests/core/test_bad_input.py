@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.forward import forward_mqa
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.core.metadata import AttentionMetadata
-from dsv4attn.core.workspace import WorkspaceManager, WorkspacePlan
-from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.workspace import WorkspaceManager, WorkspacePlan
+from dsv4attn.core.metadata.metadata import AttentionMetadata
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, LayoutMismatchError, WorkspaceError
 from tests.core.calls import (
     BF16,

@@ -1,15 +1,15 @@
-"""`Bounds`: what they say of a model, and what they refuse."""
+"""`WarmupSpec`: what they say of a model, and what they refuse."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from dsv4attn.core.descriptor import LAYER_PARTS
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.warmup_spec import Bounds
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.contract.info import LAYER_PARTS
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
 
 FLASH, PRO = ModelGeometry.preset("flash"), ModelGeometry.preset("pro")
@@ -18,7 +18,7 @@ LIMITS = Limits(8, 64, 4096)
 
 @pytest.mark.parametrize("geometry", [FLASH, PRO.tensor_parallel(8)])
 def test_a_model_has_a_layer_of_each_kind_and_one_for_drafts(geometry: ModelGeometry) -> None:
-    bounds = Bounds.of(geometry, LIMITS)
+    bounds = WarmupSpec.of(geometry, LIMITS)
 
     assert [layer.kind for layer in bounds.layers] == list(LayerKind)
     assert {layer.num_heads for layer in bounds.layers} == {geometry.num_heads}
@@ -27,59 +27,59 @@ def test_a_model_has_a_layer_of_each_kind_and_one_for_drafts(geometry: ModelGeom
 
 
 def test_pages_of_a_compressed_cache_hold_the_entries_of_256_tokens() -> None:
-    bounds = Bounds.of(FLASH, LIMITS)
+    bounds = WarmupSpec.of(FLASH, LIMITS)
 
     assert [[size for _, size in bounds.caches(layer)] for layer in bounds.layers] == [[64], [64, 64], [64, 2]]
-    bounds = Bounds.of(FLASH, LIMITS, swa_block_size=16, compressed_block_size=8)
+    bounds = WarmupSpec.of(FLASH, LIMITS, swa_block_size=16, compressed_block_size=8)
     assert [[size for _, size in bounds.caches(layer)] for layer in bounds.layers] == [[16], [16, 8], [16, 8]]
 
 
 def test_the_two_caches_may_have_two_layouts() -> None:
     fnuz, rows = KVCacheLayout.fp8_ds_mla(fp8_format=Fp8Format.FNUZ), KVCacheLayout.rows()
-    bounds = Bounds.of(FLASH, LIMITS, swa=fnuz, compressed=rows)
+    bounds = WarmupSpec.of(FLASH, LIMITS, swa=fnuz, compressed=rows)
 
     assert [[layout.name for layout, _ in bounds.caches(layer)] for layer in bounds.layers] == [
         ["fp8_ds_mla"],
         ["fp8_ds_mla", "rows"],
         ["fp8_ds_mla", "rows"],
     ]
-    assert Bounds.of(FLASH, LIMITS, swa=fnuz).compressed == fnuz
+    assert WarmupSpec.of(FLASH, LIMITS, swa=fnuz).compressed == fnuz
 
 
 def test_an_option_that_is_left_open_means_both() -> None:
-    assert Bounds.of(FLASH, LIMITS).with_lse == (False, True)
-    assert Bounds.of(FLASH, LIMITS).with_sink == (True,)
-    assert Bounds.of(FLASH, LIMITS, lse=False, sink=None).with_lse == (False,)
-    assert Bounds.of(FLASH, LIMITS, lse=False, sink=None).with_sink == (False, True)
+    assert WarmupSpec.of(FLASH, LIMITS).with_lse == (False, True)
+    assert WarmupSpec.of(FLASH, LIMITS).with_sink == (True,)
+    assert WarmupSpec.of(FLASH, LIMITS, lse=False, sink=None).with_lse == (False,)
+    assert WarmupSpec.of(FLASH, LIMITS, lse=False, sink=None).with_sink == (False, True)
 
 
 def test_all_parts_of_the_layer_or_some_run_on_the_backend() -> None:
-    assert Bounds.of(FLASH, LIMITS).model is None
-    assert Bounds.of(FLASH, LIMITS, layer_steps=True).parts == LAYER_PARTS
-    assert Bounds.of(FLASH, LIMITS, layer_steps=True, parts=("indexer",)).parts == ("indexer",)
+    assert WarmupSpec.of(FLASH, LIMITS).model is None
+    assert WarmupSpec.of(FLASH, LIMITS, layer_steps=True).parts == LAYER_PARTS
+    assert WarmupSpec.of(FLASH, LIMITS, layer_steps=True, parts=("indexer",)).parts == ("indexer",)
     with pytest.raises(ValueError, match="'parts' must be in"):
-        Bounds.of(FLASH, LIMITS, parts=("mhc",))
+        WarmupSpec.of(FLASH, LIMITS, parts=("mhc",))
 
 
 def test_nothing_is_promised_of_rows_and_matrices_unless_it_is_said() -> None:
-    bounds = Bounds.of(FLASH, LIMITS)
+    bounds = WarmupSpec.of(FLASH, LIMITS)
 
     assert not bounds.aligned_rows
     assert bounds.wo_a_dtypes == (torch.bfloat16, torch.float32)
-    assert Bounds.of(FLASH, LIMITS, wo_a_dtype=torch.float32).wo_a_dtypes == (torch.float32,)
+    assert WarmupSpec.of(FLASH, LIMITS, wo_a_dtype=torch.float32).wo_a_dtypes == (torch.float32,)
 
 
 def test_bounds_are_values() -> None:
-    assert Bounds.of(FLASH, LIMITS) == Bounds.of(FLASH, LIMITS)
-    assert len({Bounds.of(FLASH, LIMITS), Bounds.of(FLASH, LIMITS, aligned=False)}) == 2
+    assert WarmupSpec.of(FLASH, LIMITS) == WarmupSpec.of(FLASH, LIMITS)
+    assert len({WarmupSpec.of(FLASH, LIMITS), WarmupSpec.of(FLASH, LIMITS, aligned=False)}) == 2
 
 
 def test_a_cache_of_other_dims_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"bounds\.compressed: expected a layout of 448 \+ 64 dims"):
-        Bounds.of(FLASH, LIMITS, compressed=KVCacheLayout.rows(64, 64))
+        WarmupSpec.of(FLASH, LIMITS, compressed=KVCacheLayout.rows(64, 64))
     with pytest.raises(ValueError, match="q_dtype"):
-        Bounds.of(FLASH, LIMITS, q_dtype=torch.float16)
+        WarmupSpec.of(FLASH, LIMITS, q_dtype=torch.float16)
     with pytest.raises(ValueError, match="wo_a_dtype"):
-        Bounds.of(FLASH, LIMITS, wo_a_dtype=torch.float16)
+        WarmupSpec.of(FLASH, LIMITS, wo_a_dtype=torch.float16)
     with pytest.raises(ValueError, match="layers"):
-        Bounds(layers=(), limits=LIMITS, swa=KVCacheLayout.rows(), compressed=KVCacheLayout.rows())
+        WarmupSpec(layers=(), limits=LIMITS, swa=KVCacheLayout.rows(), compressed=KVCacheLayout.rows())

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata, Batch
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, NoForwardContextError, UnknownNameError
 from tests.core.bound import bound
 from tests.core.calls import metadata_of

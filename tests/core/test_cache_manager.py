@@ -9,12 +9,12 @@ import attrs
 import pytest
 import torch
 
-from dsv4attn.core.cache_manager import CacheManager
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layout import PagedKVCache
-from dsv4attn.core.limits import Limits
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
+from dsv4attn.serving.cache_manager import CacheManager
 from tests.core.whole import FP32, SMALL, Whole
 
 REAL_RATIOS = attrs.evolve(SMALL, layers=((LayerKind.SWA, 1), (LayerKind.C4A, 4), (LayerKind.C128A, 128)), window=128)
@@ -151,7 +151,7 @@ def test_rows_that_are_missing_are_refused_before_anything_is_written() -> None:
     requests = [(whole.manager.new(), 30)]
     batch = whole.manager.batch(requests)
     before = [cache.tensor.clone() for caches in whole.manager.caches for cache in caches.present.values()]
-    from dsv4attn.core.context import set_forward_context
+    from dsv4attn.core.metadata.forward_context import set_forward_context
 
     with set_forward_context(whole.manager.metadata(batch)):
         for layer in whole.layers:

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.cache_manager import CacheManager
-from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.limits import Limits
+from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
+from dsv4attn.serving.cache_manager import CacheManager
 from tests.backends.built_in import EVERYWHERE
 from tests.core.whole import FP32, SMALL, Whole
 

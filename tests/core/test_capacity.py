@@ -12,11 +12,11 @@ from torch import Tensor
 from dsv4attn.backends.reference.kernels import listed
 from dsv4attn.backends.rocm import vllm_api_ragged
 from dsv4attn.compat.direct import largest_logits
-from dsv4attn.core import indices as index_steps
-from dsv4attn.core.batch_checks import outside
-from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.backend import AttentionCall, DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.metadata.batch_checks import outside
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
+from dsv4attn.core.torch_ops import index_ops as index_steps
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import EVERYWHERE
 

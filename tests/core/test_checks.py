@@ -10,10 +10,10 @@ import attrs
 import pytest
 import torch
 
-from dsv4attn.core import checks
-from dsv4attn.core.forward import forward_mqa
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.attention import checks
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 from tests.core.calls import (
     BF16,

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.chunking import ChunkBounds, PrefillChunk, plan_prefill_chunks, round_up
-from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.memory.chunking import ChunkBounds, PrefillChunk, plan_prefill_chunks, round_up
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing.pages import body
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry

@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4attn.core import attention as attention_module
-from dsv4attn.core.attention import DeepseekV4Attention
-from dsv4attn.core.caches import DeepseekV4Caches, all_caches_of, op_tensor
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, all_caches_of, op_tensor
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.layer import attention_layer as attention_module
+from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import Dsv4AttnError
 from dsv4attn.selection import load_backend
 from tests.core.bound import GEOMETRY, TOKENS, bound

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4attn.core.geometry import LayerKind, ModelGeometry, Rope, Yarn
-from dsv4attn.core.rope import cos_sin_cache, inverse_frequencies
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry, Rope, Yarn
+from dsv4attn.core.model.rope import cos_sin_cache, inverse_frequencies
 from dsv4attn.errors import GeometryError
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="needs transformers >= 5.23, which needs Python >= 3.11")

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4attn import KVCacheLayout, PagedKVCache, check_compatible, convert_cache, load_backend
-from dsv4attn.core import convert
-from dsv4attn.core.layout import Arrangement, Fp8Format
+from dsv4attn.core.cache import convert
+from dsv4attn.core.cache.layout import Arrangement, Fp8Format
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 from dsv4attn.testing import oracle
 from dsv4attn.testing.book import Book, Shelf, place_of

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dsv4attn import KVCacheLayout, PagedKVCache, convert_cache
-from dsv4attn.core.context_parallel.ownership import Ownership
+from dsv4attn.core.cache.layout import Arrangement, Fp8Format
+from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.reshard import reshard_cache
-from dsv4attn.core.layout import Arrangement, Fp8Format
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 from dsv4attn.testing.book import place_of
 from dsv4attn.testing.judge import found

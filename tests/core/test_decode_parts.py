@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.core import rank_buffers
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.context_parallel import Ownership, forward_mqa_over_ranks, merge_over_ranks
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.context_parallel import buffers as rank_buffers
+from dsv4attn.core.context_parallel.attention import forward_mqa_over_ranks, merge_over_ranks
 from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
-from dsv4attn.core.forward import forward_mqa
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import Batch
-from dsv4attn.core.workspace import WorkspaceManager
-from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.metadata import Batch
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from tests.core.calls import random_cache
 from tests.core.forms import same_bits

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.decoder_layer import DeepseekV41DecoderLayer
-from dsv4attn.core.definitions import complete_steps
-from dsv4attn.core.hyper_connections import HyperConnections
-from dsv4attn.core.layer_weights import HyperConnectionWeights
+from dsv4attn.core.contract.torch_layer_steps import complete_steps
+from dsv4attn.core.layer.decoder_layer import DeepseekV41DecoderLayer
+from dsv4attn.core.layer.hyper_connections import HyperConnections
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.model.weights import HyperConnectionWeights
 from dsv4attn.testing import oracle_layer, oracle_v41
 from tests.core.whole_v41 import SMALL_V41, network
 

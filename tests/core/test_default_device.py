@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.cache_manager import CacheManager
-from dsv4attn.core.convert import convert_cache
-from dsv4attn.core.definitions import fp4
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.core.cache import fp4
+from dsv4attn.core.cache.convert import convert_cache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.selection import load_backend
+from dsv4attn.serving.cache_manager import CacheManager
 from tests.core.whole import FP8, FP32, SMALL, Whole
 from tests.core.whole_v41 import network
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.core.definitions import batch_invariant_linear, fp8_mqa_logits, fp8_paged_mqa_logits, linear
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.torch_ops.indexer import fp8_mqa_logits, fp8_paged_mqa_logits
+from dsv4attn.core.torch_ops.tiles import batch_invariant_linear, linear
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.book import Book, Shelf

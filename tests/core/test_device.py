@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsv4attn.core import device as device_module
-from dsv4attn.core.device import DeviceFacts, may_have_accelerator, release_of, version_of
-from dsv4attn.core.devices import DEVICES
+from dsv4attn.core.contract import device as device_module
+from dsv4attn.core.contract.device import DeviceFacts, may_have_accelerator, release_of, version_of
+from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.errors import ArgumentError, UnknownNameError
 
 # by name

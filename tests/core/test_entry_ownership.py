@@ -12,18 +12,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.cache_manager import CacheManager
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.context_parallel import ContextParallel, OwnedMetadataBuilder, Ownership, reshard_cache
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
+from dsv4attn.core.context_parallel.reshard import reshard_cache
 from dsv4attn.core.context_parallel.selection import select_among
-from dsv4attn.core.forward import forward_mqa
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import Batch
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.metadata.metadata import Batch
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
+from dsv4attn.serving.cache_manager import CacheManager
 from tests.core.forms import BACKENDS
 from tests.core.whole import FP8, FP32, SMALL
 

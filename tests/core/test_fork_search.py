@@ -15,13 +15,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4attn.core.cache_manager import CachedSequence
-from dsv4attn.core.geometry import LayerKind, LayerSharing, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.model_config import v41_layers
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.model.config import v41_layers
+from dsv4attn.core.model.geometry import LayerKind, LayerSharing, ModelGeometry
 from dsv4attn.errors import ArgumentError, OutOfPagesError
 from dsv4attn.selection import load_backend
+from dsv4attn.serving.cache_manager import CachedSequence
 from tests.core.strategies import search
 from tests.core.whole import FP32, SMALL, Whole
 from tests.core.whole_v41 import FP32 as FP32_V41

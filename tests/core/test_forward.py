@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core import forward
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.contract import AttentionCall
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layout import PagedKVCache
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.attention import forward_mqa as forward
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.contract.backend import AttentionCall
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry
 from tests.core.forms import BACKENDS, KINDS, NAMES, all_forms, all_kinds, assert_same_bits

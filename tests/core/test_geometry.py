@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-from dsv4attn.core.geometry import PRESETS, LayerGeometry, LayerKind, ModelGeometry, Rope, Yarn
+from dsv4attn.core.model.geometry import PRESETS, LayerGeometry, LayerKind, ModelGeometry, Rope, Yarn
 from dsv4attn.errors import ArgumentError, GeometryError, UnknownNameError
 
 SWA, C4A, C128A = LayerKind.SWA, LayerKind.C4A, LayerKind.C128A

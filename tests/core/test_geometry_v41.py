@@ -10,9 +10,9 @@ from typing import Any
 import attrs
 import pytest
 
-from dsv4attn.core.geometry import LayerKind, LayerRole, LayerSharing, LayerSources, ModelGeometry, Rope, Yarn
-from dsv4attn.core.model_config import v41_layers
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.model.config import v41_layers
+from dsv4attn.core.model.geometry import LayerKind, LayerRole, LayerSharing, LayerSources, ModelGeometry, Rope, Yarn
 from dsv4attn.errors import ArgumentError, GeometryError
 from tests.core.test_geometry import released, same
 

@@ -12,16 +12,17 @@ import attrs
 import pytest
 
 import dsv4attn
-from dsv4attn.core import contract, tensorspec
-from dsv4attn.core.metadata import Batch
-from dsv4attn.core.warmup_spec import Bounds
+from dsv4attn.core import tensorspec
+from dsv4attn.core.contract import backend as contract
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.metadata.metadata import Batch
 
 FOUND = {name: getattr(module, name) for module in (dsv4attn, contract) for name in module.__all__}
-TYPES = {cls for cls in (*FOUND.values(), Bounds) if isinstance(cls, type)}
+TYPES = {cls for cls in (*FOUND.values(), WarmupSpec) if isinstance(cls, type)}
 CLASSES: list[type[Any]] = sorted((cls for cls in TYPES if attrs.has(cls)), key=lambda cls: cls.__name__)
 NAMED = (
-    "AttentionCall AttentionMetadata BackendInfo Batch Bounds DeepseekSparseSWAMetadata DenseIndices DeviceFacts "
-    "FlashMLASparseMetadata Forms GatheredKeys LayerCaches LayerGeometry Limits ModelGeometry PageTable PagedKeys "
+    "AttentionCall AttentionMetadata BackendInfo Batch WarmupSpec DeepseekSparseSWAMetadata DenseIndices DeviceFacts "
+    "FlashMLASparseMetadata Capabilities GatheredKeys LayerCaches LayerGeometry Limits ModelGeometry PageTable PagedKeys "
     "Problem RaggedIndices"
 )
 

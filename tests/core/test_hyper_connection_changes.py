@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsv4attn.core import tensor_state
-from dsv4attn.core.contract import complete
-from dsv4attn.core.hyper_connections import HyperConnections
-from dsv4attn.core.layer_weights import HyperConnectionWeights
+from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.layer.hyper_connections import HyperConnections
+from dsv4attn.core.model import tensor_state
+from dsv4attn.core.model.weights import HyperConnectionWeights
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from tests.core.weight_changes import changed, differ, in_place, other_memory, state_dict, through_data

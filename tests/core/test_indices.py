@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4attn.core import indices
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata, Batch, FlashMLASparseMetadata
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, FlashMLASparseMetadata
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.scenario import Scenario
 from tests.core.steps import STEPS, all_builder_steps
 from tests.core.strategies import examples, scenarios

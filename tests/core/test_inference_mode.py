@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from dsv4attn.backends.rocm.metadata import RocmMetadata
-from dsv4attn.core.builder import c128a_columns
-from dsv4attn.core.geometry import LayerKind, Rope
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.rope import cos_sin_cache
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.builder import c128a_columns
+from dsv4attn.core.model.geometry import LayerKind, Rope
+from dsv4attn.core.model.rope import cos_sin_cache
 from tests.core.test_metadata import LIMITS, MODEL, batch, builder
 
 KINDS = (LayerKind.SWA, LayerKind.C4A, LayerKind.C128A)

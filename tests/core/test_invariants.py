@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing.pages import body
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.core.context import get_forward_context, set_forward_context
-from dsv4attn.core.forward import forward_mqa
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
-from dsv4attn.core.workspace import WorkspaceManager, use_workspace
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.memory.workspace import WorkspaceManager, use_workspace
+from dsv4attn.core.metadata.forward_context import get_forward_context, set_forward_context
+from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, LayoutMismatchError, NoForwardContextError
 from tests.core.bound import LAYOUT, LIMITS, bound
 

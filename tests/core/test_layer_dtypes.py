@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.attention import DeepseekV4Attention
-from dsv4attn.core.cache_manager import CacheManager
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layer_weights import AttentionWeights, weight_shapes
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.model.weights import AttentionWeights, weight_shapes
 from dsv4attn.errors import ArgumentError
+from dsv4attn.serving.cache_manager import CacheManager
 from tests.tools.replay.small import CONFIG
 
 GEOMETRY = ModelGeometry.from_config(CONFIG, name="small")

@@ -17,11 +17,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4attn.core import layer as layer_module
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layer import DeepseekV4MLAAttention
-from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.attention import mla_attention as layer_module
+from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.model.geometry import LayerKind
 from tests.core.bound import bound
 
 

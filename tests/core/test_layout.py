@@ -11,7 +11,7 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache, check_layout
+from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
 FLASH = KVCacheLayout.fp8_ds_mla()
@@ -126,7 +126,7 @@ GOLDEN = {
 def test_g2_a_fingerprint_never_changes_in_this_or_another_process() -> None:
     # engines store these strings: a change here breaks their caches.
     assert {layout.fingerprint: layout for layout in GOLDEN.values()} == GOLDEN
-    code = "from dsv4attn.core.layout import KVCacheLayout as K; print(K.fp8_ds_mla().fingerprint)"
+    code = "from dsv4attn.core.cache.layout import KVCacheLayout as K; print(K.fp8_ds_mla().fingerprint)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == FLASH.fingerprint

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.geometry import LayerKind, Rope
-from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.model.geometry import LayerKind, Rope
 from dsv4attn.testing import scenario as scenario_module
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry

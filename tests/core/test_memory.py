@@ -14,13 +14,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import AttentionCall, Phase
-from dsv4attn.core.forward import forward_mqa
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.workspace import BufferSpec, WorkspaceManager, WorkspacePlan, simultaneous_bytes
-from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import AttentionCall, Phase
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.workspace import WorkspaceManager, WorkspacePlan, simultaneous_bytes
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import ArgumentError, CanaryError, WorkspaceError
 from dsv4attn.testing.scenario import Problem, Scenario
 from tests.core.forms import BACKENDS, NAMES, all_forms, all_kinds, assert_same_bits, backend_of

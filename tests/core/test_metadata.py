@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.core.builder import MetadataBuilder, split_decodes_and_prefills
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.builder import MetadataBuilder, split_decodes_and_prefills
+from dsv4attn.core.metadata.metadata import Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.errors import ArgumentError, UnknownNameError
 from tests.core.steps import STEPS, all_builder_steps

@@ -12,14 +12,14 @@ import torch
 
 import dsv4attn as ds
 from dsv4attn.config import Settings
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.cache_manager import CacheManager
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.problem import CacheFacts, Problem
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.problem import CacheFacts, Problem
+from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, Dsv4AttnError
 from dsv4attn.selection import explain, select_backend
+from dsv4attn.serving.cache_manager import CacheManager
 from tests.core.bound import bound
 from tests.core.whole import FP32, SMALL, random_weights
 

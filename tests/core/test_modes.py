@@ -12,18 +12,18 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.contract import BackendDefaults, complete
-from dsv4attn.core.convert import convert_cache
-from dsv4attn.core.definitions import TorchLayerSteps
-from dsv4attn.core.forward import forward_mqa
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.hyper_connections import HyperConnections
-from dsv4attn.core.layer_weights import HyperConnectionWeights
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.merge import merge_lse
-from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.cache.convert import convert_cache
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.backend import BackendDefaults, complete
+from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
+from dsv4attn.core.layer.hyper_connections import HyperConnections
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.model.rope import cos_sin_cache
+from dsv4attn.core.model.weights import HyperConnectionWeights
+from dsv4attn.core.torch_ops.merge import merge_lse
 from dsv4attn.selection import load_backend
 from tests.core.bound import GEOMETRY, LIMITS, bound
 from tests.core.whole import FP32, KINDS, SMALL, Whole
@@ -174,7 +174,7 @@ def test_a_layers_insert_and_attention_leave_no_graph_in_a_cache_or_an_output() 
 
 
 def metadata_of(case: Any) -> Any:
-    from dsv4attn.core.metadata import AttentionMetadata
+    from dsv4attn.core.metadata.metadata import AttentionMetadata
 
     return AttentionMetadata(case.metadata[case.layer.swa_prefix], case.metadata[case.layer.prefix])
 

@@ -10,12 +10,12 @@ import attrs
 import pytest
 import torch
 
-from dsv4attn.core.cache_manager import CacheManager
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, NoForwardContextError
+from dsv4attn.serving.cache_manager import CacheManager
 from tests.core.forms import BACKENDS, NAMES, all_forms
 from tests.core.network_v41 import INDEX_OF, KV_OF, LIMITS, MODEL, RECORDS, Network, Steps, worst
 

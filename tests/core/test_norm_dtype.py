@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.layer.steps import TritonLayerSteps
-from dsv4attn.core.compressor import Compressor
-from dsv4attn.core.definitions import TorchLayerSteps
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layer_ops import takes_bf16_norm
-from dsv4attn.core.layer_weights import CompressorWeights
+from dsv4attn.core.contract.layer_ops import takes_bf16_norm
+from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
+from dsv4attn.core.layer.compressor import Compressor
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.model.weights import CompressorWeights
 
 
 class Older(TorchLayerSteps):

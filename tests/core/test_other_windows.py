@@ -11,9 +11,9 @@ from attrs import evolve
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.rocm.metadata import RocmMetadata
-from dsv4attn.core import indices
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.metadata import Batch
+from dsv4attn.core.metadata.metadata import Batch
+from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.errors import ArgumentError
 from tests.core.steps import STEPS, all_builder_steps
 from tests.core.test_metadata import GOOD, I32, LIMITS, MODEL, batch, builder, refused

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.core.forward import forward_mqa
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.overlap import share_memory
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.attention.overlap import share_memory
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from tests.core.calls import SWA, good, metadata_of
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.forward import forward_mqa
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import Batch
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.metadata.metadata import Batch
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from tests.core.calls import C4A, I32, KINDS, MODEL, good, metadata_of
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.limits import Limits
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import EVERYWHERE

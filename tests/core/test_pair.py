@@ -11,32 +11,32 @@ import pytest
 import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core import indices
-from dsv4attn.core.contract import (
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import (
     AttentionCall,
     Backend,
     BackendDefaults,
-    Forms,
+    Capabilities,
     IndexForm,
     KeyForm,
     MetadataExtension,
     Phase,
     complete,
 )
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.phased import PhasedBackend
-from dsv4attn.core.warmup_spec import Bounds
-from dsv4attn.core.workspace import BufferSpec
-from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.phased import PhasedBackend
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.tensorspec import BufferSpec
+from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import tiny_geometry
 
 FORMS = {
-    "decode": Forms(IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED, 8),
-    "prefill": Forms(IndexForm.DENSE, IndexForm.RAGGED, KeyForm.GATHERED, 64),
+    "decode": Capabilities(IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED, 8),
+    "prefill": Capabilities(IndexForm.DENSE, IndexForm.RAGGED, KeyForm.GATHERED, 64),
 }
 LAYER = tiny_geometry().layer_of_kind("c4a")
 
@@ -88,7 +88,7 @@ def test_it_has_every_part_that_the_contract_asks_for() -> None:
 def test_each_phase_has_the_forms_of_its_own_backend() -> None:
     made = pair()
 
-    assert made.forms == Forms(IndexForm.RAGGED, IndexForm.RAGGED, KeyForm.GATHERED, 64)
+    assert made.forms == Capabilities(IndexForm.RAGGED, IndexForm.RAGGED, KeyForm.GATHERED, 64)
     assert made.name == "decode+prefill"
 
 
@@ -149,7 +149,7 @@ def test_a_mixed_batch_on_a_pair_equals_the_oracle(kind: LayerKind) -> None:
 def test_largest_logits_are_told_if_both_tell_them(*, decode: bool, prefill: bool) -> None:
     backends = ReferenceBackend(), ReferenceBackend()
     for backend, told in zip(backends, (decode, prefill), strict=True):
-        backend.forms = Forms(max_logits=told, empty_lse=told)
+        backend.forms = Capabilities(max_logits=told, empty_lse=told)
 
     forms = PhasedBackend(*backends).forms
     assert (forms.max_logits, forms.empty_lse) == (decode and prefill,) * 2
@@ -183,7 +183,7 @@ def test_what_the_decode_backend_does_not_bring_the_pair_does_not_have() -> None
 
 
 LIMITS = Limits(4, 64, 256)
-BOUNDS, CPU = Bounds.of(tiny_geometry(), LIMITS), torch.device("cpu")
+BOUNDS, CPU = WarmupSpec.of(tiny_geometry(), LIMITS), torch.device("cpu")
 
 
 class Compiled(ReferenceBackend):
@@ -193,11 +193,11 @@ class Compiled(ReferenceBackend):
         super().__init__()
         self.compiles, self.each, self.warmed = forms, each, list[Any]()
 
-    def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Sequence[object]:
+    def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Sequence[object]:
         assert bounds is BOUNDS
         return self.compiles
 
-    def warmup(self, bounds: Bounds, device: torch.device) -> int:
+    def warmup(self, bounds: WarmupSpec, device: torch.device) -> int:
         self.warmed.append((bounds, device))
         return len(set(self.compiles)) * self.each
 
@@ -268,7 +268,7 @@ def test_every_optional_part_of_the_contract_is_forwarded() -> None:
 class Plain:
     """A backend that derives from nothing, and brings what `Backend` names and one optional part."""
 
-    name, forms = "plain", Forms()
+    name, forms = "plain", Capabilities()
     steps = indices
 
     def __init__(self) -> None:
@@ -280,7 +280,7 @@ class Plain:
     def prefill(self, call: AttentionCall) -> None:
         self.ran.append("prefill")
 
-    def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Sequence[object]:
+    def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Sequence[object]:
         return ["a"]
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core import indices
-from dsv4attn.core.contract import AttentionCall, IndexSteps
-from dsv4attn.core.layout import Fp8Format
-from dsv4attn.core.step import Step
+from dsv4attn.core.attention.call import Step
+from dsv4attn.core.cache.layout import Fp8Format
+from dsv4attn.core.contract.backend import AttentionCall, IndexSteps
+from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.scenario import Scenario
 from tests.core.forms import BACKENDS, NAMES, backend_of
 

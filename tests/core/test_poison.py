@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.core.contract import AttentionCall
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.contract.backend import AttentionCall
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing.pages import body
 from dsv4attn.testing.scenario import Problem, Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry

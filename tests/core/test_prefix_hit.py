@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4attn.core.cache_manager import CachedSequence
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.metadata import Batch
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.metadata.metadata import Batch
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
+from dsv4attn.serving.cache_manager import CachedSequence
 from tests.core.strategies import search
 from tests.core.whole import SMALL, Whole
 from tests.core.whole_v41 import SMALL_V41, network

@@ -15,15 +15,15 @@ import torch
 from attrs import evolve, exceptions
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.contract import AttentionCall, Phase, Run
-from dsv4attn.core.forward import forward_mqa
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.index_ops import IndexStep
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.core.metadata import AttentionMetadata
-from dsv4attn.core.prepared import PreparedStep
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.attention.prepared import PreparedStep
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.backend import AttentionCall, Phase, Run
+from dsv4attn.core.contract.index_ops import IndexStep
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.metadata import AttentionMetadata
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.scenario import Problem, Scenario
 from tests.core.calls import C4A, F32, I32, KINDS, LAYOUT, good
@@ -91,7 +91,7 @@ def is_prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
             raise CheckedError
 
         with monkeypatch.context() as patch:
-            patch.setattr("dsv4attn.core.forward.check_call", checked)
+            patch.setattr("dsv4attn.core.attention.forward_mqa.check_call", checked)
             patch.setattr(PreparedStep, "parts", property(lambda _: (), lambda *_: None))
             try:
                 forward_mqa(**arguments)
@@ -134,7 +134,7 @@ def test_a_key_that_forgets_tensors_or_caches_is_found(
     monkeypatch: pytest.MonkeyPatch, is_prepared: Callable[..., bool], forgotten: str
 ) -> None:
     if forgotten == "tensors":
-        monkeypatch.setattr("dsv4attn.core.forward.signature", lambda *_: ())
+        monkeypatch.setattr("dsv4attn.core.attention.forward_mqa.signature", lambda *_: ())
     else:
         monkeypatch.setattr(LayerCaches, "signature", property(lambda _: ()))
     assert waved_through(is_prepared, C4A)[0]
@@ -250,7 +250,7 @@ def test_a_prepared_step_goes_when_the_memory_of_the_workspace_moves() -> None:
 
 
 def test_a_metadata_object_has_only_so_many_prepared_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsv4attn.core.forward.MOST_STEPS", 3)
+    monkeypatch.setattr("dsv4attn.core.attention.forward_mqa.MOST_STEPS", 3)
     backend, shared = Noting(), WorkspaceManager()
     problem = Scenario(kind=C4A, requests=DECODES).problem(backend)
     for _ in range(8):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.core.contract import Phase
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
-from dsv4attn.core.problem import CacheFacts, Problem, Reason
+from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
+from dsv4attn.core.contract.backend import Phase
+from dsv4attn.core.contract.problem import CacheFacts, Problem, Reason
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, UnknownNameError
 
 FLASH = ModelGeometry.preset("flash")

@@ -17,11 +17,11 @@ from torch import Tensor, distributed, nn
 from torch.multiprocessing.spawn import spawn
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core import weights
-from dsv4attn.core.contract import Forms
-from dsv4attn.core.layer import DeepseekV4MLAAttention
-from dsv4attn.core.projection import o_proj, output_projection
-from dsv4attn.core.weights import BlockScaledWeight, Weight, dense_weight
+from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
+from dsv4attn.core.attention.projection import o_proj, output_projection
+from dsv4attn.core.contract.backend import Capabilities
+from dsv4attn.core.model import quantized_weight as weights
+from dsv4attn.core.model.quantized_weight import BlockScaledWeight, Weight, dense_weight
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.judge import F64
 from tests.core.calls import LIMITS
@@ -206,7 +206,7 @@ def test_a_backend_that_projects_fp8_receives_codes_and_scales(monkeypatch: pyte
 class Bare:
     """Derives from nothing, and takes codes and scales."""
 
-    name, forms, projects_fp8 = "bare", Forms(), True
+    name, forms, projects_fp8 = "bare", Capabilities(), True
 
     def __init__(self) -> None:
         self.given: list[Any] = []

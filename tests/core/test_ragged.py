@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4attn.core import indices
+from dsv4attn.core.torch_ops import index_ops as indices
 from tests.core.strategies import examples
 
 INT = torch.int32

@@ -13,18 +13,21 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core import rank_buffers
-from dsv4attn.core.cache_manager import CacheManager
-from dsv4attn.core.context_parallel import OwnedMetadataBuilder, Ownership, merge_over_ranks, select_topk_over_ranks
-from dsv4attn.core.definitions import PLAIN, IndexQuery
-from dsv4attn.core.definitions.tiles import TILE_BYTES
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.merge import apply_sink, merge_lse
-from dsv4attn.core.workspace import WorkspaceManager, simultaneous_bytes
-from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.context_parallel import buffers as rank_buffers
+from dsv4attn.core.context_parallel.attention import merge_over_ranks
+from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
+from dsv4attn.core.context_parallel.selection import select_topk_over_ranks
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
+from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.torch_ops.indexer import IndexQuery
+from dsv4attn.core.torch_ops.merge import apply_sink, merge_lse
+from dsv4attn.core.torch_ops.tiles import PLAIN, TILE_BYTES
 from dsv4attn.errors import ArgumentError, OutOfPagesError, WorkspaceError
+from dsv4attn.serving.cache_manager import CacheManager
 from dsv4attn.testing.memory import _Meter as Meter
 from tests.core.whole import FP8, FP32, SMALL
 

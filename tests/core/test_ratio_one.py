@@ -8,11 +8,11 @@ from typing import Any
 import attrs
 import pytest
 
-from dsv4attn.core.contract import BackendDefaults, Forms, KeyForm
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.workspace_plan import plan_workspace, prefill_bounds
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import BackendDefaults, Capabilities, KeyForm
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.plan import plan_workspace, prefill_bounds
+from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import forms
 
@@ -24,7 +24,7 @@ class Gathers(BackendDefaults):
     """A backend whose prefill takes rows alone."""
 
     name = "gathers"
-    forms = Forms()
+    forms = Capabilities()
 
     def scratch_bound(self, *_: object) -> int:
         return 0

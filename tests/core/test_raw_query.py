@@ -12,16 +12,16 @@ from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core import raw_insert
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.context_parallel import Ownership
-from dsv4attn.core.contract import AttentionCall, RawQuery
-from dsv4attn.core.forward import forward_mqa
-from dsv4attn.core.layer import DeepseekV4MLAAttention
-from dsv4attn.core.phased import PhasedBackend
-from dsv4attn.core.raw_insert import prefill_takes_raw_q
-from dsv4attn.core.rope import cos_sin_cache, is_rotation
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.attention import raw_q as raw_insert
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
+from dsv4attn.core.attention.raw_q import prefill_takes_raw_q
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.contract.backend import AttentionCall, RawQuery
+from dsv4attn.core.contract.phased import PhasedBackend
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.model.rope import cos_sin_cache, is_rotation
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import Bench, SkipCase, Wrong
 from dsv4attn.testing.checks import reads_raw_q

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4attn.core.geometry import ModelGeometry, Rope, Yarn
-from dsv4attn.core.rope import apply_rope, cos_sin_cache, inverse_frequencies
+from dsv4attn.core.model.geometry import ModelGeometry, Rope, Yarn
+from dsv4attn.core.model.rope import apply_rope, cos_sin_cache, inverse_frequencies
 from dsv4attn.testing import oracle
 
 MAIN = Rope(64, 10000.0)

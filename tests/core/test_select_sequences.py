@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4attn.core.cache_manager import CachedSequence, CacheManager
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError, OutOfPagesError
+from dsv4attn.serving.cache_manager import CachedSequence, CacheManager
 
 
 def manager(**options: int) -> CacheManager:

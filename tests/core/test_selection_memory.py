@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4attn.core.contract import complete
-from dsv4attn.core.definitions import IndexQuery
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.selection import load_backend
 
 TOKENS, HEADS, DIM, TOPK, ENTRIES = 24, 2, 32, 16, 262_144

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4attn.core.contract import AttentionCall
-from dsv4attn.core.forward import forward_mqa
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.indices import build_ragged_indices_from_dense
-from dsv4attn.core.keys import DenseIndices, PagedKeys, RaggedIndices
-from dsv4attn.core.merge import apply_sink, merge_lse
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.cache.selected_keys import DenseIndices, PagedKeys, RaggedIndices
+from dsv4attn.core.contract.backend import AttentionCall
+from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.torch_ops.index_ops import build_ragged_indices_from_dense
+from dsv4attn.core.torch_ops.merge import apply_sink, merge_lse
 from dsv4attn.testing.scenario import Problem, Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry
 from tests.core.forms import BACKENDS, all_forms, all_kinds, same_bits

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry
 from tests.core.forms import BACKENDS, NAMES, all_forms, all_kinds, assert_same_bits, same_bits

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.cache_manager import CachedSequence
-from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.metadata import AttentionMetadata, Batch, SourceRows
+from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, SourceRows
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, LayoutMismatchError
+from dsv4attn.serving.cache_manager import CachedSequence
 from tests.core.network_v41 import KV_OF
 from tests.core.whole import Whole
 from tests.core.whole_v41 import network

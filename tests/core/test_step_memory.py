@@ -13,11 +13,12 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core import workspace
-from dsv4attn.core.contract import AttentionCall, Phase
-from dsv4attn.core.geometry import LayerGeometry, LayerKind
-from dsv4attn.core.keys import GatheredKeys
-from dsv4attn.core.workspace import BufferSpec, WorkspaceManager
+from dsv4attn.core.cache.selected_keys import GatheredKeys
+from dsv4attn.core.contract.backend import AttentionCall, Phase
+from dsv4attn.core.memory import workspace
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.testing.scenario import Problem, Scenario
 from tests.core.forms import BACKENDS, NAMES, all_forms, assert_same_bits
 

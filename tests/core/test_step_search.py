@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import Batch
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.selection import load_backend
 from tests.core.strategies import search
 from tests.core.whole import FP32, Whole

@@ -12,16 +12,16 @@ from dsv4attn.backends._triton.index_ops import builder as builder_steps
 from dsv4attn.backends._triton.index_ops import dense as triton_indices
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core import indices
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.context_parallel import ownership
-from dsv4attn.core.forward import forward_mqa
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layer import DeepseekV4MLAAttention
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.metadata import Batch
-from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
+from dsv4attn.core.cache import ownership
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.metadata.metadata import Batch
+from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.tensorspec import check_strides, has_dense_rows
+from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.errors import ArgumentError
 from tests.core.calls import BF16, C4A, I32, KINDS, LAYOUT, LIMITS, MODEL, PADDED, SWA, caches_of, good, random_cache
 

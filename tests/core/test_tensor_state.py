@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4attn.core import tensor_state
-from dsv4attn.core.tensor_state import TensorState
-from dsv4attn.core.weights import BlockScaledWeight, dense_weight, forget
+from dsv4attn.core.model import tensor_state
+from dsv4attn.core.model.quantized_weight import BlockScaledWeight, dense_weight, forget
+from dsv4attn.core.model.tensor_state import TensorState
 from tests.core.scaled import operations
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)

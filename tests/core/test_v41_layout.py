@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.convert import check_compatible, convert_cache
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache, check_layout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.problem import CacheFacts
-from dsv4attn.core.warmup_spec import Bounds
+from dsv4attn.core.cache.convert import check_compatible, convert_cache
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache, check_layout
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.problem import CacheFacts
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 from tests.core.v41_packer import bf16, pack_fp4, pack_fp8, page_of, unpack_fp4, unpack_fp8
 
@@ -113,14 +113,16 @@ def test_a_window_cache_of_fp4_is_refused_by_name_wherever_a_window_is_named() -
     assert LayerCaches(good, window).compressed is window
     model = ModelGeometry.preset("flash")
     with pytest.raises(LayoutMismatchError, match=r"^bounds.swa: expected a layout of window caches"):
-        Bounds.of(model, Limits(1, 1, 1), swa=FP4)
-    assert Bounds.of(model, Limits(1, 1, 1), swa=FP8, compressed=FP4).caches(model.layer_of_kind("c4a"))[1][0] == FP4
+        WarmupSpec.of(model, Limits(1, 1, 1), swa=FP4)
+    assert (
+        WarmupSpec.of(model, Limits(1, 1, 1), swa=FP8, compressed=FP4).caches(model.layer_of_kind("c4a"))[1][0] == FP4
+    )
 
 
 def test_dims_of_the_model_are_those_of_the_layout_though_all_are_codes() -> None:
     model = ModelGeometry.preset("flash")
     with pytest.raises(ArgumentError, match=r"^bounds.compressed: expected a layout of 448 \+ 64 dims"):
-        Bounds.of(model, Limits(1, 1, 1), swa=FP8, compressed=KVCacheLayout.v41_fp4(512, 0))
+        WarmupSpec.of(model, Limits(1, 1, 1), swa=FP8, compressed=KVCacheLayout.v41_fp4(512, 0))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.versions import refuse_v41
+from dsv4attn.core.model.config import refuse_v41
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
 from tests.core.test_geometry import released
 

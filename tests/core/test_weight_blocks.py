@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4attn.core.weight_scales import BLOCKS
-from dsv4attn.core.weights import BlockScaledWeight, dense_weight
+from dsv4attn.core.model.quantized_weight import BlockScaledWeight, dense_weight
+from dsv4attn.core.model.weight_scales import BLOCKS
 from dsv4attn.errors import ArgumentError
 from tests.core.scaled import DEVICE, OCP, Scaled, each_dialect, each_form
 from tests.core.test_weights import assert_worth

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsv4attn.core import tensor_state, weight_copies
-from dsv4attn.core.attention import DeepseekV4Attention
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layer_weights import AttentionWeights
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.weights import BlockScaledWeight
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.model import tensor_state, weight_copies
+from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.model.quantized_weight import BlockScaledWeight
+from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from tests.core.scaled import operations

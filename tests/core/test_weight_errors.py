@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4attn.core import weights
-from dsv4attn.core.weights import BlockScaledWeight, dense_weight
+from dsv4attn.core.model import quantized_weight as weights
+from dsv4attn.core.model.quantized_weight import BlockScaledWeight, dense_weight
 from dsv4attn.errors import ArgumentError
 from tests.core.scaled import DEVICE, OCP, Scaled
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsv4attn.core import weights
-from dsv4attn.core.weights import BlockScaledWeight, check_weight, dense_weight, forget
+from dsv4attn.core.model import quantized_weight as weights
+from dsv4attn.core.model.quantized_weight import BlockScaledWeight, check_weight, dense_weight, forget
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
 from tests.core.scaled import DEVICE, E8M0, FNUZ, OCP, Scaled, each_dialect, each_form, each_name, operations, powers_of

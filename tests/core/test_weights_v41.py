@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.weights import BlockScaledWeight
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.selection import load_backend
 from dsv4attn.testing import oracle
 from tests.core.scaled import E8M0

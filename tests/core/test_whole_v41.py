@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4attn.core.caches import DeepseekV4Caches
-from dsv4attn.core.compressor import LatentCompressor
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.contract import complete
-from dsv4attn.core.definitions.tiles import linear
-from dsv4attn.core.geometry import LayerRole
-from dsv4attn.core.layer_weights import AttentionWeights
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.cache.layer_caches import DeepseekV4Caches
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.layer.compressor import LatentCompressor
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.model.geometry import LayerRole
+from dsv4attn.core.model.weights import AttentionWeights
+from dsv4attn.core.torch_ops.tiles import linear
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import EVERYWHERE

@@ -8,13 +8,13 @@ import attrs
 import pytest
 import torch
 
-from dsv4attn.core.attention import DeepseekV4Attention
-from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layer_weights import AttentionWeights
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata, CompressorMetadata, LayerKey
+from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.metadata.metadata import AttentionMetadata, CompressorMetadata, LayerKey
+from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError, Dsv4AttnError
 from dsv4attn.selection import load_backend
 from tests.core.forms import same_bits

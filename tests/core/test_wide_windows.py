@@ -10,13 +10,13 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4attn.core.contract import Phase
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
-from dsv4attn.core.phased import PhasedBackend
-from dsv4attn.core.step import Step
-from dsv4attn.core.workspace import WorkspaceManager
-from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.core.attention.call import Step
+from dsv4attn.core.contract.backend import Phase
+from dsv4attn.core.contract.phased import PhasedBackend
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.metadata import AttentionMetadata, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError, WorkspaceError
 from dsv4attn.testing.scenario import Problem, Scenario
 from tests.backends.built_in import forms

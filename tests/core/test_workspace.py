@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4attn import load_backend
-from dsv4attn.core import workspace
-from dsv4attn.core.workspace import (
+from dsv4attn.core.memory import workspace
+from dsv4attn.core.memory.workspace import (
     ALIGNMENT,
     WorkspaceManager,
     WorkspacePlan,

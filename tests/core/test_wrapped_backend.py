@@ -11,9 +11,9 @@ import attrs
 import pytest
 import torch
 
-from dsv4attn.core import contract
-from dsv4attn.core.contract import AttentionCall, Backend, BackendDefaults, Phase, complete
-from dsv4attn.core.phased import PhasedBackend
+from dsv4attn.core.contract import backend as contract
+from dsv4attn.core.contract.backend import AttentionCall, Backend, BackendDefaults, Phase, complete
+from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.selection import load_backend
 from tests.core.whole import KINDS, SMALL, Whole
 

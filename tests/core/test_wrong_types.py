@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import dsv4attn as ds
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.forward import forward_mqa
-from dsv4attn.core.layer_weights import AttentionWeights
-from dsv4attn.core.layout import PagedKVCache
-from dsv4attn.core.limits import Limits
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError
 from tests.core.bound import bound
 from tests.core.calls import LAYOUT, LIMITS, MODEL, SWA, good, metadata_of

@@ -13,9 +13,9 @@ import attrs
 import numpy as np
 import torch
 
-from dsv4attn.core.contract import Backend
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.contract.limits import Limits
 from dsv4attn.selection import load_backend
 from dsv4attn.testing import oracle, oracle_layer, oracle_v41
 from dsv4attn.testing.judge import F64, stored

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dsv4attn import hookspecs
-from dsv4attn.core import contract
+from dsv4attn.core.contract import backend as contract
 from tests.examples.shop import ACME, BROKEN, FROZEN, Place, install, renamed
 from tests.wheels import Shelf
 

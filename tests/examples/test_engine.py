@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from dsv4attn.core import device
+from dsv4attn.core.contract import device
 from tests.examples.shop import ROOT
 
 ENGINE = ROOT / "examples" / "engine.py"

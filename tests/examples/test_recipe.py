@@ -18,10 +18,10 @@ import pytest
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.config import FILE
-from dsv4attn.core import indices
-from dsv4attn.core.contract import Backend, BackendDefaults, BackendInfo, Forms, IndexForm, KeyForm, Rank
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.contract.backend import Backend, BackendDefaults, BackendInfo, Capabilities, IndexForm, KeyForm, Rank
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.model.geometry import ModelGeometry
+from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import conform
@@ -144,7 +144,7 @@ def test_every_clause_it_names_exists() -> None:
 
 
 def test_every_name_of_the_contract_it_tells_exists() -> None:
-    fields = {field.name for kind in (BackendInfo, Forms) for field in attrs.fields(kind)}
+    fields = {field.name for kind in (BackendInfo, Capabilities) for field in attrs.fields(kind)}
     members = {*vars(Backend), *Backend.__annotations__}
     optional = {name for name in vars(BackendDefaults) if not name.startswith("_")} - {"translate_to_ragged"}
     told = {

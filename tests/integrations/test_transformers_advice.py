@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.errors import ArgumentError
 from tests.integrations.paged import causal_model, generated, ids_of, left_padded, patched
 from tests.parity import hf

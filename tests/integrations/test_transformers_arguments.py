@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import AttentionCall, IndexForm
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, RaggedIndices
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, RaggedIndices
+from dsv4attn.core.contract.backend import AttentionCall, IndexForm
 from dsv4attn.errors import ArgumentError, ConfigError, NoBackendError, UnknownNameError, UnsupportedError
 from dsv4attn.integrations.transformers.masks import VisibleKeys
 from dsv4attn.selection import load_backend

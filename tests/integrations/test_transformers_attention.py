@@ -13,8 +13,8 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import Backend, Phase, Rank
-from dsv4attn.core.phased import PhasedBackend
+from dsv4attn.core.contract.backend import Backend, Phase, Rank
+from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import class_of, infos
 from tests.parity import hf

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.core.contract import Rank
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.contract.backend import Rank
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.model.geometry import ModelGeometry
 from tests.backends.built_in import infos, runs
 from tests.parity import hf
 

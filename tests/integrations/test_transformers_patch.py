@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.core.contract import Phase, Rank
+from dsv4attn.core.contract.backend import Phase, Rank
 from tests.backends.built_in import class_of, infos
 from tests.integrations.paged import causal_model, chunked, deviation, generated, ids_of, left_padded, patched
 from tests.parity import hf

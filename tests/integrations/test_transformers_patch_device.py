@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
-from dsv4attn.core.contract import Rank
-from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.contract.backend import Rank
+from dsv4attn.core.contract.device import DeviceFacts
 from tests.backends.built_in import infos, runs
 from tests.integrations.paged import causal_model, chunked, deviation, generated, ids_of, left_padded, patched
 

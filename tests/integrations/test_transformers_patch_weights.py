@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="needs transformers")
 
-from dsv4attn.core import tensor_state
+from dsv4attn.core.model import tensor_state
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.integrations.transformers import weights as watching
 from tests.integrations.paged import causal_model, deviation, ids_of, patched

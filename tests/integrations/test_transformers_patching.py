@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.errors import (
     ArgumentError,
     Dsv4AttnError,

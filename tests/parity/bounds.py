@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.testing import oracle
 from tests.parity.hf import Trace
 

@@ -1,7 +1,7 @@
 """A tiny DeepSeek-V4 of transformers, and what its attention layers saw and made.
 
 transformers is imported inside functions: this module can be read on Pythons that transformers has no build for.
-Shapes are those of `core.geometry`; E compressed entries, J = keys of a single-shot run: T of the window, then E.
+Shapes are those of `core.model.geometry`; E compressed entries, J = keys of a single-shot run: T of the window, then E.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 
 WINDOW, HEADS, HEAD_DIM, ROPE_DIM, VOCABULARY = 8, 4, 32, 8, 64
 RATIO = {LayerKind.SWA: 1, LayerKind.C4A: 4, LayerKind.C128A: 16}

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4attn.core.attention import DeepseekV4Attention
-from dsv4attn.core.cache_manager import CachedSequence, CacheManager
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.contract import Backend
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.layer_weights import AttentionWeights
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.model.geometry import ModelGeometry
+from dsv4attn.core.model.weights import AttentionWeights
+from dsv4attn.serving.cache_manager import CachedSequence, CacheManager
 
 __all__ = ["Stack", "weights_of"]
 

@@ -27,12 +27,12 @@ from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.contract import AttentionCall
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.core.metadata import Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
-from dsv4attn.core.rope import cos_sin_cache, inverse_frequencies
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.backend import AttentionCall
+from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.metadata.metadata import Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.model.rope import cos_sin_cache, inverse_frequencies
 from dsv4attn.selection import load_backend
 from tests.parity import bounds, hf
 from tests.parity.serving import MODES, Mode, Server

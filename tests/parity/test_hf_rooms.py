@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4attn.core.contract import Backend, Rank
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import Backend, Rank
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.selection import load_backend
 from tests.backends.built_in import infos, launching_alike
 from tests.parity.serving import Mode

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4attn.core.contract import complete
-from dsv4attn.core.decoder_layer import DeepseekV4DecoderLayer
-from dsv4attn.core.definitions import TorchLayerSteps
-from dsv4attn.core.hyper_connections import HyperConnections
-from dsv4attn.core.layer_weights import HyperConnectionWeights
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
+from dsv4attn.core.layer.decoder_layer import DeepseekV4DecoderLayer
+from dsv4attn.core.layer.hyper_connections import HyperConnections
+from dsv4attn.core.model.weights import HyperConnectionWeights
 from dsv4attn.selection import load_backend
 from tests.parity import hf
 from tests.parity.layers import Stack
@@ -140,7 +140,7 @@ def test_hyper_connections_equal_transformers(seed: int) -> None:
 
 @pytest.mark.parametrize("cuts", [[71], [40, 1, 30]], ids=["single", "chunks"])
 def test_decoder_layers_with_the_model_s_own_experts_equal_it(cuts: list[int]) -> None:
-    from dsv4attn.core.context import set_forward_context
+    from dsv4attn.core.metadata.forward_context import set_forward_context
 
     model, ids = hf.model(1), hf.prompt(1)
     stack, now = Stack(model, load_backend("reference"), FP32), dict[str, Tensor]()

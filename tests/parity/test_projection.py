@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.projection import o_proj, output_projection
-from dsv4attn.core.rope import cos_sin_cache
-from dsv4attn.core.weights import BlockScaledWeight, dense_weight
+from dsv4attn.core.attention.projection import o_proj, output_projection
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.model.quantized_weight import BlockScaledWeight, dense_weight
+from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.selection import load_backend
 from tests.parity import hf
 

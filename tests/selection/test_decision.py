@@ -10,10 +10,10 @@ import attrs
 import pytest
 
 from dsv4attn.config import Setting, Settings
-from dsv4attn.core.contract import BackendInfo, Rank
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.problem import CacheFacts, Problem, Reason
+from dsv4attn.core.contract.backend import BackendInfo, Rank
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.problem import CacheFacts, Problem, Reason
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import AmbiguousBackendError, ArgumentError, BrokenBackendError, NoBackendError
 from dsv4attn.plugins import PluginFailure, PluginRegistry, Registered
 from dsv4attn.selection import Selection, decide, explain

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from dsv4attn.config import Settings
-from dsv4attn.core import device
-from dsv4attn.core.contract import Backend, complete
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.phased import PhasedBackend
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.contract import device
+from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.phased import PhasedBackend
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import BrokenBackendError, NoBackendError
 from dsv4attn.plugins import BUILT_IN
 from dsv4attn.selection import explain, registered, select_backend

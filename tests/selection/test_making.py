@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core import device
-from dsv4attn.core.contract import BackendInfo, Forms, IndexForm, KeyForm
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.phased import PhasedBackend
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.contract import device
+from dsv4attn.core.contract.backend import BackendInfo, Capabilities, IndexForm, KeyForm
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.phased import PhasedBackend
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError, BrokenBackendError, ConfigError, NoBackendError, UnknownNameError
 from dsv4attn.plugins import BUILT_IN
 from dsv4attn.selection import build, load_backend, select_backend
@@ -71,7 +71,7 @@ def test_two_phases_with_two_backends_are_one_backend(shelf: Shelf, monkeypatch:
     pair = select_backend(*PREFILL, *DECODE, backend="decode=acme,prefill=reference")
 
     assert isinstance(pair, PhasedBackend)
-    assert pair.forms == Forms(IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED, max_logits=True, empty_lse=True)
+    assert pair.forms == Capabilities(IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED, max_logits=True, empty_lse=True)
     monkeypatch.setenv("DSV4ATTN_BACKEND", "acme")
     assert isinstance(select_backend(*PREFILL, *DECODE), ReferenceBackend)
 

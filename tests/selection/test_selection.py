@@ -14,11 +14,11 @@ import pytest
 import dsv4attn
 from dsv4attn import plugins
 from dsv4attn.config import Settings
-from dsv4attn.core import device
-from dsv4attn.core.contract import Rank
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.contract import device
+from dsv4attn.core.contract.backend import Rank
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, ConfigError, NoBackendError
 from dsv4attn.plugins import PluginRegistry
 from dsv4attn.selection import backend_names, explain, resolve
@@ -202,10 +202,10 @@ IMPORTS = (
     "config",
     "hookspecs",
     "backends.reference",
-    "core.contract",
-    "core.keys",
-    "core.problem",
-    "core.phased",
+    "core.contract.backend",
+    "core.cache.selected_keys",
+    "core.contract.problem",
+    "core.contract.phased",
 )
 HEAVY = ("torch", "triton", "numpy")
 CHOOSE = """

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from dsv4attn import plugins, selection
-from dsv4attn.core import device
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.contract import device
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import NoBackendError
 from dsv4attn.selection import backend_names, explain, load_backend, registered, resolve, select_backend
 from dsv4attn.testing.subject import Subject

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core import indices
-from dsv4attn.core.contract import AttentionCall, Phase
-from dsv4attn.core.definitions import fp4
-from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.core.workspace import BufferSpec
+from dsv4attn.core.cache import fp4
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
+from dsv4attn.core.contract.backend import AttentionCall, Phase
+from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.tensorspec import BufferSpec
+from dsv4attn.core.torch_ops import index_ops as indices
 
 LN2 = 0.6931471805599453
 right = ReferenceBackend.decode

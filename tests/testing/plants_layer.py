@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.definitions import TorchLayerSteps, compressor, records
-from dsv4attn.core.layout import Arrangement, PagedKVCache
+from dsv4attn.core.cache import index_records as records
+from dsv4attn.core.cache.layout import Arrangement, PagedKVCache
+from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
+from dsv4attn.core.torch_ops import compressor
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core import merge
-from dsv4attn.core.context_parallel import Ownership
+from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.selection import score_selected, select_among
-from dsv4attn.core.definitions import TorchLayerSteps
-from dsv4attn.core.definitions.indexer import IndexQuery
+from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
+from dsv4attn.core.torch_ops import merge
+from dsv4attn.core.torch_ops.indexer import IndexQuery
 
 __all__ = ["CHOICES", "MERGES", "Chooses", "Merges"]
 

@@ -9,10 +9,11 @@ import attrs
 import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core import indices
-from dsv4attn.core.context_parallel import Ownership, build_owned_slot_mapping
-from dsv4attn.core.contract import AttentionCall
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
+from dsv4attn.core.contract.backend import AttentionCall
+from dsv4attn.core.torch_ops import index_ops as indices
+from dsv4attn.core.torch_ops.rank_ops import build_owned_slot_mapping
 from tests.testing.plants import attend
 
 

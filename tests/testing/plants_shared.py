@@ -11,11 +11,11 @@ from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core import indices
-from dsv4attn.core.contract import AttentionCall, Phase, Run
-from dsv4attn.core.index_ops import IndexStep
-from dsv4attn.core.keys import DenseIndices, GatheredKeys
-from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys
+from dsv4attn.core.contract.backend import AttentionCall, Phase, Run
+from dsv4attn.core.contract.index_ops import IndexStep
+from dsv4attn.core.torch_ops import index_ops as indices
 from tests.testing.plants import attend, int32_offsets
 
 

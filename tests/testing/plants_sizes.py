@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core import indices
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.contract import AttentionCall, EntryIndices, FillRows, Phase, RunEntries
-from dsv4attn.core.gathered import fill_by_steps
-from dsv4attn.core.keys import ChunkRows, DenseIndices, GatheredKeys
-from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.attention.gathered import fill_by_steps
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.cache.selected_keys import ChunkRows, DenseIndices, GatheredKeys
+from dsv4attn.core.contract.backend import AttentionCall, EntryIndices, FillRows, Phase, RunEntries
+from dsv4attn.core.torch_ops import index_ops as indices
 from tests.testing.plants import attend
 
 

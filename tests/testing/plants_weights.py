@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4attn.core import weights
-from dsv4attn.core.weight_scales import factors_of, product
+from dsv4attn.core.model import quantized_weight as weights
+from dsv4attn.core.model.weight_scales import factors_of, product
 
 true_factors, true_product = factors_of, product
 

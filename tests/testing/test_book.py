@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import Phase
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import Phase
 from dsv4attn.testing.book import UNWRITTEN, Book, Shelf, place_of
 from dsv4attn.testing.case import Bench, SkipCase, Wrong
 from dsv4attn.testing.judge import stored

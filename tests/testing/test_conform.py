@@ -14,8 +14,8 @@ import torch
 
 import dsv4attn
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import API_VERSION, AttentionCall
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.contract.backend import API_VERSION, AttentionCall
+from dsv4attn.core.contract.problem import Problem
 from dsv4attn.errors import ArgumentError, UnknownNameError
 from dsv4attn.testing.case import Area, Bench, Case, Measure, SkipCase, Wrong, chosen
 from dsv4attn.testing.cases import CASES, GROUPS

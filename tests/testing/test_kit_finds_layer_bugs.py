@@ -11,9 +11,11 @@ import torch
 
 from dsv4attn.backends.reference import kernels as reference_kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.definitions import TorchLayerSteps, indexer, latents, layer_step_sources, records, selection
-from dsv4attn.core.layer_ops import LAYER_STEPS
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.cache import index_records as records
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.layer_ops import LAYER_STEPS
+from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps, layer_step_sources
+from dsv4attn.core.torch_ops import indexer, latents, selection
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import conform

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core import layer_ops
-from dsv4attn.core.definitions import TorchLayerSteps, complete_steps, v41_step_sources
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract import layer_ops
+from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps, complete_steps, v41_step_sources
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES

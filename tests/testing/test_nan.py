@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import AttentionCall
-from dsv4attn.core.keys import GatheredKeys, PagedKeys
-from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.cache.selected_keys import GatheredKeys, PagedKeys
+from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import conform

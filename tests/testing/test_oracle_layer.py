@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.testing import oracle, oracle_layer
 from dsv4attn.testing.case import Wrong
 from dsv4attn.testing.judge_layer import UNIT, Codes, Formula, hold_record, hold_values

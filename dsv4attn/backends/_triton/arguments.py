@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.core.tensorspec import check_tensor
 
 __all__ = ["FLOATS", "as_rows", "check_optional", "layer_of"]

@@ -21,11 +21,12 @@ from dsv4attn.backends._triton.launching.warmup import warm
 from dsv4attn.backends._triton.layer import output, steps
 from dsv4attn.backends._triton.layer.variants import variants as layer_variants
 from dsv4attn.backends._triton.tuning import Tuning, tuning_for
-from dsv4attn.core.contract import (
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import (
     AttentionCall,
     BackendDefaults,
     BuilderSteps,
-    Forms,
+    Capabilities,
     IndexForm,
     IndexSteps,
     KeyForm,
@@ -35,13 +36,11 @@ from dsv4attn.core.contract import (
     RankSteps,
     Run,
 )
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.tensorspec import check_strides
-from dsv4attn.core.warmup_spec import Bounds
-from dsv4attn.core.weights import Weight, dense_weight, scaled_weight
-from dsv4attn.core.workspace import BufferSpec
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.model.quantized_weight import Weight, dense_weight, scaled_weight
+from dsv4attn.core.tensorspec import BufferSpec, check_strides
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["TritonBackend"]
@@ -61,7 +60,7 @@ class TritonBackend(BackendDefaults):
 
     name: str
     tunings: Mapping[str, Tuning]
-    forms = Forms(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
+    forms = Capabilities(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
     steps: IndexSteps = dense
     builder_steps: BuilderSteps = builder
     rank_steps: RankSteps = ranks
@@ -164,7 +163,7 @@ class TritonBackend(BackendDefaults):
             o, positions, cos_sin_cache, weight, num_groups, deterministic=self.deterministic
         )
 
-    def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:
+    def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterator[Variant]:
         """See `contract.BackendDefaults`."""
         tuning = self._tuning(device)
         yield from dense.variants(device.arch)
@@ -201,28 +200,28 @@ class TritonBackend(BackendDefaults):
         if bounds.model is not None:
             yield from layer_variants(bounds, device.arch)
 
-    def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
+    def _attention_variants(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """Forms of the attention kernel in both phases."""
         yield from self._paged_variants(bounds, layer, tuning)
         if self.forms.prefill_keys is KeyForm.GATHERED:
             yield from self._gathered_variants(bounds, layer, tuning)
 
     def _gathered_variants(
-        self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning, *, decode: bool = False
+        self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning, *, decode: bool = False
     ) -> Iterator[Variant]:
         """Forms for keys in the workspace, where all views begin at multiples of 16 bytes. decode: also of decode."""
         rows = KVCacheLayout.rows(bounds.swa.nope_dim, bounds.swa.rope_dim, dtype=bounds.swa.row_dtype)
         segment = attend.Segment.of(rows, aligned=rows.data_bytes % 16 == 0)
         yield from self._variants_over(bounds, layer, tuning, (segment,), decode=decode)
 
-    def _paged_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
+    def _paged_variants(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         layouts = [layout for layout, _ in bounds.caches(layer)]
         for segments in product(*(_possible_segments(layout, aligned=bounds.aligned) for layout in layouts)):
             yield from self._variants_over(bounds, layer, tuning, segments)
 
     def _variants_over(
         self,
-        bounds: Bounds,
+        bounds: WarmupSpec,
         layer: LayerGeometry,
         tuning: Tuning,
         segments: tuple[attend.Segment, ...],
@@ -239,7 +238,7 @@ class TritonBackend(BackendDefaults):
                 given = {"sinks": bounds.with_sink, "lses": bounds.with_lse, "splits": (True,)}
                 yield from attend.variants(shape, numbers, **given)
 
-    def warmup(self, bounds: Bounds, device: torch.device) -> int:
+    def warmup(self, bounds: WarmupSpec, device: torch.device) -> int:
         """See `contract.BackendDefaults`."""
         return warm(self.kernel_variants(bounds, DeviceFacts.here(device)), device, name=self.name)
 

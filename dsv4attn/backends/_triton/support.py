@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dsv4attn.core.device import NEWER_TRITON, TRITON_SOURCES, DeviceFacts, release_of
-from dsv4attn.core.layer_geometry import LayerKind
-from dsv4attn.core.problem import Problem, Reason, layout_reasons
+from dsv4attn.core.contract.device import NEWER_TRITON, TRITON_SOURCES, DeviceFacts, release_of
+from dsv4attn.core.contract.problem import Problem, Reason, layout_reasons
+from dsv4attn.core.model.layer_geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["FP8_UNITS", "index_notes", "require_release", "support", "support_step"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from attrs import evolve, frozen
 
 from dsv4attn.backends._triton.launching.dependent import overlaps
-from dsv4attn.core.contract import Phase
+from dsv4attn.core.contract.backend import Phase
 
 __all__ = ["CDNA", "COMPILED", "DEFAULT", "HOPPER", "INTERPRETER", "RDNA", "Tuning", "padded", "tuning_for"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dsv4attn.backends.reference.support import support
-from dsv4attn.core.contract import API_VERSION, LAYER_PARTS, BackendInfo, Rank
+from dsv4attn.core.contract.backend import API_VERSION, LAYER_PARTS, BackendInfo, Rank
 from dsv4attn.hookspecs import hookimpl
 
 INFO = BackendInfo(

@@ -1,7 +1,7 @@
 """DeepSeek-V4 attention in vectorised torch, step by step from top to bottom: the definition for every backend.
 
 Records -> insert and gather -> q-norm and RoPE -> attention over selected keys -> output projection.
-Letters are those of `core.geometry`. All arithmetic is fp32.
+Letters are those of `core.model.geometry`. All arithmetic is fp32.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from math import inf
 import torch
 from torch import Tensor
 
-from dsv4attn.core.definitions import fp4
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.layer_ops import Linear
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.rope import angles_at, apply_rope
+from dsv4attn.core.cache import fp4
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.contract.layer_ops import Linear
+from dsv4attn.core.model.rope import angles_at, apply_rope
 
 LARGEST_EXPONENT = 254
 """Byte 255 is NaN in the E8M0 format."""

@@ -10,24 +10,23 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
-from dsv4attn.core import indices
-from dsv4attn.core.checks import check_attention_strides, check_keys
-from dsv4attn.core.contract import (
+from dsv4attn.core.attention.checks import check_attention_strides, check_keys
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.contract.backend import (
     AttentionCall,
     BackendDefaults,
+    Capabilities,
     ChunkCost,
-    Forms,
     IndexForm,
     IndexSteps,
     KeyForm,
     Phase,
 )
-from dsv4attn.core.definitions import batch_invariant_linear, linear
-from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.layout import PagedKVCache
-from dsv4attn.core.tensorspec import check_strides
-from dsv4attn.core.weights import Weight, dense_weight
-from dsv4attn.core.workspace import BufferSpec
+from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.model.quantized_weight import Weight, dense_weight
+from dsv4attn.core.tensorspec import BufferSpec, check_strides
+from dsv4attn.core.torch_ops import index_ops as indices
+from dsv4attn.core.torch_ops.tiles import batch_invariant_linear, linear
 from dsv4attn.errors import ArgumentError, UnknownNameError
 
 __all__ = ["ReferenceBackend"]
@@ -65,7 +64,7 @@ class ReferenceBackend(BackendDefaults):
                 raise ArgumentError(option, expected="true or false", actual=repr(value))
         self.deterministic, self._raw_q = deterministic, raw_q
         keys = _form(KeyForm, "prefill_keys", prefill_keys)
-        self.forms = Forms(
+        self.forms = Capabilities(
             _form(IndexForm, "decode_indices", decode_indices),
             _form(IndexForm, "prefill_indices", prefill_indices),
             keys,

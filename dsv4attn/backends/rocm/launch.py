@@ -7,9 +7,9 @@ import torch
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends.rocm.metadata import RocmMetadata
 from dsv4attn.backends.rocm.tuning import TUNING
-from dsv4attn.core.contract import Forms, IndexForm, KeyForm
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.limits import Limits
+from dsv4attn.core.contract.backend import Capabilities, IndexForm, KeyForm
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.model.geometry import ModelGeometry
 
 __all__ = ["RocmBackend"]
 
@@ -19,7 +19,7 @@ class RocmBackend(TritonBackend):
 
     name = "rocm"
     tunings = TUNING
-    forms = Forms(
+    forms = Capabilities(
         decode_indices=IndexForm.RAGGED,
         prefill_indices=IndexForm.RAGGED,
         prefill_keys=KeyForm.GATHERED,

@@ -13,11 +13,11 @@ from attrs import define, fields
 from torch import Tensor
 
 from dsv4attn.backends._triton.index_ops.ragged import build_ragged_indices_from_dense
-from dsv4attn.core.builder import c128a_columns
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.keys import DenseIndices, RaggedIndices
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.cache.selected_keys import DenseIndices, RaggedIndices
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.builder import c128a_columns
+from dsv4attn.core.metadata.metadata import DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.core.tensorspec import tensor
 from dsv4attn.errors import ArgumentError
 

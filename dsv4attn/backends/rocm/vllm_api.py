@@ -18,13 +18,13 @@ from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.index_ops.ragged import build_ragged_indices_from_dense
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.rocm.vllm_api_ragged import INT, INT32_MAX, check_at_least, check_indptr, new_rows
-from dsv4attn.core.checks import check_same_device
-from dsv4attn.core.contract import AttentionCall, Phase
-from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.attention.checks import check_same_device
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.contract.backend import AttentionCall, Phase
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.tensorspec import check_tensor
-from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError
 
 __all__ = [

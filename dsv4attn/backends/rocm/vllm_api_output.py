@@ -7,9 +7,9 @@ from torch import Tensor
 
 from dsv4attn.backends._triton import projection
 from dsv4attn.backends._triton.arguments import FLOATS
-from dsv4attn.core.checks import check_same_device
+from dsv4attn.core.attention.checks import check_same_device
+from dsv4attn.core.model.quantized_weight import Weight, check_weight, dense_weight
 from dsv4attn.core.tensorspec import check_tensor
-from dsv4attn.core.weights import Weight, check_weight, dense_weight
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["rocm_inv_rope_einsum"]
@@ -30,7 +30,7 @@ def rocm_inv_rope_einsum(
 
     rotary_emb: has `cos_sin_cache`, [positions, rope_head_dim] fp32, cosines then sines. o: [T, H, D] bf16 or fp32, any
     strides but that of the last dimension; it stays as it is. positions: [T] int64; those of padding rows may be
-    anything. wo_a: [G * o_lora_rank, H / G * D], see `core.weights.dense_weight`.
+    anything. wo_a: [G * o_lora_rank, H / G * D], see `core.model.quantized_weight.dense_weight`.
     Beyond the original: turned_rows, the number of leading rows of o whose rotation the attention call has undone
     already; their positions are not read.
     Raises ArgumentError before any launch.

@@ -14,10 +14,10 @@ from torch import Tensor
 from dsv4attn.backends._triton.arguments import as_rows, check_optional
 from dsv4attn.backends._triton.index_ops import ragged as kernels
 from dsv4attn.backends._triton.index_ops.dense import combine_topk_swa_indices
-from dsv4attn.core.checks import check_same_device
-from dsv4attn.core.indices import positions_of, token_to_req_indices
+from dsv4attn.core.attention.checks import check_same_device
+from dsv4attn.core.memory.plan import ragged_specs
 from dsv4attn.core.tensorspec import check_tensor
-from dsv4attn.core.workspace_plan import ragged_specs
+from dsv4attn.core.torch_ops.index_ops import positions_of, token_to_req_indices
 from dsv4attn.errors import ArgumentError
 
 __all__ = [

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 from dsv4attn.backends._triton.support import index_notes
 from dsv4attn.backends.sm120.probe import HEADS, OLDEST, Found, reasons
-from dsv4attn.core.device import DeviceFacts, version_of
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.contract.device import DeviceFacts, version_of
+from dsv4attn.core.contract.problem import Problem
 
 __all__ = ["ARCHS", "notes"]
 

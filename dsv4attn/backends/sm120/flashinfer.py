@@ -17,13 +17,12 @@ from torch import Tensor
 
 from dsv4attn.backends.sm120.flashinfer_launches import Copies, Results
 from dsv4attn.backends.sm120.probe import TILE, Found, find, forget, reasons
-from dsv4attn.core.chunking import round_up
-from dsv4attn.core.contract import AttentionCall, Run
-from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
-from dsv4attn.core.layout import KVCacheLayout, check_layout
-from dsv4attn.core.tensorspec import signature
-from dsv4attn.core.workspace import BufferSpec
+from dsv4attn.core.cache.layout import KVCacheLayout, check_layout
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
+from dsv4attn.core.contract.backend import AttentionCall, Run
+from dsv4attn.core.memory.chunking import round_up
+from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.tensorspec import BufferSpec, signature
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, UnsupportedError
 
 __all__ = ["FlashInferAttention", "Found", "find", "forget", "reasons", "remember"]

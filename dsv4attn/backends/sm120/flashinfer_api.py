@@ -19,10 +19,10 @@ from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.launching.runtime import multiprocessors
 from dsv4attn.backends.sm120.flashinfer_memory import WrapperMemory, device_of
 from dsv4attn.backends.sm120.launch import Sm120Backend
-from dsv4attn.core.checks import check_same_device
-from dsv4attn.core.contract import AttentionCall
-from dsv4attn.core.keys import DenseIndices, PagedKeys
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.attention.checks import check_same_device
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, PagedKeys
+from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.errors import ArgumentError, UnsupportedError
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import Constants, Launch
 from dsv4attn.backends.sm120.kernels import prepare, settle
-from dsv4attn.core.contract import AttentionCall
-from dsv4attn.core.keys import PagedKeys
+from dsv4attn.core.cache.selected_keys import PagedKeys
+from dsv4attn.core.contract.backend import AttentionCall
 
 __all__ = ["Copies", "Results", "variants"]
 

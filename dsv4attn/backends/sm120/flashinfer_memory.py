@@ -9,8 +9,10 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, multiprocessors
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.core.device import DeviceFacts, is_capturing
-from dsv4attn.core.workspace import ALIGNMENT, BufferSpec, WorkspaceManager, WorkspacePlan
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.memory.workspace import ALIGNMENT, WorkspaceManager, WorkspacePlan
+from dsv4attn.core.tensorspec import BufferSpec
+from dsv4attn.core.torch_modes import is_capturing
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["WrapperMemory", "device_of"]

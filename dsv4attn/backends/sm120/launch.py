@@ -17,13 +17,14 @@ from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.flashinfer_launches import variants
 from dsv4attn.backends.sm120.probe import HEADS
 from dsv4attn.backends.sm120.tuning import TUNING
-from dsv4attn.core.chunking import round_up
-from dsv4attn.core.contract import AttentionCall, Forms, KeyForm, Phase, Products, Run
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import LayerGeometry, LayerKind
-from dsv4attn.core.problem import CacheFacts, Problem, Reason
-from dsv4attn.core.warmup_spec import Bounds
-from dsv4attn.core.workspace import ALIGNMENT, BufferSpec, simultaneous_bytes
+from dsv4attn.core.contract.backend import AttentionCall, Capabilities, KeyForm, Phase, Products, Run
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.problem import CacheFacts, Problem, Reason
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.memory.chunking import round_up
+from dsv4attn.core.memory.workspace import ALIGNMENT, simultaneous_bytes
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import ArgumentError, UnsupportedError
 
 __all__ = ["Sm120Backend"]
@@ -86,11 +87,11 @@ class Sm120Backend(TritonBackend):
         return FlashInferAttention(found, in_range=self._in_range)
 
     @cached_property
-    def forms(self) -> Forms:  # type: ignore[override]
+    def forms(self) -> Capabilities:  # type: ignore[override]
         """Dense slots on pages; products may be in fp8 where FlashInfer serves."""
         products = Products.BF16 if isinstance(self.vendor, Reason) else Products.FP8
         ours = products is Products.BF16
-        return Forms(prefill_keys=KeyForm.PAGED, max_logits=ours, empty_lse=True, products=products)
+        return Capabilities(prefill_keys=KeyForm.PAGED, max_logits=ours, empty_lse=True, products=products)
 
     def reasons(self, phase: Phase, layer: LayerGeometry, tokens: int, window: int = 0) -> Sequence[Reason]:
         """Why our kernel serves calls of this many tokens; empty if FlashInfer serves them.
@@ -152,7 +153,7 @@ class Sm120Backend(TritonBackend):
             return super().prepare(phase, evolve(call, scratch=()))
         return vendor.prepare(call, form)
 
-    def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:
+    def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterator[Variant]:
         """See `contract.BackendDefaults`. What stands around FlashInfer's kernels too, whether or not it is there."""
         yield from super().kernel_variants(bounds, device)
         if self._kernel == FLASHINFER or (self._kernel == AUTO and device.matches(ARCHS)):
@@ -160,7 +161,7 @@ class Sm120Backend(TritonBackend):
             for padded in dict.fromkeys(layer.num_heads not in HEADS for layer in bounds.layers):
                 yield from variants(sinks, lses, padded=padded, copies=copies, aligned=bounds.aligned_rows)
 
-    def warmup(self, bounds: Bounds, device: torch.device) -> int:
+    def warmup(self, bounds: WarmupSpec, device: torch.device) -> int:
         """See `contract.BackendDefaults`. FlashInfer is imported here, and compiles when its shapes run first."""
         _ = self.vendor
         return super().warmup(bounds, device)

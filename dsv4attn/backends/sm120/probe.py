@@ -15,7 +15,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from dsv4attn.core.problem import CacheFacts, Problem, Reason
+from dsv4attn.core.contract.problem import CacheFacts, Problem, Reason
 
 __all__ = ["HEADS", "TILE", "Found", "find", "forget", "reasons"]
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from dsv4attn.backends._triton.support import support, support_step
 from dsv4attn.backends.sm90.choice import notes
-from dsv4attn.core.contract import API_VERSION, LAYER_PARTS, BackendInfo, Rank
+from dsv4attn.core.contract.backend import API_VERSION, LAYER_PARTS, BackendInfo, Rank
 from dsv4attn.hookspecs import hookimpl
 
 INFO = BackendInfo(

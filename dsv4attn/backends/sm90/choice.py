@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from dsv4attn.backends._triton.support import index_notes
 from dsv4attn.backends.sm90.tuning import ROADS
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.layer_geometry import LayerGeometry
-from dsv4attn.core.problem import CacheFacts, Problem
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.problem import CacheFacts, Problem
+from dsv4attn.core.model.layer_geometry import LayerGeometry
 
 __all__ = ["MOST_HEADS", "notes"]
 

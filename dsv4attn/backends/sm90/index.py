@@ -15,10 +15,10 @@ from dsv4attn.backends._triton.attention.attend import divider
 from dsv4attn.backends._triton.cache.records import record_strides
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
-from dsv4attn.core.definitions.indexer import IndexQuery, check_paged_logits, dialect_of
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.core.warmup_spec import Bounds
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.torch_ops.indexer import IndexQuery, check_paged_logits, dialect_of
 
 __all__ = ["fp8_mqa_logits", "may_serve", "score", "variants"]
 
@@ -64,7 +64,7 @@ def fp8_paged_mqa_logits(
     block_tables: Tensor,
     max_model_len: int,
 ) -> Tensor | None:
-    """See `definitions.indexer.fp8_paged_mqa_logits`. None if this kernel does not serve the call."""
+    """See `torch_ops.indexer.fp8_paged_mqa_logits`. None if this kernel does not serve the call."""
     cache, lens = check_paged_logits(q, kv_cache, weights, context_lens)
     requests, each, _, _ = q.shape
     query = IndexQuery(q.flatten(0, 1), weights)
@@ -93,7 +93,7 @@ def _paging(cache: PagedKVCache) -> tuple[int, ...] | None:
 def fp8_mqa_logits(
     q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor
 ) -> Tensor | None:
-    """See `definitions.indexer.fp8_mqa_logits`. None if this kernel does not serve the call."""
+    """See `torch_ops.indexer.fp8_mqa_logits`. None if this kernel does not serve the call."""
     rows, scales = kv
     query = IndexQuery(q, weights)
     dense = rows.shape[1] == DIM and rows.stride() == (DIM, 1) and rows.data_ptr() % WIDE == 0
@@ -159,7 +159,7 @@ def _launch(
     )  # fmt: skip
 
 
-def may_serve(bounds: Bounds) -> bool:
+def may_serve(bounds: WarmupSpec) -> bool:
     """Whether the kernel serves some calls of a model within the bounds."""
     model = bounds.model
     if INTERPRETED or model is None or not {"indexer", "selection"} & set(bounds.parts):

@@ -289,7 +289,7 @@ def divided(n, factor, log):
 
 @triton.jit
 def entry_slots(entries, second, t, entry):
-    """Slots of entries of row t, -1 where there is none; `core.indices` is the definition.
+    """Slots of entries of row t, -1 where there is none; `core.torch_ops.index_ops` is the definition.
 
     second: their segment, with the number of entries that each row may see for lengths.
     """

@@ -24,14 +24,24 @@ from dsv4attn.backends.sm90.choice import MOST_HEADS
 from dsv4attn.backends.sm90.kernels_parts import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, CODE_PAGES, FP8_PAGES, NIBBLE_PAGES, SHORT
 from dsv4attn.backends.sm90.tuning import CODED, PAGED, RAW, ROADS, ROWED, TUNING, Roles, Tiles, is_small, tiles_of
-from dsv4attn.core.checks import check_attention_strides
-from dsv4attn.core.contract import AttentionCall, ChunkCost, EntryIndices, KeyForm, LayerSteps, Phase, Run, RunEntries
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.keys import DenseIndices, GatheredKeys
-from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.core.warmup_spec import Bounds
-from dsv4attn.core.workspace import ALIGNMENT, BufferSpec
+from dsv4attn.core.attention.checks import check_attention_strides
+from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys
+from dsv4attn.core.contract.backend import (
+    AttentionCall,
+    ChunkCost,
+    EntryIndices,
+    KeyForm,
+    LayerSteps,
+    Phase,
+    Run,
+    RunEntries,
+)
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.memory.workspace import ALIGNMENT
+from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import ArgumentError
 
 if INTERPRETED:
@@ -123,7 +133,7 @@ class Sm90Backend(TritonBackend):
             return False
         return not (self._chooses and chunks) or ROADS.prefers_raw_q(layer, chunks)
 
-    def _may_leave_raw(self, bounds: Bounds, layer: LayerGeometry) -> bool:
+    def _may_leave_raw(self, bounds: WarmupSpec, layer: LayerGeometry) -> bool:
         """Whether some calls within bounds take raw q."""
         gathers = self.forms.prefill_keys is KeyForm.GATHERED and layer.rope_dim == ROTATED and layer.q_norm
         return gathers and self._may_serve(layer) and bounds.q_dtype == bounds.swa.row_dtype == torch.bfloat16
@@ -196,7 +206,7 @@ class Sm90Backend(TritonBackend):
         """Whether the shared kernel may serve decodes that the Gluon kernels could serve, on keys of this kind."""
         return self._small == "shared" or (self._small == "auto" and kind != PAGES)
 
-    def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:
+    def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterator[Variant]:
         """See `contract.BackendDefaults`."""
         yield from super().kernel_variants(bounds, device)
         for layer in bounds.layers:
@@ -208,7 +218,7 @@ class Sm90Backend(TritonBackend):
             yield from index.variants()
         yield from streams.variants(bounds, device.arch)
 
-    def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
+    def _attention_variants(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """Forms of the Gluon kernels, and of the shared kernel for the calls that it may serve."""
         layouts = [layout for layout, _ in bounds.caches(layer)]
         sources = [(layouts, self._paged_variants)]

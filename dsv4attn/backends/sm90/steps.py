@@ -9,8 +9,8 @@ from torch import Tensor
 from dsv4attn.backends._triton.layer import index_logits
 from dsv4attn.backends._triton.layer.steps import TritonLayerSteps
 from dsv4attn.backends.sm90 import index, streams
-from dsv4attn.core.definitions.indexer import IndexQuery
-from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.torch_ops.indexer import IndexQuery
 
 __all__ = ["Sm90LayerSteps"]
 

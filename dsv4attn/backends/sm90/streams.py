@@ -17,7 +17,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch, multiprocessors
 from dsv4attn.backends._triton.layer import hyper_connections, hyper_connections_variants
 from dsv4attn.backends._triton.layer.hyper_connections import Delayed, Numbers
-from dsv4attn.core.warmup_spec import Bounds
+from dsv4attn.core.contract.warmup import WarmupSpec
 
 __all__ = ["mhc_fused_post_pre", "mhc_fused_post_pre_delayed", "variants"]
 
@@ -142,7 +142,7 @@ def _constants() -> dict[str, Any]:
     return {"SLICES": SLICES, "STAGES": STAGES}
 
 
-def variants(bounds: Bounds, arch: str) -> Iterator[Variant]:
+def variants(bounds: WarmupSpec, arch: str) -> Iterator[Variant]:
     """Every form that `mhc_fused_post_pre` can ask for, beside those of the shared steps."""
     model = bounds.model
     if model is None or "hyper_connections" not in bounds.parts:

@@ -14,9 +14,9 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.dependent import overlaps
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch
 from dsv4attn.backends.sm90.tuning import ROUNDS, TILES, Tiles, rounds_of
-from dsv4attn.core.contract import AttentionCall, EntryIndices
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
-from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
+from dsv4attn.core.contract.backend import AttentionCall, EntryIndices
 
 if INTERPRETED:
     from dsv4attn.backends.sm90.kernels_tiles_twin import attend_tile, combine_tiles

@@ -10,8 +10,8 @@ from itertools import accumulate
 from attrs import frozen
 
 from dsv4attn.backends._triton.tuning import DEFAULT, HOPPER, INTERPRETER, Tuning
-from dsv4attn.core.contract import ChunkCost
-from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.contract.backend import ChunkCost
+from dsv4attn.core.model.geometry import LayerGeometry
 
 __all__ = [
     "CODED",

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dsv4attn.backends._triton.support import index_notes, support, support_step
-from dsv4attn.core.contract import API_VERSION, LAYER_PARTS, BackendInfo, Rank
+from dsv4attn.core.contract.backend import API_VERSION, LAYER_PARTS, BackendInfo, Rank
 from dsv4attn.hookspecs import hookimpl
 
 INFO = BackendInfo(

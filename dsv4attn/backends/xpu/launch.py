@@ -25,17 +25,17 @@ from dsv4attn.backends._triton.launching.runtime import WIDE, launch
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.xpu import kernels
 from dsv4attn.backends.xpu.tuning import DECODE, FUSED, GATHERED, RUN_BYTES, TUNING
-from dsv4attn.core import workspace
-from dsv4attn.core.checks import check_attention_strides
-from dsv4attn.core.chunking import round_up
-from dsv4attn.core.contract import AttentionCall, Forms, KeyForm, Phase, Run
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.warmup_spec import Bounds
-from dsv4attn.core.workspace import BufferSpec
-from dsv4attn.core.workspace_plan import gathers_keys
+from dsv4attn.core.attention.checks import check_attention_strides
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
+from dsv4attn.core.contract.backend import AttentionCall, Capabilities, KeyForm, Phase, Run
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.memory import workspace
+from dsv4attn.core.memory.chunking import round_up
+from dsv4attn.core.memory.plan import gathers_keys
+from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["XpuBackend"]
@@ -72,7 +72,7 @@ class XpuBackend(TritonBackend):
 
     name = "xpu"
     tunings = TUNING
-    forms = Forms(
+    forms = Capabilities(
         prefill_keys=KeyForm.GATHERED, index_alignment=COLUMNS, max_logits=True, empty_lse=True, prefill_pages=True
     )
 
@@ -145,11 +145,11 @@ class XpuBackend(TritonBackend):
 
         return run
 
-    def _attention_variants(self, bounds: Bounds, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
+    def _attention_variants(self, bounds: WarmupSpec, layer: LayerGeometry, tuning: Tuning) -> Iterator[Variant]:
         """Gathered rows in prefill; in decode the same, or pages."""
         yield from self._gathered_variants(bounds, layer, tuning)
 
-    def kernel_variants(self, bounds: Bounds, device: DeviceFacts) -> Iterator[Variant]:
+    def kernel_variants(self, bounds: WarmupSpec, device: DeviceFacts) -> Iterator[Variant]:
         """See `contract.BackendDefaults`. Only what the chosen form of decode asks for."""
         yield from super().kernel_variants(bounds, device)
         tuning, gathers = self._tuning(device), self._gathers(device)

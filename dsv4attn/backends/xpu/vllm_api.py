@@ -25,12 +25,12 @@ from dsv4attn.backends._triton.tuning import padded
 from dsv4attn.backends.xpu import kernels
 from dsv4attn.backends.xpu.launch import XpuBackend
 from dsv4attn.backends.xpu.tuning import TUNING
-from dsv4attn.core.checks import check_insert, check_same_device
-from dsv4attn.core.contract import AttentionCall, Extras, Phase
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.attention.checks import check_insert, check_same_device
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
+from dsv4attn.core.contract.backend import AttentionCall, Extras, Phase
+from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.tensorspec import check_tensor
-from dsv4attn.core.workspace import WorkspaceManager
 from dsv4attn.errors import ArgumentError
 
 __all__ = [

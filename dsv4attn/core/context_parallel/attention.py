@@ -11,23 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.checks import check_call
+from dsv4attn.core.attention.checks import check_call
+from dsv4attn.core.attention.forward_mqa import forward_in_parts, forward_mqa
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.context_parallel.buffers import LANE, attention_bytes, merge_specs, part_tokens, piece_bytes
 from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.head_buffers import ALL_HEADS_VIEWS, all_heads, divided_specs
 from dsv4attn.core.context_parallel.heads import by_rank, gather_queries
 from dsv4attn.core.context_parallel.keys import KeyGathering
 from dsv4attn.core.context_parallel.prefill import Shares
-from dsv4attn.core.contract import Backend, Phase, RankSteps, complete
-from dsv4attn.core.forward import forward_in_parts, forward_mqa
-from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.head_buffers import ALL_HEADS_VIEWS, all_heads, divided_specs
-from dsv4attn.core.inference import without_modes
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata, WholePrefill
-from dsv4attn.core.rank_buffers import LANE, attention_bytes, merge_specs, part_tokens, piece_bytes
+from dsv4attn.core.contract.backend import Backend, Phase, RankSteps, complete
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.metadata import AttentionMetadata, WholePrefill
+from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.tensorspec import ALIGNMENT
-from dsv4attn.core.workspace import WorkspaceManager
-from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["forward_mqa_over_ranks", "merge_over_ranks", "merge_parts"]

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from attrs import field, frozen, validators
 from torch import Tensor, distributed
 
-from dsv4attn.core.caches import DeepseekV4Caches, LayerCaches
-from dsv4attn.core.context_parallel.ownership import Ownership
-from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.rank_buffers import piece_rows
-from dsv4attn.core.values import at_least, shown
-from dsv4attn.core.workspace import WorkspaceManager, WorkspacePlan
+from dsv4attn.core.argument_checks import at_least, shown
+from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.context_parallel.buffers import piece_rows
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.workspace import WorkspaceManager, WorkspacePlan
+from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.errors import ArgumentError, ContextParallelError
 
 if TYPE_CHECKING:

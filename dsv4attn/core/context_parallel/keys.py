@@ -9,11 +9,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.context_parallel.buffers import KEYS_LANE, key_specs
 from dsv4attn.core.context_parallel.exchange import ContextParallel
-from dsv4attn.core.context_parallel.ownership import Ownership
-from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
-from dsv4attn.core.rank_buffers import KEYS_LANE, key_specs
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.memory.workspace import WorkspaceManager
 
 __all__ = ["KeyGathering", "place_entries"]
 

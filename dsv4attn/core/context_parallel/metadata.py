@@ -10,20 +10,21 @@ import torch
 from attrs import fields
 from torch import Tensor
 
-from dsv4attn.core.batch_checks import check_blocks, check_table, real_lens
-from dsv4attn.core.builder import MetadataBuilder
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.context_parallel.buffers import PAGE_TOKENS, key_tokens, keys_are_less
 from dsv4attn.core.context_parallel.exchange import ContextParallel
-from dsv4attn.core.context_parallel.ownership import Ownership, build_owned_slot_mapping
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import (
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.batch_checks import check_blocks, check_table, real_lens
+from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.metadata.metadata import (
     AttentionMetadata,
     Batch,
     DeepseekSparseSWAMetadata,
     FlashMLASparseMetadata,
     WholePrefill,
 )
-from dsv4attn.core.rank_buffers import PAGE_TOKENS, key_tokens, keys_are_less
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.torch_ops.rank_ops import build_owned_slot_mapping
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["OwnedMetadataBuilder", "metadata_builder", "on_rank"]

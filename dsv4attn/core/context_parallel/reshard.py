@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsv4attn.core.context_parallel.ownership import Ownership
-from dsv4attn.core.inference import without_modes
-from dsv4attn.core.layout import PagedKVCache, check_layout
+from dsv4attn.core.cache.layout import PagedKVCache, check_layout
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["reshard_cache"]

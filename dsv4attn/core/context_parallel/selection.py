@@ -9,16 +9,16 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from dsv4attn.core.cache.index_records import read_index_keys, slots_of
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.context_parallel.buffers import candidate_bytes
 from dsv4attn.core.context_parallel.exchange import ContextParallel
-from dsv4attn.core.context_parallel.ownership import Ownership
-from dsv4attn.core.definitions.indexer import IndexQuery, scores
-from dsv4attn.core.definitions.records import read_index_keys, slots_of
-from dsv4attn.core.definitions.selection import ENTRIES, selection_bytes
-from dsv4attn.core.definitions.tiles import PLAIN, Arithmetic, tiles
-from dsv4attn.core.inference import without_modes
-from dsv4attn.core.layer_ops import LayerSteps, RankSelection
-from dsv4attn.core.layout import PagedKVCache
-from dsv4attn.core.rank_buffers import candidate_bytes
+from dsv4attn.core.contract.layer_ops import LayerSteps, RankSelection
+from dsv4attn.core.torch_modes import without_modes
+from dsv4attn.core.torch_ops.indexer import IndexQuery, scores
+from dsv4attn.core.torch_ops.selection import ENTRIES, selection_bytes
+from dsv4attn.core.torch_ops.tiles import PLAIN, Arithmetic, tiles
 
 __all__ = ["SelectTopk", "score_selected", "select_among", "select_topk_over_ranks"]
 
@@ -109,7 +109,7 @@ def score_selected(
 ) -> Tensor:
     """[t, K] fp32 scores of entry numbers [t, K] of some tokens; -inf for -1, for entries without a page, and for NaN.
 
-    The scores are those of `definitions.selection`, in products of the same shape.
+    The scores are those of `torch_ops.selection`, in products of the same shape.
     """
     result = torch.full(numbers.shape, -inf, device=numbers.device, dtype=torch.float32)
     heads, dim = query.values.shape[1], cache.layout.head_dim

@@ -22,7 +22,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from dsv4attn.core.device import release_of, version_of
+from dsv4attn.core.contract.device import release_of, version_of
 from dsv4attn.integrations.transformers.attention import register
 from dsv4attn.integrations.transformers.patching import patch, unpatch
 from dsv4attn.integrations.transformers.releases import TESTED

@@ -4,7 +4,7 @@ transformers calls the function once a layer, with the keys of window and compre
 which query sees which of them. The backend gets these keys as rows and the visible ones as indices: no key is copied
 for a head, and keys that no query sees are not read.
 
-Letters of shapes are those of `core.geometry`, and N sequences of a batch, S query tokens and L keys of each.
+Letters of shapes are those of `core.model.geometry`, and N sequences of a batch, S query tokens and L keys of each.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.contract import AttentionCall, Backend, KeyForm, Phase
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry, Rope
-from dsv4attn.core.keys import GatheredKeys, PagedKeys
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.problem import CacheFacts, Problem
-from dsv4attn.core.versions import refuse_v41
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import GatheredKeys, PagedKeys
+from dsv4attn.core.contract.backend import AttentionCall, Backend, KeyForm, Phase
+from dsv4attn.core.contract.problem import CacheFacts, Problem
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.model.config import refuse_v41
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry, Rope
 from dsv4attn.errors import ArgumentError, UnsupportedError
 from dsv4attn.integrations.transformers.choice import checked_backend
 from dsv4attn.integrations.transformers.masks import VisibleKeys

@@ -6,9 +6,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.contract import IndexForm
-from dsv4attn.core.keys import DenseIndices, RaggedIndices
-from dsv4attn.core.values import round_up
+from dsv4attn.core.argument_checks import round_up
+from dsv4attn.core.cache.selected_keys import DenseIndices, RaggedIndices
+from dsv4attn.core.contract.backend import IndexForm
 from dsv4attn.errors import ArgumentError, UnsupportedError
 
 __all__ = ["VisibleKeys"]

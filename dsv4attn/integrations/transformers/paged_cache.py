@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from dsv4attn.core.cache_manager import CachedSequence
-from dsv4attn.core.values import check_count, shown
+from dsv4attn.core.argument_checks import check_count, shown
 from dsv4attn.errors import ArgumentError, UnsupportedError
 from dsv4attn.integrations.transformers.new_tokens import NewTokens
 from dsv4attn.integrations.transformers.pages import Pages
+from dsv4attn.serving.cache_manager import CachedSequence
 
 __all__ = ["DeepseekV4PagedCache"]
 

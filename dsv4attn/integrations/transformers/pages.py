@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakSet
 
-from dsv4attn.core.cache_manager import CachedSequence, CacheManager
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.values import shown
+from dsv4attn.core.argument_checks import shown
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError, OutOfPagesError
+from dsv4attn.serving.cache_manager import CachedSequence, CacheManager
 
 __all__ = ["Pages"]
 

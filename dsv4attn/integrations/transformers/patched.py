@@ -15,10 +15,9 @@ from attrs import frozen
 from torch import Tensor
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention as TransformersAttention
 
-from dsv4attn.core.attention import DeepseekV4Attention
-from dsv4attn.core.cache_manager import CachedSequence
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.metadata import AttentionMetadata, LayerKey
+from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.metadata.metadata import AttentionMetadata, LayerKey
 from dsv4attn.errors import ArgumentError, Dsv4AttnError, OutOfPagesError, UnsupportedError
 from dsv4attn.integrations.transformers.new_tokens import NewTokens
 from dsv4attn.integrations.transformers.paged_cache import DeepseekV4PagedCache
@@ -26,6 +25,7 @@ from dsv4attn.integrations.transformers.pages import Pages, out_of_pages
 from dsv4attn.integrations.transformers.prompts import check_prompt
 from dsv4attn.integrations.transformers.releases import ModelArguments
 from dsv4attn.integrations.transformers.weights import WeightsWatch
+from dsv4attn.serving.cache_manager import CachedSequence
 
 __all__ = ["PagedAttention", "PatchedModel"]
 

@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dsv4attn.core.attention import DeepseekV4Attention
-from dsv4attn.core.cache_manager import CacheManager
-from dsv4attn.core.contract import Backend, Forms, Phase, complete
-from dsv4attn.core.geometry import LayerKind, ModelGeometry, Rope
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.problem import CacheFacts, Problem
-from dsv4attn.core.rope import cos_sin_cache, inverse_frequencies
-from dsv4attn.core.values import check_count, shown
-from dsv4attn.core.versions import refuse_v41
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.argument_checks import check_count, shown
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.contract.backend import Backend, Capabilities, Phase, complete
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.problem import CacheFacts, Problem
+from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.model.config import refuse_v41
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry, Rope
+from dsv4attn.core.model.rope import cos_sin_cache, inverse_frequencies
 from dsv4attn.errors import ArgumentError, UnknownNameError, UnsupportedError, did_you_mean
 from dsv4attn.integrations.transformers.choice import checked_backend
 from dsv4attn.integrations.transformers.pages import Pages
 from dsv4attn.integrations.transformers.releases import ModelArguments, check_release
 from dsv4attn.integrations.transformers.weights import attention_weights
 from dsv4attn.selection import select_backend
+from dsv4attn.serving.cache_manager import CacheManager
 
 if TYPE_CHECKING:
     from dsv4attn.integrations.transformers.patched import PatchedModel
@@ -234,7 +234,7 @@ def _backend(
     deterministic: bool,
 ) -> Backend:
     """The backend that was asked for, or selected for all kinds of layers of the model."""
-    if isinstance(getattr(asked, "forms", None), Forms):
+    if isinstance(getattr(asked, "forms", None), Capabilities):
         made: Backend = asked  # type: ignore[assignment]
         if deterministic and not complete(made).deterministic:
             hint = f"pass load_backend({made.name!r}, deterministic=True)"

@@ -13,8 +13,8 @@ from typing import Any
 from attrs import frozen
 
 from dsv4attn.config import ANY_TRANSFORMERS, switched_on
-from dsv4attn.core.device import release_of, version_of
-from dsv4attn.core.values import shown
+from dsv4attn.core.argument_checks import shown
+from dsv4attn.core.contract.device import release_of, version_of
 from dsv4attn.errors import ArgumentError, UnsupportedError
 
 __all__ = ["RANGE", "TESTED", "ModelArguments", "check_release"]

@@ -12,11 +12,11 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.attention import DeepseekV4Attention
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
-from dsv4attn.core.layer_weights import AttentionWeights
-from dsv4attn.core.tensor_state import TensorState
-from dsv4attn.core.weights import Weight
+from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.model.quantized_weight import Weight
+from dsv4attn.core.model.tensor_state import TensorState
+from dsv4attn.core.model.weights import AttentionWeights
 from dsv4attn.errors import ArgumentError, UnsupportedError
 
 __all__ = ["WeightsWatch", "attention_weights"]

@@ -9,14 +9,14 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.core.contract import AttentionCall, Backend, IndexForm, KeyForm, Phase, complete
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.core.index_ops import prepare_index_step
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.problem import CacheFacts, Problem
-from dsv4attn.core.workspace import WorkspaceManager
-from dsv4attn.core.workspace_plan import ragged_specs
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.contract.backend import AttentionCall, Backend, IndexForm, KeyForm, Phase, complete
+from dsv4attn.core.contract.index_ops import prepare_index_step
+from dsv4attn.core.contract.problem import CacheFacts, Problem
+from dsv4attn.core.memory.plan import ragged_specs
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.tools.bench.cases import Case
 from dsv4attn.tools.bench.inputs import Inputs, layouts
 

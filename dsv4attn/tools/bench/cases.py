@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.errors import UnknownNameError
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.builder import STATE_BLOCK_SIZES
-from dsv4attn.core.contract import Backend, complete
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.metadata.builder import STATE_BLOCK_SIZES
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.tools.bench.around import AroundCase
 from dsv4attn.tools.bench.inputs import LAYOUT
 from dsv4attn.tools.bench.records import coded, read, read_index, write, write_index

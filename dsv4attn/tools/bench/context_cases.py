@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from attrs import frozen
 
-from dsv4attn.core.context_parallel import Ownership
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench.cases import HEAD_DIM, PRESETS, Case, Preset, decodes, with_topk
 from dsv4attn.tools.bench.inputs import LAYOUT

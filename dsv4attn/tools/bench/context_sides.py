@@ -11,21 +11,20 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.context_parallel import (
-    ContextParallel,
-    Ownership,
-    forward_mqa_over_ranks,
-    metadata_builder,
-    reshard_cache,
-    select_topk_over_ranks,
-)
-from dsv4attn.core.contract import Backend, complete
-from dsv4attn.core.definitions import INVARIANT, PLAIN, IndexQuery
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.layout import PagedKVCache
-from dsv4attn.core.workspace import WorkspaceManager
-from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.context_parallel.attention import forward_mqa_over_ranks
+from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.metadata import metadata_builder
+from dsv4attn.core.context_parallel.reshard import reshard_cache
+from dsv4attn.core.context_parallel.selection import select_topk_over_ranks
+from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.model.geometry import ModelGeometry
+from dsv4attn.core.torch_ops.indexer import IndexQuery
+from dsv4attn.core.torch_ops.tiles import INVARIANT, PLAIN
 from dsv4attn.tools.bench.context_cases import INDEX, ContextCase
 from dsv4attn.tools.bench.inputs import Inputs, make_inputs
 from dsv4attn.tools.bench.records import coded, write_index

@@ -12,10 +12,10 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.contract import Backend, complete
-from dsv4attn.core.definitions import IndexQuery
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.model.geometry import ModelGeometry
+from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.tools.bench.around import AroundCase
 from dsv4attn.tools.bench.records import coded, write_index

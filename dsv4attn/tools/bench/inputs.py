@@ -6,9 +6,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.geometry import LayerGeometry, LayerKind
-from dsv4attn.core.keys import DenseIndices
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.tools.bench.cases import HEAD_DIM, WINDOW, WINDOW_PAGE, Case
 from dsv4attn.tools.bench.records import fill, read
 

@@ -15,17 +15,17 @@ import torch
 from attrs import asdict, evolve, frozen
 from torch import Tensor
 
-from dsv4attn.core.attention import DeepseekV4Attention
-from dsv4attn.core.cache_manager import CacheManager
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.contract import Backend, complete
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.hyper_connections import HyperConnections
-from dsv4attn.core.layer_weights import AttentionWeights, HyperConnectionWeights, weight_shapes
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata, LayerKey
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
+from dsv4attn.core.layer.hyper_connections import HyperConnections
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.metadata.metadata import AttentionMetadata, LayerKey
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.model.weights import AttentionWeights, HyperConnectionWeights, weight_shapes
+from dsv4attn.serving.cache_manager import CacheManager
 from dsv4attn.tools.bench.clock import Clock
 from dsv4attn.tools.bench.parts import LayerPart, MarkedBackend, Marks, measured
 

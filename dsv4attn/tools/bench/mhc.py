@@ -8,8 +8,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.contract import Backend, complete
-from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.tools.bench.around import AroundCase
 from dsv4attn.tools.bench.reference import normalised
 from dsv4attn.tools.bench.subjects import Subject, Task, returning

@@ -12,10 +12,10 @@ from typing import Any, cast
 import torch
 from attrs import evolve, field, frozen
 
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.contract import AttentionCall, Backend, EntryIndices, Phase, complete
-from dsv4attn.core.index_ops import IndexStep, prepare_index_step
-from dsv4attn.core.layer import DeepseekV4MLAAttention
+from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
+from dsv4attn.core.contract.backend import AttentionCall, Backend, EntryIndices, Phase, complete
+from dsv4attn.core.contract.index_ops import IndexStep, prepare_index_step
+from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.tools.bench.step import Step
 
 __all__ = ["Overhead", "overhead", "seconds"]

@@ -19,7 +19,7 @@ import torch
 from attrs import frozen
 from torch.profiler import profile, record_function, supported_activities
 
-from dsv4attn.core.contract import Backend, complete
+from dsv4attn.core.contract.backend import Backend, complete
 from dsv4attn.tools.bench.clock import Clock
 
 __all__ = ["LayerPart", "MarkedBackend", "Marks", "measured", "of_trace"]

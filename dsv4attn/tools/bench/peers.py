@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dsv4attn.core.contract import Backend
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.tools.bench.attend import gather_rows
 from dsv4attn.tools.bench.cases import ATTENTION, HEAD_DIM

@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench.cases import AROUND, ATTENTION, PRESETS, WINDOW
 from dsv4attn.tools.bench.result import Run

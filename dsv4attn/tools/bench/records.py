@@ -1,6 +1,6 @@
 """Writes and reads cache records in plain torch, independently of the backends that are measured.
 
-This is a second implementation of the formats of `core.layout`, on any device, fast enough for gigabytes.
+This is a second implementation of the formats of `core.cache.layout`, on any device, fast enough for gigabytes.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 
 __all__ = ["coded", "fill", "read", "read_index", "write", "write_index"]
 

@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.contract import Products
+from dsv4attn.core.contract.backend import Products
 from dsv4attn.tools.bench.inputs import Inputs
 from dsv4attn.tools.bench.records import read
 

@@ -13,7 +13,7 @@ import torch
 from attrs import asdict, field, frozen
 
 from dsv4attn import __version__
-from dsv4attn.core.device import DeviceFacts, version_of
+from dsv4attn.core.contract.device import DeviceFacts, version_of
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench.roofline import Roofline
 from dsv4attn.tools.bench.runner import FAILED, WRONG, Row, geomeans, pair_means

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from attrs import asdict, evolve, field, frozen
 
-from dsv4attn.core.contract import Backend, Products
+from dsv4attn.core.contract.backend import Backend, Products
 from dsv4attn.errors import Dsv4AttnError, UnsupportedError
 from dsv4attn.selection import explain, load_backend, registered, registry_of
 from dsv4attn.tools.bench.around import AroundCase

@@ -8,15 +8,15 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.contract import Backend
-from dsv4attn.core.forward import forward_mqa
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata, Batch
-from dsv4attn.core.workspace import WorkspaceManager
-from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.tools.bench.cases import WINDOW_PAGE
 from dsv4attn.tools.bench.inputs import Inputs
 

@@ -8,9 +8,9 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from dsv4attn.core.contract import Backend
-from dsv4attn.core.layout import PagedKVCache
-from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.tools.bench.around import AroundCase
 from dsv4attn.tools.bench.attend import attend
 from dsv4attn.tools.bench.cases import ATTENTION, HEAD_DIM, Case

@@ -13,7 +13,7 @@ from dsv4attn.tools.cli.common import console, device_json, grid, reason_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dsv4attn.core.device import DeviceFacts
+    from dsv4attn.core.contract.device import DeviceFacts
     from dsv4attn.plugins import PluginRegistry
     from dsv4attn.selection import Selection
 
@@ -43,7 +43,7 @@ def backends(*, as_json: bool) -> None:
     Exit code 0: listed, whatever the states; 2: bad input.
     """  # noqa: D301 - click wants the character
     from dsv4attn.config import load_settings
-    from dsv4attn.core.device import DeviceFacts
+    from dsv4attn.core.contract.device import DeviceFacts
     from dsv4attn.selection import registry_for
 
     settings, device = load_settings(), DeviceFacts.here()
@@ -72,8 +72,8 @@ def backends(*, as_json: bool) -> None:
 def automatic(registry: PluginRegistry, device: DeviceFacts) -> dict[str, Selection]:
     """The automatic choice on a device for each phase of a released model."""
     from dsv4attn.config import PHASES, Settings
-    from dsv4attn.core.geometry import ModelGeometry
-    from dsv4attn.core.problem import Problem
+    from dsv4attn.core.contract.problem import Problem
+    from dsv4attn.core.model.geometry import ModelGeometry
     from dsv4attn.selection import explain
 
     geometry = ModelGeometry.preset(MODEL)

@@ -21,7 +21,7 @@ from dsv4attn.tools.cli.conform import written
 if TYPE_CHECKING:
     import torch
 
-    from dsv4attn.core.contract import Backend
+    from dsv4attn.core.contract.backend import Backend
     from dsv4attn.tools.bench.around import AroundCase
     from dsv4attn.tools.bench.cases import Case, Size
     from dsv4attn.tools.bench.compare import Comparison
@@ -298,7 +298,7 @@ def _size(asked: _Asked, size: Size) -> Size:
 
 def _backends(names: str | None, place: torch.device) -> dict[str, Backend]:
     """The named backends, all of which must load, or all that are native to the device and load."""
-    from dsv4attn.core.device import DeviceFacts
+    from dsv4attn.core.contract.device import DeviceFacts
     from dsv4attn.selection import backend_names, load_backend, registered
 
     if names:

@@ -22,7 +22,7 @@ from dsv4attn.tools.cli.ranks import joined, launched
 if TYPE_CHECKING:
     import torch
 
-    from dsv4attn.core.contract import Backend
+    from dsv4attn.core.contract.backend import Backend
     from dsv4attn.tools.bench.context_cases import ContextCase
     from dsv4attn.tools.bench.report_context import ContextRun
     from dsv4attn.tools.replay.ranks import MeteredContext

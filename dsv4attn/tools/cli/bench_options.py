@@ -45,7 +45,7 @@ def device_named(name: str | None) -> torch.device:
     """The named device, which must exist here, or the first accelerator, or the CPU."""
     import torch
 
-    from dsv4attn.core.device import DeviceFacts
+    from dsv4attn.core.contract.device import DeviceFacts
 
     if name is not None:
         facts = DeviceFacts.here(name)

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from attrs import asdict
 
 from dsv4attn.config import AUTO, PHASES
-from dsv4attn.core.devices import DEVICES, KnownDevice, described
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.contract.devices import DEVICES, KnownDevice, described
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, UnknownNameError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from dsv4attn.core.contract import Backend
-    from dsv4attn.core.device import DeviceFacts
-    from dsv4attn.core.problem import Reason
+    from dsv4attn.core.contract.backend import Backend
+    from dsv4attn.core.contract.device import DeviceFacts
+    from dsv4attn.core.contract.problem import Reason
     from dsv4attn.plugins import PluginFailure
 
 __all__ = [
@@ -68,7 +68,7 @@ def device_facts(name: str) -> DeviceFacts:
     sm_90a and sm_120f, which compilers use for features of one architecture or family, mean that architecture. For an
     unknown name only close names of the same family are suggested: V100 is not a misspelt H100.
     """
-    from dsv4attn.core.device import DeviceFacts
+    from dsv4attn.core.contract.device import DeviceFacts
 
     try:
         return DeviceFacts.here_or_named(re.sub(r"^(\s*sm_?\d+)[af]\s*$", r"\1", name, flags=re.IGNORECASE))

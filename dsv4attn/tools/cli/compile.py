@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from attrs import asdict, field, frozen
 
-from dsv4attn.core.devices import DEVICES
+from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.tools.cli import FAILED, OK, print_json
 from dsv4attn.tools.cli.common import console, device_facts, epilog, geometry_of, grid, reason_json
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from dsv4attn.backends._triton.compiling.aot import Outcome
     from dsv4attn.backends._triton.compiling.targets import Target
     from dsv4attn.backends._triton.compiling.variant import Variant
-    from dsv4attn.core.contract import CompleteBackend
-    from dsv4attn.core.geometry import ModelGeometry
-    from dsv4attn.core.warmup_spec import Bounds
+    from dsv4attn.core.contract.backend import CompleteBackend
+    from dsv4attn.core.contract.warmup import WarmupSpec
+    from dsv4attn.core.model.geometry import ModelGeometry
     from dsv4attn.plugins import Registered
 
 __all__ = ["bounds_of", "compile_"]
@@ -107,7 +107,7 @@ def compile_(
     where a launch finds them. Exit code 0: nothing spills, every block fits, and 16-bit products use the matrix unit;
     1: a kernel spills, breaks a limit, or does not compile; 2: bad input.
     """
-    from dsv4attn.core.device import DeviceFacts
+    from dsv4attn.core.contract.device import DeviceFacts
 
     geometry = geometry_of(model)
     if DeviceFacts.here("cpu").interpreted:
@@ -157,7 +157,7 @@ def _jobs(
 ) -> tuple[list[_Job], dict[str, str]]:
     """The jobs, and the backends that cannot be loaded, each with its error."""
     from dsv4attn.backends._triton.support import require_release
-    from dsv4attn.core.device import DeviceFacts
+    from dsv4attn.core.contract.device import DeviceFacts
     from dsv4attn.errors import ArgumentError, UnknownNameError
 
     try:
@@ -194,7 +194,7 @@ def _jobs(
 def _loaded(backend: str | None) -> tuple[dict[str, tuple[Registered, CompleteBackend]], dict[str, str]]:
     """The backends whose kernels can be compiled; the one that is named must be."""
     from dsv4attn.config import load_settings
-    from dsv4attn.core.contract import BackendDefaults, complete
+    from dsv4attn.core.contract.backend import BackendDefaults, complete
     from dsv4attn.errors import ArgumentError, Dsv4AttnError
     from dsv4attn.selection import load_backend, registered, registry_for
 
@@ -216,17 +216,17 @@ def _loaded(backend: str | None) -> tuple[dict[str, tuple[Registered, CompleteBa
     return loaded, failed
 
 
-def bounds_of(geometry: ModelGeometry, dtype: str) -> Bounds:
+def bounds_of(geometry: ModelGeometry, dtype: str) -> WarmupSpec:
     """Bounds of all calls of a model with caches of one type. Kernels do not depend on the size of batches.
 
     Rows of tensors are aligned to 16 bytes. Variants for other alignments read and write narrower, in the same memory.
     """
     import torch
 
-    from dsv4attn.core.descriptor import LAYER_PARTS
-    from dsv4attn.core.layout import Fp8Format, KVCacheLayout
-    from dsv4attn.core.limits import Limits
-    from dsv4attn.core.warmup_spec import Bounds
+    from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
+    from dsv4attn.core.contract.info import LAYER_PARTS
+    from dsv4attn.core.contract.limits import Limits
+    from dsv4attn.core.contract.warmup import WarmupSpec
 
     dims = geometry.head_dim - geometry.rope_dim, geometry.rope_dim
     limits = Limits(256, 8192, geometry.max_position)
@@ -235,12 +235,12 @@ def bounds_of(geometry: ModelGeometry, dtype: str) -> Bounds:
         parts = tuple(part for part in LAYER_PARTS if part != "compressor")
         own = {"compressed": KVCacheLayout.v41_fp4(*dims)} if dtype == "v41_fp4" else {}
         window = KVCacheLayout.v41_fp8(*dims)
-        return Bounds.of(geometry, limits, swa=window, aligned_rows=True, layer_steps=True, parts=parts, **own)
+        return WarmupSpec.of(geometry, limits, swa=window, aligned_rows=True, layer_steps=True, parts=parts, **own)
     if dtype in tuple(Fp8Format):
         layout = KVCacheLayout.fp8_ds_mla(*dims, fp8_format=Fp8Format(dtype))
     else:
         layout = KVCacheLayout.rows(*dims, dtype=getattr(torch, dtype))
-    return Bounds.of(geometry, limits, swa=layout, aligned_rows=True, layer_steps=True)
+    return WarmupSpec.of(geometry, limits, swa=layout, aligned_rows=True, layer_steps=True)
 
 
 def _checked(backend: str, variant: object) -> Variant:

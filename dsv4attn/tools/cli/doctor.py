@@ -18,7 +18,7 @@ from dsv4attn.tools.cli.common import console, device_json, failure_json, grid
 
 if TYPE_CHECKING:
     from dsv4attn.config import Settings
-    from dsv4attn.core.device import DeviceFacts
+    from dsv4attn.core.contract.device import DeviceFacts
     from dsv4attn.plugins import PluginRegistry
     from dsv4attn.selection import Selection
 
@@ -78,7 +78,7 @@ def doctor(ctx: click.Context, *, as_json: bool) -> None:
 def _examine() -> _Report:
     """Collect all facts. A broken part becomes a problem of the report."""
     from dsv4attn.config import Settings, load_settings
-    from dsv4attn.core.device import DeviceFacts, version_of
+    from dsv4attn.core.contract.device import DeviceFacts, version_of
     from dsv4attn.errors import ConfigError
     from dsv4attn.selection import registry_for
 

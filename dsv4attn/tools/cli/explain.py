@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from attrs import evolve
 
-from dsv4attn.core.devices import DEVICES
+from dsv4attn.core.contract.devices import DEVICES
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.cli import FAILED, OK, Whole, print_json
 from dsv4attn.tools.cli.common import (
@@ -22,9 +22,9 @@ from dsv4attn.tools.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from dsv4attn.core.device import DeviceFacts
-    from dsv4attn.core.geometry import ModelGeometry
-    from dsv4attn.core.problem import Problem
+    from dsv4attn.core.contract.device import DeviceFacts
+    from dsv4attn.core.contract.problem import Problem
+    from dsv4attn.core.model.geometry import ModelGeometry
     from dsv4attn.selection import Selection
 
 __all__ = ["explain"]
@@ -109,7 +109,7 @@ def explain(
     2: bad input.
     """
     from dsv4attn.config import load_settings
-    from dsv4attn.core.problem import Problem
+    from dsv4attn.core.contract.problem import Problem
     from dsv4attn.selection import explain as explained
     from dsv4attn.selection.making import check_options
 
@@ -172,8 +172,8 @@ def _with_records(problem: Problem, records: str) -> Problem:
     """The problem with caches of these records, of interleaved scales if they are V4.1's."""
     if records == "584/584":
         return problem
-    from dsv4attn.core.layout import KVCacheLayout  # which imports torch
-    from dsv4attn.core.problem import CacheFacts
+    from dsv4attn.core.cache.layout import KVCacheLayout
+    from dsv4attn.core.contract.problem import CacheFacts
 
     swa, compressed = problem.swa, problem.compressed
     entries = KVCacheLayout.v41_fp4() if records == "528/288" else KVCacheLayout.v41_fp8()
@@ -186,7 +186,7 @@ def _with_records(problem: Problem, records: str) -> Problem:
 
 def _device(name: str | None) -> DeviceFacts:
     """Facts of the named device, or of this machine's own."""
-    from dsv4attn.core.device import DeviceFacts
+    from dsv4attn.core.contract.device import DeviceFacts
 
     return DeviceFacts.here() if name is None else device_facts(name)
 

@@ -15,7 +15,7 @@ from dsv4attn.errors import ArgumentError
 if TYPE_CHECKING:
     import torch
 
-    from dsv4attn.core.geometry import ModelGeometry
+    from dsv4attn.core.model.geometry import ModelGeometry
     from dsv4attn.tools.replay.ranks import MeteredContext
 
 __all__ = ["check_ranks", "joined", "launched"]

@@ -13,7 +13,7 @@ import click
 from dsv4attn.tools.cli import FAILED, INTERRUPTED, LINE_S, OK, Whole, pairs, print_json
 
 if TYPE_CHECKING:
-    from dsv4attn.core.geometry import LayerKind, ModelGeometry
+    from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
     from dsv4attn.tools.replay.engine import Progress
     from dsv4attn.tools.replay.request import Request
 
@@ -173,7 +173,7 @@ def _kinds(layers: str | None) -> list[LayerKind] | None:
     """Layer types in the order swa, c4a, c128a, each once."""
     if layers is None:
         return None
-    from dsv4attn.core.geometry import LayerKind
+    from dsv4attn.core.model.geometry import LayerKind
     from dsv4attn.errors import UnknownNameError
 
     names = [kind.value for kind in LayerKind]
@@ -186,7 +186,7 @@ def _kinds(layers: str | None) -> list[LayerKind] | None:
 
 def _tokens_to_select(geometry: ModelGeometry) -> int | None:
     """Tokens from which on an indexer leaves entries out; None without an indexer."""
-    from dsv4attn.core.geometry import LayerKind
+    from dsv4attn.core.model.geometry import LayerKind
 
     if LayerKind.C4A not in geometry.kinds:
         return None

@@ -31,8 +31,8 @@ import torch
 from attrs import asdict
 from torch import Tensor
 
-from dsv4attn.core.geometry import LayerGeometry, LayerKind
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.testing import oracle
 from dsv4attn.testing.oracle import F64
 from dsv4attn.tools.replay.results import CheckResult, Errors

@@ -11,21 +11,21 @@ import numpy as np
 import torch
 from attrs import Attribute, field, frozen
 
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.contract import Backend, complete
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import Batch
-from dsv4attn.core.workspace import WorkspacePlan
-from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import Backend, complete
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.workspace import WorkspacePlan
+from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.metadata.metadata import Batch
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, UnknownNameError
+from dsv4attn.serving.scheduler import Scheduler, Step
 from dsv4attn.tools.replay.lane import AnyLane, Lane, MeteredWorkspace, PageBytes, Setting, Shared, timed
 from dsv4attn.tools.replay.pages import COMPRESSED, COMPRESSED_BLOCK_TOKENS, WINDOW, PagedBlocks, PoolSizes, StatePool
 from dsv4attn.tools.replay.ranks import MeteredContext, RanksReport
 from dsv4attn.tools.replay.request import Request, check_count
 from dsv4attn.tools.replay.results import Report
-from dsv4attn.tools.replay.scheduler import Scheduler, Step
 from dsv4attn.tools.replay.weights import RandomWeights
 from dsv4attn.tools.replay.whole import WholeLane, caches_of, one_of_each, pages_of
 from dsv4attn.tools.replay.workload import Tokens, Workload

@@ -1,7 +1,7 @@
 """A whole layer in float64 numpy, token by token, from hidden states. The checks of a replay judge the layer by it.
 
 Nothing is rounded here: `whole_check` says how far a layer that rounds may be from it. Letters are those of
-`core.geometry` and `core.layer_ops`.
+`core.model.geometry` and `core.contract.layer_ops`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import numpy as np
 from attrs import asdict
 from torch import Tensor
 
-from dsv4attn.core.geometry import LayerGeometry, ModelGeometry
-from dsv4attn.core.layer_weights import AttentionWeights, CompressorWeights
-from dsv4attn.core.weights import Weight
+from dsv4attn.core.model.geometry import LayerGeometry, ModelGeometry
+from dsv4attn.core.model.quantized_weight import Weight
+from dsv4attn.core.model.weights import AttentionWeights, CompressorWeights
 from dsv4attn.testing import oracle
 from dsv4attn.testing.oracle import F64
 from dsv4attn.tools.replay.weights import RandomWeights

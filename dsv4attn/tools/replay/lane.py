@@ -12,15 +12,16 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.contract import Backend
-from dsv4attn.core.forward import forward_mqa
-from dsv4attn.core.geometry import LayerGeometry, LayerKind
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata
-from dsv4attn.core.rope import cos_sin_cache
-from dsv4attn.core.workspace import BufferSpec, WorkspaceManager, WorkspacePlan, simultaneous_bytes
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.workspace import WorkspaceManager, WorkspacePlan, simultaneous_bytes
+from dsv4attn.core.metadata.metadata import AttentionMetadata
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.model.rope import cos_sin_cache
+from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.tools.replay.check import RowChecker, choose_rows
 from dsv4attn.tools.replay.pages import COMPRESSED_BLOCK_TOKENS, PoolSizes
 from dsv4attn.tools.replay.results import LayerReport

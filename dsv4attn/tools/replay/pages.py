@@ -13,12 +13,12 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from dsv4attn.core.allocator import BlockAllocator, BlockTable
-from dsv4attn.core.builder import STATE_BLOCK_SIZES
-from dsv4attn.core.geometry import LayerGeometry
+from dsv4attn.core.metadata.builder import STATE_BLOCK_SIZES
+from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.errors import ArgumentError
+from dsv4attn.serving.allocator import BlockAllocator, BlockTable
+from dsv4attn.serving.scheduler import Scheduled, Step
 from dsv4attn.tools.replay.request import Request
-from dsv4attn.tools.replay.scheduler import Scheduled, Step
 
 __all__ = ["COMPRESSED", "COMPRESSED_BLOCK_TOKENS", "WINDOW", "PagedBlocks", "PoolSizes", "StatePool"]
 

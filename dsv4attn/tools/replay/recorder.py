@@ -15,10 +15,19 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.core.contract import AttentionCall, Backend, EntryIndices, Phase, RankSteps, Run, RunEntries, complete
-from dsv4attn.core.definitions import IndexQuery
-from dsv4attn.core.layer_ops import LayerSteps
-from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.contract.backend import (
+    AttentionCall,
+    Backend,
+    EntryIndices,
+    Phase,
+    RankSteps,
+    Run,
+    RunEntries,
+    complete,
+)
+from dsv4attn.core.contract.layer_ops import LayerSteps
+from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.tools.replay.results import WholeSeconds
 
 __all__ = ["RecordingBackend", "Stopwatch"]

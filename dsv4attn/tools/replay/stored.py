@@ -20,7 +20,7 @@ import math
 import numpy as np
 import torch
 
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.testing import oracle
 from dsv4attn.testing.oracle import F64, U8
 

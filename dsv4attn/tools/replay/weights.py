@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
-from dsv4attn.core.layer_weights import AttentionWeights, weight_shapes
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.model.weights import AttentionWeights, weight_shapes
 from dsv4attn.testing.oracle import F64
 
 __all__ = ["LOUDEST", "RandomWeights", "hidden_bank"]

@@ -9,17 +9,17 @@ from typing import cast
 import numpy as np
 import torch
 
-from dsv4attn.core.attention import DeepseekV4Attention
-from dsv4attn.core.cache_manager import CacheManager
-from dsv4attn.core.caches import DeepseekV4Caches
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.context_parallel import ContextParallel
-from dsv4attn.core.contract import Backend
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata, LayerKey
-from dsv4attn.core.workspace import WorkspacePlan
+from dsv4attn.core.cache.layer_caches import DeepseekV4Caches
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
+from dsv4attn.core.memory.workspace import WorkspacePlan
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.metadata.metadata import AttentionMetadata, LayerKey
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.serving.cache_manager import CacheManager
 from dsv4attn.tools.replay.check import choose_rows
 from dsv4attn.tools.replay.exact import ExactLayer
 from dsv4attn.tools.replay.lane import PageBytes, Setting, timed

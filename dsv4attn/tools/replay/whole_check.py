@@ -37,11 +37,11 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from dsv4attn.core.caches import DeepseekV4Caches
-from dsv4attn.core.context_parallel import ContextParallel
-from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout
-from dsv4attn.core.metadata import AttentionMetadata
+from dsv4attn.core.cache.layer_caches import DeepseekV4Caches
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.metadata.metadata import AttentionMetadata
+from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.testing import oracle
 from dsv4attn.testing.oracle import F64
 from dsv4attn.tools.replay.check import largest, relative

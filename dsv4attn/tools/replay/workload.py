@@ -10,7 +10,7 @@ Whole layers take hidden states, rows of unit RMS. Attention alone takes:
   channels much louder than the rest. Compressed entries: rows of that kind, taken to be rotated already.
 - Selected entries: as an indexer leaves them, see `Workload.topk`.
 
-Letters are those of `core.geometry`.
+Letters are those of `core.model.geometry`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from attrs import field, frozen
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.tools.replay.request import HASH_BLOCK_TOKENS, Request
 from dsv4attn.tools.replay.weights import LOUDEST, hidden_bank
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsv4attn.core.contract import BackendInfo
+from dsv4attn.core.contract.backend import BackendInfo
 from dsv4attn.hookspecs import hookimpl
 from dsv4attn_acme.support import support
 

@@ -1,6 +1,6 @@
 """The kernels. Here they are torch, so that they run anywhere; yours are not.
 
-Letters as in `dsv4attn.core.geometry`; t are the rows of a tile of queries, n the keys of a tile of keys.
+Letters as in `dsv4attn.core.model.geometry`; t are the rows of a tile of queries, n the keys of a tile of keys.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dsv4attn.core.contract import AttentionCall, DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.rope import apply_rope
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.backend import AttentionCall, DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.model.rope import apply_rope
 
 LOWEST = torch.finfo(torch.float32).min
 """Maximum of no logits. Finite, so that `-inf - LOWEST` is -inf and its exponential 0."""

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsv4attn.core import indices
-from dsv4attn.core.contract import AttentionCall, Forms, IndexForm, IndexSteps, KeyForm, Phase
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.layout import PagedKVCache
-from dsv4attn.core.workspace import BufferSpec, simultaneous_bytes
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.contract.backend import AttentionCall, Capabilities, IndexForm, IndexSteps, KeyForm, Phase
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.memory.workspace import simultaneous_bytes
+from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.tensorspec import BufferSpec
+from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.errors import ArgumentError
 from dsv4attn_acme import kernels
 from dsv4attn_acme.tuning import row_for
@@ -25,7 +26,7 @@ class AcmeBackend:
     """
 
     name = "acme"
-    forms = Forms(IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED)
+    forms = Capabilities(IndexForm.RAGGED, IndexForm.DENSE, KeyForm.PAGED)
     steps: IndexSteps = indices
 
     def __init__(self, *, tile_tokens: int | str | None = None) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.problem import Problem, Reason
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.problem import Problem, Reason
 
 HEADS = 4
 """Heads that one core of the chip takes at a time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.contract.device import DeviceFacts
 
 
 @frozen

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dsv4attn.compat.direct import described, plan
-from dsv4attn.core.contract import Phase
+from dsv4attn.core.contract.backend import Phase
 from dsv4attn.selection import explain
 from dsv4attn_sglang import hooks
 from dsv4attn_sglang.guard import RefusedError

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import dsv4attn as ds
 from dsv4attn.compat import flash_mla
-from dsv4attn.core.caches import LayerCaches
+from dsv4attn.core.cache.layer_caches import LayerCaches
 
 INT = torch.int32
 HEADS, CONTEXT, TOPK = 8, 512, 512

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.compat import flash_mla
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 
 H, PAGES, PAGE = 4, 3, 256
 INT = torch.int32

@@ -15,13 +15,13 @@ from vllm.models.deepseek_v4.attention import DeepseekV4Indexer
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dsv4attn import AttentionMetadata, LayerCaches, LayerKind, PagedKVCache, forward_mqa
-from dsv4attn.core.checks import check_insert
-from dsv4attn.core.contract import RawQuery, complete
-from dsv4attn.core.projection import o_proj
-from dsv4attn.core.raw_insert import insert_leaving_raw_q
-from dsv4attn.core.rope import apply_rope, is_rotation
+from dsv4attn.core.attention.checks import check_insert
+from dsv4attn.core.attention.projection import o_proj
+from dsv4attn.core.attention.raw_q import insert_leaving_raw_q
+from dsv4attn.core.contract.backend import RawQuery, complete
+from dsv4attn.core.model.quantized_weight import Weight, check_weight, dense_weight
+from dsv4attn.core.model.rope import apply_rope, is_rotation
 from dsv4attn.core.tensorspec import signature
-from dsv4attn.core.weights import Weight, check_weight, dense_weight
 from dsv4attn_vllm.compressor import adopt
 from dsv4attn_vllm.guard import SWITCH, RefusedError
 from dsv4attn_vllm.indexer import IndexCache, IndexerSteps, check_selector, indexer_class

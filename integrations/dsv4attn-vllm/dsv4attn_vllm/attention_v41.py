@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.quantization.utils.mxfp8_utils import dequant_mxfp8_to_bf16
 
-from dsv4attn.core.weights import Weight
+from dsv4attn.core.model.quantized_weight import Weight
 from dsv4attn_vllm.attention import Dsv4Attention
 from dsv4attn_vllm.compressor_v41 import adopt
 from dsv4attn_vllm.guard import RefusedError

@@ -10,9 +10,9 @@ from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 
 from dsv4attn import KVCacheLayout, PagedKVCache
-from dsv4attn.core.contract import complete
-from dsv4attn.core.device import is_capturing
-from dsv4attn.core.layer_ops import LayerSteps, takes_bf16_norm
+from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.contract.layer_ops import LayerSteps, takes_bf16_norm
+from dsv4attn.core.torch_modes import is_capturing
 from dsv4attn_vllm.guard import RefusedError
 
 if TYPE_CHECKING:

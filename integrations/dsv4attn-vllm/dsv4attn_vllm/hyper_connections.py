@@ -9,8 +9,8 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers import mhc
 
 from dsv4attn import Backend
-from dsv4attn.core.contract import complete
-from dsv4attn.core.layer_ops import LayerSteps
+from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.contract.layer_ops import LayerSteps
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.replacements import Replacement, original, replace
 from dsv4attn_vllm.steps import MHC, VARIABLE, without_mhc_warmup

@@ -13,9 +13,9 @@ from vllm.models.deepseek_v4.attention import DeepseekV4Indexer, DeepseekV4Index
 from vllm.utils.multi_stream_utils import maybe_execute_in_parallel
 
 from dsv4attn import PagedKVCache
-from dsv4attn.core.contract import complete
-from dsv4attn.core.definitions.indexer import IndexQuery
-from dsv4attn.core.device import is_capturing
+from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.torch_modes import is_capturing
+from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn_vllm.guard import TESTED, RefusedError
 from dsv4attn_vllm.index_metadata import IndexBackend
 from dsv4attn_vllm.serving import serving_of

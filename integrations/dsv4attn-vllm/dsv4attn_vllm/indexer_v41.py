@@ -10,9 +10,9 @@ from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v41.attention import DeepseekV4Indexer, DeepseekV4IndexerCache
 
 from dsv4attn import PagedKVCache
-from dsv4attn.core.definitions.indexer import IndexQuery
-from dsv4attn.core.device import is_capturing
-from dsv4attn.core.indexer import Candidates
+from dsv4attn.core.layer.indexer import Candidates
+from dsv4attn.core.torch_modes import is_capturing
+from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn_vllm import indexer
 from dsv4attn_vllm.compressor_v41 import in_fp32
 from dsv4attn_vllm.indexer import select_all

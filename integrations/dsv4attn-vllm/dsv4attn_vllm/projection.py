@@ -8,7 +8,7 @@ from attrs import evolve
 
 from dsv4attn import Backend, Problem, resolve
 from dsv4attn.config import PHASES, Settings, load_settings
-from dsv4attn.core.contract import complete
+from dsv4attn.core.contract.backend import complete
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.steps import PROJECTION, VARIABLE, is_named
 

@@ -29,10 +29,10 @@ from dsv4attn import (
     plan_workspace,
     select_backend,
 )
-from dsv4attn.core.contract import complete
-from dsv4attn.core.definitions import complete_steps
-from dsv4attn.core.layer_ops import LayerSteps
-from dsv4attn.core.warmup_spec import Bounds
+from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.contract.layer_ops import LayerSteps
+from dsv4attn.core.contract.torch_layer_steps import complete_steps
+from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.errors import Dsv4AttnError
 from dsv4attn_vllm.guard import RefusedError
 from dsv4attn_vllm.projection import settings_for, steps_with
@@ -152,11 +152,11 @@ class Serving:
         slots = manager._persistent_resources[lane::lanes]  # noqa: SLF001
         return [slot.setdefault(self._resource, WorkspaceManager(mine.device)) for slot in slots]
 
-    def bounds(self) -> Bounds:
+    def bounds(self) -> WarmupSpec:
         """What is compiled ahead: kernels of attention, and of the steps around it that run on dsv4attn."""
         layouts = {"swa": self.swa_layout, "compressed": self.compressed_layout, "index": self.index_layout}
         parts = tuple(part for step, several in _PARTS.items() if step in self.steps for part in several)
-        return Bounds.of(self.model, self.limits, layer_steps=bool(parts), parts=parts, **layouts)
+        return WarmupSpec.of(self.model, self.limits, layer_steps=bool(parts), parts=parts, **layouts)
 
     def warm_up(self, layer: LayerGeometry, device: torch.device) -> None:
         """Reserve the memory of a layer's largest batch; compile all kernels the first time. No cache is touched."""

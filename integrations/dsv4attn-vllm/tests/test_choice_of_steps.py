@@ -26,8 +26,8 @@ from vllm.models.deepseek_v4.attention import DeepseekV4Indexer, DeepseekV4Index
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from vllm.platforms import current_platform
 
-from dsv4attn.core.contract import complete
-from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.contract.device import DeviceFacts
 
 AMPERE = Device("cuda", deep_gemm=False)
 HOPPER = Device("cuda", deep_gemm=True)

@@ -16,7 +16,7 @@ from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from whole import WholeEngine, whole_engine
 
-from dsv4attn.core.contract import complete
+from dsv4attn.core.contract.backend import complete
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from vllm.model_executor.kernels import mhc as theirs
 from vllm.model_executor.layers import mhc
 
 from dsv4attn import load_backend
-from dsv4attn.core.contract import complete
+from dsv4attn.core.contract.backend import complete
 
 EPS = 1e-6
 MIXES = EPS, EPS, EPS, 2.0, 20

@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBui
 from vllm.v1.attention.ops.rocm_aiter_mla_sparse import fp8_paged_mqa_logits_torch
 from whole import WholeEngine, whole_engine
 
-from dsv4attn.core.contract import complete
+from dsv4attn.core.contract.backend import complete
 
 PREFIX = "model.layers.0.attn"
 KEYS = f"{PREFIX}.indexer.k_cache"

@@ -21,8 +21,8 @@ from vllm.forward_context import set_forward_context
 from vllm.models.deepseek_v41.compressor import DeepseekCompressor
 from vllm.platforms import current_platform
 
-from dsv4attn.core.contract import complete
-from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.contract.device import DeviceFacts
 
 CANDIDATES = {
     "candidate_source_layer_id": 3,

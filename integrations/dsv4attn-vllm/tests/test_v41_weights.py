@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.models.deepseek_v41 import DeepseekV4FP8Config
 
-from dsv4attn.core.weights import dense_weight
+from dsv4attn.core.model.quantized_weight import dense_weight
 
 FP8 = {
     "quant_method": "fp8",

@@ -22,7 +22,7 @@ from torch.nn import functional
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 from whole import OwnLayers, WholeEngine, products_in_fp64, whole_engine
 
-from dsv4attn.core.weights import dense_weight
+from dsv4attn.core.model.quantized_weight import dense_weight
 
 CASES = {
     "decode": [(45, 1), (38, 1)],

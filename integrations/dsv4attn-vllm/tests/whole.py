@@ -22,7 +22,7 @@ from engine import Engine, Request, config_of, model_folder, world
 from torch import Tensor
 
 import dsv4attn as ds
-from dsv4attn.core import attention
+from dsv4attn.core.layer import attention_layer as attention
 
 SMALL = {"index_topk": 8, "index_n_heads": 16}
 """Few entries to select, so that short contexts have more; few heads, for Triton's interpreter."""

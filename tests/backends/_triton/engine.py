@@ -15,19 +15,19 @@ from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.forward import forward_mqa
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layer import DeepseekV4MLAAttention, _run_insert
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
-from dsv4attn.core.rope import cos_sin_cache
-from dsv4attn.core.warmup_spec import Bounds
-from dsv4attn.core.workspace import WorkspaceManager
-from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention, _run_insert
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.testing.world import tiny_geometry
 from tests.backends._triton.cache.caches import DEVICE
 
@@ -127,12 +127,12 @@ class Engine:
         cache.region("scale").copy_(torch.randint(116, 121, (*shape, layout.scale_bytes), dtype=torch.uint8, **some))
         return cache
 
-    def bounds(self) -> Bounds:
+    def bounds(self) -> WarmupSpec:
         """What this engine promises before it warms up."""
         aligned = all(cache.page_stride % 16 == 0 for cache in (self.swa, self.compressed) if cache is not None)
         options: dict[str, Any] = {"swa_block_size": self.swa_block, "q_dtype": self.q_dtype, "aligned": aligned}
         options |= {"sink": self.sinks is not None, "lse": None}
-        return Bounds.of(self.geometry, self.limits, swa=self.layout, **options)
+        return WarmupSpec.of(self.geometry, self.limits, swa=self.layout, **options)
 
     def load(self, requests: Sequence[Request], rng: Random, *, reqs: int | None = None, extra: int = 0) -> Batch:
         """Describe a step in the buffers: decode requests first, behind them rows that are nobody's.

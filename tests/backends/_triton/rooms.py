@@ -8,9 +8,9 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layout import PagedKVCache
-from dsv4attn.core.warmup_spec import Bounds
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import layouts, tiny_geometry
 from tests.backends._triton.cache.caches import DEVICE
@@ -62,8 +62,8 @@ def problems() -> list[Scenario]:
     ]
 
 
-def bounds_of(scenario: Scenario) -> Bounds:
-    """Bounds that a step stays within."""
-    return Bounds.of(
+def bounds_of(scenario: Scenario) -> WarmupSpec:
+    """WarmupSpec that a step stays within."""
+    return WarmupSpec.of(
         scenario.geometry, scenario.limits, swa=scenario.layout, q_dtype=scenario.q_dtype, sink=None, aligned=False
     )

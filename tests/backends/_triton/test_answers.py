@@ -6,9 +6,9 @@ import pytest
 from attrs import evolve
 
 from dsv4attn.backends._triton.support import require_release
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import explain
 from tests.backends.built_in import triton_backends

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
-from dsv4attn.core.contract import IndexForm, Phase
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.limits import Limits
+from dsv4attn.core.contract.backend import IndexForm, Phase
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from tests.backends._triton.engine import Engine, Request
 from tests.backends.built_in import forms
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
-from dsv4attn.core.geometry import LayerKind, LayerSharing
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.model.geometry import LayerKind, LayerSharing
 from tests.core.network_v41 import Steps
 from tests.core.padded import all_bytes, pad
 from tests.core.test_whole_v41 import ROUNDED

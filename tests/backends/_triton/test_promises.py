@@ -16,13 +16,13 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching import warmup
 from dsv4attn.backends._triton.launching.runtime import FAR_FORMS, INTERPRETED, observed
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.contract import Phase, Run
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.keys import DenseIndices, GatheredKeys
-from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.workspace import simultaneous_bytes
+from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys
+from dsv4attn.core.contract.backend import Phase, Run
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.workspace import simultaneous_bytes
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.testing import world
 from dsv4attn.testing.world import tiny_geometry
 from tests.backends._triton.attention.attending import TINY, Answer, Trial

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layer import DeepseekV4MLAAttention
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.rope import cos_sin_cache
-from dsv4attn.core.workspace import WorkspaceManager, WorkspacePlan
-from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.workspace import WorkspaceManager, WorkspacePlan
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.testing.world import tiny_geometry
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, Interpreted, Request

@@ -26,8 +26,8 @@ from dsv4attn.backends._triton.index_ops import ragged
 from dsv4attn.backends._triton.launching.warmup import threads
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.backends.rocm.tuning import TUNING
-from dsv4attn.core.contract import Phase
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.contract.backend import Phase
 
 NOPE, ROPE = 448, 64
 OCP = Segment.of(KVCacheLayout.fp8_ds_mla(NOPE, ROPE), aligned=True)

@@ -23,19 +23,14 @@ from dsv4attn.backends.rocm.metadata import (
     DeepseekV4ROCMAiterSparseSWAMetadata,
 )
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core import indices as definition
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.contract import Backend
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.keys import RaggedIndices
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import (
-    AttentionMetadata,
-    Batch,
-    DeepseekSparseSWAMetadata,
-    FlashMLASparseMetadata,
-)
-from dsv4attn.core.phased import PhasedBackend
+from dsv4attn.core.cache.selected_keys import RaggedIndices
+from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.phased import PhasedBackend
+from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.core.torch_ops import index_ops as definition
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import tiny_geometry

@@ -16,10 +16,10 @@ from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.rocm import vllm_api
 from dsv4attn.backends.rocm.vllm_api import rocm_sparse_attn_decode, rocm_sparse_attn_prefill
-from dsv4attn.core.keys import RaggedIndices
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.rope import cos_sin_cache
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import RaggedIndices
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.attention.attending import FNUZ, OCP, Answer, Trial
 from tests.backends._triton.cache.caches import DEVICE

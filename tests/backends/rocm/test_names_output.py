@@ -15,7 +15,7 @@ from dsv4attn.backends._triton import kernels_projection, projection
 from dsv4attn.backends._triton.compiling import variant
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.rocm.vllm_api_output import rocm_inv_rope_einsum
-from dsv4attn.core import weights
+from dsv4attn.core.model import quantized_weight as weights
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import F64

@@ -17,14 +17,14 @@ from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.rocm import INFO
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.rocm.tuning import TUNING
-from dsv4attn.core.contract import AttentionCall, IndexForm, KeyForm, Phase, Rank, Run
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.keys import GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.problem import Problem
-from dsv4attn.core.warmup_spec import Bounds
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.cache.selected_keys import GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.contract.backend import AttentionCall, IndexForm, KeyForm, Phase, Rank, Run
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.plugins import PluginRegistry
 from dsv4attn.selection import explain, load_backend
@@ -254,7 +254,7 @@ def test_nothing_is_launched_that_was_not_announced() -> None:
 
 
 def test_attention_is_announced_on_ragged_rows_alone() -> None:
-    bounds = Bounds.of(FLASH, problems()[0].limits)
+    bounds = WarmupSpec.of(FLASH, problems()[0].limits)
     forms = [v for v in RocmBackend().kernel_variants(bounds, DeviceFacts.named("gfx942")) if v.name == "attention"]
 
     assert {dict(variant.constants)["RAGGED"] for variant in forms} == {True}

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.probe import Found
-from dsv4attn.core.contract import AttentionCall, Extras
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.core.keys import DenseIndices, PagedKeys
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.problem import CacheFacts, Problem
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, PagedKeys
+from dsv4attn.core.contract.backend import AttentionCall, Extras
+from dsv4attn.core.contract.problem import CacheFacts, Problem
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.testing import oracle
 from dsv4attn.testing.judge import Expected
 from tests.backends._triton.cache.caches import DEVICE

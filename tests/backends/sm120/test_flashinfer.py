@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.errors import ArgumentError, LayoutMismatchError, UnsupportedError
 from dsv4attn.testing.judge import tolerance
 from tests.backends._triton.cache.caches import DEVICE

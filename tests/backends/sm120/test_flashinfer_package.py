@@ -19,8 +19,8 @@ import torch
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.probe import Found, find, reasons
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.problem import Problem, Reason
+from dsv4attn.core.contract.problem import Problem, Reason
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.testing.judge import tolerance
 from tests.backends.sm120.problems import LAYOUT, Trial

@@ -16,13 +16,13 @@ from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.flashinfer_launches import Copies, Results
 from dsv4attn.backends.sm120.launch import Sm120Backend
-from dsv4attn.core.contract import AttentionCall, Extras
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.keys import DenseIndices, PagedKeys
-from dsv4attn.core.layout import PagedKVCache
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.warmup_spec import Bounds
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, PagedKeys
+from dsv4attn.core.contract.backend import AttentionCall, Extras
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.model.geometry import ModelGeometry
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm120.problems import LAYOUT, Trial, found, layer_of
 from tests.backends.sm120.recording import RecordingWrapper
@@ -134,7 +134,7 @@ def test_a_warm_up_knows_every_launch_around_flashinfer(*, in_range: bool) -> No
     geometry, limits = ModelGeometry.preset("flash"), Limits(4, 64, 4096)
     for heads in (8, 12):
         one, seen = evolve(geometry, num_heads=heads, o_groups=1), set()
-        bounds = Bounds.of(one, limits, sink=None)
+        bounds = WarmupSpec.of(one, limits, sink=None)
         backend = Sm120Backend(in_range=in_range)
         known = set(backend.kernel_variants(bounds, DeviceFacts.named("sm_120")))
         subject = FlashInferAttention(found(RecordingWrapper), in_range=in_range)
@@ -155,7 +155,7 @@ def test_a_warm_up_knows_every_launch_around_flashinfer(*, in_range: bool) -> No
 
 
 def test_elsewhere_nothing_is_compiled_for_flashinfer() -> None:
-    bounds = Bounds.of(ModelGeometry.preset("flash"), Limits(4, 64, 4096))
+    bounds = WarmupSpec.of(ModelGeometry.preset("flash"), Limits(4, 64, 4096))
 
     def names(arch: str, **options: Any) -> set[str]:
         backend = Sm120Backend(**options)

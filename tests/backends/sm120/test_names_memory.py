@@ -16,8 +16,8 @@ from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.backends.sm120 import flashinfer_memory as memory
 from dsv4attn.backends.sm120.flashinfer_api import SparseMLASm120Wrapper
 from dsv4attn.backends.sm120.flashinfer_memory import WrapperMemory
-from dsv4attn.core.contract import AttentionCall
-from dsv4attn.core.workspace import simultaneous_bytes
+from dsv4attn.core.contract.backend import AttentionCall
+from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.cache.caches import DEVICE
 

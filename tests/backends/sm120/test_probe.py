@@ -12,8 +12,8 @@ import attrs
 import pytest
 
 from dsv4attn.backends.sm120.probe import Found, find, forget, reasons
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.problem import CacheFacts, Problem, Reason
+from dsv4attn.core.contract.problem import CacheFacts, Problem, Reason
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from tests.backends.sm120.problems import found
 from tests.backends.sm120.recording import Config, RecordingWrapper
 

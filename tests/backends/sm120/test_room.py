@@ -16,12 +16,12 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.sm120 import flashinfer
 from dsv4attn.backends.sm120.choice import notes
 from dsv4attn.backends.sm120.launch import Sm120Backend
-from dsv4attn.core import indices
-from dsv4attn.core.contract import Extras, KeyForm, Phase, Products
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.problem import Problem, Reason
-from dsv4attn.core.workspace import WorkspaceManager, simultaneous_bytes
+from dsv4attn.core.contract.backend import Extras, KeyForm, Phase, Products
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.problem import Problem, Reason
+from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
+from dsv4attn.core.model.geometry import ModelGeometry
+from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.errors import ArgumentError, UnsupportedError
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES

@@ -14,8 +14,8 @@ from dsv4attn.backends.sm120 import flashinfer
 from dsv4attn.backends.sm120.flashinfer import FlashInferAttention, remember
 from dsv4attn.backends.sm120.launch import Sm120Backend
 from dsv4attn.core import tensorspec
-from dsv4attn.core.contract import Phase
-from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.contract.backend import Phase
+from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.testing.judge import tolerance
 from tests.backends.sm120.problems import LAYOUT, Trial, found
 from tests.backends.sm120.recording import RecordingWrapper

@@ -11,7 +11,7 @@ from dsv4attn.backends._triton.compiling.aot import Outcome, compile_all
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends.sm90 import index
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.tools.cli.common import geometry_of
 from dsv4attn.tools.cli.compile import bounds_of
 

@@ -16,7 +16,7 @@ import pytest
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.core.contract import Backend
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.testing import suite
 from dsv4attn.testing.case import Case
 from tests.backends._triton.rooms import QuickHistory

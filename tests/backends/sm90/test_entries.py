@@ -1,6 +1,6 @@
 """Decodes of few tokens that read entries through the block table, against the same decodes of translated slots.
 
-`core.indices` is the definition of the translation. That the other decodes are right is shown by `test_tiles`.
+`core.torch_ops.index_ops` is the definition of the translation. That the other decodes are right is shown by `test_tiles`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import TILES, Tiles
-from dsv4attn.core.contract import AttentionCall, Phase
-from dsv4attn.core.indices import compute_global_topk_indices_and_lens
-from dsv4attn.core.keys import DenseIndices, EntryIndices, GatheredKeys, PagedKeys, PageTable
+from dsv4attn.core.cache.selected_keys import DenseIndices, EntryIndices, GatheredKeys, PagedKeys, PageTable
+from dsv4attn.core.contract.backend import AttentionCall, Phase
+from dsv4attn.core.torch_ops.index_ops import compute_global_topk_indices_and_lens
 from tests.backends._triton.attention.attending import Trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm90.calls import planned

@@ -17,9 +17,9 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architectur
 from dsv4attn.backends._triton.layer import index_logits
 from dsv4attn.backends.sm90 import index
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.core.definitions import IndexQuery
-from dsv4attn.core.definitions.records import store_index_keys
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.index_records import store_index_keys
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.torch_ops.indexer import IndexQuery
 
 hopper = [
     pytest.mark.device,

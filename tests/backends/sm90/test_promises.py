@@ -18,13 +18,13 @@ from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching import warmup
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.sm90.launch import Sm90Backend
-from dsv4attn.core.contract import KeyForm, Phase
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.warmup_spec import Bounds
-from dsv4attn.core.workspace import simultaneous_bytes
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import KeyForm, Phase
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.memory.workspace import simultaneous_bytes
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from tests.backends._triton.attention.attending import BF16_ROWS, FNUZ, OCP, Trial
 from tests.backends._triton.engine import Engine, launching_nothing
 from tests.backends._triton.index_ops.trials import operations
@@ -126,7 +126,7 @@ def test_where_everything_is_the_room_s_own_no_shared_form_is_compiled(form: str
     assert read_by(variants) == ({"*u8", "*bf16"} if form == "gathered" else {"*u8"})
 
 
-def kernels_by_keys(bounds: Bounds) -> dict[str, set[bool]]:
+def kernels_by_keys(bounds: WarmupSpec) -> dict[str, set[bool]]:
     """Of prefill on gathered rows: for each kind of keys, whether the room's own kernel reads them, or the shared."""
     found: dict[str, set[bool]] = {}
     for one in Sm90Backend(prefill="gathered").kernel_variants(bounds, DeviceFacts.named("sm_90")):

@@ -12,10 +12,10 @@ from attrs import evolve
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import ROADS
-from dsv4attn.core.contract import Extras, Phase, RawQuery
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.warmup_spec import Bounds
+from dsv4attn.core.contract.backend import Extras, Phase, RawQuery
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
 from tests.backends._triton.attention.attending import BF16_ROWS, FP32_ROWS, Trial
@@ -155,7 +155,7 @@ def test_raw_forms_are_foreseen_where_some_call_may_take_them() -> None:
     limits = Limits(4, 256, 4096)
 
     def kinds(backend: Sm90Backend, model: ModelGeometry) -> tuple[bool, bool]:
-        bounds = Bounds.of(model, limits)
+        bounds = WarmupSpec.of(model, limits)
         found = [*backend._attention_variants(bounds, bounds.layers[0], backend.tuning)]
         raw = [dict(form.types).get("positions") == "*i64" for form in found]
         return any(raw), backend._may_leave_raw(bounds, bounds.layers[0])

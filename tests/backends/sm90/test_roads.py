@@ -14,13 +14,13 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import ROADS
-from dsv4attn.core.forward import _call_of
-from dsv4attn.core.gathered import GatheredCall
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.paged import PagedCall
-from dsv4attn.core.phased import PhasedBackend
-from dsv4attn.core.step import Step
+from dsv4attn.core.attention.call import Step
+from dsv4attn.core.attention.forward_mqa import _call_of
+from dsv4attn.core.attention.gathered import GatheredCall
+from dsv4attn.core.attention.paged import PagedCall
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.phased import PhasedBackend
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine, launching_nothing
 

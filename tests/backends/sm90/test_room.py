@@ -15,13 +15,13 @@ from dsv4attn.backends.sm90.choice import notes
 from dsv4attn.backends.sm90.launch import PAGES, ROWS, Sm90Backend, _kind_of
 from dsv4attn.compat import flash_mla
 from dsv4attn.config import Settings
-from dsv4attn.core.contract import Forms, KeyForm
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.problem import CacheFacts, Problem
-from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
+from dsv4attn.core.contract.backend import Capabilities, KeyForm
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.problem import CacheFacts, Problem
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.plugins import PluginRegistry
 from dsv4attn.selection import explain, load_backend
 from tests.backends._triton.cache.caches import DEVICE
@@ -75,7 +75,7 @@ def test_prefill_may_choose_unless_told() -> None:
         "projection": "bf16",
         "small": "auto",
     }
-    paged = Forms(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
+    paged = Capabilities(prefill_keys=KeyForm.PAGED, max_logits=True, empty_lse=True)
     gathered = evolve(paged, prefill_keys=KeyForm.GATHERED, prefill_pages=True)
     assert load_backend("sm90").forms == load_backend("sm90", prefill="gathered").forms == gathered
     assert load_backend("sm90", prefill="paged").forms == paged

@@ -19,7 +19,7 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.sm90 import launch, tiles, tuning
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import ROUNDS, TILES, Tiles, rounds_of, tiles_of
-from dsv4attn.core.contract import Extras, Phase
+from dsv4attn.core.contract.backend import Extras, Phase
 from tests.backends._triton.attention.attending import OCP, Trial
 from tests.backends.sm90.calls import Result, planned, run
 from tests.backends.sm90.planting import plant

@@ -16,7 +16,7 @@ import pytest
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.contract import Backend
+from dsv4attn.core.contract.backend import Backend
 from dsv4attn.testing import suite
 from dsv4attn.testing.case import Area, Case, chosen
 from dsv4attn.testing.cases import CASES

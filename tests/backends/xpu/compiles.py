@@ -14,7 +14,7 @@ from dsv4attn.backends._triton.cache import fill
 from dsv4attn.backends._triton.compiling.aot import compile_all
 from dsv4attn.backends._triton.compiling.targets import TARGETS
 from dsv4attn.backends.xpu import launch, vllm_api
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.cache.layout import KVCacheLayout
 
 
 def outcomes(target: str) -> list[list[str]]:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from dsv4attn.backends.xpu import launch
 from dsv4attn.backends.xpu.launch import XpuBackend
 from dsv4attn.backends.xpu.tuning import RUN_BYTES
-from dsv4attn.core.contract import Phase
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.core.workspace import WorkspaceManager, simultaneous_bytes
+from dsv4attn.core.contract.backend import Phase
+from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from tests.backends._triton.attention.attending import FNUZ, FP32_ROWS, OCP, TINY, Answer, Trial, any_trial
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.xpu.plants import GATHERING, planted

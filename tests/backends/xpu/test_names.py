@@ -26,9 +26,9 @@ from dsv4attn.backends.xpu.vllm_api import (
     xpu_qnorm_rope_kv_fp8_insert,
     xpu_sparse_decode_fp8,
 )
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.rope import cos_sin_cache
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
 from tests.backends._triton.attention.attending import OCP, Answer, Trial

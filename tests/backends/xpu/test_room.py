@@ -19,12 +19,12 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.xpu import INFO, launch
 from dsv4attn.backends.xpu.launch import XpuBackend
 from dsv4attn.backends.xpu.tuning import TUNING
-from dsv4attn.core.contract import AttentionCall, KeyForm, Phase, Rank
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.problem import Problem
-from dsv4attn.core.warmup_spec import Bounds
-from dsv4attn.core.workspace import WorkspaceManager
+from dsv4attn.core.contract.backend import AttentionCall, KeyForm, Phase, Rank
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.plugins import PluginRegistry
 from dsv4attn.selection import explain, load_backend
@@ -138,7 +138,7 @@ def test_nothing_is_launched_that_was_not_announced(form: str) -> None:
 
 
 def test_only_the_chosen_form_of_decode_is_announced() -> None:
-    bounds = Bounds.of(ModelGeometry.preset("flash"), problems()[0].limits)
+    bounds = WarmupSpec.of(ModelGeometry.preset("flash"), problems()[0].limits)
     announced = {form: set(XpuBackend(decode=form).kernel_variants(bounds, DeviceFacts.named("xpu"))) for form in FORMS}
 
     def gathers(variants: set[Variant]) -> bool:

@@ -10,9 +10,9 @@ import torch
 from attrs import evolve
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.definitions import TorchLayerSteps
-from dsv4attn.core.definitions.records import read_index_keys, store_index_keys
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.index_records import read_index_keys, store_index_keys
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
 from dsv4attn.tools.bench.around import AroundCase, around_cases
 from dsv4attn.tools.bench.cases import AROUND
 from dsv4attn.tools.bench.index import index_task, judged, select_task

@@ -7,10 +7,10 @@ import pytest
 import torch
 from attrs import evolve
 
-from dsv4attn.core.contract import Products
-from dsv4attn.core.geometry import LayerKind, Rope
-from dsv4attn.core.problem import CacheFacts
-from dsv4attn.core.rope import cos_sin_cache
+from dsv4attn.core.contract.backend import Products
+from dsv4attn.core.contract.problem import CacheFacts
+from dsv4attn.core.model.geometry import LayerKind, Rope
+from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.errors import UnknownNameError
 from dsv4attn.testing import oracle
 from dsv4attn.tools.bench.attend import problem_of

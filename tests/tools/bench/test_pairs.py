@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import AttentionCall
+from dsv4attn.core.contract.backend import AttentionCall
 from dsv4attn.tools.bench.cases import PAIRS, cases_of
 from dsv4attn.tools.bench.result import load
 from dsv4attn.tools.bench.runner import MEASURED, REFUSED, WRONG, pair_means

@@ -11,8 +11,8 @@ from attrs import asdict
 from rich.console import Console
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.definitions import TorchLayerSteps
-from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.tools.bench.clock import Clock
 from dsv4attn.tools.bench.layer import LayerCase, LayerTime, _made, _parts, layer_cases
 from dsv4attn.tools.bench.parts import LayerPart, Marks, measured, of_trace

@@ -12,7 +12,7 @@ import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.compat import flash_mla
-from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.tools.bench.cases import PRESETS, Case
 from dsv4attn.tools.bench.inputs import LAYOUT, make_inputs

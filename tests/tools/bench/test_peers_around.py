@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4attn.core.definitions import fp8_mqa_logits, fp8_paged_mqa_logits
+from dsv4attn.core.torch_ops.indexer import fp8_mqa_logits, fp8_paged_mqa_logits
 from dsv4attn.tools.bench.around import AroundCase
 from dsv4attn.tools.bench.compress import compress_task
 from dsv4attn.tools.bench.index import index_task, select_task

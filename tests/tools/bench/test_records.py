@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.testing import oracle
 from dsv4attn.testing.oracle_records import read_fp4, read_fp8, record_fp4, record_fp8
 from dsv4attn.tools.bench.records import fill, read, write

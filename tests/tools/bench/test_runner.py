@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import AttentionCall, Backend, GatheredKeys
+from dsv4attn.core.contract.backend import AttentionCall, Backend, GatheredKeys
 from dsv4attn.errors import UnsupportedError
 from dsv4attn.tools.bench.cases import ATTENTION, KERNELS, Size, cases_of, decodes
 from dsv4attn.tools.bench.runner import FAILED, MEASURED, REFUSED, WRONG, Row, Runner, geomeans

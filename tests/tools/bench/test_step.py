@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import AttentionCall, Phase
-from dsv4attn.core.geometry import LayerGeometry, LayerKind
-from dsv4attn.core.workspace import BufferSpec, simultaneous_bytes
+from dsv4attn.core.contract.backend import AttentionCall, Phase
+from dsv4attn.core.memory.workspace import simultaneous_bytes
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.tensorspec import BufferSpec
 from dsv4attn.tools.bench.cases import PAIRS, PRESETS, Case, Preset, host_cases
 from dsv4attn.tools.bench.inputs import make_inputs
 from dsv4attn.tools.bench.overhead import Overhead, overhead

@@ -13,7 +13,7 @@ import pytest
 from attrs import define
 from click.testing import CliRunner
 
-from dsv4attn.core import device, devices
+from dsv4attn.core.contract import device, devices
 from dsv4attn.tools.cli import main
 from tests.wheels import Shelf, plugin
 

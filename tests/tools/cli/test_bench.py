@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import AttentionCall
-from dsv4attn.core.geometry import LayerKind
+from dsv4attn.core.contract.backend import AttentionCall
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.tools.bench.around import around_cases
 from dsv4attn.tools.bench.cases import AROUND
 from dsv4attn.tools.bench.layer import LayerCase

@@ -18,7 +18,7 @@ from dsv4attn.backends._triton.compiling import aot
 from dsv4attn.backends._triton.compiling.aot import Outcome, Resources
 from dsv4attn.backends._triton.compiling.targets import Target
 from dsv4attn.backends._triton.compiling.variant import Variant
-from dsv4attn.core.problem import Reason
+from dsv4attn.core.contract.problem import Reason
 from dsv4attn.plugins import PluginRegistry
 from tests.tools.cli.machine import Machine, machine, plugin
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dsv4attn.core import device
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.contract import device
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError, ConfigError, Dsv4AttnError, NoBackendError
 from dsv4attn.plugins import BUILT_IN
 from dsv4attn.selection import explain, load_backend, resolve

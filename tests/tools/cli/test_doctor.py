@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dsv4attn
-from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.contract.device import DeviceFacts
 from tests.tools.cli.machine import Machine, device_of_no_backend, machine, plugin, without_triton
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.problem import Problem
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.problem import Problem
+from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.plugins import BUILT_IN
 from dsv4attn.selection import explain
 from dsv4attn.tools.cli import explain as command

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dsv4attn.core import device
+from dsv4attn.core.contract import device
 from dsv4attn.tools.cli import main
 from tests.tools.bench.rows import ROOF
 from tests.wheels import Shelf, plugin

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from dsv4attn.core.geometry import ModelGeometry
+from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.cli import main
 from dsv4attn.tools.cli.ranks import check_ranks

@@ -9,9 +9,9 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import AttentionCall
-from dsv4attn.core.keys import DenseIndices, GatheredKeys
-from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys
+from dsv4attn.core.contract.backend import AttentionCall
 from tests.tools.replay.small import GEOMETRY
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.contract import Backend
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.tools.replay.engine import Replay, ReplayConfig
 from dsv4attn.tools.replay.request import Request
 from dsv4attn.tools.replay.results import Report

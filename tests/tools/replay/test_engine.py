@@ -10,7 +10,7 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, UnknownNameError
 from dsv4attn.tools.replay.engine import Progress
 from dsv4attn.tools.replay.report import as_json

@@ -8,9 +8,9 @@ from attrs import define, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4attn.core.allocator import BlockAllocator, BlockTable
 from dsv4attn.errors import ArgumentError, OutOfPagesError
-from dsv4attn.tools.replay.scheduler import Scheduled, Scheduler, Step
+from dsv4attn.serving.allocator import BlockAllocator, BlockTable
+from dsv4attn.serving.scheduler import Scheduled, Scheduler, Step
 from dsv4attn.tools.replay.trace import Request, generated_trace
 
 WINDOW = 8

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4attn.core.definitions.records import store_index_keys
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.index_records import store_index_keys
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.testing import oracle
 from dsv4attn.testing.oracle import F64
 from dsv4attn.tools.replay.stored import StoredIndexKeys, StoredKeys, rounding, share

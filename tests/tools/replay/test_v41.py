@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4attn.core import indexer
-from dsv4attn.core.definitions.steps import TorchLayerSteps
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
+from dsv4attn.core.layer import indexer
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.replay.report import as_text
 from dsv4attn.tools.replay.results import WholeErrors

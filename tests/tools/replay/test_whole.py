@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core import attention
-from dsv4attn.core.cache_manager import CacheManager
-from dsv4attn.core.definitions.compressor import rms_norm
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.indexer import Indexer
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.projection import output_projection
+from dsv4attn.core.attention.projection import output_projection
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.layer import attention_layer as attention
+from dsv4attn.core.layer.indexer import Indexer
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.torch_ops.compressor import rms_norm
 from dsv4attn.errors import ArgumentError, UnknownNameError
+from dsv4attn.serving.cache_manager import CacheManager
 from dsv4attn.tools.replay.report import as_json
 from dsv4attn.tools.replay.results import LayerReport, Report, WholeErrors, WholeSeconds
 from dsv4attn.tools.replay.trace import selecting_trace
@@ -263,7 +263,7 @@ def test_a_shortcut_that_is_taken_too_often_is_found(monkeypatch: pytest.MonkeyP
 
 def test_pages_of_states_that_are_given_back_too_soon_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page of a window that an entry still needs belongs to another request by then."""
-    monkeypatch.setattr("dsv4attn.core.layer_geometry.LayerGeometry.first_state", lambda _, position: position)
+    monkeypatch.setattr("dsv4attn.core.model.layer_geometry.LayerGeometry.first_state", lambda _, position: position)
     report = whole(check_rows=8)
 
     assert stages_beyond(report.layers[1]) >= {"entry", "index_key"}

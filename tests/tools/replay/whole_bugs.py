@@ -10,9 +10,10 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.definitions import IndexQuery, TorchLayerSteps
-from dsv4attn.core.definitions.selection import select_topk
-from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
+from dsv4attn.core.torch_ops.indexer import IndexQuery
+from dsv4attn.core.torch_ops.selection import select_topk
 
 
 class Steps(TorchLayerSteps):

@@ -28,12 +28,13 @@ from dsv4attn.backends._triton.attention.keys import (
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch
 from dsv4attn.backends._triton.tuning import Tuning, padded
-from dsv4attn.core.checks import check_attention_strides
-from dsv4attn.core.contract import AttentionCall, Run
-from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.keys import GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.core.workspace import ALIGNMENT, BufferSpec
+from dsv4attn.core.attention.checks import check_attention_strides
+from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.contract.backend import AttentionCall, Run
+from dsv4attn.core.memory.workspace import ALIGNMENT
+from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.tensorspec import BufferSpec
 
 __all__ = ["Segment", "Shape", "attend", "constants", "prepare", "scratch", "scratch_bound", "splits_of", "variants"]
 

@@ -22,7 +22,7 @@ TOGETHER = 4
 
 
 def pack_part(out: Tensor, lse: Tensor, sent: Tensor, sent_lse: Tensor) -> None:
-    """See `core.index_ops.RankSteps`."""
+    """See `core.contract.index_ops.RankSteps`."""
     rows, heads, dim = out.shape
     unit = wide_unit(out, *out.stride()[:2])
     if wide_unit(sent, dim) < unit:
@@ -36,7 +36,7 @@ def pack_part(out: Tensor, lse: Tensor, sent: Tensor, sent_lse: Tensor) -> None:
 
 
 def merge_parts(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, attn_sink: Tensor | None) -> None:
-    """See `core.index_ops.RankSteps`."""
+    """See `core.contract.index_ops.RankSteps`."""
     rows, heads, dim = out.shape
     unit = wide_unit(out, *out.stride()[:2])
     if wide_unit(outs, dim, outs.stride(0)) < unit:

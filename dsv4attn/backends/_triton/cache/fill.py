@@ -1,7 +1,7 @@
 """`prepare_rows`: all rows and lists of a gathered prefill chunk in two launches.
 
 The first, `combine_kernel`, makes the list of each token. The second, `fill_kernel`, copies the records of both caches,
-and packs the lists where a backend takes ragged ones. `core.gathered.fill_by_steps` is the definition: results are
+and packs the lists where a backend takes ragged ones. `core.attention.gathered.fill_by_steps` is the definition: results are
 equal, byte by byte. What depends on metadata alone is computed where it is used, in both kernels: there is no plan that
 another launch would have to make.
 """
@@ -29,10 +29,10 @@ from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.index_ops.common import CONSTANTS
 from dsv4attn.backends._triton.index_ops.dense import prepare_combine
 from dsv4attn.backends._triton.launching.runtime import Constants, Launch
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.contract import FillRows
-from dsv4attn.core.keys import ChunkRows, PageTable
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import ChunkRows, PageTable
+from dsv4attn.core.contract.backend import FillRows
 from dsv4attn.core.tensorspec import check_strides
 
 __all__ = ["prepare_rows", "variants"]

@@ -24,7 +24,7 @@ from dsv4attn.backends._triton.cache.records import (
 )
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import launch
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
 
 __all__ = ["block_of", "dequant_gather_slots", "dequantize_and_gather_k_cache", "variants"]

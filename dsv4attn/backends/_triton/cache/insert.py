@@ -26,8 +26,8 @@ from dsv4attn.backends._triton.cache.records import (
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.dependent import overlaps
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, launch
-from dsv4attn.core.checks import check_keys
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.attention.checks import check_keys
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
 
 __all__ = ["qnorm_rope_kv_insert", "quantize_and_insert_k_cache", "variants"]

@@ -1,6 +1,6 @@
 """Strides, alignments and constants of a cache's records, as arguments of kernels.
 
-All arithmetic on layouts is in `core.layout`. Strides and offsets are run-time arguments, so that the arrangement of a
+All arithmetic on layouts is in `core.cache.layout`. Strides and offsets are run-time arguments, so that the arrangement of a
 page compiles nothing. Constants are only what determines the shapes of tiles.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.errors import ArgumentError
 
 __all__ = [

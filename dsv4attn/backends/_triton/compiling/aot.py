@@ -27,7 +27,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends._triton.launching.warmup import threads
 from dsv4attn.backends._triton.untyped import CompiledKernel, Kernel
-from dsv4attn.core.problem import Reason
+from dsv4attn.core.contract.problem import Reason
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["Outcome", "Resources", "compile_all", "compile_near", "cross_compile", "distinctions"]

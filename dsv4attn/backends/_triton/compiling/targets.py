@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from attrs import frozen
 from triton.backends.compiler import GPUTarget
 
-from dsv4attn.core.devices import DEVICES, device_named, unknown
+from dsv4attn.core.contract.devices import DEVICES, device_named, unknown
 
 __all__ = ["TARGETS", "Target"]
 

@@ -1,6 +1,6 @@
 """Index arithmetic of the metadata builder, once a step: the launcher of `kernels_builder`.
 
-`MetadataBuilder` takes this module as `steps`. `dsv4attn.core.indices` is the definition of every function here, and
+`MetadataBuilder` takes this module as `steps`. `torch_ops.index_ops` is the definition of every function here, and
 the integers are equal. A step of all layer kinds takes eight launches, and one more for each kind that has entries, and
 for its states, where requests have a prefix hit.
 """
@@ -28,7 +28,7 @@ from dsv4attn.backends._triton.launching.runtime import Constants, architecture,
 from dsv4attn.core.tensorspec import check_strides
 
 if TYPE_CHECKING:
-    from dsv4attn.core.context_parallel import Ownership
+    from dsv4attn.core.cache.ownership import Ownership
 
 __all__ = [
     "build_cached_mask",
@@ -76,7 +76,7 @@ def variants(window: int, arch: str = "") -> Iterator[Variant]:
 
 
 def build_token_maps(query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[Tensor, Tensor]) -> None:
-    """See `core.indices`."""
+    """See `core.torch_ops.index_ops`."""
     check_strides(token_to_req=out[0], is_valid=out[1])
     tokens, num_reqs = out[0].shape[0], query_start_loc.shape[0] - 1
     strides = query_start_loc.stride(0), slot_mapping.stride(0)
@@ -99,7 +99,7 @@ def build_window_indices(
     replay_start: Tensor | None = None,
     causal: bool = True,
 ) -> None:
-    """See `core.indices`."""
+    """See `core.torch_ops.index_ops`."""
     rows, lens = out
     maps = {"token_to_req": token_to_req, "is_valid": is_valid, "replay_start": replay_start}
     check_strides(written=("rows",), rows=rows, lens=lens, **maps)
@@ -115,7 +115,7 @@ def build_window_indices(
 def build_gather_lens(
     query_start_loc: Tensor, seq_lens: Tensor, window: int, out: Tensor, *, replay_start: Tensor | None = None
 ) -> None:
-    """See `core.indices`."""
+    """See `core.torch_ops.index_ops`."""
     check_strides(out=out, replay_start=replay_start)
     numbers = out.shape[0], query_start_loc.stride(0), seq_lens.stride(0), window
     grid = (triton.cdiv(out.shape[0], BLOCK),)
@@ -125,7 +125,7 @@ def build_gather_lens(
 def build_cached_mask(
     query_start_loc: Tensor, seq_lens: Tensor, token_to_req: Tensor, num_cached: Tensor, ratio: int, out: Tensor
 ) -> None:
-    """See `core.indices`."""
+    """See `core.torch_ops.index_ops`."""
     check_strides(token_to_req=token_to_req, out=out)
     strides = query_start_loc.stride(0), seq_lens.stride(0), num_cached.stride(0)
     numbers = out.shape[0], *strides, seq_lens.shape[0], ratio
@@ -143,7 +143,7 @@ def build_compressed_slot_mapping(
     ratio: int,
     out: tuple[Tensor, Tensor],
 ) -> None:
-    """See `core.indices`."""
+    """See `core.torch_ops.index_ops`."""
     maps = token_to_req, is_valid
     grid, arguments = _entries_call(query_start_loc, seq_lens, *maps, block_table, block_size, ratio, out)
     launch(compressed_kernel, grid, arguments, _CONSTANTS)
@@ -160,7 +160,7 @@ def build_owned_slot_mapping(
     ratio: int,
     out: tuple[Tensor, Tensor],
 ) -> None:
-    """See `core.context_parallel.ownership`."""
+    """See `core.cache.ownership`."""
     maps = token_to_req, is_valid
     grid, arguments = _entries_call(query_start_loc, seq_lens, *maps, block_table, block_size, ratio, out)
     own = ownership.rank, ownership.size, ownership.interleave

@@ -1,6 +1,6 @@
 """Index arithmetic that runs once a layer: the launcher of `kernels_dense`, which backends give as `steps`.
 
-`dsv4attn.core.indices` is the definition of every function here: results are equal, integer by integer. Inputs may have
+`torch_ops.index_ops` is the definition of every function here: results are equal, integer by integer. Inputs may have
 any strides; outputs have unit stride along rows.
 """
 
@@ -21,8 +21,8 @@ from dsv4attn.backends._triton.index_ops.ragged import (
 )
 from dsv4attn.backends._triton.launching.dependent import overlaps
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch, architecture
-from dsv4attn.core.index_ops import IndexStep
-from dsv4attn.core.keys import PageTable
+from dsv4attn.core.cache.selected_keys import PageTable
+from dsv4attn.core.contract.index_ops import IndexStep
 from dsv4attn.core.tensorspec import check_strides
 
 __all__ = [
@@ -60,7 +60,7 @@ def compute_global_topk_indices_and_lens(
     block_size: int,
     out: tuple[Tensor, Tensor],
 ) -> Callable[[Tensor], None]:
-    """See `core.indices`."""
+    """See `core.torch_ops.index_ops`."""
     slots, lens = out
     check_strides(written=("slots",), slots=slots, lens=lens)
     tokens, width = topk_indices.shape
@@ -90,7 +90,7 @@ def combine_topk_swa_indices(
     swa: PageTable | None = None,
     compressed: PageTable | None = None,
 ) -> None:
-    """See `core.indices`."""
+    """See `core.torch_ops.index_ops`."""
     lengths = visible_lens, is_valid, query_start_loc, seq_lens, gather_lens
     tables, sizes = (compressed, swa), (window, topk, rows, offset)
     prepare_combine(topk_indices, lengths, sizes, tables, out)(topk_indices)

@@ -1,6 +1,6 @@
 """Kernels of index arithmetic that runs once a layer, one program a row: entries to slots, and rows of gathered keys.
 
-`dsv4attn.core.indices` is the definition. Inputs may have any strides; outputs have unit stride along rows.
+`torch_ops.index_ops` is the definition. Inputs may have any strides; outputs have unit stride along rows.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

@@ -1,6 +1,6 @@
 """Ragged index lists: the launcher of `kernels_ragged`.
 
-`dsv4attn.core.indices` is the definition of both functions. Up to FEW rows take one launch, in which every program sums
+`torch_ops.index_ops` is the definition of both functions. Up to FEW rows take one launch, in which every program sums
 the lengths of the rows before its own. That takes time in the square of the rows, so above FEW rows one program,
 `scan_kernel`, sums all lengths first.
 """
@@ -16,7 +16,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops.common import CONSTANTS
 from dsv4attn.backends._triton.index_ops.kernels_ragged import pack_kernel, ragged_translate_kernel, scan_kernel
 from dsv4attn.backends._triton.launching.runtime import Constants, Launch
-from dsv4attn.core.index_ops import IndexStep
+from dsv4attn.core.contract.index_ops import IndexStep
 from dsv4attn.core.tensorspec import check_strides
 
 __all__ = ["build_ragged_indices_from_dense", "compute_global_topk_ragged_indices_and_indptr", "variants"]
@@ -32,7 +32,7 @@ _SCAN = Constants({"BLOCK": 4096})
 def build_ragged_indices_from_dense(
     indices: Tensor, lens: Tensor, num_slots: int, out: tuple[Tensor, Tensor]
 ) -> Callable[[Tensor], None]:
-    """See `core.indices`."""
+    """See `core.torch_ops.index_ops`."""
     flat, indptr = out
     check_strides(flat=flat, indptr=indptr)
     rows, width = indices.shape
@@ -56,7 +56,7 @@ def compute_global_topk_ragged_indices_and_indptr(
     out: tuple[Tensor, Tensor],
     row_lens: Tensor | None = None,
 ) -> Callable[[Tensor], None]:
-    """See `core.indices`."""
+    """See `core.torch_ops.index_ops`."""
     flat, indptr = out
     check_strides(flat=flat, indptr=indptr)
     tokens, width = topk_indices.shape

@@ -24,7 +24,7 @@ from dsv4attn.backends._triton.launching.compiled import WIDE, Compiled, Constan
 from dsv4attn.backends._triton.launching.dependent import launch_options
 from dsv4attn.backends._triton.support import INTERPRETER_CURE, require_release
 from dsv4attn.backends._triton.untyped import Kernel
-from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.errors import ArgumentError
 
 __all__ = [

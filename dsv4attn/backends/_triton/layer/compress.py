@@ -26,7 +26,7 @@ from dsv4attn.backends._triton.cache.records import (
 from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
 from dsv4attn.backends._triton.layer.kernels_compress import compress_kernel, pool_kernel, save_kernel
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_norm_weight, check_strides
 from dsv4attn.errors import ArgumentError
 

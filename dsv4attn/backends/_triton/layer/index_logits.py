@@ -23,8 +23,8 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, archi
 from dsv4attn.backends._triton.layer.kernels_index_logits import CODES, NATIVE, NIBBLES, ROWS, score_kernel
 from dsv4attn.backends._triton.support import FP8_UNITS
 from dsv4attn.backends._triton.tuning import COMPILED
-from dsv4attn.core.definitions.indexer import IndexQuery, check_paged_logits, dialect_of
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.torch_ops.indexer import IndexQuery, check_paged_logits, dialect_of
 
 __all__ = ["LANES", "fp8_mqa_logits", "fp8_paged_mqa_logits", "multiplies_codes", "score", "variants"]
 
@@ -126,7 +126,7 @@ def fp8_paged_mqa_logits(
     schedule_metadata: object = None,
     max_model_len: int = 0,
 ) -> Tensor:
-    """See `definitions.indexer.fp8_paged_mqa_logits`."""
+    """See `torch_ops.indexer.fp8_paged_mqa_logits`."""
     cache, lens = check_paged_logits(q, kv_cache, weights, context_lens)
     requests, each, _, _ = q.shape
     logits = torch.empty(requests * each, max_model_len, dtype=torch.float32, device=q.device)
@@ -143,7 +143,7 @@ def fp8_paged_mqa_logits(
 def fp8_mqa_logits(
     q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, cu_seqlen_ks: Tensor, cu_seqlen_ke: Tensor
 ) -> Tensor:
-    """See `definitions.indexer.fp8_mqa_logits`."""
+    """See `torch_ops.indexer.fp8_mqa_logits`."""
     rows, scales = kv
     layout = KVCacheLayout.index_fp8(rows.shape[1], fp8_format=dialect_of(q))
     logits = torch.empty(q.shape[0], rows.shape[0], dtype=torch.float32, device=q.device)

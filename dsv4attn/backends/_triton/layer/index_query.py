@@ -19,9 +19,9 @@ from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch
 from dsv4attn.backends._triton.layer.kernels_index_query import index_query_kernel
 from dsv4attn.backends._triton.support import FP8_UNITS
-from dsv4attn.core.definitions.indexer import IndexQuery
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 from dsv4attn.core.tensorspec import check_strides
+from dsv4attn.core.torch_ops.indexer import IndexQuery
 
 __all__ = ["indexer_q_rope_quant", "variants"]
 

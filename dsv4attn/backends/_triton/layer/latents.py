@@ -23,9 +23,9 @@ from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, launch
 from dsv4attn.backends._triton.layer.compress import entry_constants
 from dsv4attn.backends._triton.layer.kernels_latents import latent_kernel, ring_kernel, store_kernel
-from dsv4attn.core.definitions.latents import check_ring
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.tensorspec import check_strides
+from dsv4attn.core.torch_ops.latents import check_ring
 
 __all__ = ["MOST", "compress_latents", "norm_rope_store", "variants"]
 

@@ -24,9 +24,9 @@ from dsv4attn.backends._triton.launching.dependent import overlaps
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, architecture, launch
 from dsv4attn.backends._triton.layer.kernels_output import project_codes_kernel, quantize_output_kernel
 from dsv4attn.backends._triton.support import FP8_UNITS
-from dsv4attn.core.layout import Fp8Format
+from dsv4attn.core.cache.layout import Fp8Format
+from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.core.tensorspec import check_strides, check_tensor
-from dsv4attn.core.weights import BlockScaledWeight
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["fp8_o_proj", "inv_rope_fp8_quant", "project_fp8", "variants"]

@@ -15,8 +15,8 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import Constants, launch
 from dsv4attn.backends._triton.layer.kernels_ranks import keep_kernel, own_kernel, place_kernel
 from dsv4attn.backends._triton.layer.select import select
-from dsv4attn.core.context_parallel.ownership import Ownership
-from dsv4attn.core.values import round_up
+from dsv4attn.core.argument_checks import round_up
+from dsv4attn.core.cache.ownership import Ownership
 
 __all__ = ["choose", "variants"]
 

@@ -17,7 +17,7 @@ from dsv4attn.backends._triton.cache.records import alignment_of_rows
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import WIDE, architecture, launch, multiprocessors
 from dsv4attn.backends._triton.layer.kernels_select import choose_kernel, list_kernel, maxima_kernel
-from dsv4attn.core.context_parallel.ownership import Ownership
+from dsv4attn.core.cache.ownership import Ownership
 
 __all__ = ["LANES", "MOST", "maxima_columns", "maxima_run", "scratch_bytes", "select", "variants", "wanted_run"]
 

@@ -22,12 +22,13 @@ from dsv4attn.backends._triton.layer import (
     select,
 )
 from dsv4attn.backends._triton.layer.candidates import keep_candidates
-from dsv4attn.core.context_parallel.ownership import Ownership
-from dsv4attn.core.definitions import INVARIANT, PLAIN, TorchLayerSteps
-from dsv4attn.core.definitions.candidates import check_block_size
-from dsv4attn.core.definitions.indexer import IndexQuery
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.values import round_up
+from dsv4attn.core.argument_checks import round_up
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
+from dsv4attn.core.torch_ops.candidates import check_block_size
+from dsv4attn.core.torch_ops.indexer import IndexQuery
+from dsv4attn.core.torch_ops.tiles import INVARIANT, PLAIN
 
 __all__ = ["SCORES_BYTES", "TritonLayerSteps"]
 

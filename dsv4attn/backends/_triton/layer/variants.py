@@ -17,8 +17,8 @@ from dsv4attn.backends._triton.layer import (
     ranks,
     select,
 )
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, ModelGeometry
-from dsv4attn.core.warmup_spec import Bounds
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 
 __all__ = ["variants"]
 
@@ -26,7 +26,7 @@ NORMS = torch.bfloat16, torch.float32
 """Dtypes of the weights of norms."""
 
 
-def variants(bounds: Bounds, arch: str) -> Iterator[Variant]:
+def variants(bounds: WarmupSpec, arch: str) -> Iterator[Variant]:
     """Every form that the steps of a model within the bounds can ask for on an architecture."""
     model = bounds.model
     assert model is not None
@@ -46,7 +46,7 @@ def variants(bounds: Bounds, arch: str) -> Iterator[Variant]:
             )
 
 
-def _entries(layer: LayerGeometry, bounds: Bounds, arch: str) -> Iterator[Variant]:
+def _entries(layer: LayerGeometry, bounds: WarmupSpec, arch: str) -> Iterator[Variant]:
     """DeepSeek-V4's compressor, of keys and of index keys."""
     for layout in [bounds.compressed, *([bounds.index_layout] if layer.kind is LayerKind.C4A else [])]:
         yield from compress.variants(
@@ -60,7 +60,7 @@ def _entries(layer: LayerGeometry, bounds: Bounds, arch: str) -> Iterator[Varian
         )
 
 
-def _latents(layer: LayerGeometry, bounds: Bounds) -> Iterator[Variant]:
+def _latents(layer: LayerGeometry, bounds: WarmupSpec) -> Iterator[Variant]:
     """DeepSeek-V4.1's compressor, and what is stored of its latents."""
     sizes, aligned = (layer.compress_ratio, layer.rope_dim), bounds.aligned
     yield from latents.latent_variants(layer.head_dim, layer.compress_ratio, aligned=aligned, norms=NORMS)
@@ -69,7 +69,7 @@ def _latents(layer: LayerGeometry, bounds: Bounds) -> Iterator[Variant]:
         yield from latents.variants(bounds.index_layout, *sizes, dtype, NORMS, aligned=aligned)
 
 
-def _indexer(model: ModelGeometry, layer: LayerGeometry, bounds: Bounds, arch: str) -> Iterator[Variant]:
+def _indexer(model: ModelGeometry, layer: LayerGeometry, bounds: WarmupSpec, arch: str) -> Iterator[Variant]:
     """Queries, scores and selection; in two levels if the model has candidates."""
     index, heads, parts = bounds.index_layout, model.index_n_heads, bounds.parts
     if "indexer" in parts:

@@ -21,10 +21,10 @@ from torch import Tensor
 from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.core.contract import AttentionCall, Extras
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.contract.backend import AttentionCall, Extras
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.testing.book import place_of
 from dsv4attn.testing.judge import F64, Expected, found, rounded, tolerance, written
 from tests.backends._triton.cache.caches import CPU, DEVICE, memory, poisoned

@@ -17,9 +17,9 @@ from attrs import evolve
 from torch import Tensor
 
 from dsv4attn.backends._triton.attention import attend, kernels, kernels_combine, keys
-from dsv4attn.core.contract import Extras
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys
-from dsv4attn.core.layout import PagedKVCache
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
+from dsv4attn.core.contract.backend import Extras
 from tests.backends._triton.attention.attending import Answer, Trial
 
 __all__ = ["far_away", "plant"]

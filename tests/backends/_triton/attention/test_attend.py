@@ -14,10 +14,10 @@ from attrs import evolve
 from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.core.contract import Extras
-from dsv4attn.core.geometry import LayerGeometry
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.workspace import simultaneous_bytes
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import Extras
+from dsv4attn.core.memory.workspace import simultaneous_bytes
+from dsv4attn.core.model.geometry import LayerGeometry
 from tests.backends._triton.attention.attending import (
     BF16_ROWS,
     FNUZ,

@@ -12,11 +12,11 @@ from attrs import evolve
 from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.launching.runtime import Launch
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.contract import AttentionCall, Extras
-from dsv4attn.core.geometry import LayerGeometry, LayerKind, Rope
-from dsv4attn.core.keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.contract.backend import AttentionCall, Extras
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.core.tensorspec import signature
 
 LAYER = LayerGeometry(LayerKind.C4A, 4, 4, 512, Rope(64, 1e4), 16, 8)

@@ -16,15 +16,15 @@ from dsv4attn.backends._triton.attention import kernels_ranks, ranks
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core import rank_buffers
-from dsv4attn.core.context_parallel import merge_over_ranks
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.merge import apply_sink, merge_lse
-from dsv4attn.core.warmup_spec import Bounds
-from dsv4attn.core.workspace import WorkspaceManager
-from dsv4attn.core.workspace_plan import plan_workspace
+from dsv4attn.core.context_parallel import buffers as rank_buffers
+from dsv4attn.core.context_parallel.attention import merge_over_ranks
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.workspace import WorkspaceManager
+from dsv4attn.core.model.geometry import ModelGeometry
+from dsv4attn.core.torch_ops.merge import apply_sink, merge_lse
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.index_ops.trials import planted
 from tests.core.forms import same_bits
@@ -183,7 +183,7 @@ def test_kernels_over_ranks_are_compiled_where_entries_are_spread_alone() -> Non
     model, limits, device = ModelGeometry.preset("flash"), Limits(4, 64, 4096), DeviceFacts.named("sm_90")
     named = [
         {one.kernel.__name__ for one in GenericBackend().kernel_variants(bounds, device)}
-        for bounds in (Bounds.of(model, limits, layer_steps=True, over_ranks=spread) for spread in (False, True))
+        for bounds in (WarmupSpec.of(model, limits, layer_steps=True, over_ranks=spread) for spread in (False, True))
     ]
 
     merge = {"pack_part_kernel", "merge_parts_kernel"}

@@ -17,10 +17,10 @@ from dsv4attn.backends._triton.tuning import DEFAULT, HOPPER, Tuning
 from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.contract import Phase
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.layout import KVCacheLayout
-from dsv4attn.core.workspace import WorkspaceManager, simultaneous_bytes
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.contract.backend import Phase
+from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
+from dsv4attn.core.model.geometry import LayerKind
 from tests.backends._triton.attention.attending import OCP, Answer, Trial
 from tests.backends._triton.launching.test_foreseen import FLASH, LAYOUTS, LIMITS, META, Sliced, foreseen, meta_only
 from tests.backends.built_in import forms

@@ -13,12 +13,12 @@ from dsv4attn.backends._triton.attention.attend import Segment
 from dsv4attn.backends._triton.attention.keys import BYTES, CODE_WORDS, CODES, NIBBLE_WORDS, NIBBLES, WORDS
 from dsv4attn.backends._triton.cache import insert
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
-from dsv4attn.core.contract import complete
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import ModelGeometry
-from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
-from dsv4attn.core.problem import CacheFacts, Problem, layout_reasons
-from dsv4attn.core.warmup_spec import Bounds
+from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.problem import CacheFacts, Problem, layout_reasons
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.model.geometry import ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.selection import load_backend
 from dsv4attn.testing.scenario import Scenario
@@ -77,7 +77,7 @@ def test_g18_every_form_that_is_launched_was_foreseen(pair: tuple[str, str]) -> 
         "aligned": False,
         "sink": None,
     }
-    bounds = Bounds.of(geometry, scene.limits, **options)
+    bounds = WarmupSpec.of(geometry, scene.limits, **options)
 
     known = set[object](backend.kernel_variants(bounds, DeviceFacts.here()))
 

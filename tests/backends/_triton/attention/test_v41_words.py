@@ -17,7 +17,7 @@ from attrs import evolve
 from dsv4attn.backends._triton.attention import keys, ptx
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, launch, observed
 from dsv4attn.backends._triton.tuning import Tuning
-from dsv4attn.core.layout import Arrangement, KVCacheLayout
+from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout
 from dsv4attn.testing.judge import F64
 from tests.backends._triton.attention.attending import BF16_ROWS, OCP, Trial
 from tests.backends._triton.attention.kernels_words import ROWS, nibbles_kernel

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
-from dsv4attn.core.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.core.values import round_up
+from dsv4attn.core.argument_checks import round_up
+from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
 
 CPU = torch.device("cpu")
 DEVICE = CPU if INTERPRETED else torch.accelerator.current_accelerator() or CPU

@@ -16,13 +16,13 @@ from dsv4attn.backends._triton.cache import fill, kernels_gather
 from dsv4attn.backends._triton.index_ops import dense
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.caches import LayerCaches
-from dsv4attn.core.contract import KeyForm
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.gathered import fill_by_steps
-from dsv4attn.core.geometry import LayerKind
-from dsv4attn.core.keys import ChunkRows, DenseIndices, PageTable, RaggedIndices
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.attention.gathered import fill_by_steps
+from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.cache.selected_keys import ChunkRows, DenseIndices, PageTable, RaggedIndices
+from dsv4attn.core.contract.backend import KeyForm
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.testing.scenario import Scenario
 from dsv4attn.testing.world import tiny_geometry, v41_layouts
 from tests.backends._triton.cache.caches import DEVICE, LAYOUTS

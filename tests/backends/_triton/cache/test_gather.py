@@ -13,7 +13,7 @@ from dsv4attn.backends._triton.cache import gather
 from dsv4attn.backends._triton.cache.records import record_strides
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.reference import kernels as reference
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.testing import oracle
 from tests.backends._triton.cache.caches import CPU, DEVICE, FNUZ, LAYOUTS, OCP, draw, each_layout, poisoned, seeded
 from tests.core.v41_packer import unpack_fp4, unpack_fp8

@@ -14,7 +14,7 @@ from dsv4attn.backends._triton.cache import insert
 from dsv4attn.backends._triton.cache.records import writer_constants
 from dsv4attn.backends._triton.launching.runtime import launch, observed
 from dsv4attn.backends.reference import kernels as reference
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.testing import oracle
 from tests.backends._triton.attention.kernels_codes import GROUPS, groups_kernel
 from tests.backends._triton.cache.caches import (

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dsv4attn.backends._triton.compiling.targets import TARGETS
-from dsv4attn.core.device import DeviceFacts
+from dsv4attn.core.contract.device import DeviceFacts
 from tests.backends._triton.compiling.fullest import CASES, TWINS
 from tests.backends._triton.compiling.gates import ROOT, broken_limits
 from tests.backends.built_in import triton_backends

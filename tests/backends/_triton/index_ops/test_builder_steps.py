@@ -16,13 +16,14 @@ from torch import Tensor
 from dsv4attn.backends._triton.index_ops import builder as kernels
 from dsv4attn.backends._triton.index_ops import dense as index_kernels
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
-from dsv4attn.core import indices as definition
-from dsv4attn.core.builder import MetadataBuilder
-from dsv4attn.core.context_parallel import OwnedMetadataBuilder, ownership
-from dsv4attn.core.contract import BuilderSteps
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.metadata import AttentionMetadata, Batch
+from dsv4attn.core.cache import ownership
+from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
+from dsv4attn.core.contract.backend import BuilderSteps
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.builder import MetadataBuilder
+from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.core.torch_ops import index_ops as definition
 from dsv4attn.testing.scenario import Scenario
 from tests.backends._triton.index_ops.trials import (
     BOOL,

@@ -17,9 +17,9 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import dense as kernels
 from dsv4attn.backends._triton.index_ops import kernels_dense, kernels_ragged, ragged
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
-from dsv4attn.core import indices
-from dsv4attn.core.contract import RaggedSteps
-from dsv4attn.core.keys import PageTable
+from dsv4attn.core.cache.selected_keys import PageTable
+from dsv4attn.core.contract.backend import RaggedSteps
+from dsv4attn.core.torch_ops import index_ops as indices
 from dsv4attn.testing.scenario import Scenario
 from tests.backends._triton.engine import launching_nothing
 from tests.backends._triton.index_ops.ragged_trials import pack, translate_ragged

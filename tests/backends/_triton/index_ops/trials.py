@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4attn.backends._triton.launching.compiled import Constants
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
-from dsv4attn.core import indices as definition
-from dsv4attn.core.keys import PageTable
+from dsv4attn.core.cache.selected_keys import PageTable
+from dsv4attn.core.torch_ops import index_ops as definition
 
 DEVICE = torch.device("cpu") if INTERPRETED else torch.accelerator.current_accelerator()
 INT, LONG, BOOL = torch.int32, torch.int64, torch.bool

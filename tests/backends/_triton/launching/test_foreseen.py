@@ -1,4 +1,4 @@
-"""What a warm-up promises: within `Bounds`, no step of any backend asks for a kernel that was not named before.
+"""What a warm-up promises: within `WarmupSpec`, no step of any backend asks for a kernel that was not named before.
 
 Rows are those of slices of wider memory, at any element; tensors have every dtype that core and contract let through.
 """
@@ -20,12 +20,12 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.rocm.launch import RocmBackend
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.device import DeviceFacts
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
-from dsv4attn.core.limits import Limits
-from dsv4attn.core.phased import PhasedBackend
-from dsv4attn.core.warmup_spec import Bounds
+from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.contract.phased import PhasedBackend
+from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import world
 from dsv4attn.testing.world import tiny_geometry
@@ -102,7 +102,7 @@ class Sliced(Engine):
         return {*seen}
 
 
-def foreseen(backend: Any, bounds: Bounds) -> set[Variant]:
+def foreseen(backend: Any, bounds: WarmupSpec) -> set[Variant]:
     return {*backend.kernel_variants(bounds, DeviceFacts.here())}
 
 
@@ -208,7 +208,7 @@ def test_g18_kv_of_another_dtype_is_refused_before_any_launch(q_dtype: torch.dty
 @pytest.mark.parametrize("name", BACKENDS)
 def test_g18_forms_of_a_model_stay_few(name: str) -> None:
     """A warm-up compiles each of them; where rows are promised to be aligned, the smaller number."""
-    bounds = Bounds.of(FLASH, Limits(256, 8192, 65536))
+    bounds = WarmupSpec.of(FLASH, Limits(256, 8192, 65536))
     for arch in ("sm_90", "sm_120", "gfx942", "xpu"):
         device = DeviceFacts.named(arch)
         counts = [len(set(BACKENDS[name]().kernel_variants(one, device))) for one in (bounds, promised(bounds))]
@@ -218,5 +218,5 @@ def test_g18_forms_of_a_model_stay_few(name: str) -> None:
         assert counts[1] <= (90 if " with " in name else 65), (arch, counts)
 
 
-def promised(bounds: Bounds) -> Bounds:
+def promised(bounds: WarmupSpec) -> WarmupSpec:
     return evolve(bounds, aligned_rows=True)

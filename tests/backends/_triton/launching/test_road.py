@@ -17,9 +17,9 @@ from dsv4attn.backends._triton.backend import TritonBackend
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.context import set_forward_context
-from dsv4attn.core.geometry import LayerKind, ModelGeometry
-from dsv4attn.core.limits import Limits
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.forward_context import set_forward_context
+from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.engine import Engine
 

@@ -20,7 +20,7 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.index_ops import dense
 from dsv4attn.backends._triton.layer import output
 from dsv4attn.backends._triton.tuning import HOPPER
-from dsv4attn.core.layout import KVCacheLayout
+from dsv4attn.core.cache.layout import KVCacheLayout
 
 WAIT = "griddepcontrol.wait;"
 ACCESS = re.compile(r"(?:ld|st|red|atom|cp\.async\S*)\.(?:\w+\.)*global")

@@ -27,7 +27,7 @@ from dsv4attn.backends._triton.layer import (
 )
 from dsv4attn.backends._triton.layer import hyper_connections_variants as mixing
 from dsv4attn.backends._triton.layer.hyper_connections_tuning import FEW, tile_of, tuning_for
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
 
 __all__ = ["CASES"]
 

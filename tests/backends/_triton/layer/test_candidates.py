@@ -13,8 +13,8 @@ from torch import Tensor
 from dsv4attn.backends._triton.launching.runtime import architecture, observed
 from dsv4attn.backends._triton.layer import candidates, select, steps
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.definitions.indexer import IndexQuery
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES

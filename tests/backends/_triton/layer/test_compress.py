@@ -14,8 +14,9 @@ from torch import Tensor
 from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.layer import compress
 from dsv4attn.backends.reference import kernels as reference
-from dsv4attn.core.definitions import TorchLayerSteps, records
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache import index_records as records
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.cache.caches import DEVICE, LAYOUTS, draw, memory, poisoned, seeded, strided
 

@@ -19,7 +19,7 @@ from dsv4attn.backends._triton.layer import hyper_connections_tuning as tuning
 from dsv4attn.backends._triton.layer import hyper_connections_variants as forms
 from dsv4attn.backends._triton.layer.hyper_connections_tuning import Block, Tile, Tuning
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.definitions import TorchLayerSteps
+from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
 from dsv4attn.testing.case import chosen
 from dsv4attn.testing.cases import CASES
 from dsv4attn.testing.conform import conform

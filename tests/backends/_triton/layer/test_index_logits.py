@@ -11,9 +11,10 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
 from dsv4attn.backends._triton.layer import index_logits
-from dsv4attn.core.definitions import IndexQuery, indexer
-from dsv4attn.core.definitions.records import read_index_keys, slots_of, store_index_keys
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.index_records import read_index_keys, slots_of, store_index_keys
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.torch_ops import indexer
+from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.errors import ArgumentError, LayoutMismatchError
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends._triton.layer import index_query
-from dsv4attn.core.definitions import IndexQuery, indexer
-from dsv4attn.core.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
+from dsv4attn.core.torch_ops import indexer
+from dsv4attn.core.torch_ops.indexer import IndexQuery
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.cache.caches import DEVICE, draw, seeded, strided
 

@@ -14,8 +14,8 @@ from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends._triton.layer import latents
 from dsv4attn.backends._triton.layer.steps import TritonLayerSteps
 from dsv4attn.backends.reference import kernels as reference
-from dsv4attn.core.definitions import TorchLayerSteps
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
 from dsv4attn.errors import ArgumentError
 from tests.backends._triton.cache.caches import DEVICE, LAYOUTS, draw, memory, poisoned, seeded, strided
 from tests.backends._triton.layer.test_compress import INDEX_LAYOUTS, ODD_V41, same_entries

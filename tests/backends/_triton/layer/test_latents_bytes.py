@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from dsv4attn.backends._triton.layer import latents
 from dsv4attn.backends.reference import kernels as reference
-from dsv4attn.core.definitions import TorchLayerSteps
-from dsv4attn.core.layout import Arrangement, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
+from dsv4attn.core.contract.torch_layer_steps import TorchLayerSteps
 from dsv4attn.testing.book import place_of
 from tests.backends._triton.cache.caches import DEVICE, seeded
 from tests.core.v41_packer import FP8_GROUP, bf16, pack_fp4, pack_fp8, page_of, unpack_fp8

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dsv4attn.backends._triton.launching.runtime import architecture, observed
 from dsv4attn.backends._triton.layer import output
-from dsv4attn.core.layout import Fp8Format
-from dsv4attn.core.weights import BlockScaledWeight
+from dsv4attn.core.cache.layout import Fp8Format
+from dsv4attn.core.model.quantized_weight import BlockScaledWeight
 from dsv4attn.errors import ArgumentError
 from dsv4attn.testing import oracle
 from tests.backends._triton.cache.caches import DEVICE, each_dtype, strided

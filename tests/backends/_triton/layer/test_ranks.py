@@ -15,10 +15,11 @@ from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, architecture, observed
 from dsv4attn.backends._triton.layer import kernels_ranks, ranks, select
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.context_parallel import Ownership, select_topk_over_ranks
-from dsv4attn.core.context_parallel.selection import select_among
-from dsv4attn.core.definitions import PLAIN, IndexQuery
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.ownership import Ownership
+from dsv4attn.core.context_parallel.selection import select_among, select_topk_over_ranks
+from dsv4attn.core.torch_ops.indexer import IndexQuery
+from dsv4attn.core.torch_ops.tiles import PLAIN
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends._triton.index_ops.trials import planted
 from tests.backends._triton.layer.test_select import few_in_registers

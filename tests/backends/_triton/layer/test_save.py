@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dsv4attn.backends._triton.layer import compress
-from dsv4attn.core.definitions import compressor
-from dsv4attn.core.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.torch_ops import compressor
 from tests.backends._triton.cache.caches import CPU, DEVICE, draw, memory, poisoned, seeded, strided
 
 

@@ -1,0 +1,1 @@
+"""One attention: from `forward_mqa` to the call of a backend."""

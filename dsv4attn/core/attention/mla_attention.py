@@ -1,0 +1,392 @@
+"""`DeepseekV4MLAAttention`: the attention layer that an engine binds once and calls in every step.
+
+Its two entry points are torch custom ops (`torch.ops.dsv4attn.*`), opaque to the compiler: a module around them
+compiles with `fullgraph=True`, and the metadata of the step is looked up when the op runs, never when it is traced.
+The schema of an op names every tensor of the layer that it reads, and which of them it writes: caches, the top-k
+buffer, the sink and the table of angles. So a compiler keeps the order of these ops and of other ops on the same
+tensors. An op works on the tensors that it is given, which are copies where a compiler replaces writes by copies.
+Eager calls go past torch's dispatcher, which takes a third of what core takes in a call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import lru_cache, partial
+from inspect import unwrap
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, is_grad_enabled, no_grad
+from torch._C import _functorch, _get_tracing_state, _is_torch_function_mode_enabled, _len_torch_dispatch_stack
+from torch.autograd import _profiler_enabled, profiler  # type: ignore[attr-defined] # no public name
+from torch.autograd.graph import increment_version
+
+from dsv4attn.core.argument_checks import check_type
+from dsv4attn.core.attention.checks import check_bound, check_cache, check_compressed, check_insert
+from dsv4attn.core.attention.custom_ops import define_op
+from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.attention.projection import o_proj
+from dsv4attn.core.attention.raw_q import insert_leaving_raw_q
+from dsv4attn.core.cache.layer_caches import LayerCaches, caches_of, op_tensor
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache, check_layout
+from dsv4attn.core.context_parallel.attention import forward_mqa_over_ranks
+from dsv4attn.core.context_parallel.exchange import ContextParallel, together
+from dsv4attn.core.contract.backend import Backend, KeyForm, RawQuery
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.workspace import WorkspaceManager, current_workspace_manager
+from dsv4attn.core.metadata.forward_context import get_forward_context
+from dsv4attn.core.metadata.metadata import AttentionMetadata
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.model.quantized_weight import Weight
+from dsv4attn.core.model.rope import is_rotation
+from dsv4attn.core.torch_modes import is_autocast_on, no_autocast, without_modes
+from dsv4attn.errors import Dsv4AttnError
+
+__all__ = ["DeepseekV4MLAAttention"]
+
+_layers: WeakValueDictionary[str, DeepseekV4MLAAttention] = WeakValueDictionary()
+"""Layers by the handle that a compiled graph holds. Handles are unique, also if two models have equal prefixes."""
+
+_count = itertools.count()
+_TENSOR = frozenset({Tensor})
+
+# a layer leaves autocast and gradients itself, in fewer frames
+_forward_mqa: Callable[..., None] = unwrap(forward_mqa)
+
+
+class DeepseekV4MLAAttention:
+    """One layer's attention, with everything that does not change between steps.
+
+    prefix: name of the layer in the model, the key of its compressed metadata where metadata come by prefix.
+    swa_prefix: key of its window metadata, by default `prefix + ".swa_cache"`. attn_sink: [H] fp32, or None for none.
+    cos_sin_cache: [positions, rope_dim] fp32 of this layer's own table (`core.model.rope.cos_sin_cache`).
+    topk_indices_buffer: [max tokens, K] int32, filled by the indexer before each call; c4a layers only. swa_layout,
+    compressed_layout: required layouts of the caches; None: any. workspace: default: the context's manager.
+    context_parallel: ranks that share the compressed cache, with metadata of an `OwnedMetadataBuilder`; None: one has
+    it all. raw_q: whether `fused_qnorm_rope_kv_insert` may leave q of prefill tokens as it is, and `forward_mqa`
+    normalises and rotates it while it reads it: where the backend does, and its measured costs say that it is faster.
+    Raises ArgumentError unless the arguments fit the layer.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        geometry: LayerGeometry,
+        limits: Limits,
+        backend: Backend,
+        *,
+        attn_sink: Tensor | None,
+        cos_sin_cache: Tensor,
+        topk_indices_buffer: Tensor | None = None,
+        swa_prefix: str | None = None,
+        swa_layout: KVCacheLayout | None = None,
+        compressed_layout: KVCacheLayout | None = None,
+        workspace: WorkspaceManager | None = None,
+        context_parallel: ContextParallel | None = None,
+        raw_q: bool = False,
+    ) -> None:
+        """Hold everything, run nothing."""
+        check_bound(backend, geometry, limits, attn_sink, cos_sin_cache, topk_indices_buffer)
+        if workspace is not None:
+            cure = "pass a WorkspaceManager, or None for the context's"
+            check_type("workspace", workspace, WorkspaceManager, cure=cure)
+        self.prefix, self.swa_prefix = prefix, swa_prefix or f"{prefix}.swa_cache"
+        self.geometry, self.limits, self.backend = _one(geometry), limits, backend
+        self.attn_sink, self.cos_sin_cache, self.topk_indices_buffer = attn_sink, cos_sin_cache, topk_indices_buffer
+        self.swa_layout, self.compressed_layout, self.workspace = swa_layout, compressed_layout, workspace
+        cure = "pass a ContextParallel(group), or None"
+        if context_parallel is not None:
+            check_type("context_parallel", context_parallel, ContextParallel, cure=cure)
+        self.context_parallel = context_parallel if self.geometry.has_entries else None
+        self.caches: LayerCaches | None = None
+        self._op_tensors: tuple[Tensor | None, ...] = (None, None)
+        gathers = backend.forms.prefill_keys is KeyForm.GATHERED
+        self._takes_raw_q = raw_q and gathers and is_rotation(cos_sin_cache)
+        self._register()
+
+    def _register(self) -> None:
+        """Take a handle of its own."""
+        self.handle = f"{self.prefix}#{next(_count)}"
+        _layers[self.handle] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is a layer of its own, for ops too."""
+        self.__dict__.update(state)
+        if self.caches is not None:
+            self._op_tensors = op_tensor(self.caches.swa), op_tensor(self.caches.compressed)
+        self._register()
+
+    @property
+    def compress_ratio(self) -> int:
+        """Tokens per compressed entry, 1 on window-only layers."""
+        return self.geometry.compress_ratio
+
+    @property
+    def scale(self) -> float:
+        """Softmax scale."""
+        return self.geometry.scale
+
+    def bind_kv_cache(self, swa: PagedKVCache, compressed: PagedKVCache | None = None) -> None:
+        """Bind the caches. Raises LayoutMismatchError unless they have the dims and layouts of the layer.
+
+        With `context_parallel` all ranks must bind at the same time: each raises ArgumentError, with the rank that
+        differs, unless all ranks have the same geometry, limits, layouts, page sizes and numbers of compressed pages,
+        and a workspace that can hold its plan. If one rank refuses, all do.
+        """
+        caches = LayerCaches(swa, compressed)
+        context = self.context_parallel
+        if context is not None:
+            has_sink = self.attn_sink is not None
+            context.check_bound(self.prefix, self.geometry, self.limits, caches, attn_sink=has_sink)
+            if self.workspace is not None:
+                given, ranks = (self.geometry, self.limits, self.backend, swa.layout), context.ownership.size
+                over = {"divides_heads": context.divides_heads, "prefill_keys": context.prefill_keys}
+                plan = plan_workspace(*given, ranks=ranks, **over)  # type: ignore[arg-type]
+                context.check_workspace(self.prefix, self.workspace, plan)
+        with together(context, f"caches of {self.prefix}"):
+            check_cache("swa cache", swa, self.geometry)
+            check_layout(swa.layout, self.swa_layout or swa.layout, f"swa cache of {self.prefix}")
+            if self.geometry.kind is not LayerKind.SWA:
+                check_compressed(caches, self.geometry)
+            if compressed is not None:
+                wanted = self.compressed_layout or compressed.layout
+                check_layout(compressed.layout, wanted, f"compressed cache of {self.prefix}")
+        self.caches = caches
+        self._op_tensors = op_tensor(swa), op_tensor(compressed)
+
+    def raw_query(self, positions: Tensor, cos_sin_cache: Tensor | None = None) -> RawQuery | None:
+        """What attention needs to normalise and rotate q of these positions; None if the insert always does it.
+
+        cos_sin_cache: the table of the layer, or a copy of it in a compiled graph; None: that of the layer.
+        """
+        eps = self.geometry.q_eps
+        if not self._takes_raw_q or eps is None or self.context_parallel is not None:
+            return None
+        return RawQuery(positions, self.cos_sin_cache if cos_sin_cache is None else cos_sin_cache, eps)
+
+    def fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor) -> None:
+        """Normalise and rotate q [T', H, D] in place; rotate a copy of kv [T', D] and write it to the window cache.
+
+        Where the geometry says that queries have no norm (`q_norm`), q is rotated only. With `raw_q` rows of prefill
+        tokens may keep their q, which is then for `forward_mqa` of the same step alone.
+        positions: [T'] int64; padding rows may have any. Call it for all tokens before `forward_mqa`. In a
+        warm-up it does nothing. Autocast is off, and no gradients are recorded: the write to a q that requires grad is
+        one of `torch.no_grad()`.
+        """
+        if is_grad_enabled() or is_autocast_on() or _wants_op(q, kv, positions):
+            self.insert_into(self.caches, q, kv, positions)
+        else:
+            _insert(self, self.caches, q, kv, positions, self.cos_sin_cache)
+
+    def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
+        """Attention of the current step into `output`.
+
+        q: [T', H, D] after `fused_qnorm_rope_kv_insert`. output: like q. kv: not read, as keys are in the caches.
+        positions: those of the insert, read with `raw_q` alone, as others follow from the metadata of
+        `set_forward_context`. Autocast is off, and no gradients are recorded.
+        """
+        held = self.topk_indices_buffer, self.attn_sink, self.cos_sin_cache
+        if is_grad_enabled() or is_autocast_on() or _wants_op(q, kv, positions, output):
+            self.attend_from(self.caches, held[0], q, kv, positions, output)
+        else:
+            _forward(self, self.caches, q, positions, output, *held)
+
+    def insert_into(self, caches: LayerCaches | None, q: Tensor, kv: Tensor, positions: Tensor) -> None:
+        """`fused_qnorm_rope_kv_insert` into caches that are the bound ones, or copies of them in a compiled graph."""
+        if is_grad_enabled():
+            if getattr(q, "requires_grad", False) and not torch.compiler.is_compiling():
+                increment_version(q)  # a kernel's write is one that torch does not count
+            with no_grad():
+                self.insert_into(caches, q, kv, positions)
+        elif _wants_op(q, kv, positions):
+            swa, _ = self._tensors(caches)
+            _op_insert(q, kv, positions, self.cos_sin_cache, swa, self.handle)
+        elif is_autocast_on():
+            with no_autocast():
+                _insert(self, caches, q, kv, positions, self.cos_sin_cache)
+        else:
+            _insert(self, caches, q, kv, positions, self.cos_sin_cache)
+
+    def attend_from(
+        self,
+        caches: LayerCaches | None,
+        topk_indices: Tensor | None,
+        q: Tensor,
+        kv: Tensor,
+        positions: Tensor,
+        output: Tensor,
+    ) -> None:
+        """`forward_mqa` over caches and top-k indices that are the bound ones, or copies in a compiled graph."""
+        if is_grad_enabled():
+            if getattr(output, "requires_grad", False) and not torch.compiler.is_compiling():
+                increment_version(output)
+            with no_grad():
+                self.attend_from(caches, topk_indices, q, kv, positions, output)
+        elif _wants_op(q, kv, positions, output):
+            held = *self._tensors(caches), topk_indices, self.attn_sink, self.cos_sin_cache
+            _op_forward(q, kv, positions, output, *held, self.handle)
+        else:
+            held = topk_indices, self.attn_sink, self.cos_sin_cache
+            if is_autocast_on():
+                with no_autocast():
+                    _forward(self, caches, q, positions, output, *held)
+            else:
+                _forward(self, caches, q, positions, output, *held)
+
+    def _tensors(self, caches: LayerCaches | None) -> tuple[Tensor | None, ...]:
+        """What the ops are given for caches."""
+        if caches is None or caches is self.caches:
+            return self._op_tensors
+        return caches.swa.tensor, None if caches.compressed is None else caches.compressed.tensor
+
+    def o_proj(self, o: Tensor, positions: Tensor, wo_a: Weight, num_groups: int) -> Tensor:
+        """Undo the rotation of o at the query's position and project each group of heads; see `projection.o_proj`.
+
+        o: [T', H, D] bf16 or fp32. positions: [T'] int64; padding rows may have any. wo_a: [G * rank, H / G * D],
+        bf16 or fp32, a `BlockScaledWeight`, or a module with an fp8 weight and its scales. Returns [T', G, rank] in
+        the dtype of o. Raises ArgumentError before anything is converted or launched.
+        """
+        table, layer = self.cos_sin_cache, self.geometry
+        return o_proj(self.backend, o, positions, table, wo_a, num_groups, layer=layer)
+
+
+@lru_cache(maxsize=256)
+def _one(geometry: LayerGeometry) -> LayerGeometry:
+    """The first of equal geometries: prepared steps are keyed by its identity, and layers of a kind share them."""
+    return geometry
+
+
+def _wants_op(*tensors: Tensor) -> bool:
+    """Whether a call shall be an op: a compiler, tracer, mode, transform, profiler or subclass of Tensor looks for it.
+
+    Torch 2.6, 2.8, 2.10, 2.11 and 2.13 have these private names. Public ones are missing, speak for all threads,
+    or take several times as long.
+    """
+    return (
+        torch.compiler.is_compiling()
+        # default devices are such modes too: within an op torch leaves them out
+        or _is_torch_function_mode_enabled()
+        or _len_torch_dispatch_stack() > 0
+        or _get_tracing_state() is not None
+        or _functorch.maybe_current_level() is not None
+        or _profiler_enabled()
+        or profiler._is_profiler_enabled  # noqa: SLF001 - of any thread
+        or (not _TENSOR.issuperset(map(type, tensors)) and all(isinstance(tensor, Tensor) for tensor in tensors))
+    )
+
+
+def _current(layer: DeepseekV4MLAAttention, caches: LayerCaches | None) -> tuple[LayerCaches, AttentionMetadata | None]:
+    """Caches of a layer, and its metadata of the current step."""
+    if caches is None:
+        raise Dsv4AttnError(f"layer {layer.prefix} has no caches -> call bind_kv_cache first")
+    geometry = layer.geometry
+    metadata = get_forward_context().for_layer(layer.prefix, layer.swa_prefix, geometry.kind, geometry.compress_ratio)
+    return caches, metadata
+
+
+def _insert(
+    bound: DeepseekV4MLAAttention,
+    caches: LayerCaches | None,
+    q: Tensor,
+    kv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+) -> None:
+    caches, metadata = _current(bound, caches)
+    if metadata is None:
+        return
+    slots, geometry = metadata.swa.slot_mapping, bound.geometry
+    check_insert(q, kv, positions, slots, table, caches.swa, geometry)
+    raw, backend = bound.raw_query(positions, table) if metadata.swa.num_prefill_tokens else None, bound.backend
+    if raw is not None:
+        given = caches, metadata, backend, bound.workspace or current_workspace_manager()
+        if insert_leaving_raw_q(bound, q, kv, raw, *given, layer=geometry, limits=bound.limits):
+            return
+    backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, geometry.q_eps)
+
+
+def _forward(
+    bound: DeepseekV4MLAAttention,
+    caches: LayerCaches | None,
+    q: Tensor,
+    positions: Tensor,
+    output: Tensor,
+    topk_indices: Tensor | None,
+    attn_sink: Tensor | None,
+    table: Tensor,
+) -> None:
+    caches, metadata = _current(bound, caches)
+    run: Callable[..., None] = _forward_mqa
+    if metadata is not None and metadata.source_rows is not None:
+        topk_indices = metadata.source_rows.selected.get(bound, topk_indices)
+    if bound.context_parallel is not None:
+        run = partial(forward_mqa_over_ranks, bound.context_parallel)
+    elif metadata is not None and bound in metadata.swa.layers_with_raw_q:
+        run = partial(_forward_mqa, raw_q=bound.raw_query(positions, table))
+    run(
+        q,
+        caches,
+        metadata,
+        bound.backend,
+        bound.workspace or current_workspace_manager(),
+        output,
+        layer=bound.geometry,
+        limits=bound.limits,
+        attn_sink=attn_sink,
+        topk_indices=topk_indices,
+    )
+
+
+def _layer(handle: str) -> DeepseekV4MLAAttention:
+    layer = _layers.get(handle)
+    if layer is None:
+        raise Dsv4AttnError(f"layer {handle} no longer exists -> keep the layer alive as long as graphs that call it")
+    return layer
+
+
+@without_modes
+def _run_insert(
+    q: Tensor, kv: Tensor, positions: Tensor, cos_sin_cache: Tensor, swa: Tensor | None, layer: str
+) -> None:
+    bound = _layer(layer)
+    _insert(bound, caches_of(bound.caches, swa), q, kv, positions, cos_sin_cache)
+
+
+@without_modes
+def _run_forward(
+    q: Tensor,
+    kv: Tensor,
+    positions: Tensor,
+    output: Tensor,
+    swa: Tensor | None,
+    compressed: Tensor | None,
+    topk_indices: Tensor | None,
+    attn_sink: Tensor | None,
+    cos_sin_cache: Tensor,
+    layer: str,
+) -> None:
+    bound = _layer(layer)
+    caches = caches_of(bound.caches, swa, compressed)
+    _forward(bound, caches, q, positions, output, topk_indices, attn_sink, cos_sin_cache)
+
+
+def _nothing(*_: object) -> None:
+    """The fake of both ops for the compiler: no result; the schema declares the mutation."""
+
+
+# the overloads, as their look-up in each call costs as much as the rest of the dispatcher
+_op_insert = define_op(
+    "qnorm_rope_kv_insert(Tensor(a!) q, Tensor kv, Tensor positions, Tensor cos_sin_cache, Tensor(b!)? swa, "
+    "str layer) -> ()",
+    _run_insert,
+    _nothing,
+)
+_op_forward = define_op(
+    "forward_mqa(Tensor q, Tensor kv, Tensor positions, Tensor(a!) output, Tensor? swa, Tensor? compressed, "
+    "Tensor? topk_indices, Tensor? attn_sink, Tensor cos_sin_cache, str layer) -> ()",
+    _run_forward,
+    _nothing,
+)

@@ -1,0 +1,143 @@
+"""Records of index keys and of states: quantise, read, write. No slot that does not exist is read or written.
+
+Codes of fp8: `KVCacheLayout.index_fp8`, one power-of-two scale for a row. MXFP4: `index_mxfp4`, e2m1 codes under a
+scale byte for 32 of them. Plain rows: `rows`. Values are rounded to bf16 before they are quantised.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.torch_modes import without_modes
+
+__all__ = [
+    "dequantize_index",
+    "power_of_two",
+    "quantize_index",
+    "read_index_keys",
+    "read_rows",
+    "slots_of",
+    "store_index_keys",
+    "store_rows",
+]
+
+_LARGEST_EXPONENT, _NAN_EXPONENT = 254, 255
+_E2M1_ENDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Midpoints between 0, 0.5, 1, 1.5, 2, 3, 4 and 6. Ties go to the even code: up from every second one."""
+
+
+def power_of_two(byte: Tensor) -> Tensor:
+    """2^(byte - 127) as fp32, made of bits: byte is the exponent field. 0 is the subnormal 2^-127, 255 reads as NaN."""
+    bits = (byte.int() << 23).masked_fill(byte == 0, 0x00400000).masked_fill(byte == _NAN_EXPONENT, 0x7FC00000)
+    return bits.view(torch.float32)
+
+
+def quantize_index(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
+    """Rows [..., Di] to codes [..., Di * bits / 8] uint8 and biased exponents of their scales [..., groups] int32.
+
+    A scale is the smallest power of two with amax / scale <= the largest code, read off the bits of that quotient.
+    """
+    groups = values.bfloat16().float().unflatten(-1, (-1, layout.group_size))
+    amax = groups.abs().amax(-1).clamp(min=layout.amax_floor)
+    bits = (amax / layout.fp8_max).view(torch.int32)
+    exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, _LARGEST_EXPONENT)
+    scaled = groups * power_of_two(254 - exponent)[..., None]
+    if layout.fp8_format is not None:
+        codes = scaled.clamp(-layout.fp8_max, layout.fp8_max).to(layout.fp8_format.dtype).view(torch.uint8)
+        return codes.flatten(-2), exponent
+    # e2m1 has no NaN: the scale of the group is NaN instead
+    exponent = exponent.masked_fill(groups.isnan().any(-1), _NAN_EXPONENT)
+    return _packed(scaled.flatten(-2)), exponent
+
+
+def _packed(values: Tensor) -> Tensor:
+    """Scaled values [..., Di] as e2m1, two to a byte: [..., Di / 2] uint8. To nearest, ties to even, saturating."""
+    size = values.abs()
+    code = torch.zeros_like(size, dtype=torch.uint8)
+    for i, end in enumerate(_E2M1_ENDS):
+        code += (size > end) if i % 2 == 0 else (size >= end)
+    code |= (values < 0).to(torch.uint8) << 3
+    low, high = code.unflatten(-1, (-1, 2)).unbind(-1)
+    packed: Tensor = low | high << 4
+    return packed
+
+
+def dequantize_index(codes: Tensor, exponent: Tensor, layout: KVCacheLayout) -> Tensor:
+    """[..., Di] fp32 of `quantize_index`: each code times the scale of its group."""
+    if layout.fp8_format is not None:
+        values = codes.view(layout.fp8_format.dtype).float()
+    else:
+        nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()
+        half, exponent_bits = (nibbles & 1) * 0.5, nibbles >> 1 & 3  # s e e m
+        size = torch.where(exponent_bits == 0, half, (1 + half) * (1 << exponent_bits >> 1))
+        values = torch.where(nibbles > 7, -size, size)
+    scaled: Tensor = values.unflatten(-1, (-1, layout.group_size)) * power_of_two(exponent)[..., None]
+    return scaled.flatten(-2)
+
+
+def slots_of(records: Tensor, block_table: Tensor, request: Tensor, cache: PagedKVCache) -> Tensor:
+    """[n, K] int64 slots of records [n, K] of each row's request, -1 where a record has no block that exists."""
+    column = torch.div(records, cache.block_size, rounding_mode="floor")
+    exists = (records >= 0) & (column < block_table.shape[1]) & (request >= 0)[:, None]
+    exists &= (request < block_table.shape[0])[:, None]
+    if not block_table.numel():
+        return torch.full_like(records, -1, dtype=torch.int64)
+    row = request.long().clamp(0, block_table.shape[0] - 1)
+    block = block_table[row[:, None], column.clamp(0, block_table.shape[1] - 1)].long()
+    exists &= (block >= 0) & (block < cache.num_blocks)
+    return (block * cache.block_size + records % cache.block_size).masked_fill(~exists, -1)
+
+
+def read_rows(region: Tensor, slots: Tensor) -> Tensor:
+    """Values [..., count] of a region [B, P, count] at slots [...]; zeros where a slot is negative."""
+    if not region.numel():
+        return region.new_zeros(*slots.shape, region.shape[2])
+    place = slots.long().clamp(min=0)
+    return region[place // region.shape[1], place % region.shape[1]].masked_fill(slots[..., None] < 0, 0)
+
+
+def store_rows(region: Tensor, slots: Tensor, values: Tensor) -> None:
+    """Write values [n, count] to slots [n] of a region [B, P, count]; slots that do not exist are skipped.
+
+    A row that is skipped repeats the write of a row that is not, or rewrites what slot 0 holds if there is none: so
+    nothing is read back to the host, and no two rows write different values to a slot.
+    """
+    if not (region.numel() and slots.numel()):
+        return
+    size, slots = region.shape[1], slots.long()
+    live = (slots >= 0) & (slots < region.shape[0] * size)
+    first = live.int().argmax()
+    some = live.index_select(0, first[None])
+    row = torch.where(live, torch.arange(slots.shape[0], device=slots.device), first)
+    slot = slots.index_select(0, row).masked_fill(~some, 0)
+    place = slot // size, slot % size
+    region[place] = torch.where(some, values.index_select(0, row).to(region.dtype), region[place])
+
+
+@without_modes
+def store_index_keys(k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
+    """Write index keys, or plain rows, k [n, Di] to slots [n]; slots that do not exist are skipped."""
+    layout = cache.layout
+    if not layout.is_quantised:
+        store_rows(cache.region("row"), slot_mapping, k)
+        return
+    codes, exponent = quantize_index(k, layout)
+    scale = power_of_two(exponent) if layout.scale_dtype == torch.float32 else exponent
+    region = cache.region("scale")
+    store_rows(cache.region("nope"), slot_mapping, codes)
+    store_rows(region, slot_mapping, pad(scale, (0, region.shape[2] - layout.num_groups)))
+
+
+def read_index_keys(cache: PagedKVCache, slots: Tensor) -> Tensor:
+    """[..., Di] fp32 index keys at slots [...]; zeros where a slot is negative."""
+    layout = cache.layout
+    if not layout.is_quantised:
+        return read_rows(cache.region("row"), slots).float()
+    codes, scale = (read_rows(cache.region(name), slots) for name in ("nope", "scale"))
+    if layout.scale_dtype == torch.float32:
+        assert layout.fp8_format is not None
+        return codes.view(layout.fp8_format.dtype).float() * scale
+    return dequantize_index(codes, scale[..., : layout.num_groups], layout)

@@ -1,0 +1,152 @@
+"""`LayerCaches`: the caches that attention of a layer reads, with their signature; `DeepseekV4Caches`: all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from weakref import WeakValueDictionary
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from dsv4attn.core.argument_checks import check_type
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.cache.record_layout import check_window
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
+from dsv4attn.core.tensorspec import signature
+
+__all__ = ["DeepseekV4Caches", "LayerCaches", "all_caches_of", "caches_of", "op_tensor"]
+
+_CURE = "pass PagedKVCache(tensor, layout), or PagedKVCache.allocate(...)"
+
+
+@frozen(slots=False)
+class LayerCaches:
+    """The paged caches of one layer.
+
+    swa: the window cache, of any layout but `v41_fp4`.
+    compressed: the compressed cache, which window-only layers do not have.
+    """
+
+    swa: PagedKVCache
+    compressed: PagedKVCache | None = None
+
+    def __attrs_post_init__(self) -> None:
+        check_type("swa", self.swa, PagedKVCache, cure=_CURE)
+        check_window(self.swa.layout, "swa")
+        if self.compressed is not None:
+            check_type("compressed", self.compressed, PagedKVCache, cure=_CURE)
+
+    @cached_property
+    def signature(self) -> tuple[object, ...]:
+        """Of both caches: the signature of the tensor, the layout's fingerprint and the page size.
+
+        Equal signatures are one object, so that a key can name it by identity.
+        """
+        caches = [self.swa] if self.compressed is None else [self.swa, self.compressed]
+        formats = [(cache.layout.fingerprint, cache.block_size) for cache in caches]
+        return _one((*signature(*[cache.tensor for cache in caches]), *formats))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """How they are copied and pickled: without the signature, which has addresses and is known by its identity."""
+        return type(self), (self.swa, self.compressed)
+
+    def segments(self, layer: LayerGeometry) -> Sequence[PagedKVCache]:
+        """The caches that a layer of this kind reads."""
+        if layer.kind is LayerKind.SWA or self.compressed is None:
+            return (self.swa,)
+        return self.swa, self.compressed
+
+
+@frozen(eq=False)
+class DeepseekV4Caches:
+    """All paged caches of one layer: what a request holds in them is its whole state.
+
+    attention: the window cache, and the compressed cache of layers that have one.
+    state: states of the compressor, on layers that have a compressed cache.
+    index: index keys, on c4a layers.
+    index_state: states of the indexer's compressor, on c4a layers.
+    """
+
+    attention: LayerCaches
+    state: PagedKVCache | None = None
+    index: PagedKVCache | None = None
+    index_state: PagedKVCache | None = None
+
+    @property
+    def present(self) -> dict[str, PagedKVCache]:
+        """Every cache that there is, by name."""
+        found = {"swa": self.attention.swa, "compressed": self.attention.compressed, "state": self.state}
+        found |= {"index": self.index, "index_state": self.index_state}
+        return {name: cache for name, cache in found.items() if cache is not None}
+
+
+def caches_of(caches: LayerCaches | None, swa: Tensor | None, compressed: Tensor | None = None) -> LayerCaches | None:
+    """The caches, with these tensors as their memory: the same object if they are its tensors.
+
+    A compiled graph gives an op copies of caches, where it has replaced writes by copies. None: the tensor of the
+    cache. Without caches there are none.
+    """
+    if caches is None:
+        return None
+    own, other = _on(caches.swa, swa), None if caches.compressed is None else _on(caches.compressed, compressed)
+    return caches if own is caches.swa and other is caches.compressed else LayerCaches(own, other)
+
+
+def all_caches_of(
+    caches: DeepseekV4Caches,
+    swa: Tensor | None,
+    compressed: Tensor | None,
+    state: Tensor | None,
+    index: Tensor | None,
+    index_state: Tensor | None,
+) -> DeepseekV4Caches:
+    """`caches_of` for all caches of a layer."""
+    attention = caches_of(caches.attention, swa, compressed)
+    assert attention is not None
+    given = (caches.state, state), (caches.index, index), (caches.index_state, index_state)
+    made = [None if cache is None else _on(cache, tensor) for cache, tensor in given]
+    if attention is caches.attention and all(new is old for new, (old, _) in zip(made, given, strict=True)):
+        return caches
+    return DeepseekV4Caches(attention, *made)
+
+
+def op_tensor(cache: PagedKVCache | None) -> Tensor | None:
+    """The tensor that an op of torch is given for a cache: that of the cache, or a view of bytes at the same addresses.
+
+    Bytes, if the cache is a part of a larger allocation. Torch compiles writes to several tensors of one allocation
+    only if these have one dtype, and are views of the same tensor.
+    """
+    if cache is None or not cache.tensor.numel():
+        return None if cache is None else cache.tensor
+    tensor, size = cache.tensor, cache.tensor.element_size()
+    storage = tensor.untyped_storage()
+    if storage.nbytes() <= cache.num_blocks * cache.layout.page_stride(cache.block_size):
+        return tensor
+    key = storage.data_ptr(), tensor.device
+    with torch.inference_mode(False):  # it outlives the mode of the call that made it
+        whole = _allocations.get(key)
+        if whole is None or whole.numel() != storage.nbytes():
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            _allocations[key] = whole
+        *shape, last = tensor.shape
+        strides = [size * stride for stride in tensor.stride()[:-1]]
+        return whole.as_strided((*shape, size * last), (*strides, 1), size * tensor.storage_offset())
+
+
+_allocations: WeakValueDictionary[tuple[int, torch.device], Tensor] = WeakValueDictionary()
+"""All bytes of allocations that several caches share, by address. They live as long as one of their views."""
+
+
+def _on(cache: PagedKVCache, tensor: Tensor | None) -> PagedKVCache:
+    """The cache, or one with the same layout in another tensor, that `op_tensor` made or that is a copy of it."""
+    if tensor is None or tensor is cache.tensor or tensor.data_ptr() == cache.tensor.data_ptr():
+        return cache
+    return PagedKVCache(tensor.view(cache.layout.dtype), cache.layout, block_size=cache.block_size)
+
+
+@lru_cache(maxsize=1024)
+def _one(signature: tuple[object, ...]) -> tuple[object, ...]:
+    """The first of equal signatures."""
+    return signature

@@ -1,0 +1,244 @@
+"""Protocols of index steps and of metadata extensions, which a backend may implement. Part of the contract.
+
+`torch_ops.index_ops` is the definition of every step, and the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import update_wrapper
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dsv4attn.core.cache.ownership import Ownership
+    from dsv4attn.core.cache.selected_keys import PageTable
+    from dsv4attn.core.metadata.metadata import DeepseekSparseSWAMetadata, FlashMLASparseMetadata
+
+__all__ = [
+    "BuilderSteps",
+    "IndexStep",
+    "IndexSteps",
+    "MetadataExtension",
+    "OwnedBuilderSteps",
+    "RaggedSteps",
+    "RankSteps",
+    "prepare_index_step",
+]
+
+_P = ParamSpec("_P")
+
+
+class IndexStep(Generic[_P]):
+    """An index step that can be prepared once and run for every layer of a kind.
+
+    It decorates the function that prepares: checks the arguments, binds all of them but the first, and returns
+    `run(first)`, which computes. `first` may be another tensor in each run: of the same signature, with more rows
+    behind those it was prepared with. Called, a step prepares and runs at once.
+    """
+
+    def __init__(self, prepare: Callable[_P, Callable[[Tensor], None]]) -> None:
+        self.prepare = prepare
+        self._first = next(iter(signature(prepare).parameters))
+        update_wrapper(self, prepare)
+
+    def __call__(self, *args: _P.args, **options: _P.kwargs) -> None:
+        """Compute once."""
+        first: Any = args[0] if args else options[self._first]
+        self.prepare(*args, **options)(first)
+
+
+def prepare_index_step(
+    step: Callable[..., object], first: Tensor, *rest: object, out: tuple[Tensor, Tensor]
+) -> Callable[[Tensor], None]:
+    """`run(first)` of any step, see `IndexStep`. A plain function is called with all its arguments in each run."""
+    if isinstance(step, IndexStep):
+        prepared: Callable[[Tensor], None] = step.prepare(first, *rest, out=out)
+        return prepared
+    rows = first.shape[0]
+
+    def run(first: Tensor) -> None:
+        step(first[:rows], *rest, out=out)
+
+    return run
+
+
+class IndexSteps(Protocol):
+    """Index arithmetic that runs once a layer; `torch_ops.index_ops` is the definition and the default."""
+
+    def compute_global_topk_indices_and_lens(
+        self,
+        topk_indices: Tensor,
+        visible_lens: Tensor,
+        token_to_req: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        out: tuple[Tensor, Tensor],
+    ) -> object:
+        """See `core.torch_ops.index_ops`. The result is ignored."""
+
+    def combine_topk_swa_indices(
+        self,
+        topk_indices: Tensor | None,
+        visible_lens: Tensor | None,
+        is_valid: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        gather_lens: Tensor,
+        window: int,
+        topk: int,
+        rows: int,
+        offset: int,
+        out: tuple[Tensor, Tensor],
+        *,
+        swa: PageTable | None = None,
+        compressed: PageTable | None = None,
+    ) -> None:
+        """Selected entries and windows to rows of a gathered chunk."""
+
+    def build_ragged_indices_from_dense(
+        self, indices: Tensor, lens: Tensor, num_slots: int, out: tuple[Tensor, Tensor]
+    ) -> None:
+        """Dense rows to CSR."""
+
+    def transient_bytes(self, max_elements: int, max_tokens: int) -> int:
+        """Upper bound on temporaries of any step over an index matrix of so many elements; 0 for kernels."""
+
+
+class BuilderSteps(Protocol):
+    """Index arithmetic of `MetadataBuilder`, once a step; `torch_ops.index_ops` is the definition and the default.
+
+    They are the attribute `builder_steps` of a backend. Outputs are views of persistent buffers. None of these steps
+    reads a tensor value on the host.
+    """
+
+    def build_token_maps(self, query_start_loc: Tensor, slot_mapping: Tensor, out: tuple[Tensor, Tensor]) -> None:
+        """The request of each real token, -1 for all others, and whether a token is real; all rows of `out`.
+
+        It alone decides whether a token is real. All other steps take a token of request -1 as absent.
+        """
+
+    def build_window_indices(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        token_to_req: Tensor,
+        is_valid: Tensor,
+        first: int,
+        block_table: Tensor,
+        block_size: int,
+        window: int,
+        out: tuple[Tensor, Tensor],
+        *,
+        replay_start: Tensor | None = None,
+        causal: bool = True,
+    ) -> None:
+        """Slots of the windows of a run of tokens that begins with token `first`, and their lengths.
+
+        replay_start, causal: of `Batch`; given only where a batch differs from the defaults, since contract 1.3. A
+        step without them is torch's for such a batch.
+        """
+
+    def build_gather_lens(
+        self, query_start_loc: Tensor, seq_lens: Tensor, window: int, out: Tensor, *, replay_start: Tensor | None = None
+    ) -> None:
+        """Window rows that each request needs gathered. replay_start: as above."""
+
+    def build_compressed_slot_mapping(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        token_to_req: Tensor,
+        is_valid: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        ratio: int,
+        out: tuple[Tensor, Tensor],
+    ) -> None:
+        """Slot of the entry that each token completes, and the number of entries it sees."""
+
+    def compute_global_topk_indices_and_lens(
+        self,
+        topk_indices: Tensor,
+        visible_lens: Tensor,
+        token_to_req: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        out: tuple[Tensor, Tensor],
+    ) -> object:
+        """The same as in `IndexSteps`, for the C128A table."""
+
+
+class OwnedBuilderSteps(BuilderSteps, Protocol):
+    """Steps of the builder with optional ones for prefix hits and context parallelism; torch's where one is missing."""
+
+    def build_cached_mask(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        token_to_req: Tensor,
+        num_cached: Tensor,
+        ratio: int,
+        out: Tensor,
+    ) -> None:
+        """Which tokens are below the end of what their request has in a cache; of batches with a prefix hit."""
+
+    def build_owned_slot_mapping(
+        self,
+        ownership: Ownership,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        token_to_req: Tensor,
+        is_valid: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        ratio: int,
+        out: tuple[Tensor, Tensor],
+    ) -> None:
+        """`build_compressed_slot_mapping` of one rank; `core.cache.ownership` is the definition."""
+
+
+class RankSteps(Protocol):
+    """Attention over ranks: what is sent, and the merge. `core.context_parallel.attention` is the definition.
+
+    Letters: R ranks, t tokens of a piece, H heads, D dims. Nothing is allocated. A decode that is one piece is not
+    packed: attention writes it where it is sent from.
+    """
+
+    def pack_part(self, out: Tensor, lse: Tensor, sent: Tensor, sent_lse: Tensor) -> None:
+        """Copy out [t, H, D] and lse [t, H] fp32, of any strides, to contiguous tensors of the same dtypes."""
+
+    def merge_parts(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, attn_sink: Tensor | None) -> None:
+        """Write the attention over the keys of all ranks to out [t, H, D] and lse [t, H] fp32, of any strides.
+
+        outs: [R, t, H, D] like out, and lses: [R, t, H] fp32, natural log: contiguous but for the first dimension. They
+        are summed in fp32 in the order of ranks, so that all ranks have the same bits. A part of weight zero may hold
+        NaN. attn_sink: [H] fp32 or None - applied once, to the whole; lse stays without it.
+        """
+
+
+class RaggedSteps(IndexSteps, Protocol):
+    """Index steps with an optional one for backends with ragged indices."""
+
+    def compute_global_topk_ragged_indices_and_indptr(
+        self,
+        topk_indices: Tensor,
+        visible_lens: Tensor,
+        token_to_req: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        out: tuple[Tensor, Tensor],
+    ) -> None:
+        """Local entry numbers to ragged rows of global slots."""
+
+
+class MetadataExtension(Protocol):
+    """A backend's own fields of metadata, in buffers that live as long as the builder. Called once a step."""
+
+    def extend_swa(self, swa: DeepseekSparseSWAMetadata) -> DeepseekSparseSWAMetadata:
+        """Metadata of the windows, in a class of the backend's own."""
+
+    def extend_compressed(self, compressed: FlashMLASparseMetadata) -> FlashMLASparseMetadata:
+        """The same for the compressed part of one kind of layers."""

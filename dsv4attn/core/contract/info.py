@@ -1,0 +1,109 @@
+"""The descriptor of a backend, importable anywhere: neither torch nor triton nor a vendor's package is touched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from typing import Any
+
+from attrs import field, frozen
+
+from dsv4attn.core.contract.device import DeviceFacts
+from dsv4attn.core.contract.problem import Problem, Reason
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["API_VERSION", "COMPUTING", "LAYER_PARTS", "BackendInfo", "Rank"]
+
+
+class Rank(IntEnum):
+    """The order in which automatic selection tries backends that are native to a device, highest first."""
+
+    REFERENCE = 0
+    GENERIC = 1
+    VENDOR = 2
+
+
+LAYER_PARTS = "compressor", "indexer", "selection", "hyper_connections"
+"""Parts of the layer around attention; `layer_ops.LAYER_STEPS` has their steps."""
+
+COMPUTING = frozenset({
+    "quantize_and_insert_k_cache", "qnorm_rope_kv_insert", "dequantize_and_gather_k_cache", "decode", "prefill",
+    "inv_rope_o_proj",
+})  # fmt: skip
+"""Methods of a backend that compute when they are called."""
+
+API_VERSION = "1.7"
+"""Version of this contract. A minor step only adds; a backend of another major version is refused."""
+
+_V41 = 4
+"""The minor version since which there are V4.1's records, and `qnorm_rope_kv_insert` may be given no eps."""
+
+_V41_RECORDS = "v41_fp8", "v41_fp4"
+
+
+@frozen(kw_only=True)
+class BackendInfo:
+    """The descriptor of a backend: its name, where it runs, and how to make it.
+
+    name: what users write; unique among all backends.
+    factory: `package.module:callable`, imported and called with the options once the backend has won.
+    support: every reason why not, for a whole problem; empty means yes, and a yes never fails at launch.
+    summary: one line for `dsv4attn backends`.
+    native: kinds or archs, as shell patterns, on which it may be chosen automatically: ("sm_12*",).
+    runs_on: kinds or archs on which it may be chosen by name; at least those of native.
+    rank: order of automatic selection, see `Rank`.
+    packages: distributions the implementation imports; missing ones make it unavailable.
+    options: options the factory takes, with their defaults.
+    notes: how it would serve a problem that it takes, a line each, for a backend that has several ways.
+    api: version of the contract it was written for, as a literal: "1.0".
+    layer_steps: parts of the layer around attention that it brings, of `LAYER_PARTS`; the others are torch's.
+    support_step: every reason why such a part does not serve layers of a problem; None: there is none. It informs
+       `explain`; the part's steps themselves call torch's, their base class, for what they do not serve.
+    """
+
+    name: str
+    factory: str
+    support: Callable[[DeviceFacts, Problem], Sequence[Reason]]
+    summary: str
+    native: tuple[str, ...]
+    runs_on: tuple[str, ...] = ("*",)
+    rank: Rank = Rank.VENDOR
+    packages: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(factory=dict)
+    notes: Callable[[DeviceFacts, Problem], Sequence[str]] | None = None
+    api: str
+    layer_steps: tuple[str, ...] = ()
+    support_step: Callable[[DeviceFacts, str, Problem], Sequence[Reason]] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        """Check the types: descriptors come from third parties, and nothing checks them again."""
+        for name in ("name", "factory", "summary", "api"):
+            self._check(name, isinstance(getattr(self, name), str), "a string")
+        for name in ("native", "runs_on", "packages", "layer_steps"):
+            value = getattr(self, name)
+            strings = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+            self._check(name, strings, "a tuple of strings")
+        self._check("factory", re.fullmatch(r"[\w.]+:\w+", self.factory), "'package.module:callable'")
+        self._check("support", callable(self.support), "a function")
+        self._check("notes", self.notes is None or callable(self.notes), "a function, or None")
+        self._check("layer_steps", set(self.layer_steps) <= set(LAYER_PARTS), f"names of {', '.join(LAYER_PARTS)}")
+        self._check("support_step", self.support_step is None or callable(self.support_step), "a function, or None")
+        self._check("rank", isinstance(self.rank, Rank), "a Rank")
+        self._check("options", isinstance(self.options, Mapping), "a dict")
+
+    def lacks(self, problem: Problem) -> list[Reason]:
+        """Reasons against a problem that has more than the contract which the backend was written for."""
+        minor = re.match(r"\d+\.(\d+)", self.api)
+        if int(minor[1] if minor else 0) >= _V41:
+            return []
+        found = [] if problem.layer.q_norm else [("Q_NORM", "queries without norm")]
+        layouts = (cache.layout for cache in (problem.swa, problem.compressed) if cache is not None)
+        found += [("LAYOUT", f"records {layout}") for layout in layouts if layout in _V41_RECORDS]
+        allowed = f"a backend of contract 1.{_V41} or newer"
+        cure = "install a newer release of the backend, or ask for another one"
+        return [Reason(code, f"{what}, for a backend of contract {self.api}", allowed, cure) for code, what in found]
+
+    def _check(self, name: str, holds: object, expected: str) -> None:
+        if not holds:
+            raise ArgumentError(f"BackendInfo.{name}", expected=expected, actual=repr(getattr(self, name)))

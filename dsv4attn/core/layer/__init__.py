@@ -1,0 +1,1 @@
+"""A whole layer: projections, compressor, indexer, attention, hyper-connections."""

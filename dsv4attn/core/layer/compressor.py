@@ -1,0 +1,169 @@
+"""`Compressor`: entries of a compressed cache, or index keys, from the hidden states of a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.contract.layer_ops import LayerSteps, Linear, takes_bf16_norm
+from dsv4attn.core.metadata.metadata import AttentionMetadata
+from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.model.weight_copies import WeightCopies
+from dsv4attn.core.model.weights import CompressorWeights
+from dsv4attn.core.torch_modes import without_modes
+
+__all__ = ["Compressor", "LatentCompressor"]
+
+
+class Compressor:
+    """A compressor of one layer. Projections, sums and the norm are fp32, whatever the dtype of the model.
+
+    layer: ratio and kind. weights: of this compressor. cos_sin_cache: [positions, rope] fp32 of the layer. steps,
+    linear: see `layer_ops`. `copies` sees whether the weights change; `load` takes them, or others, again.
+    """
+
+    def __init__(
+        self,
+        layer: LayerGeometry,
+        weights: CompressorWeights,
+        cos_sin_cache: Tensor,
+        steps: LayerSteps,
+        linear: Linear,
+    ) -> None:
+        self._layer, self._table, self._steps, self._linear = layer, cos_sin_cache, steps, linear
+        self.copies = WeightCopies()
+        self.load(weights)
+
+    def load(self, weights: CompressorWeights) -> None:
+        """Take weights with the shapes of those before; copies of them are made in the same memory."""
+        assert weights.ape is not None
+        self._projection = _projection(self.copies, weights)
+        self._ape = self.copies.plain("ape", weights.ape, torch.float32)
+        norm = None if takes_bf16_norm(self._steps) else torch.float32
+        self._norm = self.copies.plain("norm", weights.norm, norm)
+
+    @property
+    def width(self) -> int:
+        """W - channels of the kv of a token."""
+        return self._ape.shape[1]
+
+    @without_modes
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        states: PagedKVCache,
+        cache: PagedKVCache,
+    ) -> None:
+        """Save the states of all tokens of a step, then store the entries that they complete.
+
+        hidden_states: [T', hidden], rows behind the tokens of the step are not read. positions: [T'] int64. states: the
+        state cache. cache: of keys, or of index keys. `metadata.state` has the slots of states, `metadata.compressed`
+        those of entries.
+        """
+        swa, compressed, state = metadata.swa, metadata.compressed, metadata.state
+        assert compressed is not None
+        assert state is not None
+        assert state.slot_mapping is not None
+        tokens, layer = swa.num_actual_tokens, self._layer
+        positions = positions[:tokens]
+        kv, score = self._linear(hidden_states[:tokens].float(), self._projection).split(self.width, -1)
+        self._steps.save_partial_states(kv, score, self._ape, positions, states, state.slot_mapping[:tokens])
+        self._steps.compress_norm_rope_store(
+            states,
+            state.block_table,
+            swa.token_to_req_indices,
+            positions,
+            compressed.slot_mapping[:tokens],
+            self._norm,
+            layer.eps,
+            self._table,
+            layer.compress_ratio,
+            cache,
+            overlap=layer.overlap,
+        )
+
+
+class LatentCompressor:
+    """The compressor of a layer of DeepSeek-V4.1: latents, from which keys and index keys are stored.
+
+    Arguments are those of `Compressor`. Projections and the norm are fp32, whatever the dtype of the model.
+    """
+
+    def __init__(
+        self,
+        layer: LayerGeometry,
+        weights: CompressorWeights,
+        cos_sin_cache: Tensor,
+        steps: LayerSteps,
+        linear: Linear,
+    ) -> None:
+        self._layer, self._table, self._steps, self._linear = layer, cos_sin_cache, steps, linear
+        self.copies = WeightCopies()
+        self.load(weights)
+
+    def load(self, weights: CompressorWeights) -> None:
+        """See `Compressor.load`."""
+        self._projection = _projection(self.copies, weights)
+        self._norm = self.copies.plain("norm", weights.norm, torch.float32)
+
+    @property
+    def width(self) -> int:
+        """D - channels of the kv of a token."""
+        return self._norm.shape[0]
+
+    @without_modes
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        states: PagedKVCache | None,
+        cache: PagedKVCache,
+    ) -> Tensor:
+        """Latents [T, D] bf16 of the tokens of a step, whose entries are stored.
+
+        Rows of tokens that complete no entry are zero. states: the ring of each request, on layers whose entries have
+        several tokens; `metadata.state` has its blocks. Other arguments are those of `Compressor`.
+        """
+        swa, compressed, state, layer = metadata.swa, metadata.compressed, metadata.state, self._layer
+        assert compressed is not None
+        tokens, norm = swa.num_actual_tokens, (self._norm, layer.eps)
+        positions, request = positions[:tokens], swa.token_to_req_indices
+        made = self._linear(hidden_states[:tokens].float(), self._projection)
+        if layer.has_states:
+            assert states is not None
+            assert state is not None
+            kv, score = made.split(self.width, -1)
+            ring = states, state.block_table
+            if state.req_id_per_token is not None:
+                request = state.req_id_per_token
+            latents = self._steps.compress_latents(kv, score, positions, request, *norm, layer.compress_ratio, *ring)
+        else:
+            latents = self._steps.compress_latents(made, None, positions, request, *norm, layer.compress_ratio)
+        self.store(latents, positions, metadata, None, cache)
+        return latents
+
+    def store(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        norm_weight: Tensor | None,
+        cache: PagedKVCache,
+    ) -> None:
+        """Store rows [T, d] of the tokens that complete an entry: latents as keys, or what becomes index keys."""
+        compressed, layer = metadata.compressed, self._layer
+        assert compressed is not None
+        tokens = metadata.swa.num_actual_tokens
+        norm = norm_weight, layer.eps, self._table
+        slots = compressed.slot_mapping[:tokens]
+        self._steps.norm_rope_store(x, positions[:tokens], slots, *norm, layer.compress_ratio, cache)
+
+
+def _projection(copies: WeightCopies, weights: CompressorWeights) -> Tensor:
+    """A copy of the weights of kv, followed by those of the scores: fp32."""
+    parts = {"wkv": weights.wkv, "wgate": weights.wgate}
+    return copies.merged("projection", {name: value for name, value in parts.items() if value is not None})

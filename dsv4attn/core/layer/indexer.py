@@ -1,0 +1,161 @@
+"""`Indexer`: selects the compressed entries that each token of a c4a layer attends to; `Candidates` of two levels."""
+
+from __future__ import annotations
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from dsv4attn.core.attention.checks import check_table
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.context_parallel.selection import SelectTopk
+from dsv4attn.core.contract.layer_ops import LayerSteps, Linear
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.layer.compressor import Compressor, LatentCompressor
+from dsv4attn.core.metadata.metadata import AttentionMetadata
+from dsv4attn.core.model.geometry import LayerGeometry, ModelGeometry
+from dsv4attn.core.model.weight_copies import WeightCopies
+from dsv4attn.core.model.weights import IndexerWeights
+from dsv4attn.core.torch_modes import is_capturing, without_modes
+
+__all__ = ["Candidates", "Indexer"]
+
+
+@frozen(eq=False)
+class Candidates:
+    """Candidate blocks of the tokens of a step, which one indexer publishes and later ones are restricted to.
+
+    blocks: [max tokens, N] int32 - numbers of the blocks of each token, -1 for none.
+    block_size: compressed entries of a block.
+    """
+
+    blocks: Tensor
+    block_size: int
+
+    def is_void(self, entries: int) -> bool:
+        """Whether all blocks of so many entries are candidates, so that nothing is restricted."""
+        return -(-entries // self.block_size) <= self.blocks.shape[1]
+
+
+class Indexer:
+    """The indexer of one layer.
+
+    shortcut: whether selection is skipped where every token sees at most K entries: all of them are selected then. Not
+    for deterministic layers, as it also selects entries whose score is NaN. latents: compressor of the layer, where
+    index keys are made of its latents (V4.1). publishes: candidates that this indexer writes. restricts: candidates
+    of another indexer that this one selects from. select_topk: instead of that of the steps. `copies` sees whether the
+    weights change, but for those of the compressor; `load` takes all of them, or others, again.
+    """
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        layer: LayerGeometry,
+        limits: Limits,
+        weights: IndexerWeights,
+        cos_sin_cache: Tensor,
+        steps: LayerSteps,
+        linear: Linear,
+        *,
+        shortcut: bool = True,
+        latents: LatentCompressor | None = None,
+        publishes: Candidates | None = None,
+        restricts: Candidates | None = None,
+        select_topk: SelectTopk | None = None,
+    ) -> None:
+        check_table(cos_sin_cache, layer, limits)
+        self._heads, self._topk, self._ratio = geometry.index_n_heads, layer.topk, layer.compress_ratio
+        self._limits, self._table, self._steps, self._linear = limits, cos_sin_cache, steps, linear
+        self._shortcut, self._select_topk = shortcut, select_topk
+        self._latents, self._publishes, self._restricts = latents, publishes, restricts
+        self.compressor = None
+        if weights.compressor is not None:
+            self.compressor = Compressor(layer, weights.compressor, cos_sin_cache, steps, linear)
+        self.copies = WeightCopies()
+        self._load_own(weights)
+
+    def load(self, weights: IndexerWeights) -> None:
+        """Take weights with the shapes of those before; copies of them are made in the same memory."""
+        self._load_own(weights)
+        if self.compressor is not None:
+            assert weights.compressor is not None
+            self.compressor.load(weights.compressor)
+
+    def _load_own(self, weights: IndexerWeights) -> None:
+        """Take all weights but those of the compressor."""
+        copies = self.copies
+        self._wq_b = copies.dense("indexer.wq_b", weights.wq_b)
+        self._weights_proj = copies.dense("indexer.weights_proj", weights.weights_proj)
+        self._wk = None if weights.wk is None else copies.dense("indexer.wk", weights.wk)
+        self._k_norm = None if weights.k_norm is None else copies.plain("k_norm", weights.k_norm, torch.float32)
+
+    @without_modes
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        qr: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        states: PagedKVCache | None,
+        keys: PagedKVCache,
+        topk_indices: Tensor,
+        latents: Tensor | None = None,
+        candidate_rows: Tensor | None = None,
+        candidates: Tensor | None = None,
+    ) -> None:
+        """Store the index keys of a step, and write the selected entries of each token to `topk_indices` [>= T, K].
+
+        hidden_states: [T', hidden]. qr: [T', q_lora_rank], the normalised latent of q. positions: [T'] int64. states:
+        of the indexer's compressor, if it has one. keys: index keys; an indexer over the keys of another layer stores
+        none. latents: [T, D] of the layer's compressor (V4.1). candidate_rows: [T] int64 - rows of the candidates that
+        are those of the step's tokens; None: the same rows. candidates: the blocks of the candidates that it publishes,
+        or is restricted to, or a copy of them in a compiled graph; None: the blocks themselves.
+        """
+        if self.compressor is not None:
+            assert states is not None
+            self.compressor(hidden_states, positions, metadata, states, keys)
+        elif self._latents is not None:
+            assert latents is not None
+            assert self._wk is not None
+            self._latents.store(self._linear(latents, self._wk), positions, metadata, self._k_norm, keys)
+        compressed = metadata.compressed
+        assert compressed is not None
+        tokens, out = metadata.swa.num_actual_tokens, topk_indices[: metadata.swa.num_actual_tokens]
+        capturing = is_capturing(hidden_states.device)
+        # a graph is replayed with longer contexts
+        longest = (self._limits.max_model_len if capturing else compressed.max_seq_len) // self._ratio
+        publishes, restricts = (
+            None if given is None or given.is_void(longest) else given for given in (self._publishes, self._restricts)
+        )
+        if self._shortcut and not capturing and longest <= self._topk and publishes is restricts is None:
+            numbers = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
+            out.copy_(torch.where(numbers < _lens(metadata)[:, None], numbers, -1))
+            return
+        q = self._linear(qr[:tokens], self._wq_b).unflatten(-1, (self._heads, -1))
+        weights = self._linear(hidden_states[:tokens], self._weights_proj)
+        query = self._steps.indexer_q_rope_quant(q, weights, positions[:tokens], self._table, keys.layout)
+        maps = compressed.block_table, compressed.req_id_per_token, compressed.compressed_lens
+        if publishes is not None:
+            blocks = publishes.blocks if candidates is None else candidates
+            found = blocks[:tokens], publishes.block_size
+            self._steps.select_candidates(query, keys, *maps, *found, longest)
+        if restricts is not None:
+            blocks = restricts.blocks if candidates is None else candidates
+            blocks = blocks[:tokens] if candidate_rows is None else blocks[candidate_rows[:tokens]]
+            found = blocks, restricts.block_size
+            self._steps.select_topk_of_candidates(query, keys, *maps, *found, out, longest)
+        elif self._select_topk is not None:
+            whole_from = None if metadata.whole is None else metadata.swa.num_decode_tokens
+            self._select_topk(query, keys, *maps, out, longest, whole_from=whole_from)
+        else:
+            self._steps.select_topk(query, keys, *maps, out, longest)
+
+
+def _lens(metadata: AttentionMetadata) -> Tensor:
+    """[T] int32: entries visible to each token, among those that its selected numbers count."""
+    assert metadata.compressed is not None
+    own = metadata.compressed.compressed_lens
+    if metadata.whole is None or metadata.whole.metadata.compressed is None:
+        return own
+    decodes = metadata.swa.num_decode_tokens
+    return torch.cat([own[:decodes], metadata.whole.metadata.compressed.compressed_lens[decodes:]])

@@ -1,0 +1,1 @@
+"""Metadata of a step: the builder, and the checks of what an engine gives it."""

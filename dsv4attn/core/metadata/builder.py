@@ -1,0 +1,422 @@
+"""`MetadataBuilder`: the metadata of a batch, in buffers whose addresses never change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from inspect import Parameter, signature
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core.contract.backend import Backend, BuilderSteps, MetadataExtension, complete
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.batch_checks import (
+    check_batch,
+    check_blocks,
+    check_slots,
+    check_states,
+    check_table,
+    check_windows,
+    planned,
+    real_lens,
+)
+from dsv4attn.core.metadata.metadata import (
+    AttentionMetadata,
+    Batch,
+    CompressorMetadata,
+    DeepseekSparseSWAMetadata,
+    FlashMLASparseMetadata,
+    LayerKey,
+)
+from dsv4attn.core.metadata.prefix_hits import PrefixHits, check_hits, hits_of
+from dsv4attn.core.model.geometry import TABLE_COLUMNS, LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.core.torch_ops import index_ops as indices
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["STATE_BLOCK_SIZES", "MetadataBuilder", "c128a_columns", "split_decodes_and_prefills"]
+
+STATE_BLOCK_SIZES: Mapping[LayerKind, int] = {LayerKind.C4A: 4, LayerKind.C128A: 8}
+"""Records in a page of compressor states, as vLLM has them."""
+
+
+def c128a_columns(geometry: ModelGeometry, limits: Limits) -> int:
+    """See `LayerGeometry.table_columns`."""
+    return geometry.layer_of_kind(LayerKind.C128A).table_columns(limits.max_model_len)
+
+
+def split_decodes_and_prefills(
+    query_lens: Sequence[int], threshold: int, *, short_prefills: bool = False
+) -> tuple[int, int, int, int]:
+    """(num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens) of a batch.
+
+    Requests with at most `threshold` query tokens are decodes, a fresh one-token prompt too, and come first. The
+    first longer one begins the prefill part. A short request behind it is an error, or with `short_prefills` a prefill,
+    as in vLLM. Requests without tokens (padding) may be anywhere.
+    """
+    num_decodes = next((i for i, n in enumerate(query_lens) if n > threshold), len(query_lens))
+    for i in range(num_decodes, len(query_lens)):
+        if 0 < query_lens[i] <= threshold and not short_prefills:
+            expected = f"decode requests (at most {threshold} query tokens) before prefill requests"
+            actual = f"request {i} with {query_lens[i]} after request {num_decodes} with {query_lens[num_decodes]}"
+            hint = "order the batch by phase, or build with short_prefills=True to run it as a prefill"
+            raise ArgumentError("query_start_loc", expected=expected, actual=actual, hint=hint)
+    decode_tokens = sum(query_lens[:num_decodes])
+    return num_decodes, len(query_lens) - num_decodes, decode_tokens, sum(query_lens) - decode_tokens
+
+
+class MetadataBuilder:
+    """Builds the metadata of one step at a time; the next `build` overwrites the tensors of the last.
+
+    geometry, limits: of all batches. swa_block_size: records per block of the window cache. compressed_block_tokens:
+    tokens whose entries share a block of a compressed cache. num_swa_blocks, num_compressed_blocks: sizes of the
+    caches; without them only negative blocks are errors, and blocks past a cache are absent.
+    validate: read and check tensor values; by default on the CPU only, where that costs no synchronisation.
+    short_prefills: see `split_decodes_and_prefills`. backend: its index kernels, if it has any, compute the metadata
+    without an allocation on the device, and its metadata extension is applied. steps: replaces those kernels.
+    state_block_sizes: records per block of the state caches of each kind. num_state_blocks: sizes of these caches.
+    """
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        limits: Limits,
+        *,
+        swa_block_size: int = 64,
+        compressed_block_tokens: int = 256,
+        device: torch.device | str = "cpu",
+        num_swa_blocks: int | None = None,
+        num_compressed_blocks: int | None = None,
+        validate: bool | None = None,
+        short_prefills: bool = False,
+        backend: Backend | None = None,
+        steps: BuilderSteps | None = None,
+        state_block_sizes: Mapping[LayerKind, int] = STATE_BLOCK_SIZES,
+        num_state_blocks: Mapping[LayerKind, int] | None = None,
+    ) -> None:
+        self.geometry, self.limits, self.device = planned(geometry, limits, device)
+        self.swa_block_size, self.compressed_block_tokens = swa_block_size, compressed_block_tokens
+        self.num_swa_blocks, self.num_compressed_blocks = num_swa_blocks, num_compressed_blocks
+        self.validate = self.device.type == "cpu" if validate is None else validate
+        self.short_prefills = short_prefills
+        self.state_block_sizes, self.num_state_blocks = state_block_sizes, num_state_blocks or {}
+        whole = None if backend is None else complete(backend)
+        self.steps: BuilderSteps = steps or (whole and whole.builder_steps) or indices
+        with torch.inference_mode(False):  # as `_buffer`
+            extension = whole.metadata_extension(geometry, limits, self.device) if whole else None
+        self._extension: MetadataExtension | None = extension
+        for ratio in (layer.compress_ratio for layer in geometry.distinct_layers):
+            if compressed_block_tokens % ratio:
+                expected = f"a multiple of ratio {ratio}"
+                raise ArgumentError("compressed_block_tokens", expected=expected, actual=compressed_block_tokens)
+        tokens, decodes, window = limits.max_num_batched_tokens, limits.max_decode_tokens, geometry.window
+        self._token_to_req = self._buffer(tokens)
+        self._is_valid = self._buffer(tokens, dtype=torch.bool)
+        self._decode_swa = self._buffer(decodes, 1, max(window, limits.decode_window_columns)), self._buffer(decodes)
+        self._prefill_swa = self._buffer(tokens, 1, window), self._buffer(tokens)
+        self._gather_lens = self._buffer(limits.max_num_reqs)
+        compressed = [layer.key for layer in geometry.distinct_layers if layer.has_entries]
+        self._slots = {key: self._buffer(tokens, dtype=torch.int64) for key in compressed}
+        self._entries = {key: self._buffer(tokens) for key in compressed}
+        self._state_slots = {key: self._buffer(tokens, dtype=torch.int64) for key in compressed}
+        self._state_lens = self._buffer(tokens)
+        self._hits = PrefixHits(self.steps, geometry.distinct_layers, lambda dtype: self._buffer(tokens, dtype=dtype))
+        self._c128a: tuple[Tensor, Tensor] | None = None
+        if LayerKind.C128A in geometry.kinds:
+            self._c128a_max = c128a_columns(geometry, limits)
+            self._c128a = self._buffer(decodes, 1, self._c128a_max), self._buffer(decodes)
+            self._entry_numbers = self._buffer(self._c128a_max)
+            torch.arange(self._c128a_max, device=self.device, out=self._entry_numbers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: `steps` by name where it is a module."""
+        steps = self.steps
+        return {**self.__dict__, "steps": steps.__name__ if isinstance(steps, ModuleType) else steps}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(state["steps"], str):
+            self.steps = import_module(state["steps"])
+
+    def _buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        with torch.inference_mode(False):  # written outside of the mode that it may be made in
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def build(self, batch: Batch) -> DeepseekSparseSWAMetadata:
+        """Window metadata of a batch. Raises ArgumentError before it writes anything."""
+        query_lens, seq_lens = self._host_lens(batch)
+        split = split_decodes_and_prefills(query_lens, self.limits.decode_threshold, short_prefills=self.short_prefills)
+        num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split
+        tokens, window = num_decode_tokens + num_prefill_tokens, self.geometry.window
+        decode_swa = self._decode_rows(batch, query_lens[:num_decodes])
+        phases = (slice(0, num_decode_tokens), batch.causal), (slice(num_decode_tokens, tokens), True)
+        if self.validate:
+            size, blocks = self.swa_block_size, self.num_swa_blocks
+            check_table("block_table", batch.block_table, *real_lens(batch, query_lens), size)
+            check_windows(batch, phases, window, size, blocks)
+            check_slots(batch, tokens, None if blocks is None else blocks * size)
+
+        starts, lens, replay = batch.query_start_loc, batch.seq_lens, batch.replay_start
+        # all rows: a captured graph may read rows that are not those of a token of this batch
+        self.steps.build_token_maps(starts, batch.slot_mapping, out=(self._token_to_req, self._is_valid))
+        request, valid = self._token_to_req[:tokens], self._is_valid[:tokens]
+        for (part, causal), (rows, counts) in zip(phases, (decode_swa, self._prefill_swa), strict=True):
+            build = self._step("build_window_indices", replay_start=replay, causal=None if causal else False)
+            maps, out = (request[part], valid[part], part.start), (rows[: part.stop - part.start, 0], counts)
+            build(starts, lens, *maps, batch.block_table, self.swa_block_size, window, out=out)
+        prefill_seq_lens, gather_lens = lens[num_decodes:], self._gather_lens[:num_prefills]
+        measure = self._step("build_gather_lens", replay_start=None if replay is None else replay[num_decodes:])
+        measure(starts[num_decodes:], prefill_seq_lens, window, out=gather_lens)
+        metadata = DeepseekSparseSWAMetadata(
+            num_decodes=num_decodes,
+            num_prefills=num_prefills,
+            num_decode_tokens=num_decode_tokens,
+            num_prefill_tokens=num_prefill_tokens,
+            block_size=self.swa_block_size,
+            window_size=window,
+            max_query_len=max(query_lens, default=0),
+            max_seq_len=max(seq_lens, default=0),
+            block_table=batch.block_table,
+            slot_mapping=batch.slot_mapping,
+            seq_lens=batch.seq_lens,
+            query_start_loc=batch.query_start_loc,
+            query_start_loc_cpu=batch.query_start_loc_cpu,
+            is_valid_token=valid,
+            token_to_req_indices=request,
+            decode_swa_indices=decode_swa[0][:num_decode_tokens],
+            decode_swa_lens=decode_swa[1][:num_decode_tokens],
+            prefill_swa_indices=self._prefill_swa[0][:num_prefill_tokens],
+            prefill_swa_lens=self._prefill_swa[1][:num_prefill_tokens],
+            prefill_seq_lens=prefill_seq_lens,
+            prefill_gather_lens=gather_lens,
+            prefill_seq_lens_cpu=batch.seq_lens_cpu[num_decodes:],
+            prefill_query_lens_cpu=batch.query_start_loc_cpu[num_decodes:].diff(),
+        )
+        return self._extension.extend_swa(metadata) if self._extension else metadata
+
+    def _decode_rows(self, batch: Batch, query_lens: list[int]) -> tuple[Tensor, Tensor]:
+        """Buffers of the decode windows: as wide as the window, or as the limits say if the batch is not causal."""
+        rows, lens = self._decode_swa
+        window, columns = self.geometry.window, rows.shape[2]
+        if batch.causal:
+            return rows if columns == window else rows[..., :window], lens
+        longest = max(query_lens, default=0)
+        if window + longest > columns:
+            expected = f"at most {columns - window} query tokens of a decode request that is not causal"
+            hint = f"raise Limits.decode_window_columns to {window + longest}: the window, and the tokens"
+            raise ArgumentError("query_start_loc", expected=expected, actual=longest, hint=hint)
+        return rows, lens
+
+    def _step(self, name: str, **options: object) -> Callable[..., None]:
+        """A step with options of the batch that are not None; torch's, if the backend's own does not have them."""
+        given = {key: value for key, value in options.items() if value is not None}
+        step: Callable[..., None] = getattr(self.steps, name)
+        if not given:
+            return step
+        parameters = signature(step).parameters
+        anything = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
+        return partial(step if anything or given.keys() <= parameters.keys() else getattr(indices, name), **given)
+
+    def build_compressed(
+        self,
+        batch: Batch,
+        swa: DeepseekSparseSWAMetadata,
+        kind: LayerKind,
+        *,
+        compress_ratio: int | None = None,
+        full_width: bool = False,
+    ) -> FlashMLASparseMetadata:
+        """Compressed metadata of a batch for all layers of a kind; `swa` is what `build` made of the same batch.
+
+        compress_ratio: of the layers, where the kind has several. full_width: give the C128A table the width of
+        `max_model_len` in every step, as a captured graph requires.
+        """
+        layer = self.geometry.layer_of_kind(kind, compress_ratio)
+        kind = layer.kind
+        check_hits(batch, layer, validate=self.validate)
+        ratio, tokens, decodes = layer.compress_ratio, swa.num_actual_tokens, swa.num_decode_tokens
+        table, entries = self._checked_entries(batch, kind, ratio)
+        records = self.compressed_block_tokens // ratio
+
+        slots, lens = self._slots[layer.key], self._entries[layer.key]
+        maps = swa.token_to_req_indices, swa.is_valid_token
+        self._map_entries(batch.query_start_loc, batch.seq_lens, *maps, table, records, ratio, out=(slots, lens))
+        self._hits.hide_entries(batch, swa, slots)
+        width = self._c128a_width(max(entries, default=0), full_width=full_width) if kind is LayerKind.C128A else 0
+        decode_table, decode_lens = self._c128a_decode(table, lens[:decodes], swa.token_to_req_indices, width, records)
+        metadata = FlashMLASparseMetadata(
+            kind=kind,
+            compress_ratio=ratio,
+            num_reqs=batch.num_reqs,
+            num_actual_tokens=tokens,
+            max_query_len=swa.max_query_len,
+            max_seq_len=swa.max_seq_len,
+            block_size=self.compressed_block_tokens,
+            topk_tokens=layer.topk,
+            query_start_loc=batch.query_start_loc,
+            slot_mapping=slots[: max(tokens, batch.slot_mapping.shape[0])],
+            block_table=table,
+            req_id_per_token=swa.token_to_req_indices,
+            compressed_lens=lens[:tokens],
+            c128a_global_decode_topk_indices=decode_table,
+            c128a_decode_topk_lens=decode_lens,
+            c128a_prefill_topk_indices=self._entry_numbers[:width].expand(tokens - decodes, width) if width else None,
+        )
+        return self._extension.extend_compressed(metadata) if self._extension else metadata
+
+    @property
+    def _map_entries(self) -> Callable[..., None]:
+        return self.steps.build_compressed_slot_mapping
+
+    def build_for(
+        self, batch: Batch, kinds: Iterable[LayerKind | str], *, full_width: bool = False
+    ) -> dict[LayerKind, AttentionMetadata]:
+        """Metadata of a batch for several kinds of layers that share its block tables.
+
+        kinds: several of them, also by name, "c4a". full_width: see `build_compressed`. Raises ArgumentError for a
+        kind that the model has with several ratios: `build_all` builds these.
+        """
+        if isinstance(kinds, str) or not isinstance(kinds, Iterable):
+            raise ArgumentError("kinds", expected="a list of kinds", actual=repr(kinds), hint="pass a list, ['c4a']")
+        layers = [self.geometry.layer_of_kind(kind) for kind in kinds]
+        return {layer.kind: made for layer, made in zip(layers, self._build(batch, layers, full_width), strict=True)}
+
+    def build_all(self, batch: Batch, *, full_width: bool = False) -> dict[LayerKey, AttentionMetadata]:
+        """Metadata of a batch for all layers of the model, by (kind, compress ratio), as `LayerGeometry.key` has it.
+
+        A kind that has one ratio is a key too. full_width: see `build_compressed`.
+        """
+        layers = self.geometry.distinct_layers
+        made = self._build(batch, layers, full_width)
+        found: dict[LayerKey, AttentionMetadata] = {}
+        for layer, metadata in zip(layers, made, strict=True):
+            found[layer.key] = metadata
+            if sum(other.kind is layer.kind for other in layers) == 1:
+                found[layer.kind] = metadata
+        return found
+
+    def _build(
+        self,
+        batch: Batch,
+        layers: Sequence[LayerGeometry],
+        full_width: bool,  # noqa: FBT001 - of `build_compressed`
+    ) -> list[AttentionMetadata]:
+        """Metadata for each of the layers."""
+        check_batch(batch)
+        compressed = [layer for layer in layers if layer.kind is not LayerKind.SWA]
+        for layer in compressed:  # all checks before the first write
+            check_hits(batch, layer, validate=self.validate)
+            self._checked_entries(batch, layer.kind, layer.compress_ratio)
+            self._checked_states(batch, layer)
+        swa = self.build(batch)
+        made = {layer.key: AttentionMetadata(swa) for layer in layers}
+        for kind, ratio in (layer.key for layer in compressed):
+            part = self.build_compressed(batch, swa, kind, compress_ratio=ratio, full_width=full_width)
+            made[kind, ratio].compressed = part
+            made[kind, ratio].state = self.build_state(batch, swa, kind, compress_ratio=ratio)
+        return [made[layer.key] for layer in layers]
+
+    def build_state(
+        self, batch: Batch, swa: DeepseekSparseSWAMetadata, kind: LayerKind, *, compress_ratio: int | None = None
+    ) -> CompressorMetadata | None:
+        """Compressor metadata of a batch for all layers of a kind; None without a table of states, or without states.
+
+        compress_ratio: see `build_compressed`.
+        """
+        layer = self.geometry.layer_of_kind(kind, compress_ratio)
+        table = self._checked_states(batch, layer)
+        if table is None:
+            return None
+        slots, size = self._state_slots[layer.key], self.state_block_sizes[layer.kind]
+        if self.geometry.shared_latent:
+            ring = self._hits.requests_of_ring(batch, swa, layer)
+            return CompressorMetadata(block_size=size, block_table=table, req_id_per_token=ring)
+        maps = batch.query_start_loc, batch.seq_lens, swa.token_to_req_indices, swa.is_valid_token
+        # every token completes an entry of ratio 1: its own state
+        self.steps.build_compressed_slot_mapping(*maps, table, size, 1, out=(slots, self._state_lens))
+        self._hits.hide_states(batch, swa, slots)
+        rows = slots[: max(swa.num_actual_tokens, batch.slot_mapping.shape[0])]
+        return CompressorMetadata(block_size=size, block_table=table, slot_mapping=rows)
+
+    def _checked_states(self, batch: Batch, layer: LayerGeometry) -> Tensor | None:
+        """Block table of the states of a kind, after a check that every block exists that this step reads or writes."""
+        name = f"{layer.kind.value}_state_block_table"
+        table: Tensor | None = getattr(batch, name)
+        if table is None or not layer.has_states:
+            return None
+        query_lens, _ = self._host_lens(batch)
+        if self.validate:
+            hits = hits_of(batch)
+            lens, size = real_lens(batch, query_lens), self.state_block_sizes[layer.kind]
+            # rows of a ring are written again, but not before no token of a step, drafts among them, reads them
+            ring = layer.compress_ratio + self.limits.num_speculative_tokens if self.geometry.shared_latent else None
+            rows = lens[1] if ring is None else [min(n, ring) for n in lens[1]]
+            check_table(f"Batch.{name}", table, lens[0], rows, size)
+            check_states(name, table, *lens, layer, size, self.num_state_blocks.get(layer.kind), hits)
+        return table
+
+    def _checked_entries(self, batch: Batch, kind: LayerKind, ratio: int) -> tuple[Tensor, list[int]]:
+        """Block table of a compressed cache, and a bound of each request's entries."""
+        table, records = batch.compressed_block_table, self.compressed_block_tokens // ratio
+        if kind is LayerKind.SWA:
+            raise ArgumentError("kind", expected="a layer kind with a compressed cache", actual=kind.value)
+        if table is None:
+            expected = f"a table for {kind.value} layers"
+            raise ArgumentError("Batch.compressed_block_table", expected=expected, actual=None)
+        query_lens, seq_lens = self._host_lens(batch)
+        if self.validate:
+            query_lens, true_lens = real_lens(batch, query_lens)
+            entries = [n // ratio for n in true_lens]
+            check_table("compressed_block_table", table, query_lens, entries, records)
+            check_blocks(table, query_lens, entries, records, self.num_compressed_blocks)
+        return table, [n // ratio for n in seq_lens]
+
+    def _c128a_width(self, entries: int, *, full_width: bool) -> int:
+        """Columns of this step's table: a power of two, so that few widths ever occur."""
+        if full_width:
+            return self._c128a_max
+        return min(max(1 << max(entries - 1, 0).bit_length(), TABLE_COLUMNS), self._c128a_max)
+
+    def _c128a_decode(
+        self, table: Tensor, visible: Tensor, request: Tensor, width: int, records: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if not width or self._c128a is None:
+            return None, None
+        n = visible.shape[0]
+        rows, lens = self._c128a[0][:n, :, :width], self._c128a[1]
+        numbers, out = self._entry_numbers[:width].expand(n, width), (rows[:, 0], lens[:n])
+        self.steps.compute_global_topk_indices_and_lens(numbers, visible, request[:n], table, records, out=out)
+        lens[n:].zero_()
+        return rows, lens[:n]
+
+    def _host_lens(self, batch: Batch) -> tuple[list[int], list[int]]:
+        """Query and sequence lengths on the host, checked against each other, `slot_mapping` and the limits."""
+        check_batch(batch)
+        starts, seq_lens = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
+        query_lens = [b - a for a, b in pairwise(starts)]
+        if starts[0] != 0 or min(query_lens, default=0) < 0:
+            raise ArgumentError("query_start_loc", expected="ascending values that begin with 0", actual=starts)
+        for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            if seq_len < query_len:
+                expected = f"at least the {query_len} query tokens of this step"
+                hint = "seq_lens counts tokens after this step: prefix plus query"
+                raise ArgumentError(f"seq_lens[{i}]", expected=expected, actual=seq_len, hint=hint)
+            if seq_len > self.limits.max_model_len:
+                self._check_limit(f"seq_lens[{i}]", "max_model_len", seq_len)
+        self._check_limit("batch requests", "max_num_reqs", batch.num_reqs)
+        self._check_limit("batch tokens", "max_num_batched_tokens", starts[-1])
+        if batch.slot_mapping.shape[0] < starts[-1]:
+            expected = f"at least {starts[-1]} elements, one for each token of the batch"
+            actual = f"{batch.slot_mapping.shape[0]} elements"
+            hint = "give a slot for each token, -1 for those of padding"
+            raise ArgumentError("slot_mapping", expected=expected, actual=actual, hint=hint)
+        return query_lens, seq_lens
+
+    def _check_limit(self, argument: str, limit: str, value: int) -> None:
+        bound = getattr(self.limits, limit)
+        if value > bound:
+            raise ArgumentError(argument, expected=f"at most {bound}", actual=value, hint=f"raise Limits.{limit}")

@@ -1,0 +1,121 @@
+"""`set_forward_context`: the metadata of the current step, for the layers called in it. Local to a thread or task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+from attrs import frozen
+
+from dsv4attn.core.metadata.metadata import (
+    AttentionMetadata,
+    CompressorMetadata,
+    DeepseekSparseSWAMetadata,
+    FlashMLASparseMetadata,
+    LayerKey,
+)
+from dsv4attn.core.model.geometry import LayerKind
+from dsv4attn.errors import ArgumentError, NoForwardContextError, UnknownNameError
+
+__all__ = ["ForwardContext", "get_forward_context", "set_forward_context"]
+
+Metadata: TypeAlias = (
+    "Mapping[LayerKind, AttentionMetadata] | Mapping[LayerKey, AttentionMetadata] | Mapping[str, AttentionMetadata]"
+    "| Mapping[str, DeepseekSparseSWAMetadata | FlashMLASparseMetadata | CompressorMetadata | None]"
+)
+
+
+@frozen
+class ForwardContext:
+    """attn_metadata: by kind of layer, or (kind, ratio), or by prefix of a cache layer. None means warm-up."""
+
+    attn_metadata: Metadata | None
+
+    def for_layer(
+        self, prefix: str, swa_prefix: str, kind: LayerKind, compress_ratio: int | None = None
+    ) -> AttentionMetadata | None:
+        """Metadata of one layer, None in a warm-up. `prefix` is not looked up for window-only layers."""
+        if self.attn_metadata is None:
+            return None
+        found: Mapping[Any, Any] = self.attn_metadata
+        swa, compressed = found.get(swa_prefix), kind is not LayerKind.SWA
+        if swa is None:
+            both = found.get(kind) or found.get((kind, compress_ratio))
+            if isinstance(both, AttentionMetadata):
+                return both
+        part = found.get(prefix) if compressed else None
+        if not isinstance(swa, DeepseekSparseSWAMetadata):
+            raise NoForwardContextError(_missing(swa_prefix, DeepseekSparseSWAMetadata, swa, found, kind))
+        if compressed and not isinstance(part, FlashMLASparseMetadata):
+            raise NoForwardContextError(_missing(prefix, FlashMLASparseMetadata, part, found, kind))
+        state = found.get(f"{prefix}.state") if compressed else None
+        return AttentionMetadata(
+            swa,
+            part if isinstance(part, FlashMLASparseMetadata) else None,
+            state if isinstance(state, CompressorMetadata) else None,
+        )
+
+
+def _missing(key: str, wanted: type, found: object, metadata: Mapping[Any, Any], kind: LayerKind) -> str:
+    keys = ", ".join(sorted({_name(key) for key in metadata})) or "none"
+    if any(isinstance(key, (LayerKind, tuple)) for key in metadata):
+        cure = "name every kind of layer that runs in this step in build_for, or call build_all"
+        return f"attn_metadata: expected metadata of {kind.value} layers, got metadata of: {keys} -> {cure}"
+    got = "nothing" if found is None else type(found).__name__
+    return f"attn_metadata[{key!r}]: expected {wanted.__name__}, got {got} (keys: {keys})"
+
+
+def _name(key: Any) -> str:  # noqa: ANN401 - of a caller's mapping
+    key = f"{_name(key[0])} of ratio {key[1]}" if isinstance(key, tuple) and len(key) == 2 else key
+    return key.value if isinstance(key, LayerKind) else str(key)
+
+
+def _by_kind(metadata: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Metadata by kind of layer, with `LayerKind` for names of kinds; metadata by prefix unchanged."""
+    if not isinstance(next(iter(metadata.values()), None), AttentionMetadata):
+        return metadata
+    kinds = [kind.value for kind in LayerKind]
+    found: dict[LayerKey, Any] = {}
+    for key, both in metadata.items():
+        kind, *ratio = key if isinstance(key, tuple) else (key,)
+        if kind not in kinds:
+            raise UnknownNameError("layer kind in attn_metadata", str(kind), kinds)
+        found[(LayerKind(kind), *ratio) if ratio else LayerKind(kind)] = both
+    return found
+
+
+_context: ContextVar[ForwardContext | None] = ContextVar("dsv4attn_forward", default=None)
+
+
+@contextmanager
+def set_forward_context(attn_metadata: Metadata | None) -> Iterator[ForwardContext]:
+    """Run a step: layers called inside find their metadata in `attn_metadata`.
+
+    attn_metadata: what `MetadataBuilder.build_for` or `build_all` returned, by kind of layer. Or a mapping by prefix:
+    the `prefix` of each layer to its compressed metadata, its `swa_prefix` to its window metadata, its `prefix` and
+    ".state" to that of its compressor. None is the warm-up: layers reserve memory and zero their output. Raises
+    ArgumentError for anything else, UnknownNameError for kinds that do not exist.
+    """
+    if attn_metadata is not None and not isinstance(attn_metadata, Mapping):
+        raise ArgumentError(
+            "attn_metadata",
+            expected="a mapping by kind of layer or by prefix, or None for a warm-up",
+            actual=type(attn_metadata).__name__,
+            hint="give all that build_for returned, not the metadata of one kind",
+        )
+    context = ForwardContext(None if attn_metadata is None else _by_kind(attn_metadata))
+    token = _context.set(context)
+    try:
+        yield context
+    finally:
+        _context.reset(token)
+
+
+def get_forward_context() -> ForwardContext:
+    """The step being run. Raises NoForwardContextError outside one."""
+    context = _context.get()
+    if context is None:
+        raise NoForwardContextError("no step is being run -> call layers inside `with set_forward_context(metadata):`")
+    return context

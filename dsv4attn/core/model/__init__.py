@@ -1,0 +1,1 @@
+"""Models and weights: geometry of a model and of its layers, released configurations, weights, RoPE tables."""

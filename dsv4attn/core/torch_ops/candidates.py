@@ -1,0 +1,76 @@
+"""DeepSeek-V4.1's selection in two levels: candidate blocks of entries, and selection among their entries.
+
+A publisher scores every visible entry and keeps the blocks with the largest scores. Its consumers have queries of their
+own against the same keys, and select only entries of these blocks. Blocks count from the first entry of a request.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.torch_modes import without_modes
+from dsv4attn.core.torch_ops.indexer import IndexQuery
+from dsv4attn.core.torch_ops.selection import ENTRIES, better, score_entries, selection_bytes
+from dsv4attn.core.torch_ops.tiles import PLAIN, Arithmetic, tiles
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["candidate_mask", "check_block_size", "select_candidates"]
+
+_HIGHEST = torch.finfo(torch.float32).max
+
+
+def check_block_size(block_size: int) -> None:
+    """Raise ArgumentError unless blocks are a power of two of at most ENTRIES entries."""
+    if not 1 <= block_size <= ENTRIES or block_size & (block_size - 1):
+        hint = "pass candidate_block_size of the model's configuration"
+        raise ArgumentError("block_size", expected=f"a power of two up to {ENTRIES}", actual=block_size, hint=hint)
+
+
+@without_modes
+def select_candidates(
+    query: IndexQuery,
+    cache: PagedKVCache,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    visible_lens: Tensor,
+    out: Tensor,
+    block_size: int,
+    max_entries: int,
+    arithmetic: Arithmetic = PLAIN,
+) -> None:
+    """See `LayerSteps.select_candidates`. Of equal blocks the lower numbers win, in ascending order."""
+    check_block_size(block_size)
+    count, most = out.shape
+    heads, dim = query.values.shape[1], cache.layout.head_dim
+    for part in tiles(count, selection_bytes(heads, dim, most)):
+        lens, tokens = visible_lens[part, None], out[part].shape[0]
+        best = (
+            torch.full((tokens, most), -inf, device=out.device, dtype=torch.float32),
+            out.new_full((tokens, most), -1),
+        )
+        newest = (lens - 1).div(block_size, rounding_mode="floor")
+        maps = block_table, token_to_req[part], lens
+        for start in range(0, max_entries, ENTRIES):
+            score, _ = score_entries(query, part, cache, *maps, start, arithmetic)
+            largest = score.clamp_(max=_HIGHEST).unflatten(-1, (-1, block_size)).amax(-1)
+            first = start // block_size
+            block = torch.arange(first, first + largest.shape[1], device=out.device, dtype=out.dtype)
+            block = block.expand(tokens, -1)
+            largest = largest.masked_fill((block == newest) & (lens > 0), inf)
+            best = better(best, largest, block.masked_fill(largest == -inf, -1))
+        last = torch.iinfo(out.dtype).max
+        numbers = best[1].masked_fill(best[1] < 0, last).sort(-1).values
+        out[part] = numbers.masked_fill_(numbers == last, -1)
+
+
+def candidate_mask(candidates: Tensor, start: int, block_size: int) -> Tensor:
+    """[t, ENTRIES]: whether entries from `start` on are in one of the blocks candidates [t, N] of their row."""
+    first, blocks = start // block_size, ENTRIES // block_size
+    inside = (candidates >= first) & (candidates < first + blocks)
+    place = (candidates - first).where(inside, blocks).long()
+    found = torch.zeros(candidates.shape[0], blocks + 1, dtype=torch.bool, device=candidates.device)
+    return found.scatter_(1, place, value=True)[:, :blocks].repeat_interleave(block_size, 1)

@@ -1,0 +1,138 @@
+"""DeepSeek-V4.1's compressor: latents of one or two tokens, and what is stored of a latent.
+
+Latent e of a request summarises tokens [e * r, e * r + r) without overlap and without a bias of the place. It is bf16,
+before RoPE: the key is stored from it, and the indexer's key is computed from it. With ratio 1 it is the RMSNorm of kv.
+With a larger ratio the raw kv and scores of the last tokens of a request stay in a ring, for windows across two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+import torch
+from torch import Tensor
+
+from dsv4attn.core.cache.index_records import read_rows, slots_of, store_rows
+from dsv4attn.core.cache.layout import PagedKVCache
+from dsv4attn.core.model.rope import angles_at, apply_rope
+from dsv4attn.core.torch_modes import without_modes
+from dsv4attn.core.torch_ops.compressor import rms_norm
+from dsv4attn.core.torch_ops.tiles import Arithmetic, tiles
+from dsv4attn.errors import ArgumentError
+
+__all__ = ["check_ring", "compress_latents", "norm_rope_store"]
+
+_ROW_BYTES = 32
+"""Temporaries for each channel of each token of a window."""
+
+
+@without_modes
+def compress_latents(
+    kv: Tensor,
+    score: Tensor | None,
+    positions: Tensor,
+    token_to_req: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    ratio: int,
+    states: PagedKVCache | None,
+    state_block_table: Tensor | None,
+    *,
+    arithmetic: Arithmetic,
+) -> Tensor:
+    """See `LayerSteps.compress_latents`."""
+    count, width = kv.shape
+    out = kv.new_empty(count, width, dtype=torch.bfloat16)
+    ring = check_ring(ratio, score, states, state_block_table, tokens=count)
+    if ratio == 1:
+        for part in tiles(count, _ROW_BYTES * width):
+            made = rms_norm(kv[part], norm_weight, eps, arithmetic)
+            out[part] = made.masked_fill(token_to_req[part, None] < 0, 0).to(out.dtype)
+        return out
+    if not count:
+        return out
+    assert score is not None
+    assert states is not None
+    assert state_block_table is not None
+    token, completes = torch.arange(count, device=kv.device), ((positions + 1) % ratio == 0) & (token_to_req >= 0)
+    row = states.region("row")
+    # all reads come first: a token may overwrite what an earlier one of the same step reads
+    for part in tiles(count, _ROW_BYTES * width * ratio):
+        place, request = positions[part], token_to_req[part]
+        values, weights = [kv[part].float()], [score[part].float()]
+        for back in range(1, ratio):
+            earlier = (token[part] - back).clamp(min=0)
+            here = (token[part] >= back) & (token_to_req[earlier] == request) & (positions[earlier] == place - back)
+            absent = here | ~completes[part] | (place < back)
+            slots = slots_of(((place - back) % ring)[:, None], state_block_table, request, states)[:, 0]
+            slots = slots.masked_fill(absent, -1)
+            saved_kv, saved_score = read_rows(row, slots).split(width, -1)
+            saved_score = saved_score.masked_fill(slots[:, None] < 0, -inf)
+            values.append(kv[earlier].where(here[:, None], saved_kv))
+            weights.append(score[earlier].where(here[:, None], saved_score))
+        weight = torch.stack(weights).softmax(0)
+        made = rms_norm((weight * torch.stack(values)).sum(0), norm_weight, eps, arithmetic)
+        out[part] = made.masked_fill(~completes[part, None], 0).to(out.dtype)
+    behind = (token + ring).clamp(max=max(count - 1, 0))
+    replaced = (token + ring < count) & (token_to_req[behind] == token_to_req)
+    for part in tiles(count, _ROW_BYTES * width):
+        slots = slots_of((positions[part] % ring)[:, None], state_block_table, token_to_req[part], states)[:, 0]
+        store_rows(row, slots.masked_fill(replaced[part], -1), torch.cat([kv[part], score[part]], -1))
+    return out
+
+
+def _require_none(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            hint = "ratio 1 has neither scores nor states"
+            raise ArgumentError(name, expected="None with ratio 1", actual=type(value).__name__, hint=hint)
+
+
+def check_ring(
+    ratio: int, score: Tensor | None, states: PagedKVCache | None, state_block_table: Tensor | None, *, tokens: int
+) -> int:
+    """Rows of a request's ring; 0 with ratio 1. Raises ArgumentError for arguments that do not fit the ratio.
+
+    tokens: of the step. A step without tokens needs no ring.
+    """
+    if ratio == 1:
+        _require_none(score=score, states=states, state_block_table=state_block_table)
+        return 0
+    for name, value in (("score", score), ("states", states), ("state_block_table", state_block_table)):
+        if value is None:
+            hint = "windows of several tokens are weighed by scores, and may begin in the step before"
+            raise ArgumentError(name, expected=f"given with ratio {ratio}", actual=None, hint=hint)
+    assert states is not None
+    assert state_block_table is not None
+    columns = state_block_table.shape[1]
+    ring = columns * states.block_size
+    if tokens and ring < ratio:
+        expected = f"blocks for at least {ratio} tokens of a request"
+        raise ArgumentError("state_block_table", expected=expected, actual=f"{columns} of {states.block_size}")
+    return ring
+
+
+@without_modes
+def norm_rope_store(
+    x: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    cos_sin_cache: Tensor,
+    ratio: int,
+    insert: Callable[[Tensor, Tensor], None],
+    *,
+    arithmetic: Arithmetic,
+) -> None:
+    """See `LayerSteps.norm_rope_store`. insert: takes rows [n, d] fp32, rotated, and slots [n], some negative."""
+    n, rope = min(x.shape[0], slot_mapping.shape[0]), cos_sin_cache.shape[-1]
+    for part in tiles(n, _ROW_BYTES * x.shape[1]):
+        place = positions[part]
+        rows = x[part].float()
+        if norm_weight is not None:
+            rows = rms_norm(rows, norm_weight, eps, arithmetic).bfloat16().float()
+        turned = apply_rope(rows[:, -rope:], angles_at(cos_sin_cache, place // ratio * ratio))
+        slots = slot_mapping[part].masked_fill((place + 1) % ratio != 0, -1)
+        insert(torch.cat([rows[:, :-rope], turned], -1), slots)

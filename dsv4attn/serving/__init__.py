@@ -1,0 +1,1 @@
+"""What an engine would bring: a cache manager, an allocator of pages, and a scheduler."""

@@ -1,0 +1,440 @@
+"""`CacheManager`: the caches of all layers, the pages of each sequence, and the batch of a step.
+
+A sequence is a list of pages in up to four groups: window, compressed entries (and index keys), and the compressor
+states of c4a and of c128a layers. The groups have block tables of their own, which all layers share. So a fork copies
+pages and nothing else, and a step that fails leaves every sequence as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from numbers import Integral
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from dsv4attn.core.argument_checks import check_count
+from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches
+from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.context_parallel.exchange import ContextParallel, agreed
+from dsv4attn.core.context_parallel.metadata import metadata_builder, on_rank
+from dsv4attn.core.contract.backend import Backend
+from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.metadata.batch_checks import count_tokens, planned
+from dsv4attn.core.metadata.builder import STATE_BLOCK_SIZES
+from dsv4attn.core.metadata.metadata import AttentionMetadata, Batch, LayerKey
+from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
+from dsv4attn.errors import ArgumentError, OutOfPagesError
+from dsv4attn.serving.allocator import BlockAllocator, BlockTable
+
+__all__ = ["CacheManager", "CachedSequence"]
+
+WINDOW, COMPRESSED = "window", "compressed"
+
+
+@define(eq=False)
+class CachedSequence:
+    """A sequence of a `CacheManager`: tokens 0 .. length - 1 are in its pages.
+
+    length: tokens whose step has been completed.
+    tables: block table of each group.
+    owner: the manager; None once the sequence is freed.
+    """
+
+    tables: dict[str, BlockTable] = field(repr=False)
+    length: int = 0
+    owner: CacheManager | None = field(default=None, repr=False)
+
+
+class CacheManager:
+    """Paged caches of a model's layers, with a pool of pages for each group.
+
+    Where layers share a compressed cache (`ModelGeometry.sources`), they have the same object; only the layer that owns
+    it may write to it.
+
+    geometry, limits: of the model, and of every batch. kv_layout: of window and compressed caches. compressed_layout:
+    of compressed caches, if another, such as `v41_fp4` beside `v41_fp8`. index_layout: of index keys; by default fp8
+    beside `fp8_ds_mla`, and rows of the same dtype beside rows. num_blocks: pages of some groups ("window",
+    "compressed", "c4a_state", "c128a_state"); by default enough for `max_num_reqs` sequences of `max_model_len` tokens.
+    shuffle_seed: hand out pages in a random order. keep_windows: keep pages that no later token of a sequence reads, so
+    that it can be forked anywhere. backend: its index kernels build metadata. context_parallel: ranks that share the
+    compressed entries; a compressed page has those of as many tokens more. If one rank's manager fails, all ranks' do.
+    """
+
+    @agreed("CacheManager")
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        limits: Limits,
+        kv_layout: KVCacheLayout,
+        *,
+        compressed_layout: KVCacheLayout | None = None,
+        index_layout: KVCacheLayout | None = None,
+        device: torch.device | str = "cpu",
+        num_blocks: dict[str, int] | None = None,
+        swa_block_size: int = 64,
+        compressed_block_tokens: int = 256,
+        shuffle_seed: int | None = None,
+        keep_windows: bool = False,
+        backend: Backend | None = None,
+        context_parallel: ContextParallel | None = None,
+    ) -> None:
+        self.geometry, self.limits, self.device = planned(geometry, limits, device, kv_layout)
+        self.keep_windows, self._entry_tokens = keep_windows, compressed_block_tokens
+        compressed = [layer for layer in geometry.distinct_layers if layer.has_entries]
+        self._stateful = [layer for layer in compressed if layer.has_states]
+        self._tokens_per_block, (ranks, self._where) = {WINDOW: swa_block_size}, on_rank(context_parallel)
+        if compressed:
+            self._tokens_per_block[COMPRESSED] = compressed_block_tokens * ranks
+        self._tokens_per_block |= {_states(layer): STATE_BLOCK_SIZES[layer.kind] for layer in self._stateful}
+        for layer in compressed:
+            if compressed_block_tokens % layer.compress_ratio:
+                expected = f"a multiple of ratio {layer.compress_ratio}"
+                raise ArgumentError("compressed_block_tokens", expected=expected, actual=compressed_block_tokens)
+        given = num_blocks or {}
+        for name in given:
+            if name not in self._tokens_per_block:
+                raise ArgumentError("num_blocks", expected=f"groups {[*self._tokens_per_block]}", actual=repr(name))
+        blocks = {name: given.get(name, self._enough(name)) for name in self._tokens_per_block}
+        self._pools = {name: BlockAllocator(n, shuffle_seed=shuffle_seed) for name, n in blocks.items()}
+        self.caches: tuple[DeepseekV4Caches, ...] = ()
+        index_layout = index_layout or _index_layout(geometry, kv_layout)
+        for i in range(geometry.num_layers):
+            self.caches += (self._allocate(i, kv_layout, compressed_layout or kv_layout, index_layout, blocks),)
+        self.builder = metadata_builder(context_parallel)(
+            geometry,
+            limits,
+            swa_block_size=swa_block_size,
+            compressed_block_tokens=compressed_block_tokens,
+            device=self.device,
+            num_swa_blocks=blocks[WINDOW],
+            num_compressed_blocks=blocks.get(COMPRESSED),
+            num_state_blocks={layer.kind: blocks[_states(layer)] for layer in self._stateful},
+            short_prefills=True,
+            backend=backend,
+        )
+
+    def new(self) -> CachedSequence:
+        """A sequence without tokens, and without pages."""
+        tables = {name: BlockTable(self._pools[name], n) for name, n in self._tokens_per_block.items()}
+        return CachedSequence(tables, owner=self)
+
+    def free(self, sequence: CachedSequence) -> None:
+        """Give the pages of a sequence back; it cannot be used again."""
+        self._check(sequence)
+        for table in sequence.tables.values():
+            table.release()
+        sequence.owner, sequence.length = None, 0
+
+    def fork(self, sequence: CachedSequence, length: int | None = None) -> CachedSequence:
+        """A new sequence with the first `length` tokens of another, all by default, in pages of its own.
+
+        The fork has every page that its next tokens read. Of earlier pages it has those that a fork of this length may
+        still need (for drafts that are rejected, or all with `keep_windows`) and that the source still has.
+
+        Raises ArgumentError if the source does not have pages that the next tokens read (see `keep_windows`), and
+        OutOfPagesError, with nothing taken, if there are not enough.
+        """
+        self._check(sequence)
+        length = sequence.length if length is None else check_count("length", length, 0)
+        if length > sequence.length:
+            raise ArgumentError("length", expected=f"at most {sequence.length}, the tokens there are", actual=length)
+        self._check_alive(sequence, length, next_token=False)
+        made = self.new()
+        for name, first in self._fork_starts(sequence, length).items():
+            made.tables[name].skip_before(first)
+        self.reserve([(made, length)])
+        for name, table in made.tables.items():
+            pairs = zip(sequence.tables[name].blocks, table.blocks, strict=False)
+            # a page that the source gave back, and the fork has, holds no token before `length` that is read
+            copied = [(source, target) for source, target in pairs if source >= 0 and target >= 0]
+            source_ids, target_ids = (self._ids([pair[i] for pair in copied]) for i in (0, 1))
+            for cache in self._of_group(name):
+                cache.tensor[target_ids] = cache.tensor[source_ids]
+        made.length = length
+        return made
+
+    def select(self, sequences: Sequence[CachedSequence], rows: Sequence[int]) -> list[CachedSequence]:
+        """The sequences with these numbers, such as the beams that a search goes on with.
+
+        A sequence that is named is returned the first time and forked for every further time; those that are not named
+        are freed. Raises ArgumentError for a sequence that is given twice, and OutOfPagesError, with nothing changed,
+        if there are not enough pages for the forks.
+        """
+        for name, given in (("sequences", sequences), ("rows", rows)):
+            if not isinstance(given, Sequence):
+                raise ArgumentError(name, expected="a list", actual=type(given).__name__)
+        for i, sequence in enumerate(sequences):
+            self._check(sequence)
+            if any(sequence is other for other in sequences[:i]):
+                hint = "name a sequence several times in rows: it is forked"
+                raise ArgumentError("sequences", expected="each sequence once", actual="one twice", hint=hint)
+        for row in rows:
+            number: object = row
+            if isinstance(number, bool) or not isinstance(number, Integral) or not 0 <= row < len(sequences):
+                expected = f"numbers in 0 .. {len(sequences) - 1}"
+                raise ArgumentError("rows", expected=expected, actual=repr(row))
+        again = [sequences[row] for i, row in enumerate(rows) if row in rows[:i]]
+        unused = [sequence for row, sequence in enumerate(sequences) if row not in rows]
+        for name, pool in self._pools.items():
+            needed, freed = (
+                sum(self._fork_pages(each, name) for each in again),
+                sum(_held(each, name) for each in unused),
+            )
+            if needed > pool.num_free + freed:
+                have = f"{pool.num_free + freed} of {pool.num_blocks} are free or would be freed"
+                raise OutOfPagesError(f"{needed} {name} pages needed, {have} -> free sequences; nothing was changed")
+        for sequence in unused:
+            self.free(sequence)
+        return [sequences[row] if row not in rows[:i] else self.fork(sequences[row]) for i, row in enumerate(rows)]
+
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
+        """Forget the tokens from `length` on, such as rejected drafts; the next step writes their places again.
+
+        Raises ArgumentError if pages that the next token reads are gone: see `fork`.
+        """
+        self._check(sequence)
+        if not 0 <= length <= sequence.length:
+            raise ArgumentError("length", expected=f"0 .. {sequence.length}, the tokens there are", actual=length)
+        self._check_alive(sequence, length, next_token=True)
+        sequence.length = length
+
+    def batch(self, requests: Sequence[tuple[CachedSequence, int]], *, padding: int = 0) -> Batch:
+        """The step that gives each sequence its next tokens: (sequence, how many).
+
+        Sequences with few tokens run as decodes if they come first. Pages are taken for all of them or, with
+        OutOfPagesError, for none. Lengths stay as they are until `advance`, so that a step which fails can be built
+        again. padding: rows without a token behind the others.
+        """
+        rows = count_tokens(requests) + check_count("padding", padding, 0)
+        for what, actual, limit in (
+            ("sequences", len(requests), "max_num_reqs"),
+            ("tokens in a step, with padding", rows, "max_num_batched_tokens"),
+        ):
+            most = getattr(self.limits, limit)
+            if actual > most:
+                expected = f"at most {most} {what}, the {limit} of the limits"
+                raise ArgumentError("requests", expected=expected, actual=actual)
+        self.reserve(requests)
+        counts = [count for _, count in requests]
+        starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu")
+        lens = torch.tensor([sequence.length + count for sequence, count in requests], dtype=torch.int32, device="cpu")
+        slots = [slot for sequence, count in requests for slot in self._slots(sequence, count)]
+        tables = {name: self._table(name, requests) for name in self._tokens_per_block}
+        states: dict[str, Any] = {f"{name}_block_table": tables.get(name) for name in ("c4a_state", "c128a_state")}
+        return Batch(
+            num_reqs=len(requests),
+            query_start_loc=starts.to(self.device),
+            query_start_loc_cpu=starts,
+            seq_lens=lens.to(self.device),
+            seq_lens_cpu=lens,
+            slot_mapping=torch.tensor([*slots, *[-1] * padding], dtype=torch.int64, device=self.device),
+            block_table=tables[WINDOW],
+            compressed_block_table=tables.get(COMPRESSED),
+            **states,
+        )
+
+    def reserve(self, requests: Sequence[tuple[CachedSequence, int]]) -> None:
+        """Take the pages that sequences need for so many tokens more, in any number of steps; or none of them."""
+        self._check_requests(requests)
+        for sequence, count in requests:
+            if sequence.length + count > self.limits.max_model_len:
+                expected = f"at most {self.limits.max_model_len} tokens in a sequence, the max_model_len of the limits"
+                raise ArgumentError(f"requests{self._where}", expected=expected, actual=sequence.length + count)
+        for name, pool in self._pools.items():
+            missing = sum(sequence.tables[name].missing(sequence.length + count) for sequence, count in requests)
+            if missing > pool.num_free:
+                have = f"{pool.num_free} of {pool.num_blocks} are free{self._where}"
+                cure = "free sequences, give the manager more blocks, or run fewer tokens; no page was taken"
+                raise OutOfPagesError(f"{missing} {name} pages needed, {have} -> {cure}")
+        for sequence, count in requests:
+            for table in sequence.tables.values():
+                table.ensure(sequence.length + count)
+
+    def metadata(self, batch: Batch, *, full_width: bool = False) -> dict[LayerKey, AttentionMetadata]:
+        """Metadata of a batch for all layers, see `MetadataBuilder.build_all`."""
+        return self.builder.build_all(batch, full_width=full_width)
+
+    def positions(self, requests: Sequence[tuple[CachedSequence, int]], *, padding: int = 0) -> Tensor:
+        """[T] int64 position of each token of a step; 0 for padding."""
+        self._check_requests(requests)
+        found = [p for sequence, count in requests for p in range(sequence.length, sequence.length + count)]
+        return torch.tensor([*found, *[0] * padding], dtype=torch.int64, device=self.device)
+
+    def advance(self, requests: Sequence[tuple[CachedSequence, int]]) -> None:
+        """Count the tokens of a step that has run, and give back pages that no later token reads."""
+        self._check_requests(requests)
+        for sequence, count in requests:
+            if any(table.missing(sequence.length + count) for table in sequence.tables.values()):
+                expected = f"tokens that a batch gave pages, after the {sequence.length} there are"
+                raise ArgumentError("requests", expected=expected, actual=count)
+        for sequence, count in requests:
+            sequence.length += count
+            self._release(sequence)
+
+    @property
+    def kv_bytes(self) -> dict[str, int]:
+        """Bytes of the pages in use, of all layers, by group."""
+        used = {name: pool.num_blocks - pool.num_free for name, pool in self._pools.items()}
+        return {name: n * sum(cache.page_stride for cache in self._of_group(name)) for name, n in used.items()}
+
+    def _check(self, sequence: object) -> None:
+        owner = sequence.owner if isinstance(sequence, CachedSequence) else self
+        if not isinstance(sequence, CachedSequence) or owner is not self:
+            actual = "one of another manager" if owner is not None else "one that was freed"
+            actual = actual if isinstance(sequence, CachedSequence) else type(sequence).__name__
+            hint = "make one with new() or fork() of this manager"
+            raise ArgumentError("sequence", expected="a sequence of this manager", actual=actual, hint=hint)
+
+    def _check_requests(self, requests: Sequence[tuple[CachedSequence, int]]) -> None:
+        """Check sequences and counts of a step: each sequence is this manager's, and is there once."""
+        seen: set[int] = set()
+        count_tokens(requests)
+        for sequence, _ in requests:
+            self._check(sequence)
+            if id(sequence) in seen:
+                hint = "give it all its tokens in one request"
+                raise ArgumentError("requests", expected="each sequence once", actual="one twice", hint=hint)
+            seen.add(id(sequence))
+
+    def _check_alive(self, sequence: CachedSequence, length: int, *, next_token: bool) -> None:
+        """Check that a sequence has the contents of all tokens before `length` that a later token reads.
+
+        next_token: whether the token at position `length` will be written to a page of this sequence, too.
+        """
+        for name, first in self._needed(length).items():
+            have = sequence.tables[name].first_token
+            if first < min(have, length + next_token):
+                held = f"the sequence has them from token {have} on"
+                expected = f"a length whose {name} pages, from token {first} on ({held}), were not given back"
+                hint = "make the manager with keep_windows=True, or plan drafts in Limits.num_speculative_tokens"
+                raise ArgumentError("length", expected=expected, actual=length, hint=hint)
+
+    def _fork_starts(self, sequence: CachedSequence, length: int) -> dict[str, int]:
+        """For each group, the first token whose contents a fork with `length` tokens takes from a sequence."""
+        if self.keep_windows:
+            first = dict.fromkeys(sequence.tables, 0)
+        else:
+            # drafts of the fork may be rejected, like those of the sequence: see `_release`
+            first = self._needed(max(length - self.limits.num_speculative_tokens, 0))
+        have = {name: table.first_token for name, table in sequence.tables.items()}
+        # where the sequence has nothing before `length`, and nothing is needed, the fork begins with pages of its own
+        return {name: min(max(first[name], have[name]), length) for name in have}
+
+    def _fork_pages(self, sequence: CachedSequence, group: str) -> int:
+        """Pages of a group that a fork of a whole sequence takes."""
+        n, length = self._tokens_per_block[group], sequence.length
+        return max(-(-length // n) - self._fork_starts(sequence, length)[group] // n, 0)
+
+    def _ids(self, blocks: list[int]) -> Tensor:
+        return torch.tensor(blocks, dtype=torch.int64, device=self.device)
+
+    def _enough(self, group: str) -> int:
+        """Pages for as many sequences as the limits allow, of the greatest length."""
+        limits, n = self.limits, self._tokens_per_block[group]
+        whole = limits.max_num_reqs * -(-limits.max_model_len // n)
+        if self.keep_windows or group == COMPRESSED:
+            return whole
+        spans = {WINDOW: self.geometry.window - 1}
+        for layer in self._stateful:
+            span = layer.compress_ratio * (2 if layer.overlap else 1) - 1
+            spans[_states(layer)] = max(spans.get(_states(layer), 0), span)
+        span = spans[group] + limits.num_speculative_tokens
+        # pages of a sequence between two steps, and those that the tokens of a step add
+        return min(whole, limits.max_num_reqs * (span // n + 3) + limits.max_num_batched_tokens // n + 1)
+
+    def _allocate(
+        self,
+        number: int,
+        layout: KVCacheLayout,
+        compressed: KVCacheLayout,
+        index: KVCacheLayout,
+        blocks: dict[str, int],
+    ) -> DeepseekV4Caches:
+        """Caches of a layer, after those of the layers before it, which may own its compressed cache."""
+        device, per_block, layer = self.device, self._tokens_per_block, self.geometry.layer(number)
+        owner = self.geometry.sources(number).kv
+        window = PagedKVCache.allocate(layout, blocks[WINDOW], per_block[WINDOW], device)
+        if owner is None:
+            return DeepseekV4Caches(LayerCaches(window))
+        if owner != number:
+            shared = self.caches[owner]
+            return DeepseekV4Caches(LayerCaches(window, shared.attention.compressed), index=shared.index)
+        entries = blocks[COMPRESSED], self._entry_tokens // layer.compress_ratio, device
+        group = _states(layer)
+
+        def states(dim: int) -> PagedKVCache | None:
+            if not layer.has_states:
+                return None
+            made = KVCacheLayout.compressor_state(2 * dim if layer.overlap else dim)
+            return PagedKVCache.allocate(made, blocks[group], per_block[group], device)
+
+        attention = LayerCaches(window, PagedKVCache.allocate(compressed, *entries))
+        if layer.kind is LayerKind.C128A:
+            return DeepseekV4Caches(attention, states(layer.head_dim))
+        keys = PagedKVCache.allocate(index, *entries)
+        # with a shared latent, index keys are made of the entries of the layer's own compressor
+        index_states = None if self.geometry.shared_latent else states(self.geometry.index_head_dim)
+        return DeepseekV4Caches(attention, states(layer.head_dim), keys, index_states)
+
+    def _of_group(self, group: str) -> Iterator[PagedKVCache]:
+        """Every cache whose pages belong to a group, once."""
+        for i, caches in enumerate(self.caches):
+            state = _states(self.geometry.layer(i))
+            shared = self.geometry.sources(i).kv not in (None, i)
+            groups = {
+                "swa": WINDOW,
+                "compressed": COMPRESSED,
+                "index": COMPRESSED,
+                "state": state,
+                "index_state": state,
+            }
+            present = {"swa": caches.attention.swa} if shared else caches.present
+            yield from (cache for name, cache in present.items() if groups[name] == group)
+
+    def _needed(self, length: int) -> dict[str, int]:
+        """For each group, the first token whose page a token at position `length` reads."""
+        found = {WINDOW: max(length - self.geometry.window + 1, 0), COMPRESSED: 0}
+        for layer in self._stateful:
+            first = layer.first_state(length)
+            found[_states(layer)] = min(found.get(_states(layer), first), first)
+        return {name: first for name, first in found.items() if name in self._tokens_per_block}
+
+    def _release(self, sequence: CachedSequence) -> None:
+        if not self.keep_windows:
+            # drafts that are verified in a step may be rejected
+            least = max(sequence.length - self.limits.num_speculative_tokens, 0)
+            for name, first in self._needed(least).items():
+                sequence.tables[name].release_before(first)
+
+    def _slots(self, sequence: CachedSequence, count: int) -> Iterator[int]:
+        n, blocks = self._tokens_per_block[WINDOW], sequence.tables[WINDOW].blocks
+        return (blocks[p // n] * n + p % n for p in range(sequence.length, sequence.length + count))
+
+    def _table(self, group: str, requests: Sequence[tuple[CachedSequence, int]]) -> Tensor:
+        rows = [sequence.tables[group].blocks for sequence, _ in requests]
+        width = max(map(len, rows), default=0)
+        filled = [row + [-1] * (width - len(row)) for row in rows]
+        return torch.tensor(filled, dtype=torch.int32, device=self.device).reshape(len(rows), width)
+
+
+def _states(layer: LayerGeometry) -> str:
+    """The group of the compressor states of a layer."""
+    return f"{layer.kind.value}_state"
+
+
+def _held(sequence: CachedSequence, group: str) -> int:
+    """Pages of a group that a sequence holds."""
+    return sum(block >= 0 for block in sequence.tables[group].blocks)
+
+
+def _index_layout(geometry: ModelGeometry, layout: KVCacheLayout) -> KVCacheLayout:
+    """The layout of index keys beside a layout of keys."""
+    dim, rope = geometry.index_head_dim, geometry.rope_dim
+    if not layout.is_quantised:
+        return KVCacheLayout.rows(dim - rope, rope, dtype=layout.dtype)
+    # fp4 records name no dialect of fp8
+    return KVCacheLayout.index_fp8(dim, fp8_format=layout.fp8_format or Fp8Format.OCP)
