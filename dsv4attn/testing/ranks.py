@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.context_parallel.attention import merge_parts
-from dsv4attn.core.context_parallel.buffers import merge_specs
 from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.memory.rank_buffers import merge_specs
 from dsv4attn.testing.case import Bench, Measure, Wrong
 from dsv4attn.testing.checks import judged, merged_by, worst
 from dsv4attn.testing.scenario import Scenario

@@ -17,7 +17,6 @@ import torch
 from torch import distributed
 
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
-from dsv4attn.core.context_parallel import buffers as rank_buffers
 from dsv4attn.core.context_parallel.attention import merge_over_ranks
 from dsv4attn.core.context_parallel.exchange import ContextParallel
 from dsv4attn.core.context_parallel.reshard import reshard_cache
@@ -25,6 +24,7 @@ from dsv4attn.core.context_parallel.selection import select_topk_over_ranks
 from dsv4attn.core.contract.backend import Backend, complete
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
+from dsv4attn.core.memory import rank_buffers
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.model.geometry import LayerKind

@@ -13,10 +13,10 @@ from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.cache.ownership import Ownership
-from dsv4attn.core.context_parallel import buffers as rank_buffers
 from dsv4attn.core.context_parallel.attention import forward_mqa_over_ranks, merge_over_ranks
 from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
 from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory import rank_buffers
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.metadata import Batch

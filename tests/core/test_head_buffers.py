@@ -11,12 +11,12 @@ import torch
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.cache.ownership import Ownership
-from dsv4attn.core.context_parallel import buffers as rank_buffers
 from dsv4attn.core.context_parallel.attention import _Merging
-from dsv4attn.core.context_parallel.head_buffers import ALL_HEADS_VIEWS, all_heads, divided_specs
 from dsv4attn.core.context_parallel.heads import by_rank, gather_queries
 from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory import rank_buffers
 from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.rank_buffers import ALL_HEADS_VIEWS, all_heads, divided_specs
 from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.torch_ops.merge import apply_sink, merge_lse

@@ -12,11 +12,11 @@ import torch
 
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership
-from dsv4attn.core.context_parallel import buffers as rank_buffers
 from dsv4attn.core.context_parallel.keys import place_entries
 from dsv4attn.core.context_parallel.prefill import Shares
 from dsv4attn.core.context_parallel.reshard import reshard_cache
 from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory import rank_buffers
 from dsv4attn.core.memory.chunking import ChunkBounds, PrefillChunk, cut_chunk, plan_prefill_chunks
 from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerKind

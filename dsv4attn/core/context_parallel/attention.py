@@ -14,15 +14,23 @@ from torch import Tensor
 from dsv4attn.core.attention.checks import check_call
 from dsv4attn.core.attention.forward_mqa import forward_in_parts, forward_mqa
 from dsv4attn.core.cache.layer_caches import LayerCaches
-from dsv4attn.core.context_parallel.buffers import LANE, attention_bytes, merge_specs, part_tokens, piece_bytes
 from dsv4attn.core.context_parallel.exchange import ContextParallel
-from dsv4attn.core.context_parallel.head_buffers import ALL_HEADS_VIEWS, all_heads, divided_specs
 from dsv4attn.core.context_parallel.heads import by_rank, gather_queries
 from dsv4attn.core.context_parallel.keys import KeyGathering
 from dsv4attn.core.context_parallel.prefill import Shares
 from dsv4attn.core.contract.backend import Backend, Phase, RankSteps, complete
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.plan import plan_workspace
+from dsv4attn.core.memory.rank_buffers import (
+    ALL_HEADS_VIEWS,
+    LANE,
+    all_heads,
+    attention_bytes,
+    divided_specs,
+    merge_specs,
+    part_tokens,
+    piece_bytes,
+)
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.metadata.metadata import AttentionMetadata, WholePrefill
 from dsv4attn.core.model.geometry import LayerGeometry

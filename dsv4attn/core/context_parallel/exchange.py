@@ -13,8 +13,8 @@ from torch import Tensor, distributed
 from dsv4attn.core.argument_checks import at_least, shown
 from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches
 from dsv4attn.core.cache.ownership import Ownership
-from dsv4attn.core.context_parallel.buffers import piece_rows
 from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.rank_buffers import piece_rows
 from dsv4attn.core.memory.workspace import WorkspaceManager, WorkspacePlan
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.errors import ArgumentError, ContextParallelError

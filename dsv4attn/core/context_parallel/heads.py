@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from dsv4attn.core.context_parallel.buffers import attention_bytes
 from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.memory.rank_buffers import attention_bytes
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["by_rank", "check_heads", "gather_queries"]

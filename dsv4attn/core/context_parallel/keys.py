@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership
-from dsv4attn.core.context_parallel.buffers import KEYS_LANE, key_specs
 from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.memory.rank_buffers import KEYS_LANE, key_specs
 from dsv4attn.core.memory.workspace import WorkspaceManager
 
 __all__ = ["KeyGathering", "place_entries"]

@@ -11,9 +11,9 @@ from attrs import fields
 from torch import Tensor
 
 from dsv4attn.core.cache.ownership import Ownership
-from dsv4attn.core.context_parallel.buffers import PAGE_TOKENS, key_tokens, keys_are_less
 from dsv4attn.core.context_parallel.exchange import ContextParallel
 from dsv4attn.core.contract.limits import Limits
+from dsv4attn.core.memory.rank_buffers import PAGE_TOKENS, key_tokens, keys_are_less
 from dsv4attn.core.metadata.batch_checks import check_blocks, check_table, real_lens
 from dsv4attn.core.metadata.builder import MetadataBuilder
 from dsv4attn.core.metadata.metadata import (

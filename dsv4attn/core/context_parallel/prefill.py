@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from dsv4attn.core.context_parallel.buffers import share_pieces
 from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.memory.rank_buffers import share_pieces
 
 __all__ = ["Shares"]
 

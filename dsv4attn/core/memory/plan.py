@@ -5,12 +5,18 @@ from __future__ import annotations
 import torch
 
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.core.context_parallel.buffers import KEYS_LANE, key_bytes, merge_bytes, selection_transient_bytes
-from dsv4attn.core.context_parallel.buffers import LANE as RANKS
-from dsv4attn.core.context_parallel.head_buffers import all_heads, divided_bytes
 from dsv4attn.core.contract.backend import Backend, IndexForm, KeyForm, Phase, complete
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.chunking import ChunkBounds, round_up, small_bytes, widest_columns, widest_topk
+from dsv4attn.core.memory.rank_buffers import (
+    KEYS_LANE,
+    all_heads,
+    divided_bytes,
+    key_bytes,
+    merge_bytes,
+    selection_transient_bytes,
+)
+from dsv4attn.core.memory.rank_buffers import LANE as RANKS
 from dsv4attn.core.memory.workspace import ALIGNMENT, WorkspacePlan, simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.tensorspec import BufferSpec

@@ -16,9 +16,9 @@ from attrs import asdict, frozen
 from torch import Tensor
 
 from dsv4attn.core.cache.ownership import Ownership
-from dsv4attn.core.context_parallel.buffers import attention_bytes, candidate_bytes
 from dsv4attn.core.context_parallel.exchange import ContextParallel
 from dsv4attn.core.contract.backend import Backend, Products
+from dsv4attn.core.memory.rank_buffers import attention_bytes, candidate_bytes
 from dsv4attn.tools.bench.clock import Spread
 from dsv4attn.tools.bench.context_cases import ContextCase
 from dsv4attn.tools.bench.context_sides import Side, one_rank, over_ranks

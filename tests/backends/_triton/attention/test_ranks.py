@@ -16,11 +16,11 @@ from dsv4attn.backends._triton.attention import kernels_ranks, ranks
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.context_parallel import buffers as rank_buffers
 from dsv4attn.core.context_parallel.attention import merge_over_ranks
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.warmup import WarmupSpec
+from dsv4attn.core.memory import rank_buffers
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import ModelGeometry
