@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches
     from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
     from dsv4attn.core.cache.ownership import Ownership
-    from dsv4attn.core.context_parallel.exchange import ContextParallel
+    from dsv4attn.core.context_parallel.context import ContextParallel
     from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
     from dsv4attn.core.context_parallel.reshard import reshard_cache
     from dsv4attn.core.contract.backend import AttentionCall, Backend, BackendInfo
@@ -124,7 +124,7 @@ _MODULE_OF = {
         "core.metadata.builder": ("MetadataBuilder",),
         "core.cache.layer_caches": ("DeepseekV4Caches", "LayerCaches"),
         "core.metadata.forward_context": ("set_forward_context",),
-        "core.context_parallel.exchange": ("ContextParallel",),
+        "core.context_parallel.context": ("ContextParallel",),
         "core.context_parallel.metadata": ("OwnedMetadataBuilder",),
         "core.cache.ownership": ("Ownership",),
         "core.context_parallel.reshard": ("reshard_cache",),

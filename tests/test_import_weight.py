@@ -30,7 +30,11 @@ ENGINES = {
 """Engines and kernel libraries of the field, imported by a backend or not."""
 VENDORS = sorted(ENGINES | {*packages()} - {"attrs", "numpy", "torch", "triton"})
 HEAVY = ["torch", "triton", "numpy", *VENDORS]
-CORE = sorted(f"dsv4attn.core.{p.stem}" for p in (PACKAGE / "core").glob("*.py") if p.stem != "__init__")
+CORE = sorted(
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    for path in (PACKAGE / "core").rglob("*.py")
+    if path.stem != "__init__"
+)
 SECONDS = 0.3
 
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from dsv4attn import errors
 from dsv4attn.tools.cli import main
 from dsv4attn.tools.replay.trace import generated_trace, selecting_trace
-from tests import house
+from tests import import_graph
 from tests.tools.replay.small import CONFIG
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -155,10 +155,10 @@ def test_the_readme_has_the_two_commands_for_a_clone() -> None:
     assert {"run", "test"} <= set(re.findall(r"(?:`|^)make (\w+)", README, re.MULTILINE))
 
 
-def test_the_picture_of_the_house_is_drawn_from_the_code() -> None:
+def test_the_flowchart_is_drawn_from_the_code() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     (drawn,) = re.findall(r"^```mermaid\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
-    assert drawn == house.picture(), "paste what `python -m tests.house` prints"
+    assert drawn == import_graph.flowchart(), "paste what `python -m tests.import_graph` prints"
 
 
 def test_every_path_of_the_layout_exists() -> None:

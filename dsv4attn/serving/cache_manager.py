@@ -19,7 +19,8 @@ from torch import Tensor
 from dsv4attn.core.argument_checks import check_count
 from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.core.context_parallel.exchange import ContextParallel, agreed
+from dsv4attn.core.context_parallel.context import ContextParallel
+from dsv4attn.core.context_parallel.exchange import agreed
 from dsv4attn.core.context_parallel.metadata import metadata_builder, on_rank
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.limits import Limits

@@ -1,7 +1,7 @@
 """The type of a conformance case: clauses of the contract, a scene to run, and a check of the results.
 
-A scene lists its requirements as `core.contract.problem.Problem`s. The kit asks the backend's support about them before it runs
-the case. If the backend refuses, its reasons are in the report.
+A scene lists its requirements as `core.contract.problem.Problem`s. The kit asks the backend's support about them before
+it runs the case. If the backend refuses, its reasons are in the report.
 """
 
 from __future__ import annotations

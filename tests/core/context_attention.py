@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.context_parallel.attention import forward_mqa_over_ranks
-from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.context_parallel.metadata import OwnedMetadataBuilder
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory import rank_buffers

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.context_parallel.attention import merge_over_ranks
-from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.layer.attention_layer import DeepseekV4Attention
 from dsv4attn.core.memory import rank_buffers
 from dsv4attn.core.memory.workspace import WorkspaceManager

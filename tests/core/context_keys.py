@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from dsv4attn.core.context_parallel import keys
-from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.memory import rank_buffers
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError

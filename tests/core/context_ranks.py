@@ -18,7 +18,7 @@ from torch import distributed
 
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.context_parallel.attention import merge_over_ranks
-from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.context_parallel.reshard import reshard_cache
 from dsv4attn.core.context_parallel.selection import select_topk_over_ranks
 from dsv4attn.core.contract.backend import Backend, complete

@@ -22,8 +22,8 @@ TYPES = {cls for cls in (*FOUND.values(), WarmupSpec) if isinstance(cls, type)}
 CLASSES: list[type[Any]] = sorted((cls for cls in TYPES if attrs.has(cls)), key=lambda cls: cls.__name__)
 NAMED = (
     "AttentionCall AttentionMetadata BackendInfo Batch WarmupSpec DeepseekSparseSWAMetadata DenseIndices DeviceFacts "
-    "FlashMLASparseMetadata Capabilities GatheredKeys LayerCaches LayerGeometry Limits ModelGeometry PageTable PagedKeys "
-    "Problem RaggedIndices"
+    "FlashMLASparseMetadata Capabilities GatheredKeys LayerCaches LayerGeometry Limits ModelGeometry PageTable "
+    "PagedKeys Problem RaggedIndices"
 )
 
 

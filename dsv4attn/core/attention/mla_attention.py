@@ -11,9 +11,7 @@ Eager calls go past torch's dispatcher, which takes a third of what core takes i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from functools import lru_cache, partial
-from inspect import unwrap
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,19 +21,16 @@ from torch._C import _functorch, _get_tracing_state, _is_torch_function_mode_ena
 from torch.autograd import _profiler_enabled, profiler  # type: ignore[attr-defined] # no public name
 from torch.autograd.graph import increment_version
 
-from dsv4attn.core.argument_checks import check_type
+from dsv4attn.core.argument_checks import check_type, shown
 from dsv4attn.core.attention.checks import check_bound, check_cache, check_compressed, check_insert
 from dsv4attn.core.attention.custom_ops import define_op
-from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.attention.exchange import ONE_RANK, Exchange
 from dsv4attn.core.attention.projection import o_proj
 from dsv4attn.core.attention.raw_q import insert_leaving_raw_q
 from dsv4attn.core.cache.layer_caches import LayerCaches, caches_of, op_tensor
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache, check_layout
-from dsv4attn.core.context_parallel.attention import forward_mqa_over_ranks
-from dsv4attn.core.context_parallel.exchange import ContextParallel, together
 from dsv4attn.core.contract.backend import Backend, KeyForm, RawQuery
 from dsv4attn.core.contract.limits import Limits
-from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspaceManager, current_workspace_manager
 from dsv4attn.core.metadata.forward_context import get_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata
@@ -43,7 +38,7 @@ from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.model.quantized_weight import Weight
 from dsv4attn.core.model.rope import is_rotation
 from dsv4attn.core.torch_modes import is_autocast_on, no_autocast, without_modes
-from dsv4attn.errors import Dsv4AttnError
+from dsv4attn.errors import ArgumentError, Dsv4AttnError
 
 __all__ = ["DeepseekV4MLAAttention"]
 
@@ -52,9 +47,6 @@ _layers: WeakValueDictionary[str, DeepseekV4MLAAttention] = WeakValueDictionary(
 
 _count = itertools.count()
 _TENSOR = frozenset({Tensor})
-
-# a layer leaves autocast and gradients itself, in fewer frames
-_forward_mqa: Callable[..., None] = unwrap(forward_mqa)
 
 
 class DeepseekV4MLAAttention:
@@ -85,7 +77,7 @@ class DeepseekV4MLAAttention:
         swa_layout: KVCacheLayout | None = None,
         compressed_layout: KVCacheLayout | None = None,
         workspace: WorkspaceManager | None = None,
-        context_parallel: ContextParallel | None = None,
+        context_parallel: Exchange | None = None,
         raw_q: bool = False,
     ) -> None:
         """Hold everything, run nothing."""
@@ -97,10 +89,11 @@ class DeepseekV4MLAAttention:
         self.geometry, self.limits, self.backend = _one(geometry), limits, backend
         self.attn_sink, self.cos_sin_cache, self.topk_indices_buffer = attn_sink, cos_sin_cache, topk_indices_buffer
         self.swa_layout, self.compressed_layout, self.workspace = swa_layout, compressed_layout, workspace
-        cure = "pass a ContextParallel(group), or None"
-        if context_parallel is not None:
-            check_type("context_parallel", context_parallel, ContextParallel, cure=cure)
-        self.context_parallel = context_parallel if self.geometry.has_entries else None
+        given: object = context_parallel
+        if not isinstance(given, Exchange | None):
+            expected, hint = "a ContextParallel", "pass a ContextParallel(group), or None"
+            raise ArgumentError("context_parallel", expected=expected, actual=shown(given), hint=hint)
+        self.exchange = context_parallel if context_parallel is not None and self.geometry.has_entries else ONE_RANK
         self.caches: LayerCaches | None = None
         self._op_tensors: tuple[Tensor | None, ...] = (None, None)
         gathers = backend.forms.prefill_keys is KeyForm.GATHERED
@@ -137,16 +130,11 @@ class DeepseekV4MLAAttention:
         and a workspace that can hold its plan. If one rank refuses, all do.
         """
         caches = LayerCaches(swa, compressed)
-        context = self.context_parallel
-        if context is not None:
-            has_sink = self.attn_sink is not None
-            context.check_bound(self.prefix, self.geometry, self.limits, caches, attn_sink=has_sink)
-            if self.workspace is not None:
-                given, ranks = (self.geometry, self.limits, self.backend, swa.layout), context.ownership.size
-                over = {"divides_heads": context.divides_heads, "prefill_keys": context.prefill_keys}
-                plan = plan_workspace(*given, ranks=ranks, **over)  # type: ignore[arg-type]
-                context.check_workspace(self.prefix, self.workspace, plan)
-        with together(context, f"caches of {self.prefix}"):
+        exchange, has_sink = self.exchange, self.attn_sink is not None
+        exchange.check_layer(
+            self.prefix, self.geometry, self.limits, self.backend, caches, self.workspace, has_sink=has_sink
+        )
+        with exchange.together(f"caches of {self.prefix}"):
             check_cache("swa cache", swa, self.geometry)
             check_layout(swa.layout, self.swa_layout or swa.layout, f"swa cache of {self.prefix}")
             if self.geometry.kind is not LayerKind.SWA:
@@ -163,7 +151,7 @@ class DeepseekV4MLAAttention:
         cos_sin_cache: the table of the layer, or a copy of it in a compiled graph; None: that of the layer.
         """
         eps = self.geometry.q_eps
-        if not self._takes_raw_q or eps is None or self.context_parallel is not None:
+        if not self._takes_raw_q or eps is None or self.exchange.ownership is not None:
             return None
         return RawQuery(positions, self.cos_sin_cache if cos_sin_cache is None else cos_sin_cache, eps)
 
@@ -319,13 +307,11 @@ def _forward(
     table: Tensor,
 ) -> None:
     caches, metadata = _current(bound, caches)
-    run: Callable[..., None] = _forward_mqa
+    run = bound.exchange.forward_mqa
     if metadata is not None and metadata.source_rows is not None:
         topk_indices = metadata.source_rows.selected.get(bound, topk_indices)
-    if bound.context_parallel is not None:
-        run = partial(forward_mqa_over_ranks, bound.context_parallel)
-    elif metadata is not None and bound in metadata.swa.layers_with_raw_q:
-        run = partial(_forward_mqa, raw_q=bound.raw_query(positions, table))
+    if metadata is not None and bound in metadata.swa.layers_with_raw_q:
+        run = partial(run, raw_q=bound.raw_query(positions, table))
     run(
         q,
         caches,

@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4attn.core.attention.checks import check_call
 from dsv4attn.core.attention.forward_mqa import forward_in_parts, forward_mqa
 from dsv4attn.core.cache.layer_caches import LayerCaches
-from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.exchange import RankExchange
 from dsv4attn.core.context_parallel.heads import by_rank, gather_queries
 from dsv4attn.core.context_parallel.keys import KeyGathering
 from dsv4attn.core.context_parallel.prefill import Shares
@@ -43,7 +43,7 @@ __all__ = ["forward_mqa_over_ranks", "merge_over_ranks", "merge_parts"]
 
 @without_modes
 def forward_mqa_over_ranks(
-    context: ContextParallel,
+    context: RankExchange,
     q: Tensor,
     caches: LayerCaches,
     metadata: AttentionMetadata | None,
@@ -96,7 +96,7 @@ def forward_mqa_over_ranks(
 
 
 def _attend_in_parts(
-    context: ContextParallel,
+    context: RankExchange,
     q: Tensor,
     caches: LayerCaches,
     metadata: AttentionMetadata,
@@ -136,7 +136,7 @@ def _attend_in_parts(
     merging.finish()
 
 
-def _check_whole(context: ContextParallel, whole: WholePrefill) -> None:
+def _check_whole(context: RankExchange, whole: WholePrefill) -> None:
     """Raise ArgumentError unless the layer's ranks gather keys, as the metadata say."""
     if not context.prefill_keys:
         hint = "build the metadata without prefill_keys, or give the layer a context with it"
@@ -145,7 +145,7 @@ def _check_whole(context: ContextParallel, whole: WholePrefill) -> None:
 
 @without_modes
 def merge_over_ranks(
-    context: ContextParallel,
+    context: RankExchange,
     out: Tensor,
     lse: Tensor,
     attn_sink: Tensor | None,
@@ -169,9 +169,7 @@ def merge_over_ranks(
     _Merging(context, out, lse, attn_sink, scratch, 0, kernels).finish()
 
 
-def _views(
-    context: ContextParallel, out: Tensor, workspace: WorkspaceManager, kernels: RankSteps | None
-) -> list[Tensor]:
+def _views(context: RankExchange, out: Tensor, workspace: WorkspaceManager, kernels: RankSteps | None) -> list[Tensor]:
     tokens, heads, dim = out.shape
     made = divided_specs if context.divides_heads else merge_specs
     specs = made(context.ownership.size, tokens, heads, dim, out.dtype, sums=kernels is None)
@@ -188,7 +186,7 @@ class _Merging:
 
     def __init__(
         self,
-        context: ContextParallel,
+        context: RankExchange,
         out: Tensor,
         lse: Tensor,
         attn_sink: Tensor | None,

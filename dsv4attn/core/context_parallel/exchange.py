@@ -1,9 +1,9 @@
-"""`ContextParallel`: the ranks that share the compressed entries of every sequence, and what they send each other."""
+"""`RankExchange`: the ranks that share the compressed entries of every sequence, and what they send each other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -11,6 +11,7 @@ from attrs import field, frozen, validators
 from torch import Tensor, distributed
 
 from dsv4attn.core.argument_checks import at_least, shown
+from dsv4attn.core.attention.exchange import Exchange
 from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.contract.limits import Limits
@@ -22,7 +23,7 @@ from dsv4attn.errors import ArgumentError, ContextParallelError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["ContextParallel", "agreed", "together"]
+__all__ = ["RankExchange", "agreed"]
 
 _Object = TypeVar("_Object")
 _P = ParamSpec("_P")
@@ -36,10 +37,8 @@ def _all_gather(*tensors: Tensor, group: ProcessGroup) -> distributed.Work:
 
 
 @frozen(eq=False, slots=False)
-class ContextParallel:
-    """A process group whose ranks hold a part of every compressed cache and of the index keys each.
-
-    Windows and compressor states are on every rank. All ranks run the same steps with the same tokens.
+class RankExchange(Exchange):
+    """Exchanges and checks of a process group; the class that users make is `ContextParallel`.
 
     group: of torch.distributed, gloo or NCCL; this rank is one of its ranks.
     interleave: consecutive entries of one rank, see `Ownership`. It divides the records in every compressed page.
@@ -204,11 +203,6 @@ class ContextParallel:
             raise ContextParallelError(self.ownership.rank, self.ownership.size, what, str(error)) from error
 
 
-def together(context: ContextParallel | None, what: str) -> AbstractContextManager[None]:
-    """`ContextParallel.together`; without a context a block like any other."""
-    return nullcontext() if context is None else context.together(what)
-
-
 def agreed(what: str) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
     """Decorate a constructor with a keyword `context_parallel`, so that it fails on every rank if it fails on one."""
 
@@ -216,7 +210,7 @@ def agreed(what: str) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
         @wraps(made)
         def run(*args: _P.args, **options: _P.kwargs) -> None:
             context = options.get("context_parallel")
-            with together(context if isinstance(context, ContextParallel) else None, what):
+            with context.together(what) if isinstance(context, RankExchange) else nullcontext():
                 made(*args, **options)
 
         return run

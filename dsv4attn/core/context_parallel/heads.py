@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.exchange import RankExchange
 from dsv4attn.core.memory.rank_buffers import attention_bytes
 from dsv4attn.errors import ArgumentError
 
 __all__ = ["by_rank", "check_heads", "gather_queries"]
 
 
-def check_heads(context: ContextParallel, what: str, mine: tuple[int, int] | None) -> None:
+def check_heads(context: RankExchange, what: str, mine: tuple[int, int] | None) -> None:
     """Raise ArgumentError on every rank unless each has its own part of the heads, in the order of ranks.
 
     mine: (part, parts) of the heads of this rank; None on all ranks: not known. what: the layer, for the error.
@@ -28,7 +28,7 @@ def check_heads(context: ContextParallel, what: str, mine: tuple[int, int] | Non
             raise ArgumentError(f"{what}: heads", expected=expected, actual=actual, hint=hint)
 
 
-def gather_queries(context: ContextParallel, q: Tensor, to: Tensor, sent: Tensor, received: Tensor) -> None:
+def gather_queries(context: RankExchange, q: Tensor, to: Tensor, sent: Tensor, received: Tensor) -> None:
     """Write the heads of all ranks, in the order of ranks.
 
     q: [T, H, D] of this rank. to: [T, ranks * H, D] like q, contiguous. sent: [places, n] and received: [places, ranks

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership
-from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.exchange import RankExchange
 from dsv4attn.core.memory.rank_buffers import KEYS_LANE, key_specs
 from dsv4attn.core.memory.workspace import WorkspaceManager
 
@@ -25,9 +25,7 @@ class KeyGathering:
     none; as many on all ranks. What is sent, received and placed lies in lane `keys` of the workspace.
     """
 
-    def __init__(
-        self, context: ContextParallel, cache: PagedKVCache, pages: Tensor, workspace: WorkspaceManager
-    ) -> None:
+    def __init__(self, context: RankExchange, cache: PagedKVCache, pages: Tensor, workspace: WorkspaceManager) -> None:
         """Begin the exchanges that there is memory for."""
         self._context, self._cache, count = context, cache, pages.numel() if cache.num_blocks else 0
         layout, size, ranks = cache.layout, cache.block_size, context.ownership.size

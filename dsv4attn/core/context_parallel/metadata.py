@@ -11,7 +11,7 @@ from attrs import fields
 from torch import Tensor
 
 from dsv4attn.core.cache.ownership import Ownership
-from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.exchange import RankExchange
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.rank_buffers import PAGE_TOKENS, key_tokens, keys_are_less
 from dsv4attn.core.metadata.batch_checks import check_blocks, check_table, real_lens
@@ -30,12 +30,12 @@ from dsv4attn.errors import ArgumentError
 __all__ = ["OwnedMetadataBuilder", "metadata_builder", "on_rank"]
 
 
-def on_rank(context: ContextParallel | None) -> tuple[int, str]:
+def on_rank(context: RankExchange | None) -> tuple[int, str]:
     """How many ranks share compressed entries, and what names this one in errors."""
     return (1, "") if context is None else (context.ownership.size, f" on {context.label}")
 
 
-def metadata_builder(context: ContextParallel | None) -> Callable[..., MetadataBuilder]:
+def metadata_builder(context: RankExchange | None) -> Callable[..., MetadataBuilder]:
     """What makes the metadata builder of one rank; without a context it is `MetadataBuilder`."""
     if context is None:
         return MetadataBuilder

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.exchange import RankExchange
 from dsv4attn.core.memory.rank_buffers import share_pieces
 
 __all__ = ["Shares"]
@@ -21,7 +21,7 @@ class Shares:
     attend to. Where ranks divide heads, each attends to all tokens with its own heads, and nothing is sent.
     """
 
-    def __init__(self, context: ContextParallel, tokens: int) -> None:
+    def __init__(self, context: RankExchange, tokens: int) -> None:
         self._context, ranks, rank = context, context.ownership.size, context.ownership.rank
         each = tokens // ranks
         pieces = 0 if context.divides_heads else share_pieces(each)

@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4attn.core.cache.index_records import read_index_keys, slots_of
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership
-from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.exchange import RankExchange
 from dsv4attn.core.contract.layer_ops import LayerSteps, RankSelection
 from dsv4attn.core.memory.rank_buffers import candidate_bytes
 from dsv4attn.core.torch_modes import without_modes
@@ -48,7 +48,7 @@ class SelectTopk(Protocol):
 
 @without_modes
 def select_topk_over_ranks(
-    context: ContextParallel,
+    context: RankExchange,
     steps: LayerSteps,
     arithmetic: Arithmetic,
     query: IndexQuery,

@@ -1,7 +1,7 @@
 """The contract between core and a backend: `Backend`, its optional parts, and the types of its calls.
 
-A backend declares the form of indices and keys that it takes (`Capabilities`); core prepares exactly that, and calls `decode`
-and `prefill` with one `AttentionCall`. Semantics of every backend, in both phases:
+A backend declares the form of indices and keys that it takes (`Capabilities`); core prepares exactly that, and calls
+`decode` and `prefill` with one `AttentionCall`. Semantics of every backend, in both phases:
 
 1. An index that is -1, outside the cache, or in a column at or past its length is absent, at any place of a row.
 2. A row without keys gives exactly 0, and lse -inf, or the call's `empty_lse`.

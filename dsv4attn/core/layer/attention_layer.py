@@ -22,7 +22,7 @@ from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
 from dsv4attn.core.attention.projection import output_projection
 from dsv4attn.core.cache.layer_caches import DeepseekV4Caches, LayerCaches, all_caches_of, op_tensor
 from dsv4attn.core.cache.layout import PagedKVCache
-from dsv4attn.core.context_parallel.exchange import ContextParallel, together
+from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.context_parallel.heads import check_heads
 from dsv4attn.core.context_parallel.selection import select_topk_over_ranks
 from dsv4attn.core.contract.backend import Backend, complete
@@ -116,6 +116,7 @@ class DeepseekV4Attention:
             raise ArgumentError("limits", expected=expected, actual="single_phase=False", hint=hint)
         self.geometry, self.layer, self.limits, self.backend = geometry, layer, limits, backend
         self._copies, self._group = WeightCopies(), process_group
+        self._context = context_parallel if layer.has_entries else None
         sink = self._load_own(weights)
         self.device = device = self._wq_a.device
         self._sources = bound = BoundSources.find(self.sources, sources, geometry, limits, device)
@@ -260,14 +261,14 @@ class DeepseekV4Attention:
         `context_parallel` all ranks must bind at the same time, and if one rank refuses, all do.
         """
         check_type("caches", caches, DeepseekV4Caches, cure="pass manager.caches[i], or DeepseekV4Caches(...)")
-        context = self.attention.context_parallel
+        context = self._context
         if context is not None:
             part = None if self._group is None else (self._group.rank(), self._group.size())
             same = {} if context.divides_heads else {"heads": part}
             context.check_caches(f"caches of {self.attention.prefix}", caches, **same)
             if context.divides_heads:
                 check_heads(context, self.attention.prefix, part)
-        with together(context, f"caches of {self.attention.prefix}"):
+        with self.attention.exchange.together(f"caches of {self.attention.prefix}"):
             caches = self._sources.caches(caches, self.index, index=self.indexer is not None)
             self._check_caches(caches)
         self.attention.bind_kv_cache(caches.attention.swa, caches.attention.compressed)
@@ -429,8 +430,7 @@ class DeepseekV4Attention:
                 "hidden_states", expected=f"a row for each of the {tokens} tokens", actual=f"{rows} rows"
             )
         if layer.has_entries:
-            context = self.attention.context_parallel
-            metadata.check_owner(None if context is None else context.ownership)
+            metadata.check_owner(self.attention.exchange.ownership)
         if self.geometry.shared_latent:
             check_metadata(metadata, caches.attention, layer, self.limits, rows)
         if self.compressor is None or not layer.has_states:

@@ -19,6 +19,7 @@ from attrs import define, frozen
 from torch import Tensor
 
 from dsv4attn.core.argument_checks import check_type
+from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.cache.selected_keys import RaggedIndices
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.core.tensorspec import check_declared, check_tensor, size, tensor
@@ -294,7 +295,7 @@ class AttentionMetadata:
     swa: the window part.
     compressed: the compressed part of the layer's kind. Window-only layers do not read it.
     state: the compressor's part of the layer's kind; None where the engine compresses itself.
-    ownership: `context_parallel.Ownership` of the entries that slots, tables and counts are of; None: all entries.
+    ownership: `Ownership` of the entries that slots, tables and counts are of; None: all entries.
     whole: of prefill that attends to the keys of all ranks; None: every rank attends to its own.
     source_rows: where layers that read the selection of another one run on some of its rows only (V4.1): which rows.
        None: the layers that they read from run on the same rows, with the same metadata.
@@ -303,11 +304,11 @@ class AttentionMetadata:
     swa: DeepseekSparseSWAMetadata
     compressed: FlashMLASparseMetadata | None = None
     state: CompressorMetadata | None = None
-    ownership: object | None = None
+    ownership: Ownership | None = None
     whole: WholePrefill | None = None
     source_rows: SourceRows | None = None
 
-    def check_owner(self, ownership: object | None) -> None:
+    def check_owner(self, ownership: Ownership | None) -> None:
         """Raise ArgumentError unless these metadata are of this ownership; None: of whole sequences."""
         if self.ownership != ownership:
             expected, actual = (f"metadata of {one or 'all entries'}" for one in (ownership, self.ownership))

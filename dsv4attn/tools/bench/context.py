@@ -16,7 +16,7 @@ from attrs import asdict, frozen
 from torch import Tensor
 
 from dsv4attn.core.cache.ownership import Ownership
-from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.contract.backend import Backend, Products
 from dsv4attn.core.memory.rank_buffers import attention_bytes, candidate_bytes
 from dsv4attn.tools.bench.clock import Spread

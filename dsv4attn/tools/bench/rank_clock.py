@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.tools.bench.clock import MOST_FLUSHES, Clock, Spread
 
 __all__ = ["RankClock", "captured"]

@@ -17,7 +17,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.memory.rank_buffers import attention_bytes, candidate_bytes
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.testing.oracle import F64

@@ -11,7 +11,7 @@ import torch
 
 from dsv4attn.core.cache.layer_caches import DeepseekV4Caches
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.layer.attention_layer import DeepseekV4Attention

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from dsv4attn.core.cache.layer_caches import DeepseekV4Caches
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout
-from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.testing import oracle

@@ -1,6 +1,6 @@
 """Decodes of few tokens that read entries through the block table, against the same decodes of translated slots.
 
-`core.torch_ops.index_ops` is the definition of the translation. That the other decodes are right is shown by `test_tiles`.
+`core.torch_ops.index_ops` is the definition of the translation. `test_tiles` shows that the other decodes are right.
 """
 
 from __future__ import annotations

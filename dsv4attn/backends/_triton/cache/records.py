@@ -1,7 +1,7 @@
 """Strides, alignments and constants of a cache's records, as arguments of kernels.
 
-All arithmetic on layouts is in `core.cache.layout`. Strides and offsets are run-time arguments, so that the arrangement of a
-page compiles nothing. Constants are only what determines the shapes of tiles.
+All arithmetic on layouts is in `core.cache.layout`. Strides and offsets are run-time arguments, so that the arrangement
+of a page compiles nothing. Constants are only what determines the shapes of tiles.
 """
 
 from __future__ import annotations

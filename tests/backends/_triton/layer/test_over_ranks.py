@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import spawn
 
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.triton.launch import GenericBackend
-from dsv4attn.core.context_parallel.exchange import ContextParallel
+from dsv4attn.core.context_parallel.context import ContextParallel
 from tests.core.whole import FP8, Whole
 from tests.interpreter import patch_interpreter
 

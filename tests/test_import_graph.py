@@ -1,0 +1,33 @@
+"""No file of the package imports in a circle, and no room of core imports a room that stands before it."""
+
+from __future__ import annotations
+
+from tests import import_graph
+
+
+def test_the_package_has_no_circle() -> None:
+    assert import_graph.circles(import_graph.modules()) == []
+
+
+def test_rooms_of_core_import_only_rooms_after_them() -> None:
+    graph = import_graph.modules()
+
+    assert import_graph.upward_imports(graph) == []
+    rooms = {room for module in graph if (room := import_graph.room_of(module))}
+    assert rooms == {*import_graph.CORE_ROOMS}, "every folder of core is in the list"
+
+
+def test_a_planted_circle_and_a_planted_upward_import_are_found() -> None:
+    graph = import_graph.modules()
+    low, high = "core.model.geometry", "core.layer.attention_layer"
+    graph[low] = {*graph[low], high}
+
+    assert (low, high) in import_graph.upward_imports(graph)
+    (found,) = (group for group in import_graph.circles(graph) if low in group)
+    assert high in found
+
+
+def test_folders_of_core_have_nothing_but_rooms() -> None:
+    folders = {path.name for path in (import_graph.PACKAGE / "core").iterdir() if (path / "__init__.py").is_file()}
+
+    assert folders == {*import_graph.CORE_ROOMS} - {"ground"}
