@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.contract.backend import AttentionCall, Backend, Extras, IndexForm, KeyForm, Phase
+from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions, Backend, IndexForm, KeyForm, Phase
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.memory.plan import ragged_specs
@@ -145,7 +145,8 @@ def attend(
     else:
         keys = tuple(PagedKeys(c, formed(r, c.capacity)) for c, r in zip(sources, rows, strict=True))
     there = backend.forms.empty_lse
-    call = AttentionCall(layer, q, keys, attn_sink, out, lse, views, Extras(max_logits, inf if there else -inf))
+    options = AttentionOptions(max_logits, inf if there else -inf)
+    call = AttentionCall(layer, q, keys, attn_sink, out, lse, views, options)
     (backend.decode if phase is Phase.DECODE else backend.prefill)(call)
     if not there:
         lse.nan_to_num_(nan=nan, posinf=inf, neginf=inf)

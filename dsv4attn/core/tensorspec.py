@@ -224,16 +224,18 @@ ALIGNMENT = 16
 def signature(*values: object) -> tuple[object, ...]:
     """The signature of tensors: type, dtype, shape, strides, device, and address modulo ALIGNMENT of each.
 
-    A prepared step depends on nothing else of its tensors: addresses and values are not part of the signature. None has
-    a signature; any other value has one that equals no other.
+    A prepared call depends on nothing else of its tensors: addresses and values are not part of the signature. None
+    maps to None. Non-tensors get a fresh object, so they never match.
     """
-    found: list[object] = []
+    parts: list[object] = []
     for value in values:
-        if isinstance(value, Tensor):
-            found += (type(value), value.dtype, value.shape, value.stride(), value.device, value.data_ptr() % ALIGNMENT)
+        if value is None:
+            parts.append(None)
+        elif isinstance(value, Tensor):
+            parts += (type(value), value.dtype, value.shape, value.stride(), value.device, value.data_ptr() % ALIGNMENT)
         else:
-            found.append(None if value is None else object())
-    return tuple(found)
+            parts.append(object())
+    return tuple(parts)
 
 
 def device_of(device: torch.device | str | int, argument: str = "device") -> torch.device:

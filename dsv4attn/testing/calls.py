@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.contract.backend import AttentionCall, Extras, IndexForm, KeyForm, Phase
+from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions, IndexForm, KeyForm, Phase
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
@@ -258,7 +258,7 @@ class Call:
         specs = backend.scratch(self.phase, self.layer, self.rows, width)
         scratch = workspace.get_simultaneous(*specs, caller=f"{backend.name}.{self.phase.value}")
         same_q, pages = q.clone(), [book.bytes() for book in self.books]
-        call = AttentionCall(self.layer, q, keys, sink, out, lse, scratch, Extras(max_logits, empty_lse))
+        call = AttentionCall(self.layer, q, keys, sink, out, lse, scratch, AttentionOptions(max_logits, empty_lse))
         (backend.decode if self.phase is Phase.DECODE else backend.prefill)(call)
         workspace.check_canaries()
         apart.check()

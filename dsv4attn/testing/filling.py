@@ -94,10 +94,10 @@ class _Chunk:
         caches, backend = LayerCaches(*(book.cache for book in self.books)), complete(self.bench.backend)
         numbers = [self._ints(self._numbers(rng, seen)) for _ in range(2)]
         prepare = backend.prepare_rows or partial(fill_by_steps, backend)
-        fill = prepare(chunk, numbers[0], caches)
+        fill = prepare(chunk, numbers[0], caches.swa, caches.compressed)
         lens = {"ends": ends, "gathers": gathers, "starts": np.concatenate([[0], np.cumsum(counts)])}
         for topk in numbers:
-            fill(topk, caches)
+            fill(topk, caches.swa, caches.compressed)
             self._judge_lists(chunk, topk, {name: self._ints(value) for name, value in lens.items()})
         self._judge_rows(chunk, tables, ends, gathers)
 

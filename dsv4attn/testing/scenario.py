@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.attention.raw_q import insert_with_raw_q, prefill_takes_raw_q
 from dsv4attn.core.cache.layer_caches import LayerCaches
@@ -375,7 +376,8 @@ class Scenario(World):
         given, eps, raw = (queries, keys, caches.swa, slots), self.layer.q_eps, None
         if self.raw_q and step is not None and eps is not None:
             (metadata, limits), space = step, WorkspaceManager(queries.device)
-            if prefill_takes_raw_q(queries, caches, metadata, backend, space, layer=self.layer, limits=limits):
+            call = ForwardCall(queries, caches, metadata, backend, space, queries, self.layer, limits, None)  # type: ignore[arg-type]
+            if prefill_takes_raw_q(call):
                 raw = RawQuery(places, table, eps)
                 insert_with_raw_q(backend, *given, raw, metadata.swa.num_decode_tokens)
         if raw is None:

@@ -11,6 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.context_parallel.attention import forward_mqa_over_ranks
@@ -159,9 +160,20 @@ def attention(
     if context.divides_heads:
         views = workspace.get_simultaneous(*divided_specs(own.size, 121, 2, 32, dtype), lane=rank_buffers.LANE)
         context.__dict__["out"] = views[-2].fill_(nan)
-    given = context, q[:, mine], LayerCaches(window, compressed), metadata, BACKENDS[form], workspace, out
-    more = {"layer": layer, "limits": limits, "attn_sink": own_sink, "topk_indices": chosen, "lse": lse}
-    forward_mqa_over_ranks(*given, **more)  # type: ignore[arg-type]
+    call = ForwardCall(
+        q[:, mine],
+        LayerCaches(window, compressed),
+        metadata,
+        BACKENDS[form],
+        workspace,
+        out,
+        layer,
+        limits,
+        own_sink,
+        topk_indices=chosen,
+        lse=lse,
+    )
+    forward_mqa_over_ranks(context, call)
 
     rtol, atol = (1e-5, 2e-6) if dtype == torch.float32 else (2e-2, 2e-2)
     wanted = []

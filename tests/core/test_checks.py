@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dsv4attn.core.attention import checks
+from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.model.geometry import LayerKind
@@ -130,7 +131,7 @@ DRAWS = [one_tensor, topk_indices, all_rows, other_types, other_metadata, other_
 def verdict(arguments: dict[str, Any]) -> str:
     """Return what the rules say of a call."""
     try:
-        checks.check_call(**arguments)
+        checks.check_forward_call(ForwardCall(**arguments))
     except (ArgumentError, LayoutMismatchError) as error:
         return str(error)
     return "good"

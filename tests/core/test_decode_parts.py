@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import KVCacheLayout
@@ -75,7 +76,8 @@ def given(query: list[int], dtype: torch.dtype, kind: LayerKind, dims: tuple[int
 
 def run(step: dict[str, Any], workspace: WorkspaceManager, out: Tensor, lse: Tensor | None, sink: Tensor) -> Counted:
     backend = Counted()
-    forward_mqa_over_ranks(alone(), **step, backend=backend, workspace=workspace, out=out, attn_sink=sink, lse=lse)
+    call = ForwardCall(**step, backend=backend, workspace=workspace, out=out, attn_sink=sink, lse=lse)  # type: ignore[arg-type]
+    forward_mqa_over_ranks(alone(), call)
     return backend
 
 
@@ -145,14 +147,15 @@ def test_a_prepared_decode_is_run_with_other_addresses() -> None:
     prepared.clear()
     for _ in range(2):
         out = torch.full_like(step["q"], torch.nan)
-        forward_mqa_over_ranks(alone(), **step, backend=backend, workspace=workspace, out=out, attn_sink=sink)
+        call = ForwardCall(**step, backend=backend, workspace=workspace, out=out, attn_sink=sink)
+        forward_mqa_over_ranks(alone(), call)
 
         assert same_bits(out, wanted)
     assert len(prepared) == 1
     # views of a workspace that has moved are not used again
     workspace.get_simultaneous(((2**20,), torch.uint8), lane=rank_buffers.LANE)
     out = torch.full_like(step["q"], torch.nan)
-    forward_mqa_over_ranks(alone(), **step, backend=backend, workspace=workspace, out=out, attn_sink=sink)
+    forward_mqa_over_ranks(alone(), attrs.evolve(call, out=out))
 
     assert same_bits(out, wanted)
     assert backend.packed == 0

@@ -289,7 +289,7 @@ def test_a_backend_that_derives_from_nothing_gets_the_defaults_beside_its_own_pa
     whole = complete(plain)
     call = AttentionCall(tiny_geometry().layer_of_kind("swa"), torch.zeros(1, 4, 32), (), None, torch.zeros(1), None)
     for phase in Phase:
-        whole.prepare(phase, call)(call.q, call.out, None, None, ())
+        whole.prepare(phase, call)(call.tensors)
 
     assert plain.ran == ["decode", "prefill"]
     assert (whole.name, whole.warmup(BOUNDS, CPU), whole.builder_steps) == ("plain", 0, None)

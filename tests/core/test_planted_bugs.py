@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core.attention.call import Step
+from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.cache.layout import Fp8Format
 from dsv4attn.core.contract.backend import AttentionCall, IndexSteps
 from dsv4attn.core.torch_ops import index_ops as indices
@@ -279,5 +279,5 @@ def test_token_addresses_that_follow_the_shape_of_a_page_are_flagged(monkeypatch
 
 
 def test_a_prefill_that_never_runs_leaves_nan_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Step, "chunks", lambda _: ())
+    monkeypatch.setattr(ForwardCall, "chunks", lambda _: ())
     assert flagged(scenario_of("swa"), BACKENDS["gathered-dense"])

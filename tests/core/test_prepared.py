@@ -16,7 +16,7 @@ from attrs import evolve, exceptions
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.attention.forward_mqa import forward_mqa
-from dsv4attn.core.attention.prepared import PreparedStep
+from dsv4attn.core.attention.prepared import PreparedForward
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.contract.backend import AttentionCall, Phase, Run
@@ -91,13 +91,13 @@ def is_prepared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
             raise CheckedError
 
         with monkeypatch.context() as patch:
-            patch.setattr("dsv4attn.core.attention.forward_mqa.check_call", checked)
-            patch.setattr(PreparedStep, "parts", property(lambda _: (), lambda *_: None))
+            patch.setattr("dsv4attn.core.attention.forward_mqa.check_forward_call", checked)
+            patch.setattr(PreparedForward, "calls", property(lambda _: (), lambda *_: None))
             try:
                 forward_mqa(**arguments)
             except CheckedError:
                 return False
-            except (AttributeError, TypeError):  # behind the parts, rows of padding are looked at
+            except (AttributeError, TypeError):  # after the calls, rows of padding are looked at
                 return True
             return True
 
@@ -250,7 +250,7 @@ def test_a_prepared_step_goes_when_the_memory_of_the_workspace_moves() -> None:
 
 
 def test_a_metadata_object_has_only_so_many_prepared_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsv4attn.core.attention.forward_mqa.MOST_STEPS", 3)
+    monkeypatch.setattr("dsv4attn.core.attention.forward_mqa.MAX_PREPARED", 3)
     backend, shared = Noting(), WorkspaceManager()
     problem = Scenario(kind=C4A, requests=DECODES).problem(backend)
     for _ in range(8):

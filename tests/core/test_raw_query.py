@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv4attn.backends.reference import kernels
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.attention import raw_q as raw_insert
+from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.attention.forward_mqa import forward_mqa
 from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
 from dsv4attn.core.attention.raw_q import prefill_takes_raw_q
@@ -247,22 +248,27 @@ def test_layers_with_a_table_that_changes_lengths_have_all_queries_prepared() ->
     assert not is_rotation(torch.empty(0, 64))
 
 
+def call_of(problem: Problem) -> ForwardCall:
+    backend, q = ReferenceBackend(raw_q=True), problem.q
+    return ForwardCall(
+        q, problem.caches, problem.metadata, backend, WorkspaceManager(), q, problem.layer, problem.limits, None
+    )
+
+
 def test_layers_whose_queries_have_no_norm_are_never_raw() -> None:
     problem = problem_of(ReferenceBackend(raw_q=True))
     layer = evolve(problem.layer, q_norm=False)
-    given: Any = problem.q, problem.caches, problem.metadata, ReferenceBackend(raw_q=True), WorkspaceManager()
 
-    assert prefill_takes_raw_q(*given, layer=problem.layer, limits=problem.limits)
-    assert not prefill_takes_raw_q(*given, layer=layer, limits=problem.limits)
+    assert prefill_takes_raw_q(call_of(problem))
+    assert not prefill_takes_raw_q(evolve(call_of(problem), layer=layer))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_whose_entries_are_divided_between_ranks_are_never_raw(kind: str) -> None:
     problem = problem_of(ReferenceBackend(raw_q=True), kind)
     mine = evolve(problem.metadata, ownership=Ownership(0, 2))
-    given: Any = problem.q, problem.caches, mine, ReferenceBackend(raw_q=True), WorkspaceManager()
 
-    assert prefill_takes_raw_q(*given, layer=problem.layer, limits=problem.limits) == (kind == "swa")
+    assert prefill_takes_raw_q(evolve(call_of(problem), metadata=mine)) == (kind == "swa")
 
 
 class Planted(ReferenceBackend):
@@ -278,7 +284,7 @@ class Planted(ReferenceBackend):
 
 
 def _evolved(call: AttentionCall, **changes: Any) -> AttentionCall:
-    return evolve(call, extras=evolve(call.extras, **changes))
+    return evolve(call, options=evolve(call.options, **changes))
 
 
 def rotated_only(call: AttentionCall, raw: RawQuery) -> AttentionCall:

@@ -10,7 +10,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4attn.core.attention.call import Step
+from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.contract.backend import Phase
 from dsv4attn.core.contract.phased import PhasedBackend
 from dsv4attn.core.memory.plan import plan_workspace
@@ -92,10 +92,10 @@ def test_on_a_backend_that_gathers_wide_rows_are_decode_calls_of_the_planned_siz
     backend = BACKENDS["gathered-ragged"]
     problem = widened(scene_of(LayerKind.C128A).problem(backend))
     given = problem.q, problem.caches, problem.metadata, backend, WorkspaceManager(), torch.empty_like(problem.q)
-    step = Step(*given, problem.layer, problem.limits, None, None, None)
+    call = ForwardCall(*given, problem.layer, problem.limits, None)
 
-    assert step.prefill_phase is Phase.DECODE
-    counts = [chunk.num_tokens for chunk in step.chunks()]
+    assert call.prefill_phase is Phase.DECODE
+    counts = [chunk.num_tokens for chunk in call.chunks()]
     assert sum(counts) == problem.metadata.swa.num_prefill_tokens
     assert max(counts) <= problem.limits.max_decode_tokens
 

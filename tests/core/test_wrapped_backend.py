@@ -50,7 +50,7 @@ class Alone:
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Any:
         self.prepared += 1
-        return lambda *tensors: getattr(self, phase.value)(call.at(*tensors))
+        return lambda tensors: getattr(self, phase.value)(call.with_tensors(tensors))
 
 
 for member in MEMBERS:

@@ -167,7 +167,7 @@ def lse_with_sink(call: AttentionCall) -> None:
 
 
 def empty_lse_ignored(call: AttentionCall) -> None:
-    attend(attrs.evolve(call, extras=attrs.evolve(call.extras, empty_lse=-torch.inf)))
+    attend(attrs.evolve(call, options=attrs.evolve(call.options, empty_lse=-torch.inf)))
 
 
 def with_top(change: Callable[[AttentionCall, Tensor], Tensor]) -> Callable[[AttentionCall], None]:

@@ -22,24 +22,20 @@ from tests.testing.plants import attend, int32_offsets
 class FirstLayers(ReferenceBackend):
     """A prepared call binds an argument of the first layer, which then serves the other layers of the step.
 
-    number: of the argument of `Run`. phase: whose calls do so.
+    fields: of `AttentionTensors`. phase: whose calls do so.
     """
 
-    def __init__(self, number: int, phase: str = "") -> None:
+    def __init__(self, *fields: str, phase: str = "") -> None:
         super().__init__()
-        self._number, self._phase = number, phase
+        self._fields, self._phase = fields, phase
 
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         prepared = super().prepare(phase, call)
-        right: Any = prepared
-        first = call.q, call.out, call.lse, call.attn_sink, call.caches
+        first = call.tensors._asdict()
         if not phase.value.startswith(self._phase):
             return prepared
 
-        def wrong(*given: Any) -> None:
-            right(*[first[i] if i == self._number else one for i, one in enumerate(given)])
-
-        return wrong
+        return lambda tensors: prepared(tensors._replace(**{field: first[field] for field in self._fields}))
 
 
 class _Replays:

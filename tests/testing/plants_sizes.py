@@ -12,10 +12,9 @@ from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.attention.gathered import fill_by_steps
-from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.selected_keys import ChunkRows, DenseIndices, GatheredKeys
-from dsv4attn.core.contract.backend import AttentionCall, EntryIndices, FillRows, Phase, RunEntries
+from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, EntryIndices, FillRows, Phase, Run
 from dsv4attn.core.torch_ops import index_ops as indices
 from tests.testing.plants import attend
 
@@ -204,7 +203,7 @@ class Direct(ReferenceBackend):
         super().__init__()
         self.slip = slip
 
-    def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> RunEntries:
+    def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> Run:
         assert not isinstance(call.keys, GatheredKeys)
         rows, visible, request = call.keys[-1].rows, entries.visible_lens, entries.token_to_req
         assert isinstance(rows, DenseIndices)
@@ -216,13 +215,15 @@ class Direct(ReferenceBackend):
         if self.slip == "the first request":
             request = torch.zeros_like(request)
 
-        def attend(q: Tensor, out: Tensor, lse: Any, sink: Any, caches: Any, topk_indices: Tensor) -> None:
-            given = entries.indices if self.slip == "the first layer" else topk_indices[: len(rows.lens)]
+        def attend(tensors: AttentionTensors) -> None:
+            assert tensors.topk_indices is not None
+            first = self.slip == "the first layer"
+            given = entries.indices if first else tensors.topk_indices[: len(rows.lens)]
             if self.slip == "-1 is an entry":
                 given = given.clamp(min=0)
             to = rows.indices, rows.lens
             indices.compute_global_topk_indices_and_lens(given, visible, request, table, entries.pages.block_size, to)
-            run(q, out, lse, sink, caches)
+            run(tensors)
 
         return attend
 
@@ -235,7 +236,9 @@ class Hasty(ReferenceBackend):
         self.slip = slip
         self.prepare_rows = self._prepare_rows
 
-    def _prepare_rows(self, chunk: ChunkRows, topk_indices: Tensor | None, caches: LayerCaches) -> FillRows:
+    def _prepare_rows(
+        self, chunk: ChunkRows, topk_indices: Tensor | None, window: PagedKVCache, compressed: PagedKVCache | None
+    ) -> FillRows:
         if self.slip == "a part is whole":
             chunk = attrs.evolve(chunk, tail=None)
         if self.slip == "entries of the whole request" and chunk.tail:
@@ -244,7 +247,7 @@ class Hasty(ReferenceBackend):
             chunk = attrs.evolve(chunk, compressed=None)
         if self.slip == "no ragged lists":
             chunk = attrs.evolve(chunk, ragged=None)
-        fill = fill_by_steps(self, chunk, topk_indices, caches)
+        fill = fill_by_steps(self, chunk, topk_indices, window, compressed)
         if self.slip == "the first layer's entries":
-            return lambda _, caches: fill(topk_indices, caches)
+            return lambda _, window, compressed: fill(topk_indices, window, compressed)
         return fill

@@ -127,15 +127,15 @@ UNSEEN: dict[str, tuple[Callable[[], Any], str]] = {
     "an insert of no rows raises": (lambda: Partial("no rows"), "quantise-none,insert-none"),
     "without slots, slot 0 is written": (lambda: Partial("slot 0 for want of slots"), "insert-none"),
     "the first layer's sink serves all": (
-        lambda: plants_shared.FirstLayers(3),
+        lambda: plants_shared.FirstLayers("attn_sink"),
         "layers-swa,layers-c4a,layers-c128a,layers-mixed",
     ),
     "the first layer's q serves all": (
-        lambda: plants_shared.FirstLayers(0, "decode"),
+        lambda: plants_shared.FirstLayers("q", phase="decode"),
         "layers-swa,layers-c4a,layers-c128a",
     ),
     "the first layer's caches serve all": (
-        lambda: plants_shared.FirstLayers(4, "decode"),
+        lambda: plants_shared.FirstLayers("window", "compressed", phase="decode"),
         "layers-swa,layers-c4a,layers-c128a",
     ),
     "the first layer's slots are replayed": (plants_shared.replaying, "layers-c4a,layers-mixed"),

@@ -143,11 +143,11 @@ class TritonBackend(BackendDefaults):
 
     def decode(self, call: AttentionCall) -> None:
         """See `contract.Backend`."""
-        self.prepare(Phase.DECODE, call)(call.q, call.out, call.lse, call.attn_sink, call.caches)
+        self.prepare(Phase.DECODE, call)(call.tensors)
 
     def prefill(self, call: AttentionCall) -> None:
         """See `contract.Backend`."""
-        self.prepare(Phase.PREFILL, call)(call.q, call.out, call.lse, call.attn_sink, call.caches)
+        self.prepare(Phase.PREFILL, call)(call.tensors)
 
     def inv_rope_o_proj(
         self, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, wo_a: Weight, num_groups: int

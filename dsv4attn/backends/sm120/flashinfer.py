@@ -146,7 +146,7 @@ class FlashInferAttention:
     def prepare(self, call: AttentionCall, form: _Form | None = None) -> Run:
         """See `contract.BackendDefaults`. form: of this call, from `fit`. Raises as `run` does."""
         form = form or self._form(call)
-        return lambda *addresses: self.run(call.at(*addresses), call.scratch, form)
+        return lambda tensors: self.run(call.with_tensors(tensors), call.scratch, form)
 
     def run(self, call: AttentionCall, scratch: Sequence[Tensor], form: _Form | None = None) -> None:
         """Attend. scratch: views as `scratch` says for this call's widths. No memory is allocated, nothing is read.

@@ -25,17 +25,17 @@ from dsv4attn.backends.sm90.kernels_parts import combine_parts
 from dsv4attn.backends.sm90.kernels_schedule import BF16_ROWS, CODE_PAGES, FP8_PAGES, NIBBLE_PAGES, SHORT
 from dsv4attn.backends.sm90.tuning import CODED, PAGED, RAW, ROADS, ROWED, TUNING, Roles, Tiles, is_small, tiles_of
 from dsv4attn.core.attention.checks import check_attention_strides
-from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys
 from dsv4attn.core.contract.backend import (
     AttentionCall,
+    AttentionTensors,
     ChunkCost,
     EntryIndices,
     KeyForm,
     LayerSteps,
     Phase,
     Run,
-    RunEntries,
 )
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.warmup import WarmupSpec
@@ -165,12 +165,12 @@ class Sm90Backend(TritonBackend):
             return super().prepare(phase, call)
         check_attention_strides(call)
         widths = tuple(rows.width for rows in attend.index_rows(call.keys))
-        found, (tokens, heads, _) = _kind_and_numbers(call), call.q.shape
-        if found is None and call.raw_q is not None:
+        kind_and_numbers, (tokens, heads, _) = _kind_and_numbers(call), call.q.shape
+        if kind_and_numbers is None and call.raw_q is not None:
             expected, hint = "None for this call", "ask takes_raw_q, and prepare q where it says no"
             raise ArgumentError("raw_q", expected=expected, actual="a RawQuery", hint=hint)
-        if found is not None:
-            kind, numbers = found
+        if kind_and_numbers is not None:
+            kind, numbers = kind_and_numbers
             may = phase is Phase.DECODE and not isinstance(call.keys, GatheredKeys)
             if may and (few := self._few(kind, call)):
                 return tiles.prepare(call, numbers, few)
@@ -180,10 +180,10 @@ class Sm90Backend(TritonBackend):
         splits = self._splits(phase, call.layer, tokens, sum(widths))
         shapes = [shape for shape, _ in attend.scratch(tokens, call.layer, splits)]
         pairs = zip(call.scratch, shapes, strict=False)
-        parts = [own.view(-1)[: prod(shape)].view(*shape) for own, shape in pairs]
+        parts = [memory.view(-1)[: prod(shape)].view(*shape) for memory, shape in pairs]
         return super().prepare(phase, evolve(call, scratch=parts))
 
-    def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> RunEntries | None:
+    def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> Run | None:
         """See `contract.BackendDefaults`: where `kernels_tiles` serves a call whose index tensors have no gaps."""
         if not call.scratch or not self._may_serve(call.layer) or not tiles.reads(call, entries):
             return None
@@ -263,13 +263,13 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
     lines = min(tokens, programs // -(-heads // HEADS))
     results = attend.result_strides(call)
     scale, empty_lse = call.layer.scale, call.empty_lse
-    turning: tuple[float, ...] = (0, 0, 0.0)
-    angles: tuple[Tensor | None, ...] = (None, None)
+    positions = table = None
+    rotation: tuple[float, ...] = (0, 0, 0.0)
     if raw is not None:
-        table = raw.cos_sin_cache
-        turning, angles = (table.stride(0), table.shape[0], raw.eps), (raw.positions, table)
-    own = Launch(
-        attention, constants, (*q.stride()[:2], *results, *numbers, *turning, tokens, roles.least, scale, empty_lse)
+        positions, table = raw.positions, raw.cos_sin_cache
+        rotation = table.stride(0), table.shape[0], raw.eps
+    attention_launch = Launch(
+        attention, constants, (*q.stride()[:2], *results, *numbers, *rotation, tokens, roles.least, scale, empty_lse)
     )
     combine_numbers = *results, empty_lse, int(tokens > lines)
     combine = Launch(combine_parts, combining, combine_numbers, roles.warps)
@@ -279,15 +279,23 @@ def _prepare(call: AttentionCall, kind: Kind, numbers: Sequence[int]) -> Run:
     part, part_powers = part.view(torch.float16), part.view(-1)[part.numel() // 2 :].view(torch.uint8)
     maxima = None if top is None else part_max
     gathered = keys.kv if isinstance(keys, GatheredKeys) else None
-    first, first_lens, last, last_lens = attend.index_tensors(keys)
+    window_indices, window_lens, compressed_indices, compressed_lens = attend.index_tensors(keys)
 
-    def run(
-        q: Tensor, out: Tensor, lse: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
-    ) -> None:
-        one, other = (caches[0].tensor, caches[-1].tensor) if gathered is None else (gathered, gathered)
-        parts = part, part_powers, part_lse, maxima, splits
-        own(programs, (q, out, lse, top, attn_sink, *parts, one, first, first_lens, other, last, last_lens, *angles))
-        combine(combiners, (*parts, out, lse, top, attn_sink))
+    def run(tensors: AttentionTensors) -> None:
+        q, out, lse, attn_sink, _, window_cache, compressed_cache = tensors
+        # an only segment is passed twice
+        window = compressed = window_cache.tensor if gathered is None else gathered
+        if segments > 1 and compressed_cache is not None:
+            compressed = compressed_cache.tensor
+        attention_launch(
+            programs,
+            (
+                q, out, lse, top, attn_sink, part, part_powers, part_lse, maxima, splits,
+                window, window_indices, window_lens, compressed, compressed_indices, compressed_lens,
+                positions, table,
+            ),
+        )  # fmt: skip
+        combine(combiners, (part, part_powers, part_lse, maxima, splits, out, lse, top, attn_sink))
 
     return run
 

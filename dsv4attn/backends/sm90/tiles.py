@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
 from attrs import evolve
-from torch import Tensor
 
 from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.compiling.variant import Variant
 from dsv4attn.backends._triton.launching.dependent import overlaps
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, Constants, Launch
 from dsv4attn.backends.sm90.tuning import ROUNDS, TILES, Tiles, rounds_of
-from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
-from dsv4attn.core.contract.backend import AttentionCall, EntryIndices
+from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, EntryIndices, Run
 
 if INTERPRETED:
     from dsv4attn.backends.sm90.kernels_tiles_twin import attend_tile, combine_tiles
@@ -30,54 +28,60 @@ EIGHT, PIECES = 8, 8
 WARPS, COMBINING_WARPS = 8, 4
 
 
-def prepare(
-    call: AttentionCall, numbers: Sequence[int], tiles: Tiles, entries: EntryIndices | None = None
-) -> Callable[..., None]:
-    """Launches of a decode from records. numbers: of both segments, see `launch`. Parts are in the call's scratch.
+def prepare(call: AttentionCall, numbers: Sequence[int], tiles: Tiles, entries: EntryIndices | None = None) -> Run:
+    """Launches of a decode from records. Parts are in the call's scratch.
 
-    entries: in place of slots of the second segment: a `RunEntries` is prepared, else a `Run`.
+    numbers: of both segments, see `launch`.
+    entries: None, or the compressed segment is read by `AttentionTensors.topk_indices` and not by slots.
     """
     q, top, (tokens, heads, _) = call.q, call.max_logits, call.q.shape
     widths = [rows.width for rows in attend.index_rows(call.keys)]
     each, blocks = tiles.of_rows(widths), -(-heads // tiles.heads)
     own, rounds = _constants(len(widths), heads, tiles), rounds_of(tokens, heads, each)
     shape = heads, tiles.heads, tiles.keys, each, widths[0], widths[1] if len(widths) == 2 else 0
-    first, first_lens, last, last_lens = attend.index_tensors(call.keys)
-    # slots are not looked up, and any tensors do
-    requests, table, reading = last_lens, last_lens, (0, 0, 0, 0)
+    window_indices, window_lens, compressed_indices, compressed_lens = attend.index_tensors(call.keys)
+    # slots need no block table: the kernel does not read these two tensors then
+    token_to_req = block_table = compressed_lens
+    table_numbers: tuple[int, ...] = (0, 0, 0, 0)
     if entries is not None:
-        requests, table = entries.token_to_req, entries.pages.block_table
-        reading = table.stride(0), *table.shape, shape[-1]
-    numbers = *q.stride()[:2], *numbers, *reading, each
+        token_to_req, block_table = entries.token_to_req, entries.pages.block_table
+        table_numbers = block_table.stride(0), *block_table.shape, shape[-1]
+    numbers = *q.stride()[:2], *numbers, *table_numbers, each
     launch = Launch(attend_tile, own, (*numbers, call.layer.scale), WARPS)
-    results = *attend.result_strides(call), *shape, reading[-1], call.empty_lse
+    results = *attend.result_strides(call), *shape, table_numbers[-1], call.empty_lse
     combine = Launch(combine_tiles, _combining(*rounds), results, COMBINING_WARPS)
     programs, combiners = tokens * each * blocks, tokens * -(-heads // EIGHT) * PIECES // rounds[1]
     # other kernels fill this memory with fp32: parts in fp16 need half of it, and their sums less than the rest
     memory = call.scratch[0]
     part, sums = memory.view(torch.float16), memory.view(-1)[memory.numel() // 2 :]
 
-    def run(
-        q: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        attn_sink: Tensor | None,
-        caches: Sequence[PagedKVCache],
-        topk_indices: Tensor | None = None,
-    ) -> None:
-        one, other = caches[0].tensor, caches[-1].tensor
-        rows = last if topk_indices is None else topk_indices
-        launch(programs, (q, part, sums, one, first, first_lens, other, rows, last_lens, requests, table))
-        combine(combiners, (part, sums, out, lse, top, attn_sink, first_lens, last_lens))
+    has_compressed, reads_entries = len(widths) > 1, entries is not None
+
+    def run(tensors: AttentionTensors) -> None:
+        q, out, lse, attn_sink, topk_indices, window_cache, compressed_cache = tensors
+        # an only segment is passed twice
+        window = compressed = window_cache.tensor
+        if has_compressed and compressed_cache is not None:
+            compressed = compressed_cache.tensor
+        launch(
+            programs,
+            (
+                q, part, sums, window, window_indices, window_lens,
+                compressed, topk_indices if reads_entries else compressed_indices, compressed_lens,
+                token_to_req, block_table,
+            ),
+        )  # fmt: skip
+        combine(combiners, (part, sums, out, lse, top, attn_sink, window_lens, compressed_lens))
 
     return run
 
 
 def reads(call: AttentionCall, entries: EntryIndices) -> bool:
     """Whether `attend_tile` reads index tensors of these strides, and a table of the cache's own blocks."""
-    given = entries.indices, entries.pages.block_table, entries.visible_lens, entries.token_to_req
-    whole = call.caches[-1].block_size == entries.pages.block_size
-    return whole and all(tensor.stride(-1) == 1 for tensor in given)
+    assert not isinstance(call.keys, GatheredKeys)
+    index_tensors = entries.indices, entries.pages.block_table, entries.visible_lens, entries.token_to_req
+    same_blocks = call.keys[-1].cache.block_size == entries.pages.block_size
+    return same_blocks and all(tensor.stride(-1) == 1 for tensor in index_tensors)
 
 
 def with_entries(call: AttentionCall, entries: EntryIndices) -> AttentionCall:

@@ -26,9 +26,9 @@ from dsv4attn.backends._triton.tuning import DEFAULT, Tuning
 from dsv4attn.backends.xpu import kernels
 from dsv4attn.backends.xpu.tuning import DECODE, FUSED, GATHERED, RUN_BYTES, TUNING
 from dsv4attn.core.attention.checks import check_attention_strides
-from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
-from dsv4attn.core.contract.backend import AttentionCall, Capabilities, KeyForm, Phase, Run
+from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, Capabilities, KeyForm, Phase, Run
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.memory import workspace
@@ -128,20 +128,23 @@ class XpuBackend(TritonBackend):
         step = min(kv.shape[0] // packed.shape[1], packed.shape[0])
         runs = []
         for first in range(0, call.q.shape[0], step):
-            part = slice(first, min(first + step, call.q.shape[0]))
-            n = part.stop - first
-            rows, scratch = DenseIndices(packed[:n], lens[:n]), [each[:n] for each in parts]
-            extras = evolve(call.extras, max_logits=_rows_of(call.max_logits, part))
-            one = evolve(call, q=call.q[part], out=call.out[part], lse=_rows_of(call.lse, part), extras=extras)
-            attend = super().prepare(phase, evolve(one, keys=GatheredKeys(kv, rows), scratch=scratch))
-            runs.append((part, rows, attend))
+            tokens = slice(first, min(first + step, call.q.shape[0]))
+            n = tokens.stop - first
+            rows = DenseIndices(packed[:n], lens[:n])
+            part = evolve(
+                call.with_tensors(call.tensors.of_tokens(tokens)),
+                keys=GatheredKeys(kv, rows),
+                scratch=[view[:n] for view in parts],
+                options=evolve(call.options, max_logits=_rows_of(call.max_logits, tokens)),
+            )
+            runs.append((tokens, rows, super().prepare(phase, part)))
 
-        def run(
-            q: Tensor, out: Tensor, lse: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
-        ) -> None:
-            for part, rows, attend in runs:
-                gather_selected(kv, rows, [evolve(s, cache=c) for s, c in zip(segments, caches, strict=True)], part)
-                attend(q[part], out[part], _rows_of(lse, part), attn_sink, ())
+        def run(tensors: AttentionTensors) -> None:
+            caches = (tensors.window, tensors.compressed)[: len(segments)]
+            pages = [evolve(segment, cache=cache) for segment, cache in zip(segments, caches, strict=True)]
+            for tokens, rows, attend in runs:
+                gather_selected(kv, rows, pages, tokens)
+                attend(tensors.of_tokens(tokens))
 
         return run
 

@@ -28,7 +28,7 @@ from dsv4attn.backends.xpu.tuning import TUNING
 from dsv4attn.core.attention.checks import check_insert, check_same_device
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
-from dsv4attn.core.contract.backend import AttentionCall, Extras, Phase
+from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions, Phase
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.tensorspec import check_tensor
 from dsv4attn.errors import ArgumentError
@@ -91,7 +91,7 @@ def triton_bf16_mla_sparse_interface(
         topk_length = rows.new_full(rows.shape[:1], rows.shape[1])
     keys = GatheredKeys(kv.squeeze(1), DenseIndices(rows, topk_length))
     layer = layer_of(q.shape[1], d_v, min(_ROPE_DIM, d_v), float(sm_scale))
-    _fused().prefill(AttentionCall(layer, q, keys, attn_sink, out, lse, extras=Extras(max_logits)))
+    _fused().prefill(AttentionCall(layer, q, keys, attn_sink, out, lse, options=AttentionOptions(max_logits)))
     return out, max_logits, lse
 
 

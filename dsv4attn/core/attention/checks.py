@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.argument_checks import check_type, shown
+from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.attention.overlap import check_apart
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import PagedKVCache
@@ -29,8 +30,8 @@ __all__ = [
     "check_backend",
     "check_bound",
     "check_cache",
-    "check_call",
     "check_compressed",
+    "check_forward_call",
     "check_insert",
     "check_keys",
     "check_metadata",
@@ -57,22 +58,14 @@ def _check_owner(backend: object, layer: object, limits: object, *, layer_name: 
     check_type("limits", limits, Limits, cure="pass the Limits that the workspace is planned for")
 
 
-def check_call(
-    q: Tensor,
-    caches: LayerCaches,
-    metadata: AttentionMetadata | None,
-    backend: object,
-    workspace: object,
-    out: Tensor,
-    layer: LayerGeometry,
-    limits: Limits,
-    attn_sink: Tensor | None,
-    topk_indices: Tensor | None,
-    lse: Tensor | None,
-) -> None:
+def check_forward_call(call: ForwardCall) -> None:
     """Raise ArgumentError or LayoutMismatchError unless the arguments of `forward_mqa` fit each other."""
-    _check_owner(backend, layer, limits)
-    check_type("workspace", workspace, WorkspaceManager, cure="pass a WorkspaceManager(device), one for all layers")
+    q, caches, metadata, out, layer = call.q, call.caches, call.metadata, call.out, call.layer
+    attn_sink, topk_indices, lse = call.attn_sink, call.topk_indices, call.lse
+    _check_owner(call.backend, layer, call.limits)
+    check_type(
+        "workspace", call.workspace, WorkspaceManager, cure="pass a WorkspaceManager(device), one for all layers"
+    )
     for name, value, wanted in (("caches", caches, LayerCaches), ("metadata", metadata, AttentionMetadata)):
         if not isinstance(value, wanted) and (value is not None or name != "metadata"):
             raise ArgumentError(name, expected=wanted.__name__, actual=type(value).__name__)
@@ -94,9 +87,9 @@ def check_call(
     check_apart("lse", lse, q=q, out=out, attn_sink=attn_sink, topk_indices=topk_indices, **read)
     if metadata is None:
         return
-    part = None if metadata.compressed is None else metadata.compressed.block_table
-    check_same_device(q, **{"metadata.swa": metadata.swa.block_table, "metadata.compressed": part})
-    check_metadata(metadata, caches, layer, limits, q.shape[0])
+    compressed_table = None if metadata.compressed is None else metadata.compressed.block_table
+    check_same_device(q, **{"metadata.swa": metadata.swa.block_table, "metadata.compressed": compressed_table})
+    check_metadata(metadata, caches, layer, call.limits, q.shape[0])
     if layer.kind is LayerKind.C4A:
         check_topk("topk_indices", topk_indices, layer)
         assert topk_indices is not None
@@ -302,8 +295,13 @@ def check_is_raw_q(raw_q: RawQuery | None) -> None:
         check_type("raw_q", raw_q, RawQuery, cure="pass a RawQuery(positions, cos_sin_cache, eps), or None")
 
 
-def check_raw_q(q: Tensor, raw_q: RawQuery, layer: LayerGeometry, slot_mapping: Tensor, *, taken: bool) -> None:
-    """Raise ArgumentError unless q of a step's prefill tokens can be read raw. taken: whether backend and step do."""
+def check_raw_q(call: ForwardCall, *, taken: bool) -> None:
+    """Raise ArgumentError unless q of a call's prefill tokens can be read raw.
+
+    taken: whether the backend takes raw q in this call.
+    """
+    q, raw_q, layer, slot_mapping = call.q, call.raw_q, call.layer, call.window_metadata.slot_mapping
+    assert raw_q is not None
     check_tensor("raw_q.positions", raw_q.positions, "T", torch.int64, {"T": q.shape[0]})
     check_tensor("raw_q.cos_sin_cache", raw_q.cos_sin_cache, f"_ {layer.rope_dim}", torch.float32, {})
     check_same_device(q, **{"raw_q.positions": raw_q.positions, "raw_q.cos_sin_cache": raw_q.cos_sin_cache})

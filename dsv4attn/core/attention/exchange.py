@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from inspect import unwrap
 
-from dsv4attn.core.attention.forward_mqa import forward_mqa
+from dsv4attn.core.attention.call import ForwardCall
+from dsv4attn.core.attention.forward_mqa import attend
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.ownership import Ownership
 from dsv4attn.core.contract.backend import Backend
@@ -23,9 +23,9 @@ class Exchange:
     `context_parallel.context.ContextParallel` derives from this class for layers whose entries lie on several ranks.
     """
 
-    # a layer leaves autocast and gradients itself, in fewer frames
-    forward_mqa: Callable[..., None] = staticmethod(unwrap(forward_mqa))
-    """Attention of one layer, with the arguments of the function `forward_mqa`."""
+    # a layer leaves autocast and gradients itself, in fewer frames than `forward_mqa`
+    attend: Callable[[ForwardCall], None] = staticmethod(attend)
+    """Attention of one layer."""
 
     @property
     def ownership(self) -> Ownership | None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import inf
 
+from attrs import evolve
 from torch import Tensor, is_inference_mode_enabled
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined] # no public name
 from torch.profiler import record_function
 
-from dsv4attn.core.attention.call import Step
-from dsv4attn.core.attention.checks import check_call, check_is_raw_q, check_raw_q
+from dsv4attn.core.attention.call import ForwardCall
+from dsv4attn.core.attention.checks import check_forward_call, check_is_raw_q, check_raw_q
 from dsv4attn.core.attention.gathered import GatheredCall
 from dsv4attn.core.attention.overlap import check_apart, span
 from dsv4attn.core.attention.paged import PagedCall
-from dsv4attn.core.attention.prepared import MOST_STEPS, Part, PreparedStep
+from dsv4attn.core.attention.prepared import MAX_PREPARED, PreparedCall, PreparedForward
 from dsv4attn.core.cache.layer_caches import LayerCaches
-from dsv4attn.core.contract.backend import Backend, Phase, RawQuery, complete
+from dsv4attn.core.contract.backend import AttentionTensors, Backend, Phase, RawQuery, complete
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.chunking import PrefillChunk
 from dsv4attn.core.memory.plan import plan_workspace
@@ -26,7 +27,7 @@ from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.tensorspec import signature
 from dsv4attn.core.torch_modes import without_modes
 
-__all__ = ["forward_in_parts", "forward_mqa"]
+__all__ = ["attend", "forward_mqa", "phase_call_of", "run_phase_calls"]
 
 
 @without_modes
@@ -58,112 +59,107 @@ def forward_mqa(
     Raises, before any launch or write, ArgumentError or LayoutMismatchError, and WorkspaceError when `workspace` is
     locked and too small.
     """
-    # one rank's part of a row, for `merge_over_ranks`, has an lse and no sink
-    is_part = lse is not None and attn_sink is None
-    if getattr(metadata, "ownership", None) is not None and layer.has_entries and not is_part:
+    attend(
+        ForwardCall(
+            q,
+            caches,
+            metadata,
+            backend,  # type: ignore[arg-type] # completed where calls are prepared
+            workspace,
+            out,
+            layer,
+            limits,
+            attn_sink,
+            topk_indices,
+            lse,
+            raw_q,
+        )
+    )
+
+
+def attend(call: ForwardCall) -> None:
+    """`forward_mqa` of a call object. Whoever calls this leaves autocast and gradients."""
+    metadata = call.metadata
+    # attention to one rank's own entries, for `merge_over_ranks`, has an lse and no sink
+    is_rank_share = call.lse is not None and call.attn_sink is None
+    if getattr(metadata, "ownership", None) is not None and call.layer.has_entries and not is_rank_share:
         metadata.check_owner(None)  # type: ignore[union-attr]
-    for _ in forward_in_parts(
-        q,
-        caches,
-        metadata,
-        backend,
-        workspace,
-        out,
-        layer=layer,
-        limits=limits,
-        attn_sink=attn_sink,
-        topk_indices=topk_indices,
-        lse=lse,
-        raw_q=raw_q,
-    ):
+    for _ in run_phase_calls(call):
         pass
 
 
-def forward_in_parts(  # noqa: C901 - no frame more on the hot path
-    q: Tensor,
-    caches: LayerCaches,
-    metadata: AttentionMetadata | None,
-    backend: Backend,
-    workspace: WorkspaceManager,
-    out: Tensor,
-    *,
-    layer: LayerGeometry,
-    limits: Limits,
-    attn_sink: Tensor | None,
-    topk_indices: Tensor | None = None,
-    lse: Tensor | None = None,
-    chunk_tokens: int = 0,
-    phase: Phase | None = None,
-    ranges: tuple[tuple[int, int], ...] | None = None,
-    raw_q: RawQuery | None = None,
-    written: tuple[Tensor, Tensor] | None = None,
-) -> Iterator[slice]:
-    """`forward_mqa`, call by call of the backend: after each, its rows of out and lse; prefill in order, then decode.
+def run_phase_calls(call: ForwardCall) -> Iterator[slice]:  # noqa: C901, PLR0912 - no frame more on the hot path
+    """Run the phase calls of a call in order, prefill first, and yield the rows of out and lse after each.
 
-    chunk_tokens: most tokens of a prefill chunk; 0: as many as the workspace allows. phase, ranges: what is attended
-    to, see `Step`; other rows are not written. Padding is written at the end. written: contiguous tensors that are
-    written in place of out and lse, which are only checked; their shapes and dtypes are the same. None: out and lse.
-    Other arguments as those of `forward_mqa`.
+    Padding is written at the end. Raises as `forward_mqa` does.
     """
+    metadata, workspace, caches = call.metadata, call.workspace, call.caches
+    q, out, attn_sink, topk_indices, lse = call.q, call.out, call.attn_sink, call.topk_indices, call.lse
     if metadata is None:
-        check_call(q, caches, None, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
-        workspace.reserve(plan_workspace(layer, limits, backend, caches.swa.layout), caller="warm-up")
+        check_forward_call(call)
+        plan = plan_workspace(call.layer, call.limits, call.backend, caches.swa.layout)
+        workspace.reserve(plan, caller="warm-up")
         out.zero_()
         return
     try:
         prepared = metadata.swa.prepared
-        owners = backend, layer, limits, workspace, metadata.compressed, caches.signature
-        mode = workspace.debug, is_inference_mode_enabled()
-        raw = None if raw_q is None else raw_q.key
-        form = signature(q, out, attn_sink, lse, topk_indices, *(written or ()))
-        key = *map(id, owners), mode, chunk_tokens, phase, ranges, raw, form
+        owners = call.backend, call.layer, call.limits, workspace, metadata.compressed, caches.signature
+        modes = workspace.debug, is_inference_mode_enabled()
+        raw_q = None if call.raw_q is None else call.raw_q.key
+        tensors_key = signature(q, out, attn_sink, lse, topk_indices)
+        buffers_key = None if call.result_buffers is None else signature(*call.result_buffers)
+        cut = call.chunk_tokens, call.phase, call.token_ranges
+        key = *map(id, owners), modes, cut, raw_q, tensors_key, buffers_key
     except AttributeError:
-        check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
-        check_is_raw_q(raw_q)
+        check_forward_call(call)
+        check_is_raw_q(call.raw_q)
         raise
-    step: PreparedStep | None = prepared.get(key)
-    if step is None or step.parts is None:
-        check_call(q, caches, metadata, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
-        whole, (to, lses) = complete(backend), written or (out, lse)
-        tensors = to, layer, limits, attn_sink, topk_indices, lses
-        given = Step(q, caches, metadata, whole, workspace, *tensors, chunk_tokens, phase, ranges, raw_q)
-        if raw_q is not None:
-            check_raw_q(q, raw_q, layer, metadata.swa.slot_mapping, taken=given.takes_raw_q())
-        step = PreparedStep(metadata.swa.num_actual_tokens, _prepare(given), owners, span(q), span(out))
+    forward: PreparedForward | None = prepared.get(key)
+    if forward is None or forward.calls is None:
+        check_forward_call(call)
+        complete_call = evolve(call, backend=complete(call.backend))
+        if call.raw_q is not None:
+            check_raw_q(complete_call, taken=complete_call.takes_raw_q())
+        forward = PreparedForward(metadata.swa.num_actual_tokens, _prepare(complete_call), owners, span(q), span(out))
         if workspace.reusable:
-            if len(prepared) >= MOST_STEPS:
+            if len(prepared) >= MAX_PREPARED:
                 prepared.clear()
-            prepared[key] = step
-            workspace.release_on_growth(step)
-    elif -step.out_bytes < out.data_ptr() - q.data_ptr() < step.q_bytes:  # addresses are not in the key
+            prepared[key] = forward
+            workspace.release_on_growth(forward)
+    elif -forward.out_bytes < out.data_ptr() - q.data_ptr() < forward.q_bytes:  # addresses are not in the key
         check_apart("out", out, q=q)
-    out, lse = written or (out, lse)
+    if call.result_buffers is not None:
+        out, lse = call.result_buffers
+    tensors = AttentionTensors(q, out, lse, attn_sink, topk_indices, caches.swa, caches.compressed)
     profiled = _profiler_enabled()
-    for part in step.parts or ():
-        run = record_function(part.name)(part.run) if profiled else part.run
-        run(q, out, lse, attn_sink, topk_indices, caches)
-        yield part.rows
-    if step.tokens < q.shape[0]:
-        out[step.tokens :].zero_()
+    for prepared_call in forward.calls or ():
+        if profiled:
+            with record_function(prepared_call.name):
+                prepared_call.run(tensors)
+        else:
+            prepared_call.run(tensors)
+        yield prepared_call.tokens
+    if forward.num_tokens < q.shape[0]:
+        out[forward.num_tokens :].zero_()
         if lse is not None:
-            lse[step.tokens :].fill_(-inf)
+            lse[forward.num_tokens :].fill_(-inf)
 
 
-def _prepare(step: Step) -> Iterable[Part]:
-    """The calls of a step: prefill chunk by chunk, on gathered rows or on pages, then all decode tokens on pages.
+def _prepare(call: ForwardCall) -> Iterable[PreparedCall]:
+    """Prepare prefill chunk by chunk, on gathered rows or on pages, then all decode tokens on pages.
 
     Memory is required for all of them first, so that a workspace that is too small raises before the first write. Where
     views are not reusable, a call is prepared just before it runs.
     """
-    calls = [_call_of(step, chunk) for chunk in step.chunks()]
-    if step.metadata.swa.num_decode_tokens and step.phase is not Phase.PREFILL:
-        calls.append(PagedCall.of_decode(step))
-    for call in calls if len(calls) > 1 else ():
-        call.require()
-    parts = (call.prepare() for call in calls)
-    return [*parts] if step.workspace.reusable else parts
+    phase_calls = [phase_call_of(call, chunk) for chunk in call.chunks()]
+    if call.window_metadata.num_decode_tokens and call.phase is not Phase.PREFILL:
+        phase_calls.append(PagedCall.of_decode(call))
+    for phase_call in phase_calls if len(phase_calls) > 1 else ():
+        phase_call.require()
+    prepared_calls = (phase_call.prepare() for phase_call in phase_calls)
+    return [*prepared_calls] if call.workspace.reusable else prepared_calls
 
 
-def _call_of(step: Step, chunk: PrefillChunk) -> GatheredCall | PagedCall:
-    """The call of a chunk, on rows or on pages."""
-    return GatheredCall(step, chunk) if step.takes_rows(chunk) else PagedCall.of_chunk(step, chunk)
+def phase_call_of(call: ForwardCall, chunk: PrefillChunk) -> GatheredCall | PagedCall:
+    """The phase call of a chunk, on gathered rows or on pages."""
+    return GatheredCall(call, chunk) if call.gathers_chunk(chunk) else PagedCall.of_chunk(call, chunk)

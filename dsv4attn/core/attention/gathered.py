@@ -10,12 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dsv4attn.core.attention.call import INT, BackendCall, Step
-from dsv4attn.core.attention.prepared import Part
-from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.attention.call import INT, ForwardCall, PhaseCall
+from dsv4attn.core.attention.prepared import PreparedCall
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.selected_keys import ChunkRows, DenseIndices, GatheredKeys, PageTable, RaggedIndices
-from dsv4attn.core.contract.backend import Backend, FillRows, IndexForm, Phase
+from dsv4attn.core.contract.backend import AttentionTensors, Backend, FillRows, IndexForm, Phase
 from dsv4attn.core.contract.index_ops import prepare_index_step
 from dsv4attn.core.memory.chunking import PrefillChunk, round_up
 from dsv4attn.core.memory.plan import ragged_specs
@@ -25,106 +24,119 @@ from dsv4attn.core.tensorspec import BufferSpec
 __all__ = ["GatheredCall", "fill_by_steps"]
 
 
-class GatheredCall(BackendCall):
+class GatheredCall(PhaseCall):
     """Attention of a prefill chunk over rows [requests * (entries + window rows), D] in the workspace."""
 
-    def __init__(self, step: Step, chunk: PrefillChunk) -> None:
+    def __init__(self, forward: ForwardCall, chunk: PrefillChunk) -> None:
         """Plan the views: rows, combined indices and lengths, three lengths of each request, starts of queries."""
-        n, t, forms = chunk.num_requests, chunk.num_tokens, step.backend.forms
-        width = round_up(chunk.topk + step.layer.window, forms.index_alignment)
+        n, t, forms = chunk.num_requests, chunk.num_tokens, forward.backend.forms
+        width = round_up(chunk.topk + forward.layer.window, forms.index_alignment)
         self._chunk, self._ragged = chunk, forms.prefill_indices is IndexForm.RAGGED
         specs: list[BufferSpec] = [
-            ((n, chunk.entries + chunk.gather, step.layer.head_dim), step.caches.swa.layout.row_dtype),
+            ((n, chunk.entries + chunk.gather, forward.layer.head_dim), forward.caches.swa.layout.row_dtype),
             ((t, width), INT),
             ((t,), INT),
             ((3, n), INT),
             ((n + 1,), INT),
         ]
         specs += ragged_specs(t, width) if self._ragged else []
-        super().__init__(step, Phase.PREFILL, step.prefill_tokens(chunk), specs, width)
+        super().__init__(forward, Phase.PREFILL, forward.prefill_tokens(chunk), specs, width)
 
-    def prepare(self) -> Part:
-        """Bind everything but the addresses that differ between layers."""
-        step, chunk, layer, tokens = self.step, self._chunk, self.step.layer, self.tokens
-        swa, compressed, backend = step.metadata.swa, step.metadata.compressed, step.backend
-        kv, combined, lens, lengths, own_starts, *views = self.views()
+    def prepare(self) -> PreparedCall:
+        """Bind everything but the tensors that differ between layers."""
+        forward, chunk, layer, tokens = self.forward, self._chunk, self.forward.layer, self.tokens
+        metadata, compressed_metadata = forward.window_metadata, forward.compressed_metadata
+        window, compressed = forward.caches.swa, forward.caches.compressed
+        kv, combined, lens, lengths, starts, *views = self.views()
         n, rows = chunk.num_requests, chunk.entries + chunk.gather
-        requests, first = slice(chunk.request_start, chunk.request_end), swa.num_decodes + chunk.request_start
-        entries = None
-        if layer.kind is not LayerKind.SWA and compressed is not None and step.caches.compressed is not None:
-            entries = _page_table(step.caches.compressed, compressed.block_table[first : first + n])
+        requests, first = slice(chunk.request_start, chunk.request_end), metadata.num_decodes + chunk.request_start
+        compressed_pages = None
+        if layer.kind is not LayerKind.SWA and compressed_metadata is not None and compressed is not None:
+            compressed_pages = _page_table(compressed, compressed_metadata.block_table[first : first + n])
         dense = DenseIndices(combined, lens)
         ragged = RaggedIndices(views.pop(0), views.pop(0), dense.width) if self._ragged else None
         gathered = ChunkRows(
             kv=kv,
             combined=dense,
             ragged=ragged,
-            seq_lens=swa.prefill_seq_lens[requests],
-            gather_lens=swa.prefill_gather_lens[requests],
-            query_start_loc=swa.query_start_loc[first : first + n + 1],
+            seq_lens=metadata.prefill_seq_lens[requests],
+            gather_lens=metadata.prefill_gather_lens[requests],
+            query_start_loc=metadata.query_start_loc[first : first + n + 1],
             tail=chunk.tail if chunk.is_slice else None,
-            visible_lens=None if compressed is None else compressed.compressed_lens[tokens],
-            is_valid=swa.is_valid_token[tokens],
-            swa=_page_table(step.caches.swa, swa.block_table[first : first + n]),
-            compressed=entries,
+            visible_lens=None if compressed_metadata is None else compressed_metadata.compressed_lens[tokens],
+            is_valid=metadata.is_valid_token[tokens],
+            swa=_page_table(window, metadata.block_table[first : first + n]),
+            compressed=compressed_pages,
             window=layer.window,
             ratio=layer.compress_ratio,
             topk=chunk.topk,
             offset=chunk.entries,
             lengths=lengths,
-            starts=own_starts,
+            starts=starts,
         )
-        numbers, indexer = step.local_entries(chunk), layer.kind is LayerKind.C4A
-        prepare = backend.prepare_rows or partial(fill_by_steps, backend)
-        fill = prepare(gathered, numbers, step.caches)
-        attend = self.attention(GatheredKeys(kv.view(n * rows, layer.head_dim), ragged or dense), views)
+        # entries of the indexer are read anew in every run
+        has_indexer, chunk_topk_indices = layer.kind is LayerKind.C4A, forward.chunk_topk_indices(chunk)
+        prepare_rows = forward.backend.prepare_rows or partial(fill_by_steps, forward.backend)
+        fill = prepare_rows(gathered, chunk_topk_indices, window, compressed)
+        attend = self.prepare_attention(GatheredKeys(kv.view(n * rows, layer.head_dim), ragged or dense), views)
 
-        def run(
-            q: Tensor,
-            out: Tensor,
-            lse: Tensor | None,
-            attn_sink: Tensor | None,
-            topk_indices: Tensor | None,
-            caches: LayerCaches,
-        ) -> None:
-            fill(topk_indices[tokens] if indexer and topk_indices is not None else numbers, caches)
-            if tokens.start:
-                q, out, lse = q[tokens], out[tokens], None if lse is None else lse[tokens]
-            attend(q, out, lse, attn_sink, ())
+        def run(tensors: AttentionTensors) -> None:
+            topk_indices = chunk_topk_indices
+            if has_indexer and tensors.topk_indices is not None:
+                topk_indices = tensors.topk_indices[tokens]
+            fill(topk_indices, tensors.window, tensors.compressed)
+            attend(tensors.of_tokens(tokens) if tokens.start else tensors)
 
-        return Part(self.name, self.tokens, run)
+        return PreparedCall(self.name, tokens, run)
 
 
-def fill_by_steps(backend: Backend, chunk: ChunkRows, topk_indices: Tensor | None, caches: LayerCaches) -> FillRows:
-    """Fill a chunk's rows and lists by the backend's gather and index steps, one after the other.
+def fill_by_steps(
+    backend: Backend,
+    chunk: ChunkRows,
+    topk_indices: Tensor | None,
+    window: PagedKVCache,
+    compressed: PagedKVCache | None,
+) -> FillRows:
+    """Fill a chunk's rows and lists by the backend's gather and index ops, one after the other.
 
     Arguments as those of `BackendDefaults.prepare_rows`.
     """
     seq_lens, gather_lens, starts = whole = chunk.seq_lens, chunk.gather_lens, chunk.query_start_loc
-    own_seq_lens, own_gather_lens, entry_lens = chunk.lengths
+    slice_seq_lens, slice_gather_lens, entry_lens = chunk.lengths
     if chunk.tail is not None:
-        seq_lens, gather_lens, starts = own_seq_lens, own_gather_lens, chunk.starts
-    combined, swa, compressed, ragged = chunk.combined, chunk.swa, chunk.compressed, chunk.ragged
+        seq_lens, gather_lens, starts = slice_seq_lens, slice_gather_lens, chunk.starts
+    combined, ragged = chunk.combined, chunk.ragged
     n, rows, _ = chunk.kv.shape
     pack = None
     if ragged is not None:
         out = ragged.indices, ragged.indptr
         build = backend.steps.build_ragged_indices_from_dense
         pack = prepare_index_step(build, combined.indices, combined.lens, n * rows, out=out)
-    lengths = chunk.visible_lens, chunk.is_valid, starts, seq_lens, gather_lens
-    sizes = chunk.window, chunk.topk, rows, chunk.offset
+    gather, combine = backend.dequantize_and_gather_k_cache, backend.steps.combine_topk_swa_indices
 
-    def fill(topk_indices: Tensor | None, caches: LayerCaches) -> None:
+    def fill(topk_indices: Tensor | None, window: PagedKVCache, compressed: PagedKVCache | None) -> None:
         if chunk.tail is not None:
-            most = combined.lens.shape[0] + chunk.window - 1
-            _cut(whole, (seq_lens, gather_lens, starts), chunk.tail, combined.lens.shape[0], most)
-        gather = backend.dequantize_and_gather_k_cache
-        if compressed is not None and caches.compressed is not None:
+            max_rows = combined.lens.shape[0] + chunk.window - 1
+            _cut(whole, (seq_lens, gather_lens, starts), chunk.tail, combined.lens.shape[0], max_rows)
+        if chunk.compressed is not None and compressed is not None:
             torch.div(seq_lens, chunk.ratio, rounding_mode="floor", out=entry_lens)
-            gather(chunk.kv, caches.compressed, entry_lens, None, compressed.block_table, 0)
-        gather(chunk.kv, caches.swa, seq_lens, gather_lens, swa.block_table, chunk.offset)
-        combine, to = backend.steps.combine_topk_swa_indices, (combined.indices, combined.lens)
-        combine(topk_indices, *lengths, *sizes, out=to, swa=swa, compressed=compressed)
+            gather(chunk.kv, compressed, entry_lens, None, chunk.compressed.block_table, 0)
+        gather(chunk.kv, window, seq_lens, gather_lens, chunk.swa.block_table, chunk.offset)
+        combine(
+            topk_indices,
+            chunk.visible_lens,
+            chunk.is_valid,
+            starts,
+            seq_lens,
+            gather_lens,
+            chunk.window,
+            chunk.topk,
+            rows,
+            chunk.offset,
+            out=(combined.indices, combined.lens),
+            swa=chunk.swa,
+            compressed=chunk.compressed,
+        )
         if pack is not None:
             pack(combined.indices)
 

@@ -11,7 +11,8 @@ Eager calls go past torch's dispatcher, which takes a third of what core takes i
 from __future__ import annotations
 
 import itertools
-from functools import lru_cache, partial
+from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,11 +23,12 @@ from torch.autograd import _profiler_enabled, profiler  # type: ignore[attr-defi
 from torch.autograd.graph import increment_version
 
 from dsv4attn.core.argument_checks import check_type, shown
+from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.attention.checks import check_bound, check_cache, check_compressed, check_insert
 from dsv4attn.core.attention.custom_ops import define_op
 from dsv4attn.core.attention.exchange import ONE_RANK, Exchange
 from dsv4attn.core.attention.projection import o_proj
-from dsv4attn.core.attention.raw_q import insert_leaving_raw_q
+from dsv4attn.core.attention.raw_q import RawQSteps
 from dsv4attn.core.cache.layer_caches import LayerCaches, caches_of, op_tensor
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache, check_layout
 from dsv4attn.core.contract.backend import Backend, KeyForm, RawQuery
@@ -47,6 +49,8 @@ _layers: WeakValueDictionary[str, DeepseekV4MLAAttention] = WeakValueDictionary(
 
 _count = itertools.count()
 _TENSOR = frozenset({Tensor})
+
+_NO_CHANGE = nullcontext()
 
 
 class DeepseekV4MLAAttention:
@@ -86,7 +90,7 @@ class DeepseekV4MLAAttention:
             cure = "pass a WorkspaceManager, or None for the context's"
             check_type("workspace", workspace, WorkspaceManager, cure=cure)
         self.prefix, self.swa_prefix = prefix, swa_prefix or f"{prefix}.swa_cache"
-        self.geometry, self.limits, self.backend = _one(geometry), limits, backend
+        self.geometry, self.limits, self.backend = _interned(geometry), limits, backend
         self.attn_sink, self.cos_sin_cache, self.topk_indices_buffer = attn_sink, cos_sin_cache, topk_indices_buffer
         self.swa_layout, self.compressed_layout, self.workspace = swa_layout, compressed_layout, workspace
         given: object = context_parallel
@@ -98,6 +102,7 @@ class DeepseekV4MLAAttention:
         self._op_tensors: tuple[Tensor | None, ...] = (None, None)
         gathers = backend.forms.prefill_keys is KeyForm.GATHERED
         self._takes_raw_q = raw_q and gathers and is_rotation(cos_sin_cache)
+        self._raw_q_steps = RawQSteps()
         self._register()
 
     def _register(self) -> None:
@@ -110,6 +115,7 @@ class DeepseekV4MLAAttention:
         self.__dict__.update(state)
         if self.caches is not None:
             self._op_tensors = op_tensor(self.caches.swa), op_tensor(self.caches.compressed)
+        self._raw_q_steps = RawQSteps()
         self._register()
 
     @property
@@ -164,7 +170,7 @@ class DeepseekV4MLAAttention:
         warm-up it does nothing. Autocast is off, and no gradients are recorded: the write to a q that requires grad is
         one of `torch.no_grad()`.
         """
-        if is_grad_enabled() or is_autocast_on() or _wants_op(q, kv, positions):
+        if is_grad_enabled() or is_autocast_on() or _needs_dispatcher(q, kv, positions):
             self.insert_into(self.caches, q, kv, positions)
         else:
             _insert(self, self.caches, q, kv, positions, self.cos_sin_cache)
@@ -176,11 +182,11 @@ class DeepseekV4MLAAttention:
         positions: those of the insert, read with `raw_q` alone, as others follow from the metadata of
         `set_forward_context`. Autocast is off, and no gradients are recorded.
         """
-        held = self.topk_indices_buffer, self.attn_sink, self.cos_sin_cache
-        if is_grad_enabled() or is_autocast_on() or _wants_op(q, kv, positions, output):
-            self.attend_from(self.caches, held[0], q, kv, positions, output)
+        topk_indices = self.topk_indices_buffer
+        if is_grad_enabled() or is_autocast_on() or _needs_dispatcher(q, kv, positions, output):
+            self.attend_from(self.caches, topk_indices, q, kv, positions, output)
         else:
-            _forward(self, self.caches, q, positions, output, *held)
+            _forward(self, self.caches, topk_indices, self.attn_sink, self.cos_sin_cache, q, positions, output)
 
     def insert_into(self, caches: LayerCaches | None, q: Tensor, kv: Tensor, positions: Tensor) -> None:
         """`fused_qnorm_rope_kv_insert` into caches that are the bound ones, or copies of them in a compiled graph."""
@@ -189,14 +195,12 @@ class DeepseekV4MLAAttention:
                 increment_version(q)  # a kernel's write is one that torch does not count
             with no_grad():
                 self.insert_into(caches, q, kv, positions)
-        elif _wants_op(q, kv, positions):
+        elif _needs_dispatcher(q, kv, positions):
             swa, _ = self._tensors(caches)
             _op_insert(q, kv, positions, self.cos_sin_cache, swa, self.handle)
-        elif is_autocast_on():
-            with no_autocast():
-                _insert(self, caches, q, kv, positions, self.cos_sin_cache)
         else:
-            _insert(self, caches, q, kv, positions, self.cos_sin_cache)
+            with no_autocast() if is_autocast_on() else _NO_CHANGE:
+                _insert(self, caches, q, kv, positions, self.cos_sin_cache)
 
     def attend_from(
         self,
@@ -213,16 +217,13 @@ class DeepseekV4MLAAttention:
                 increment_version(output)
             with no_grad():
                 self.attend_from(caches, topk_indices, q, kv, positions, output)
-        elif _wants_op(q, kv, positions, output):
-            held = *self._tensors(caches), topk_indices, self.attn_sink, self.cos_sin_cache
-            _op_forward(q, kv, positions, output, *held, self.handle)
+        elif _needs_dispatcher(q, kv, positions, output):
+            swa, compressed = self._tensors(caches)
+            sink, table = self.attn_sink, self.cos_sin_cache
+            _op_forward(q, kv, positions, output, swa, compressed, topk_indices, sink, table, self.handle)
         else:
-            held = topk_indices, self.attn_sink, self.cos_sin_cache
-            if is_autocast_on():
-                with no_autocast():
-                    _forward(self, caches, q, positions, output, *held)
-            else:
-                _forward(self, caches, q, positions, output, *held)
+            with no_autocast() if is_autocast_on() else _NO_CHANGE:
+                _forward(self, caches, topk_indices, self.attn_sink, self.cos_sin_cache, q, positions, output)
 
     def _tensors(self, caches: LayerCaches | None) -> tuple[Tensor | None, ...]:
         """What the ops are given for caches."""
@@ -242,16 +243,18 @@ class DeepseekV4MLAAttention:
 
 
 @lru_cache(maxsize=256)
-def _one(geometry: LayerGeometry) -> LayerGeometry:
-    """The first of equal geometries: prepared steps are keyed by its identity, and layers of a kind share them."""
+def _interned(geometry: LayerGeometry) -> LayerGeometry:
+    """The first of equal geometries: prepared calls are keyed by its identity, and layers of a kind share them."""
     return geometry
 
 
-def _wants_op(*tensors: Tensor) -> bool:
-    """Whether a call shall be an op: a compiler, tracer, mode, transform, profiler or subclass of Tensor looks for it.
+def _needs_dispatcher(*tensors: Tensor) -> bool:
+    """Whether a call goes through torch's dispatcher, as an op.
 
-    Torch 2.6, 2.8, 2.10, 2.11 and 2.13 have these private names. Public ones are missing, speak for all threads,
-    or take several times as long.
+    A compiler, tracer, mode, transform, profiler or subclass of Tensor looks for ops there.
+
+    Torch 2.6, 2.8, 2.10, 2.11 and 2.13 have these private names. The public equivalents do not exist, are
+    process-wide, or are several times slower.
     """
     return (
         torch.compiler.is_compiling()
@@ -286,12 +289,13 @@ def _insert(
     caches, metadata = _current(bound, caches)
     if metadata is None:
         return
-    slots, geometry = metadata.swa.slot_mapping, bound.geometry
+    slots, geometry, backend = metadata.swa.slot_mapping, bound.geometry, bound.backend
     check_insert(q, kv, positions, slots, table, caches.swa, geometry)
-    raw, backend = bound.raw_query(positions, table) if metadata.swa.num_prefill_tokens else None, bound.backend
-    if raw is not None:
-        given = caches, metadata, backend, bound.workspace or current_workspace_manager()
-        if insert_leaving_raw_q(bound, q, kv, raw, *given, layer=geometry, limits=bound.limits):
+    raw_q = bound.raw_query(positions, table) if metadata.swa.num_prefill_tokens else None
+    if raw_q is not None:
+        workspace = bound.workspace or current_workspace_manager()
+        call = ForwardCall(q, caches, metadata, backend, workspace, q, geometry, bound.limits, bound.attn_sink)  # type: ignore[arg-type]
+        if bound._raw_q_steps.insert(call, kv, raw_q):  # noqa: SLF001 - of the layer of this module
             return
     backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, geometry.q_eps)
 
@@ -299,31 +303,34 @@ def _insert(
 def _forward(
     bound: DeepseekV4MLAAttention,
     caches: LayerCaches | None,
-    q: Tensor,
-    positions: Tensor,
-    output: Tensor,
     topk_indices: Tensor | None,
     attn_sink: Tensor | None,
     table: Tensor,
+    q: Tensor,
+    positions: Tensor,
+    output: Tensor,
 ) -> None:
     caches, metadata = _current(bound, caches)
-    run = bound.exchange.forward_mqa
-    if metadata is not None and metadata.source_rows is not None:
-        topk_indices = metadata.source_rows.selected.get(bound, topk_indices)
-    if metadata is not None and bound in metadata.swa.layers_with_raw_q:
-        run = partial(run, raw_q=bound.raw_query(positions, table))
-    run(
+    raw_q = None
+    if metadata is not None:
+        if metadata.source_rows is not None:
+            topk_indices = metadata.source_rows.selected.get(bound, topk_indices)
+        if bound._takes_raw_q and metadata in bound._raw_q_steps:  # noqa: SLF001 - of the layer of this module
+            raw_q = bound.raw_query(positions, table)
+    call = ForwardCall(
         q,
         caches,
         metadata,
-        bound.backend,
+        bound.backend,  # type: ignore[arg-type] # completed where calls are prepared
         bound.workspace or current_workspace_manager(),
         output,
-        layer=bound.geometry,
-        limits=bound.limits,
-        attn_sink=attn_sink,
-        topk_indices=topk_indices,
+        bound.geometry,
+        bound.limits,
+        attn_sink,
+        topk_indices,
+        raw_q=raw_q,
     )
+    bound.exchange.attend(call)
 
 
 def _layer(handle: str) -> DeepseekV4MLAAttention:
@@ -356,7 +363,7 @@ def _run_forward(
 ) -> None:
     bound = _layer(layer)
     caches = caches_of(bound.caches, swa, compressed)
-    _forward(bound, caches, q, positions, output, topk_indices, attn_sink, cos_sin_cache)
+    _forward(bound, caches, topk_indices, attn_sink, cos_sin_cache, q, positions, output)
 
 
 def _nothing(*_: object) -> None:

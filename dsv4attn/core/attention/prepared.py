@@ -1,55 +1,54 @@
-"""Prepared steps: checked and planned for the first layer of a kind, run by every layer that differs in addresses.
+"""Prepared calls: checked and planned for the first layer of a kind, run by every layer that differs in addresses.
 
-A prepared step is an entry of `DeepseekSparseSWAMetadata.prepared` and lives as long as these metadata. Its key is the
-identities of backend, layer, limits, workspace and compressed metadata, and the signatures of caches and tensors
+A `PreparedForward` is an entry of `DeepseekSparseSWAMetadata.prepared` and lives as long as these metadata. Its key is
+the identities of backend, layer, limits, workspace and compressed metadata, and the signatures of caches and tensors
 (`tensorspec.signature`). Addresses and values of tensors are not part of the key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from attrs import define, frozen
-from torch import Tensor
 
-from dsv4attn.core.cache.layer_caches import LayerCaches
+from dsv4attn.core.contract.backend import Run
 
-__all__ = ["MOST_STEPS", "Part", "PreparedStep"]
+__all__ = ["MAX_PREPARED", "PreparedCall", "PreparedForward"]
 
-MOST_STEPS = 64
-"""Most prepared steps of one metadata object; kinds of layers x sizes of padding are far fewer."""
+MAX_PREPARED = 64
+"""Most entries of one metadata object; kinds of layers x sizes of padding are far fewer."""
 
 
 @frozen(eq=False)
-class Part:
-    """One prepared call of a backend: only addresses are arguments.
+class PreparedCall:
+    """One prepared `PhaseCall`.
 
     name: the call's name in profiles.
-    rows: of q and out, those that it computes.
-    run: `run(q, out, lse, attn_sink, topk_indices, caches)` fills the index buffers of the call, and attends.
+    tokens: the rows of q and out that it computes.
+    run: `run(tensors)` fills the index buffers of the call and attends, for the tensors of one layer, of all tokens.
     """
 
     name: str
-    rows: slice
-    run: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, LayerCaches], None]
+    tokens: slice
+    run: Run
 
 
 @define(eq=False)
-class PreparedStep:
-    """One step of one kind of layers.
+class PreparedForward:
+    """The prepared calls of one `ForwardCall`.
 
-    tokens: number of tokens of the batch; rows of q behind them are padding.
-    parts: calls of the backend, in order; None once their views of the workspace were released.
+    num_tokens: number of tokens of the batch; later rows of q are padding.
+    calls: prepared calls, in order; None once their views of the workspace were released.
     owners: the objects whose identities are in the key.
-    q_bytes, out_bytes: bytes from the first to behind the last element of q and out.
+    q_bytes, out_bytes: bytes from the first element of q and out to the end of the last one.
     """
 
-    tokens: int
-    parts: Iterable[Part] | None
+    num_tokens: int
+    calls: Iterable[PreparedCall] | None
     owners: tuple[object, ...]
     q_bytes: int = 0
     out_bytes: int = 0
 
     def release(self) -> None:
-        """Drop the views of a workspace whose memory moved; the next layer prepares the step again."""
-        self.parts = None
+        """Drop the views of a workspace whose memory moved; the next layer prepares its calls again."""
+        self.calls = None

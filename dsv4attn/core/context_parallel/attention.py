@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
-from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
-from dsv4attn.core.attention.checks import check_call
-from dsv4attn.core.attention.forward_mqa import forward_in_parts, forward_mqa
+from dsv4attn.core.attention.call import ForwardCall
+from dsv4attn.core.attention.checks import check_forward_call
+from dsv4attn.core.attention.forward_mqa import attend, run_phase_calls
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.context_parallel.exchange import RankExchange
 from dsv4attn.core.context_parallel.heads import by_rank, gather_queries
 from dsv4attn.core.context_parallel.keys import KeyGathering
 from dsv4attn.core.context_parallel.prefill import Shares
 from dsv4attn.core.contract.backend import Backend, Phase, RankSteps, complete
-from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.rank_buffers import (
     ALL_HEADS_VIEWS,
@@ -32,8 +32,7 @@ from dsv4attn.core.memory.rank_buffers import (
     piece_bytes,
 )
 from dsv4attn.core.memory.workspace import WorkspaceManager
-from dsv4attn.core.metadata.metadata import AttentionMetadata, WholePrefill
-from dsv4attn.core.model.geometry import LayerGeometry
+from dsv4attn.core.metadata.metadata import WholePrefill
 from dsv4attn.core.tensorspec import ALIGNMENT
 from dsv4attn.core.torch_modes import without_modes
 from dsv4attn.errors import ArgumentError
@@ -42,96 +41,90 @@ __all__ = ["forward_mqa_over_ranks", "merge_over_ranks", "merge_parts"]
 
 
 @without_modes
-def forward_mqa_over_ranks(
-    context: RankExchange,
-    q: Tensor,
-    caches: LayerCaches,
-    metadata: AttentionMetadata | None,
-    backend: Backend,
-    workspace: WorkspaceManager,
-    out: Tensor,
-    *,
-    layer: LayerGeometry,
-    limits: Limits,
-    attn_sink: Tensor | None,
-    topk_indices: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> None:
+def forward_mqa_over_ranks(context: RankExchange, call: ForwardCall) -> None:
     """`forward_mqa` over the entries of all ranks, the same bits on each of them.
 
-    Arguments are those of `forward_mqa`, with metadata of an `OwnedMetadataBuilder`, and entry numbers of this rank in
-    `topk_indices`. What is sent, received and merged lies in `workspace`. A warm-up reserves it, and sends nothing.
+    The fields of the call are the arguments of `forward_mqa`, with metadata of an `OwnedMetadataBuilder`, and entry
+    numbers of this rank in `topk_indices`. What is sent, received and merged lies in the workspace. A warm-up reserves
+    it, and sends nothing.
     Where ranks divide heads, q, out, lse, attn_sink and layer are of the heads of this rank: queries of all ranks are
     gathered, the backend attends with all heads to the entries of this rank, and each rank merges its own heads.
     Metadata with a `WholePrefill` have prefill attend to the keys of all ranks, which are gathered while the decode
     tokens are attended to; the numbers of its tokens in `topk_indices` are of whole sequences then.
     """
-    given: dict[str, Any] = {"layer": layer, "limits": limits, "topk_indices": topk_indices}
+    metadata = call.metadata
     if metadata is None:
-        forward_mqa(q, caches, metadata, backend, workspace, out, **given, attn_sink=None, lse=lse)
-        over = {"divides_heads": context.divides_heads, "prefill_keys": context.prefill_keys, "q_dtype": q.dtype}
-        layout, ranks = caches.swa.layout, context.ownership.size
-        plan = plan_workspace(layer, limits, backend, layout, ranks=ranks, **over)  # type: ignore[arg-type]
-        workspace.reserve(plan, caller=f"warm-up on {context.label}")
+        attend(evolve(call, attn_sink=None))
+        plan = plan_workspace(
+            call.layer,
+            call.limits,
+            call.backend,
+            call.caches.swa.layout,
+            ranks=context.ownership.size,
+            divides_heads=context.divides_heads,
+            prefill_keys=context.prefill_keys,
+            q_dtype=call.q.dtype,
+        )
+        call.workspace.reserve(plan, caller=f"warm-up on {context.label}")
         return
     metadata.check_owner(context.ownership)
     if metadata.whole is None:
-        _attend_in_parts(context, q, caches, metadata, backend, workspace, out, given, attn_sink, lse)
+        _attend_to_own_entries(context, call)
         return
     _check_whole(context, metadata.whole)
-    for each in (metadata, metadata.whole.metadata):
-        check_call(q, caches, each, backend, workspace, out, layer, limits, attn_sink, topk_indices, lse)
-    assert caches.compressed is not None
-    keys = KeyGathering(context, caches.compressed, metadata.whole.pages, workspace)
+    check_forward_call(call)
+    whole_metadata = metadata.whole.metadata
+    check_forward_call(evolve(call, metadata=whole_metadata))
+    assert call.caches.compressed is not None
+    keys = KeyGathering(context, call.caches.compressed, metadata.whole.pages, call.workspace)
     if metadata.swa.num_decode_tokens:
-        _attend_in_parts(context, q, caches, metadata, backend, workspace, out, given, attn_sink, lse, Phase.DECODE)
-    caches, metadata = LayerCaches(caches.swa, keys.finish()), metadata.whole.metadata
-    tokens = slice(metadata.swa.num_decode_tokens, metadata.swa.num_actual_tokens)
-    shares = Shares(context, metadata.swa.num_prefill_tokens)
-    rows = [one[tokens] for one in (out, lse) if one is not None]
-    more: dict[str, Any] = {"attn_sink": attn_sink, "lse": lse, "phase": Phase.PREFILL, "ranges": shares.ranges}
-    for done in forward_in_parts(q, caches, metadata, backend, workspace, out, **given, **more):
+        _attend_to_own_entries(context, evolve(call, phase=Phase.DECODE))
+    tokens = slice(whole_metadata.swa.num_decode_tokens, whole_metadata.swa.num_actual_tokens)
+    shares = Shares(context, whole_metadata.swa.num_prefill_tokens)
+    prefill_call = evolve(
+        call,
+        caches=LayerCaches(call.caches.swa, keys.finish()),
+        metadata=whole_metadata,
+        phase=Phase.PREFILL,
+        token_ranges=shares.ranges,
+    )
+    rows = [tensor[tokens] for tensor in (call.out, call.lse) if tensor is not None]
+    for done in run_phase_calls(prefill_call):
         shares.reached(done.stop - tokens.start, rows)
     shares.finish()
 
 
-def _attend_in_parts(
-    context: RankExchange,
-    q: Tensor,
-    caches: LayerCaches,
-    metadata: AttentionMetadata,
-    backend: Backend,
-    workspace: WorkspaceManager,
-    out: Tensor,
-    given: Mapping[str, Any],
-    attn_sink: Tensor | None,
-    lse: Tensor | None,
-    phase: Phase | None = None,
-) -> None:
-    """Attend to the entries of this rank, and merge the parts of all ranks. phase: of the tokens; None: of all."""
-    ranks, layer, rows = context.ownership.size, given["layer"], q.shape[0]
-    if phase is Phase.DECODE:
-        rows = metadata.swa.num_decode_tokens
+def _attend_to_own_entries(context: RankExchange, call: ForwardCall) -> None:
+    """Attend to the entries of this rank, and merge the results of all ranks; for the tokens of `call.phase`."""
+    metadata, ranks, rows = call.window_metadata, context.ownership.size, call.q.shape[0]
+    if call.phase is Phase.DECODE:
+        rows = metadata.num_decode_tokens
     if context.divides_heads:
-        sizes = given["limits"], attn_sink, given["topk_indices"], lse
-        check_call(q, caches, metadata, backend, workspace, out, layer, *sizes)
-    kernels = complete(backend).rank_steps
-    part, *scratch = _views(context, out, workspace, kernels)
-    part = part if lse is None else lse
-    attended, sources = (q, out, part), None
+        check_forward_call(call)
+    kernels = complete(call.backend).rank_steps
+    rank_lse, *scratch = _views(context, call.out, call.workspace, kernels)
+    rank_lse = rank_lse if call.lse is None else call.lse
+    q, out, lse, layer, sources = call.q, call.out, rank_lse, call.layer, None
     if context.divides_heads:
-        scratch, attended = scratch[:-ALL_HEADS_VIEWS], tuple(scratch[-ALL_HEADS_VIEWS:])  # type: ignore[assignment]
-        sources = by_rank(ranks, *attended[1:])
-        given = {**given, "layer": all_heads(layer, ranks)}
-        gather_queries(context, q[:rows], attended[0], *scratch[:2])
-    first = metadata.swa.num_decode_tokens if metadata.swa.num_prefill_tokens and phase is None else 0
-    merging = _Merging(context, out[:rows], part[:rows], attn_sink, scratch, first, kernels, sources)
-    tokens = part_tokens(ranks, attention_bytes(layer.num_heads, layer.head_dim, out.element_size()))
-    q, to, lses = attended
-    more: dict[str, Any] = {"attn_sink": None, "lse": lses, "chunk_tokens": tokens, "phase": phase}
-    if not metadata.swa.num_prefill_tokens:
-        more["written"] = merging.sent_views()
-    for done in forward_in_parts(q, caches, metadata, backend, workspace, to, **given, **more):
+        q, out, lse = scratch[-ALL_HEADS_VIEWS:]
+        scratch = scratch[:-ALL_HEADS_VIEWS]
+        layer, sources = all_heads(call.layer, ranks), by_rank(ranks, out, lse)
+        sent, received, *_ = scratch
+        gather_queries(context, call.q[:rows], q, sent, received)
+    first = metadata.num_decode_tokens if metadata.num_prefill_tokens and call.phase is None else 0
+    merging = _Merging(context, call.out[:rows], rank_lse[:rows], call.attn_sink, scratch, first, kernels, sources)
+    row_bytes = attention_bytes(call.layer.num_heads, call.layer.head_dim, call.out.element_size())
+    rank_call = evolve(
+        call,
+        q=q,
+        out=out,
+        layer=layer,
+        attn_sink=None,
+        lse=lse,
+        chunk_tokens=part_tokens(ranks, row_bytes),
+        result_buffers=None if metadata.num_prefill_tokens else merging.sent_views(),
+    )
+    for done in run_phase_calls(rank_call):
         merging.reached(done.stop)
     merging.finish()
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from attrs import frozen
 
+from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.context_parallel.attention import forward_mqa_over_ranks
 from dsv4attn.core.context_parallel.exchange import RankExchange
@@ -33,9 +32,9 @@ class ContextParallel(RankExchange):
        memory for the keys of one longest sequence, see `plan_workspace`.
     """
 
-    def forward_mqa(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - arguments of `forward_mqa`
-        """`forward_mqa_over_ranks`, with the arguments of `forward_mqa`."""
-        forward_mqa_over_ranks(self, *args, **options)
+    def attend(self, call: ForwardCall) -> None:
+        """`forward_mqa_over_ranks`."""
+        forward_mqa_over_ranks(self, call)
 
     def check_layer(
         self,

@@ -31,7 +31,7 @@ class Shares:
         own = [(ranks * first + rank * count, ranks * first + (rank + 1) * count) for first, count in pairs]
         rest = ranks * starts[-1]
         self.ranges = (*own, *([(rest, tokens)] if rest < tokens else []))
-        """(first token, the one behind the last) of this rank's runs of tokens, ascending."""
+        """(first token, end) of this rank's runs of tokens, ascending."""
         self._under_way = list[Callable[[], object]]()
 
     def reached(self, stop: int, rows: Sequence[Tensor]) -> None:

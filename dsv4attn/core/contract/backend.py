@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 from weakref import WeakValueDictionary
 
 from attrs import frozen
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from dsv4attn.core.cache.layer_caches import LayerCaches
     from dsv4attn.core.cache.layout import PagedKVCache
     from dsv4attn.core.contract.device import DeviceFacts
     from dsv4attn.core.contract.limits import Limits
@@ -67,6 +66,8 @@ __all__ = [
     "LAYER_PARTS",
     "LAYER_STEPS",
     "AttentionCall",
+    "AttentionOptions",
+    "AttentionTensors",
     "Backend",
     "BackendDefaults",
     "BackendInfo",
@@ -77,7 +78,6 @@ __all__ = [
     "CompleteBackend",
     "DenseIndices",
     "EntryIndices",
-    "Extras",
     "FillRows",
     "GatheredKeys",
     "IndexForm",
@@ -97,14 +97,13 @@ __all__ = [
     "RankSteps",
     "RawQuery",
     "Run",
-    "RunEntries",
     "complete",
 ]
 
 
 @frozen
-class Extras:
-    """Options of a call; `forward_mqa` uses the last one.
+class AttentionOptions:
+    """What a call asks for beyond out and lse. `forward_mqa` sets `raw_q` alone.
 
     max_logits: [T, H] fp32 or None - the largest z of each row, -inf for rows without keys; only for backends with
        `Capabilities.max_logits`.
@@ -117,7 +116,37 @@ class Extras:
     raw_q: RawQuery | None = None
 
 
-_PLAIN = Extras()
+_PLAIN = AttentionOptions()
+
+
+class AttentionTensors(NamedTuple):
+    """What differs between the layers that run one prepared call: all else is bound when the call is prepared.
+
+    The tensors have the signatures (`tensorspec.signature`) of those that the call was prepared with. q, out, lse and
+    topk_indices may have more rows after those of the call.
+
+    q: [>= T, H, D] bf16 or fp32.
+    out: [>= T, H, D] like q.
+    lse: [>= T, H] fp32 or None.
+    attn_sink: [H] fp32 or None.
+    topk_indices: [>= T, K] int32 - the indexer's entries; read by calls of `Backend.prepare_entries` alone.
+    window: the window cache; not read where keys are gathered.
+    compressed: the compressed cache; not read where keys are gathered, nor on window-only layers.
+    """
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor | None
+    attn_sink: Tensor | None
+    topk_indices: Tensor | None
+    window: PagedKVCache
+    compressed: PagedKVCache | None
+
+    def of_tokens(self, tokens: slice) -> AttentionTensors:
+        """The rows of some tokens, without topk_indices."""
+        q, out, lse, attn_sink, _, window, compressed = self
+        lse = None if lse is None else lse[tokens]
+        return AttentionTensors(q[tokens], out[tokens], lse, attn_sink, None, window, compressed)
 
 
 # an instance a call of a wrapped backend: construction of frozen classes with slots takes twice as long
@@ -126,13 +155,13 @@ class AttentionCall:
     """One attention over selected keys, all segments in one softmax.
 
     layer: geometry of the layer.
-    q: [T, H, D] bf16 or fp32 - normalised and rotated, unless `extras.raw_q` is given.
+    q: [T, H, D] bf16 or fp32 - normalised and rotated, unless `options.raw_q` is given.
     keys: paged segments (window, then compressed if the layer has it), or gathered rows.
     attn_sink: [H] fp32 or None - one more logit per head, with value zero.
     out: [T, H, D] like q - written in full.
     lse: [T, H] fp32 or None - natural log, without the sink.
     scratch: the views of `Backend.scratch`.
-    extras: see `Extras`.
+    options: see `AttentionOptions`.
     """
 
     layer: LayerGeometry
@@ -142,58 +171,56 @@ class AttentionCall:
     out: Tensor
     lse: Tensor | None
     scratch: Sequence[Tensor] = ()
-    extras: Extras = _PLAIN
-
-    def at(
-        self, q: Tensor, out: Tensor, lse: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
-    ) -> AttentionCall:
-        """The same call at other addresses. Arguments as those of `Run`; rows behind those of the call are cut off."""
-        tokens, keys = self.q.shape[0], self.keys
-        if tokens < q.shape[0]:
-            q, out, lse = q[:tokens], out[:tokens], None if lse is None else lse[:tokens]
-        if not isinstance(keys, GatheredKeys):
-            keys = [PagedKeys(cache, segment.rows) for cache, segment in zip(caches, keys, strict=True)]
-        return AttentionCall(self.layer, q, keys, attn_sink, out, lse, self.scratch, self.extras)
+    options: AttentionOptions = _PLAIN
 
     @property
-    def caches(self) -> Sequence[PagedKVCache]:
-        """The cache of each paged segment; none where keys are gathered."""
-        return () if isinstance(self.keys, GatheredKeys) else [segment.cache for segment in self.keys]
+    def tensors(self) -> AttentionTensors:
+        """The tensors of the call itself: `backend.prepare(phase, call)(call.tensors)` computes the call."""
+        window = compressed = None
+        if not isinstance(self.keys, GatheredKeys):
+            window, compressed = [*[segment.cache for segment in self.keys], None, None][:2]
+        # a call on gathered keys reads no cache
+        return AttentionTensors(self.q, self.out, self.lse, self.attn_sink, None, window, compressed)  # type: ignore[arg-type]
+
+    def with_tensors(self, tensors: AttentionTensors) -> AttentionCall:
+        """The same call on other tensors; rows after those of the call are cut off."""
+        num_tokens, keys = self.q.shape[0], self.keys
+        q, out, lse, attn_sink, _, window, compressed = tensors
+        if num_tokens < q.shape[0]:
+            q, out, lse = q[:num_tokens], out[:num_tokens], None if lse is None else lse[:num_tokens]
+        if not isinstance(keys, GatheredKeys):
+            caches = (window,) if compressed is None else (window, compressed)
+            keys = [PagedKeys(cache, segment.rows) for cache, segment in zip(caches, keys, strict=False)]
+        return AttentionCall(self.layer, q, keys, attn_sink, out, lse, self.scratch, self.options)
 
     @property
     def max_logits(self) -> Tensor | None:
-        """See `Extras`."""
-        return self.extras.max_logits
+        """See `AttentionOptions`."""
+        return self.options.max_logits
 
     @property
     def empty_lse(self) -> float:
-        """See `Extras`."""
-        return self.extras.empty_lse
+        """See `AttentionOptions`."""
+        return self.options.empty_lse
 
     @property
     def raw_q(self) -> RawQuery | None:
-        """See `Extras`."""
-        return self.extras.raw_q
+        """See `AttentionOptions`."""
+        return self.options.raw_q
 
 
 ChunkCost: TypeAlias = "tuple[Sequence[tuple[int, int]], int]"
 """Requests and gathered rows of a prefill chunk, as `BackendDefaults.prefers_pages` gets them."""
 
-Run: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Sequence[PagedKVCache]], None]"
-"""A prepared call: `run(q, out, lse, attn_sink, caches)`.
+Run: TypeAlias = "Callable[[AttentionTensors], None]"
+"""A prepared call of a backend: `run(tensors)` computes it for the tensors of one layer."""
 
-caches: one for each paged segment; not read where keys are gathered. The tensors have the signatures
-(`tensorspec.signature`) of those that the call was prepared with; q, out and lse may have more rows behind."""
+FillRows: TypeAlias = "Callable[[Tensor | None, PagedKVCache, PagedKVCache | None], None]"
+"""A prepared filling of a chunk's rows and lists: `fill(topk_indices, window, compressed)`, with entries and caches of
+the signatures of those that it was prepared with."""
 
-RunEntries: TypeAlias = "Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Sequence[PagedKVCache], Tensor], None]"
-"""A prepared call as `Run`, with one argument more: `topk_indices`, entries of the signature of those that it was
-prepared with, which may have more rows behind."""
-
-FillRows: TypeAlias = "Callable[[Tensor | None, LayerCaches], None]"
-"""A prepared filling of a chunk's rows and lists: `fill(topk_indices, caches)`, with tensors of the signatures of those
-that it was prepared with."""
-
-PrepareRows: TypeAlias = "Callable[[ChunkRows, Tensor | None, LayerCaches], FillRows]"
+PrepareRows: TypeAlias = "Callable[[ChunkRows, Tensor | None, PagedKVCache, PagedKVCache | None], FillRows]"
+"""`BackendDefaults.prepare_rows`: `prepare_rows(chunk, topk_indices, window, compressed)`."""
 
 
 class Backend(Protocol):
@@ -313,48 +340,54 @@ class BackendDefaults(Protocol):
     def prepare(self, phase: Phase, call: AttentionCall) -> Run:
         """Check and plan a call once, for all layers of a kind in a step; nothing is launched or written.
 
-        keys, scratch and extras of the call are bound; the rest is given in every run. This default calls `decode` or
-        `prefill`.
+        Index rows, scratch and options of the call are bound; the rest is given in every run, see `AttentionTensors`.
+        This default calls `decode` or `prefill`.
         """
         attend: Callable[[AttentionCall], None] = getattr(self, phase.value)
-        return lambda *addresses: attend(call.at(*addresses))
+        return lambda tensors: attend(call.with_tensors(tensors))
 
-    def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> RunEntries | None:
-        """`prepare` of a decode that reads the slots of its second segment through the block table; since contract 1.7.
+    def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> Run | None:
+        """`prepare` of a decode that finds the slots of its second segment itself; since contract 1.7.
 
-        call: as `prepare` gets it; the rows of the second segment have memory, in which nothing is written. None: core
-        translates entries to these rows in every run, and asks `prepare`. Asked of backends whose decode indices are
-        dense.
+        Each run reads the entries from `AttentionTensors.topk_indices`, and their slots from the block table.
+        call: as `prepare` gets it. Nothing is written to the index rows of the second segment.
+        entries: of the first layer.
+        None: core translates entries to these rows in every run, and calls `prepare`. Core asks backends whose decode
+        indices are dense.
         """
         return None
 
     @cached_property
     def prepare_rows(self) -> PrepareRows | None:
-        """`prepare_rows(chunk, topk_indices, caches)`: a step that fills all rows and lists of a gathered chunk.
+        """`prepare_rows(chunk, topk_indices, window, compressed)`: a step that fills all rows and lists of a chunk.
 
         It checks and plans for all layers of a kind in a step, and returns what fills; nothing is launched or written.
-        topk_indices: [t, K] int32 entry numbers of the chunk's tokens; None on window-only layers. None: core calls
-        `dequantize_and_gather_k_cache` and the index steps one by one (`gathered.fill_by_steps`, the definition).
+        topk_indices: [t, K] int32 - entry numbers of the chunk's tokens; None on window-only layers.
+        window, compressed: the caches; compressed is None on window-only layers.
+        None: core calls `dequantize_and_gather_k_cache` and the index steps one by one (`gathered.fill_by_steps`, the
+        definition).
         """
         return None
 
     def prefers_pages(self, layer: LayerGeometry, requests: Sequence[tuple[int, int]], rows: int) -> bool:
         """Whether a prefill chunk that core would gather is attended faster on pages. False: it is gathered.
 
-        requests: tokens before the chunk, and of it, of each request; the host may know upper bounds only. rows: to be
-        gathered. Asked of backends whose form of prefill keys is GATHERED; one that answers True takes both forms in
-        `prepare`, and needs no more memory for pages.
+        Core asks backends whose form of prefill keys is GATHERED. One that answers True takes both forms in `prepare`,
+        and needs no more memory for pages.
+        requests: per request (tokens before this chunk, tokens in it); the host may know upper bounds only.
+        rows: rows to be gathered.
         """
         return False
 
     def takes_raw_q(self, layer: LayerGeometry, q: Tensor, row_dtype: torch.dtype, chunks: Sequence[ChunkCost]) -> bool:
-        """Whether prefill on gathered rows takes q as it was projected, see `Extras.raw_q`; since contract 1.6.
+        """Whether prefill on gathered rows takes q as it was projected, see `AttentionOptions.raw_q`.
 
+        Since contract 1.6. Core asks backends whose form of prefill keys is GATHERED. One that ever answers True has a
+        `qnorm_rope_kv_insert` that takes q without heads, and then writes kv alone.
         q: [T, H, D], of all tokens of a step; also asked of out. Only dtype, shape, strides and alignment count.
-        row_dtype: of the rows. chunks: all of the step. True: that is also faster than a step whose q is prepared
-        before, which may attend pages; then all chunks are gathered. Without chunks: whether such calls run at all.
-        Asked of backends whose form of prefill keys is GATHERED; one that ever answers True has a
-        `qnorm_rope_kv_insert` that takes q without heads, and writes kv alone then.
+        row_dtype: of the rows.
+        chunks: every chunk of the step. Return True only if raw q is faster overall; all chunks are then gathered.
+        Without chunks: whether calls with raw q run at all.
         """
         return False
 

@@ -17,7 +17,6 @@ from dsv4attn.core.contract.backend import (
     Phase,
     Products,
     Run,
-    RunEntries,
     complete,
 )
 from dsv4attn.core.contract.device import DeviceFacts
@@ -95,7 +94,7 @@ class PhasedBackend(BackendDefaults):
         """Prepared by the phase's backend."""
         return self.of(phase).prepare(phase, call)
 
-    def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> RunEntries | None:
+    def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> Run | None:
         """As the decode backend has it."""
         return self._decode.prepare_entries(call, entries)
 

@@ -15,14 +15,16 @@ __all__ = ["RawQuery"]
 
 @frozen(eq=False)
 class RawQuery:
-    """q of a call is as it was projected. The call normalises and rotates it as `Backend.qnorm_rope_kv_insert` does.
+    """q is the raw projection: neither normalised nor rotated. The call does both.
+
+    It does what `Backend.qnorm_rope_kv_insert` does, with one difference.
 
     Rotated dims of q are rounded to its dtype, as they are by that step; other dims are not, and the factor of the norm
     multiplies logits. So logits are at least as exact as with the step. Products of q and keys must be finite: the
     largest values of bf16 overflow before the norm makes them small, where the step's q does not.
 
     positions: [T'] int64, of each row of q; padding rows may have any. cos_sin_cache: [P, rope_dim] fp32, cosines
-    before sines, with `rope.is_rotation`: a call may take the norm of q behind the rotation. eps: of the norm.
+    before sines, with `rope.is_rotation`: a call may take the norm of q after the rotation. eps: of the norm.
     """
 
     positions: Tensor
@@ -31,10 +33,10 @@ class RawQuery:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What a prepared step binds of it: the addresses of both tensors too."""
+        """What a prepared call binds of a RawQuery: the addresses of both tensors too."""
         tensors = self.positions, self.cos_sin_cache
         return (self.eps, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
 
     def of(self, tokens: slice) -> RawQuery:
-        """Of some rows of q."""
+        """The RawQuery of some rows of q."""
         return RawQuery(self.positions[tokens], self.cos_sin_cache, self.eps)

@@ -178,18 +178,13 @@ class DeepseekSparseSWAMetadata:
 
     @cached_property
     def prepared(self) -> dict[object, Any]:
-        """Prepared steps that use these metadata, see `core.attention.prepared`."""
+        """Prepared calls that use these metadata, see `core.attention.prepared`."""
         return {}
 
     @cached_property
     def takes_raw_q(self) -> dict[object, Any]:
         """Answers of `raw_insert.prefill_takes_raw_q`."""
         return {}
-
-    @cached_property
-    def layers_with_raw_q(self) -> set[object]:
-        """Layers whose insert of this step left q of prefill tokens as it was projected, see `core.attention.raw_q`."""
-        return set()
 
     @cached_property
     def num_actual_tokens(self) -> int:

@@ -84,7 +84,7 @@ def attend(backend: Backend, inputs: Inputs, out: Tensor) -> Callable[[], None]:
     def run() -> None:
         for step in steps:
             step()
-        attention(q, out, None, inputs.sink, call.caches)
+        attention(call.tensors)
 
     return run
 

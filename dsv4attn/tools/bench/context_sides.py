@@ -11,6 +11,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.ownership import Ownership
@@ -85,9 +86,19 @@ class Side:
         if self.context is None:
             step.run()
             return
-        given = step.q, step.caches, step.metadata, step.backend, step.workspace, step.out
-        more = {"layer": step.layer, "limits": step.limits, "attn_sink": step.attn_sink}
-        forward_mqa_over_ranks(self.context, *given, **more, topk_indices=step.topk_indices)  # type: ignore[arg-type]
+        call = ForwardCall(
+            q=step.q,
+            caches=step.caches,
+            metadata=step.metadata,
+            backend=complete(step.backend),
+            workspace=step.workspace,
+            out=step.out,
+            layer=step.layer,
+            limits=step.limits,
+            attn_sink=step.attn_sink,
+            topk_indices=step.topk_indices,
+        )
+        forward_mqa_over_ranks(self.context, call)
 
     def spoil(self) -> None:
         """Overwrite what the step writes."""

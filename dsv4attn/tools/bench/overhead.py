@@ -13,7 +13,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from dsv4attn.core.attention.mla_attention import DeepseekV4MLAAttention
-from dsv4attn.core.contract.backend import AttentionCall, Backend, EntryIndices, Phase, complete
+from dsv4attn.core.contract.backend import AttentionCall, Backend, EntryIndices, Phase, Run, complete
 from dsv4attn.core.contract.index_ops import IndexStep, prepare_index_step
 from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.tools.bench.step import Step
@@ -149,10 +149,10 @@ def _instead(backend: Backend, change: Callable[[Callable[..., None]], Callable[
     if whole.translate_to_ragged is not None:
         steps["compute_global_topk_ragged_indices_and_indptr"] = changed(whole.translate_to_ragged)
 
-    def prepare(phase: Phase, call: AttentionCall) -> Callable[..., None]:
+    def prepare(phase: Phase, call: AttentionCall) -> Run:
         return change(whole.prepare(phase, call))
 
-    def prepare_entries(call: AttentionCall, entries: EntryIndices) -> Callable[..., None] | None:
+    def prepare_entries(call: AttentionCall, entries: EntryIndices) -> Run | None:
         run = whole.prepare_entries(call, entries)
         return None if run is None else change(run)
 

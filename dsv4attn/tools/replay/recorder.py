@@ -8,7 +8,6 @@ to, and no time of a layer is lost.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +17,12 @@ from torch import Tensor
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.contract.backend import (
     AttentionCall,
+    AttentionTensors,
     Backend,
     EntryIndices,
     Phase,
     RankSteps,
     Run,
-    RunEntries,
     complete,
 )
 from dsv4attn.core.contract.layer_ops import LayerSteps
@@ -108,21 +107,15 @@ class RecordingBackend:
         tokens = call.q.shape[0]
         return self._recorded(self._backend.prepare(phase, evolve(call, lse=self.lse[:tokens])), tokens)
 
-    def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> RunEntries | None:
+    def prepare_entries(self, call: AttentionCall, entries: EntryIndices) -> Run | None:
         """As `prepare`."""
         tokens = call.q.shape[0]
         run = self._backend.prepare_entries(evolve(call, lse=self.lse[:tokens]), entries)
         return None if run is None else self._recorded(run, tokens)
 
-    def _recorded(self, run: Callable[..., None], tokens: int) -> Callable[..., None]:
-        def recorded(
-            q: Tensor,
-            out: Tensor,
-            lse: Tensor | None,
-            attn_sink: Tensor | None,
-            caches: Sequence[PagedKVCache],
-            *entries: Tensor,
-        ) -> None:
+    def _recorded(self, run: Run, tokens: int) -> Run:
+        def recorded(tensors: AttentionTensors) -> None:
+            q, out, lse = tensors.q, tensors.out, tensors.lse
             # q is a part of the step's; out may be where it is sent to other ranks
             first = (q.storage_offset() - self.q.storage_offset()) // q.stride(0)
             self._attended.append(range(first, first + tokens))
@@ -131,7 +124,7 @@ class RecordingBackend:
                 self._merged.append((first, lse[:tokens]))
             checked = self.rows[(self.rows >= first) & (self.rows < first + tokens)] - first
             out[checked], own[checked] = torch.nan, torch.nan
-            run(q, out, own, attn_sink, caches, *entries)
+            run(tensors._replace(lse=own))
 
         return recorded
 

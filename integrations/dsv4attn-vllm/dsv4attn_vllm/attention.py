@@ -15,9 +15,10 @@ from vllm.models.deepseek_v4.attention import DeepseekV4Indexer
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dsv4attn import AttentionMetadata, LayerCaches, LayerKind, PagedKVCache, forward_mqa
+from dsv4attn.core.attention.call import ForwardCall
 from dsv4attn.core.attention.checks import check_insert
 from dsv4attn.core.attention.projection import o_proj
-from dsv4attn.core.attention.raw_q import insert_leaving_raw_q
+from dsv4attn.core.attention.raw_q import RawQSteps
 from dsv4attn.core.contract.backend import RawQuery, complete
 from dsv4attn.core.model.quantized_weight import Weight, check_weight, dense_weight
 from dsv4attn.core.model.rope import apply_rope, is_rotation
@@ -73,6 +74,7 @@ class Dsv4Attention(_Layer):
             super().__init__(vllm_config, *args, **kwargs)
         self._geometry = serving.layer(self.compress_ratio)
         self._bound: LayerCaches | None = None
+        self._raw_q_steps = RawQSteps()
         self._keep_wo_a()
         self._put_steps()
 
@@ -186,8 +188,18 @@ class Dsv4Attention(_Layer):
                 serving.know(key)
         raw = None if step is None else self._raw_query(positions)
         if raw is not None and step is not None:
-            given = caches, step, serving.backend, serving.workspace()
-            if insert_leaving_raw_q(self, q, kv, raw, *given, layer=self._geometry, limits=serving.limits):
+            call = ForwardCall(
+                q,
+                caches,
+                step,
+                serving.backend,
+                serving.workspace(),
+                q,
+                self._geometry,
+                serving.limits,
+                self.attn_sink,
+            )
+            if self._raw_q_steps.insert(call, kv, raw):
                 return
         serving.backend.qnorm_rope_kv_insert(q, kv, caches.swa, slots, positions, table, self._geometry.q_eps)
 
@@ -253,7 +265,7 @@ class Dsv4Attention(_Layer):
             limits=serving.limits,
             attn_sink=self.attn_sink,
             topk_indices=self.topk_indices_buffer if layer.kind is LayerKind.C4A else None,
-            raw_q=self._raw_query(positions) if self in step.swa.layers_with_raw_q else None,
+            raw_q=self._raw_query(positions) if step in self._raw_q_steps else None,
         )
 
     def _o_proj(self, o: Tensor, positions: Tensor) -> Tensor:

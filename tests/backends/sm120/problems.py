@@ -17,7 +17,7 @@ from dsv4attn.backends.sm120.flashinfer import FlashInferAttention
 from dsv4attn.backends.sm120.probe import Found
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, PagedKeys
-from dsv4attn.core.contract.backend import AttentionCall, Extras
+from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions
 from dsv4attn.core.contract.problem import CacheFacts, Problem
 from dsv4attn.core.memory.workspace import WorkspaceManager
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
@@ -143,7 +143,7 @@ class Trial:
         told = torch.full((self.tokens, self.heads), torch.nan, device=DEVICE) if lse else None
         out = torch.full_like(self.q, torch.nan)
         return AttentionCall(
-            self.layer, self.q, self.keys(pad=pad), self.sink, out, told, extras=Extras(empty_lse=empty_lse)
+            self.layer, self.q, self.keys(pad=pad), self.sink, out, told, options=AttentionOptions(empty_lse=empty_lse)
         )
 
     def run(self, attention: FlashInferAttention, call: AttentionCall) -> AttentionCall:

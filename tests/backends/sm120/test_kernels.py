@@ -18,7 +18,7 @@ from dsv4attn.backends.sm120.flashinfer_launches import Copies, Results
 from dsv4attn.backends.sm120.launch import Sm120Backend
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, PagedKeys
-from dsv4attn.core.contract.backend import AttentionCall, Extras
+from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.warmup import WarmupSpec
@@ -103,7 +103,7 @@ def test_of_a_cache_with_more_slots_than_numbers_every_number_is_a_slot() -> Non
 @pytest.mark.parametrize(("heads", "wide"), [(3, 8), (20, 32), (127, 128)])
 @pytest.mark.parametrize("empty", [-inf, inf, 0.0])
 def test_results_are_those_of_the_first_heads(empty: float, heads: int, wide: int, form: str) -> None:
-    call = evolve(call_of(3, heads, (5,), sink=False, form=form), extras=Extras(empty_lse=empty))
+    call = evolve(call_of(3, heads, (5,), sink=False, form=form), options=AttentionOptions(empty_lse=empty))
     wide_out = torch.randn(3, wide, 512).bfloat16().to(DEVICE)
     told = torch.randn(3, wide).to(DEVICE)
     told[0, 0], told[1, 1], told[2, 0] = -inf, inf, nan
@@ -121,7 +121,7 @@ def test_results_are_those_of_the_first_heads(empty: float, heads: int, wide: in
 def test_an_lse_that_is_in_its_place_is_changed_only_where_rows_have_no_keys() -> None:
     memory = torch.full((3, 9), 7.0, device=DEVICE)
     memory[1, 2], memory[1, 8] = -inf, -inf
-    call = evolve(call_of(3, 8, (5,), sink=False), lse=memory[:, :8], extras=Extras(empty_lse=0.5))
+    call = evolve(call_of(3, 8, (5,), sink=False), lse=memory[:, :8], options=AttentionOptions(empty_lse=0.5))
     Results.of(call, 8, call.lse, out=False, direct=True).launch(memory[:, :8], None, call)
 
     assert memory[1, 2] == 0.5

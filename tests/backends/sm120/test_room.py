@@ -16,7 +16,7 @@ from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.backends.sm120 import flashinfer
 from dsv4attn.backends.sm120.choice import notes
 from dsv4attn.backends.sm120.launch import Sm120Backend
-from dsv4attn.core.contract.backend import Extras, KeyForm, Phase, Products
+from dsv4attn.core.contract.backend import AttentionOptions, KeyForm, Phase, Products
 from dsv4attn.core.contract.device import DeviceFacts
 from dsv4attn.core.contract.problem import Problem, Reason
 from dsv4attn.core.memory.workspace import WorkspaceManager, simultaneous_bytes
@@ -59,7 +59,7 @@ def planned(backend: Sm120Backend, trial: Trial, phase: Phase = Phase.DECODE) ->
     call, _ = trial.call()
     specs = backend.scratch(phase, trial.layer, trial.tokens, sum(trial.widths[: len(trial.layouts)]))
     scratch = WorkspaceManager(call.q.device).get_simultaneous(*specs)
-    return evolve(call, q=call.q.contiguous(), out=call.out.contiguous(), scratch=scratch, extras=Extras())
+    return evolve(call, q=call.q.contiguous(), out=call.out.contiguous(), scratch=scratch, options=AttentionOptions())
 
 
 BASE = Trial(layouts=(OCP, OCP), pages=(64, 2), widths=(128, 40), tokens=2, heads=8)
@@ -126,7 +126,9 @@ def test_what_is_not_its_kind_of_memory_goes_to_our_kernel(trial: Trial, there: 
 
 def test_the_largest_logits_go_to_our_kernel(there: type[Counting]) -> None:
     backend = Sm120Backend()
-    call = evolve(planned(backend, BASE), extras=Extras(torch.full((2, 8), math.nan, device=BASE.call()[0].q.device)))
+    call = evolve(
+        planned(backend, BASE), options=AttentionOptions(torch.full((2, 8), math.nan, device=BASE.call()[0].q.device))
+    )
     backend.decode(call)
 
     assert there.ran == 0
@@ -139,7 +141,7 @@ def test_an_order_is_not_changed_into_something_else(there: type[Counting], monk
         backend.decode(planned(backend, evolve(BASE, layouts=(FNUZ, OCP))))
     call = planned(backend, BASE)
     with pytest.raises(ArgumentError, match="max_logits"):
-        backend.decode(evolve(call, extras=Extras(torch.zeros(2, 8, device=call.q.device))))
+        backend.decode(evolve(call, options=AttentionOptions(torch.zeros(2, 8, device=call.q.device))))
     monkeypatch.setattr(flashinfer, "find", lambda: found(Counting, old=True))
     old = Sm120Backend(kernel="flashinfer")
     call = planned(old, BASE)  # whose second cache has pages of 2

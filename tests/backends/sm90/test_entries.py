@@ -55,7 +55,7 @@ class Given:
 def random_entries(trial: Trial, call: AttentionCall) -> Given:
     """Entries anywhere in their rows, among numbers that name nothing, through a table inside a larger one."""
     draw = torch.Generator().manual_seed(trial.seed)
-    cache, real, tokens = call.caches[-1], rows_of(call).indices, trial.tokens
+    cache, real, tokens = call.keys[-1].cache, rows_of(call).indices, trial.tokens  # type: ignore[index]
     width, size = real.shape[1], cache.block_size
     # a request of its own for each token, and a column for each block that its slots name, in any order
     columns, requests = cache.num_blocks, tokens + 2
@@ -112,15 +112,14 @@ def answers(one: Given, backend: Sm90Backend, *, straight: bool) -> list[Tensor]
     told = [tensor for tensor in (call.out, call.lse, call.max_logits) if tensor is not None]
     for tensor in told:
         tensor.fill_(float("nan"))
-    addresses: Any = (call.q, call.out, call.lse, call.attn_sink, call.caches)
     with observed() as seen:
         if straight:
             # nobody reads the slots
             unread = with_rows(call, torch.zeros_like(rows_of(call).indices))
             run: Any = backend.prepare_entries(unread, one.entries)
-            run(*addresses, one.entries.indices)
+            run(call.tensors._replace(topk_indices=one.entries.indices))
         else:
-            backend.prepare(Phase.DECODE, call)(*addresses)
+            backend.prepare(Phase.DECODE, call)(call.tensors)
     assert Counter(form.name for form in seen) == {"attend_tile": 1, "combine_tiles": 1}
     return [tensor.clone() for tensor in told]
 

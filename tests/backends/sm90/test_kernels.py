@@ -20,7 +20,7 @@ from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import PAGED
 from dsv4attn.compat.flash_mla import flash_mla_sparse_fwd
 from dsv4attn.core.cache.layout import Arrangement, KVCacheLayout
-from dsv4attn.core.contract.backend import Extras, Phase
+from dsv4attn.core.contract.backend import AttentionOptions, Phase
 from tests.backends._triton.attention.attending import BF16_ROWS, FNUZ, FP32_ROWS, OCP, SPLIT_OCP, TINY, Trial, rising
 from tests.backends._triton.cache.caches import DEVICE
 from tests.backends.sm90.calls import run
@@ -146,7 +146,7 @@ def test_a_call_without_scratch_goes_to_the_shared_kernel() -> None:
 @pytest.mark.parametrize("empty", [math.inf, 0.0])
 @pytest.mark.parametrize("trial", [evolve(BASE, tokens=7, seed=2), evolve(BASE, widths=(0, 0), tokens=2)])
 def test_rows_without_keys_are_told_as_the_call_wants_it(trial: Trial, empty: float) -> None:
-    result = run(trial, change=lambda call: evolve(call, extras=Extras(empty_lse=empty)))
+    result = run(trial, change=lambda call: evolve(call, options=AttentionOptions(empty_lse=empty)))
     expected, _ = trial.expected
     lse = result.call.lse
     assert lse is not None

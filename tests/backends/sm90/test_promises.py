@@ -169,8 +169,8 @@ def test_a_prepared_call_launches_the_same_for_other_memory_and_the_shared_kerne
     call = evolve(call, q=q[..., :512])
     with launching_nothing(), observed() as seen:
         run = backend.prepare(Phase.DECODE, call)
-        run(call.q, call.out, call.lse, call.attn_sink, call.caches)
-        run(q[..., 8:], call.out, call.lse, sink.clone(), call.caches)
+        run(call.tensors)
+        run(call.tensors._replace(q=q[..., 8:], attn_sink=sink.clone()))
         backend.decode(evolve(call, q=q[..., 1:513]))
 
     assert len(seen) >= 5

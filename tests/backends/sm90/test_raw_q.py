@@ -12,7 +12,7 @@ from attrs import evolve
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import ROADS
-from dsv4attn.core.contract.backend import Extras, Phase, RawQuery
+from dsv4attn.core.contract.backend import AttentionOptions, Phase, RawQuery
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.core.model.geometry import ModelGeometry
@@ -45,8 +45,8 @@ def raw_run(trial: Trial, **options: Any) -> Result:
 
     def raw(call: Any) -> Any:
         call.q.copy_(given)
-        extras = Extras(call.max_logits, raw_q=RawQuery(positions.to(DEVICE), table.to(DEVICE), 1e-6))
-        return evolve(call, extras=extras)
+        options = AttentionOptions(call.max_logits, raw_q=RawQuery(positions.to(DEVICE), table.to(DEVICE), 1e-6))
+        return evolve(call, options=options)
 
     return run(trial, Phase.PREFILL, change=raw, **options)
 

@@ -14,8 +14,8 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends.sm90 import launch
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import ROADS
-from dsv4attn.core.attention.call import Step
-from dsv4attn.core.attention.forward_mqa import _call_of
+from dsv4attn.core.attention.call import ForwardCall
+from dsv4attn.core.attention.forward_mqa import phase_call_of
 from dsv4attn.core.attention.gathered import GatheredCall
 from dsv4attn.core.attention.paged import PagedCall
 from dsv4attn.core.contract.limits import Limits
@@ -123,17 +123,17 @@ def test_core_asks_with_the_lengths_of_the_chunk(*, answer: bool, pair: bool, mo
     on = Engine(backend, FLASH, limits, LayerKind.C4A, device)
     with launching_nothing():
         metadata = on.metadata(on.load([(500, 1), (260, 20), (10, 6)], Random(1)))
-    seen, whole = list[Step](), Step.chunks
+    seen, whole = list[ForwardCall](), ForwardCall.chunks
 
-    def noted(step: Step) -> Any:
-        seen.append(step)
-        return whole(step)
+    def noted(call: ForwardCall) -> Any:
+        seen.append(call)
+        return whole(call)
 
-    monkeypatch.setattr(Step, "chunks", noted)
+    monkeypatch.setattr(ForwardCall, "chunks", noted)
     with launching_nothing():
         on.attend(27, metadata)
     (step,) = seen
-    calls = [type(_call_of(step, chunk)) for chunk in step.chunks()]
+    calls = [type(phase_call_of(step, chunk)) for chunk in step.chunks()]
 
     assert set(calls) == {PagedCall if answer else GatheredCall}
     # the first request is cut: ten of its tokens, with 198 columns each, fill the index matrix

@@ -19,7 +19,7 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends.sm90 import launch, tiles, tuning
 from dsv4attn.backends.sm90.launch import Sm90Backend
 from dsv4attn.backends.sm90.tuning import ROUNDS, TILES, Tiles, rounds_of, tiles_of
-from dsv4attn.core.contract.backend import Extras, Phase
+from dsv4attn.core.contract.backend import AttentionOptions, Phase
 from tests.backends._triton.attention.attending import OCP, Trial
 from tests.backends.sm90.calls import Result, planned, run
 from tests.backends.sm90.planting import plant
@@ -96,7 +96,9 @@ def test_any_decode_of_few_tokens_is_right(seed: int, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("empty", [math.inf, 0.0])
 @pytest.mark.parametrize("trial", [evolve(BASE, tokens=7, seed=2), evolve(BASE, widths=(0, 0), tokens=2)])
 def test_rows_without_keys_are_told_as_the_call_wants_it(trial: Trial, empty: float) -> None:
-    result = run(trial, backend=Sm90Backend(), change=lambda call: evolve(call, extras=Extras(empty_lse=empty)))
+    result = run(
+        trial, backend=Sm90Backend(), change=lambda call: evolve(call, options=AttentionOptions(empty_lse=empty))
+    )
     expected, _ = trial.expected
     lse = result.call.lse
     assert lse is not None

@@ -182,7 +182,7 @@ def host_operations(backend: XpuBackend, trial: Trial, monkeypatch: pytest.Monke
     workspace = WorkspaceManager(DEVICE)
     call, _ = trial.call()
     scratch = workspace.get_simultaneous(*backend.scratch(Phase.DECODE, trial.layer, trial.tokens, sum(trial.widths)))
-    call = AttentionCall(call.layer, call.q, call.keys, call.attn_sink, call.out, call.lse, scratch, call.extras)
+    call = AttentionCall(call.layer, call.q, call.keys, call.attn_sink, call.out, call.lse, scratch, call.options)
     with launching_nothing(), observed() as launched, operations() as ran:
         backend.decode(call)
 

@@ -159,11 +159,9 @@ def test_a_group_of_one_rank_agrees_with_one_rank(alone: MeteredContext) -> None
 def test_a_wrong_merge_has_no_time(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = context_parallel.forward_mqa_over_ranks
 
-    def wrong(
-        context: Any, q: Any, caches: Any, metadata: Any, backend: Any, workspace: Any, out: Any, **given: Any
-    ) -> None:
-        whole(context, q, caches, metadata, backend, workspace, out, **given)
-        out[1].mul_(1.1)
+    def wrong(context: Any, call: Any) -> None:
+        whole(context, call)
+        call.out[1].mul_(1.1)
 
     monkeypatch.setattr(sides, "forward_mqa_over_ranks", wrong)
     found = measured(alone)
@@ -207,7 +205,7 @@ def test_one_rank_itself_is_checked_again(alone: MeteredContext, monkeypatch: py
 
 
 def test_a_nan_is_wrong_and_null(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sides, "forward_mqa_over_ranks", lambda *given, **_: given[6].fill_(torch.nan))
+    monkeypatch.setattr(sides, "forward_mqa_over_ranks", lambda _, call: call.out.fill_(torch.nan))
     found = measured(alone)
 
     assert "attention is nan of the norm" in found.wrong[0]

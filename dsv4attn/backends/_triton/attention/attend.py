@@ -29,9 +29,9 @@ from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, WIDE, Constants, Launch
 from dsv4attn.backends._triton.tuning import Tuning, padded
 from dsv4attn.core.attention.checks import check_attention_strides
-from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
-from dsv4attn.core.cache.selected_keys import GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.contract.backend import AttentionCall, Run
+from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout
+from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
+from dsv4attn.core.contract.backend import AttentionCall, AttentionTensors, Run
 from dsv4attn.core.memory.workspace import ALIGNMENT
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.core.tensorspec import BufferSpec
@@ -204,7 +204,7 @@ def attend(
     combined, and not where a row is one split.
     """
     run = prepare(call, tuning, tiles_per_split=tiles_per_split, angles=angles)
-    run(call.q, call.out, call.lse, call.attn_sink, call.caches)
+    run(call.tensors)
     return call.q.shape[0] if angles is not None and call.scratch else 0
 
 
@@ -223,7 +223,7 @@ def prepare(
     maxima = None if top is None else part_max
     splits = 1 if part is None else part.shape[1]
     segments, numbers = _segments(keys)
-    unit = min(wide_unit(one, *one.stride()[:2]) for one in (q, call.out))
+    unit = min(wide_unit(tensor, *tensor.stride()[:2]) for tensor in (q, call.out))
     ragged = isinstance(index_rows(keys)[0], RaggedIndices)
     shape = Shape(heads, layer.nope_dim, layer.rope_dim, segments, q.dtype, unit, ragged)
     chosen, results = constants(shape, tuning), result_strides(call, unit)
@@ -236,15 +236,22 @@ def prepare(
     turns = (0, 0) if table is None else (table.stride(0), table.shape[0])
     combine = Launch(reduce, combine_constants, (*results, splits, *turns, call.empty_lse), tuning.reduce_warps)
     programs, combining = tokens * splits * -(-heads // chosen["BH"]), 0 if part is None else tokens * heads
-    first, first_ends, last, last_ends = index_tensors(keys)
-    gathered = keys.kv if isinstance(keys, GatheredKeys) else None
+    window_indices, window_ends, compressed_indices, compressed_ends = index_tensors(keys)
+    has_compressed, gathered = len(segments) > 1, keys.kv if isinstance(keys, GatheredKeys) else None
 
-    def run(
-        q: Tensor, out: Tensor, lse: Tensor | None, attn_sink: Tensor | None, caches: Sequence[PagedKVCache]
-    ) -> None:
-        one, other = (caches[0].tensor, caches[-1].tensor) if gathered is None else (gathered, gathered)
-        results = q, out, lse, top, attn_sink, part, part_lse, maxima
-        attention_launch(programs, (*results, one, first, first_ends, other, last, last_ends))
+    def run(tensors: AttentionTensors) -> None:
+        q, out, lse, attn_sink, _, window_cache, compressed_cache = tensors
+        # an only segment is passed twice
+        window = compressed = window_cache.tensor if gathered is None else gathered
+        if has_compressed and compressed_cache is not None:
+            compressed = compressed_cache.tensor
+        attention_launch(
+            programs,
+            (
+                q, out, lse, top, attn_sink, part, part_lse, maxima,
+                window, window_indices, window_ends, compressed, compressed_indices, compressed_ends,
+            ),
+        )  # fmt: skip
         if combining:
             combine(combining, (part, part_lse, maxima, out, lse, top, attn_sink, positions, table))
 
@@ -311,33 +318,38 @@ def index_rows(keys: Sequence[PagedKeys] | GatheredKeys) -> list[Any]:
 
 
 def index_tensors(keys: Sequence[PagedKeys] | GatheredKeys) -> list[Tensor]:
-    """Indices and lens, or indptr, of the first and the last segment, which may be the same segment."""
+    """Indices and lens, or indptr, of the window and of the compressed segment; an only segment comes twice."""
     rows = index_rows(keys)
-    pairs = ((one.indices, one.indptr if isinstance(one, RaggedIndices) else one.lens) for one in (rows[0], rows[-1]))
-    return [tensor for pair in pairs for tensor in pair]
+    window, compressed = rows[0], rows[-1]
+    return [window.indices, _ends(window), compressed.indices, _ends(compressed)]
+
+
+def _ends(rows: DenseIndices | RaggedIndices) -> Tensor:
+    """What says where each row ends: lens, or indptr."""
+    return rows.indptr if isinstance(rows, RaggedIndices) else rows.lens
 
 
 def _segments(keys: Sequence[PagedKeys] | GatheredKeys) -> tuple[tuple[Segment, ...], list[int]]:
-    """Constants of each segment, and numbers of two; those of an only segment are repeated."""
-    found: list[tuple[Segment, list[int]]] = []
+    """Constants of each segment, and numbers of window and compressed; those of an only segment are repeated."""
+    described: list[tuple[Segment, list[int]]] = []
     if isinstance(keys, GatheredKeys):
         kv, stride = keys.kv, keys.kv.stride(0)
         unit = wide_unit(kv, stride)
         last_slot = min(kv.shape[0], MOST_SLOTS) - 1
         segment = Segment(ROWS.value, unit, dtype=kv.dtype)
-        found = [(segment, [1, *divider(1), stride // unit, 0, last_slot])]
+        described = [(segment, [1, *divider(1), stride // unit, 0, last_slot])]
     else:
         for cache in (segment.cache for segment in keys):
             tensor, itemsize = cache.tensor, cache.layout.dtype.itemsize
             stride, row = cache.page_stride // itemsize, 0 if cache.layout.is_quantised else tensor.stride(1)
             segment = Segment.of(cache.layout, aligned=wide_unit(tensor, stride, row) > 1)
             last_slot, size = min(cache.capacity, MOST_SLOTS) - 1, cache.block_size
-            found.append((segment, [size, *divider(size), stride // segment.unit, row // segment.unit, last_slot]))
+            described.append((segment, [size, *divider(size), stride // segment.unit, row // segment.unit, last_slot]))
     numbers: list[int] = []
-    for (_, page), rows in zip(found, index_rows(keys), strict=True):
+    for (_, page), rows in zip(described, index_rows(keys), strict=True):
         indices = rows.indices
         numbers += (rows.width, indices.shape[0] if isinstance(rows, RaggedIndices) else indices.stride(0), *page)
-    return tuple(segment for segment, _ in found), numbers if len(found) > 1 else numbers * 2
+    return tuple(segment for segment, _ in described), numbers if len(described) > 1 else numbers * 2
 
 
 def wide_unit(tensor: Tensor, *strides: int) -> int:

@@ -29,7 +29,6 @@ from dsv4attn.backends._triton.compiling.variant import Variant, pointer_type
 from dsv4attn.backends._triton.index_ops.common import CONSTANTS
 from dsv4attn.backends._triton.index_ops.dense import prepare_combine
 from dsv4attn.backends._triton.launching.runtime import Constants, Launch
-from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import ChunkRows, PageTable
 from dsv4attn.core.contract.backend import FillRows
@@ -43,19 +42,23 @@ PACKERS = 4096
 PACKERS times the lists, and there is no launch for the sums."""
 
 
-def prepare_rows(chunk: ChunkRows, topk_indices: Tensor | None, caches: LayerCaches) -> FillRows:
+def prepare_rows(
+    chunk: ChunkRows, topk_indices: Tensor | None, window: PagedKVCache, compressed: PagedKVCache | None
+) -> FillRows:
     """See `contract.BackendDefaults`."""
     kv, (indices, lens), ragged = chunk.kv, (chunk.combined.indices, chunk.combined.lens), chunk.ragged
-    swa, compressed = chunk.swa, chunk.compressed if caches.compressed is not None else None
-    entry_table = None if compressed is None else compressed.block_table
+    # a chunk without entries gathers none, whatever cache there is
+    entries = None if chunk.compressed is None else compressed
+    pages = None if entries is None else chunk.compressed
+    entry_table = None if pages is None else pages.block_table
     seq_lens, gather_lens = chunk.seq_lens, chunk.gather_lens
     check_strides(written=("kv",), kv=kv, seq_lens=seq_lens, gather_lens=gather_lens)
-    check_strides(swa_block_table=swa.block_table, compressed_block_table=entry_table)
+    check_strides(swa_block_table=chunk.swa.block_table, compressed_block_table=entry_table)
     (n, rows, _), (tokens, width) = kv.shape, indices.shape
     lengths = chunk.visible_lens, chunk.is_valid, chunk.query_start_loc, seq_lens, gather_lens
     sizes = chunk.window, chunk.topk, rows, chunk.offset
     to = indices, lens
-    combine = prepare_combine(topk_indices, lengths, sizes, (chunk.compressed, swa), to, tail=chunk.tail)
+    combine = prepare_combine(topk_indices, lengths, sizes, (chunk.compressed, chunk.swa), to, tail=chunk.tail)
 
     flat = indptr = None
     group, packers = 1, 0
@@ -65,25 +68,24 @@ def prepare_rows(chunk: ChunkRows, topk_indices: Tensor | None, caches: LayerCac
         group = max(triton.cdiv(tokens, PACKERS), 1)
         packers = max(triton.cdiv(tokens, group), 1)
     packed = (None, None) if flat is None else to
-    entries = None if compressed is None else caches.compressed
-    layouts = caches.swa.layout, None if entries is None else entries.layout
-    aligned = alignment_of_records(caches.swa), 1 if entries is None else alignment_of_records(entries)
+    layouts = window.layout, None if entries is None else entries.layout
+    aligned = alignment_of_records(window), 1 if entries is None else alignment_of_records(entries)
     constants = _constants(*layouts, alignment_of_rows(kv), *aligned, CONSTANTS["BLOCK"])
     cut = (0, -1) if chunk.tail is None else (chunk.tail, tokens)
     numbers = (
         chunk.offset, rows - chunk.offset, *kv.stride()[:2], *cut, chunk.window, chunk.ratio,
-        *_numbers_of(compressed, entries), *_numbers_of(swa, caches.swa),
+        *_numbers_of(pages, entries), *_numbers_of(chunk.swa, window),
         packers, group, tokens, width, indices.stride(0), n * rows,
     )  # fmt: skip
     launch = Launch(fill_kernel, constants, numbers, WARPS)
     block = constants["BLOCK_R"]
     programs = packers + n * (triton.cdiv(chunk.offset, block) + triton.cdiv(rows - chunk.offset, block))
-    pointers = seq_lens, gather_lens, entry_table, swa.block_table, flat, indptr, *packed
+    pointers = seq_lens, gather_lens, entry_table, chunk.swa.block_table, flat, indptr, *packed
 
-    def fill(topk_indices: Tensor | None, caches: LayerCaches) -> None:
+    def fill(topk_indices: Tensor | None, window: PagedKVCache, compressed: PagedKVCache | None) -> None:
         combine(topk_indices)
-        cache = None if entries is None or caches.compressed is None else caches.compressed.tensor
-        launch(programs, (kv, cache, caches.swa.tensor, *pointers))
+        compressed_pages = None if pages is None or compressed is None else compressed.tensor
+        launch(programs, (kv, compressed_pages, window.tensor, *pointers))
 
     return fill
 

@@ -23,7 +23,7 @@ from dsv4attn.backends._triton.launching.runtime import INTERPRETED
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.contract.backend import AttentionCall, Extras
+from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.testing.book import place_of
 from dsv4attn.testing.judge import F64, Expected, found, rounded, tolerance, written
@@ -176,7 +176,7 @@ class Trial:
             rows = self.tokens, self.splits, self.heads
             sizes = (*rows, self.layer.head_dim), rows, rows
             parts = [torch.full(size, math.nan, device=DEVICE) for size in sizes]
-        return AttentionCall(self.layer, q, self._keys(), sink, out, told[0], parts, Extras(told[1])), bases
+        return AttentionCall(self.layer, q, self._keys(), sink, out, told[0], parts, AttentionOptions(told[1])), bases
 
     def _keys(self) -> Sequence[PagedKeys] | GatheredKeys:
         if not self.form.startswith("gathered"):

@@ -19,7 +19,7 @@ from torch import Tensor
 from dsv4attn.backends._triton.attention import attend, kernels, kernels_combine, keys
 from dsv4attn.core.cache.layout import PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys
-from dsv4attn.core.contract.backend import Extras
+from dsv4attn.core.contract.backend import AttentionOptions
 from tests.backends._triton.attention.attending import Answer, Trial
 
 __all__ = ["far_away", "plant"]
@@ -107,6 +107,8 @@ def far_away(trial: Trial) -> Answer:
                 rows = evolve(rows, indices=land.spread(rows.indices))
             found.append(PagedKeys(land.cache(segment.cache), rows))
     assert out is not None
-    call = evolve(call, q=land.spread(call.q), keys=found, out=out.fill_(math.nan), lse=lse, extras=Extras(top))
+    call = evolve(
+        call, q=land.spread(call.q), keys=found, out=out.fill_(math.nan), lse=lse, options=AttentionOptions(top)
+    )
     attend.attend(call, trial.tuning, tiles_per_split=trial.run)
     return Answer(*(None if one is None else one.clone() for one in (out, lse, top)))  # type: ignore[arg-type]

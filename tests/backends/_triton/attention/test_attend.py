@@ -15,7 +15,7 @@ from dsv4attn.backends._triton.attention import attend
 from dsv4attn.backends._triton.launching.runtime import INTERPRETED, observed
 from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.cache.layout import KVCacheLayout
-from dsv4attn.core.contract.backend import Extras
+from dsv4attn.core.contract.backend import AttentionOptions
 from dsv4attn.core.memory.workspace import simultaneous_bytes
 from dsv4attn.core.model.geometry import LayerGeometry
 from tests.backends._triton.attention.attending import (
@@ -138,7 +138,7 @@ def test_lse_and_largest_logits_may_be_asked_for_alone() -> None:
         for missing in ("lse", "max_logits"):
             call, _ = trial.call()
             nothing: dict[str, Any] = {missing: None}
-            attend.attend(evolve(call, **(nothing if missing == "lse" else {"extras": Extras()})), SMALL)
+            attend.attend(evolve(call, **(nothing if missing == "lse" else {"extras": AttentionOptions()})), SMALL)
             alone = Answer(call.out, call.lse, call.max_logits)._replace(**nothing)
             assert same(answer, alone)
 

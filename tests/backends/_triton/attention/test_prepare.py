@@ -15,7 +15,7 @@ from dsv4attn.backends._triton.tuning import Tuning
 from dsv4attn.core.cache.layer_caches import LayerCaches
 from dsv4attn.core.cache.layout import Arrangement, Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
-from dsv4attn.core.contract.backend import AttentionCall, Extras
+from dsv4attn.core.contract.backend import AttentionCall, AttentionOptions
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, Rope
 from dsv4attn.core.tensorspec import signature
 
@@ -69,7 +69,7 @@ OTHERS: dict[str, Callable[[], tuple[AttentionCall, Tuning, int]]] = {
     ),
     "lse": lambda: (call_of(lse=torch.zeros(2, 4)), TUNING, 0),
     "lse strides": lambda: (call_of(lse=torch.zeros(2, 6)[:, :4]), TUNING, 0),
-    "max logits": lambda: (call_of(extras=Extras(torch.zeros(2, 4))), TUNING, 0),
+    "max logits": lambda: (call_of(options=AttentionOptions(torch.zeros(2, 4))), TUNING, 0),
     "scale": lambda: (call_of(layer=evolve(LAYER, softmax_scale=0.5)), TUNING, 0),
     "dims": lambda: (call_of(layer=evolve(LAYER, rope=Rope(32, 1e4))), TUNING, 0),
     "tuning": lambda: (call_of(), evolve(TUNING, keys=16), 0),
@@ -143,7 +143,9 @@ def launches(call: AttentionCall, tuning: Tuning = TUNING, run: int = 0) -> list
 def key_of(call: AttentionCall) -> tuple[object, ...]:
     """What core compares of a call before a prepared one serves it."""
     tensors = signature(call.q, call.out, call.attn_sink, call.lse)
-    return tensors, LayerCaches(*call.caches).signature if call.caches else None
+    if isinstance(call.keys, GatheredKeys):
+        return tensors, None
+    return tensors, LayerCaches(*[segment.cache for segment in call.keys]).signature
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -168,7 +170,7 @@ def test_a_prepared_call_launches_for_other_tensors_what_is_launched_for_them_al
     prepared = attend.prepare(call, tuning, tiles_per_split=run)
     more = [torch.cat([one, one])[: one.shape[0] + 1] if one.is_contiguous() else one for one in (call.q, call.out)]
     Recorded.noted.clear()
-    prepared(more[0], more[1], call.lse, call.attn_sink, call.caches)
+    prepared(call.tensors._replace(q=more[0], out=more[1]))
 
     assert Recorded.noted == alone
 

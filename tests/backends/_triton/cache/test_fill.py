@@ -18,7 +18,7 @@ from dsv4attn.backends._triton.launching.runtime import observed
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.attention.gathered import fill_by_steps
 from dsv4attn.core.cache.layer_caches import LayerCaches
-from dsv4attn.core.cache.layout import KVCacheLayout
+from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import ChunkRows, DenseIndices, PageTable, RaggedIndices
 from dsv4attn.core.contract.backend import KeyForm
 from dsv4attn.core.contract.device import DeviceFacts
@@ -125,11 +125,11 @@ class Chunk:
         spare = list[Tensor]()
         wanted, got = self._inside(self.chunk, []), self._inside(self.chunk, spare)
         topks = [there(topk) for topk in self.topk]
-        right = fill_by_steps(ReferenceBackend(), wanted, topks[0], self.caches)
-        found = prepare(got, topks[0], self.caches)
+        right = fill_by_steps(ReferenceBackend(), wanted, topks[0], self.caches.swa, self.caches.compressed)
+        found = prepare(got, topks[0], self.caches.swa, self.caches.compressed)
         for topk in (*topks, topks[0]):
-            right(topk, self.caches)
-            found(topk, self.caches)
+            right(topk, self.caches.swa, self.caches.compressed)
+            found(topk, self.caches.swa, self.caches.compressed)
             if not _same(wanted, got):
                 return False
         for one in _outputs_of(got):
@@ -207,9 +207,9 @@ def test_a_copy_of_the_launcher_without_a_bug_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [{"tail": 0}, {"window": 1}, {"offset": 0}, {"topk": 9}, {"compressed": None}])
 def test_each_number_of_a_chunk_matters(wrong: dict[str, Any]) -> None:
-    def prepare(chunk: ChunkRows, topk: Tensor | None, caches: LayerCaches) -> Any:
+    def prepare(chunk: ChunkRows, topk: Tensor | None, window: PagedKVCache, compressed: PagedKVCache | None) -> Any:
         changed = {name: value for name, value in wrong.items() if getattr(chunk, name) is not None}
-        return fill.prepare_rows(evolve(chunk, **changed), topk, caches)
+        return fill.prepare_rows(evolve(chunk, **changed), topk, window, compressed)
 
     assert not trials(range(8), prepare, PAIRS[:4])
 
