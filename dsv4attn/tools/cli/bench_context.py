@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dsv4attn.core.contract.backend import Backend
     from dsv4attn.tools.bench.context_cases import ContextCase
     from dsv4attn.tools.bench.report_context import ContextRun
-    from dsv4attn.tools.replay.ranks import MeteredContext
+    from dsv4attn.tools.replay.over_ranks import MeteredContext
 
 __all__ = ["context"]
 

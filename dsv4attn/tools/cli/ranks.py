@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from dsv4attn.core.model.geometry import ModelGeometry
-    from dsv4attn.tools.replay.ranks import MeteredContext
+    from dsv4attn.tools.replay.over_ranks import MeteredContext
 
 __all__ = ["check_ranks", "joined", "launched"]
 
@@ -64,7 +64,7 @@ def joined(
     """
     from torch import distributed
 
-    from dsv4attn.tools.replay.ranks import MeteredContext
+    from dsv4attn.tools.replay.over_ranks import MeteredContext
 
     if os.environ.get("LOCAL_WORLD_SIZE") == str(ranks) and sys.platform == "linux":
         # all ranks are on this machine: its name need not resolve to an address

@@ -21,13 +21,21 @@ from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, UnknownNameError
 from dsv4attn.serving.scheduler import Scheduler, Step
-from dsv4attn.tools.replay.lane import AnyLane, Lane, MeteredWorkspace, PageBytes, Setting, Shared, timed
-from dsv4attn.tools.replay.pages import COMPRESSED, COMPRESSED_BLOCK_TOKENS, WINDOW, PagedBlocks, PoolSizes, StatePool
-from dsv4attn.tools.replay.ranks import MeteredContext, RanksReport
+from dsv4attn.tools.replay.full_layer import LayerRunner, caches_of, one_of_each, pages_of
+from dsv4attn.tools.replay.layer_runner import (
+    AnyRunner,
+    AttentionRunner,
+    Buffers,
+    MeteredWorkspace,
+    PageBytes,
+    RunSettings,
+    timed,
+)
+from dsv4attn.tools.replay.over_ranks import MeteredContext, RanksReport
+from dsv4attn.tools.replay.pools import COMPRESSED, COMPRESSED_BLOCK_TOKENS, WINDOW, PagedBlocks, PoolSizes, StatePool
+from dsv4attn.tools.replay.random_weights import RandomWeights
 from dsv4attn.tools.replay.request import Request, check_count
 from dsv4attn.tools.replay.results import Report
-from dsv4attn.tools.replay.weights import RandomWeights
-from dsv4attn.tools.replay.whole import WholeLane, caches_of, one_of_each, pages_of
 from dsv4attn.tools.replay.workload import Tokens, Workload
 
 __all__ = ["CACHES", "INDEXERS", "Progress", "Replay", "ReplayConfig"]
@@ -146,7 +154,7 @@ class Replay:
         workspace = MeteredWorkspace()
         workspace.reserve(reduce(WorkspacePlan.union, plans), caller="replay")
         workspace.lock()
-        setting = Setting(
+        setting = RunSettings(
             backend,
             limits,
             layout,
@@ -156,13 +164,13 @@ class Replay:
             check_rows=config.check_rows,
             seed=config.seed,
         )
-        self._lanes: Sequence[AnyLane]
-        self._whole: Sequence[WholeLane] = ()
+        self._lanes: Sequence[AnyRunner]
+        self._whole: Sequence[LayerRunner] = ()
         if whole:
             manager = caches_of(geometry, layers, limits, layout, sizes, config.block_size, backend, context)
             weights = RandomWeights(manager.geometry, config.seed)
             self._builder = manager.builder
-            self._whole = [WholeLane(i, setting, manager, weights, plan, context) for i, plan in enumerate(plans)]
+            self._whole = [LayerRunner(i, setting, manager, weights, plan, context) for i, plan in enumerate(plans)]
             self._lanes = self._whole
         else:
             self._builder = MetadataBuilder(
@@ -174,8 +182,8 @@ class Replay:
                 num_compressed_blocks=sizes.compressed,
                 backend=backend,
             )
-            shared, pairs = Shared.of(setting), zip(layers, plans, strict=True)
-            self._lanes = [Lane(layer, setting, shared, sizes, plan) for layer, plan in pairs]
+            shared, pairs = Buffers.of(setting), zip(layers, plans, strict=True)
+            self._lanes = [AttentionRunner(layer, setting, shared, sizes, plan) for layer, plan in pairs]
         self._other_s = {"inputs": 0.0, "scheduling": 0.0, "checks": 0.0}
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import asdict
 
-from dsv4attn.tools.replay.ranks import RanksReport, Traffic
+from dsv4attn.tools.replay.over_ranks import RanksReport, Traffic
 from dsv4attn.tools.replay.results import CheckResult, LayerReport, Report
 
 __all__ = ["as_json", "as_text"]

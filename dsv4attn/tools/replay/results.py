@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import Factory, asdict, astuple, define, evolve, field, frozen
 
 if TYPE_CHECKING:
-    from dsv4attn.tools.replay.ranks import RanksReport
+    from dsv4attn.tools.replay.over_ranks import RanksReport
 
 __all__ = [
     "SHOWN_FAILURES",
@@ -27,7 +27,7 @@ SHOWN_FAILURES = 5
 
 @frozen
 class Errors:
-    """Errors of checked rows, or their limits; `replay.check` defines and derives them. None: nothing was compared.
+    """Errors of checked rows, or their limits; `check_attention` defines and derives them. None: nothing was compared.
 
     out: relative error of the output.
     lse: absolute error of the lse.
@@ -56,7 +56,7 @@ class Errors:
 
 @frozen
 class WholeErrors(Errors):
-    """Errors of checked rows of a whole layer, or their limits; `replay.whole_check` defines and derives them.
+    """Errors of checked rows of a whole layer, or their limits; `check_full_layer` defines and derives them.
 
     projection: relative error of the output of the layer.
     key: largest error of an element of a window key, as a share of what rounding explains.

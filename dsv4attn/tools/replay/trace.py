@@ -25,8 +25,8 @@ from typing import IO
 from attrs import evolve, frozen
 
 from dsv4attn.errors import TraceError
-from dsv4attn.tools.replay.formats import MAX_REQUEST_TOKENS, BadLineError, Form, Row, detect
 from dsv4attn.tools.replay.request import HASH_BLOCK_TOKENS, Request, check_count, hash_blocks
+from dsv4attn.tools.replay.trace_formats import MAX_REQUEST_TOKENS, BadLineError, TraceFormat, TraceRow, detect
 
 __all__ = [
     "HASH_BLOCK_TOKENS",
@@ -87,9 +87,9 @@ def load_trace(path: str | os.PathLike[str], *, max_requests: int | None = None)
     return Trace(requests, form.name, skipped)
 
 
-def _read_rows(name: str, file: IO[bytes], max_requests: int | None) -> tuple[Form, list[Row], int]:
-    form: Form | None = None
-    rows: list[Row] = []
+def _read_rows(name: str, file: IO[bytes], max_requests: int | None) -> tuple[TraceFormat, list[TraceRow], int]:
+    form: TraceFormat | None = None
+    rows: list[TraceRow] = []
     number = skipped = 0
     for number, text in _numbered_lines(name, file):
         try:

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.tools.replay.random_weights import LOUDEST, hidden_bank
 from dsv4attn.tools.replay.request import HASH_BLOCK_TOKENS, Request
-from dsv4attn.tools.replay.weights import LOUDEST, hidden_bank
 
 __all__ = ["LARGEST_KEY_WEIGHT", "Tokens", "Workload"]
 
@@ -34,7 +34,7 @@ I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
 
 LARGEST_KEY_WEIGHT = LOUDEST
-"""See `weights.LOUDEST`."""
+"""See `random_weights.LOUDEST`."""
 
 _BANK_ROWS = 4096
 _KEY_WEIGHT_SPREAD = 0.4
@@ -72,7 +72,7 @@ class Workload:
         """Draw the banks."""
         self.geometry, self.dtype, self.requests = geometry, dtype, tuple(requests)
         self.row_of = {request.index: row for row, request in enumerate(requests)}
-        """Row number of each request in the tables below, by `Request.index`."""
+        """TraceRow number of each request in the tables below, by `Request.index`."""
         width = max((len(request.hash_ids) for request in requests), default=0) or 1
         self._blocks = np.zeros((len(requests), width), np.int64)
         for row, request in enumerate(requests):

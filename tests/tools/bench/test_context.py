@@ -27,7 +27,7 @@ from dsv4attn.tools.bench.context_cases import check_memory, context_cases
 from dsv4attn.tools.bench.rank_clock import RankClock, captured
 from dsv4attn.tools.bench.report_context import ContextRun, context_text
 from dsv4attn.tools.bench.step import Step
-from dsv4attn.tools.replay.ranks import MeteredContext
+from dsv4attn.tools.replay.over_ranks import MeteredContext
 from tests.tools.bench.rows import HERE
 
 CPU = torch.device("cpu")

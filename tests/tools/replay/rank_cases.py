@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.tools.replay.engine import Replay, ReplayConfig
-from dsv4attn.tools.replay.ranks import MeteredContext
+from dsv4attn.tools.replay.over_ranks import MeteredContext
 from dsv4attn.tools.replay.report import as_json
 from dsv4attn.tools.replay.results import Report
 from tests.testing.plants_rank_steps import Merges

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.tools.replay.check import choose_rows, tolerance_of
+from dsv4attn.tools.replay.check_attention import choose_rows, tolerance_of
 from dsv4attn.tools.replay.report import as_json
 from dsv4attn.tools.replay.results import SHOWN_FAILURES, CheckResult, Errors
 from dsv4attn.tools.replay.workload import Tokens, Workload

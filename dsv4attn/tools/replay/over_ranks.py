@@ -21,14 +21,14 @@ from dsv4attn.core.context_parallel.context import ContextParallel
 from dsv4attn.core.memory.rank_buffers import attention_bytes, candidate_bytes
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.testing.oracle import F64
-from dsv4attn.tools.replay.stored import StoredIndexKeys, StoredKeys
+from dsv4attn.tools.replay.read_back import IndexKeyReader, KeyReader
 
 if TYPE_CHECKING:
     from dsv4attn.tools.replay.results import CheckResult
 
 __all__ = [
-    "IndexKeysOverRanks",
-    "KeysOverRanks",
+    "IndexKeyReaderOverRanks",
+    "KeyReaderOverRanks",
     "LayerOnRank",
     "MeteredContext",
     "OutputDigest",
@@ -172,10 +172,10 @@ def selected_over_ranks(context: ContextParallel, local: Tensor) -> list[int]:
     return sorted(entry for part in context.gather_objects(mine, "checks") for entry in part)
 
 
-class KeysOverRanks(StoredKeys):
+class KeyReaderOverRanks(KeyReader):
     """Compressed entries in the caches of all ranks. Every rank reads the same ones at the same time."""
 
-    def __init__(self, context: ContextParallel, keys: StoredKeys) -> None:
+    def __init__(self, context: ContextParallel, keys: KeyReader) -> None:
         """Look at the keys of this rank."""
         self._context, self._own = context, keys
 
@@ -187,10 +187,10 @@ class KeysOverRanks(StoredKeys):
         return np.stack([found[e] for e in numbers])
 
 
-class IndexKeysOverRanks(StoredIndexKeys):
-    """Index keys in the caches of all ranks; otherwise as `KeysOverRanks`."""
+class IndexKeyReaderOverRanks(IndexKeyReader):
+    """Index keys in the caches of all ranks; otherwise as `KeyReaderOverRanks`."""
 
-    def __init__(self, context: ContextParallel, keys: StoredIndexKeys) -> None:
+    def __init__(self, context: ContextParallel, keys: IndexKeyReader) -> None:
         """Look at the keys of this rank."""
         self._context, self._own = context, keys
 

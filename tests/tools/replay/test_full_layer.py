@@ -26,7 +26,7 @@ from dsv4attn.serving.cache_manager import CacheManager
 from dsv4attn.tools.replay.report import as_json
 from dsv4attn.tools.replay.results import LayerReport, Report, WholeErrors, WholeSeconds
 from dsv4attn.tools.replay.trace import selecting_trace
-from tests.tools.replay import bugs, whole_bugs
+from tests.tools.replay import bugs, full_layer_bugs
 from tests.tools.replay.small import CONFIG, GEOMETRY, LENGTHS, replay, requests_of, run, verdicts
 
 TOKENS = sum(prompt + output - 1 for prompt, output in LENGTHS)
@@ -175,32 +175,32 @@ def test_a_selecting_trace_has_one_long_prompt_that_others_decode_beside(seed: i
 ENTRIES = {"c4a": {"entry", "index_key"}, "c128a": {"entry"}}
 C4A = {"c4a": {"entry", "index_key"}}
 PLANTED = [
-    (whole_bugs.BiasOfTheNextToken, ENTRIES),
-    (whole_bugs.LastStateNotSaved, ENTRIES),
-    (whole_bugs.TurnedToTheLastToken, ENTRIES),
-    (whole_bugs.NormWithoutWeight, ENTRIES),
-    (whole_bugs.NeighboursStates, ENTRIES),
-    (whole_bugs.NotStored, ENTRIES),
-    (whole_bugs.PreviousWindowForgotten, C4A),
-    (whole_bugs.IndexKeysNotStored, {"c4a": {"index_key"}}),
-    (whole_bugs.IndexScalesDoubled, {"c4a": {"index_key"}}),
-    (whole_bugs.QueriesNotTurned, {"c4a": {"index_query"}}),
-    (whole_bugs.WeightsOfTheNextHead, {"c4a": {"index_query"}}),
-    (whole_bugs.Worst, {"c4a": {"selection"}}),
-    (whole_bugs.OneHeadLess, {"c4a": {"selection"}}),
-    (whole_bugs.NewestLeftOut, {"c4a": {"selection"}}),
-    (whole_bugs.OneTwice, {"c4a": {"selection"}}),
-    (whole_bugs.LengthsOfTheLastToken, {"c4a": {"selection"}}),
-    (whole_bugs.NotSelected, {"c4a": {"selection"}}),
-    (whole_bugs.ScoresWithoutKeyScales, {"c4a": {"selection"}}),
+    (full_layer_bugs.BiasOfTheNextToken, ENTRIES),
+    (full_layer_bugs.LastStateNotSaved, ENTRIES),
+    (full_layer_bugs.TurnedToTheLastToken, ENTRIES),
+    (full_layer_bugs.NormWithoutWeight, ENTRIES),
+    (full_layer_bugs.NeighboursStates, ENTRIES),
+    (full_layer_bugs.NotStored, ENTRIES),
+    (full_layer_bugs.PreviousWindowForgotten, C4A),
+    (full_layer_bugs.IndexKeysNotStored, {"c4a": {"index_key"}}),
+    (full_layer_bugs.IndexScalesDoubled, {"c4a": {"index_key"}}),
+    (full_layer_bugs.QueriesNotTurned, {"c4a": {"index_query"}}),
+    (full_layer_bugs.WeightsOfTheNextHead, {"c4a": {"index_query"}}),
+    (full_layer_bugs.Worst, {"c4a": {"selection"}}),
+    (full_layer_bugs.OneHeadLess, {"c4a": {"selection"}}),
+    (full_layer_bugs.NewestLeftOut, {"c4a": {"selection"}}),
+    (full_layer_bugs.OneTwice, {"c4a": {"selection"}}),
+    (full_layer_bugs.LengthsOfTheLastToken, {"c4a": {"selection"}}),
+    (full_layer_bugs.NotSelected, {"c4a": {"selection"}}),
+    (full_layer_bugs.ScoresWithoutKeyScales, {"c4a": {"selection"}}),
 ]
 
 
 @pytest.mark.parametrize(("steps", "found"), PLANTED, ids=lambda x: getattr(x, "__name__", ""))
 def test_a_bug_around_attention_is_found_where_it_arises(
-    steps: type[whole_bugs.Steps], found: dict[str, set[str]]
+    steps: type[full_layer_bugs.Steps], found: dict[str, set[str]]
 ) -> None:
-    report = whole(whole_bugs.backend_with(steps), check_rows=8)
+    report = whole(full_layer_bugs.backend_with(steps), check_rows=8)
 
     beyond = {layer.kind: stages_beyond(layer) for layer in report.layers}
     assert {kind: stages for kind, stages in beyond.items() if stages} == found

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dsv4attn.errors import ArgumentError
 from dsv4attn.serving.scheduler import Scheduler
-from dsv4attn.tools.replay.pages import PagedBlocks, PoolSizes, StatePool
+from dsv4attn.tools.replay.pools import PagedBlocks, PoolSizes, StatePool
 from dsv4attn.tools.replay.request import Request
 from tests.tools.replay.small import GEOMETRY, requests_of
 

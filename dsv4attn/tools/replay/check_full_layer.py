@@ -3,7 +3,8 @@
 A stage is judged by raw inputs, or by the bytes that the stage before it left, so that an error is named where it
 arises and roundings do not add up. For a row of a step:
 
-- key: its window key in the cache, against the one made of its hidden state (`stored.rounding` bounds each element);
+- key: its window key in the cache, against the one made of its hidden state (bound of each element:
+  `read_back.rounding_bound`);
 - query: its q, normalised and rotated, against the one made of its hidden state; bounded as a key that is stored in the
   dtype of hidden states, and the rounding of the latent is added;
 - entry, index_key: the newest entry that it sees, and one at random, against entries made of the hidden states of their
@@ -44,15 +45,15 @@ from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.testing import oracle
 from dsv4attn.testing.oracle import F64
-from dsv4attn.tools.replay.check import largest, relative
-from dsv4attn.tools.replay.exact import ExactLayer
-from dsv4attn.tools.replay.ranks import IndexKeysOverRanks, KeysOverRanks, selected_over_ranks
+from dsv4attn.tools.replay.check_attention import largest, relative
+from dsv4attn.tools.replay.oracle_full_layer import OracleLayer
+from dsv4attn.tools.replay.over_ranks import IndexKeyReaderOverRanks, KeyReaderOverRanks, selected_over_ranks
+from dsv4attn.tools.replay.read_back import BF16, SUMS, IndexKeyReader, KeyReader, rounding_bound, share_of_bound
 from dsv4attn.tools.replay.recorder import RecordingBackend
 from dsv4attn.tools.replay.results import CheckResult, WholeErrors
-from dsv4attn.tools.replay.stored import BF16, SUMS, StoredIndexKeys, StoredKeys, rounding, share
 from dsv4attn.tools.replay.workload import I64, Tokens, Workload
 
-__all__ = ["Step", "WholeChecker", "tolerance_of"]
+__all__ = ["FullLayerChecker", "Step", "tolerance_of"]
 
 _SAMPLED = 64
 """Elements of an output that are compared."""
@@ -90,13 +91,13 @@ class Step:
     output: Tensor
 
 
-class WholeChecker:
+class FullLayerChecker:
     """Checks rows of one whole layer and records the largest errors."""
 
     def __init__(
         self,
         layer: LayerGeometry,
-        exact: ExactLayer,
+        exact: OracleLayer,
         caches: DeepseekV4Caches,
         recorder: RecordingBackend,
         workload: Workload,
@@ -109,14 +110,14 @@ class WholeChecker:
         """
         self._layer, self._exact, self._recorder, self._workload = layer, exact, recorder, workload
         self._caches, attention = caches, caches.attention
-        self._window = StoredKeys(attention.swa)
-        self._entries = None if attention.compressed is None else StoredKeys(attention.compressed)
-        self._index = None if caches.index is None else StoredIndexKeys(caches.index)
+        self._window = KeyReader(attention.swa)
+        self._entries = None if attention.compressed is None else KeyReader(attention.compressed)
+        self._index = None if caches.index is None else IndexKeyReader(caches.index)
         self._context = context
         if context is not None and self._entries is not None:
-            self._entries = KeysOverRanks(context, self._entries)
+            self._entries = KeyReaderOverRanks(context, self._entries)
         if context is not None and self._index is not None:
-            self._index = IndexKeysOverRanks(context, self._index)
+            self._index = IndexKeyReaderOverRanks(context, self._index)
         self._made: dict[tuple[int, int, bool], F64] = {}
         self.result = CheckResult(tolerance=tolerance)
 
@@ -135,8 +136,8 @@ class WholeChecker:
         blocks = metadata.swa.block_table[request].tolist()
         (key,) = self._window.read(blocks, [position])
         found = exact.key(hidden, position)
-        bound = rounding(found, self._caches.attention.swa.layout, layer.rope_dim)
-        stages = {"key": share(key, found, bound)}
+        bound = rounding_bound(found, self._caches.attention.swa.layout, layer.rope_dim)
+        stages = {"key": share_of_bound(key, found, bound)}
         whole = metadata.whole is not None and i >= metadata.swa.num_decode_tokens
         selected = None
         if metadata.compressed is not None and self._entries is not None:
@@ -184,8 +185,8 @@ class WholeChecker:
         for name, stored, layout in sources:
             exact = [self._entry(row, e, index=name == "index_key") for e in entries]
             pairs = zip(stored, exact, strict=True)
-            bounds = [rounding(v, layout, layer.rope_dim) + self._of_entry_latent(v, name) for v in exact]
-            found[name] = max(share(s, v, bound) for (s, v), bound in zip(pairs, bounds, strict=True))
+            bounds = [rounding_bound(v, layout, layer.rope_dim) + self._of_entry_latent(v, name) for v in exact]
+            found[name] = max(share_of_bound(s, v, bound) for (s, v), bound in zip(pairs, bounds, strict=True))
         return found
 
     def _of_entry_latent(self, exact: F64, name: str) -> F64 | float:
@@ -193,7 +194,7 @@ class WholeChecker:
         if not self._exact.rounds_latents:
             return 0.0
         rope = self._layer.rope_dim
-        bound = rounding(exact, KVCacheLayout.rows(len(exact) - rope, rope), rope)
+        bound = rounding_bound(exact, KVCacheLayout.rows(len(exact) - rope, rope), rope)
         return bound + (_PROJECTED * math.sqrt(float(np.mean(exact**2))) if name == "index_key" else 0.0)
 
     def _entry(self, row: int, entry: int, *, index: bool) -> F64:
@@ -244,19 +245,19 @@ class WholeChecker:
         return oracle.decode_e4m3(codes, layout.fp8_format is Fp8Format.FNUZ)
 
     def _query_error(self, q: F64, exact: F64, enlarged: F64) -> float:
-        """Of q [H, D]. enlarged: [H], see `ExactLayer.query`."""
+        """Of q [H, D]. enlarged: [H], see `OracleLayer.query`."""
         layer, dtype = self._layer, self._workload.dtype
         rows = KVCacheLayout.rows(layer.nope_dim, layer.rope_dim, dtype=dtype)
-        bound = np.stack([rounding(row, rows, layer.rope_dim) for row in exact])
-        return share(q, exact, bound + self._of_latent * enlarged[:, None])
+        bound = np.stack([rounding_bound(row, rows, layer.rope_dim) for row in exact])
+        return share_of_bound(q, exact, bound + self._of_latent * enlarged[:, None])
 
     def _index_query_error(self, values: F64, weights: F64, exact: F64, factors: F64) -> float:
         """Of queries times weights: the scale of a quantised query is part of its weight."""
         layout, rms = self._index_layout, math.sqrt(float(np.mean(exact**2)))
-        bound = np.stack([rounding(row, layout, self._layer.rope_dim) for row in exact]) + self._of_latent * rms
+        bound = np.stack([rounding_bound(row, layout, self._layer.rope_dim) for row in exact]) + self._of_latent * rms
         of_weights = SUMS * math.sqrt(float(np.mean(factors**2)))
         bound = bound * np.abs(factors)[:, None] + np.abs(exact) * of_weights
-        return share(values * weights[:, None], exact * factors[:, None], bound)
+        return share_of_bound(values * weights[:, None], exact * factors[:, None], bound)
 
     @property
     def _of_latent(self) -> float:

@@ -22,12 +22,12 @@ from dsv4attn.core.metadata.metadata import AttentionMetadata
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind
 from dsv4attn.core.model.rope import cos_sin_cache
 from dsv4attn.core.tensorspec import BufferSpec
-from dsv4attn.tools.replay.check import RowChecker, choose_rows
-from dsv4attn.tools.replay.pages import COMPRESSED_BLOCK_TOKENS, PoolSizes
+from dsv4attn.tools.replay.check_attention import AttentionChecker, choose_rows
+from dsv4attn.tools.replay.pools import COMPRESSED_BLOCK_TOKENS, PoolSizes
 from dsv4attn.tools.replay.results import LayerReport
 from dsv4attn.tools.replay.workload import Tokens, Workload
 
-__all__ = ["AnyLane", "Lane", "MeteredWorkspace", "PageBytes", "Setting", "Shared", "timed"]
+__all__ = ["AnyRunner", "AttentionRunner", "Buffers", "MeteredWorkspace", "PageBytes", "RunSettings", "timed"]
 
 
 @contextmanager
@@ -86,7 +86,7 @@ class MeteredWorkspace(WorkspaceManager):
 
 
 @frozen(eq=False)
-class Setting:
+class RunSettings:
     """What every lane needs, of both kinds of replays.
 
     backend: the backend.
@@ -110,7 +110,7 @@ class Setting:
 
 
 @frozen(eq=False)
-class Shared:
+class Buffers:
     """Objects that all lanes of attention alone share, because they run one after another.
 
     wo_a: [G * rank, H / G * D] fp32.
@@ -125,7 +125,7 @@ class Shared:
     lse: Tensor
 
     @classmethod
-    def of(cls, setting: Setting) -> Shared:
+    def of(cls, setting: RunSettings) -> Buffers:
         """Buffers for the largest step."""
         workload = setting.workload
         rows = setting.limits.max_num_batched_tokens, workload.geometry.num_heads
@@ -133,7 +133,7 @@ class Shared:
         return cls(workload.projection(), q, out, torch.empty(rows, dtype=torch.float32, device="cpu"))
 
 
-class AnyLane(Protocol):
+class AnyRunner(Protocol):
     """A layer type in a replay: attention alone, or a whole layer."""
 
     layer: LayerGeometry
@@ -144,11 +144,11 @@ class AnyLane(Protocol):
         """Run and check the tokens of a step. Its numbers are counted when all of this is done."""
 
 
-class Lane:
+class AttentionRunner:
     """Attention of a layer that stands for all layers of its type, on random inputs."""
 
     def __init__(
-        self, layer: LayerGeometry, setting: Setting, shared: Shared, sizes: PoolSizes, plan: WorkspacePlan
+        self, layer: LayerGeometry, setting: RunSettings, shared: Buffers, sizes: PoolSizes, plan: WorkspacePlan
     ) -> None:
         """Allocate the layer's own caches over the shared pools."""
         self.layer, self._setting, self._shared = layer, setting, shared
@@ -159,7 +159,7 @@ class Lane:
             compressed = PagedKVCache.allocate(layout, sizes.compressed, COMPRESSED_BLOCK_TOKENS // ratio)
         self._caches = LayerCaches(swa, compressed)
         self._cos_sin = cos_sin_cache(layer.rope, setting.limits.max_model_len)
-        self._checker = RowChecker(layer, layout, setting.workload, shared.wo_a) if setting.check_rows else None
+        self._checker = AttentionChecker(layer, layout, setting.workload, shared.wo_a) if setting.check_rows else None
         self._peaks: dict[str, int] = {}
         self.report = LayerReport(
             kind=layer.kind.value,

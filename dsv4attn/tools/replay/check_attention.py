@@ -38,7 +38,7 @@ from dsv4attn.testing.oracle import F64
 from dsv4attn.tools.replay.results import CheckResult, Errors
 from dsv4attn.tools.replay.workload import I64, LARGEST_KEY_WEIGHT, Tokens, Workload
 
-__all__ = ["RowChecker", "choose_rows", "largest", "relative", "tolerance_of"]
+__all__ = ["AttentionChecker", "choose_rows", "largest", "relative", "tolerance_of"]
 
 _SAMPLED_RANKS = 8
 """Projected values compared in each group."""
@@ -73,7 +73,7 @@ def choose_rows(tokens: Tokens, layer: LayerGeometry, count: int, random: np.ran
     return np.concatenate([edges, rest[: count - len(edges)]])
 
 
-class RowChecker:
+class AttentionChecker:
     """Checks rows of one layer type and records the largest errors."""
 
     def __init__(self, layer: LayerGeometry, layout: KVCacheLayout, workload: Workload, wo_a: Tensor) -> None:

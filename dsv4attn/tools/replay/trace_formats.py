@@ -1,4 +1,4 @@
-"""The published trace formats, line by line: `detect` looks at the first line, `Form.parse` turns a line into a `Row`.
+"""The published trace formats. `detect` looks at the first line; `TraceFormat.parse` turns a line into a `TraceRow`.
 
 A bad line raises a `BadLineError` that names the field; `trace` adds the file and the line number.
 """
@@ -18,7 +18,7 @@ from attrs import frozen
 from dsv4attn.errors import did_you_mean
 from dsv4attn.tools.replay.request import HASH_BLOCK_TOKENS, hash_blocks
 
-__all__ = ["MAX_REQUEST_TOKENS", "BadLineError", "Form", "Row", "detect"]
+__all__ = ["MAX_REQUEST_TOKENS", "BadLineError", "TraceFormat", "TraceRow", "detect"]
 
 MAX_REQUEST_TOKENS = 1 << 20
 """Longest prompt plus output of one request: the context length of the models (1,048,576 tokens)."""
@@ -42,10 +42,10 @@ class BadLineError(Exception):
 
 
 @frozen
-class Row:
+class TraceRow:
     """One record of a trace file.
 
-    arrival: in units of its `Form`.
+    arrival: in units of its `TraceFormat`.
     input_length: prompt tokens.
     output_length: tokens to generate.
     hash_ids: ids of the prompt's 512-token blocks, or none.
@@ -58,11 +58,11 @@ class Row:
 
 
 @frozen
-class Form:
+class TraceFormat:
     """A trace format.
 
     name: `mooncake`, `azure` or `burstgpt`.
-    unit: units of `Row.arrival` in one second.
+    unit: units of `TraceRow.arrival` in one second.
     relative: whether arrivals count from the earliest request instead of the trace's own zero.
     has_header: whether the first line is a header and not a record.
     parse: turns one line into a row, or into None when the line is to be skipped.
@@ -72,14 +72,14 @@ class Form:
     unit: int
     relative: bool
     has_header: bool
-    parse: Callable[[str], Row | None]
+    parse: Callable[[str], TraceRow | None]
 
 
-def detect(text: str) -> Form:
+def detect(text: str) -> TraceFormat:
     """Recognise the format by the first line of the file."""
     start = text.lstrip()[:1]
     if start == "{":
-        return Form("mooncake", unit=1000, relative=False, has_header=False, parse=_parse_mooncake)
+        return TraceFormat("mooncake", unit=1000, relative=False, has_header=False, parse=_parse_mooncake)
     if start == "[":
         raise BadLineError("expected one JSON object a line, got a JSON array -> write one request a line")
     columns = _csv_fields(text)
@@ -89,7 +89,7 @@ def detect(text: str) -> Form:
             when, prompt, output = (_Column(column, lower.index(column.lower())) for column in wanted)
             azure = name == "azure"
             table = _Csv(len(columns), when, prompt, output, _iso_nanoseconds if azure else _seconds)
-            return Form(name, unit=10**9 if azure else 1, relative=azure, has_header=True, parse=table.parse)
+            return TraceFormat(name, unit=10**9 if azure else 1, relative=azure, has_header=True, parse=table.parse)
     raise BadLineError(_header_problem(text, columns))
 
 
@@ -105,7 +105,7 @@ def _header_problem(text: str, columns: Sequence[str]) -> str:
     return f"unrecognised header {short(text)}: {expected}{''.join(guesses[:3])}"
 
 
-def _parse_mooncake(text: str) -> Row:
+def _parse_mooncake(text: str) -> TraceRow:
     try:
         record = json.loads(text)
     except json.JSONDecodeError as error:
@@ -118,7 +118,7 @@ def _parse_mooncake(text: str) -> Row:
     for name in ("timestamp", "input_length", "output_length"):
         if name not in record:
             raise BadLineError(f"{name}: missing field (this line has {short(list(record))})")
-    row = Row(
+    row = TraceRow(
         _timestamp("timestamp", record["timestamp"], "milliseconds"),
         _integer("input_length", record["input_length"], 1),
         _integer("output_length", record["output_length"], 1),
@@ -145,7 +145,7 @@ class _Csv:
     output: _Column
     arrival: Callable[[str, str], int | float]
 
-    def parse(self, text: str) -> Row | None:
+    def parse(self, text: str) -> TraceRow | None:
         cells = _csv_fields(text)
         if len(cells) != self.width:
             absent = [column.name for column in (self.when, self.prompt, self.output) if column.place >= len(cells)]
@@ -154,7 +154,7 @@ class _Csv:
         arrived = self.arrival(self.when.name, cells[self.when.place])
         generated = _integer(self.output.name, _as_number(cells[self.output.place]), 0)
         prompt = _integer(self.prompt.name, _as_number(cells[self.prompt.place]), 1 if generated else 0)
-        row = Row(arrived, prompt, generated)
+        row = TraceRow(arrived, prompt, generated)
         _check_total(f"{self.prompt.name} + {self.output.name}", row)
         return row if generated else None
 
@@ -176,7 +176,7 @@ def _integer(name: str, value: object, minimum: int) -> int:
     return value
 
 
-def _check_total(name: str, row: Row) -> None:
+def _check_total(name: str, row: TraceRow) -> None:
     total = row.input_length + row.output_length
     if total > MAX_REQUEST_TOKENS:
         expected = f"at most {MAX_REQUEST_TOKENS} tokens together (the longest context of the models)"

@@ -20,18 +20,18 @@ from dsv4attn.core.metadata.forward_context import set_forward_context
 from dsv4attn.core.metadata.metadata import AttentionMetadata, LayerKey
 from dsv4attn.core.model.geometry import LayerGeometry, LayerKind, ModelGeometry
 from dsv4attn.serving.cache_manager import CacheManager
-from dsv4attn.tools.replay.check import choose_rows
-from dsv4attn.tools.replay.exact import ExactLayer
-from dsv4attn.tools.replay.lane import PageBytes, Setting, timed
-from dsv4attn.tools.replay.pages import COMPRESSED_BLOCK_TOKENS, PoolSizes, StatePool
-from dsv4attn.tools.replay.ranks import LayerOnRank, MeteredContext, OutputDigest, Traffic
+from dsv4attn.tools.replay.check_attention import choose_rows
+from dsv4attn.tools.replay.check_full_layer import FullLayerChecker, Step, tolerance_of
+from dsv4attn.tools.replay.layer_runner import PageBytes, RunSettings, timed
+from dsv4attn.tools.replay.oracle_full_layer import OracleLayer
+from dsv4attn.tools.replay.over_ranks import LayerOnRank, MeteredContext, OutputDigest, Traffic
+from dsv4attn.tools.replay.pools import COMPRESSED_BLOCK_TOKENS, PoolSizes, StatePool
+from dsv4attn.tools.replay.random_weights import RandomWeights
 from dsv4attn.tools.replay.recorder import RecordingBackend
 from dsv4attn.tools.replay.results import LayerReport, WholeSeconds
-from dsv4attn.tools.replay.weights import RandomWeights
-from dsv4attn.tools.replay.whole_check import Step, WholeChecker, tolerance_of
 from dsv4attn.tools.replay.workload import Tokens
 
-__all__ = ["WholeLane", "caches_of", "one_of_each", "pages_of"]
+__all__ = ["LayerRunner", "caches_of", "one_of_each", "pages_of"]
 
 
 def pages_of(
@@ -104,13 +104,13 @@ def owners_of(geometry: ModelGeometry, layer: LayerGeometry) -> int:
     return sum(geometry.sources(i).kv in (None, i) for i in alike)
 
 
-class WholeLane:
+class LayerRunner:
     """A whole layer that stands for all layers of its type."""
 
     def __init__(
         self,
         index: int,
-        setting: Setting,
+        setting: RunSettings,
         manager: CacheManager,
         weights: RandomWeights,
         plan: WorkspacePlan,
@@ -136,11 +136,11 @@ class WholeLane:
             context_parallel=context,
         )
         self._attention.bind_kv_cache(caches)
-        self._checker: WholeChecker | None = None
+        self._checker: FullLayerChecker | None = None
         if setting.check_rows:
-            exact = ExactLayer(geometry, layer, own, weights)
+            exact = OracleLayer(geometry, layer, own, weights)
             tolerance = tolerance_of(setting.workload.dtype, weights.key_rms)
-            self._checker = WholeChecker(layer, exact, caches, recorder, setting.workload, tolerance, context)
+            self._checker = FullLayerChecker(layer, exact, caches, recorder, setting.workload, tolerance, context)
         self._peaks: dict[str, int] = {}
         self._context, self._sent, self._digest = context, Counter[str](), OutputDigest()
         states = StatePool(layer, self.page.state) if self.page.state else None

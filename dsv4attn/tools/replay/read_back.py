@@ -24,7 +24,7 @@ from dsv4attn.core.cache.layout import Fp8Format, KVCacheLayout, PagedKVCache
 from dsv4attn.testing import oracle
 from dsv4attn.testing.oracle import F64, U8
 
-__all__ = ["BF16", "SUMS", "StoredIndexKeys", "StoredKeys", "rounding", "share"]
+__all__ = ["BF16", "SUMS", "IndexKeyReader", "KeyReader", "rounding_bound", "share_of_bound"]
 
 BF16 = 2.0**-8
 """Largest relative error of a value that is rounded to bf16."""
@@ -34,7 +34,7 @@ _E4M3, _E4M3_SMALLEST = 2.0**-4, 2.0**-10
 """Half a step of e4m3, relative, and of its smallest values."""
 
 
-class StoredKeys:
+class KeyReader:
     """Keys of one cache, in float64."""
 
     def __init__(self, cache: PagedKVCache) -> None:
@@ -64,7 +64,7 @@ class StoredKeys:
         )
 
 
-class StoredIndexKeys:
+class IndexKeyReader:
     """Index keys of one cache, in float64.
 
     A page holds rows, or the codes of all its keys, and behind them an fp32 scale of each key.
@@ -99,7 +99,7 @@ def _raw_pages(cache: PagedKVCache) -> U8:
     return raw
 
 
-def rounding(exact: F64, layout: KVCacheLayout, rope_dim: int) -> F64:
+def rounding_bound(exact: F64, layout: KVCacheLayout, rope_dim: int) -> F64:
     """[D] bound on the difference of each stored element from `exact` [D], a rotated key; see the module.
 
     rope_dim: elements that were rotated, the trailing ones, whatever part of them the layout stores in bf16.
@@ -120,7 +120,7 @@ def rounding(exact: F64, layout: KVCacheLayout, rope_dim: int) -> F64:
     return bound
 
 
-def share(stored: F64, exact: F64, bound: F64) -> float:
+def share_of_bound(stored: F64, exact: F64, bound: F64) -> float:
     """The largest difference as a share of its bound; infinity when one is not a number."""
     shares = np.abs(stored - exact) / bound
     return math.inf if np.isnan(shares).any() else float(shares.max())

@@ -1,6 +1,6 @@
 """A whole layer in float64 numpy, token by token, from hidden states. The checks of a replay judge the layer by it.
 
-Nothing is rounded here: `whole_check` says how far a layer that rounds may be from it. Letters are those of
+Nothing is rounded here: `check_full_layer` says how far a layer that rounds may be from it. Letters are those of
 `core.model.geometry` and `core.contract.layer_ops`.
 """
 
@@ -15,12 +15,12 @@ from dsv4attn.core.model.quantized_weight import Weight
 from dsv4attn.core.model.weights import AttentionWeights, CompressorWeights
 from dsv4attn.testing import oracle
 from dsv4attn.testing.oracle import F64
-from dsv4attn.tools.replay.weights import RandomWeights
+from dsv4attn.tools.replay.random_weights import RandomWeights
 
-__all__ = ["ExactLayer"]
+__all__ = ["OracleLayer"]
 
 
-class ExactLayer:
+class OracleLayer:
     """One layer."""
 
     def __init__(
