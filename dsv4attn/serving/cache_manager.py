@@ -61,7 +61,8 @@ class CacheManager:
     beside `fp8_ds_mla`, and rows of the same dtype beside rows. num_blocks: pages of some groups ("window",
     "compressed", "c4a_state", "c128a_state"); by default enough for `max_num_reqs` sequences of `max_model_len` tokens.
     shuffle_seed: hand out pages in a random order. keep_windows: keep pages that no later token of a sequence reads, so
-    that it can be forked anywhere. backend: its index kernels build metadata. context_parallel: ranks that share the
+    that it can be forked anywhere. attention_only: no index keys and no compressor states, for callers who make and
+    select entries themselves. backend: its index kernels build metadata. context_parallel: ranks that share the
     compressed entries; a compressed page has those of as many tokens more. If one rank's manager fails, all ranks' do.
     """
 
@@ -80,26 +81,30 @@ class CacheManager:
         compressed_block_tokens: int = 256,
         shuffle_seed: int | None = None,
         keep_windows: bool = False,
+        attention_only: bool = False,
         backend: Backend | None = None,
         context_parallel: ContextParallel | None = None,
     ) -> None:
         self.geometry, self.limits, self.device = planned(geometry, limits, device, kv_layout)
         self.keep_windows, self._entry_tokens = keep_windows, compressed_block_tokens
         compressed = [layer for layer in geometry.distinct_layers if layer.has_entries]
-        self._stateful = [layer for layer in compressed if layer.has_states]
-        self._tokens_per_block, (ranks, self._where) = {WINDOW: swa_block_size}, on_rank(context_parallel)
+        self._attention_only = attention_only
+        self._stateful = [layer for layer in compressed if layer.has_states and not attention_only]
+        (ranks, self._where) = on_rank(context_parallel)
+        self.tokens_per_block = {WINDOW: swa_block_size}
+        """Tokens whose records share a page, for each group."""
         if compressed:
-            self._tokens_per_block[COMPRESSED] = compressed_block_tokens * ranks
-        self._tokens_per_block |= {_states(layer): STATE_BLOCK_SIZES[layer.kind] for layer in self._stateful}
+            self.tokens_per_block[COMPRESSED] = compressed_block_tokens * ranks
+        self.tokens_per_block |= {_states(layer): STATE_BLOCK_SIZES[layer.kind] for layer in self._stateful}
         for layer in compressed:
             if compressed_block_tokens % layer.compress_ratio:
                 expected = f"a multiple of ratio {layer.compress_ratio}"
                 raise ArgumentError("compressed_block_tokens", expected=expected, actual=compressed_block_tokens)
         given = num_blocks or {}
         for name in given:
-            if name not in self._tokens_per_block:
-                raise ArgumentError("num_blocks", expected=f"groups {[*self._tokens_per_block]}", actual=repr(name))
-        blocks = {name: given.get(name, self._enough(name)) for name in self._tokens_per_block}
+            if name not in self.tokens_per_block:
+                raise ArgumentError("num_blocks", expected=f"groups {[*self.tokens_per_block]}", actual=repr(name))
+        blocks = {name: given.get(name, self._enough(name)) for name in self.tokens_per_block}
         self._pools = {name: BlockAllocator(n, shuffle_seed=shuffle_seed) for name, n in blocks.items()}
         self.caches: tuple[DeepseekV4Caches, ...] = ()
         index_layout = index_layout or _index_layout(geometry, kv_layout)
@@ -120,7 +125,7 @@ class CacheManager:
 
     def new(self) -> CachedSequence:
         """A sequence without tokens, and without pages."""
-        tables = {name: BlockTable(self._pools[name], n) for name, n in self._tokens_per_block.items()}
+        tables = {name: BlockTable(self._pools[name], n) for name, n in self.tokens_per_block.items()}
         return CachedSequence(tables, owner=self)
 
     def free(self, sequence: CachedSequence) -> None:
@@ -224,7 +229,7 @@ class CacheManager:
         starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu")
         lens = torch.tensor([sequence.length + count for sequence, count in requests], dtype=torch.int32, device="cpu")
         slots = [slot for sequence, count in requests for slot in self._slots(sequence, count)]
-        tables = {name: self._table(name, requests) for name in self._tokens_per_block}
+        tables = {name: self._table(name, requests) for name in self.tokens_per_block}
         states: dict[str, Any] = {f"{name}_block_table": tables.get(name) for name in ("c4a_state", "c128a_state")}
         return Batch(
             num_reqs=len(requests),
@@ -277,9 +282,14 @@ class CacheManager:
             self._release(sequence)
 
     @property
+    def pages_in_use(self) -> dict[str, int]:
+        """Pages that sequences hold, by group."""
+        return {name: pool.num_blocks - pool.num_free for name, pool in self._pools.items()}
+
+    @property
     def kv_bytes(self) -> dict[str, int]:
         """Bytes of the pages in use, of all layers, by group."""
-        used = {name: pool.num_blocks - pool.num_free for name, pool in self._pools.items()}
+        used = self.pages_in_use
         return {name: n * sum(cache.page_stride for cache in self._of_group(name)) for name, n in used.items()}
 
     def _check(self, sequence: object) -> None:
@@ -327,7 +337,7 @@ class CacheManager:
 
     def _fork_pages(self, sequence: CachedSequence, group: str) -> int:
         """Pages of a group that a fork of a whole sequence takes."""
-        n, length = self._tokens_per_block[group], sequence.length
+        n, length = self.tokens_per_block[group], sequence.length
         return max(-(-length // n) - self._fork_starts(sequence, length)[group] // n, 0)
 
     def _ids(self, blocks: list[int]) -> Tensor:
@@ -335,7 +345,7 @@ class CacheManager:
 
     def _enough(self, group: str) -> int:
         """Pages for as many sequences as the limits allow, of the greatest length."""
-        limits, n = self.limits, self._tokens_per_block[group]
+        limits, n = self.limits, self.tokens_per_block[group]
         whole = limits.max_num_reqs * -(-limits.max_model_len // n)
         if self.keep_windows or group == COMPRESSED:
             return whole
@@ -356,7 +366,7 @@ class CacheManager:
         blocks: dict[str, int],
     ) -> DeepseekV4Caches:
         """Caches of a layer, after those of the layers before it, which may own its compressed cache."""
-        device, per_block, layer = self.device, self._tokens_per_block, self.geometry.layer(number)
+        device, per_block, layer = self.device, self.tokens_per_block, self.geometry.layer(number)
         owner = self.geometry.sources(number).kv
         window = PagedKVCache.allocate(layout, blocks[WINDOW], per_block[WINDOW], device)
         if owner is None:
@@ -365,7 +375,9 @@ class CacheManager:
             shared = self.caches[owner]
             return DeepseekV4Caches(LayerCaches(window, shared.attention.compressed), index=shared.index)
         entries = blocks[COMPRESSED], self._entry_tokens // layer.compress_ratio, device
-        group = _states(layer)
+        attention, group = LayerCaches(window, PagedKVCache.allocate(compressed, *entries)), _states(layer)
+        if self._attention_only:
+            return DeepseekV4Caches(attention)
 
         def states(dim: int) -> PagedKVCache | None:
             if not layer.has_states:
@@ -373,7 +385,6 @@ class CacheManager:
             made = KVCacheLayout.compressor_state(2 * dim if layer.overlap else dim)
             return PagedKVCache.allocate(made, blocks[group], per_block[group], device)
 
-        attention = LayerCaches(window, PagedKVCache.allocate(compressed, *entries))
         if layer.kind is LayerKind.C128A:
             return DeepseekV4Caches(attention, states(layer.head_dim))
         keys = PagedKVCache.allocate(index, *entries)
@@ -402,7 +413,7 @@ class CacheManager:
         for layer in self._stateful:
             first = layer.first_state(length)
             found[_states(layer)] = min(found.get(_states(layer), first), first)
-        return {name: first for name, first in found.items() if name in self._tokens_per_block}
+        return {name: first for name, first in found.items() if name in self.tokens_per_block}
 
     def _release(self, sequence: CachedSequence) -> None:
         if not self.keep_windows:
@@ -412,7 +423,7 @@ class CacheManager:
                 sequence.tables[name].release_before(first)
 
     def _slots(self, sequence: CachedSequence, count: int) -> Iterator[int]:
-        n, blocks = self._tokens_per_block[WINDOW], sequence.tables[WINDOW].blocks
+        n, blocks = self.tokens_per_block[WINDOW], sequence.tables[WINDOW].blocks
         return (blocks[p // n] * n + p % n for p in range(sequence.length, sequence.length + count))
 
     def _table(self, group: str, requests: Sequence[tuple[CachedSequence, int]]) -> Tensor:

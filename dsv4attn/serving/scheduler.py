@@ -33,11 +33,8 @@ __all__ = ["Counters", "KVBlocks", "Scheduled", "Scheduler", "Step"]
 class KVBlocks(Protocol):
     """The cache memory of the scheduler. Tokens are counted from the start of the request."""
 
-    def can_allocate(self, request: Request, num_tokens: int) -> bool:
-        """Return whether the request's caches can hold its first `num_tokens` tokens now; yes to n is yes to less."""
-
-    def allocate(self, request: Request, num_tokens: int) -> None:
-        """Make the request's caches hold `num_tokens` tokens; called only right after `can_allocate` said yes."""
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Make the request's caches hold its first `num_tokens` tokens, or return False and take nothing."""
 
     def free(self, request: Request) -> None:
         """Take back everything the request holds: it has finished or was preempted."""
@@ -217,7 +214,7 @@ class Scheduler:
         """Plan as many tokens of a running request as the budget allows, preempting the newest ones for memory."""
         request = state.request
         query = min(state.remaining, self._left)
-        while not self._blocks.can_allocate(request, state.computed + query):
+        while not self._blocks.reserve(request, state.computed + query):
             if len(self._running) > 1:
                 newest = self._running.pop()
                 self._preempt(newest)
@@ -232,7 +229,6 @@ class Scheduler:
                     f"no blocks for its first {state.computed + query} tokens, even running alone "
                     "-> give the cache more blocks, or shrink the request"
                 )
-        self._blocks.allocate(request, state.computed + query)
         state.planned = query
         self._left -= query
 
@@ -248,7 +244,7 @@ class Scheduler:
         while self._waiting and self._left and len(self._running) < self.max_num_seqs:
             state = self._waiting[0]
             chunk = min(state.remaining, self._left)
-            if self._running and not self._blocks.can_allocate(state.request, chunk):
+            if self._running and not self._blocks.reserve(state.request, chunk):
                 return
             self._running.append(self._waiting.popleft())
             self._grow(state)
@@ -265,11 +261,8 @@ class Scheduler:
 class _Unlimited:
     """Unlimited memory."""
 
-    def can_allocate(self, request: Request, num_tokens: int) -> bool:
+    def reserve(self, request: Request, num_tokens: int) -> bool:
         return True
-
-    def allocate(self, request: Request, num_tokens: int) -> None:
-        pass
 
     def free(self, request: Request) -> None:
         pass

@@ -50,10 +50,10 @@ from dsv4attn.tools.replay.oracle_full_layer import OracleLayer
 from dsv4attn.tools.replay.over_ranks import IndexKeyReaderOverRanks, KeyReaderOverRanks, selected_over_ranks
 from dsv4attn.tools.replay.read_back import BF16, SUMS, IndexKeyReader, KeyReader, rounding_bound, share_of_bound
 from dsv4attn.tools.replay.recorder import RecordingBackend
-from dsv4attn.tools.replay.results import CheckResult, WholeErrors
+from dsv4attn.tools.replay.results import CheckResult, Errors
 from dsv4attn.tools.replay.workload import I64, Tokens, Workload
 
-__all__ = ["FullLayerChecker", "Step", "tolerance_of"]
+__all__ = ["CheckedStep", "FullLayerChecker", "tolerance_of"]
 
 _SAMPLED = 64
 """Elements of an output that are compared."""
@@ -63,17 +63,17 @@ _HELD = 2048
 """Recomputed entries that are held: consecutive decode steps see the same newest entry."""
 
 
-def tolerance_of(dtype: torch.dtype, key_rms: float) -> WholeErrors:
+def tolerance_of(dtype: torch.dtype, key_rms: float) -> Errors:
     """Largest errors that the formats explain; see the module. key_rms: largest root mean square of a key."""
     shares = (1.0,) * 6
     if dtype == torch.float32:
-        return WholeErrors(1e-5, 1e-5, 1e-5, *shares)
+        return Errors(1e-5, 1e-5, 1e-5, *shares)
     out = BF16 * math.sqrt(2)
-    return WholeErrors(out, 4 * key_rms * SUMS, 2 * out, *shares)
+    return Errors(out, 4 * key_rms * SUMS, 2 * out, *shares)
 
 
 @frozen(eq=False)
-class Step:
+class CheckedStep:
     """One step of one layer.
 
     number: of the step.
@@ -101,7 +101,7 @@ class FullLayerChecker:
         caches: DeepseekV4Caches,
         recorder: RecordingBackend,
         workload: Workload,
-        tolerance: WholeErrors,
+        tolerance: Errors,
         context: ContextParallel | None = None,
     ) -> None:
         """Take the sources of the rows. recorder: has what attention and the indexer left in a step.
@@ -121,14 +121,14 @@ class FullLayerChecker:
         self._made: dict[tuple[int, int, bool], F64] = {}
         self.result = CheckResult(tolerance=tolerance)
 
-    def check(self, step: Step, chosen: I64, random: np.random.Generator) -> None:
+    def check(self, step: CheckedStep, chosen: I64, random: np.random.Generator) -> None:
         """Compare the chosen rows of a step."""
         for i in chosen.tolist():
             row, position = int(step.tokens.rows[i]), int(step.tokens.positions[i])
             where = f"request {self._workload.requests[row].index}, position {position}"
             self.result.add(self._errors(step, i, row, position, random), f"step {step.number}, {where}")
 
-    def _errors(self, step: Step, i: int, row: int, position: int, random: np.random.Generator) -> WholeErrors:
+    def _errors(self, step: CheckedStep, i: int, row: int, position: int, random: np.random.Generator) -> Errors:
         layer, exact, recorder, metadata = self._layer, self._exact, self._recorder, step.metadata
         hidden = self._hidden(row, [position])[0]
         latent = exact.latent(hidden)
@@ -157,7 +157,7 @@ class FullLayerChecker:
         # the rank that attends to the row checks its lse
         sent = whole and not recorder.has_attended(i)
         dims = random.permutation(step.output.shape[1])[:_SAMPLED].tolist()
-        return WholeErrors(
+        return Errors(
             out=relative(_f64(recorder.out[i]), out),
             lse=0.0 if sent else largest(np.abs(_f64(recorder.lse[i]) - lse)),
             projection=relative(_f64(step.output[i, dims]), exact.output(out, position, dims)),

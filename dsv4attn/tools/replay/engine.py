@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -16,27 +16,32 @@ from dsv4attn.core.contract.backend import Backend, complete
 from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.memory.plan import plan_workspace
 from dsv4attn.core.memory.workspace import WorkspacePlan
-from dsv4attn.core.metadata.builder import MetadataBuilder
-from dsv4attn.core.metadata.metadata import Batch
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, UnknownNameError
-from dsv4attn.serving.scheduler import Scheduler, Step
-from dsv4attn.tools.replay.full_layer import LayerRunner, caches_of, one_of_each, pages_of
+from dsv4attn.serving.cache_manager import CacheManager
+from dsv4attn.serving.scheduler import Scheduler
 from dsv4attn.tools.replay.layer_runner import (
-    AnyRunner,
     AttentionRunner,
     Buffers,
+    FullLayerRunner,
+    LayerRunner,
     MeteredWorkspace,
-    PageBytes,
     RunSettings,
     timed,
 )
 from dsv4attn.tools.replay.over_ranks import MeteredContext, RanksReport
-from dsv4attn.tools.replay.pools import COMPRESSED, COMPRESSED_BLOCK_TOKENS, WINDOW, PagedBlocks, PoolSizes, StatePool
+from dsv4attn.tools.replay.pools import (
+    COMPRESSED,
+    COMPRESSED_BLOCK_TOKENS,
+    WINDOW,
+    PageGroup,
+    RequestPages,
+    plan_pools,
+)
 from dsv4attn.tools.replay.random_weights import RandomWeights
 from dsv4attn.tools.replay.request import Request, check_count
 from dsv4attn.tools.replay.results import Report
-from dsv4attn.tools.replay.workload import Tokens, Workload
+from dsv4attn.tools.replay.workload import Workload
 
 __all__ = ["CACHES", "INDEXERS", "Progress", "Replay", "ReplayConfig"]
 
@@ -114,76 +119,68 @@ class Replay:
         self.geometry, self.backend, self.config, self.requests = geometry, backend, config, tuple(requests)
         if config.indexer not in INDEXERS:
             raise UnknownNameError("indexer", config.indexer, INDEXERS)
-        whole = config.indexer == "real"
-        if geometry.shared_latent and not whole:
+        full_layers = config.indexer == "real"
+        if geometry.shared_latent and not full_layers:
             hint = "layers of V4.1 are run whole; leave out --indexer"
             raise ArgumentError("indexer", expected="'real'", actual=repr(config.indexer), hint=hint)
-        if context is not None and not whole:
+        if context is not None and not full_layers:
             hint = "ranks share the entries of whole layers; leave out --indexer"
             raise ArgumentError("indexer", expected="'real' over ranks", actual=repr(config.indexer), hint=hint)
-        self._context, ranks = context, 1 if context is None else context.ownership.size
+        self._context = context
         layers = [layer for kind in config.kinds or geometry.kinds for layer in geometry.layers_of_kind(kind)]
         layout, dtype = _layout_of(config.cache, geometry)
         self._limits = limits = _limits_of(self.requests, geometry, config, backend)
-        pages = [PageBytes.of(layer, layout, config.block_size) for layer in layers]
-        if whole:
-            pages = pages_of(geometry, layers, layout, config.block_size)
-        self._states = [StatePool(layer, page.state) for layer, page in zip(layers, pages, strict=True) if page.state]
-        sizes = PoolSizes.of(
+        manager_of = partial(
+            CacheManager,
+            geometry.with_own_layers([layer.key for layer in layers]),
+            kv_layout=layout,
+            swa_block_size=config.block_size,
+            compressed_block_tokens=COMPRESSED_BLOCK_TOKENS,
+            attention_only=not full_layers,
+            context_parallel=context,
+        )
+        # a manager of two sequences of one token has pages as large as any other has
+        pages = plan_pools(
             self.requests,
-            window=geometry.window,
-            block_size=config.block_size,
+            PageGroup.of(manager_of(limits=Limits(2, 2, 1))),
             max_num_seqs=limits.max_num_reqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
-            window_page_bytes=sum(page.window for page in pages),
-            compressed_page_bytes=sum(page.compressed for page in pages),
             max_bytes=config.max_kv_bytes,
-            states=self._states,
-            ranks=ranks,
         )
-        self._blocks = PagedBlocks(sizes, config.block_size, geometry.window, config.seed, self._states, ranks)
+        # pages come in random order, so that no table is contiguous by luck
+        self._manager = manager_of(limits=limits, num_blocks=pages, shuffle_seed=config.seed, backend=backend)
+        self._pages = RequestPages(self._manager)
         self._scheduler = Scheduler(
             self.requests,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_num_seqs=limits.max_num_reqs,
-            blocks=self._blocks,
+            blocks=self._pages,
         )
         self._workload = Workload(geometry, self.requests, config.seed, dtype)
-        size = None if context is None else ranks
-        plans = [plan_workspace(layer, limits, backend, layout, ranks=size) for layer in layers]
+        ranks = None if context is None else context.ownership.size
+        plans = [plan_workspace(layer, limits, backend, layout, ranks=ranks) for layer in layers]
         workspace = MeteredWorkspace()
         workspace.reserve(reduce(WorkspacePlan.union, plans), caller="replay")
         workspace.lock()
-        setting = RunSettings(
+        settings = RunSettings(
             backend,
             limits,
-            layout,
-            config.block_size,
+            self._manager,
             self._workload,
             workspace,
             check_rows=config.check_rows,
             seed=config.seed,
+            context=context,
         )
-        self._lanes: Sequence[AnyRunner]
-        self._whole: Sequence[LayerRunner] = ()
-        if whole:
-            manager = caches_of(geometry, layers, limits, layout, sizes, config.block_size, backend, context)
-            weights = RandomWeights(manager.geometry, config.seed)
-            self._builder = manager.builder
-            self._whole = [LayerRunner(i, setting, manager, weights, plan, context) for i, plan in enumerate(plans)]
-            self._lanes = self._whole
+        self._runners: Sequence[LayerRunner]
+        self._full_layers: Sequence[FullLayerRunner] = ()
+        if full_layers:
+            weights = RandomWeights(self._manager.geometry, config.seed)
+            self._full_layers = [FullLayerRunner(i, settings, plan, weights) for i, plan in enumerate(plans)]
+            self._runners = self._full_layers
         else:
-            self._builder = MetadataBuilder(
-                one_of_each(geometry, layers),
-                limits,
-                swa_block_size=config.block_size,
-                compressed_block_tokens=COMPRESSED_BLOCK_TOKENS,
-                num_swa_blocks=sizes.window,
-                num_compressed_blocks=sizes.compressed,
-                backend=backend,
-            )
-            shared, pairs = Buffers.of(setting), zip(layers, plans, strict=True)
-            self._lanes = [AttentionRunner(layer, setting, shared, sizes, plan) for layer, plan in pairs]
+            buffers = Buffers.of(settings)
+            self._runners = [AttentionRunner(i, settings, plan, buffers) for i, plan in enumerate(plans)]
         self._other_s = {"inputs": 0.0, "scheduling": 0.0, "checks": 0.0}
 
     @property
@@ -210,56 +207,32 @@ class Replay:
             step = self._scheduler.next_step()
             if step is None:
                 return False
-            tokens, batch = self._describe(step)
-            metadata = self._builder.build_all(batch)
+            requests = self._pages.of_step(step)
+            metadata = self._manager.metadata(self._manager.batch(requests))
+            rows = [self._workload.row_of[entry.request.index] for entry in step.scheduled]
+            counts = [entry.query_len for entry in step.scheduled]
+            tokens = self._workload.tokens(np.repeat(rows, counts), self._manager.positions(requests).numpy())
         done, running, waiting = self._scheduler.counters, self._scheduler.num_running, self._scheduler.num_waiting
         number, served = done.steps + 1, done.prefill_tokens + done.decode_tokens - done.recomputed_tokens
-        for i, lane in enumerate(self._lanes, 1):
-            lane.step(number, tokens, metadata[lane.layer.key], self._other_s)
-            progress(Progress(served + step.num_tokens * i // len(self._lanes), number, running, waiting))
+        for i, runner in enumerate(self._runners, 1):
+            runner.step(number, tokens, metadata[runner.layer.key], self._other_s)
+            progress(Progress(served + step.num_tokens * i // len(self._runners), number, running, waiting))
         with timed(self._other_s, "scheduling"):
             self._scheduler.step_done(step)
-            self._blocks.slide(step)
+            self._manager.advance(self._pages.of_step(step))
         return True
 
-    def _describe(self, step: Step) -> tuple[Tokens, Batch]:
-        """Describe a step to the workload and to the metadata builder."""
-        entries, size = step.scheduled, self.config.block_size
-        query_lens = np.array([entry.query_len for entry in entries])
-        ends = query_lens.cumsum()
-        request = np.repeat(np.arange(len(entries)), query_lens)
-        first = np.array([entry.seq_len for entry in entries]) - ends
-        positions = np.arange(step.num_tokens) + first[request]
-        rows = np.array([self._workload.row_of[entry.request.index] for entry in entries])[request]
-        tables = self._blocks.tables(entries)
-        slots = tables[WINDOW].numpy()[request, positions // size].astype(np.int64) * size + positions % size
-        starts = torch.tensor([0, *ends.tolist()], dtype=torch.int32, device="cpu")
-        seq_lens = torch.tensor([entry.seq_len for entry in entries], dtype=torch.int32, device="cpu")
-        states: dict[str, Any] = {f"{pool.name}_block_table": tables[pool.name] for pool in self._states}
-        batch = Batch(
-            num_reqs=len(entries),
-            query_start_loc=starts,
-            query_start_loc_cpu=starts,
-            seq_lens=seq_lens,
-            seq_lens_cpu=seq_lens,
-            slot_mapping=torch.from_numpy(slots),
-            block_table=tables[WINDOW],
-            compressed_block_table=tables.get(COMPRESSED),
-            **states,
-        )
-        return self._workload.tokens(rows, positions), batch
-
     def _report(self, wall_s: float, *, interrupted: bool) -> Report:
-        done, config, peaks = self._scheduler.counters, self.config, self._blocks.peaks
-        whole = len(self._lanes) >= len(self.geometry.distinct_layers)
-        for lane in self._lanes:
-            page, states = lane.page, peaks.get(f"{lane.layer.kind.value}_state", 0)
-            used = peaks[WINDOW] * page.window + peaks[COMPRESSED] * page.compressed + states * page.state
-            lane.report.kv_bytes_peak = used
+        done, config, peaks = self._scheduler.counters, self.config, self._pages.peaks
+        all_types = len(self._runners) >= len(self.geometry.distinct_layers)
+        for runner in self._runners:
+            page, states = runner.page, peaks.get(f"{runner.layer.kind.value}_state", 0)
+            bytes_of = peaks[WINDOW] * page.window, peaks[COMPRESSED] * page.compressed, states * page.state
+            runner.report.kv_bytes_peak = sum(bytes_of)
         ranks = None
         if self._context is not None and not interrupted:
-            each = [lane.on_rank(peaks[COMPRESSED] * lane.page.compressed) for lane in self._whole]
-            ranks = RanksReport.gather(self._context, each)
+            reports = [runner.on_rank(peaks[COMPRESSED] * runner.page.compressed) for runner in self._full_layers]
+            ranks = RanksReport.gather(self._context, reports)
         return Report(
             model=self.geometry.name,
             backend=self.backend.name,
@@ -269,7 +242,7 @@ class Replay:
             max_num_batched_tokens=self._limits.max_num_batched_tokens,
             max_num_seqs=self._limits.max_num_reqs,
             requests=len(self.requests),
-            layers=[lane.report for lane in self._lanes],
+            layers=[runner.report for runner in self._runners],
             finished=done.finished,
             steps=done.steps,
             prefill_tokens=done.prefill_tokens,
@@ -280,7 +253,7 @@ class Replay:
             other_s=self._other_s,
             interrupted=interrupted,
             indexer=config.indexer,
-            records_per_token=self.geometry.entries_per_token if whole else 0.0,
+            records_per_token=self.geometry.entries_per_token if all_types else 0.0,
             readers=sum(self.geometry.sources(i).kv not in (None, i) for i in range(self.geometry.num_layers)),
             longest_request=max(x.input_length + x.output_length for x in self.requests),
             ranks=ranks,

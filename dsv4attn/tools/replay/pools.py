@@ -1,224 +1,142 @@
-"""Page pools of a replay: window caches, compressed caches, compressor states; with the block tables of each request.
-
-Every layer type has its own tensors. Block tables of windows and of compressed caches are shared, because all layers of
-a step hold the same tokens; compressor states have a pool for each layer type. Index keys lie in the pages of the
-compressed pool.
-"""
+"""Pages of a replay: how many each pool of the `CacheManager` gets, and the pages that each request holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import torch
-from attrs import field, frozen
-from torch import Tensor
+from attrs import frozen
 
-from dsv4attn.core.metadata.builder import STATE_BLOCK_SIZES
-from dsv4attn.core.model.geometry import LayerGeometry
-from dsv4attn.errors import ArgumentError
-from dsv4attn.serving.allocator import BlockAllocator, BlockTable
-from dsv4attn.serving.scheduler import Scheduled, Step
+from dsv4attn.core.cache.layer_caches import DeepseekV4Caches
+from dsv4attn.errors import ArgumentError, OutOfPagesError
+from dsv4attn.serving.cache_manager import COMPRESSED, WINDOW, CachedSequence, CacheManager
+from dsv4attn.serving.scheduler import Step
 from dsv4attn.tools.replay.request import Request
 
-__all__ = ["COMPRESSED", "COMPRESSED_BLOCK_TOKENS", "WINDOW", "PagedBlocks", "PoolSizes", "StatePool"]
+__all__ = ["COMPRESSED", "COMPRESSED_BLOCK_TOKENS", "WINDOW", "PageBytes", "PageGroup", "RequestPages", "plan_pools"]
 
 COMPRESSED_BLOCK_TOKENS = 256
 """Tokens that a page of a compressed cache stands for; it holds 256 // ratio records."""
-WINDOW, COMPRESSED = "window", "compressed"
-"""Names of the two pools that every layer type can share."""
 
 
 @frozen
-class StatePool:
-    """The pool of the compressor states of one layer type.
+class PageBytes:
+    """Bytes of one page in the caches of one layer type, with the padding between pages.
 
-    layer: the layer type.
-    page_bytes: bytes of a page in all caches of states.
-    """
-
-    layer: LayerGeometry
-    page_bytes: int
-
-    @property
-    def name(self) -> str:
-        """Name of the pool, as `CacheManager` has it."""
-        return f"{self.layer.kind.value}_state"
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a page."""
-        return STATE_BLOCK_SIZES[self.layer.kind]
-
-    @property
-    def span(self) -> int:
-        """Most states that one sequence needs between two steps, and that of its next token."""
-        return self.layer.compress_ratio * (2 if self.layer.overlap else 1)
-
-    @property
-    def pages_per_sequence(self) -> int:
-        """Most pages that one idle sequence can hold."""
-        return (self.span - 1) // self.tokens + 2
-
-
-@frozen
-class PoolSizes:
-    """Sizes of all pools.
-
-    window: pages of the window pool.
-    compressed: pages of the compressed pool.
-    states: pages of the pools of compressor states, by name.
+    window: of the window cache.
+    compressed: of the compressed cache, and of index keys, which share its pages; 0 without one.
+    state: of the caches of compressor states.
     """
 
     window: int
     compressed: int
-    states: Mapping[str, int] = field(factory=dict)
+    state: int
 
     @classmethod
-    def of(
-        cls,
-        requests: Sequence[Request],
-        *,
-        window: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        window_page_bytes: int,
-        compressed_page_bytes: int,
-        max_bytes: int,
-        states: Sequence[StatePool] = (),
-        ranks: int = 1,
-    ) -> PoolSizes:
-        """Sizes for the `max_num_seqs` longest requests at once, or as many pages as fit into `max_bytes`.
-
-        page bytes: of one page in the caches of all layer types together; 0 if no layer type has such a cache. The
-        pools of windows and states never run out. The compressed pool may, if `max_bytes` binds, and then requests are
-        preempted; it always holds the longest one, or this raises ArgumentError. ranks: those that share compressed
-        entries; pages and bytes are of one rank.
-        """
-
-        def enough(span: int, size: int) -> int:
-            """Pages of `size` tokens, of which a sequence needs the last `span`."""
-            # the live pages of a request overlap the span of its next token and the chunk that is being computed
-            idle = (span - 1) // size + 3
-            bound = max_num_seqs * idle + max_num_batched_tokens // size + 1
-            return min(bound, sum(_largest([-(-r.attention_tokens // size) for r in requests], max_num_seqs)))
-
-        for_window = enough(window, block_size)
-        for_states = {pool.name: enough(pool.span, pool.tokens) for pool in states}
-        size = COMPRESSED_BLOCK_TOKENS * ranks
-        blocks = [-(-r.attention_tokens // size) for r in requests] if compressed_page_bytes else []
-        least, wanted = max(blocks, default=0), sum(_largest(blocks, max_num_seqs))
-        needed = for_window * window_page_bytes + least * compressed_page_bytes
-        needed += sum(for_states[pool.name] * pool.page_bytes for pool in states)
-        if needed > max_bytes:
-            longest = max(requests, key=lambda r: r.attention_tokens)
-            raise ArgumentError(
-                "max_kv_bytes",
-                expected=f"at least {needed}, so that request {longest.index} ({longest.attention_tokens} tokens) fits",
-                actual=max_bytes,
-                hint="allow more memory for KV pages, shrink the requests, or serve fewer at a time",
-            )
-        spare = (max_bytes - needed) // compressed_page_bytes if compressed_page_bytes else 0
-        return cls(for_window, min(wanted, least + spare), for_states)
-
-    @property
-    def by_name(self) -> dict[str, int]:
-        """Pages of every pool that there is."""
-        compressed = {COMPRESSED: self.compressed} if self.compressed else {}
-        return {WINDOW: self.window, **compressed, **self.states}
+    def of(cls, caches: DeepseekV4Caches) -> PageBytes:
+        """Bytes of a page in these caches."""
+        strides = {name: cache.page_stride for name, cache in caches.present.items()}
+        entries = strides.get("compressed", 0) + strides.get("index", 0)
+        return cls(strides["swa"], entries, strides.get("state", 0) + strides.get("index_state", 0))
 
 
-def _largest(values: list[int], count: int) -> list[int]:
-    return sorted(values, reverse=True)[:count]
+@frozen
+class PageGroup:
+    """A group of pages that all layer types take together.
 
-
-@frozen(eq=False)
-class _Pool:
-    """A pool of pages.
-
-    allocator: of its pages.
     tokens: tokens of a page.
-    first: the first token that a token at a given position needs.
+    span: last tokens of a sequence whose records are needed, the next token included; None: all tokens.
+    page_bytes: bytes of one page in the caches of all layer types.
     """
 
-    allocator: BlockAllocator
     tokens: int
-    first: Callable[[int], int]
+    span: int | None
+    page_bytes: int
+
+    @classmethod
+    def of(cls, manager: CacheManager) -> dict[str, PageGroup]:
+        """The groups of a manager, by name."""
+        spans: dict[str, int | None] = {WINDOW: manager.geometry.window, COMPRESSED: None}
+        sizes = dict.fromkeys(manager.tokens_per_block, 0)
+        for i, caches in enumerate(manager.caches):
+            layer, page = manager.geometry.layer(i), PageBytes.of(caches)
+            state = f"{layer.kind.value}_state"
+            for name, size in ((WINDOW, page.window), (COMPRESSED, page.compressed), (state, page.state)):
+                if size:
+                    sizes[name] += size
+            if page.state:
+                spans[state] = layer.compress_ratio * (2 if layer.overlap else 1)
+        return {name: cls(tokens, spans[name], sizes[name]) for name, tokens in manager.tokens_per_block.items()}
 
     @property
-    def used(self) -> int:
-        return self.allocator.num_blocks - self.allocator.num_free
+    def pages_per_sequence(self) -> int:
+        """Most pages that one idle sequence can hold, of a group that has a span."""
+        return ((self.span or 0) - 1) // self.tokens + 2
 
 
-class PagedBlocks:
-    """The scheduler's view of all pools (see `scheduler.KVBlocks`), and the block tables of a step.
+def plan_pools(
+    requests: Sequence[Request],
+    groups: Mapping[str, PageGroup],
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_bytes: int,
+) -> dict[str, int]:
+    """Pages of each group for the `max_num_seqs` longest requests at once, or as many as fit into `max_bytes`.
 
-    Pages come in random order, so that no table is contiguous by luck.
+    Pools of windows and of states never run out. The compressed pool may run out if `max_bytes` binds, and then
+    requests are preempted. It always holds the longest request, or this raises ArgumentError.
     """
+    pages, needed, wanted = {}, 0, 0
+    for name, group in groups.items():
+        whole = sorted((-(-request.attention_tokens // group.tokens) for request in requests), reverse=True)
+        most = sum(whole[:max_num_seqs])
+        if group.span is None:
+            pages[name], wanted = whole[0], most
+        else:
+            # live pages of a request overlap the span of its next token and the chunk that is being computed
+            idle = group.pages_per_sequence + 1
+            pages[name] = min(max_num_seqs * idle + max_num_batched_tokens // group.tokens + 1, most)
+        needed += pages[name] * group.page_bytes
+    if needed > max_bytes:
+        longest = max(requests, key=lambda request: request.attention_tokens)
+        raise ArgumentError(
+            "max_kv_bytes",
+            expected=f"at least {needed}, so that request {longest.index} ({longest.attention_tokens} tokens) fits",
+            actual=max_bytes,
+            hint="allow more memory for KV pages, shrink the requests, or serve fewer at a time",
+        )
+    if COMPRESSED in pages:
+        spare = (max_bytes - needed) // groups[COMPRESSED].page_bytes
+        pages[COMPRESSED] = min(wanted, pages[COMPRESSED] + spare)
+    return pages
 
-    def __init__(
-        self,
-        sizes: PoolSizes,
-        block_size: int,
-        window: int,
-        seed: int,
-        states: Sequence[StatePool] = (),
-        ranks: int = 1,
-    ) -> None:
-        """Start with every page free. ranks: as in `PoolSizes.of`."""
-        found: dict[str, tuple[int, Callable[[int], int]]] = {
-            WINDOW: (block_size, lambda position: max(position - window + 1, 0)),
-            COMPRESSED: (COMPRESSED_BLOCK_TOKENS * ranks, lambda _: 0),
-            **{pool.name: (pool.tokens, pool.layer.first_state) for pool in states},
-        }
-        self._pools = {
-            name: _Pool(BlockAllocator(pages, shuffle_seed=seed), *found[name]) for name, pages in sizes.by_name.items()
-        }
-        self._tables: dict[int, dict[str, BlockTable]] = {}
-        self.peaks = dict.fromkeys(found, 0)
-        """Most pages of each pool that were in use at once."""
 
-    def _of(self, request: Request) -> dict[str, BlockTable]:
-        if request.index not in self._tables:
-            made = {name: BlockTable(pool.allocator, pool.tokens) for name, pool in self._pools.items()}
-            self._tables[request.index] = made
-        return self._tables[request.index]
+class RequestPages:
+    """The sequence of each request in a `CacheManager`, and its pages as the scheduler takes and frees them."""
 
-    def can_allocate(self, request: Request, num_tokens: int) -> bool:
-        """Whether all pools can hold the request's first `num_tokens` tokens now."""
-        tables = self._of(request)
-        return all(tables[name].missing(num_tokens) <= p.allocator.num_free for name, p in self._pools.items())
+    def __init__(self, manager: CacheManager) -> None:
+        """Start without a sequence."""
+        self._manager = manager
+        self._sequences: dict[int, CachedSequence] = {}
+        self.peaks = dict.fromkeys((WINDOW, COMPRESSED, *manager.pages_in_use), 0)
+        """Most pages of each group that were in use at once."""
 
-    def allocate(self, request: Request, num_tokens: int) -> None:
-        """Hold `num_tokens` tokens of the request in all pools."""
-        for table in self._of(request).values():
-            table.ensure(num_tokens)
-        for name, pool in self._pools.items():
-            self.peaks[name] = max(self.peaks[name], pool.used)
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """See `scheduler.KVBlocks`."""
+        sequence = self._sequences.setdefault(request.index, self._manager.new())
+        try:
+            self._manager.reserve([(sequence, num_tokens - sequence.length)])
+        except OutOfPagesError:
+            return False
+        for name, pages in self._manager.pages_in_use.items():
+            self.peaks[name] = max(self.peaks[name], pages)
+        return True
 
     def free(self, request: Request) -> None:
-        """Take back all pages of a request."""
-        for table in self._tables.pop(request.index).values():
-            table.release()
+        """See `scheduler.KVBlocks`."""
+        self._manager.free(self._sequences.pop(request.index))
 
-    def slide(self, step: Step) -> None:
-        """After a step, free pages that no later token reads."""
-        for entry in step.scheduled:
-            for name, table in self._tables.get(entry.request.index, {}).items():
-                table.release_before(self._pools[name].first(entry.seq_len))
-
-    def tables(self, scheduled: Sequence[Scheduled]) -> dict[str, Tensor]:
-        """The block table of each pool: [R, N] int32, padded with -1."""
-        found = {}
-        for name in self._pools:
-            rows = [self._tables[entry.request.index][name].blocks for entry in scheduled]
-            width = max(len(row) for row in rows)
-            found[name] = torch.tensor(
-                [row + [-1] * (width - len(row)) for row in rows], dtype=torch.int32, device="cpu"
-            )
-        return found
-
-    @property
-    def num_used(self) -> int:
-        """Pages in use, of all pools."""
-        return sum(pool.used for pool in self._pools.values())
+    def of_step(self, step: Step) -> list[tuple[CachedSequence, int]]:
+        """(sequence, tokens in the step) of each request of a step that has not finished."""
+        sequences = [(self._sequences.get(entry.request.index), entry.query_len) for entry in step.scheduled]
+        return [(sequence, count) for sequence, count in sequences if sequence is not None]

@@ -27,7 +27,7 @@ from dsv4attn.core.contract.backend import (
 )
 from dsv4attn.core.contract.layer_ops import LayerSteps
 from dsv4attn.core.torch_ops.indexer import IndexQuery
-from dsv4attn.tools.replay.results import WholeSeconds
+from dsv4attn.tools.replay.results import LAYER_OPERATIONS
 
 __all__ = ["RecordingBackend", "Stopwatch"]
 
@@ -42,7 +42,7 @@ class Stopwatch:
 
     def start(self) -> None:
         """Begin a step: all operations at 0."""
-        self.seconds = dict.fromkeys(WholeSeconds().operations, 0.0)
+        self.seconds = dict.fromkeys(LAYER_OPERATIONS, 0.0)
         self._last = time.perf_counter()
 
     def lap(self, operation: str) -> None:

@@ -23,11 +23,12 @@ def as_json(report: Report) -> dict[str, Any]:
         values["operations_with_all_layers"] = operations
         if layer.check is not None:
             values["check"]["ok"] = layer.check.ok
-            worst = values["check"]["worst"]
             if not layer.check.rows:
                 values["check"]["ok"] = None  # nothing was checked
-            checked = layer.check.rows > 0
-            worst |= {name: value if checked and _is_number(value) else None for name, value in worst.items()}
+            checked, compared = layer.check.rows > 0, asdict(layer.check.tolerance, filter=lambda _, x: x is not None)
+            worst = {name: values["check"]["worst"][name] for name in compared}
+            worst = {name: error if checked and _is_number(error) else None for name, error in worst.items()}
+            values["check"] |= {"tolerance": compared, "worst": worst}
     return plain
 
 
@@ -121,7 +122,7 @@ def _head(report: Report) -> list[str]:
     total = report.prefill_tokens + report.decode_tokens
     again = f"; {report.preemptions} preemptions, {report.recomputed_tokens:,} tokens served again"
     phases = f"{report.prefill_tokens:,} prefill, {report.decode_tokens:,} decode"
-    spent = {"layers": sum(layer.seconds.total for layer in report.layers), **report.other_s}
+    spent = {"layers": sum(layer.total_s for layer in report.layers), **report.other_s}
     return [
         f"{report.model} on backend {report.backend}{f' ({options})' if options else ''}, cache {report.cache}",
         *(["whole layers, with random weights"] if report.indexer == "real" else []),
@@ -160,10 +161,10 @@ def _sections(report: Report) -> list[tuple[str, list[Line]]]:
     def shares(name: str, values: Sequence[float]) -> tuple[str, list[str]]:
         return name, [f"{value:.1%}" for value in values]
 
-    totals = {name: sum(part[name] for part in report.operation_shares()) for name in layers[0].seconds.operations}
+    totals = {name: sum(part[name] for part in report.operation_shares()) for name in layers[0].seconds}
 
     def operation(name: str) -> tuple[str, list[str]]:
-        return row(f"  {_OPERATIONS[name]}", lambda x: f"{x.seconds.operations[name]:.2f} s" if x.tokens else "-")
+        return row(f"  {_OPERATIONS[name]}", lambda x: f"{x.seconds[name]:.2f} s" if x.tokens else "-")
 
     count = sum(layer.layers_in_model for layer in layers)
     alike = "layers that own what they read" if report.readers else "layers in the model"

@@ -5,38 +5,67 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attrs import Factory, asdict, astuple, define, evolve, field, frozen
+from attrs import asdict, astuple, define, evolve, field, frozen
 
 if TYPE_CHECKING:
     from dsv4attn.tools.replay.over_ranks import RanksReport
 
 __all__ = [
+    "ATTENTION_OPERATIONS",
+    "LAYER_OPERATIONS",
     "SHOWN_FAILURES",
     "CheckResult",
     "Errors",
     "LayerReport",
     "Report",
-    "Seconds",
-    "WholeErrors",
-    "WholeSeconds",
 ]
 
 SHOWN_FAILURES = 5
 """Failed rows of a layer type that are described; all are counted."""
 
 
+ATTENTION_OPERATIONS = "insert", "attend", "project"
+"""Operations of attention alone that are timed.
+
+insert: q-norm, RoPE and insertion of keys and of compressed entries. attend: `forward_mqa`: index arithmetic,
+gathering, attention. project: inverse RoPE and grouped output projection.
+"""
+LAYER_OPERATIONS = "projections", "insert", "compressor", "indexer", "attend", "project"
+"""Operations of a full layer that are timed, in the order in which they run.
+
+projections: of hidden states to q and to keys, with their norms. insert: q-norm, RoPE and insertion of window keys.
+compressor: projections, states and entries, of index keys too. indexer: projections, scores and selection. attend: as
+of attention alone. project: inverse RoPE and both output projections.
+"""
+
+
 @frozen
 class Errors:
-    """Errors of checked rows, or their limits; `check_attention` defines and derives them. None: nothing was compared.
+    """Errors of checked rows, or their limits. None: not compared, or in a limit: not compared on this kind of run.
+
+    `check_attention` defines the first three for attention alone, `check_full_layer` all of them for full layers.
 
     out: relative error of the output.
     lse: absolute error of the lse.
-    projection: relative error of the projected values.
+    projection: relative error of the projected values; on a full layer, of its output.
+    key: largest error of an element of a window key, as a share of what rounding explains.
+    query: the same of q, normalised and rotated.
+    entry: the same of a compressed entry.
+    index_key: the same of an index key.
+    index_query: the same of a query of the indexer.
+    selection: by how much an entry that was not selected beats one that was, as a share of what fp32 sums explain;
+    None if no scores were computed.
     """
 
     out: float = 0.0
     lse: float = 0.0
     projection: float = 0.0
+    key: float | None = None
+    query: float | None = None
+    entry: float | None = None
+    index_key: float | None = None
+    index_query: float | None = None
+    selection: float | None = None
 
     def worst(self, other: Errors) -> Errors:
         """The larger of each."""
@@ -54,28 +83,6 @@ class Errors:
         return iter(astuple(self))
 
 
-@frozen
-class WholeErrors(Errors):
-    """Errors of checked rows of a whole layer, or their limits; `check_full_layer` defines and derives them.
-
-    projection: relative error of the output of the layer.
-    key: largest error of an element of a window key, as a share of what rounding explains.
-    query: the same of q, normalised and rotated.
-    entry: the same of a compressed entry.
-    index_key: the same of an index key.
-    index_query: the same of a query of the indexer.
-    selection: by how much an entry that was not selected beats one that was, as a share of what fp32 sums explain;
-    None if no scores were computed.
-    """
-
-    key: float | None = None
-    query: float | None = None
-    entry: float | None = None
-    index_key: float | None = None
-    index_query: float | None = None
-    selection: float | None = None
-
-
 @define
 class CheckResult:
     """Checked rows of one layer type.
@@ -90,7 +97,7 @@ class CheckResult:
     tolerance: Errors
     rows: int = 0
     failed: int = 0
-    worst: Errors = field(default=Factory(lambda self: type(self.tolerance)(), takes_self=True))
+    worst: Errors = field(factory=Errors)
     failures: list[str] = field(factory=list)
 
     def add(self, errors: Errors, where: str) -> None:
@@ -108,57 +115,6 @@ class CheckResult:
     def ok(self) -> bool:
         """Whether no row failed; also true when none was checked."""
         return not self.failed
-
-
-@define
-class Seconds:
-    """Seconds of one layer type, by operation.
-
-    insert: q-norm, RoPE and insertion of keys and of compressed entries.
-    attend: `forward_mqa`: index arithmetic, gathering, attention.
-    project: inverse RoPE and grouped output projection.
-    """
-
-    insert: float = 0.0
-    attend: float = 0.0
-    project: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Sum of all operations."""
-        return float(sum(astuple(self)))
-
-    def add(self, seconds: Mapping[str, float]) -> None:
-        """Account for a step."""
-        for name, value in seconds.items():
-            setattr(self, name, getattr(self, name) + value)
-
-    @property
-    def operations(self) -> dict[str, float]:
-        """Seconds by name of the operation, in the order in which operations run."""
-        return {name: getattr(self, name) for name in ("insert", "attend", "project")}
-
-
-@define
-class WholeSeconds(Seconds):
-    """Seconds of one type of whole layers, by operation.
-
-    insert: q-norm, RoPE and insertion of window keys.
-    project: inverse RoPE and both output projections.
-    projections: of hidden states to q and to keys, with their norms.
-    compressor: projections, states and entries, of index keys too.
-    indexer: projections, scores and selection.
-    """
-
-    projections: float = 0.0
-    compressor: float = 0.0
-    indexer: float = 0.0
-
-    @property
-    def operations(self) -> dict[str, float]:
-        """See `Seconds`."""
-        order = "projections", "insert", "compressor", "indexer", "attend", "project"
-        return {name: getattr(self, name) for name in order}
 
 
 @define
@@ -192,7 +148,7 @@ class LayerReport:
     workspace_bytes_planned: int = 0
     transient_bytes_bound: int = 0
     tokens: int = 0
-    seconds: Seconds = field(factory=Seconds)
+    seconds: dict[str, float] = field(factory=lambda: dict.fromkeys(ATTENTION_OPERATIONS, 0.0))
     check: CheckResult | None = None
     state_bytes_per_sequence: int = 0
     topk: int | None = None
@@ -201,7 +157,12 @@ class LayerReport:
     @property
     def tokens_per_s(self) -> float:
         """Tokens over the time spent in this layer."""
-        return self.tokens / self.seconds.total if self.seconds.total else 0.0
+        return self.tokens / self.total_s if self.total_s else 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all operations."""
+        return sum(self.seconds.values())
 
     @property
     def selection_not_exercised(self) -> bool:
@@ -209,7 +170,7 @@ class LayerReport:
         check = self.check
         if self.topk is None or check is None or not check.rows:
             return False
-        return getattr(check.worst, "selection", None) is None
+        return check.worst.selection is None
 
 
 @define
@@ -285,17 +246,16 @@ class Report:
 
     def shares(self) -> list[float]:
         """Share of each layer type in the time of those that were run, one layer each."""
-        return _shares([layer.seconds.total for layer in self.layers])
+        return _shares([layer.total_s for layer in self.layers])
 
     def model_shares(self) -> list[float]:
         """The same with every layer of the model counted."""
-        return _shares([layer.seconds.total * layer.layers_in_model for layer in self.layers])
+        return _shares([layer.total_s * layer.layers_in_model for layer in self.layers])
 
     def operation_shares(self) -> list[dict[str, float]]:
         """Of each layer type, the share of each operation in the time of all layers of the model that were run."""
         seconds = [
-            {name: value * layer.layers_in_model for name, value in layer.seconds.operations.items()}
-            for layer in self.layers
+            {name: value * layer.layers_in_model for name, value in layer.seconds.items()} for layer in self.layers
         ]
         total = sum(sum(values.values()) for values in seconds)
         return [{name: value / total if total else 0.0 for name, value in values.items()} for values in seconds]

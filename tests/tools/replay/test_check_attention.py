@@ -61,7 +61,7 @@ def test_the_tolerances_of_the_released_models_are_what_the_formats_explain() ->
     assert tolerance_of(layer, torch.bfloat16).out == pytest.approx(3.8e-3, abs=5e-5)
     assert tolerance_of(layer, torch.bfloat16).lse == pytest.approx(8.3e-3, abs=5e-5)
     assert tolerance_of(layer, torch.bfloat16).projection == pytest.approx(7.6e-3, abs=1e-4)
-    assert set(tolerance_of(layer, torch.float32)) == {1e-5}
+    assert set(tolerance_of(layer, torch.float32)) == {1e-5, None}
 
 
 # what fails

@@ -10,7 +10,7 @@ from attrs import evolve
 from rich.console import Console
 
 from dsv4attn.tools.replay.report import as_json, as_text
-from dsv4attn.tools.replay.results import CheckResult, Errors, LayerReport, Report, Seconds, WholeErrors, WholeSeconds
+from dsv4attn.tools.replay.results import CheckResult, Errors, LayerReport, Report
 
 LIMITS = Errors(4e-3, 8e-3, 8e-3)
 
@@ -31,7 +31,7 @@ def report_of(*errors: Errors, checked: bool = True, kinds: tuple[str, ...] = ("
                 workspace_bytes_planned=2**30 - 100_000,
                 transient_bytes_bound=2**30 - 100_000,
                 tokens=12_345_678,
-                seconds=Seconds(1.0, 2.0, 1.0),
+                seconds={"insert": 1.0, "attend": 2.0, "project": 1.0},
                 check=check,
             )
         )
@@ -153,13 +153,20 @@ def test_shares_count_layers_of_the_model_when_asked() -> None:
 def whole_report() -> Report:
     """Whole layers, with numbers as wide as they get; window-only layers have fewer stages."""
     report = evolve(report_of(), indexer="real")
-    limits = WholeErrors(4e-3, 8e-3, 8e-3, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    limits = Errors(4e-3, 8e-3, 8e-3, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
     for layer in report.layers:
-        layer.seconds = WholeSeconds(1234.5, 2345.6, 3456.7, 4567.8, 5678.9, 6789.1)
+        layer.seconds = {
+            "projections": 4567.8,
+            "insert": 1234.5,
+            "compressor": 5678.9,
+            "indexer": 6789.1,
+            "attend": 2345.6,
+            "project": 3456.7,
+        }
         layer.state_bytes_per_sequence = 1023 * 1024
         layer.check = CheckResult(limits)
         stages = {} if layer.kind == "swa" else {"entry": 0.25, "index_key": 0.5, "index_query": 0.75, "selection": 0.0}
-        layer.check.add(WholeErrors(1e-3, 2e-3, 3e-3, key=0.125, query=0.375, **stages), "here")
+        layer.check.add(Errors(1e-3, 2e-3, 3e-3, key=0.125, query=0.375, **stages), "here")
     return report
 
 
@@ -205,7 +212,7 @@ def test_a_selection_without_scores_has_no_error_and_is_said_not_to_be_exercised
     assert c4a.check is not None
     c4a.topk, c4a.selecting_tokens = 512, 2052
     assert "not exercised" not in text_of(report)
-    c4a.check.worst = WholeErrors(1e-3, 2e-3, 3e-3, key=0.125, query=0.375, entry=0.25, index_key=0.5)
+    c4a.check.worst = Errors(1e-3, 2e-3, 3e-3, key=0.125, query=0.375, entry=0.25, index_key=0.5)
     line = "selection was not exercised: no token saw more than 512 entries -> serve a prompt of 2,052 tokens or more"
 
     assert f"\n\n{line}\nok: all 3 " in text_of(report, 120)
@@ -216,9 +223,9 @@ def test_a_selection_without_scores_has_no_error_and_is_said_not_to_be_exercised
 
 
 def test_a_stage_beyond_its_limit_is_named() -> None:
-    check = CheckResult(WholeErrors(1.0, 1.0, 1.0, key=1.0, entry=1.0))
-    check.add(WholeErrors(key=0.5, entry=1.5), "here")
-    check.add(WholeErrors(key=0.75), "there")
+    check = CheckResult(Errors(1.0, 1.0, 1.0, key=1.0, entry=1.0))
+    check.add(Errors(key=0.5, entry=1.5), "here")
+    check.add(Errors(key=0.75), "there")
 
     assert (check.rows, check.failed, check.failures) == (2, 1, ["here: entry 1.5"])
-    assert check.worst == WholeErrors(key=0.75, entry=1.5)
+    assert check.worst == Errors(key=0.75, entry=1.5)

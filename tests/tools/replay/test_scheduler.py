@@ -32,14 +32,14 @@ class PagedBlocks:
             self.tables[request.index] = [BlockTable(pool, self.tokens_per_block) for pool in pools]
         return self.tables[request.index]
 
-    def can_allocate(self, request: Request, num_tokens: int) -> bool:
+    def reserve(self, request: Request, num_tokens: int) -> bool:
         pools = (self.full, self.windowed or self.full)
-        pairs = zip(self._tables(request), pools, strict=False)
-        return all(table.missing(num_tokens) <= pool.num_free for table, pool in pairs)
-
-    def allocate(self, request: Request, num_tokens: int) -> None:
-        for table in self._tables(request):
+        tables = self._tables(request)
+        if any(table.missing(num_tokens) > pool.num_free for table, pool in zip(tables, pools, strict=False)):
+            return False
+        for table in tables:
             table.ensure(num_tokens)
+        return True
 
     def free(self, request: Request) -> None:
         self.freed.append(request.index)
