@@ -24,8 +24,9 @@ from typing import Protocol
 
 from attrs import define, frozen
 
+from dsv4attn.core.argument_checks import check_count
 from dsv4attn.errors import ArgumentError, OutOfPagesError
-from dsv4attn.tools.replay.request import Request, check_count
+from dsv4attn.serving.request import Request
 
 __all__ = ["Counters", "KVBlocks", "Scheduled", "Scheduler", "Step"]
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from attrs import Attribute, field, frozen
 
+from dsv4attn.core.argument_checks import check_count
 from dsv4attn.core.cache.layout import KVCacheLayout
 from dsv4attn.core.contract.backend import Backend, complete
 from dsv4attn.core.contract.limits import Limits
@@ -19,6 +20,7 @@ from dsv4attn.core.memory.workspace import WorkspacePlan
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
 from dsv4attn.errors import ArgumentError, UnknownNameError
 from dsv4attn.serving.cache_manager import CacheManager
+from dsv4attn.serving.request import Request
 from dsv4attn.serving.scheduler import Scheduler
 from dsv4attn.tools.replay.layer_runner import (
     AttentionRunner,
@@ -39,7 +41,6 @@ from dsv4attn.tools.replay.pools import (
     plan_pools,
 )
 from dsv4attn.tools.replay.random_weights import RandomWeights
-from dsv4attn.tools.replay.request import Request, check_count
 from dsv4attn.tools.replay.results import Report
 from dsv4attn.tools.replay.workload import Workload
 
@@ -51,7 +52,7 @@ INDEXERS = ("real", "random")
 """Names of `ReplayConfig.indexer`."""
 
 
-def _at_least(minimum: int) -> Callable[[Any, Attribute[int], int], None]:
+def _at_least(minimum: int) -> Callable[[Any, Attribute[int], int], object]:
     return lambda _, attribute, value: check_count(attribute.name, value, minimum)
 
 

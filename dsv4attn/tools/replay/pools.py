@@ -9,8 +9,8 @@ from attrs import frozen
 from dsv4attn.core.cache.layer_caches import DeepseekV4Caches
 from dsv4attn.errors import ArgumentError, OutOfPagesError
 from dsv4attn.serving.cache_manager import COMPRESSED, WINDOW, CachedSequence, CacheManager
+from dsv4attn.serving.request import Request
 from dsv4attn.serving.scheduler import Step
-from dsv4attn.tools.replay.request import Request
 
 __all__ = ["COMPRESSED", "COMPRESSED_BLOCK_TOKENS", "WINDOW", "PageBytes", "PageGroup", "RequestPages", "plan_pools"]
 

@@ -24,8 +24,9 @@ from typing import IO
 
 from attrs import evolve, frozen
 
+from dsv4attn.core.argument_checks import check_count
 from dsv4attn.errors import TraceError
-from dsv4attn.tools.replay.request import HASH_BLOCK_TOKENS, Request, check_count, hash_blocks
+from dsv4attn.serving.request import HASH_BLOCK_TOKENS, Request, hash_blocks
 from dsv4attn.tools.replay.trace_formats import MAX_REQUEST_TOKENS, BadLineError, TraceFormat, TraceRow, detect
 
 __all__ = [

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from attrs import frozen
 
 from dsv4attn.errors import did_you_mean
-from dsv4attn.tools.replay.request import HASH_BLOCK_TOKENS, hash_blocks
+from dsv4attn.serving.request import HASH_BLOCK_TOKENS, hash_blocks
 
 __all__ = ["MAX_REQUEST_TOKENS", "BadLineError", "TraceFormat", "TraceRow", "detect"]
 

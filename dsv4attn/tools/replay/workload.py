@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.serving.request import HASH_BLOCK_TOKENS, Request
 from dsv4attn.tools.replay.random_weights import LOUDEST, hidden_bank
-from dsv4attn.tools.replay.request import HASH_BLOCK_TOKENS, Request
 
 __all__ = ["LARGEST_KEY_WEIGHT", "Tokens", "Workload"]
 

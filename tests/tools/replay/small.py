@@ -8,8 +8,8 @@ from typing import Any
 from dsv4attn.backends.reference.launch import ReferenceBackend
 from dsv4attn.core.contract.backend import Backend
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
+from dsv4attn.serving.request import Request
 from dsv4attn.tools.replay.engine import Replay, ReplayConfig
-from dsv4attn.tools.replay.request import Request
 from dsv4attn.tools.replay.results import Report
 
 CONFIG: dict[str, Any] = {

@@ -11,9 +11,9 @@ from dsv4attn.core.contract.limits import Limits
 from dsv4attn.core.model.geometry import LayerKind
 from dsv4attn.errors import ArgumentError
 from dsv4attn.serving.cache_manager import CacheManager
+from dsv4attn.serving.request import Request
 from dsv4attn.serving.scheduler import Scheduler
 from dsv4attn.tools.replay.pools import PageGroup, RequestPages, plan_pools
-from dsv4attn.tools.replay.request import Request
 from tests.tools.replay.small import GEOMETRY, requests_of
 
 PLENTY = 1 << 40

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-from dsv4attn.tools.replay.request import Request
+from dsv4attn.serving.request import Request
 from dsv4attn.tools.replay.workload import _STRIDES, LARGEST_KEY_WEIGHT, Tokens, Workload
 from tests.tools.replay.small import GEOMETRY, requests_of
 

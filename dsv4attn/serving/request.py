@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from attrs import Attribute, field, frozen
 
+from dsv4attn.core.argument_checks import check_count
 from dsv4attn.errors import ArgumentError
 
-__all__ = ["HASH_BLOCK_TOKENS", "Request", "check_count", "hash_blocks"]
+__all__ = ["HASH_BLOCK_TOKENS", "Request", "hash_blocks"]
 
 HASH_BLOCK_TOKENS = 512
 """Prompt tokens of one entry of `Request.hash_ids`."""
@@ -22,13 +22,7 @@ def hash_blocks(tokens: int) -> int:
     return -(-tokens // HASH_BLOCK_TOKENS)
 
 
-def check_count(argument: str, value: int, minimum: int) -> None:
-    """Raise `ArgumentError` unless `value` is an integer (no bool) of at least `minimum`."""
-    if type(value) is not int or value < minimum:
-        raise ArgumentError(argument, expected=f"an integer of at least {minimum}", actual=reprlib.repr(value))
-
-
-def _at_least(minimum: int) -> Callable[[Any, Attribute[int], int], None]:
+def _at_least(minimum: int) -> Callable[[Any, Attribute[int], int], object]:
     return lambda _, attribute, value: check_count(f"Request.{attribute.name}", value, minimum)
 
 
