@@ -10,8 +10,9 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dsv4attn.compat import engine_names, flash_mla
-from dsv4attn.compat.engine_names import Called, Internal, Named
+from dsv4attn.compat import flash_mla
+from dsv4attn.integrations import engine_internals
+from dsv4attn.integrations.engine_internals import Called, Internal, Named
 from dsv4attn_sglang.guard import TESTED, RefusedError
 
 __all__ = ["NEEDED", "OURS", "RUNNER", "TABLE", "check", "check_functions"]
@@ -72,7 +73,7 @@ def check(version: str, runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRu
 
     version: of that SGLang.
     """
-    _refuse(version, [*engine_names.lacking(TABLE, "sglang"), *_of_runner(runner)])
+    _refuse(version, [*engine_internals.lacking(TABLE, "sglang"), *_of_runner(runner)])
 
 
 def check_functions(version: str, targets: Mapping[str, str]) -> None:
@@ -104,7 +105,7 @@ def _of_functions(targets: Mapping[str, str]) -> Iterator[str]:
         function = Named(module, (attribute,))
         try:
             [*missing] = function.lacking()
-        except engine_names.LackingError as error:
+        except engine_internals.LackingError as error:
             missing = [str(error)]
         if missing:
             yield from missing

@@ -19,7 +19,7 @@ from dsv4attn_sglang.guard import RefusedError
 from dsv4attn_sglang.internals import NEEDED, RUNNER, TABLE
 from kit import case, runner_of
 
-from dsv4attn.compat import engine_names
+from dsv4attn.integrations import engine_internals
 
 OURS = sorted(Path(next(iter(dsv4attn_sglang.__path__))).glob("*.py"))
 
@@ -45,7 +45,7 @@ def test_each_name_is_missed_and_said(kit: Any) -> None:
                 continue
             with pytest.MonkeyPatch.context() as patch:
                 patch.delattr(owner, name)
-                assert engine_names.lacking(TABLE, "sglang") == [f"{one.owner}.{name} is not there"]
+                assert engine_internals.lacking(TABLE, "sglang") == [f"{one.owner}.{name} is not there"]
 
 
 def without(runner: Any, path: str) -> Any:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dsv4attn.compat import engine_names
-from dsv4attn.compat.engine_names import Called, Internal, Named, Overridden, Stored
+from dsv4attn.integrations import engine_internals
+from dsv4attn.integrations.engine_internals import Called, Internal, Named, Overridden, Stored
 from dsv4attn_vllm.guard import TESTED, RefusedError
 
 __all__ = ["TABLE", "check", "groups_of", "lacking"]
@@ -480,7 +480,7 @@ def groups_of(model: str, platform: str, *, mhc: bool = False) -> tuple[str, ...
 
 def lacking(groups: Sequence[str]) -> list[str]:
     """What the installed vLLM lacks of these groups: one line for each name, in the order of the table."""
-    return engine_names.lacking((one for group in groups for one in TABLE[group]), "vllm")
+    return engine_internals.lacking((one for group in groups for one in TABLE[group]), "vllm")
 
 
 def check(version: str, groups: Sequence[str]) -> None:

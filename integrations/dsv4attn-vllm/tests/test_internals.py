@@ -23,8 +23,8 @@ from dsv4attn_vllm.internals import TABLE
 from engine import config_of, world
 from torch import nn
 
-from dsv4attn.compat import engine_names
-from dsv4attn.compat.engine_names import LackingError, Named, Overridden, Stored
+from dsv4attn.integrations import engine_internals
+from dsv4attn.integrations.engine_internals import LackingError, Named, Overridden, Stored
 
 HERE = [group for group in TABLE if "rocm" not in group]
 """VLLM's modules for ROCm want a GPU when they are imported: `test_layers_for_rocm` has their groups."""
@@ -107,7 +107,7 @@ def test_a_hook_that_is_passed_more_or_never_called_is_said(monkeypatch: pytest.
         [line] = hook.lacking()
     assert "._o_proj: it gets self, o, positions, scale; dsv4attn's takes (self, o: 'Tensor'" in line
     with monkeypatch.context() as patch:
-        patch.setattr(engine_names, "_code_near", lambda owner, callers: "    def _o_proj(self, o, positions):")
+        patch.setattr(engine_internals, "_code_near", lambda owner, callers: "    def _o_proj(self, o, positions):")
         assert [*hook.lacking()] == [f"{hook.owner}._o_proj is there, but nothing calls it"]
 
 

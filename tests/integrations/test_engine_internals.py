@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4attn.compat.engine_names import Called, Internal, LackingError, Named, Overridden, Stored, lacking
+from dsv4attn.integrations.engine_internals import Called, Internal, LackingError, Named, Overridden, Stored, lacking
 
 ENGINE = """
 from enum import Enum
