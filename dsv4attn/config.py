@@ -1,4 +1,4 @@
-"""Reads the settings: every environment variable and configuration key. `docs/selection.md` shows the same tables.
+"""Reads the settings: environment variables and configuration keys. `docs/selection.md` shows the same tables.
 
 A value comes from the first of: argument, environment, configuration file, default. The file is the one that
 `DSV4ATTN_CONFIG` names; otherwise the nearest of these in the working directory and its parents: a `dsv4attn.toml`, or,
@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ else:
     import tomli as tomllib
 
 __all__ = [
-    "ANY_TRANSFORMERS",
     "AUTO",
     "KEYS",
     "PHASES",
@@ -35,14 +35,17 @@ __all__ = [
     "Knob",
     "Setting",
     "Settings",
+    "known_variables",
     "load_settings",
     "parse_request",
+    "register_variables",
     "switched_on",
 ]
 
 AUTO = "auto"
+PREFIX = "DSV4ATTN_"
+"""What the names of all environment variables begin with."""
 PHASES = ("decode", "prefill")
-ANY_TRANSFORMERS = "DSV4ATTN_TRANSFORMERS_ANY_VERSION"
 FILE = "dsv4attn.toml"
 _PROJECT_FILE = "pyproject.toml"
 _ROOTS = (".git", ".hg")
@@ -70,22 +73,11 @@ VARIABLES: Mapping[str, Knob] = {
     "DSV4ATTN_CONFIG": Knob("unset", "path", "configuration file to read instead of looking for one"),
     "DSV4ATTN_PLUGINS_ALLOW": Knob("unset", "comma-separated names", "like `plugins.allow`, and instead of it"),
     "DSV4ATTN_PLUGINS_DENY": Knob("unset", "comma-separated names", "like `plugins.deny`, and instead of it"),
-    "DSV4ATTN_SGLANG": Knob("1", "`0` or `1`", "0: `dsv4attn-sglang` does nothing"),
-    "DSV4ATTN_SGLANG_ANY_VERSION": Knob("0", "`0` or `1`", "1: `dsv4attn-sglang` tries an untested SGLang"),
-    ANY_TRANSFORMERS: Knob(
-        "0",
-        "`0` or `1`",
-        "1: `patch` and `register` for transformers try a version of it that was not tested",
-    ),
-    "DSV4ATTN_VLLM": Knob("1", "`0` or `1`", "0: `dsv4attn-vllm` does nothing"),
-    "DSV4ATTN_VLLM_ANY_VERSION": Knob("0", "`0` or `1`", "1: `dsv4attn-vllm` tries an untested vLLM"),
-    "DSV4ATTN_VLLM_STEPS": Knob(
-        "auto",
-        "`auto`, `all`, `none`, or some of `indexer,compressor,projection,mhc`",
-        "steps around attention that `dsv4attn-vllm` runs",
-    ),
 }
-"""A variable with an empty value counts as unset."""
+"""A variable with an empty value counts as unset. Adapters register theirs, and `known_variables` has both."""
+_ADAPTERS = "dsv4attn.integrations.variables"
+"""The module that registers the variables of this package's adapters: imported for a variable that is not above."""
+_of_adapters: dict[str, Knob] = {}
 
 KEYS: Mapping[str, Knob] = {
     "backend": Knob("`auto`", "`NAME` or `auto`", "backend of both phases"),
@@ -170,12 +162,32 @@ class Settings:
         return self.decode if phase == "decode" else self.prefill
 
 
+def register_variables(prefix: str, variables: Mapping[str, Knob]) -> None:
+    """Add the environment variables of an adapter to an engine, so that they are not unknown; it reads them itself.
+
+    prefix: "DSV4ATTN_" and a name, which is the adapter's alone. Each variable is called so, or begins with the prefix
+    and an underscore. Raises ArgumentError for another name.
+    """
+    for name in (prefix, *variables):
+        is_below = name == prefix or name.startswith(f"{prefix}_")
+        if not prefix.startswith(PREFIX) or not is_below or any(known.startswith(name) for known in VARIABLES):
+            expected = f"{PREFIX} and a name, and variables that begin so, none of them dsv4attn's own"
+            raise ArgumentError("variable of an adapter", expected=expected, actual=name)
+    _of_adapters.update(variables)
+
+
+def known_variables() -> Mapping[str, Knob]:
+    """All environment variables: those of dsv4attn, and those of adapters."""
+    import_module(_ADAPTERS)
+    return {**VARIABLES, **_of_adapters}
+
+
 def load_settings(environ: Mapping[str, str] | None = None, directory: Path | None = None) -> Settings:
     """Read environment and configuration file. Raises ConfigError naming the variable, or the file and line."""
     given = os.environ if environ is None else environ
     for name in sorted(given):
-        if name.startswith("DSV4ATTN_") and name not in VARIABLES:
-            raise ConfigError(f"environment variable {name}", f"unknown variable{_meant(name, VARIABLES)}")
+        if name.startswith(PREFIX) and name not in VARIABLES and name not in known_variables():
+            raise ConfigError(f"environment variable {name}", f"unknown variable{_meant(name, known_variables())}")
     variables = {name: given[name].strip() for name in VARIABLES if given.get(name, "").strip()}
     path, table, ignored = _read(variables.get("DSV4ATTN_CONFIG"), directory)
     _check(table, str(path))

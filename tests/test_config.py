@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from dsv4attn.config import KEYS, VARIABLES, Setting, Settings, load_settings, parse_request
-from dsv4attn.errors import ConfigError
+from dsv4attn.config import (
+    KEYS,
+    Knob,
+    Setting,
+    Settings,
+    known_variables,
+    load_settings,
+    parse_request,
+    register_variables,
+)
+from dsv4attn.errors import ArgumentError, ConfigError
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "selection.md"
 
@@ -61,7 +70,7 @@ def test_auto_in_the_environment_undoes_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("empty", ["", "  "])
 def test_a_variable_set_to_nothing_is_unset(tmp_path: Path, empty: str) -> None:
     text = 'backend = "acme"\nplugins.allow = ["acme"]'
-    settings = settings_of(tmp_path, text, **dict.fromkeys(VARIABLES, empty))
+    settings = settings_of(tmp_path, text, **dict.fromkeys(known_variables(), empty))
 
     assert settings == settings_of(tmp_path)
     assert settings.allow == ("acme",)
@@ -376,7 +385,31 @@ def rows_of(heading: str) -> dict[str, tuple[str, ...]]:
     return {name.strip("`"): tuple(rest) for name, *rest in cells[2:]}
 
 
-@pytest.mark.parametrize(("heading", "knobs"), [("Variables", VARIABLES), ("Keys", KEYS)])
+@pytest.mark.parametrize(("heading", "knobs"), [("Variables", known_variables()), ("Keys", KEYS)])
 def test_the_documentation_shows_every_variable_and_key_as_the_code_has_them(heading: str, knobs: object) -> None:
     assert isinstance(knobs, dict)
     assert rows_of(heading) == {name: (k.default, k.values, k.meaning) for name, k in knobs.items()}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "name"),
+    [
+        ("ACME", "ACME"),
+        ("DSV4ATTN_ACME", "DSV4ATTN_ACM"),
+        ("DSV4ATTN_", "DSV4ATTN_X"),
+        ("DSV4ATTN_PLUGINS", "DSV4ATTN_PLUGINS_X"),
+    ],
+)
+def test_an_adapter_registers_variables_of_its_own_prefix_alone(prefix: str, name: str) -> None:
+    with pytest.raises(ArgumentError, match="variable of an adapter"):
+        register_variables(prefix, {name: Knob("0", "`0` or `1`", "nothing")})
+
+
+def test_a_variable_that_an_adapter_registers_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv4attn.config._of_adapters", dict(known_variables()))
+    with pytest.raises(ConfigError, match="DSV4ATTN_ACME_SPEED: unknown variable"):
+        settings_of(tmp_path, DSV4ATTN_ACME_SPEED="1")
+
+    register_variables("DSV4ATTN_ACME", {"DSV4ATTN_ACME_SPEED": Knob("0", "a number", "how fast")})
+
+    settings_of(tmp_path, DSV4ATTN_ACME_SPEED="1")

@@ -60,6 +60,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         ORACLE,
         "replay",
         "bench",
+        # what the wheels of engines share
+        "integrations",
         # to cross-compile what rooms say they have.
         STEPS,
     },

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import frozen
 
-__all__ = ["Called", "Internal", "LackingError", "Named", "Overridden", "Stored", "lacking"]
+__all__ = ["Called", "Internal", "LackingError", "Named", "Overridden", "Stored", "Written", "lacking", "listed"]
 
 
 class LackingError(Exception):
@@ -31,6 +31,9 @@ class Internal:
 
     owner: "engine.module", or "engine.module:Class".
     """
+
+    use: ClassVar[str] = "reads"
+    """What the adapter does with the names: reads, writes, calls or replaces."""
 
     owner: str
 
@@ -74,6 +77,8 @@ class Called(Internal):
     keywords: names of the arguments that are passed by name.
     """
 
+    use = "calls"
+
     function: str
     positional: int = 0
     keywords: tuple[str, ...] = ()
@@ -107,6 +112,8 @@ class Overridden(Internal):
     like: the method of the engine's class that says what is passed, where the hook itself takes any arguments.
     callers: modules of the engine that may call them. The modules of the class and of its bases are always looked at.
     """
+
+    use = "replaces"
 
     ours: str
     hooks: tuple[str, ...]
@@ -169,6 +176,13 @@ class Stored(Internal):
     def names(self) -> tuple[str, ...]:
         """See `Internal`."""
         return self.attributes
+
+
+@frozen
+class Written(Stored):
+    """Attributes of objects of a class that the adapter sets."""
+
+    use = "writes"
 
 
 def _found(path: str) -> Any:  # noqa: ANN401 - a module, a class or a function
@@ -237,3 +251,12 @@ def lacking(entries: Iterable[Internal], engine: str) -> list[str]:
         except LackingError as error:
             found[str(error)] = None
     return [line for line in found if line.startswith(f"{engine}.")] or list(found)
+
+
+def listed(table: Mapping[str, Iterable[Internal]]) -> list[dict[str, Any]]:
+    """A table of names as `dsv4attn doctor --json` has it: a row for each entry. Nothing of the engine is imported.
+
+    table: entries by the part of the adapter that needs them.
+    """
+    rows = [(part, entry) for part, entries in table.items() for entry in entries]
+    return [{"part": part, "owner": e.owner, "use": e.use, "names": list(e.names())} for part, e in rows]

@@ -12,10 +12,11 @@ from typing import Any
 
 from attrs import frozen
 
-from dsv4attn.config import ANY_TRANSFORMERS, switched_on
+from dsv4attn.config import switched_on
 from dsv4attn.core.argument_checks import shown
 from dsv4attn.core.contract.device import release_of, version_of
 from dsv4attn.errors import ArgumentError, UnsupportedError
+from dsv4attn.integrations.variables import TRANSFORMERS_ANY_VERSION
 
 __all__ = ["RANGE", "TESTED", "ModelArguments", "check_release"]
 
@@ -30,13 +31,13 @@ _NAMES_OF_CACHE = ("cache", "past_key_values")
 def check_release() -> None:
     """Raise UnsupportedError if the installed transformers was not tested, unless the variable allows any version."""
     version = version_of("transformers")
-    if release_of(version) in TESTED or switched_on(ANY_TRANSFORMERS):
+    if release_of(version) in TESTED or switched_on(TRANSFORMERS_ANY_VERSION):
         return
     raise UnsupportedError(
         "transformers",
         expected=f"release {' or '.join(f'{major}.{minor}' for major, minor in TESTED)}, which were tested",
         actual=version or "one without a version",
-        hint=f"pip install '{RANGE}', or set {ANY_TRANSFORMERS}=1 to try this version",
+        hint=f"pip install '{RANGE}', or set {TRANSFORMERS_ANY_VERSION}=1 to try this version",
     )
 
 

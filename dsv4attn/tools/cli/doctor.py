@@ -188,6 +188,11 @@ def _as_json(report: _Report) -> dict[str, Any]:
     }
 
 
+def _lines_of(state: engines.EngineState) -> list[str]:
+    """What is shown of an engine. A problem is shown below, with its cure."""
+    return [line for line in (state.verdict if state.is_problem else str(state), state.relies_on) if line]
+
+
 def _show(report: _Report) -> None:
     from rich.padding import Padding
     from rich.text import Text
@@ -204,7 +209,7 @@ def _show(report: _Report) -> None:
         ("environment", environment or ["nothing that matters here"]),
         ("backends", [", ".join(report.registry.backends), *left_out]),
         ("automatic", merged({phase: selection.verdict for phase, selection in report.phases.items()})),
-        ("engines", [state.verdict if state.is_problem else str(state) for state in report.engines]),
+        ("engines", [line for state in report.engines for line in _lines_of(state)]),
     ]
     out = console()
     out.print(grid(rows))

@@ -1,7 +1,7 @@
 """Whether the engines of this installation run DeepSeek-V4 on dsv4attn, from metadata alone: no engine is imported.
 
-The names of engines stand here and in their wheels. A wheel's own `guard` says which versions it was tested with, and
-refuses in the words that the engine's log would have.
+A wheel's module `guard` says which versions it was tested with, and refuses in the words that the engine's log would
+have. Its module `internals` has the table of the engine's names that it relies on.
 """
 
 from __future__ import annotations
@@ -10,65 +10,17 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import asdict, evolve, field, frozen, validators
 
+from dsv4attn.integrations.engine_internals import listed
+from dsv4attn.integrations.engines import ENGINES, Engine, Guard, RefusedError
 from dsv4attn.plugins import STRANGE, first_line, trace_of
 
-__all__ = ["ENGINES", "STATES", "Engine", "EngineState", "as_json", "examine", "related"]
-
-
-@frozen
-class Engine:
-    """An engine that a wheel of this project plugs into.
-
-    name: as its authors write it.
-    package: its distribution, and its module.
-    group: entry points that it loads in every process.
-    allowed: its variable with the names of the entry points to load.
-    lenient: whether that variable is unset when it is empty, and blanks around its names do not count.
-    scope: where DeepSeek-V4 runs on dsv4attn when the wheel is active, as far as metadata does not say.
-    """
-
-    name: str
-    package: str
-    group: str
-    allowed: str
-    lenient: bool
-    scope: str
-
-    @property
-    def wheel(self) -> str:
-        """The distribution that plugs into it."""
-        return f"dsv4attn-{self.package}"
-
-    @property
-    def switch(self) -> str:
-        """The variable that switches the wheel off."""
-        return f"DSV4ATTN_{self.package.upper()}"
-
-    def leaves_out(self, point: str) -> bool:
-        """Whether the engine's own variable leaves out an entry point."""
-        given = os.environ.get(self.allowed)
-        if given is None or (self.lenient and not given):
-            return False
-        return point not in [name.strip() if self.lenient else name for name in given.split(",")]
-
-
-ENGINES = (
-    Engine(
-        "vLLM",
-        "vllm",
-        "vllm.general_plugins",
-        "VLLM_PLUGINS",
-        False,
-        "unless --attention-backend names one of vLLM's for CUDA",
-    ),
-    Engine(
-        "SGLang", "sglang", "sglang.srt.plugins", "SGLANG_PLUGINS", True, "on GPUs of NVIDIA and Intel, else refused"
-    ),
-)
+__all__ = ["STATES", "EngineState", "as_json", "examine", "related"]
 
 
 STATES = ("absent", "no wheel", "off", "left out", "broken", "refused", "untested", "active")
@@ -86,6 +38,7 @@ class EngineState:
     state: one of STATES.
     served: whether its DeepSeek-V4 layers run on dsv4attn. scope: where they do, as `Engine.scope`, or "".
     why: one phrase. cure: what to do if that is not wanted, or "". traceback: of the wheel's exception, or "".
+    internals: the names of the engine's code that the wheel relies on, see `engine_internals.listed`.
     """
 
     engine: str
@@ -102,6 +55,7 @@ class EngineState:
     scope: str = ""
     cure: str = ""
     traceback: str = ""
+    internals: Sequence[Mapping[str, Any]] = ()
 
     @property
     def is_problem(self) -> bool:
@@ -118,6 +72,17 @@ class EngineState:
             return f"{name}: refuses to load DeepSeek-V4: {self.why}"
         how = f"on dsv4attn, {self.scope}" if self.served else "without dsv4attn"
         return f"{name}: serves DeepSeek-V4 {how}: {self.why}"
+
+    @property
+    def relies_on(self) -> str:
+        """How many names of the engine's code the wheel relies on, by what it does with them; or ""."""
+        counts = Counter[str]()
+        for row in self.internals:
+            counts[row["use"]] += len(row["names"])
+        if not counts:
+            return ""
+        uses = ", ".join(f"{use} {counts[use]}" for use in sorted(counts))
+        return f"{self.wheel} {uses} names of {self.engine}'s code, which `dsv4attn doctor --json` lists"
 
     def __str__(self) -> str:
         """The verdict and its cure."""
@@ -140,19 +105,20 @@ def related() -> tuple[str, ...]:
 
 
 def _examined(engine: Engine) -> EngineState:
-    wheel, found = _distribution(engine.wheel), _distribution(engine.package)
+    wheel, installed = _distribution(engine.wheel), _distribution(engine.package)
     named = f"{engine.wheel} {_version(wheel) or 'of unknown version'}" if wheel else engine.wheel
     state = EngineState(engine.name, engine.package, engine.wheel, "absent", "not installed")
-    state = evolve(state, version=_version(found), wheel_version=(_version(wheel) or "unknown") if wheel else None)
-    if found is None and not _is_module(engine.package):
+    state = evolve(state, version=_version(installed), wheel_version=(_version(wheel) or "unknown") if wheel else None)
+    if installed is None and not _is_module(engine.package):
         return evolve(state, installed=False, why=f"not installed, but {named} is" if wheel else state.why)
     if wheel is None:
         cure = f"to change that, install integrations/{engine.wheel} of dsv4attn's sources"
         return evolve(state, state="no wheel", why=f"{named} is not installed", cure=cure)
     try:
         point = _point(engine, wheel)
-        guard = importlib.import_module(f"{point.module}.guard")
-        return _judged(engine, state, named, point.name, guard)
+        guard = importlib.import_module(f"{point.module}.guard").GUARD
+        table = importlib.import_module(f"{point.module}.internals").TABLE
+        return _judged(evolve(state, internals=listed(table)), named, point.name, guard)
     except KeyboardInterrupt:
         raise
     except STRANGE as error:
@@ -160,32 +126,32 @@ def _examined(engine: Engine) -> EngineState:
         return evolve(state, state="broken", why=why, cure=cure, traceback=trace_of(error))
 
 
-def _judged(engine: Engine, state: EngineState, named: str, point: str, guard: Any) -> EngineState:  # noqa: ANN401
-    """The state of an engine with its wheel. point: name of the entry point. guard: the wheel's module."""
-    tested = tuple(map(str, guard.TESTED))
+def _judged(state: EngineState, named: str, point: str, guard: Guard) -> EngineState:
+    """The state of an engine with its wheel. named: the wheel with its version. point: name of the entry point."""
+    engine, tested = guard.engine, guard.tested
     is_tested = None if state.version is None else state.version.partition("+")[0] in tested
     state = evolve(state, tested=tested, is_tested=is_tested)
-    if guard.switched_off():
+    if guard.is_off():
         why = f"{engine.switch}={os.environ.get(engine.switch, '')} switches {named} off"
         return evolve(state, state="off", why=why, cure=f"unset {engine.switch}")
     if engine.leaves_out(point):
-        given = os.environ[engine.allowed]
-        why = f"{engine.allowed}={given!r} leaves out {point!r}, the plugin of {named}"
-        names = [name.strip() for name in given.split(",") if name.strip() not in ("", point)]
+        allowed = os.environ[engine.allowed]
+        why = f"{engine.allowed}={allowed!r} leaves out {point!r}, the plugin of {named}"
+        names = [name.strip() for name in allowed.split(",") if name.strip() not in ("", point)]
         return evolve(state, state="left out", why=why, cure=f"{engine.allowed}={','.join([*names, point])}")
     if state.version is None and _distribution(engine.package):
         why = f"{engine.name} is broken: its metadata names no version"
         return evolve(state, state="broken", why=why, cure=f"reinstall {engine.package}")
     try:
         guard.check()
-    except guard.RefusedError as error:
+    except RefusedError as error:
         why, _, cure = str(error).partition(" -> ")
         return evolve(state, state="refused", why=why, cure=cure)
     state = evolve(state, served=True, scope=engine.scope)
     if is_tested:
         return evolve(state, state="active", why=f"{named} was tested with this version")
-    why = f"{named} was tested with {' and '.join(tested)} only; {guard.ANY_VERSION}=1 lets it try this one"
-    return evolve(state, state="untested", why=why, cure=f"if it fails, install {engine.package}=={tested[-1]}")
+    why = f"{named} was tested with {' and '.join(tested)} only; {engine.any_version}=1 lets it try this one"
+    return evolve(state, state="untested", why=why, cure=f"if it fails, {guard.install}")
 
 
 def _distribution(name: str) -> importlib.metadata.Distribution | None:

@@ -1,9 +1,10 @@
 """The plugin that SGLang loads: its DeepSeek-V4 layers attend on dsv4attn.
 
-`register` is the entry point. SGLang calls it in every process, for every model, so it imports nothing of torch or
-dsv4attn: it asks to be called when a scheduler, the process that runs a model, builds the attention of DeepSeek-V4.
+`register` is the entry point. SGLang calls it in every process, for every model, so it imports neither
+torch nor SGLang: it asks to be called when a scheduler, the process that runs a model, builds the attention of
+DeepSeek-V4.
 
-    guard      which versions of SGLang are served, and the switches
+    guard      which versions of SGLang are served, refusals, the log
     internals  the names of SGLang that this package relies on, and their check
     hooks      what is replaced in SGLang, and when
     serving    whether dsv4attn can run a model's attention, before its first token
@@ -12,7 +13,7 @@ dsv4attn: it asks to be called when a scheduler, the process that runs a model, 
 
 from __future__ import annotations
 
-from dsv4attn_sglang import guard
+from dsv4attn_sglang.guard import GUARD
 
 __all__ = ["__version__", "register"]
 
@@ -25,7 +26,7 @@ def register() -> None:
     Raises nothing about versions: other models must still be served. An untested SGLang is refused when it builds the
     attention of a DeepSeek-V4 model.
     """
-    if guard.switched_off():
+    if GUARD.is_off():
         return
     from dsv4attn_sglang import hooks
 

@@ -11,14 +11,13 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dsv4attn_sglang import __version__, guard
-from dsv4attn_sglang.guard import RefusedError
+from dsv4attn_sglang import __version__
+from dsv4attn_sglang.guard import GUARD, LOG, RefusedError
 
 __all__ = ["ATTENTION", "CUDA", "SCHEDULER", "SM120", "XPU", "watch_scheduler"]
 
@@ -39,11 +38,8 @@ XPU = {
 }
 """On Intel's GPUs the functions have the same names and arguments."""
 
-_log = logging.getLogger("dsv4attn_sglang")
 _registered: set[str] = set()
 """Targets that SGLang's registry has a hook of ours for. It would call two."""
-_said: set[str] = set()
-"""Lines of the log. A model and its draft say the same."""
 
 
 def watch_scheduler() -> None:
@@ -53,8 +49,7 @@ def watch_scheduler() -> None:
     """
     engine = sys.modules.get("sglang")
     if engine is not None and not any(map(_scheduler_in, engine.__path__)):
-        own, tested = f"SGLang has no {SCHEDULER}", guard.TESTED[-1]
-        _log.error("dsv4attn-sglang: not used: %s -> install sglang==%s, which was tested", own, tested)
+        LOG.error("not used: SGLang has no %s -> %s, which was tested", SCHEDULER, GUARD.install)
     if SCHEDULER in sys.modules:
         _hook(f"{SCHEDULER}.Scheduler.__init__", _scheduler_is_made, "BEFORE")
 
@@ -72,7 +67,7 @@ def _scheduler_is_made(*args: object, **kwargs: object) -> None:
     try:
         _find(ATTENTION)
     except RefusedError as error:
-        _log.error("dsv4attn-sglang: not used: %s", error)
+        LOG.error("not used: %s", error)
         return
     _hook(ATTENTION, _attention_is_built, "AROUND")
     _apply()
@@ -88,7 +83,7 @@ def _attention_is_built(original: Callable[..., Any], *args: Any, **kwargs: Any)
 
 def _serve(runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRunner
     """Check a model, replace the functions, and say so. Raises RefusedError or NoBackendError."""
-    version = guard.check()
+    version = GUARD.check()
     from dsv4attn_sglang import internals
 
     internals.check(version, runner)
@@ -101,13 +96,12 @@ def _serve(runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRunner
     fresh = [target for target in targets if target not in _registered]
     _replace({target: targets[target] for target in fresh})
     if fresh:
-        own = f"set {guard.SWITCH}=0 for SGLang's own"
-        _log.info("dsv4attn-sglang %s: SGLang %s attends for DeepSeek-V4 on dsv4attn (%s)", __version__, version, own)
-        _log.info("dsv4attn-sglang: replaced %s", ", ".join(fresh))
+        way_out = f"set {GUARD.engine.switch}=0 for SGLang's own"
+        text = "SGLang %s attends for DeepSeek-V4 on dsv4attn, by version %s of this wheel (%s)"
+        LOG.info(text, version, __version__, way_out)
+        LOG.info("replaced %s", ", ".join(fresh))
     for line in chosen:
-        if line not in _said:
-            _said.add(line)
-            _log.info("dsv4attn-sglang: %s", line)
+        LOG.info("%s", line)
 
 
 def _replace(targets: dict[str, str]) -> None:
@@ -130,7 +124,7 @@ def _find(target: str) -> Any:  # noqa: ANN401 - a function of SGLang
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, OSError) as error:
-        cure = f"install sglang=={guard.TESTED[-1]}, which was tested"
+        cure = f"{GUARD.install}, which was tested"
         raise RefusedError(target, expected="a function of SGLang", actual=str(error), cure=cure) from error
 
 

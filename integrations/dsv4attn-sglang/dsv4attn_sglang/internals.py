@@ -7,17 +7,20 @@ attention in place, or fail in the first request.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
-from dsv4attn.compat import flash_mla
+from attrs import frozen
+
 from dsv4attn.integrations import engine_internals
-from dsv4attn.integrations.engine_internals import Called, Internal, Named
-from dsv4attn_sglang.guard import TESTED, RefusedError
+from dsv4attn.integrations.engine_internals import Called, Internal, LackingError, Named, Stored
+from dsv4attn_sglang.guard import GUARD
+from dsv4attn_sglang.hooks import CUDA, SM120, XPU
 
-__all__ = ["NEEDED", "OURS", "RUNNER", "TABLE", "check", "check_functions"]
+__all__ = ["NEEDED", "RUNNER", "TABLE", "Hooked", "check", "check_functions"]
 
-TABLE: tuple[Internal, ...] = (
+_NAMES: tuple[Internal, ...] = (
     Named("sglang.srt.managers.scheduler", ("Scheduler",)),
     Named("sglang.srt.model_executor.model_runner_components.attention_backend_setup", ("build_attention_backends",)),
     Called(
@@ -38,8 +41,6 @@ TABLE: tuple[Internal, ...] = (
     Called("sglang.srt.utils", "is_hip"),
     Called("sglang.srt.utils", "is_xpu"),
 )
-"""What every device needs. The functions that are replaced are those of `serving.targets`."""
-
 RUNNER = (
     "decode_attention_backend_str",
     "device",
@@ -58,14 +59,57 @@ RUNNER = (
 )
 """Attributes of SGLang's ModelRunner that are read."""
 
-OURS: Mapping[str, Callable[..., Any]] = {
-    "flash_mla_with_kvcache": flash_mla.flash_mla_with_kvcache,
-    "flash_mla_sparse_fwd": flash_mla.flash_mla_sparse_fwd,
-}
-"""Functions of dsv4attn that take what SGLang passes, by the names in `attention` of those that call them."""
-
 NEEDED = {"flash_mla_with_kvcache": ("indices", "k_cache", "q"), "flash_mla_sparse_fwd": ("kv", "q")}
 """Arguments that functions of `attention` look at, by name."""
+
+
+@frozen
+class Hooked(Internal):
+    """A function of SGLang that a function of `attention` replaces. SGLang passes nothing that dsv4attn does not know.
+
+    function: its name. by: the name in `attention`, and in dsv4attn.compat.flash_mla, of what replaces it.
+    """
+
+    use = "replaces"
+
+    function: str
+    by: str
+
+    @classmethod
+    def of(cls, targets: Mapping[str, str]) -> tuple[Hooked, ...]:
+        """An entry for each target, as `serving.targets` has them."""
+        paths = [(*target.rpartition("."), by) for target, by in targets.items()]
+        return tuple(cls(module, function, by) for module, _, function, by in paths)
+
+    def lacking(self) -> Iterator[str]:
+        """See `Internal`."""
+        function = getattr(self.find(), self.function, None)
+        target = f"{self.owner}.{self.function}"
+        if function is None:
+            yield f"{target} is not there"
+            return
+        parameters = inspect.signature(function).parameters
+        known = inspect.signature(getattr(import_module("dsv4attn.compat.flash_mla"), self.by)).parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return
+        if unknown := [name for name in parameters if name not in known]:
+            yield f"{target} takes {', '.join(unknown)}, which dsv4attn does not know"
+        if absent := [name for name in NEEDED[self.by] if name not in parameters]:
+            yield f"{target} does not take {', '.join(absent)}"
+
+    def names(self) -> tuple[str, ...]:
+        """See `Internal`."""
+        return (self.function,)
+
+
+TABLE: Mapping[str, tuple[Internal, ...]] = {
+    "all": _NAMES,
+    "runner": (Stored("sglang.srt.model_executor.model_runner:ModelRunner", RUNNER),),
+    "cuda": Hooked.of(CUDA),
+    "sm120": Hooked.of({target: by for target, by in SM120.items() if target not in CUDA}),
+    "xpu": Hooked.of(XPU),
+}
+"""What each part of this package needs: all devices, the runner of a model, and the functions replaced on a device."""
 
 
 def check(version: str, runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRunner
@@ -73,48 +117,25 @@ def check(version: str, runner: Any) -> None:  # noqa: ANN401 - SGLang's ModelRu
 
     version: of that SGLang.
     """
-    _refuse(version, [*engine_internals.lacking(TABLE, "sglang"), *_of_runner(runner)])
+    GUARD.refuse_missing(version, [*engine_internals.lacking(TABLE["all"], "sglang"), *_of_runner(runner)])
 
 
 def check_functions(version: str, targets: Mapping[str, str]) -> None:
     """Raise RefusedError for functions that cannot be replaced. targets: see `serving.targets`."""
-    _refuse(version, [*_of_functions(targets)])
-
-
-def _refuse(version: str, missing: Sequence[str]) -> None:
-    if missing:
-        expected = "all names of SGLang that dsv4attn-sglang hooks, calls or reads"
-        cure = f"install sglang=={TESTED[-1]}, or a dsv4attn-sglang that was tested with SGLang {version}"
-        raise RefusedError(f"SGLang {version}", expected=expected, actual="; ".join(missing), cure=cure)
+    missing: list[str] = []
+    for entry in Hooked.of(targets):
+        try:
+            missing += entry.lacking()
+        except LackingError as error:
+            missing.append(str(error))
+    GUARD.refuse_missing(version, missing)
 
 
 def _of_runner(runner: Any) -> Iterator[str]:  # noqa: ANN401
     for path in RUNNER:
-        found = runner
+        owner = runner
         for name in path.split("."):
-            if not hasattr(found, name):
+            if not hasattr(owner, name):
                 yield f"{type(runner).__name__}: the runner of the model has no {path}"
                 break
-            found = getattr(found, name)
-
-
-def _of_functions(targets: Mapping[str, str]) -> Iterator[str]:
-    """Functions that are not there, or take other arguments than dsv4attn's."""
-    for target, name in targets.items():
-        module, _, attribute = target.rpartition(".")
-        function = Named(module, (attribute,))
-        try:
-            [*missing] = function.lacking()
-        except engine_internals.LackingError as error:
-            missing = [str(error)]
-        if missing:
-            yield from missing
-            continue
-        parameters = inspect.signature(getattr(function.find(), attribute)).parameters
-        known = inspect.signature(OURS[name]).parameters
-        if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-            continue
-        if unknown := [one for one in parameters if one not in known]:
-            yield f"{target} takes {', '.join(unknown)}, which dsv4attn does not know"
-        if absent := [one for one in NEEDED[name] if one not in parameters]:
-            yield f"{target} does not take {', '.join(absent)}"
+            owner = getattr(owner, name)

@@ -45,20 +45,11 @@ def test_the_wheel_has_one_entry_point_and_needs_no_engine() -> None:
     assert found.requires == ["dsv4attn>=0.1"]
 
 
-def test_the_plugin_itself_imports_neither_torch_nor_dsv4attn_nor_sglang() -> None:
-    code = (
-        "import sys, dsv4attn_sglang, dsv4attn_sglang.guard, dsv4attn_sglang.hooks; "
-        "print(*{name.partition('.')[0] for name in sys.modules} & {'torch', 'dsv4attn', 'sglang', 'triton', 'numpy'})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
-    assert done.stdout.strip() == ""
-
-
 def test_a_process_without_a_model_is_left_as_it_is() -> None:
     result = run("plain()")
 
-    assert [name for name in result["new"] if not name.startswith("dsv4attn_sglang")] == []
+    assert {name.partition(".")[0] for name in result["new"]} <= {"dsv4attn", "dsv4attn_sglang"}
+    assert "dsv4attn.selection" not in result["new"]
     assert result["hooks"] == []
 
 

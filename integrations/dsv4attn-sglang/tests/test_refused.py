@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from dsv4attn_sglang import guard, hooks, serving
+from dsv4attn_sglang import hooks, serving
 from dsv4attn_sglang.guard import RefusedError
 from kit import case, runner_of
 
 from dsv4attn.errors import ConfigError, NoBackendError
+from dsv4attn.integrations import engines
 
 
 @pytest.fixture
@@ -39,17 +40,10 @@ def test_a_model_that_is_served_says_who_runs_each_kind_of_call(kit: Any, backen
     assert lines == [f"decode, 64 {said}; swa, c4a, c128a", f"prefill, 64 {said}; up to 640 of the gathered rows"]
 
 
-def test_an_sglang_whose_metadata_lack_a_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "version", lambda name: None)
-
-    with pytest.raises(RefusedError, match=r"expected 0[.]5[.]23, got an SGLang without version"):
-        guard.check()
-
-
 def test_an_untested_sglang_is_refused_by_name_with_the_variable_that_overrides(
     build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "version", lambda name: "0.5.99")
+    monkeypatch.setattr(engines, "version", lambda name: "0.5.99")
     words = (
         r"^dsv4attn-sglang: version of SGLang: expected 0\.5\.23, got 0\.5\.99 -> install sglang==0\.5\.23, "
         r"set DSV4ATTN_SGLANG_ANY_VERSION=1 to try this version, "
@@ -59,22 +53,13 @@ def test_an_untested_sglang_is_refused_by_name_with_the_variable_that_overrides(
         build()
     monkeypatch.setenv("DSV4ATTN_SGLANG_ANY_VERSION", "1")
     assert build().attn_backend
-    monkeypatch.setattr(guard, "version", lambda name: "0.5.23+cu130")
+    monkeypatch.setattr(engines, "version", lambda name: "0.5.23+cu130")
     monkeypatch.delenv("DSV4ATTN_SGLANG_ANY_VERSION")
     assert build().attn_backend
 
 
-@pytest.mark.parametrize("name", [guard.SWITCH, guard.ANY_VERSION])
-def test_a_variable_that_is_neither_0_nor_1_is_refused(build: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(guard, "version", lambda name: "0.5.99")
-    monkeypatch.setenv(name, "off")
-
-    with pytest.raises(RefusedError, match=rf"environment variable {name}: expected 0 or 1, got 'off' -> correct it"):
-        build()
-
-
 def test_a_model_of_another_kind_is_none_of_our_business(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "version", lambda name: "0.5.99")
+    monkeypatch.setattr(engines, "version", lambda name: "0.5.99")
 
     def other(runner: Any) -> None:
         runner.prefill_attention_backend_str = runner.decode_attention_backend_str = "torch_native"
@@ -197,7 +182,7 @@ def test_a_refusal_comes_before_sglang_builds_anything(build: Any, monkeypatch: 
 
     with monkeypatch.context() as refused:
         refused.setattr(DeepseekV4AttnBackend, "__init__", built)
-        refused.setattr(guard, "version", lambda name: "0.5.99")
+        refused.setattr(engines, "version", lambda name: "0.5.99")
         with pytest.raises(RefusedError):
             build()
     assert torch.is_tensor(build().attn_backend.req_to_token)

@@ -1,9 +1,10 @@
 """The plugin that vLLM loads: attention, KV insert and output projection of DeepSeek-V4 and V4.1 run on dsv4attn.
 
-`register` is the entry point. vLLM calls it in every process, for every model, so it imports nothing of torch or
-dsv4attn: it tells vLLM's registry where the model classes are, and vLLM imports them only to serve such a model.
+`register` is the entry point. vLLM calls it in every process, for every model, so it imports neither
+torch nor vLLM's models: it tells vLLM's registry where the model classes are, and vLLM imports them only to serve such
+a model.
 
-    guard         which versions of vLLM are served, and the switches
+    guard         which versions of vLLM are served, refusals, the log
     internals     the names of vLLM that this package relies on, and their check
     model         the classes in the registry: vLLM's own, behind the replacements of this platform
     replacements  which names in vLLM's modules are replaced, on each platform
@@ -17,7 +18,7 @@ dsv4attn: it tells vLLM's registry where the model classes are, and vLLM imports
 
 from __future__ import annotations
 
-from dsv4attn_vllm import guard
+from dsv4attn_vllm.guard import GUARD
 
 __all__ = ["ARCHITECTURES", "__version__", "register"]
 
@@ -40,7 +41,7 @@ def register() -> None:
     Raises nothing about versions: other models must still be served. An untested vLLM is refused when it imports
     `dsv4attn_vllm.model`, or `model_v41`, for a DeepSeek-V4 model.
     """
-    if guard.switched_off():
+    if GUARD.is_off():
         return
     from vllm import ModelRegistry
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
-from vllm.logger import init_logger
 from vllm.models.deepseek_v4.attention import DeepseekV4Indexer
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -24,7 +23,7 @@ from dsv4attn.core.model.quantized_weight import Weight, check_weight, dense_wei
 from dsv4attn.core.model.rope import apply_rope, is_rotation
 from dsv4attn.core.tensorspec import signature
 from dsv4attn_vllm.compressor import adopt
-from dsv4attn_vllm.guard import SWITCH, RefusedError
+from dsv4attn_vllm.guard import GUARD, LOG, RefusedError
 from dsv4attn_vllm.indexer import IndexCache, IndexerSteps, check_selector, indexer_class
 from dsv4attn_vllm.metadata import Backend, SWABackend
 from dsv4attn_vllm.replacements import original
@@ -37,9 +36,6 @@ else:
     _Layer = object
 
 __all__ = ["Dsv4Attention", "backend_of_vllm", "insert_context_kv"]
-
-
-_log = init_logger("vllm.dsv4attn")
 
 
 def backend_of_vllm(vllm_config: Any) -> str | None:  # noqa: ANN401 - vLLM's VllmConfig
@@ -63,11 +59,11 @@ class Dsv4Attention(_Layer):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
         serving, asked = serving_of(vllm_config, v41=self.is_v41), backend_of_vllm(vllm_config)
         if asked is not None:
-            _log.warning_once(
-                "dsv4attn-vllm: --attention-backend %s is not looked at on this platform, where vLLM's DeepSeek-V4 has "
+            LOG.warning(
+                "--attention-backend %s is not looked at on this platform, where vLLM's DeepSeek-V4 has "
                 "one backend; %s=0 runs that one",
                 asked,
-                SWITCH,
+                GUARD.engine.switch,
             )
         self._serving = serving
         with without_warmup(vllm_config, serving.steps):

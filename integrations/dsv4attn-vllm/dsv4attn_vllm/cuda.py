@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.models.deepseek_v4.attention import DeepseekV4Attention
 
 from dsv4attn_vllm.attention import Dsv4Attention, backend_of_vllm
+from dsv4attn_vllm.guard import LOG
 from dsv4attn_vllm.replacements import original
 
 __all__ = ["CUDAAttention", "chosen_class", "select_attention"]
-
-_log = init_logger("vllm.dsv4attn")
 
 
 class CUDAAttention(Dsv4Attention, DeepseekV4Attention):
@@ -34,6 +32,6 @@ def chosen_class(vllm_config: Any, ours: type, theirs: str) -> type:  # noqa: AN
     asked = backend_of_vllm(vllm_config)
     if asked is None:
         return ours
-    _log.warning_once("dsv4attn-vllm: not used, because --attention-backend asks for %s", asked)
+    LOG.warning("not used, because --attention-backend asks for %s", asked)
     chosen: type = original(theirs)(vllm_config)
     return chosen

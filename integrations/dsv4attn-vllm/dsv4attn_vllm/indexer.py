@@ -16,7 +16,7 @@ from dsv4attn import PagedKVCache
 from dsv4attn.core.contract.backend import complete
 from dsv4attn.core.torch_modes import is_capturing
 from dsv4attn.core.torch_ops.indexer import IndexQuery
-from dsv4attn_vllm.guard import TESTED, RefusedError
+from dsv4attn_vllm.guard import GUARD, RefusedError
 from dsv4attn_vllm.index_metadata import IndexBackend
 from dsv4attn_vllm.serving import serving_of
 
@@ -178,7 +178,7 @@ def select_all(visible_lens: Tensor, buffer: Tensor, topk: int) -> None:
 def check_selector(prefix: str, indexer: Any) -> None:  # noqa: ANN401 - an indexer that vLLM has built
     """Raise RefusedError unless an indexer selects by `Selector`: short contexts would not tell, only long ones."""
     if not isinstance(indexer.indexer_op, Selector):
-        actual, cure = type(indexer.indexer_op).__name__, f"install vllm=={TESTED[-1]}"
+        actual, cure = type(indexer.indexer_op).__name__, GUARD.install
         raise RefusedError(f"{prefix}.indexer", expected="dsv4attn's Selector", actual=actual, cure=cure)
 
 

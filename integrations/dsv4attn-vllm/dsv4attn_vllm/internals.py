@@ -1,4 +1,4 @@
-"""The names of vLLM that this package replaces, overrides, calls or reads: one table, checked before a model is served.
+"""The names of vLLM that this package replaces, calls, writes or reads: one table, checked before a model is served.
 
 `check` is called when vLLM imports `model` or `model_v41`. Nothing is replaced by then.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dsv4attn.integrations import engine_internals
-from dsv4attn.integrations.engine_internals import Called, Internal, Named, Overridden, Stored
-from dsv4attn_vllm.guard import TESTED, RefusedError
+from dsv4attn.integrations.engine_internals import Called, Internal, Named, Overridden, Stored, Written
+from dsv4attn_vllm.guard import GUARD
 
 __all__ = ["TABLE", "check", "groups_of", "lacking"]
 
@@ -67,7 +67,7 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         Stored("vllm.config:CacheConfig", ("cache_dtype",)),
         Stored("vllm.config:CompilationConfig", ("cudagraph_mode", "max_cudagraph_capture_size", "mode")),
         Stored("vllm.config:DeviceConfig", ("device_type",)),
-        Stored("vllm.config:KernelConfig", ("enable_jit_warmup",)),
+        Written("vllm.config:KernelConfig", ("enable_jit_warmup",)),
         Stored("vllm.config:ModelConfig", ("dtype", "hf_config", "max_model_len")),
         Stored(
             "vllm.config:ParallelConfig",
@@ -77,7 +77,6 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         Stored("vllm.config:SpeculativeConfig", ("num_speculative_tokens", "use_dspark")),
         Named("vllm.forward_context", ("get_forward_context",)),
         Stored("vllm.forward_context:ForwardContext", ("attn_metadata",)),
-        Named("vllm.logger", ("init_logger",)),
         Named(
             "vllm.platforms.interface:Platform",
             ("is_cpu", "is_device_capability_family", "is_fp8_fnuz", "is_rocm", "is_xpu", "support_deep_gemm"),
@@ -485,8 +484,4 @@ def lacking(groups: Sequence[str]) -> list[str]:
 
 def check(version: str, groups: Sequence[str]) -> None:
     """Raise RefusedError with all names of these groups that the installed vLLM lacks. version: of that vLLM."""
-    missing = lacking(groups)
-    if missing:
-        expected = "all names of vLLM that dsv4attn-vllm replaces, calls or reads"
-        cure = f"install vllm=={TESTED[-1]}, or a dsv4attn-vllm that was tested with vLLM {version}"
-        raise RefusedError(f"vLLM {version}", expected=expected, actual="; ".join(missing), cure=cure)
+    GUARD.refuse_missing(version, lacking(groups))

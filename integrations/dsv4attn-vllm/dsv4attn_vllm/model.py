@@ -6,13 +6,12 @@ not served, and replaces the names of this platform.
 
 from __future__ import annotations
 
-from vllm.logger import init_logger
-
-from dsv4attn_vllm import guard, internals
+from dsv4attn_vllm import internals
+from dsv4attn_vllm.guard import GUARD, LOG
 from dsv4attn_vllm.replacements import PLATFORMS, platform_name, replace
 from dsv4attn_vllm.steps import MHC, asked
 
-_version = guard.check()
+_version = GUARD.check()
 _mhc = MHC in (asked() or ())
 internals.check(_version, internals.groups_of("v4", platform_name(), mhc=_mhc))
 
@@ -30,8 +29,6 @@ __all__ = [
     "DeepseekV4ForConditionalGeneration",
 ]
 
-# below "vllm", so that it is shown where and how vLLM's own log is
-_log = init_logger("vllm.dsv4attn")
 _wanted = PLATFORMS[platform_name()]
 _names = [*map(str, _wanted)]
 if _mhc:
@@ -43,4 +40,4 @@ if _mhc:
     _names += install(platform_name())
 replace(_wanted)
 _replaced = ", ".join(_names)
-_log.info_once("dsv4attn-vllm: DeepSeek-V4 attention of vLLM %s runs on dsv4attn; replaced %s", _version, _replaced)
+LOG.info("DeepSeek-V4 attention of vLLM %s runs on dsv4attn; replaced %s", _version, _replaced)

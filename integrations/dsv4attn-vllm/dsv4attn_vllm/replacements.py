@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import frozen
 
-from dsv4attn_vllm.guard import RefusedError
+from dsv4attn_vllm.guard import GUARD, RefusedError
 
 __all__ = ["PLATFORMS", "V41_PLATFORMS", "Replacement", "original", "platform_name", "replace"]
 
@@ -44,7 +44,7 @@ class Replacement:
                     owner = getattr(owner, one)
                 found.append((owner, getattr(owner, attribute)))
             except (ImportError, AttributeError) as error:
-                expected, cure = f"{module}.{each}", "install a version of vLLM that was tested"
+                expected, cure = f"{module}.{each}", GUARD.install
                 raise RefusedError(str(self), expected=expected, actual=error, cure=cure) from error
         (target, _), (_, value) = found
         return target, value

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from attrs import define, evolve, field, frozen
-from vllm.logger import init_logger
 from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
 from dsv4attn import (
@@ -34,7 +33,7 @@ from dsv4attn.core.contract.layer_ops import LayerSteps
 from dsv4attn.core.contract.torch_layer_steps import complete_steps
 from dsv4attn.core.contract.warmup import WarmupSpec
 from dsv4attn.errors import Dsv4AttnError
-from dsv4attn_vllm.guard import RefusedError
+from dsv4attn_vllm.guard import LOG, RefusedError
 from dsv4attn_vllm.projection import settings_for, steps_with
 from dsv4attn_vllm.steps import COMPRESSOR, INDEXER, MHC, VARIABLE, Device, chosen, v41_steps
 
@@ -58,7 +57,6 @@ _V41_PAGE = 32
 _KIND_OF_RATIO = {1: LayerKind.SWA, 4: LayerKind.C4A, 128: LayerKind.C128A}
 _V41_KIND_OF_RATIO = {0: LayerKind.SWA, 1: LayerKind.C4A, 2: LayerKind.C4A}
 _PARTS = {COMPRESSOR: ("compressor",), INDEXER: ("indexer", "selection"), MHC: ("hyper_connections",)}
-_log = init_logger("vllm.dsv4attn")
 
 
 @frozen
@@ -165,7 +163,7 @@ class Serving:
             space.reserve(plan, caller="profiling")
         if not self.warm and device.type != "cpu":
             count = complete(self.backend).warmup(self.bounds(), device)
-            _log.info_once("dsv4attn-vllm: compiled %d kernels of %s", count, self.backend.name)
+            LOG.info("compiled %d kernels of %s", count, self.backend.name)
         self.warm = True
 
 
@@ -328,9 +326,9 @@ def _serving(facts: _Facts) -> Serving:
     steps = steps_with(facts.steps, backend)
     for phase in ("decode", "prefill"):
         verdict = explain([problem for problem in problems if problem.phase == phase], device=facts.device).verdict
-        _log.info_once("dsv4attn-vllm: %s runs on %s", phase, verdict)
+        LOG.info("%s runs on %s", phase, verdict)
     if steps:
-        _log.info_once("dsv4attn-vllm: %s on dsv4attn (%s)", ", ".join(sorted(steps)), VARIABLE)
+        LOG.info("%s on dsv4attn (%s)", ", ".join(sorted(steps)), VARIABLE)
     return Serving(facts.model, facts.limits, facts.device, backend, swa, compressed, index, steps, problems)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from difflib import get_close_matches
 from typing import Any
 
 from attrs import frozen
 
+from dsv4attn.integrations.engines import steps_named, words_of
+from dsv4attn.integrations.variables import VLLM_STEPS
 from dsv4attn_vllm.guard import RefusedError
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "without_warmup",
 ]
 
-VARIABLE = "DSV4ATTN_VLLM_STEPS"
+VARIABLE = VLLM_STEPS
 """Steps by name, with commas between them; or `auto`, `all`, `none`. Unset is `auto`."""
 
 INDEXER, COMPRESSOR, PROJECTION, MHC = STEPS = ("indexer", "compressor", "projection", "mhc")
@@ -79,29 +79,12 @@ class Device:
 
 def asked() -> frozenset[str] | None:
     """The steps that the variable names, or None for `auto`. Raises RefusedError for any other word."""
-    words = _words()
-    if words in ([], ["auto"]):
-        return None
-    if words == ["all"]:
-        return frozenset(STEPS)
-    if words == ["none"]:
-        return frozenset()
-    for word in words:
-        if word not in STEPS:
-            near = get_close_matches(word, STEPS, 1)
-            expected = f"auto, all, none, or some of {', '.join(STEPS)}"
-            cure = f"write {near[0]}" if near else "correct it"
-            raise RefusedError(f"environment variable {VARIABLE}", expected=expected, actual=repr(word), cure=cure)
-    return frozenset(words)
+    return steps_named(VARIABLE, STEPS, RefusedError)
 
 
 def is_named(step: str) -> bool:
     """Whether the variable has this very step, and not `all` or `auto`: then it is refused where it cannot run."""
-    return step in _words()
-
-
-def _words() -> list[str]:
-    return [word.strip().lower() for word in os.environ.get(VARIABLE, "").split(",") if word.strip()]
+    return step in words_of(VARIABLE)
 
 
 def chosen(device: Device) -> frozenset[str]:

@@ -87,7 +87,8 @@ def test_a_vllm_that_lacks_hooks_is_refused_by_name_before_anything_is_replaced(
         internals.check("0.34.1", internals.groups_of("v4", "cuda"))
 
     assert str(caught.value) == (
-        "dsv4attn-vllm: vLLM 0.34.1: expected all names of vLLM that dsv4attn-vllm replaces, calls or reads, got "
+        "dsv4attn-vllm: vLLM 0.34.1: expected all names of vLLM that dsv4attn-vllm replaces, calls, writes or reads, "
+        "got "
         "vllm.utils.deep_gemm.mqa_logits_use_mx_scales is not there; "
         "vllm.models.deepseek_v4.attention:DeepseekV4Indexer._get_attn_cls is not there -> install vllm==0.33.0, or a "
         "dsv4attn-vllm that was tested with vLLM 0.34.1, or set DSV4ATTN_VLLM=0 to run vLLM's own attention"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from dsv4attn_vllm import attention
 from dsv4attn_vllm.cpu import CPUAttention
+from dsv4attn_vllm.guard import LOG
 from dsv4attn_vllm.replacements import PLATFORMS, V41_PLATFORMS, platform_name
 from dsv4attn_vllm.xpu import XPUAttention
 from engine import Engine, config_of, world
@@ -64,7 +64,7 @@ def test_a_cpu_is_served_by_vllms_layer_for_cpus() -> None:
 def test_a_backend_that_vllm_has_no_choice_of_is_said_to_be_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """On ROCm, Intel GPUs and CPUs vLLM's model takes one class of layers, whatever --attention-backend says."""
     said: list[str] = []
-    monkeypatch.setattr(attention._log, "warning_once", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(LOG, "warning", lambda text, *values: said.append(text % values))
     config = config_of()
     with world(config):
         for asked in (None, AttentionBackendEnum.CUSTOM, AttentionBackendEnum.ROCM_FLASHMLA_SPARSE_DSV4):
@@ -75,7 +75,7 @@ def test_a_backend_that_vllm_has_no_choice_of_is_said_to_be_ignored(monkeypatch:
 
     [line] = said
     assert line == (
-        "dsv4attn-vllm: --attention-backend ROCM_FLASHMLA_SPARSE_DSV4 is not looked at on this platform, where vLLM's "
+        "--attention-backend ROCM_FLASHMLA_SPARSE_DSV4 is not looked at on this platform, where vLLM's "
         "DeepSeek-V4 has one backend; DSV4ATTN_VLLM=0 runs that one"
     )
 

@@ -13,7 +13,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import pytest
 from engine import model_folder
 
 
@@ -40,7 +39,7 @@ load_general_plugins()
 from dsv4attn_vllm import ARCHITECTURES, register
 register()
 register()
-heavy = [name for name in ("dsv4attn", "dsv4attn_vllm.model", "dsv4attn_vllm.attention") if name in sys.modules]
+heavy = [name for name in ("dsv4attn.selection", "dsv4attn_vllm.model", "dsv4attn_vllm.attention") if name in sys.modules]
 from vllm.engine.arg_utils import EngineArgs
 arguments = EngineArgs(model={model_folder()!r}, skip_tokenizer_init=True, load_format="dummy", max_model_len=1024)
 config = arguments.create_engine_config()
@@ -81,7 +80,7 @@ found = ModelRegistry.models["DeepseekV4ForCausalLM"]
 found.load_model_cls()
 from vllm.models.deepseek_v4.cpu import model
 print()
-print(json.dumps([ours, found.module_name, model.DeepseekV4CPUAttention.__module__, "dsv4attn" in sys.modules]))
+print(json.dumps([ours, found.module_name, model.DeepseekV4CPUAttention.__module__, "dsv4attn.selection" in sys.modules]))
 """
     said, _ = run(tmp_path / "main.py", code, VLLM_PLUGINS="")
 
@@ -94,9 +93,9 @@ import multiprocessing, os
 def work(queue):
     from vllm.plugins import load_general_plugins
     load_general_plugins()
-    import dsv4attn_vllm.guard as guard
+    from dsv4attn.integrations import engines
     from vllm import ModelRegistry
-    real, guard.version = guard.version, lambda name: "0.99.1+cu130"
+    engines.version = lambda name: "0.99.1+cu130"
     assert ModelRegistry.models["LlamaForCausalLM"].module_name.startswith("vllm.")
     model = ModelRegistry.models["DSparkDraftModel"]
     try:
@@ -124,40 +123,3 @@ if __name__ == "__main__":
         "DSV4ATTN_VLLM_ANY_VERSION=1 to try this version, or set DSV4ATTN_VLLM=0 to run vLLM's own attention"
     )
     assert tried == ["vllm.models.deepseek_v4.cpu.dspark", "dsv4attn_vllm.cpu"]
-
-
-@pytest.mark.parametrize("name", ["DSV4ATTN_VLLM", "DSV4ATTN_VLLM_ANY_VERSION"])
-def test_a_switch_that_is_neither_0_nor_1_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsv4attn_vllm import guard
-
-    monkeypatch.setenv(name, "yes")
-    monkeypatch.setattr(guard, "version", lambda _: "0.1")
-
-    assert not guard.switched_off()
-    with pytest.raises(guard.RefusedError, match=f"environment variable {name}: expected 0 or 1, got 'yes'"):
-        guard.check()
-
-
-def test_a_vllm_without_metadata_or_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib.metadata import PackageNotFoundError
-
-    from dsv4attn_vllm import guard
-
-    def missing(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    for version in (missing, lambda _: None):
-        monkeypatch.setattr(guard, "version", version)
-
-        with pytest.raises(guard.RefusedError, match="got a vLLM without version"):
-            guard.check()
-    monkeypatch.setenv(guard.ANY_VERSION, "1")
-    assert guard.check() == "a vLLM without version"
-
-
-def test_local_parts_of_a_version_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsv4attn_vllm import guard
-
-    monkeypatch.setattr(guard, "version", lambda _: "0.33.0+cu130")
-
-    assert guard.check() == "0.33.0+cu130"

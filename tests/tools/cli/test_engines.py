@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from dsv4attn.config import VARIABLES
+from dsv4attn.config import known_variables
+from dsv4attn.integrations.engines import ENGINES, SGLANG, VLLM, Engine
 from dsv4attn.tools.cli import engines
-from dsv4attn.tools.cli.engines import ENGINES, STATES, Engine, EngineState
+from dsv4attn.tools.cli.engines import STATES, EngineState
 from tests.tools.cli.machine import Machine, machine
 
 if sys.version_info >= (3, 11):
@@ -25,29 +26,23 @@ else:
 ROOT = Path(__file__).resolve().parents[3]
 WHEELS = sorted(path for path in (ROOT / "integrations").glob("dsv4attn-*") if (path / "pyproject.toml").exists())
 BY_WHEEL = {engine.wheel: engine for engine in ENGINES}
-VLLM, SGLANG = ENGINES
 GUARD = """
-    import os
-    from importlib.metadata import PackageNotFoundError, version
-
-    TESTED, SWITCH, ANY_VERSION = ("1.2.0", "1.3.0"), "DSV4ATTN_{upper}", "DSV4ATTN_{upper}_ANY_VERSION"
+    from dsv4attn.integrations.engines import {constant}, Guard, RefusedError
 
 
-    class RefusedError(RuntimeError):
-        pass
+    class Refused(RefusedError):
+        engine = {constant}
 
 
-    def switched_off():
-        return os.environ.get(SWITCH) == "0"
+    GUARD = Guard(Refused, tested=("1.2.0", "1.3.0"))
+"""
+INTERNALS = """
+    from dsv4attn.integrations.engine_internals import Called, Named, Stored, Written
 
-
-    def check():
-        try:
-            found = version("{name}")
-        except PackageNotFoundError:
-            found = "none"
-        if found.partition("+")[0] not in TESTED and os.environ.get(ANY_VERSION) != "1":
-            raise RefusedError(f"version: expected 1.2.0 or 1.3.0, got {{found}} -> install {name}==1.3.0")
+    TABLE = {{
+        "all": (Named("{name}.code", ("a", "b")), Called("{name}.code", "run", 2)),
+        "v4": (Stored("{name}.code:C", ("x", "y", "z")), Written("{name}.code:C", ("w",))),
+    }}
 """
 
 
@@ -76,14 +71,16 @@ class Place:
         """A package of one file."""
         (self.folder / name).mkdir(exist_ok=True)
         (self.folder / name / "__init__.py").write_text(dedent(source), encoding="utf-8")
-        self.here.shelf.modules += [name, f"{name}.guard"]
+        self.here.shelf.modules += [name, f"{name}.guard", f"{name}.internals"]
 
     def wheel(self, engine: Engine, guard: str = GUARD, *, point: str | None = None) -> Path:
         """The wheel of an engine. point: text of its entry points."""
         name = engine.wheel.replace("-", "_")
         self.module(name, "")
-        source = guard.format(upper=engine.package.upper(), name=engine.package) if guard == GUARD else guard
+        source = guard.format(constant=engine.package.upper()) if guard == GUARD else guard
         (self.folder / name / "guard.py").write_text(dedent(source), encoding="utf-8")
+        table = dedent(INTERNALS).format(name=engine.package)
+        (self.folder / name / "internals.py").write_text(table, encoding="utf-8")
         usual = f"[{engine.group}]\ndsv4attn = {name}:register\n"
         return self.distribution(engine.wheel, "0.1.0", usual if point is None else point)
 
@@ -105,7 +102,7 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    for name in [*VARIABLES, *engines.related()]:
+    for name in [*known_variables(), *engines.related()]:
         monkeypatch.delenv(name, raising=False)
     with machine(tmp_path, monkeypatch) as here:
         yield Place(here)
@@ -139,6 +136,12 @@ def test_a_wheel_tested_with_the_version_serves(place: Place, engine: Engine) ->
         "scope": engine.scope,
         "cure": "",
         "traceback": "",
+        "internals": [
+            {"part": "all", "owner": f"{engine.package}.code", "use": "reads", "names": ["a", "b"]},
+            {"part": "all", "owner": f"{engine.package}.code", "use": "calls", "names": ["run"]},
+            {"part": "v4", "owner": f"{engine.package}.code:C", "use": "reads", "names": ["x", "y", "z"]},
+            {"part": "v4", "owner": f"{engine.package}.code:C", "use": "writes", "names": ["w"]},
+        ],
     }
 
 
@@ -214,8 +217,9 @@ def test_an_untested_version_is_refused_unless_any_is_allowed(place: Place, engi
 
     assert (said["state"], said["is_tested"]) == ("refused", False)
     assert said["text"] == (
-        f"{engine.name} 1.4.0: refuses to load DeepSeek-V4: version: expected 1.2.0 or 1.3.0, got 1.4.0 "
-        f"-> install {engine.package}==1.3.0"
+        f"{engine.name} 1.4.0: refuses to load DeepSeek-V4: {engine.wheel}: version of {engine.name}: expected 1.2.0 "
+        f"or 1.3.0, got 1.4.0 -> install {engine.package}==1.3.0, set {engine.switch}_ANY_VERSION=1 to try this "
+        f"version, or set {engine.switch}=0 to run {engine.name}'s own attention"
     )
     tried = place.said(engine, **{f"{engine.switch}_ANY_VERSION": "1"})
     assert (tried["state"], tried["is_tested"]) == ("untested", False)
@@ -295,11 +299,9 @@ def test_a_wheel_whose_entry_point_leads_nowhere_is_broken(place: Place, point: 
         ("raise ImportError('libacme.so')", "ImportError: libacme.so"),
         ("class Panic(BaseException): pass\nraise Panic('rust')", "Panic: rust"),
         ("raise SystemExit(0)", "SystemExit: 0"),
-        ("x = 1", "AttributeError: module 'dsv4attn_vllm.guard' has no attribute 'TESTED'"),
-        ("TESTED = None", "TypeError: "),
-        ("TESTED = ()\ndef switched_off(): return 1 / 0", "ZeroDivisionError: division by zero"),
-        ("TESTED = ()\ndef switched_off(): pass\ndef check(): raise KeyError('boom')", "AttributeError: "),
-        ("TESTED, ANY_VERSION = (), ''\ndef switched_off(): pass\ndef check(): pass", "IndexError: "),
+        ("x = 1", "AttributeError: module 'dsv4attn_vllm.guard' has no attribute 'GUARD'"),
+        ("GUARD = None", "AttributeError: "),
+        ("from dsv4attn.integrations.engines import Guard\nGUARD = Guard(None, tested=None)", "TypeError: "),
     ],
 )
 def test_a_guard_that_cannot_be_asked_is_a_broken_wheel(place: Place, guard: str, said: str) -> None:
@@ -343,7 +345,7 @@ def test_the_lines_are_folded_and_a_problem_has_its_cure_once(place: Place, widt
 
     assert code == 1
     assert max(map(len, lines)) <= width
-    assert " engines vLLM 1.4.0: refuses to load DeepSeek-V4: version: expected 1.2.0 or 1.3.0, got 1.4.0 " in text
+    assert " engines vLLM 1.4.0: refuses to load DeepSeek-V4: dsv4attn-vllm: version of vLLM: expected 1.2.0 or" in text
     assert "SGLang 1.3.0: serves DeepSeek-V4 on dsv4attn, on GPUs of NVIDIA and Intel, else refused: dsv4" in text
     assert text.count("-> install vllm==1.3.0") == 1
 
@@ -368,7 +370,7 @@ def test_the_real_guard_of_a_wheel_is_understood(place: Place, folder: Path) -> 
     engine, project = BY_WHEEL[folder.name], tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     package = engine.wheel.replace("-", "_")
     guard = (folder / package / "guard.py").read_text(encoding="utf-8")
-    tested = re.search(r'^TESTED = \("([^"]+)"', guard, re.MULTILINE)
+    tested = re.search(r'^GUARD = .*tested=\("([^"]+)"', guard, re.MULTILINE)
     assert tested
     points = "".join(f"{name} = {value}\n" for name, value in project["entry-points"][engine.group].items())
     place.engine(engine, tested[1])
@@ -394,4 +396,4 @@ def test_the_real_guard_of_a_wheel_is_understood(place: Place, folder: Path) -> 
 def test_every_wheel_of_this_repository_has_an_engine() -> None:
     assert {folder.name for folder in WHEELS} <= {*BY_WHEEL}
     assert WHEELS
-    assert {f"{engine.switch}{end}" for engine in ENGINES for end in ("", "_ANY_VERSION")} <= {*VARIABLES}
+    assert {f"{engine.switch}{end}" for engine in ENGINES for end in ("", "_ANY_VERSION")} <= {*known_variables()}

@@ -1,0 +1,42 @@
+"""The environment variables of adapters to engines, registered with `config`, which knows no engine.
+
+`config` imports this module by its name when the environment has a variable that is not one of its own. An adapter of
+another distribution calls `config.register_variables` when it is imported.
+"""
+
+from __future__ import annotations
+
+from dsv4attn.config import Knob, register_variables
+from dsv4attn.integrations.engines import ENGINES, VLLM
+
+__all__ = ["TRANSFORMERS", "TRANSFORMERS_ANY_VERSION", "VLLM_STEPS"]
+
+TRANSFORMERS = "DSV4ATTN_TRANSFORMERS"
+TRANSFORMERS_ANY_VERSION = f"{TRANSFORMERS}_ANY_VERSION"
+VLLM_STEPS = f"{VLLM.prefix}_STEPS"
+_FLAG = "`0` or `1`"
+
+for _engine in ENGINES:
+    _variables = {
+        _engine.switch: Knob("1", _FLAG, f"0: `{_engine.wheel}` does nothing"),
+        _engine.any_version: Knob("0", _FLAG, f"1: `{_engine.wheel}` tries an untested {_engine.name}"),
+    }
+    register_variables(_engine.prefix, _variables)
+register_variables(
+    VLLM.prefix,
+    {
+        VLLM_STEPS: Knob(
+            "auto",
+            "`auto`, `all`, `none`, or some of `indexer,compressor,projection,mhc`",
+            f"steps around attention that `{VLLM.wheel}` runs",
+        )
+    },
+)
+register_variables(
+    TRANSFORMERS,
+    {
+        TRANSFORMERS_ANY_VERSION: Knob(
+            "0", _FLAG, "1: `patch` and `register` for transformers try a version of it that was not tested"
+        )
+    },
+)
