@@ -6,12 +6,11 @@ a model.
 
     guard         which versions of vLLM are served, refusals, the log
     internals     the names of vLLM that this package relies on, and their check
-    model         the classes in the registry: vLLM's own, behind the replacements of this platform
+    model         the classes in the registry: vLLM's own, after the replacements of this platform; model_v41 too
     replacements  which names in vLLM's modules are replaced, on each platform
     attention     what a layer runs on dsv4attn; cuda, rocm, xpu and cpu put it into vLLM's class of the platform
-    metadata      vLLM's builders, with dsv4attn's metadata beside their own
+    metadata      vLLM's builders, with dsv4attn's metadata next to their own
     serving       the backend, limits and layouts of a model
-    *_v41         the same of DeepSeek-V4.1, where it differs
     steps         which steps around attention run on dsv4attn: compressor, indexer (with index_metadata), projection
                   and hyper_connections are named after them
 """

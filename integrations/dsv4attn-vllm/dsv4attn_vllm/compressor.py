@@ -1,4 +1,4 @@
-"""vLLM's compressor with its two steps on dsv4attn: states of tokens, and the entries that they complete."""
+"""vLLM's compressors with their steps on dsv4attn: states of tokens, and the entries that they complete."""
 
 from __future__ import annotations
 
@@ -8,78 +8,86 @@ import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
+from vllm.models.deepseek_v41 import compressor as v41
 
 from dsv4attn import KVCacheLayout, PagedKVCache
-from dsv4attn.core.contract.backend import complete
-from dsv4attn.core.contract.layer_ops import LayerSteps, takes_bf16_norm
+from dsv4attn.core.contract.layer_ops import takes_bf16_norm
 from dsv4attn.core.torch_modes import is_capturing
 from dsv4attn_vllm.guard import RefusedError
+from dsv4attn_vllm.metadata import V41StateBackend
 
 if TYPE_CHECKING:
     from dsv4attn_vllm.serving import Serving
 
-__all__ = ["Compressor", "adopt"]
+__all__ = ["Compressor", "V41Compressor", "adopt", "bound_cache", "in_fp32"]
 
 _LONG = 128
 """The ratio of which vLLM's metadata say whether any request completes an entry."""
 
 
-class Compressor(DeepseekCompressor):
-    """A compressor of vLLM, with its weights and its state cache.
+class OnDsv4attn:
+    """What compressors of V4 and V4.1 share. `adopt` makes one of a compressor that vLLM has built.
 
-    It is made by `adopt` of one that vLLM has built: vLLM's layer names the class of its own compressor itself.
+    It keeps the weights and the state cache of vLLM's: vLLM's layer names the class of its own compressor itself.
     """
 
     _serving: Serving
-    _norm_weight_fp32: Tensor | None
-    _bound: tuple[PagedKVCache, PagedKVCache] | None
+    _norm_fp32: Tensor | None = None
+    _states: PagedKVCache | None = None
+    _entries: PagedKVCache | None = None
+    # of vLLM's classes
+    head_dim: int
+    prefix: str
+    k_cache_prefix: str
+    _static_forward_context: Any
 
-    def use(self, serving: Serving) -> None:
-        """Run on the backend of a model."""
-        self._serving, self._norm_weight_fp32, self._bound = serving, None, None
+    def _check_scores(self, kv_score: Tensor, columns: int) -> None:
+        """Check kv_score [T', columns] fp32. In a call without metadata too, so that wrong ones are refused at load."""
+        if kv_score.dtype != torch.float32 or kv_score.shape[-1] != columns:
+            expected, actual = f"[T, {columns}] torch.float32", f"{list(kv_score.shape)} {kv_score.dtype}"
+            raise RefusedError(f"{self.prefix}: kv_score", expected=expected, actual=actual, cure="report it")
+
+    def _bound_states(self, states: Tensor, columns: int) -> PagedKVCache:
+        """The state cache, whose records have so many columns of kv and of scores."""
+        self._states = bound_cache(self._states, states, KVCacheLayout.compressor_state(columns))
+        return self._states
+
+    def _bound_entries(self) -> PagedKVCache:
+        """The cache of compressed entries, or of index keys."""
+        serving = self._serving
+        is_index = self.head_dim == serving.model.index_head_dim
+        layout = serving.index_layout if is_index else serving.compressed_layout
+        entries = self._static_forward_context[self.k_cache_prefix].kv_cache
+        self._entries = bound_cache(self._entries, entries, layout)
+        return self._entries
+
+
+class Compressor(OnDsv4attn, DeepseekCompressor):
+    """A compressor of V4, of a layer or of its indexer."""
 
     def cache_norm_weight_fp32(self) -> None:
         """Do nothing: vLLM's layer on a CPU calls it when weights are loaded, which may change without."""
 
-    def _norm_weight(self, steps: LayerSteps) -> Tensor:
-        """The weight of the norm [d]: vLLM's own, which may be loaded again, or a copy of every step in fp32.
-
-        The copy is for steps that take no bf16. It is made anew as torch does not count how vLLM loads weights.
-        """
+    def _norm_weight(self) -> Tensor:
+        """The weight of the norm [d]: vLLM's own, or a copy in fp32 for steps that take no bf16."""
         weight = self.norm.weight.detach()
-        if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and takes_bf16_norm(steps)):
+        if weight.dtype == torch.bfloat16 and takes_bf16_norm(self._serving.layer_steps):
             return weight
-        if self._norm_weight_fp32 is None:
-            self._norm_weight_fp32 = torch.empty_like(weight, dtype=torch.float32)
-        return self._norm_weight_fp32.copy_(weight)
-
-    def _caches(self) -> tuple[PagedKVCache, PagedKVCache]:
-        """States and entries, as vLLM bound them last; it binds others when it wakes up."""
-        states, entries = self.state_cache.kv_cache, self._static_forward_context[self.k_cache_prefix].kv_cache
-        bound = self._bound
-        if bound is None or bound[0].tensor is not states or bound[1].tensor is not entries:
-            serving = self._serving
-            keys = serving.index_layout if self.head_dim == serving.model.index_head_dim else serving.compressed_layout
-            layout = KVCacheLayout.compressor_state(self.coff * self.head_dim)
-            self._bound = bound = PagedKVCache(states, layout), PagedKVCache(entries, keys)
-        return bound
+        self._norm_fp32 = in_fp32(weight, self._norm_fp32)
+        return self._norm_fp32
 
     def forward(self, kv_score: Tensor, positions: Tensor, rotary_emb: Any) -> None:  # noqa: ANN401 - vLLM's module
         """Save the states of a step's tokens, then store the entries that they complete.
 
-        kv_score: [T', 2 w] fp32, kv first. positions: [T'] int64. Rows behind the tokens of the step are not read.
-        Shape and dtype are checked without metadata too, so that wrong ones are refused at load.
+        kv_score: [T', 2 w] fp32, kv first. positions: [T'] int64. Rows after the tokens of the step are not read.
         """
         width = self.coff * self.head_dim
-        if kv_score.dtype != torch.float32 or kv_score.shape[-1] != 2 * width:
-            expected, actual = f"[T, {2 * width}] torch.float32", f"{list(kv_score.shape)} {kv_score.dtype}"
-            cure = "report it"
-            raise RefusedError(f"{self.prefix}: kv_score", expected=expected, actual=actual, cure=cure)
+        self._check_scores(kv_score, 2 * width)
         metadata = get_forward_context().attn_metadata
         if not isinstance(metadata, dict):
             # vLLM measures memory
             return
-        steps, (states, cache) = complete(self._serving.backend).layer_steps, self._caches()
+        steps, states = self._serving.layer_steps, self._bound_states(self.state_cache.kv_cache, width)
         state = metadata[self.state_cache.prefix]
         kv, score = kv_score.split(width, -1)
         steps.save_partial_states(kv, score, self.ape, positions, states, state.slot_mapping)
@@ -91,16 +99,83 @@ class Compressor(DeepseekCompressor):
             state.token_to_req_indices,
             positions,
             metadata[self.k_cache_prefix].slot_mapping,
-            self._norm_weight(steps),
+            self._norm_weight(),
             self.rms_norm_eps,
             rotary_emb.cos_sin_cache,
             self.compress_ratio,
-            cache,
+            self._bound_entries(),
             overlap=self.overlap,
         )
 
 
-def adopt(compressor: DeepseekCompressor, serving: Serving) -> None:
-    """Turn a compressor that vLLM has built into a `Compressor`."""
-    compressor.__class__ = Compressor
-    compressor.use(serving)
+class V41StateCache(v41.CompressorStateCache):
+    """The rings of the requests; their metadata are made by dsv4attn's builder."""
+
+    def get_attn_backend(self) -> type[V41StateBackend]:
+        """Return the backend that names the builder."""
+        return V41StateBackend
+
+
+class V41Compressor(OnDsv4attn, v41.DeepseekCompressor):
+    """A compressor of V4.1: it makes latents, from which entries and index keys are made."""
+
+    def forward(self, kv_score: Tensor, positions: Tensor) -> Tensor | None:
+        """Save the states of a step's tokens, and return latents [T, 512] bf16, before RoPE.
+
+        kv_score: [T', 512 r] fp32, kv first. positions: [T'] int64. Rows after the tokens of the step are not read.
+        None: vLLM measures memory.
+        """
+        ratio = self.compress_ratio
+        self._check_scores(kv_score, ratio * self.head_dim)
+        by_prefix = get_forward_context().attn_metadata
+        if not isinstance(by_prefix, dict):
+            return None
+        steps = self._serving.layer_steps
+        self._norm_fp32 = in_fp32(self.norm.weight, self._norm_fp32)
+        norm = self._norm_fp32, self.rms_norm_eps
+        if self.state_cache is None:
+            requests = by_prefix[self.k_cache_prefix].dsv4attn.req_id_per_token
+            tokens = len(requests)
+            return steps.compress_latents(kv_score[:tokens], None, positions[:tokens], requests, *norm, ratio)
+        state = by_prefix[self.state_cache.prefix]
+        tokens = len(state.requests)
+        kv, score = kv_score[:tokens].split(self.head_dim, -1)
+        ring = self._bound_states(self.state_cache.kv_cache, self.head_dim), state.ring_table
+        return steps.compress_latents(kv, score, positions[:tokens], state.requests, *norm, ratio, *ring)
+
+    def insert_cache(self, latent: Tensor | None, positions: Tensor, rotary_emb: Any) -> None:  # noqa: ANN401 - vLLM's
+        """Store the entries that the tokens of a step complete."""
+        if latent is None:
+            return
+        tokens = len(latent)
+        slots = get_forward_context().attn_metadata[self.k_cache_prefix].slot_mapping[:tokens]
+        norm = None, self.rms_norm_eps, rotary_emb.cos_sin_cache
+        store = self._serving.layer_steps.norm_rope_store
+        store(latent, positions[:tokens], slots, *norm, self.compress_ratio, self._bound_entries())
+
+
+def in_fp32(weight: Tensor, copy: Tensor | None) -> Tensor:
+    """The weight of a norm in fp32: itself, or a copy that is made anew, as torch does not count how vLLM loads it."""
+    weight = weight.detach()
+    if weight.dtype == torch.float32:
+        return weight
+    return weight.float() if copy is None else copy.copy_(weight)
+
+
+def bound_cache(bound: PagedKVCache | None, tensor: Tensor, layout: KVCacheLayout) -> PagedKVCache:
+    """A cache on the tensor that vLLM bound last: `bound` itself while it is on this tensor.
+
+    vLLM binds other tensors when it wakes up.
+    """
+    return bound if bound is not None and bound.tensor is tensor else PagedKVCache(tensor, layout)
+
+
+def adopt(compressor: DeepseekCompressor | v41.DeepseekCompressor, serving: Serving) -> None:
+    """Turn a compressor that vLLM has built, and in V4.1 its rings, into those of dsv4attn."""
+    if isinstance(compressor, v41.DeepseekCompressor):
+        compressor.__class__ = V41Compressor
+        if compressor.state_cache is not None:
+            compressor.state_cache.__class__ = V41StateCache
+    else:
+        compressor.__class__ = Compressor
+    compressor._serving = serving  # noqa: SLF001 - of this module

@@ -5,23 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.models.deepseek_v4.attention import DeepseekV4Attention
+from vllm.models.deepseek_v41.attention import DeepseekV4Attention as V41Attention
 
-from dsv4attn_vllm.attention import Dsv4Attention, backend_of_vllm
+from dsv4attn_vllm.attention import Dsv4Attention, Dsv41Attention, backend_of_vllm
 from dsv4attn_vllm.guard import LOG
 from dsv4attn_vllm.replacements import original
 
-__all__ = ["CUDAAttention", "chosen_class", "select_attention"]
+__all__ = ["CUDAAttention", "V41CUDAAttention", "chosen_class", "select_attention", "select_v41_attention"]
 
 
 class CUDAAttention(Dsv4Attention, DeepseekV4Attention):
     """The layer on CUDA."""
 
 
-def select_attention(vllm_config: Any) -> type[DeepseekV4Attention]:  # noqa: ANN401 - vLLM's VllmConfig
+class V41CUDAAttention(Dsv41Attention, V41Attention):
+    """The layer of DeepSeek-V4.1 on CUDA."""
+
+
+def select_attention(vllm_config: Any) -> type:  # noqa: ANN401 - vLLM's VllmConfig
     """The class of the attention layers: vLLM's own if `--attention-backend` names one of vLLM's, else dsv4attn's."""
     theirs = "vllm.models.deepseek_v4.nvidia.model._select_dsv4_attn_cls"
-    chosen: type[DeepseekV4Attention] = chosen_class(vllm_config, CUDAAttention, theirs)
-    return chosen
+    return chosen_class(vllm_config, CUDAAttention, theirs)
+
+
+def select_v41_attention(vllm_config: Any) -> type:  # noqa: ANN401 - as above
+    """The same for DeepSeek-V4.1."""
+    theirs = "vllm.models.deepseek_v41.nvidia.model._select_dsv4_attn_cls"
+    return chosen_class(vllm_config, V41CUDAAttention, theirs)
 
 
 def chosen_class(vllm_config: Any, ours: type, theirs: str) -> type:  # noqa: ANN401 - as above

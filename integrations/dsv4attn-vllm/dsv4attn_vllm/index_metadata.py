@@ -13,12 +13,16 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.compressor_utils import get_compressed_slot_mapping
-from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend, DeepseekV32IndexerMetadata
+from vllm.v1.attention.backends.mla.indexer import (
+    DeepseekV4IndexerBackend,
+    DeepseekV32IndexerMetadata,
+    DeepseekV41IndexerBackend,
+)
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from dsv4attn_vllm.metadata import visible_entries
+from dsv4attn_vllm.metadata import visible_entries, visible_entries_of_replayed
 
-__all__ = ["IndexBackend", "IndexMetadata", "IndexMetadataBuilder"]
+__all__ = ["IndexBackend", "IndexMetadata", "IndexMetadataBuilder", "V41IndexBackend"]
 
 
 @dataclass
@@ -128,3 +132,29 @@ class IndexBackend(DeepseekV4IndexerBackend):
     def get_builder_cls() -> type[IndexMetadataBuilder]:
         """Return the builder."""
         return IndexMetadataBuilder
+
+
+class V41IndexMetadataBuilder(IndexMetadataBuilder):
+    """Builds metadata of V4.1's index keys, for steps on dsv4attn."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:  # noqa: ANN401
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._places = torch.arange(tokens, dtype=torch.int32, device=device)
+
+    def _entries(self, common: CommonAttentionMetadata) -> Tensor:
+        return visible_entries_of_replayed(common, self._ratio, self._visible, self._places)
+
+
+class V41IndexBackend(DeepseekV41IndexerBackend):
+    """vLLM's description of V4.1's index cache, with dsv4attn's builder."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name in vLLM's log."""
+        return "DSV4ATTN_V41_INDEXER"
+
+    @staticmethod
+    def get_builder_cls() -> type[V41IndexMetadataBuilder]:
+        """Return the builder."""
+        return V41IndexMetadataBuilder

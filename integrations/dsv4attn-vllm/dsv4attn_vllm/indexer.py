@@ -1,4 +1,4 @@
-"""vLLM's indexer with its steps on dsv4attn: queries, short contexts, selection."""
+"""vLLM's indexers with their steps on dsv4attn: queries, short contexts, selection; in V4.1 index keys too."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v4.attention import DeepseekV4Indexer, DeepseekV4IndexerCache
+from vllm.models.deepseek_v41 import attention as v41
 from vllm.utils.multi_stream_utils import maybe_execute_in_parallel
 
 from dsv4attn import PagedKVCache
-from dsv4attn.core.contract.backend import complete
+from dsv4attn.core.layer.indexer import Candidates
 from dsv4attn.core.torch_modes import is_capturing
 from dsv4attn.core.torch_ops.indexer import IndexQuery
+from dsv4attn_vllm.compressor import bound_cache, in_fp32
 from dsv4attn_vllm.guard import GUARD, RefusedError
-from dsv4attn_vllm.index_metadata import IndexBackend
+from dsv4attn_vllm.index_metadata import IndexBackend, V41IndexBackend
 from dsv4attn_vllm.serving import serving_of
 
 if TYPE_CHECKING:
@@ -25,7 +27,16 @@ if TYPE_CHECKING:
 else:
     _Indexer = object
 
-__all__ = ["IndexCache", "IndexerSteps", "Selector", "check_selector", "indexer_class"]
+__all__ = [
+    "IndexCache",
+    "IndexerSteps",
+    "Selector",
+    "V41IndexCache",
+    "V41Indexer",
+    "V41Selector",
+    "check_selector",
+    "indexer_class",
+]
 
 
 class IndexCache(DeepseekV4IndexerCache):
@@ -67,10 +78,8 @@ class Selector(torch.nn.Module):
         self._bound: PagedKVCache | None = None
 
     def _keys(self) -> PagedKVCache:
-        tensor, bound = self.k_cache.kv_cache, self._bound
-        if bound is None or bound.tensor is not tensor:
-            self._bound = bound = PagedKVCache(tensor, self.serving.index_layout)
-        return bound
+        self._bound = bound_cache(self._bound, self.k_cache.kv_cache, self.serving.index_layout)
+        return self._bound
 
     def forward(
         self, hidden_states: Tensor, q_quant: Tensor | tuple[Tensor, Tensor], k: Tensor | None, weights: Tensor
@@ -101,7 +110,7 @@ class Selector(torch.nn.Module):
 
     def _select(self, query: IndexQuery, maps: tuple[Tensor, Tensor, Tensor], out: Tensor, longest: int) -> None:
         """Write the best entries of each token to out [T, K]. longest: most entries that a token sees."""
-        complete(self.serving.backend).layer_steps.select_topk(query, self._keys(), *maps, out, longest)
+        self.serving.layer_steps.select_topk(query, self._keys(), *maps, out, longest)
 
 
 class IndexerSteps(_Indexer):
@@ -122,15 +131,10 @@ class IndexerSteps(_Indexer):
     ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
         """Rotate and quantise q [T', Hi, 128] as the index keys are.
 
-        Returns codes, and weights [T', Hi] fp32 with all factors folded; codes of 4 bits have their scales beside them,
-        [T', Hi] int32, four exponents each.
+        Returns codes, for 4 bits a pair of codes and scales, and weights; see `quantized_query`.
         """
-        serving = self.indexer_op.serving
-        steps, table = complete(serving.backend).layer_steps, rotary_emb.cos_sin_cache
-        query = steps.indexer_q_rope_quant(q, indexer_weights, positions, table, serving.index_layout)
-        if query.scales is None:
-            return query.values, query.weights
-        return (query.values, query.scales.view(torch.int32).squeeze(-1)), query.weights
+        codes, scales, weights = quantized_query(self, positions, q, rotary_emb, indexer_weights)
+        return codes if scales is None else (codes, scales), weights
 
     def forward(
         self,
@@ -157,15 +161,45 @@ class IndexerSteps(_Indexer):
             q = self._wq_b_proj(qr, qr_scale).view(-1, self.n_head, self.head_dim)
             return self._q_rope_quant(positions, q, rotary_emb, indexer_weights)
 
-        by_prefix = get_forward_context().attn_metadata
-        if isinstance(by_prefix, dict) and not is_capturing(positions.device):
-            metadata = by_prefix[self.k_cache.prefix]
-            if metadata.max_seq_len // self.compress_ratio <= self.topk_tokens:
-                store_keys()
-                select_all(metadata.visible_lens, self.topk_indices_buffer, self.topk_tokens)
-                return None, None, None
+        if all_are_selected(self, positions.device):
+            store_keys()
+            return None, None, None
         (q, weights), _ = maybe_execute_in_parallel(query, store_keys, *self.ln_events, self.aux_stream)
         return (*q, weights) if isinstance(q, tuple) else (q, None, weights)
+
+
+def quantized_query(
+    indexer: Any,  # noqa: ANN401 - an indexer of vLLM
+    positions: Tensor,
+    q: Tensor,
+    rotary_emb: Any,  # noqa: ANN401 - vLLM's module
+    indexer_weights: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Rotate and quantise q [T', Hi, 128] as index keys are.
+
+    Returns codes; their scales [T', Hi] int32, four exponents each, if codes have 4 bits; and weights [T', Hi] fp32,
+    with all factors folded.
+    """
+    serving = indexer.indexer_op.serving
+    steps, table = serving.layer_steps, rotary_emb.cos_sin_cache
+    query = steps.indexer_q_rope_quant(q, indexer_weights, positions, table, serving.index_layout)
+    scales = None if query.scales is None else query.scales.view(torch.int32).squeeze(-1)
+    return query.values, scales, query.weights
+
+
+def all_are_selected(indexer: Any, device: torch.device) -> bool:  # noqa: ANN401 - an indexer of vLLM
+    """Select all entries, and return True, if every token of the step sees at most K of them.
+
+    Never in a captured graph, which may be replayed with longer contexts.
+    """
+    by_prefix = get_forward_context().attn_metadata
+    if not isinstance(by_prefix, dict) or is_capturing(device):
+        return False
+    metadata = by_prefix[indexer.k_cache.prefix]
+    if metadata.max_seq_len // indexer.compress_ratio > indexer.topk_tokens:
+        return False
+    select_all(metadata.visible_lens, indexer.topk_indices_buffer, indexer.topk_tokens)
+    return True
 
 
 def select_all(visible_lens: Tensor, buffer: Tensor, topk: int) -> None:
@@ -186,3 +220,100 @@ def check_selector(prefix: str, indexer: Any) -> None:  # noqa: ANN401 - an inde
 def indexer_class(theirs: type[DeepseekV4Indexer]) -> type[DeepseekV4Indexer]:
     """VLLM's class of a platform with dsv4attn's steps in front of it."""
     return type(f"Dsv4{theirs.__name__}", (IndexerSteps, theirs), {"__doc__": "An indexer on dsv4attn."})
+
+
+# ---------------------------------------------------------------- DeepSeek-V4.1
+
+
+class V41IndexCache(v41.DeepseekV4IndexerCache):
+    """The cache of index keys; its metadata are made by dsv4attn's builder."""
+
+    def get_attn_backend(self) -> type[V41IndexBackend]:
+        """Return the backend that names the builder."""
+        return V41IndexBackend
+
+
+class V41Selector(Selector):
+    """Scores index keys as in V4; publishes candidate blocks, or selects among those of another layer."""
+
+    is_v41 = True
+
+    def __init__(
+        self,
+        *args: Any,  # noqa: ANN401 - those of V4
+        candidate_blocks: Tensor | None = None,
+        candidate_block_size: int = 0,
+        candidate_write: bool = False,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """candidate_blocks: [tokens, N] int32, which every layer of the model shares. candidate_write: publish them."""
+        super().__init__(*args, **kwargs)
+        self._candidates = None if candidate_blocks is None else Candidates(candidate_blocks, candidate_block_size)
+        self._publishes = candidate_write
+
+    def _select(self, query: IndexQuery, maps: tuple[Tensor, Tensor, Tensor], out: Tensor, longest: int) -> None:
+        steps, keys, candidates = self.serving.layer_steps, self._keys(), self._candidates
+        if candidates is None or candidates.is_void(longest):
+            steps.select_topk(query, keys, *maps, out, longest)
+            return
+        found = candidates.blocks[: len(out)], candidates.block_size
+        if self._publishes:
+            steps.select_candidates(query, keys, *maps, *found, longest)
+            steps.select_topk(query, keys, *maps, out, longest)
+        else:
+            steps.select_topk_of_candidates(query, keys, *maps, *found, out, longest)
+
+
+class V41Indexer(v41.DeepseekV4Indexer):
+    """VLLM's indexer. Its projections stay vLLM's."""
+
+    attn_cls = V41Selector
+    _k_norm_fp32: Tensor | None = None
+    _bound: PagedKVCache | None = None
+
+    def _produce_k(self, latent: Tensor | None, positions: Tensor, rotary_emb: Any) -> None:  # noqa: ANN401 - vLLM's
+        """Store index keys of latents [T, 512], which another layer's tokens read too."""
+        by_prefix, serving = get_forward_context().attn_metadata, self.indexer_op.serving
+        if not isinstance(by_prefix, dict) or latent is None:
+            return
+        cache, tokens = self.k_cache.kv_cache, len(latent)
+        self._bound = bound_cache(self._bound, cache, serving.index_layout)
+        self._k_norm_fp32 = in_fp32(self.k_norm.weight, self._k_norm_fp32)
+        norm = self._k_norm_fp32, self.k_norm.variance_epsilon, rotary_emb.cos_sin_cache
+        slots, steps = by_prefix[self.k_cache.prefix].slot_mapping[:tokens], serving.layer_steps
+        steps.norm_rope_store(self.wk(latent)[0], positions[:tokens], slots, *norm, self.compress_ratio, self._bound)
+
+    def forward_q(
+        self,
+        qr: Any,  # noqa: ANN401 - a tensor, or quantised
+        qr_scale: Tensor | None,
+        indexer_weights: Tensor,
+        positions: Tensor,
+        rotary_emb: Any,  # noqa: ANN401 - vLLM's module
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Project, rotate and quantise queries as index keys are: codes, their scales if they have 4 bits, weights."""
+        q = self._wq_b_proj(qr, qr_scale).view(-1, self.n_head, self.head_dim)
+        return quantized_query(self, positions, q, rotary_emb, indexer_weights)
+
+    def forward(
+        self,
+        qr: Any,  # noqa: ANN401
+        latent: Tensor | None,
+        indexer_weights: Tensor,
+        positions: Tensor,
+        rotary_emb: Any,  # noqa: ANN401
+        qr_scale: Tensor | None = None,
+        *,
+        cache_latent: Tensor | None = None,
+        cache_positions: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Store the index keys of a step, and return query, its scales, and weights for `Selector`.
+
+        Three times None where every token sees at most K entries, which are all selected here; not in a captured graph,
+        which may be replayed with longer contexts. cache_latent, cache_positions: of all ranks that share a context.
+        """
+        if self.owns_k:
+            self._produce_k(latent, positions, rotary_emb)
+        if all_are_selected(self, positions.device):
+            return None, None, None
+        return self.forward_q(qr, qr_scale, indexer_weights, positions, rotary_emb)

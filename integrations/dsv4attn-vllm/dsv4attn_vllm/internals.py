@@ -310,7 +310,7 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         Stored("vllm.config:AttentionConfig", ("indexer_sparse_logits",)),
         Overridden(
             f"{_V41}.attention:DeepseekV4Attention",
-            "dsv4attn_vllm.attention_v41:Dsv41Attention",
+            "dsv4attn_vllm.attention:Dsv41Attention",
             ("_fused_qnorm_rope_kv_insert", "_indexer_cls", "_o_proj", "forward_kv", "forward_mqa"),
             callers=(f"{_V41}.amd.model", f"{_V41}.nvidia.model"),
         ),
@@ -320,7 +320,7 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         Called(f"{_V41}.attention:DeepseekV4Attention", "_wo_b_proj", 1),
         Overridden(
             f"{_V41}.attention:DeepseekV4Attention",
-            "dsv4attn_vllm.attention_v41:Dsv41Attention",
+            "dsv4attn_vllm.attention:Dsv41Attention",
             ("get_padded_num_q_heads",),
         ),
         Stored(
@@ -338,13 +338,13 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         ),
         Overridden(
             f"{_V41}.attention:DeepseekV4IndexerCache",
-            "dsv4attn_vllm.indexer_v41:IndexCache",
+            "dsv4attn_vllm.indexer:V41IndexCache",
             ("get_attn_backend",),
             callers=_RUNNER,
         ),
         Overridden(
             f"{_V41}.attention:DeepseekV4Indexer",
-            "dsv4attn_vllm.indexer_v41:Indexer",
+            "dsv4attn_vllm.indexer:V41Indexer",
             ("_produce_k", "forward", "forward_q"),
         ),
         Called(f"{_V41}.attention:DeepseekV4Indexer", "_wq_b_proj", 2),
@@ -364,32 +364,32 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
                 "wk",
             ),
         ),
-        Overridden(_INDEXER, "dsv4attn_vllm.indexer_v41:Selector", ("forward",), like="forward_cuda"),
+        Overridden(_INDEXER, "dsv4attn_vllm.indexer:V41Selector", ("forward",), like="forward_cuda"),
         Overridden(
             f"{_V41}.compressor:DeepseekCompressor",
-            "dsv4attn_vllm.compressor_v41:Compressor",
+            "dsv4attn_vllm.compressor:V41Compressor",
             ("forward", "insert_cache"),
             callers=(f"{_V41}.attention",),
         ),
         Stored(f"{_V41}.compressor:DeepseekCompressor", _COMPRESSOR),
         Overridden(
             f"{_V41}.compressor:CompressorStateCache",
-            "dsv4attn_vllm.compressor_v41:StateCache",
+            "dsv4attn_vllm.compressor:V41StateCache",
             ("get_attn_backend",),
             callers=_RUNNER,
         ),
         Overridden(
             f"{_V41}.compressor:CompressorMetadataBuilder",
-            "dsv4attn_vllm.metadata_v41:StateMetadataBuilder",
+            "dsv4attn_vllm.metadata:V41StateMetadataBuilder",
             ("build",),
         ),
         Stored(f"{_V41}.compressor:CompressorMetadata", ("token_to_req_indices",)),
         Overridden(
-            f"{_V41}.compressor:CompressorBackend", "dsv4attn_vllm.metadata_v41:StateBackend", ("get_builder_cls",)
+            f"{_V41}.compressor:CompressorBackend", "dsv4attn_vllm.metadata:V41StateBackend", ("get_builder_cls",)
         ),
         Overridden(
             f"{_V41}.sparse_mla:DeepseekV4SparseMLAMetadataBuilder",
-            "dsv4attn_vllm.metadata_v41:CompressedMetadataBuilder",
+            "dsv4attn_vllm.metadata:V41CompressedMetadataBuilder",
             ("build",),
         ),
         Stored(
@@ -399,29 +399,29 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
         Named(f"{_V41}.sparse_mla", ("DeepseekV4FlashMLAMetadata",)),
         Overridden(
             f"{_V41}.sparse_mla:DeepseekV41SparseSWAMetadataBuilder",
-            "dsv4attn_vllm.metadata_v41:SWAMetadataBuilder",
+            "dsv4attn_vllm.metadata:V41SWAMetadataBuilder",
             ("build", "build_tile_scheduler", "get_varlen_cudagraph_max_query_len"),
             callers=_RUNNER,
         ),
         Overridden(
             f"{_V41}.sparse_mla:DeepseekV4SparseMLABackend",
-            "dsv4attn_vllm.metadata_v41:Backend",
+            "dsv4attn_vllm.metadata:V41Backend",
             ("get_builder_cls", "get_name", "supports_compute_capability"),
             callers=_NAMES,
         ),
         Called(f"{_V41}.sparse_mla:DeepseekV4SparseMLABackend", "get_supported_kernel_block_sizes"),
         Overridden(
             f"{_BACKENDS}.mla.indexer:DeepseekV41IndexerBackend",
-            "dsv4attn_vllm.metadata_v41:IndexBackend",
+            "dsv4attn_vllm.index_metadata:V41IndexBackend",
             ("get_builder_cls",),
         ),
     ),
     "v41 cuda": (
-        Overridden(f"{_V41}.nvidia.model", "dsv4attn_vllm.cuda_v41:select_attention", _CLASS),
+        Overridden(f"{_V41}.nvidia.model", "dsv4attn_vllm.cuda:select_v41_attention", _CLASS),
         Overridden(f"{_V41}.nvidia.dspark", "dsv4attn_vllm.attention:insert_context_kv", _INSERT),
     ),
     "v41 rocm": (
-        Overridden(f"{_V41}.amd.model", "dsv4attn_vllm.rocm_v41:select_attention", _CLASS),
+        Overridden(f"{_V41}.amd.model", "dsv4attn_vllm.rocm:select_v41_attention", _CLASS),
         Overridden(f"{_V41}.amd.dspark", "dsv4attn_vllm.attention:insert_context_kv", _INSERT),
         Named(f"{_V41}.amd.rocm", ("DeepseekV41ROCMAiterMLAAttention",)),
         Called(f"{_V41}.amd.rocm:DeepseekV41ROCMAiterMLAAttention", "_wo_b_after_wo_a", 1),
@@ -471,15 +471,17 @@ TABLE: Mapping[str, tuple[Internal, ...]] = {
 def groups_of(model: str, platform: str, *, mhc: bool = False) -> tuple[str, ...]:
     """The parts of TABLE that a process needs.
 
-    model: "v4" or "v41". platform: as `replacements.platform_name`. mhc: whether hyper-connections run on dsv4attn.
+    model: "v4" or "v41", whose names are replaced. Layers of both are in the same modules of this package, so that both
+    are needed. platform: as `replacements.platform_name`. mhc: whether hyper-connections run on dsv4attn.
     """
-    groups = ("all", model, f"{model} {platform}", *(("mhc", f"mhc {platform}") if mhc else ()))
+    layers = ("v4 rocm", "v41 rocm") if platform == "rocm" else (f"{model} {platform}",)
+    groups = ("all", "v4", "v41", *layers, *(("mhc", f"mhc {platform}") if mhc else ()))
     return tuple(group for group in groups if group in TABLE)
 
 
 def lacking(groups: Sequence[str]) -> list[str]:
     """What the installed vLLM lacks of these groups: one line for each name, in the order of the table."""
-    return engine_internals.lacking((one for group in groups for one in TABLE[group]), "vllm")
+    return engine_internals.lacking((entry for group in groups for entry in TABLE[group]), "vllm")
 
 
 def check(version: str, groups: Sequence[str]) -> None:

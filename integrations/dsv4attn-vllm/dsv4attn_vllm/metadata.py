@@ -1,4 +1,4 @@
-"""vLLM's metadata builders of DeepSeek-V4, with dsv4attn's metadata hung on what they build.
+"""vLLM's metadata builders of DeepSeek-V4 and V4.1, with dsv4attn's metadata hung on what they build.
 
 A builder runs once a step for all layers of its cache group. The conversion copies no tensor: the frozen metadata name
 the buffers that vLLM's kernels wrote, so what vLLM updates in place, for drafts and for captured graphs, is seen.
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.models.deepseek_v4 import sparse_mla
+from vllm.models.deepseek_v41 import compressor as v41_compressor
+from vllm.models.deepseek_v41 import sparse_mla as v41_sparse_mla
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, max_decode_query_len
 from vllm.v1.attention.backends.mla import sparse_swa
 
@@ -19,19 +21,24 @@ from dsv4attn import DeepseekSparseSWAMetadata, FlashMLASparseMetadata, LayerKin
 from dsv4attn_vllm.guard import RefusedError
 
 if TYPE_CHECKING:
+    from vllm.models.deepseek_v4.sparse_mla import DeepseekV4SparseMLAMetadataBuilder as _CompressedBuilder
     from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadataBuilder as _SWABuilder
 else:
-    _SWABuilder = object
+    _SWABuilder = _CompressedBuilder = object
 
 __all__ = [
     "Backend",
     "CompressedMetadata",
     "SWABackend",
     "SWAMetadata",
+    "V41Backend",
+    "V41SWABackend",
+    "V41StateBackend",
     "VariableDecodes",
     "Windows",
     "positions_of",
     "visible_entries",
+    "visible_entries_of_replayed",
 ]
 
 
@@ -80,14 +87,31 @@ class SWAMetadataBuilder(Windows, sparse_swa.DeepseekSparseSWAMetadataBuilder):
     """Builds `SWAMetadata` of V4."""
 
 
+class V41SWAMetadataBuilder(Windows, v41_sparse_mla.DeepseekV41SparseSWAMetadataBuilder):
+    """Builds `SWAMetadata` of V4.1."""
+
+
+_OF_PREFILL = (
+    "prefill_swa_lens",
+    "prefill_seq_lens",
+    "prefill_gather_lens",
+    "prefill_seq_lens_cpu",
+    "prefill_query_lens_cpu",
+)
+"""Fields that vLLM fills in steps with prefill only."""
+
+
 def _window(
     base: sparse_swa.DeepseekSparseSWAMetadata, common: CommonAttentionMetadata, window: int, max_model_len: int
 ) -> DeepseekSparseSWAMetadata:
     requests, tokens = base.num_decodes + base.num_prefills, base.num_decode_tokens + base.num_prefill_tokens
     rows = base.decode_swa_indices
-    empty = rows.new_empty(0)
-    nothing = torch.empty(0, dtype=torch.int32, device="cpu")
-    prefill_rows = base.prefill_swa_indices
+    prefill_rows = rows.new_empty(0, 1, window) if base.prefill_swa_indices is None else base.prefill_swa_indices
+    # what vLLM leaves out in a step without prefill is empty for dsv4attn
+    of_prefill: dict[str, Tensor] = {}
+    for name in _OF_PREFILL:
+        value, device = getattr(base, name), "cpu" if name.endswith("_cpu") else rows.device
+        of_prefill[name] = torch.empty(0, dtype=torch.int32, device=device) if value is None else value
     return DeepseekSparseSWAMetadata(
         num_decodes=base.num_decodes,
         num_prefills=base.num_prefills,
@@ -107,12 +131,8 @@ def _window(
         token_to_req_indices=base.token_to_req_indices[:tokens],
         decode_swa_indices=rows,
         decode_swa_lens=base.decode_swa_lens,
-        prefill_swa_indices=rows.new_empty(0, 1, window) if prefill_rows is None else prefill_rows,
-        prefill_swa_lens=empty if base.prefill_swa_lens is None else base.prefill_swa_lens,
-        prefill_seq_lens=empty if base.prefill_seq_lens is None else base.prefill_seq_lens,
-        prefill_gather_lens=empty if base.prefill_gather_lens is None else base.prefill_gather_lens,
-        prefill_seq_lens_cpu=nothing if base.prefill_seq_lens_cpu is None else base.prefill_seq_lens_cpu,
-        prefill_query_lens_cpu=nothing if base.prefill_query_lens_cpu is None else base.prefill_query_lens_cpu,
+        prefill_swa_indices=prefill_rows,
+        **of_prefill,
     )
 
 
@@ -123,8 +143,10 @@ class CompressedMetadata(sparse_mla.DeepseekV4FlashMLAMetadata):
     dsv4attn: FlashMLASparseMetadata | None = None
 
 
-class CompressedMetadataBuilder(VariableDecodes, sparse_mla.DeepseekV4SparseMLAMetadataBuilder):
-    """Builds `CompressedMetadata`."""
+class CompressedBuilder(VariableDecodes, _CompressedBuilder):
+    """Builds `metadata_class`; goes before vLLM's builder among the bases."""
+
+    metadata_class: ClassVar[type[Any]] = CompressedMetadata
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
         super().__init__(*args, **kwargs)
@@ -137,19 +159,19 @@ class CompressedMetadataBuilder(VariableDecodes, sparse_mla.DeepseekV4SparseMLAM
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,  # noqa: FBT001, FBT002 - vLLM's signature
-    ) -> CompressedMetadata:
+    ) -> Any:  # noqa: ANN401 - metadata_class
         """Build vLLM's metadata of a step, and dsv4attn's."""
         base = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return CompressedMetadata(**vars(base), dsv4attn=self._compressed(base, common_attn_metadata))
+        ours = self._compressed(base, self._entries(common_attn_metadata))
+        return self.metadata_class(**vars(base), dsv4attn=ours)
 
-    def _compressed(
-        self, base: sparse_mla.DeepseekV4FlashMLAMetadata, common: CommonAttentionMetadata
-    ) -> FlashMLASparseMetadata:
+    def _entries(self, common: CommonAttentionMetadata) -> Tensor:
+        """[T] int32 - entries that each token sees."""
+        return visible_entries(common, self.compress_ratio, self._visible)
+
+    def _compressed(self, base: Any, visible: Tensor) -> FlashMLASparseMetadata:  # noqa: ANN401 - vLLM's metadata
+        """dsv4attn's metadata of a step. visible: [T] int32 - entries that each token sees."""
         kind = LayerKind.C128A if self.compress_ratio == 128 else LayerKind.C4A
-        decode, prefill = base.c128a_global_decode_topk_indices, base.c128a_prefill_topk_indices
-        if decode is not None and prefill is not None:
-            # of one width; on some devices vLLM's decode rows are as wide as the buffer, and valid up to their lengths
-            decode = decode[..., : prefill.shape[1]]
         return FlashMLASparseMetadata(
             kind=kind,
             compress_ratio=self.compress_ratio,
@@ -163,11 +185,28 @@ class CompressedMetadataBuilder(VariableDecodes, sparse_mla.DeepseekV4SparseMLAM
             slot_mapping=base.slot_mapping,
             block_table=base.block_table[: base.num_reqs],
             req_id_per_token=base.req_id_per_token[: base.num_actual_tokens],
-            compressed_lens=visible_entries(common, self.compress_ratio, self._visible),
-            c128a_global_decode_topk_indices=decode,
-            c128a_decode_topk_lens=base.c128a_decode_topk_lens,
-            c128a_prefill_topk_indices=prefill,
+            compressed_lens=visible,
+            **self._c128a_rows(base),
         )
+
+    def _c128a_rows(self, base: Any) -> dict[str, Tensor | None]:  # noqa: ANN401 - vLLM's metadata
+        """Rows of c128a layers, which V4.1 does not have."""
+        return {}
+
+
+class CompressedMetadataBuilder(CompressedBuilder, sparse_mla.DeepseekV4SparseMLAMetadataBuilder):
+    """Builds `CompressedMetadata`."""
+
+    def _c128a_rows(self, base: Any) -> dict[str, Tensor | None]:  # noqa: ANN401 - vLLM's metadata
+        decode, prefill = base.c128a_global_decode_topk_indices, base.c128a_prefill_topk_indices
+        if decode is not None and prefill is not None:
+            # of one width; on some devices vLLM's decode rows are as wide as the buffer, and valid up to their lengths
+            decode = decode[..., : prefill.shape[1]]
+        return {
+            "c128a_global_decode_topk_indices": decode,
+            "c128a_decode_topk_lens": base.c128a_decode_topk_lens,
+            "c128a_prefill_topk_indices": prefill,
+        }
 
 
 def visible_entries(common: CommonAttentionMetadata, ratio: int, buffer: Tensor) -> Tensor:
@@ -185,18 +224,20 @@ def positions_of(common: CommonAttentionMetadata) -> Tensor:
     return common.positions[: common.num_actual_tokens]
 
 
-class Backend(sparse_mla.DeepseekV4SparseMLABackend):
-    """vLLM's description of a DeepSeek-V4 backend, for any device that dsv4attn has a backend for."""
+class AnyDevice:
+    """What vLLM asks a description of a backend, for any device that dsv4attn has a backend for."""
+
+    builder_class: ClassVar[type[Any]]
 
     @staticmethod
     def get_name() -> str:
         """Return the name in vLLM's log."""
         return "DSV4ATTN"
 
-    @staticmethod
-    def get_builder_cls() -> type[CompressedMetadataBuilder]:
-        """Return the builder of compressed metadata."""
-        return CompressedMetadataBuilder
+    @classmethod
+    def get_builder_cls(cls) -> type[Any]:
+        """Return the builder of metadata."""
+        return cls.builder_class
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:  # noqa: ANN401, ARG003 - vLLM's DeviceCapability
@@ -204,10 +245,117 @@ class Backend(sparse_mla.DeepseekV4SparseMLABackend):
         return True
 
 
+class Backend(AnyDevice, sparse_mla.DeepseekV4SparseMLABackend):
+    """vLLM's description of a DeepSeek-V4 backend."""
+
+    builder_class = CompressedMetadataBuilder
+
+
 class SWABackend(sparse_swa.DeepseekSparseSWABackend):
     """The same for the window caches."""
 
-    @staticmethod
-    def get_builder_cls() -> type[SWAMetadataBuilder]:
+    builder_class: ClassVar[type[Any]] = SWAMetadataBuilder
+
+    @classmethod
+    def get_builder_cls(cls) -> type[Any]:
         """Return the builder of window metadata."""
-        return SWAMetadataBuilder
+        return cls.builder_class
+
+
+# ---------------------------------------------------------------- DeepSeek-V4.1
+
+
+@dataclass
+class V41CompressedMetadata(v41_sparse_mla.DeepseekV4FlashMLAMetadata):
+    """vLLM's compressed metadata of V4.1. dsv4attn: the same step for dsv4attn."""
+
+    dsv4attn: FlashMLASparseMetadata | None = None
+
+
+class V41CompressedMetadataBuilder(CompressedBuilder, v41_sparse_mla.DeepseekV4SparseMLAMetadataBuilder):
+    """Builds metadata of the layers that own a compressed cache; those that share the cache read these."""
+
+    metadata_class = V41CompressedMetadata
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
+        super().__init__(*args, **kwargs)
+        self._numbers = torch.arange(len(self._visible), dtype=torch.int32, device=self.device)
+
+    def _entries(self, common: CommonAttentionMetadata) -> Tensor:
+        return visible_entries_of_replayed(common, self.compress_ratio, self._visible, self._numbers)
+
+
+def visible_entries_of_replayed(common: CommonAttentionMetadata, ratio: int, buffer: Tensor, numbers: Tensor) -> Tensor:
+    """As `visible_entries`, for steps in which tokens are computed again for their windows alone.
+
+    Such a token has a slot of -1 and sees its entries. Padding is what comes after the last request.
+    numbers: 0, 1, 2, ...
+    """
+    entries = (positions_of(common) + 1).div_(ratio, rounding_mode="floor")
+    return buffer[: len(entries)].copy_(entries.masked_fill_(_is_padding(common, numbers), 0))
+
+
+def _is_padding(common: CommonAttentionMetadata, numbers: Tensor) -> Tensor:
+    return numbers[: common.num_actual_tokens] >= common.query_start_loc[common.num_reqs]
+
+
+class V41Backend(AnyDevice, v41_sparse_mla.DeepseekV4SparseMLABackend):
+    """vLLM's description of a DeepSeek-V4.1 backend."""
+
+    builder_class = V41CompressedMetadataBuilder
+
+
+class V41SWABackend(SWABackend):
+    """The same for the window caches."""
+
+    builder_class = V41SWAMetadataBuilder
+
+
+@dataclass
+class V41StateMetadata(v41_compressor.CompressorMetadata):
+    """vLLM's metadata of the compressor's rings.
+
+    ring_table: [R, 1] int32 - the block of each request's ring, -1 if it has none. requests: [T] int32 - the request of
+    each token, -1 for padding.
+    """
+
+    ring_table: Tensor | None = None
+    requests: Tensor | None = None
+
+
+class V41StateMetadataBuilder(v41_compressor.CompressorMetadataBuilder):
+    """Builds `V41StateMetadata`, in buffers at fixed addresses, which captured graphs read."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's signature
+        super().__init__(*args, **kwargs)
+        scheduler = self.vllm_config.scheduler_config
+        tokens = scheduler.max_num_batched_tokens
+        self._requests = torch.zeros(tokens, dtype=torch.int32, device=self.device)
+        self._places = torch.arange(tokens, dtype=torch.int32, device=self.device)
+        # a captured step may be padded with requests
+        self._rings = torch.zeros(max(scheduler.max_num_seqs, tokens), 1, dtype=torch.int32, device=self.device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,  # noqa: FBT001, FBT002 - vLLM's signature
+    ) -> V41StateMetadata:
+        """Build vLLM's metadata of a step, and what steps on dsv4attn need."""
+        common = common_attn_metadata
+        base = super().build(common_prefix_len, common, fast_build)
+        tokens, reqs = common.num_actual_tokens, common.num_reqs
+        requests = base.token_to_req_indices[:tokens].masked_fill(_is_padding(common, self._places), -1)
+        table = common.block_table_tensor[:reqs, :1]
+        # vLLM gives block 0 to requests that have none
+        rings = self._rings[:reqs].copy_(table.masked_fill(table == 0, -1))
+        return V41StateMetadata(**vars(base), ring_table=rings, requests=self._requests[:tokens].copy_(requests))
+
+
+class V41StateBackend(v41_compressor.CompressorBackend):
+    """vLLM's description of the rings, with dsv4attn's builder."""
+
+    @staticmethod
+    def get_builder_cls() -> type[V41StateMetadataBuilder]:
+        """Return the builder."""
+        return V41StateMetadataBuilder

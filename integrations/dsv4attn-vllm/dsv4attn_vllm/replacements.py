@@ -64,7 +64,7 @@ def _layers(platform: str, name: str, by: str, model: str = "deepseek_v4") -> Re
 
 
 def _v41(platform: str, by: str) -> tuple[Replacement, ...]:
-    layers = _layers(platform, "_select_dsv4_attn_cls", f"{by}:select_attention", "deepseek_v41")
+    layers = _layers(platform, "_select_dsv4_attn_cls", f"{by}:select_v41_attention", "deepseek_v41")
     return layers, _draft(platform, "deepseek_v41")
 
 
@@ -78,8 +78,8 @@ PLATFORMS: Mapping[str, tuple[Replacement, ...]] = {
 """By platform, in vLLM's sense: every platform but the last three takes vLLM's modules for CUDA."""
 
 V41_PLATFORMS: Mapping[str, tuple[Replacement, ...]] = {
-    "cuda": _v41("nvidia", "cuda_v41"),
-    "rocm": _v41("amd", "rocm_v41"),
+    "cuda": _v41("nvidia", "cuda"),
+    "rocm": _v41("amd", "rocm"),
 }
 """The same for DeepSeek-V4.1, which vLLM has no modules of for Intel GPUs and CPUs."""
 

@@ -357,6 +357,6 @@ def _problems(facts: _Facts, phase: str, swa: KVCacheLayout, compressed: KVCache
 
 def _v41_page_tokens() -> int:
     """Tokens of a page of V4.1's compressed caches."""
-    from dsv4attn_vllm.metadata_v41 import Backend as Paged
+    from dsv4attn_vllm.metadata import V41Backend
 
-    return int(min(Paged.get_supported_kernel_block_sizes()))
+    return int(min(V41Backend.get_supported_kernel_block_sizes()))

@@ -129,7 +129,7 @@ def test_caches_that_vllm_binds_again_are_written(engine: WholeEngine) -> None:
     engine.step([(engine.request(), 4)])
 
     assert (layer.compressor.state_cache.kv_cache != 7.0).any()
-    assert layer.compressor._caches()[0].tensor is layer.compressor.state_cache.kv_cache
+    assert layer.compressor._states.tensor is layer.compressor.state_cache.kv_cache
 
 
 def test_weights_that_are_loaded_again_are_used(engine: WholeEngine) -> None:

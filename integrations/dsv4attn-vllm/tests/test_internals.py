@@ -34,9 +34,10 @@ OURS = sorted(Path(next(iter(dsv4attn_vllm.__path__))).glob("*.py"))
 
 def test_the_installed_vllm_has_every_name() -> None:
     assert internals.lacking(HERE) == []
-    assert internals.groups_of("v4", "cuda") == ("all", "v4", "v4 cuda")
-    assert internals.groups_of("v4", "xpu", mhc=True) == ("all", "v4", "v4 xpu", "mhc")
-    assert internals.groups_of("v41", "cpu") == ("all", "v41")
+    assert internals.groups_of("v4", "cuda") == ("all", "v4", "v41", "v4 cuda")
+    assert internals.groups_of("v4", "xpu", mhc=True) == ("all", "v4", "v41", "v4 xpu", "mhc")
+    assert internals.groups_of("v41", "rocm") == ("all", "v4", "v41", "v4 rocm", "v41 rocm")
+    assert internals.groups_of("v41", "cpu") == ("all", "v4", "v41")
 
 
 def owners_of(one: Any, name: str) -> list[Any]:
@@ -184,6 +185,7 @@ BY_ANOTHER_NAME = {
     # modules, whose names are in the table
     ("vllm.model_executor.layers", "mhc"),
     ("vllm.models.deepseek_v4", "sparse_mla"),
+    ("vllm.models.deepseek_v41", "attention"),
     ("vllm.models.deepseek_v41", "compressor"),
     ("vllm.models.deepseek_v41", "sparse_mla"),
     ("vllm.v1.attention", "backend"),

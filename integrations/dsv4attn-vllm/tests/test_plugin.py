@@ -39,7 +39,7 @@ load_general_plugins()
 from dsv4attn_vllm import ARCHITECTURES, register
 register()
 register()
-heavy = [name for name in ("dsv4attn.selection", "dsv4attn_vllm.model", "dsv4attn_vllm.attention") if name in sys.modules]
+heavy = [name for name in ("dsv4attn.selection", "dsv4attn_vllm.model") if name in sys.modules]
 from vllm.engine.arg_utils import EngineArgs
 arguments = EngineArgs(model={model_folder()!r}, skip_tokenizer_init=True, load_format="dummy", max_model_len=1024)
 config = arguments.create_engine_config()
@@ -80,7 +80,8 @@ found = ModelRegistry.models["DeepseekV4ForCausalLM"]
 found.load_model_cls()
 from vllm.models.deepseek_v4.cpu import model
 print()
-print(json.dumps([ours, found.module_name, model.DeepseekV4CPUAttention.__module__, "dsv4attn.selection" in sys.modules]))
+whole = "dsv4attn.selection" in sys.modules
+print(json.dumps([ours, found.module_name, model.DeepseekV4CPUAttention.__module__, whole]))
 """
     said, _ = run(tmp_path / "main.py", code, VLLM_PLUGINS="")
 

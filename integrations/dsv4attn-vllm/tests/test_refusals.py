@@ -166,7 +166,7 @@ def test_nothing_is_replaced_if_one_name_cannot_be(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(replacements, "_originals", {})
     for broken in (evolve(second, name="_insert"), evolve(second, by="dsv4attn_vllm.attention:insert")):
         with pytest.raises(
-            RefusedError, match=r"vllm.models.deepseek_v4.nvidia.dspark._insert.*: expected .* -> install a v"
+            RefusedError, match=r"vllm.models.deepseek_v4.nvidia.dspark._insert.*: expected .* -> install v"
         ):
             replacements.replace((first, broken))
 

@@ -9,7 +9,7 @@ from typing import Any
 import engine as engines
 import pytest
 import torch
-from dsv4attn_vllm.cuda_v41 import CUDAAttention
+from dsv4attn_vllm.cuda import V41CUDAAttention
 from engine import Request, world
 from torch import Tensor
 from v41 import RATIOS, OwnV41Layers, V41Engine, WholeV41Engine, v41_config, whole_v41_engine
@@ -21,7 +21,7 @@ from vllm.models.deepseek_v41.nvidia.model_state import ReplayAttnMetadata
 def engine(backend: str) -> Iterator[V41Engine]:
     config = v41_config()
     with world(config):
-        yield V41Engine(config, CUDAAttention, layers=len(RATIOS))
+        yield V41Engine(config, V41CUDAAttention, layers=len(RATIOS))
 
 
 def check_rows(engine: V41Engine, outs: list[Tensor], before: list[tuple[int, int]], rows: list[int]) -> None:
@@ -68,7 +68,7 @@ def test_tokens_computed_again_for_their_windows_see_entries_and_no_older_window
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     config, start, hit, count = v41_config(), 128, 256, 140
     with world(config):
-        engine = V41Engine(config, CUDAAttention, layers=4)
+        engine = V41Engine(config, V41CUDAAttention, layers=4)
         request, other = engine.request(hit), engine.request(50)
         for layer in engine.layers:  # what the hit does not have
             swa = layer.swa_cache_layer
@@ -133,7 +133,7 @@ def with_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[V41Engine]:
     monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", "indexer,compressor")
     config = v41_config()
     with world(config):
-        yield V41Engine(config, CUDAAttention, layers=len(RATIOS))
+        yield V41Engine(config, V41CUDAAttention, layers=len(RATIOS))
 
 
 @pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
@@ -154,9 +154,9 @@ def test_padding_stores_nothing_in_rings_of_dsv4attns_compressor(
 
 @pytest.mark.parametrize("mask", ["visible entries", "requests of tokens"])
 def test_a_removed_mask_of_padding_is_found(with_steps: V41Engine, monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
-    from dsv4attn_vllm import metadata_v41
+    from dsv4attn_vllm import index_metadata, metadata
 
-    build = metadata_v41.StateMetadataBuilder.build
+    build = metadata.V41StateMetadataBuilder.build
 
     def visible_entries(common: Any, ratio: int, buffer: Tensor, numbers: Tensor) -> Tensor:
         return buffer[: common.num_actual_tokens].copy_((common.positions + 1) // ratio)
@@ -167,9 +167,10 @@ def test_a_removed_mask_of_padding_is_found(with_steps: V41Engine, monkeypatch: 
         return made
 
     if mask == "visible entries":
-        monkeypatch.setattr(metadata_v41, "visible_entries", visible_entries)
+        for module in (metadata, index_metadata):
+            monkeypatch.setattr(module, "visible_entries_of_replayed", visible_entries)
     else:
-        monkeypatch.setattr(metadata_v41.StateMetadataBuilder, "build", without_mask)
+        monkeypatch.setattr(metadata.V41StateMetadataBuilder, "build", without_mask)
 
     for padding in PADDING.values():
         with pytest.raises(AssertionError):
@@ -205,7 +206,7 @@ def test_compressed_caches_alone_that_are_bound_again_are_read_and_written(
     monkeypatch.setenv("DSV4ATTN_VLLM_STEPS", steps)
     config = v41_config()
     with world(config):
-        engine = V41Engine(config, CUDAAttention, layers=len(RATIOS))
+        engine = V41Engine(config, V41CUDAAttention, layers=len(RATIOS))
         request = engine.request(147)  # the next token completes an entry of two
         work = [(request, 1)]
         metadata = engine.describe(work)
@@ -264,7 +265,7 @@ def whole_steps(engine: WholeV41Engine, prompt: int = 20) -> Iterator[tuple[Any,
 @pytest.mark.parametrize("backend", ["reference"], indirect=True)
 def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str) -> None:
     """Hidden states in, hidden states out, with vLLM's compressor, index keys and short contexts."""
-    with whole_v41_engine(CUDAAttention) as engine:
+    with whole_v41_engine(V41CUDAAttention) as engine:
         for layer, theirs, ours in whole_steps(engine):
             assert torch.equal(theirs, ours), layer.prefix
             assert theirs.float().std() > 1e-3
@@ -273,7 +274,7 @@ def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str) -> None:
 def test_keys_alone_are_the_bytes_that_whole_layers_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """`forward_kv`, by which vLLM writes the keys of all tokens where layers then run on the last ones alone."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
-    with whole_v41_engine(CUDAAttention) as engine:
+    with whole_v41_engine(V41CUDAAttention) as engine:
         request, caches = engine.request(), engine.bound()
         blank = {name: bytes_of(cache) for name, cache in caches.items()}
         engine.step([(request, 30)])
@@ -292,7 +293,7 @@ def test_keys_alone_are_the_bytes_that_whole_layers_write(monkeypatch: pytest.Mo
 def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """One in each of three layers: queries are normalised, another layer's cache is read, and an old selection."""
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
-    with whole_v41_engine(CUDAAttention) as engine:
+    with whole_v41_engine(V41CUDAAttention) as engine:
         layers = engine.layers
         layers[2]._geometry = copy.copy(layers[2]._geometry)
         object.__setattr__(layers[2]._geometry, "q_norm", True)

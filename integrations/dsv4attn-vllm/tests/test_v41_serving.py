@@ -14,7 +14,7 @@ import torch
 from attrs import evolve
 from dsv4attn_vllm import serving, steps
 from dsv4attn_vllm.attention import insert_context_kv
-from dsv4attn_vllm.cuda_v41 import CUDAAttention, select_attention
+from dsv4attn_vllm.cuda import V41CUDAAttention, select_v41_attention
 from dsv4attn_vllm.guard import RefusedError
 from engine import config_of, world
 from processes import execute, run
@@ -44,7 +44,7 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def layer_of(config: VllmConfig, index: int = 0) -> Any:
     """A new layer; those that others need are there already."""
-    return CUDAAttention(config, prefix=f"model.layers.{index}.attn")
+    return V41CUDAAttention(config, prefix=f"model.layers.{index}.attn")
 
 
 def refusal(config: VllmConfig) -> str:
@@ -156,7 +156,7 @@ def test_a_step_on_records_of_sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSV4ATTN_BACKEND", "reference")
     config, before = v41_config(), [(40, 1), (20, 9)]
     with world(config):
-        engine = V41Engine(config, CUDAAttention, layers=4)
+        engine = V41Engine(config, V41CUDAAttention, layers=4)
         outs = engine.step([(engine.request(tokens), count) for tokens, count in before])
 
         assert {layer.swa_cache_layer.kv_cache.shape[-1] for layer in engine.layers} == {528}
@@ -193,9 +193,9 @@ def drafting(monkeypatch: pytest.MonkeyPatch) -> Iterator[V41Engine]:
     config = v41_config(speculative_config={"method": "dspark", "num_speculative_tokens": 5})
     draft = replaced(config, model_config=config.speculative_config.draft_model_config)
 
-    def made(_: VllmConfig, prefix: str, **options: Any) -> CUDAAttention:
+    def made(_: VllmConfig, prefix: str, **options: Any) -> V41CUDAAttention:
         """A layer behind those of the model, built with the draft's configuration as vLLM's loader does."""
-        return CUDAAttention(draft, prefix=prefix.replace(".0.", f".{DRAFT}."), **options)
+        return V41CUDAAttention(draft, prefix=prefix.replace(".0.", f".{DRAFT}."), **options)
 
     with world(config):
         yield V41Engine(config, made, layers=1)
@@ -247,12 +247,12 @@ def test_an_attention_backend_of_vllms_that_is_asked_for_is_used(
     theirs = dspark._insert_context_kv
     replace(V41_PLATFORMS["cuda"])
 
-    assert model._select_dsv4_attn_cls is select_attention
+    assert model._select_dsv4_attn_cls is select_v41_attention
     assert dspark._insert_context_kv is insert_context_kv
     assert original("vllm.models.deepseek_v41.nvidia.dspark._insert_context_kv") is theirs
-    assert select_attention(config) is CUDAAttention
+    assert select_v41_attention(config) is V41CUDAAttention
     config.attention_config.backend = AttentionBackendEnum.FLASHMLA_SPARSE_DSV41
-    assert select_attention(config) is DeepseekV4FlashMLAAttention
+    assert select_v41_attention(config) is DeepseekV4FlashMLAAttention
 
 
 def test_nothing_is_replaced_if_one_name_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 config = v41_config()
 assert dspark._insert_context_kv is attention.insert_context_kv
 chosen = model._select_dsv4_attn_cls(config)
-assert chosen.__module__ == "dsv4attn_vllm.rocm_v41"
+assert chosen.__module__ == "dsv4attn_vllm.rocm"
 with world(config):
     engine = V41Engine(config, chosen, layers=len(RATIOS))
     before = [(40, 1), (20, 9)]
@@ -308,8 +308,8 @@ with world(config):
         assert torch.equal(engine.of_own_builder(layer, before, 10), out), layer.prefix
         assert engine.error(layer, out, 0, 40, 0) < 0.012
         assert type(layer._alloc_attn_out(3, out.flatten(1))) is torch.Tensor
-    assert type(engine.layers[3].indexer).__module__ == "dsv4attn_vllm.indexer_v41"
-    assert type(engine.layers[3].compressor).__module__ == "dsv4attn_vllm.compressor_v41"
+    assert type(engine.layers[3].indexer).__name__ == "V41Indexer"
+    assert type(engine.layers[3].compressor).__name__ == "V41Compressor"
     y = engine.layers[1]._o_proj(outs[1], torch.arange(10))
     assert y.shape == (10, 256), y.shape
     config.kernel_config.monokernel = True

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from dsv4attn_vllm import serving
-from dsv4attn_vllm.compressor_v41 import Compressor
-from dsv4attn_vllm.cuda_v41 import CUDAAttention
+from dsv4attn_vllm.compressor import V41Compressor
+from dsv4attn_vllm.cuda import V41CUDAAttention
 from dsv4attn_vllm.guard import RefusedError
-from dsv4attn_vllm.indexer_v41 import Indexer
+from dsv4attn_vllm.indexer import V41Indexer
 from engine import Request, world
 from test_v41_layers import bytes_of
 from torch import Tensor
@@ -45,7 +45,7 @@ def whole_engine(
     """An engine with all steps on dsv4attn. drafts: tokens that are verified at once."""
     blocks = torch.full((256, CANDIDATES["candidate_topk_blocks"]), -1, dtype=torch.int32)
     options = {"kv_cache_dtype": kv_cache_dtype, "candidate_block_buffer": blocks}
-    with whole_v41_engine(CUDAAttention, sizes, drafts, **options) as made:
+    with whole_v41_engine(V41CUDAAttention, sizes, drafts, **options) as made:
         yield made
 
 
@@ -72,8 +72,8 @@ def both(
 )
 def test_whole_layers_are_bit_for_bit_dsv4attns_own(backend: str, sizes: dict[str, Any]) -> None:
     with whole_engine(sizes) as engine:
-        assert [type(layer.indexer) for layer in engine.layers[1:4:2]] == [Indexer] * 2
-        assert type(engine.layers[1].compressor) is Compressor
+        assert [type(layer.indexer) for layer in engine.layers[1:4:2]] == [V41Indexer] * 2
+        assert type(engine.layers[1].compressor) is V41Compressor
         for layer, theirs, ours in both(engine, STEPS if backend == "reference" else ([(0, 42)], [(0, 1), (1, 3)])):
             assert torch.equal(theirs, ours), layer.prefix
             assert theirs.float().std() > 1e-3
@@ -172,7 +172,7 @@ def test_caches_are_byte_for_byte_those_of_vllms_own_kernels(backend: str, monke
             classes.append(type(engine.layers[1].compressor))
 
     (ours, caches), (theirs, wanted) = found
-    assert classes == [Compressor, DeepseekCompressor]
+    assert classes == [V41Compressor, DeepseekCompressor]
     assert caches.keys() == wanted.keys()
     assert [name for name in caches if not torch.equal(caches[name], wanted[name])] == []
     assert all(map(torch.equal, ours, theirs))

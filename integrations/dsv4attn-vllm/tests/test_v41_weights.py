@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dsv4attn_vllm.cuda_v41 import CUDAAttention
+from dsv4attn_vllm.cuda import V41CUDAAttention
 from engine import world
 from test_whole_layers import blocks_of_fp8
 from v41 import v41_config
@@ -46,7 +46,7 @@ def groups_of_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("columns", [32, 128])
 def test_an_fp8_wo_a_is_converted_and_again_at_its_address(config: VllmConfig, columns: int) -> None:
     """With a scale for each 32 columns of a row, as vLLM keeps the released 32 x 32, or for each 128 x 128."""
-    layer = CUDAAttention(config, prefix="model.layers.0.attn")
+    layer = V41CUDAAttention(config, prefix="model.layers.0.attn")
     o, positions = torch.randn(5, 4, 512).bfloat16(), torch.arange(5) * 37
     torch.nn.init.normal_(layer.wo_b.weight, std=0.05)
     layer.wo_b.cpu_linear = torch.nn.functional.linear
@@ -83,7 +83,7 @@ def test_a_released_wo_a_is_loaded_by_vllm_and_converted(monkeypatch: pytest.Mon
     config = v41_config()
     config.quant_config = DeepseekV4FP8Config.from_config(FP8)
     with world(config):
-        layer = CUDAAttention(config, prefix="model.layers.0.attn")
+        layer = V41CUDAAttention(config, prefix="model.layers.0.attn")
         codes = torch.randn(layer.wo_a.weight.shape, dtype=torch.float32).to(torch.float8_e4m3fn)
         exponents = torch.randint(100, 130, (codes.shape[0] // 32, codes.shape[1] // 32), dtype=torch.uint8)
         for parameter, loaded in (("weight", codes), ("weight_scale", exponents.view(torch.float8_e8m0fnu))):
