@@ -121,13 +121,6 @@ def flowchart() -> str:
         for target in {_part_of(other) for other in others} - {None, part}:
             if part is not None and target is not None:
                 edges.setdefault(part, set()).add(target)
-
-    def reached(part: str, seen: set[str]) -> set[str]:
-        for target in edges.get(part, set()) - seen:
-            seen.add(target)
-            reached(target, seen)
-        return seen
-
     lines = ["flowchart TD"]
     for part in sorted(edges):
         for target in sorted(edges[part]):
@@ -135,13 +128,21 @@ def flowchart() -> str:
                 if part < target:
                     lines.append(f"    {_node(part)} <--> {_node(target)}")
             elif not any(
-                target in reached(third, {part})
+                target in _reached(edges, third, {part})
                 and part not in edges.get(third, set())
                 and third not in edges.get(target, set())
                 for third in edges[part] - {target}
             ):
                 lines.append(f"    {_node(part)} --> {_node(target)}")
     return "\n".join(lines)
+
+
+def _reached(edges: Graph, part: str, seen: set[str]) -> set[str]:
+    """Parts that a part imports, directly or through others, besides those in `seen`, which grows."""
+    for target in edges.get(part, set()) - seen:
+        seen.add(target)
+        _reached(edges, target, seen)
+    return seen
 
 
 def _node(part: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
@@ -103,6 +103,10 @@ class RefusedError(RuntimeError):
         super().__init__(f"{engine.wheel}: {what}: expected {expected}, got {actual} -> {cure}, or {way_out}")
 
 
+def _strings(versions: Iterable[object]) -> tuple[str, ...]:
+    return tuple(map(str, versions))
+
+
 @frozen
 class Guard:
     """Which versions of its engine a wheel serves, and the environment variables that say otherwise.
@@ -112,7 +116,7 @@ class Guard:
     """
 
     refused: type[RefusedError]
-    tested: tuple[str, ...] = field(converter=lambda versions: tuple(map(str, versions)))
+    tested: tuple[str, ...] = field(converter=_strings)
 
     @property
     def engine(self) -> Engine:

@@ -76,7 +76,7 @@ def given(query: list[int], dtype: torch.dtype, kind: LayerKind, dims: tuple[int
 
 def run(step: dict[str, Any], workspace: WorkspaceManager, out: Tensor, lse: Tensor | None, sink: Tensor) -> Counted:
     backend = Counted()
-    call = ForwardCall(**step, backend=backend, workspace=workspace, out=out, attn_sink=sink, lse=lse)  # type: ignore[arg-type]
+    call = ForwardCall(**step, backend=backend, workspace=workspace, out=out, attn_sink=sink, lse=lse)
     forward_mqa_over_ranks(alone(), call)
     return backend
 

@@ -14,8 +14,8 @@ from dsv4attn.tools.cli import FAILED, INTERRUPTED, LINE_S, OK, Whole, pairs, pr
 
 if TYPE_CHECKING:
     from dsv4attn.core.model.geometry import LayerKind, ModelGeometry
-    from dsv4attn.tools.replay.engine import Progress
     from dsv4attn.serving.request import Request
+    from dsv4attn.tools.replay.engine import Progress
 
 __all__ = ["run"]
 

@@ -15,7 +15,7 @@ from typing import cast
 
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from dsv4attn.core.attention.forward_mqa import forward_mqa
@@ -297,5 +297,10 @@ class FullLayerRunner(LayerRunner):
         """What this rank has of the layer. compressed_bytes: of pages of entries and index keys, at their peak."""
         report, dtype = self.report, self.settings.workload.dtype
         traffic = Traffic.of(self.layer, dtype, self._sent, report.tokens)
-        other_bytes, checked = report.kv_bytes_peak - compressed_bytes, LayerOnRank.checked(report.check)
-        return LayerOnRank(report.kind, compressed_bytes, other_bytes, traffic, *checked, digest=str(self._digest))
+        rank = LayerOnRank(
+            report.kind, compressed_bytes, report.kv_bytes_peak - compressed_bytes, traffic, digest=str(self._digest)
+        )
+        check = report.check
+        if check is None:
+            return rank
+        return evolve(rank, rows=check.rows, failed=check.failed, failures=tuple(check.failures))

@@ -10,7 +10,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,9 +21,6 @@ from dsv4attn.core.memory.rank_buffers import attention_bytes, candidate_bytes
 from dsv4attn.core.model.geometry import LayerGeometry
 from dsv4attn.testing.oracle import F64
 from dsv4attn.tools.replay.read_back import IndexKeyReader, KeyReader
-
-if TYPE_CHECKING:
-    from dsv4attn.tools.replay.results import CheckResult
 
 __all__ = [
     "IndexKeyReaderOverRanks",
@@ -103,11 +99,6 @@ class LayerOnRank:
     failed: int = 0
     failures: tuple[str, ...] = ()
     digest: str = ""
-
-    @staticmethod
-    def checked(check: CheckResult | None) -> tuple[int, int, tuple[str, ...]]:
-        """The last fields but one, from the rows that were checked."""
-        return (0, 0, ()) if check is None else (check.rows, check.failed, tuple(check.failures))
 
 
 @frozen

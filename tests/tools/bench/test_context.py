@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import distributed
 
 from dsv4attn.backends.reference.launch import ReferenceBackend
-from dsv4attn.core import context_parallel
+from dsv4attn.core.context_parallel import attention, selection
 from dsv4attn.errors import ArgumentError
 from dsv4attn.tools.bench import context as bench
 from dsv4attn.tools.bench import context_cases as sizes
@@ -157,7 +157,7 @@ def test_a_group_of_one_rank_agrees_with_one_rank(alone: MeteredContext) -> None
 
 
 def test_a_wrong_merge_has_no_time(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = context_parallel.forward_mqa_over_ranks
+    whole = attention.forward_mqa_over_ranks
 
     def wrong(context: Any, call: Any) -> None:
         whole(context, call)
@@ -173,7 +173,7 @@ def test_a_wrong_merge_has_no_time(alone: MeteredContext, monkeypatch: pytest.Mo
 
 
 def test_a_result_that_becomes_wrong_later_has_no_time(alone: MeteredContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, select = [0], context_parallel.select_topk_over_ranks
+    calls, select = [0], selection.select_topk_over_ranks
 
     def worse(*given: Any) -> None:
         select(*given)

@@ -22,7 +22,7 @@ def test_pairs_of_records_run_in_turn_and_have_their_speed_by_584(kernel: str) -
 
     class Told(ReferenceBackend):
         def decode(self, call: AttentionCall) -> None:  # prefills on pages call it too
-            order.append(call.keys[-1].cache.layout.record_bytes)
+            order.append(call.caches[-1].layout.record_bytes)
             super().decode(call)
 
     cases = cases_of([kernel], ["v41_r2"], SIZE)
@@ -42,7 +42,7 @@ def test_pairs_of_records_run_in_turn_and_have_their_speed_by_584(kernel: str) -
 
 def test_a_wrong_result_on_one_pair_leaves_the_others_their_times() -> None:
     def on_288(call: AttentionCall) -> None:
-        if call.keys[-1].cache.layout.name == "v41_fp4":
+        if call.caches[-1].layout.name == "v41_fp4":
             call.out[0, 0] = 7.0
 
     told = runner(Planted(on_288)).run(*cases_of(["decode"], ["v41_r1"], SIZE))
@@ -53,7 +53,7 @@ def test_a_wrong_result_on_one_pair_leaves_the_others_their_times() -> None:
 
 def test_without_a_time_on_584_nothing_is_compared_with_it() -> None:
     def on_584(call: AttentionCall) -> None:
-        if call.keys[-1].cache.layout.name == "fp8_ds_mla":
+        if call.caches[-1].layout.name == "fp8_ds_mla":
             call.out[0, 0] = 7.0
 
     told = runner(Planted(on_584)).run(*cases_of(["decode"], ["v41_r1"], SIZE))

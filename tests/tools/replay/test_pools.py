@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,7 +89,7 @@ def test_every_trace_is_served_and_only_a_scarce_pool_preempts(
     lengths: list[tuple[int, int]], seqs: int, spare: int, scarce: int
 ) -> None:
     requests, budget = requests_of(*lengths), seqs + spare
-    options = {"max_num_seqs": seqs, "max_num_batched_tokens": budget}
+    options: dict[str, Any] = {"max_num_seqs": seqs, "max_num_batched_tokens": budget}
     pages = plan(requests, **options)
     if scarce:
         longest = max(-(-r.attention_tokens // 256) for r in requests)

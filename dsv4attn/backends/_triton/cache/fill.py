@@ -2,8 +2,8 @@
 
 The first, `combine_kernel`, makes the list of each token. The second, `fill_kernel`, copies the records of both caches,
 and packs the lists where a backend takes ragged ones. `core.attention.gathered.fill_by_steps` is the definition:
-results are equal, byte by byte. What depends on metadata alone is computed where it is used, in both kernels: there is no plan that
-another launch would have to make.
+results are equal, byte by byte. What depends on metadata alone is computed where it is used, in both kernels, so no
+other launch makes a plan.
 """
 
 from __future__ import annotations
