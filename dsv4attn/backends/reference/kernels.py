@@ -13,46 +13,17 @@ import torch
 from torch import Tensor
 
 from dsv4attn.core.cache import fp4
+from dsv4attn.core.cache.index_records import power_of_two, quantize_keys
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
 from dsv4attn.core.cache.selected_keys import DenseIndices, GatheredKeys, PagedKeys, RaggedIndices
 from dsv4attn.core.contract.layer_ops import Linear
 from dsv4attn.core.model.rope import angles_at, apply_rope
-
-LARGEST_EXPONENT = 254
-"""Byte 255 is NaN in the E8M0 format."""
 
 TILE_BYTES = 64 * 2**20
 """Most bytes of temporaries of a tile; large enough that matrix products dominate."""
 
 
 # records
-
-
-def power_of_two(byte: Tensor) -> Tensor:
-    """2^(byte - 127) as fp32, made of bits: byte is the exponent field. 0 is the subnormal 2^-127, 255 reads as NaN."""
-    bits = (byte << 23).masked_fill(byte == 0, 0x00400000).masked_fill(byte == 255, 0x7FC00000)
-    return bits.int().view(torch.float32)
-
-
-def quantize(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
-    """Coded parts [n, dims] to codes [n, dims * bits / 8] uint8 and scale bytes [n, scale_bytes] uint8, pad bytes 0.
-
-    Each group of `group_size` bf16-rounded values shares a scale. fp8: 2^e, the smallest power of two with
-    amax / 2^e <= fp8_max. The exponent is read off the bits of amax / fp8_max: biased exponent, plus one unless the
-    mantissa is zero. No logarithm, so no device rounds it differently. e2m1: see `fp4.quantize`.
-    """
-    if layout.fp8_format is None:
-        return fp4.quantize(values)
-    rounded = values.bfloat16().float()
-    padded = torch.nn.functional.pad(rounded, (0, layout.num_groups * layout.group_size - layout.coded_dims))
-    groups = padded.unflatten(-1, (layout.num_groups, layout.group_size))
-    amax = groups.abs().amax(-1).clamp(min=layout.amax_floor)
-    bits = (amax / layout.fp8_max).view(torch.int32)
-    exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, LARGEST_EXPONENT)
-    scaled = (groups * power_of_two(254 - exponent)[..., None]).clamp(-layout.fp8_max, layout.fp8_max)
-    codes = scaled.flatten(-2)[..., : layout.coded_dims].to(layout.fp8_format.dtype).view(torch.uint8)
-    scales = torch.nn.functional.pad(exponent.to(torch.uint8), (0, layout.scale_bytes - layout.num_groups))
-    return codes, scales
 
 
 def dequantize(codes: Tensor, scales: Tensor, layout: KVCacheLayout) -> Tensor:
@@ -95,7 +66,7 @@ def insert(k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
     coded = cache.layout.coded_dims
     if cache.layout.rounds_to_fp4:
         k = fp4.dequantize(*fp4.quantize(k.float()))
-    cache.region("nope")[place], cache.region("scale")[place] = quantize(k[:, :coded].float(), cache.layout)
+    cache.region("nope")[place], cache.region("scale")[place] = quantize_keys(k[:, :coded].float(), cache.layout)
     if cache.layout.plain_dims:
         cache.region("rope")[place] = k[:, coded:].bfloat16()
 

@@ -10,17 +10,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dsv4attn.core.cache import fp4
 from dsv4attn.core.cache.layout import KVCacheLayout, PagedKVCache
+from dsv4attn.core.cache.record_layout import KEY_RECORDS
 from dsv4attn.core.torch_modes import without_modes
 
 __all__ = [
     "dequantize_index",
     "power_of_two",
     "quantize_index",
+    "quantize_keys",
     "read_index_keys",
     "read_rows",
     "slots_of",
+    "store_entries",
     "store_index_keys",
+    "store_keys",
     "store_rows",
 ]
 
@@ -141,3 +146,46 @@ def read_index_keys(cache: PagedKVCache, slots: Tensor) -> Tensor:
         assert layout.fp8_format is not None
         return codes.view(layout.fp8_format.dtype).float() * scale
     return dequantize_index(codes, scale[..., : layout.num_groups], layout)
+
+
+def quantize_keys(values: Tensor, layout: KVCacheLayout) -> tuple[Tensor, Tensor]:
+    """Coded parts [n, dims] to codes [n, dims * bits / 8] uint8 and scale bytes [n, scale_bytes] uint8, pad bytes 0.
+
+    Each group of `group_size` bf16-rounded values shares a scale. fp8: 2^e, the smallest power of two with
+    amax / 2^e <= fp8_max. The exponent is read off the bits of amax / fp8_max: biased exponent, plus one unless the
+    mantissa is zero. No logarithm, so no device rounds it differently. e2m1: see `fp4.quantize`.
+    """
+    if layout.fp8_format is None:
+        return fp4.quantize(values)
+    rounded = values.bfloat16().float()
+    padded = pad(rounded, (0, layout.num_groups * layout.group_size - layout.coded_dims))
+    groups = padded.unflatten(-1, (layout.num_groups, layout.group_size))
+    amax = groups.abs().amax(-1).clamp(min=layout.amax_floor)
+    bits = (amax / layout.fp8_max).view(torch.int32)
+    exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, _LARGEST_EXPONENT)
+    scaled = (groups * power_of_two(254 - exponent)[..., None]).clamp(-layout.fp8_max, layout.fp8_max)
+    codes = scaled.flatten(-2)[..., : layout.coded_dims].to(layout.fp8_format.dtype).view(torch.uint8)
+    return codes, pad(exponent.to(torch.uint8), (0, layout.scale_bytes - layout.num_groups))
+
+
+@without_modes
+def store_keys(k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
+    """Write keys k [n, D], rotated, to slots [n]; slots that do not exist are skipped."""
+    layout = cache.layout
+    if not layout.is_quantised:
+        store_rows(cache.region("row"), slot_mapping, k)
+        return
+    coded = layout.coded_dims
+    if layout.rounds_to_fp4:
+        k = fp4.dequantize(*fp4.quantize(k.float()))
+    codes, scales = quantize_keys(k[:, :coded].float(), layout)
+    store_rows(cache.region("nope"), slot_mapping, codes)
+    store_rows(cache.region("scale"), slot_mapping, scales)
+    if layout.plain_dims:
+        store_rows(cache.region("rope"), slot_mapping, k[:, coded:].bfloat16())
+
+
+def store_entries(k: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
+    """`store_keys` to a cache of keys, `store_index_keys` to a cache of index keys."""
+    store = store_keys if cache.layout.name in KEY_RECORDS else store_index_keys
+    store(k, cache, slot_mapping)
